@@ -1,0 +1,1 @@
+"""Composable LLM building blocks on JAX and Flax NNX."""
