@@ -1,1 +1,37 @@
-"""Composable LLM building blocks on JAX and Flax NNX."""
+"""Composable LLM building blocks on JAX and Flax NNX.
+
+The rooms are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `weights`, `data`, `training` and `inference`.
+Importing `maxlib` imports none of them: each is imported when it is first named.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from maxlib import data as data
+    from maxlib import inference as inference
+    from maxlib import models as models
+    from maxlib import nn as nn
+    from maxlib import ops as ops
+    from maxlib import sharding as sharding
+    from maxlib import training as training
+    from maxlib import weights as weights
+    from maxlib.weights import from_pretrained as from_pretrained
+    from maxlib.weights import save_pretrained as save_pretrained
+
+__version__ = "0.1.0.dev0"
+
+_ROOMS = ("data", "inference", "models", "nn", "ops", "sharding", "training", "weights")
+_FUNCTIONS = ("from_pretrained", "save_pretrained")
+
+
+def __getattr__(name: str):
+    if name in _ROOMS:
+        return importlib.import_module(f"maxlib.{name}")
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module("maxlib.weights"), name)
+    raise AttributeError(f"module 'maxlib' has no attribute {name!r}; it has {', '.join(_ROOMS + _FUNCTIONS)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ROOMS, *_FUNCTIONS])

@@ -1,0 +1,114 @@
+"""The commands of the project: `nox -l` lists them, `nox -s tests -- -k rope` passes arguments on."""
+
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.reuse_venv = "yes"
+
+TORCH = "2.13.0"
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Format, lint, and who may import whom."""
+    session.install("ruff", "import-linter")
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Types, with pyright."""
+    session.install("-e", ".[examples]", "nox", "pyright[nodejs]")
+    session.run("pyright", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The default tests, on the Python that runs nox."""
+    install_for_tests(session)
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def tests_full(session: nox.Session) -> None:
+    """Every test: also the full products and what takes minutes."""
+    install_for_tests(session)
+    session.run("pytest", "-m", "", *session.posargs)
+
+
+@nox.session(python=["3.12", "3.13"])
+def tests_newest(session: nox.Session) -> None:
+    """The default tests with the newest jax, flax and friends, which need a newer Python than 3.11."""
+    install_for_tests(session, "--upgrade", "--upgrade-strategy", "eager")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Every example, start to end, at its real size (minutes)."""
+    session.install("-e", ".[examples]")
+    for script in chosen(session, Path("examples"), "*.py"):
+        session.run("python", str(script.resolve()))
+
+
+@nox.session
+def notebooks(session: nox.Session) -> None:
+    """Every notebook, executed; an error in a cell is an error here."""
+    session.install("-e", ".[notebooks]")
+    for notebook in chosen(session, Path("examples"), "*.ipynb"):
+        session.run("jupyter", "execute", str(notebook))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation, into docs/_build/html; warnings are errors and its notebooks are executed."""
+    session.install("-e", ".[docs]")
+    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The measurements of docs/benchmarks.md: all of them, or `nox -s bench -- NAME ...`."""
+    install_for_tests(session)
+    for script in chosen(session, Path("tests/benchmarks"), "*.py"):
+        session.run("python", "-m", f"tests.benchmarks.{script.stem}")
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Wheel and source distribution, into dist/."""
+    session.install("build", "twine")
+    shutil.rmtree("dist", ignore_errors=True)
+    session.run("python", "-m", "build")
+    artifacts = sorted(Path("dist").iterdir())
+    session.run("twine", "check", "--strict", *map(str, artifacts))
+    (wheel,) = (path for path in artifacts if path.suffix == ".whl")
+    if "maxlib/py.typed" not in zipfile.ZipFile(wheel).namelist():
+        session.error(f"{wheel} lacks maxlib/py.typed")
+
+
+def install_for_tests(session: nox.Session, *options: str) -> None:
+    session.install(*options, "-e", ".[tests]")
+    # Parity with transformers needs torch, and nobody wants several GB of CUDA for it: a CPU build or none. The index
+    # has CPU builds for macOS and Windows; on Linux they carry a name of their own, and live where pytorch.org says.
+    cpu = f"torch=={TORCH}+cpu" if sys.platform == "linux" else f"torch=={TORCH}"
+    session.install(cpu, success_codes=[0, 1], silent=True)
+    if session.run("python", "-c", "import torch", success_codes=[0, 1], silent=True):
+        session.warn(f"No {cpu} for this Python: live parity with transformers is skipped (README.md, 'Tests').")
+
+
+def chosen(session: nox.Session, folder: Path, pattern: str) -> list[Path]:
+    """The scripts named after `--`, or all of them."""
+    found = {path.stem: path for path in sorted(folder.glob(pattern)) if not path.stem.startswith("_")}
+    unknown = [name for name in session.posargs if name not in found]
+    if unknown:
+        session.error(f"{', '.join(unknown)}: not in {folder}, which has {', '.join(found)}")
+    return [found[name] for name in session.posargs or found]

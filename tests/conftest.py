@@ -1,0 +1,27 @@
+"""What holds for every test: eight CPU devices, no network, checked shapes, no silent broadcasting."""
+
+import os
+
+# Before jax is imported. A test that starts a process of its own inherits these.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+    os.environ[_name] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("MPLBACKEND", "agg")
+
+from tests import typecheck  # noqa: E402
+
+typecheck.install()
+
+import importlib.util  # noqa: E402
+
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_report_header() -> list[str]:
+    torch = "here" if importlib.util.find_spec("torch") else "absent: live parity with transformers is skipped (README)"
+    return [f"jax {jax.__version__} on {jax.device_count()} {jax.default_backend()} devices; torch {torch}"]
