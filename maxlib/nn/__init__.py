@@ -1,0 +1,31 @@
+"""Layers: plain `nnx.Module`s with keyword arguments, no global configuration, no mesh needed."""
+
+from maxlib.nn.attention import Attention as Attention
+from maxlib.nn.attention import attend as attend
+from maxlib.nn.cache import Cache as Cache
+from maxlib.nn.cache import KVCache as KVCache
+from maxlib.nn.cache import RingCache as RingCache
+from maxlib.nn.cache import kv_cache as kv_cache
+from maxlib.nn.context import Context as Context
+from maxlib.nn.context import context as context
+from maxlib.nn.linear import Einsum as Einsum
+from maxlib.nn.linear import Embed as Embed
+from maxlib.nn.mlp import MLP as MLP
+from maxlib.nn.mlp import GatedMLP as GatedMLP
+from maxlib.nn.model import Model as Model
+from maxlib.nn.model import Output as Output
+from maxlib.nn.norm import LayerNorm as LayerNorm
+from maxlib.nn.norm import RMSNorm as RMSNorm
+from maxlib.nn.pytree import pytree as pytree
+from maxlib.nn.pytree import static as static
+from maxlib.nn.remat import Policy as Policy
+from maxlib.nn.remat import remat_policy as remat_policy
+from maxlib.nn.stack import Stack as Stack
+from maxlib.nn.stack import unstack as unstack
+from maxlib.nn.tree import axes as axes
+from maxlib.nn.tree import combine as combine
+from maxlib.nn.tree import is_trainable as is_trainable
+from maxlib.nn.tree import logical_path as logical_path
+from maxlib.nn.tree import num_parameters as num_parameters
+from maxlib.nn.tree import partition as partition
+from maxlib.nn.tree import variables as variables

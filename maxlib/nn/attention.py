@@ -1,0 +1,118 @@
+"""Grouped-query attention (Ainslie et al. 2023), of which multi-head and multi-query attention are the ends."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxlib import ops
+from maxlib.nn.cache import KVCache, RingCache, kv_cache
+from maxlib.nn.context import Context, context
+from maxlib.nn.linear import Einsum
+from maxlib.ops.attention import Causal, Mask
+from maxlib.ops.rope import Rope, apply_rope
+from maxlib.sharding import constrain, map_op
+
+
+class Attention(nnx.Module):
+    """Queries of `num_heads` attend to `num_kv_heads` keys and values under `mask`.
+
+    rope: how positions rotate queries and keys; None leaves them (NoPE). q_norm, k_norm: norms over the head dimension, applied before the
+    rotation. scale: factor on the scores, by default `head_dim ** -0.5`. softcap: `c * tanh(scores / c)`. sinks: one learned
+    logit per head that takes part in the softmax and has no value (GPT-OSS).
+    Raises ValueError when `num_heads` is no multiple of `num_kv_heads`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        mask: Mask = Causal(),
+        rope: Rope | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        q_norm: Callable | None = None,
+        k_norm: Callable | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        D, N, K, H = dim, num_heads, num_kv_heads or num_heads, head_dim
+        if N % K:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {N} and {K}")
+        if rope is not None and rope.dim > H:
+            raise ValueError(f"the rotary dimensions ({rope.dim}) must not exceed head_dim ({H})")
+        self.q = Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
+        self.k = Einsum("...D,KHD->...KH", (K, H, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
+        self.v = Einsum("...D,KHD->...KH", (K, H, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
+        self.o = Einsum("...NH,DNH->...D", (D, N, H), ("embed", "heads", "head_dim"), bias=out_bias, rngs=rngs)
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",)) if sinks else None
+        self.mask, self.rope, self.scale, self.softcap = mask, rope, scale, softcap
+        self.num_kv_heads, self.head_dim = K, H
+
+    def __call__(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: KVCache | RingCache | None = None
+    ) -> tuple[Float[Array, "B T D"], KVCache | RingCache | None]:
+        """Without `ctx` each row is one document from position 0."""
+        ctx = context(*x.shape[:2]) if ctx is None else ctx
+        q, k, v = self.project(x, ctx)
+        k_start, k_end = ctx.bounds(self.mask)
+        if cache is not None:
+            cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
+        sinks = None if self.sinks is None else self.sinks[...]
+        out = attend(q, k, v, k_start, k_end, sinks, scale=self.scale, softcap=self.softcap)
+        return self.o(out), cache
+
+    def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
+        """Queries, keys and values, normed and rotated."""
+        q = constrain(self.q(x), "batch", "seq", "act_heads", None)
+        k = constrain(self.k(x), "batch", "seq", "act_heads", None)
+        v = constrain(self.v(x), "batch", "seq", "act_heads", None)
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
+        if self.rope is None:
+            return q, k, v
+        cos, sin = ctx.rotary(self.rope)
+        rotate = lambda y: apply_rope(y, cos, sin, interleaved=self.rope.interleaved)
+        return rotate(q), rotate(k), v
+
+    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> KVCache | RingCache:
+        """An empty cache for `batch` rows of up to `capacity` tokens; windows need only a ring."""
+        return kv_cache(
+            batch,
+            capacity,
+            num_kv_heads=self.num_kv_heads,
+            k_dim=self.head_dim,
+            v_dim=self.head_dim,
+            ring=self.mask.ring,
+            dtype=dtype,
+        )
+
+
+def attend(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B S K Hk"],
+    v: Float[Array, "B S K Hv"],
+    k_start,
+    k_end,
+    sinks: Float[Array, " N"] | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "B T N Hv"]:
+    """`ops.attention` on each device's own rows and heads, by the sharding rules in use."""
+
+    def op(q, k, v, k_start, k_end, sinks):
+        return ops.attention(q, k, v, k_start=k_start, k_end=k_end, sinks=sinks, scale=scale, softcap=softcap)
+
+    heads = ("batch", None, "act_heads", None)
+    mapped = map_op(
+        op, [heads, heads, heads, ("batch", None), ("batch", None), ("act_heads",)], ("batch", None, "act_heads", None)
+    )
+    return mapped(q, k, v, k_start, k_end, sinks)

@@ -1,0 +1,97 @@
+"""Key/value caches: immutable values, handed in and handed back.
+
+A cache decides where keys lie. `extend` stores the new ones and returns the arrays to attend to, with key
+intervals on *those* arrays. Rows may have different lengths: `ctx.length` counts each row's cached tokens,
+`ctx.num_new` how many of the new ones are real (they come first; what follows is padding).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from maxlib.nn.context import Context
+from maxlib.nn.pytree import pytree, static
+
+Extended = tuple["KVCache | RingCache", Array, Array, Array, Array]
+
+
+@pytree
+class Cache:
+    """A model's whole cache: one entry per layer, laid out like its stacks, and what all layers share.
+
+    length: tokens cached so far, per row. rope_length: the length that length-dependent rotary scalings assume, fixed when the
+    cache is made so that every step rotates alike.
+    """
+
+    layers: Any
+    length: Int[Array, " B"]
+    rope_length: int | None = static(default=None)
+
+    def advanced(self, layers: Any, ctx: Context) -> "Cache":
+        """The cache after a forward pass."""
+        return Cache(layers, self.length + ctx.num_new, self.rope_length)
+
+
+@pytree
+class KVCache:
+    """Keys and values by token index, `capacity` slots."""
+
+    k: Float[Array, "B S K Hk"]
+    v: Float[Array, "B S K Hv"]
+
+    def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
+        if k.shape[1] > self.k.shape[1]:
+            raise ValueError(
+                f"{k.shape[1]} new tokens do not fit a cache of capacity {self.k.shape[1]}; make a larger one"
+            )
+        put = jax.vmap(lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=0))
+        new_k = put(self.k, k.astype(self.k.dtype), ctx.length)
+        new_v = put(self.v, v.astype(self.v.dtype), ctx.length)
+        return KVCache(new_k, new_v), new_k, new_v, k_start, k_end
+
+
+@pytree
+class RingCache:
+    """The last W keys and values; token `i` lies in slot `i % W`, W being `mask.ring`."""
+
+    k: Float[Array, "B W K Hk"]
+    v: Float[Array, "B W K Hv"]
+
+    def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
+        new = RingCache(self._put(self.k, k, ctx), self._put(self.v, v, ctx))
+        if k.shape[1] == 1:
+            return new, new.k, new.v, *self._slots(k_start, k_end)
+        # Several tokens at once: the first of them still see entries that the last ones overwrite.
+        shift = (self.k.shape[1] - ctx.length)[:, None]
+        keys, values = (jnp.concatenate([self._in_order(old, ctx), x.astype(old.dtype)], axis=1)
+                        for old, x in ((self.k, k), (self.v, v)))  # fmt: skip
+        return new, keys, values, k_start + shift, k_end + shift
+
+    def _put(self, ring: Array, new: Array, ctx: Context) -> Array:
+        B, W, T = ring.shape[0], ring.shape[1], new.shape[1]
+        t = jnp.arange(T)[None, :]
+        last = (t < ctx.num_new[:, None]) & (t >= ctx.num_new[:, None] - W)
+        slot = jnp.where(last, (ctx.length[:, None] + t) % W, W)  # slot W does not exist: dropped
+        return ring.at[jnp.arange(B)[:, None], slot].set(new.astype(ring.dtype), mode="drop", unique_indices=True)
+
+    def _in_order(self, ring: Array, ctx: Context) -> Array:
+        """The ring from its oldest entry to its newest, ending at `ctx.length`."""
+        W = ring.shape[1]
+        slot = (ctx.length[:, None] + jnp.arange(W)[None, :]) % W
+        return jnp.take_along_axis(ring, slot[:, :, None, None], axis=1)
+
+    def _slots(self, k_start: Array, k_end: Array) -> tuple[Array, Array]:
+        W, seen = self.k.shape[1], k_end - k_start
+        first = jnp.where(seen >= W, 0, k_start % W)
+        return first, first + seen
+
+
+def kv_cache(
+    batch: int, capacity: int, *, num_kv_heads: int, k_dim: int, v_dim: int, ring: int | None, dtype: Any
+) -> KVCache | RingCache:
+    """An empty cache: a ring of `ring` slots where that is less than `capacity`, else a full one."""
+    kind, slots = (RingCache, ring) if ring is not None and ring < capacity else (KVCache, capacity)
+    zeros = lambda dim: jnp.zeros((batch, slots, num_kv_heads, dim), dtype)
+    return kind(zeros(k_dim), zeros(v_dim))

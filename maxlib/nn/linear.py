@@ -1,0 +1,79 @@
+"""The modules that own a matmul weight. Every projection in maxlib is an `Einsum`."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from maxlib.sharding import constrain
+
+Init = Callable[..., Array]
+
+
+class Einsum(nnx.Module):
+    """`einsum(spec, x, w)`, plus a bias over the axes of `w` that reach the output.
+
+    `spec` reads like `"...D,FD->...F"`; `shape` and `axes` describe `w` dimension by dimension, the latter by the names
+    that sharding rules use. The default initialization is truncated normal with variance 1 / fan-in, the
+    fan-in being the product of the dimensions that the einsum sums over.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        *,
+        bias: bool = False,
+        init: Init | None = None,
+        rngs: nnx.Rngs,
+    ):
+        letters, out = _weight_letters(spec, shape, axes)
+        kept = [d for d, letter in enumerate(letters) if letter in out]
+        summed = [d for d, letter in enumerate(letters) if letter not in out]
+        if init is None:
+            init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=summed, out_axis=kept)
+        self.spec = spec
+        self.w = nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
+        self.b = None
+        if bias:
+            self.b = nnx.Param(jnp.zeros([shape[d] for d in kept]), axes=tuple(axes[d] for d in kept))
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        # Weights follow the activations: x decides the compute dtype.
+        y = jnp.einsum(self.spec, x, jnp.asarray(self.w[...], x.dtype))
+        if self.b is None:
+            return y
+        b = jnp.asarray(self.b[...], x.dtype)
+        return y + jnp.expand_dims(b, range(y.ndim - b.ndim))
+
+
+def _weight_letters(spec: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str]:
+    inputs, _, out = spec.partition("->")
+    letters = inputs.partition(",")[2]
+    if not letters or not len(letters) == len(shape) == len(axes):
+        raise ValueError(
+            f"spec must read 'x,w->y' with one letter, size and axis name per dimension of w; "
+            f"got spec {spec!r}, shape {shape}, axes {axes}"
+        )
+    return letters, out
+
+
+class Embed(nnx.Module):
+    """A table of token vectors. `logits` reads it backwards, so tying embeddings means calling both methods."""
+
+    def __init__(self, vocab: int, dim: int, *, init: Init | None = None, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(0.02) if init is None else init
+        self.w = nnx.Param(init(rngs.params(), (vocab, dim), jnp.float32), axes=("vocab", "embed"))
+
+    def __call__(self, tokens: Int[Array, "..."], *, dtype=jnp.bfloat16) -> Float[Array, "... D"]:
+        """Ids must lie in `[0, vocab)`; inside jit they cannot be checked."""
+        # A lookup in a table that is split over its width would all-reduce the whole batch's activations.
+        w = constrain(self.w[...], "vocab", None)
+        return jnp.asarray(jnp.take(w, tokens, axis=0), dtype)
+
+    def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Scores in float32, whatever the dtype of `x`."""
+        return jnp.einsum("...D,VD->...V", x, jnp.asarray(self.w[...], x.dtype), preferred_element_type=jnp.float32)

@@ -1,0 +1,176 @@
+"""Layers applied in order, scanned where they are alike."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxlib.nn.remat import Policy, remat_policy
+
+Aux = dict[str, jax.Array]
+
+
+class Stack(nnx.Module):
+    """Layers `make(0, rngs) ... make(num_layers - 1, rngs)`, each `layer(x, ctx, cache) -> (x, cache, aux)`.
+
+    The first `prefix` layers stand alone. The rest repeats every `period` layers and is stored with a leading repeat axis, so that one
+    `lax.scan` applies it; what does not fill a period stands alone at the end. Layer `i` gets the stack's key folded with `i`: neither
+    `prefix` nor `period` changes its initial values. `make` may depend on `i` only through the layer's structure.
+    Raises ValueError when a layer differs from the one whose place in the period it shares.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int, nnx.Rngs], nnx.Module],
+        num_layers: int,
+        *,
+        prefix: int = 0,
+        period: int = 1,
+        rngs: nnx.Rngs,
+    ):
+        if period < 1 or not 0 <= prefix <= num_layers:
+            raise ValueError(
+                f"period must be at least 1 and prefix between 0 and num_layers; "
+                f"got period={period}, prefix={prefix}, num_layers={num_layers}"
+            )
+        key = rngs.params()
+        one = lambda i, key: make(i, nnx.Rngs(key))
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_layers))
+        repeats = (num_layers - prefix) // period
+        if repeats == 1:  # nothing repeats: keep the layers as they are
+            prefix, repeats = prefix + period, 0
+        suffix = prefix + repeats * period
+        slots = range(prefix, prefix + period) if repeats else ()
+        _check_alike(one, keys, slots, suffix, period)
+        self.num_layers, self.period = num_layers, period
+        self.prefix = nnx.List([one(i, keys[i]) for i in range(prefix)])
+        self.body = nnx.List([jax.vmap(lambda key, i=i: one(i, key))(keys[i:suffix:period]) for i in slots])
+        self.suffix = nnx.List([one(i, keys[i]) for i in range(suffix, num_layers)])
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """`num_layers`, `prefix` and `period` as they are stored."""
+        return {"num_layers": self.num_layers, "prefix": len(self.prefix), "period": self.period}
+
+    @property
+    def repeats(self) -> int:
+        """How many periods are scanned."""
+        return (self.num_layers - len(self.prefix)) // self.period
+
+    def where(self, i: int) -> tuple[str, int | None]:
+        """Layer `i`'s path below this stack and its index on the repeat axis (None if it stands alone)."""
+        return place_of(i, **self.layout)
+
+    def __len__(self) -> int:
+        return self.num_layers
+
+    def __getitem__(self, i: int) -> Any:
+        """Layer `i` by itself."""
+        i = range(self.num_layers)[i]
+        path, repeat = self.where(i)
+        kind, slot = path.split(".")
+        layer = getattr(self, kind)[int(slot)]
+        return layer if repeat is None else jax.tree.map(lambda a: a[repeat], layer)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(self.num_layers))
+
+    def __call__(self, x: Any, ctx: Any = None, cache: Any = None, *, remat: Policy = None) -> tuple[Any, Any, Aux]:
+        """Applies all layers. `cache` is what `init_cache` made; `aux` entries come back with one row per layer that reports them."""
+        policy = remat_policy(remat)
+        prefix, body, suffix = cache if cache is not None else (None, None, None)
+        x, prefix, first = _run(x, ctx, self.prefix, prefix, policy)
+        x, body, middle = self._scan(x, ctx, body, policy)
+        x, suffix, last = _run(x, ctx, self.suffix, suffix, policy)
+        aux = _in_layer_order(first, middle, last)
+        return x, None if cache is None else (prefix, body, suffix), aux
+
+    def _scan(self, x, ctx, caches, policy):
+        if not len(self.body):
+            return x, caches, []
+
+        def step(x, period):
+            layers, caches = period
+            x, caches, aux = _run(x, ctx, layers, caches, policy, prevent_cse=False)
+            return x, (caches, aux)
+
+        x, (caches, aux) = jax.lax.scan(step, x, (self.body, caches))
+        return x, caches, aux
+
+    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> tuple[list, list, list]:
+        """An empty cache of every layer, laid out like the layers."""
+        empty = lambda layers: [layer.init_cache(batch, capacity, dtype) for layer in layers]
+        repeat = lambda cache: jax.tree.map(lambda a: jnp.repeat(a[None], self.repeats, axis=0), cache)
+        return empty(self.prefix), [repeat(c) for c in empty(self.body)], empty(self.suffix)
+
+    def unstacked(self) -> "Stack":
+        """The same layers, each standing alone: faster to decode with, slower to compile."""
+        new = jax.tree.map(lambda a: a, self)
+        new.prefix, new.body, new.suffix = nnx.List(list(self)), nnx.List([]), nnx.List([])
+        return new
+
+
+def unstack(model: Any) -> Any:
+    """`model` with the layers of all its stacks standing alone."""
+    is_stack = lambda x: isinstance(x, Stack)
+    return jax.tree.map(lambda x: x.unstacked() if is_stack(x) else x, model, is_leaf=is_stack)
+
+
+def place_of(i: int, *, num_layers: int, prefix: int, period: int) -> tuple[str, int | None]:
+    """Where layer `i` of a stack with this layout lies: its path, and its index on the repeat axis."""
+    if not 0 <= i < num_layers:
+        raise IndexError(f"layer {i} of a stack of {num_layers}")
+    repeats = (num_layers - prefix) // period
+    if i < prefix:
+        return f"prefix.{i}", None
+    if i < prefix + repeats * period:
+        return f"body.{(i - prefix) % period}", (i - prefix) // period
+    return f"suffix.{i - prefix - repeats * period}", None
+
+
+def _check_alike(one, keys, slots, suffix: int, period: int) -> None:
+    """Compares the structure of every scanned layer, static attributes included, with its place in the period."""
+    shape = lambda i: jax.eval_shape(lambda: one(i, keys[i]))
+    for slot in slots:
+        first = shape(slot)
+        for i in range(slot + period, suffix, period):
+            other = shape(i)
+            if jax.tree.structure(first) != jax.tree.structure(other) or jax.tree.leaves(first) != jax.tree.leaves(other):
+                raise ValueError(
+                    f"layer {i} differs from layer {slot}, whose place in the period of {period} it shares; "
+                    f"choose prefix and period so that layers in one place are alike:\n{first}\n{other}"
+                )
+
+
+def _run(x, ctx, layers, caches, policy, prevent_cse: bool = True):
+    """Applies `layers` one by one."""
+    new_caches, auxes = [], []
+    for i, layer in enumerate(layers):
+        apply = lambda layer, x, cache: layer(x, ctx, cache)
+        if policy is not None:
+            apply = jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)
+        x, new, aux = apply(layer, x, None if caches is None else caches[i])
+        new_caches.append(new)
+        auxes.append(aux)
+    return x, None if caches is None else new_caches, auxes
+
+
+def _in_layer_order(first: list[Aux], middle: list[Aux], last: list[Aux]) -> Aux:
+    """One array per name, a row for each layer that reports it."""
+    rows: dict[str, list[tuple[np.ndarray, jax.Array]]] = {}
+    repeats = len(jax.tree.leaves(middle)[0]) if jax.tree.leaves(middle) else 0
+    for i, aux in enumerate(first):
+        for name, value in aux.items():
+            rows.setdefault(name, []).append((np.array([i]), jnp.asarray(value)[None]))
+    for slot, aux in enumerate(middle):
+        for name, value in aux.items():
+            rows.setdefault(name, []).append((len(first) + slot + len(middle) * np.arange(repeats), value))
+    for i, aux in enumerate(last):
+        for name, value in aux.items():
+            index = len(first) + len(middle) * repeats + i
+            rows.setdefault(name, []).append((np.array([index]), jnp.asarray(value)[None]))
+    join = lambda parts: jnp.concatenate([v for _, v in parts])[np.argsort(np.concatenate([i for i, _ in parts]))]
+    return {name: join(parts) for name, parts in rows.items()}

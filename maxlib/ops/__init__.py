@@ -1,0 +1,12 @@
+"""Pure functions on arrays: no modules, no configuration."""
+
+from maxlib.ops.attention import Causal as Causal
+from maxlib.ops.attention import Chunked as Chunked
+from maxlib.ops.attention import Full as Full
+from maxlib.ops.attention import Mask as Mask
+from maxlib.ops.attention import Prefix as Prefix
+from maxlib.ops.attention import SlidingWindow as SlidingWindow
+from maxlib.ops.attention import Spans as Spans
+from maxlib.ops.attention import attention as attention
+from maxlib.ops.rope import Rope as Rope
+from maxlib.ops.rope import apply_rope as apply_rope
