@@ -11,14 +11,14 @@ for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("MPLBACKEND", "agg")
 
-from tests import typecheck  # noqa: E402
-
-typecheck.install()
-
 import importlib.util  # noqa: E402
 
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 
+from tests import typecheck  # noqa: E402
+
+jaxtyping.install_import_hook("maxlib", f"{typecheck.__name__}.check")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

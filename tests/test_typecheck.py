@@ -1,0 +1,41 @@
+"""The tests' own net: wrong shapes and silent broadcasts are caught, values that JAX rebuilds pass."""
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+from maxlib import nn, ops
+
+
+def test_a_wrong_shape_is_caught():
+    q, k = jnp.zeros((1, 4, 2, 8)), jnp.zeros((2, 4, 2, 8))
+    with pytest.raises(jaxtyping.TypeCheckError, match="maxlib.ops.attention"):
+        ops.attention(q, k, k)
+
+
+def test_a_wrong_shape_is_caught_under_jit():
+    with pytest.raises(jaxtyping.TypeCheckError, match="maxlib.ops.attention"):
+        jax.eval_shape(ops.attention, *[jax.ShapeDtypeStruct((1, 4, 2), jnp.float32)] * 3)
+
+
+def test_a_wrong_field_is_caught():
+    ctx = nn.context(2, 4)
+    with pytest.raises(jaxtyping.TypeCheckError, match="length"):
+        type(ctx)(ctx.positions, ctx.index, ctx.start, ctx.stop, length=ctx.positions, num_new=ctx.num_new)
+
+
+def test_values_that_jax_rebuilds_pass():
+    contexts = jax.vmap(lambda _: nn.context(2, 4))(jnp.arange(3))
+    assert jax.tree.map(jnp.shape, contexts).length == (3, 2)
+    _, lengths = jax.lax.scan(lambda carry, ctx: (carry, ctx.bounds(ops.Causal())[1]), None, contexts)
+    assert lengths.shape == (3, 2, 4)
+
+
+def test_silent_broadcasting_is_caught():
+    with pytest.raises(ValueError, match="rank_promotion"):
+        jnp.ones((2, 3)) + jnp.ones(3)
+
+
+def test_there_are_eight_devices():
+    assert jax.device_count() == 8
