@@ -5,7 +5,9 @@ specification share its tables. The layouts are those of the published weights, 
 pairs dimension `i` with `i + R/2` (Hugging Face), interleaved pairs `2i` with `2i + 1` (the paper, DeepSeek, Llama 4).
 """
 
+import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -202,8 +204,8 @@ class LongRope(Scaling):
     `factor` is the ratio of the longest to the original length; it sets the magnitude unless `attention_factor` does.
     """
 
-    short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]
+    short_factor: Sequence[float]
+    long_factor: Sequence[float]
     original_length: int
     factor: float
     attention_factor: float | None = None
@@ -302,10 +304,8 @@ class Rope:
 
     def _check_known(self, positions: Array | np.ndarray, length: Length | None) -> None:
         for value in (length, positions.max() + 1 if positions.size else None):
-            try:
+            with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: its value is not known here
                 self.check_length(0 if value is None else int(value))
-            except jax.errors.ConcretizationTypeError:
-                pass  # traced: its value is not known here
 
 
 def apply_rope(
@@ -328,7 +328,7 @@ def apply_rope(
         pairs = rotating.reshape(*x.shape[:-1], dim // 2, 2)
         turned = jnp.stack(_turn(pairs[..., 0], pairs[..., 1], cos, sin), axis=-1).reshape(rotating.shape)
     else:  # slices and one concatenation: the form that XLA makes one pass of, backwards too
-        turned = jnp.concatenate(_turn(*jnp.split(rotating, 2, axis=-1), cos, sin), axis=-1)
+        turned = jnp.concatenate(_turn(rotating[..., : dim // 2], rotating[..., dim // 2 :], cos, sin), axis=-1)
     turned = turned.astype(x.dtype)
     return turned if dim == x.shape[-1] else jnp.concatenate([turned, x[..., dim:]], axis=-1)
 
