@@ -1,0 +1,106 @@
+"""Cross-entropy chunk by chunk, with the gradients of the weighted sum formed in the forward pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float, Int
+
+from maxlib.ops.cross_entropy.terms import Options, Terms, logits_gradient, logits_of, terms_of
+
+DEFAULT_CHUNK = 1024
+
+
+def chunked(
+    rows: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, " M"],
+    weights: Float[Array, " M"],
+    chunk: int | None,
+    options: Options,
+) -> tuple[Array, ...]:
+    M = rows.shape[0]
+    count = max(1, -(-M // (chunk or DEFAULT_CHUNK)))
+    rows, weight, targets, weights = _vary_alike(rows, weight, targets, weights, options.axis_name)
+    loss, *terms = _chunked(_split(rows, count), weight, _split(targets, count), _split(weights, count), options)
+    return loss, *(x.T.reshape(-1)[:M] for x in terms)
+
+
+def _split(x: Array, count: int) -> Array:
+    """Chunk i takes every `count`-th row: rows that are sharded over devices stay evenly sharded in every chunk."""
+    size = -(-x.shape[0] // count)
+    x = jnp.pad(x, [(0, size * count - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(size, count, *x.shape[1:]).swapaxes(0, 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _chunked(rows, weight, targets, weights, options: Options):
+    w = weight.astype(rows.dtype)
+    _, terms = jax.lax.scan(lambda _, x: (None, terms_of(logits_of(x[0], w, options), x[1], options)), None, (rows, targets))
+    return jnp.sum(weights * terms.token_loss), *terms
+
+
+def _forward(rows, weight, targets, weights, options: Options):
+    rows, weight, targets, weights = (x.value for x in (rows, weight, targets, weights))
+    zero = jnp.zeros_like(weights)
+    terms, d_rows, d_weight = _gradients(rows, weight, targets, Terms(weights, zero, zero, zero), options)
+    residuals = (rows, weight, targets, weights, terms.token_loss, d_rows, d_weight)
+    return (jnp.sum(weights * terms.token_loss), *terms), residuals
+
+
+def _backward(options: Options, residuals, cotangents):
+    rows, weight, targets, weights, token_loss, d_rows, d_weight = residuals
+    d_loss, *d_terms = cotangents
+    factor = jnp.zeros(()) if isinstance(d_loss, SymbolicZero) else d_loss
+    if not all(isinstance(d, SymbolicZero) for d in d_terms[:3]):
+        zero = jnp.zeros_like(weights)
+        d_terms = Terms(*(zero if isinstance(d, SymbolicZero) else d for d in d_terms[:3]), zero)
+        d_terms = d_terms._replace(token_loss=d_terms.token_loss + factor * weights)
+        _, d_rows, d_weight = _gradients(rows, weight, targets, d_terms, options)
+        return d_rows, d_weight, None, factor * token_loss
+    return _scaled(d_rows, factor), _scaled(d_weight, factor), None, factor * token_loss
+
+
+def _scaled(x: Array, factor: Array) -> Array:
+    return (x * factor).astype(x.dtype)
+
+
+_chunked.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _gradients(rows, weight, targets, grads: Terms, options: Options):
+    """The results and, for the given gradients with respect to them, those of `rows` and `weight`."""
+    w = weight.astype(rows.dtype)
+
+    def step(d_weight, chunk):
+        h, y, grad = chunk
+        logits = logits_of(h, w, options)
+        terms = terms_of(logits, y, options)
+        d_logits = logits_gradient(logits, y, terms, grad, options).astype(h.dtype)
+        d_weight = d_weight + jax.lax.dot_general(
+            d_logits, h, (((0,), (0,)), ((), ())), preferred_element_type=d_weight.dtype
+        )
+        return d_weight, (terms, d_logits @ w)
+
+    start = jnp.zeros_like(weight, dtype=jnp.promote_types(rows.dtype, jnp.float32))
+    d_weight, (terms, d_rows) = jax.lax.scan(step, start, (rows, targets, grads))
+    return terms, d_rows, d_weight.astype(weight.dtype)
+
+
+def _vary_alike(rows, weight, targets, weights, axis_name: str | None):
+    """Inside shard_map, mark operands as varying wherever another one does, so that JAX sums their gradients there."""
+    vma = [frozenset(getattr(jax.typeof(x), "vma", ())) for x in (rows, weight, targets, weights)]
+    if axis_name is not None and axis_name not in vma[1]:
+        raise ValueError(
+            f"axis_name={axis_name!r} must be a mesh axis over which weight is split, inside a jax.shard_map with "
+            f"check_vma=True; here weight varies over {sorted(vma[1])}"
+        )
+    everywhere = frozenset().union(*vma)
+    along = everywhere - {axis_name}
+    return _vary(rows, everywhere), _vary(weight, everywhere), _vary(targets, along), _vary(weights, along)
+
+
+def _vary(x: Array, axes: frozenset) -> Array:
+    missing = tuple(sorted(axes - jax.typeof(x).vma)) if axes else ()
+    return jax.lax.pcast(x, missing, to="varying") if missing else x

@@ -1,0 +1,86 @@
+"""The loss of one block of logits, and its gradient: the formulas both implementations share."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Options(NamedTuple):
+    softcap: float | None
+    z_loss: float
+    label_smoothing: float
+    axis_name: str | None
+
+
+class Terms(NamedTuple):
+    """Per-token results."""
+
+    token_loss: Float[Array, " M"]
+    log_prob: Float[Array, " M"]
+    lse: Float[Array, " M"]
+    correct: Bool[Array, " M"]
+
+
+def logits_of(rows: Float[Array, "M D"], weight: Float[Array, "V D"], options: Options) -> Float[Array, "M V"]:
+    dtype = jnp.promote_types(rows.dtype, jnp.float32)
+    logits = jax.lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    return logits if options.softcap is None else options.softcap * jnp.tanh(logits / options.softcap)
+
+
+def terms_of(logits: Float[Array, "M V"], targets: Int[Array, " M"], options: Options) -> Terms:
+    axis, eps = options.axis_name, options.label_smoothing
+    local = _local(targets, logits.shape[1], axis)
+    here = (local >= 0) & (local < logits.shape[1])
+    picked = jnp.take_along_axis(logits, jnp.clip(local, 0, logits.shape[1] - 1)[:, None], axis=1)[:, 0]
+    target_logit = _psum(jnp.where(here, picked, 0), axis)
+    top = _pmax(jax.lax.stop_gradient(jnp.max(logits, axis=1)), axis)
+    lse = top + jnp.log(_psum(jnp.sum(jnp.exp(logits - top[:, None]), axis=1), axis))
+    token_loss = lse - target_logit
+    if eps:
+        mean = _psum(jnp.sum(logits, axis=1), axis) / vocab_size(logits, axis)
+        token_loss = lse - (1 - eps) * target_logit - eps * mean
+    if options.z_loss:
+        token_loss = token_loss + options.z_loss * lse**2
+    return Terms(token_loss, target_logit - lse, lse, target_logit >= top)
+
+
+def logits_gradient(
+    logits: Float[Array, "M V"],
+    targets: Int[Array, " M"],
+    terms: Terms,
+    grads: Terms,
+    options: Options,
+) -> Float[Array, "M V"]:
+    """The gradient with respect to the logits before the soft-cap.
+
+    All results are functions of the log-sum-exp, the target's logit and the mean logit, so one factor per token for
+    each of the three is enough.
+    """
+    axis, eps = options.axis_name, options.label_smoothing
+    of_lse = grads.token_loss * (1 + 2 * options.z_loss * terms.lse) - grads.log_prob + grads.lse
+    of_target = grads.log_prob - (1 - eps) * grads.token_loss
+    is_target = jnp.arange(logits.shape[1])[None, :] == _local(targets, logits.shape[1], axis)[:, None]
+    out = of_lse[:, None] * jnp.exp(logits - terms.lse[:, None]) + jnp.where(is_target, of_target[:, None], 0)
+    if eps:
+        out = out - (eps / vocab_size(logits, axis)) * grads.token_loss[:, None]
+    if options.softcap is not None:
+        out = out * (1 - (logits / options.softcap) ** 2)
+    return out
+
+
+def vocab_size(logits: Float[Array, "M V"], axis: str | None) -> int:
+    return logits.shape[1] * (1 if axis is None else jax.lax.axis_size(axis))
+
+
+def _local(targets: Int[Array, " M"], vocab: int, axis: str | None) -> Int[Array, " M"]:
+    return targets if axis is None else targets - vocab * jax.lax.axis_index(axis)
+
+
+def _psum(x: Array, axis: str | None) -> Array:
+    return x if axis is None else jax.lax.psum(x, axis)
+
+
+def _pmax(x: Array, axis: str | None) -> Array:
+    return x if axis is None else jax.lax.pmax(x, axis)
