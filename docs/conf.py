@@ -1,5 +1,11 @@
 """How Sphinx builds the documentation; `nox -s docs` runs it with warnings as errors."""
 
+import inspect
+import re
+
+from flax import nnx
+from sphinx.util.inspect import stringify_signature
+
 import maxlib
 
 project = "maxlib"
@@ -9,8 +15,6 @@ version = release = maxlib.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx.ext.mathjax"]
 exclude_patterns = ["_build", "jupyter_execute", "**.ipynb_checkpoints"]
-# A page is listed once it is written: the lists are patterns, and a pattern may still be empty.
-suppress_warnings = ["toc.empty_glob", "mystnb.unknown_mime_type"]
 
 html_theme = "sphinx_book_theme"
 html_title = "maxlib"
@@ -25,7 +29,34 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_execution_show_tb = True
 
-default_role = "code"
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "imported-members": True, "undoc-members": False, "show-inheritance": False}
+autodoc_default_options = {"members": True, "imported-members": True, "special-members": "__call__"}
+python_maximum_signature_line_length = 100
+
+
+def signature(app, what, name, obj, options, signature, return_annotation):
+    """The constructor's own signature for flax modules, whose metaclass hides it, and shapes without jaxlib's path."""
+    if what == "class" and issubclass(obj, nnx.Module):
+        signature = stringify_signature(
+            inspect.signature(obj.__init__), show_return_annotation=False, unqualified_typehints=True
+        )
+        signature = signature.replace("(self, ", "(").replace("(self)", "()")
+    return signature and signature.replace("jaxlib._jax.Array", "Array"), (return_annotation or "").replace(
+        "jaxlib._jax.Array", "Array"
+    )
+
+
+def docstring(app, what, name, obj, options, lines):
+    """Docstrings are written in Markdown; all they use of it that reStructuredText reads otherwise is `code`."""
+    lines[:] = [re.sub(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)", _literal, line) for line in lines]
+
+
+def _literal(match):
+    return f"``{match[1]}``" + ("\\ " if match[2] else "")
+
+
+def setup(app):
+    app.connect("autodoc-process-signature", signature)
+    app.connect("autodoc-process-docstring", docstring)
