@@ -90,17 +90,21 @@ def _gradients(rows, weight, targets, grads: Terms, options: Options):
 
 def _vary_alike(rows, weight, targets, weights, axis_name: str | None):
     """Inside shard_map, mark operands as varying wherever another one does, so that JAX sums their gradients there."""
-    vma = [frozenset(getattr(jax.typeof(x), "vma", ())) for x in (rows, weight, targets, weights)]
-    if axis_name is not None and axis_name not in vma[1]:
+    varying = [_varying(x) for x in (rows, weight, targets, weights)]
+    if axis_name is not None and axis_name not in varying[1]:
         raise ValueError(
             f"axis_name={axis_name!r} must be a mesh axis over which weight is split, inside a jax.shard_map with "
-            f"check_vma=True; here weight varies over {sorted(vma[1])}"
+            f"check_vma=True; here weight varies over {sorted(varying[1])}"
         )
-    everywhere = frozenset().union(*vma)
+    everywhere = frozenset().union(*varying)
     along = everywhere - {axis_name}
     return _vary(rows, everywhere), _vary(weight, everywhere), _vary(targets, along), _vary(weights, along)
 
 
-def _vary(x: Array, axes: frozenset) -> Array:
-    missing = tuple(sorted(axes - jax.typeof(x).vma)) if axes else ()
+def _varying(x: Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _vary(x: Array, axes: frozenset[str]) -> Array:
+    missing = tuple(sorted(axes - _varying(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
