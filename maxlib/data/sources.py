@@ -1,0 +1,254 @@
+"""Where documents come from: random-access grain datasets of `{"text": str}` or `{"tokens": int array}`."""
+
+import glob
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import grain
+import numpy as np
+
+Paths = str | os.PathLike | Sequence[str | os.PathLike]
+Document = dict[str, Any]
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def text_files(paths: Paths, *, document: Literal["file", "line", "paragraph"] = "file") -> grain.MapDataset[Document]:
+    """Documents `{"text": str}` from UTF-8 files.
+
+    `document` says what one document is: the whole file, each line, or each block between blank lines (blank lines
+    themselves are never documents). `paths` are files, folders (all files below them, hidden ones excepted, sorted)
+    or glob patterns. Every file is read once here, so that a bad byte stops the run at its start; only offsets stay in
+    memory.
+
+    Raises:
+      FileNotFoundError: a path or pattern names no file.
+      ValueError: a file is empty or not UTF-8; the message names the file and the byte.
+    """
+    if document not in _PIECES:
+        raise ValueError(f"document must be one of {sorted(_PIECES)}, got {document!r}.")
+    return grain.MapDataset.source(_Spans(_files(paths), _PIECES[document], _as_text))
+
+
+def jsonl(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
+    """One document per line: the JSON object of the line, with `field` (also) under `"text"`.
+
+    Paths and errors are those of `text_files`; a line that is no JSON object or has no text in `field` is an error
+    that names the file and the byte.
+    """
+    return grain.MapDataset.source(_Spans(_files(paths), _lines, partial(_as_record, field=field)))
+
+
+def array_record(paths: Paths, *, field: str | None = None) -> grain.MapDataset[Document]:
+    """Documents from ArrayRecord files, the format for corpora too large to be scanned at every start.
+
+    A record is UTF-8 text, or with `field` a JSON object. Nothing but the index is read here: a bad record is an error
+    when it is reached, naming its file and number.
+    """
+    decode = _as_text if field is None else partial(_as_record, field=field)
+    return grain.MapDataset.concatenate([_one_array_record(path, decode) for path in _files(paths)])
+
+
+def in_memory(documents: Sequence[Any]) -> grain.MapDataset[Document]:
+    """Documents from a sequence of strings, or of one-dimensional integer arrays (or lists) of tokens."""
+    if isinstance(documents, str | bytes):
+        raise ValueError("in_memory takes a sequence of documents, got one string: put it in a list.")
+    if len(documents) == 0:
+        raise ValueError("in_memory needs at least one document, got none.")
+    return grain.MapDataset.source([_as_document(i, document) for i, document in enumerate(documents)])
+
+
+def split(
+    documents: grain.MapDataset[Document], *, validation: float
+) -> tuple[grain.MapDataset[Document], grain.MapDataset[Document]]:
+    """Splits into (training, validation) documents by a hash of each document's content.
+
+    A document's side depends on nothing but its content and `validation`, the expected fraction held out: not on
+    order, files, seeds or other documents, and equal documents never stand on both sides. Documents are filtered as
+    they are read.
+
+    Raises:
+      ValueError: `validation` is not between 0 and 1, or a side has no document.
+    """
+    if not 0 < validation < 1:
+        raise ValueError(f"validation must be a fraction between 0 and 1, got {validation}.")
+    held_out = documents.filter(partial(_held_out, fraction=validation))
+    kept = documents.filter(partial(_kept, fraction=validation))
+    for name, side in (("training", kept), ("validation", held_out)):
+        if all(side[i] is None for i in range(len(side))):
+            raise ValueError(
+                f"validation={validation} of {len(documents)} documents leaves no {name} document: "
+                "change the fraction, or cut the text into more documents."
+            )
+    return kept, held_out
+
+
+class _Spans:
+    """A grain source of documents that lie at byte spans of files."""
+
+    def __init__(self, files: list[Path], pieces: Callable[[Path], Iterator[tuple[int, bytes]]], decode: Callable):
+        self._files, self._decode = files, decode
+        spans = array("q")
+        for number, path in enumerate(files):
+            before = len(spans)
+            for start, data in pieces(path):
+                decode(data, path=path, start=start)
+                spans.extend((number, start, len(data)))
+            if len(spans) == before:
+                raise ValueError(
+                    f"{path}: byte 0: there is no text in this file. Remove it or leave it out of the paths."
+                )
+        self._spans = np.frombuffer(spans, np.int64).reshape(-1, 3)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, index) -> Document:
+        number, start, size = self._spans[index].tolist()
+        with self._files[number].open("rb") as file:
+            file.seek(start)
+            return self._decode(file.read(size), path=self._files[number], start=start)
+
+    def __repr__(self) -> str:
+        return f"{len(self)} documents in {len(self._files)} files"
+
+
+def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(first byte, bytes with the line's end) of every line that is not blank."""
+    start = 0
+    with path.open("rb") as file:
+        for line in file:
+            mark = _mark(line) if start == 0 else 0
+            if line[mark:].strip():
+                yield start + mark, line[mark:]
+            start += len(line)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    return ((start, line.rstrip(b"\r\n")) for start, line in _raw_lines(path))
+
+
+def _paragraphs(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(first byte, bytes) of every run of lines between blank ones."""
+    begin, end, block = 0, 0, []
+    for start, line in _raw_lines(path):
+        if block and start > end:
+            yield begin, b"".join(block).rstrip(b"\r\n")
+            block = []
+        begin, end = begin if block else start, start + len(line)
+        block.append(line)
+    if block:
+        yield begin, b"".join(block).rstrip(b"\r\n")
+
+
+def _whole(path: Path) -> Iterator[tuple[int, bytes]]:
+    data = path.read_bytes()
+    mark = _mark(data)
+    if data[mark:].strip():
+        yield mark, data[mark:]
+
+
+def _mark(data: bytes) -> int:
+    """How many bytes of a byte order mark to skip."""
+    return len(_BYTE_ORDER_MARK) if data.startswith(_BYTE_ORDER_MARK) else 0
+
+
+_PIECES = {"file": _whole, "line": _lines, "paragraph": _paragraphs}
+
+
+def _files(paths: Paths) -> list[Path]:
+    """The files that paths, folders and patterns name, in the order given, folders and patterns sorted."""
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not given:
+        raise ValueError("Give at least one path, got an empty list.")
+    return [file for path in given for file in _expand(Path(path))]
+
+
+def _expand(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        below = ((file, file.relative_to(path).parts) for file in path.rglob("*") if file.is_file())
+        found = [file for file, parts in below if not any(part.startswith(".") for part in parts)]
+    else:
+        found = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
+    if not found:
+        raise FileNotFoundError(f"{path} names no file: give files, folders that contain files, or glob patterns.")
+    return sorted(found)
+
+
+def _as_text(data: bytes, *, path: Any, start: int) -> Document:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        at = start + error.start
+        bad = f"0x{data[error.start]:02x} ({error.reason})"
+        raise ValueError(f"{path}: byte {at}: text must be UTF-8, got {bad}. Convert the file to UTF-8.") from error
+    if not text.strip():
+        raise ValueError(f"{path}: byte {start}: the document is empty. Remove it.")
+    return {"text": text}
+
+
+def _as_record(data: bytes, *, path: Any, start: int, field: str) -> Document:
+    text = _as_text(data, path=path, start=start)["text"]
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        at = start + len(text[: error.pos].encode())
+        raise ValueError(f"{path}: byte {at}: each line must be one JSON object: {error.msg}.") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}: byte {start}: each line must be a JSON object, got a {type(record).__name__}.")
+    value = record.get(field)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(
+            f"{path}: byte {start}: the field {field!r} must hold text, got {value!r}; fields here: {sorted(record)}. "
+            "Name the right field=, or remove the line."
+        )
+    return {**record, "text": value}
+
+
+def _one_array_record(path: Path, decode: Callable) -> grain.MapDataset[Document]:
+    source = grain.sources.ArrayRecordDataSource([str(path)])
+    if len(source) == 0:
+        raise ValueError(f"{path}: byte 0: there is no record in this file. Remove it or leave it out of the paths.")
+    return grain.MapDataset.source(source).map_with_index(
+        partial(_decode_record, path=path, decode=decode, count=len(source))
+    )
+
+
+def _decode_record(index: int, data: bytes, *, path: Path, decode: Callable, count: int) -> Document:
+    return decode(data, path=f"{path}: record {index % count}", start=0)
+
+
+def _as_document(index: int, document: Any) -> Document:
+    if isinstance(document, str):
+        if not document.strip():
+            raise ValueError(f"Document {index} is empty: remove it.")
+        return {"text": document}
+    tokens = np.asarray(document)
+    if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
+        raise ValueError(
+            f"Document {index} must be text or a one-dimensional array of integer tokens that is not empty, "
+            f"got a {type(document).__name__} of shape {tokens.shape} and type {tokens.dtype}."
+        )
+    return {"tokens": tokens.astype(np.int32)}
+
+
+def _hash(document: Document) -> float:
+    """A number in [0, 1) that depends on nothing but the document's text (or tokens)."""
+    data = document["text"].encode() if "text" in document else np.asarray(document["tokens"], "<i4").tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest()) / 2**56
+
+
+def _held_out(document: Document, *, fraction: float) -> bool:
+    return _hash(document) < fraction
+
+
+def _kept(document: Document, *, fraction: float) -> bool:
+    return _hash(document) >= fraction
