@@ -33,7 +33,7 @@ BOOKKEEPING = _names(
     cache_implementation use_cache use_bfloat16 torchscript return_dict use_return_dict output_attentions
     output_hidden_states output_router_logits keys_to_ignore_at_inference gradient_checkpointing is_decoder
     id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
-    tf_legacy_loss transformers.js_config unsloth_fixed unsloth_version
+    tf_legacy_loss transformers.js_config is_llama_config ep_size unsloth_fixed unsloth_version
     """
 )
 TOKEN_IDS = _names(
@@ -75,8 +75,6 @@ class HFConfig:
     """The fields of one config, each handed out by name and remembered until `done`."""
 
     def __init__(self, data: Mapping[str, Any], *, path: str = ""):
-        if not isinstance(data, Mapping):
-            raise ValueError(f"config.json: {path or 'it'} must be an object, got {data!r}.")
         self._data, self._path = data, path
         self._taken: set[str] = set()
         self._children: dict[str, HFConfig] = {}

@@ -84,7 +84,7 @@ def read_rope(
         scaling = _scaling(kind, spelled, limit, fraction)
         dim = head_dim if kind == "proportional" else int(head_dim * fraction)
         return Rope(dim, theta, scaling, interleaved, _reach(scaling, limit))
-    except ValueError as error:
+    except (ValueError, OverflowError, ZeroDivisionError) as error:
         if str(error).startswith("config.json"):
             raise
         raise ValueError(f"{fields.where('rope_type')} {kind!r} has impossible numbers: {error}") from error
@@ -128,8 +128,14 @@ def _scaling(kind: str, spelled: _Spellings, limit: int | None, fraction: float)
         fast, slow = spelled.get("beta_fast") or 32.0, spelled.get("beta_slow") or 1.0
         truncate = spelled.get("truncate", kind=bool, default=True)
         return Yarn(factor, original, fast, slow, **optional, truncate=truncate)
-    short, long = (tuple(spelled.need(name, kind=list)) for name in ("short_factor", "long_factor"))
+    short, long = (_numbers(spelled.need(name, kind=list), name) for name in ("short_factor", "long_factor"))
     return LongRope(short, long, original, factor, spelled.get("attention_factor"))
+
+
+def _numbers(values: list, name: str) -> tuple[float, ...]:
+    if bad := [value for value in values if isinstance(value, bool) or not isinstance(value, int | float)]:
+        raise ValueError(f"{name} must be a list of numbers, got {bad[0]!r} in it.")
+    return tuple(values)
 
 
 def _length(spelled: _Spellings, limit: int | None, *, top: int | None) -> int:
