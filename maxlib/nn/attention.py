@@ -12,7 +12,7 @@ from maxlib.nn.context import Context, context
 from maxlib.nn.linear import Einsum
 from maxlib.ops.attention import Causal, Mask
 from maxlib.ops.rope import Rope, apply_rope
-from maxlib.sharding import constrain, map_op
+from maxlib.sharding import constrain, degree, map_op
 
 
 class Attention(nnx.Module):
@@ -111,6 +111,11 @@ def attend(
     def op(q, k, v, k_start, k_end, sinks):
         return ops.attention(q, k, v, k_start=k_start, k_end=k_end, sinks=sinks, scale=scale, softcap=softcap)
 
+    parts = degree("act_heads")
+    if (
+        q.shape[2] % parts == 0 and parts > k.shape[2] and parts % k.shape[2] == 0
+    ):  # fewer key heads than devices: each takes a copy of its own
+        k, v = (jnp.repeat(x, parts // x.shape[2], axis=2) for x in (k, v))
     heads = ("batch", None, "act_heads", None)
     mapped = map_op(
         op, [heads, heads, heads, ("batch", None), ("batch", None), ("act_heads",)], ("batch", None, "act_heads", None)

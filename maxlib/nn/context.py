@@ -123,4 +123,3 @@ def _rope_length(seq, positions, segment_ids, cache):
     if cache is not None:
         return cache.rope_length
     return seq if positions is None and segment_ids is None else None
-

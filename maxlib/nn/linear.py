@@ -37,9 +37,8 @@ class Einsum(nnx.Module):
             init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=summed, out_axis=kept)
         self.spec = spec
         self.w = nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
-        self.b = None
-        if bias:
-            self.b = nnx.Param(jnp.zeros([shape[d] for d in kept]), axes=tuple(axes[d] for d in kept))
+        zeros = lambda: nnx.Param(jnp.zeros([shape[d] for d in kept]), axes=tuple(axes[d] for d in kept))
+        self.b = zeros() if bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         # Weights follow the activations: x decides the compute dtype.

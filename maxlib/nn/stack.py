@@ -138,7 +138,9 @@ def _check_alike(one, keys, slots, suffix: int, period: int) -> None:
         first = shape(slot)
         for i in range(slot + period, suffix, period):
             other = shape(i)
-            if jax.tree.structure(first) != jax.tree.structure(other) or jax.tree.leaves(first) != jax.tree.leaves(other):
+            if jax.tree.structure(first) != jax.tree.structure(other) or jax.tree.leaves(first) != jax.tree.leaves(
+                other
+            ):
                 raise ValueError(
                     f"layer {i} differs from layer {slot}, whose place in the period of {period} it shares; "
                     f"choose prefix and period so that layers in one place are alike:\n{first}\n{other}"

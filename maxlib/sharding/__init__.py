@@ -12,5 +12,6 @@ from maxlib.sharding.rules import TP as TP
 from maxlib.sharding.rules import Rules as Rules
 from maxlib.sharding.rules import constrain as constrain
 from maxlib.sharding.rules import current as current
+from maxlib.sharding.rules import degree as degree
 from maxlib.sharding.rules import spec as spec
 from maxlib.sharding.rules import use as use

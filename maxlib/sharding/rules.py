@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
@@ -98,6 +98,14 @@ def _size(mesh: Any, place: Any) -> int:
     return size
 
 
+def degree(name: str) -> int:
+    """Into how many parts the rules in use split the axis `name`; 1 without rules."""
+    if (now := current()) is None:
+        return 1
+    mesh, rules = now
+    return _size(mesh, rules.get(name))
+
+
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Places an activation by its axis names; without `use(...)` it returns `x` as it is.
 
@@ -109,4 +117,4 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         return x
     mesh, rules = now
     partition, _ = fit(spec(names, rules, what=f"activation {x.shape}"), x.shape, mesh)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))
+    return jax.lax.with_sharding_constraint(x, partition)

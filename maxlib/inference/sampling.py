@@ -1,0 +1,61 @@
+"""From scores to the next token."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Draws the next token; filters apply in the order of the fields, as in transformers.
+
+    temperature: divides the scores; 0 takes the best one (greedy). top_k: keep the k best. top_p: keep the fewest tokens whose
+    probabilities reach p (nucleus sampling, Holtzman et al. 2020). min_p: keep tokens at least min_p times as probable as the best one
+    (Nguyen et al. 2024).
+    Raises ValueError for settings out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self):
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name} must lie in (0, 1], got {value}")
+
+    def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
+        """Each row draws with its own key, so its text does not depend on its neighbours."""
+        if self.temperature == 0:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        logits = self.filtered(logits.astype(jnp.float32) / self.temperature)
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+    def filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """`logits` with `-inf` for every token that the filters drop."""
+        if self.top_k is not None:
+            kth = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
+            logits = jnp.where(logits < kth, -jnp.inf, logits)
+        if self.top_p is not None:
+            logits = jnp.where(logits < _nucleus_floor(logits, self.top_p), -jnp.inf, logits)
+        if self.min_p is not None:
+            logits = jnp.where(logits < logits.max(axis=-1, keepdims=True) + jnp.log(self.min_p), -jnp.inf, logits)
+        return logits
+
+
+def _nucleus_floor(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
+    """The smallest score inside the nucleus."""
+    ranked = -jnp.sort(-logits, axis=-1)
+    probs = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs  # what the better ones already hold
+    return jnp.min(jnp.where(before < top_p, ranked, jnp.inf), axis=-1, keepdims=True)
+
+
+GREEDY = Sampler(temperature=0.0)

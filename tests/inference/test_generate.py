@@ -1,0 +1,174 @@
+"""Decoding against the full forward pass, batches against single prompts, a mesh against one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import inference, nn, ops, sharding
+from maxlib.inference import Generator, Sampler, stream_text
+from maxlib.ops.rope import DynamicNTK, Rope
+from tests.nn.tiny import LLAMA, tiny_llama
+
+PROMPTS = [[5, 9, 2, 7, 30], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def generator(model):
+    return Generator(model, dtype=jnp.float32)
+
+
+def by_full_passes(model, prompt, count):
+    """Greedy decoding without a cache: every token from a forward pass over all before it (what follows cannot matter)."""
+    ids = list(prompt)
+    for _ in range(count):
+        scores = full_pass(model, jnp.asarray([ids + [0] * (32 - len(ids))], jnp.int32))
+        ids.append(int(jnp.argmax(scores[0, len(ids) - 1])))
+    return ids[len(prompt) :]
+
+
+@jax.jit
+def full_pass(model, ids):
+    return model.logits(model(ids, dtype=jnp.float32).hidden)
+
+
+def test_greedy_equals_full_passes_in_a_batch(model, generator):
+    got = generator.generate(PROMPTS, max_new_tokens=6)
+    assert got == [by_full_passes(model, prompt, 6) for prompt in PROMPTS]
+
+
+def test_sampled_rows_do_not_depend_on_their_neighbours(generator):
+    options = dict(max_new_tokens=8, sampler=Sampler(temperature=0.9, top_k=20), key=jax.random.key(3))
+    first = generator.generate(PROMPTS, **options)
+    assert first == generator.generate(PROMPTS, **options)
+    assert first[0] == generator.generate([PROMPTS[0], [1], [2]], **options)[0]
+    assert first != generator.generate(PROMPTS, **options | {"key": jax.random.key(4)})
+
+
+def test_stop_ends_a_row_and_the_others_go_on(generator):
+    free = generator.generate(PROMPTS, max_new_tokens=6)
+    stop = free[0][2]
+    got = generator.generate(PROMPTS, max_new_tokens=6, stop=[stop])
+    assert got == [row[: row.index(stop)] if stop in row else row for row in free]
+
+
+def test_stream_yields_what_generate_returns(generator):
+    rows = list(generator.stream(PROMPTS, max_new_tokens=4))
+    assert [list(row) for row in zip(*rows, strict=True)] == generator.generate(PROMPTS, max_new_tokens=4)
+
+
+def test_a_mesh_changes_nothing(model, generator):
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    want = generator.generate(PROMPTS + PROMPTS[:1], max_new_tokens=5)
+    with sharding.use(mesh, sharding.FSDP_TP):
+        placed = jax.device_put(model, sharding.shardings(model, mesh, sharding.FSDP_TP | {"vocab": None}))
+        got = inference.generate(placed, PROMPTS + PROMPTS[:1], max_new_tokens=5, dtype=jnp.float32)
+    assert got == want
+
+
+def test_rotary_length_is_fixed_at_prefill():
+    """Dynamic NTK: decoding equals full passes whose tables assume the cache's capacity."""
+    rope = Rope(12, scaling=DynamicNTK(factor=4.0, original_length=8))
+    model = tiny_llama(num_layers=1, rope=rope)
+    prompt = jnp.asarray([PROMPTS[2]], jnp.int32)
+    forward = jax.jit(lambda model, ids, cache: model(ids, cache=cache, dtype=jnp.float32))
+    whole = forward(model, prompt, model.init_cache(1, 32, dtype=jnp.float32)).hidden
+    cache, steps = model.init_cache(1, 32, dtype=jnp.float32), []
+    for t in range(prompt.shape[1]):
+        out = forward(model, prompt[:, t : t + 1], cache)
+        cache, steps = out.cache, [*steps, out.hidden]
+    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), whole, atol=2e-6)
+    same_length = model.init_cache(1, 32, dtype=jnp.float32, rope_length=prompt.shape[1])
+    fixed = model(prompt, cache=same_length, dtype=jnp.float32).hidden
+    np.testing.assert_allclose(fixed, model(prompt, dtype=jnp.float32).hidden, atol=2e-6)
+    assert np.abs(fixed - whole).max() > 1e-3
+
+
+def test_the_callers_model_stays_usable(model):
+    inference.generate(model, [[1, 2]], max_new_tokens=3)
+    assert np.isfinite(model(jnp.ones((1, 2), jnp.int32)).hidden.astype(jnp.float32)).all()
+
+
+def test_bfloat16_keeps_norms_in_float32(model):
+    made = Generator(model).model
+    assert made.layers[0].attn.q.w[...].dtype == jnp.bfloat16
+    assert made.layers[0].attn_norm.scale[...].dtype == jnp.float32
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes, so that characters span tokens."""
+
+    def encode(self, text):
+        return [b % LLAMA.vocab for b in text.encode()]
+
+    def decode(self, ids):
+        return bytes([0xC3 if i % 2 else 0xA9 for i in ids]).decode(errors="replace")
+
+
+def test_streamed_text_is_whole_characters(generator):
+    ids = [104 % LLAMA.vocab]
+    new = generator.generate([ids], max_new_tokens=20)[0]
+    pieces = list(stream_text(generator, Bytes(), "h", max_new_tokens=20))
+    assert "".join(pieces) == Bytes().decode(ids + new)[len(Bytes().decode(ids)) :]
+    assert not any(piece.endswith("\N{REPLACEMENT CHARACTER}") for piece in pieces[:-1])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "at least one token"),
+        ([[1], []], {}, "at least one token"),
+        ([[1, 61]], {}, r"holds the id 61, the model's vocabulary is \[0, 61\)"),
+        ([[-1]], {}, "holds the id -1"),
+        ([[1] * 30], {"capacity": 32}, "must fit the capacity of the cache"),
+        ([[1]], {"max_new_tokens": 0}, "at least 1"),
+    ],
+)
+def test_bad_prompts_are_refused(generator, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        generator.generate(prompts, **{"max_new_tokens": 4} | options)
+
+
+def test_sliding_layers_generate_past_their_window():
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            mask = ops.Causal() & ops.SlidingWindow(4)
+            self.attn = nn.Attention(16, num_heads=2, head_dim=8, mask=mask, rope=ops.Rope(8), rngs=rngs)
+
+        def __call__(self, x, ctx, cache):
+            h, cache = self.attn(x, ctx, cache)
+            return x + h, cache, {}
+
+        def init_cache(self, *args):
+            return self.attn.init_cache(*args)
+
+    class Model(nnx.Module):
+        softcap = None
+
+        def __init__(self, rngs):
+            self.embed = nn.Embed(61, 16, init=nnx.initializers.normal(1.0), rngs=rngs)
+            self.layers = nn.Stack(lambda i, rngs: Block(rngs), 3, rngs=rngs)
+
+        def __call__(self, tokens, *, valid=None, cache=None, dtype=jnp.bfloat16):
+            ctx = nn.context(*tokens.shape, valid=valid, cache=cache)
+            x, layers, aux = self.layers(self.embed(tokens, dtype=dtype), ctx, cache and cache.layers)
+            return nn.Output(x, cache and cache.advanced(layers, ctx), aux)
+
+        def logits(self, hidden):
+            return self.embed.logits(hidden)
+
+        def head_weight(self):
+            return self.embed.w[...]
+
+        def init_cache(self, batch, capacity, *, dtype=jnp.bfloat16, rope_length=None):
+            return nn.Cache(self.layers.init_cache(batch, capacity, dtype), jnp.zeros(batch, jnp.int32), rope_length)
+
+    model = Model(nnx.Rngs(0))
+    got = inference.generate(model, PROMPTS, max_new_tokens=9, dtype=jnp.float32)
+    assert got == [by_full_passes(model, prompt, 9) for prompt in PROMPTS]

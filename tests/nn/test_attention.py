@@ -1,0 +1,173 @@
+"""The attention layer against a float64 formula, and its caches against the full forward pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import nn, ops
+
+MASKS = {
+    "causal": ops.Causal(),
+    "window": ops.Causal() & ops.SlidingWindow(5),
+    "chunked": ops.Causal() & ops.Chunked(4),
+    "both": ops.Causal() & ops.SlidingWindow(3) & ops.Chunked(4),
+    "prefix": ops.Causal() | ops.Prefix(3),
+}
+
+
+def build(mask=ops.Causal(), **options):
+    kwargs = dict(num_heads=4, num_kv_heads=2, head_dim=6, mask=mask, rope=ops.Rope(6), rngs=nnx.Rngs(0)) | options
+    return nn.Attention(16, **kwargs)
+
+
+def inputs(batch=2, seq=11, dim=16):
+    return jax.random.normal(jax.random.key(1), (batch, seq, dim))
+
+
+def visible(name, i, j):
+    return {
+        "causal": j <= i,
+        "window": i - 5 < j <= i,
+        "chunked": j <= i and j // 4 == i // 4,
+        "both": i - 3 < j <= i and j // 4 == i // 4,
+        "prefix": j <= i or (i < 3 and j < 3),
+    }[name]
+
+
+def formula(layer, x, name, scale=None, softcap=None):
+    """Attention in float64, head by head."""
+    get = lambda m: np.asarray(m.w[...], np.float64)
+    bias = lambda m: 0 if m.b is None else np.asarray(m.b[...], np.float64)
+    x = np.asarray(x, np.float64)
+    q, k, v = (np.einsum("BTD,NHD->BTNH", x, get(m)) + bias(m) for m in (layer.q, layer.k, layer.v))
+    if layer.rope is not None:
+        q, k = rotate(q), rotate(k)
+    T, N, K = x.shape[1], q.shape[2], k.shape[2]
+    out = np.zeros(q.shape)
+    see = np.array([[visible(name, i, j) for j in range(T)] for i in range(T)])
+    for n in range(N):
+        s = np.einsum("BTH,BSH->BTS", q[:, :, n], k[:, :, n * K // N]) * (scale or q.shape[-1] ** -0.5)
+        s = s if softcap is None else softcap * np.tanh(s / softcap)
+        sink = 0.0 if layer.sinks is None else np.exp(np.asarray(layer.sinks[...], np.float64))[n]
+        e = np.exp(s) * see
+        out[:, :, n] = np.einsum("BTS,BSH->BTH", e / (e.sum(-1, keepdims=True) + sink), v[:, :, n * K // N])
+    return np.einsum("BTNH,DNH->BTD", out, get(layer.o)) + bias(layer.o)
+
+
+def rotate(x):
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None] * 10_000.0 ** (-np.arange(half) / half)
+    cos, sin = np.cos(angle)[None, :, None], np.sin(angle)[None, :, None]
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_against_formula(name):
+    layer = build(MASKS[name])
+    np.testing.assert_allclose(layer(inputs())[0], formula(layer, inputs(), name), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(num_kv_heads=4),
+        dict(num_kv_heads=1),
+        dict(rope=None),
+        dict(scale=0.3, softcap=2.0),
+        dict(bias=True, out_bias=True, sinks=True),
+    ],
+    ids=str,
+)
+def test_features_against_formula(options):
+    layer = build(**options)
+    for i, part in enumerate((layer.q, layer.k, layer.v, layer.o)):
+        if part.b is not None:
+            part.b[...] = jax.random.normal(jax.random.key(i), part.b[...].shape)
+    if layer.sinks is not None:
+        layer.sinks[...] = jnp.arange(4.0)
+    want = formula(layer, inputs(), "causal", options.get("scale"), options.get("softcap"))
+    np.testing.assert_allclose(layer(inputs())[0], want, atol=3e-6)
+
+
+def test_qk_norm_is_applied_before_rotation():
+    plain, normed = build(), build(q_norm=nn.RMSNorm(6), k_norm=nn.RMSNorm(6))
+    normed.q.w[...] = 100.0 * normed.q.w[...]  # a norm undoes the size of its input
+    want = build(q_norm=nn.RMSNorm(6), k_norm=nn.RMSNorm(6))(inputs())[0]
+    np.testing.assert_allclose(normed(inputs())[0], want, atol=2e-5)
+    assert np.abs(plain(inputs())[0] - want).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("chunks", [[11], [4, 1, 1, 5], [1] * 11, [7, 4]], ids=str)
+def test_prefill_and_decode_equal_the_full_pass(name, chunks):
+    layer, x = build(MASKS[name]), inputs()
+    want = np.asarray(layer(x)[0])
+    if name == "prefix":  # a prefix is seen whole only where it comes in one call
+        chunks = [max(chunks[0], 3), *[1] * (11 - max(chunks[0], 3))]
+    cache, length, got = layer.init_cache(2, 16, jnp.float32), 0, []
+    for size in chunks:
+        whole = nn.Cache([cache], jnp.full(2, length, jnp.int32))
+        y, cache = layer(x[:, length : length + size], nn.context(2, size, cache=whole), cache)
+        got, length = [*got, y], length + size
+    np.testing.assert_allclose(np.concatenate(got, axis=1), want, atol=2e-6)
+
+
+def test_windows_hold_a_ring():
+    assert isinstance(build(MASKS["window"]).init_cache(1, 64), nn.RingCache)
+    assert build(MASKS["window"]).init_cache(1, 64).k.shape == (1, 5, 2, 6)
+    assert build(MASKS["chunked"]).init_cache(1, 64).k.shape == (1, 4, 2, 6)
+    assert isinstance(build(MASKS["causal"]).init_cache(1, 64), nn.KVCache)
+    assert build(MASKS["window"]).init_cache(1, 3).k.shape == (1, 3, 2, 6)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "chunked"])
+def test_rows_of_different_lengths_share_a_cache(name):
+    """Right-padded prompts of 3 and 9 tokens, then decoding: each row equals itself alone."""
+    layer, x = build(MASKS[name]), inputs()
+    lengths = np.array([3, 9])
+    valid = np.arange(9)[None] < lengths[:, None]
+    cache, whole = layer.init_cache(2, 16, jnp.float32), jnp.zeros(2, jnp.int32)
+    ctx = nn.context(2, 9, valid=jnp.asarray(valid), cache=nn.Cache([cache], whole))
+    _, cache = layer(x[:, :9], ctx, cache)
+    next_token = jnp.stack([x[0, 3], x[1, 9]])[:, None]
+    ctx = nn.context(2, 1, cache=nn.Cache([cache], jnp.asarray(lengths, jnp.int32)))
+    got, _ = layer(next_token, ctx, cache)
+    want = layer(x)[0]
+    np.testing.assert_allclose(got[0, 0], want[0, 3], atol=2e-6)
+    np.testing.assert_allclose(got[1, 0], want[1, 9], atol=2e-6)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_packed_documents_equal_separate_ones(name):
+    layer, x = build(MASKS[name]), inputs(1, 11)
+    segments = jnp.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0]])
+    packed = layer(x, nn.context(1, 11, segment_ids=segments))[0]
+    for part in (slice(0, 4), slice(4, 9)):
+        np.testing.assert_allclose(packed[:, part], layer(x[:, part])[0], atol=2e-6)
+    np.testing.assert_array_equal(packed[:, 9:], 0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", MASKS)
+def test_padding_changes_nothing(name, side):
+    layer, x = build(MASKS[name]), inputs(2, 11)
+    real = slice(3, 11) if side == "left" else slice(0, 8)
+    valid = jnp.zeros((2, 11), bool).at[:, real].set(True)
+    padded = layer(x, nn.context(2, 11, valid=valid))[0]
+    np.testing.assert_allclose(padded[:, real], layer(x[:, real])[0], atol=2e-6)
+
+
+def test_errors_say_what_must_hold():
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads; got 4 and 3"):
+        build(num_kv_heads=3)
+    with pytest.raises(ValueError, match="must not exceed head_dim"):
+        build(rope=ops.Rope(8))
+    cache = build().init_cache(1, 4, jnp.float32)
+    with pytest.raises(ValueError, match="do not fit a cache of capacity 4"):
+        build()(inputs(1, 5), nn.context(1, 5, cache=nn.Cache([cache], jnp.zeros(1, jnp.int32))), cache)
+    with pytest.raises(ValueError, match="segment_ids cannot be combined with a cache"):
+        whole = nn.Cache([cache], jnp.zeros(1, jnp.int32))
+        nn.context(1, 4, segment_ids=jnp.ones((1, 4), jnp.int32), cache=whole)

@@ -1,0 +1,120 @@
+"""A stack's layout is storage, nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import nn
+
+LAYOUTS = [(0, 1), (2, 1), (0, 2), (1, 3), (7, 1), (3, 4)]
+
+
+class Layer(nnx.Module):
+    """Mixes in its own weights, counts calls in its cache, reports from every second layer."""
+
+    def __init__(self, i: int, *, rngs):
+        self.proj = nn.Einsum("...D,ED->...E", (4, 4), ("embed", "mlp"), rngs=rngs)
+        self.report = i % 2 == 1
+
+    def __call__(self, x, ctx, cache):
+        h = jnp.tanh(self.proj(x)) + ctx
+        aux = {"load": jnp.mean(h)} if self.report else {}
+        return x + h, None if cache is None else cache + jnp.sum(x), aux
+
+    def init_cache(self, batch, capacity, dtype):
+        return jnp.zeros((), dtype)
+
+
+class Same(Layer):
+    def __init__(self, i, *, rngs):
+        super().__init__(1, rngs=rngs)
+
+
+def build(layer, prefix, period, num_layers=7):
+    return nn.Stack(lambda i, rngs: layer(i, rngs=rngs), num_layers, prefix=prefix, period=period, rngs=nnx.Rngs(3))
+
+
+def layout_of(layer):
+    return [(p, q) for p, q in LAYOUTS if layer is Same or q % 2 == 0 or (q == 1 and p == 7)]
+
+
+@pytest.mark.parametrize("layer", [Layer, Same])
+def test_layout_changes_neither_values_nor_results(layer):
+    x = jax.random.normal(jax.random.key(0), (2, 3, 4))
+    results = []
+    for prefix, period in layout_of(layer):
+        stack = jax.jit(build, static_argnums=(0, 1, 2))(layer, prefix, period)
+        y, cache, aux = stack(x, 0.1, stack.init_cache(2, 8, jnp.float32))
+        caches = [leaf.reshape(-1) for leaf in jax.tree.leaves(cache)]
+        weights = [np.asarray(stack[i].proj.w[...]) for i in range(7)]
+        results.append((weights, np.asarray(y), np.asarray(aux["load"]), np.sort(np.concatenate(caches))))
+    assert len(results) >= 2
+    for other in results[1:]:
+        np.testing.assert_array_equal(results[0][0], other[0])
+        for mine, theirs in zip(results[0][1:], other[1:], strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+def test_eager_construction_is_layout_independent_too():
+    first, second = build(Same, 0, 1), build(Same, 2, 2)
+    for i in range(7):
+        np.testing.assert_array_equal(first[i].proj.w[...], second[i].proj.w[...])
+
+
+@pytest.mark.parametrize(("prefix", "period"), LAYOUTS)
+def test_where_points_at_each_layer(prefix, period):
+    stack = build(Same, prefix, period)
+    leaves = {path: v.get_value() for path, v in nn.variables(stack).items()}
+    for i in range(7):
+        path, repeat = stack.where(i)
+        leaf = leaves[f"{path}.proj.w"]
+        np.testing.assert_array_equal(leaf if repeat is None else leaf[repeat], stack[i].proj.w[...])
+    with pytest.raises(IndexError):
+        stack.where(7)
+
+
+def test_aux_rows_come_in_layer_order():
+    x = jnp.ones((1, 1, 4))
+    scanned, alone = build(Layer, 1, 2), build(Layer, 7, 1)
+    np.testing.assert_allclose(scanned(x, 0.0)[2]["load"], alone(x, 0.0)[2]["load"], rtol=1e-6)
+    assert scanned(x, 0.0)[2]["load"].shape == (3,)
+
+
+def test_layers_that_differ_are_refused():
+    with pytest.raises(ValueError, match=r"layer 1 differs from layer 0"):
+        build(Layer, 0, 1)
+    wide = lambda i, rngs: nn.Einsum("...D,ED->...E", (4 + (i == 4), 4), ("a", "b"), rngs=rngs)
+    with pytest.raises(ValueError, match=r"layer 4 differs from layer 0"):
+        nn.Stack(wide, 6, period=2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="prefix between 0 and num_layers"):
+        build(Same, 9, 1)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", ("h",), jax.checkpoint_policies.everything_saveable])
+def test_remat_changes_no_gradient(remat):
+    stack, x = build(Same, 1, 2), jnp.ones((2, 3, 4))
+    loss = lambda stack, remat: jnp.sum(stack(x, 0.1, remat=remat)[0] ** 2)
+    want, got = jax.grad(loss)(stack, None), jax.grad(loss)(stack, remat)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), want, got)
+
+
+def test_remat_keeps_less():
+    stack, x = build(Same, 0, 1), jnp.ones((64, 64, 4))
+    saved = lambda remat: sum(
+        a.size for a in jax.tree.leaves(jax.vjp(lambda s: stack(s, 0.1, remat=remat)[0], x)[1]) if hasattr(a, "size")
+    )
+    assert saved("full") < saved(None)
+
+
+def test_unknown_remat_is_refused():
+    with pytest.raises(ValueError, match="remat must be None, one of"):
+        build(Same, 0, 1)(jnp.ones((1, 1, 4)), 0.0, remat="most")
+
+
+def test_unstacked_is_the_same_function():
+    stack = build(Same, 1, 2)
+    x, alone = jnp.ones((1, 2, 4)), nn.unstack({"a": stack})["a"]
+    assert alone.layout == {"num_layers": 7, "prefix": 7, "period": 2} and len(alone.body) == 0
+    np.testing.assert_allclose(stack(x, 0.1)[0], alone(x, 0.1)[0], rtol=1e-6)

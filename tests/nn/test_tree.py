@@ -1,0 +1,48 @@
+"""Partition and combine, on a model with leaves that must not be trained."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import nn
+from tests.nn.tiny import tiny_llama, tokens
+
+
+class Routed(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones((2, 2)), axes=("embed", "mlp"))
+        self.bias = nnx.Variable(jnp.zeros(2), axes=("expert",))
+        self.codes = nnx.Param(jnp.arange(2, dtype=jnp.int8), axes=("embed",))
+
+
+def test_only_floating_parameters_are_trained():
+    trainable, rest = nn.partition(Routed())
+    assert list(trainable) == ["w"]
+    grads = jax.grad(lambda t: jnp.sum(nn.combine(t, rest).w[...] ** 2))(trainable)
+    np.testing.assert_array_equal(grads["w"], 2 * np.ones((2, 2)))
+
+
+def test_partition_and_combine_are_inverse():
+    model = tiny_llama()
+    again = nn.combine(*nn.partition(model))
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    jax.tree.map(np.testing.assert_array_equal, model, again)
+
+
+def test_filters_and_axes_see_logical_names():
+    model = tiny_llama(num_layers=3)
+    trainable, rest = nn.partition(model, lambda path, v: path.startswith("layers.attn."))
+    assert {nn.logical_path(p) for p in trainable} == {f"layers.attn.{n}.w" for n in "qkvo"}
+    assert "embed.w" not in trainable
+    assert nn.axes(model)["layers.body.0.attn_norm.scale"] == ("norm",)
+    assert nn.variables(model)["layers.body.0.attn_norm.scale"].get_value().ndim == 2
+    hidden = nn.combine(trainable, rest)(tokens(1, 3), dtype=jnp.float32).hidden
+    np.testing.assert_array_equal(hidden, model(tokens(1, 3), dtype=jnp.float32).hidden)
+
+
+def test_combine_refuses_unknown_paths():
+    trainable, rest = nn.partition(tiny_llama())
+    with pytest.raises(KeyError, match=r"no place in the model for \['head.x'\]"):
+        nn.combine(trainable | {"head.x": jnp.ones(1)}, rest)
