@@ -161,16 +161,14 @@ class Loader:
             )
 
     def _join(self, parts: list[Batch | None]) -> Batch:
+        """One batch of all shards, filled up with rows of padding."""
         size = self._batch_size // self.num_shards
         example = next((part for part in parts if part is not None), None)
-        if example is not None:
-            self._blank = {name: _padding(name, array[:1]) for name, array in example.items()}
-        assert self._blank is not None
-        parts = [self._blank if part is None else part for part in parts]
-        return {
-            name: np.concatenate([_fill(part[name], blank, size) for part in parts])
-            for name, blank in self._blank.items()
-        }
+        blank = self._blank if example is None else {name: _padding(name, a[:1]) for name, a in example.items()}
+        assert blank is not None  # _check_end has seen to it
+        self._blank = blank
+        rows = [blank if part is None else part for part in parts]
+        return {name: np.concatenate([_fill(part[name], row, size) for part in rows]) for name, row in blank.items()}
 
     def _checked(self, state: Mapping[str, State]) -> tuple[int, dict[int, Any]]:
         missing = [s for s in self.shards if str(s) not in state]
@@ -219,8 +217,8 @@ def shards_of(sharding: Any, *, batch_size: int, num_shards: int) -> list[int]:
 
     rows_only = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:1]))
     held = np.zeros(batch_size, bool)
-    for (rows,) in rows_only.addressable_devices_indices_map((batch_size,)).values():
-        held[rows] = True
+    for index in rows_only.addressable_devices_indices_map((batch_size,)).values():
+        held[index] = True
     by_shard = held.reshape(num_shards, -1)
     partly = np.flatnonzero(by_shard.any(1) & ~by_shard.all(1))
     if partly.size:
@@ -254,7 +252,7 @@ def _read(dataset: Callable, state: Any, ready: queue.Queue, stop: threading.Eve
     try:
         iterator = iter(dataset())
         if state is not None:
-            iterator.set_state(_from_json(state))
+            _restore(iterator, state)
         while not stop.is_set():
             batch = next(iterator, None)
             state = _to_json(iterator.get_state()) if batch is not None else state
@@ -263,6 +261,16 @@ def _read(dataset: Callable, state: Any, ready: queue.Queue, stop: threading.Eve
                 return
     except BaseException as error:  # it is raised where the batch is awaited
         ready.put(error)
+
+
+def _restore(iterator: grain.DatasetIterator, state: Any) -> None:
+    try:
+        iterator.set_state(_from_json(state))
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"The data state does not fit this pipeline ({error!r}): resume with the pipeline that it was taken from. "
+            f"It is {state}."
+        ) from error
 
 
 def _stop(readers: dict[int, _Reader]) -> None:

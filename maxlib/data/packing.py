@@ -43,6 +43,8 @@ def pack(
         raise ValueError(f"length must be at least 2, one token and its target, got {length}.")
     if strategy not in ("first_fit", "concat_then_split"):
         raise ValueError(f"strategy must be 'first_fit' or 'concat_then_split', got {strategy!r}.")
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, got {bins}.")
     lengths = {"tokens": length, "targets": length}
     pieces = _in_order(documents).map(_with_targets)
     if strategy == "concat_then_split":
@@ -108,10 +110,15 @@ def _in_order(documents: grain.MapDataset | grain.IterDataset) -> grain.IterData
 
 
 def _with_targets(document: Document) -> Row:
+    if "tokens" not in document:
+        raise ValueError(
+            f"To be packed, documents need 'tokens', got {sorted(document)}: use tokenize() or in_memory()."
+        )
     tokens = np.asarray(document["tokens"], np.int32)
-    if "targets" in document:
-        return {"tokens": tokens, "targets": np.asarray(document["targets"], np.int32)}
-    return {"tokens": tokens, "targets": np.append(tokens[1:], np.int32(-1))}
+    targets = np.asarray(document.get("targets", np.append(tokens[1:], -1)), np.int32)
+    if len(targets) != len(tokens):
+        raise ValueError(f"A document's 'targets' must be as long as 'tokens', got {len(targets)} and {len(tokens)}.")
+    return {"tokens": tokens, "targets": targets}
 
 
 def _as_row(packed: Row) -> Row:

@@ -214,7 +214,7 @@ def _as_record(data: bytes, *, path: Any, start: int, field: str) -> Document:
 
 
 def _one_array_record(path: Path, decode: Callable) -> grain.MapDataset[Document]:
-    source = grain.sources.ArrayRecordDataSource([str(path)])
+    source: Any = grain.sources.ArrayRecordDataSource([str(path)])
     if len(source) == 0:
         raise ValueError(f"{path}: byte 0: there is no record in this file. Remove it or leave it out of the paths.")
     return grain.MapDataset.source(source).map_with_index(

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from maxlib.data.sources import Document
 
 
+@runtime_checkable
 class Encodes(Protocol):
     """What `tokenizers.Tokenizer` and every Hugging Face tokenizer have in common."""
 

@@ -1,0 +1,287 @@
+"""Global batches depend on the data and the number of shards alone: not on hosts, interruptions or threads."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+
+import grain
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxlib import data
+from tests.data.corpus import documents, shuffled
+
+STRATEGIES = ("first_fit", "concat_then_split")
+LENGTH, BATCH, SHARDS = 16, 12, 6
+
+
+def shard_rows(part: slice, *, docs, strategy="first_fit"):
+    return data.pack(docs[part], length=LENGTH, strategy=strategy, bins=4)
+
+
+def loader(docs=None, *, strategy="first_fit", host=0, hosts=1, **kwargs) -> data.Loader:
+    docs = shuffled() if docs is None else docs
+    kwargs = {"batch_size": BATCH, "num_shards": SHARDS, "timeout": 60.0, **kwargs}
+    shards = data.host_shards(kwargs["num_shards"], host=host, num_hosts=hosts)
+    return data.Loader(partial(shard_rows, docs=docs, strategy=strategy), shards=shards, **kwargs)
+
+
+def take(loader, count):
+    return [next(loader) for _ in range(count)]
+
+
+def drain(loader, batches):
+    for batch in loader:
+        batches.append(batch)
+
+
+def assert_equal(batches, others):
+    assert len(batches) == len(others)
+    for batch, other in zip(batches, others, strict=True):
+        assert batch.keys() == other.keys()
+        for name in batch:
+            np.testing.assert_array_equal(batch[name], other[name])
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+class Hosts:
+    """Several hosts' loaders as one, which puts rows where they belong in the global batch."""
+
+    def __init__(self, count, state=None, **kwargs):
+        self.loaders = [loader(host=i, hosts=count, **kwargs) for i in range(count)]
+        if state is not None:
+            for one in self.loaders:
+                one.set_state(state)
+
+    def __next__(self):
+        whole = {}
+        for one in self.loaders:
+            for name, rows in next(one).items():
+                whole.setdefault(name, np.full((BATCH, *rows.shape[1:]), -7, rows.dtype))[one.rows] = rows
+        return whole
+
+    def get_state(self):
+        return through_json({shard: state for one in self.loaders for shard, state in one.get_state().items()})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("counts", [(1, 3, 2), (4, 1, 6)])
+def test_hosts_come_and_go(strategy, counts):
+    uninterrupted = take(loader(strategy=strategy), 17)
+    state, batches = None, []
+    for count, steps in zip(counts, (5, 5, 7), strict=True):
+        hosts = Hosts(count, state, strategy=strategy)
+        batches += take(hosts, steps)
+        state = hosts.get_state()
+    assert_equal(batches, uninterrupted)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_resume_is_exact_after_every_batch(strategy):
+    """Through JSON, on a used loader and on a new one; more batches than an epoch and than a set of bins."""
+    reading, uninterrupted = loader(strategy=strategy, num_shards=2), take(loader(strategy=strategy, num_shards=2), 14)
+    used = loader(strategy=strategy, num_shards=2)
+    for step in range(12):
+        state = through_json(reading.get_state())
+        for resumed in (used, loader(strategy=strategy, num_shards=2)):
+            resumed.set_state(state)
+            assert through_json(resumed.get_state()) == state
+            assert resumed.batches == step
+            assert_equal(take(resumed, 2), uninterrupted[step : step + 2])
+        next(reading)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_resume_near_the_end_of_finite_data(strategy):
+    finite = partial(loader, data.in_memory(documents()), strategy=strategy, num_shards=3)
+    uninterrupted, reading = list(finite()), finite()
+    for step in range(len(uninterrupted) + 1):
+        resumed = finite()
+        resumed.set_state(through_json(reading.get_state()))
+        assert_equal(list(resumed), uninterrupted[step:])
+        next(reading, None)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_epoch_holds_every_prediction_once(strategy):
+    pairs = Counter()
+    for batch in loader(shuffled(epochs=1), strategy=strategy):
+        assert batch["tokens"].shape == (BATCH, LENGTH)
+        learned = batch["targets"] >= 0
+        assert np.all(batch["segment_ids"][learned] > 0)
+        pairs.update(zip(batch["tokens"][learned].tolist(), batch["targets"][learned].tolist(), strict=True))
+    assert pairs == Counter((int(a), int(b)) for doc in documents() for a, b in pairwise(doc))
+
+
+def test_seed_and_epoch_decide_the_order():
+    def order(epochs, seed):
+        docs = shuffled(epochs=epochs, seed=seed)
+        return [int(docs[i]["tokens"][0]) // 1000 for i in range(len(docs))]
+
+    two = order(2, seed=3)
+    assert two == order(2, seed=3)
+    assert sorted(two[:40]) == sorted(two[40:]) == list(range(1, 41))
+    assert two[:40] != two[40:]
+    assert two != order(2, seed=11)
+
+
+def test_rows_of_hosts_are_the_whole_batch():
+    rows = [loader(host=i, hosts=4).rows for i in range(4)]
+    np.testing.assert_array_equal(np.concatenate(rows), np.arange(BATCH))
+    assert [len(r) for r in rows] == [2, 4, 2, 4]
+    np.testing.assert_array_equal(_rows([4, 1]), [2, 3, 8, 9])
+
+
+def _rows(shards):
+    return data.Loader(partial(shard_rows, docs=shuffled()), batch_size=BATCH, num_shards=SHARDS, shards=shards).rows
+
+
+def test_shards_of_a_sharding():
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    everything = NamedSharding(mesh, PartitionSpec("data", "tensor"))
+    assert data.shards_of(everything, batch_size=8, num_shards=4) == [0, 1, 2, 3]
+
+
+def test_iteration_starts_again_after_reset():
+    finite = loader(data.in_memory(documents()))
+    first = list(finite)
+    assert list(finite) == []
+    finite.reset()
+    assert_equal(list(finite), first)
+
+
+def test_shards_that_run_out_give_padding():
+    docs = data.in_memory([np.arange(1, 200), [1, 2, 3]])
+    batches = list(loader(docs, num_shards=2, batch_size=2))
+    assert len(batches) == 13  # ceil(199 / 16)
+    assert all(np.all(b["segment_ids"][1] == 0) and np.all(b["targets"][1] == -1) for b in batches[1:])
+    batches = list(loader(docs, num_shards=2, batch_size=2, num_batches=20))
+    assert len(batches) == 20
+    assert np.all(batches[-1]["targets"] == -1)
+
+
+def test_one_hosts_end_is_not_the_runs():
+    docs = data.in_memory(documents())
+    with pytest.raises(
+        RuntimeError, match=r"shards \[3, 4, 5\] have run out .* repeat the documents, or name num_batches"
+    ):
+        list(loader(docs, host=1, hosts=2))
+    assert len(list(loader(docs, host=1, hosts=2, num_batches=30))) == 30
+
+
+class Hangs:
+    """A source whose document 30 does not come before it is let go."""
+
+    def __init__(self):
+        self.let_go = threading.Event()
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 30:
+            self.let_go.wait(60)
+        return {"tokens": documents()[index]}
+
+
+def test_a_stage_that_hangs_is_named_and_may_come_back():
+    source = Hangs()
+    docs = grain.MapDataset.source(source)
+    stuck = loader(docs, num_shards=2, batch_size=2, timeout=0.5)
+    batches, begin = [], time.perf_counter()
+    with pytest.raises(
+        TimeoutError, match=r"(?s)No data within 0.5 s: waited for batch \d+ of shard 0 of 2.*let_go.wait"
+    ):
+        drain(stuck, batches)
+    assert time.perf_counter() - begin < 20
+    assert stuck.wait_seconds >= 0.5
+    state = stuck.get_state()
+    source.let_go.set()
+    uninterrupted = list(loader(docs, num_shards=2, batch_size=2))
+    resumed = loader(docs, num_shards=2, batch_size=2)
+    resumed.set_state(state)
+    assert_equal(batches + list(resumed), uninterrupted)
+    assert_equal(batches + list(stuck), uninterrupted)
+
+
+def test_an_error_in_a_stage_reaches_the_reader():
+    def fails(document):
+        raise ZeroDivisionError("from the map")
+
+    with pytest.raises(ZeroDivisionError, match="from the map") as caught:
+        next(loader(shuffled().map(fails)))
+    assert "While reading batch 0 of data shard 0 of 6." in caught.value.__notes__
+
+
+def test_threads_end_with_the_loader():
+    before = set(threading.enumerate())
+    reading = loader()
+    next(reading)
+    readers = [thread for thread in threading.enumerate() if thread not in before]
+    assert len(readers) == SHARDS
+    del reading
+    for thread in readers:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in readers)
+
+
+def test_closed_loader_reads_on():
+    reading, uninterrupted = loader(), take(loader(), 4)
+    batches = take(reading, 2)
+    reading.close()
+    assert_equal(batches + take(reading, 2), uninterrupted)
+
+
+def test_bad_arguments():
+    with pytest.raises(
+        ValueError, match="batch_size must be a positive multiple of num_shards, got batch_size=12 and num_shards=5"
+    ):
+        loader(num_shards=5)
+    with pytest.raises(ValueError, match="at least the number of hosts, got 2 shards for 3 hosts"):
+        data.host_shards(2, host=0, num_hosts=3)
+    with pytest.raises(ValueError, match=r"shards must be distinct numbers from 0 to 5, at least one, got \[6\]"):
+        _rows([6])
+    with pytest.raises(ValueError, match="prefetch must be at least 1"):
+        loader(prefetch=0)
+    with pytest.raises(ValueError, match=r"The shards \[1, 2, 3, 4, 5\] of 6 hold no row"):
+        next(
+            data.Loader(
+                partial(shard_rows, docs=data.in_memory([[1, 2]])), batch_size=12, num_shards=6, shards=range(1, 6)
+            )
+        )
+
+
+def test_states_that_do_not_fit():
+    reading = loader()
+    take(reading, 2)
+    state = reading.get_state()
+    with pytest.raises(ValueError, match=r"lacks the shards \[6, 7\] of 8"):
+        loader(num_shards=8, batch_size=16).set_state(state)
+    with pytest.raises(ValueError, match=r"is one of num_shards=6, this loader has num_shards=3"):
+        loader(num_shards=3).set_state(state)
+    with pytest.raises(ValueError, match=r"is one of batch_size=12, this loader has batch_size=24"):
+        loader(batch_size=24).set_state(state)
+    with pytest.raises(ValueError, match=r"stand at different batches \[0, 2\]"):
+        loader().set_state({**state, "3": loader().get_state()["3"]})
+    other = loader(strategy="concat_then_split")
+    other.set_state(state)
+    with pytest.raises(ValueError, match="data state does not fit this pipeline"):
+        next(other)
+
+
+def test_import_is_light():
+    code = "import sys, maxlib.data; print([m for m in ('grain', 'jax', 'numpy', 'tokenizers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        data.nonsense
+    assert all(callable(getattr(data, name)) for name in dir(data) if not name.startswith("_"))

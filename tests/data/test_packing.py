@@ -1,0 +1,117 @@
+"""Packing loses no token and no prediction, and keeps documents apart."""
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from maxlib import data
+from tests.data.corpus import documents
+
+STRATEGIES = ("first_fit", "concat_then_split")
+
+
+def rows_of(docs, length, strategy, **kwargs):
+    return list(data.pack(data.in_memory(docs), length=length, strategy=strategy, **kwargs))
+
+
+def predictions(rows) -> Counter:
+    """How often each (token, target) is learned."""
+    return Counter(
+        (int(token), int(target))
+        for row in rows
+        for token, target in zip(row["tokens"], row["targets"], strict=True)
+        if target >= 0
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("length", [2, 7, 16, 128])
+def test_every_prediction_exactly_once(strategy, length):
+    docs = documents()
+    rows = rows_of(docs, length, strategy)
+    wanted = Counter((int(a), int(b)) for doc in docs for a, b in pairwise(doc))
+    assert predictions(rows) == wanted
+    tokens = Counter(int(t) for row in rows for t in row["tokens"][row["segment_ids"] > 0])
+    assert tokens == Counter(int(t) for doc in docs for t in doc)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows(strategy):
+    for row in rows_of(documents(), 16, strategy):
+        assert {name: (array.shape, array.dtype) for name, array in row.items()} == {
+            name: ((16,), np.dtype(np.int32)) for name in ("tokens", "targets", "segment_ids", "positions")
+        }
+        segments, used = row["segment_ids"], row["segment_ids"] > 0
+        np.testing.assert_array_equal(np.unique(segments[used]), np.arange(1, segments.max() + 1))
+        assert np.all(np.diff(used.astype(int)) <= 0), "padding is at the end"
+        assert np.all(np.diff(segments[used]) >= 0)
+        assert np.all(row["targets"][~used] == -1)
+        for segment in range(1, segments.max() + 1):
+            piece = segments == segment
+            np.testing.assert_array_equal(row["positions"][piece], np.arange(piece.sum()))
+            assert len(set(row["tokens"][piece] // 1000)) == 1, "a segment is of one document"
+
+
+def test_first_fit_cuts_only_what_is_longer_than_a_row():
+    rows = rows_of(documents(longest=16), 16, "first_fit")
+    counted = sum((data.statistics({k: v[None] for k, v in row.items()}) for row in rows), data.Statistics())
+    assert counted.pieces == counted.documents == 40
+
+
+def test_concat_then_split_pads_the_last_row_only():
+    rows = rows_of(documents(), 16, "concat_then_split")
+    assert all(np.all(row["segment_ids"] > 0) for row in rows[:-1])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_more_bins_pad_less_and_statistics_count(strategy):
+    docs = documents()
+    rows = rows_of(docs, 16, strategy)
+    counted = data.statistics({name: np.stack([row[name] for row in rows]) for name in rows[0]})
+    assert counted.documents == len(docs)
+    assert counted.tokens == sum(map(len, docs))
+    assert counted.targets == counted.tokens - len(docs)
+    assert (counted.rows, counted.slots) == (len(rows), 16 * len(rows))
+    assert counted.padding == pytest.approx(1 - counted.tokens / counted.slots)
+    assert len(rows_of(docs, 16, strategy, bins=1)) >= len(rows)
+
+
+def test_documents_may_bring_targets():
+    docs = data.in_memory([[1, 2, 3, 4]]).map(_with_masked_targets)
+    (row,) = data.pack(docs, length=6)
+    np.testing.assert_array_equal(row["targets"], [-1, -1, 4, -1, -1, -1])
+
+
+def _with_masked_targets(document):
+    return {**document, "targets": np.array([-1, -1, 4, -1])}
+
+
+def test_a_researchers_own_map_fits_in():
+    rows = data.pack(data.in_memory(["ab", "c"]).map(_bytes), length=4).map(_reversed)
+    np.testing.assert_array_equal(next(iter(rows))["tokens"], [0, 99, 98, 97])
+
+
+def _bytes(document):
+    return {"tokens": np.frombuffer(document["text"].encode(), np.uint8)}
+
+
+def _reversed(row):
+    return {**row, "tokens": row["tokens"][::-1]}
+
+
+def test_bad_arguments():
+    docs = data.in_memory([[1, 2]])
+    with pytest.raises(ValueError, match="length must be at least 2, .* got 1"):
+        data.pack(docs, length=1)
+    with pytest.raises(ValueError, match="bins must be at least 1, got 0"):
+        data.pack(docs, length=4, bins=0)
+    with pytest.raises(ValueError, match="documents need 'tokens'"):
+        next(iter(data.pack(data.in_memory(["text"]), length=4)))
+    with pytest.raises(ValueError, match=r"'targets' must be as long as 'tokens', got 1 and 2"):
+        next(iter(data.pack(docs.map(_short_targets), length=4)))
+
+
+def _short_targets(document):
+    return {**document, "targets": np.array([1])}
