@@ -209,7 +209,8 @@ def _scaling_fields(scaling: Scaling | None) -> dict[str, Any]:
     if scaling is None:
         return {}
     fields = {name: list(v) if isinstance(v, tuple) else v for name, v in vars(scaling).items() if v is not None}
-    fields.pop("fraction", None)
+    if isinstance(scaling, Proportional):  # the fraction is written as partial_rotary_factor
+        return {} if scaling.factor == 1 else {"factor": scaling.factor}
     if "original_length" in fields:
         original = fields.pop("original_length")
         fields |= {} if isinstance(scaling, DynamicNTK) else {ORIGINAL: original}
