@@ -1,0 +1,94 @@
+"""Linear layers, norms and MLPs against float64 formulas; their initial scale; what a summary says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import nn
+from tests.nn.tiny import tiny_llama
+
+X = jax.random.normal(jax.random.key(0), (2, 3, 8)) * 3 + 1
+
+
+def value(variable):
+    return np.asarray(variable[...], np.float64)
+
+
+def test_einsum_and_its_bias():
+    layer = nn.Einsum("...D,NHD->...NH", (2, 5, 8), ("heads", "head_dim", "embed"), bias=True, rngs=nnx.Rngs(0))
+    layer.b[...] = jax.random.normal(jax.random.key(1), (2, 5))
+    want = np.einsum("BTD,NHD->BTNH", np.asarray(X, np.float64), value(layer.w)) + value(layer.b)
+    np.testing.assert_allclose(layer(X), want, atol=1e-5)
+    np.testing.assert_allclose(layer(X[0, 0]), want[0, 0], atol=1e-5)
+    assert layer.b.axes == ("heads", "head_dim") and layer(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "fan_in"),
+    [("...D,FD->...F", (64, 256), 256), ("...NH,DNH->...D", (64, 16, 32), 512), ("...D,NHD->...NH", (16, 32, 64), 64)],
+)
+def test_initial_variance_is_one_over_fan_in(spec, shape, fan_in):
+    w = nn.Einsum(spec, shape, tuple("abc"[: len(shape)]), rngs=nnx.Rngs(0)).w[...]
+    assert abs(float(jnp.std(w)) * fan_in**0.5 - 1) < 0.03
+
+
+def test_einsum_describes_every_dimension():
+    with pytest.raises(ValueError, match="one letter, size and axis name per dimension of w"):
+        nn.Einsum("...D,FD->...F", (4, 8), ("mlp",), rngs=nnx.Rngs(0))
+
+
+def test_embedding_and_its_logits():
+    embed = nn.Embed(11, 8, rngs=nnx.Rngs(0))
+    ids = jnp.array([[1, 10, 0]])
+    np.testing.assert_array_equal(embed(ids, dtype=jnp.float32)[0], embed.w[...][ids[0]])
+    assert embed(ids).dtype == jnp.bfloat16
+    logits = embed.logits(X.astype(jnp.bfloat16))
+    assert logits.dtype == jnp.float32
+    want = np.asarray(X.astype(jnp.bfloat16), np.float64) @ np.asarray(embed.w[...].astype(jnp.bfloat16), np.float64).T
+    np.testing.assert_allclose(logits, want, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_rms_norm(plus_one):
+    norm = nn.RMSNorm(8, eps=1e-3, plus_one=plus_one)
+    assert float(norm.scale[...].sum()) == (0 if plus_one else 8)
+    norm.scale[...] = jax.random.normal(jax.random.key(2), (8,))
+    x = np.asarray(X, np.float64)
+    want = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * (value(norm.scale) + plus_one)
+    np.testing.assert_allclose(norm(X), want, atol=1e-5)
+    assert norm(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_norm(bias):
+    norm = nn.LayerNorm(8, bias=bias)
+    norm.scale[...] = jax.random.normal(jax.random.key(2), (8,))
+    shift = 0.0
+    if bias:
+        norm.bias[...] = jax.random.normal(jax.random.key(3), (8,))
+        shift = value(norm.bias)
+    x = np.asarray(X, np.float64)
+    centred = x - x.mean(-1, keepdims=True)
+    want = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * value(norm.scale) + shift
+    np.testing.assert_allclose(norm(X), want, atol=1e-5)
+
+
+def test_mlps():
+    gated = nn.GatedMLP(8, 12, rngs=nnx.Rngs(0))
+    x = np.asarray(X, np.float64)
+    g, u = x @ value(gated.gate.w).T, x @ value(gated.up.w).T
+    np.testing.assert_allclose(gated(X), (g / (1 + np.exp(-g)) * u) @ value(gated.down.w).T, atol=1e-4)
+    plain = nn.MLP(8, 12, act=jax.nn.relu, rngs=nnx.Rngs(0))
+    plain.up.b[...] = jnp.arange(12.0)
+    h = np.maximum(x @ value(plain.up.w).T + np.arange(12), 0)
+    np.testing.assert_allclose(plain(X), h @ value(plain.down.w).T, rtol=1e-4, atol=1e-4)
+
+
+def test_summary_counts_what_is_there():
+    model = tiny_llama()
+    text = nn.summary(model)
+    assert f"{nn.num_parameters(model) / 1000:.4g} k" in text
+    assert "5 x 4 12 32" in text and "layers.attn.q.w" in text and "heads head_dim embed" in text
+    assert nn.summary(jax.eval_shape(tiny_llama)) == text
