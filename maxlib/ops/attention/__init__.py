@@ -1,6 +1,8 @@
 """Attention: one public function, mask specs, and one file per implementation."""
 
 from maxlib.ops.attention.api import attention as attention
+from maxlib.ops.attention.api import explain_attention as explain_attention
+from maxlib.ops.attention.dispatch import capabilities as capabilities
 from maxlib.ops.attention.masks import Causal as Causal
 from maxlib.ops.attention.masks import Chunked as Chunked
 from maxlib.ops.attention.masks import Full as Full
