@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.ops.cross_entropy.chunked import chunked
@@ -54,6 +54,9 @@ def linear_cross_entropy(
     come back in the dtype of their argument. Temporary memory is `chunk * V` logits and one float32 `V D`.
 
     Args:
+        hidden: the model's output after its final norm, with any leading axes.
+        weight: the unembedding, in Hugging Face's orientation.
+        targets: the next tokens, of the shape of `hidden` without its last axis.
         weights: factor per token in `.loss`, 1 by default; for a mean divide by the number of targets here.
         ignore_index: this target adds exactly 0 to the loss and to every gradient, even where `hidden` is not finite.
             Any other target outside `[0, V)` is an error outside `jit`, and undefined inside.
@@ -126,7 +129,7 @@ def _check_options(softcap, z_loss, label_smoothing, chunk) -> None:
 
 def _check_targets(targets, vocab: int, ignore_index: int) -> None:
     """Only concrete targets can be looked at, and only those this process holds."""
-    if isinstance(targets, jax.core.Tracer) or not getattr(targets, "is_fully_addressable", True):
+    if isinstance(targets, Tracer) or not getattr(targets, "is_fully_addressable", True):
         return
     host = np.asarray(targets)
     bad = host[(host != ignore_index) & ((host < 0) | (host >= vocab))]

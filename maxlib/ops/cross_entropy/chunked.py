@@ -1,13 +1,14 @@
 """Cross-entropy chunk by chunk, with the gradients of the weighted sum formed in the forward pass."""
 
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from maxlib.ops.cross_entropy.terms import Options, Terms, logits_gradient, logits_of, terms_of
+from maxlib.ops.cross_entropy.terms import Cotangents, Options, logits_gradient, logits_of, terms_of
 
 DEFAULT_CHUNK = 1024
 
@@ -23,7 +24,8 @@ def chunked(
     M = rows.shape[0]
     count = max(1, -(-M // (chunk or DEFAULT_CHUNK)))
     rows, weight, targets, weights = _vary_alike(rows, weight, targets, weights, options.axis_name)
-    loss, *terms = _chunked(_split(rows, count), weight, _split(targets, count), _split(weights, count), options)
+    out = _chunked(_split(rows, count), weight, _split(targets, count), _split(weights, count), options)
+    loss, *terms = cast(tuple[Array, ...], out)
     return loss, *(x.T.reshape(-1)[:M] for x in terms)
 
 
@@ -37,29 +39,33 @@ def _split(x: Array, count: int) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _chunked(rows, weight, targets, weights, options: Options):
     w = weight.astype(rows.dtype)
-    _, terms = jax.lax.scan(lambda _, x: (None, terms_of(logits_of(x[0], w, options), x[1], options)), None, (rows, targets))
+    _, terms = jax.lax.scan(
+        lambda _, x: (None, terms_of(logits_of(x[0], w, options), x[1], options)), None, (rows, targets)
+    )
     return jnp.sum(weights * terms.token_loss), *terms
 
 
 def _forward(rows, weight, targets, weights, options: Options):
     rows, weight, targets, weights = (x.value for x in (rows, weight, targets, weights))
     zero = jnp.zeros_like(weights)
-    terms, d_rows, d_weight = _gradients(rows, weight, targets, Terms(weights, zero, zero, zero), options)
+    terms, d_rows, d_weight = _gradients(
+        rows, weight, targets, Terms(weights, zero, zero, correct=jnp.zeros_like(targets)), options
+    )
     residuals = (rows, weight, targets, weights, terms.token_loss, d_rows, d_weight)
     return (jnp.sum(weights * terms.token_loss), *terms), residuals
 
 
 def _backward(options: Options, residuals, cotangents):
     rows, weight, targets, weights, token_loss, d_rows, d_weight = residuals
-    d_loss, *d_terms = cotangents
-    factor = jnp.zeros(()) if isinstance(d_loss, SymbolicZero) else d_loss
-    if not all(isinstance(d, SymbolicZero) for d in d_terms[:3]):
-        zero = jnp.zeros_like(weights)
-        d_terms = Terms(*(zero if isinstance(d, SymbolicZero) else d for d in d_terms[:3]), zero)
-        d_terms = d_terms._replace(token_loss=d_terms.token_loss + factor * weights)
-        _, d_rows, d_weight = _gradients(rows, weight, targets, d_terms, options)
-        return d_rows, d_weight, None, factor * token_loss
-    return _scaled(d_rows, factor), _scaled(d_weight, factor), None, factor * token_loss
+    factor, *d_terms = (None if isinstance(d, SymbolicZero) else d for d in cotangents[:4])
+    factor = jnp.zeros_like(token_loss, shape=()) if factor is None else factor
+    d_weights = factor * token_loss
+    if all(d is None for d in d_terms):
+        return _scaled(d_rows, factor), _scaled(d_weight, factor), None, d_weights
+    d_token_loss, d_log_prob, d_lse = (jnp.zeros_like(weights) if d is None else d for d in d_terms)
+    grads = Cotangents(d_token_loss + factor * weights, d_log_prob, d_lse)
+    _, d_rows, d_weight = _gradients(rows, weight, targets, grads, options)
+    return d_rows, d_weight, None, d_weights
 
 
 def _scaled(x: Array, factor: Array) -> Array:
@@ -69,7 +75,7 @@ def _scaled(x: Array, factor: Array) -> Array:
 _chunked.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _gradients(rows, weight, targets, grads: Terms, options: Options):
+def _gradients(rows, weight, targets, grads: Cotangents, options: Options):
     """The results and, for the given gradients with respect to them, those of `rows` and `weight`."""
     w = weight.astype(rows.dtype)
 

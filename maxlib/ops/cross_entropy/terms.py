@@ -23,6 +23,14 @@ class Terms(NamedTuple):
     correct: Bool[Array, " M"]
 
 
+class Cotangents(NamedTuple):
+    """Gradients of the final result with respect to those of `Terms` that have one."""
+
+    token_loss: Float[Array, " M"]
+    log_prob: Float[Array, " M"]
+    lse: Float[Array, " M"]
+
+
 def logits_of(rows: Float[Array, "M D"], weight: Float[Array, "V D"], options: Options) -> Float[Array, "M V"]:
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
     logits = jax.lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
@@ -50,7 +58,7 @@ def logits_gradient(
     logits: Float[Array, "M V"],
     targets: Int[Array, " M"],
     terms: Terms,
-    grads: Terms,
+    grads: Cotangents,
     options: Options,
 ) -> Float[Array, "M V"]:
     """The gradient with respect to the logits before the soft-cap.

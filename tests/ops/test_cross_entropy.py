@@ -1,0 +1,341 @@
+"""The loss against a float64 formula, optax, itself on one device, and its promises on memory and matmuls."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxlib.ops.cross_entropy import CrossEntropy, linear_cross_entropy
+
+B, T, D, V = 3, 7, 8, 29
+FIELDS = ("token_loss", "log_prob", "lse")
+
+
+def inputs(dtype=jnp.float32, shape=(B, T), seed=0, ignore_index=-1):
+    rng = np.random.default_rng(seed)
+    targets = rng.integers(0, V, shape)
+    targets[rng.random(shape) < 0.25] = ignore_index
+    hidden, weight = rng.normal(size=(*shape, D)), rng.normal(size=(V, D))
+    weights = jnp.asarray(rng.random(shape), jnp.float32)
+    return jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(targets, jnp.int32), weights
+
+
+def truth(hidden, weight, targets, weights, cotangents=None, ignore_index=-1, softcap=None, z_loss=0.0, smoothing=0.0):
+    """Results, and gradients of hidden and weight, from the textbook formulas in float64.
+
+    `cotangents` are per-token gradients of token_loss, log_prob and lse; without them those of the weighted sum.
+    """
+    h, w = np.asarray(hidden, np.float64).reshape(-1, D), np.asarray(weight, np.float64)
+    y, a = np.asarray(targets).reshape(-1), np.asarray(weights, np.float64).reshape(-1)
+    valid = y != ignore_index
+    y, a = np.where(valid, y, 0), a * valid
+    raw = h @ w.T
+    x = raw if softcap is None else softcap * np.tanh(raw / softcap)
+    lse = np.log(np.exp(x).sum(1))
+    log_p = x - lse[:, None]
+    onehot = np.eye(V)[y]
+    smooth = (1 - smoothing) * onehot + smoothing / V
+    out = {
+        "token_loss": (-(smooth * log_p).sum(1) + z_loss * lse**2) * valid,
+        "log_prob": (onehot * log_p).sum(1) * valid,
+        "lse": lse * valid,
+        "correct": (x.argmax(1) == y) & valid,
+    }
+    p = np.exp(log_p)
+    d_out = {
+        "token_loss": p - smooth + (2 * z_loss * lse)[:, None] * p,
+        "log_prob": onehot - p,
+        "lse": p,
+    }
+    cotangents = {"token_loss": a} if cotangents is None else cotangents
+    dx = sum(np.asarray(c, np.float64).reshape(-1, 1) * valid[:, None] * d_out[name] for name, c in cotangents.items())
+    dx = dx if softcap is None else dx * (1 - np.tanh(raw / softcap) ** 2)
+    return {**out, "loss": (a * out["token_loss"]).sum()}, (dx @ w, dx.T @ h)
+
+
+def close(got, want, tol):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    np.testing.assert_allclose(got.reshape(want.shape), want, rtol=tol, atol=tol * max(1.0, np.abs(want).max()))
+
+
+# Every pair of values of any two features occurs in some row.
+PAIRWISE = [
+    # softcap, z_loss, smoothing, ignore_index, chunk, dtype, weighted
+    (None, 0.0, 0.0, -1, None, jnp.float32, False),
+    (None, 0.01, 0.1, -100, 4, jnp.bfloat16, True),
+    (3.0, 0.0, 0.1, -1, 5, jnp.float32, True),
+    (3.0, 0.01, 0.0, -100, None, jnp.bfloat16, False),
+    (3.0, 0.01, 0.1, -1, 1, jnp.float32, False),
+    (None, 0.0, 0.0, -100, 5, jnp.bfloat16, True),
+    (None, 0.01, 0.0, -1, 4, jnp.float32, True),
+    (3.0, 0.0, 0.1, -100, 1, jnp.bfloat16, False),
+    (None, 0.0, 0.1, -100, None, jnp.float32, True),
+    (3.0, 0.0, 0.0, -1, 4, jnp.float32, False),
+    (None, 0.01, 0.1, -100, 5, jnp.float32, False),
+    (None, 0.0, 0.0, -1, 1, jnp.bfloat16, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "softcap", "z_loss", "smoothing", "ignore_index", "chunk", "dtype", "weighted"),
+    [("chunked", *row) for row in PAIRWISE] + [("reference", *row) for row in PAIRWISE[:4]],
+)
+def test_values_and_gradients(softcap, z_loss, smoothing, ignore_index, chunk, dtype, weighted, implementation):
+    hidden, weight, targets, weights = inputs(dtype, ignore_index=ignore_index)
+    options = {"ignore_index": ignore_index, "softcap": softcap, "z_loss": z_loss}
+    own = dict(label_smoothing=smoothing, chunk=chunk, implementation=implementation, **options)
+
+    def loss(hidden, weight, weights):
+        out = linear_cross_entropy(hidden, weight, targets, weights=weights if weighted else None, **own)
+        return out.loss, out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(hidden, weight, weights)
+    factors = weights if weighted else jnp.ones_like(weights)
+    want, want_grads = truth(hidden, weight, targets, factors, smoothing=smoothing, **options)
+    assert out.token_loss.dtype == out.lse.dtype == jnp.float32
+    assert out.loss.shape == ()
+    for name in ("loss", *FIELDS, "correct"):
+        close(getattr(out, name), want[name], 1e-5)
+    for got, expected, arg in zip(grads, want_grads, (hidden, weight), strict=False):
+        assert got.dtype == arg.dtype
+        close(got, expected, 1e-5 if dtype == jnp.float32 else 2e-2)
+    close(grads[2], want["token_loss"].reshape(B, T) if weighted else np.zeros((B, T)), 1e-5)
+
+
+@pytest.mark.parametrize("fields", [("token_loss",), ("log_prob",), ("lse",), FIELDS, ("loss", "log_prob")])
+def test_gradients_of_per_token_results(fields):
+    hidden, weight, targets, weights = inputs()
+    options = {"softcap": 4.0, "z_loss": 0.02}
+    factors = {name: np.random.default_rng(i).normal(size=(B, T)) for i, name in enumerate(FIELDS) if name in fields}
+
+    def total(hidden, weight):
+        out = linear_cross_entropy(hidden, weight, targets, weights=weights, label_smoothing=0.2, chunk=4, **options)
+        return sum(jnp.sum(f * getattr(out, n)) for n, f in factors.items()) + ("loss" in fields) * out.loss
+
+    if "loss" in fields:
+        factors = {**factors, "token_loss": np.asarray(weights)}
+    want = truth(hidden, weight, targets, weights, factors, smoothing=0.2, **options)[1]
+    factors.pop("token_loss") if "loss" in fields else None
+    for got, expected in zip(jax.jit(jax.grad(total, (0, 1)))(hidden, weight), want, strict=True):
+        close(got, expected, 1e-5)
+
+
+def test_equals_optax():
+    hidden, weight, targets, _ = inputs(ignore_index=3)
+    logits = hidden @ weight.T
+    out = linear_cross_entropy(hidden, weight, targets, ignore_index=-1)
+    np.testing.assert_allclose(
+        out.token_loss, optax.softmax_cross_entropy_with_integer_labels(logits, targets), rtol=1e-5
+    )
+    smooth = optax.smooth_labels(jax.nn.one_hot(targets, V), 0.1)
+    out = linear_cross_entropy(hidden, weight, targets, label_smoothing=0.1)
+    np.testing.assert_allclose(out.token_loss, optax.softmax_cross_entropy(logits, smooth), rtol=1e-5)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_ignored_tokens_add_exactly_nothing(per_token):
+    hidden, weight, targets, _ = inputs()
+    ignored = np.asarray(targets) == -1
+    poisoned = jnp.where(ignored[..., None], jnp.nan, hidden)
+
+    def total(hidden, weight):
+        out = linear_cross_entropy(hidden, weight, targets, z_loss=0.1, chunk=4)
+        return (out.token_loss.sum() if per_token else out.loss), out
+
+    (_, out), (d_hidden, d_weight) = jax.value_and_grad(total, (0, 1), has_aux=True)(poisoned, weight)
+    _, clean = jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
+    assert all((np.asarray(x)[ignored] == 0).all() for x in out[1:])
+    assert (np.asarray(d_hidden)[ignored] == 0).all()
+    np.testing.assert_array_equal(d_hidden, clean[0])
+    np.testing.assert_array_equal(d_weight, clean[1])
+
+
+def test_nothing_to_predict():
+    hidden, weight, _, _ = inputs()
+    total = lambda h, w: linear_cross_entropy(h, w, jnp.full((B, T), -1)).loss
+    value, grads = jax.value_and_grad(total, (0, 1))(hidden, weight)
+    assert value == 0
+    assert not any(np.any(g) for g in grads)
+
+
+def test_logits_far_apart_stay_finite():
+    hidden, weight, targets, _ = inputs()
+    out = linear_cross_entropy(hidden * 1e4, weight, targets)
+    assert np.isfinite(out.loss)
+    assert out.loss > 1e3
+
+
+def test_weight_gradient_accumulates_in_float32():
+    # In bfloat16 a sum of ones stops at 256.
+    tokens = 600
+    hidden, weight = jnp.ones((tokens, 4), jnp.bfloat16), jnp.zeros((2, 4), jnp.bfloat16)
+    loss = lambda w: linear_cross_entropy(hidden, w, jnp.zeros(tokens, jnp.int32), chunk=1).loss
+    np.testing.assert_allclose(np.asarray(jax.grad(loss)(weight), np.float32), [[-300] * 4, [300] * 4], rtol=0.01)
+
+
+def test_float32_weight_under_bfloat16_hidden_keeps_its_gradient_in_float32():
+    hidden, weight, targets, weights = inputs(jnp.bfloat16)
+    master = weight.astype(jnp.float32)
+    grad = jax.grad(lambda w: linear_cross_entropy(hidden, w, targets, chunk=2).loss)(master)
+    assert grad.dtype == jnp.float32
+    close(grad, truth(hidden, weight, targets, jnp.ones_like(weights))[1][1], 1e-2)
+
+
+@pytest.mark.parametrize("field", ["loss", "log_prob"])
+def test_checkpoint_vmap_and_scan(field):
+    hidden, weight, targets, _ = inputs()
+
+    def total(hidden, targets, weight):
+        return jnp.sum(getattr(linear_cross_entropy(hidden, weight, targets, chunk=4, z_loss=0.1), field))
+
+    want = jax.value_and_grad(lambda h, w: total(h, targets, w), (0, 1))(hidden, weight)
+
+    def mapped(hidden, weight):
+        return jnp.sum(jax.vmap(total, (0, 0, None))(hidden, targets, weight))
+
+    def scanned(hidden, weight):
+        step = lambda sum_, x: (sum_ + total(*x, weight), None)
+        return jax.lax.scan(step, 0.0, (hidden, targets))[0]
+
+    for other in (mapped, scanned, jax.checkpoint(lambda h, w: total(h, targets, w))):
+        got = jax.jit(jax.value_and_grad(other, (0, 1)))(hidden, weight)
+        jax.tree.map(lambda a, b: close(a, b, 1e-5), got, want)
+
+
+def count_matmuls(jaxpr) -> int:
+    inner = (p for eqn in jaxpr.eqns for p in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns")))
+    inner = (getattr(p, "jaxpr", p) for p in inner)
+    return sum(e.primitive.name == "dot_general" for e in jaxpr.eqns) + sum(
+        count_matmuls(p) for p in inner if hasattr(p, "eqns")
+    )
+
+
+def test_training_makes_the_logits_once():
+    hidden, weight, targets, _ = inputs()
+
+    @jax.jit
+    def loss(hidden, weight):
+        out = linear_cross_entropy(hidden, weight, targets, chunk=4)
+        return out.loss, out
+
+    assert count_matmuls(jax.make_jaxpr(loss)(hidden, weight).jaxpr) == 1
+    assert count_matmuls(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1), has_aux=True))(hidden, weight).jaxpr) == 3
+
+
+@pytest.mark.parametrize("field", ["loss", "log_prob"])
+def test_memory_is_bounded_by_the_chunk(field):
+    tokens, dim, vocab, chunk = 2048, 16, 4000, 128
+    args = jnp.zeros((tokens, dim)), jnp.zeros((vocab, dim)), jnp.zeros(tokens, jnp.int32)
+
+    def temporary(implementation):
+        def total(h, w, y):
+            return jnp.sum(getattr(linear_cross_entropy(h, w, y, chunk=chunk, implementation=implementation), field))
+
+        return jax.jit(jax.grad(total, (0, 1))).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary("chunked") < 4 * (3 * chunk * vocab + 2 * vocab * dim + 4 * tokens * dim)
+    assert temporary("reference") > 4 * tokens * vocab
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+SHARDED = {"softcap": 4.0, "z_loss": 0.02, "label_smoothing": 0.1}
+
+
+def sharded_inputs(mesh):
+    rng = np.random.default_rng(0)
+    P = jax.sharding.PartitionSpec
+    hidden, weight = rng.normal(size=(4, 10, D)), rng.normal(size=(32, D))
+    targets = rng.integers(-1, 32, (4, 10))
+    put = lambda x, *spec: jax.device_put(jnp.asarray(x), jax.sharding.NamedSharding(mesh, P(*spec)))
+    return (
+        put(hidden.astype(np.float32), "data"),
+        put(weight.astype(np.float32), "tensor"),
+        put(targets.astype(np.int32), "data"),
+    )
+
+
+def split_vocabulary(mesh, hidden, weight, targets, **options) -> CrossEntropy:
+    P = jax.sharding.PartitionSpec
+
+    def local(hidden, weight, targets):
+        out = linear_cross_entropy(hidden, weight, targets, axis_name="tensor", **options)
+        return out._replace(loss=jax.lax.psum(out.loss, "data"))
+
+    specs = (P("data"), P("tensor"), P("data"))
+    out_specs = CrossEntropy(P(), *(P("data"),) * 4)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs)(hidden, weight, targets)
+
+
+@pytest.mark.parametrize("field", ["loss", "log_prob"])
+@pytest.mark.parametrize("manual", [True, False])
+def test_split_vocabulary_equals_one_device(mesh, manual, field):
+    args = sharded_inputs(mesh)
+
+    def total(run, *args):
+        # Left to XLA, chunks that do not divide the devices' tokens are padded, which moves a few bytes per token.
+        out = run(*args, **SHARDED, chunk=3 if manual else 4)
+        return jnp.sum(getattr(out, field)), out
+
+    def grad_of(run):
+        return jax.jit(jax.value_and_grad(lambda *a: total(run, *a), (0, 1), has_aux=True))
+
+    sharded = grad_of((lambda *a, **k: split_vocabulary(mesh, *a, **k)) if manual else linear_cross_entropy)
+    got = sharded(*args)
+    want = grad_of(linear_cross_entropy)(*(jnp.asarray(np.asarray(a)) for a in args))
+    jax.tree.map(lambda a, b: close(a, b, 1e-5), got, want)
+    assert "all-gather" not in sharded.lower(*args).compile().as_text()
+
+
+def test_split_vocabulary_sums_the_weight_gradient_once(mesh):
+    """One reduction over the data axis in all, not one per chunk."""
+    args = sharded_inputs(mesh)
+    loss = jax.jit(jax.grad(lambda *a: split_vocabulary(mesh, *a, **SHARDED, chunk=3).loss, 1))
+    text = loss.lower(*args).compile().as_text()
+    reductions = [
+        line for line in text.splitlines() if "f32[8,8]" in line.split("all-reduce")[0] and "all-reduce(" in line
+    ]
+    assert len(reductions) == 1
+    assert "while" not in reductions[0].split("metadata")[-1]
+
+
+BAD = {
+    "same D": {"weight": jnp.ones((V, D + 1))},
+    "'V D'": {"weight": jnp.ones((1, V, D))},
+    "shape '\\*B' of hidden": {"targets": jnp.zeros((B, T + 1), jnp.int32)},
+    "weights must have the shape": {"weights": jnp.ones((T, B))},
+    "targets must be integers": {"targets": jnp.zeros((B, T))},
+    f"in \\[0, {V}\\)": {"targets": jnp.full((B, T), V)},
+    "first is -7": {"targets": jnp.full((B, T), -7)},
+    "softcap must be positive": {"softcap": 0.0},
+    "z_loss must not be negative": {"z_loss": -1.0},
+    "label_smoothing must be in": {"label_smoothing": 1.5},
+    "at least 1 token": {"chunk": 0},
+    "implementation must be": {"implementation": "fast"},
+    "whole weight": {"implementation": "reference", "axis_name": "tensor"},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_errors_say_what_must_hold(message):
+    unchecked = inspect.unwrap(linear_cross_entropy)  # the shape checker of the tests would be first
+    hidden, weight, targets, _ = inputs()
+    with pytest.raises(ValueError, match=message):
+        unchecked(**{"hidden": hidden, "weight": weight, "targets": targets, **BAD[message]})
+
+
+def test_axis_name_needs_a_weight_split_over_it(mesh):
+    P = jax.sharding.PartitionSpec
+    hidden, weight, targets = sharded_inputs(mesh)
+
+    def local(h, w, y):
+        return linear_cross_entropy(h, w, y, axis_name="tensor").loss
+
+    with pytest.raises(ValueError, match="weight varies over \\[\\]"):
+        jax.shard_map(local, mesh=mesh, in_specs=(P(), P(), P()), out_specs=P())(hidden, weight, targets)
