@@ -39,18 +39,15 @@ def _split(x: Array, count: int) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _chunked(rows, weight, targets, weights, options: Options):
     w = weight.astype(rows.dtype)
-    _, terms = jax.lax.scan(
-        lambda _, x: (None, terms_of(logits_of(x[0], w, options), x[1], options)), None, (rows, targets)
-    )
+    terms = jax.lax.map(lambda x: terms_of(logits_of(x[0], w, options), x[1], options), (rows, targets))
     return jnp.sum(weights * terms.token_loss), *terms
 
 
 def _forward(rows, weight, targets, weights, options: Options):
     rows, weight, targets, weights = (x.value for x in (rows, weight, targets, weights))
     zero = jnp.zeros_like(weights)
-    terms, d_rows, d_weight = _gradients(
-        rows, weight, targets, Terms(weights, zero, zero, correct=jnp.zeros_like(targets)), options
-    )
+    grads = Cotangents(token_loss=weights, log_prob=zero, lse=zero)
+    terms, d_rows, d_weight = _gradients(rows, weight, targets, grads, options)
     residuals = (rows, weight, targets, weights, terms.token_loss, d_rows, d_weight)
     return (jnp.sum(weights * terms.token_loss), *terms), residuals
 
