@@ -1,5 +1,6 @@
 """The Python blocks of README.md and of the documentation run, page by page, from top to bottom."""
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -9,22 +10,30 @@ ROOT = Path(__file__).parents[1]
 # Decisions show signatures, not programs.
 FOUND = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").rglob("*.md")]
 PAGES = sorted(path.relative_to(ROOT) for path in FOUND)
-BLOCK = re.compile(r"(?P<not_run><!-- not run: [^\n]+ -->\n+)?^```python\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCE = r"^```(?:python|\{code-cell\}[^\n]*)\n(?P<options>(?::[^\n]*\n)*)(?P<code>.*?)^```$"
+BLOCK = re.compile(rf"(?P<not_run><!-- not run: [^\n]+ -->\n+)?{FENCE}", re.DOTALL | re.MULTILINE)
 
 
-def blocks(page: str) -> list[str]:
-    """Each block, moved down to its own line of the page, so that a traceback points at the page."""
-    return ["\n" * page[: m.start("code")].count("\n") + m["code"] for m in BLOCK.finditer(page) if not m["not_run"]]
+def blocks(page: str) -> list[tuple[str, bool]]:
+    """Each block, moved down to its own line of the page so that a traceback points there, and whether it has to fail."""
+    found = [match for match in BLOCK.finditer(page) if not match["not_run"]]
+    down = ["\n" * page[: match.start("code")].count("\n") for match in found]
+    return [(n + match["code"], "raises-exception" in match["options"]) for n, match in zip(down, found, strict=True)]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks((ROOT / page).read_text())], ids=str)
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
-    for block in blocks((ROOT / page).read_text()):
-        exec(compile(block, str(ROOT / page), "exec"), names)
+    for block, fails in blocks((ROOT / page).read_text()):
+        with pytest.raises(Exception) if fails else contextlib.nullcontext():  # noqa: B017
+            exec(compile(block, str(ROOT / page), "exec"), names)
 
 
 def test_blocks_are_found_where_they_stand():
-    page = "a\n```python\nx = 1\n```\n\n<!-- not run: needs a TPU -->\n```python\ny\n```\n\n```python\nz = x\n```\n"
-    assert [(code.count("\n"), code.strip()) for code in blocks(page)] == [(3, "x = 1"), (12, "z = x")]
+    page = (
+        "a\n```python\nx = 1\n```\n\n<!-- not run: needs a TPU -->\n```python\ny\n```\n\n"
+        "```{code-cell} ipython3\n:tags: [raises-exception]\nz = x\n```\n"
+    )
+    found = [(code.count("\n"), code.strip(), fails) for code, fails in blocks(page)]
+    assert found == [(3, "x = 1", False), (13, "z = x", True)]
