@@ -26,7 +26,7 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
     for block, fails in blocks((ROOT / page).read_text()):
-        with pytest.raises(Exception) if fails else contextlib.nullcontext():  # noqa: B017
+        with pytest.raises(Exception) if fails else contextlib.nullcontext():
             exec(compile(block, str(ROOT / page), "exec"), names)
 
 
