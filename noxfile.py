@@ -11,13 +11,16 @@ nox.needs_version = ">=2024.10.9"
 nox.options.sessions = ["lint", "types", "tests"]
 nox.options.reuse_venv = "yes"
 
+# Pinned, so that a new release of a checker never turns an old commit red.
+RUFF = "ruff==0.17.5"
+PYRIGHT = "pyright[nodejs]==1.1.414"
 TORCH = "2.13.0"
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Format, lint, and who may import whom."""
-    session.install("ruff", "import-linter")
+    session.install(RUFF, "import-linter")
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
     session.run("lint-imports")
@@ -26,7 +29,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Types, with pyright."""
-    session.install("-e", ".[examples]", "nox", "pyright[nodejs]")
+    session.install("-e", ".[examples]", "nox", PYRIGHT)
     session.run("pyright", *session.posargs)
 
 
