@@ -10,6 +10,8 @@ from maxlib.nn.context import Context as Context
 from maxlib.nn.context import context as context
 from maxlib.nn.linear import Einsum as Einsum
 from maxlib.nn.linear import Embed as Embed
+from maxlib.nn.mla import MLA as MLA
+from maxlib.nn.mla import LatentCache as LatentCache
 from maxlib.nn.mlp import MLP as MLP
 from maxlib.nn.mlp import GatedMLP as GatedMLP
 from maxlib.nn.model import Model as Model

@@ -1,0 +1,117 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): keys and values grow out of one small latent."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxlib.nn.attention import attend
+from maxlib.nn.context import Context, context
+from maxlib.nn.linear import Einsum
+from maxlib.nn.norm import RMSNorm
+from maxlib.nn.pytree import pytree
+from maxlib.ops.attention import Causal, Mask
+from maxlib.ops.rope import Rope, apply_rope
+from maxlib.sharding import constrain
+
+
+@pytree
+class LatentCache:
+    """The normed latent of each token beside its rotated key part: `kv_rank + rope.dim` numbers, whatever the heads."""
+
+    latent: Float[Array, "B S R"]
+
+    def extend(self, latent: Array, ctx: Context) -> "LatentCache":
+        if latent.shape[1] > self.latent.shape[1]:
+            raise ValueError(
+                f"{latent.shape[1]} new tokens do not fit a cache of capacity {self.latent.shape[1]}; make a larger one"
+            )
+        put = jax.vmap(lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=0))
+        return LatentCache(put(self.latent, latent.astype(self.latent.dtype), ctx.length))
+
+
+class MLA(nnx.Module):
+    """Latent attention: each head's key is `nope_dim` numbers from the latent and `rope.dim` rotated ones shared by all heads.
+
+    kv_rank: size of the latent. q_rank: size of the queries' own latent; None projects them directly. scale: factor on the scores,
+    `(nope_dim + rope.dim) ** -0.5` by default (YaRN models multiply it by the square of their mscale).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        kv_rank: int,
+        nope_dim: int,
+        v_dim: int,
+        rope: Rope,
+        q_rank: int | None = None,
+        mask: Mask = Causal(),
+        scale: float | None = None,
+        norm_eps: float = 1e-6,
+        rngs: nnx.Rngs,
+    ):
+        D, N, R, H = dim, num_heads, kv_rank, nope_dim + rope.dim
+        wide, heads = ("heads", "head_dim", "embed"), ("heads", "head_dim", "rank")
+        if q_rank is None:
+            self.q_down, self.q_norm = None, None
+            self.q_up = Einsum("...D,NHD->...NH", (N, H, D), wide, rngs=rngs)
+        else:
+            self.q_down = Einsum("...D,RD->...R", (q_rank, D), ("rank", "embed"), rngs=rngs)
+            self.q_norm = RMSNorm(q_rank, eps=norm_eps)
+            self.q_up = Einsum("...R,NHR->...NH", (N, H, q_rank), heads, rngs=rngs)
+        self.kv_down = Einsum("...D,RD->...R", (R + rope.dim, D), ("rank", "embed"), rngs=rngs)
+        self.kv_norm = RMSNorm(R, eps=norm_eps)
+        self.k_up = Einsum("...R,NHR->...NH", (N, nope_dim, R), heads, rngs=rngs)
+        self.v_up = Einsum("...R,NHR->...NH", (N, v_dim, R), heads, rngs=rngs)
+        self.o = Einsum("...NH,DNH->...D", (D, N, v_dim), ("embed", "heads", "head_dim"), rngs=rngs)
+        self.mask, self.rope, self.scale = mask, rope, H**-0.5 if scale is None else scale
+        self.kv_rank, self.nope_dim = R, nope_dim
+
+    def __call__(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: LatentCache | None = None
+    ) -> tuple[Float[Array, "B T D"], LatentCache | None]:
+        """One new token attends to the latents themselves; several at once first grow keys and values out of them."""
+        ctx = context(*x.shape[:2]) if ctx is None else ctx
+        q, latent = self.queries(x, ctx), self.latents(x, ctx)
+        if cache is not None:
+            cache = cache.extend(latent, ctx)
+            latent = cache.latent
+        run = self._absorbed if cache is not None and x.shape[1] == 1 else self._naive
+        return self.o(run(q, latent.astype(x.dtype), ctx)), cache
+
+    def queries(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T N H"]:
+        """Queries, the unrotated part first."""
+        q = self.q_up(x if self.q_down is None else self.q_norm(self.q_down(x)))
+        q = constrain(q, "batch", "seq", "act_heads", None)
+        nope, turned = jnp.split(q, [self.nope_dim], axis=-1)
+        return jnp.concatenate([nope, self._rotate(turned, ctx)], axis=-1)
+
+    def latents(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T R"]:
+        """What the cache holds: the normed latent, then the rotated key that all heads share."""
+        latent, key = jnp.split(self.kv_down(x), [self.kv_rank], axis=-1)
+        return jnp.concatenate([self.kv_norm(latent), self._rotate(key[:, :, None], ctx)[:, :, 0]], axis=-1)
+
+    def _rotate(self, x, ctx):
+        return apply_rope(x, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
+
+    def _naive(self, q, latent, ctx):
+        latent, key = jnp.split(latent, [self.kv_rank], axis=-1)
+        k_nope, v = self.k_up(latent), self.v_up(latent)
+        key = jnp.broadcast_to(key[:, :, None], (*k_nope.shape[:3], key.shape[-1]))
+        k = constrain(jnp.concatenate([k_nope, key], axis=-1), "batch", "seq", "act_heads", None)
+        v = constrain(v, "batch", "seq", "act_heads", None)
+        return attend(q, k, v, *ctx.bounds(self.mask), scale=self.scale)
+
+    def _absorbed(self, q, latent, ctx):
+        """The up-projections move to the queries and the output: one key head, which is the latent itself."""
+        nope, turned = jnp.split(q, [self.nope_dim], axis=-1)
+        nope = jnp.einsum("BTNH,NHR->BTNR", nope, jnp.asarray(self.k_up.w[...], q.dtype))
+        q, k = jnp.concatenate([nope, turned], axis=-1), latent[:, :, None]
+        out = attend(q, k, k[..., : self.kv_rank], *ctx.bounds(self.mask), scale=self.scale)
+        return jnp.einsum("BTNR,NHR->BTNH", out, jnp.asarray(self.v_up.w[...], q.dtype))
+
+    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> LatentCache:
+        """An empty cache for `batch` rows of up to `capacity` tokens."""
+        return LatentCache(jnp.zeros((batch, capacity, self.kv_rank + self.rope.dim), dtype))

@@ -1,0 +1,55 @@
+"""Latent attention against a float64 formula; decoding on latents against the full pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import nn, ops
+
+X = jax.random.normal(jax.random.key(0), (2, 7, 16))
+
+
+def build(q_rank):
+    return nn.MLA(
+        16, num_heads=3, kv_rank=10, nope_dim=6, v_dim=5, rope=ops.Rope(4, interleaved=True), q_rank=q_rank, rngs=nnx.Rngs(1)
+    )  # fmt: skip
+
+
+def norm(x):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+
+def turn(x):
+    angle = np.arange(x.shape[1])[:, None] * 10_000.0 ** (-np.arange(2) / 2)
+    pairs = x.reshape(*x.shape[:-1], 2, 2)
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angle)[None, :, None]
+    return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
+
+
+@pytest.mark.parametrize("q_rank", [None, 8])
+def test_against_formula(q_rank):
+    layer, x, w = build(q_rank), np.asarray(X, np.float64), lambda m: np.asarray(m.w[...], np.float64)
+    rows = x if q_rank is None else norm(x @ w(layer.q_down).T)
+    q = np.einsum("BTR,NHR->BTNH", rows, w(layer.q_up))
+    down = x @ w(layer.kv_down).T
+    latent, key = norm(down[..., :10]), turn(down[..., None, 10:])
+    k = np.einsum("BTR,NHR->BTNH", latent, w(layer.k_up))
+    q, k = np.concatenate([q[..., :6], turn(q[..., 6:])], -1), np.concatenate([k, np.repeat(key, 3, 2)], -1)
+    s = np.einsum("BTNH,BSNH->BNTS", q, k) * 10**-0.5
+    e = np.exp(s) * np.tri(7)
+    out = np.einsum("BNTS,BSNH->BTNH", e / e.sum(-1, keepdims=True), np.einsum("BTR,NHR->BTNH", latent, w(layer.v_up)))
+    np.testing.assert_allclose(layer(X)[0], np.einsum("BTNH,DNH->BTD", out, w(layer.o)), atol=2e-6)
+
+
+@pytest.mark.parametrize("chunks", [[7], [3, 1, 1, 2], [1] * 7], ids=str)
+def test_decoding_on_latents_equals_the_full_pass(chunks):
+    layer = build(8)
+    cache, length, got = layer.init_cache(2, 12, jnp.float32), 0, []
+    assert cache.latent.shape == (2, 12, 14)
+    for size in chunks:
+        ctx = nn.context(2, size, cache=nn.Cache([cache], jnp.full(2, length, jnp.int32)))
+        y, cache = layer(X[:, length : length + size], ctx, cache)
+        got, length = [*got, y], length + size
+    np.testing.assert_allclose(np.concatenate(got, axis=1), layer(X)[0], atol=2e-6)
