@@ -10,7 +10,5 @@ from maxlib.ops.attention import Spans as Spans
 from maxlib.ops.attention import attention as attention
 from maxlib.ops.cross_entropy import CrossEntropy as CrossEntropy
 from maxlib.ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
-from maxlib.ops.cross_entropy import CrossEntropy as CrossEntropy
-from maxlib.ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from maxlib.ops.rope import Rope as Rope
 from maxlib.ops.rope import apply_rope as apply_rope

@@ -1,5 +1,6 @@
 """The loss against a float64 formula, optax, itself on one device, and its promises on memory and matmuls."""
 
+import functools
 import inspect
 
 import jax
@@ -261,36 +262,62 @@ def sharded_inputs(mesh):
     )
 
 
-def split_vocabulary(mesh, hidden, weight, targets, **options) -> CrossEntropy:
+def split_vocabulary(mesh, hidden, weight, targets, check=True, axis_name="tensor", **options) -> CrossEntropy:
     P = jax.sharding.PartitionSpec
 
     def local(hidden, weight, targets):
-        out = linear_cross_entropy(hidden, weight, targets, axis_name="tensor", **options)
+        out = linear_cross_entropy(hidden, weight, targets, axis_name=axis_name, **options)
         return out._replace(loss=jax.lax.psum(out.loss, "data"))
 
     specs = (P("data"), P("tensor"), P("data"))
     out_specs = CrossEntropy(P(), *(P("data"),) * 4)
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs)(hidden, weight, targets)
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check)
+    return run(hidden, weight, targets)
+
+
+MODES = {
+    "checked": {"chunk": 3},
+    "unchecked": {"chunk": 3, "check": False},
+    # Left to XLA, chunks that do not divide the devices' tokens are padded, which moves a few bytes per token.
+    "automatic": {"chunk": 4},
+}
 
 
 @pytest.mark.parametrize("field", ["loss", "log_prob"])
-@pytest.mark.parametrize("manual", [True, False])
-def test_split_vocabulary_equals_one_device(mesh, manual, field):
+@pytest.mark.parametrize("mode", MODES)
+def test_split_vocabulary_equals_one_device(mesh, mode, field):
     args = sharded_inputs(mesh)
 
-    def total(run, *args):
-        # Left to XLA, chunks that do not divide the devices' tokens are padded, which moves a few bytes per token.
-        out = run(*args, **SHARDED, chunk=3 if manual else 4)
-        return jnp.sum(getattr(out, field)), out
+    def grad_of(run, **options):
+        def total(*args):
+            out = run(*args, **SHARDED, **options)
+            return jnp.sum(getattr(out, field)), out
 
-    def grad_of(run):
-        return jax.jit(jax.value_and_grad(lambda *a: total(run, *a), (0, 1), has_aux=True))
+        return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
 
-    sharded = grad_of((lambda *a, **k: split_vocabulary(mesh, *a, **k)) if manual else linear_cross_entropy)
+    run = linear_cross_entropy if mode == "automatic" else functools.partial(split_vocabulary, mesh)
+    sharded = grad_of(run, **MODES[mode])
     got = sharded(*args)
     want = grad_of(linear_cross_entropy)(*(jnp.asarray(np.asarray(a)) for a in args))
     jax.tree.map(lambda a, b: close(a, b, 1e-5), got, want)
     assert "all-gather" not in sharded.lower(*args).compile().as_text()
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_token_weights_have_a_gradient_when_the_vocabulary_is_split(mesh, check):
+    P = jax.sharding.PartitionSpec
+    hidden, weight, targets = sharded_inputs(mesh)
+
+    def split(weights):
+        local = lambda h, w, y, a: jax.lax.psum(
+            linear_cross_entropy(h, w, y, weights=a, axis_name="tensor").loss, "data"
+        )
+        specs = P("data"), P("tensor"), P("data"), P("data")
+        run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check)
+        return run(hidden, weight, targets, weights)
+
+    got = jax.jit(jax.grad(split))(jnp.ones(targets.shape))
+    close(got, linear_cross_entropy(*jax.device_put((hidden, weight, targets), jax.devices()[0])).token_loss, 1e-5)
 
 
 def test_split_vocabulary_sums_the_weight_gradient_once(mesh):
@@ -337,5 +364,5 @@ def test_axis_name_needs_a_weight_split_over_it(mesh):
     def local(h, w, y):
         return linear_cross_entropy(h, w, y, axis_name="tensor").loss
 
-    with pytest.raises(ValueError, match="weight varies over \\[\\]"):
+    with pytest.raises(ValueError, match="it varies over \\[\\]"):
         jax.shard_map(local, mesh=mesh, in_specs=(P(), P(), P()), out_specs=P())(hidden, weight, targets)

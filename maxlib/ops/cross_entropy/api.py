@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.ops.cross_entropy.chunked import chunked
 from maxlib.ops.cross_entropy.reference import reference
-from maxlib.ops.cross_entropy.terms import Options
+from maxlib.ops.cross_entropy.terms import AxisName, Options
 
 Implementation = Literal["chunked", "reference"]
 
@@ -41,7 +41,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     chunk: int | None = None,
-    axis_name: str | None = None,
+    axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> CrossEntropy:
     """Cross-entropy of `hidden @ weight.T` against `targets`, a chunk of tokens at a time.
@@ -64,7 +64,7 @@ def linear_cross_entropy(
         z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
         label_smoothing: probability mass spread evenly over the vocabulary.
         chunk: tokens per chunk. More is faster where the accelerator's memory allows, and never changes the result.
-        axis_name: inside `jax.shard_map`, the mesh axis over which the rows of `weight` are split; `hidden` and
+        axis_name: inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split; `hidden` and
             `targets` are equal along it, and so are the results. Other axes need no name: sum `.loss` over them.
         implementation: "chunked" (the default) or "reference", which makes all logits and is the specification.
 
@@ -92,7 +92,7 @@ def linear_cross_entropy(
     return CrossEntropy(loss, *(jnp.where(valid, x.reshape(valid.shape), jnp.zeros((), x.dtype)) for x in per_token))
 
 
-def _implementation(name: str | None, axis_name: str | None) -> Callable:
+def _implementation(name: str | None, axis_name: AxisName | None) -> Callable:
     known = {None: chunked, "chunked": chunked, "reference": reference}
     if name not in known:
         raise ValueError(f"implementation must be 'chunked', 'reference' or None; got {name!r}")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from maxlib.ops.cross_entropy.terms import Cotangents, Options, logits_gradient, logits_of, terms_of
+from maxlib.ops.cross_entropy.terms import AxisName, Cotangents, Options, logits_gradient, logits_of, terms_of
 
 DEFAULT_CHUNK = 1024
 
@@ -54,15 +54,15 @@ def _forward(rows, weight, targets, weights, options: Options):
 
 def _backward(options: Options, residuals, cotangents):
     rows, weight, targets, weights, token_loss, d_rows, d_weight = residuals
-    factor, *d_terms = (None if isinstance(d, SymbolicZero) else d for d in cotangents[:4])
-    factor = jnp.zeros_like(token_loss, shape=()) if factor is None else factor
-    d_weights = factor * token_loss
+    d_loss, *d_terms = (None if isinstance(d, SymbolicZero) else d for d in cotangents[:4])
+    d_loss = jnp.zeros_like(token_loss, shape=()) if d_loss is None else d_loss
+    factor = _whole(d_loss, options.axis_name)
     if all(d is None for d in d_terms):
-        return _scaled(d_rows, factor), _scaled(d_weight, factor), None, d_weights
-    d_token_loss, d_log_prob, d_lse = (jnp.zeros_like(weights) if d is None else d for d in d_terms)
-    grads = Cotangents(d_token_loss + factor * weights, d_log_prob, d_lse)
+        return _scaled(d_rows, factor), _scaled(d_weight, factor), None, d_loss * token_loss
+    d_terms = [jnp.zeros_like(weights) if d is None else _whole(d, options.axis_name) for d in d_terms]
+    grads = Cotangents(d_terms[0] + factor * weights, *d_terms[1:])
     _, d_rows, d_weight = _gradients(rows, weight, targets, grads, options)
-    return d_rows, d_weight, None, d_weights
+    return d_rows, d_weight, None, d_loss * token_loss
 
 
 def _scaled(x: Array, factor: Array) -> Array:
@@ -91,17 +91,31 @@ def _gradients(rows, weight, targets, grads: Cotangents, options: Options):
     return terms, d_rows, d_weight.astype(weight.dtype)
 
 
-def _vary_alike(rows, weight, targets, weights, axis_name: str | None):
+def _vary_alike(rows, weight, targets, weights, axis_name: AxisName | None):
     """Inside shard_map, mark operands as varying wherever another one does, so that JAX sums their gradients there."""
     varying = [_varying(x) for x in (rows, weight, targets, weights)]
-    if axis_name is not None and axis_name not in varying[1]:
+    split = _axes(axis_name)
+    if _is_checked(split) and not split <= varying[1]:
         raise ValueError(
-            f"axis_name={axis_name!r} must be a mesh axis over which weight is split, inside a jax.shard_map with "
-            f"check_vma=True; here weight varies over {sorted(varying[1])}"
+            f"axis_name={axis_name!r} must be where the rows of weight are split; it varies over {sorted(varying[1])}"
         )
     everywhere = frozenset().union(*varying)
-    along = everywhere - {axis_name}
+    along = everywhere - split
     return _vary(rows, everywhere), _vary(weight, everywhere), _vary(targets, along), _vary(weights, along)
+
+
+def _whole(cotangent: Array, axis_name: AxisName | None) -> Array:
+    """Under check_vma=False each device holds a share of a replicated result's cotangent, as `psum` has it too."""
+    return cotangent if _is_checked(_axes(axis_name)) else jax.lax.psum(cotangent, axis_name)
+
+
+def _is_checked(axes: frozenset[str]) -> bool:
+    """Whether JAX keeps book of what varies over `axes`: its own index does, of all things."""
+    return all(axis in _varying(jax.lax.axis_index(axis)) for axis in axes)
+
+
+def _axes(name: AxisName | None) -> frozenset[str]:
+    return frozenset(() if name is None else (name,) if isinstance(name, str) else name)
 
 
 def _varying(x: Array) -> frozenset[str]:

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+AxisName = str | tuple[str, ...]
+
 
 class Options(NamedTuple):
     softcap: float | None
     z_loss: float
     label_smoothing: float
-    axis_name: str | None
+    axis_name: AxisName | None
 
 
 class Terms(NamedTuple):
@@ -78,17 +80,17 @@ def logits_gradient(
     return out
 
 
-def vocab_size(logits: Float[Array, "M V"], axis: str | None) -> int:
+def vocab_size(logits: Float[Array, "M V"], axis: AxisName | None) -> int:
     return logits.shape[1] * (1 if axis is None else jax.lax.axis_size(axis))
 
 
-def _local(targets: Int[Array, " M"], vocab: int, axis: str | None) -> Int[Array, " M"]:
+def _local(targets: Int[Array, " M"], vocab: int, axis: AxisName | None) -> Int[Array, " M"]:
     return targets if axis is None else targets - vocab * jax.lax.axis_index(axis)
 
 
-def _psum(x: Array, axis: str | None) -> Array:
+def _psum(x: Array, axis: AxisName | None) -> Array:
     return x if axis is None else jax.lax.psum(x, axis)
 
 
-def _pmax(x: Array, axis: str | None) -> Array:
+def _pmax(x: Array, axis: AxisName | None) -> Array:
     return x if axis is None else jax.lax.pmax(x, axis)
