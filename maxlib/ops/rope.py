@@ -97,9 +97,13 @@ class DynamicNTK(Scaling):
     needs_length: ClassVar[bool] = True
 
     def inv_freq(self, dim: int, theta: float, length: Length | None) -> Frequencies:
-        length = jnp.maximum(jnp.asarray(0 if length is None else length), self.original_length)
-        growth = self.factor * (length.astype(jnp.float32) / self.original_length) - (self.factor - 1)
-        exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim - 2)
+        power = dim / (dim - 2)
+        if length is None or isinstance(length, int):  # known now: in float64, as exact as the plain frequencies
+            ratio = max(length or 0, self.original_length) / self.original_length
+            return _plain(dim, theta * (self.factor * ratio - (self.factor - 1)) ** power)
+        ratio = jnp.maximum(length, self.original_length).astype(jnp.float32) / self.original_length
+        growth = self.factor * ratio - (self.factor - 1)
+        exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim) * np.float32(power)
         # growth^-exponent on top of the plain frequencies: exact at growth 1, and no large base loses digits
         return jnp.asarray(_plain(dim, theta)) * jnp.exp(-jnp.log(growth) * exponent)
 
