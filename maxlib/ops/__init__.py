@@ -10,5 +10,12 @@ from maxlib.ops.attention import Spans as Spans
 from maxlib.ops.attention import attention as attention
 from maxlib.ops.cross_entropy import CrossEntropy as CrossEntropy
 from maxlib.ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from maxlib.ops.rope import DynamicNTK as DynamicNTK
+from maxlib.ops.rope import LinearScaling as LinearScaling
+from maxlib.ops.rope import Llama3Scaling as Llama3Scaling
+from maxlib.ops.rope import LongRope as LongRope
+from maxlib.ops.rope import Proportional as Proportional
 from maxlib.ops.rope import Rope as Rope
+from maxlib.ops.rope import Yarn as Yarn
 from maxlib.ops.rope import apply_rope as apply_rope
+from maxlib.ops.rope import yarn_mscale as yarn_mscale
