@@ -1,5 +1,7 @@
 """The loader: this host's rows of every global batch, read ahead, with a state that any number of hosts can continue."""
 
+import atexit
+import ctypes
 import math
 import queue
 import sys
@@ -238,8 +240,8 @@ class _Reader:
     def __init__(self, dataset: Callable[[], grain.IterDataset], state: Any, prefetch: int):
         self.ready: queue.Queue = queue.Queue(prefetch)
         self.stop = threading.Event()
-        arguments = (dataset, state, self.ready, self.stop)
-        self.thread = threading.Thread(target=_read, args=arguments, daemon=True, name="maxlib-data")
+        self.thread = threading.Thread(target=self._run, args=(dataset, state), daemon=True, name="maxlib-data")
+        _running.add(self)
         self.thread.start()
 
     def where(self) -> str:
@@ -247,20 +249,41 @@ class _Reader:
         frame = sys._current_frames().get(self.thread.ident or 0)
         return "".join(traceback.format_stack(frame)[-4:]) if frame else "  (the thread has ended)\n"
 
+    def _run(self, dataset: Callable, state: Any) -> None:
+        try:
+            self._read(dataset, state)
+        except BaseException as error:  # it is raised where the batch is awaited
+            if not self.stop.is_set():
+                self.ready.put(error)
+        finally:
+            _running.discard(self)
 
-def _read(dataset: Callable, state: Any, ready: queue.Queue, stop: threading.Event) -> None:
-    try:
+    def _read(self, dataset: Callable, state: Any) -> None:
         iterator = iter(dataset())
         if state is not None:
             _restore(iterator, state)
-        while not stop.is_set():
+        while not self.stop.is_set():
             batch = next(iterator, None)
             state = _to_json(iterator.get_state()) if batch is not None else state
-            ready.put((batch, state))
+            self.ready.put((batch, state))
             if batch is None:
                 return
-    except BaseException as error:  # it is raised where the batch is awaited
-        ready.put(error)
+
+
+_running: set[_Reader] = set()
+
+
+@atexit.register
+def _end_threads(patience: float = 5.0) -> None:
+    """Ends all readers before the interpreter goes: a daemon thread that it cuts off inside native code aborts the process."""
+    readers = {str(i): reader for i, reader in enumerate(tuple(_running))}
+    threads = [reader.thread for reader in readers.values()]
+    _stop(readers)
+    for thread in threads:  # not only between batches, of which one may take seconds
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    deadline = time.perf_counter() + patience
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.perf_counter()))
 
 
 def _restore(iterator: grain.DatasetIterator, state: Any) -> None:
@@ -273,7 +296,7 @@ def _restore(iterator: grain.DatasetIterator, state: Any) -> None:
         ) from error
 
 
-def _stop(readers: dict[int, _Reader]) -> None:
+def _stop(readers: dict) -> None:
     """Tells the threads to end and makes room for what they still hold; does not wait for them."""
     for reader in readers.values():
         reader.stop.set()

@@ -1,6 +1,7 @@
 """Global batches depend on the data and the number of shards alone: not on hosts, interruptions or threads."""
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -152,6 +153,42 @@ def test_shards_of_a_sharding():
     assert data.shards_of(everything, batch_size=8, num_shards=4) == [0, 1, 2, 3]
 
 
+TWO_PROCESSES = """
+import sys
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from maxlib import data
+
+jax.distributed.initialize("localhost:" + sys.argv[1], 2, int(sys.argv[2]))
+assert list(data.host_shards(4)) == [[0, 1], [2, 3]][jax.process_index()]
+devices = np.array(jax.devices()).reshape(2, -1)[::-1]  # the second process's rows come first
+sharding = NamedSharding(Mesh(devices, ("data", "tensor")), PartitionSpec("data"))
+docs = data.in_memory([np.arange(1, 30) + 100 * i for i in range(1, 40)]).shuffle(seed=1).repeat()
+rows = lambda part: data.pack(docs[part], length=8)
+shards = data.shards_of(sharding, batch_size=8, num_shards=4)
+mine = next(data.Loader(rows, batch_size=8, num_shards=4, shards=shards))["tokens"]
+whole = next(data.Loader(rows, batch_size=8, num_shards=4, shards=range(4)))["tokens"]
+for part in jax.make_array_from_process_local_data(sharding, mine, (8, 8)).addressable_shards:
+    np.testing.assert_array_equal(part.data, whole[part.index])
+try:
+    data.shards_of(sharding, batch_size=8, num_shards=1)
+except ValueError as error:
+    assert "lie partly on this process" in str(error)
+    print("fine", shards)
+"""
+
+
+@pytest.mark.full
+def test_two_processes_hold_the_rows_their_devices_need():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-c", TWO_PROCESSES, port]
+    both = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)]
+    assert [process.communicate(timeout=120)[0] for process in both] == ["fine [2, 3]\n", "fine [0, 1]\n"]
+
+
 def test_iteration_starts_again_after_reset():
     finite = loader(data.in_memory(documents()))
     first = list(finite)
@@ -233,6 +270,22 @@ def test_threads_end_with_the_loader():
     for thread in readers:
         thread.join(20)
     assert not any(thread.is_alive() for thread in readers)
+
+
+READING_AT_EXIT = """
+from maxlib import data
+
+docs = data.in_memory([range(i, i + 30) for i in range(100)]).shuffle(seed=0).repeat()
+loaders = [data.Loader(lambda part: data.pack(docs[part], length=64), batch_size=8, prefetch=10**6) for _ in range(4)]
+for loader in loaders:
+    next(loader)
+"""
+
+
+def test_process_ends_well_while_threads_read():
+    """Threads that the interpreter cuts off inside native code abort the process."""
+    done = subprocess.run([sys.executable, "-c", READING_AT_EXIT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_closed_loader_reads_on():
