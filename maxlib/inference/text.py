@@ -27,6 +27,7 @@ def stream_text(
     steps = generator.stream([ids], max_new_tokens=max_new_tokens, sampler=sampler, stop=stop, key=key)
     done, shown, text = list(ids), len(tokenizer.decode(ids)), ""
     for (token,) in steps:
+        assert token is not None  # a stream of one prompt ends with it
         done.append(token)
         text = tokenizer.decode(done)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the token ends inside a character: wait for the rest

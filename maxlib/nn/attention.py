@@ -76,11 +76,14 @@ class Attention(nnx.Module):
         v = constrain(self.v(x), "batch", "seq", "act_heads", None)
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        if self.rope is None:
+        if (rope := self.rope) is None:
             return q, k, v
-        cos, sin = ctx.rotary(self.rope)
-        rotate = lambda y: apply_rope(y, cos, sin, interleaved=self.rope.interleaved)
-        return rotate(q), rotate(k), v
+        cos, sin = ctx.rotary(rope)
+        return (
+            apply_rope(q, cos, sin, interleaved=rope.interleaved),
+            apply_rope(k, cos, sin, interleaved=rope.interleaved),
+            v,
+        )
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> KVCache | RingCache:
         """An empty cache for `batch` rows of up to `capacity` tokens; windows need only a ring."""

@@ -83,7 +83,9 @@ class MLA(nnx.Module):
 
     def queries(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T N H"]:
         """Queries, the unrotated part first."""
-        q = self.q_up(x if self.q_down is None else self.q_norm(self.q_down(x)))
+        if self.q_down is not None and self.q_norm is not None:
+            x = self.q_norm(self.q_down(x))
+        q = self.q_up(x)
         q = constrain(q, "batch", "seq", "act_heads", None)
         nope, turned = jnp.split(q, [self.nope_dim], axis=-1)
         return jnp.concatenate([nope, self._rotate(turned, ctx)], axis=-1)

@@ -16,7 +16,7 @@ def pytree(cls: type[T]) -> type[T]:
     tracers, specs or None in its fields, so run-time type checks of the constructor stay possible.
     """
     cls = dataclasses.dataclass(frozen=True)(cls)
-    fields = dataclasses.fields(cls)
+    fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     dynamic = [f.name for f in fields if not f.metadata.get("static")]
     fixed = [f.name for f in fields if f.metadata.get("static")]
 

@@ -1,13 +1,14 @@
 """Device meshes with the axis names that the rule presets use."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 
-def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh over `devices` (default: all). One of the degrees may be -1: it takes what the others leave.
 
     Raises ValueError when the degrees do not multiply to the number of devices.
