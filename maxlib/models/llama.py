@@ -11,10 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib import nn, ops
 from maxlib.ops.rope import Llama3Scaling, Rope
 from maxlib.sharding import constrain
+from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
+    """What distinguishes one Llama from another; `PRESETS` has the published ones."""
+
     vocab: int
     num_layers: int
     dim: int
@@ -27,6 +30,58 @@ class Config:
     tied: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+
+    @classmethod
+    def from_hf(cls, fields: HFConfig) -> "Config":
+        """Reads config.json. Raises ValueError for what this file does not compute."""
+        fields.require("model_type", "llama")
+        fields.require("hidden_act", "silu")
+        dim, num_heads = (fields.take(name, kind=int) for name in ("hidden_size", "num_attention_heads"))
+        head_dim = fields.take("head_dim", None, kind=int)
+        if head_dim is None and dim % num_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads ({num_heads}) must divide hidden_size ({dim}), or head_dim be given."
+            )
+        head_dim = dim // num_heads if head_dim is None else head_dim
+        return cls(
+            vocab=fields.take("vocab_size", kind=int),
+            num_layers=fields.take("num_hidden_layers", kind=int),
+            dim=dim,
+            mlp_dim=fields.take("intermediate_size", kind=int),
+            num_heads=num_heads,
+            num_kv_heads=fields.take("num_key_value_heads", num_heads),
+            head_dim=head_dim,
+            rope=fields.rope(head_dim=head_dim),
+            norm_eps=fields.take("rms_norm_eps", 1e-6),
+            tied=fields.take("tie_word_embeddings", False),
+            attention_bias=fields.take("attention_bias", False),
+            mlp_bias=fields.take("mlp_bias", False),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields of config.json. Raises ValueError for a rope that Hugging Face's Llama does not have."""
+        if self.rope.interleaved or self.rope.dim != self.head_dim:
+            raise ValueError(
+                f"Hugging Face's Llama turns whole heads in halves; the rope must have dim={self.head_dim} and not be "
+                f"interleaved, got {self.rope}"
+            )
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab,
+            "hidden_size": self.dim,
+            "intermediate_size": self.mlp_dim,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "tie_word_embeddings": self.tied,
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.mlp_bias,
+            **rope_to_hf(self.rope, head_dim=self.head_dim),
+        }
 
 
 class Block(nnx.Module):
@@ -101,3 +156,76 @@ class Llama(nnx.Module):
         """An empty cache for `capacity` tokens a row; `rope_length` defaults to that capacity."""
         layers = self.layers.init_cache(batch, capacity, dtype)
         return nn.Cache(layers, jnp.zeros(batch, jnp.int32), rope_length or capacity)
+
+
+def _table(cfg: Config) -> Table:
+    """Hugging Face's names for the weights. A model without biases or with a tied head lacks some of ours: they are passed over."""
+    theirs, ours = "model.layers.{i}.", "layers.{i}."
+    layer = {
+        "input_layernorm.weight": ("attn_norm.scale", None),
+        "self_attn.q_proj.weight": ("attn.q.w", "(N H) D -> N H D"),
+        "self_attn.q_proj.bias": ("attn.q.b", "(N H) -> N H"),
+        "self_attn.k_proj.weight": ("attn.k.w", "(K H) D -> K H D"),
+        "self_attn.k_proj.bias": ("attn.k.b", "(K H) -> K H"),
+        "self_attn.v_proj.weight": ("attn.v.w", "(K H) D -> K H D"),
+        "self_attn.v_proj.bias": ("attn.v.b", "(K H) -> K H"),
+        "self_attn.o_proj.weight": ("attn.o.w", "D (N H) -> D N H"),
+        "self_attn.o_proj.bias": ("attn.o.b", None),
+        "post_attention_layernorm.weight": ("mlp_norm.scale", None),
+        "mlp.gate_proj.weight": ("mlp.gate.w", None),
+        "mlp.gate_proj.bias": ("mlp.gate.b", None),
+        "mlp.up_proj.weight": ("mlp.up.w", None),
+        "mlp.up_proj.bias": ("mlp.up.b", None),
+        "mlp.down_proj.weight": ("mlp.down.w", None),
+        "mlp.down_proj.bias": ("mlp.down.b", None),
+    }
+    return [
+        Weight("model.embed_tokens.weight", "embed.w"),
+        *[Weight(theirs + name, ours + path, pattern) for name, (path, pattern) in layer.items()],
+        Weight("model.norm.weight", "norm.scale"),
+        Weight("lm_head.weight", "head.w"),
+        Copy("lm_head.weight", of="model.embed_tokens.weight"),
+        Ignore(theirs + "self_attn.rotary_emb.inv_freq"),
+    ]
+
+
+_LLAMA2 = Config(
+    vocab=32_000,
+    num_layers=32,
+    dim=4096,
+    mlp_dim=11_008,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    rope=Rope(128, 10_000.0, max_length=4096),
+)
+_LLAMA3 = dataclasses.replace(
+    _LLAMA2, vocab=128_256, mlp_dim=14_336, num_kv_heads=8, rope=Rope(128, 500_000.0, max_length=8192)
+)
+_70B = dict(num_layers=80, dim=8192, mlp_dim=28_672, num_heads=64, num_kv_heads=8)
+_405B = dict(num_layers=126, dim=16_384, mlp_dim=53_248, num_heads=128, num_kv_heads=8)
+
+
+def _stretched(cfg: Config, *, factor: float = 8.0, **changes) -> Config:
+    """Llama 3 with the rotary scaling of 3.1 and later."""
+    changed = dataclasses.replace(cfg, **changes)
+    scaling = Llama3Scaling(factor, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192)
+    return dataclasses.replace(changed, rope=Rope(changed.head_dim, 500_000.0, scaling, max_length=131_072))
+
+
+PRESETS = {
+    "llama2-7b": _LLAMA2,
+    "llama2-13b": dataclasses.replace(_LLAMA2, num_layers=40, dim=5120, mlp_dim=13_824, num_heads=40, num_kv_heads=40),
+    "llama2-70b": dataclasses.replace(_LLAMA2, **_70B),
+    "llama3-8b": _LLAMA3,
+    "llama3-70b": dataclasses.replace(_LLAMA3, **_70B),
+    "llama3-405b": dataclasses.replace(_LLAMA3, **_405B),
+    "llama3.1-8b": _stretched(_LLAMA3),
+    "llama3.1-70b": _stretched(_LLAMA3, **_70B),
+    "llama3.1-405b": _stretched(_LLAMA3, **_405B),
+    "llama3.2-1b": _stretched(_LLAMA3, factor=32.0, num_layers=16, dim=2048, mlp_dim=8192, head_dim=64, tied=True),
+    "llama3.2-3b": _stretched(_LLAMA3, factor=32.0, num_layers=28, dim=3072, mlp_dim=8192, num_heads=24, tied=True),
+    "llama3.3-70b": _stretched(_LLAMA3, **_70B),
+}
+
+FAMILY = Family(name="llama", model_types=("llama",), model=Llama, config=Config, table=_table, presets=PRESETS)

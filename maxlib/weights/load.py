@@ -1,0 +1,212 @@
+"""Weights from a directory into a model: one leaf at a time, by slices, each into its place on the mesh."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from maxlib import nn, sharding
+from maxlib.weights.files import Stored, find_tensors, is_float
+from maxlib.weights.resolve import Conversion, Cut, Piece, Plan, Tensor, resolve
+from maxlib.weights.table import Copy, Ignore, Table
+
+Model = TypeVar("Model")
+_ALIGNMENT = 64  # of a buffer that a CPU device takes over as it is, instead of copying it
+_SHOWN = 20
+
+
+def load(
+    build: Callable[[], Model],
+    table: Table,
+    directory: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    rules: sharding.Rules | None = None,
+    dtype: Any = None,
+) -> Model:
+    """The model that `build()` describes (it is only traced), with the weights of `directory` as `table` maps them.
+
+    With a mesh every device's part is read by itself, as `rules` (default: `sharding.FSDP_TP`) lay it out. dtype: of the
+    floating weights; None keeps what is stored.
+    Raises ValueError that names every tensor that is missing, left over or of another shape, before any is read.
+    """
+    abstract = jax.eval_shape(build)
+    stored, plan = find_tensors(directory), resolve(abstract, table)
+    plan = _applicable(plan, stored)
+    _check(abstract, plan, stored, table, directory)
+    rules = sharding.FSDP_TP if rules is None else rules
+    leaves = nn.variables(abstract)
+    at = {path: None if mesh is None else sharding.sharding_of(path, v, mesh, rules) for path, v in leaves.items()}
+    arrays = _initial(build, {path: at[path] for path in plan.absent})
+    for path in leaves.keys() - plan.absent:
+        leaf = _Leaf(path, leaves[path].get_value(), plan, stored, dtype)
+        arrays[path] = leaf.whole() if at[path] is None else leaf.sharded(at[path])
+    return nn.combine(arrays, abstract)
+
+
+def _initial(build: Callable[[], Any], places: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The initial values of some leaves; jit leaves out whatever they do not need."""
+    value = lambda: {path: v.get_value() for path, v in nn.variables(build()).items() if path in places}
+    return jax.jit(value, out_shardings=dict(places))() if places else {}
+
+
+def _applicable(plan: Plan, stored: Mapping[str, Stored]) -> Plan:
+    """The plan without one-way conversions whose tensors are absent, and without what the others replace."""
+    conversions = [c for c in plan.conversions if c.entry.save is not None or all(t in stored for t in c.theirs)]
+    replaced = {c.place for c in conversions if c.entry.save is None}
+    return Plan([p for p in plan.pieces if p.place not in replaced], conversions, plan.absent)
+
+
+def _check(abstract: Any, plan: Plan, stored: Mapping[str, Stored], table: Table, directory: str | Path) -> None:
+    needed = {*plan.tensors, *(name for c in plan.conversions for name in c.theirs)}
+    missing = [f"{name} (for {_users(plan, name)})" for name in sorted(needed - stored.keys())]
+    shapes = [
+        f"{t.name} has shape {stored[t.name].shape}, but {_users(plan, t.name)} needs {t.shape}"
+        for t in plan.tensors.values()
+        if t.name in stored and stored[t.name].shape != t.shape
+    ]
+    leaves = {path: v.get_value() for path, v in nn.variables(abstract).items()}
+    kinds = [
+        f"{p.theirs} has dtype {stored[p.theirs].dtype}, but {p.place} is {leaves[p.place.path].dtype}"
+        for p in plan.pieces
+        if p.theirs in stored and is_float(stored[p.theirs].dtype) != is_float(leaves[p.place.path].dtype)
+    ]
+    extra = sorted(name for name in stored.keys() - needed if not _accounted(name, stored, table))
+    problems = {
+        "missing": missing,
+        "of another shape": shapes,
+        "of another kind": kinds,
+        "left over, the model has no place for them": extra,
+        "weights of the model without an entry in its table": uncovered(abstract, plan),
+    }
+    if any(problems.values()):
+        parts = "\n".join(_listed(what, names) for what, names in problems.items() if names)
+        raise ValueError(
+            f"the tensors in {directory} are not those of the model its config.json describes.\n{parts}\n"
+            "Check that the config belongs to the weights and that the download is complete."
+        )
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    more = f"\n  ... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{what} ({len(names)}):\n" + "\n".join(f"  {name}" for name in names[:_SHOWN]) + more
+
+
+def _users(plan: Plan, name: str) -> str:
+    pieces = [p.place for p in plan.pieces if p.theirs == name]
+    return ", ".join(map(str, pieces + [c.place for c in plan.conversions if name in c.theirs]))
+
+
+def _accounted(name: str, stored: Mapping[str, Stored], table: Table) -> bool:
+    """Whether a tensor that no leaf takes may be there. Raises ValueError for a copy that is none."""
+    for entry in table:
+        if isinstance(entry, Ignore) and entry.matches(name):
+            return True
+        if isinstance(entry, Copy) and entry.theirs == name and entry.of in stored:
+            if not _same(stored[name], stored[entry.of]):
+                raise ValueError(f"{name} differs from {entry.of}, but the config ties them: one of both is wrong.")
+            return True
+    return False
+
+
+def _same(a: Stored, b: Stored) -> bool:
+    return a.dtype == b.dtype and np.array_equal(a.view().view(np.uint8), b.view().view(np.uint8))
+
+
+def uncovered(abstract: Any, plan: Plan) -> list[str]:
+    """Leaves that the plan does not fill, with how much of them is left."""
+    filled: dict[str, int] = {}
+    for piece in plan.pieces:
+        filled[piece.place.path] = filled.get(piece.place.path, 0) + piece.size
+    for c in plan.conversions:
+        filled[c.place.path] = filled.get(c.place.path, 0) + int(np.prod(c.place.shape))
+    sizes = {path: v.get_value().size for path, v in nn.variables(abstract).items() if path not in plan.absent}
+    count = lambda path: f"{path} ({filled.get(path, 0)} of {sizes[path]} values)"
+    return [count(path) for path in sizes if filled.get(path, 0) != sizes[path]]
+
+
+class _Leaf:
+    """One leaf of the model and the tensors that fill it."""
+
+    def __init__(self, path: str, shape: jax.ShapeDtypeStruct, plan: Plan, stored: Mapping[str, Stored], dtype: Any):
+        self.path, self.shape, self._stored = path, shape.shape, stored
+        self._pieces = [(p, plan.tensors[p.theirs]) for p in plan.filling.get(path, ()) if isinstance(p, Piece)]
+        self._conversions = [c for c in plan.filling.get(path, ()) if isinstance(c, Conversion)]
+        self.dtype = self._dtype(shape.dtype, dtype)
+
+    def _dtype(self, own: Any, wanted: Any) -> np.dtype:
+        if not is_float(own):
+            return np.dtype(own)
+        if wanted is not None:
+            return np.dtype(wanted)
+        sources = [self._stored[p.theirs].dtype for p, _ in self._pieces]
+        return np.dtype(jnp.result_type(*sources, *[c.entry.dtype for c in self._conversions]))
+
+    def whole(self) -> jax.Array:
+        return jax.device_put(self.read(tuple(slice(None) for _ in self.shape)))
+
+    def sharded(self, place: jax.sharding.Sharding) -> jax.Array:
+        """Reads every distinct part once, also where several devices hold it."""
+        parts: dict[tuple, tuple[Cut, list[Any]]] = {}
+        for device, cut in place.addressable_devices_indices_map(self.shape).items():
+            cut = cut or ()
+            key = tuple(s.indices(n) for s, n in zip(cut, self.shape, strict=True))
+            parts.setdefault(key, (cut, []))[1].append(device)
+        arrays = []
+        for cut, devices in parts.values():
+            part = self.read(cut)
+            arrays += [jax.device_put(part, device) for device in devices]
+        return jax.make_array_from_single_device_arrays(self.shape, place, arrays)
+
+    def read(self, cut: Cut) -> np.ndarray:
+        """The part `cut` of this leaf; every byte goes from its file to its place in one buffer."""
+        cut = tuple(slice(*s.indices(n)) for s, n in zip(cut, self.shape, strict=True))
+        out = _aligned([s.stop - s.start for s in cut], self.dtype)
+        for piece, tensor in self._pieces:
+            if (target := _repeat(out, cut, piece.place.index)) is not None:
+                self._fill(*target, piece, tensor)
+        for conversion in self._conversions:
+            if (target := _repeat(out, cut, conversion.place.index)) is not None:
+                self._convert(*target, conversion)
+        return out
+
+    def _fill(self, out: np.ndarray, cut: Cut, piece: Piece, tensor: Tensor) -> None:
+        if (within := piece.within(cut)) is not None:
+            view = self._stored[piece.theirs].view()
+            assign(out, within, piece.theirs_as_ours(view, tensor.lengths, cut), piece.theirs)
+
+    def _convert(self, out: np.ndarray, cut: Cut, conversion: Conversion) -> None:
+        entry = conversion.entry
+        value = entry.load(*[self._stored[name].view()[cut[: entry.batch]] for name in conversion.theirs])
+        wanted = tuple(s.stop - s.start for s in cut[: entry.batch]) + conversion.place.shape[entry.batch :]
+        if value.shape != wanted:
+            names = ", ".join(conversion.theirs)
+            raise ValueError(f"{names}: the conversion gave shape {value.shape}, but {conversion.place} needs {wanted}")
+        rest = tuple(slice(None) for _ in cut[: entry.batch]) + cut[entry.batch :]
+        assign(out, ..., value[rest], str(conversion.place))
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _repeat(out: np.ndarray, cut: Cut, index: int | None) -> tuple[np.ndarray, Cut] | None:
+    """`out` and `cut` without the repeat axis, at `index` of it; None if that repeat is not in `cut`."""
+    if index is None:
+        return out, cut
+    return (out[index - cut[0].start, ...], cut[1:]) if cut[0].start <= index < cut[0].stop else None
+
+
+def assign(out: np.ndarray, where: Any, value: np.ndarray, name: str) -> None:
+    """Copies and casts. Raises ValueError if float16 cannot hold the values."""
+    with np.errstate(over="ignore"):
+        out[where] = value
+    if out.dtype == np.float16 and value.dtype != np.float16 and not np.isfinite(out[where]).all():
+        raise ValueError(f"{name} has values that float16 cannot hold; use float32 or bfloat16.")

@@ -1,0 +1,98 @@
+"""What a model says about its Hugging Face weights: a list of entries, read in both directions.
+
+    Weight("model.layers.{i}.self_attn.q_proj.weight", "layers.{i}.attn.q.w", "(N H) D -> N H D")
+
+`{i}` on our side stands for every layer of the stack (or list) named before it, however the stack stores them. A path
+that a model does not have, a bias say, is passed over; a leaf without an entry and a tensor that none reads are errors.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+NO_OFFSETS: Mapping[str, int] = {}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor, or a part of one, that is a leaf of ours, or a part of one. Nothing is computed, so it reads and writes.
+
+    pattern: from their axes to ours as in einops, `"(N H) D -> N H D"`; ours are plain. None: the axes are the same.
+    An axis on our side alone is counted by the placeholder of that name: `"experts.{e}.w1.weight"` with `"F D -> e F D"`.
+    at: for tensors shared by several weights, where on an axis this one begins; for an axis on their side alone,
+    which index it is. Fused projections are `"(R H) D -> R H D"` with `at={"R": 0}`, `{"R": num_heads}` and so on;
+    a gate interleaved with its up projection is `"E D (F two) -> E F D"` with `at={"two": 0}`.
+    """
+
+    theirs: str
+    ours: str
+    pattern: str | None = None
+    at: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Tensors that a function turns into one leaf (of one layer): `load(*theirs) -> ours`, all numpy.
+
+    save: the inverse, `save(ours) -> tuple of theirs`. None declares the entry one-way: it applies where all its tensors
+    are present, in place of the other entries of that leaf, and an export uses those. batch: how many leading axes
+    theirs and ours have in common, on which `load` works index by index; only the part a device needs of them is read.
+    dtype: what `load` returns.
+    """
+
+    theirs: tuple[str, ...]
+    ours: str
+    load: Callable[..., np.ndarray]
+    save: Callable[[np.ndarray], tuple[np.ndarray, ...]] | None = None
+    batch: int = 0
+    dtype: Any = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Ignore:
+    """Tensors that carry nothing of the model, such as rotary buffers. A placeholder is any number, `*` anything."""
+
+    theirs: str
+
+    def matches(self, name: str) -> bool:
+        parts = re.split(r"(\{\w+\}|\*)", self.theirs)
+        wild = lambda part: ".*" if part == "*" else r"\d+" if part.startswith("{") else re.escape(part)
+        return re.fullmatch("".join(map(wild, parts)), name) is not None
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A tensor that repeats another one, as some files store a tied head: if it is left over, it has to be equal."""
+
+    theirs: str
+    of: str
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A leaf of ours that Hugging Face does not store: it keeps its initial value, and an export leaves it out."""
+
+    ours: str
+
+
+Entry = Weight | Convert | Ignore | Copy | Absent
+Table = Sequence[Entry]
+Axes = tuple[str, ...]
+
+
+def parse(pattern: str | None, rank: int) -> tuple[tuple[Axes, ...], Axes]:
+    """Their axes, grouped by dimension, and ours."""
+    if pattern is None:
+        names = tuple(f"axis{d}" for d in range(rank))
+        return tuple((name,) for name in names), names
+    left, arrow, right = pattern.partition("->")
+    groups = tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^()]*\)|[^\s()]+", left))
+    theirs, ours = [name for group in groups for name in group], tuple(right.split())
+    if not arrow or "(" in right or len({*theirs}) != len(theirs) or len({*ours}) != len(ours):
+        raise ValueError(f"a pattern must read like '(N H) D -> N H D', each axis once and ours plain; got {pattern!r}")
+    if len(ours) != rank:
+        raise ValueError(f"the pattern {pattern!r} names {len(ours)} axes of ours, but the leaf has {rank}")
+    return groups, ours
