@@ -1,6 +1,7 @@
 """Llama 2 to 3.3: pre-norm, grouped-query attention, gated MLP (Touvron et al. 2023; Llama team 2024)."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
@@ -64,6 +65,12 @@ class Config:
             raise ValueError(
                 f"Hugging Face's Llama turns whole heads in halves; the rope must have dim={self.head_dim} and not be "
                 f"interleaved, got {self.rope}"
+            )
+        if self.dim % self.num_heads:
+            warnings.warn(
+                f"num_heads ({self.num_heads}) does not divide dim ({self.dim}): maxlib reads the export, transformers 5 "
+                "refuses such a config",
+                stacklevel=3,
             )
         return {
             "architectures": ["LlamaForCausalLM"],

@@ -42,9 +42,9 @@ def load(
     leaves = nn.variables(abstract)
     at = {path: None if mesh is None else sharding.sharding_of(path, v, mesh, rules) for path, v in leaves.items()}
     arrays = _initial(build, {path: at[path] for path in plan.absent})
-    for path in leaves.keys() - plan.absent:
-        leaf = _Leaf(path, leaves[path].get_value(), plan, stored, dtype)
-        arrays[path] = leaf.whole() if at[path] is None else leaf.sharded(at[path])
+    for path, variable in leaves.items():
+        if path not in plan.absent:
+            arrays[path] = _Leaf(path, variable.get_value(), plan, stored, dtype).on(at[path])
     return nn.combine(arrays, abstract)
 
 
@@ -146,11 +146,10 @@ class _Leaf:
         sources = [self._stored[p.theirs].dtype for p, _ in self._pieces]
         return np.dtype(jnp.result_type(*sources, *[c.entry.dtype for c in self._conversions]))
 
-    def whole(self) -> jax.Array:
-        return jax.device_put(self.read(tuple(slice(None) for _ in self.shape)))
-
-    def sharded(self, place: jax.sharding.Sharding) -> jax.Array:
-        """Reads every distinct part once, also where several devices hold it."""
+    def on(self, place: jax.sharding.Sharding | None) -> jax.Array:
+        """The leaf in its place; every distinct part is read once, also where several devices hold it."""
+        if place is None:
+            return jax.device_put(self.read(tuple(slice(None) for _ in self.shape)))
         parts: dict[tuple, tuple[Cut, list[Any]]] = {}
         for device, cut in place.addressable_devices_indices_map(self.shape).items():
             cut = cut or ()

@@ -1,0 +1,136 @@
+"""Small models with weights that any Python can make again, what transformers makes of them, and what we do.
+
+A golden file holds, per case, the config, the names and shapes of the weights, tokens, transformers' logits, and of
+the gradient of every weight its norm and one projection. `python -m tests.models.parity` writes them anew.
+"""
+
+import functools
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from safetensors.numpy import load_file, save_file
+
+import maxlib
+from maxlib import nn
+
+GOLDEN = Path(__file__).parent / "golden"
+FAMILIES = ("llama",)
+
+
+def tensors(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    """Weights by name, float32, of a size that keeps activations near one. `RandomState` never changes its stream."""
+    random = np.random.RandomState(0)
+    values = {}
+    for name in sorted(shapes):
+        noise = random.standard_normal(shapes[name]).astype(np.float32)
+        wide = 1.0 if "embed" in name else np.float32(shapes[name][-1]) ** -0.5
+        values[name] = 1 + 0.1 * noise if "norm" in name else noise * np.float32(wide)
+    return values
+
+
+def tokens(vocab: int, seq: int) -> np.ndarray:
+    return np.random.RandomState(1).randint(0, vocab, (2, seq)).astype(np.int32)
+
+
+def directory(path: Path, case: dict[str, Any], **changes: np.ndarray) -> Path:
+    """A Hugging Face directory, made without transformers."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(case["config"]))
+    save_file(tensors(case["shapes"]) | changes, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def projection(name: str, gradient: np.ndarray) -> np.ndarray:
+    """Norm of a gradient, and its product with a random direction."""
+    direction = np.random.RandomState(len(name)).standard_normal(gradient.shape)
+    return np.array([np.linalg.norm(gradient), np.vdot(direction, gradient)])
+
+
+# --- transformers ---------------------------------------------------------------------------------------------------
+
+
+def theirs(config: Any, tokens: np.ndarray) -> dict[str, Any]:
+    """What transformers computes for `config`: everything that a golden file keeps."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    names = dict(model.named_parameters())  # a tied head is listed once
+    shapes = {name: list(p.shape) for name, p in names.items()}
+    for name, value in tensors(shapes).items():
+        names[name].data.copy_(torch.from_numpy(value))
+    ids = torch.from_numpy(tokens).long()
+    logits = model(ids).logits
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    gradients = {name: p.grad.numpy() for name, p in names.items()}
+    return {
+        "config": json.loads(config.to_json_string(use_diff=False)),
+        "shapes": shapes,
+        "tokens": tokens,
+        "logits": logits.detach().numpy(),
+        "gradients": {name: projection(name, g) for name, g in gradients.items()},
+    }
+
+
+# --- ours -----------------------------------------------------------------------------------------------------------
+
+
+@jax.jit
+def _loss_and_gradients(params, rest, tokens):
+    def loss(params):
+        model = nn.combine(params, rest)
+        logits = model.logits(model(tokens, dtype=jnp.float32).hidden)
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean(), logits
+
+    gradients, logits = jax.grad(loss, has_aux=True)(params)
+    return logits, gradients
+
+
+def ours(model: Any, tokens: np.ndarray, scratch: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Logits, and gradients under their names: the export maps them as it maps weights."""
+    params, rest = nn.partition(model)
+    logits, gradients = _loss_and_gradients(params, rest, jnp.asarray(tokens))
+    maxlib.save_pretrained(nn.combine(gradients, rest), scratch)
+    return np.asarray(logits), load_file(scratch / "model.safetensors")
+
+
+def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    run = jax.jit(lambda model, tokens: model.logits(model(tokens, dtype=jnp.float32).hidden))
+    return np.asarray(run(model, jnp.asarray(tokens)))
+
+
+# --- golden files ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def golden(family: str) -> dict[str, dict[str, Any]]:
+    with np.load(GOLDEN / f"{family}.npz") as file:
+        meta = json.loads(str(file["meta"]))
+        for name, case in meta.items():
+            rows = file[f"{name}/gradients"]
+            case["tokens"], case["logits"] = file[f"{name}/tokens"], file[f"{name}/logits"]
+            case["gradients"] = dict(zip(sorted(case["shapes"]), rows, strict=True))
+    return meta
+
+
+def write(family: str) -> None:
+    cases = importlib.import_module(f"tests.models.test_{family}").transformers_cases()
+    found = {name: theirs(*case) for name, case in cases.items()}
+    arrays: dict[str, Any] = {
+        "meta": json.dumps({n: {k: c[k] for k in ("config", "shapes")} for n, c in found.items()})
+    }
+    for name, case in found.items():
+        arrays |= {f"{name}/{key}": case[key] for key in ("tokens", "logits")}
+        arrays[f"{name}/gradients"] = np.stack([case["gradients"][n] for n in sorted(case["shapes"])])
+    np.savez_compressed(GOLDEN / f"{family}.npz", **arrays)
+
+
+if __name__ == "__main__":
+    for family in FAMILIES:
+        write(family)
