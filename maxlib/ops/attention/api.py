@@ -147,11 +147,7 @@ def _check(q, k, v, k_start, k_end, softcap, sinks, bias) -> None:
     if sinks is not None:
         _require(sinks.shape == (N,), f"sinks must have one entry per query head, N={N}", f"shape {sinks.shape}")
     if bias is not None:
-        fits = (
-            len(bias.shape) == 4
-            and all(b in (1, n) for b, n in zip(bias.shape[:2], (B, N)))
-            and bias.shape[2:] == (T, S)
-        )
+        fits = len(bias.shape) == 4 and bias.shape[0] in (1, B) and bias.shape[1] in (1, N) and bias.shape[2:] == (T, S)
         _require(
             fits, f"bias must have the axes B N T S = {(B, N, T, S)}, where B and N may be 1", f"shape {bias.shape}"
         )

@@ -67,11 +67,12 @@ def chunked(
 
 
 def choose_blocks(q, k, scale, softcap=None, block_q=None, block_k=None, *, whole_batch=False) -> Spec:
-    """Tiles of about 2 MiB stay in a CPU's cache, which measured fastest; few queries take longer blocks of keys."""
-    (B, T, N, _), S = q.shape, k.shape[1]
-    block_q = _even(T, 128, 1) if block_q is None else min(block_q, T)
-    block_k = _even(S, 128 if T > 32 else 256, 16) if block_k is None else min(block_k, S)
-    fitting = max(1, 2**19 // (N * block_q * block_k))
+    """Measured on CPUs: tiles of at most 2 MiB stay in cache; small ones keep no core busy; few queries want long blocks."""
+    (B, T, N, _), S, budget = q.shape, k.shape[1], 2**19
+    block = 256 if T >= 2048 and budget >= N * 256 * 256 else 128
+    block_q = _even(T, block, 1) if block_q is None else min(block_q, T)
+    block_k = _even(S, block if T > 32 else 256, 16) if block_k is None else min(block_k, S)
+    fitting = max(1, budget // (N * block_q * block_k))
     rows = B if whole_batch else max(r for r in range(1, B + 1) if B % r == 0 and r <= fitting)
     return Spec(scale, softcap, block_q, block_k, rows)
 
@@ -118,103 +119,101 @@ def _by_rows(spec: Spec, fn, *args):
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), joined)
 
 
-# ---------------------------------------------------------------------------------------------- the two passes
+# ---------------------------------------------------------------------------------------------- forward
 
 
 def _forward(spec: Spec, q, k, v, bias, k_start, k_end):
-    (B, T, N, _), (S, K), compute = q.shape, k.shape[1:3], _compute_dtype(q)
-    rows = _fold_rows(spec, q, bias, k_start, k_end, K)
-    keys, values = _KeyBlocks(k, spec, rows), _KeyBlocks(v, spec, rows)
-    stat = _vary_alike((jnp.zeros(rows.q.shape[1:-1], compute), q))[0]
+    rows, keys, values = _cut(spec, q, k, v, bias, k_start, k_end)
+    _, (out, lse) = lax.scan(lambda _, row: (None, _forward_block(spec, row, keys, values)), None, rows)
+    return _unfold(out, *q.shape[1:3]), _unfold(lse[..., None], *q.shape[1:3])[..., 0]
 
-    def block(_, row: Rows):
-        def tile(j, carry):
-            peak, total, acc = carry
-            logits, _ = _logits(spec, row, keys[j], j, S, compute)
-            new_peak = jnp.maximum(peak, jnp.max(logits, axis=-1))
-            # The barrier keeps XLA from computing the exponentials twice, once for their sum.
-            probs = lax.optimization_barrier(jnp.exp(logits - new_peak[..., None]))
-            shrink = jnp.exp(peak - new_peak)
-            acc = acc * shrink[..., None] + _dot("BKRc,BKcH->BKRH", probs.astype(v.dtype), values[j], compute)
-            return new_peak, total * shrink + jnp.sum(probs, axis=-1), acc
 
-        # The smallest finite number, not -inf, so that rows which have seen nothing yet stay free of NaN.
-        init = stat + jnp.finfo(compute).min, stat, jnp.repeat(stat[..., None], v.shape[-1], axis=-1)
-        peak, total, acc = lax.fori_loop(*_visited(row, S, spec.block_k), tile, init)
-        safe = jnp.where(total > 0, total, 1.0)
-        lse = jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf)
-        return None, ((acc / safe[..., None]).astype(q.dtype), lse)
+def _forward_block(spec: Spec, row: Rows, keys, values):
+    """One block of queries against all keys it can see, by the online softmax."""
+    compute, width = _compute_dtype(row.q), values.shape[-1]
+    zeros = _zeros(row.q.shape[:-1], compute, row.q)
+    # The smallest finite number, not -inf, so that rows which have seen nothing yet stay free of NaN.
+    init = zeros + jnp.finfo(compute).min, zeros, _zeros((*row.q.shape[:-1], width), compute, row.q)
+    step = lambda j, carry: _forward_tile(spec, row, keys, values, j, *carry)
+    peak, total, acc = lax.fori_loop(*_visited(row, keys), step, init)
+    seen = total > 0
+    safe = jnp.where(seen, total, 1.0)
+    return (acc / safe[..., None]).astype(row.q.dtype), jnp.where(seen, peak + jnp.log(safe), -jnp.inf)
 
-    _, (out, lse) = lax.scan(block, None, rows)
-    return _unfold(out, T, N), _unfold(lse[..., None], T, N)[..., 0]
+
+def _forward_tile(spec: Spec, row: Rows, keys, values, j, peak, total, acc):
+    logits, _ = _logits(spec, row, keys, j)
+    new_peak = jnp.maximum(peak, jnp.max(logits, axis=-1))
+    # The barrier keeps XLA from computing the exponentials twice, once for their sum.
+    probs = lax.optimization_barrier(jnp.exp(logits - new_peak[..., None]))
+    shrink = jnp.exp(peak - new_peak)
+    acc = acc * shrink[..., None] + _dot("BKRc,BKcH->BKRH", probs, values[j])
+    return new_peak, total * shrink + jnp.sum(probs, axis=-1), acc
+
+
+# ---------------------------------------------------------------------------------------------- backward
 
 
 def _backward(spec: Spec, q, k, v, bias, k_start, k_end, lse, delta, d_out):
-    (B, T, N, _), (S, K), compute = q.shape, k.shape[1:3], _compute_dtype(q)
-    rows = _fold_rows(spec, q, bias, k_start, k_end, K)
-    keys, values = _KeyBlocks(k, spec, rows), _KeyBlocks(v, spec, rows)
-    lse, delta = (_fold(x[..., None], K, spec.block_q)[..., 0] for x in (lse, delta))
-    d_out = _fold(d_out, K, spec.block_q)
+    rows, keys, values = _cut(spec, q, k, v, bias, k_start, k_end)
+    lse, delta = (_fold(x[..., None], k.shape[2], spec.block_q)[..., 0] for x in (lse, delta))
+    d_out = _fold(d_out, k.shape[2], spec.block_q)
+    block = lambda totals, xs: _backward_block(spec, keys, values, totals, *xs)
+    (dk, dv), (dq, d_bias) = lax.scan(block, (keys.zeros(rows.q), values.zeros(rows.q)), (rows, lse, delta, d_out))
+    return _unfold(dq, *q.shape[1:3]), _turn(dk).astype(k.dtype), _turn(dv).astype(v.dtype), d_bias
 
-    def block(d_keys, xs):
-        row, lse, delta, d_out = xs
 
-        def tile(j, carry):
-            dq, dk, dv, d_bias = carry
-            logits, slope = _logits(spec, row, keys[j], j, S, compute)
-            probs = jnp.exp(logits - lse[..., None])
-            d_probs = _dot("BKRH,BKcH->BKRc", d_out, values[j], compute)
-            d_logits = probs * (d_probs - delta[..., None])
-            d_bias = None if d_bias is None else _put_bias(d_bias, d_logits, j, spec, S)
-            d_scores = (d_logits * slope).astype(q.dtype)
-            dv = keys.add(dv, j, _dot("BKRc,BKRH->BKcH", probs.astype(d_out.dtype), d_out, compute))
-            dk = keys.add(dk, j, _dot("BKRc,BKRH->BKcH", d_scores, row.q, compute))
-            return dq + _dot("BKRc,BKcH->BKRH", d_scores, keys[j], compute), dk, dv, d_bias
+def _backward_block(spec: Spec, keys, values, totals, row: Rows, lse, delta, d_out):
+    """One block of queries: its own dq and d_bias, and what it adds to the totals of dk and dv."""
+    zeros = lambda x: None if x is None else _zeros(x.shape, _compute_dtype(row.q), row.q)
+    init = *totals, zeros(row.q), zeros(row.bias)
+    step = lambda j, carry: _backward_tile(spec, row, keys, values, lse, delta, d_out, j, *carry)
+    dk, dv, dq, d_bias = lax.fori_loop(*_visited(row, keys), step, init)
+    return (dk, dv), (dq.astype(row.q.dtype), None if d_bias is None else d_bias.astype(row.bias.dtype))
 
-        init = (_like(row.q, compute), *d_keys, None if row.bias is None else _like(row.bias, compute))
-        dq, *d_keys, d_bias = lax.fori_loop(*_visited(row, S, spec.block_k), tile, init)
-        return tuple(d_keys), (dq.astype(q.dtype), None if bias is None else d_bias.astype(bias.dtype))
 
-    init = keys.zeros(compute, like=rows.q), values.zeros(compute, like=rows.q)
-    (dk, dv), (dq, d_bias) = lax.scan(block, init, (rows, lse, delta, d_out))
-    return _unfold(dq, T, N), keys.back(dk, k.dtype), values.back(dv, v.dtype), d_bias
+def _backward_tile(spec: Spec, row: Rows, keys, values, lse, delta, d_out, j, dk, dv, dq, d_bias):
+    logits, slope = _logits(spec, row, keys, j)
+    probs = jnp.exp(logits - lse[..., None])
+    d_logits = probs * (_dot("BKRH,BKcH->BKRc", d_out, values[j]) - delta[..., None])
+    d_scores = d_logits * slope
+    dq = dq + _dot("BKRc,BKcH->BKRH", d_scores, keys[j])
+    dk = keys.add(dk, j, _dot("BKRc,BKRH->BKcH", d_scores, row.q))
+    dv = values.add(dv, j, _dot("BKRc,BKRH->BKcH", probs, d_out))
+    if d_bias is not None:
+        axes = [a for a in (0, 1) if d_bias.shape[a] == 1]  # summed where the bias was broadcast
+        d_bias = _add_slice(d_bias, jnp.sum(d_logits, axis=axes, keepdims=True), keys.first(j), axis=-1)
+    return dk, dv, dq, d_bias
 
 
 # ---------------------------------------------------------------------------------------------- one tile
 
 
-def _visited(row: Rows, num_keys: int, block_k: int) -> tuple[Array, Array]:
+def _visited(row: Rows, keys) -> tuple[Array, Array]:
     """The key blocks `[first, last)` that any row of this query block can see; none when all rows are empty."""
     seen = row.start < row.end
-    first = jnp.min(jnp.where(seen, row.start, num_keys))
-    last = jnp.max(jnp.where(seen, row.end, 0))
-    return first // block_k, (jnp.minimum(last, num_keys) + block_k - 1) // block_k
+    first = jnp.min(jnp.where(seen, row.start, keys.length))
+    last = jnp.max(jnp.where(seen, jnp.minimum(row.end, keys.length), 0))
+    return jnp.maximum(first, 0) // keys.block, (last + keys.block - 1) // keys.block
 
 
-def _logits(spec: Spec, row: Rows, keys, j, num_keys: int, compute) -> tuple[Array, Array | float]:
+def _logits(spec: Spec, row: Rows, keys, j) -> tuple[Array, Array | float]:
     """The tile's logits, `-inf` where masked, and their derivative with respect to the bare dot products."""
-    logits, slope = _dot("BKRH,BKcH->BKRc", row.q, keys, compute) * spec.scale, spec.scale
+    logits, slope = _dot("BKRH,BKcH->BKRc", row.q, keys[j]) * spec.scale, spec.scale
     if spec.softcap is not None:
         bent = jnp.tanh(logits / spec.softcap)
         logits, slope = spec.softcap * bent, spec.scale * (1.0 - bent * bent)
-    first = _first_key(j, spec.block_k, num_keys)
     if row.bias is not None:
-        logits = logits + lax.dynamic_slice_in_dim(row.bias, first, spec.block_k, axis=-1).astype(compute)
-    index = (first + jnp.arange(spec.block_k, dtype=jnp.int32))[None, None, None]
-    # The last block may reach back over keys of the one before (see `_first_key`): those were counted there.
-    visible = (index >= jnp.maximum(row.start, j * spec.block_k)[..., None]) & (index < row.end[..., None])
+        logits = logits + lax.dynamic_slice_in_dim(row.bias, keys.first(j), keys.block, axis=-1).astype(logits.dtype)
+    index = (keys.first(j) + jnp.arange(keys.block, dtype=jnp.int32))[None, None, None]
+    # The last block may reach back over keys of the one before it, which were counted there.
+    visible = (index >= jnp.maximum(row.start, j * keys.block)[..., None]) & (index < row.end[..., None])
     return jnp.where(visible, logits, -jnp.inf), slope
 
 
-def _put_bias(d_bias, d_logits, j, spec: Spec, num_keys: int):
-    """Adds one tile to the bias gradient `#B #K R S`, summed over the axes that the bias is broadcast along."""
-    axes = [a for a in (0, 1) if d_bias.shape[a] == 1 and d_logits.shape[a] != 1]
-    return _add_slice(d_bias, jnp.sum(d_logits, axis=axes, keepdims=True), _first_key(j, spec.block_k, num_keys), -1)
-
-
-def _first_key(j, block_k: int, num_keys: int):
-    """Where key block `j` starts. The last block is moved back to end with the array, so keys are never padded."""
-    return jnp.minimum(j * block_k, num_keys - block_k)
+def _dot(spec: str, x, y):
+    """A matmul in y's precision, summed in at least float32."""
+    return jnp.einsum(spec, x.astype(y.dtype), y, preferred_element_type=_compute_dtype(y))
 
 
 def _add_slice(x, update, start, axis: int):
@@ -222,50 +221,48 @@ def _add_slice(x, update, start, axis: int):
     return lax.dynamic_update_slice_in_dim(x, old + update, start, axis)
 
 
-def _dot(spec: str, x, y, compute):
-    return jnp.einsum(spec, x, y, preferred_element_type=compute)
-
-
 # ---------------------------------------------------------------------------------------------- layouts
 
 
-class _KeyBlocks:
-    """Keys or values, `B S K H`, read as blocks `B K c H`.
+def _cut(spec: Spec, q, k, v, bias, k_start, k_end):
+    """The queries in blocks, and keys and values ready to be read in blocks."""
+    K, groups = k.shape[2], q.shape[2] // k.shape[2]
+    ends = (jnp.broadcast_to(e[:, :, None, None], (*e.shape, groups, 1)) for e in (k_start, k_end))
+    start, end = (_fold(e, 1, spec.block_q)[..., 0] for e in ends)
+    rows = Rows(_fold(q, K, spec.block_q), start, end, bias)
+    blocks = lambda x: _KeyBlocks(x, spec.block_k, turn=len(rows.q) > 1, dtype=q.dtype)
+    return rows, blocks(k), blocks(v)
 
-    The whole array is laid out heads-first once, unless there is a single query block (decoding): then each
-    block is turned as it is read, and a long cache is neither copied nor read beyond what is visible.
+
+class _KeyBlocks:
+    """Keys or values, `B S K H`, read as blocks `B K c H` in the queries' dtype.
+
+    With `turn`, the whole array is laid out heads-first once. With a single query block (decoding) each block is turned
+    as it is read, so that a long cache is neither copied nor read beyond what is visible.
     """
 
-    def __init__(self, x, spec: Spec, rows: Rows):
-        self.once, self.block = rows.q.shape[0] > 1, spec.block_k
-        self.x = _turn(x) if self.once else x
-        self.shape = _turn(x).shape
+    def __init__(self, x, block: int, turn: bool, dtype):
+        self.x, self.axis = (_turn(x), 2) if turn else (x, 1)
+        self.block, self.dtype, self.length = block, dtype, x.shape[1]
+        self.shape = (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
+
+    def first(self, j):
+        """The first key of block `j`. The last block is moved back to end with the array: keys are never padded."""
+        return jnp.minimum(j * self.block, self.length - self.block)
 
     def __getitem__(self, j):
-        first = _first_key(j, self.block, self.shape[2])
-        if self.once:
-            return lax.dynamic_slice_in_dim(self.x, first, self.block, axis=2)
-        return _turn(lax.dynamic_slice_in_dim(self.x, first, self.block, axis=1))
+        x = lax.dynamic_slice_in_dim(self.x, self.first(j), self.block, self.axis).astype(self.dtype)
+        return x if self.axis == 2 else _turn(x)
 
-    def zeros(self, compute, like):
-        return _vary_alike((jnp.zeros(self.shape, compute), like))[0]
+    def zeros(self, like):
+        return _zeros(self.shape, _compute_dtype(like), like)
 
     def add(self, total, j, update):
-        return _add_slice(total, update, _first_key(j, self.block, self.shape[2]), axis=2)
-
-    def back(self, total, dtype):
-        return _turn(total).astype(dtype)
+        return _add_slice(total, update, self.first(j), axis=2)
 
 
 def _turn(x):
     return jnp.swapaxes(x, 1, 2)
-
-
-def _fold_rows(spec: Spec, q, bias, k_start, k_end, num_kv_heads: int) -> Rows:
-    groups = q.shape[2] // num_kv_heads
-    ends = (jnp.broadcast_to(e[:, :, None, None], (*e.shape, groups, 1)) for e in (k_start, k_end))
-    start, end = (_fold(e, 1, spec.block_q)[..., 0] for e in ends)
-    return Rows(_fold(q, num_kv_heads, spec.block_q), start, end, bias)
 
 
 def _fold(x, num_kv_heads: int, block_q: int):
@@ -291,8 +288,8 @@ def _compute_dtype(x):
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _like(x, dtype):
-    return _vary_alike((jnp.zeros(x.shape, dtype), x))[0]
+def _zeros(shape, dtype, like):
+    return _vary_alike((jnp.zeros(shape, dtype), like))[0]
 
 
 def _vary_alike(arrays):

@@ -41,6 +41,14 @@ class Mask:
     def interval(self, tokens: Tokens) -> Interval:
         raise NotImplementedError
 
+    @property
+    def ring(self) -> int | None:
+        """How many slots a ring cache needs for this mask; None if it must keep every key.
+
+        A ring of that size never has to be unrolled for a single new token: the visible slots are one interval.
+        """
+        return None
+
     def __and__(self, other: "Mask") -> "Mask":
         return _And(self, other)
 
@@ -74,6 +82,10 @@ class SlidingWindow(Mask):
         if self.window < 1:
             raise ValueError(f"window must be at least 1, got {self.window}")
 
+    @property
+    def ring(self) -> int:
+        return self.window
+
     def interval(self, tokens: Tokens) -> Interval:
         return jnp.maximum(tokens.start, tokens.index - self.window + 1), tokens.stop
 
@@ -87,6 +99,10 @@ class Chunked(Mask):
     def __post_init__(self):
         if self.chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+
+    @property
+    def ring(self) -> int:
+        return self.chunk
 
     def interval(self, tokens: Tokens) -> Interval:
         start = tokens.start + (tokens.index - tokens.start) // self.chunk * self.chunk
@@ -120,6 +136,11 @@ class _And(Mask):
     left: Mask
     right: Mask
 
+    @property
+    def ring(self) -> int | None:
+        rings = [mask.ring for mask in (self.left, self.right) if mask.ring is not None]
+        return rings[0] if len(rings) == 1 else None  # two rings would not nest: keep every key
+
     def interval(self, tokens: Tokens) -> Interval:
         (a, b), (c, d) = self.left.interval(tokens), self.right.interval(tokens)
         return jnp.maximum(a, c), jnp.minimum(b, d)
@@ -129,6 +150,10 @@ class _And(Mask):
 class _Or(Mask):
     left: Mask
     right: Mask
+
+    @property
+    def ring(self) -> int | None:
+        return self.left.ring if isinstance(self.right, Spans) else None  # a span arrives whole, in one call
 
     def interval(self, tokens: Tokens) -> Interval:
         (a, b), (c, d) = self.left.interval(tokens), self.right.interval(tokens)
@@ -142,7 +167,9 @@ def key_intervals(mask: Mask, tokens: Tokens) -> Interval:
     return jnp.where(empty, tokens.index, start), jnp.where(empty, tokens.index, end)
 
 
-def query_intervals(k_start: Int[Array, "B T"], k_end: Int[Array, "B T"], num_keys: int) -> Interval:
+def query_intervals(
+    k_start: Int[Array, "B T"], k_end: Int[Array, "B T"], num_keys: int
+) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
     """The transpose: for key `j`, the queries `[q_start, q_end)` that see it (and, in between, empty rows).
 
     Exact because both ends are non-decreasing along a row. Returns two arrays of shape `B S`.

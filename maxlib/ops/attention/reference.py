@@ -1,5 +1,6 @@
 """Attention as it is defined, in one screen: the specification every other implementation is tested against."""
 
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
@@ -18,31 +19,28 @@ def reference(
     bias: Float[Array, "#B #N T S"] | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the output and the log-sum-exp of each row's logits (sink included; `-inf` for empty rows)."""
-    K, S = k.shape[2], k.shape[1]
-    compute = jnp.promote_types(q.dtype, jnp.float32)
-    logits = jnp.einsum(
-        "BTKGH,BSKH->BKGTS", rearrange(q, "B T (K G) H -> B T K G H", K=K), k, preferred_element_type=compute
-    )
-    logits = rearrange(logits * scale, "B K G T S -> B (K G) T S")
+    S, K, compute = *k.shape[1:3], jnp.promote_types(q.dtype, jnp.float32)
+    queries = rearrange(q.astype(compute), "B T (K G) H -> B T K G H", K=K)
+    logits = scale * jnp.einsum("BTKGH,BSKH->BKGTS", queries, k.astype(compute))
+    logits = rearrange(logits, "B K G T S -> B (K G) T S")
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     if bias is not None:
         logits = logits + bias.astype(compute)
-    keys = jnp.arange(S)[None, None, :]
-    visible = (k_start[:, :, None] <= keys) & (keys < k_end[:, :, None])  # B T S
+    keys = jnp.arange(S)[None, None]
+    visible = (k_start[..., None] <= keys) & (keys < k_end[..., None])  # B T S
     logits = jnp.where(visible[:, None], logits, -jnp.inf)
+    sink = jnp.full((), -jnp.inf, compute) if sinks is None else sinks.astype(compute)
+    sink = jnp.broadcast_to(sink.reshape(1, -1, 1, 1), (*logits.shape[:3], 1))
 
-    peak = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
-    if sinks is not None:
-        sink = sinks.astype(compute)[None, :, None, None]
-        peak = jnp.maximum(peak, sink)
+    # The peak changes nothing but the range of the exponentials, so no gradient runs through it. Rows that see nothing
+    # are kept clear of every infinity: a NaN would survive the selection in the gradient.
+    peak = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sink))
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
     weights = jnp.exp(logits - peak)
-    total = weights.sum(axis=-1, keepdims=True)
-    if sinks is not None:
-        total = total + jnp.exp(sink - peak)
-    seen = total > 0
-    probs = weights / jnp.where(seen, total, 1.0)
-    lse = jnp.where(seen, jnp.log(jnp.where(seen, total, 1.0)) + peak, -jnp.inf)
-    out = jnp.einsum("BKGTS,BSKH->BTKGH", rearrange(probs, "B (K G) T S -> B K G T S", K=K).astype(v.dtype), v)
-    return rearrange(out, "B T K G H -> B T (K G) H"), rearrange(lse[..., 0], "B N T -> B T N")
+    total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - peak)
+    safe = jnp.where(total > 0, total, 1.0)
+    lse = jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf)
+    probs = rearrange(weights / safe, "B (K G) T S -> B K G T S", K=K)
+    out = rearrange(jnp.einsum("BKGTS,BSKH->BTKGH", probs, v.astype(compute)), "B T K G H -> B T (K G) H")
+    return out.astype(q.dtype), rearrange(lse[..., 0], "B N T -> B T N")

@@ -1,0 +1,96 @@
+"""Mask specs against the boolean masks that they stand for."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib.ops.attention import Causal, Chunked, Full, Prefix, SlidingWindow, Spans, key_intervals, query_intervals
+from tests.ops.attention import cases
+
+LENGTHS = [(37, 37), (1, 33), (18, 35)]
+
+
+def boolean(mask: str, t, i: int, j: int) -> bool:
+    """Whether query `i` sees key `j`, from each mask's own definition. `t` is one row of Tokens, as lists."""
+    index, start, stop = t.index[i], t.start[i], t.stop[i]
+    if not start <= j < stop:
+        return False
+    causal = j <= index
+    windowed = causal and index - j < 7
+    rules = {
+        "full": True,
+        "causal": causal,
+        "window": windowed,
+        "both sides": index - j < 5,
+        "chunk": causal and (index - start) // 6 == (j - start) // 6,
+        "prefix": causal or (index - start < 9 and j - start < 9),
+        "spans": windowed or t.span_start[i] <= j < t.span_stop[i],
+    }
+    return rules[mask]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("documents", cases.DOCUMENTS)
+@pytest.mark.parametrize("mask", cases.MASKS)
+def test_intervals_equal_the_boolean_mask(mask, documents, lengths):
+    tokens = cases.tokens(documents, *lengths)
+    start, end = (np.asarray(x) for x in key_intervals(cases.MASKS[mask], tokens))
+    for b in range(2):
+        row = SimpleNamespace(**{name: np.asarray(x)[b].tolist() for name, x in vars(tokens).items()})
+        want = [[boolean(mask, row, i, j) for j in range(lengths[1])] for i in range(lengths[0])]
+        keys = np.arange(lengths[1])
+        np.testing.assert_array_equal((start[b, :, None] <= keys) & (keys < end[b, :, None]), want)
+
+
+@pytest.mark.parametrize("documents", cases.DOCUMENTS)
+@pytest.mark.parametrize("mask", cases.MASKS)
+def test_ends_never_decrease(mask, documents):
+    for ends in cases.bounds(mask, documents, (37, 37)):
+        assert (np.diff(np.asarray(ends), axis=1) >= 0).all()
+
+
+def test_padding_sees_nothing():
+    tokens = cases.tokens("padded", 37, 37)
+    start, end = key_intervals(Causal() & SlidingWindow(4), tokens)
+    empty = np.asarray(tokens.stop <= tokens.start)
+    assert empty.any()
+    np.testing.assert_array_equal(np.asarray(start == end), empty)
+    np.testing.assert_array_equal(np.asarray(start)[empty], np.asarray(tokens.index)[empty])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_query_intervals_are_the_exact_transpose(seed):
+    rng = np.random.default_rng(seed)
+    T, S = rng.integers(1, 30, 2)
+    start = np.sort(rng.integers(0, S + 1, (3, T)), axis=1)
+    end = np.maximum(np.sort(rng.integers(0, S + 1, (3, T)), axis=1), start * (seed % 2))
+    got = (np.asarray(x) for x in query_intervals(jnp.asarray(start), jnp.asarray(end), int(S)))
+    keys, queries = np.arange(S)[None, None], np.arange(T)[None, :, None]
+    sees = (start[..., None] <= keys) & (keys < end[..., None])  # 3 T S
+    first, last = (x[:, None] for x in got)
+    inside = (first <= queries) & (queries < last)
+    occupied = (start < end)[..., None]
+    np.testing.assert_array_equal(inside & occupied, sees)
+    tight = sees.any(axis=1)
+    np.testing.assert_array_equal(np.where(tight, first[:, 0], 0), np.where(tight, sees.argmax(axis=1), 0))
+
+
+def test_a_window_that_covers_all_is_causal():
+    tokens = cases.tokens("packed", 37, 37)
+    pairs = zip(key_intervals(Causal() & SlidingWindow(37), tokens), key_intervals(Causal(), tokens), strict=True)
+    for window, causal in pairs:
+        np.testing.assert_array_equal(window, causal)
+
+
+@pytest.mark.parametrize("spec", [SlidingWindow, Chunked])
+def test_sizes_below_one_are_refused(spec):
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        spec(0)
+
+
+def test_specs_are_values():
+    assert Causal() & SlidingWindow(4) == Causal() & SlidingWindow(4)
+    assert hash(Causal() | Prefix(3)) == hash(Causal() | Prefix(3))
+    assert Full() != Spans()
