@@ -25,6 +25,7 @@ from maxlib.nn.remat import remat_policy as remat_policy
 from maxlib.nn.stack import Stack as Stack
 from maxlib.nn.stack import unstack as unstack
 from maxlib.nn.summary import summary as summary
+from maxlib.nn.tree import Filter as Filter
 from maxlib.nn.tree import axes as axes
 from maxlib.nn.tree import combine as combine
 from maxlib.nn.tree import is_trainable as is_trainable

@@ -1,0 +1,79 @@
+"""Losses. Any function `loss(model, batch, key) -> (loss_sum, Stats)` trains; this is the one for language models."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from maxlib import nn, ops, sharding
+
+Batch = dict[str, Any]
+_INPUTS = ("positions", "segment_ids", "valid", "images")
+
+
+@nn.pytree
+class Stats:
+    """What a loss tells besides its value.
+
+    tokens: how many targets the sum ran over, the weight of this batch. sums: metrics, each summed over these targets; they
+    are divided by the number of tokens of all microbatches (and batches, in evaluation) at the end.
+    """
+
+    tokens: Float[Array, ""]
+    sums: dict[str, Any]
+
+
+def next_token_loss(
+    model: Any,
+    batch: Batch,
+    key: Array | None = None,
+    *,
+    dtype: Any = jnp.bfloat16,
+    remat: nn.Policy = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> tuple[Float[Array, ""], Stats]:
+    """The cross-entropy of `batch["targets"]` (-1: ignored) given `batch["tokens"]`, summed over the targets, in nats.
+
+    Also hands `positions`, `segment_ids`, `valid` and `images` of the batch to the model, where there are any. What the model
+    reports as `loss/...` is added, times the number of targets; it is a mean over its microbatch. `key` is not used.
+    Stats: `nll` (without smoothing, z-loss and the model's own losses), `accuracy`, and what the model reports.
+    """
+    inputs = {name: batch[name] for name in _INPUTS if name in batch}
+    out = model(batch["tokens"], dtype=dtype, remat=remat, **inputs)
+    loss, terms = _cross_entropy(
+        out.hidden,
+        model.head_weight(),
+        batch["targets"],
+        softcap=model.softcap,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+    )
+    tokens = jnp.sum(batch["targets"] >= 0).astype(jnp.float32)
+    own = sum((jnp.sum(value) for name, value in out.aux.items() if name.startswith("loss/")), start=jnp.zeros(()))
+    reported = {name: value.astype(jnp.float32) * tokens for name, value in out.aux.items()}
+    return loss + tokens * own, Stats(tokens, jax.lax.stop_gradient(terms | reported))
+
+
+def _cross_entropy(
+    hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], targets: Int[Array, "B T"], **options: Any
+) -> tuple[Array, dict[str, Array]]:
+    """Each device takes its own rows, and its own part of the vocabulary where the rules split that."""
+    axis = _vocab_axis(weight.shape[0])
+
+    def op(hidden, weight, targets):
+        out = ops.linear_cross_entropy(hidden, weight, targets, axis_name=axis, **options)
+        sums = out.loss, -jnp.sum(out.log_prob), jnp.sum(out.correct, dtype=jnp.float32)
+        return tuple(x.reshape(1, 1) for x in sums)
+
+    rows = ("batch", "seq")
+    mapped = sharding.map_op(op, [(*rows, None), ("vocab", None), rows], (rows, rows, rows))
+    loss, nll, correct = (jnp.sum(x) for x in mapped(hidden, weight, targets))
+    return loss, {"nll": nll, "accuracy": correct}
+
+
+def _vocab_axis(vocab: int) -> Any:
+    """The mesh axes that split the vocabulary, if any."""
+    parts, now = sharding.degree("vocab"), sharding.current()
+    return now[1]["vocab"] if now is not None and parts > 1 and vocab % parts == 0 else None

@@ -1,0 +1,175 @@
+"""The training step: a pure function from state and batch to state and metrics."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+from jax.sharding import PartitionSpec as P
+
+from maxlib import nn, sharding
+from maxlib.training.losses import Batch, Stats
+
+Loss = Callable[[Any, Batch, Array], tuple[Array, Stats]]
+Metrics = dict[str, Any]
+
+
+@nn.pytree
+class TrainState:
+    """All that a step reads and writes. A donated state is gone; the step returns its successor.
+
+    trainable: parameters by path; rest: what else the model consists of (`nn.partition`). key: constant through a run; the
+    step folds its number in.
+    """
+
+    trainable: dict[str, Any]
+    rest: Any
+    opt_state: Any
+    step: Int[Array, ""]
+    key: Array
+
+    @property
+    def model(self) -> Any:
+        """The model, made of this state's own arrays."""
+        return nn.combine(self.trainable, self.rest)
+
+
+Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+def make_state(
+    model: Any, optimizer: optax.GradientTransformation, *, filter: nn.Filter = nn.is_trainable, key: Array | int = 0
+) -> TrainState:
+    """The state before the first step. It holds the model's own arrays: donating it deletes them in the model too.
+
+    Moments are born where their parameters live, so call it inside `sharding.use` if the steps run there.
+    """
+    trainable, rest = nn.partition(model, filter)
+    key = jax.random.key(key) if isinstance(key, int) else key
+    opt_state = jax.jit(lambda params: _place(optimizer.init(params), params, rest))(trainable)
+    return TrainState(trainable, rest, opt_state, jnp.zeros((), jnp.int32), key)
+
+
+def make_train_step(
+    loss_fn: Loss,
+    optimizer: optax.GradientTransformation,
+    *,
+    accumulate: int = 1,
+    schedule: optax.Schedule | None = None,
+) -> Step:
+    """`step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
+
+    loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean. accumulate: how many
+    microbatches a batch is computed in; they are weighted by their numbers of targets, so the mean is that of the
+    whole batch. schedule: only reported, as `learning_rate`.
+
+    Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient is not: nothing is
+    skipped, the state is as bad as the gradient), and the means of the loss's own sums.
+    """
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(state.key, state.step)
+        batch = jax.tree.map(_by_rows, batch)
+        grads, loss, stats = _gradients(loss_fn, state, batch, key, accumulate)
+        grads = _place(grads, state.trainable, state.rest)
+        norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
+        new = optax.apply_updates(state.trainable, updates), opt_state
+        trainable, opt_state = (_place(tree, state.trainable, state.rest) for tree in new)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        metrics = {"loss": loss, "tokens": stats.tokens, "grad_norm": norm, "finite": finite} | means(stats)
+        if schedule is not None:
+            metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
+        return TrainState(trainable, state.rest, opt_state, state.step + 1, state.key), _everywhere(metrics)
+
+    return step
+
+
+def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
+    """`step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`."""
+
+    def step(state: TrainState, batch: Batch) -> Stats:
+        loss, stats = loss_fn(state.model, jax.tree.map(_by_rows, batch), state.key)
+        return _everywhere(Stats(stats.tokens, {"loss": loss} | stats.sums))
+
+    return step
+
+
+def jit_step(step: Step) -> Step:
+    """`step` compiled, with its state donated: after a call only the state it returned exists."""
+    return jax.jit(step, donate_argnums=0)
+
+
+def means(stats: Stats) -> Metrics:
+    """A loss's sums per target token."""
+    return {name: value / jnp.maximum(stats.tokens, 1) for name, value in stats.sums.items()}
+
+
+def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accumulate: int) -> tuple[Any, Array, Stats]:
+    """The gradient of the mean loss, that mean, and the statistics of the whole batch."""
+
+    def loss_of(trainable, batch, key, mean: bool):
+        loss, stats = loss_fn(nn.combine(trainable, state.rest), batch, key)
+        return loss / jnp.maximum(stats.tokens, 1) if mean else loss, stats
+
+    gradient = jax.value_and_grad(loss_of, has_aux=True)
+    if accumulate == 1:
+        (loss, stats), grads = gradient(state.trainable, batch, key, True)
+        return grads, loss, stats
+
+    def add(total, xs):
+        (loss, stats), grads = gradient(state.trainable, *xs, False)
+        new = _place(jax.tree.map(lambda g: g.astype(jnp.float32), grads), state.trainable, state.rest), loss, stats
+        return jax.tree.map(jnp.add, total, new), None
+
+    xs = jax.tree.map(lambda x: _microbatches(x, accumulate), batch), jax.random.split(key, accumulate)
+    first = jax.tree.map(lambda x: x[0], xs)
+    _, stats = jax.eval_shape(lambda t, x: loss_of(t, *x, False), state.trainable, first)
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.trainable)
+    start = (_place(zeros, state.trainable, state.rest), jnp.zeros(()), jax.tree.map(_zeros_like, stats))
+    (grads, loss, stats), _ = jax.lax.scan(add, start, xs)
+    count = jnp.maximum(stats.tokens, 1)
+    return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, state.trainable), loss / count, stats
+
+
+def _zeros_like(x: Any) -> Array:
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _microbatches(x: Array, count: int) -> Array:
+    """Microbatch `i` takes every `count`-th row: rows that are spread over devices stay evenly spread."""
+    if x.shape[0] % count:
+        raise ValueError(f"accumulate={count} must divide the batch's {x.shape[0]} rows; change one of them")
+    return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
+
+
+def _by_rows(x: Array) -> Array:
+    names = ("batch", "seq") if x.ndim == 2 else ("batch",) + (None,) * (x.ndim - 1)
+    return sharding.constrain(x, *names[: x.ndim])
+
+
+def _place(tree: Any, params: dict[str, Any], rest: Any) -> Any:
+    """Constrains what is like a parameter (gradients, moments) to that parameter's place; all else is on every device.
+
+    Without this XLA chooses, and may gather a gradient or turn a donated buffer into another layout.
+    """
+    if (now := sharding.current()) is None:
+        return tree
+    rules, names = now[1], nn.axes(rest)
+
+    def put(path, leaf):
+        name = next((k.key for k in reversed(path) if getattr(k, "key", None) in params), None)
+        like = name is not None and leaf.shape == params[name].shape
+        spec = sharding.spec(names[name], rules, ndim=leaf.ndim, what=name) if like else P()
+        return jax.lax.with_sharding_constraint(leaf, spec)
+
+    return jax.tree_util.tree_map_with_path(put, tree)
+
+
+def _everywhere(tree: Any) -> Any:
+    """On every device, so that every host can read it."""
+    if sharding.current() is None:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), tree)
