@@ -9,7 +9,8 @@ from maxlib.weights.family import save_pretrained as save_pretrained
 from maxlib.weights.hf_config import HFConfig as HFConfig
 from maxlib.weights.hf_config import read_config as read_config
 from maxlib.weights.hf_config import rope_to_hf as rope_to_hf
-from maxlib.weights.load import load as load
+from maxlib.weights.loading import load as load
+from maxlib.weights.table import Absent as Absent
 from maxlib.weights.table import Convert as Convert
 from maxlib.weights.table import Copy as Copy
 from maxlib.weights.table import Entry as Entry

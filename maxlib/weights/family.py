@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 from maxlib import sharding
 from maxlib.weights.hf_config import HFConfig, read_config
-from maxlib.weights.load import load
-from maxlib.weights.save import MAX_SHARD_BYTES, whole_directory, write_json, write_tokenizer, write_weights
+from maxlib.weights.loading import load
+from maxlib.weights.saving import MAX_SHARD_BYTES, whole_directory, write_json, write_tokenizer, write_weights
 from maxlib.weights.table import Table
 
 logger = logging.getLogger(__name__)

@@ -41,10 +41,15 @@ class Piece:
     counted: Mapping[str, int]
 
     @cached_property
-    def length(self) -> dict[str, int]:
-        """Of every axis, as far as this piece knows: an axis of theirs reaches at least so far."""
+    def box(self) -> list[tuple[int, int]]:
+        """Where it begins and ends on every single axis of theirs."""
         own = dict(zip(self.ours, self.place.shape, strict=True))
-        return {a: self.at.get(a, 0) + own.get(a, 1) for group in self.groups for a in group}
+        axes = [a for group in self.groups for a in group]
+        return [(self.at.get(a, 0), self.at.get(a, 0) + own.get(a, 1)) for a in axes]
+
+    def meets(self, other: "Piece") -> bool:
+        """Whether both take a value of the same tensor."""
+        return all(a[0] < b[1] and b[0] < a[1] for a, b in zip(self.box, other.box, strict=True))
 
     @property
     def size(self) -> int:
@@ -59,11 +64,11 @@ class Piece:
             slice(start(a) + part[a].start, start(a) + part[a].stop) if a in part else start(a) for a in axes
         )
         kept = [a for a in axes if a in part]
-        return tensor.reshape(lengths)[select].transpose([kept.index(a) for a in self.ours if a in kept])
+        return tensor.reshape(lengths)[(*select, ...)].transpose([kept.index(a) for a in self.ours if a in kept])
 
-    def within(self, cut: Cut) -> tuple[int | slice, ...] | None:
+    def within(self, cut: Cut) -> tuple[Any, ...] | None:
         """Where this piece lies in an array that holds `cut` of the leaf; None if it does not."""
-        places: list[int | slice] = []
+        places: list[Any] = []
         for axis, part in zip(self.ours, cut, strict=True):
             if axis not in self.counted:
                 places.append(slice(None))
@@ -71,7 +76,7 @@ class Piece:
                 places.append(self.counted[axis] - part.start)
             else:
                 return None
-        return tuple(places)
+        return (*places, ...)  # without the dots a full index makes a number, not a view
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,10 @@ class Conversion:
     theirs: tuple[str, ...]
     place: Place
     entry: Convert
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.place.shape)
 
 
 @dataclass(frozen=True)
@@ -184,8 +193,9 @@ def _join(name: str, pieces: list[Piece]) -> Tensor:
     structures = {tuple(len(group) for group in piece.groups) for piece in pieces}
     if len(structures) > 1:
         raise ValueError(f"{name}: its weights describe it with different axes; use the same left side for all of them")
-    lengths = tuple(max(column) for column in zip(*[p.length.values() for p in pieces], strict=True))
-    if sum(piece.size for piece in pieces) != math.prod(lengths):
+    lengths = tuple(max(stop for _, stop in column) for column in zip(*[p.box for p in pieces], strict=True))
+    overlap = any(a.meets(b) for a, b in itertools.combinations(pieces, 2))
+    if overlap or sum(piece.size for piece in pieces) != math.prod(lengths):
         parts = ", ".join(str(piece.place) for piece in pieces)
         raise ValueError(f"{name}: its weights ({parts}) must fill it exactly, without gap or overlap; see `at`")
     ends = list(itertools.accumulate(structures.pop(), initial=0))

@@ -118,15 +118,15 @@ def _same(a: Stored, b: Stored) -> bool:
 
 
 def uncovered(abstract: Any, plan: Plan) -> list[str]:
-    """Leaves that the plan does not fill, with how much of them is left."""
-    filled: dict[str, int] = {}
-    for piece in plan.pieces:
-        filled[piece.place.path] = filled.get(piece.place.path, 0) + piece.size
-    for c in plan.conversions:
-        filled[c.place.path] = filled.get(c.place.path, 0) + int(np.prod(c.place.shape))
-    sizes = {path: v.get_value().size for path, v in nn.variables(abstract).items() if path not in plan.absent}
-    count = lambda path: f"{path} ({filled.get(path, 0)} of {sizes[path]} values)"
-    return [count(path) for path in sizes if filled.get(path, 0) != sizes[path]]
+    """Leaves that the plan does not fill exactly, with how much of them it fills."""
+    wrong = []
+    for path, variable in nn.variables(abstract).items():
+        uses, size = plan.filling.get(path, []), variable.get_value().size
+        parts = {(use.place, tuple(use.counted.items()) if isinstance(use, Piece) else ()) for use in uses}
+        filled = sum(use.size for use in uses)
+        if path not in plan.absent and (filled != size or len(parts) < len(uses)):
+            wrong.append(f"{path} ({filled} of {size} values)")
+    return wrong
 
 
 class _Leaf:

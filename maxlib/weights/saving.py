@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from maxlib import nn
 from maxlib.weights.files import Header, is_float, shard, write_file, write_index
-from maxlib.weights.load import assign, uncovered
+from maxlib.weights.loading import assign, uncovered
 from maxlib.weights.resolve import Conversion, Plan, Tensor, resolve
 from maxlib.weights.table import Table
 
@@ -107,7 +108,8 @@ class _Source:
 
     def _fetch(self, path: str, index: int | None) -> np.ndarray:
         value = self._values[path]
-        value = value if index is None else value[index]
+        # Always a new array: one whose numpy value was asked for keeps it, and the whole model would come to lie in memory.
+        value = jnp.copy(value) if index is None else value[index]
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = multihost_utils.process_allgather(value, tiled=True)
         return np.asarray(value)

@@ -1,0 +1,122 @@
+"""A model with every kind of weight that a table must describe; it computes nothing, and maxlib does not know it."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from maxlib import nn
+from maxlib.weights import Absent, Convert, Copy, Family, HFConfig, Ignore, Table, Weight
+
+D, N, K, H, F, E, V = 16, 4, 2, 8, 24, 8, 40
+
+
+class Leaf(nnx.Module):
+    def __init__(self, *shape: int, axes: tuple[str, ...] | None = None, rngs: nnx.Rngs, kind=nnx.Param):
+        # Whole numbers and a power of two: the same bits in every layout, and quick to compile.
+        seed = jax.random.key_data(rngs.params()).sum() % 1009
+        values = ((jnp.arange(math.prod(shape), dtype=jnp.uint32) * 389 + seed) % 1009).astype(jnp.float32) / 512 - 1
+        self.w = kind(values.reshape(shape), axes=axes or tuple(f"axis{d}" for d in range(len(shape))))
+
+
+class Layer(nnx.Module):
+    """Layer 0 is dense, the others have experts; every second one from there has a bias."""
+
+    def __init__(self, i: int, *, rngs: nnx.Rngs):
+        self.q = Leaf(N, H, D, axes=("heads", "head_dim", "embed"), rngs=rngs)
+        self.k = Leaf(K, H, D, axes=("kv_heads", "head_dim", "embed"), rngs=rngs)
+        self.v = Leaf(K, H, D, axes=("kv_heads", "head_dim", "embed"), rngs=rngs)
+        self.scale = Leaf(rngs=rngs)
+        if i == 0:
+            self.gate = Leaf(F, D, axes=("mlp", "embed"), rngs=rngs)
+            self.up = Leaf(F, D, axes=("mlp", "embed"), rngs=rngs)
+        else:
+            self.experts = nnx.Dict(
+                gate=Leaf(E, F, D, axes=("expert", "mlp", "embed"), rngs=rngs),
+                up=Leaf(E, F, D, axes=("expert", "mlp", "embed"), rngs=rngs),
+                down=Leaf(E, D, F, axes=("expert", "embed", "mlp"), rngs=rngs),
+            )
+            self.calls = nnx.Variable(jnp.full((), 7, jnp.int32), axes=())
+        if i % 2:
+            self.bias = Leaf(E, rngs=rngs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    num_layers: int = 6
+    prefix: int = 1
+    period: int = 2
+    tied: bool = True
+
+    @classmethod
+    def from_hf(cls, fields: HFConfig) -> "Config":
+        fields.require("model_type", "zoo")
+        return cls(num_layers=fields.take("layers", kind=int), tied=fields.take("tied", True))
+
+    def to_hf(self) -> dict[str, Any]:
+        return {"model_type": "zoo", "layers": self.num_layers, "tied": self.tied}
+
+
+class Zoo(nnx.Module):
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.embed = Leaf(V, D, axes=("vocab", "embed"), rngs=rngs)
+        make = lambda i, rngs: Layer(i, rngs=rngs)
+        self.text = nn.Stack(make, cfg.num_layers, prefix=cfg.prefix, period=cfg.period, rngs=rngs)
+        self.tower = nnx.Dict(layers=nn.Stack(lambda i, rngs: Leaf(D, D, rngs=rngs), 3, rngs=rngs))
+        self.heads = nnx.List([Leaf(D, rngs=rngs) for _ in range(2)])
+        if not cfg.tied:
+            self.head = Leaf(V, D, axes=("vocab", "embed"), rngs=rngs)
+
+
+def quantize(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """One float8 row scale per output row."""
+    scale = np.abs(w).max(-1, keepdims=True).astype(np.float32) / 448
+    return (w.astype(np.float32) / scale).astype(ml_dtypes.float8_e4m3fn), scale
+
+
+def dequantize(w: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    return (w.astype(np.float32) * scale).astype(ml_dtypes.bfloat16)
+
+
+def table(cfg: Config) -> Table:
+    theirs, ours = "model.layers.{i}.", "text.{i}."
+    fused, interleaved = "(R H) D -> R H D", "E D (F two) -> E F D"
+    return [
+        Weight("model.embed.weight", "embed.w"),
+        Weight(theirs + "qkv.weight", ours + "q.w", fused, at={"R": 0}),
+        Weight(theirs + "qkv.weight", ours + "k.w", fused, at={"R": N}),
+        Weight(theirs + "qkv.weight", ours + "v.w", fused, at={"R": N + K}),
+        Weight(theirs + "scale", ours + "scale.w"),
+        Weight(theirs + "gate_up.weight", ours + "gate.w", "(two F) D -> F D", at={"two": 0}),
+        Weight(theirs + "gate_up.weight", ours + "up.w", "(two F) D -> F D", at={"two": 1}),
+        Weight(theirs + "experts.gate_up", ours + "experts.gate.w", interleaved, at={"two": 0}),
+        Weight(theirs + "experts.gate_up", ours + "experts.up.w", interleaved, at={"two": 1}),
+        Weight(theirs + "experts.{e}.down.weight", ours + "experts.down.w", "D F -> e D F"),
+        Convert(
+            (theirs + "experts.down_f8", theirs + "experts.down_scale"),
+            ours + "experts.down.w",
+            load=dequantize,
+            batch=1,
+        ),
+        Convert((theirs + "log_bias",), ours + "bias.w", load=np.log, save=lambda b: (np.exp(b),), dtype="float32"),
+        Absent(ours + "calls"),
+        Weight("vision.blocks.{i}.proj.weight", "tower.layers.{i}.w"),
+        Weight("heads.{i}.weight", "heads.{i}.w", "D -> D"),
+        Weight("head.weight", "head.w"),
+        Copy("head.weight", of="model.embed.weight"),
+        Ignore(theirs + "rotary.inv_freq"),
+        Ignore("mtp.*"),
+    ]
+
+
+FAMILY = Family(name="zoo", model_types=("zoo",), model=Zoo, config=Config, table=table, presets={"zoo-tiny": Config()})
+
+
+def zoo(cfg: Config = Config(), seed: int = 0) -> Zoo:
+    return Zoo(cfg, rngs=nnx.Rngs(seed))
