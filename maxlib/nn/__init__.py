@@ -14,6 +14,10 @@ from maxlib.nn.mla import MLA as MLA
 from maxlib.nn.mla import LatentCache as LatentCache
 from maxlib.nn.mlp import MLP as MLP
 from maxlib.nn.mlp import GatedMLP as GatedMLP
+from maxlib.nn.moe import ClampedSwiGLU as ClampedSwiGLU
+from maxlib.nn.moe import ExpertLinear as ExpertLinear
+from maxlib.nn.moe import MoE as MoE
+from maxlib.nn.moe import swiglu as swiglu
 from maxlib.nn.model import Model as Model
 from maxlib.nn.model import Output as Output
 from maxlib.nn.norm import LayerNorm as LayerNorm
@@ -22,7 +26,16 @@ from maxlib.nn.pytree import pytree as pytree
 from maxlib.nn.pytree import static as static
 from maxlib.nn.remat import Policy as Policy
 from maxlib.nn.remat import remat_policy as remat_policy
+from maxlib.nn.router import GroupLimit as GroupLimit
+from maxlib.nn.router import InputRouter as InputRouter
+from maxlib.nn.router import Router as Router
+from maxlib.nn.router import RouterZ as RouterZ
+from maxlib.nn.router import Routing as Routing
+from maxlib.nn.router import SequenceBalance as SequenceBalance
+from maxlib.nn.router import SwitchBalance as SwitchBalance
+from maxlib.nn.router import update_router_bias as update_router_bias
 from maxlib.nn.stack import Stack as Stack
+from maxlib.nn.stack import layout_for as layout_for
 from maxlib.nn.stack import unstack as unstack
 from maxlib.nn.summary import summary as summary
 from maxlib.nn.tree import Filter as Filter

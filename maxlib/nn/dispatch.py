@@ -1,0 +1,107 @@
+"""Moving tokens to their experts and back. A *choice* is one of the X experts of one token: number `token * X + k`."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from maxlib import ops
+from maxlib.nn.pytree import pytree, static
+
+
+@pytree
+class Dropless:
+    """All choices, sorted by expert; those of padding come last and belong to none."""
+
+    source: Int[Array, " R"]
+    """The choice that each row holds."""
+    place: Int[Array, "M X"]
+    """The row that holds each choice."""
+    kept: Bool[Array, "M X"]
+    """Which choices are computed."""
+    counts: Int[Array, " E"]
+
+    def linear(self, rows: Float[Array, "R I"], w: Float[Array, "E O I"], b: Float[Array, "E O"] | None):
+        y = ops.grouped_matmul(rows, w, self.counts)
+        if b is None:
+            return y
+        expert = jnp.searchsorted(jnp.cumsum(self.counts), jnp.arange(rows.shape[0]), side="right")
+        return y + b.at[expert].get(mode="fill", fill_value=0)
+
+
+@pytree
+class Padded:
+    """`capacity` rows for each expert, filled in the order of the tokens; what does not fit has no place (`R`)."""
+
+    source: Int[Array, " R"]
+    """The choice that each row holds, `M * X` in an empty one."""
+    place: Int[Array, "M X"]
+    kept: Bool[Array, "M X"]
+    num_experts: int = static()
+
+    def linear(self, rows: Float[Array, "R I"], w: Float[Array, "E O I"], b: Float[Array, "E O"] | None):
+        y = jnp.einsum("ECI,EOI->ECO", rows.reshape(self.num_experts, -1, rows.shape[-1]), w)
+        return (y if b is None else y + jnp.expand_dims(b, 1)).reshape(rows.shape[0], -1)
+
+
+Plan = Dropless | Padded
+
+
+def dropless(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int) -> Dropless:
+    order, place, counts = _sort(experts, valid, num_experts)
+    kept = jnp.broadcast_to(valid[:, None], experts.shape)
+    return Dropless(order, place.reshape(experts.shape), kept, counts)
+
+
+def padded(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int, capacity: int) -> Padded:
+    order, place, counts = _sort(experts, valid, num_experts)
+    first = jnp.cumsum(counts) - counts
+    rank = place.reshape(experts.shape) - first[experts]
+    kept = valid[:, None] & (rank < capacity)
+    size = num_experts * capacity
+    place = jnp.where(kept, experts * capacity + rank, size)
+    empty = jnp.full(size, experts.size, order.dtype)
+    source = empty.at[place.reshape(-1)].set(jnp.arange(experts.size, dtype=order.dtype), mode="drop")
+    return Padded(source, place, kept, num_experts)
+
+
+def _sort(experts, valid, num_experts: int):
+    """Choices in the order of their experts, the place of each in that order, and how many each expert has."""
+    ids = jnp.where(valid[:, None], experts, num_experts).reshape(-1)
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+    counts = jnp.sum(ids[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
+    return order, place, counts
+
+
+def spread(x: Float[Array, "M D"], plan: Plan) -> Float[Array, "R D"]:
+    """A row for each choice that the plan holds: its token."""
+    return _pick(x, plan.source // plan.place.shape[1], plan.place)
+
+
+def spread_choices(x: Float[Array, "M X"], plan: Plan) -> Float[Array, "R 1"]:
+    """A row for each choice that the plan holds: its own value."""
+    return _pick(x.reshape(-1, 1), plan.source, plan.place.reshape(-1, 1))
+
+
+def collect(rows: Float[Array, "R D"], plan: Plan) -> Float[Array, "M X D"]:
+    """The row of each choice; zeros for one that has none."""
+    z = _pick(rows, plan.place.reshape(-1), plan.source[:, None])
+    return z.reshape(*plan.place.shape, rows.shape[-1])
+
+
+@jax.custom_vjp
+def _pick(x: Float[Array, "N D"], index: Int[Array, " R"], back: Int[Array, "N K"]) -> Float[Array, "R D"]:
+    """`x[index]`, zeros where there is no such row. `back` says where each row of `x` went: the gradient is a gather, too."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _pick_forward(x, index, back):
+    return _pick(x, index, back), back
+
+
+def _pick_backward(back, d):
+    rows = d.at[back].get(mode="fill", fill_value=0)
+    return rows.sum(axis=1, dtype=jnp.promote_types(d.dtype, jnp.float32)).astype(d.dtype), None, None
+
+
+_pick.defvjp(_pick_forward, _pick_backward)

@@ -1,0 +1,200 @@
+"""Mixture of experts: every token goes through the few gated MLPs that a router chooses for it."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from maxlib.nn import dispatch
+from maxlib.nn.context import Context
+from maxlib.nn.linear import Init
+from maxlib.nn.router import InputRouter, Router, Routing, expert_counts
+from maxlib.sharding import map_op
+
+
+class RouterLoss(Protocol):
+    """A loss on the router's decisions; `name` begins with `loss/`."""
+
+    name: str
+
+    def __call__(self, routing: Routing, valid: Bool[Array, "B T"] | None) -> Float[Array, ""]: ...
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    """`silu(gate) * up`."""
+    return jax.nn.silu(gate) * up
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiGLU:
+    """`g * sigmoid(alpha * g) * (u + 1)` with `g = min(gate, limit)` and `u` clipped to `[-limit, limit]` (GPT-OSS)."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        gate = jnp.minimum(gate, self.limit)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (jnp.clip(up, -self.limit, self.limit) + 1)
+
+
+class ExpertLinear(nnx.Module):
+    """One matrix per expert, `E O I`, and a bias `E O`; `MoE` applies them."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        shape: tuple[int, int],
+        axes: tuple[str, str],
+        *,
+        bias: bool = False,
+        init: Init | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if init is None:
+            init = nnx.initializers.variance_scaling(
+                1.0, "fan_in", "truncated_normal", in_axis=2, out_axis=1, batch_axis=0
+            )
+        self.w = nnx.Param(init(rngs.params(), (num_experts, *shape), jnp.float32), axes=("expert", *axes))
+        self.b = nnx.Param(jnp.zeros((num_experts, shape[0])), axes=("expert", axes[0])) if bias else None
+
+
+class MoE(nnx.Module):
+    """`sum over the chosen experts of weight * down(combine(gate(x), up(x)))`, plus `shared(x)`.
+
+    router: `Router`, `InputRouter` or one of your own: `router(x) -> Routing`, with `num_experts` and `top_k`. combine: joins an
+    expert's gate and up projections. shared: a layer that every token passes. capacity_factor: None computes every choice
+    (dropless). A number gives each expert room for `ceil(capacity_factor * T * top_k / E)` tokens of each row of the batch; who comes later
+    in the row is dropped, so that no token's result depends on a later one or on another row. losses: what to report for training.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mlp_dim: int,
+        *,
+        router: Router | InputRouter | Any,
+        combine: Callable[[Array, Array], Array] = swiglu,
+        bias: bool = False,
+        shared: nnx.Module | None = None,
+        capacity_factor: float | None = None,
+        losses: Sequence[RouterLoss] = (),
+        init: Init | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if capacity_factor is not None and capacity_factor <= 0:
+            raise ValueError(f"capacity_factor must be positive, or None to drop nothing, got {capacity_factor}")
+        E, into, out = router.num_experts, (mlp_dim, dim), (dim, mlp_dim)
+        self.router, self.shared = router, shared
+        self.gate = ExpertLinear(E, into, ("mlp", "embed"), bias=bias, init=init, rngs=rngs)
+        self.up = ExpertLinear(E, into, ("mlp", "embed"), bias=bias, init=init, rngs=rngs)
+        self.down = ExpertLinear(E, out, ("embed", "mlp"), bias=bias, init=init, rngs=rngs)
+        self.combine, self.capacity_factor, self.losses = combine, capacity_factor, tuple(losses)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None
+    ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        """The result and, by name, the router's losses and `moe/load`: each expert's share of the choices, before any is dropped.
+
+        With a capacity also `moe/dropped`, the share of choices without room. Padding (`ctx.valid`) goes to no expert and counts nowhere.
+        """
+        valid = None if ctx is None else ctx.valid
+        routing = self.router(x)
+        y, kept = self._mix(x, routing, jnp.ones(x.shape[:2], bool) if valid is None else valid)
+        y = self._add_output_bias(y, routing, kept)
+        return y if self.shared is None else y + self.shared(x), self._aux(routing, valid, kept)
+
+    def capacity(self, seq: int) -> int | None:
+        """How many tokens of one row an expert takes; None means all."""
+        if self.capacity_factor is None:
+            return None
+        even = self.capacity_factor * seq * self.router.top_k / self.router.num_experts
+        return min(seq, math.ceil(even))
+
+    def _mix(self, x, routing: Routing, valid):
+        """The weighted sum without the output's bias, and which choices were computed; each device takes its own rows."""
+        capacity = self.capacity(x.shape[1])
+        tokens = ("batch", "seq" if capacity is None else None)
+        rows, into, out = (*tokens, None), (None, "mlp", None), (None, None, "mlp")
+        run = functools.partial(_run, combine=self.combine, capacity=capacity)
+        # A device that has a part of the width computes a part of the sum.
+        mapped = map_op(
+            run, [rows, rows, rows, rows, tokens, into, into, out, into[:2], into[:2]], (("mlp", *rows), rows)
+        )
+        w = [jnp.asarray(m.w[...], x.dtype) for m in (self.gate, self.up, self.down)]
+        b = [None if m.b is None else jnp.asarray(m.b[...], x.dtype) for m in (self.gate, self.up)]
+        y, kept = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *w, *b)
+        return y.sum(axis=0), kept
+
+    def _add_output_bias(self, y, routing: Routing, kept):
+        if self.down.b is None:
+            return y
+        weights = jnp.where(kept, routing.weights, 0)
+        share = jnp.einsum("...X,...XE->...E", weights, jax.nn.one_hot(routing.experts, self.router.num_experts))
+        return y + jnp.einsum("...E,ED->...D", share.astype(y.dtype), jnp.asarray(self.down.b[...], y.dtype))
+
+    def _aux(self, routing: Routing, valid, kept) -> dict[str, Array]:
+        counts = expert_counts(routing.experts, valid, self.router.num_experts)
+        total = jnp.maximum(counts.sum(), 1)
+        aux = {loss.name: loss(routing, valid) for loss in self.losses} | {"moe/load": counts / total}
+        if self.capacity_factor is not None:
+            aux["moe/dropped"] = jnp.maximum(counts.sum() - kept.sum(), 0) / total
+        return aux
+
+    def reference(self, x: Float[Array, "B T D"], ctx: Context | None = None) -> Float[Array, "B T D"]:
+        """The result of a call that drops nothing, by a plain loop in which every expert computes every token: the specification."""
+        routing = self.router(x)
+        y = jnp.zeros_like(x) if self.shared is None else self.shared(x)
+        for e in range(self.router.num_experts):
+            chosen = routing.experts == e
+            chosen = chosen if ctx is None or ctx.valid is None else chosen & ctx.valid[..., None]
+            scale = 1 if routing.input_weights is None else _total(routing.input_weights, chosen)
+            weight = _total(routing.weights, chosen)
+            y = y + (weight * self._expert(e, (x * scale).astype(x.dtype))).astype(x.dtype)
+        return y
+
+    def _expert(self, e: int, x):
+        linear = lambda m, x: _linear(x, m.w[e], None if m.b is None else m.b[e])
+        return linear(self.down, self.combine(linear(self.gate, x), linear(self.up, x)))
+
+
+def _total(values, chosen):
+    return jnp.where(chosen, values, 0).sum(axis=-1, keepdims=True)
+
+
+def _linear(x, w, b):
+    y = jnp.einsum("BTI,OI->BTO", x, w.astype(x.dtype))
+    return y if b is None else y + jnp.broadcast_to(b.astype(x.dtype), y.shape)
+
+
+def _run(x, experts, weights, input_weights, valid, *matrices, combine, capacity: int | None):
+    """The experts' part of one device. Without a capacity all its tokens are one group, else each row is."""
+    E = matrices[0].shape[0]
+    plan = dispatch.dropless if capacity is None else functools.partial(dispatch.padded, capacity=capacity)
+
+    def group(x, experts, weights, input_weights, valid):
+        return _apply(x, weights, input_weights, plan(experts, valid, E), matrices, combine)
+
+    tokens = (x, experts, weights, input_weights, valid)
+    if capacity is not None:
+        y, kept = jax.vmap(group)(*tokens)
+    else:
+        B, T = x.shape[:2]
+        y, kept = group(*jax.tree.map(lambda a: a.reshape(B * T, *a.shape[2:]), tokens))
+    return y.reshape(1, *x.shape), kept.reshape(experts.shape)
+
+
+def _apply(x, weights, input_weights, plan: dispatch.Plan, matrices, combine):
+    gate, up, down, gate_b, up_b = matrices
+    rows = dispatch.spread(x, plan)
+    if input_weights is not None:
+        rows = (rows * dispatch.spread_choices(input_weights, plan)).astype(x.dtype)
+    h = combine(plan.linear(rows, gate, gate_b), plan.linear(rows, up, up_b))
+    each = dispatch.collect(plan.linear(h, down, None), plan)
+    y = jnp.einsum("MXD,MX->MD", each, jnp.where(plan.kept, weights, 0))
+    return y.astype(x.dtype), plan.kept
