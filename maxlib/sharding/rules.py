@@ -82,7 +82,9 @@ def spec(names: tuple[str | None, ...], rules: Rules, *, ndim: int | None = None
                 )
             used[axis] = name
     lead = 0 if ndim is None else ndim - len(names)
-    return P(*[None] * lead, *places)
+    while places and places[-1] is None:  # as XLA reports shardings: jit compiles anew for P("x", None) after P("x")
+        places.pop()
+    return P(*[None] * lead, *places) if places else P()
 
 
 def fit(partition: P, shape: tuple[int, ...], mesh: Any) -> tuple[P, list[int]]:

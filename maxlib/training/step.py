@@ -48,8 +48,9 @@ def make_state(
     """
     trainable, rest = nn.partition(model, filter)
     key = jax.random.key(key) if isinstance(key, int) else key
-    opt_state = jax.jit(lambda params: _place(optimizer.init(params), params, rest))(trainable)
-    return TrainState(trainable, rest, opt_state, jnp.zeros((), jnp.int32), key)
+    born = lambda params, key: _place((optimizer.init(params), jnp.zeros((), jnp.int32), key), params, rest)
+    opt_state, step, key = jax.jit(born)(trainable, key)
+    return TrainState(trainable, rest, opt_state, step, key)
 
 
 def make_train_step(
