@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from maxlib.nn.router import InputRouter, Router, Routing, expert_counts
 from maxlib.sharding import map_op
 
 
+@runtime_checkable
 class RouterLoss(Protocol):
     """A loss on the router's decisions; `name` begins with `loss/`."""
 
