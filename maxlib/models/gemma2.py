@@ -1,0 +1,243 @@
+"""Gemma 2: local and global layers in turn, norms before and after, soft-capped logits (Gemma team 2024, arXiv:2408.00118)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from maxlib import nn, ops
+from maxlib.ops.rope import Rope
+from maxlib.sharding import constrain
+from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What distinguishes one Gemma 2 from another; `PRESETS` has the published ones."""
+
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    window: int = 4096  # of the even layers
+    query_scalar: int = 256  # scores are multiplied by its inverse square root
+    attention_softcap: float | None = 50.0
+    final_softcap: float | None = 30.0
+    norm_eps: float = 1e-6
+    tied: bool = True
+    attention_bias: bool = False
+
+    @classmethod
+    def from_hf(cls, fields: HFConfig) -> "Config":
+        """Reads config.json. Raises ValueError for what this file does not compute."""
+        fields.require("model_type", "gemma2")
+        fields.require("hidden_activation", "gelu_pytorch_tanh")
+        fields.require("hidden_act", "gelu_pytorch_tanh")  # never read by transformers; the releases have both
+        fields.require("use_bidirectional_attention", False)
+        num_layers = fields.take("num_hidden_layers", kind=int)
+        fields.require("layer_types", _layer_types(num_layers))
+        head_dim = fields.take("head_dim", 256)
+        return cls(
+            vocab=fields.take("vocab_size", 256_000),
+            num_layers=num_layers,
+            dim=fields.take("hidden_size", kind=int),
+            mlp_dim=fields.take("intermediate_size", kind=int),
+            num_heads=fields.take("num_attention_heads", kind=int),
+            num_kv_heads=fields.take("num_key_value_heads", kind=int),
+            head_dim=head_dim,
+            rope=fields.rope(head_dim=head_dim),
+            window=fields.take("sliding_window", 4096),
+            query_scalar=fields.take("query_pre_attn_scalar", 256),
+            attention_softcap=fields.take("attn_logit_softcapping", 50.0, nullable=True),
+            final_softcap=fields.take("final_logit_softcapping", 30.0, nullable=True),
+            norm_eps=fields.take("rms_norm_eps", 1e-6),
+            tied=fields.take("tie_word_embeddings", True),
+            attention_bias=fields.take("attention_bias", False),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields of config.json."""
+        return {
+            "architectures": ["Gemma2ForCausalLM"],
+            "model_type": "gemma2",
+            "vocab_size": self.vocab,
+            "hidden_size": self.dim,
+            "intermediate_size": self.mlp_dim,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "layer_types": _layer_types(self.num_layers),
+            "sliding_window": self.window,
+            "query_pre_attn_scalar": self.query_scalar,
+            "attn_logit_softcapping": self.attention_softcap,
+            "final_logit_softcapping": self.final_softcap,
+            "rms_norm_eps": self.norm_eps,
+            "tie_word_embeddings": self.tied,
+            "attention_bias": self.attention_bias,
+            **rope_to_hf(self.rope, head_dim=self.head_dim),
+        }
+
+
+def _is_local(i: int) -> bool:
+    return i % 2 == 0
+
+
+def _layer_types(num_layers: int) -> list[str]:
+    return ["sliding_attention" if _is_local(i) else "full_attention" for i in range(num_layers)]
+
+
+class Block(nnx.Module):
+    """Sandwich norms: each branch is normed before and after."""
+
+    def __init__(self, cfg: Config, mask: ops.Mask, *, rngs: nnx.Rngs):
+        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
+        self.attn = nn.Attention(
+            cfg.dim,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            mask=mask,
+            rope=cfg.rope,
+            scale=cfg.query_scalar**-0.5,
+            softcap=cfg.attention_softcap,
+            bias=cfg.attention_bias,
+            out_bias=cfg.attention_bias,
+            rngs=rngs,
+        )
+        self.attn_post_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
+        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
+        self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, act=jax.nn.gelu, rngs=rngs)
+        self.mlp_post_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.attn(self.attn_norm(x), ctx, cache)
+        x = constrain(x + self.attn_post_norm(checkpoint_name(h, "attn")), "batch", "seq", "act_embed")
+        x = x + self.mlp_post_norm(checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp"))
+        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+
+    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16):
+        return self.attn.init_cache(batch, capacity, dtype)
+
+
+class Gemma2(nnx.Module):
+    """A decoder; `docs/decisions/0001` describes what trainers and generators expect of it."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg, self.softcap = cfg, cfg.final_softcap
+        causal = ops.Causal()
+        local = causal & ops.SlidingWindow(cfg.window)
+        self.masks = (local, causal)
+        make = lambda i, rngs: Block(cfg, local if _is_local(i) else causal, rngs=rngs)
+        # Scaled by sqrt(dim), the vectors come out with variance one.
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
+        self.layers = nn.Stack(make, cfg.num_layers, period=2, rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
+        cache: nn.Cache | None = None,
+        dtype: Any = jnp.bfloat16,
+        remat: nn.Policy = None,
+    ) -> nn.Output:
+        ctx = nn.context(
+            *tokens.shape,
+            positions=positions,
+            segment_ids=segment_ids,
+            valid=valid,
+            cache=cache,
+            masks=self.masks,
+            ropes=(self.cfg.rope,),
+        )
+        # The factor is rounded to the compute dtype, as Gemma was trained: sqrt(3072) is 55.5 in bfloat16.
+        x = self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
+        x = constrain(x, "batch", "seq", "act_embed")
+        x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat)
+        return nn.Output(self.norm(x), cache and cache.advanced(layers, ctx), aux)
+
+    def head_weight(self) -> Float[Array, "V D"]:
+        return (self.head or self.embed).w[...]
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        logits = constrain((self.head or self.embed).logits(hidden), "batch", "seq", "act_vocab")
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
+
+    def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
+        """An empty cache for `capacity` tokens a row; `rope_length` defaults to that capacity."""
+        layers = self.layers.init_cache(batch, capacity, dtype)
+        return nn.Cache(layers, jnp.zeros(batch, jnp.int32), rope_length or capacity)
+
+
+def _table(cfg: Config) -> Table:
+    """Hugging Face's names for the weights."""
+    theirs, ours = "model.layers.{i}.", "layers.{i}."
+    layer = {
+        "input_layernorm.weight": ("attn_norm.scale", None),
+        "self_attn.q_proj.weight": ("attn.q.w", "(N H) D -> N H D"),
+        "self_attn.q_proj.bias": ("attn.q.b", "(N H) -> N H"),
+        "self_attn.k_proj.weight": ("attn.k.w", "(K H) D -> K H D"),
+        "self_attn.k_proj.bias": ("attn.k.b", "(K H) -> K H"),
+        "self_attn.v_proj.weight": ("attn.v.w", "(K H) D -> K H D"),
+        "self_attn.v_proj.bias": ("attn.v.b", "(K H) -> K H"),
+        "self_attn.o_proj.weight": ("attn.o.w", "D (N H) -> D N H"),
+        "self_attn.o_proj.bias": ("attn.o.b", None),
+        "post_attention_layernorm.weight": ("attn_post_norm.scale", None),
+        "pre_feedforward_layernorm.weight": ("mlp_norm.scale", None),
+        "post_feedforward_layernorm.weight": ("mlp_post_norm.scale", None),
+        "mlp.gate_proj.weight": ("mlp.gate.w", None),
+        "mlp.up_proj.weight": ("mlp.up.w", None),
+        "mlp.down_proj.weight": ("mlp.down.w", None),
+    }
+    return [
+        Weight("model.embed_tokens.weight", "embed.w"),
+        *[Weight(theirs + name, ours + path, pattern) for name, (path, pattern) in layer.items()],
+        Weight("model.norm.weight", "norm.scale"),
+        Weight("lm_head.weight", "head.w"),
+        Copy("lm_head.weight", of="model.embed_tokens.weight"),
+        Ignore(theirs + "self_attn.rotary_emb.inv_freq"),
+    ]
+
+
+_9B = Config(
+    vocab=256_000,
+    num_layers=42,
+    dim=3584,
+    mlp_dim=14_336,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=256,
+    rope=Rope(256, 10_000.0, max_length=8192),
+)
+
+PRESETS = {
+    "gemma2-2b": dataclasses.replace(_9B, num_layers=26, dim=2304, mlp_dim=9216, num_heads=8, num_kv_heads=4),
+    "gemma2-9b": _9B,
+    "gemma2-27b": dataclasses.replace(
+        _9B,
+        num_layers=46,
+        dim=4608,
+        mlp_dim=36_864,
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=128,
+        rope=Rope(128, 10_000.0, max_length=8192),
+        query_scalar=144,
+    ),
+}
+
+FAMILY = Family(name="gemma2", model_types=("gemma2",), model=Gemma2, config=Config, table=_table, presets=PRESETS)
