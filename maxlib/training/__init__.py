@@ -1,0 +1,62 @@
+"""Training: a pure step to loop over by hand, and a small `Trainer` around it.
+
+Every name is loaded on first use: checkpoints bring Orbax with them, which takes seconds to import.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from maxlib.training.checkpoint import Checkpointer as Checkpointer
+    from maxlib.training.deadline import deadline as deadline
+    from maxlib.training.evaluate import evaluate as evaluate
+    from maxlib.training.flops import forward_flops as forward_flops
+    from maxlib.training.flops import peak_flops as peak_flops
+    from maxlib.training.flops import training_flops as training_flops
+    from maxlib.training.interrupt import Interrupted as Interrupted
+    from maxlib.training.losses import Stats as Stats
+    from maxlib.training.losses import next_token_loss as next_token_loss
+    from maxlib.training.metrics import Console as Console
+    from maxlib.training.metrics import Jsonl as Jsonl
+    from maxlib.training.metrics import Meter as Meter
+    from maxlib.training.metrics import TensorBoard as TensorBoard
+    from maxlib.training.metrics import Writer as Writer
+    from maxlib.training.metrics import read_jsonl as read_jsonl
+    from maxlib.training.optimizers import adamw as adamw
+    from maxlib.training.optimizers import decay_mask as decay_mask
+    from maxlib.training.optimizers import warmup_cosine as warmup_cosine
+    from maxlib.training.optimizers import warmup_linear as warmup_linear
+    from maxlib.training.optimizers import warmup_stable_decay as warmup_stable_decay
+    from maxlib.training.step import TrainState as TrainState
+    from maxlib.training.step import jit_step as jit_step
+    from maxlib.training.step import make_eval_step as make_eval_step
+    from maxlib.training.step import make_state as make_state
+    from maxlib.training.step import make_train_step as make_train_step
+    from maxlib.training.trainer import Diverged as Diverged
+    from maxlib.training.trainer import Loader as Loader
+    from maxlib.training.trainer import Trainer as Trainer
+    from maxlib.training.trainer import place_batch as place_batch
+
+_MODULES = {
+    "checkpoint": ("Checkpointer",),
+    "deadline": ("deadline",),
+    "evaluate": ("evaluate",),
+    "flops": ("forward_flops", "peak_flops", "training_flops"),
+    "interrupt": ("Interrupted",),
+    "losses": ("Stats", "next_token_loss"),
+    "metrics": ("Console", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
+    "optimizers": ("adamw", "decay_mask", "warmup_cosine", "warmup_linear", "warmup_stable_decay"),
+    "step": ("TrainState", "jit_step", "make_eval_step", "make_state", "make_train_step"),
+    "trainer": ("Diverged", "Loader", "Trainer", "place_batch"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

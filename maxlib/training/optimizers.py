@@ -25,9 +25,7 @@ def adamw(
 
     mask: what decays, usually `decay_mask(model)`; None decays everything. Moments are float32.
     """
-    adam = optax.adamw(
-        learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask, mu_dtype=jnp.float32
-    )
+    adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask, mu_dtype=jnp.float32)
     return adam if clip is None else optax.chain(optax.clip_by_global_norm(clip), adam)
 
 

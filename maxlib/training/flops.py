@@ -1,0 +1,6 @@
+def training_flops(*a):
+    return None
+
+
+def peak_flops():
+    return None

@@ -1,0 +1,64 @@
+"""Ctrl-C and SIGTERM, turned into a request that the training loop answers between two steps."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class Interrupted(SystemExit):
+    """Training was asked to stop, and has saved. Uncaught, it ends the program without a traceback, with status 128 + signal."""
+
+
+class Interrupt:
+    """Whether a signal has come. While `waiting` it is raised at once, for nothing is lost by that."""
+
+    def __init__(self):
+        self.signal: int | None = None
+        self.waiting = False
+
+    def asked(self, step: int) -> bool:
+        """Whether to stop after `step`; all processes get the same answer."""
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+            self.signal = signal.SIGTERM
+        return self.signal is not None
+
+    @contextmanager
+    def while_waiting(self) -> Iterator[None]:
+        """Around a wait that may be broken off."""
+        self.waiting = True
+        try:
+            yield
+        finally:
+            self.waiting = False
+
+    def stop(self) -> Interrupted:
+        return Interrupted(128 + int(self.signal or 0))
+
+    def _handle(self, number: int, frame) -> None:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        self.signal = number
+        if self.waiting:
+            raise self.stop()
+
+
+@contextmanager
+def interrupts() -> Iterator[Interrupt]:
+    """Catches SIGINT and SIGTERM inside; a second signal acts as it always does.
+
+    Does nothing outside the main thread. With several processes SIGTERM stays with jax, which tells all of them to stop after
+    the same step.
+    """
+    interrupt = Interrupt()
+    numbers = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    before = {number: signal.signal(number, interrupt._handle) for number in numbers}
+    try:
+        yield interrupt
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,208 @@
+"""Where metrics go: a JSONL file, TensorBoard, the terminal. A writer is anything with `resume`, `write` and `close`."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+Values = Mapping[str, Any]
+
+
+class Writer(Protocol):
+    """Takes metrics: numbers, or small arrays such as one number per layer."""
+
+    def resume(self, step: int) -> None:
+        """Training goes on after `step`: forget what was written for later ones."""
+        ...
+
+    def write(self, step: int, values: Values) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Jsonl:
+    """One JSON object per line, `{"step": 10, "loss": 2.5, ...}`, readable at any moment. NaN and infinities become null."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = None
+
+    def resume(self, step: int) -> None:
+        """Keeps the lines up to `step`; where later ones exist, the whole file stays behind under the ending `.old`."""
+        self.close()
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        keep = [line for line in lines if (found := _step(line)) is not None and found <= step]
+        if len(keep) == len(lines):
+            return
+        new = self.path.with_suffix(self.path.suffix + ".new")
+        new.write_text("".join(line + "\n" for line in keep))
+        os.replace(self.path, self.path.with_suffix(self.path.suffix + ".old"))
+        os.replace(new, self.path)
+
+    def write(self, step: int, values: Values) -> None:
+        if self._file is None:
+            self._file = self.path.open("a")
+        self._file.write(json.dumps({"step": step} | {k: _plain(v) for k, v in values.items()}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """All lines that a `Jsonl` wrote, without a last one that was cut short."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines() if _step(line) is not None]
+
+
+class TensorBoard:
+    """Scalars for TensorBoard. Needs the extra `tensorboard`."""
+
+    def __init__(self, directory: str | Path):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ImportError('TensorBoard needs tensorboardX: pip install "maxlib[tensorboard]"') from error
+        self._make, self._writer = SummaryWriter, None
+        self._directory = str(directory)
+
+    def resume(self, step: int) -> None:
+        self.close()
+        self._writer = self._make(self._directory, purge_step=step + 1)
+
+    def write(self, step: int, values: Values) -> None:
+        if self._writer is None:
+            self._writer = self._make(self._directory)
+        for name, value in values.items():
+            if np.ndim(value) == 0:
+                self._writer.add_scalar(name, float(value), step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+
+class Console:
+    """A progress bar with loss, speed and remaining time; where there is no terminal, a line every `seconds`."""
+
+    def __init__(self, *, seconds: float = 10.0, terminal: Terminal | None = None):
+        self.terminal = Terminal(soft_wrap=True) if terminal is None else terminal
+        self._seconds, self._bar, self._last, self._total, self._unfinished = seconds, None, -math.inf, 0, ""
+
+    def start(self, step: int, total: int) -> None:
+        """Begins to show progress from `step` towards `total`."""
+        self._total = total
+        if self.terminal.is_terminal:
+            columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
+            self._bar = Progress(*columns, console=self.terminal)
+            self._task = self._bar.add_task("", total=total, completed=step, text="compiling")
+            self._bar.start()
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self.terminal.print(text, markup=False, highlight=False)
+
+    def resume(self, step: int) -> None: ...
+
+    def write(self, step: int, values: Values) -> None:
+        text = _summary(values)
+        if "loss" not in values:
+            self.say(f"step {step}  {text}")
+        elif self._bar is not None:
+            self._bar.update(self._task, completed=step, text=text)
+        elif time.monotonic() - self._last >= self._seconds:
+            self._last, self._unfinished = time.monotonic(), ""
+            self.say(f"step {step}/{self._total}  {text}")
+        else:
+            self._unfinished = f"step {step}/{self._total}  {text}"
+
+    def close(self) -> None:
+        """Leaves the bar, or the last line, where it is."""
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._unfinished:
+            self.say(self._unfinished)
+        self._bar, self._unfinished, self._last = None, "", -math.inf
+
+
+class Meter:
+    """Reads metrics from the device one step late, so that the device is never left without work, and measures speed."""
+
+    def __init__(self, *, flops: float | None = None, peak: float | None = None):
+        self.flops, self.peak = flops, peak
+        self._waiting: tuple[int, dict[str, Any]] | None = None
+        self._last: float | None = None
+
+    def push(self, step: int, metrics: Any, **here: float) -> list[tuple[int, dict[str, Any]]]:
+        """Takes the metrics of a step that was just started (`here`: known already), gives those of the one before it."""
+        ready, self._waiting = self.flush(pause=False), (step, metrics | here)
+        return ready
+
+    def flush(self, *, pause: bool = True) -> list[tuple[int, dict[str, Any]]]:
+        """Waits for the metrics that are still under way. With `pause`, time until the next step does not count."""
+        if self._waiting is None:
+            return []
+        (step, metrics), self._waiting = self._waiting, None
+        values = jax.device_get(metrics)
+        now = time.perf_counter()
+        seconds, self._last = None if self._last is None else now - self._last, None if pause else now
+        return [(step, values | self._speed(values, seconds))]
+
+    def _speed(self, values: Values, seconds: float | None) -> dict[str, float]:
+        if not seconds:
+            return {}
+        speed = {"seconds": seconds, "tokens_per_second": float(values["tokens"]) / seconds}
+        if self.flops:
+            speed["model_tflops_per_second"] = self.flops / seconds / 1e12
+            if self.peak:
+                speed["mfu"] = self.flops / seconds / self.peak
+        return speed
+
+
+def _summary(values: Values) -> str:
+    shown = {
+        "loss": "loss {:.4f}",
+        "eval/loss": "eval loss {:.4f}",
+        "eval/accuracy": "accuracy {:.3f}",
+        "tokens_per_second": "{:,.0f} tokens/s",
+        "mfu": "MFU {:.1%}",
+    }
+    return "  ".join(form.format(float(values[name])) for name, form in shown.items() if name in values)
+
+
+def _plain(value: Any) -> Any:
+    """JSON's types, with null for what JSON cannot say."""
+    value = np.asarray(value)
+    if value.dtype.kind == "b" or value.dtype.kind in "iu":
+        return value.tolist()
+    return _finite(value.astype(np.float64).tolist())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return float(f"{value:.9g}") if math.isfinite(value) else None
+
+
+def _step(line: str) -> int | None:
+    """The step of a whole line; None for one that was cut short."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return None
+
+
+def write_all(writers: Iterable[Writer], step: int, values: Values) -> None:
+    for writer in writers:
+        writer.write(step, values)

@@ -1,0 +1,286 @@
+"""A small trainer around `make_train_step`: the same loop as by hand, plus restoring, saving, metrics and stopping."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from maxlib import nn, sharding
+from maxlib.training import flops
+from maxlib.training.deadline import deadline
+from maxlib.training.evaluate import evaluate
+from maxlib.training.interrupt import Interrupt, Interrupted, interrupts
+from maxlib.training.losses import Batch, next_token_loss
+from maxlib.training.metrics import Console, Jsonl, Meter, Writer, write_all
+from maxlib.training.restore import Checkpoints, Origin, initial_state, save
+from maxlib.training.step import Loss, TrainState, jit_step, make_eval_step, make_state, make_train_step
+
+
+class Loader(Protocol):
+    """This host's rows of every batch; `maxlib.data.Loader` is one."""
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
+    def __next__(self) -> dict[str, np.ndarray]: ...
+    def reset(self) -> None: ...
+    def get_state(self) -> dict[str, Any]: ...
+    def set_state(self, state: Any) -> None: ...
+
+
+class Diverged(FloatingPointError):
+    """The loss or its gradient is no finite number any more."""
+
+
+class Trainer:
+    """Trains `model` on `loader` and owns what it trains: the model it was given stays as it is.
+
+    model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall live.
+    loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` goes. mesh, rules:
+    how everything is sharded (default rules: `sharding.FSDP_TP`). filter: what is trained. schedule: only reported.
+    eval_loader: read from its start to its end every `eval_every` steps and at the end. callbacks: pairs `(n, f)`; `f(trainer)`
+    runs after every `n` steps. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
+    ends the process and says what it waited for.
+
+    Attributes: `state` (live; the next step deletes its arrays), `model` (a copy), `step` (how many are done), `writers` (more may be
+    appended), `console`.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module | Callable[[], nnx.Module],
+        *,
+        optimizer: optax.GradientTransformation,
+        loader: Loader,
+        loss: Loss = next_token_loss,
+        directory: str | Path | None = None,
+        mesh: Mesh | None = None,
+        rules: sharding.Rules = sharding.FSDP_TP,
+        accumulate: int = 1,
+        filter: nn.Filter = nn.is_trainable,
+        schedule: optax.Schedule | None = None,
+        eval_loader: Loader | None = None,
+        eval_every: int = 0,
+        checkpointer: Checkpoints | None = None,
+        callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]]] = (),
+        timeout: float = 1800.0,
+    ):
+        self.mesh, self.rules, self.timeout = mesh, rules, timeout
+        self.loader, self.eval_loader, self.eval_every = loader, eval_loader, eval_every
+        self.loss, self.checkpointer, self.callbacks = loss, checkpointer, list(callbacks)
+        self.console = Console()
+        self.writers: list[Writer] = [self.console] if jax.process_index() == 0 else []
+        if directory is not None and jax.process_index() == 0:
+            self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
+        with self.sharded(), deadline(timeout, "the model's parameters and moments"):
+            self.state = jax.block_until_ready(make_state(_own(model, mesh, rules), optimizer, filter=filter))
+        self.step = 0
+        self._train_step = jit_step(make_train_step(loss, optimizer, accumulate=accumulate, schedule=schedule))
+        self._eval_step = jax.jit(make_eval_step(loss))
+        self._meter: Meter | None = None
+        self._last: dict[str, Any] = {}
+        self._saved: int | None = None
+        self._evaluated: int | None = None
+        self._origin: Origin | None = None
+
+    @property
+    def model(self) -> Any:
+        """The model as it is now, in arrays of its own."""
+        return jax.tree.map(jnp.copy, self.state.model)
+
+    def restore(self, *, resume_from: str | Path | None = None, params_from: str | Path | None = None) -> str:
+        """Takes up the first that there is, and says which: this run's newest complete checkpoint; `resume_from`, a
+        directory of full checkpoints; `params_from`, parameters only (an Orbax or a Hugging Face directory); else it starts anew.
+
+        `fit` calls it when it has not been called.
+        """
+        with self.sharded(), deadline(self.timeout, "the checkpoint to be restored"):
+            self.state, origin = initial_state(
+                self.state, self.checkpointer, resume_from, params_from, mesh=self.mesh, rules=self.rules
+            )
+        self._origin, self.step = origin, int(self.state.step)
+        if origin.data_state is not None:
+            self.loader.set_state(origin.data_state)
+        for writer in self.writers:
+            writer.resume(self.step)
+        self.say(origin.text)
+        return origin.text
+
+    def fit(self, steps: int) -> dict[str, Any]:
+        """Trains until `steps` steps are done, those of earlier calls and runs included; returns the last metrics.
+
+        Raises Diverged when loss or gradient are not finite, naming the step and the last good checkpoint; Interrupted after Ctrl-C
+        or SIGTERM, when everything is saved.
+        """
+        if self._origin is None:
+            self.restore()
+        with self._running(steps) as interrupt:
+            try:
+                self._loop(steps, interrupt)
+            except Interrupted:
+                self._save_at_end()
+                self.say(f"stopped on request after step {self.step} of {steps}; the same command goes on from there")
+                raise
+            if self.eval_loader is not None and self._evaluated != self.step:
+                self.evaluate()
+            self._save_at_end()
+        return self._last
+
+    def evaluate(self) -> dict[str, Any]:
+        """The metrics over the whole of `eval_loader`, written as `eval/...`."""
+        if self.eval_loader is None:
+            raise ValueError("this trainer has no eval_loader; give it one, or call training.evaluate")
+        self._flush()
+        self.eval_loader.reset()
+        batches = iter(lambda: self._next(self.eval_loader, "evaluation"), None)
+        with self.sharded():
+            values = evaluate(self._eval_step, self.state, batches)
+        values = {f"eval/{name}": value for name, value in values.items()}
+        self._evaluated, self._last = self.step, self._last | values
+        write_all(self.writers, self.step, values)
+        return values
+
+    def save(self) -> None:
+        """Starts to save everything. A save that fails is reported, and training goes on."""
+        self._flush()  # a state that is not finite raises here, before it is saved
+        try:
+            with deadline(self.timeout, f"the checkpoint of step {self.step} to be taken"):
+                save(self.checkpointer, self.state, self.step, self.loader.get_state())
+            self._saved = self.step
+        except Exception as error:
+            self.say(f"NOT SAVED at step {self.step}: {error}\n{self._last_good()}; training goes on")
+
+    def say(self, text: str) -> None:
+        """A line on the terminal of the first process."""
+        if jax.process_index() == 0:
+            self.console.say(text)
+
+    def sharded(self) -> contextlib.AbstractContextManager:
+        """The context in which this trainer's computations run: its mesh and rules."""
+        return contextlib.nullcontext() if self.mesh is None else sharding.use(self.mesh, self.rules)
+
+    @contextlib.contextmanager
+    def _running(self, steps: int) -> Iterator[Interrupt]:
+        if jax.process_index() == 0:
+            self.console.start(self.step, steps)
+        try:
+            with self.sharded(), interrupts() as interrupt:
+                yield interrupt
+        finally:
+            for writer in self.writers:
+                writer.close()
+
+    def _loop(self, steps: int, interrupt: Interrupt) -> None:
+        while self.step < steps:
+            begin = time.perf_counter()
+            with interrupt.while_waiting():
+                batch = self._next(self.loader, "training")
+            if batch is None:
+                self.say(f"the data ended after step {self.step}, before step {steps}")
+                break
+            self._advance(batch, data_seconds=time.perf_counter() - begin)
+            self._in_between()
+            if interrupt.asked(self.step):
+                raise interrupt.stop()
+        self._flush()
+
+    def _advance(self, batch: Batch, **here: float) -> None:
+        """Starts one more step, and reports the one before it."""
+        self._meter = self._meter or self._measure(batch)
+        with deadline(self.timeout, f"step {self.step + 1} to be compiled and started, and the one before to end"):
+            self.state, metrics = self._train_step(self.state, batch)
+            self.step += 1
+            ready = self._meter.push(self.step, metrics, **here)
+        self._report(ready)
+
+    def _in_between(self) -> None:
+        """What is due after this step."""
+        due = lambda every: every > 0 and self.step % every == 0
+        for every, callback in self.callbacks:
+            if due(every):
+                self._flush()
+                callback(self)
+        if self.eval_loader is not None and due(self.eval_every):
+            self.evaluate()
+        if self.checkpointer is not None and due(self.checkpointer.every):
+            self.save()
+
+    def _next(self, loader: Loader, what: str) -> Batch | None:
+        with deadline(self.timeout, f"a batch of {what} data"):
+            batch = next(loader, None)
+        return None if batch is None else place_batch(batch, self.mesh, self.rules)
+
+    def _flush(self) -> None:
+        """Waits for the steps under way and reports them."""
+        if self._meter is not None:
+            with deadline(self.timeout, f"the devices to finish step {self.step}"):
+                ready = self._meter.flush()
+            self._report(ready)
+
+    def _report(self, ready: list[tuple[int, dict[str, Any]]]) -> None:
+        for step, values in ready:
+            finite = values.pop("finite")
+            write_all(self.writers, step, values)
+            self._last = values
+            if not finite:
+                raise Diverged(
+                    f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. Training has stopped and this "
+                    f"state is not saved. {self._last_good()}. Try a lower learning rate, a longer warm-up, clipping, "
+                    f"or look at the data of this step"
+                )
+
+    def _save_at_end(self) -> None:
+        if self.checkpointer is None:
+            return
+        self._flush()
+        if self._saved != self.step:
+            self.save()
+        with deadline(self.timeout, "the last checkpoint to be written"):
+            self.checkpointer.wait()
+
+    def _last_good(self) -> str:
+        if self.checkpointer is None:
+            return "There is no checkpoint, as this trainer has no checkpointer"
+        latest = self.checkpointer.latest()
+        return (
+            "There is no good checkpoint yet"
+            if latest is None
+            else f"The last good checkpoint is that of step {latest}"
+        )
+
+    def _measure(self, batch: Batch) -> Meter:
+        """Counts the FLOPs of a step on its first batch."""
+        try:
+            return Meter(flops=flops.training_flops(self.loss, self.state.model, batch), peak=flops.peak_flops())
+        except Exception as error:  # an estimate must not stop a run
+            self.say(f"FLOPs are not counted, so there is no MFU: {type(error).__name__}: {error}")
+            return Meter()
+
+
+def place_batch(batch: dict[str, Any], mesh: Mesh | None, rules: sharding.Rules) -> Batch:
+    """This host's rows as the part of a global batch that its devices hold."""
+    if mesh is None:
+        return jax.device_put(batch)
+
+    def put(name: str, x: Any) -> jax.Array:
+        names = ("batch", "seq") if x.ndim == 2 else ("batch",) + (None,) * (x.ndim - 1)
+        place = NamedSharding(mesh, sharding.spec(names, rules, what=name))
+        return jax.make_array_from_process_local_data(place, x)
+
+    return {name: put(name, np.asarray(x)) for name, x in batch.items()}
+
+
+def _own(model: Any, mesh: Mesh | None, rules: sharding.Rules) -> Any:
+    """A model that belongs to the trainer: built in its place, or copied there."""
+    if not isinstance(model, nnx.Module):
+        return jax.jit(model)() if mesh is None else sharding.create(model, mesh, rules)
+    if mesh is None:
+        return jax.tree.map(jnp.copy, model)
+    places = sharding.shardings(model, mesh, rules)
+    return jax.tree.map(lambda x, place: jax.device_put(x, place, may_alias=False), model, places)
