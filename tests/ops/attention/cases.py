@@ -15,7 +15,6 @@ FACTORS = {
     "softcap": [None, 2.0],
     "sinks": [False, True],
     "bias": [None, (True, False), (False, True)],  # whether it has a batch axis, a head axis
-    "scale": [None, 0.7],
 }
 
 MASKS = {
@@ -38,7 +37,6 @@ class Case:
     softcap: float | None
     sinks: bool
     bias: tuple | None
-    scale: float | None
 
     def __str__(self):
         return "-".join(str(value).replace(" ", "") for value in dataclasses.astuple(self))

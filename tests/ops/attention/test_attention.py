@@ -1,0 +1,195 @@
+"""Every implementation against the reference, and what must hold of any attention."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib.ops.attention import attention
+from maxlib.ops.attention.chunked import chunked
+from maxlib.ops.attention.dispatch import implementations
+from maxlib.ops.attention.reference import reference
+from tests.ops.attention import cases
+
+# Blocks smaller than the test's sequences, so that there are many tiles, and partial ones at every edge.
+RUNS = {
+    **{one.name: one.run for one in implementations() if one.name != "reference"},
+    "chunked 8x16": functools.partial(chunked, block_q=8, block_k=16),
+    "chunked 16x8": functools.partial(chunked, block_q=16, block_k=8),
+}
+NAMES = [one.name for one in implementations()]
+
+
+def everything(run, case):
+    """A compiled function of (arrays, bounds) to output, log-sum-exp and the gradients of all that is there."""
+
+    @jax.jit
+    def results(given, start, end):
+        inputs = {name: given[name] for name in ("q", "k", "v", "sinks", "bias") if given[name] is not None}
+        call = lambda x: run(**x, k_start=start, k_end=end, scale=0.7, softcap=case.softcap)
+        (out, lse), vjp = jax.vjp(call, inputs)
+        return out, lse, vjp((given["d_out"], given["d_lse"].astype(lse.dtype)))[0]
+
+    return results
+
+
+def close(got, want, tol=1e-11):
+    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=tol, atol=tol, err_msg=jax.tree_util.keystr(path))
+
+
+def check(name, case):
+    given, ours, truth = cases.arrays(case), everything(RUNS[name], case), everything(reference, case)
+    for start, end in cases.all_bounds(case.lengths).values():
+        close(ours(given, start, end), truth(given, start, end))
+
+
+@pytest.mark.parametrize("case", cases.pairwise(), ids=str)
+def test_equals_the_reference(case, float64):
+    check("chunked 8x16", case)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "chunked 8x16"])
+def test_every_implementation_equals_the_reference(name, float64):
+    check(name, cases.Case((4, 2), (8, 6), (37, 37), 2.0, True, (True, True)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", cases.product(), ids=str)
+def test_equals_the_reference_on_the_full_product(case, float64):
+    check("chunked 8x16", case)
+
+
+# ------------------------------------------------------------------------------------------------ precision
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
+def test_low_precision_is_as_good_as_the_dtype(dtype):
+    case = cases.Case((4, 2), (32, 32), (150, 150), None, True, None)
+    low = cases.arrays(case, dtype)
+    low["q"] = low["q"] / 4  # logits near 1, as in a model
+    start, end = cases.bounds("causal", "padded", case.lengths)
+    got = everything(chunked, case)(low, start, end)
+    want = everything(reference, case)(jax.tree.map(lambda x: x.astype(jnp.float32), low), start, end)
+    assert got[0].dtype == dtype
+    assert got[1].dtype == jnp.float32
+    assert all(x.dtype == dtype for x in jax.tree.leaves(got[2]))
+    finite = lambda x: jnp.where(jnp.isfinite(x), x, 0.0)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        error = jnp.linalg.norm(finite(x.astype(jnp.float32) - y)) / jnp.linalg.norm(finite(y))
+        assert error < 4 * jnp.finfo(dtype).eps
+
+
+def test_keys_and_values_of_another_dtype_are_read_in_the_queries_dtype():
+    given = cases.arrays(cases.Case((4, 2), (8, 8), (1, 33), None, False, None), jnp.float32)
+    k, v = given["k"].astype(jnp.bfloat16), given["v"].astype(jnp.bfloat16)
+    for name in NAMES:
+        mixed = attention(given["q"], k, v, implementation=name)
+        assert mixed.dtype == jnp.float32
+        close(mixed, attention(given["q"], k.astype(jnp.float32), v.astype(jnp.float32), implementation=name), 1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ invariances
+
+run = jax.jit(attention, static_argnames=("implementation", "return_lse"))
+PLAIN = cases.Case((4, 2), (8, 8), (37, 37), None, False, None)
+
+
+@pytest.fixture
+def qkv(float64):
+    given = cases.arrays(PLAIN)
+    return [given[name] for name in ("q", "k", "v")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sink_of_minus_infinity_is_none(name, qkv):
+    start, end = cases.bounds("causal", "padded", PLAIN.lengths)
+
+    def results(sinks):
+        call = lambda *x: run(*x, k_start=start, k_end=end, sinks=sinks, implementation=name, return_lse=True)
+        (out, lse), vjp = jax.vjp(call, *qkv)
+        return out, lse, vjp((jnp.ones_like(out), jnp.ones_like(lse)))
+
+    close(results(jnp.full(4, -jnp.inf)), results(None))
+    gradient = jax.grad(lambda sinks: run(*qkv, sinks=sinks, implementation=name).sum())(jnp.full(4, -jnp.inf))
+    np.testing.assert_array_equal(gradient, np.zeros(4))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_rows_give_zeros_and_no_gradient(name, qkv):
+    start, end = cases.bounds("causal", "padded", PLAIN.lengths)
+    empty = np.asarray(start >= end)
+    call = lambda *x: run(*x, k_start=start, k_end=end, implementation=name, return_lse=True)
+    (out, lse), vjp = jax.vjp(call, *qkv)
+    # An infinite cotangent of an infinite log-sum-exp is what naive code downstream produces.
+    dq, dk, dv = vjp((jnp.ones_like(out), jnp.where(lse == -jnp.inf, jnp.inf, 1.0)))
+    assert empty.any()
+    assert (np.asarray(out)[empty] == 0).all()
+    assert (np.asarray(lse)[empty] == -np.inf).all()
+    if name != "reference":  # there, autodiff multiplies the infinity by zero
+        assert (np.asarray(dq)[empty] == 0).all()
+        assert all(np.isfinite(x).all() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_is_separate(name, qkv):
+    start, end = cases.bounds("causal", "packed", PLAIN.lengths)
+    packed = run(*qkv, k_start=start, k_end=end, implementation=name)
+    for first, last in [(0, 12), (12, 37)]:
+        alone = [x[:1, first:last] for x in qkv]
+        causal = jnp.arange(1, last - first + 1)[None]
+        close(packed[:1, first:last], run(*alone, k_end=causal, implementation=name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_count_within_a_document(name, qkv):
+    start, end = cases.bounds("chunk", "packed", PLAIN.lengths)
+    packed = run(*qkv, k_start=start, k_end=end, implementation=name)
+    first, last = 12 + 6, 12 + 12  # the second chunk of six in the second document of row 0
+    alone = [x[:1, first:last] for x in qkv]
+    close(packed[:1, first:last], run(*alone, k_end=jnp.arange(1, 7)[None], implementation=name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_halves_merge_by_their_log_sum_exp(name, qkv):
+    q, k, v = qkv
+    whole = lambda q, k, v: run(q, k, v, implementation=name)
+
+    def merged(q, k, v):
+        parts = [run(q, k[:, s], v[:, s], return_lse=True, implementation=name) for s in (slice(20), slice(20, 37))]
+        outs, lses = (jnp.stack(x) for x in zip(*parts, strict=True))
+        return jnp.sum(outs * jax.nn.softmax(lses, axis=0)[..., None], axis=0)
+
+    (a, vjp_a), (b, vjp_b) = jax.vjp(whole, q, k, v), jax.vjp(merged, q, k, v)
+    close(b, a)
+    close(vjp_b(jnp.cos(a)), vjp_a(jnp.cos(a)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bounds_beyond_the_keys_are_cut(name, qkv):
+    wide = run(*qkv, k_start=jnp.full((2, 37), -5), k_end=jnp.full((2, 37), 99), implementation=name)
+    close(wide, run(*qkv, implementation=name))
+
+
+def test_ends_need_not_be_monotone(qkv):
+    rng = np.random.default_rng(0)
+    start, end = (jnp.asarray(rng.integers(0, 38, (2, 37))) for _ in range(2))
+    given = cases.arrays(PLAIN)
+    close(*(everything(one, PLAIN)(given, start, end) for one in (RUNS["chunked 8x16"], reference)))
+
+
+def test_the_scale_is_that_of_the_key_width_unless_given(qkv):
+    close(run(*qkv), attention(*qkv, scale=8**-0.5))
+    close(attention(2 * qkv[0], *qkv[1:], scale=0.3), attention(*qkv, scale=0.6))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_equals_the_last_row(name, qkv):
+    q, k, v = qkv
+    start, end = cases.bounds("window", "packed", PLAIN.lengths)
+    whole = run(q, k, v, k_start=start, k_end=end, implementation=name)
+    cache = [jnp.pad(x, ((0, 0), (0, 500), (0, 0), (0, 0))) for x in (k, v)]
+    token = run(q[:, -1:], *cache, k_start=start[:, -1:], k_end=end[:, -1:], implementation=name)
+    close(token, whole[:, -1:])
