@@ -1,0 +1,359 @@
+"""Directories in and out: what is refused and how, what is left when a save fails, how families are found, memory."""
+
+import dataclasses
+import errno
+import json
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import EntryPoint
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import maxlib
+from maxlib import nn, ops, sharding, weights
+from maxlib.models import llama
+from maxlib.weights import family as family_module
+from maxlib.weights import files as files_module
+from tests.nn.tiny import LLAMA
+from tests.weights import zoo
+
+CFG = dataclasses.replace(LLAMA, rope=ops.Rope(12, max_length=64), num_layers=3)
+
+
+def build(cfg: llama.Config, dtype=jnp.float32) -> llama.Llama:
+    """Random bits as weights: quick, and no two are alike."""
+    abstract = jax.eval_shape(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))
+    random = np.random.default_rng(0)
+    draw = lambda v: jnp.asarray(random.random(v.get_value().shape, np.float32) - 0.5, dtype)
+    return nn.combine({path: draw(v) for path, v in nn.variables(abstract).items()}, abstract)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(CFG)
+
+
+@pytest.fixture(scope="module")
+def exported(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama") / "hf"
+    maxlib.save_pretrained(model, path)
+    return path
+
+
+@pytest.fixture
+def copied(exported, tmp_path):
+    """A copy to damage: its directory and its tensors."""
+    tensors = load_file(exported / "model.safetensors")
+    path = tmp_path / "copy"
+    path.mkdir()
+    (path / "config.json").write_text((exported / "config.json").read_text())
+    save_file(tensors, path / "model.safetensors")
+    return path, tensors
+
+
+def same(a, b) -> bool:
+    a, b = nn.partition(a)[0], nn.partition(b)[0]
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and np.array_equal(a[k], b[k]) for k in a)
+
+
+# --- there and back -------------------------------------------------------------------------------------------------
+
+
+def test_round_trip(model, exported):
+    back = maxlib.from_pretrained(exported)
+    assert back.cfg == model.cfg
+    assert same(back, model)
+
+
+@pytest.mark.parametrize("preset", ["DP", "FSDP", "TP", "FSDP_TP"])
+def test_round_trip_on_eight_devices(preset, model, exported, tmp_path):
+    axes = {"DP": {"data": 8}, "FSDP": {"fsdp": 4, "data": 2}, "TP": {"tensor": 2, "data": 4}}
+    mesh = sharding.make_mesh(**axes.get(preset, {"data": 2, "fsdp": 2, "tensor": 2}))
+    rules = {**getattr(sharding, preset), "vocab": None}  # 61 words divide over nothing
+    back = maxlib.from_pretrained(exported, mesh=mesh, rules=rules)
+    assert same(back, model)
+    q = back.layers.body[0].attn.q.w.get_value()
+    assert q.sharding == sharding.sharding_of("q", back.layers.body[0].attn.q.w, mesh, rules)
+    maxlib.save_pretrained(back, tmp_path / "again")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
+
+
+def test_rules_that_do_not_fit_name_the_parameter(exported):
+    with pytest.raises(ValueError, match="embed.w: axis 'vocab' of size 61 does not divide"):
+        maxlib.from_pretrained(exported, mesh=sharding.make_mesh(data=4, tensor=2))
+
+
+def test_layers_that_stand_alone_are_written_the_same(model, exported, tmp_path):
+    maxlib.save_pretrained(nn.unstack(model), tmp_path / "hf")
+    assert (tmp_path / "hf/model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
+
+
+def test_many_files(model, exported, tmp_path):
+    maxlib.save_pretrained(model, tmp_path / "hf", max_shard_bytes=10_000)
+    names = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert names[0] == "config.json"
+    assert len(names) > 4 and names[-1] == "model.safetensors.index.json"
+    assert same(maxlib.from_pretrained(tmp_path / "hf"), model)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype, model, tmp_path):
+    maxlib.save_pretrained(model, tmp_path / "hf", dtype=dtype)
+    assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == dtype
+    as_stored = maxlib.from_pretrained(tmp_path / "hf")
+    wide = maxlib.from_pretrained(tmp_path / "hf", dtype=jnp.float32)
+    want, _ = nn.partition(model)
+    for path, value in nn.partition(as_stored)[0].items():
+        assert value.dtype == dtype
+        np.testing.assert_array_equal(value, want[path].astype(dtype))
+        np.testing.assert_array_equal(nn.partition(wide)[0][path], value.astype(jnp.float32))
+    maxlib.save_pretrained(as_stored, tmp_path / "again")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
+
+
+def test_layers_stored_in_different_dtypes_meet_in_the_wider(copied):
+    path, tensors = copied
+    save_file({n: t.astype(np.float16) if ".1." in n else t for n, t in tensors.items()}, path / "model.safetensors")
+    assert {v.dtype for v in nn.partition(maxlib.from_pretrained(path))[0].values()} == {np.dtype("float32")}
+
+
+def test_values_beyond_float16_are_refused(model, copied, tmp_path):
+    path, tensors = copied
+    big = {
+        n: np.float32(1e5) * np.ones_like(t) if n.endswith("layers.1.mlp.up_proj.weight") else t
+        for n, t in tensors.items()
+    }
+    save_file(big, path / "model.safetensors")
+    with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight has values that float16 cannot hold"):
+        maxlib.from_pretrained(path, dtype=jnp.float16)
+    with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight has values that float16 cannot hold"):
+        maxlib.save_pretrained(maxlib.from_pretrained(path), tmp_path / "half", dtype=jnp.float16)
+    assert not (tmp_path / "half").exists()
+
+
+def test_config_and_generation_files(model, exported, tmp_path):
+    config = json.loads((exported / "config.json").read_text())
+    assert config["bos_token_id"] is config["eos_token_id"] is config["pad_token_id"] is None
+    maxlib.save_pretrained(model, tmp_path / "hf", generation={"eos_token_id": 3, "temperature": 0.7})
+    assert json.loads((tmp_path / "hf/generation_config.json").read_text()) == {"eos_token_id": 3, "temperature": 0.7}
+    assert json.loads((tmp_path / "hf/config.json").read_text())["eos_token_id"] == 3
+    maxlib.from_pretrained(tmp_path / "hf")
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_that_do_not_fit_are_named(copied):
+    path, tensors = copied
+    missing = tensors.pop("model.layers.1.mlp.gate_proj.weight")
+    tensors["model.layers.2.self_attn.q_proj.weight"] = np.zeros((5, 32), np.float32)
+    tensors |= {"model.layers.3.mlp.gate_proj.weight": missing, "score.weight": missing}
+    tensors["model.norm.weight"] = np.ones(32, np.int32)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match="are not those of the model its config.json describes") as error:
+        maxlib.from_pretrained(path)
+    text = str(error.value)
+    assert "missing (1):\n  model.layers.1.mlp.gate_proj.weight (for layers.body.0.mlp.gate.w[1])" in text
+    assert (
+        "model.layers.2.self_attn.q_proj.weight has shape (5, 32), but layers.body.0.attn.q.w[2] needs (48, 32)" in text
+    )
+    assert "model.norm.weight has dtype int32, but norm.scale is float32" in text
+    assert (
+        "left over, the model has no place for them (2):\n  model.layers.3.mlp.gate_proj.weight\n  score.weight" in text
+    )
+
+
+def test_long_lists_are_cut(copied):
+    path, tensors = copied
+    save_file({"lm_head.weight": tensors["lm_head.weight"]}, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing \(29\):(\n  model[^\n]*){20}\n  ... and 9 more\n"):
+        maxlib.from_pretrained(path)
+
+
+def test_a_table_that_forgets_a_weight_says_so(copied):
+    path, _ = copied
+    family = dataclasses.replace(
+        llama.FAMILY, table=lambda cfg: [e for e in llama.FAMILY.table(cfg) if "norm" not in str(e)]
+    )
+    with pytest.raises(
+        ValueError, match=r"without an entry in its table \(3\):\n  layers.body.0.attn_norm.scale \(0 of 96"
+    ):
+        maxlib.from_pretrained(path, family=family)
+
+
+def test_a_truncated_file_is_refused_before_anything_is_built(copied):
+    path, _ = copied
+    content = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="truncated or corrupt"):
+        maxlib.from_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "nonsense"}, r"no family is known for the model_type 'nonsense' of .*; there are .*llama"),
+        ({"model_type": None}, "no family is known for the model_type None"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ({"hidden_size": None}, "hidden_size must be given"),
+        ({"head_dim": None, "hidden_size": 33}, "must divide hidden_size"),
+        ({"num_key_value_heads": 3}, "num_heads must be a multiple of num_kv_heads; got 4 and 3"),
+        ({"sliding_window": 16}, "fields this architecture does not know.*\n.*sliding_window = 16"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_theta": 1.0}, "they must agree"),
+    ],
+)
+def test_configs_that_cannot_be_right_are_refused(change, message, copied):
+    path, _ = copied
+    config = json.loads((path / "config.json").read_text()) | change
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        maxlib.from_pretrained(path)
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_save_leaves_nothing(model, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files_module.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        maxlib.save_pretrained(model, tmp_path / "hf")
+    assert any("Nothing was saved" in note for note in error.value.__notes__)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_save_leaves_what_was_there(model, exported, tmp_path, monkeypatch):
+    maxlib.save_pretrained(model, tmp_path / "hf")
+    with pytest.raises(TypeError, match="tokenizer must be"):
+        maxlib.save_pretrained(model, tmp_path / "hf", dtype=jnp.bfloat16, tokenizer=3, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert (tmp_path / "hf/model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
+
+
+def test_existing_directories(model, tmp_path):
+    path = tmp_path / "deep" / "hf"
+    path.mkdir(parents=True)  # an empty one is welcome
+    maxlib.save_pretrained(model, path, max_shard_bytes=10_000)
+    with pytest.raises(FileExistsError, match="holds an export already. .* overwrite=True"):
+        maxlib.save_pretrained(model, path)
+    maxlib.save_pretrained(model, path, overwrite=True)
+    assert sorted(p.name for p in path.iterdir()) == ["config.json", "model.safetensors"]
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"files that are not of an export \(notes.txt\)"):
+        maxlib.save_pretrained(model, path, overwrite=True)
+    assert (path / "notes.txt").read_text() == "mine"
+    with pytest.raises(FileExistsError, match="it is a file or a link"):
+        maxlib.save_pretrained(model, path / "notes.txt")
+
+
+def test_models_that_cannot_be_described_are_refused_first(tmp_path):
+    with pytest.raises(ValueError, match="max_position_embeddings must be known"):
+        maxlib.save_pretrained(build(LLAMA), tmp_path / "hf")
+    with pytest.raises(ValueError, match="no family is known for models of class Leaf; there are .*llama"):
+        maxlib.save_pretrained(zoo.Leaf(2, rngs=nnx.Rngs(0)), tmp_path / "hf")
+    assert not list(tmp_path.iterdir())
+
+
+def tiny_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+def test_tokenizers_are_written_along(model, tmp_path):
+    maxlib.save_pretrained(model, tmp_path / "hf", tokenizer=tiny_tokenizer())
+    assert Tokenizer.from_file(str(tmp_path / "hf/tokenizer.json")).encode("b a").ids == [2, 1]
+    maxlib.save_pretrained(model, tmp_path / "hf", overwrite=True)
+    assert not (tmp_path / "hf/tokenizer.json").exists()
+
+
+def test_transformers_opens_them(model, tmp_path):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    maxlib.save_pretrained(model, tmp_path / "hf", tokenizer=tiny_tokenizer())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer("b a").input_ids == [2, 1]
+    maxlib.save_pretrained(model, tmp_path / "again", tokenizer=tokenizer)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "again")("a").input_ids == [1]
+
+
+# --- families ---------------------------------------------------------------------------------------------------------
+
+
+def test_families_are_found():
+    assert "llama" in {family.name for family in weights.families()}
+    assert "llama3-8b" in weights.presets()
+
+
+def test_outside_families_are_found_through_entry_points(tmp_path, monkeypatch, caplog):
+    points = [
+        EntryPoint("zoo", "tests.weights.zoo", "maxlib.models"),
+        EntryPoint("broken", "tests.weights.absent", "maxlib.models"),
+    ]
+    monkeypatch.setattr(family_module, "entry_points", lambda group: points if group == "maxlib.models" else [])
+    weights.families.cache_clear()
+    try:
+        maxlib.save_pretrained(zoo.zoo(zoo.Config(num_layers=1)), tmp_path / "hf")
+        assert isinstance(maxlib.from_pretrained(tmp_path / "hf"), zoo.Zoo)
+        assert "the entry point broken=tests.weights.absent of group maxlib.models fails" in caplog.text
+        assert "zoo-tiny" in weights.presets()
+        monkeypatch.setattr(family_module, "entry_points", lambda group: [points[0], points[0]])
+        weights.families.cache_clear()
+        with pytest.raises(ValueError, match="is claimed by the families zoo, zoo: give family= to choose"):
+            maxlib.from_pretrained(tmp_path / "hf")
+    finally:
+        weights.families.cache_clear()
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+    import jax, numpy as np, resource, sys, maxlib
+    from maxlib import sharding
+    from pathlib import Path
+    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    small, big, out = map(Path, sys.argv[1:4])
+    where = {} if sys.argv[4] == "one" else {"mesh": sharding.make_mesh(data=2, fsdp=2, tensor=2)}
+    size = (big / "model.safetensors").stat().st_size / 2**20
+    maxlib.save_pretrained(maxlib.from_pretrained(small, **where), out / "small")  # compilers have had their memory
+    start = peak()
+    model = jax.block_until_ready(maxlib.from_pretrained(big, **where))
+    loaded = peak()
+    maxlib.save_pretrained(model, out / "big")
+    print(size, loaded - start, peak() - start)
+"""
+
+
+@pytest.fixture(scope="module")
+def big_and_small(tmp_path_factory):
+    path = tmp_path_factory.mktemp("memory")
+    cfg = dataclasses.replace(
+        CFG, vocab=8192, dim=512, mlp_dim=1536, num_heads=8, num_kv_heads=4, head_dim=64, tied=True
+    )
+    cfg = dataclasses.replace(cfg, rope=ops.Rope(64, max_length=64))
+    for name, layers in (("small", 2), ("big", 12)):
+        maxlib.save_pretrained(build(dataclasses.replace(cfg, num_layers=layers)), path / name)
+    return path
+
+
+@pytest.mark.parametrize("where", ["one", "mesh"])
+def test_host_memory_never_holds_the_model_twice(where, big_and_small, tmp_path):
+    """The weights lie in host memory once, since the devices are CPUs; beside them there are two tensors at most."""
+    tensor = 8192 * 512 * 4 / 2**20
+    arguments = [str(big_and_small / "small"), str(big_and_small / "big"), str(tmp_path), where]
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(MEASURE), *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    size, loading, saving = map(float, done.stdout.split())
+    assert size > 120
+    assert loading < size + 2 * tensor
+    assert saving < size + 4 * tensor
