@@ -1,0 +1,377 @@
+"""DeepSeek V2 and V3/R1, Kimi K2: latent attention, and many small experts beside shared ones (arXiv:2405.04434, 2412.19437).
+
+V3 differs from V2 in its router only; Kimi K2 is V3 with other numbers.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from maxlib import nn, ops
+from maxlib.ops.rope import Rope, Yarn
+from maxlib.sharding import constrain
+from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What distinguishes one DeepSeek from another; `PRESETS` has the published ones.
+
+    version: 2 scores experts by softmax and groups by their best expert; 3 by sigmoid, with a correction that balances the load, and
+    groups by their best two. num_dense: how many first layers have a plain MLP. losses: what the routers report for training.
+    """
+
+    version: Literal[2, 3]
+    vocab: int
+    num_layers: int
+    num_dense: int
+    dim: int
+    mlp_dim: int
+    expert_dim: int
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    v_dim: int
+    rope: Rope
+    num_experts: int
+    num_shared: int
+    top_k: int
+    num_groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = False
+    routed_scale: float = 1.0
+    norm_eps: float = 1e-6
+    tied: bool = False
+    losses: tuple[Any, ...] = ()
+    stored_mtp: int = dataclasses.field(default=0, compare=False)
+
+    @classmethod
+    def from_hf(cls, fields: HFConfig) -> "Config":
+        """Reads config.json. Raises ValueError for what this file does not compute."""
+        version = 2 if fields.require("model_type", "deepseek_v2", "deepseek_v3", "kimi_k2") == "deepseek_v2" else 3
+        num_heads, nope, turned = (
+            fields.take(name, kind=int) for name in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim")
+        )
+        fields.require("num_key_value_heads", num_heads)
+        fields.require("qk_head_dim", nope + turned)
+        fields.require("head_dim", turned)
+        fields.require("hidden_act", "silu")
+        fields.require("moe_layer_freq", 1)
+        for bias in ("attention_bias", "mlp_bias"):
+            fields.require(bias, False)
+        return cls(
+            version=version,
+            vocab=fields.take("vocab_size", kind=int),
+            num_layers=fields.take("num_hidden_layers", kind=int),
+            num_dense=fields.take("first_k_dense_replace", 0 if version == 2 else 3),
+            dim=fields.take("hidden_size", kind=int),
+            mlp_dim=fields.take("intermediate_size", kind=int),
+            expert_dim=fields.take("moe_intermediate_size", kind=int),
+            num_heads=num_heads,
+            q_rank=fields.take("q_lora_rank", None, kind=int),
+            kv_rank=fields.take("kv_lora_rank", kind=int),
+            nope_dim=nope,
+            v_dim=fields.take("v_head_dim", kind=int),
+            rope=fields.rope(head_dim=turned, interleaved=version == 2 or fields.take("rope_interleave", True)),
+            num_experts=fields.take("n_routed_experts", kind=int),
+            num_shared=fields.take("n_shared_experts", kind=int),
+            top_k=fields.take("num_experts_per_tok", kind=int),
+            routed_scale=fields.take("routed_scaling_factor", 1.0),
+            norm_eps=fields.take("rms_norm_eps", 1e-6),
+            tied=fields.take("tie_word_embeddings", False),
+            stored_mtp=fields.take("num_nextn_predict_layers", 0),
+            **_read_choice(fields, version),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields of config.json; Kimi K2 becomes a deepseek_v3, which is what transformers knows it as."""
+        if self.version == 2 and not self.rope.interleaved:
+            raise ValueError(f"Hugging Face's DeepSeek V2 turns interleaved pairs; the rope must do so, got {self.rope}")
+        return {
+            "architectures": [f"DeepseekV{self.version}ForCausalLM"],
+            "model_type": f"deepseek_v{self.version}",
+            "vocab_size": self.vocab,
+            "hidden_size": self.dim,
+            "intermediate_size": self.mlp_dim,
+            "moe_intermediate_size": self.expert_dim,
+            "num_hidden_layers": self.num_layers,
+            "first_k_dense_replace": self.num_dense,
+            "moe_layer_freq": 1,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_heads,
+            "q_lora_rank": self.q_rank,
+            "kv_lora_rank": self.kv_rank,
+            "qk_nope_head_dim": self.nope_dim,
+            "qk_rope_head_dim": self.rope.dim,
+            "v_head_dim": self.v_dim,
+            "n_routed_experts": self.num_experts,
+            "n_shared_experts": self.num_shared,
+            "num_experts_per_tok": self.top_k,
+            "n_group": self.num_groups,
+            "topk_group": self.top_groups,
+            "norm_topk_prob": self.renormalize,
+            "routed_scaling_factor": self.routed_scale,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "tie_word_embeddings": self.tied,
+            "attention_bias": False,
+            "num_nextn_predict_layers": 0,
+            **rope_to_hf(self.rope, head_dim=self.rope.dim),
+            **_write_choice(self),
+        }
+
+
+def _read_choice(fields: HFConfig, version: int) -> dict[str, Any]:
+    """How experts are chosen."""
+    groups = {"num_groups": fields.take("n_group", 1), "top_groups": fields.take("topk_group", 1)}
+    if version == 3:
+        fields.require("scoring_func", "sigmoid")
+        fields.require("topk_method", "noaux_tc")
+        return groups | {"renormalize": fields.take("norm_topk_prob", True)}
+    fields.require("scoring_func", "softmax")
+    fields.require("norm_topk_prob", False)  # transformers and DeepSeek's own code disagree on what else would mean
+    grouped = fields.require("topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
+    return groups if grouped else {}
+
+
+def _write_choice(cfg: Config) -> dict[str, Any]:
+    if cfg.version == 3:
+        return {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": cfg.rope.interleaved}
+    return {"scoring_func": "softmax", "topk_method": "group_limited_greedy" if cfg.num_groups > 1 else "greedy"}
+
+
+def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
+    scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
+    if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
+        scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+    return nn.MLA(
+        cfg.dim,
+        num_heads=cfg.num_heads,
+        q_rank=cfg.q_rank,
+        kv_rank=cfg.kv_rank,
+        nope_dim=cfg.nope_dim,
+        v_dim=cfg.v_dim,
+        rope=cfg.rope,
+        scale=scale,
+        rngs=rngs,  # the norms of the latents have the default epsilon, whatever `norm_eps`
+    )
+
+
+def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    groups = nn.GroupLimit(cfg.num_groups, cfg.top_groups, best=cfg.version - 1)
+    router = nn.Router(
+        cfg.dim,
+        cfg.num_experts,
+        top_k=cfg.top_k,
+        score=jax.nn.softmax if cfg.version == 2 else jax.nn.sigmoid,
+        renormalize=cfg.renormalize,
+        scale=cfg.routed_scale,
+        groups=groups if cfg.top_groups < cfg.num_groups else None,
+        correction=cfg.version == 3,
+        rngs=rngs,
+    )
+    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
+
+
+class Block(nnx.Module):
+    def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
+        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.attn = _attention(cfg, rngs=rngs)
+        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
+        self.moe = None if dense else _experts(cfg, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.attn(self.attn_norm(x), ctx, cache)
+        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        h, aux = self.feed_forward(self.mlp_norm(x), ctx)
+        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+
+    def feed_forward(self, x: Float[Array, "B T D"], ctx: nn.Context):
+        return (self.mlp(x), {}) if self.moe is None else self.moe(x, ctx)
+
+    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16):
+        return self.attn.init_cache(batch, capacity, dtype)
+
+
+class DeepSeek(nnx.Module):
+    """A decoder; `docs/decisions/0001` describes what trainers and generators expect of it."""
+
+    softcap = None
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        layer = lambda i, rngs: Block(cfg, dense=i < cfg.num_dense, rngs=rngs)
+        self.layers = nn.Stack(layer, cfg.num_layers, prefix=min(cfg.num_dense, cfg.num_layers), rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
+        cache: nn.Cache | None = None,
+        dtype: Any = jnp.bfloat16,
+        remat: nn.Policy = None,
+    ) -> nn.Output:
+        ctx = nn.context(
+            *tokens.shape,
+            positions=positions,
+            segment_ids=segment_ids,
+            valid=valid,
+            cache=cache,
+            masks=(ops.Causal(),),
+            ropes=(self.cfg.rope,),
+        )
+        x = constrain(self.embed(tokens, dtype=dtype), "batch", "seq", "act_embed")
+        x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat)
+        return nn.Output(self.norm(x), cache and cache.advanced(layers, ctx), aux)
+
+    def head_weight(self) -> Float[Array, "V D"]:
+        return (self.head or self.embed).w[...]
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        return constrain((self.head or self.embed).logits(hidden), "batch", "seq", "act_vocab")
+
+    def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
+        """An empty cache for `capacity` tokens a row; `rope_length` defaults to that capacity."""
+        layers = self.layers.init_cache(batch, capacity, dtype)
+        return nn.Cache(layers, jnp.zeros(batch, jnp.int32), rope_length or capacity)
+
+
+def _block(cfg: Config, theirs: str, ours: str) -> list[Weight]:
+    """Hugging Face's names for the weights of a block, dense or sparse."""
+    q = "q_proj" if cfg.q_rank is None else "q_b_proj"
+    names = {
+        "input_layernorm.weight": ("attn_norm.scale", None),
+        f"self_attn.{q}.weight": ("attn.q_up.w", "(N H) R -> N H R"),
+        "self_attn.q_a_proj.weight": ("attn.q_down.w", None),
+        "self_attn.q_a_layernorm.weight": ("attn.q_norm.scale", None),
+        "self_attn.kv_a_proj_with_mqa.weight": ("attn.kv_down.w", None),
+        "self_attn.kv_a_layernorm.weight": ("attn.kv_norm.scale", None),
+        "self_attn.o_proj.weight": ("attn.o.w", "D (N H) -> D N H"),
+        "post_attention_layernorm.weight": ("mlp_norm.scale", None),
+        "mlp.gate.weight": ("moe.router.gate.w", None),
+        "mlp.gate.e_score_correction_bias": ("moe.router.correction", None),
+    }
+    for part in ("gate", "up", "down"):
+        names |= {
+            f"mlp.{part}_proj.weight": (f"mlp.{part}.w", None),
+            f"mlp.shared_experts.{part}_proj.weight": (f"moe.shared.{part}.w", None),
+            f"mlp.experts.{{e}}.{part}_proj.weight": (f"moe.{part}.w", "O I -> e O I"),
+        }
+    kv, split = f"{theirs}.self_attn.kv_b_proj.weight", "(N H) R -> N H R"
+    return [
+        *[Weight(f"{theirs}.{name}", f"{ours}.{path}", pattern) for name, (path, pattern) in names.items()],
+        Weight(kv, f"{ours}.attn.k_up.w", split, at={"H": 0}),
+        Weight(kv, f"{ours}.attn.v_up.w", split, at={"H": cfg.nope_dim}),
+    ]
+
+
+def _table(cfg: Config) -> Table:
+    return [
+        Weight("model.embed_tokens.weight", "embed.w"),
+        *_block(cfg, "model.layers.{i}", "layers.{i}"),
+        Weight("model.norm.weight", "norm.scale"),
+        Weight("lm_head.weight", "head.w"),
+        Copy("lm_head.weight", of="model.embed_tokens.weight"),
+        *[Ignore(f"model.layers.{cfg.num_layers + i}.*") for i in range(cfg.stored_mtp)],
+        Ignore("model.layers.{i}.self_attn.rotary_emb.inv_freq"),
+    ]
+
+
+def _yarn(factor: float, mscale: float, *, theta: float = 1e4, fast: float = 32.0, reach: int = 163_840) -> Rope:
+    scaling = Yarn(factor, 4096, beta_fast=fast, mscale=mscale, mscale_all_dim=mscale)
+    return Rope(64, theta, scaling, interleaved=True, max_length=reach)
+
+
+_V2 = Config(
+    version=2,
+    vocab=102_400,
+    num_layers=60,
+    num_dense=1,
+    dim=5120,
+    mlp_dim=12_288,
+    expert_dim=1536,
+    num_heads=128,
+    q_rank=1536,
+    kv_rank=512,
+    nope_dim=128,
+    v_dim=128,
+    rope=_yarn(40.0, 1.0),
+    num_experts=160,
+    num_shared=2,
+    top_k=6,
+    num_groups=8,
+    top_groups=3,
+    routed_scale=16.0,
+)
+_V2_LITE = dataclasses.replace(
+    _V2,
+    num_layers=27,
+    dim=2048,
+    mlp_dim=10_944,
+    expert_dim=1408,
+    num_heads=16,
+    q_rank=None,
+    rope=_yarn(40.0, 0.707),
+    num_experts=64,
+    num_groups=1,
+    top_groups=1,
+    routed_scale=1.0,
+)
+_V3 = dataclasses.replace(
+    _V2,
+    version=3,
+    vocab=129_280,
+    num_layers=61,
+    num_dense=3,
+    dim=7168,
+    mlp_dim=18_432,
+    expert_dim=2048,
+    num_experts=256,
+    num_shared=1,
+    top_k=8,
+    top_groups=4,
+    renormalize=True,
+    routed_scale=2.5,
+)
+_KIMI_K2 = dataclasses.replace(
+    _V3,
+    vocab=163_840,
+    num_dense=1,
+    num_heads=64,
+    rope=_yarn(32.0, 1.0, theta=5e4, fast=1.0, reach=131_072),
+    num_experts=384,
+    num_groups=1,
+    top_groups=1,
+    routed_scale=2.827,
+)
+
+PRESETS = {
+    "deepseek-v2-lite": _V2_LITE,
+    "deepseek-v2": _V2,
+    "deepseek-v3": _V3,
+    "deepseek-r1": _V3,
+    "kimi-k2": _KIMI_K2,
+}
+
+FAMILY = Family(
+    name="deepseek",
+    model_types=("deepseek_v2", "deepseek_v3", "kimi_k2"),
+    model=DeepSeek,
+    config=Config,
+    table=_table,
+    presets=PRESETS,
+)
