@@ -1,0 +1,137 @@
+"""Trains a small Llama on real text, from a tokenizer to a directory that transformers opens. Fork me.
+
+By default the text is what every Python carries (its help topics and docstrings); give files or folders for your own.
+Run the same command again to resume. Ctrl-C saves first.
+"""
+
+import argparse
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from flax import nnx
+from tokenizers import Tokenizer
+
+import maxlib
+from maxlib import data, inference, ops, sharding, training
+from maxlib.models import llama
+
+BOS, EOS = "<bos>", "<eos>"
+DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
+
+
+def main() -> None:
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    train, held_out = data.split(documents(args.files), validation=0.05)
+    tokenizer = load_tokenizer(args.out / "tokenizer", train, args.vocab)
+    loader, eval_loader = loaders(train, held_out, tokenizer, args)
+    schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=args.steps // 10)
+    build = lambda: llama.Llama(config(tokenizer.get_vocab_size(), args), rngs=nnx.Rngs(0))
+    trainer = training.Trainer(
+        build,
+        optimizer=training.adamw(schedule, mask=training.decay_mask(jax.eval_shape(build))),
+        loader=loader,
+        loss=functools.partial(training.next_token_loss, dtype=DTYPE),
+        directory=args.out,
+        mesh=sharding.make_mesh(fsdp=-1) if jax.device_count() > 1 else None,
+        rules=sharding.FSDP,
+        schedule=schedule,
+        eval_loader=eval_loader,
+        eval_every=max(args.steps // 6, 1),
+        checkpointer=training.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
+    )
+    loss = trainer.fit(args.steps)["eval/nll"]
+    print(
+        f"\nvalidation loss {loss:.3f} nats per token; knowing only how frequent each token is: {unigram(eval_loader):.3f}"
+    )
+    finish(trainer.model, tokenizer, args)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = functools.partial(parser.add_argument, metavar="N", type=int)
+    add("files", metavar="FILE", type=Path, nargs="*", help="text or .jsonl (field 'text') files or folders of them")
+    add("--out", metavar="DIR", type=Path, default=Path("runs/pretrain"), help="where everything goes (%(default)s)")
+    add("--steps", default=300, help="optimizer steps in all (%(default)s)")
+    add("--batch", default=16, help="rows in a step (%(default)s)")
+    add("--length", default=256, help="tokens in a row (%(default)s)")
+    add("--vocab", default=4096, help="size of the tokenizer that is trained (%(default)s)")
+    add("--layers", default=8, help="layers of the model (%(default)s)")
+    add("--dim", default=320, help="width of the model, a multiple of 64 (%(default)s)")
+    add("--learning-rate", metavar="X", type=float, default=3e-3, help="its peak (%(default)s)")
+    return parser.parse_args()
+
+
+def documents(files: list[Path]):
+    if not files:
+        return data.python_text()
+    return data.jsonl(files) if files[0].suffix == ".jsonl" else data.text_files(files)
+
+
+def load_tokenizer(directory: Path, train, vocab: int) -> Tokenizer:
+    if not (directory / "tokenizer.json").exists():
+        tokenizer = data.train_bpe(
+            (document["text"] for document in train), vocab_size=vocab, special_tokens=(BOS, EOS)
+        )
+        data.save_tokenizer(tokenizer, directory, bos_token=BOS, eos_token=EOS)
+    return Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+def loaders(train, held_out, tokenizer: Tokenizer, args) -> tuple[data.Loader, data.Loader]:
+    ids = {"bos_id": tokenizer.token_to_id(BOS), "eos_id": tokenizer.token_to_id(EOS)}
+    train = data.tokenize(train, tokenizer, **ids).shuffle(seed=0).repeat()
+    held_out = data.tokenize(held_out, tokenizer, **ids)
+    rows = lambda tokens: lambda part: data.pack(tokens[part], length=args.length)
+    make = functools.partial(data.Loader, batch_size=args.batch)
+    return make(rows(train)), make(rows(held_out), num_shards=1)
+
+
+def config(vocab: int, args) -> llama.Config:
+    heads = args.dim // 64
+    return llama.Config(
+        vocab=vocab,
+        num_layers=args.layers,
+        dim=args.dim,
+        mlp_dim=args.dim * 8 // 3,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=64,
+        rope=ops.Rope(64, max_length=max(args.length, 1024)),
+        tied=True,
+    )
+
+
+def unigram(loader: data.Loader) -> float:
+    """The entropy of the held-out tokens: what a model reaches that ignores the context but knows their frequencies."""
+    loader.reset()
+    targets = np.concatenate([batch["targets"].ravel() for batch in loader])
+    share = np.bincount(targets[targets >= 0]) / np.sum(targets >= 0)
+    return float(-np.sum(share * np.log(share, where=share > 0, out=np.zeros_like(share))))
+
+
+def finish(model, tokenizer: Tokenizer, args) -> None:
+    picture, export = args.out / "loss.png", args.out / "model"
+    rows = training.read_jsonl(args.out / "metrics.jsonl")
+    for name, label in (("nll", "training"), ("eval/nll", "validation")):
+        plt.plot(*zip(*[(row["step"], row[name]) for row in rows if name in row], strict=True), label=label)
+    plt.xlabel("step"), plt.ylabel("nats per token"), plt.legend(), plt.savefig(picture, dpi=120)
+
+    ids = {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS)}
+    maxlib.save_pretrained(model, export, generation=ids, overwrite=True)
+    data.save_tokenizer(tokenizer, export, bos_token=BOS, eos_token=EOS)
+
+    print("\nA sample: ", end="")
+    generator = inference.Generator(model, dtype=DTYPE)
+    sampler = inference.Sampler(temperature=0.8, top_p=0.95)
+    for piece in inference.stream_text(generator, tokenizer, "The ", max_new_tokens=80, sampler=sampler, stop=[1]):
+        print(piece, end="", flush=True)
+    print(f"\n\nThe loss curve is {picture}; open it with any viewer.")
+    print(f"The model is {export}; open it with transformers.AutoModelForCausalLM.from_pretrained({str(export)!r}).")
+
+
+if __name__ == "__main__":
+    main()
