@@ -78,7 +78,8 @@ def jax_contenders(case: Case):
     runs, memory = {}, {}
     for name, call in calls.items():
         compiled = jax.jit(step(call, case.backward)).lower(q, k, v, *bounds, d_out).compile()
-        memory[name] = compiled.memory_analysis().temp_size_in_bytes / 2**20
+        analysis = compiled.memory_analysis()
+        memory[name] = None if analysis is None else analysis.temp_size_in_bytes / 2**20
         runs[name] = lambda compiled=compiled: jax.block_until_ready(compiled(q, k, v, *bounds, d_out))
     return runs, memory
 

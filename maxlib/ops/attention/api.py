@@ -1,6 +1,7 @@
 """The public attention function: checks its arguments and chooses an implementation."""
 
-from typing import Literal, overload
+import math
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from maxlib.ops.attention import dispatch
 from maxlib.ops.attention.chunked import chunked
 from maxlib.ops.attention.reference import reference
+from maxlib.ops.cost import counted
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
@@ -76,19 +78,34 @@ def attention(
     Raises ValueError for shapes that do not fit and for an implementation that cannot run the call.
     """
     call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse)
-    run = dispatch.choose(call, implementation).run
-    out, lse = run(
+    out, lse = _attention(
         q,
         k,
         v,
-        k_start=jnp.zeros(q.shape[:2], jnp.int32) if k_start is None else k_start,
-        k_end=jnp.full(q.shape[:2], k.shape[1], jnp.int32) if k_end is None else k_end,
+        jnp.zeros(q.shape[:2], jnp.int32) if k_start is None else k_start,
+        jnp.full(q.shape[:2], k.shape[1], jnp.int32) if k_end is None else k_end,
+        sinks,
+        bias,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,
-        sinks=sinks,
-        bias=bias,
+        implementation=dispatch.choose(call, implementation).name,
     )
     return (out, lse) if return_lse else out
+
+
+def _flops(q, k, v, k_start, k_end, *_) -> Any:
+    """Two matmuls over every pair of a query and a key it sees; over all pairs where the bounds are not known."""
+    pairs = math.prod(q.shape[:-2]) * k.shape[-3]
+    if not isinstance(k_start, jax.ShapeDtypeStruct) and not isinstance(k_end, jax.ShapeDtypeStruct):
+        seen = jnp.minimum(k_end, k.shape[-3]) - jnp.maximum(k_start, 0)
+        pairs = jnp.sum(jnp.maximum(seen, 0).astype(jnp.float32))
+    return 2.0 * q.shape[-2] * (q.shape[-1] + v.shape[-1]) * pairs
+
+
+@counted(_flops, static=("scale", "softcap", "implementation"))
+def _attention(q, k, v, k_start, k_end, sinks, bias, *, scale, softcap, implementation):
+    run = dispatch.by_name(implementation).run
+    return run(q, k, v, k_start=k_start, k_end=k_end, scale=scale, softcap=softcap, sinks=sinks, bias=bias)
 
 
 def explain_attention(

@@ -169,7 +169,7 @@ def _backward_block(spec: Spec, keys, values, totals, row: Rows, lse, delta, d_o
     init = *totals, zeros(row.q), zeros(row.bias)
     step = lambda j, carry: _backward_tile(spec, row, keys, values, lse, delta, d_out, j, *carry)
     dk, dv, dq, d_bias = lax.fori_loop(*_visited(row, keys), step, init)
-    return (dk, dv), (dq.astype(row.q.dtype), None if d_bias is None else d_bias.astype(row.bias.dtype))
+    return (dk, dv), (dq.astype(row.q.dtype), jax.tree.map(lambda d, bias: d.astype(bias.dtype), d_bias, row.bias))
 
 
 def _backward_tile(spec: Spec, row: Rows, keys, values, lse, delta, d_out, j, dk, dv, dq, d_bias):

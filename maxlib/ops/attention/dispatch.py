@@ -113,7 +113,11 @@ def choose(call: Call, name: str | None = None) -> Implementation:
     answer = explain(call, name)
     if answer.chosen is None:
         raise ValueError(f"attention cannot run as asked: {answer.reason}. Pass implementation=None for the best one.")
-    return next(one for one in _implementations if one.name == answer.chosen)
+    return by_name(answer.chosen)
+
+
+def by_name(name: str) -> Implementation:
+    return next(one for one in _implementations if one.name == name)
 
 
 def capabilities() -> str:
@@ -129,5 +133,5 @@ def current_device() -> tuple[str, str]:
     """Platform and kind of the device a trace is for: the mesh in context (which may be absent hardware), or the default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
-        device = jax.config.jax_default_device or jax.devices()[0]
+        device = jax.default_device.value or jax.devices()[0]
     return (device, device) if isinstance(device, str) else (device.platform, device.device_kind)

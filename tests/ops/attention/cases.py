@@ -91,8 +91,8 @@ def arrays(case: Case, dtype=jnp.float64, batch: int = 2) -> dict:
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
     (N, K), (Hk, Hv), (T, S) = case.heads, case.widths, case.lengths
     found = {"q": normal(batch, T, N, Hk), "k": normal(batch, S, K, Hk), "v": normal(batch, S, K, Hv)}
-    found["sinks"] = normal(N) if case.sinks else None
-    found["bias"] = None
+    sinks = normal(N) if case.sinks else None
+    bias = None
     if case.bias is not None:
-        found["bias"] = normal(batch if case.bias[0] else 1, N if case.bias[1] else 1, T, S)
-    return {**found, "d_out": normal(batch, T, N, Hv), "d_lse": normal(batch, T, N)}
+        bias = normal(batch if case.bias[0] else 1, N if case.bias[1] else 1, T, S)
+    return {**found, "sinks": sinks, "bias": bias, "d_out": normal(batch, T, N, Hv), "d_lse": normal(batch, T, N)}

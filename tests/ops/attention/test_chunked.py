@@ -58,7 +58,7 @@ def test_decoding_reads_no_further_than_it_sees():
 # ------------------------------------------------------------------------------------------------ memory
 
 
-def temporaries(run, length: int, window: int | None = None) -> int:
+def temporaries(run, length: int) -> int:
     """Bytes that forward and backward need besides arguments and results."""
     x = jax.ShapeDtypeStruct((1, length, 2, 32), jnp.float32)
     ends = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -66,7 +66,9 @@ def temporaries(run, length: int, window: int | None = None) -> int:
     def gradients(q, k, v, start, end):
         return jax.grad(lambda *x: run(*x, k_start=start, k_end=end, scale=1.0)[0].sum(), argnums=(0, 1, 2))(q, k, v)
 
-    return jax.jit(gradients).lower(x, x, x, ends, ends).compile().memory_analysis().temp_size_in_bytes
+    analysis = jax.jit(gradients).lower(x, x, x, ends, ends).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
 
 
 def test_memory_is_linear_in_the_length():
@@ -76,9 +78,9 @@ def test_memory_is_linear_in_the_length():
 
 
 def test_many_heads_and_rows_share_no_tile():
-    tile = lambda *shape: choose_blocks(*(jax.ShapeDtypeStruct(shape, jnp.float32),) * 2, 1.0)
     for shape in [(64, 4096, 32, 128), (6, 1000, 12, 64), (1, 1, 8, 64), (1, 129, 1, 8)]:
-        spec = tile(*shape)
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        spec = choose_blocks(x, x, 1.0)
         assert shape[0] % spec.rows == 0
         assert spec.rows == 1 or spec.rows * shape[2] * spec.block_q * spec.block_k <= 2**19
 
