@@ -1,6 +1,6 @@
 """Layers applied in order, scanned where they are alike."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -117,6 +117,21 @@ def unstack(model: Any) -> Any:
     """`model` with the layers of all its stacks standing alone."""
     is_stack = lambda x: isinstance(x, Stack)
     return jax.tree.map(lambda x: x.unstacked() if is_stack(x) else x, model, is_leaf=is_stack)
+
+
+def layout_for(kinds: Iterable[Hashable]) -> dict[str, int]:
+    """The `prefix` and `period` that scan the most, given what distinguishes each layer (its mask, say)."""
+    kinds = tuple(kinds)
+    n = len(kinds)
+
+    def repeats(prefix: int, period: int) -> bool:
+        end = n - (n - prefix) % period
+        return kinds[prefix : end - period] == kinds[prefix + period : end]
+
+    traced = lambda prefix, period: prefix + period + (n - prefix) % period
+    layouts = [(traced(a, p), a, p) for p in range(1, n + 1) for a in range(n - p + 1) if repeats(a, p)]
+    _, prefix, period = min(layouts, default=(0, 0, 1))
+    return {"prefix": prefix, "period": period}
 
 
 def place_of(i: int, *, num_layers: int, prefix: int, period: int) -> tuple[str, int | None]:

@@ -124,6 +124,16 @@ class HFConfig:
             self._children[name] = HFConfig(self.take(name, kind=dict), path=self.where(name).partition(": ")[2])
         return self._children[name]
 
+    def layer_types(self, num_layers: int, *known: str) -> tuple[str, ...] | None:
+        """`layer_types`, one of `known` for each layer; None if the config leaves it out. Raises ValueError for any other."""
+        types = self.take("layer_types", None, kind=list)
+        if types is not None and (len(types) != num_layers or not set(types) <= set(known)):
+            raise ValueError(
+                f"{self.where('layer_types')} must give one of {', '.join(known)} for each of {num_layers} layers, "
+                f"got {_short(types)} ({len(types)} entries)."
+            )
+        return None if types is None else tuple(types)
+
     def rope(
         self,
         *,

@@ -1,12 +1,13 @@
 """Small models with weights that any Python can make again, what transformers makes of them, and what we do.
 
 A golden file holds, per case, the config, the names and shapes of the weights, tokens, transformers' logits, and of
-the gradient of every weight its norm and one projection. `python -m tests.models.parity` writes them anew.
+the gradient of every weight its norm and one projection. `python -m tests.models.parity [family ...]` writes them anew.
 """
 
 import functools
 import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import maxlib
 from maxlib import nn
 
 GOLDEN = Path(__file__).parent / "golden"
-FAMILIES = ("llama",)
+FAMILIES = sorted(path.stem.removeprefix("test_") for path in GOLDEN.parent.glob("test_*.py"))
 
 
 def tensors(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
@@ -46,6 +47,17 @@ def directory(path: Path, case: dict[str, Any], **changes: np.ndarray) -> Path:
     return path
 
 
+def old_spelling(config: dict[str, Any]) -> dict[str, Any]:
+    """A config of transformers 5 as transformers 4 wrote it."""
+    rope = config["rope_parameters"]
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    rest = {name: value for name, value in config.items() if name != "rope_parameters"}
+    return rest | {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope.get("rope_type", "default") == "default" else scaling,
+    }
+
+
 def projection(name: str, gradient: np.ndarray) -> np.ndarray:
     """Norm of a gradient, and its product with a random direction."""
     direction = np.random.RandomState(len(name)).standard_normal(gradient.shape)
@@ -61,21 +73,56 @@ def theirs(config: Any, tokens: np.ndarray) -> dict[str, Any]:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
-    names = dict(model.named_parameters())  # a tied head is listed once
-    shapes = {name: list(p.shape) for name, p in names.items()}
-    for name, value in tensors(shapes).items():
-        names[name].data.copy_(torch.from_numpy(value))
+    own = _tensors_of(model)
+    shapes = {name: list(index.shape) for name, index in _stored(model, _numbered(own)).items()}
+    _fill(model, own, tensors(shapes))
     ids = torch.from_numpy(tokens).long()
     logits = model(ids).logits
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-    gradients = {name: p.grad.numpy() for name, p in names.items()}
+    # What is not trained stands for itself, as in our export of gradients.
+    gradients = _stored(model, {name: t if t.grad is None else t.grad for name, t in own.items()})
     return {
         "config": json.loads(config.to_json_string(use_diff=False)),
         "shapes": shapes,
         "tokens": tokens,
         "logits": logits.detach().numpy(),
-        "gradients": {name: projection(name, g) for name, g in gradients.items()},
+        "gradients": {name: projection(name, g.numpy()) for name, g in gradients.items()},
     }
+
+
+def _tensors_of(model: Any) -> dict[str, Any]:
+    """Parameters and what else is stored; a tied head is listed once."""
+    stored = model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in stored}
+
+
+def _stored(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors as files have them: transformers keeps experts in one tensor that files store one by one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, tensors))
+
+
+def _numbered(own: dict[str, Any]) -> dict[str, Any]:
+    """For each value its number among all."""
+    import torch
+
+    ends = np.cumsum([t.numel() for t in own.values()])
+    return {
+        name: torch.arange(end - t.numel(), end).reshape(t.shape) for end, (name, t) in zip(ends, own.items(), strict=True)
+    }
+
+
+def _fill(model: Any, own: dict[str, Any], values: dict[str, np.ndarray]) -> None:
+    """Gives `model` stored values, wherever it keeps them."""
+    import torch
+
+    places = _numbered(own)
+    flat = np.empty(sum(t.numel() for t in own.values()), np.float32)
+    for name, index in _stored(model, places).items():
+        flat[index.numpy()] = values[name]
+    for name, tensor in own.items():
+        tensor.data.copy_(torch.from_numpy(flat[places[name].numpy()]))
 
 
 # --- ours -----------------------------------------------------------------------------------------------------------
@@ -132,5 +179,5 @@ def write(family: str) -> None:
 
 
 if __name__ == "__main__":
-    for family in FAMILIES:
+    for family in sys.argv[1:] or FAMILIES:
         write(family)

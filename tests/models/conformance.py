@@ -1,0 +1,222 @@
+"""What every family has to pass, with or without transformers at hand.
+
+    class TestMistral(Conformance):
+        family = "mistral"
+        config = "MistralConfig"
+        cases = {"windowed": {"sliding_window": 5}, ...}
+
+A case is what it changes of `base`, the config of a tiny model. Golden files hold what transformers made of all of them.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import maxlib
+from maxlib import nn, sharding
+from maxlib.weights import Family, HFConfig, presets, read_model
+from tests.models import parity
+
+SEQ = 24
+CLOSE = 2e-5  # of the deviation: what float32 sums in another order differ by
+BASE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+
+
+def assert_close(got: Any, want: Any, atol: float = CLOSE) -> None:
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=atol * float(np.std(want)))
+
+
+def _logits(model: Any, tokens: np.ndarray, segment_ids: np.ndarray | None = None) -> np.ndarray:
+    # Indexing a jax array would compile once more for every shape.
+    return np.asarray(_forward(model, tokens, segment_ids))
+
+
+@jax.jit
+def _forward(model, tokens, segment_ids):
+    return model.logits(model(tokens, segment_ids=segment_ids, dtype=jnp.float32).hidden)
+
+
+@jax.jit
+def _step(model, tokens, valid, cache):
+    out = model(tokens, valid=valid, cache=cache, dtype=jnp.float32)
+    return model.logits(out.hidden), out.cache
+
+
+class Conformance:
+    family: ClassVar[str]
+    config: ClassVar[str]  # transformers' class
+    base: ClassVar[dict[str, Any]] = BASE
+    cases: ClassVar[dict[str, dict[str, Any]]]
+    # Of the first case: another value for every field that matters to the computation.
+    matters: ClassVar[dict[str, Any]]
+    refused: ClassVar[dict[str, Any]] = {"hidden_act": "gelu", "attn_logit_softcapping": 50.0}
+    presets: ClassVar[dict[str, float]]  # published parameters, in billions
+    windows: ClassVar[dict[str, set[int]]] = {}  # slots of the caches of a case; all others keep everything
+    slot_axis: ClassVar[int] = -3  # of the arrays in a cache
+
+    def pytest_generate_tests(self, metafunc):
+        if "name" in metafunc.fixturenames:
+            metafunc.parametrize("name", type(self).cases)
+
+    @classmethod
+    def transformers_cases(cls) -> dict[str, tuple[Any, np.ndarray]]:
+        """What `parity.write` and the live tests hand to transformers."""
+        transformers = pytest.importorskip("transformers")
+        pytest.importorskip("torch")
+        make = lambda changes: getattr(transformers, cls.config)(**cls.base | changes)
+        configs = {name: make(changes) for name, changes in cls.cases.items()}
+        return {name: (config, parity.tokens(config.vocab_size, SEQ)) for name, config in configs.items()}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def made(cls, tmp_path_factory):
+        """By name: the golden case, its directory, and our model of it."""
+
+        @functools.cache
+        def make(name: str) -> tuple[dict[str, Any], Path, Any]:
+            case = parity.golden(cls.family)[name]
+            directory = parity.directory(tmp_path_factory.mktemp(name), case)
+            return case, directory, maxlib.from_pretrained(directory)
+
+        return make
+
+    # --- against transformers ---
+
+    def test_logits_and_gradients_are_those_of_transformers(self, name, made, tmp_path):
+        case, _, model = made(name)
+        logits, gradients = parity.ours(model, case["tokens"], tmp_path / "gradients")
+        assert_close(logits, case["logits"], 1e-4)
+        assert gradients.keys() == case["shapes"].keys()
+        for tensor, gradient in gradients.items():
+            norm, product = case["gradients"][tensor]
+            ours = parity.projection(tensor, gradient)
+            np.testing.assert_allclose(ours, [norm, product], rtol=0, atol=1e-4 * norm, err_msg=tensor)
+
+    def test_golden_arrays_are_what_transformers_gives(self, name):
+        golden, now = parity.golden(self.family)[name], parity.theirs(*self.transformers_cases()[name])
+        assert golden["shapes"] == now["shapes"]
+        assert_close(now["logits"], golden["logits"], CLOSE)
+        for tensor, value in now["gradients"].items():
+            np.testing.assert_allclose(value, golden["gradients"][tensor], rtol=1e-3, atol=1e-5 * value[0])
+
+    def test_transformers_opens_the_export(self, name, made, tmp_path):
+        """Nothing is missing or left over, and it computes what we compute, also far behind the first tokens."""
+        torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+        _, _, model = made(name)
+        maxlib.save_pretrained(model, tmp_path / "export")
+        theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "export", attn_implementation="eager", output_loading_info=True
+        )
+        assert not any(info.values()), info
+        tokens = parity.tokens(model.cfg.vocab, 520)[:1]
+        with torch.no_grad():
+            want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+        assert_close(_logits(model, tokens), want, 1e-4)
+
+    # --- weights and config ---
+
+    def test_export_is_what_was_read(self, name, made, tmp_path):
+        _, directory, model = made(name)
+        maxlib.save_pretrained(model, tmp_path / "export")
+        want, got = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "export"))
+        assert got.keys() == want.keys()
+        for tensor, value in want.items():
+            assert got[tensor].tobytes() == value.tobytes(), tensor
+        assert read_model(tmp_path / "export")[1] == model.cfg
+
+    def test_both_spellings_are_read(self, name, made):
+        case, _, model = made(name)
+        fields = HFConfig(parity.old_spelling(case["config"]))
+        assert type(model.cfg).from_hf(fields) == model.cfg
+        fields.done()
+
+    def test_every_field_matters(self, made, tmp_path):
+        case, _, model = made(next(iter(self.cases)))
+        before = _logits(model, case["tokens"])
+        for field, value in self.matters.items():
+            changed = {**case, "config": {**case["config"], field: value}}
+            other = maxlib.from_pretrained(parity.directory(tmp_path / field, changed))
+            assert np.abs(_logits(other, case["tokens"]) - before).max() > 1e-3 * before.std(), field
+
+    def test_what_is_not_computed_is_refused(self, made, tmp_path):
+        case, _, _ = made(next(iter(self.cases)))
+        for field, value in self.refused.items():
+            parity.directory(tmp_path, {**case, "config": {**case["config"], field: value}})
+            with pytest.raises(ValueError, match=field):
+                maxlib.from_pretrained(tmp_path)
+
+    def test_presets_have_the_published_size(self):
+        own = {name: cfg for name, cfg in presets().items() if name in self.presets}
+        assert own.keys() == self.presets.keys()
+        family = next(f for f in maxlib.weights.families() if f.name == self.family)
+        assert family.presets.keys() == own.keys()
+        for name, billions in self.presets.items():
+            cfg = own[name]
+            one, two = (self.count(family, dataclasses.replace(cfg, num_layers=n)) for n in (1, 2))
+            count = (one + (two - one) * (cfg.num_layers - 1)) / 1e9  # all layers have the same shapes
+            assert abs(count - billions) <= 0.0051, f"{name} has {count:.4f}B"
+            fields = HFConfig(json.loads(json.dumps(cfg.to_hf())))
+            assert family.config.from_hf(fields) == cfg, name
+            fields.done()
+
+    @staticmethod
+    def count(family: Family, cfg: Any) -> int:
+        return nn.num_parameters(jax.eval_shape(lambda: family.model(cfg, rngs=nnx.Rngs(0))))
+
+    # --- packing, caches, devices ---
+
+    def test_packed_equals_separate(self, name, made):
+        """Two documents in one row, with padding behind."""
+        case, _, model = made(name)
+        tokens, cut = case["tokens"], SEQ // 3
+        pad = np.zeros(SEQ - cut, np.int32)
+        alone = _logits(model, np.stack([tokens[0], np.concatenate([tokens[1, :cut], pad])]))
+        row = np.concatenate([tokens[0], tokens[1, :cut], pad[:3]])[None]
+        segments = np.repeat(np.array([1, 2, 0], np.int32), [SEQ, cut, 3])[None]
+        got = _logits(model, row, segments)[0, : SEQ + cut]
+        assert_close(got, np.concatenate([alone[0], alone[1, :cut]]))
+
+    def test_prefill_and_decode_equal_the_full_pass(self, name, made):
+        """Rows of different lengths, in pieces as long as the window or longer, then one by one."""
+        case, _, model = made(name)
+        tokens, want = case["tokens"], _logits(model, case["tokens"])
+        cache = model.init_cache(2, SEQ, dtype=jnp.float32)
+        slots = {a.shape[self.slot_axis] for a in jax.tree.leaves(cache.layers)}
+        assert slots == self.windows.get(name, {SEQ})
+        done, got = np.zeros(2, int), np.zeros_like(want)
+        for new in [(5, 4), (5, 0), (0, 5), *[(1, 1)] * (SEQ - 10), (0, 1)]:
+            width = 1 if max(new) == 1 else 5
+            at = np.minimum(done[:, None] + np.arange(width), SEQ - 1)
+            valid = np.arange(width) < np.array(new)[:, None]
+            logits, cache = _step(model, np.take_along_axis(tokens, at, 1), valid, cache)
+            for row, n in enumerate(new):
+                got[row, done[row] : done[row] + n] = np.asarray(logits)[row, :n]
+            done += new
+        assert list(done) == [SEQ, SEQ]
+        assert_close(got, want)
+
+    def test_eight_devices_equal_one(self, made):
+        """Read onto data x fsdp x tensor by the rules; a vocabulary that does not divide stays whole."""
+        case, directory, model = made(next(iter(self.cases)))
+        mesh, rules = sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP | {"vocab": None}
+        spread, tokens = maxlib.from_pretrained(directory, mesh=mesh, rules=rules), np.tile(case["tokens"], (4, 1))
+        with sharding.use(mesh, rules):
+            got = _logits(spread, tokens)
+        assert_close(got, _logits(model, tokens))
