@@ -15,6 +15,13 @@ from maxlib.sharding import constrain
 from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
 
 
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
+
+def _in_turn(num_layers: int) -> tuple[str, ...]:
+    return tuple(GLOBAL if i % 2 else LOCAL for i in range(num_layers))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """What distinguishes one Gemma 2 from another; `PRESETS` has the published ones."""
@@ -27,7 +34,8 @@ class Config:
     num_kv_heads: int
     head_dim: int
     rope: Rope
-    window: int = 4096  # of the even layers
+    window: int = 4096  # of the local layers
+    layer_types: tuple[str, ...] | None = None  # LOCAL or GLOBAL each; None: in turn, local first
     query_scalar: int = 256  # scores are multiplied by its inverse square root
     attention_softcap: float | None = 50.0
     final_softcap: float | None = 30.0
@@ -43,7 +51,7 @@ class Config:
         fields.require("hidden_act", "gelu_pytorch_tanh")  # never read by transformers; the releases have both
         fields.require("use_bidirectional_attention", False)
         num_layers = fields.take("num_hidden_layers", kind=int)
-        fields.require("layer_types", _layer_types(num_layers))
+        layer_types = fields.layer_types(num_layers, LOCAL, GLOBAL)
         head_dim = fields.take("head_dim", 256)
         return cls(
             vocab=fields.take("vocab_size", 256_000),
@@ -55,6 +63,7 @@ class Config:
             head_dim=head_dim,
             rope=fields.rope(head_dim=head_dim),
             window=fields.take("sliding_window", 4096),
+            layer_types=None if layer_types == _in_turn(num_layers) else layer_types,
             query_scalar=fields.take("query_pre_attn_scalar", 256),
             attention_softcap=fields.take("attn_logit_softcapping", 50.0, nullable=True),
             final_softcap=fields.take("final_logit_softcapping", 30.0, nullable=True),
@@ -76,7 +85,7 @@ class Config:
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "hidden_activation": "gelu_pytorch_tanh",
-            "layer_types": _layer_types(self.num_layers),
+            "layer_types": list(self.layer_types or _in_turn(self.num_layers)),
             "sliding_window": self.window,
             "query_pre_attn_scalar": self.query_scalar,
             "attn_logit_softcapping": self.attention_softcap,
@@ -86,14 +95,6 @@ class Config:
             "attention_bias": self.attention_bias,
             **rope_to_hf(self.rope, head_dim=self.head_dim),
         }
-
-
-def _is_local(i: int) -> bool:
-    return i % 2 == 0
-
-
-def _layer_types(num_layers: int) -> list[str]:
-    return ["sliding_attention" if _is_local(i) else "full_attention" for i in range(num_layers)]
 
 
 class Block(nnx.Module):
@@ -134,13 +135,13 @@ class Gemma2(nnx.Module):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg, self.softcap = cfg, cfg.final_softcap
-        causal = ops.Causal()
-        local = causal & ops.SlidingWindow(cfg.window)
-        self.masks = (local, causal)
-        make = lambda i, rngs: Block(cfg, local if _is_local(i) else causal, rngs=rngs)
+        types = cfg.layer_types or _in_turn(cfg.num_layers)
+        masks = {LOCAL: ops.Causal() & ops.SlidingWindow(cfg.window), GLOBAL: ops.Causal()}
+        self.masks = tuple(masks.values())
+        make = lambda i, rngs: Block(cfg, masks[types[i]], rngs=rngs)
         # Scaled by sqrt(dim), the vectors come out with variance one.
         self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
-        self.layers = nn.Stack(make, cfg.num_layers, period=2, rngs=rngs)
+        self.layers = nn.Stack(make, cfg.num_layers, **nn.layout_for(types), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
