@@ -120,13 +120,20 @@ def by_name(name: str) -> Implementation:
     return next(one for one in _implementations if one.name == name)
 
 
-def capabilities() -> str:
-    """The capability matrix as a Markdown table."""
+class Table(str):
+    """Markdown, which notebooks show as the table that it is."""
+
+    def _repr_markdown_(self) -> str:
+        return str(self)
+
+
+def capabilities() -> Table:
+    """The capability matrix: which implementation runs where and has which feature."""
     rows = [["implementation", "runs on", *FEATURES], ["---"] * (len(FEATURES) + 2)]
     for one in _implementations:
         where = "everything" if one.platforms is None else ", ".join(sorted(one.platforms))
         rows.append([f"`{one.name}`", where, *("yes" if name in one.features else "-" for name in FEATURES)])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return Table("\n".join("| " + " | ".join(row) + " |" for row in rows))
 
 
 def current_device() -> tuple[str, str]:
