@@ -1,0 +1,8 @@
+"""Checkpoints that outlive the mesh, the stacks' layout and accidents; see docs/decisions/0005."""
+
+from maxlib.training.checkpoint.checkpointer import Checkpointer as Checkpointer
+from maxlib.training.checkpoint.errors import DamagedError as DamagedError
+from maxlib.training.checkpoint.errors import SaveError as SaveError
+from maxlib.training.checkpoint.relayout import layouts as layouts
+from maxlib.training.checkpoint.restore import load as load
+from maxlib.training.checkpoint.restore import verify as verify

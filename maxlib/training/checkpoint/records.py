@@ -1,0 +1,29 @@
+"""JSON files that know whether they are whole."""
+
+import json
+import zlib
+from typing import Any
+
+from etils import epath
+
+
+class Damaged(ValueError):
+    """A record that is missing or not as it was written."""
+
+
+def to_text(content: Any) -> str:
+    """`content` under its checksum. Raises TypeError for what JSON cannot hold."""
+    body = json.dumps(json.loads(json.dumps(content)), sort_keys=True)  # keys as they will be read: strings
+    return f'{{"crc32": "{zlib.crc32(body.encode()):08x}", "content": {body}}}\n'
+
+
+def read(path: epath.Path) -> Any:
+    """The content of a record. Raises Damaged."""
+    try:
+        record = json.loads(path.read_text())
+        crc, content = record["crc32"], record["content"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{path} cannot be read: {error}") from error
+    if f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}" != crc:
+        raise Damaged(f"{path} is not as it was written")
+    return content

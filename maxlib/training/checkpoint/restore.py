@@ -1,0 +1,327 @@
+"""From a step on disk to arrays in their places: verified, laid anew, cast."""
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxlib.training.checkpoint import manifest, records, storage, trees
+from maxlib.training.checkpoint.errors import DamagedError, shorten
+from maxlib.training.checkpoint.relayout import Layouts, Piece, logical_names
+
+_log = logging.getLogger(__name__)
+_RECORDS = ("manifest", "meta", "data")
+
+
+def load(
+    path: Any,
+    like: dict[str, Any] | None = None,
+    *,
+    items: tuple[str, ...] | list[str] | None = None,
+    layouts: Layouts | None = None,
+    cast: bool = False,
+) -> dict[str, Any]:
+    """What a checkpoint holds: `{item: ..., "data": ..., "meta": ...}`; `meta["step"]` is its step.
+
+    `path` is a step's directory, or a run's, of which the newest undamaged step is taken. `like` gives for each item wanted a pytree
+    of arrays or `jax.ShapeDtypeStruct`s, whose shardings say where to put the leaves (none: the default device; numpy arrays stay on
+    the host). Without it, `items` (default: all) come as `{path: numpy array}`. `layouts`, of the present model's stacks
+    (`layouts(model)`), lays anew what was saved under another prefix or period. `cast` permits a dtype other than the saved one.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint.
+      DamagedError: leaves are not as they were saved; it names them.
+      ValueError: the checkpoint is of another model; the message lists what differs.
+    """
+    path = epath.Path(path).resolve()
+    wanted = Wanted(like, None if items is None else tuple(items), layouts, cast)
+    if storage.steps(path):
+        return newest(path, wanted)
+    if not any((path / name).exists() for name in _RECORDS):
+        held = sorted(p.name for p in path.iterdir()) if path.is_dir() else "nothing: it is no directory"
+        raise FileNotFoundError(
+            f"{path} is neither a complete step of a checkpoint nor a directory of steps; it holds {held}."
+        )
+    return read(path, wanted)
+
+
+def verify(path: Any) -> list[str]:
+    """Reads all of a step's directory and names what is damaged, such as `"params: layers.body.0.attn.q.w"`."""
+    path = epath.Path(path).resolve()
+    try:
+        stored = open_step(path)
+    except DamagedError as error:
+        return list(error.leaves)
+    return [
+        f"{item}: {name}"
+        for item, entries in stored.items.items()
+        for name, entry in entries.items()
+        if manifest.is_stored(entry) and _is_damaged(path, item, name, entry)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What to restore, and as what."""
+
+    like: dict[str, Any] | None = None
+    items: tuple[str, ...] | None = None
+    layouts: Layouts | None = None
+    cast: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A step's records: its manifest's entries by item and leaf, its meta and its data state."""
+
+    items: dict[str, dict[str, dict[str, Any]]]
+    meta: dict[str, Any]
+    data: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A leaf to be: `rows` says whether its first axis counts layers."""
+
+    raw: jax.ShapeDtypeStruct
+    pieces: tuple[Piece, ...]
+    rows: bool
+
+
+def newest(directory: epath.Path, wanted: Wanted, found_damaged: set[int] | None = None) -> dict[str, Any]:
+    """Reads the newest undamaged step; adds the others to `found_damaged`."""
+    problems: list[str] = []
+    for step in reversed(storage.steps(directory)):
+        try:
+            restored = read(directory / str(step), wanted)
+        except DamagedError as error:
+            _log.warning("%s Trying the step before.", error)
+            problems.append(str(error))
+            if found_damaged is not None:
+                found_damaged.add(step)
+            continue
+        if problems:
+            _log.warning("Restored step %d of %s; newer ones are damaged.", step, directory)
+        return restored
+    if problems:
+        raise DamagedError(f"{directory} has no undamaged step left:{shorten(problems)}")
+    raise FileNotFoundError(f"{directory} holds no complete step of a checkpoint.")
+
+
+def open_step(directory: epath.Path) -> Stored:
+    """Reads a step's records and looks whether its items are there. Raises DamagedError."""
+    found, bad = {}, []
+    for name in _RECORDS:
+        try:
+            found[name] = records.read(directory / name / f"{name}.json")
+        except records.Damaged as error:
+            bad.append(f"{name}: {error}")
+    if not bad:
+        _check_format(directory, found["manifest"])
+        for item, entries in found["manifest"]["items"].items():
+            if any(map(manifest.is_stored, entries.values())) and not (directory / item).is_dir():
+                bad.append(f"{item}: all of it is missing")
+    if bad:
+        raise _damaged(directory, bad)
+    return Stored(found["manifest"]["items"], found["meta"], found["data"])
+
+
+def read(directory: epath.Path, wanted: Wanted) -> dict[str, Any]:
+    """Reads one step."""
+    stored = open_step(directory)
+    names = _items(directory, stored, wanted)
+    restored: dict[str, Any] = {}
+    for item in names:
+        like = None if wanted.like is None else wanted.like[item]
+        leaves = _read_item(directory, item, stored, like, wanted)
+        restored[item] = leaves if like is None else trees.unflatten(like, leaves)
+    return {**restored, "data": stored.data, "meta": stored.meta}
+
+
+def _read_item(directory: epath.Path, item: str, stored: Stored, like: Any, wanted: Wanted) -> dict[str, Any]:
+    entries = stored.items[item]
+    if like is None:
+        return _load(directory, item, entries, {})
+    leaves = trees.flatten(like)
+    raws = {name: _raw(leaf) for name, leaf in leaves.items()}
+    old, new = stored.meta["layouts"], wanted.layouts
+    if new is None or new == old:  # leaf by leaf
+        old = new = {}
+    targets = _plan(f"item {item!r} of {directory}", entries, old, raws, new, wanted.cast)
+    loaded = _load(directory, item, entries, _shardings(targets))
+    made = {name: _cast(_assemble(target, loaded), target.raw) for name, target in targets.items()}
+    return {name: _as(leaf, leaves[name], entries, targets[name]) for name, leaf in made.items()}
+
+
+def _plan(where: str, entries: dict, old: Layouts, raws: dict[str, Any], new: Layouts, cast: bool) -> dict[str, Target]:
+    """Finds every layer of every leaf. Raises ValueError with all that does not fit."""
+    source: dict[str, tuple[str, int | None]] = {}
+    shapes: dict[str, tuple] = {}
+    for name, entry in entries.items():
+        for logical, row in logical_names(name, old):
+            source[logical] = (name, row)
+            shapes[logical] = (tuple(entry["shape"][0 if row is None else 1 :]), entry["dtype"])
+    targets, missing, differ = {}, [], []
+    used: set[str] = set()
+    for name, raw in raws.items():
+        layers = logical_names(name, new)
+        rows = layers[0][1] is not None
+        one = (raw.shape[1:] if rows else raw.shape, str(raw.dtype))
+        used |= {logical for logical, _ in layers}
+        missing += [f"{logical} {_show(*one)}" for logical, _ in layers if logical not in source]
+        for logical, _ in layers:
+            if logical in source and (shapes[logical][0] != one[0] or (shapes[logical][1] != one[1] and not cast)):
+                differ.append(f"{logical}: saved {_show(*shapes[logical])}, wanted {_show(*one)}")
+        targets[name] = Target(raw, tuple(source.get(logical, ("", None)) for logical, _ in layers), rows)
+    extra = [f"{logical} {_show(*shapes[logical])}" for logical in source if logical not in used]
+    _check_fit(where, missing, extra, differ)
+    return targets
+
+
+def _check_fit(where: str, missing: list[str], extra: list[str], differ: list[str]) -> None:
+    said = [
+        f"{what}:{shorten(names)}"
+        for what, names in (("it lacks", missing), ("nothing takes", extra), ("these differ", differ))
+        if names
+    ]
+    if said:
+        said = "\n".join(said)
+        raise ValueError(
+            f"What is wanted must be what was saved, but {where} does not fit.\n{said}\nBuild the model and the optimizer as they were "
+            "(the checkpoint's meta has what the run recorded), restore fewer items, pass cast=True if only dtypes differ, or "
+            "layouts= if only the stacks' prefix or period does."
+        )
+
+
+def _shardings(targets: dict[str, Target]) -> dict[str, Any]:
+    """Where each stored leaf goes on its way to the first target that needs it."""
+    found: dict[str, Any] = {}
+    for target in targets.values():
+        for name, row in target.pieces:
+            found.setdefault(name, _with_rows(target.raw.sharding, target.rows, row is not None))
+    return found
+
+
+def _with_rows(sharding: Any, has: bool, needs: bool) -> Any:
+    """The sharding of the same leaf with or without the axis of its layers."""
+    if not isinstance(sharding, NamedSharding) or (not has and not needs):
+        return sharding
+    one = tuple(sharding.spec)[1:] if has else tuple(sharding.spec)
+    spec = PartitionSpec(None, *one) if needs else PartitionSpec(*one)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def _load(directory: epath.Path, item: str, entries: dict, shardings: dict[str, Any]) -> dict[str, Any]:
+    """All leaves of an item as they were saved, verified; without a sharding to numpy."""
+    want = {n: manifest.abstract(e, shardings.get(n)) for n, e in entries.items() if manifest.is_stored(e)}
+    try:
+        leaves = storage.load(directory, item, want)
+    except Exception:
+        bad = storage.unreadable(directory, item, want)
+        if not _anywhere(bad):
+            raise  # every leaf can be read: the reason is another one
+    else:
+        bad = manifest.damaged(entries, leaves)
+        if not _anywhere(bad):
+            empty = {n: np.zeros(e["shape"], jnp.dtype(e["dtype"])) for n, e in entries.items() if n not in leaves}
+            return {n: _put(leaf, shardings.get(n)) for n, leaf in empty.items()} | leaves
+    raise _damaged(directory, [f"{item}: {name}" for name in bad] or [f"{item}: seen on another host"])
+
+
+def _anywhere(bad: list[str]) -> bool:
+    """Whether any host has found something: all of them raise, or none."""
+    if jax.process_count() == 1:
+        return bool(bad)
+    return bool(np.any(multihost_utils.process_allgather(np.array(len(bad)))))
+
+
+def _assemble(target: Target, loaded: dict[str, Any]) -> Any:
+    """The target's layers, picked from the stored leaves; a leaf that is stored as it is wanted is passed on."""
+    first = loaded[target.pieces[0][0]]
+    whole = [(target.pieces[0][0], row) for row in range(len(first))] if target.rows else [(target.pieces[0][0], None)]
+    if list(target.pieces) == whole:
+        return first
+    names = sorted({name for name, _ in target.pieces})
+    picks = [(names.index(name), row) for name, row in target.pieces]
+    np_or_jnp = np if target.raw.sharding is None else jnp
+
+    def pick(arrays):
+        layers = [arrays[i] if row is None else arrays[i][row] for i, row in picks]
+        return np_or_jnp.stack(layers) if target.rows else layers[0]
+
+    pick = pick if target.raw.sharding is None else jax.jit(pick, out_shardings=target.raw.sharding)
+    return pick([loaded[name] for name in names])
+
+
+def _cast(leaf: Any, raw: jax.ShapeDtypeStruct) -> Any:
+    if leaf.dtype == raw.dtype:
+        return leaf
+    if raw.sharding is None:
+        return leaf.astype(raw.dtype)
+    return jax.jit(lambda x: x.astype(raw.dtype), out_shardings=raw.sharding)(leaf)
+
+
+def _as(leaf: Any, like: Any, entries: dict, target: Target) -> Any:
+    """A typed key, where one is wanted."""
+    if not trees.is_key(like):
+        return leaf
+    key = jax.random.wrap_key_data(leaf, impl=entries[target.pieces[0][0]].get("key"))
+    if key.dtype != like.dtype:
+        raise ValueError(
+            f"The random key was saved as {key.dtype} and is wanted as {like.dtype}: make it with that impl=."
+        )
+    return key
+
+
+def _raw(leaf: Any) -> jax.ShapeDtypeStruct:
+    """What the leaf `like` asks for, in the form that is stored."""
+    if not hasattr(leaf, "shape") or isinstance(leaf, np.ndarray | np.generic):
+        host = np.asarray(leaf)
+        return jax.ShapeDtypeStruct(host.shape, host.dtype)
+    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    plain = jax.eval_shape(jax.random.key_data, leaf) if trees.is_key(leaf) else leaf
+    return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=sharding)
+
+
+def _show(shape: tuple[int, ...], dtype: str) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _put(leaf: np.ndarray, sharding: Any) -> Any:
+    return leaf if sharding is None else jax.device_put(leaf, sharding)
+
+
+def _items(directory: epath.Path, stored: Stored, wanted: Wanted) -> list[str]:
+    names = list(wanted.items or wanted.like or stored.items)
+    for where, has in ((directory, stored.items), ("like", wanted.like or stored.items)):
+        lacking = [name for name in names if name not in has]
+        if lacking:
+            raise ValueError(f"The items {lacking} are wanted, but {where} has only {sorted(has)}.")
+    return names
+
+
+def _check_format(directory: epath.Path, found: dict) -> None:
+    if found["format"] > manifest.FORMAT:
+        raise ValueError(
+            f"{directory} has format {found['format']}, this maxlib reads up to {manifest.FORMAT}: use a newer one."
+        )
+
+
+def _damaged(directory: epath.Path, leaves: list[str]) -> DamagedError:
+    step = int(directory.name) if directory.name.isdecimal() else None
+    what = f"Step {step} in {directory.parent}" if step is not None else f"The checkpoint {directory}"
+    return DamagedError(f"{what} is damaged, not as it was saved:{shorten(leaves)}", step=step, leaves=tuple(leaves))
+
+
+def _is_damaged(directory: epath.Path, item: str, name: str, entry: dict) -> bool:
+    try:
+        leaf = storage.load(directory, item, {name: manifest.abstract(entry)})
+    except Exception:  # whatever tensorstore and orbax say of a broken file
+        return True
+    return bool(manifest.damaged({name: entry}, leaf))

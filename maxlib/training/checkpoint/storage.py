@@ -1,0 +1,128 @@
+"""All that touches orbax: steps on disk, written in the background and read in pieces."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+Arrays = dict[str, Any]
+
+
+class Steps:
+    """The steps of one run's directory, of which the newest `keep` are kept. One save runs at a time."""
+
+    def __init__(self, directory: epath.Path, keep: int):
+        self.directory = directory
+        self._orbax = ocp.training.Checkpointer(
+            directory,
+            context=_context(),
+            preservation_policy=ocp.training.preservation_policies.LatestN(keep),  # pyright: ignore[reportArgumentType]
+            cleanup_tmp_directories=True,
+        )
+
+    def save(self, step: int, arrays: dict[str, Arrays], texts: dict[str, Callable[[], str]]) -> None:
+        """Writes `arrays` by item and the texts, called in the background, to `<name>/<name>.json`; all or nothing."""
+        items = {name: leaves for name, leaves in arrays.items() if leaves}  # orbax refuses an empty one
+        files = {name: _Text(f"{name}.json", make) for name, make in texts.items()}
+        self._orbax.save_checkpointables_async(step, items | files, force=True)
+
+    def wait(self) -> None:
+        """Waits for the save that runs, if any, and raises what went wrong in it."""
+        self._orbax.wait()
+
+    def reload(self) -> None:
+        """Looks at the directory anew."""
+        self._orbax.reload()
+
+    def close(self) -> None:
+        self._orbax.close()
+
+    def clean(self, step: int) -> None:
+        """Removes what a failed save of `step` has left, which may be what fills the disk."""
+        if jax.process_index() == 0 and self.directory.is_dir():
+            for left in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+                left.rmtree(missing_ok=True)
+
+    def set_aside(self, step: int) -> epath.Path:
+        """Renames a step so that it is none any more."""
+        aside = self.directory / f"{step}.damaged"
+        if jax.process_index() == 0:
+            if aside.exists():
+                aside.rmtree()
+            (self.directory / str(step)).rename(aside)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"maxlib set aside {step}")
+        self.reload()
+        return aside
+
+
+def steps(directory: epath.Path) -> list[int]:
+    """The steps that were written to the end, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(directory))
+
+
+def load(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
+    """Reads leaves of one item: a `jax.ShapeDtypeStruct` with a sharding says where to, without one it is read to numpy."""
+    if not abstract:
+        return {}
+    want = {
+        name: leaf if leaf.sharding is not None else np.empty(leaf.shape, leaf.dtype) for name, leaf in abstract.items()
+    }
+    with _context():
+        return dict(ocp.load_checkpointables(directory, {item: want})[item])
+
+
+def unreadable(directory: epath.Path, item: str, abstract: Arrays) -> list[str]:
+    """The leaves that cannot be read by themselves."""
+    return [name for name, leaf in abstract.items() if not _readable(directory, item, name, leaf)]
+
+
+def _readable(directory: epath.Path, item: str, name: str, leaf: jax.ShapeDtypeStruct) -> bool:
+    try:
+        load(directory, item, {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)})
+    except Exception:  # tensorstore raises ValueError, orbax nearly anything
+        return False
+    return True
+
+
+def _context() -> ocp.Context:
+    context = ocp.Context()
+    # A directory that cannot be made is an error of the save at once, not of five threads that wait for it for minutes.
+    context.asynchronous.create_directories_asynchronously = False
+    context.pytree.loading.partial_load = True
+    return context
+
+
+class _Text:
+    """A file of its own within a step. Its text is made when it is written, so it may wait for the devices."""
+
+    def __init__(self, name: str, make: Callable[[], str]):
+        self._name, self._make = name, make
+
+    async def save(self, directory: Any) -> Any:
+        return self._write(directory)
+
+    async def _write(self, directory: Any) -> None:
+        directory = await directory.await_creation()
+        if jax.process_index() == 0:
+            (directory / self._name).write_text(self._make())
+
+    async def load(self, directory: Any) -> Any:
+        raise NotImplementedError("read it with records.read")
+
+
+class _OnceOnly(logging.Filter):
+    """Drops the stack traces that orbax logs in every thread of a failed save: the error is raised as well."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "_SignalingThread.run() raised" not in str(record.msg)
+
+
+logging.getLogger("absl").addFilter(_OnceOnly())

@@ -1,0 +1,48 @@
+"""Pytrees as flat dicts of arrays, and back."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxlib.nn.tree import is_variable
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """`{dotted path: leaf}`; variables are leaves, and those that hold nothing (`nn.partition`) are left out."""
+    found = {_name(path): _value(leaf) for path, leaf in _leaves(tree)}
+    return {name: leaf for name, leaf in sorted(found.items()) if leaf is not None}
+
+
+def unflatten(tree: Any, leaves: dict[str, Any]) -> Any:
+    """`tree` with its leaves taken from `leaves`."""
+
+    def put(path, leaf):
+        new = leaves.get(_name(path))
+        return leaf if new is None else leaf.replace(new) if is_variable(leaf) else new
+
+    return jax.tree_util.tree_map_with_path(put, tree, is_leaf=is_variable)
+
+
+def snapshot(leaf: Any) -> Any:
+    """What is stored of a leaf: key data of a key, a copy of what is not a `jax.Array`."""
+    if is_key(leaf):
+        return jax.random.key_data(leaf)
+    return leaf if isinstance(leaf, jax.Array) else np.array(leaf, order="C")
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf, perhaps an abstract one, is made of typed random keys."""
+    return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _leaves(tree: Any):
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_value() if is_variable(leaf) else leaf
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
