@@ -157,7 +157,7 @@ def _reach(scaling: Scaling | None, limit: int | None) -> int | None:
         return None
     if isinstance(scaling, LinearScaling):
         return max(limit, int(scaling.factor * limit))
-    if isinstance(scaling, Llama3Scaling | Yarn | LongRope):
+    if isinstance(scaling, Yarn | LongRope):  # Llama 3's factor is not a ratio of lengths
         return max(limit, int(scaling.factor * scaling.original_length))
     return limit
 

@@ -41,17 +41,18 @@ def load(
     rules = sharding.FSDP_TP if rules is None else rules
     leaves = nn.variables(abstract)
     at = {path: None if mesh is None else sharding.sharding_of(path, v, mesh, rules) for path, v in leaves.items()}
-    arrays = _initial(build, {path: at[path] for path in plan.absent})
+    arrays = _initial(build, {path: at[path] for path in plan.absent}, dtype)
     for path, variable in leaves.items():
         if path not in plan.absent:
             arrays[path] = _Leaf(path, variable.get_value(), plan, stored, dtype).on(at[path])
     return nn.combine(arrays, abstract)
 
 
-def _initial(build: Callable[[], Any], places: Mapping[str, Any]) -> dict[str, jax.Array]:
+def _initial(build: Callable[[], Any], places: Mapping[str, Any], dtype: Any) -> dict[str, jax.Array]:
     """The initial values of some leaves; jit leaves out whatever they do not need."""
-    value = lambda: {path: v.get_value() for path, v in nn.variables(build()).items() if path in places}
-    return jax.jit(value, out_shardings=dict(places))() if places else {}
+    cast = lambda value: value if dtype is None or not is_float(value.dtype) else value.astype(dtype)
+    values = lambda: {path: cast(v.get_value()) for path, v in nn.variables(build()).items() if path in places}
+    return jax.jit(values, out_shardings=dict(places))() if places else {}
 
 
 def _applicable(plan: Plan, stored: Mapping[str, Stored]) -> Plan:
@@ -62,38 +63,37 @@ def _applicable(plan: Plan, stored: Mapping[str, Stored]) -> Plan:
 
 
 def _check(abstract: Any, plan: Plan, stored: Mapping[str, Stored], table: Table, directory: str | Path) -> None:
-    needed = {*plan.tensors, *(name for c in plan.conversions for name in c.theirs)}
-    missing = [f"{name} (for {_users(plan, name)})" for name in sorted(needed - stored.keys())]
-    shapes = [
-        f"{t.name} has shape {stored[t.name].shape}, but {_users(plan, t.name)} needs {t.shape}"
-        for t in plan.tensors.values()
-        if t.name in stored and stored[t.name].shape != t.shape
+    tensors, leaves = plan.tensors, {path: v.get_value() for path, v in nn.variables(abstract).items()}
+    needed = {*tensors, *(name for c in plan.conversions for name in c.theirs)}
+    present = [name for name in tensors if name in stored]
+    shapes = [name for name in present if stored[name].shape != tensors[name].shape]
+    floating = lambda name: {is_float(leaves[piece.place.path].dtype) for piece in tensors[name].pieces}
+    kinds = [name for name in present if floating(name) != {is_float(stored[name].dtype)}]
+    extra = [name for name in stored if name not in needed and not _accounted(name, stored, table)]
+    users = lambda name: _users(plan, name)
+    shape = lambda name: f"is {stored[name].shape}, but {users(name)} needs {tensors[name].shape}"
+    problems = [
+        _listed("missing", sorted(needed - stored.keys()), lambda name: f"for {users(name)}"),
+        _listed("of another shape", shapes, shape),
+        _listed("of another kind", kinds, lambda name: f"is {stored[name].dtype}, which {users(name)} is not"),
+        _listed("left over, the model has no place for them", sorted(extra), lambda name: ""),
+        _listed(
+            "weights of the model that its table does not fill exactly", uncovered(abstract, plan), lambda name: ""
+        ),
     ]
-    leaves = {path: v.get_value() for path, v in nn.variables(abstract).items()}
-    kinds = [
-        f"{p.theirs} has dtype {stored[p.theirs].dtype}, but {p.place} is {leaves[p.place.path].dtype}"
-        for p in plan.pieces
-        if p.theirs in stored and is_float(stored[p.theirs].dtype) != is_float(leaves[p.place.path].dtype)
-    ]
-    extra = sorted(name for name in stored.keys() - needed if not _accounted(name, stored, table))
-    problems = {
-        "missing": missing,
-        "of another shape": shapes,
-        "of another kind": kinds,
-        "left over, the model has no place for them": extra,
-        "weights of the model without an entry in its table": uncovered(abstract, plan),
-    }
-    if any(problems.values()):
-        parts = "\n".join(_listed(what, names) for what, names in problems.items() if names)
+    if any(problems):
         raise ValueError(
-            f"the tensors in {directory} are not those of the model its config.json describes.\n{parts}\n"
+            f"the tensors in {directory} are not those of the model that its config.json describes.\n{''.join(problems)}"
             "Check that the config belongs to the weights and that the download is complete."
         )
 
 
-def _listed(what: str, names: Sequence[str]) -> str:
-    more = f"\n  ... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{what} ({len(names)}):\n" + "\n".join(f"  {name}" for name in names[:_SHOWN]) + more
+def _listed(what: str, names: Sequence[str], note: Callable[[str], str]) -> str:
+    if not names:
+        return ""
+    lines = [f"  {name} {note(name)}".rstrip() for name in names[:_SHOWN]]
+    more = [f"  ... and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    return "\n".join([f"{what} ({len(names)}):", *lines, *more, ""])
 
 
 def _users(plan: Plan, name: str) -> str:
@@ -114,7 +114,10 @@ def _accounted(name: str, stored: Mapping[str, Stored], table: Table) -> bool:
 
 
 def _same(a: Stored, b: Stored) -> bool:
-    return a.dtype == b.dtype and np.array_equal(a.view().view(np.uint8), b.view().view(np.uint8))
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    parts = zip(*[np.array_split(x.view().reshape(-1).view(np.uint8), 64) for x in (a, b)], strict=True)
+    return all(np.array_equal(x, y) for x, y in parts)  # in parts, for the comparison takes memory
 
 
 def uncovered(abstract: Any, plan: Plan) -> list[str]:
@@ -149,7 +152,7 @@ class _Leaf:
     def on(self, place: jax.sharding.Sharding | None) -> jax.Array:
         """The leaf in its place; every distinct part is read once, also where several devices hold it."""
         if place is None:
-            return jax.device_put(self.read(tuple(slice(None) for _ in self.shape)))
+            return jax.block_until_ready(jax.device_put(self.read(tuple(slice(None) for _ in self.shape))))
         parts: dict[tuple, tuple[Cut, list[Any]]] = {}
         for device, cut in place.addressable_devices_indices_map(self.shape).items():
             cut = cut or ()
@@ -158,7 +161,8 @@ class _Leaf:
         arrays = []
         for cut, devices in parts.values():
             part = self.read(cut)
-            arrays += [jax.device_put(part, device) for device in devices]
+            # Waiting bounds what lies in host memory to one part.
+            arrays += jax.block_until_ready([jax.device_put(part, device) for device in devices])
         return jax.make_array_from_single_device_arrays(self.shape, place, arrays)
 
     def read(self, cut: Cut) -> np.ndarray:

@@ -160,14 +160,13 @@ def test_tensors_that_do_not_fit_are_named(copied):
     with pytest.raises(ValueError, match="are not those of the model its config.json describes") as error:
         maxlib.from_pretrained(path)
     text = str(error.value)
-    assert "missing (1):\n  model.layers.1.mlp.gate_proj.weight (for layers.body.0.mlp.gate.w[1])" in text
-    assert (
-        "model.layers.2.self_attn.q_proj.weight has shape (5, 32), but layers.body.0.attn.q.w[2] needs (48, 32)" in text
-    )
-    assert "model.norm.weight has dtype int32, but norm.scale is float32" in text
-    assert (
-        "left over, the model has no place for them (2):\n  model.layers.3.mlp.gate_proj.weight\n  score.weight" in text
-    )
+    for line in (
+        "missing (1):\n  model.layers.1.mlp.gate_proj.weight for layers.body.0.mlp.gate.w[1]\n",
+        "  model.layers.2.self_attn.q_proj.weight is (5, 32), but layers.body.0.attn.q.w[2] needs (48, 32)\n",
+        "  model.norm.weight is int32, which norm.scale is not\n",
+        "no place for them (2):\n  model.layers.3.mlp.gate_proj.weight\n  score.weight\n",
+    ):
+        assert line in text
 
 
 def test_long_lists_are_cut(copied):
@@ -183,7 +182,7 @@ def test_a_table_that_forgets_a_weight_says_so(copied):
         llama.FAMILY, table=lambda cfg: [e for e in llama.FAMILY.table(cfg) if "norm" not in str(e)]
     )
     with pytest.raises(
-        ValueError, match=r"without an entry in its table \(3\):\n  layers.body.0.attn_norm.scale \(0 of 96"
+        ValueError, match=r"that its table does not fill exactly \(3\):\n  layers.body.0.attn_norm.scale \(0 of 96"
     ):
         maxlib.from_pretrained(path, family=family)
 
