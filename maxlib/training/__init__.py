@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from maxlib.training.checkpoint import Checkpointer as Checkpointer
-    from maxlib.training.deadline import deadline as deadline
-    from maxlib.training.evaluate import evaluate as evaluate
+    from maxlib.training.deadlines import deadline as deadline
+    from maxlib.training.evaluation import evaluate as evaluate
     from maxlib.training.flops import forward_flops as forward_flops
     from maxlib.training.flops import peak_flops as peak_flops
     from maxlib.training.flops import training_flops as training_flops
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "checkpoint": ("Checkpointer",),
-    "deadline": ("deadline",),
-    "evaluate": ("evaluate",),
+    "deadlines": ("deadline",),
+    "evaluation": ("evaluate",),
     "flops": ("forward_flops", "peak_flops", "training_flops"),
     "interrupt": ("Interrupted",),
     "losses": ("Stats", "next_token_loss"),

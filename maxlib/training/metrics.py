@@ -35,12 +35,14 @@ class Jsonl:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = None
+        self._have: set[tuple[int, tuple[str, ...]]] = set()
 
     def resume(self, step: int) -> None:
         """Keeps the lines up to `step`; where later ones exist, the whole file stays behind under the ending `.old`."""
         self.close()
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         keep = [line for line in lines if (found := _step(line)) is not None and found <= step]
+        self._have = {(step, _names(json.loads(line))) for line in keep if _step(line) == step}
         if len(keep) == len(lines):
             return
         new = self.path.with_suffix(self.path.suffix + ".new")
@@ -49,6 +51,8 @@ class Jsonl:
         os.replace(new, self.path)
 
     def write(self, step: int, values: Values) -> None:
+        if (step, _names(values)) in self._have:  # the evaluation after the last step, once more
+            return
         if self._file is None:
             self._file = self.path.open("a")
         self._file.write(json.dumps({"step": step} | {k: _plain(v) for k, v in values.items()}, allow_nan=False) + "\n")
@@ -137,37 +141,44 @@ class Console:
 
 
 class Meter:
-    """Reads metrics from the device one step late, so that the device is never left without work, and measures speed."""
+    """Reads metrics from the device one step late, so that the device is never left without work, and measures speed.
+
+    flops: model FLOPs of a step; peak: FLOP/s of all devices. `tokens_per_second` and what follows from it are smoothed over
+    some ten steps; `seconds` is that of one step.
+    """
 
     def __init__(self, *, flops: float | None = None, peak: float | None = None):
         self.flops, self.peak = flops, peak
         self._waiting: tuple[int, dict[str, Any]] | None = None
-        self._last: float | None = None
+        self._read_at: float | None = None
+        self._smooth: float | None = None
 
-    def push(self, step: int, metrics: Any, **here: float) -> list[tuple[int, dict[str, Any]]]:
+    def push(self, step: int, metrics: dict[str, Any], **here: float) -> list[tuple[int, dict[str, Any]]]:
         """Takes the metrics of a step that was just started (`here`: known already), gives those of the one before it."""
-        ready, self._waiting = self.flush(pause=False), (step, metrics | here)
-        return ready
-
-    def flush(self, *, pause: bool = True) -> list[tuple[int, dict[str, Any]]]:
-        """Waits for the metrics that are still under way. With `pause`, time until the next step does not count."""
-        if self._waiting is None:
+        before, self._waiting = self._waiting, (step, metrics | here)
+        if before is None:
             return []
-        (step, metrics), self._waiting = self._waiting, None
-        values = jax.device_get(metrics)
-        now = time.perf_counter()
-        seconds, self._last = None if self._last is None else now - self._last, None if pause else now
-        return [(step, values | self._speed(values, seconds))]
+        values, now = jax.device_get(before[1]), time.perf_counter()
+        if self._read_at is not None:
+            values["seconds"] = now - self._read_at
+            self._smooth = values["seconds"] if self._smooth is None else 0.9 * self._smooth + 0.1 * values["seconds"]
+        self._read_at = now
+        return [(before[0], self._with_speed(values))]
 
-    def _speed(self, values: Values, seconds: float | None) -> dict[str, float]:
-        if not seconds:
-            return {}
-        speed = {"seconds": seconds, "tokens_per_second": float(values["tokens"]) / seconds}
-        if self.flops:
-            speed["model_tflops_per_second"] = self.flops / seconds / 1e12
-            if self.peak:
-                speed["mfu"] = self.flops / seconds / self.peak
-        return speed
+    def flush(self) -> list[tuple[int, dict[str, Any]]]:
+        """Waits for the metrics that are still under way. The time until the next step does not count."""
+        before, self._waiting, self._read_at = self._waiting, None, None
+        return [] if before is None else [(before[0], self._with_speed(jax.device_get(before[1])))]
+
+    def _with_speed(self, values: dict[str, Any]) -> dict[str, Any]:
+        if self._smooth is None:
+            return values
+        values["tokens_per_second"] = float(values["tokens"]) / self._smooth
+        if self.flops is not None:
+            values["model_tflops_per_second"] = self.flops / self._smooth / 1e12
+        if self.flops is not None and self.peak is not None:
+            values["mfu"] = self.flops / self._smooth / self.peak
+        return values
 
 
 def _summary(values: Values) -> str:
@@ -193,6 +204,10 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(x) for x in value]
     return float(f"{value:.9g}") if math.isfinite(value) else None
+
+
+def _names(values: Values) -> tuple[str, ...]:
+    return tuple(sorted(name for name in values if name != "step"))
 
 
 def _step(line: str) -> int | None:

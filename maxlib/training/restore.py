@@ -4,8 +4,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from maxlib import nn, sharding

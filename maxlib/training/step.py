@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
 from maxlib.training.losses import Batch, Stats

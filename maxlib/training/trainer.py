@@ -15,13 +15,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxlib import nn, sharding
 from maxlib.training import flops
-from maxlib.training.deadline import deadline
-from maxlib.training.evaluate import evaluate
+from maxlib.training.deadlines import deadline
+from maxlib.training.evaluation import evaluate
 from maxlib.training.interrupt import Interrupt, Interrupted, interrupts
 from maxlib.training.losses import Batch, next_token_loss
 from maxlib.training.metrics import Console, Jsonl, Meter, Writer, write_all
 from maxlib.training.restore import Checkpoints, Origin, initial_state, save
-from maxlib.training.step import Loss, TrainState, jit_step, make_eval_step, make_state, make_train_step
+from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, make_train_step
 
 
 class Loader(Protocol):
@@ -83,7 +83,8 @@ class Trainer:
         self.step = 0
         self._train_step = jit_step(make_train_step(loss, optimizer, accumulate=accumulate, schedule=schedule))
         self._eval_step = jax.jit(make_eval_step(loss))
-        self._meter: Meter | None = None
+        self._meter = Meter()
+        self._counted = False
         self._last: dict[str, Any] = {}
         self._saved: int | None = None
         self._evaluated: int | None = None
@@ -120,6 +121,7 @@ class Trainer:
         """
         if self._origin is None:
             self.restore()
+        self._meter.peak = flops.peak_flops()
         with self._running(steps) as interrupt:
             try:
                 self._loop(steps, interrupt)
@@ -138,7 +140,8 @@ class Trainer:
             raise ValueError("this trainer has no eval_loader; give it one, or call training.evaluate")
         self._flush()
         self.eval_loader.reset()
-        batches = iter(lambda: self._next(self.eval_loader, "evaluation"), None)
+        read = iter(lambda: self._next(self.eval_loader, "evaluation"), None)
+        batches = (place_batch(batch, self.mesh, self.rules) for batch in read)
         with self.sharded():
             values = evaluate(self._eval_step, self.state, batches)
         values = {f"eval/{name}": value for name, value in values.items()}
@@ -170,7 +173,7 @@ class Trainer:
         if jax.process_index() == 0:
             self.console.start(self.step, steps)
         try:
-            with self.sharded(), interrupts() as interrupt:
+            with interrupts() as interrupt:
                 yield interrupt
         finally:
             for writer in self.writers:
@@ -192,10 +195,12 @@ class Trainer:
 
     def _advance(self, batch: Batch, **here: float) -> None:
         """Starts one more step, and reports the one before it."""
-        self._meter = self._meter or self._measure(batch)
-        with deadline(self.timeout, f"step {self.step + 1} to be compiled and started, and the one before to end"):
-            self.state, metrics = self._train_step(self.state, batch)
+        with deadline(self.timeout, f"step {self.step + 1} to be compiled and started, the one before to end"):
+            with self.sharded():
+                self.state, metrics = self._train_step(self.state, place_batch(batch, self.mesh, self.rules))
             self.step += 1
+            if not self._counted:  # while the first step runs
+                self._count_flops(batch)
             ready = self._meter.push(self.step, metrics, **here)
         self._report(ready)
 
@@ -213,15 +218,13 @@ class Trainer:
 
     def _next(self, loader: Loader, what: str) -> Batch | None:
         with deadline(self.timeout, f"a batch of {what} data"):
-            batch = next(loader, None)
-        return None if batch is None else place_batch(batch, self.mesh, self.rules)
+            return next(loader, None)
 
     def _flush(self) -> None:
         """Waits for the steps under way and reports them."""
-        if self._meter is not None:
-            with deadline(self.timeout, f"the devices to finish step {self.step}"):
-                ready = self._meter.flush()
-            self._report(ready)
+        with deadline(self.timeout, f"the devices to finish step {self.step}"):
+            ready = self._meter.flush()
+        self._report(ready)
 
     def _report(self, ready: list[tuple[int, dict[str, Any]]]) -> None:
         for step, values in ready:
@@ -254,13 +257,13 @@ class Trainer:
             else f"The last good checkpoint is that of step {latest}"
         )
 
-    def _measure(self, batch: Batch) -> Meter:
-        """Counts the FLOPs of a step on its first batch."""
+    def _count_flops(self, batch: dict[str, np.ndarray]) -> None:
+        """What a step costs, by this host's rows of its first batch."""
+        self._counted = True
         try:
-            return Meter(flops=flops.training_flops(self.loss, self.state.model, batch), peak=flops.peak_flops())
-        except Exception as error:  # an estimate must not stop a run
-            self.say(f"FLOPs are not counted, so there is no MFU: {type(error).__name__}: {error}")
-            return Meter()
+            self._meter.flops = jax.process_count() * flops.training_flops(self.loss, self.state.model, batch)
+        except Exception as error:  # an estimate must not end a run
+            self.say(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
 
 
 def place_batch(batch: dict[str, Any], mesh: Mesh | None, rules: sharding.Rules) -> Batch:
