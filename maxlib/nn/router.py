@@ -13,6 +13,7 @@ from maxlib.nn.linear import Einsum, Init
 from maxlib.nn.pytree import pytree
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import is_variable
+from maxlib.sharding import map_op
 
 
 @pytree
@@ -85,7 +86,7 @@ class Router(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Routing:
         logits = _logits(self.gate, x)
         scores = self.score(logits)
-        _, experts = jax.lax.top_k(self._preference(logits, scores), self.top_k)
+        experts = _choose(self._preference(logits, scores), self.top_k, self.groups)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.renormalize:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
@@ -94,11 +95,9 @@ class Router(nnx.Module):
 
     def _preference(self, logits, scores):
         if self.correction is not None:
-            scores = scores + jnp.broadcast_to(self.correction[...], scores.shape)
-        if self.groups is not None:
-            return self.groups(scores)
-        # In the same order as the scores, but saturated ones still differ.
-        return logits if self.correction is None else scores
+            return scores + jnp.broadcast_to(self.correction[...], scores.shape)
+        # Logits are in the same order as their scores, and differ where these are saturated.
+        return logits if self.groups is None else scores
 
 
 class InputRouter(nnx.Module):
@@ -111,8 +110,9 @@ class InputRouter(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Routing:
         logits = _logits(self.gate, x)
-        chosen, experts = jax.lax.top_k(logits, self.top_k)
-        return Routing(experts, jnp.ones_like(chosen), logits, jax.nn.softmax(logits), jax.nn.sigmoid(chosen))
+        experts = _choose(logits, self.top_k)
+        scales = jax.nn.sigmoid(jnp.take_along_axis(logits, experts, axis=-1))
+        return Routing(experts, jnp.ones_like(scales), logits, jax.nn.softmax(logits), scales)
 
 
 def _gate(dim: int, num_experts: int, *, bias: bool, init: Init | None, rngs: nnx.Rngs) -> Einsum:
@@ -122,6 +122,13 @@ def _gate(dim: int, num_experts: int, *, bias: bool, init: Init | None, rngs: nn
 
 def _logits(gate: Einsum, x):
     return gate(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+
+
+def _choose(preference, top_k: int, groups: GroupLimit | None = None):
+    """The `top_k` preferred experts. Left to itself, XLA would gather the scores of all devices for a `top_k`."""
+    run = lambda scores: jax.lax.top_k(scores if groups is None else groups(scores), top_k)[1]
+    names = ("batch", "seq", None) if preference.ndim == 3 else (None,) * preference.ndim
+    return map_op(run, [names], names)(jax.lax.stop_gradient(preference))
 
 
 def _check(num_experts: int, top_k: int, groups: GroupLimit | None) -> None:

@@ -1,7 +1,6 @@
 """Tiles of rows, each multiplied with one expert's matrix: the cost follows the rows, forward and backward.
 
-An expert's rows are cut into full tiles, and what remains, rounded up to a unit of rows, into at most one tile of each smaller power
-of two. One loop per tile size runs over just the tiles that exist. (A `switch` over sizes inside one loop would
+An expert's rows are cut into full tiles, what remains into smaller ones, the last of which is rounded up. One loop per tile size runs over just the tiles that exist. (A `switch` over sizes inside one loop would
 copy the whole result in every branch; small tiles cost mostly the reading of the matrix.)
 """
 
@@ -107,11 +106,13 @@ def _loop(step, size: int, start, ends, count, num_rows: int, out):
 
 
 def _tile_sizes(M: int, E: int) -> list[int]:
-    """Largest first. The unit is about an eighth of the average expert's rows, so that rounding up to it wastes little."""
-    unit = 8
-    while unit < 64 and unit * 8 * E < M:
-        unit *= 2
-    return [size for size in (8 * unit, 4 * unit, 2 * unit, unit) if size <= M] or [M]
+    """Largest first. Reading a matrix costs about as much as 30 rows: few tiles matter as much as little rounding."""
+    if M <= 64 * E:
+        sizes = [64, 16]
+    else:
+        unit = 16 if M <= 128 * E else 32 if M <= 256 * E else 64
+        sizes = [8 * unit, 4 * unit, 2 * unit, unit]
+    return [size for size in sizes if size <= M] or [M]
 
 
 def _vary_alike(*arrays: Array) -> list[Array]:

@@ -1,0 +1,153 @@
+"""Grouped matmul: every implementation against a float64 loop, and the tiled one wherever JAX may take it."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from maxlib import ops, sharding
+from maxlib.ops.grouped_matmul.tiled import _for_each_tile
+
+IMPLEMENTATIONS = ["tiled", "ragged_dot", "reference"]
+COUNTS = {
+    "uneven": [101, 0, 599],
+    "rows left over": [1, 257, 130],
+    "one expert": [0, 700, 0],
+    "last expert": [0, 0, 31],
+    "nothing": [0, 0, 0],
+    "tile borders": [256, 32, 288],
+}
+
+
+def arrays(M, I, O, E, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    return draw(M, I), draw(E, O, I), draw(M, O)
+
+
+def loop(rows, weights, counts, d_out):
+    """Value, gradient of rows and gradient of weights, in float64."""
+    rows, weights, d_out = (np.asarray(x, np.float64) for x in (rows, weights, d_out))
+    out, d_rows, d_weights = np.zeros_like(d_out), np.zeros_like(rows), np.zeros_like(weights)
+    start = 0
+    for e, count in enumerate(counts):
+        mine = slice(start, start + count)
+        out[mine], d_rows[mine] = rows[mine] @ weights[e].T, d_out[mine] @ weights[e]
+        d_weights[e] = d_out[mine].T @ rows[mine]
+        start += count
+    return out, d_rows, d_weights
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def value_and_gradients(rows, weights, counts, d_out, implementation=None):
+    f = lambda rows, weights: ops.grouped_matmul(rows, weights, counts, implementation=implementation)
+    out, pull = jax.vjp(f, rows, weights)
+    return out, *pull(d_out)
+
+
+def close(got, want, tol=1e-5):
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=tol * max(1, np.abs(b).max()))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_equals_a_loop_over_experts(implementation):
+    rows, weights, d_out = arrays(700, 5, 7, 3)
+    for counts in COUNTS.values():
+        got = value_and_gradients(rows, weights, jnp.array(counts), d_out, implementation)
+        close(got, loop(rows, weights, counts, d_out))
+
+
+@pytest.mark.parametrize(("M", "E"), [(1, 4), (3, 2), (9, 16)])
+def test_few_rows(M, E):
+    rows, weights, d_out = arrays(M, 5, 7, E)
+    counts = np.random.default_rng(1).multinomial(M, np.ones(E) / E)
+    close(value_and_gradients(rows, weights, jnp.array(counts), d_out), loop(rows, weights, counts, d_out))
+
+
+def test_no_rows():
+    assert ops.grouped_matmul(jnp.ones((0, 4)), jnp.ones((2, 3, 4)), jnp.zeros(2, int)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_beyond_the_counts_touch_nothing(implementation):
+    rows, weights, d_out = arrays(40, 5, 7, 3)
+    counts = [9, 0, 4]
+    got = value_and_gradients(rows.at[13:].set(jnp.nan), weights, jnp.array(counts), d_out, implementation)
+    close(got, loop(rows, weights, counts, d_out))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bfloat16_accumulates_in_float32(implementation):
+    rows, weights, d_out = arrays(600, 256, 5, 2, jnp.bfloat16)
+    counts = [590, 10]
+    got = value_and_gradients(rows, weights.astype(jnp.float32), jnp.array(counts), d_out, implementation)
+    assert [x.dtype for x in got] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    want = loop(rows, weights, counts, d_out)
+    close(got[:2], want[:2], tol=2**-8)  # one rounding at the end
+    if implementation == "tiled":
+        close(got[2:], want[2:])  # and none at all
+
+
+@pytest.mark.parametrize("counts", [[256] * 16, [4000, *[6] * 15], [1] * 16])
+def test_cost_follows_the_rows(counts):
+    count_rows = lambda tile, size, total: total + jnp.array([size, 1])
+    rows, tiles = _for_each_tile(count_rows, jnp.array(counts), 4096, jnp.zeros(2, int))
+    assert rows <= sum(counts) * 1.1 + 32 * np.count_nonzero(counts)
+    assert tiles <= sum(counts) / 256 + 4 * np.count_nonzero(counts)
+
+
+def test_inside_scan_checkpoint_and_vmap():
+    rows, weights, _ = arrays(24, 6, 6, 3)
+    counts = jnp.array([[5, 0, 19], [8, 8, 2]])
+
+    def run(implementation, weights, counts):
+        layer = jax.checkpoint(
+            lambda x, w: (jnp.tanh(ops.grouped_matmul(x, w, counts, implementation=implementation)), None)
+        )
+        return jnp.sum(jax.lax.scan(layer, rows, weights)[0] ** 2)
+
+    both = lambda name: jax.jit(jax.vmap(jax.value_and_grad(functools.partial(run, name)), in_axes=(None, 0)))
+    stacked = jnp.stack([weights, weights * 0.5])
+    got, want = both("tiled")(stacked, counts), both("reference")(stacked, counts)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map(check_vma):
+    rows, weights, d_out = arrays(8 * 12, 5, 7, 3)
+    counts = np.random.default_rng(0).multinomial(11, np.ones(3) / 3, size=8)
+    mesh = sharding.make_mesh(data=8)
+    split = P("data")
+
+    def loss(rows, weights):
+        local = lambda rows, w, counts: ops.grouped_matmul(rows, w, counts[0])
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=(split, P(), split), out_specs=split, check_vma=check_vma)
+        return jnp.sum(mapped(rows, weights, jnp.array(counts)) * d_out)
+
+    got = jax.jit(jax.grad(loss, argnums=(0, 1)))(rows, weights)
+    parts = [loop(rows[12 * i :][:12], weights, counts[i], d_out[12 * i :][:12]) for i in range(8)]
+    close(got, (np.concatenate([p[1] for p in parts]), sum(p[2] for p in parts)))
+
+
+def test_tpu_gets_a_ragged_dot():
+    f = lambda *args: ops.grouped_matmul(*args, implementation="ragged_dot")
+    rows, weights, _ = arrays(16, 8, 8, 2)
+    exported = jax.export.export(jax.jit(f), platforms=["tpu"])(rows, weights, jnp.array([3, 4]))
+    assert "ragged_dot" in exported.mlir_module()
+
+
+def test_clear_errors():
+    unchecked = inspect.unwrap(ops.grouped_matmul)  # the shape checker of the tests would be first
+    rows, weights, _ = arrays(4, 5, 7, 3)
+    counts = jnp.array([1, 2, 1])
+    with pytest.raises(ValueError, match="one of .*reference.*got 'fast'"):
+        unchecked(rows, weights, counts, implementation="fast")
+    with pytest.raises(ValueError, match="same I"):
+        unchecked(rows[:, :4], weights, counts)
+    with pytest.raises(ValueError, match="one integer per expert"):
+        unchecked(rows, weights, counts[:2])
