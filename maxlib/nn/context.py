@@ -88,6 +88,17 @@ def context(
     return dataclasses.replace(ctx, intervals=intervals, tables=tables, masks=tuple(masks), ropes=tuple(ropes))
 
 
+def spans(
+    inside: Bool[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None, cache: Any = None
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """What `context` takes as `spans`: the run of `inside` tokens around each, within its document; others stand alone."""
+    place = jnp.broadcast_to(jnp.arange(inside.shape[1], dtype=jnp.int32), inside.shape)
+    runs = jnp.where(inside, 1 if segment_ids is None else segment_ids, 0)
+    start, stop = _segment_bounds(place, runs)
+    first = 0 if cache is None else cache.length[:, None]
+    return jnp.where(runs > 0, start, place) + first, jnp.where(runs > 0, stop, place + 1) + first
+
+
 def _documents(batch, seq, segment_ids, valid, cache):
     place = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (batch, seq))
     if cache is not None:

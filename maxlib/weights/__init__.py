@@ -15,5 +15,6 @@ from maxlib.weights.table import Convert as Convert
 from maxlib.weights.table import Copy as Copy
 from maxlib.weights.table import Entry as Entry
 from maxlib.weights.table import Ignore as Ignore
+from maxlib.weights.table import Renamed as Renamed
 from maxlib.weights.table import Table as Table
 from maxlib.weights.table import Weight as Weight

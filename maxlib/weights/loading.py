@@ -1,5 +1,6 @@
 """Weights from a directory into a model: one leaf at a time, by slices, each into its place on the mesh."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 from maxlib import nn, sharding
 from maxlib.weights.files import Stored, find_tensors, is_float
 from maxlib.weights.resolve import Conversion, Cut, Piece, Plan, Tensor, resolve
-from maxlib.weights.table import Copy, Ignore, Table
+from maxlib.weights.table import Copy, Ignore, Renamed, Table
 
 Model = TypeVar("Model")
 _ALIGNMENT = 64  # of a buffer that a CPU device takes over as it is, instead of copying it
@@ -35,7 +36,7 @@ def load(
     Raises ValueError that names every tensor that is missing, left over or of another shape, before any is read.
     """
     abstract = jax.eval_shape(build)
-    stored, plan = find_tensors(directory), resolve(abstract, table)
+    stored, plan = _renamed(find_tensors(directory), table), resolve(abstract, table)
     plan = _applicable(plan, stored)
     _check(abstract, plan, stored, table, directory)
     rules = sharding.FSDP_TP if rules is None else rules
@@ -46,6 +47,17 @@ def load(
         if path not in plan.absent:
             arrays[path] = _Leaf(path, variable.get_value(), plan, stored, dtype).on(at[path])
     return nn.combine(arrays, abstract)
+
+
+def _renamed(stored: Mapping[str, Stored], table: Table) -> dict[str, Stored]:
+    """The tensors under the names that the table uses, see `Renamed`; its entries apply in turn."""
+    found: dict[str, Stored] = {}
+    for name, tensor in stored.items():
+        own = functools.reduce(lambda n, entry: entry.applied(n), [e for e in table if isinstance(e, Renamed)], name)
+        if own in found:
+            raise ValueError(f"{name} is another spelling of {own}, which is there too: keep one of both.")
+        found[own] = tensor
+    return found
 
 
 def _initial(build: Callable[[], Any], places: Mapping[str, Any], dtype: Any) -> dict[str, jax.Array]:

@@ -78,7 +78,19 @@ class Absent:
     ours: str
 
 
-Entry = Weight | Convert | Ignore | Copy | Absent
+@dataclass(frozen=True)
+class Renamed:
+    """Another spelling: a tensor whose name begins with `theirs`, and not with `to`, is read as if it began with `to`."""
+
+    theirs: str
+    to: str
+
+    def applied(self, name: str) -> str:
+        fits = name.startswith(self.theirs) and not name.startswith(self.to)
+        return self.to + name.removeprefix(self.theirs) if fits else name
+
+
+Entry = Weight | Convert | Ignore | Copy | Absent | Renamed
 Table = Sequence[Entry]
 Axes = tuple[str, ...]
 
