@@ -157,7 +157,7 @@ def test_tensors_that_do_not_fit_are_named(copied):
     tensors |= {"model.layers.3.mlp.gate_proj.weight": missing, "score.weight": missing}
     tensors["model.norm.weight"] = np.ones(32, np.int32)
     save_file(tensors, path / "model.safetensors")
-    with pytest.raises(ValueError, match="are not those of the model its config.json describes") as error:
+    with pytest.raises(ValueError, match="are not those of the model that its config.json describes") as error:
         maxlib.from_pretrained(path)
     text = str(error.value)
     for line in (
