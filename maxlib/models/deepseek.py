@@ -92,7 +92,9 @@ class Config:
     def to_hf(self) -> dict[str, Any]:
         """The fields of config.json; Kimi K2 becomes a deepseek_v3, which is what transformers knows it as."""
         if self.version == 2 and not self.rope.interleaved:
-            raise ValueError(f"Hugging Face's DeepSeek V2 turns interleaved pairs; the rope must do so, got {self.rope}")
+            raise ValueError(
+                f"Hugging Face's DeepSeek V2 turns interleaved pairs; the rope must do so, got {self.rope}"
+            )
         return {
             "architectures": [f"DeepseekV{self.version}ForCausalLM"],
             "model_type": f"deepseek_v{self.version}",

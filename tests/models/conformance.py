@@ -69,6 +69,7 @@ class Conformance:
     refused: ClassVar[dict[str, Any]] = {"hidden_act": "gelu", "attn_logit_softcapping": 50.0}
     presets: ClassVar[dict[str, float]]  # published parameters, in billions
     windows: ClassVar[dict[str, set[int]]] = {}  # slots of the caches of a case; all others keep everything
+    depths: ClassVar[tuple[int, int]] = (1, 2)  # numbers of layers from whose sizes all others follow
     slot_axis: ClassVar[int] = -3  # of the arrays in a cache
 
     def pytest_generate_tests(self, metafunc):
@@ -169,8 +170,10 @@ class Conformance:
         assert family.presets.keys() == own.keys()
         for name, billions in self.presets.items():
             cfg = own[name]
-            one, two = (self.count(family, dataclasses.replace(cfg, num_layers=n)) for n in (1, 2))
-            count = (one + (two - one) * (cfg.num_layers - 1)) / 1e9  # all layers have the same shapes
+            (few, small), (more, large) = (
+                (n, self.count(family, dataclasses.replace(cfg, num_layers=n))) for n in self.depths
+            )
+            count = (small + (large - small) * (cfg.num_layers - few) / (more - few)) / 1e9
             assert abs(count - billions) <= 0.0051, f"{name} has {count:.4f}B"
             fields = HFConfig(json.loads(json.dumps(cfg.to_hf())))
             assert family.config.from_hf(fields) == cfg, name

@@ -1,0 +1,105 @@
+"""DeepSeek V2 and V3 against transformers: both routers with and without groups, queries with and without a latent, YaRN."""
+
+from tests.models.conformance import Conformance
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.9,
+}
+BASE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "moe_intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+}
+REFUSED = {
+    "hidden_act": "gelu",
+    "attention_bias": True,
+    "moe_layer_freq": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "qk_head_dim": 12,
+    "index_topk": 2048,  # DeepSeek V3.2
+}
+MATTERS = {
+    "routed_scaling_factor": 3.0,
+    "num_experts_per_tok": 2,
+    "topk_group": 1,
+    "n_group": 3,
+    "rms_norm_eps": 0.1,
+    "rope_parameters": YARN | {"mscale_all_dim": 0.3},
+}
+
+
+class DeepSeek(Conformance):
+    family = "deepseek"
+    base = BASE
+    depths = (3, 4)  # the first have no experts
+    slot_axis = -2
+    presets = {
+        "deepseek-v2-lite": 15.71,
+        "deepseek-v2": 235.74,
+        "deepseek-v3": 671.03,
+        "deepseek-r1": 671.03,
+        "kimi-k2": 1026.41,
+    }
+
+
+class TestV2(DeepSeek):
+    config = "DeepseekV2Config"
+    cases = {
+        "v2": {
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.0,
+            "rope_parameters": YARN,
+        },
+        "v2_lite": {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
+    }
+    matters = MATTERS | {"topk_method": "greedy"}
+    refused = REFUSED | {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "mlp_bias": True}
+
+
+class TestV3(DeepSeek):
+    config = "DeepseekV3Config"
+    cases = {
+        "v3": {
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 2,
+            "num_hidden_layers": 4,
+            "rope_parameters": YARN,
+        },
+        "kimi": {
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+        },
+    }
+    matters = MATTERS | {"norm_topk_prob": False, "rope_interleave": False}
+    refused = REFUSED | {"scoring_func": "softmax", "topk_method": "greedy"}
+    test_presets_have_the_published_size = None  # V2's are V3's
+
+
+def transformers_cases():
+    return TestV2.transformers_cases() | TestV3.transformers_cases()
