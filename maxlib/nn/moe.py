@@ -64,6 +64,11 @@ class ExpertLinear(nnx.Module):
         self.w = nnx.Param(init(rngs.params(), (num_experts, *shape), jnp.float32), axes=("expert", *axes))
         self.b = nnx.Param(jnp.zeros((num_experts, shape[0])), axes=("expert", axes[0])) if bias else None
 
+    def one(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
+        """`x` through a single expert, whose parameters have no expert axis."""
+        y = jnp.einsum("BTI,OI->BTO", x, jnp.asarray(self.w[...], x.dtype))
+        return y if self.b is None else y + jnp.broadcast_to(jnp.asarray(self.b[...], x.dtype), y.shape)
+
 
 class MoE(nnx.Module):
     """`sum over the chosen experts of weight * down(combine(gate(x), up(x)))`, plus `shared(x)`.
@@ -150,27 +155,19 @@ class MoE(nnx.Module):
     def reference(self, x: Float[Array, "B T D"], ctx: Context | None = None) -> Float[Array, "B T D"]:
         """The result of a call that drops nothing, by a plain loop in which every expert computes every token: the specification."""
         routing = self.router(x)
-        y = jnp.zeros_like(x) if self.shared is None else self.shared(x)
-        for e in range(self.router.num_experts):
+
+        def add(y, expert):
+            e, gate, up, down = expert
             chosen = routing.experts == e
             chosen = chosen if ctx is None or ctx.valid is None else chosen & ctx.valid[..., None]
-            scale = 1 if routing.input_weights is None else _total(routing.input_weights, chosen)
-            weight = _total(routing.weights, chosen)
-            y = y + (weight * self._expert(e, (x * scale).astype(x.dtype))).astype(x.dtype)
-        return y
+            total = lambda values: jnp.where(chosen, values, 0).sum(axis=-1, keepdims=True)
+            scaled = x if routing.input_weights is None else (total(routing.input_weights) * x).astype(x.dtype)
+            h = self.combine(gate.one(scaled), up.one(scaled))
+            return y + (total(routing.weights) * down.one(h)).astype(x.dtype), None
 
-    def _expert(self, e: int, x):
-        linear = lambda m, x: _linear(x, m.w[e], None if m.b is None else m.b[e])
-        return linear(self.down, self.combine(linear(self.gate, x), linear(self.up, x)))
-
-
-def _total(values, chosen):
-    return jnp.where(chosen, values, 0).sum(axis=-1, keepdims=True)
-
-
-def _linear(x, w, b):
-    y = jnp.einsum("BTI,OI->BTO", x, w.astype(x.dtype))
-    return y if b is None else y + jnp.broadcast_to(b.astype(x.dtype), y.shape)
+        y = jnp.zeros_like(x) if self.shared is None else self.shared(x)
+        experts = (jnp.arange(self.router.num_experts), self.gate, self.up, self.down)
+        return jax.lax.scan(add, y, experts)[0]
 
 
 def _run(x, experts, weights, input_weights, valid, *matrices, combine, capacity: int | None):
