@@ -53,8 +53,8 @@ class Case:
 CASES = {
     "train": Case("forward + backward, one layer of the Llama bench", 4, 512, 512, 8, 8, 64),
     "gqa": Case("forward + backward, grouped heads", 1, 1024, 1024, 16, 4, 128),
-    "long": Case("forward + backward at 8k", 1, 8192, 8192, 4, 4, 64, rounds=1),
-    "window": Case("forward + backward at 8k, window 1k", 1, 8192, 8192, 4, 4, 64, window=1024, rounds=1),
+    "long": Case("forward + backward at 8k", 1, 8192, 8192, 2, 2, 64, rounds=1),
+    "window": Case("forward + backward at 8k, window 1k", 1, 8192, 8192, 2, 2, 64, window=1024, rounds=1),
     "decode": Case("one token against a cache of 8k", 1, 1, 8192, 32, 8, 128, backward=False),
     "bf16": Case("forward + backward in bfloat16", 4, 512, 512, 8, 8, 64, dtype="bfloat16"),
 }
