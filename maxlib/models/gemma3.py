@@ -158,10 +158,11 @@ class Config:
         fields.ignore("_sliding_window_pattern")  # transformers 5 writes it beside layer_types, and never reads it
         types = types or _pattern(read["num_layers"], period)
         local = {"layer_type": LOCAL, "theta_field": "rope_local_base_freq", "scaling_field": None}
+        length = {"head_dim": read["head_dim"], "default_length": CONTEXT}
         return cls(
             **read,
-            rope=fields.rope(head_dim=read["head_dim"], layer_type=GLOBAL, default_theta=1e6),
-            local_rope=fields.rope(head_dim=read["head_dim"], **local),
+            rope=fields.rope(layer_type=GLOBAL, default_theta=1e6, **length),
+            local_rope=fields.rope(**local, **length),
             layer_types=None if types == _pattern(read["num_layers"]) else types,
         )
 
@@ -178,10 +179,8 @@ class Config:
         }
 
     def _text_to_hf(self) -> dict[str, Any]:
-        limit = None if self.rope.max_length else CONTEXT
-        far = rope_to_hf(self.rope, head_dim=self.head_dim, max_position_embeddings=limit)
-        limit = far["max_position_embeddings"]
-        near = rope_to_hf(self.local_rope, head_dim=self.head_dim, max_position_embeddings=limit)
+        far = rope_to_hf(self.rope, head_dim=self.head_dim)
+        near = rope_to_hf(self.local_rope, head_dim=self.head_dim)
         return {
             "model_type": "gemma3_text",
             **{theirs: getattr(self, ours) for ours, (theirs, _) in TEXT.items()},

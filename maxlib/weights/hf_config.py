@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlib.ops.rope import Rope
+from maxlib.weights.fp8 import is_block_fp8
 from maxlib.weights.hf_rope import read_rope, rope_to_hf
 
 __all__ = ["HFConfig", "read_config", "rope_to_hf"]
@@ -129,8 +130,8 @@ class HFConfig:
         types = self.take("layer_types", None, kind=list)
         if types is not None and (len(types) != num_layers or not set(types) <= set(known)):
             raise ValueError(
-                f"{self.where('layer_types')} must give one of {', '.join(known)} for each of {num_layers} layers, "
-                f"got {_short(types)} ({len(types)} entries)."
+                f"{self.where('layer_types')} must give one of {', '.join(known)} for each of the {num_layers} layers "
+                f"(num_hidden_layers), got {_short(types)} ({len(types)} entries)."
             )
         return None if types is None else tuple(types)
 
@@ -141,13 +142,15 @@ class HFConfig:
         interleaved: bool = False,
         partial: bool = False,
         default_theta: float = 10_000.0,
+        default_length: int | None = None,
         layer_type: str | None = None,
         theta_field: str = "rope_theta",
         scaling_field: str | None = "rope_scaling",
     ) -> Rope:
         """The rotary embedding, in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
 
-        partial: whether the architecture can rotate a part of the head (`partial_rotary_factor`). layer_type: for models
+        partial: whether the architecture can rotate a part of the head (`partial_rotary_factor`). default_theta,
+        default_length: what it means by leaving out `rope_theta` and `max_position_embeddings`. layer_type: for models
         whose layer types rotate differently, the key within `rope_parameters`; theta_field and scaling_field are
         then what transformers 4 called this type's fields (`rope_local_base_freq` and None for Gemma 3's local layers).
         Raises ValueError for an unknown type, a missing or impossible number, and spellings that contradict each other.
@@ -158,6 +161,7 @@ class HFConfig:
             interleaved=interleaved,
             partial=partial,
             default_theta=default_theta,
+            default_length=default_length,
             layer_type=layer_type,
             theta_field=theta_field,
             scaling_field=scaling_field,
@@ -171,6 +175,7 @@ class HFConfig:
             if name not in self._taken | HARMLESS
             and value is not None
             and not (name in HARMLESS_VALUES and value == HARMLESS_VALUES[name])
+            and not (name == "quantization_config" and is_block_fp8(value))  # read as plain weights
         }
         nested = {f"{name}.{field}": v for name, child in self._children.items() for field, v in child.unread().items()}
         return own | nested

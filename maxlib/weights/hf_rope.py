@@ -64,6 +64,7 @@ def read_rope(
     interleaved: bool,
     partial: bool,
     default_theta: float,
+    default_length: int | None,
     layer_type: str | None,
     theta_field: str,
     scaling_field: str | None,
@@ -79,7 +80,7 @@ def read_rope(
         raise ValueError(
             f"{fields.where('partial_rotary_factor')} must be 1, got {fraction}: this architecture turns whole heads."
         )
-    limit = fields.take(LIMIT, None, kind=int)
+    limit = fields.take(LIMIT, default_length, kind=int)
     try:
         scaling = _scaling(kind, spelled, limit, fraction)
         dim = head_dim if kind == "proportional" else int(head_dim * fraction)

@@ -1,0 +1,106 @@
+"""Gemma 3 against transformers: its text models."""
+
+import pytest
+
+from maxlib.models import gemma3
+from maxlib.weights import HFConfig
+from tests.models.conformance import BASE, Conformance
+
+LOCAL, GLOBAL = gemma3.LOCAL, gemma3.GLOBAL
+ROPES = {
+    GLOBAL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    LOCAL: {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+class TestGemma3(Conformance):
+    family = "gemma3"
+    config = "Gemma3TextConfig"
+    # transformers' embeddings give the padding token no gradient.
+    base = BASE | {"head_dim": 12, "pad_token_id": None, "sliding_window": 7, "query_pre_attn_scalar": 20}
+    cases = {
+        "every_third_global": {
+            "rope_parameters": ROPES,
+            "layer_types": [LOCAL, LOCAL, GLOBAL, LOCAL],
+            "num_hidden_layers": 4,
+        },
+        "global_first": {
+            "num_hidden_layers": 2,
+            "layer_types": [GLOBAL, LOCAL],
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "vocab_size": 53,
+        },
+    }
+    windows = {"every_third_global": {7, 24}, "global_first": {7, 24}}
+    matters = {
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 12,
+        "layer_types": [LOCAL] * 4,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": ROPES | {GLOBAL: {"rope_type": "default", "rope_theta": 1e6}},
+    }
+    refused = {
+        "hidden_activation": "gelu",
+        "use_bidirectional_attention": True,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+    presets = {
+        "gemma3-270m": 0.268098176,
+        "gemma3-1b": 0.999885952,
+        "gemma3-4b": 4.300079472,
+        "gemma3-12b": 12.187325040,
+        "gemma3-27b": 27.432406640,
+    }
+
+    def test_both_spellings_are_read(self, name, made):
+        case, _, model = made(name)
+        config = {**case["config"]}
+        ropes, types = config.pop("rope_parameters"), config.pop("layer_types")
+        old = {
+            "rope_theta": ropes[GLOBAL]["rope_theta"],
+            "rope_local_base_freq": ropes[LOCAL]["rope_theta"],
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0} if "factor" in ropes[GLOBAL] else None,
+            "sliding_window_pattern": types.index(GLOBAL) + 1,
+        }
+        fields = HFConfig(config | old)
+        assert gemma3.Config.from_hf(fields) == model.cfg
+        fields.done()
+
+
+transformers_cases = TestGemma3.transformers_cases
+
+
+def test_every_sixth_layer_is_global_unless_said_otherwise():
+    transformers = pytest.importorskip("transformers")
+    for changes in ({}, {"sliding_window_pattern": 4}):
+        theirs = transformers.Gemma3TextConfig(num_hidden_layers=13, **changes)
+        fields = {"model_type": "gemma3_text", "num_hidden_layers": 13, **changes}
+        assert list(gemma3.Config.from_hf(HFConfig(fields)).types) == theirs.layer_types
+
+
+def test_what_released_configs_leave_out_is_as_in_transformers():
+    """The config of the 4B model says no more than this of the text."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    tower = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 896,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    fields = HFConfig({"model_type": "gemma3", "text_config": text, "vision_config": tower, "mm_tokens_per_image": 256})
+    assert gemma3.Config.from_hf(fields) == gemma3.PRESETS["gemma3-4b"]
+    fields.done()
