@@ -54,7 +54,7 @@ def _words(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], axis=-1)
+        x = jnp.stack([np.real(x), np.imag(x)], axis=-1)
     if _is_narrow(x.dtype):  # less than a byte: every value is exact in float32
         x = x.astype(jnp.float32)
     bits = jnp.uint32 if x.dtype.itemsize > 4 else f"uint{8 * x.dtype.itemsize}"
@@ -66,7 +66,7 @@ def _words_on_host(x: np.ndarray) -> np.ndarray:
     if x.dtype.itemsize <= 4:
         return x
     if np.issubdtype(x.dtype, np.complexfloating):
-        x = np.stack([x.real, x.imag], axis=-1)
+        x = np.stack([np.real(x), np.imag(x)], axis=-1)
     words = np.ascontiguousarray(x.reshape(*x.shape, 1)).view(np.uint32)
     return words if x.dtype.itemsize > 4 else words.reshape(x.shape)
 

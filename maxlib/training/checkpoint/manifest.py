@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxlib.training.checkpoint import checksum, records, trees
@@ -23,8 +24,8 @@ def finish(described: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def abstract(entry: dict[str, Any], sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """The stored leaf's shape and dtype."""
-    return jax.ShapeDtypeStruct(tuple(entry["shape"]), jax.numpy.dtype(entry["dtype"]), sharding=sharding)
+    """The leaf as it is stored."""
+    return jax.ShapeDtypeStruct(tuple(entry["shape"]), trees.stored_dtype(jnp.dtype(entry["dtype"])), sharding=sharding)
 
 
 def damaged(entries: dict[str, dict[str, Any]], leaves: dict[str, Any]) -> list[str]:
@@ -40,5 +41,7 @@ def is_stored(entry: dict[str, Any]) -> bool:
 
 def _entry(leaf: Any) -> dict[str, Any]:
     raw = trees.snapshot(leaf)
-    key = {"key": str(jax.random.key_impl(leaf))} if trees.is_key(leaf) else {}
-    return {"shape": list(np.shape(raw)), "dtype": str(raw.dtype), "checksum": checksum.digest(raw), **key}
+    entry = {"shape": list(np.shape(raw)), "dtype": str(raw.dtype), "checksum": checksum.digest(raw)}
+    if trees.is_key(leaf):
+        return entry | {"key": str(jax.random.key_impl(leaf))}
+    return entry | {"dtype": str(np.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype)}

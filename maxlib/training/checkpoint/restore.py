@@ -147,7 +147,8 @@ def read(directory: epath.Path, wanted: Wanted) -> dict[str, Any]:
 def _read_item(directory: epath.Path, item: str, stored: Stored, like: Any, wanted: Wanted) -> dict[str, Any]:
     entries = stored.items[item]
     if like is None:
-        return _load(directory, item, entries, {})
+        leaves = _load(directory, item, entries, {})
+        return {name: leaf.astype(jnp.dtype(entries[name]["dtype"])) for name, leaf in leaves.items()}
     leaves = trees.flatten(like)
     raws = {name: _raw(leaf) for name, leaf in leaves.items()}
     old, new = stored.meta["layouts"], wanted.layouts
@@ -229,7 +230,7 @@ def _load(directory: epath.Path, item: str, entries: dict, shardings: dict[str, 
     else:
         bad = manifest.damaged(entries, leaves)
         if not _anywhere(bad):
-            empty = {n: np.zeros(e["shape"], jnp.dtype(e["dtype"])) for n, e in entries.items() if n not in leaves}
+            empty = {n: np.zeros(e["shape"], manifest.abstract(e).dtype) for n, e in entries.items() if n not in leaves}
             return {n: _put(leaf, shardings.get(n)) for n, leaf in empty.items()} | leaves
     raise _damaged(directory, [f"{item}: {name}" for name in bad] or [f"{item}: seen on another host"])
 
@@ -262,9 +263,8 @@ def _assemble(target: Target, loaded: dict[str, Any]) -> Any:
 def _cast(leaf: Any, raw: jax.ShapeDtypeStruct) -> Any:
     if leaf.dtype == raw.dtype:
         return leaf
-    if raw.sharding is None:
-        return leaf.astype(raw.dtype)
-    return jax.jit(lambda x: x.astype(raw.dtype), out_shardings=raw.sharding)(leaf)
+    cast = leaf.astype(raw.dtype)
+    return cast if raw.sharding is None else jax.device_put(cast, raw.sharding)
 
 
 def _as(leaf: Any, like: Any, entries: dict, target: Target) -> Any:

@@ -25,10 +25,15 @@ def unflatten(tree: Any, leaves: dict[str, Any]) -> Any:
 
 
 def snapshot(leaf: Any) -> Any:
-    """What is stored of a leaf: key data of a key, a copy of what is not a `jax.Array`."""
-    if is_key(leaf):
-        return jax.random.key_data(leaf)
-    return leaf if isinstance(leaf, jax.Array) else np.array(leaf, order="C")
+    """What is stored of a leaf: the data of a key, a wider dtype for one that cannot be stored, a copy of what is not a `jax.Array`."""
+    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    leaf = leaf if isinstance(leaf, jax.Array) else np.array(leaf, order="C")
+    return leaf.astype(stored_dtype(leaf.dtype)) if stored_dtype(leaf.dtype) != leaf.dtype else leaf
+
+
+def stored_dtype(dtype: Any) -> np.dtype:
+    """The dtype itself, or one that holds all its values where tensorstore does not know it."""
+    return np.dtype({"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "float16"}.get(str(dtype), dtype))
 
 
 def is_key(leaf: Any) -> bool:
