@@ -2,23 +2,16 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from maxlib import nn, sharding
+from maxlib.training import checkpoint
 from maxlib.training.step import TrainState
-
-
-class Checkpoints(Protocol):
-    """What a trainer asks of a checkpointer; `Checkpointer` is one."""
-
-    every: int
-
-    def save(self, step: int, items: dict[str, Any], *, data_state: Any, meta: dict[str, Any]) -> None: ...
-    def latest(self) -> int | None: ...
-    def restore(self, step: int | None, *, like: dict[str, Any]) -> dict[str, Any]: ...
-    def wait(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +24,74 @@ class Origin:
 
 def initial_state(
     state: TrainState,
-    checkpointer: Checkpoints | None,
+    checkpointer: checkpoint.Checkpointer | None,
     resume_from: str | Path | None,
     params_from: str | Path | None,
     *,
     mesh: Mesh | None,
     rules: sharding.Rules,
 ) -> tuple[TrainState, Origin]:
-    """See `Trainer.restore`."""
-    return state, Origin(f"fresh start, {nn.num_parameters(state.trainable):,} trained parameters")
+    """See `Trainer.restore`. `state` gives structure and places; what is not restored keeps its values."""
+    if checkpointer is not None:
+        checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
+        if checkpointer.latest() is not None:
+            restored = checkpointer.restore(like=_items(state))
+            return _resumed(state, restored, f"this run's own checkpoint in {checkpointer.directory}")
+    layouts = checkpoint.layouts(state.rest)
+    if resume_from is not None:
+        restored = checkpoint.load(resume_from, _items(state), layouts=layouts)
+        return _resumed(state, restored, f"the checkpoint in {resume_from}")
+    if params_from is not None:
+        params = _parameters(state, Path(params_from), layouts, mesh, rules)
+        return dataclasses.replace(state, trainable=params), Origin(f"parameters from {params_from}, step 0")
+    return state, Origin(f"a fresh start, {nn.num_parameters(state.trainable):,} trained parameters")
 
 
-def save(checkpointer: Checkpoints, state: TrainState, step: int, data_state: Any) -> None:
-    raise NotImplementedError
+def save(checkpointer: checkpoint.Checkpointer, state: TrainState, step: int, data_state: Any) -> None:
+    """Starts to save everything that `initial_state` restores."""
+    checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
+    meta = {"key": jax.random.key_data(state.key).tolist(), "model": repr(getattr(state.rest, "cfg", None))}
+    checkpointer.save(step, _items(state), data=data_state, meta=meta)
+
+
+def _items(state: TrainState) -> dict[str, Any]:
+    frozen = {path: v.get_value() for path, v in nn.variables(state.rest).items() if path not in state.trainable}
+    return {"params": state.trainable, "opt": state.opt_state, "rest": frozen}
+
+
+def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[TrainState, Origin]:
+    step = restored["meta"]["step"]
+    key = jax.random.wrap_key_data(jnp.asarray(np.array(restored["meta"]["key"], np.uint32)))
+    place = lambda new, old: jax.device_put(new, old.sharding)
+    new = TrainState(
+        trainable=restored["params"],
+        rest=nn.combine(restored["rest"], state.rest),
+        opt_state=restored["opt"],
+        step=place(jnp.asarray(step, jnp.int32), state.step),
+        key=place(key, state.key),
+    )
+    return new, Origin(f"step {step} of {where}", restored["data"])
+
+
+def _parameters(
+    state: TrainState, directory: Path, layouts: Any, mesh: Mesh | None, rules: sharding.Rules
+) -> dict[str, Any]:
+    """Parameters only: of a Hugging Face directory, or of a checkpoint."""
+    if not (directory / "config.json").exists():
+        like = {"params": state.trainable}
+        return checkpoint.load(directory, like, layouts=layouts, cast=True)["params"]
+    from maxlib import weights
+
+    model = weights.from_pretrained(directory, mesh=mesh, rules=rules, dtype=jnp.float32)
+    params = {path: v.get_value() for path, v in nn.variables(model).items()}
+    wrong = [
+        f"{path}: {want.shape} here, {params[path].shape if path in params else 'absent'} there"
+        for path, want in state.trainable.items()
+        if path not in params or params[path].shape != want.shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"{directory} holds another model than the one that is trained: {'; '.join(wrong[:10])}. "
+            "Build the model of that directory (weights.read_model gives its configuration)"
+        )
+    return {path: params[path].astype(want.dtype) for path, want in state.trainable.items()}

@@ -15,12 +15,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxlib import nn, sharding
 from maxlib.training import flops
+from maxlib.training.checkpoint import Checkpointer
 from maxlib.training.deadlines import deadline
 from maxlib.training.evaluation import evaluate
 from maxlib.training.interrupt import Interrupt, Interrupted, interrupts
 from maxlib.training.losses import Batch, next_token_loss
 from maxlib.training.metrics import Console, Jsonl, Meter, Writer, write_all
-from maxlib.training.restore import Checkpoints, Origin, initial_state, save
+from maxlib.training.restore import Origin, initial_state, save
 from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, make_train_step
 
 
@@ -67,7 +68,7 @@ class Trainer:
         schedule: optax.Schedule | None = None,
         eval_loader: Loader | None = None,
         eval_every: int = 0,
-        checkpointer: Checkpoints | None = None,
+        checkpointer: Checkpointer | None = None,
         callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]]] = (),
         timeout: float = 1800.0,
     ):
@@ -213,7 +214,7 @@ class Trainer:
                 callback(self)
         if self.eval_loader is not None and due(self.eval_every):
             self.evaluate()
-        if self.checkpointer is not None and due(self.checkpointer.every):
+        if self.checkpointer is not None and self.checkpointer.should_save(self.step):
             self.save()
 
     def _next(self, loader: Loader, what: str) -> Batch | None:
