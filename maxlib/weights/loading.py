@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from maxlib import nn, sharding
 from maxlib.weights.files import Stored, find_tensors, is_float
+from maxlib.weights.fp8 import with_scales
 from maxlib.weights.resolve import Conversion, Cut, Piece, Plan, Tensor, resolve
 from maxlib.weights.table import Copy, Ignore, Renamed, Table
 
@@ -36,7 +37,7 @@ def load(
     Raises ValueError that names every tensor that is missing, left over or of another shape, before any is read.
     """
     abstract = jax.eval_shape(build)
-    stored, plan = _renamed(find_tensors(directory), table), resolve(abstract, table)
+    stored, plan = _renamed(with_scales(find_tensors(directory)), table), resolve(abstract, table)
     plan = _applicable(plan, stored)
     _check(abstract, plan, stored, table, directory)
     rules = sharding.FSDP_TP if rules is None else rules
