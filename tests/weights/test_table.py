@@ -215,6 +215,19 @@ def test_ignored_and_copied_tensors(exported, tmp_path):
     np.testing.assert_array_equal(untied.head.w[...], -untied.embed.w[...])
 
 
+def test_another_spelling_is_read(model, exported, tmp_path):
+    files = load_file(exported / "model.safetensors")
+    (tmp_path / "config.json").write_text((exported / "config.json").read_text())
+    old = {name.replace("vision.", "tower."): tensor for name, tensor in files.items()}
+    save_file(old, tmp_path / "model.safetensors")
+    assert equal(maxlib.from_pretrained(tmp_path, family=FAMILY), model)
+    save_file(old | files, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"tower.* is another spelling of vision.*keep one|vision.* is another spelling"
+    ):
+        maxlib.from_pretrained(tmp_path, family=FAMILY)
+
+
 def test_a_weight_that_cannot_be_written_is_named(model, tmp_path):
     one_way = [e for e in zoo.table(zoo.Config()) if "down" not in getattr(e, "ours", "") or isinstance(e, Convert)]
     family = dataclasses.replace(FAMILY, table=lambda cfg: one_way)

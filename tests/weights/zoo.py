@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from maxlib import nn
-from maxlib.weights import Absent, Convert, Copy, Family, HFConfig, Ignore, Table, Weight
+from maxlib.weights import Absent, Convert, Copy, Family, HFConfig, Ignore, Renamed, Table, Weight
 
 D, N, K, H, F, E, V = 16, 4, 2, 8, 24, 8, 40
 
@@ -112,6 +112,7 @@ def table(cfg: Config) -> Table:
         Copy("head.weight", of="model.embed.weight"),
         Ignore(theirs + "rotary.inv_freq"),
         Ignore("mtp.*"),
+        Renamed("tower.", "vision."),
     ]
 
 
