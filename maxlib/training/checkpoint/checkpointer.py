@@ -129,11 +129,10 @@ class Checkpointer:
         _raise(failed)
 
     def _start(self, step: int, items: dict[str, dict[str, Any]], texts: dict[str, str]) -> None:
-        described = manifest.describe(items)
-        arrays = {
-            item: {n: trees.snapshot(leaf) for n, leaf in leaves.items() if manifest.is_stored(described[item][n])}
-            for item, leaves in items.items()
-        }
+        raws = {item: {n: trees.snapshot(leaf) for n, leaf in leaves.items()} for item, leaves in items.items()}
+        described = manifest.describe(items, raws)
+        stored = lambda item, n: manifest.is_stored(described[item][n])
+        arrays = {item: {n: raw for n, raw in leaves.items() if stored(item, n)} for item, leaves in raws.items()}
         make = {name: lambda text=text: text for name, text in texts.items()}
         try:
             self._steps.save(step, arrays, {**make, "manifest": lambda: manifest.finish(described)})

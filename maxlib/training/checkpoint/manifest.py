@@ -11,9 +11,9 @@ from maxlib.training.checkpoint import checksum, records, trees
 FORMAT = 1
 
 
-def describe(items: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Shape, dtype and the running `checksum.digest` of every leaf; `finish` waits for the digests."""
-    return {item: {name: _entry(leaf) for name, leaf in leaves.items()} for item, leaves in items.items()}
+def describe(items: dict[str, dict[str, Any]], raws: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Shape, dtype and the running `checksum.digest` of every leaf, which is stored as its raw; `finish` waits for the digests."""
+    return {item: {n: _entry(leaf, raws[item][n]) for n, leaf in leaves.items()} for item, leaves in items.items()}
 
 
 def finish(described: dict[str, dict[str, dict[str, Any]]]) -> str:
@@ -39,9 +39,8 @@ def is_stored(entry: dict[str, Any]) -> bool:
     return 0 not in entry["shape"]
 
 
-def _entry(leaf: Any) -> dict[str, Any]:
-    raw = trees.snapshot(leaf)
+def _entry(leaf: Any, raw: Any) -> dict[str, Any]:
     entry = {"shape": list(np.shape(raw)), "dtype": str(raw.dtype), "checksum": checksum.digest(raw)}
     if trees.is_key(leaf):
         return entry | {"key": str(jax.random.key_impl(leaf))}
-    return entry | {"dtype": str(np.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype)}
+    return entry | {"dtype": str(getattr(leaf, "dtype", raw.dtype))}

@@ -244,10 +244,10 @@ def _anywhere(bad: list[str]) -> bool:
 
 def _assemble(target: Target, loaded: dict[str, Any]) -> Any:
     """The target's layers, picked from the stored leaves; a leaf that is stored as it is wanted is passed on."""
-    first = loaded[target.pieces[0][0]]
-    whole = [(target.pieces[0][0], row) for row in range(len(first))] if target.rows else [(target.pieces[0][0], None)]
-    if list(target.pieces) == whole:
-        return first
+    name, row = target.pieces[0]
+    rows = [None] if row is None else range(len(loaded[name]))
+    if target.rows == (row is not None) and list(target.pieces) == [(name, r) for r in rows]:
+        return loaded[name]
     names = sorted({name for name, _ in target.pieces})
     picks = [(names.index(name), row) for name, row in target.pieces]
     np_or_jnp = np if target.raw.sharding is None else jnp

@@ -1,0 +1,58 @@
+"""A model with a stack in any layout, and the state of its training, without compiling anything."""
+
+import re
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from maxlib import nn
+
+LAYERS = 7
+
+
+class Layer(nnx.Module):
+    """A weight, a scale, and a count that is not trained."""
+
+    def __init__(self, i: int, *, rngs: nnx.Rngs):
+        self.w = nnx.Param(jnp.zeros((4, 8)), axes=("embed", "mlp"))
+        self.scale = nnx.Param(jnp.zeros(8), axes=("norm",))
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+
+class Model(nnx.Module):
+    def __init__(self, prefix: int = 0, period: int = 1, num_layers: int = LAYERS):
+        make = lambda i, rngs: Layer(i, rngs=rngs)
+        self.layers = nn.Stack(make, num_layers, prefix=prefix, period=period, rngs=nnx.Rngs(0))
+        self.head = nnx.Param(jnp.zeros(8), axes=("embed",))
+
+
+def abstract_model(prefix: int = 0, period: int = 1, num_layers: int = LAYERS) -> Model:
+    return jax.eval_shape(lambda: Model(prefix, period, num_layers))
+
+
+def state_of(model: Model) -> dict[str, Any]:
+    """Parameters, rest and moments of an abstract model; every layer's values depend on its number alone."""
+    params, rest = nn.partition(model)
+    state = {"params": params, "rest": rest, "opt": jax.eval_shape(optax.adamw(1e-3).init, params)}
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _fill(jax.tree_util.keystr(path), leaf, model), state)
+
+
+def _fill(name: str, leaf: jax.ShapeDtypeStruct, model: Model) -> jax.Array:
+    match = re.fullmatch(r"(.*)\b((?:prefix|body|suffix)\W+\d+)\b(.*)", name)
+    if not match:
+        return _values(name, leaf.shape, leaf.dtype)
+    place = re.sub(r"\W+", ".", match[2])
+    rows = [(model.layers.where(i)[1], i) for i in range(model.layers.num_layers) if model.layers.where(i)[0] == place]
+    layer = lambda i, shape: _values(f"{match[1]}{i}{match[3]}", shape, leaf.dtype)
+    if rows[0][0] is None:
+        return layer(rows[0][1], leaf.shape)
+    return jnp.asarray(np.stack([layer(i, leaf.shape[1:]) for _, i in sorted(rows)]))
+
+
+def _values(name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.asarray((np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape) * 100).astype(dtype))

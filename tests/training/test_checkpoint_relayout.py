@@ -1,0 +1,127 @@
+"""A stack's prefix and period are no part of a checkpoint's identity."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlib import nn
+from maxlib.training import checkpoint
+from maxlib.training.checkpoint import Checkpointer, relayout
+from tests.training.stacked import LAYERS, abstract_model, state_of
+from tests.training.test_checkpoint import assert_same
+
+LAYOUTS = [(0, 1), (0, 2), (1, 3), (2, 2), (7, 1)]
+
+
+def saved(tmp_path, model):
+    state = state_of(model)
+    with Checkpointer(tmp_path, layouts=checkpoint.layouts(model)) as ck:
+        ck.save(1, state)
+    return state
+
+
+# Each layout once as the source and once as the target; 4 of 20 pairs, which include all kinds of place.
+@pytest.mark.parametrize(("old", "new"), list(zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True)), ids=str)
+def test_parameters_rest_and_moments_are_laid_anew(tmp_path, old, new):
+    saved(tmp_path, abstract_model(*old))
+    model = abstract_model(*new)
+    want = state_of(model)  # what this layout would have come to by itself
+    got = checkpoint.load(tmp_path, jax.tree.map(jnp.zeros_like, want), layouts=checkpoint.layouts(model))
+    assert_same({name: got[name] for name in want}, want)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("new", [(p, q) for p in range(LAYERS + 1) for q in range(1, 4)], ids=str)
+@pytest.mark.parametrize("old", LAYOUTS, ids=str)
+def test_every_pair_of_layouts(tmp_path, old, new):
+    test_parameters_rest_and_moments_are_laid_anew(tmp_path, old, new)
+
+
+def test_unstacked_for_inference(tmp_path):
+    state = saved(tmp_path, abstract_model(1, 2))
+    flat = nn.unstack(nn.combine(state["params"], state["rest"]))
+    params, _ = nn.partition(flat)
+    like = jax.tree.map(jnp.zeros_like, params)
+    assert_same(checkpoint.load(tmp_path, {"params": like}, layouts=checkpoint.layouts(flat))["params"], params)
+
+
+@pytest.mark.parametrize(("old", "new"), [((0, 1), (1, 2)), ((1, 2), (0, 1)), ((7, 1), (0, 2))], ids=str)
+def test_with_shardings(tmp_path, old, new):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def shard(path, x):
+        spec = (
+            {4: P("a", "b"), 8: P("b")}.get(x.shape[-2] if path.endswith(".w") else x.shape[-1], P()) if x.ndim else P()
+        )
+        stacked = x.ndim > (2 if path.endswith(".w") else 1)
+        return NamedSharding(mesh, P(None, *spec) if stacked else spec)
+
+    place = lambda params: {path: jax.device_put(x, shard(path, x)) for path, x in params.items()}
+    source, target = abstract_model(*old), abstract_model(*new)
+    with Checkpointer(tmp_path, layouts=checkpoint.layouts(source)) as ck:
+        ck.save(1, {"params": place(state_of(source)["params"])})
+    want = place(state_of(target)["params"])
+    like = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in want.items()}
+    got = checkpoint.load(tmp_path, {"params": like}, layouts=checkpoint.layouts(target))["params"]
+    assert_same(got, want)
+    assert {p: x.sharding for p, x in got.items()} == {p: x.sharding for p, x in want.items()}
+
+
+def test_on_the_host(tmp_path):
+    model, other = abstract_model(0, 1), abstract_model(2, 2)
+    with Checkpointer(tmp_path, layouts=checkpoint.layouts(model)) as ck:
+        ck.save(1, {"params": jax.device_get(state_of(model)["params"])})
+    want = jax.device_get(state_of(other)["params"])
+    assert_same(checkpoint.load(tmp_path, {"params": want}, layouts=checkpoint.layouts(other))["params"], want)
+
+
+def test_another_depth_is_another_model(tmp_path):
+    saved(tmp_path, abstract_model(1, 2))
+    shallow = abstract_model(0, 1, num_layers=5)
+    with pytest.raises(
+        ValueError, match=r"nothing takes:\n  layers\.5\.scale float32\[8\]\n  layers\.5\.w float32\[4,8\]\n"
+    ):
+        checkpoint.load(tmp_path, {"params": nn.partition(shallow)[0]}, layouts=checkpoint.layouts(shallow))
+    deep = abstract_model(0, 1, num_layers=8)
+    with pytest.raises(ValueError, match=r"it lacks:\n  layers\.7\.scale"):
+        checkpoint.load(tmp_path, {"params": nn.partition(deep)[0]}, layouts=checkpoint.layouts(deep))
+
+
+def test_a_damaged_leaf_is_found_on_the_way(tmp_path, monkeypatch):
+    saved(tmp_path, abstract_model(0, 1))
+    model = abstract_model(1, 2)
+    real = checkpoint.storage.load
+
+    def flip(*args):
+        leaves = real(*args)
+        return leaves | {"layers.body.0.w": leaves["layers.body.0.w"].at[3, 0, 0].add(1e-6)}
+
+    monkeypatch.setattr(checkpoint.storage, "load", flip)
+    with pytest.raises(checkpoint.DamagedError, match=r"params: layers\.body\.0\.w$"):
+        checkpoint.load(tmp_path / "1", {"params": nn.partition(model)[0]}, layouts=checkpoint.layouts(model))
+
+
+def test_names_of_layers():
+    layouts = {
+        "layers": {"num_layers": 5, "prefix": 1, "period": 2},
+        "vision.layers": {"num_layers": 2, "prefix": 2, "period": 1},
+    }
+    names = lambda name: relayout.logical_names(name, layouts)
+    assert names("layers.body.1.attn.q.w") == [("layers.2.attn.q.w", 0), ("layers.4.attn.q.w", 1)]
+    assert names("1.0.mu.layers.prefix.0.w") == [("1.0.mu.layers.0.w", None)]
+    assert names("vision.layers.prefix.1.w") == [("vision.layers.1.w", None)]
+    assert names("my_layers.body.0.w") == [("my_layers.body.0.w", None)]
+    assert names("embed.w") == [("embed.w", None)]
+    assert relayout.logical_names("0.mu.body.0.w", {"": {"num_layers": 2, "prefix": 0, "period": 1}}) == [
+        ("0.mu.0.w", 0),
+        ("0.mu.1.w", 1),
+    ]
+
+
+def test_layouts_are_those_of_the_stacks():
+    assert checkpoint.layouts(abstract_model(1, 3)) == {"layers": {"num_layers": 7, "prefix": 1, "period": 3}}
+    assert checkpoint.layouts(optax.EmptyState()) == {}
+    assert abstract_model(1, 3).layers.body[0].w.shape == (2, 4, 8)
