@@ -289,8 +289,11 @@ class Gemma3(nnx.Module):
                 raise ValueError("this Gemma 3 reads text only (its config has no vision): call it without images")
             return x, None
         is_image = tokens == self.cfg.vision.image_token
-        features = None if images is None else self.projector(self.tower(images, dtype=dtype, remat=remat))
-        return nn.place_features(x, is_image, features), None if images is None else is_image
+        nn.check_placeholders(is_image, 0 if images is None else len(images) * self.cfg.vision.num_tokens)
+        if images is None:
+            return x, None
+        features = self.projector(self.tower(images, dtype=dtype, remat=remat))
+        return nn.place_features(x, is_image, features), is_image
 
     def head_weight(self) -> Float[Array, "V D"]:
         return (self.head or self.embed).w[...]

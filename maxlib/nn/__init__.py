@@ -49,4 +49,5 @@ from maxlib.nn.tree import partition as partition
 from maxlib.nn.tree import variables as variables
 from maxlib.nn.vision import PoolProjector as PoolProjector
 from maxlib.nn.vision import SigLIP as SigLIP
+from maxlib.nn.vision import check_placeholders as check_placeholders
 from maxlib.nn.vision import place_features as place_features

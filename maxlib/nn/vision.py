@@ -100,23 +100,24 @@ class PoolProjector(nnx.Module):
         return self.proj(self.norm(x.reshape(I, side * side, E)))
 
 
+def check_placeholders(is_placeholder: Bool[Array, "B T"], count: int) -> None:
+    """Raises ValueError if the placeholders among the tokens are not `count`; inside jit their number is not known."""
+    with contextlib.suppress(jax.errors.ConcretizationTypeError):
+        if (found := int(is_placeholder.sum())) != count:
+            raise ValueError(
+                f"the tokens hold {found} image placeholders, but the images given make {count} vectors: there must be as "
+                "many; take prompt and images from one call of the processor"
+            )
+
+
 def place_features(
-    x: Float[Array, "B T D"], is_placeholder: Bool[Array, "B T"], features: Float[Array, "I S D"] | None
+    x: Float[Array, "B T D"], is_placeholder: Bool[Array, "B T"], features: Float[Array, "I S D"]
 ) -> Float[Array, "B T D"]:
     """`x` with its placeholders, row after row, replaced by the vectors of `features`, image after image.
 
-    Raises ValueError if there are more or fewer placeholders than vectors; where jit hides their number, all of them become
-    NaN instead (without features they stay as they are).
+    Where there are more or fewer placeholders than vectors all of them become NaN: call `check_placeholders` before.
     """
-    found, count = is_placeholder.sum(), 0 if features is None else features.shape[0] * features.shape[1]
-    with contextlib.suppress(jax.errors.ConcretizationTypeError):
-        if int(found) != count:
-            raise ValueError(
-                f"the tokens hold {int(found)} image placeholders, but the images given make {count} vectors: there must "
-                "be as many; take prompt and images from one call of the processor"
-            )
-    if features is None:
-        return x
-    flat = jnp.where(found == count, features.reshape(count, -1), jnp.nan).astype(x.dtype)
+    flat = features.reshape(-1, features.shape[-1]).astype(x.dtype)
+    flat = jnp.where(is_placeholder.sum() == len(flat), flat, jnp.nan)
     index = jnp.cumsum(is_placeholder.reshape(-1)).reshape(is_placeholder.shape) - 1
     return jnp.where(is_placeholder[:, :, None], jnp.take(flat, index, axis=0, mode="clip"), x)
