@@ -14,10 +14,14 @@ class TestMistral(Conformance):
     config = "MistralConfig"
     cases = {
         "windowed": {"sliding_window": 4, "head_dim": 10, "vocab_size": 53},  # wider than dim / heads, as in Nemo
-        "tied": {"sliding_window": None, "tie_word_embeddings": True, "num_key_value_heads": 1},
-        "longer_window": {"sliding_window": 11, "num_key_value_heads": 4, "rope_parameters": YARN},
+        "tied": {
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "rope_parameters": YARN,
+        },
     }
-    windows = {"windowed": {4}, "longer_window": {11}}
+    windows = {"windowed": {4}}
     matters = {
         "sliding_window": 6,
         "rms_norm_eps": 0.1,

@@ -118,3 +118,21 @@ def test_unstacked_is_the_same_function():
     x, alone = jnp.ones((1, 2, 4)), nn.unstack({"a": stack})["a"]
     assert alone.layout == {"num_layers": 7, "prefix": 7, "period": 2} and len(alone.body) == 0
     np.testing.assert_allclose(stack(x, 0.1)[0], alone(x, 0.1)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "layout"),
+    [
+        ("", (0, 1)),
+        ("f", (0, 1)),
+        ("ffffff", (0, 1)),
+        ("sfsfsf", (0, 2)),
+        ("sfsfs", (0, 2)),  # one at the end stands alone
+        ("sssfsssfsss", (0, 4)),
+        ("ffssss", (2, 1)),
+        ("dsfsfsf", (1, 2)),
+        ("abcd", (0, 3)),  # nothing repeats, so any would do
+    ],
+)
+def test_layout_for_scans_the_most(kinds, layout):
+    assert tuple(nn.layout_for(kinds).values()) == layout

@@ -132,6 +132,15 @@ def test_some_fields_are_harmless_with_one_value_only(name, value):
         HFConfig({name: 2}).done()
 
 
+def test_layer_types_are_known_ones_for_every_layer():
+    kinds = ("full_attention", "sliding_attention")
+    assert HFConfig({}).layer_types(2, *kinds) is None
+    assert HFConfig({"layer_types": ["full_attention"] * 2}).layer_types(2, *kinds) == ("full_attention",) * 2
+    for types in (["full_attention"], ["full_attention", "linear_attention"], [1, 2]):
+        with pytest.raises(ValueError, match="layer_types must give one of full_attention, sliding_attention for each"):
+            HFConfig({"layer_types": types}).layer_types(2, *kinds)
+
+
 def test_nested_fields_name_their_path():
     fields = HFConfig({"text_config": {"hidden_size": "x", "inner": {}}, "vision_config": 3})
     with pytest.raises(ValueError, match="config.json: text_config.hidden_size must be of type int"):
@@ -276,6 +285,9 @@ def test_ropes_that_cannot_be_written_are_refused():
         rope_to_hf(ROPES["dynamic"][2], head_dim=HEAD, max_position_embeddings=128)
     with pytest.raises(ValueError, match="a rope of 16 dimensions must fit into a head of 8"):
         rope_to_hf(Rope(16, max_length=8), head_dim=8)
+    for rope in (Rope(8, max_length=8), Rope(16, interleaved=True, max_length=8)):
+        with pytest.raises(ValueError, match="turns whole heads in halves: the rope must have dim=16"):
+            rope_to_hf(rope, head_dim=16, whole_heads=True)
 
 
 # --- transformers ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,113 @@
+"""Qwen2 against transformers: biases, windows on some layers."""
+
+import pytest
+
+from maxlib.models import qwen2
+from maxlib.models.qwen2 import FULL, SLIDING
+from maxlib.weights import HFConfig
+from tests.models.conformance import BASE, Conformance
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
+
+
+class TestQwen2(Conformance):
+    family = "qwen2"
+    config = "Qwen2Config"
+    cases = {
+        "last_layers_windowed": WINDOW | {"num_hidden_layers": 4, "max_window_layers": 2, "vocab_size": 53},
+        "tied_in_turn": WINDOW
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": [SLIDING, FULL] * 2 + [SLIDING],
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "rope_parameters": YARN,
+        },
+    }
+    windows = {"last_layers_windowed": {4, 24}, "tied_in_turn": {4, 24}}
+    matters = {
+        "sliding_window": 6,
+        "layer_types": [SLIDING, FULL, SLIDING, FULL],
+        "rms_norm_eps": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    }
+    refused = Conformance.refused | {
+        "use_sliding_window": False,  # but layer_types has some that slide
+        "layer_types": [SLIDING, FULL, "linear_attention", FULL],
+        "num_hidden_layers": 5,  # for four layer_types
+        "use_mrope": True,
+    }
+    presets = {
+        "qwen2-0.5b": 0.494,
+        "qwen2-1.5b": 1.544,
+        "qwen2-7b": 7.616,
+        "qwen2-72b": 72.706,
+        "qwen2.5-0.5b": 0.494,
+        "qwen2.5-1.5b": 1.544,
+        "qwen2.5-3b": 3.086,
+        "qwen2.5-7b": 7.616,
+        "qwen2.5-14b": 14.770,
+        "qwen2.5-32b": 32.764,
+        "qwen2.5-72b": 72.706,
+    }
+
+
+transformers_cases = TestQwen2.transformers_cases
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"use_sliding_window": True, "max_window_layers": 0},
+        {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 7},
+        {"use_sliding_window": True, "max_window_layers": 9},
+        {"use_sliding_window": False, "max_window_layers": 1},
+        {"use_sliding_window": True, "max_window_layers": 1, "layer_types": [SLIDING, FULL, SLIDING]},
+    ],
+    ids=str,
+)
+def test_layers_slide_where_they_do_in_transformers(fields):
+    """Published configs name no layer_types: they follow from three other fields."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.Qwen2Config(**BASE | fields)
+    ours = qwen2.Config.from_hf(HFConfig({"model_type": "qwen2"} | BASE | fields))
+    assert list(ours.layer_types or [FULL] * 3) == theirs.layer_types
+    assert ours.window == (theirs.sliding_window if SLIDING in theirs.layer_types else None)
+
+
+def test_the_published_config_is_read():
+    """Qwen2.5-7B's, as it ships."""
+    published = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "initializer_range": 0.02,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 28,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1",
+        "use_cache": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    }
+    fields = HFConfig(published)
+    assert qwen2.Config.from_hf(fields) == qwen2.PRESETS["qwen2.5-7b"]
+    fields.done()

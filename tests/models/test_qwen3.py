@@ -1,0 +1,53 @@
+"""Qwen3 against transformers: norms of queries and keys, wide heads, windows on some layers."""
+
+from maxlib.models import qwen3
+from maxlib.models.qwen3 import FULL, SLIDING
+from maxlib.weights import HFConfig
+from tests.models.conformance import BASE, Conformance
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
+
+
+class TestQwen3(Conformance):
+    family = "qwen3"
+    config = "Qwen3Config"
+    base = BASE | {"head_dim": 10}
+    cases = {
+        "last_layers_windowed": WINDOW | {"num_hidden_layers": 4, "max_window_layers": 2, "vocab_size": 53},
+        "tied_biases": {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "rope_parameters": YARN,
+        },
+    }
+    windows = {"last_layers_windowed": {7, 24}}
+    matters = {
+        "sliding_window": 6,
+        "layer_types": [SLIDING, FULL, SLIDING, FULL],
+        "rms_norm_eps": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    }
+    refused = Conformance.refused | {
+        "use_sliding_window": False,  # but layer_types has some that slide
+        "num_hidden_layers": 5,  # for four layer_types
+        "mlp_bias": True,
+    }
+    presets = {
+        "qwen3-0.6b": 0.596,
+        "qwen3-1.7b": 1.721,
+        "qwen3-4b": 4.022,
+        "qwen3-8b": 8.191,
+        "qwen3-14b": 14.768,
+        "qwen3-32b": 32.762,
+    }
+
+
+transformers_cases = TestQwen3.transformers_cases
+
+
+def test_heads_are_128_wide_unless_said():
+    """Not dim / heads, which it is for every family before."""
+    fields = HFConfig({"model_type": "qwen3"} | BASE)
+    assert qwen3.Config.from_hf(fields).head_dim == 128
