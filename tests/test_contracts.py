@@ -1,0 +1,86 @@
+"""The contracts of docs/decisions, on a model that maxlib does not know (tests/outside.py)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import inference, nn, sharding, training
+from tests.outside import VOCAB, Outside, outside
+
+ROWS, LENGTH = 8, 12
+
+
+def batch(step: int) -> dict:
+    """Counting up, from a random start: something to learn."""
+    start = np.random.default_rng(step).integers(0, VOCAB, (ROWS, 1))
+    ids = (start + np.arange(LENGTH + 1)) % VOCAB
+    return {"tokens": jnp.asarray(ids[:, :-1], jnp.int32), "targets": jnp.asarray(ids[:, 1:], jnp.int32)}
+
+
+def loss(model, batch, key=None):
+    return training.next_token_loss(model, batch, dtype=jnp.float32, remat="full")
+
+
+def trained(model, steps: int, mesh=None):
+    """State and losses after `steps` steps, on a mesh or on none."""
+    optimizer = training.adamw(3e-2, mask=training.decay_mask(model))
+    state = training.make_state(jax.tree.map(jnp.copy, model), optimizer)
+    step, losses = training.jit_step(training.make_train_step(loss, optimizer)), []
+    for i in range(steps):
+        state, metrics = step(state, batch(i))
+        losses.append(float(metrics["nll"]))
+    return state, losses
+
+
+def test_it_keeps_the_model_contract():
+    assert isinstance(outside(), nn.Model)
+
+
+def test_it_trains_and_what_must_not_be_trained_is_not():
+    model = outside()
+    state, losses = trained(model, 30)
+    assert losses[-1] < 0.7 * losses[0]
+    assert not any("calls" in path for path in state.trainable)
+    assert "loss/size" in loss(model, batch(0))[1].sums
+    np.testing.assert_array_equal(state.model.blocks[0].calls[...], 0)
+    assert np.isfinite(np.asarray(model.embed.w[...])).all()  # the caller's own model is still there
+
+
+def test_it_saves_and_restores_in_another_layout(tmp_path):
+    """Saved with prefix 1 and period 2, continued with every layer on its own: the same run."""
+    from maxlib.training.checkpoint import Checkpointer, layouts
+
+    model, other = outside(prefix=1, period=2), outside(prefix=5, period=1)
+    state, _ = trained(model, 3)
+    with Checkpointer(tmp_path, layouts=layouts(model)) as saver:
+        saver.save(3, {"params": state.trainable, "opt": state.opt_state})
+    fresh = training.make_state(other, training.adamw(3e-2, mask=training.decay_mask(other)))
+    with Checkpointer(tmp_path, layouts=layouts(other)) as reader:
+        items = reader.restore(like={"params": fresh.trainable, "opt": fresh.opt_state})
+    restored = nn.combine(items["params"], fresh.rest)
+    for i in range(5):
+        jax.tree.map(np.testing.assert_array_equal, restored.blocks[i], state.model.blocks[i])
+    mu = lambda opt: {nn.logical_path(p): v for p, v in opt[1][0].mu.items() if "embed" in p}
+    jax.tree.map(np.testing.assert_array_equal, mu(items["opt"]), mu(state.opt_state))
+
+
+def test_it_generates():
+    model = trained(outside(), 60)[0].model
+    got = inference.generate(model, [[3, 4, 5, 6], [20, 21]], max_new_tokens=6, dtype=jnp.float32)
+    assert got == [[7, 8, 9, 10, 11, 12], [22, 23, 24, 25, 26, 27]]
+
+
+@pytest.mark.parametrize("rules", ["DP", "FSDP", "TP", "FSDP_TP"])
+def test_it_is_sharded(rules):
+    rules = getattr(sharding, rules)
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    _, want = trained(outside(), 3)
+    placed = sharding.create(lambda: Outside(rngs=nnx.Rngs(0)), mesh, rules)
+    with sharding.use(mesh, rules):
+        state, got = trained(placed, 3)
+    np.testing.assert_allclose(got, want, rtol=2e-5)
+    for path, place in sharding.shardings(nn.variables(placed), mesh, rules).items():
+        if path in state.trainable:
+            assert state.trainable[path].sharding.is_equivalent_to(place.get_value(), state.trainable[path].ndim)

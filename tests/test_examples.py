@@ -1,0 +1,82 @@
+"""The examples run as written, at a size that tests can pay for."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SMALL = ["--steps", "6", "--batch", "4", "--length", "32", "--vocab", "300", "--layers", "2", "--dim", "64"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(60):
+        (folder / f"{i}.txt").write_text(
+            f"Once there were {i} bricks. To build a house one lays brick {i + 1} on brick {i}."
+        )
+    return folder
+
+
+def pretrain(corpus: Path, out: Path, *options: str) -> str:
+    command = [sys.executable, str(EXAMPLES / "pretrain.py"), str(corpus), "--out", str(out), *SMALL, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def final_loss(text: str) -> str:
+    return re.search(r"validation loss (\S+) nats", text)[1]
+
+
+def test_pretrain_goes_from_text_to_an_export_and_resumes(corpus, tmp_path):
+    first = pretrain(corpus, tmp_path / "run")
+    assert "knowing only how frequent each token is" in first and "A sample: " in first
+    for made in ("loss.png", "metrics.jsonl", "model/config.json", "model/tokenizer.json"):
+        assert (tmp_path / "run" / made).stat().st_size > 0
+    again = pretrain(corpus, tmp_path / "run")
+    assert final_loss(again) == final_loss(first) and "step 6" in again
+
+
+def test_export_opens_in_transformers(corpus, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    import jax.numpy as jnp
+    import numpy as np
+
+    import maxlib
+
+    pretrain(corpus, tmp_path / "run", "--steps", "1")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    ids = tokenizer("one brick", return_tensors="np")["input_ids"]
+    assert ids[0, 0] == tokenizer.bos_token_id
+    want = theirs(torch.tensor(ids)).logits.detach().numpy()
+    ours = maxlib.from_pretrained(tmp_path / "run" / "model")
+    got = ours.logits(ours(jnp.asarray(ids, jnp.int32), dtype=jnp.float32).hidden)
+    np.testing.assert_allclose(got, want, atol=1e-4 * want.std())
+
+
+def test_pretrain_help_explains_every_flag():
+    done = subprocess.run([sys.executable, str(EXAMPLES / "pretrain.py"), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    for flag in ("--out", "--steps", "--batch", "--length", "--vocab", "--layers", "--dim", "--learning-rate"):
+        assert flag in done.stdout
+
+
+def test_quickstart_notebook_runs():
+    """Cell by cell in one namespace, as Jupyter would."""
+    import matplotlib.pyplot as plt
+
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
+    code = [
+        "".join(cell["source"]).replace("STEPS = 150", "STEPS = 8") for cell in cells if cell["cell_type"] == "code"
+    ]
+    namespace: dict = {"__name__": "__main__"}
+    for source in code:
+        exec(compile(source, "quickstart.ipynb", "exec"), namespace)
+    assert bool(namespace["same"].all())
+    plt.close("all")
