@@ -1,7 +1,7 @@
 """Tiles of rows, each multiplied with one expert's matrix: the cost follows the rows, forward and backward.
 
-An expert's rows are cut into full tiles, what remains into smaller ones, the last of which is rounded up. One loop per tile size runs over just the tiles that exist. (A `switch` over sizes inside one loop would
-copy the whole result in every branch; small tiles cost mostly the reading of the matrix.)
+An expert's rows are cut into full tiles, what remains into smaller ones, the last of which is rounded up. One loop per size runs over
+just the tiles that exist. (A `switch` over the sizes would copy the whole result in every branch.)
 """
 
 from collections.abc import Callable
@@ -13,11 +13,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Tile(NamedTuple):
-    """first: where its slice of rows begins, which stays inside the array. mine: `size 1`, which rows of it are this tile's."""
+    """first: where its slice of rows begins, which stays inside the array. mine: which of these rows are the tile's."""
 
-    expert: Int[Array, ""]
     first: Int[Array, ""]
+    size: int
     mine: Bool[Array, "S 1"]
+
+    def of(self, rows: Float[Array, "M I"]) -> Float[Array, "S I"]:
+        return jax.lax.dynamic_slice_in_dim(rows, self.first, self.size)
 
 
 def tiled(
@@ -48,29 +51,38 @@ _tiled.defvjp(_forward, _backward)
 
 def _by_expert(rows, weights, rows_per_expert, *, contract: int):
     """Rows times their expert's matrix, over its axis `contract` (of E O I)."""
+    sizes = _tile_sizes(len(rows), len(weights))
 
-    def step(tile: Tile, size: int, out):
-        x = jax.lax.dynamic_slice_in_dim(rows, tile.first, size)
-        w = weights[tile.expert].astype(rows.dtype)
-        y = _dot(x, w, 1, contract - 1).astype(rows.dtype)
-        old = jax.lax.dynamic_slice_in_dim(out, tile.first, size)
-        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(tile.mine, y, old), tile.first, axis=0)
+    def step(expert, start, stop, out):
+        w = weights[expert].astype(rows.dtype)
 
-    out = jnp.zeros_like(rows, shape=(rows.shape[0], weights.shape[3 - contract]))
-    return _for_each_tile(step, rows_per_expert, rows.shape[0], out)
+        def multiply(tile: Tile, out):
+            y = _dot(tile.of(rows), w, 1, contract - 1).astype(rows.dtype)
+            y = jnp.where(tile.mine, y, tile.of(out))
+            return jax.lax.dynamic_update_slice_in_dim(out, y, tile.first, axis=0)
+
+        return _for_each_tile(multiply, start, stop, len(rows), sizes, out)
+
+    out = jnp.zeros_like(rows, shape=(len(rows), weights.shape[3 - contract]))
+    return _for_each_expert(step, rows_per_expert, out)
 
 
 def _outer(d_out, rows, weights, rows_per_expert):
     """Each expert's sum of outer products: the gradient of `weights`."""
+    sizes = _tile_sizes(len(rows), len(weights))
+    exact = jnp.promote_types(rows.dtype, jnp.float32)
 
-    def step(tile: Tile, size: int, total):
-        x = jax.lax.dynamic_slice_in_dim(rows, tile.first, size)
-        d = jnp.where(tile.mine, jax.lax.dynamic_slice_in_dim(d_out, tile.first, size), 0)
-        x = jnp.where(tile.mine, x, 0)  # not every row that overlaps need be finite
-        return jax.lax.dynamic_update_index_in_dim(total, total[tile.expert] + _dot(d, x, 0, 0), tile.expert, axis=0)
+    def add(tile: Tile, total):
+        # Both sides: rows of others, or of none, need not be finite.
+        d, x = (jnp.where(tile.mine, tile.of(a), 0) for a in (d_out, rows))
+        return total + _dot(d, x, 0, 0)
 
-    zeros = jnp.zeros_like(weights, dtype=jnp.promote_types(rows.dtype, jnp.float32))
-    return _for_each_tile(step, rows_per_expert, rows.shape[0], zeros).astype(weights.dtype)
+    def step(expert, start, stop, out):
+        total = jnp.zeros_like(weights, shape=weights.shape[1:], dtype=exact)
+        total = _for_each_tile(add, start, stop, len(rows), sizes, total)
+        return jax.lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), expert, axis=0)
+
+    return _for_each_expert(step, rows_per_expert, jnp.zeros_like(weights))
 
 
 def _dot(a, b, axis_a: int, axis_b: int):
@@ -78,31 +90,30 @@ def _dot(a, b, axis_a: int, axis_b: int):
     return jax.lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((), ())), preferred_element_type=exact)
 
 
-def _for_each_tile(step: Callable, rows_per_expert: Int[Array, " E"], num_rows: int, out: Array) -> Array:
-    """`out = step(tile, size, out)` over all tiles."""
-    ends = jnp.cumsum(rows_per_expert)
-    start = ends - rows_per_expert
-    left = rows_per_expert
-    sizes = _tile_sizes(num_rows, len(rows_per_expert))
+def _for_each_expert(step: Callable, rows_per_expert: Int[Array, " E"], out: Array) -> Array:
+    """`out = step(expert, start, stop, out)` over the experts that have rows."""
+    stop = jnp.cumsum(rows_per_expert)
+    used = rows_per_expert > 0
+    first = jnp.argsort(~used, stable=True)
+    body = lambda i, out: step(first[i], stop[first[i]] - rows_per_expert[first[i]], stop[first[i]], out)
+    return jax.lax.fori_loop(0, used.sum(), body, out)
+
+
+def _for_each_tile(step: Callable, start, stop, num_rows: int, sizes: list[int], out: Array) -> Array:
+    """`out = step(tile, out)` over tiles of the rows `[start, stop)`, one loop for each size."""
     for size in sizes:
+        left = stop - start
         count = -(-left // size) if size == sizes[-1] else left // size
-        out = _loop(step, size, start, ends, count, num_rows, out)
-        start, left = start + count * size, left - count * size
+
+        def body(i, out, start=start, size=size):
+            begin = start + i * size
+            first = jnp.minimum(begin, num_rows - size)
+            row = first + jnp.arange(size)
+            return step(Tile(first, size, ((row >= begin) & (row < stop))[:, None]), out)
+
+        out = jax.lax.fori_loop(0, count, body, out)
+        start = start + count * size
     return out
-
-
-def _loop(step, size: int, start, ends, count, num_rows: int, out):
-    """The tiles of one size: `count` of them from `start` on, for each expert."""
-    last = jnp.cumsum(count)
-
-    def body(i, out):
-        expert = jnp.sum(last <= i)
-        begin = start[expert] + (i - last[expert] + count[expert]) * size
-        first = jnp.minimum(begin, num_rows - size)
-        row = first + jnp.arange(size)
-        return step(Tile(expert, first, ((row >= begin) & (row < ends[expert]))[:, None]), size, out)
-
-    return jax.lax.fori_loop(0, last[-1], body, out)
 
 
 def _tile_sizes(M: int, E: int) -> list[int]:
