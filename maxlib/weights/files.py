@@ -183,10 +183,13 @@ def write_file(path: Path, headers: Sequence[Header], tensors: Iterator[np.ndarr
 def shard(headers: Sequence[Header], max_bytes: int) -> dict[str, list[Header]]:
     """Files of at most `max_bytes` of tensors each (or of one that is larger), in order, by name."""
     files: list[list[Header]] = [[]]
+    size = 0
     for header in headers:
-        if files[-1] and sum(h.nbytes for h in files[-1]) + header.nbytes > max_bytes:
+        if files[-1] and size + header.nbytes > max_bytes:
             files.append([])
+            size = 0
         files[-1].append(header)
+        size += header.nbytes
     # Wide dtypes first keeps every tensor of a file aligned.
     files = [sorted(file, key=lambda h: -h.dtype.itemsize) for file in files]
     if len(files) == 1:

@@ -80,7 +80,7 @@ class _Source:
 
     def _tensor_dtype(self, tensor: Tensor) -> np.dtype:
         dtypes = [self._values[piece.place.path].dtype for piece in tensor.pieces]
-        own = np.result_type(*dtypes) if len(set(dtypes)) > 1 else np.dtype(dtypes[0])
+        own = np.dtype(jnp.result_type(*dtypes))
         return own if self._dtype is None or not is_float(own) else self._dtype
 
     def _converted_header(self, name: str) -> Header:
