@@ -1,6 +1,8 @@
 """All that touches orbax: steps on disk, written in the background and read in pieces."""
 
+import contextlib
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,11 +44,17 @@ class Steps:
     def close(self) -> None:
         self._orbax.close()
 
-    def clean(self, step: int) -> None:
-        """Removes what a failed save of `step` has left, which may be what fills the disk."""
-        if jax.process_index() == 0 and self.directory.is_dir():
-            for left in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
-                left.rmtree(missing_ok=True)
+    def clean(self, step: int, patience: float = 10.0) -> None:
+        """Removes what a failed save of `step` has left, which may be what fills the disk; other threads of it may still write."""
+        end = time.monotonic() + patience
+        while jax.process_index() == 0 and time.monotonic() < end:
+            left = list(self.directory.glob(f"{step}.orbax-checkpoint-tmp*")) if self.directory.is_dir() else []
+            if not left:
+                return
+            for path in left:
+                with contextlib.suppress(OSError):
+                    path.rmtree(missing_ok=True)
+            time.sleep(0.05)
 
     def set_aside(self, step: int) -> epath.Path:
         """Renames a step so that it is none any more."""
