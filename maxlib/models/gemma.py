@@ -55,7 +55,7 @@ class Config:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The fields of config.json."""
+        """The fields of config.json. Raises ValueError for a rope that Hugging Face's class does not have."""
         return {
             "architectures": ["GemmaForCausalLM"],
             "model_type": "gemma",
@@ -71,7 +71,7 @@ class Config:
             "rms_norm_eps": self.norm_eps,
             "tie_word_embeddings": self.tied,
             "attention_bias": self.attention_bias,
-            **rope_to_hf(self.rope, head_dim=self.head_dim),
+            **rope_to_hf(self.rope, head_dim=self.head_dim, whole_heads=True),
         }
 
 

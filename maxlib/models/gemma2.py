@@ -14,7 +14,6 @@ from maxlib.ops.rope import Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
 
-
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
@@ -73,7 +72,7 @@ class Config:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The fields of config.json."""
+        """The fields of config.json. Raises ValueError for a rope that Hugging Face's class does not have."""
         return {
             "architectures": ["Gemma2ForCausalLM"],
             "model_type": "gemma2",
@@ -93,7 +92,7 @@ class Config:
             "rms_norm_eps": self.norm_eps,
             "tie_word_embeddings": self.tied,
             "attention_bias": self.attention_bias,
-            **rope_to_hf(self.rope, head_dim=self.head_dim),
+            **rope_to_hf(self.rope, head_dim=self.head_dim, whole_heads=True),
         }
 
 

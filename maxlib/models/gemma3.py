@@ -167,7 +167,7 @@ class Config:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The fields of config.json."""
+        """The fields of config.json. Raises ValueError for a rope that Hugging Face's class does not have."""
         if self.vision is None:
             return {"architectures": ["Gemma3ForCausalLM"], **self._text_to_hf()}
         return {
@@ -179,8 +179,8 @@ class Config:
         }
 
     def _text_to_hf(self) -> dict[str, Any]:
-        far = rope_to_hf(self.rope, head_dim=self.head_dim)
-        near = rope_to_hf(self.local_rope, head_dim=self.head_dim)
+        far = rope_to_hf(self.rope, head_dim=self.head_dim, whole_heads=True)
+        near = rope_to_hf(self.local_rope, head_dim=self.head_dim, whole_heads=True)
         return {
             "model_type": "gemma3_text",
             **{theirs: getattr(self, ours) for ours, (theirs, _) in TEXT.items()},
@@ -374,7 +374,7 @@ def _sight() -> Table:
     ]
 
 
-def _ropes(head_dim: int, length: int, *, factor: float = 1.0) -> dict[str, Rope]:
+def _ropes(head_dim: int, length: int, *, factor: float = 1.0) -> dict[str, Any]:
     scaling = None if factor == 1.0 else LinearScaling(factor)
     far = Rope(head_dim, 1_000_000.0, scaling, max_length=round(length * factor))
     return {"rope": far, "local_rope": Rope(head_dim, 10_000.0, max_length=length)}

@@ -163,12 +163,20 @@ def _reach(scaling: Scaling | None, limit: int | None) -> int | None:
     return limit
 
 
-def rope_to_hf(rope: Rope, *, head_dim: int, max_position_embeddings: int | None = None) -> dict[str, Any]:
+def rope_to_hf(
+    rope: Rope, *, head_dim: int, max_position_embeddings: int | None = None, whole_heads: bool = False
+) -> dict[str, Any]:
     """The config fields that describe `rope`, in both spellings, so that transformers 4 and 5 load them.
 
-    head_dim: width of a head. max_position_embeddings: needed only if `rope.max_length` is None.
+    head_dim: width of a head. max_position_embeddings: needed only if `rope.max_length` is None. whole_heads: whether the
+    architecture turns whole heads, in halves, so that no field could say anything else.
     Raises ValueError if the two spellings cannot say it.
     """
+    if whole_heads and (rope.interleaved or rope.dim != head_dim):
+        raise ValueError(
+            f"Hugging Face's class for this model turns whole heads in halves: the rope must have dim={head_dim} and not be "
+            f"interleaved, got {rope}"
+        )
     limit = _limit(rope, max_position_embeddings)
     kind = next(name for name, cls in TYPES.items() if type(rope.scaling) is (cls or type(None)))
     scaling = {"rope_type": kind, **_scaling_fields(rope.scaling)}

@@ -1,7 +1,10 @@
 """Gemma 3 against transformers: its text models."""
 
+import jax
 import pytest
+from flax import nnx
 
+from maxlib import nn
 from maxlib.models import gemma3
 from maxlib.weights import HFConfig
 from tests.models.conformance import BASE, Conformance
@@ -104,3 +107,12 @@ def test_what_released_configs_leave_out_is_as_in_transformers():
     fields = HFConfig({"model_type": "gemma3", "text_config": text, "vision_config": tower, "mm_tokens_per_image": 256})
     assert gemma3.Config.from_hf(fields) == gemma3.PRESETS["gemma3-4b"]
     fields.done()
+
+
+def test_windows_keep_the_cache_small():
+    """The 1B model at 8k tokens: under a quarter of what full caches hold."""
+    cfg, length = gemma3.PRESETS["gemma3-1b"], 8192
+    model = jax.eval_shape(lambda: gemma3.Gemma3(cfg, rngs=nnx.Rngs(0)))
+    cache = jax.eval_shape(lambda: model.init_cache(1, length))
+    full = 2 * cfg.num_layers * length * cfg.num_kv_heads * cfg.head_dim
+    assert nn.num_parameters(cache.layers) < full / 4
