@@ -24,6 +24,7 @@ class Config:
 
     version: 2 scores experts by softmax and groups by their best expert; 3 by sigmoid, with a correction that balances the load, and
     groups by their best two. num_dense: how many first layers have a plain MLP. losses: what the routers report for training.
+    num_mtp: how many modules look further ahead than the next token (`look_ahead`), of `stored_mtp` that the checkpoint has.
     """
 
     version: Literal[2, 3]
@@ -49,6 +50,7 @@ class Config:
     norm_eps: float = 1e-6
     tied: bool = False
     losses: tuple[Any, ...] = ()
+    num_mtp: int = 0
     stored_mtp: int = dataclasses.field(default=0, compare=False)
 
     @classmethod
@@ -123,7 +125,7 @@ class Config:
             "rms_norm_eps": self.norm_eps,
             "tie_word_embeddings": self.tied,
             "attention_bias": False,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": self.num_mtp,
             **rope_to_hf(self.rope, head_dim=self.rope.dim),
             **_write_choice(self),
         }
@@ -215,6 +217,8 @@ class DeepSeek(nnx.Module):
         self.layers = nn.Stack(layer, cfg.num_layers, prefix=min(cfg.num_dense, cfg.num_layers), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        module = lambda: nn.MTP(cfg.dim, block=Block(cfg, dense=False, rngs=rngs), eps=cfg.norm_eps, rngs=rngs)
+        self.mtp = nnx.List([module() for _ in range(cfg.num_mtp)])
 
     def __call__(
         self,
@@ -239,6 +243,10 @@ class DeepSeek(nnx.Module):
         x = constrain(self.embed(tokens, dtype=dtype), "batch", "seq", "act_embed")
         x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat)
         return nn.Output(self.norm(x), cache and cache.advanced(layers, ctx), aux)
+
+    def look_ahead(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any) -> list[nn.Ahead]:
+        """What `num_mtp` modules foretell from the final `hidden`; inputs: `positions`, `segment_ids`, `valid`, `remat`."""
+        return nn.look_ahead(self.mtp, self.embed, hidden, tokens, ropes=(self.cfg.rope,), **inputs)
 
     def head_weight(self) -> Float[Array, "V D"]:
         return (self.head or self.embed).w[...]
@@ -281,6 +289,22 @@ def _block(cfg: Config, theirs: str, ours: str) -> list[Weight]:
     ]
 
 
+def _mtp(cfg: Config, depth: int) -> Table:
+    """A module's weights: it counts as one more layer, with copies of what it shares with the model."""
+    theirs, ours = f"model.layers.{cfg.num_layers + depth}", f"mtp.{depth}"
+    if depth >= cfg.num_mtp:
+        return [Ignore(f"{theirs}.*")]
+    return [
+        Weight(f"{theirs}.enorm.weight", f"{ours}.embed_norm.scale"),
+        Weight(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.scale"),
+        Weight(f"{theirs}.eh_proj.weight", f"{ours}.project.w"),
+        *_block(cfg, theirs, f"{ours}.block"),
+        Weight(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.scale"),
+        Copy(f"{theirs}.embed_tokens.weight", of="model.embed_tokens.weight"),
+        Copy(f"{theirs}.shared_head.head.weight", of="model.embed_tokens.weight" if cfg.tied else "lm_head.weight"),
+    ]
+
+
 def _table(cfg: Config) -> Table:
     return [
         Weight("model.embed_tokens.weight", "embed.w"),
@@ -288,7 +312,7 @@ def _table(cfg: Config) -> Table:
         Weight("model.norm.weight", "norm.scale"),
         Weight("lm_head.weight", "head.w"),
         Copy("lm_head.weight", of="model.embed_tokens.weight"),
-        *[Ignore(f"model.layers.{cfg.num_layers + i}.*") for i in range(cfg.stored_mtp)],
+        *[entry for depth in range(max(cfg.num_mtp, cfg.stored_mtp)) for entry in _mtp(cfg, depth)],
         Ignore("model.layers.{i}.self_attn.rotary_emb.inv_freq"),
     ]
 

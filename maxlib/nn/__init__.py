@@ -21,6 +21,9 @@ from maxlib.nn.moe import ClampedSwiGLU as ClampedSwiGLU
 from maxlib.nn.moe import ExpertLinear as ExpertLinear
 from maxlib.nn.moe import MoE as MoE
 from maxlib.nn.moe import swiglu as swiglu
+from maxlib.nn.mtp import MTP as MTP
+from maxlib.nn.mtp import Ahead as Ahead
+from maxlib.nn.mtp import look_ahead as look_ahead
 from maxlib.nn.norm import LayerNorm as LayerNorm
 from maxlib.nn.norm import RMSNorm as RMSNorm
 from maxlib.nn.pytree import pytree as pytree

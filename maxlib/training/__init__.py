@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from maxlib.training.metrics import TensorBoard as TensorBoard
     from maxlib.training.metrics import Writer as Writer
     from maxlib.training.metrics import read_jsonl as read_jsonl
+    from maxlib.training.mtp import mtp_loss as mtp_loss
     from maxlib.training.optimizers import adamw as adamw
     from maxlib.training.optimizers import decay_mask as decay_mask
     from maxlib.training.optimizers import warmup_cosine as warmup_cosine
@@ -45,6 +46,7 @@ _MODULES = {
     "interrupt": ("Interrupted",),
     "losses": ("Stats", "next_token_loss"),
     "metrics": ("Console", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
+    "mtp": ("mtp_loss",),
     "optimizers": ("adamw", "decay_mask", "warmup_cosine", "warmup_linear", "warmup_stable_decay"),
     "step": ("TrainState", "jit_step", "make_eval_step", "make_state", "make_train_step"),
     "trainer": ("Diverged", "Loader", "Trainer", "place_batch"),

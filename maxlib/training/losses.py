@@ -1,5 +1,6 @@
 """Losses. Any function `loss(model, batch, key) -> (loss_sum, Stats)` trains; this is the one for language models."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from maxlib import nn, ops, sharding
 
 Batch = dict[str, Any]
+Extra = Callable[[Any, nn.Output, Batch], tuple[Array, dict[str, Array]]]
 _INPUTS = ("positions", "segment_ids", "valid", "images")
 
 
@@ -33,16 +35,18 @@ def next_token_loss(
     remat: nn.Policy = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    extra: Extra | None = None,
 ) -> tuple[Float[Array, ""], Stats]:
     """The cross-entropy of `batch["targets"]` (-1: ignored) given `batch["tokens"]`, summed over the targets, in nats.
 
     Also hands `positions`, `segment_ids`, `valid` and `images` of the batch to the model, where there are any. What the model
     reports as `loss/...` is added, times the number of targets; it is a mean over its microbatch. `key` is not used.
+    extra: `(model, output, batch) -> (loss sum, more sums)` adds a loss on the same forward pass, such as `mtp_loss`.
     Stats: `nll` (without smoothing, z-loss and the model's own losses), `accuracy`, and what the model reports.
     """
     inputs = {name: batch[name] for name in _INPUTS if name in batch}
     out = model(batch["tokens"], dtype=dtype, remat=remat, **inputs)
-    loss, terms = _cross_entropy(
+    loss, terms = cross_entropy(
         out.hidden,
         model.head_weight(),
         batch["targets"],
@@ -53,10 +57,11 @@ def next_token_loss(
     tokens = jnp.sum(batch["targets"] >= 0).astype(jnp.float32)
     own = sum((jnp.sum(value) for name, value in out.aux.items() if name.startswith("loss/")), start=jnp.zeros(()))
     reported = {name: value.astype(jnp.float32) * tokens for name, value in out.aux.items()}
-    return loss + tokens * own, Stats(tokens, jax.lax.stop_gradient(terms | reported))
+    added, more = (0.0, {}) if extra is None else extra(model, out, batch)
+    return loss + tokens * own + added, Stats(tokens, jax.lax.stop_gradient(terms | reported | more))
 
 
-def _cross_entropy(
+def cross_entropy(
     hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], targets: Int[Array, "B T"], **options: Any
 ) -> tuple[Array, dict[str, Array]]:
     """Each device takes its own rows, and its own part of the vocabulary where the rules split that."""

@@ -1,5 +1,6 @@
 """Model families: what a model file declares, how they are found, and Hugging Face directories through them."""
 
+import dataclasses
 import functools
 import importlib
 import logging
@@ -111,14 +112,17 @@ def from_pretrained(
     rules: sharding.Rules | None = None,
     dtype: Any = None,
     family: Family | None = None,
+    **changes: Any,
 ) -> Any:
     """The model in a Hugging Face directory: config.json and safetensors, one file or several with an index.
 
     mesh, rules: every device reads its own part only (default rules: `sharding.FSDP_TP`). dtype: of the weights; None
     keeps what is stored, training wants `jnp.float32`. family: needed only for models that are not registered.
+    changes: fields of its configuration that shall be others than config.json says (`num_mtp=1`).
     Raises ValueError or FileNotFoundError, which say what is wrong with the directory, before weights are read.
     """
     family, cfg = read_model(directory, family=family)
+    cfg = dataclasses.replace(cfg, **changes)
     build = lambda: family.model(cfg, rngs=nnx.Rngs(0))
     return load(build, family.table(cfg), directory, mesh=mesh, rules=rules, dtype=dtype)
 

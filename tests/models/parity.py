@@ -74,14 +74,14 @@ def theirs(config: Any, tokens: np.ndarray) -> dict[str, Any]:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
-    own = _tensors_of(model)
-    shapes = {name: list(index.shape) for name, index in _stored(model, _numbered(own)).items()}
+    own = tensors_of(model)
+    shapes = {name: list(index.shape) for name, index in stored(model, _numbered(own)).items()}
     _fill(model, own, tensors(shapes))
     ids = torch.from_numpy(tokens).long()
     logits = model(ids).logits
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     # What is not trained stands for itself, as in our export of gradients.
-    gradients = _stored(model, {name: t if t.grad is None else t.grad for name, t in own.items()})
+    gradients = stored(model, {name: t if t.grad is None else t.grad for name, t in own.items()})
     return {
         "config": json.loads(config.to_json_string(use_diff=False)),
         "shapes": shapes,
@@ -91,13 +91,13 @@ def theirs(config: Any, tokens: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _tensors_of(model: Any) -> dict[str, Any]:
+def tensors_of(model: Any) -> dict[str, Any]:
     """Parameters and what else is stored; a tied head is listed once."""
-    stored = model.state_dict().keys()
-    return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in stored}
+    kept = model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
 
 
-def _stored(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+def stored(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Tensors as files have them: transformers keeps experts in one tensor that files store one by one."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -121,7 +121,7 @@ def _fill(model: Any, own: dict[str, Any], values: dict[str, np.ndarray]) -> Non
 
     places = _numbered(own)
     flat = np.empty(sum(t.numel() for t in own.values()), np.float32)
-    for name, index in _stored(model, places).items():
+    for name, index in stored(model, places).items():
         flat[index.numpy()] = values[name]
     for name, tensor in own.items():
         tensor.data.copy_(torch.from_numpy(flat[places[name].numpy()]))

@@ -1,0 +1,168 @@
+"""Multi-token prediction on packed documents, against loops over the documents one by one."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import nn, ops
+from maxlib.models import deepseek
+from maxlib.training import mtp_loss, next_token_loss
+
+CFG = dataclasses.replace(
+    deepseek.PRESETS["deepseek-v3"],
+    vocab=29,
+    num_layers=2,
+    num_dense=1,
+    num_mtp=2,
+    dim=16,
+    mlp_dim=20,
+    expert_dim=8,
+    num_heads=2,
+    q_rank=None,
+    kv_rank=8,
+    nope_dim=6,
+    v_dim=6,
+    rope=ops.Rope(4, interleaved=True),
+    num_experts=4,
+    top_k=2,
+    num_groups=1,
+    top_groups=1,
+    losses=(nn.SwitchBalance(0.01),),
+)
+LENGTHS = ((7, 1, 5), (2, 9))  # documents of each row; what is left is padding
+SEQ = 14
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jax.jit(lambda: deepseek.DeepSeek(CFG, rngs=nnx.Rngs(0)))()
+
+
+@pytest.fixture(scope="module")
+def batch():
+    random, rows = np.random.default_rng(0), np.zeros((3, len(LENGTHS), SEQ), np.int32)
+    tokens, targets, segments = rows
+    targets[:] = -1
+    for row, lengths in enumerate(LENGTHS):
+        for number, (start, length) in enumerate(zip(np.cumsum((0, *lengths[:-1])), lengths, strict=True), start=1):
+            document = random.integers(1, CFG.vocab, length + 1)
+            tokens[row, start : start + length] = document[:-1]
+            targets[row, start : start + length] = document[1:]
+            segments[row, start : start + length] = number
+    targets[0, 2] = -1  # not asked for
+    return {"tokens": jnp.asarray(tokens), "targets": jnp.asarray(targets), "segment_ids": jnp.asarray(segments)}
+
+
+def documents():
+    """Row and range of each."""
+    for row, lengths in enumerate(LENGTHS):
+        for start, length in zip(np.cumsum((0, *lengths[:-1])), lengths, strict=True):
+            yield row, int(start), int(start + length)
+
+
+@jax.jit
+def run(model, tokens, segment_ids):
+    out = model(tokens, segment_ids=segment_ids, dtype=jnp.float32)
+    modules = model.look_ahead(out.hidden, tokens, segment_ids=segment_ids)
+    return out, modules, [model.logits(h) for h in (out.hidden, *(m.hidden for m in modules))]
+
+
+@pytest.fixture(scope="module")
+def packed(model, batch):
+    return jax.tree.map(np.asarray, run(model, batch["tokens"], batch["segment_ids"]))
+
+
+def test_no_module_looks_beyond_its_document(model, batch, packed):
+    """Each document alone, a row each, gives the same; and where the next token is unknown nothing is valid."""
+    places = list(documents())
+    alone, segments = np.zeros((2, len(places), SEQ), np.int32)
+    for i, (row, start, stop) in enumerate(places):
+        alone[i, : stop - start] = batch["tokens"][row, start:stop]
+        segments[i, : stop - start] = 1
+    _, modules, _ = jax.tree.map(np.asarray, run(model, jnp.asarray(alone), jnp.asarray(segments)))
+    for depth, (module, want) in enumerate(zip(packed[1], modules, strict=True), start=1):
+        expected = np.zeros((len(LENGTHS), SEQ), bool)
+        for i, (row, start, stop) in enumerate(places):
+            expected[row, start : max(stop - depth, start)] = True
+            n = max(stop - start - depth, 0)
+            np.testing.assert_allclose(module.hidden[row, start : start + n], want.hidden[i, :n], atol=2e-5)
+        np.testing.assert_array_equal(module.valid, expected)
+
+
+def test_a_module_is_what_the_paper_says(model, batch, packed):
+    """Without padding: norms, the next token's embedding first, projection, block, norm."""
+    module, hidden, tokens = model.mtp[0], packed[0].hidden[:1, :7], batch["tokens"][:1, :7]
+    norm = lambda x: x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + CFG.norm_eps)
+    x = np.concatenate([norm(np.asarray(model.embed.w[tokens[:, 1:]])), norm(hidden[:, :-1])], axis=-1)
+    ctx = nn.context(1, 6)
+    want = module.block(jnp.asarray(x @ np.asarray(module.project.w[...]).T), ctx, None)[0]
+    np.testing.assert_allclose(packed[1][0].hidden[:1, :6], norm(np.asarray(want)), atol=2e-5)
+
+
+def log_softmax(logits):
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+@functools.cache
+def losses():
+    loss = functools.partial(next_token_loss, dtype=jnp.float32)
+    both = functools.partial(loss, extra=functools.partial(mtp_loss, weight=0.5, acceptance=True))
+    value = lambda loss: lambda model, batch: loss(model, batch)
+    return jax.jit(value(loss)), jax.jit(value(both))
+
+
+def test_the_loss_is_the_sum_over_what_documents_can_tell(model, batch, packed):
+    plain, both = (f(model, batch) for f in losses())
+    targets = np.asarray(batch["targets"])
+    _, modules, (own, *logits) = packed
+    count, total, choices = (targets >= 0).sum(), 0.0, own.argmax(-1)
+    agreed = {(row, i): True for row, start, stop in documents() for i in range(start, stop)}
+    for depth, scores in enumerate(logits, start=1):
+        nll, hits, taken = [], [], []
+        for row, start, stop in documents():
+            for i in range(start, stop - depth):
+                target = targets[row, i + depth]
+                if target >= 0:
+                    nll.append(-log_softmax(scores[row, i])[target])
+                    hits.append(scores[row, i].argmax() == target)
+                agreed[row, i] &= bool(scores[row, i].argmax() == choices[row, i + depth])
+                taken.append(agreed[row, i])
+        total += 0.25 * np.sum(nll) + count * modules[depth - 1].aux["loss/moe_balance"]
+        metrics = {name: value / count for name, value in both[1].sums.items()}
+        assert metrics[f"mtp{depth}/nll"] == pytest.approx(np.mean(nll), rel=1e-5)
+        assert metrics[f"mtp{depth}/accuracy"] == pytest.approx(np.mean(hits), abs=1e-6)
+        assert metrics[f"mtp{depth}/acceptance"] == pytest.approx(np.mean(taken), abs=1e-6)
+    assert both[0] - plain[0] == pytest.approx(total, rel=1e-5)
+    assert plain[1].tokens == both[1].tokens == count
+    assert both[1].sums["nll"] == plain[1].sums["nll"]
+
+
+def test_the_balance_of_experts_covers_the_modules(model, batch):
+    """Their loads come behind those of the model's layers, as `update_router_bias` wants them."""
+    _, stats = losses()[1](model, batch)
+    load = stats.sums["moe/load"] / stats.tokens
+    assert load.shape == (1 + 2, CFG.num_experts)
+    np.testing.assert_allclose(load.sum(axis=1), 1, rtol=1e-5)
+    moved = nn.update_router_bias(model, load, rate=0.1)
+    np.testing.assert_allclose(
+        moved.mtp[1].block.moe.router.correction[...], 0.1 * np.sign(0.25 - np.asarray(load[2])), atol=1e-6
+    )
+
+
+def test_gradients_reach_the_modules_and_the_trunk(model, batch):
+    params, rest = nn.partition(model)
+
+    def value(params, remat):
+        model = nn.combine(params, rest)
+        out = model(batch["tokens"], segment_ids=batch["segment_ids"], dtype=jnp.float32)
+        return mtp_loss(model, out, batch, remat=remat)[0]
+
+    kept, made_again = (jax.jit(jax.grad(value), static_argnums=1)(params, remat) for remat in (None, "full"))
+    for path in ("mtp.0.project.w", "mtp.1.block.moe.up.w", "layers.prefix.0.attn.o.w", "embed.w", "head.w"):
+        assert np.abs(kept[path]).max() > 1e-4, path
+        np.testing.assert_allclose(kept[path], made_again[path], atol=1e-5 * np.abs(kept[path]).max(), err_msg=path)
