@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 Values = Mapping[str, Any]
 
 
+@runtime_checkable
 class Writer(Protocol):
     """Takes metrics: numbers, or small arrays such as one number per layer."""
 

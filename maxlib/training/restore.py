@@ -31,15 +31,15 @@ def initial_state(
     mesh: Mesh | None,
     rules: sharding.Rules,
 ) -> tuple[TrainState, Origin]:
-    """See `Trainer.restore`. `state` gives structure and places; what is not restored keeps its values."""
+    """See `Trainer.restore`. A state that is resumed takes the structure and the places of `state`, whose arrays are deleted."""
     if checkpointer is not None:
         checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
         if checkpointer.latest() is not None:
-            restored = checkpointer.restore(like=_items(state))
+            restored = checkpointer.restore(like=_make_room(state))
             return _resumed(state, restored, f"this run's own checkpoint in {checkpointer.directory}")
     layouts = checkpoint.layouts(state.rest)
     if resume_from is not None:
-        restored = checkpoint.load(resume_from, _items(state), layouts=layouts)
+        restored = checkpoint.load(resume_from, _make_room(state), layouts=layouts)
         return _resumed(state, restored, f"the checkpoint in {resume_from}")
     if params_from is not None:
         params = _parameters(state, Path(params_from), layouts, mesh, rules)
@@ -57,6 +57,14 @@ def save(checkpointer: checkpoint.Checkpointer, state: TrainState, step: int, da
 def _items(state: TrainState) -> dict[str, Any]:
     frozen = {path: v.get_value() for path, v in nn.variables(state.rest).items() if path not in state.trainable}
     return {"params": state.trainable, "opt": state.opt_state, "rest": frozen}
+
+
+def _make_room(state: TrainState) -> dict[str, Any]:
+    """What to restore and where to, while the memory of what is replaced is free again."""
+    items = _items(state)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), items)
+    jax.tree.map(lambda x: x.delete(), items)
+    return like
 
 
 def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[TrainState, Origin]:

@@ -75,7 +75,7 @@ def make_train_step(
         batch = jax.tree.map(_by_rows, batch)
         grads, loss, stats = _gradients(loss_fn, state, batch, key, accumulate)
         grads = _place(grads, state.trainable, state.rest)
-        norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
         new = optax.apply_updates(state.trainable, updates), opt_state
         trainable, opt_state = (_place(tree, state.trainable, state.rest) for tree in new)

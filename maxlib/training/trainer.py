@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from maxlib import nn, sharding
-from maxlib.training import flops
+from maxlib.training import checkpoint, flops
 from maxlib.training.checkpoint import Checkpointer
 from maxlib.training.deadlines import deadline
 from maxlib.training.evaluation import evaluate
@@ -25,6 +25,7 @@ from maxlib.training.restore import Origin, initial_state, save
 from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, make_train_step
 
 
+@runtime_checkable
 class Loader(Protocol):
     """This host's rows of every batch; `maxlib.data.Loader` is one."""
 
@@ -179,6 +180,8 @@ class Trainer:
         finally:
             for writer in self.writers:
                 writer.close()
+            if self.checkpointer is not None:
+                self._settle()
 
     def _loop(self, steps: int, interrupt: Interrupt) -> None:
         while self.step < steps:
@@ -248,6 +251,14 @@ class Trainer:
         with deadline(self.timeout, "the last checkpoint to be written"):
             self.checkpointer.wait()
 
+    def _settle(self) -> None:
+        """Lets a save that still runs come to its end, whatever ended the training."""
+        try:
+            with deadline(self.timeout, "the last checkpoint to be written"):
+                self.checkpointer.wait()
+        except checkpoint.SaveError as error:
+            self.say(f"NOT SAVED: {error}")
+
     def _last_good(self) -> str:
         if self.checkpointer is None:
             return "There is no checkpoint, as this trainer has no checkpointer"
@@ -275,7 +286,13 @@ def place_batch(batch: dict[str, Any], mesh: Mesh | None, rules: sharding.Rules)
     def put(name: str, x: Any) -> jax.Array:
         names = ("batch", "seq") if x.ndim == 2 else ("batch",) + (None,) * (x.ndim - 1)
         place = NamedSharding(mesh, sharding.spec(names, rules, what=name))
-        return jax.make_array_from_process_local_data(place, x)
+        try:
+            return jax.make_array_from_process_local_data(place, x)
+        except ValueError as error:
+            raise ValueError(
+                f"the batch's {name} ({x.shape} on this host) must divide over the mesh {dict(mesh.shape)} as {place.spec} "
+                "says: choose a batch size that is a multiple of those degrees, or another mesh"
+            ) from error
 
     return {name: put(name, np.asarray(x)) for name, x in batch.items()}
 

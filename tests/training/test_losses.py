@@ -1,0 +1,52 @@
+"""The loss of language models against its formula."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib import nn
+from tests.outside import outside
+from tests.training import tiny
+
+
+def test_sums_over_targets_with_everything_on():
+    model, batch = tiny.model(), jax.tree.map(jnp.asarray, tiny.batch(uneven=True))
+    hidden = np.asarray(model(batch["tokens"], dtype=jnp.float32).hidden, np.float64)
+    logits = hidden @ np.asarray(model.head_weight(), np.float64).T
+    lse = np.log(np.exp(logits).sum(-1))
+    targets = np.asarray(batch["targets"])
+    log_prob = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0] - lse
+    smooth = lse - logits.mean(-1)
+    counts = targets >= 0
+    want = np.sum((0.9 * -log_prob + 0.1 * smooth + 1e-2 * lse**2)[counts])
+
+    loss = jax.jit(lambda model, batch: tiny.loss(model, batch, z_loss=1e-2, label_smoothing=0.1))
+    value, stats = loss(model, batch)
+    assert float(value) == pytest.approx(want, rel=1e-5)
+    assert float(stats.sums["nll"]) == pytest.approx(-log_prob[counts].sum(), rel=1e-5)
+    assert float(stats.sums["accuracy"]) == (logits.argmax(-1) == targets)[counts].sum()
+    assert float(stats.tokens) == counts.sum()
+
+
+def test_a_model_from_outside_adds_losses_of_its_own():
+    """Its integer leaf is no business of the gradient; documents reach its masks."""
+    model, batch = outside(), jax.tree.map(jnp.asarray, tiny.batch(2, vocab=48))
+    batch["segment_ids"] = jnp.repeat(jnp.array([[1, 2, 0]]), 4, axis=1).repeat(2, axis=0)
+    params, rest = nn.partition(model)
+
+    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
+    def both(params):
+        f = lambda params: tiny.loss(nn.combine(params, rest), batch)
+        out = nn.combine(params, rest)(batch["tokens"], segment_ids=batch["segment_ids"], dtype=jnp.float32)
+        return jax.value_and_grad(f, has_aux=True)(params), out.aux
+
+    ((value, stats), grads), aux = both(params)
+    own = float(jnp.sum(aux["loss/size"]))
+    assert own > 0
+    assert float((value - stats.sums["nll"]) / stats.tokens) == pytest.approx(own, rel=1e-3)
+    np.testing.assert_allclose(stats.sums["size"] / stats.tokens, aux["size"], rtol=1e-5)
+    assert stats.sums["size"].shape == (5,)
+    assert grads.keys() == params.keys() and not any("calls" in path for path in params)

@@ -1,0 +1,180 @@
+"""One training step: against autodiff written out, against itself in parts, and on every mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxlib import nn, sharding, training
+from tests.training import tiny
+
+MESHES = {
+    "DP": {"data": 8},
+    "FSDP": {"fsdp": 8},
+    "TP": {"data": 4, "tensor": 2},
+    "FSDP_TP": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+
+
+SGD = optax.sgd(0.5, momentum=0.9)  # compiles in half of AdamW's time, and does not hide the gradient's size
+
+
+def steps(model, batch, *, count=2, loss=tiny.loss, optimizer=SGD, **options):
+    state = training.make_state(jax.tree.map(jnp.copy, model), optimizer)
+    step = tiny.jit_step(training.make_train_step(loss, optimizer, **options))
+    for _ in range(count):
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+def close(a, b, *, rtol=2e-4):
+    for path in a:
+        scale = np.abs(np.asarray(a[path])).max()
+        np.testing.assert_allclose(a[path], b[path], atol=rtol * scale, rtol=0, err_msg=path)
+
+
+@functools.cache
+def reference():
+    """Two steps on one device in one piece."""
+    return steps(tiny.model(), tiny.batch(uneven=True))
+
+
+def test_a_step_is_plain_autodiff_and_optax():
+    model, batch = tiny.model(), tiny.batch(uneven=True)
+    optimizer = tiny.optimizer(model)
+    params, rest = nn.partition(model)
+
+    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
+    def by_hand(params):
+        loss, grads = jax.value_and_grad(mean_loss)(params)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        return loss, optax.tree.norm(grads), optax.apply_updates(params, updates)
+
+    def mean_loss(params):
+        model = nn.combine(params, rest)
+        hidden = model(jnp.asarray(batch["tokens"]), dtype=jnp.float32).hidden
+        logits = hidden @ model.head_weight().T
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["targets"], 0))
+        return jnp.sum(losses * (batch["targets"] >= 0)) / jnp.sum(batch["targets"] >= 0)
+
+    loss, norm, want = by_hand(params)
+    state, metrics = steps(model, batch, count=1, optimizer=optimizer)
+    close(want, state.trainable)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    assert float(metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-4)
+    assert metrics["tokens"] == (batch["targets"] >= 0).sum()
+    assert metrics["finite"] and state.step == 1
+
+
+@pytest.mark.parametrize("accumulate", [pytest.param(2, marks=pytest.mark.full), 4])
+def test_accumulation_is_the_big_batch(accumulate):
+    """Microbatches have different numbers of targets, one none at all."""
+    state, metrics = steps(tiny.model(), tiny.batch(uneven=True), accumulate=accumulate)
+    want, want_metrics = reference()
+    close(want.trainable, state.trainable)
+    for name in want_metrics:
+        assert float(metrics[name]) == pytest.approx(float(want_metrics[name]), rel=1e-4), name
+
+
+def test_accumulation_must_divide_the_batch():
+    with pytest.raises(ValueError, match="accumulate=3 must divide the batch's 8 rows"):
+        steps(tiny.model(), tiny.batch(), accumulate=3)
+
+
+@pytest.mark.parametrize(
+    "remat", ["full", pytest.param("dots", marks=pytest.mark.full), ["attention_out", "attention_lse"]], ids=str
+)
+def test_remat_changes_nothing(remat):
+    loss = functools.partial(tiny.loss, remat=remat)
+    state, metrics = steps(tiny.llama(), tiny.batch(rows=16, uneven=True), loss=loss)
+    want, want_metrics = llama_reference()
+    close(want.trainable, state.trainable, rtol=1e-5)
+    assert float(metrics["grad_norm"]) == pytest.approx(float(want_metrics["grad_norm"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("preset", MESHES)
+def test_every_preset_is_one_device(preset):
+    check_preset(preset, accumulate=1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("preset", MESHES)
+def test_every_preset_is_one_device_accumulating(preset):
+    check_preset(preset, accumulate=2)
+
+
+@functools.cache
+def llama_reference():
+    return steps(tiny.llama(), tiny.batch(rows=16, uneven=True))
+
+
+def check_preset(preset, accumulate):
+    """Loss, gradient norm and two updates; parameters and moments stay in their place, so the step compiles once."""
+    mesh, rules = sharding.make_mesh(**MESHES[preset]), getattr(sharding, preset)
+    batch = tiny.batch(rows=16, uneven=True)
+    want, want_metrics = llama_reference()
+    with sharding.use(mesh, rules):
+        state = training.make_state(placed(tiny.llama(), mesh, rules), SGD)
+        places = jax.tree.map(lambda x: x.sharding, (state.trainable, state.opt_state))
+        step = tiny.jit_step(training.make_train_step(tiny.loss, SGD, accumulate=accumulate))
+        for _ in range(2):
+            state, metrics = step(state, training.place_batch(batch, mesh, rules))
+    close(want.trainable, state.trainable)
+    for name in want_metrics:
+        assert float(metrics[name]) == pytest.approx(float(want_metrics[name]), rel=1e-4), name
+    assert jax.tree.map(lambda x: x.sharding, (state.trainable, state.opt_state)) == places
+    momentum = optax.tree_utils.tree_get(state.opt_state, "trace")
+    assert all(momentum[path].sharding == state.trainable[path].sharding for path in momentum)
+
+
+def placed(model, mesh, rules):
+    return jax.device_put(model, sharding.shardings(model, mesh, rules))
+
+
+def test_a_donated_state_is_gone_and_the_new_one_is_whole():
+    model = tiny.model()
+    state = training.make_state(jax.tree.map(jnp.copy, model), SGD)
+    old = jax.tree.leaves(state)
+    state, _ = training.jit_step(training.make_train_step(tiny.loss, SGD))(state, tiny.batch())
+    assert any(x.is_deleted() for x in old)
+    assert not any(x.is_deleted() for x in jax.tree.leaves((state, model)))
+
+
+def noisy(model, batch, key):
+    value, stats = tiny.loss(model, batch)
+    noise = jax.random.uniform(key)
+    return value * batch["factor"][0], training.Stats(stats.tokens, {"noise": noise, "square": noise**2})
+
+
+def test_keys_differ_by_step_and_microbatch_and_what_is_not_finite_is_flagged():
+    step = jax.jit(training.make_train_step(noisy, SGD, accumulate=2), compiler_options=tiny.QUICKLY)
+    batch = tiny.batch() | {"factor": np.ones(8, np.float32)}
+    first = training.make_state(tiny.model(), SGD)
+    second, metrics = step(first, batch)
+    _, again = step(first, batch)
+    _, later = step(second, batch)
+    assert float(metrics["noise"]) == float(again["noise"]) != float(later["noise"])
+    tokens = float(metrics["tokens"])
+    total, squares = float(metrics["noise"]) * tokens, float(metrics["square"]) * tokens
+    assert squares > total**2 / 2 * (1 + 1e-6)  # equal draws would make it equal
+    assert metrics["finite"] and later["finite"]
+    _, bad = step(second, batch | {"factor": np.full(8, np.inf, np.float32)})
+    assert not bad["finite"]
+
+
+def test_evaluation_weighs_every_target_alike():
+    model = tiny.model()
+    batch = tiny.batch(uneven=True)
+    parts = [{name: x[i : i + 2] for name, x in batch.items()} for i in (2, 4, 6)]
+    whole = {name: x[2:] for name, x in batch.items()}
+    state = training.make_state(model, optax.identity())
+    step = jax.jit(training.make_eval_step(tiny.loss))
+    want, got = training.evaluate(step, state, [whole]), training.evaluate(step, state, parts)
+    assert got.keys() == want.keys() == {"tokens", "loss", "nll", "accuracy"}
+    for name in want:
+        assert float(got[name]) == pytest.approx(float(want[name]), rel=1e-5)
+    with pytest.raises(ValueError, match="at least one batch with a target"):
+        training.evaluate(step, state, [])

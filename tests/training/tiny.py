@@ -1,0 +1,93 @@
+"""A model, batches and a loader small enough to train in tests."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxlib import nn, training
+from maxlib.sharding import constrain
+from tests.nn.tiny import tiny_llama
+
+VOCAB = 32
+QUICKLY = {"xla_backend_optimization_level": "0"}  # compiling is what takes the time here
+jit_step = functools.partial(jax.jit, donate_argnums=0, compiler_options=QUICKLY)
+loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
+
+
+class Layer(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.norm = nn.RMSNorm(16)
+        self.mlp = nn.MLP(16, 24, bias=True, rngs=rngs)
+
+    def __call__(self, x: Any, ctx: Any, cache: Any):
+        return constrain(x + self.mlp(self.norm(x)), "batch", "seq", "act_embed"), cache, {}
+
+
+class Bigram(nnx.Module):
+    """A model without attention, which traces and compiles in no time."""
+
+    softcap = None
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.embed = nn.Embed(VOCAB, 16, rngs=rngs)
+        self.layers = nn.Stack(lambda i, rngs: Layer(rngs=rngs), 3, prefix=1, rngs=rngs)
+        self.head = nn.Embed(VOCAB, 16, rngs=rngs)
+
+    def __call__(self, tokens, *, positions=None, segment_ids=None, valid=None, cache=None, dtype=None, remat=None):
+        x, _, aux = self.layers(self.embed(tokens, dtype=dtype), remat=remat)
+        return nn.Output(x, None, aux)
+
+    def head_weight(self):
+        return self.head.w[...]
+
+
+@jax.jit
+def model():
+    return Bigram(rngs=nnx.Rngs(0))
+
+
+def llama(**changes):
+    return tiny_llama(**{"num_layers": 2, "dim": 16, "mlp_dim": 24, "num_heads": 2, "vocab": VOCAB} | changes)
+
+
+def optimizer(model, learning_rate=1e-2, **options):
+    return training.adamw(learning_rate, mask=training.decay_mask(model), **options)
+
+
+def batch(rows: int = 8, length: int = 12, *, vocab: int = VOCAB, seed: int = 0, uneven: bool = False) -> dict:
+    """Next-token pairs, in numpy as a loader gives them; `uneven` leaves every row another number of targets, the first none."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, vocab, (rows, length + 1), dtype=np.int32)
+    targets = tokens[:, 1:].copy()
+    if uneven:
+        targets[np.arange(length)[None, :] >= length * np.arange(rows)[:, None] / rows] = -1
+    return {"tokens": tokens[:, :-1], "targets": targets}
+
+
+class Loader:
+    """Batches by number; the number is the state."""
+
+    def __init__(self, num_batches: int = 1000, rows: int = 8):
+        self.num_batches, self.rows, self.next = num_batches, rows, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == self.num_batches:
+            raise StopIteration
+        self.next += 1
+        return batch(self.rows, seed=self.next)
+
+    def reset(self):
+        self.next = 0
+
+    def get_state(self):
+        return {"0": {"next": self.next}}
+
+    def set_state(self, state):
+        self.next = state["0"]["next"]
