@@ -88,7 +88,6 @@ class Trainer:
         self._meter = Meter()
         self._counted = False
         self._last: dict[str, Any] = {}
-        self._saved: int | None = None
         self._evaluated: int | None = None
         self._origin: Origin | None = None
 
@@ -153,13 +152,14 @@ class Trainer:
 
     def save(self) -> None:
         """Starts to save everything. A save that fails is reported, and training goes on."""
+        if self.checkpointer is None:
+            raise ValueError("this trainer has no checkpointer; give it one, checkpointer=Checkpointer(directory)")
         self._flush()  # a state that is not finite raises here, before it is saved
         try:
             with deadline(self.timeout, f"the checkpoint of step {self.step} to be taken"):
                 save(self.checkpointer, self.state, self.step, self.loader.get_state())
-            self._saved = self.step
-        except Exception as error:
-            self.say(f"NOT SAVED at step {self.step}: {error}\n{self._last_good()}; training goes on")
+        except checkpoint.SaveError as error:  # of this save, or of the one before
+            self.say(f"NOT SAVED: {error} Training goes on.")
 
     def say(self, text: str) -> None:
         """A line on the terminal of the first process."""
@@ -245,9 +245,7 @@ class Trainer:
     def _save_at_end(self) -> None:
         if self.checkpointer is None:
             return
-        self._flush()
-        if self._saved != self.step:
-            self.save()
+        self.save()
         with deadline(self.timeout, "the last checkpoint to be written"):
             self.checkpointer.wait()
 
@@ -262,6 +260,7 @@ class Trainer:
     def _last_good(self) -> str:
         if self.checkpointer is None:
             return "There is no checkpoint, as this trainer has no checkpointer"
+        self._settle()
         latest = self.checkpointer.latest()
         return (
             "There is no good checkpoint yet"

@@ -1,0 +1,211 @@
+"""The trainer does what the bare loop does, and what a long run needs besides."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib import nn, ops, sharding, training, weights
+from maxlib.training import checkpoint, deadlines
+from maxlib.training import trainer as trainer_module
+from tests.training import tiny
+
+OPTIMIZER = training.adamw(1e-2, mask=training.decay_mask(tiny.model()))
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch):
+    monkeypatch.setattr(trainer_module, "jit_step", tiny.jit_step)
+
+
+def trainer(model=tiny.model, **options):
+    options = {"optimizer": OPTIMIZER, "loader": tiny.Loader(), "loss": tiny.loss} | options
+    return training.Trainer(model, **options)
+
+
+def same(a, b):
+    return all(np.array_equal(a[path], b[path]) for path in a)
+
+
+def by_hand(steps):
+    """The bare loop."""
+    state = training.make_state(tiny.model(), OPTIMIZER)
+    step, loader = tiny.jit_step(training.make_train_step(tiny.loss, OPTIMIZER)), tiny.Loader()
+    for _ in range(steps):
+        state, metrics = step(state, next(loader))
+    return state, metrics
+
+
+def test_it_is_the_bare_loop_and_leaves_the_model_alone(tmp_path):
+    model = tiny.model()
+    before = {path: np.asarray(v.get_value()) for path, v in nn.variables(model).items()}
+    ours = trainer(model, directory=tmp_path, eval_loader=tiny.Loader(3), eval_every=4, schedule=lambda step: 0.5)
+    ours.fit(3)
+    kept = ours.model  # a notebook may hold on to it
+    last = ours.fit(6)
+    state, metrics = by_hand(6)
+    assert same(state.trainable, ours.state.trainable) and ours.step == 6
+    assert last["loss"] == metrics["loss"] and 1.0 < last["eval/loss"] < 6.0 and last["eval/tokens"] == 3 * 8 * 12
+    assert same(before, {path: v.get_value() for path, v in nn.variables(model).items()})
+    assert same(nn.partition(kept)[0], nn.partition(kept)[0]) and not same(nn.partition(kept)[0], state.trainable)
+    rows = training.read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "eval/loss" in row] == [3, 4, 6]
+    assert rows[0]["learning_rate"] == 0.5 and rows[-2]["mfu"] > 0
+
+
+def test_on_a_mesh(tmp_path):
+    ours = trainer(mesh=sharding.make_mesh(data=2, fsdp=2, tensor=2), eval_loader=tiny.Loader(1))
+    last = ours.fit(3)
+    state, metrics = by_hand(3)
+    assert float(last["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5) and "eval/loss" in last
+    for path, value in state.trainable.items():
+        np.testing.assert_allclose(ours.state.trainable[path], value, atol=1e-4)
+    assert not ours.state.trainable["layers.body.0.mlp.up.w"].sharding.is_fully_replicated
+
+
+def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
+    make = lambda loader: trainer(
+        directory=tmp_path, loader=loader, checkpointer=training.Checkpointer(tmp_path / "checkpoints", every=2)
+    )
+    first = make(tiny.Loader())
+    first.fit(3)
+    second = make(tiny.Loader())
+    assert second.restore().startswith("step 3 of this run's own checkpoint")
+    second.fit(6)
+    state, metrics = by_hand(6)
+    assert same(state.trainable, second.state.trainable)
+    for a, b in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(second.state.opt_state), strict=True):
+        assert np.array_equal(a, b)
+    rows = training.read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert np.float32(rows[-1]["loss"]) == np.float32(metrics["loss"])
+    assert make(tiny.Loader()).fit(6) == {}  # nothing is left to do
+
+
+def test_where_a_run_begins(tmp_path, capsys):
+    source = trainer(checkpointer=training.Checkpointer(tmp_path / "a", every=2))
+    source.fit(2)
+    assert trainer().restore().startswith("a fresh start, ")
+    full = trainer(checkpointer=training.Checkpointer(tmp_path / "b"))
+    assert full.restore(resume_from=tmp_path / "a").startswith("step 2 of the checkpoint in")
+    assert full.step == 2 and full.loader.next == 2 and same(full.state.trainable, source.state.trainable)
+    params = trainer()
+    assert params.restore(params_from=tmp_path / "a").startswith("parameters from ")
+    assert params.step == 0 and params.loader.next == 0 and same(params.state.trainable, source.state.trainable)
+    own = trainer(checkpointer=training.Checkpointer(tmp_path / "a"))
+    assert "own" in own.restore(resume_from=tmp_path / "nowhere", params_from=tmp_path / "nowhere")
+    assert "parameters from" in capsys.readouterr().out
+
+
+def test_parameters_from_a_hugging_face_directory(tmp_path):
+    rope = ops.Rope(12, max_length=64)
+    model = tiny.llama(rope=rope)
+    weights.save_pretrained(model, tmp_path / "model")
+    ours = training.Trainer(
+        lambda: tiny.llama(seed=1, rope=rope),
+        optimizer=training.adamw(1e-3, mask=None),
+        loader=tiny.Loader(),
+        loss=tiny.loss,
+    )
+    ours.restore(params_from=tmp_path / "model")
+    assert same(nn.partition(model)[0], ours.state.trainable)
+    other = trainer()
+    with pytest.raises(ValueError, match="holds another model"):
+        other.restore(params_from=tmp_path / "model")
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(tmp_path):
+    def loss(model, batch, key):
+        value, stats = tiny.loss(model, batch)
+        return value * jnp.where(batch["tokens"][0, 0] == bad, jnp.nan, 1.0), stats
+
+    bad = [tiny.batch(seed=i)["tokens"][0, 0] for i in range(1, 6)][4]
+    checkpointer = training.Checkpointer(tmp_path / "checkpoints", every=2)
+    ours = trainer(loss=loss, directory=tmp_path, checkpointer=checkpointer)
+    with pytest.raises(training.Diverged, match=r"step 5: loss nan.*last good checkpoint is that of step 4"):
+        ours.fit(8)
+    assert checkpointer.steps() == [2, 4]
+    assert training.read_jsonl(tmp_path / "metrics.jsonl")[-1]["loss"] is None
+
+
+def test_a_save_that_fails_is_said_and_training_goes_on(tmp_path, capsys, monkeypatch):
+    checkpointer = training.Checkpointer(tmp_path / "checkpoints", every=2)
+    good = checkpointer.save
+
+    def full_disk(step, *args, **kwargs):
+        if step == 4:
+            raise checkpoint.SaveError("No space left; step 2 is the last good one.", step=4)
+        good(step, *args, **kwargs)
+
+    monkeypatch.setattr(checkpointer, "save", full_disk)
+    trainer(checkpointer=checkpointer).fit(6)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "NOT SAVED: No space left; step 2 is the last good one. Training goes on." in out
+    assert checkpointer.steps() == [2, 6]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_first(tmp_path, number):
+    checkpointer = training.Checkpointer(tmp_path / "checkpoints")
+    ours = trainer(checkpointer=checkpointer, callbacks=[(3, lambda _: os.kill(os.getpid(), number))])
+    before = signal.getsignal(number)
+    with pytest.raises(training.Interrupted) as stopped:
+        ours.fit(100)
+    assert stopped.value.code == 128 + number
+    assert checkpointer.steps() == [3] and ours.loader.next == 3
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_while_waiting_for_data_does_not_wait_on(tmp_path):
+    class Slow(tiny.Loader):
+        def __next__(self):
+            if self.next == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+                pytest.fail("the wait goes on")
+            return super().__next__()
+
+    ours = trainer(loader=Slow(), checkpointer=training.Checkpointer(tmp_path / "checkpoints"))
+    with pytest.raises(training.Interrupted):
+        ours.fit(100)
+    assert ours.checkpointer.steps() == [2]
+
+
+def test_data_that_ends_is_said(capsys):
+    assert trainer(loader=tiny.Loader(2)).fit(5)["loss"] > 0
+    assert "the data ended after step 2, before step 5" in capsys.readouterr().out
+
+
+def test_what_hangs_dies_and_says_what_it_waited_for():
+    code = "import time; from maxlib.training import deadline\nwith deadline(0.3, 'Godot'): time.sleep(60)"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 75
+    assert "waited 0.3 s for Godot" in done.stderr and 'File "<string>", line 2' in done.stderr
+
+
+def test_data_has_a_deadline(monkeypatch):
+    class Hangs(tiny.Loader):
+        def __next__(self):
+            died.wait(30)
+            return super().__next__()
+
+    died, waited_for = threading.Event(), []
+    monkeypatch.setattr(deadlines, "_die", lambda seconds, what: (waited_for.append(what), died.set()))
+    ours = trainer(loader=Hangs(1))
+    ours.timeout = 0.1
+    ours._next(ours.loader, "training")
+    assert waited_for[0] == "a batch of training data"
+
+
+def test_rows_that_the_mesh_cannot_share():
+    mesh = sharding.make_mesh(data=8)
+    with pytest.raises(ValueError, match="6"):
+        training.place_batch(tiny.batch(rows=6), mesh, sharding.DP)
