@@ -15,6 +15,8 @@ nox.options.reuse_venv = "yes"
 RUFF = "ruff==0.17.5"
 PYRIGHT = "pyright[nodejs]==1.1.414"
 TORCH = "2.13.0"
+# Tests mostly compile, on one core each; more than two processes need more memory than laptops have.
+PARALLEL = ("-n", "2", "--dist", "worksteal")
 
 
 @nox.session
@@ -37,21 +39,21 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The default tests, on the Python that runs nox."""
     install_for_tests(session)
-    session.run("pytest", *session.posargs)
+    session.run("pytest", *PARALLEL, *session.posargs)
 
 
 @nox.session
 def tests_full(session: nox.Session) -> None:
     """Every test: also the full products and what takes minutes."""
     install_for_tests(session)
-    session.run("pytest", "-m", "", *session.posargs)
+    session.run("pytest", "-m", "", *PARALLEL, *session.posargs)
 
 
 @nox.session(python=["3.12", "3.13"])
 def tests_newest(session: nox.Session) -> None:
     """The default tests with the newest jax, flax and friends, which need a newer Python than 3.11."""
     install_for_tests(session, "--upgrade", "--upgrade-strategy", "eager")
-    session.run("pytest", *session.posargs)
+    session.run("pytest", *PARALLEL, *session.posargs)
 
 
 @nox.session

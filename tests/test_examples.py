@@ -1,6 +1,7 @@
 """The examples run as written, at a size that tests can pay for."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -24,38 +25,49 @@ def corpus(tmp_path_factory) -> Path:
 
 def pretrain(corpus: Path, out: Path, *options: str) -> str:
     command = [sys.executable, str(EXAMPLES / "pretrain.py"), str(corpus), "--out", str(out), *SMALL, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=one_device())
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def one_device() -> dict[str, str]:
+    """The environment of a user, without the eight devices of tests/conftest.py."""
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 
 
 def final_loss(text: str) -> str:
     return re.search(r"validation loss (\S+) nats", text)[1]
 
 
-def test_pretrain_goes_from_text_to_an_export_and_resumes(corpus, tmp_path):
-    first = pretrain(corpus, tmp_path / "run")
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("pretrain") / "run"
+    return out, pretrain(corpus, out)
+
+
+def test_pretrain_goes_from_text_to_an_export_and_resumes(corpus, run):
+    out, first = run
     assert "knowing only how frequent each token is" in first and "A sample: " in first
     for made in ("loss.png", "metrics.jsonl", "model/config.json", "model/tokenizer.json"):
-        assert (tmp_path / "run" / made).stat().st_size > 0
-    again = pretrain(corpus, tmp_path / "run")
+        assert (out / made).stat().st_size > 0
+    again = pretrain(corpus, out)
     assert final_loss(again) == final_loss(first) and "step 6" in again
 
 
-def test_export_opens_in_transformers(corpus, tmp_path):
+def test_export_opens_in_transformers(run):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     import jax.numpy as jnp
     import numpy as np
 
     import maxlib
 
-    pretrain(corpus, tmp_path / "run", "--steps", "1")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    out, _ = run
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out / "model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "model")
     ids = tokenizer("one brick", return_tensors="np")["input_ids"]
     assert ids[0, 0] == tokenizer.bos_token_id
     want = theirs(torch.tensor(ids)).logits.detach().numpy()
-    ours = maxlib.from_pretrained(tmp_path / "run" / "model")
+    ours = maxlib.from_pretrained(out / "model")
     got = ours.logits(ours(jnp.asarray(ids, jnp.int32), dtype=jnp.float32).hidden)
     np.testing.assert_allclose(got, want, atol=1e-4 * want.std())
 
