@@ -17,6 +17,22 @@ from maxlib.ops.rope import Rope, Yarn
 from maxlib.sharding import constrain
 from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
 
+# Our sizes, and what config.json calls them.
+_SIZES = {
+    "vocab": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "dim": "hidden_size",
+    "mlp_dim": "intermediate_size",
+    "expert_dim": "moe_intermediate_size",
+    "num_heads": "num_attention_heads",
+    "kv_rank": "kv_lora_rank",
+    "nope_dim": "qk_nope_head_dim",
+    "v_dim": "v_head_dim",
+    "num_experts": "n_routed_experts",
+    "num_shared": "n_shared_experts",
+    "top_k": "num_experts_per_tok",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -57,11 +73,10 @@ class Config:
     def from_hf(cls, fields: HFConfig) -> "Config":
         """Reads config.json. Raises ValueError for what this file does not compute."""
         version = 2 if fields.require("model_type", "deepseek_v2", "deepseek_v3", "kimi_k2") == "deepseek_v2" else 3
-        num_heads, nope, turned = (
-            fields.take(name, kind=int) for name in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim")
-        )
-        fields.require("num_key_value_heads", num_heads)
-        fields.require("qk_head_dim", nope + turned)
+        sizes = {ours: fields.take(theirs, kind=int) for ours, theirs in _SIZES.items()}
+        turned = fields.take("qk_rope_head_dim", kind=int)
+        fields.require("num_key_value_heads", sizes["num_heads"])
+        fields.require("qk_head_dim", sizes["nope_dim"] + turned)
         fields.require("head_dim", turned)
         fields.require("hidden_act", "silu")
         fields.require("moe_layer_freq", 1)
@@ -69,22 +84,10 @@ class Config:
             fields.require(bias, False)
         return cls(
             version=version,
-            vocab=fields.take("vocab_size", kind=int),
-            num_layers=fields.take("num_hidden_layers", kind=int),
+            **sizes,
             num_dense=fields.take("first_k_dense_replace", 0 if version == 2 else 3),
-            dim=fields.take("hidden_size", kind=int),
-            mlp_dim=fields.take("intermediate_size", kind=int),
-            expert_dim=fields.take("moe_intermediate_size", kind=int),
-            num_heads=num_heads,
-            q_rank=fields.take("q_lora_rank", None, kind=int),
-            kv_rank=fields.take("kv_lora_rank", kind=int),
-            nope_dim=nope,
-            v_dim=fields.take("v_head_dim", kind=int),
+            q_rank=fields.take("q_lora_rank", 1536, nullable=True),
             rope=fields.rope(head_dim=turned, interleaved=version == 2 or fields.take("rope_interleave", True)),
-            num_experts=fields.take("n_routed_experts", kind=int),
-            num_shared=fields.take("n_shared_experts", kind=int),
-            top_k=fields.take("num_experts_per_tok", kind=int),
-            routed_scale=fields.take("routed_scaling_factor", 1.0),
             norm_eps=fields.take("rms_norm_eps", 1e-6),
             tied=fields.take("tie_word_embeddings", False),
             stored_mtp=fields.take("num_nextn_predict_layers", 0),
@@ -100,23 +103,12 @@ class Config:
         return {
             "architectures": [f"DeepseekV{self.version}ForCausalLM"],
             "model_type": f"deepseek_v{self.version}",
-            "vocab_size": self.vocab,
-            "hidden_size": self.dim,
-            "intermediate_size": self.mlp_dim,
-            "moe_intermediate_size": self.expert_dim,
-            "num_hidden_layers": self.num_layers,
+            **{theirs: getattr(self, ours) for ours, theirs in _SIZES.items()},
+            "num_key_value_heads": self.num_heads,
+            "qk_rope_head_dim": self.rope.dim,
+            "q_lora_rank": self.q_rank,
             "first_k_dense_replace": self.num_dense,
             "moe_layer_freq": 1,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_heads,
-            "q_lora_rank": self.q_rank,
-            "kv_lora_rank": self.kv_rank,
-            "qk_nope_head_dim": self.nope_dim,
-            "qk_rope_head_dim": self.rope.dim,
-            "v_head_dim": self.v_dim,
-            "n_routed_experts": self.num_experts,
-            "n_shared_experts": self.num_shared,
-            "num_experts_per_tok": self.top_k,
             "n_group": self.num_groups,
             "topk_group": self.top_groups,
             "norm_topk_prob": self.renormalize,
@@ -132,16 +124,20 @@ class Config:
 
 
 def _read_choice(fields: HFConfig, version: int) -> dict[str, Any]:
-    """How experts are chosen."""
-    groups = {"num_groups": fields.take("n_group", 1), "top_groups": fields.take("topk_group", 1)}
+    """How experts are chosen and weighed; what a config leaves out is as in transformers."""
+    fields.require("scoring_func", "softmax" if version == 2 else "sigmoid")
     if version == 3:
-        fields.require("scoring_func", "sigmoid")
         fields.require("topk_method", "noaux_tc")
-        return groups | {"renormalize": fields.take("norm_topk_prob", True)}
-    fields.require("scoring_func", "softmax")
+        return {
+            "num_groups": fields.take("n_group", 8),
+            "top_groups": fields.take("topk_group", 4),
+            "renormalize": fields.take("norm_topk_prob", True),
+            "routed_scale": fields.take("routed_scaling_factor", 2.5),
+        }
     fields.require("norm_topk_prob", False)  # transformers and DeepSeek's own code disagree on what else would mean
+    groups = {"num_groups": fields.take("n_group", 1), "top_groups": fields.take("topk_group", 1)}
     grouped = fields.require("topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
-    return groups if grouped else {}
+    return (groups if grouped else {}) | {"routed_scale": fields.take("routed_scaling_factor", 1.0)}
 
 
 def _write_choice(cfg: Config) -> dict[str, Any]:
@@ -189,8 +185,8 @@ class Block(nnx.Module):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attn = _attention(cfg, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
-        self.moe = None if dense else _experts(cfg, rngs=rngs)
+        self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
+        self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)

@@ -40,7 +40,7 @@ class MTP(nnx.Module):
         self.embed_norm = RMSNorm(dim, eps=eps)
         self.hidden_norm = RMSNorm(dim, eps=eps)
         self.project = Einsum("...F,DF->...D", (dim, 2 * dim), ("embed", "mlp"), rngs=rngs)
-        self.block = block
+        self.block: Any = block
         self.norm = RMSNorm(dim, eps=eps)
 
     def __call__(

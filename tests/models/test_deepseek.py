@@ -7,6 +7,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import maxlib
+from maxlib.models import deepseek
+from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models.conformance import Conformance
 
@@ -165,6 +167,141 @@ def test_prediction_modules_are_left_out_unless_asked_for(modules, tmp_path):
     assert want.keys() - got.keys() == copies - {"model.embed_tokens.weight"}
     assert all(got[name].tobytes() == want[name].tobytes() for name in got)
     assert len(maxlib.from_pretrained(tmp_path / "with", num_mtp=1).mtp) == 1
+
+
+# What differs in the config.json of the releases, in the spelling of their time.
+RELEASED = {
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "rope_scaling": {"factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek-v2": {
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 160,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 8,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 16.0,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 3,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+    },
+    "kimi-k2": {
+        "model_type": "kimi_k2",
+        "vocab_size": 163840,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.827,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": 131072,
+        "rope_theta": 50000.0,
+        "rope_scaling": {"factor": 32.0, "beta_fast": 1.0},
+    },
+}
+COMMON = {
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+}
+SCALING = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize("preset", RELEASED)
+def test_presets_are_what_the_releases_say(preset):
+    released = RELEASED[preset]
+    fields = HFConfig(COMMON | released | {"rope_scaling": SCALING | released.get("rope_scaling", {})})
+    assert deepseek.Config.from_hf(fields) == deepseek.PRESETS[preset]
+    fields.done()
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers():
+    transformers = pytest.importorskip("transformers")
+    for cls, model_type in (
+        (transformers.DeepseekV2Config, "deepseek_v2"),
+        (transformers.DeepseekV3Config, "deepseek_v3"),
+    ):
+        theirs = cls(num_attention_heads=8, num_key_value_heads=8, num_experts_per_tok=2)
+        names = [*deepseek._SIZES.values(), "model_type", "qk_rope_head_dim", "max_position_embeddings"]
+        short = {name: getattr(theirs, name) for name in names}
+        assert deepseek.Config.from_hf(HFConfig(short)) == deepseek.Config.from_hf(HFConfig(theirs.to_dict())), (
+            model_type
+        )
 
 
 def transformers_cases():
