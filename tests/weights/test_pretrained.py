@@ -328,7 +328,8 @@ MEASURE = """
     start = peak()
     model = jax.block_until_ready(maxlib.from_pretrained(big, **where))
     loaded = peak()
-    maxlib.save_pretrained(model, out / "big")
+    if where:
+        maxlib.save_pretrained(model, out / "big")
     print(size, loaded - start, peak() - start)
 """
 
@@ -340,7 +341,7 @@ def big_and_small(tmp_path_factory):
         CFG, vocab=8192, dim=512, mlp_dim=1536, num_heads=8, num_kv_heads=4, head_dim=64, tied=True
     )
     cfg = dataclasses.replace(cfg, rope=ops.Rope(64, max_length=64))
-    for name, layers in (("small", 2), ("big", 12)):
+    for name, layers in (("small", 2), ("big", 9)):
         maxlib.save_pretrained(build(dataclasses.replace(cfg, num_layers=layers)), path / name)
     return path
 
@@ -353,6 +354,6 @@ def test_host_memory_never_holds_the_model_twice(where, big_and_small, tmp_path)
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(MEASURE), *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     size, loading, saving = map(float, done.stdout.split())
-    assert size > 120
+    assert size > 100
     assert loading < size + 2 * tensor
     assert saving < size + 4 * tensor
