@@ -48,12 +48,12 @@ def _logits(model: Any, tokens: np.ndarray, segment_ids: np.ndarray | None = Non
     return np.asarray(_forward(model, tokens, segment_ids))
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=parity.QUICK)
 def _forward(model, tokens, segment_ids):
     return model.logits(model(tokens, segment_ids=segment_ids, dtype=jnp.float32).hidden)
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=parity.QUICK)
 def _step(model, tokens, valid, cache):
     out = model(tokens, valid=valid, cache=cache, dtype=jnp.float32)
     return model.logits(out.hidden), out.cache

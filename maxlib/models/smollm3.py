@@ -1,0 +1,251 @@
+"""SmolLM3: every fourth layer is not rotated (NoPE), the others as in Llama (Hugging Face 2025; Yang et al. 2025, RNoPE)."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from maxlib import nn, ops
+from maxlib.ops.rope import Rope
+from maxlib.sharding import constrain
+from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What distinguishes one SmolLM3 from another; `PRESETS` has the published one."""
+
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    rotated: tuple[bool, ...] | None = None  # for each layer; None: all but every fourth
+    window: int | None = None  # of the sliding layers
+    layer_types: tuple[str, ...] | None = None  # FULL or SLIDING each; None: all FULL
+    norm_eps: float = 1e-6
+    tied: bool = True
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self):
+        for value, name in ((self.rotated, "rotated (no_rope_layers)"), (self.layer_types, "layer_types")):
+            if value is not None and len(value) != self.num_layers:
+                raise ValueError(f"{name} must have {self.num_layers} entries, one for each layer, got {len(value)}")
+        if SLIDING in (self.layer_types or ()) and self.window is None:
+            raise ValueError(
+                f"layer_types has {SLIDING}, which needs a window (config.json: use_sliding_window and sliding_window)"
+            )
+
+    @property
+    def masks(self) -> tuple[ops.Mask, ...]:
+        """What each layer sees."""
+        if self.layer_types is None or self.window is None:
+            return (ops.Causal(),) * self.num_layers
+        masks = {FULL: ops.Causal(), SLIDING: ops.Causal() & ops.SlidingWindow(self.window)}
+        return tuple(masks[kind] for kind in self.layer_types)
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """How each layer is rotated."""
+        return tuple(self.rope if rotated else None for rotated in self.rotated or _rotated(self.num_layers, 4))
+
+    @classmethod
+    def from_hf(cls, fields: HFConfig) -> "Config":
+        """Reads config.json. Raises ValueError for what this file does not compute."""
+        fields.require("model_type", "smollm3")
+        fields.require("hidden_act", "silu")
+        fields.ignore("max_window_layers")  # the release has it, from Qwen2; nothing reads it
+        dim, num_heads = (fields.take(name, kind=int) for name in ("hidden_size", "num_attention_heads"))
+        head_dim = fields.take("head_dim", dim // num_heads)
+        num_layers = fields.take("num_hidden_layers", kind=int)
+        every = _rotated(num_layers, fields.take("no_rope_layer_interval", 4))
+        rotated = tuple(map(bool, fields.take("no_rope_layers", every, kind=list)))[:num_layers]
+        window = fields.take("sliding_window", None, kind=int)
+        window = window if fields.take("use_sliding_window", False) else None
+        types = fields.layer_types(num_layers, FULL, SLIDING)
+        types = types or tuple(FULL if window is None or rotary else SLIDING for rotary in rotated)
+        return cls(
+            vocab=fields.take("vocab_size", kind=int),
+            num_layers=num_layers,
+            dim=dim,
+            mlp_dim=fields.take("intermediate_size", kind=int),
+            num_heads=num_heads,
+            num_kv_heads=fields.take("num_key_value_heads", kind=int, nullable=True) or num_heads,
+            head_dim=head_dim,
+            rope=fields.rope(head_dim=head_dim, default_theta=2_000_000.0),
+            rotated=None if rotated == _rotated(num_layers, 4) else rotated,
+            window=window if SLIDING in types else None,
+            layer_types=types if SLIDING in types else None,
+            norm_eps=fields.take("rms_norm_eps", 1e-6),
+            tied=fields.take("tie_word_embeddings", True),
+            attention_bias=fields.take("attention_bias", False),
+            mlp_bias=fields.take("mlp_bias", False),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields of config.json. Raises ValueError for a rope that Hugging Face's SmolLM3 does not have."""
+        if self.rope.interleaved or self.rope.dim != self.head_dim:
+            raise ValueError(
+                f"Hugging Face's SmolLM3 turns whole heads in halves; the rope must have dim={self.head_dim} and not be "
+                f"interleaved, got {self.rope}"
+            )
+        types = self.layer_types or (FULL,) * self.num_layers
+        return {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "model_type": "smollm3",
+            "vocab_size": self.vocab,
+            "hidden_size": self.dim,
+            "intermediate_size": self.mlp_dim,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "no_rope_layers": [int(rope is not None) for rope in self.ropes],  # sic: 1 is rotated
+            "no_rope_layer_interval": 4,
+            "use_sliding_window": SLIDING in types,
+            "sliding_window": self.window,
+            "layer_types": list(types),
+            "tie_word_embeddings": self.tied,
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.mlp_bias,
+            **rope_to_hf(self.rope, head_dim=self.head_dim),
+        }
+
+
+def _rotated(num_layers: int, interval: int) -> tuple[bool, ...]:
+    return tuple((i + 1) % interval != 0 for i in range(num_layers))
+
+
+class Block(nnx.Module):
+    def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope | None, *, rngs: nnx.Rngs):
+        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.attn = nn.Attention(
+            cfg.dim,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            mask=mask,
+            rope=rope,
+            bias=cfg.attention_bias,
+            out_bias=cfg.attention_bias,
+            rngs=rngs,
+        )
+        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, bias=cfg.mlp_bias, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.attn(self.attn_norm(x), ctx, cache)
+        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
+        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+
+    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16):
+        return self.attn.init_cache(batch, capacity, dtype)
+
+
+class SmolLM3(nnx.Module):
+    """A decoder; `docs/decisions/0001` describes what trainers and generators expect of it."""
+
+    softcap = None
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        kinds = list(zip(cfg.masks, cfg.ropes, strict=True))
+        make = lambda i, rngs: Block(cfg, *kinds[i], rngs=rngs)
+        self.layers = nn.Stack(make, cfg.num_layers, **nn.layout_for(kinds), rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
+        cache: nn.Cache | None = None,
+        dtype: Any = jnp.bfloat16,
+        remat: nn.Policy = None,
+    ) -> nn.Output:
+        ctx = nn.context(
+            *tokens.shape,
+            positions=positions,
+            segment_ids=segment_ids,
+            valid=valid,
+            cache=cache,
+            masks=tuple(dict.fromkeys(self.cfg.masks)),
+            ropes=(self.cfg.rope,),
+        )
+        x = constrain(self.embed(tokens, dtype=dtype), "batch", "seq", "act_embed")
+        x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat)
+        return nn.Output(self.norm(x), cache and cache.advanced(layers, ctx), aux)
+
+    def head_weight(self) -> Float[Array, "V D"]:
+        return (self.head or self.embed).w[...]
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        return constrain((self.head or self.embed).logits(hidden), "batch", "seq", "act_vocab")
+
+    def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
+        """An empty cache for `capacity` tokens a row; `rope_length` defaults to that capacity."""
+        layers = self.layers.init_cache(batch, capacity, dtype)
+        return nn.Cache(layers, jnp.zeros(batch, jnp.int32), rope_length or capacity)
+
+
+def _table(cfg: Config) -> Table:
+    """Hugging Face's names. A model without biases or with a tied head lacks some of ours: they are passed over."""
+    theirs, ours = "model.layers.{i}.", "layers.{i}."
+    layer = {
+        "input_layernorm.weight": ("attn_norm.scale", None),
+        "self_attn.q_proj.weight": ("attn.q.w", "(N H) D -> N H D"),
+        "self_attn.q_proj.bias": ("attn.q.b", "(N H) -> N H"),
+        "self_attn.k_proj.weight": ("attn.k.w", "(K H) D -> K H D"),
+        "self_attn.k_proj.bias": ("attn.k.b", "(K H) -> K H"),
+        "self_attn.v_proj.weight": ("attn.v.w", "(K H) D -> K H D"),
+        "self_attn.v_proj.bias": ("attn.v.b", "(K H) -> K H"),
+        "self_attn.o_proj.weight": ("attn.o.w", "D (N H) -> D N H"),
+        "self_attn.o_proj.bias": ("attn.o.b", None),
+        "post_attention_layernorm.weight": ("mlp_norm.scale", None),
+        "mlp.gate_proj.weight": ("mlp.gate.w", None),
+        "mlp.gate_proj.bias": ("mlp.gate.b", None),
+        "mlp.up_proj.weight": ("mlp.up.w", None),
+        "mlp.up_proj.bias": ("mlp.up.b", None),
+        "mlp.down_proj.weight": ("mlp.down.w", None),
+        "mlp.down_proj.bias": ("mlp.down.b", None),
+    }
+    return [
+        Weight("model.embed_tokens.weight", "embed.w"),
+        *[Weight(theirs + name, ours + path, pattern) for name, (path, pattern) in layer.items()],
+        Weight("model.norm.weight", "norm.scale"),
+        Weight("lm_head.weight", "head.w"),
+        Copy("lm_head.weight", of="model.embed_tokens.weight"),
+        Ignore(theirs + "self_attn.rotary_emb.inv_freq"),
+    ]
+
+
+PRESETS = {
+    "smollm3-3b": Config(
+        vocab=128_256,
+        num_layers=36,
+        dim=2048,
+        mlp_dim=11_008,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=128,
+        rope=Rope(128, 5_000_000.0, max_length=65_536),
+    )
+}
+
+FAMILY = Family(name="smollm3", model_types=("smollm3",), model=SmolLM3, config=Config, table=_table, presets=PRESETS)
