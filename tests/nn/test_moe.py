@@ -421,7 +421,6 @@ def hf_shares(module, x):
 
 
 BLOCKS = {
-    "Mixtral": ("mixtral", "MixtralConfig", "MixtralSparseMoeBlock", "gate", {}, {}),
     "DeepSeek V3": (
         "deepseek_v3",
         "DeepseekV3Config",

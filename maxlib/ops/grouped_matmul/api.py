@@ -37,11 +37,10 @@ def grouped_matmul(
     Raises ValueError for shapes that do not fit and for an unknown implementation.
     """
     _check(rows, weights, rows_per_expert)
-    if implementation is None:
-        implementation = _BEST.get(current_device()[0], "tiled")
-    if implementation not in _RUN:
-        raise ValueError(f"implementation must be None or one of {sorted(_RUN)}, got {implementation!r}")
-    return _RUN[implementation](rows, weights, rows_per_expert.astype(jnp.int32))
+    name = _BEST.get(current_device()[0], "tiled") if implementation is None else implementation
+    if name not in _RUN:
+        raise ValueError(f"implementation must be None or one of {sorted(_RUN)}, got {name!r}")
+    return _RUN[name](rows, weights, rows_per_expert.astype(jnp.int32))
 
 
 def _check(rows, weights, rows_per_expert) -> None:
