@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
     add("files", metavar="FILE", type=Path, nargs="*", help="text or .jsonl (field 'text') files or folders of them")
     add("--out", metavar="DIR", type=Path, default=Path("runs/pretrain"), help="where everything goes (%(default)s)")
     add("--steps", default=300, help="optimizer steps in all (%(default)s)")
-    add("--batch", default=16, help="rows in a step (%(default)s)")
+    add("--batch", default=8, help="rows in a step (%(default)s)")
     add("--length", default=256, help="tokens in a row (%(default)s)")
     add("--vocab", default=4096, help="size of the tokenizer that is trained (%(default)s)")
     add("--layers", default=8, help="layers of the model (%(default)s)")
