@@ -1,7 +1,7 @@
 """FLOPs of ops whose loops depend on data, so that they cannot be read off their code."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 
@@ -20,6 +20,6 @@ def counted(formula: Callable[..., Any], *, static: Sequence[str] = ()) -> Calla
     def wrap(fn: Fn) -> Fn:
         fn.__name__ = f"{fn.__module__}.{fn.__qualname__}"  # no function of somebody else's has this one
         FORMULAS[fn.__name__] = formula
-        return jax.jit(fn, static_argnames=static)
+        return cast(Fn, jax.jit(fn, static_argnames=static))
 
     return wrap

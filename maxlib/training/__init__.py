@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from maxlib.training.optimizers import warmup_cosine as warmup_cosine
     from maxlib.training.optimizers import warmup_linear as warmup_linear
     from maxlib.training.optimizers import warmup_stable_decay as warmup_stable_decay
+    from maxlib.training.placement import own_model as own_model
+    from maxlib.training.placement import place_batch as place_batch
     from maxlib.training.step import TrainState as TrainState
     from maxlib.training.step import jit_step as jit_step
     from maxlib.training.step import make_eval_step as make_eval_step
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from maxlib.training.trainer import Diverged as Diverged
     from maxlib.training.trainer import Loader as Loader
     from maxlib.training.trainer import Trainer as Trainer
-    from maxlib.training.trainer import place_batch as place_batch
 
 _MODULES = {
     "checkpoint": ("Checkpointer",),
@@ -48,8 +49,9 @@ _MODULES = {
     "metrics": ("Console", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
     "mtp": ("mtp_loss",),
     "optimizers": ("adamw", "decay_mask", "warmup_cosine", "warmup_linear", "warmup_stable_decay"),
+    "placement": ("own_model", "place_batch"),
     "step": ("TrainState", "jit_step", "make_eval_step", "make_state", "make_train_step"),
-    "trainer": ("Diverged", "Loader", "Trainer", "place_batch"),
+    "trainer": ("Diverged", "Loader", "Trainer"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

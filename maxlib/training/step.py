@@ -47,10 +47,10 @@ def make_state(
     Moments are born where their parameters live, so call it inside `sharding.use` if the steps run there.
     """
     trainable, rest = nn.partition(model, filter)
-    key = jax.random.key(key) if isinstance(key, int) else key
+    seed = jax.random.key(key) if isinstance(key, int) else key
     born = lambda params, key: _place((optimizer.init(params), jnp.zeros((), jnp.int32), key), params, rest)
-    opt_state, step, key = jax.jit(born)(trainable, key)
-    return TrainState(trainable, rest, opt_state, step, key)
+    opt_state, step, own_key = jax.jit(born)(trainable, seed)
+    return TrainState(trainable, rest, opt_state, step, own_key)
 
 
 def make_train_step(
@@ -121,13 +121,14 @@ def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accum
         return grads, loss, stats
 
     def add(total, xs):
-        (loss, stats), grads = gradient(state.trainable, *xs, False)
+        batch, key = xs
+        (loss, stats), grads = gradient(state.trainable, batch, key, False)
         new = _place(jax.tree.map(lambda g: g.astype(jnp.float32), grads), state.trainable, state.rest), loss, stats
         return jax.tree.map(jnp.add, total, new), None
 
     xs = jax.tree.map(lambda x: _microbatches(x, accumulate), batch), jax.random.split(key, accumulate)
-    first = jax.tree.map(lambda x: x[0], xs)
-    _, stats = jax.eval_shape(lambda t, x: loss_of(t, *x, False), state.trainable, first)
+    first_batch, first_key = jax.tree.map(lambda x: x[0], xs)
+    _, stats = jax.eval_shape(lambda t: loss_of(t, first_batch, first_key, False), state.trainable)
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.trainable)
     start = (_place(zeros, state.trainable, state.rest), jnp.zeros(()), jax.tree.map(_zeros_like, stats))
     (grads, loss, stats), _ = jax.lax.scan(add, start, xs)
@@ -161,9 +162,10 @@ def _place(tree: Any, params: dict[str, Any], rest: Any) -> Any:
     rules, names = now[1], nn.axes(rest)
 
     def put(path, leaf):
-        name = next((k.key for k in reversed(path) if getattr(k, "key", None) in params), None)
-        like = name is not None and leaf.shape == params[name].shape
-        spec = sharding.spec(names[name], rules, ndim=leaf.ndim, what=name) if like else P()
+        spec = P()
+        for name in (getattr(part, "key", None) for part in path):
+            if name in params and leaf.shape == params[name].shape:
+                spec = sharding.spec(names[name], rules, ndim=leaf.ndim, what=name)
         return jax.lax.with_sharding_constraint(leaf, spec)
 
     return jax.tree_util.tree_map_with_path(put, tree)

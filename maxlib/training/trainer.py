@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from maxlib import nn, sharding
 from maxlib.training import checkpoint, flops
@@ -21,6 +21,7 @@ from maxlib.training.evaluation import evaluate
 from maxlib.training.interrupt import Interrupt, Interrupted, interrupts
 from maxlib.training.losses import Batch, next_token_loss
 from maxlib.training.metrics import Console, Jsonl, Meter, Writer, write_all
+from maxlib.training.placement import own_model, place_batch
 from maxlib.training.restore import Origin, initial_state, save
 from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, make_train_step
 
@@ -81,7 +82,7 @@ class Trainer:
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
         with self.sharded(), deadline(timeout, "the model's parameters and moments"):
-            self.state = jax.block_until_ready(make_state(_own(model, mesh, rules), optimizer, filter=filter))
+            self.state = jax.block_until_ready(make_state(own_model(model, mesh, rules), optimizer, filter=filter))
         self.step = 0
         self._train_step = jit_step(make_train_step(loss, optimizer, accumulate=accumulate, schedule=schedule))
         self._eval_step = jax.jit(make_eval_step(loss))
@@ -140,8 +141,9 @@ class Trainer:
         if self.eval_loader is None:
             raise ValueError("this trainer has no eval_loader; give it one, or call training.evaluate")
         self._flush()
-        self.eval_loader.reset()
-        read = iter(lambda: self._next(self.eval_loader, "evaluation"), None)
+        loader = self.eval_loader
+        loader.reset()
+        read = iter(lambda: self._next(loader, "evaluation"), None)
         batches = (place_batch(batch, self.mesh, self.rules) for batch in read)
         with self.sharded():
             values = evaluate(self._eval_step, self.state, batches)
@@ -180,8 +182,7 @@ class Trainer:
         finally:
             for writer in self.writers:
                 writer.close()
-            if self.checkpointer is not None:
-                self._settle()
+            self._settle()
 
     def _loop(self, steps: int, interrupt: Interrupt) -> None:
         while self.step < steps:
@@ -251,6 +252,8 @@ class Trainer:
 
     def _settle(self) -> None:
         """Lets a save that still runs come to its end, whatever ended the training."""
+        if self.checkpointer is None:
+            return
         try:
             with deadline(self.timeout, "the last checkpoint to be written"):
                 self.checkpointer.wait()
@@ -275,32 +278,3 @@ class Trainer:
             self._meter.flops = jax.process_count() * flops.training_flops(self.loss, self.state.model, batch)
         except Exception as error:  # an estimate must not end a run
             self.say(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
-
-
-def place_batch(batch: dict[str, Any], mesh: Mesh | None, rules: sharding.Rules) -> Batch:
-    """This host's rows as the part of a global batch that its devices hold."""
-    if mesh is None:
-        return jax.device_put(batch)
-
-    def put(name: str, x: Any) -> jax.Array:
-        names = ("batch", "seq") if x.ndim == 2 else ("batch",) + (None,) * (x.ndim - 1)
-        place = NamedSharding(mesh, sharding.spec(names, rules, what=name))
-        try:
-            return jax.make_array_from_process_local_data(place, x)
-        except ValueError as error:
-            raise ValueError(
-                f"the batch's {name} ({x.shape} on this host) must divide over the mesh {dict(mesh.shape)} as {place.spec} "
-                "says: choose a batch size that is a multiple of those degrees, or another mesh"
-            ) from error
-
-    return {name: put(name, np.asarray(x)) for name, x in batch.items()}
-
-
-def _own(model: Any, mesh: Mesh | None, rules: sharding.Rules) -> Any:
-    """A model that belongs to the trainer: built in its place, or copied there."""
-    if not isinstance(model, nnx.Module):
-        return jax.jit(model)() if mesh is None else sharding.create(model, mesh, rules)
-    if mesh is None:
-        return jax.tree.map(jnp.copy, model)
-    places = sharding.shardings(model, mesh, rules)
-    return jax.tree.map(lambda x, place: jax.device_put(x, place, may_alias=False), model, places)
