@@ -118,7 +118,9 @@ def finish(model, tokenizer: Tokenizer, args) -> None:
     rows = training.read_jsonl(args.out / "metrics.jsonl")
     for name, label in (("nll", "training"), ("eval/nll", "validation")):
         plt.plot(*zip(*[(row["step"], row[name]) for row in rows if name in row], strict=True), label=label)
-    plt.xlabel("step"), plt.ylabel("nats per token"), plt.legend(), plt.savefig(picture, dpi=120)
+    plt.gca().set(xlabel="step", ylabel="nats per token")
+    plt.legend()
+    plt.savefig(picture, dpi=120)
 
     ids = {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS)}
     maxlib.save_pretrained(model, export, generation=ids, overwrite=True)

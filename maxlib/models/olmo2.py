@@ -50,7 +50,7 @@ class Config:
     @property
     def kinds(self) -> dict[str, tuple[ops.Mask, Rope]]:
         """What layers of each type see, and how they are rotated."""
-        full = {FULL: (ops.Causal(), self.rope)}
+        full: dict[str, tuple[ops.Mask, Rope]] = {FULL: (ops.Causal(), self.rope)}
         if self.window is None:
             return full
         window, near = ops.Causal() & ops.SlidingWindow(self.window), dataclasses.replace(self.rope, scaling=None)
