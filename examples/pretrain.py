@@ -45,9 +45,7 @@ def main() -> None:
         checkpointer=training.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
     )
     loss = trainer.fit(args.steps)["eval/nll"]
-    print(
-        f"\nvalidation loss {loss:.3f} nats per token; knowing only how frequent each token is: {unigram(eval_loader):.3f}"
-    )
+    print(f"\nvalidation loss {loss:.3f} nats per token; unigram entropy of the same tokens {unigram(eval_loader):.3f}")
     finish(trainer.model, tokenizer, args)
 
 
@@ -91,18 +89,9 @@ def loaders(train, held_out, tokenizer: Tokenizer, args) -> tuple[data.Loader, d
 
 
 def config(vocab: int, args) -> llama.Config:
-    heads = args.dim // 64
-    return llama.Config(
-        vocab=vocab,
-        num_layers=args.layers,
-        dim=args.dim,
-        mlp_dim=args.dim * 8 // 3,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=64,
-        rope=ops.Rope(64, max_length=max(args.length, 1024)),
-        tied=True,
-    )
+    heads, rope = args.dim // 64, ops.Rope(64, max_length=max(args.length, 1024))
+    size = {"num_layers": args.layers, "dim": args.dim, "mlp_dim": args.dim * 8 // 3, "head_dim": 64}
+    return llama.Config(vocab=vocab, num_heads=heads, num_kv_heads=heads, rope=rope, tied=True, **size)
 
 
 def unigram(loader: data.Loader) -> float:
