@@ -101,14 +101,19 @@ def test_training_goes_on_from_there(run):
     assert checkpoint.load(run)["meta"]["step"] == 3
 
 
-def test_when_nothing_is_left(run):
+def test_when_nothing_is_left(run, caplog):
     for step in (1, 2, 3):
         shutil.rmtree(run / str(step) / "opt")
     with pytest.raises(
         DamagedError, match="no undamaged step left:\n  Step 3(.|\n)*opt: all of it is missing(.|\n)*Step 1"
     ):
         checkpoint.load(run)
-    assert Checkpointer(run).latest() is None
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), Checkpointer(run) as ck:
+        assert ck.latest() is None
+        assert len([r for r in caplog.records if "is damaged" in r.message]) == 3
+        ck.save(1, ITEMS)  # a run that starts anew
+    assert {"1", "1.damaged", "2.damaged", "3.damaged"} == {p.name for p in run.iterdir()}
 
 
 def damage(rng: random.Random, file: Path) -> None:

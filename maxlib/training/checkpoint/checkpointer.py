@@ -178,11 +178,15 @@ class Checkpointer:
             self._damaged.discard(s)
 
     def _looks_whole(self, step: int) -> bool:
+        if step in self._damaged:
+            return False
         try:
             restore.open_step(self._path(step))
-        except DamagedError:
+        except DamagedError as error:
+            _log.warning("%s", error)
+            self._damaged.add(step)
             return False
-        return step not in self._damaged
+        return True
 
     def _path(self, step: int) -> epath.Path:
         if step not in self.steps():

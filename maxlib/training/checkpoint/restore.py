@@ -101,7 +101,7 @@ def newest(directory: epath.Path, wanted: Wanted, found_damaged: set[int] | None
         try:
             restored = read(directory / str(step), wanted)
         except DamagedError as error:
-            _log.warning("%s Trying the step before.", error)
+            _log.warning("%s\nTrying the step before.", error)
             problems.append(str(error))
             if found_damaged is not None:
                 found_damaged.add(step)
