@@ -12,6 +12,7 @@ from flax import nnx
 
 from maxlib import nn, sharding
 from maxlib.nn import dispatch
+from maxlib.training.flops import forward_flops
 
 DIM, MLP, E, X = 16, 12, 6, 2
 LOSSES = (nn.SwitchBalance(0.3), nn.SequenceBalance(0.2), nn.RouterZ(0.1))
@@ -261,6 +262,12 @@ def test_correction_picks_but_does_not_weigh():
     scores = jax.nn.sigmoid(plain(x).logits)
     np.testing.assert_allclose(routing.weights, jnp.take_along_axis(scores, routing.experts, axis=-1), rtol=1e-6)
     np.testing.assert_allclose(routing.probs, plain(x).probs, rtol=1e-6)
+
+
+def test_flops_are_those_of_the_chosen_experts():
+    x, routed, gate = inputs(), 3 * 2 * X * DIM * MLP, 2 * DIM * E
+    combine = 2 * X * DIM
+    assert forward_flops(lambda m, x: m(x)[0], moe(), x) == x[..., 0].size * (routed + gate + combine)
 
 
 # Meshes

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxlib.ops.attention.dispatch import current_device
+from maxlib.ops.cost import counted
 from maxlib.ops.grouped_matmul.ragged_dot import ragged_dot
 from maxlib.ops.grouped_matmul.reference import reference
 from maxlib.ops.grouped_matmul.tiled import tiled
@@ -40,7 +41,17 @@ def grouped_matmul(
     name = _BEST.get(current_device()[0], "tiled") if implementation is None else implementation
     if name not in _RUN:
         raise ValueError(f"implementation must be None or one of {sorted(_RUN)}, got {name!r}")
-    return _RUN[name](rows, weights, rows_per_expert.astype(jnp.int32))
+    return _grouped_matmul(rows, weights, rows_per_expert.astype(jnp.int32), implementation=name)
+
+
+def _flops(rows, weights, rows_per_expert) -> float:
+    """As if every row had an expert."""
+    return 2.0 * rows.shape[0] * weights.shape[1] * weights.shape[2]
+
+
+@counted(_flops, static=("implementation",))
+def _grouped_matmul(rows, weights, rows_per_expert, *, implementation):
+    return _RUN[implementation](rows, weights, rows_per_expert)
 
 
 def _check(rows, weights, rows_per_expert) -> None:
