@@ -106,9 +106,7 @@ def _context() -> ocp.Context:
     context.asynchronous.create_directories_asynchronously = False
     context.pytree.loading.partial_load = True
     context.array.saving.use_compression = False  # weights hardly shrink: 8 % for a third more time
-    # Files that no restore of ours needs, and that may not be damaged when they are there.
-    context.array.saving.array_metadata_store = None
-    context.array.saving.enable_write_sharding_file = False
+    context.array.saving.array_metadata_store = None  # files without use here, whose damage orbax would not forgive
     return context
 
 
