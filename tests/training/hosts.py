@@ -1,9 +1,6 @@
 """One of two hosts, each with two devices: `python -m tests.training.hosts PORT HOST DIRECTORY save|restore`."""
 
-import os
 import sys
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
 import jax
 import numpy as np

@@ -1,5 +1,6 @@
 """Two hosts write one checkpoint; any number reads it."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -19,7 +20,8 @@ def both(directory: Path, what: str) -> list[str]:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "tests.training.hosts", port]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, "env": environment}
     running = [subprocess.Popen([*command, host, directory, what], **pipes) for host in "01"]
     said = [child.communicate(timeout=200) for child in running]
     assert [child.returncode for child in running] == [0, 0], said
