@@ -47,14 +47,6 @@ REFUSED = {
     "qk_head_dim": 12,
     "index_topk": 2048,  # DeepSeek V3.2
 }
-MATTERS = {
-    "routed_scaling_factor": 3.0,
-    "num_experts_per_tok": 2,
-    "topk_group": 1,
-    "n_group": 3,
-    "rms_norm_eps": 0.1,
-    "rope_parameters": YARN | {"mscale_all_dim": 0.3},
-}
 
 
 class DeepSeek(Conformance):
@@ -84,7 +76,12 @@ class TestV2(DeepSeek):
         },
         "v2_lite": {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
     }
-    matters = MATTERS | {"topk_method": "greedy"}
+    matters = {  # each field once, here or below
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "rms_norm_eps": 0.1,
+        "rope_parameters": YARN | {"mscale_all_dim": 0.3},
+    }
     refused = REFUSED | {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "mlp_bias": True}
 
 
@@ -106,7 +103,13 @@ class TestV3(DeepSeek):
             "n_shared_experts": 2,
         },
     }
-    matters = MATTERS | {"norm_topk_prob": False, "rope_interleave": False}
+    matters = {
+        "n_group": 3,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 3.0,
+        "norm_topk_prob": False,
+        "rope_interleave": False,
+    }
     refused = REFUSED | {"scoring_func": "softmax", "topk_method": "greedy"}
     test_presets_have_the_published_size = None  # V2's are V3's
 
