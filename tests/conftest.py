@@ -13,15 +13,25 @@ for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("MPLBACKEND", "agg")
 
+import gc  # noqa: E402
 import importlib.util  # noqa: E402
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
 
 from tests import typecheck  # noqa: E402
 
 jaxtyping.install_import_hook("maxlib", f"{typecheck.__name__}.check")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_programs_go():
+    """Thousands of them in one process take gigabytes, and more memory maps than Linux allows, which crashes the compiler."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 def pytest_report_header() -> list[str]:
