@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from maxlib.training.metrics import read_jsonl as read_jsonl
     from maxlib.training.mtp import mtp_loss as mtp_loss
     from maxlib.training.optimizers import adamw as adamw
+    from maxlib.training.optimizers import clip_by_global_norm as clip_by_global_norm
     from maxlib.training.optimizers import decay_mask as decay_mask
     from maxlib.training.optimizers import warmup_cosine as warmup_cosine
     from maxlib.training.optimizers import warmup_linear as warmup_linear
@@ -48,7 +49,14 @@ _MODULES = {
     "losses": ("Stats", "next_token_loss"),
     "metrics": ("Console", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
     "mtp": ("mtp_loss",),
-    "optimizers": ("adamw", "decay_mask", "warmup_cosine", "warmup_linear", "warmup_stable_decay"),
+    "optimizers": (
+        "adamw",
+        "clip_by_global_norm",
+        "decay_mask",
+        "warmup_cosine",
+        "warmup_linear",
+        "warmup_stable_decay",
+    ),
     "placement": ("own_model", "place_batch"),
     "step": ("TrainState", "jit_step", "make_eval_step", "make_state", "make_train_step"),
     "trainer": ("Diverged", "Loader", "Trainer"),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -26,7 +27,21 @@ def adamw(
     mask: what decays, usually `decay_mask(model)`; None decays everything. Moments are float32.
     """
     adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask, mu_dtype=jnp.float32)
-    return adam if clip is None else optax.chain(optax.clip_by_global_norm(clip), adam)
+    return adam if clip is None else optax.chain(clip_by_global_norm(clip), adam)
+
+
+def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
+    """Scales all gradients so that their common norm is at most `limit`.
+
+    As optax's, but for one factor that XLA fuses into what follows; optax's selects between arrays, which on CPU keeps a
+    second copy of all gradients and took AdamW 2.5 times as long.
+    """
+
+    def update(grads, state, params=None):
+        scale = jnp.minimum(1.0, limit / optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads)))
+        return jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def decay_mask(model: Any) -> Mask:

@@ -36,6 +36,18 @@ def test_decay_follows_the_mask_and_clipping_comes_first():
     np.testing.assert_allclose(optax.tree_utils.tree_get(state, "mu")["w"], 0.1 * 0.5 * np.ones(4), rtol=1e-6)
 
 
+@pytest.mark.parametrize("size", [0.0, 0.1, 50.0, np.inf, np.nan])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_clipping_is_that_of_optax(size, dtype):
+    grads = {"a": jnp.full(3, size, dtype), "b": jnp.full((2, 2), -size, dtype)}
+    clip, want = training.clip_by_global_norm(1.0), optax.clip_by_global_norm(1.0)
+    got, _ = clip.update(grads, clip.init(grads))
+    want, _ = want.update(grads, want.init(grads))
+    for name in grads:
+        assert got[name].dtype == dtype
+        np.testing.assert_allclose(got[name].astype(float), want[name].astype(float), rtol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("make", "middle", "end"),
     [
