@@ -20,7 +20,7 @@ ITEMS = {
         "layers.body.0.w": np.random.default_rng(0).normal(size=(60, 50)).astype(np.float32),
         "scale": np.ones(3),
     },
-    "opt": {"count": np.array(3), "mu": np.random.default_rng(1).normal(size=(60, 50)).astype(np.float32)},
+    "opt": {"count": np.array(3, np.int32), "mu": np.random.default_rng(1).normal(size=(60, 50)).astype(np.float32)},
 }
 
 
