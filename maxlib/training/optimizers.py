@@ -37,9 +37,9 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
     second copy of all gradients and took AdamW 2.5 times as long.
     """
 
-    def update(grads, state, params=None):
-        scale = jnp.minimum(1.0, limit / optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads)))
-        return jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads), state
+    def update(updates, state, params=None):
+        scale = jnp.minimum(1.0, limit / optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates)))
+        return jax.tree.map(lambda g: (g * scale).astype(g.dtype), updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
