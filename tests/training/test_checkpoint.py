@@ -95,6 +95,15 @@ def test_a_model_and_its_optimizer(tmp_path):
     assert "0.mu.layers.body.0.w" in on_disk["opt"] and "0.count" in on_disk["opt"]
 
 
+def test_restored_without_naming_the_stacks(tmp_path):
+    model = abstract_model(1, 2)
+    state = state_of(model)
+    with Checkpointer(tmp_path, layouts=checkpoint.layouts(model)) as ck:
+        ck.save(1, state)
+    with Checkpointer(tmp_path) as ck:
+        assert_same(ck.restore(like={"opt": state["opt"]})["opt"], state["opt"])
+
+
 def test_a_save_survives_donation(tmp_path):
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jnp.arange(100_000.0)

@@ -18,7 +18,7 @@ from maxlib.training.checkpoint import Checkpointer, DamagedError, SaveError
 ITEMS = {
     "params": {
         "layers.body.0.w": np.random.default_rng(0).normal(size=(60, 50)).astype(np.float32),
-        "scale": np.ones(3),
+        "scale": np.ones(3, np.float32),
     },
     "opt": {"count": np.array(3, np.int32), "mu": np.random.default_rng(1).normal(size=(60, 50)).astype(np.float32)},
 }

@@ -78,6 +78,42 @@ def test_on_the_host(tmp_path):
     assert_same(checkpoint.load(tmp_path, {"params": want}, layouts=checkpoint.layouts(other))["params"], want)
 
 
+def test_placeholders_of_an_optimizer_stand_for_all_layers(tmp_path):
+    """Adafactor keeps a (1,) where a moment is not factored, whatever the number of layers."""
+    stacked, apart = abstract_model(0, 1), abstract_model(LAYERS, 1)
+    moments = lambda model, value: {"v_row": {path: value(i) for i, path in enumerate(nn.partition(model)[0])}}
+    same, different = lambda i: jnp.ones(1), lambda i: jnp.full(1, float(i))
+    for name, model, value in (("a", stacked, same), ("b", apart, same), ("c", apart, different)):
+        with Checkpointer(tmp_path / name, layouts=checkpoint.layouts(model)) as ck:
+            ck.save(1, {"opt": moments(model, value)})
+    load = lambda name, model: checkpoint.load(
+        tmp_path / name, {"opt": moments(model, same)}, layouts=checkpoint.layouts(model)
+    )
+    assert_same(load("a", apart)["opt"], moments(apart, same))
+    assert_same(load("b", stacked)["opt"], moments(stacked, same))
+    with pytest.raises(ValueError, match=r"v_row\.layers\.body\.0\.w: one for the layers .* different ones were saved"):
+        load("c", stacked)
+
+
+def test_a_sharded_axis_of_layers(tmp_path):
+    """As pipelines have it: the axis that a stack adds is split as well, and has another length afterwards."""
+    mesh = jax.make_mesh((2, 4), ("stage", "b"), axis_types=(AxisType.Auto,) * 2)
+    model, other = abstract_model(1, 1), abstract_model(3, 1)  # 6 and 4 rows
+    want = state_of(other)["params"]
+    spec = lambda x: (
+        P("stage", None, "b") if x.ndim == 3 else P("stage", "b") if x.shape[0] == 4 and x.ndim == 2 else P()
+    )
+    like = {
+        p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x) if "body" in p else P()))
+        for p, x in want.items()
+    }
+    with Checkpointer(tmp_path, layouts=checkpoint.layouts(model)) as ck:
+        ck.save(1, {"params": state_of(model)["params"]})
+    got = checkpoint.load(tmp_path, {"params": like}, layouts=checkpoint.layouts(other))["params"]
+    assert_same(jax.device_get(got), jax.device_get(want))
+    assert {p: x.sharding for p, x in got.items()} == {p: x.sharding for p, x in like.items()}
+
+
 def test_another_depth_is_another_model(tmp_path):
     saved(tmp_path, abstract_model(1, 2))
     shallow = abstract_model(0, 1, num_layers=5)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlib.training.checkpoint import manifest, records, storage, trees
 from maxlib.training.checkpoint.errors import DamagedError, shorten
-from maxlib.training.checkpoint.relayout import Layouts, Piece, logical_names
+from maxlib.training.checkpoint.relayout import Layouts, Target, plan
 
 _log = logging.getLogger(__name__)
 _RECORDS = ("manifest", "meta", "data")
@@ -85,15 +85,6 @@ class Stored:
     data: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A leaf to be: `rows` says whether its first axis counts layers."""
-
-    raw: jax.ShapeDtypeStruct
-    pieces: tuple[Piece, ...]
-    rows: bool
-
-
 def newest(directory: epath.Path, wanted: Wanted, found_damaged: set[int] | None = None) -> dict[str, Any]:
     """Reads the newest undamaged step; adds the others to `found_damaged`."""
     problems: list[str] = []
@@ -152,52 +143,12 @@ def _read_item(directory: epath.Path, item: str, stored: Stored, like: Any, want
     leaves = trees.flatten(like)
     raws = {name: _raw(leaf) for name, leaf in leaves.items()}
     old, new = stored.meta["layouts"], wanted.layouts
-    if new is None or new == old:  # leaf by leaf
+    if not new or new == old:  # leaf by leaf
         old = new = {}
-    targets = _plan(f"item {item!r} of {directory}", entries, old, raws, new, wanted.cast)
+    targets = plan(entries, old, raws, new, where=f"item {item!r} of {directory}", cast=wanted.cast)
     loaded = _load(directory, item, entries, _shardings(targets))
     made = {name: _cast(_assemble(target, loaded), target.raw) for name, target in targets.items()}
     return {name: _as(leaf, leaves[name], entries, targets[name]) for name, leaf in made.items()}
-
-
-def _plan(where: str, entries: dict, old: Layouts, raws: dict[str, Any], new: Layouts, cast: bool) -> dict[str, Target]:
-    """Finds every layer of every leaf. Raises ValueError with all that does not fit."""
-    source: dict[str, tuple[str, int | None]] = {}
-    shapes: dict[str, tuple] = {}
-    for name, entry in entries.items():
-        for logical, row in logical_names(name, old):
-            source[logical] = (name, row)
-            shapes[logical] = (tuple(entry["shape"][0 if row is None else 1 :]), entry["dtype"])
-    targets, missing, differ = {}, [], []
-    used: set[str] = set()
-    for name, raw in raws.items():
-        layers = logical_names(name, new)
-        rows = layers[0][1] is not None
-        one = (raw.shape[1:] if rows else raw.shape, str(raw.dtype))
-        used |= {logical for logical, _ in layers}
-        missing += [f"{logical} {_show(*one)}" for logical, _ in layers if logical not in source]
-        for logical, _ in layers:
-            if logical in source and (shapes[logical][0] != one[0] or (shapes[logical][1] != one[1] and not cast)):
-                differ.append(f"{logical}: saved {_show(*shapes[logical])}, wanted {_show(*one)}")
-        targets[name] = Target(raw, tuple(source.get(logical, ("", None)) for logical, _ in layers), rows)
-    extra = [f"{logical} {_show(*shapes[logical])}" for logical in source if logical not in used]
-    _check_fit(where, missing, extra, differ)
-    return targets
-
-
-def _check_fit(where: str, missing: list[str], extra: list[str], differ: list[str]) -> None:
-    said = [
-        f"{what}:{shorten(names)}"
-        for what, names in (("it lacks", missing), ("nothing takes", extra), ("these differ", differ))
-        if names
-    ]
-    if said:
-        said = "\n".join(said)
-        raise ValueError(
-            f"What is wanted must be what was saved, but {where} does not fit.\n{said}\nBuild the model and the optimizer as they were "
-            "(the checkpoint's meta has what the run recorded), restore fewer items, pass cast=True if only dtypes differ, or "
-            "layouts= if only the stacks' prefix or period does."
-        )
 
 
 def _shardings(targets: dict[str, Target]) -> dict[str, Any]:
@@ -245,8 +196,9 @@ def _anywhere(bad: list[str]) -> bool:
 def _assemble(target: Target, loaded: dict[str, Any]) -> Any:
     """The target's layers, picked from the stored leaves; a leaf that is stored as it is wanted is passed on."""
     name, row = target.pieces[0]
-    rows = [None] if row is None else range(len(loaded[name]))
-    if target.rows == (row is not None) and list(target.pieces) == [(name, r) for r in rows]:
+    if row is None and not target.rows:
+        return loaded[name]
+    if row is not None and target.rows and list(target.pieces) == [(name, i) for i in range(loaded[name].shape[0])]:
         return loaded[name]
     names = sorted({name for name, _ in target.pieces})
     picks = [(names.index(name), row) for name, row in target.pieces]
@@ -261,10 +213,8 @@ def _assemble(target: Target, loaded: dict[str, Any]) -> Any:
 
 
 def _cast(leaf: Any, raw: jax.ShapeDtypeStruct) -> Any:
-    if leaf.dtype == raw.dtype:
-        return leaf
-    cast = leaf.astype(raw.dtype)
-    return cast if raw.sharding is None else jax.device_put(cast, raw.sharding)
+    leaf = leaf if leaf.dtype == raw.dtype else leaf.astype(raw.dtype)
+    return leaf if raw.sharding is None else jax.device_put(leaf, raw.sharding)
 
 
 def _as(leaf: Any, like: Any, entries: dict, target: Target) -> Any:
@@ -287,10 +237,6 @@ def _raw(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     plain = jax.eval_shape(jax.random.key_data, leaf) if trees.is_key(leaf) else leaf
     return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=sharding)
-
-
-def _show(shape: tuple[int, ...], dtype: str) -> str:
-    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def _put(leaf: np.ndarray, sharding: Any) -> Any:
