@@ -48,7 +48,7 @@ class Trainer:
     loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` goes. mesh, rules:
     how everything is sharded (default rules: `sharding.FSDP_TP`). filter: what is trained. schedule: only reported.
     eval_loader: read from its start to its end every `eval_every` steps and at the end. callbacks: pairs `(n, f)`; `f(trainer)`
-    runs after every `n` steps. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
+    runs after every `n` steps, and its time counts as training only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
     ends the process and says what it waited for.
 
     Attributes: `state` (live; the next step deletes its arrays), `model` (a copy), `step` (how many are done), `writers` (more may be
@@ -214,7 +214,8 @@ class Trainer:
         due = lambda every: every > 0 and self.step % every == 0
         for every, callback in self.callbacks:
             if due(every):
-                self._flush()
+                if every > 1:  # what is rare may be slow: its time is not that of a step
+                    self._flush()
                 callback(self)
         if self.eval_loader is not None and due(self.eval_every):
             self.evaluate()
