@@ -11,6 +11,8 @@ from maxlib.sharding.distributed import initialize as initialize
 from maxlib.sharding.map_op import map_op as map_op
 from maxlib.sharding.mesh import AXES as AXES
 from maxlib.sharding.mesh import make_mesh as make_mesh
+from maxlib.sharding.pipeline import pipelined as pipelined
+from maxlib.sharding.pipeline import stages as stages
 from maxlib.sharding.rules import CP_GATHER as CP_GATHER
 from maxlib.sharding.rules import CP_HEADS as CP_HEADS
 from maxlib.sharding.rules import CP_RING as CP_RING
@@ -23,6 +25,7 @@ from maxlib.sharding.rules import PRESETS as PRESETS
 from maxlib.sharding.rules import SP as SP
 from maxlib.sharding.rules import TP as TP
 from maxlib.sharding.rules import ZERO1 as ZERO1
+from maxlib.sharding.rules import Pipeline as Pipeline
 from maxlib.sharding.rules import Rules as Rules
 from maxlib.sharding.rules import Spare as Spare
 from maxlib.sharding.rules import constrain as constrain

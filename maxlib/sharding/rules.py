@@ -18,8 +18,24 @@ class Spare:
     axes: str | tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """What the rule "layers" says: `{"layers": Pipeline("stage", microbatches=8)}`.
+
+    axis: the mesh axis whose devices are the stages. microbatches: into how many parts each batch is cut; of a pass's
+    `microbatches + stages - 1` ticks every stage works in `microbatches` and idles in the rest.
+    """
+
+    axis: str
+    microbatches: int
+
+    def __post_init__(self):
+        if self.microbatches < 1:
+            raise ValueError(f"a pipeline needs at least one microbatch, got {self.microbatches}")
+
+
 Place = str | tuple[str, ...] | None
-Rules = Mapping[str, str | tuple[str, ...] | Spare | None]
+Rules = Mapping[str, str | tuple[str, ...] | Spare | Pipeline | None]
 
 _BATCH = {"batch": ("data", "fsdp")}
 _FSDP = {"embed": "fsdp", "expert_embed": "fsdp"}
@@ -104,8 +120,11 @@ def check(mesh: Mesh, rules: Rules) -> None:
                 )
 
 
-def _as_tuple(place: Place | Spare) -> tuple[str, ...]:
-    place = place.axes if isinstance(place, Spare) else place
+def _as_tuple(place: Place | Spare | Pipeline) -> tuple[str, ...]:
+    if isinstance(place, Spare):
+        place = place.axes
+    elif isinstance(place, Pipeline):
+        place = place.axis
     return () if place is None else (place,) if isinstance(place, str) else tuple(place)
 
 
@@ -120,7 +139,7 @@ def settle(names: Iterable[str | None], rules: Rules) -> dict[str, Place]:
 def spec(names: tuple[str | None, ...], rules: Rules, *, ndim: int | None = None, what: str = "array") -> P:
     """The partition spec of an array whose trailing dimensions bear `names`.
 
-    Dimensions before them (a stack's repeat axis) stay whole. Raises ValueError when two names of one
+    A dimension before them, a stack's repeat axis, is split if the rule "layers" names a `Pipeline`. Raises ValueError when two names of one
     array land on one mesh axis; `what` says in the message which array it was.
     """
     settled = settle(names, rules)
@@ -134,8 +153,9 @@ def spec(names: tuple[str | None, ...], rules: Rules, *, ndim: int | None = None
                     f"an array can use a mesh axis once, so change one of the rules {dict(rules)}"
                 )
             used[axis] = name
-    lead = 0 if ndim is None else ndim - len(names)
-    return _partition([None] * lead + places)
+    lead = 0 if ndim is None or not names else ndim - len(names)
+    repeats = [*_as_tuple(rules.get("layers"))] if lead == 1 else [None] * lead
+    return _partition((repeats or [None]) + places if lead else places)
 
 
 def _partition(places: list[Any]) -> P:
