@@ -125,7 +125,9 @@ class Csv:
         if not self.path.exists():
             return []
         lines = self.path.read_text().splitlines(keepends=True)
-        return [row for row in csv.DictReader(line for line in lines if line.endswith("\n")) if None not in row.values()]
+        return [
+            row for row in csv.DictReader(line for line in lines if line.endswith("\n")) if None not in row.values()
+        ]
 
     def _rewrite(self, rows: Iterable[Values]) -> None:
         new = self.path.with_suffix(self.path.suffix + ".new")
@@ -188,6 +190,8 @@ class Console:
 
     def write(self, step: int, values: Values) -> None:
         text = _summary(values)
+        if not text:
+            return
         if "loss" not in values:
             self.say(f"step {step}  {text}")
         elif self._bar is not None:

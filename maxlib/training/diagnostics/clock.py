@@ -17,7 +17,7 @@ from typing import Any
 FILE = "goodput.jsonl"
 NAMES = {
     "step": "training steps",
-    "redone": "steps done again after a restart",
+    "redone": "steps done again",
     "startup": "start-up",
     "restore": "restoring",
     "compile": "compiling",
@@ -220,7 +220,9 @@ def goodput(directory: str | Path) -> Account:
     """
     path = Path(directory) / FILE
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: a Trainer with directory= writes it, or a Clock({str(directory)!r})")
+        raise FileNotFoundError(
+            f"{path} does not exist: a Trainer with directory= writes it, or a Clock({str(directory)!r})"
+        )
     sessions = [list(lines) for _, lines in itertools.groupby(_lines(path), key=lambda line: line["session"])]
     seconds: dict[str, float] = {}
     for line in itertools.chain.from_iterable(sessions):
@@ -230,7 +232,9 @@ def goodput(directory: str | Path) -> Account:
     seconds |= {"down": down} if len(sessions) > 1 else {}
     order = {name: i for i, name in enumerate(NAMES)}
     ordered = dict(sorted(seconds.items(), key=lambda item: order.get(item[0], len(order))))
-    return Account(ordered, len(sessions), max((line.get("step", 0) for lines in sessions for line in lines), default=0))
+    return Account(
+        ordered, len(sessions), max((line.get("step", 0) for lines in sessions for line in lines), default=0)
+    )
 
 
 def _gap(before: list[dict[str, Any]], after: dict[str, Any]) -> float:
@@ -248,7 +252,9 @@ def plot_goodput(account: Account, path: str | Path) -> None:
     names = [NAMES.get(name, name) for name in account.seconds]
     share = [100 * value / account.wall for value in account.seconds.values()]
     bars = axes.barh(names, share, color=["#2a78d6" if name == "step" else "#b9b8b2" for name in account.seconds])
-    axes.bar_label(bars, [f"{s:.1f}%  {v:,.0f} s" for s, v in zip(share, account.seconds.values(), strict=True)], padding=4)
+    axes.bar_label(
+        bars, [f"{s:.1f}%  {v:,.0f} s" for s, v in zip(share, account.seconds.values(), strict=True)], padding=4
+    )
     axes.invert_yaxis()
     axes.set(xlim=(0, 125), xticks=[], title=f"goodput {account.goodput:.1%} of {account.wall:,.0f} s")
     axes.spines[:].set_visible(False)

@@ -36,10 +36,14 @@ class Recompute:
         wrong = [f"gradient of {path}" for path in once if once[path] != again[path]]
         wrong += [f"copies of {path}" for path in replicas_that_differ(trainer.state.trainable)]
         if wrong:
-            self._report(f"step {trainer.step}, process {jax.process_index()}: computed twice and different: {wrong[:10]}")
+            self._report(
+                f"step {trainer.step}, process {jax.process_index()}: computed twice and different: {wrong[:10]}"
+            )
 
     def _report(self, text: str) -> None:
-        text += ". Some hardware of this process computes wrong numbers, or an op is not deterministic; test the host alone"
+        text += (
+            ". Some hardware of this process computes wrong numbers, or an op is not deterministic; test the host alone"
+        )
         if self._stop:
             raise Corrupted(text)
         warnings.warn(text, stacklevel=3)
@@ -50,7 +54,11 @@ def gradient_digests(
 ) -> dict[str, str]:
     """A hash of the bits of every parameter's gradient, and of the loss; equal runs have equal hashes."""
     key = jax.random.key(0) if key is None else key
-    return {path: to_hex(sums) for path, sums in _digests(loss, filter)(model, batch, key).items()}
+    value, grads = _gradient(loss, filter)(model, batch, key)
+    sums = {
+        path: digest(array) for path, array in (grads | {"loss": value}).items()
+    }  # all under way before one is waited for
+    return {path: to_hex(pair) for path, pair in sums.items()}
 
 
 def replicas_that_differ(params: dict[str, Array]) -> list[str]:
@@ -70,12 +78,10 @@ def _replicated(array: Array) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def _digests(loss: Loss, filter: nn.Filter) -> Callable[..., Any]:
+def _gradient(loss: Loss, filter: nn.Filter) -> Callable[..., Any]:
     @jax.jit
     def run(model: Any, batch: Batch, key: Array) -> Any:
         trainable, rest = nn.partition(model, filter)
-        gradient = jax.value_and_grad(lambda params: loss(nn.combine(params, rest), batch, key)[0])
-        value, grads = gradient(trainable)
-        return {path: digest(g) for path, g in grads.items()} | {"loss": digest(value)}
+        return jax.value_and_grad(lambda params: loss(nn.combine(params, rest), batch, key)[0])(trainable)
 
     return run

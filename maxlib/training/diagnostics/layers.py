@@ -45,9 +45,7 @@ def observe(
             if kind in seen:
                 values = seen[kind] if row is None else seen[kind][row]
                 outputs[name] |= {field: float(x) for field, x in taps.read(kind, values).items()}
-    return Observation(
-        outputs, _by_layer(found.parameters, laid), _by_layer(found.gradients, laid), float(found.loss)
-    )
+    return Observation(outputs, _by_layer(found.parameters, laid), _by_layer(found.gradients, laid), float(found.loss))
 
 
 def norms_by_layer(params: dict[str, Any], model: Any) -> dict[str, float]:
@@ -94,7 +92,9 @@ def _together(norms: dict[str, float], prefix: str) -> float:
 
 
 def _largest(outputs: dict[str, dict[str, float]], prefix: str, field: str) -> float:
-    return max((seen[field] for name, seen in outputs.items() if name.startswith(prefix) and field in seen), default=np.nan)
+    return max(
+        (seen[field] for name, seen in outputs.items() if name.startswith(prefix) and field in seen), default=np.nan
+    )
 
 
 @nn.pytree
@@ -136,7 +136,11 @@ def _norms(params: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> dict[str
 
 
 def _norm(x: Array, rank: int) -> Array:
-    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=tuple(range(x.ndim - rank, x.ndim))))
+    """Finite where `x` is: squares of what float32 holds need not fit into float32."""
+    x, axes = x.astype(jnp.float32), tuple(range(x.ndim - rank, x.ndim))
+    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True), 1e-30)
+    norm = jnp.sqrt(jnp.sum(jnp.square(x / jnp.broadcast_to(largest, x.shape)), axis=axes))
+    return jnp.minimum(norm, jnp.finfo(jnp.float32).max / jnp.squeeze(largest, axes)) * jnp.squeeze(largest, axes)
 
 
 def _by_layer(norms: dict[str, Array], laid: dict[str, dict[str, int]]) -> dict[str, float]:

@@ -32,7 +32,9 @@ def _parameters(found: Observation) -> str | None:
 def _forward(found: Observation) -> str | None:
     bad = [name for name, seen in found.outputs.items() if seen["nonfinite"]]
     if not bad:
-        return None if math.isfinite(found.loss) else f"forward: the loss is {found.loss}, all layers' outputs are finite"
+        return (
+            None if math.isfinite(found.loss) else f"forward: the loss is {found.loss}, all layers' outputs are finite"
+        )
     names = list(found.outputs)
     before = names[: names.index(bad[0])]
     sizes = f"; before it, {before[-1]} has values up to {found.outputs[before[-1]]['max']:.3g}" if before else ""

@@ -16,7 +16,9 @@ def write_config(directory: str | Path, **values: Any) -> None:
     """Adds `values` and what the run runs on to `directory/config.json`. What JSON does not know becomes its `repr`."""
     path = Path(directory) / "config.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(read_config(directory) | values | {"environment": _environment()}, indent=1, default=repr))
+    path.write_text(
+        json.dumps(read_config(directory) | values | {"environment": _environment()}, indent=1, default=repr)
+    )
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:

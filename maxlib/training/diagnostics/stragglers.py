@@ -75,7 +75,9 @@ def slow_hosts(times: dict[str, Any], *, factor: float = 1.5) -> list[str]:
         middle = float(np.median(seconds))
         least = 0.0 if kind == "compute" else 0.05
         for process in np.flatnonzero(np.asarray(seconds) > np.maximum(factor * middle, least)):
-            lines.append(f"process {process}: {kind} took {float(seconds[process]):.3g} s, the median is {middle:.3g} s")
+            lines.append(
+                f"process {process}: {kind} took {float(seconds[process]):.3g} s, the median is {middle:.3g} s"
+            )
     return lines
 
 
