@@ -166,13 +166,13 @@ def _bar(run: Run) -> str:
     seconds, wall = run.account.seconds, run.account.wall or 1.0
     order = [name for name in COLOURS if name in seconds] + [name for name in seconds if name not in COLOURS]
     colour = lambda name: f"var(--{COLOURS.get(name, 't9')})"
-    label = lambda name: f"{html.escape(NAMES.get(name, name))}: {_duration(seconds[name])}, {seconds[name] / wall:.1%}"
+    label = lambda name: f"{_label(name)}: {_duration(seconds[name])}, {seconds[name] / wall:.1%}"
     pieces = "".join(
         f'<i style="flex-grow:{seconds[name] / wall:.6f};background:{colour(name)}" title="{label(name)}"></i>'
         for name in order
     )
     rows = "".join(
-        f'<li><i style="background:{colour(name)}"></i><span>{html.escape(NAMES.get(name, name))}</span>'
+        f'<li><i style="background:{colour(name)}"></i><span>{_label(name)}</span>'
         f"<span>{_duration(seconds[name])}</span><b>{seconds[name] / wall:.1%}</b></li>"
         for name in order
     )
@@ -182,6 +182,10 @@ def _bar(run: Run) -> str:
         f'<figure class="time"><figcaption><b>{html.escape(run.name)}</b> {what}</figcaption>'
         f'<div class="bar" role="img" aria-label="{what}">{pieces}</div><ul>{rows}</ul></figure>'
     )
+
+
+def _label(name: str) -> str:
+    return html.escape(NAMES.get(name, name))
 
 
 def _layers(runs: list[Run]) -> str:

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import jax
 
-from maxlib.training.metrics import Values
 
-
-def memory_use() -> Values:
+def memory_use() -> dict[str, int]:
     """Peak bytes of this process (`memory/host_bytes`) and of its fullest device (`memory/device_bytes`, where the backend says).
 
     Asks no device to wait; the Trainer adds it to every step's metrics.

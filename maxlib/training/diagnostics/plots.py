@@ -2,6 +2,7 @@
 
 import io
 import re
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ NOTHING: Series = (np.zeros(0), np.zeros(0))
 _INK, _MUTED, _LINE = "#0b0b0d", "#6b6b71", "#e4e3e1"
 _RUNS = ("#2a78d1", "#eb6831", "#1b9a71", "#8b5cf1", "#c99001", "#d64071")
 _VARIABLES = {_INK: "ink", _MUTED: "muted", _LINE: "line"} | {c: f"c{i}" for i, c in enumerate(_RUNS)}
-_RC = {
+_RC: Any = {
     "svg.fonttype": "none",
     "font.size": 9,
     "text.color": _INK,
@@ -107,7 +108,7 @@ def _axes(x: str):
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
-        from matplotlib.ticker import StrMethodFormatter
+        from matplotlib.ticker import MaxNLocator, StrMethodFormatter
     except ImportError as error:
         raise ImportError('a report needs matplotlib: pip install "maxlib[examples]"') from error
     with mpl.rc_context(_RC):
@@ -119,7 +120,7 @@ def _axes(x: str):
         axes.set_xlabel(x)
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         return figure, axes
 
 

@@ -53,7 +53,8 @@ def top_ops(directory: str | Path, n: int = 15) -> list[Op]:
     found = sorted(Path(directory).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise FileNotFoundError(f"no trace (*.xplane.pb) under {directory}; make one with jax.profiler.trace(...)")
-    seconds, calls = collections.Counter(), collections.Counter()
+    seconds: Any = collections.Counter()  # nanoseconds
+    calls: collections.Counter[str] = collections.Counter()
     for line in _op_lines(jax.profiler.ProfileData.from_file(str(found[-1]))):
         for name, own in _own_times(line):
             seconds[name] += own

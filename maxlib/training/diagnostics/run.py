@@ -13,11 +13,11 @@ import maxlib
 
 
 def write_config(directory: str | Path, **values: Any) -> None:
-    """Adds `values` and what the run runs on to `directory/config.json`. What JSON does not know becomes its `repr`."""
+    """Adds `values` and what the run runs on to `directory/config.json`. What JSON does not know becomes a string."""
     path = Path(directory) / "config.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        json.dumps(read_config(directory) | values | {"environment": _environment()}, indent=1, default=repr)
+        json.dumps(read_config(directory) | values | {"environment": _environment()}, indent=1, default=str)
     )
 
 

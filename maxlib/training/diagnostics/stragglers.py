@@ -86,7 +86,7 @@ def matmul_seconds(size: int = 1024, rounds: int = 5) -> float:
     return max(_matmul_seconds(device, size, rounds) for device in jax.local_devices())
 
 
-def _matmul_seconds(device: jax.Device, size: int, rounds: int) -> float:
+def _matmul_seconds(device: Any, size: int, rounds: int) -> float:
     x = jax.device_put(jnp.ones((size, size), jnp.bfloat16 if device.platform != "cpu" else jnp.float32), device)
     jax.block_until_ready(_dot(x))
     seconds = []

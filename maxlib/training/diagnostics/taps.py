@@ -158,14 +158,17 @@ def _nonfinite(x: Array) -> Array:
 def logits_seen(
     q: Float[Array, "T N H"], k: Float[Array, "S K H"], k_start: Array, k_end: Array, scale: float | None
 ) -> Float[Array, "2"]:
-    """The largest attention logit that a mask leaves, and the mean entropy in nats, of one row, one head at a time."""
-    scale, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
+    """The largest attention logit that a mask leaves, and the mean entropy in nats, of one row, one head at a time.
+
+    Before a soft-cap, and without sinks.
+    """
+    factor, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
     index = jnp.arange(k.shape[0])[None, :]
     kept = (index >= k_start[:, None]) & (index < k_end[:, None])
     real = jnp.any(kept, axis=1)
 
     def head(n: Array) -> tuple[Array, Array]:
-        logits = scale * jnp.einsum("TH,SH->TS", q[:, n].astype(jnp.float32), k[:, n // group].astype(jnp.float32))
+        logits = factor * jnp.einsum("TH,SH->TS", q[:, n].astype(jnp.float32), k[:, n // group].astype(jnp.float32))
         logits = jnp.where(kept, logits, -1e30)
         log_p = jax.nn.log_softmax(logits, axis=1)
         entropy = -jnp.sum(jnp.where(kept, jnp.exp(log_p) * log_p, 0.0), axis=1)
