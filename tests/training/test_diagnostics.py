@@ -162,7 +162,7 @@ def test_a_trainer_with_everything_attached(tmp_path, monkeypatch, capsys):
     main()
     html = (tmp_path / "report.html").read_text()
     samples = f"&lt;{nn.num_parameters(tiny.model())}&gt;"
-    for wanted in ("<svg", "Validation", "goodput", "waiting for data", "By layer", "learning_rate", samples):
+    for wanted in ("<svg", "points: validation", "goodput", "waiting for data", "By layer", "learning_rate", samples):
         assert wanted.lower() in html.lower(), wanted
     assert "http" not in re.sub(r'xmlns\S*="[^"]*"|<!DOCTYPE[^>]*>', "", html)  # opens without a network
 

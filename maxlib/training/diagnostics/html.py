@@ -131,7 +131,7 @@ def _facts(run: Run) -> dict[str, str]:
         "steps": f"{int(max((row['step'] for row in run.rows), default=0)):,}",
         "tokens": _compact(np.nansum(tokens)) if len(tokens) else "-",
         "loss": form(_last(plots.smooth(run.series(loss)[1])), "{:.4f}"),
-        "validation loss": form(last(held_out), "{:.4f}"),
+        "eval loss": form(last(held_out), "{:.4f}"),
         "tokens/s": form(np.nanmedian(speed) if len(speed) else None, "{:,.0f}"),
         "MFU": form(last("mfu"), "{:.1%}"),
         "goodput": "-" if run.account is None else f"{run.account.goodput:.1%}",
@@ -289,7 +289,9 @@ def _duration(seconds: float) -> str:
     hours, minutes = divmod(int(minutes), 60)
     days, hours = divmod(hours, 24)
     text: Callable[..., str] = lambda *parts: " ".join(f"{n} {unit}" for n, unit in parts if n)
-    return text((days, "d"), (hours, "h"), (minutes, "min"), (int(rest) if not days else 0, "s"))
+    return text(
+        (days, "d"), (hours, "h"), (minutes, "min"), (int(rest) if not days and not hours and minutes < 10 else 0, "s")
+    )
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
