@@ -42,7 +42,9 @@ from maxlib.nn.router import SequenceBalance as SequenceBalance
 from maxlib.nn.router import SwitchBalance as SwitchBalance
 from maxlib.nn.router import update_router_bias as update_router_bias
 from maxlib.nn.stack import Stack as Stack
+from maxlib.nn.stack import ends as ends
 from maxlib.nn.stack import layout_for as layout_for
+from maxlib.nn.stack import periods as periods
 from maxlib.nn.stack import unstack as unstack
 from maxlib.nn.summary import summary as summary
 from maxlib.nn.tree import Filter as Filter

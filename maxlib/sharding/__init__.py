@@ -11,6 +11,7 @@ from maxlib.sharding.distributed import initialize as initialize
 from maxlib.sharding.map_op import map_op as map_op
 from maxlib.sharding.mesh import AXES as AXES
 from maxlib.sharding.mesh import make_mesh as make_mesh
+from maxlib.sharding.one_f_one_b import one_f_one_b as one_f_one_b
 from maxlib.sharding.pipeline import pipelined as pipelined
 from maxlib.sharding.pipeline import stages as stages
 from maxlib.sharding.rules import CP_GATHER as CP_GATHER

@@ -128,7 +128,7 @@ def _as_tuple(place: Place | Spare | Pipeline) -> tuple[str, ...]:
     return () if place is None else (place,) if isinstance(place, str) else tuple(place)
 
 
-def settle(names: Iterable[str | None], rules: Rules) -> dict[str, Place]:
+def settle(names: Iterable[str | None], rules: Rules) -> dict[str, Any]:
     """What `rules` say about these axes when they meet: a `Spare` keeps the mesh axes that nobody else takes."""
     found = {name: rules.get(name) for name in names if name is not None}
     taken = {axis for place in found.values() if not isinstance(place, Spare) for axis in _as_tuple(place)}
