@@ -45,8 +45,12 @@ def make_state(
     """The state before the first step. It holds the model's own arrays: donating it deletes them in the model too.
 
     Moments are born where their parameters live, so call it inside `sharding.use` if the steps run there.
+    Raises ValueError when `filter` leaves nothing to train.
     """
     trainable, rest = nn.partition(model, filter)
+    if not trainable:
+        names = sorted({nn.logical_path(path) for path in nn.variables(model)})
+        raise ValueError(f"filter must take at least one parameter to train, it takes none of {names}")
     seed = jax.random.key(key) if isinstance(key, int) else key
     born = lambda params, key: _place((optimizer.init(params), jnp.zeros((), jnp.int32), key), params, rest)
     opt_state, step, own_key = jax.jit(born)(trainable, seed)
@@ -66,9 +70,10 @@ def make_train_step(
     microbatches a batch is computed in; they are weighted by their numbers of targets, so the mean is that of the
     whole batch. schedule: only reported, as `learning_rate`.
 
-    Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient is not: nothing is
-    skipped, the state is as bad as the gradient), and the means of the loss's own sums.
+    Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient is not and the
+    state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
     """
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
@@ -76,11 +81,13 @@ def make_train_step(
         grads, loss, stats = _gradients(loss_fn, state, batch, key, accumulate)
         grads = _place(grads, state.trainable, state.rest)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable, value=loss)
         new = optax.apply_updates(state.trainable, updates), opt_state
         trainable, opt_state = (_place(tree, state.trainable, state.rest) for tree in new)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         metrics = {"loss": loss, "tokens": stats.tokens, "grad_norm": norm, "finite": finite} | means(stats)
+        if (skipped := optax.tree.get(opt_state, "skipped")) is not None:  # `skip_spikes`
+            metrics |= {"skipped": skipped.astype(jnp.float32), "finite": finite | skipped}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
         return TrainState(trainable, state.rest, opt_state, state.step + 1, state.key), _everywhere(metrics)
