@@ -45,7 +45,7 @@ class TestPhi3(Conformance):
         "sliding_window": 6,
         "rms_norm_eps": 0.1,
         "max_position_embeddings": 4096,
-        "rope_parameters": LONG | {"original_max_position_embeddings": 16, "long_factor": [2.0, 5.0, 31.0]},
+        "rope_parameters": LONG | {"original_max_position_embeddings": 16, "long_factor": [2.0, 9.0, 30.0]},
     }
     refused = Conformance.refused | {
         "attention_bias": True,
