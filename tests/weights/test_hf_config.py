@@ -353,6 +353,7 @@ ARCHITECTURES = {
     "image_token_index tie_word_embeddings",
     "GptOssConfig": f"{DECODER} head_dim sliding_window layer_types num_local_experts num_experts_per_tok attention_bias "
     "swiglu_alpha swiglu_limit",
+    "Phi3Config": f"{DECODER} sliding_window original_max_position_embeddings",
     "DeepseekV2Config": f"{DECODER} {DEEPSEEK} mlp_bias topk_method",
     "DeepseekV3Config": f"{DECODER} {DEEPSEEK} rope_interleave num_nextn_predict_layers",
     "GPT2Config": "model_type vocab_size n_positions n_embd n_layer n_head activation_function layer_norm_epsilon "
