@@ -91,10 +91,15 @@ class Stack(nnx.Module):
     def _body(self, x, ctx, caches, remat):
         if not len(self.body):
             return x, caches, []
-        if caches is None and stages() > 1:
-            x, aux = pipelined(lambda body, x, ctx: periods(body, x, ctx, remat=remat)[::2], self.body, x, ctx)
-            return x, None, aux
-        return periods(self.body, x, ctx, caches, remat=remat)
+        if caches is not None or stages() == 1:
+            return periods(self.body, x, ctx, caches, remat=remat)
+
+        def stage(body, x, ctx):
+            x, _, aux = periods(body, x, ctx, remat=remat)
+            return x, aux
+
+        x, aux = pipelined(stage, self.body, x, ctx)
+        return x, None, aux
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> tuple[list, list, list]:
         """An empty cache of every layer, laid out like the layers."""

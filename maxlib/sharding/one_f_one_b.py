@@ -128,7 +128,7 @@ def _backward(stage, held, ctx, came, m, sizes, pipeline, flow):
         return pull((d, jnp.ones_like(more)))
 
     run = jax.vmap(pull, spmd_axis_name=pipeline.axis)
-    d_layers, returned = run(*held, placed(entered, pipeline), ctx, placed(came, pipeline))
+    d_layers, returned = run(held[0], held[1], placed(entered, pipeline), ctx, placed(came, pipeline))
     works = (m >= 0) & (m < sizes.microbatches)
     total = jax.tree.map(lambda s, g: s + _where(works, g), flow.layers, d_layers)
     return flow._replace(layers=placed(total, pipeline), returned=placed(returned, pipeline))
