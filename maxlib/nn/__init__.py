@@ -8,8 +8,10 @@ from maxlib.nn.cache import KVCache as KVCache
 from maxlib.nn.cache import RingCache as RingCache
 from maxlib.nn.cache import kv_cache as kv_cache
 from maxlib.nn.context import Context as Context
+from maxlib.nn.context import balance as balance
 from maxlib.nn.context import context as context
 from maxlib.nn.context import spans as spans
+from maxlib.nn.context import unbalance as unbalance
 from maxlib.nn.decoder import Decoder as Decoder
 from maxlib.nn.linear import Einsum as Einsum
 from maxlib.nn.linear import Embed as Embed

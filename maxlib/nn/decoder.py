@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn.cache import Cache
-from maxlib.nn.context import context
+from maxlib.nn.context import balance, context, unbalance
 from maxlib.nn.linear import Embed
 from maxlib.nn.model import Output
 from maxlib.nn.remat import Policy
@@ -53,9 +53,9 @@ class Decoder(nnx.Module):
     def run(self, x: Float[Array, "B T D"], *, cache: Cache | None, remat: Policy, **inputs: Any) -> Output:
         """From vectors to the normed hidden states; inputs: those of `nn.context`."""
         ctx = context(*x.shape[:2], cache=cache, masks=self.masks, ropes=self.ropes, **inputs)
-        x = constrain(x, "batch", "seq", "act_embed")
+        x, ctx = balance(constrain(x, "batch", "seq", "act_embed"), ctx) if cache is None else (x, ctx)
         x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat)
-        return Output(self.norm(x), cache and cache.advanced(layers, ctx), aux)
+        return Output(unbalance(self.norm(x), ctx), cache and cache.advanced(layers, ctx), aux)
 
     def head_weight(self) -> Float[Array, "V D"]:
         return (self.head or self.embed).w[...]

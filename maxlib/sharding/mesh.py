@@ -8,13 +8,15 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 
-def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    *, data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, devices: Sequence[Any] | None = None
+) -> Mesh:
     """A mesh over `devices` (default: all). One of the degrees may be -1: it takes what the others leave.
 
     Raises ValueError when the degrees do not multiply to the number of devices.
     """
     count = len(jax.devices() if devices is None else devices)
-    degrees = _fill({"data": data, "fsdp": fsdp, "tensor": tensor}, count)
+    degrees = _fill({"data": data, "fsdp": fsdp, "tensor": tensor, "context": context}, count)
     shape = tuple(degrees.values())
     kinds = (AxisType.Auto,) * len(shape)
     if devices is not None:

@@ -18,6 +18,7 @@ _TENSOR = {
     "kv_heads": "tensor",
     "mlp": "tensor",
     "act_heads": "tensor",
+    "attn_heads": "tensor",
     "act_mlp": "tensor",
     "act_vocab": "tensor",
 }
@@ -26,6 +27,11 @@ DP: Rules = _BATCH
 FSDP: Rules = _BATCH | _FSDP
 TP: Rules = _BATCH | _TENSOR
 FSDP_TP: Rules = _BATCH | _FSDP | _TENSOR
+
+# The sequence over devices, beside any of these: `FSDP | CP_RING`. `nn.attend` says how the three differ.
+CP_GATHER: Rules = {"seq": "context", "q_seq": "context"}
+CP_RING: Rules = {"seq": "context", "q_seq": "context", "kv_seq": "context"}
+CP_HEADS: Rules = {"seq": "context", "attn_heads": ("tensor", "context")}
 
 # Part of jit's cache key: a plain context variable would let a second mesh reuse the first one's program.
 _context = jax.make_user_context(None)
