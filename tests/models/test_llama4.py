@@ -4,11 +4,13 @@ import copy
 
 import pytest
 
+import maxlib
+from maxlib import sharding
 from maxlib.models import llama4
 from maxlib.models.llama4 import GLOBAL, LOCAL
 from maxlib.weights import HFConfig
-from tests.models import conformance
-from tests.models.conformance import Conformance
+from tests.models import conformance, parity
+from tests.models.conformance import Conformance, assert_close
 
 # As Scout has it: all pairs on one side or the other of a single turn in 16 tokens.
 STEP = {
@@ -196,3 +198,13 @@ def test_presets_are_the_released_configs(name, text):
     fields = HFConfig(data)
     assert llama4.Config.from_hf(fields) == llama4.PRESETS[name]
     fields.done()
+
+
+def test_a_sequence_over_devices_equals_one_device(tmp_path):
+    """Tokens stand in another order there; chunks and the temperature of queries go by their place in the text."""
+    case = parity.golden("llama4")["scout"]
+    directory, tokens = parity.directory(tmp_path, case), case["tokens"]
+    mesh, rules = sharding.make_mesh(data=2, context=4), sharding.DP | sharding.CP_RING
+    model = maxlib.from_pretrained(directory, mesh=mesh, rules=rules)
+    with sharding.use(mesh, rules):
+        assert_close(parity.logits(model, tokens), case["logits"], 1e-4)
