@@ -98,9 +98,9 @@ class MoE(nnx.Module):
             raise ValueError(f"capacity_factor must be positive, or None to drop nothing, got {capacity_factor}")
         E, into, out = router.num_experts, (mlp_dim, dim), (dim, mlp_dim)
         self.router, self.shared = router, shared
-        self.gate = ExpertLinear(E, into, ("mlp", "embed"), bias=bias, init=init, rngs=rngs)
-        self.up = ExpertLinear(E, into, ("mlp", "embed"), bias=bias, init=init, rngs=rngs)
-        self.down = ExpertLinear(E, out, ("embed", "mlp"), bias=bias, init=init, rngs=rngs)
+        self.gate = ExpertLinear(E, into, ("mlp", "expert_embed"), bias=bias, init=init, rngs=rngs)
+        self.up = ExpertLinear(E, into, ("mlp", "expert_embed"), bias=bias, init=init, rngs=rngs)
+        self.down = ExpertLinear(E, out, ("expert_embed", "mlp"), bias=bias, init=init, rngs=rngs)
         self.combine, self.capacity_factor, self.losses = combine, capacity_factor, tuple(losses)
 
     def __call__(

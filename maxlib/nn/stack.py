@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from maxlib.nn.remat import Policy, remat_policy
+from maxlib.sharding import pipelined, stages
 
 Aux = dict[str, jax.Array]
 
@@ -92,12 +93,18 @@ class Stack(nnx.Module):
         if not len(self.body):
             return x, caches, []
 
-        def step(x, period):
-            layers, caches = period
-            x, caches, aux = _run(x, ctx, layers, caches, policy, prevent_cse=False)
-            return x, (caches, aux)
+        def scan(body, x, ctx, caches=None):
+            def step(x, period):
+                layers, caches = period
+                x, caches, aux = _run(x, ctx, layers, caches, policy, prevent_cse=False)
+                return x, (caches, aux)
 
-        x, (caches, aux) = jax.lax.scan(step, x, (self.body, caches))
+            return jax.lax.scan(step, x, (body, caches))
+
+        if caches is None and stages() > 1:
+            x, (_, aux) = pipelined(scan, self.body, x, ctx)
+            return x, None, aux
+        x, (caches, aux) = scan(self.body, x, ctx, caches)
         return x, caches, aux
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> tuple[list, list, list]:
