@@ -1,6 +1,7 @@
 """Layers: plain `nnx.Module`s with keyword arguments, no global configuration, no mesh needed."""
 
 from maxlib.nn.attention import Attention as Attention
+from maxlib.nn.attention import TemperatureTuning as TemperatureTuning
 from maxlib.nn.attention import attend as attend
 from maxlib.nn.cache import Cache as Cache
 from maxlib.nn.cache import KVCache as KVCache
@@ -29,6 +30,7 @@ from maxlib.nn.mtp import Ahead as Ahead
 from maxlib.nn.mtp import look_ahead as look_ahead
 from maxlib.nn.norm import LayerNorm as LayerNorm
 from maxlib.nn.norm import RMSNorm as RMSNorm
+from maxlib.nn.norm import UnitRMSNorm as UnitRMSNorm
 from maxlib.nn.pytree import pytree as pytree
 from maxlib.nn.pytree import static as static
 from maxlib.nn.remat import Policy as Policy
@@ -56,7 +58,9 @@ from maxlib.nn.tree import num_parameters as num_parameters
 from maxlib.nn.tree import partition as partition
 from maxlib.nn.tree import summed_axes as summed_axes
 from maxlib.nn.tree import variables as variables
+from maxlib.nn.vision import Llama4Vision as Llama4Vision
 from maxlib.nn.vision import PoolProjector as PoolProjector
+from maxlib.nn.vision import ShuffleProjector as ShuffleProjector
 from maxlib.nn.vision import SigLIP as SigLIP
 from maxlib.nn.vision import check_placeholders as check_placeholders
 from maxlib.nn.vision import place_features as place_features
