@@ -40,8 +40,7 @@ transformers_cases = TestMixtral.transformers_cases
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.MixtralConfig()
-    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size".split()
-    short = {name: getattr(theirs, name) for name in [*names, "model_type", "max_position_embeddings"]}
+    short = {name: getattr(theirs, name) for name in [*BASE, "model_type"]}
     assert mixtral.Config.from_hf(HFConfig(short)) == mixtral.Config.from_hf(HFConfig(theirs.to_dict()))
 
 
