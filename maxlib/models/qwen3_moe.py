@@ -112,7 +112,7 @@ class Config:
 
 
 def _read_num_experts(fields: HFConfig) -> int:
-    """transformers 4 says `num_experts`, 5 also `num_local_experts`."""
+    """Called `num_experts` by transformers 4, `num_local_experts` by 5."""
     local = fields.take("num_local_experts", None, kind=int)
     return fields.take("num_experts", 128) if local is None else fields.require("num_experts", local)
 
