@@ -7,8 +7,11 @@ from maxlib.nn.cache import KVCache as KVCache
 from maxlib.nn.cache import RingCache as RingCache
 from maxlib.nn.cache import kv_cache as kv_cache
 from maxlib.nn.context import Context as Context
+from maxlib.nn.context import balance as balance
 from maxlib.nn.context import context as context
 from maxlib.nn.context import spans as spans
+from maxlib.nn.context import unbalance as unbalance
+from maxlib.nn.decoder import Decoder as Decoder
 from maxlib.nn.linear import Einsum as Einsum
 from maxlib.nn.linear import Embed as Embed
 from maxlib.nn.mla import MLA as MLA
@@ -49,6 +52,7 @@ from maxlib.nn.tree import is_trainable as is_trainable
 from maxlib.nn.tree import logical_path as logical_path
 from maxlib.nn.tree import num_parameters as num_parameters
 from maxlib.nn.tree import partition as partition
+from maxlib.nn.tree import summed_axes as summed_axes
 from maxlib.nn.tree import variables as variables
 from maxlib.nn.vision import PoolProjector as PoolProjector
 from maxlib.nn.vision import SigLIP as SigLIP

@@ -12,7 +12,7 @@ from maxlib.nn.context import Context, context
 from maxlib.nn.linear import Einsum
 from maxlib.ops.attention import Causal, Mask
 from maxlib.ops.rope import Rope, apply_rope
-from maxlib.sharding import constrain, degree, map_op
+from maxlib.sharding import constrain, context_axis, degree, map_op, natural_order
 
 
 class Attention(nnx.Module):
@@ -66,7 +66,7 @@ class Attention(nnx.Module):
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
         sinks = None if self.sinks is None else self.sinks[...]
-        out = attend(q, k, v, k_start, k_end, sinks, scale=self.scale, softcap=self.softcap)
+        out = attend(q, k, v, k_start, k_end, sinks, scale=self.scale, softcap=self.softcap, balanced=ctx.balanced)
         return self.o(out), cache
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
@@ -108,19 +108,28 @@ def attend(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    balanced: bool = False,
 ) -> Float[Array, "B T N Hv"]:
-    """`ops.attention` on each device's own rows and heads, by the sharding rules in use."""
+    """`ops.attention` on each device's own rows, heads and queries, by the sharding rules in use.
+
+    They decide by the axes `q_seq` and `kv_seq` how a split sequence comes together. Only `q_seq` is split: keys are
+    gathered. Both are split: keys travel around a ring. Neither is: heads are split instead (`attn_heads`), and all-to-alls exchange
+    the two (Ulysses). balanced: tokens stand in the order of `sharding.zigzag`.
+    """
+    ring = context_axis("kv_seq") if k.shape[1] % degree("kv_seq") == 0 else None
+    parts = degree("q_seq") if balanced else 1
 
     def op(q, k, v, k_start, k_end, sinks):
-        return ops.attention(q, k, v, k_start=k_start, k_end=k_end, sinks=sinks, scale=scale, softcap=softcap)
+        options = {"k_start": k_start, "k_end": k_end, "sinks": sinks, "scale": scale, "softcap": softcap}
+        if ring is not None:
+            return ops.ring_attention(q, k, v, axis_name=ring, pieces=2 if balanced else 1, **options)
+        k, v = (natural_order(x, parts) for x in (k, v)) if balanced else (k, v)
+        return ops.attention(q, k, v, **options)
 
-    parts = degree("act_heads")
-    if (
-        q.shape[2] % parts == 0 and parts > k.shape[2] and parts % k.shape[2] == 0
-    ):  # fewer key heads than devices: each takes a copy of its own
-        k, v = (jnp.repeat(x, parts // x.shape[2], axis=2) for x in (k, v))
-    heads = ("batch", None, "act_heads", None)
-    mapped = map_op(
-        op, [heads, heads, heads, ("batch", None), ("batch", None), ("act_heads",)], ("batch", None, "act_heads", None)
-    )
-    return mapped(q, k, v, k_start, k_end, sinks)
+    copies = degree("attn_heads")
+    if q.shape[2] % copies == 0 and copies > k.shape[2] and copies % k.shape[2] == 0:
+        # Fewer key heads than devices: each takes a copy of its own.
+        k, v = (jnp.repeat(x, copies // x.shape[2], axis=2) for x in (k, v))
+    queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
+    names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",)]
+    return map_op(op, names, queries)(q, k, v, k_start, k_end, sinks)
