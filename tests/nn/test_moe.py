@@ -302,8 +302,8 @@ def test_eight_devices_equal_one(name):
 
 
 SPLIT_EXPERTS = {
-    "one on each device": (dict(fsdp=8), sharding.DP | {"expert": "fsdp"}, (1, MLP, DIM)),
-    "in parts": (dict(data=2, fsdp=2, tensor=2), sharding.FSDP_TP | {"expert": "data"}, (4, MLP // 2, DIM // 2)),
+    "one on each device": (dict(expert=8), sharding.EP, (1, MLP, DIM)),
+    "in parts": (dict(expert=2, fsdp=2, tensor=2), sharding.PRESETS["ep_tp"], (4, MLP // 2, DIM // 2)),
 }
 
 
