@@ -143,6 +143,7 @@ class HFConfig:
         partial: bool = False,
         default_theta: float = 10_000.0,
         default_length: int | None = None,
+        default_fraction: float = 1.0,
         layer_type: str | None = None,
         theta_field: str = "rope_theta",
         scaling_field: str | None = "rope_scaling",
@@ -150,7 +151,8 @@ class HFConfig:
         """The rotary embedding, in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
 
         partial: whether the architecture can rotate a part of the head (`partial_rotary_factor`). default_theta,
-        default_length: what it means by leaving out `rope_theta` and `max_position_embeddings`. layer_type: for models
+        default_length, default_fraction: what it means by leaving out `rope_theta`, `max_position_embeddings` and
+        `partial_rotary_factor`. layer_type: for models
         whose layer types rotate differently, the key within `rope_parameters`; theta_field and scaling_field are
         then what transformers 4 called this type's fields (`rope_local_base_freq` and None for Gemma 3's local layers).
         Raises ValueError for an unknown type, a missing or impossible number, and spellings that contradict each other.
@@ -162,6 +164,7 @@ class HFConfig:
             partial=partial,
             default_theta=default_theta,
             default_length=default_length,
+            default_fraction=default_fraction,
             layer_type=layer_type,
             theta_field=theta_field,
             scaling_field=scaling_field,

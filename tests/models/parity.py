@@ -51,10 +51,11 @@ def old_spelling(config: dict[str, Any]) -> dict[str, Any]:
     """A config of transformers 5 as transformers 4 wrote it."""
     rope = config["rope_parameters"]
     rope = rope.get("full_attention", rope)  # OLMo 3: what it says is of these layers, the others are not scaled
-    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    top = {name: value for name, value in rope.items() if name in ("rope_theta", "partial_rotary_factor")}
+    scaling = {name: value for name, value in rope.items() if name not in top}
     rest = {name: value for name, value in config.items() if name != "rope_parameters"}
     return rest | {
-        "rope_theta": rope["rope_theta"],
+        **top,
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else scaling,
     }
 
