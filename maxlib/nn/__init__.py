@@ -29,6 +29,7 @@ from maxlib.nn.mtp import Ahead as Ahead
 from maxlib.nn.mtp import look_ahead as look_ahead
 from maxlib.nn.norm import LayerNorm as LayerNorm
 from maxlib.nn.norm import RMSNorm as RMSNorm
+from maxlib.nn.positions import LearnedPositions as LearnedPositions
 from maxlib.nn.pytree import pytree as pytree
 from maxlib.nn.pytree import static as static
 from maxlib.nn.remat import Policy as Policy
