@@ -12,6 +12,11 @@ from maxlib.nn.context import context as context
 from maxlib.nn.context import spans as spans
 from maxlib.nn.context import unbalance as unbalance
 from maxlib.nn.decoder import Decoder as Decoder
+from maxlib.nn.features import attention_kind as attention_kind
+from maxlib.nn.features import cache_kinds as cache_kinds
+from maxlib.nn.features import features as features
+from maxlib.nn.features import num_active_parameters as num_active_parameters
+from maxlib.nn.features import takes_images as takes_images
 from maxlib.nn.linear import Einsum as Einsum
 from maxlib.nn.linear import Embed as Embed
 from maxlib.nn.mla import MLA as MLA
