@@ -13,6 +13,11 @@ from maxlib.nn.context import context as context
 from maxlib.nn.context import spans as spans
 from maxlib.nn.context import unbalance as unbalance
 from maxlib.nn.decoder import Decoder as Decoder
+from maxlib.nn.features import attention_kind as attention_kind
+from maxlib.nn.features import cache_kinds as cache_kinds
+from maxlib.nn.features import features as features
+from maxlib.nn.features import num_active_parameters as num_active_parameters
+from maxlib.nn.features import takes_images as takes_images
 from maxlib.nn.linear import Einsum as Einsum
 from maxlib.nn.linear import Embed as Embed
 from maxlib.nn.mla import MLA as MLA
@@ -31,6 +36,7 @@ from maxlib.nn.mtp import look_ahead as look_ahead
 from maxlib.nn.norm import LayerNorm as LayerNorm
 from maxlib.nn.norm import RMSNorm as RMSNorm
 from maxlib.nn.norm import UnitRMSNorm as UnitRMSNorm
+from maxlib.nn.positions import LearnedPositions as LearnedPositions
 from maxlib.nn.pytree import pytree as pytree
 from maxlib.nn.pytree import static as static
 from maxlib.nn.remat import Policy as Policy
