@@ -17,6 +17,7 @@ from maxlib.nn.mlp import MLP as MLP
 from maxlib.nn.mlp import GatedMLP as GatedMLP
 from maxlib.nn.model import Model as Model
 from maxlib.nn.model import Output as Output
+from maxlib.nn.model import Sees as Sees
 from maxlib.nn.moe import ClampedSwiGLU as ClampedSwiGLU
 from maxlib.nn.moe import ExpertLinear as ExpertLinear
 from maxlib.nn.moe import MoE as MoE

@@ -45,3 +45,12 @@ class Model(Protocol):
     def init_cache(
         self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None
     ) -> Cache: ...
+
+
+@runtime_checkable
+class Sees(Protocol):
+    """What a model has beside the contract if its `__call__` takes images."""
+
+    def check_images(self, tokens: Int[Any, "B T"], images: Float[Any, "I C H W"] | None) -> None:
+        """Raises ValueError when the placeholders among `tokens` are not those of `images`, or the model is blind."""
+        ...

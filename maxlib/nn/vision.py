@@ -100,7 +100,7 @@ class PoolProjector(nnx.Module):
         return self.proj(self.norm(x.reshape(I, side * side, E)))
 
 
-def check_placeholders(is_placeholder: Bool[Array, "B T"], count: int) -> None:
+def check_placeholders(is_placeholder: Bool[Any, "B T"], count: int) -> None:
     """Raises ValueError if the placeholders among the tokens are not `count`; inside jit their number is not known."""
     with contextlib.suppress(jax.errors.ConcretizationTypeError):
         if (found := int(is_placeholder.sum())) != count:
