@@ -9,6 +9,7 @@ from maxlib.nn.cache import kv_cache as kv_cache
 from maxlib.nn.context import Context as Context
 from maxlib.nn.context import context as context
 from maxlib.nn.context import spans as spans
+from maxlib.nn.decoder import Decoder as Decoder
 from maxlib.nn.linear import Einsum as Einsum
 from maxlib.nn.linear import Embed as Embed
 from maxlib.nn.mla import MLA as MLA
