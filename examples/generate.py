@@ -93,7 +93,7 @@ def convert(gguf: Path, directory: Path) -> None:
     read = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32)
     # transformers refuses to save a quantized model, although its weights have become plain ones.
-    model.hf_quantizer = None
+    vars(model).pop("hf_quantizer", None)
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(part)
     transformers.AutoTokenizer.from_pretrained(**read).save_pretrained(part)

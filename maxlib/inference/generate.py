@@ -75,14 +75,10 @@ class Generator:
         Raises ValueError for empty prompts, ids outside the vocabulary, prompts that do not fit `capacity`, images for a model that
         does not see, and images that are not those of the placeholders.
         """
-        tokens, valid = _right_padded(prompts, self.vocab)
+        tokens, valid = right_padded(prompts, self.vocab)
         needed = max(map(len, prompts)) + max_new_tokens
-        capacity = _shared_capacity(needed) if capacity is None else capacity
-        if max_new_tokens < 1 or needed > capacity:
-            raise ValueError(
-                f"the longest prompt ({max(map(len, prompts))} tokens) and max_new_tokens ({max_new_tokens}, at least 1) "
-                f"must fit the capacity of the cache ({capacity}); shorten one or enlarge capacity"
-            )
+        capacity = shared_capacity(needed) if capacity is None else capacity
+        check_room(prompts, max_new_tokens, capacity)
         seen = _seen(self.model, tokens, images)
         capacity = max(capacity, tokens.shape[1])
         return self._steps(tokens, valid, seen, max_new_tokens, sampler, frozenset(stop), key, capacity)
@@ -161,7 +157,7 @@ def _seen(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Im
     return {} if images is None else {"images": images}
 
 
-def _right_padded(prompts: Prompts, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+def right_padded(prompts: Prompts, vocab: int) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as one array whose rows begin with the real tokens, its length rounded up to share programs."""
     if not len(prompts) or not all(len(p) for p in prompts):
         raise ValueError("every prompt needs at least one token; begin an empty one with the tokenizer's BOS id")
@@ -178,7 +174,17 @@ def _right_padded(prompts: Prompts, vocab: int) -> tuple[np.ndarray, np.ndarray]
     return tokens, valid
 
 
-def _shared_capacity(needed: int) -> int:
+def check_room(prompts: Prompts, max_new_tokens: int, capacity: int) -> None:
+    """Raises ValueError for prompts that leave no room in the cache."""
+    longest = max(map(len, prompts))
+    if max_new_tokens < 1 or longest + max_new_tokens > capacity:
+        raise ValueError(
+            f"the longest prompt ({longest} tokens) and max_new_tokens ({max_new_tokens}, at least 1) "
+            f"must fit the capacity of the cache ({capacity}); shorten one or enlarge capacity"
+        )
+
+
+def shared_capacity(needed: int) -> int:
     """A power of two or a multiple of 128: what models are made for at most is one too, and similar calls share a program."""
     return max(16, 1 << (needed - 1).bit_length()) if needed <= 128 else _round_up(needed, 128)
 
