@@ -24,14 +24,17 @@ from maxlib.nn.mla import MLA as MLA
 from maxlib.nn.mla import LatentCache as LatentCache
 from maxlib.nn.mlp import MLP as MLP
 from maxlib.nn.mlp import GatedMLP as GatedMLP
+from maxlib.nn.model import Drafts as Drafts
 from maxlib.nn.model import Model as Model
 from maxlib.nn.model import Output as Output
+from maxlib.nn.model import Sees as Sees
 from maxlib.nn.moe import ClampedSwiGLU as ClampedSwiGLU
 from maxlib.nn.moe import ExpertLinear as ExpertLinear
 from maxlib.nn.moe import MoE as MoE
 from maxlib.nn.moe import swiglu as swiglu
 from maxlib.nn.mtp import MTP as MTP
 from maxlib.nn.mtp import Ahead as Ahead
+from maxlib.nn.mtp import draft as draft
 from maxlib.nn.mtp import look_ahead as look_ahead
 from maxlib.nn.norm import LayerNorm as LayerNorm
 from maxlib.nn.norm import RMSNorm as RMSNorm

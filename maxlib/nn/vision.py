@@ -188,7 +188,7 @@ class ShuffleProjector(nnx.Module):
         return self.proj(exact_gelu(self.down(exact_gelu(self.up(x)))))
 
 
-def check_placeholders(is_placeholder: Bool[Array, "B T"], count: int) -> None:
+def check_placeholders(is_placeholder: Bool[Any, "B T"], count: int) -> None:
     """Raises ValueError if the placeholders among the tokens are not `count`; inside jit their number is not known."""
     with contextlib.suppress(jax.errors.ConcretizationTypeError):
         if (found := int(is_placeholder.sum())) != count:

@@ -29,8 +29,8 @@ def _names(text: str) -> frozenset[str]:
 # Fields that never change what a forward pass computes.
 BOOKKEEPING = _names(
     """
-    architectures auto_map dtype torch_dtype transformers_version _name_or_path _commit_hash name_or_path
-    _attn_implementation _attn_implementation_autoset attn_implementation _flash_attn_2_enabled use_flash_attn
+    architectures auto_map dtype torch_dtype transformers_version _name_or_path _model_name_or_path _commit_hash
+    name_or_path _attn_implementation _attn_implementation_autoset attn_implementation _flash_attn_2_enabled use_flash_attn
     cache_implementation use_cache use_bfloat16 torchscript return_dict use_return_dict output_attentions
     output_hidden_states output_router_logits keys_to_ignore_at_inference gradient_checkpointing is_decoder
     id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
