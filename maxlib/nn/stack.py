@@ -187,11 +187,26 @@ def _run(x, ctx, layers, caches, policy, prevent_cse: bool = True):
     for i, layer in enumerate(layers):
         apply = lambda layer, x, cache: layer(x, ctx, cache)
         if policy is not None:
+            apply = lambda layer, x, cache: jax.tree.map(_held, layer)(x, ctx, cache)
             apply = jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)
         x, new, aux = apply(layer, x, None if caches is None else caches[i])
         new_caches.append(new)
         auxes.append(aux)
     return x, None if caches is None else new_caches, auxes
+
+
+@jax.custom_jvp
+def _held(weight: jax.Array) -> jax.Array:
+    """The same float32, which XLA must not narrow before the loop: on TPU it would keep bfloat16 copies of all layers' weights."""
+    if weight.dtype != jnp.float32:
+        return weight
+    bits = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(weight, jnp.uint32))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+@_held.defjvp
+def _(primals, tangents):
+    return _held(*primals), *tangents
 
 
 def _in_layer_order(first: list[Aux], middle: list[Aux], last: list[Aux]) -> Aux:

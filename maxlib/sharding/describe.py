@@ -155,7 +155,10 @@ def _cells(value: Any) -> dict[tuple[tuple[int, int], ...], list[int]]:
 
 def _projected(cells, dims, shape) -> dict[tuple[tuple[int, int], tuple[int, int]], list[int]]:
     boxes: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
-    side = lambda bounds, d: (0, 1) if d is None or not bounds else bounds[d]
+
+    def side(bounds: tuple[tuple[int, int], ...], d: int | None) -> tuple[int, int]:
+        return (0, 1) if d is None or not bounds else bounds[d]
+
     for bounds, devices in cells.items():
         boxes.setdefault((side(bounds, dims[0]), side(bounds, dims[1])), []).extend(devices)
     return boxes

@@ -159,5 +159,5 @@ def _known_to_jax(timeout: float) -> Cluster | None:
         _address(os.environ), None, None, None, engine.name or None, int(timeout)
     )
     names = {"slurm": "SLURM", "ompi": "Open MPI", "gketpu": "TPU pod (GKE)", "gcetpu": "TPU pod", "": "Kubernetes"}
-    found = _complete(names.get(engine.name, engine.name), address, count, own)
+    found = _complete(names.get(engine.name) or engine.__name__, address, count, own)
     return dataclasses.replace(found, local_device_ids=None if ids is None else tuple(ids))
