@@ -121,6 +121,7 @@ def draw(x: Any, *, ax: Any = None) -> Any:
     `x` is an array, a parameter, or a `jax.ShapeDtypeStruct` with a sharding. Parts on the same devices share a colour.
     """
     import matplotlib.pyplot as plt  # an extra
+    from matplotlib.patches import Rectangle
 
     value = x.get_value() if isinstance(x, nnx.Variable) else x
     if value.sharding is None:
@@ -129,12 +130,12 @@ def draw(x: Any, *, ax: Any = None) -> Any:
     cells = _cells(value)
     cuts = [len({index[d] for index in cells}) for d in range(len(shape))] if value.shape else [1]
     order = sorted(range(len(shape)), key=lambda d: -cuts[d])[:2]
-    dims = (*sorted(order), None) if len(order) == 1 else tuple(sorted(order))
+    dims: Any = (*sorted(order), None) if len(order) == 1 else tuple(sorted(order))
     ax = plt.subplots(figsize=(5, 4))[1] if ax is None else ax
     colours = plt.get_cmap("tab20")
     for number, (box_, devices) in enumerate(_projected(cells, dims, shape).items()):
         (top, bottom), (left, right) = box_
-        ax.add_patch(plt.Rectangle((left, top), right - left, bottom - top, fc=colours(number % 20), ec="white"))
+        ax.add_patch(Rectangle((left, top), right - left, bottom - top, fc=colours(number % 20), ec="white"))
         ax.text((left + right) / 2, (top + bottom) / 2, _ids(devices), ha="center", va="center", fontsize=8)
     ax.set_xlim(0, 1 if dims[1] is None else shape[dims[1]])
     ax.set_ylim(shape[dims[0]], 0)
