@@ -175,30 +175,31 @@ class MoE(nnx.Module):
 def _run(x, experts, weights, input_weights, valid, *matrices, combine, capacity, num_experts: int, axis: str | None):
     """The experts' part of one device. Without a capacity all its tokens are one group, else each row is."""
     apply = functools.partial(_apply, matrices=matrices, combine=combine)
-    tokens = (x, experts, weights, input_weights, valid)
+    split = {"apply": apply, "num_experts": num_experts, "axis": axis}
     if capacity is not None:
-        y, kept = _run_rows(*tokens, apply, capacity, num_experts, axis)
+        y, kept = _run_rows(x, experts, weights, input_weights, valid, capacity=capacity, **split)
     else:
-        y, kept = _run_all(*jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), tokens), apply, num_experts, axis)
+        flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, experts, weights, input_weights, valid))
+        y, kept = _run_all(*flat, **split)
     return y.reshape(1, *x.shape), kept.reshape(experts.shape)
 
 
-def _run_all(x, experts, weights, input_weights, valid, apply, num_experts: int, axis: str | None):
+def _run_all(x, experts, weights, input_weights, valid, *, apply, num_experts: int, axis: str | None):
     if axis is None:
         return _mixed(x, weights, input_weights, dispatch.dropless(experts, valid, num_experts), apply)
     tokens = (x, experts, weights, input_weights, valid)
     return exchange.dropless(*tokens, apply=apply, num_experts=num_experts, axis=axis)
 
 
-def _run_rows(x, experts, weights, input_weights, valid, apply, capacity: int, num_experts: int, axis: str | None):
+def _run_rows(x, experts, weights, input_weights, valid, *, apply, capacity: int, num_experts: int, axis: str | None):
     plan = jax.vmap(lambda experts, valid: dispatch.padded(experts, valid, num_experts, capacity))(experts, valid)
     if axis is None:
         return jax.vmap(functools.partial(_mixed, apply=apply))(x, weights, input_weights, plan)
     held = num_experts // jax.lax.axis_size(axis)
+    own = dataclasses.replace(jax.tree.map(lambda a: a[0], plan), num_experts=held)
 
     def here(rows):
-        flat = rows.reshape(-1, rows.shape[-1])
-        return apply(flat, dataclasses.replace(plan, num_experts=held)).reshape(rows.shape)
+        return apply(rows.reshape(-1, rows.shape[-1]), own).reshape(rows.shape)
 
     rows = exchange.with_capacity(jax.vmap(_rows)(x, input_weights, plan), here, num_experts=num_experts, axis=axis)
     return jax.vmap(_weighted)(rows, weights, plan, x)
