@@ -56,7 +56,7 @@ def write(directory: Path, gigabytes: float) -> list[int]:
         num_heads=16,
         num_kv_heads=16,
         head_dim=128,
-        rope=ops.Rope(128),
+        rope=ops.Rope(128, max_length=4096),
     )
     shapes = jax.eval_shape(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))
     model = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.5, jnp.bfloat16), shapes)
