@@ -41,7 +41,7 @@ def main() -> None:
         rules=sharding.FSDP,
         schedule=schedule,
         eval_loader=eval_loader,
-        eval_every=max(args.steps // 6, 1),
+        eval_every=max(args.steps // 4, 1),
         checkpointer=training.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
     )
     loss = trainer.fit(args.steps)["eval/nll"]
@@ -54,12 +54,12 @@ def arguments() -> argparse.Namespace:
     add = functools.partial(parser.add_argument, metavar="N", type=int)
     add("files", metavar="FILE", type=Path, nargs="*", help="text or .jsonl (field 'text') files or folders of them")
     add("--out", metavar="DIR", type=Path, default=Path("runs/pretrain"), help="where everything goes (%(default)s)")
-    add("--steps", default=300, help="optimizer steps in all (%(default)s)")
-    add("--batch", default=8, help="rows in a step (%(default)s)")
+    add("--steps", default=360, help="optimizer steps in all (%(default)s)")
+    add("--batch", default=4, help="rows in a step (%(default)s)")
     add("--length", default=256, help="tokens in a row (%(default)s)")
     add("--vocab", default=4096, help="size of the tokenizer that is trained (%(default)s)")
-    add("--layers", default=8, help="layers of the model (%(default)s)")
-    add("--dim", default=320, help="width of the model, a multiple of 64 (%(default)s)")
+    add("--layers", default=4, help="layers of the model (%(default)s)")
+    add("--dim", default=448, help="width of the model, a multiple of 64 (%(default)s)")
     add("--learning-rate", metavar="X", type=float, default=3e-3, help="its peak (%(default)s)")
     return parser.parse_args()
 
@@ -72,9 +72,8 @@ def documents(files: list[Path]):
 
 def load_tokenizer(directory: Path, train, vocab: int) -> Tokenizer:
     if not (directory / "tokenizer.json").exists():
-        tokenizer = data.train_bpe(
-            (document["text"] for document in train), vocab_size=vocab, special_tokens=(BOS, EOS)
-        )
+        texts = (document["text"] for document in train)
+        tokenizer = data.train_bpe(texts, vocab_size=vocab, special_tokens=(BOS, EOS))
         data.save_tokenizer(tokenizer, directory, bos_token=BOS, eos_token=EOS)
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 

@@ -35,7 +35,7 @@ class Einsum(nnx.Module):
         if init is None:
             init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=summed, out_axis=kept)
         self.spec = spec
-        self.w = nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
+        self.w = nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes, summed=tuple(axes[d] for d in summed))
         zeros = lambda: nnx.Param(jnp.zeros([shape[d] for d in kept]), axes=tuple(axes[d] for d in kept))
         self.b = zeros() if bias else None
 

@@ -61,7 +61,8 @@ class ExpertLinear(nnx.Module):
             init = nnx.initializers.variance_scaling(
                 1.0, "fan_in", "truncated_normal", in_axis=2, out_axis=1, batch_axis=0
             )
-        self.w = nnx.Param(init(rngs.params(), (num_experts, *shape), jnp.float32), axes=("expert", *axes))
+        values = init(rngs.params(), (num_experts, *shape), jnp.float32)
+        self.w = nnx.Param(values, axes=("expert", *axes), summed=axes[1:])
         self.b = nnx.Param(jnp.zeros((num_experts, shape[0])), axes=("expert", axes[0])) if bias else None
 
     def one(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:

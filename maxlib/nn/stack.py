@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from maxlib.nn.remat import Policy, remat_policy
+from maxlib.sharding import pipelined, stages
 
 Aux = dict[str, jax.Array]
 
@@ -80,25 +81,25 @@ class Stack(nnx.Module):
 
     def __call__(self, x: Any, ctx: Any = None, cache: Any = None, *, remat: Policy = None) -> tuple[Any, Any, Aux]:
         """Applies all layers. `cache` is what `init_cache` made; `aux` entries come back with one row per layer that reports them."""
-        policy = remat_policy(remat)
         prefix, body, suffix = cache if cache is not None else (None, None, None)
-        x, prefix, first = _run(x, ctx, self.prefix, prefix, policy)
-        x, body, middle = self._scan(x, ctx, body, policy)
-        x, suffix, last = _run(x, ctx, self.suffix, suffix, policy)
+        x, prefix, first = _run(x, ctx, self.prefix, prefix, remat_policy(remat))
+        x, body, middle = self._body(x, ctx, body, remat)
+        x, suffix, last = _run(x, ctx, self.suffix, suffix, remat_policy(remat))
         aux = _in_layer_order(first, middle, last)
         return x, None if cache is None else (prefix, body, suffix), aux
 
-    def _scan(self, x, ctx, caches, policy):
+    def _body(self, x, ctx, caches, remat):
         if not len(self.body):
             return x, caches, []
+        if caches is not None or stages() == 1:
+            return periods(self.body, x, ctx, caches, remat=remat)
 
-        def step(x, period):
-            layers, caches = period
-            x, caches, aux = _run(x, ctx, layers, caches, policy, prevent_cse=False)
-            return x, (caches, aux)
+        def stage(body, x, ctx):
+            x, _, aux = periods(body, x, ctx, remat=remat)
+            return x, aux
 
-        x, (caches, aux) = jax.lax.scan(step, x, (self.body, caches))
-        return x, caches, aux
+        x, aux = pipelined(stage, self.body, x, ctx)
+        return x, None, aux
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> tuple[list, list, list]:
         """An empty cache of every layer, laid out like the layers."""
@@ -111,6 +112,24 @@ class Stack(nnx.Module):
         new = jax.tree.map(lambda a: a, self)
         new.prefix, new.body, new.suffix = nnx.List(list(self)), nnx.List([]), nnx.List([])
         return new
+
+
+def periods(body: Any, x: Any, ctx: Any, caches: Any = None, *, remat: Policy = None) -> tuple[Any, Any, list[Aux]]:
+    """Scans the repeating layers of a stack, which may be some of all repeats; aux is that of each place in the period."""
+
+    def step(x, period):
+        layers, caches = period
+        x, caches, aux = _run(x, ctx, layers, caches, remat_policy(remat), prevent_cse=False)
+        return x, (caches, aux)
+
+    x, (caches, aux) = jax.lax.scan(step, x, (body, caches))
+    return x, caches, aux
+
+
+def ends(layers: Any, x: Any, ctx: Any, *, remat: Policy = None) -> tuple[Any, list[Aux]]:
+    """Applies a stack's prefix or suffix."""
+    x, _, aux = _run(x, ctx, layers, None, remat_policy(remat))
+    return x, aux
 
 
 def unstack(model: Any) -> Any:

@@ -35,8 +35,7 @@ def sharding_of(path: str, variable: nnx.Variable, mesh: AnyMesh, rules: Rules) 
     partition = spec(names, rules, ndim=len(shape), what=path)
     _, uneven = fit(partition, shape, mesh)
     if uneven:
-        lead = len(shape) - len(names)
-        name = names[uneven[0] - lead]
+        name = ("layers", *names)[uneven[0] - len(shape) + len(names) + 1]
         raise ValueError(
             f"{path}: axis {name!r} of size {shape[uneven[0]]} does not divide over {partition[uneven[0]]!r} of the mesh "
             f"{dict(mesh.shape)}; change the mesh, or take rules with {name!r}: None"

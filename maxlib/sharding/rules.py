@@ -21,10 +21,26 @@ class Spare:
     axes: str | tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """What the rule "layers" says: `{"layers": Pipeline("stage", microbatches=8)}`.
+
+    axis: the mesh axis whose devices are the stages. microbatches: into how many parts each batch is cut; of a pass's
+    `microbatches + stages - 1` ticks every stage works in `microbatches` and idles in the rest.
+    """
+
+    axis: str
+    microbatches: int
+
+    def __post_init__(self):
+        if self.microbatches < 1:
+            raise ValueError(f"a pipeline needs at least one microbatch, got {self.microbatches}")
+
+
 AnyMesh = Mesh | AbstractMesh
 Name = str | Spare | None
 Place = str | tuple[str, ...] | None
-Rules = Mapping[str, str | tuple[str, ...] | Spare | None]
+Rules = Mapping[str, str | tuple[str, ...] | Spare | Pipeline | None]
 
 _BATCH = {"batch": ("data", "fsdp")}
 _FSDP = {"embed": "fsdp", "expert_embed": "fsdp"}
@@ -34,6 +50,7 @@ _TENSOR = {
     "kv_heads": "tensor",
     "mlp": "tensor",
     "act_heads": "tensor",
+    "attn_heads": "tensor",
     "act_mlp": "tensor",
     "act_vocab": "tensor",
 }
@@ -68,6 +85,11 @@ PRESETS: Mapping[str, Rules] = {
     "ep_tp": EP | _TENSOR,
     "ep_fsdp": EP_FSDP,
 }
+
+# The sequence over devices, beside any of these: `FSDP | CP_RING`. `nn.attend` says how the three differ.
+CP_GATHER: Rules = {"seq": "context", "q_seq": "context"}
+CP_RING: Rules = {"seq": "context", "q_seq": "context", "kv_seq": "context"}
+CP_HEADS: Rules = {"seq": "context", "attn_heads": ("tensor", "context")}
 
 # Part of jit's cache key: a plain context variable would let a second mesh reuse the first one's program.
 _context = jax.make_user_context(None)
@@ -111,12 +133,15 @@ def mesh_axes(name: str) -> tuple[str, ...]:
     return tuple(axis for axis in _as_tuple(rules.get(name)) if mesh.shape[axis] > 1)
 
 
-def _as_tuple(place: Place | Spare) -> tuple[str, ...]:
-    place = place.axes if isinstance(place, Spare) else place
+def _as_tuple(place: Place | Spare | Pipeline) -> tuple[str, ...]:
+    if isinstance(place, Spare):
+        place = place.axes
+    elif isinstance(place, Pipeline):
+        place = place.axis
     return () if place is None else (place,) if isinstance(place, str) else tuple(place)
 
 
-def settle(names: Iterable[Name], rules: Rules) -> dict[Name, Place]:
+def settle(names: Iterable[Name], rules: Rules) -> dict[Name, Any]:
     """What `rules` say about these axes when they meet: a `Spare` keeps the mesh axes that nobody else takes."""
     found = {name: _rule(name, rules) for name in names if name is not None}
     taken = {axis for place in found.values() if not isinstance(place, Spare) for axis in _as_tuple(place)}
@@ -124,7 +149,7 @@ def settle(names: Iterable[Name], rules: Rules) -> dict[Name, Place]:
     return {name: spare(place) if isinstance(place, Spare) else place for name, place in found.items()}
 
 
-def _rule(name: Name, rules: Rules) -> Place | Spare:
+def _rule(name: Name, rules: Rules) -> Any:
     if isinstance(name, Spare):
         return Spare(_as_tuple(rules.get(str(name.axes))))
     return None if name is None else rules.get(name)
@@ -133,7 +158,7 @@ def _rule(name: Name, rules: Rules) -> Place | Spare:
 def spec(names: tuple[Name, ...], rules: Rules, *, ndim: int | None = None, what: str = "array") -> P:
     """The partition spec of an array whose trailing dimensions bear `names`.
 
-    Dimensions before them (a stack's repeat axis) stay whole. Raises ValueError when two names of one
+    A dimension before them, a stack's repeat axis, is split if the rule "layers" names a `Pipeline`. Raises ValueError when two names of one
     array land on one mesh axis; `what` says in the message which array it was.
     """
     settled = settle(names, rules)
@@ -147,8 +172,9 @@ def spec(names: tuple[Name, ...], rules: Rules, *, ndim: int | None = None, what
                     f"an array can use a mesh axis once, so change one of the rules {dict(rules)}"
                 )
             used[axis] = name
-    lead = 0 if ndim is None else ndim - len(names)
-    return _partition([None] * lead + places)
+    lead = 0 if ndim is None or not names else ndim - len(names)
+    repeats = [*_as_tuple(rules.get("layers"))] if lead == 1 else [None] * lead
+    return _partition((repeats or [None]) + places if lead else places)
 
 
 def _partition(places: list[Any]) -> P:

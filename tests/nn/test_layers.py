@@ -61,6 +61,15 @@ def test_rms_norm(plus_one):
     assert norm(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+def test_rms_norm_without_a_weight():
+    x = np.asarray(X, np.float64)
+    norm = nn.UnitRMSNorm(eps=1e-3)
+    np.testing.assert_allclose(norm(X), x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3), atol=1e-5)
+    assert norm(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    small = X.astype(jnp.bfloat16) * 1e-20  # squares that bfloat16 holds and that are nothing beside epsilon
+    assert float(jnp.abs(norm(small)).max()) < 1e-15
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_layer_norm(bias):
     norm = nn.LayerNorm(8, bias=bias)

@@ -13,6 +13,7 @@ from flax import nnx
 from maxlib import nn, sharding
 from maxlib.nn import dispatch
 from maxlib.training.flops import forward_flops
+from tests.models.parity import QUICK
 
 DIM, MLP, E, X = 16, 12, 6, 2
 LOSSES = (nn.SwitchBalance(0.3), nn.SequenceBalance(0.2), nn.RouterZ(0.1))
@@ -84,7 +85,7 @@ def value_and_gradients(run, layer, x):
         y = run(nn.combine(trainable, rest), x)
         return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape)))
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(trainable, x)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), compiler_options=QUICK)(trainable, x)
 
 
 # The layer
@@ -298,6 +299,29 @@ def test_eight_devices_equal_one(name):
     with sharding.use(mesh, rules):
         got = loss_and_gradients(jax.device_put(layer, sharding.shardings(layer, mesh, rules)), x, valid)
     close(got, want)
+
+
+SPLIT_EXPERTS = {
+    "one on each device": (dict(expert=8), sharding.EP, (1, MLP, DIM)),
+    "in parts": (dict(expert=2, fsdp=2, tensor=2), sharding.PRESETS["ep_tp"], (4, MLP // 2, DIM // 2)),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT_EXPERTS)
+def test_experts_split_over_devices_equal_the_loop(name):
+    """Values and gradients, dropless and with room for all."""
+    degrees, rules, part = SPLIT_EXPERTS[name]
+    layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), bias=True)
+    mesh, x, valid = sharding.make_mesh(**degrees), inputs(B=8), np.arange(7)[None] < np.arange(8)[:, None]
+    context = lambda: nn.context(*valid.shape, valid=jnp.asarray(valid))
+    want = jax.device_get(value_and_gradients(lambda layer, x: layer.reference(x, context()), layer, x))
+    split = jax.device_put(layer, sharding.shardings(layer, mesh, rules))
+    assert split.gate.w[...].addressable_shards[0].data.shape == part
+    for capacity_factor in (None, 8 / X):
+        split.capacity_factor = capacity_factor
+        with sharding.use(mesh, rules):
+            got = value_and_gradients(lambda layer, x: layer(x, context())[0], split, x)
+        close(jax.device_get(got), want)
 
 
 @pytest.mark.parametrize(("B", "degrees"), [(1, dict(data=4, tensor=2)), (4, dict(data=1, tensor=8))])
