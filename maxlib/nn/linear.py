@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxlib.sharding import constrain
+from maxlib.sharding import Spare, constrain
 
 Init = Callable[..., Array]
 
@@ -68,9 +68,13 @@ class Embed(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "..."], *, dtype=jnp.bfloat16) -> Float[Array, "... D"]:
         """Ids must lie in `[0, vocab)`; inside jit they cannot be checked."""
-        # A lookup in a table that is split over its width would all-reduce the whole batch's activations.
-        w = constrain(self.w[...], "vocab", None)
-        return jnp.asarray(jnp.take(w, tokens, axis=0), dtype)
+        if tokens.ndim != 2:
+            return jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype)
+        # Devices that hold different parts of the width look up each other's rows, then exchange rows for width: so neither the
+        # table nor its gradient is ever whole.
+        names = Spare("batch"), Spare("seq"), "embed"
+        tokens = constrain(tokens[..., None], *names)[..., 0]
+        return constrain(jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype), *names)
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Scores in float32, whatever the dtype of `x`."""

@@ -1,10 +1,9 @@
 """`python -m maxlib.plan llama3-70b --target v5p-128`."""
 
 import argparse
-import os
 import sys
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs here; an accelerator would only be kept busy
+import jax
 
 from maxlib.plan import plan, search
 
@@ -35,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
             optimizer=args.optimizer,
             accumulate=args.accumulate,
             full=args.full,
+            keep=args.keep,
         )
     except (ValueError, ImportError, TimeoutError) as error:
         print(f"maxlib.plan: {error}", file=sys.stderr)
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", default="adamw", help="adamw (default) or sgd")
     add("--accumulate", type=int, default=1, help="microbatches of a step (default 1)")
     add("--full", action="store_true", help="also make the machine code, which takes minutes")
+    add("--keep", help="an empty folder for the compiler's files")
     add("--search", action="store_true", help="try layouts x remat x batch instead, and report the best")
     add("--compile", type=int, default=3, help="how many of them to compile (default 3)")
     return parser
@@ -77,4 +78,5 @@ def _degree(word: str) -> tuple[str, int]:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # nothing runs here; an accelerator would only be kept busy
     sys.exit(main())

@@ -1,13 +1,12 @@
 """Costs of a step without compiling it: what ranks layouts before the compiler sees them."""
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
 from maxlib.plan.hlo import Collective, Costs
-from maxlib.plan.memory import part_bytes, parts_of
+from maxlib.plan.memory import axes_of, part_bytes, parts_of
 from maxlib.plan.program import Program
 
 
@@ -40,7 +39,7 @@ def _layers(program: Program) -> int:
 def _of_weights(program: Program, width: int, again: int) -> list[Collective]:
     """Weights that are split like the batch are gathered for every pass; their gradients are summed."""
     mesh, rules, names = program.mesh, program.job.table, nn.axes(program.state.rest)
-    batch = {axis for axis in _axes(rules.get("batch")) if mesh.shape[axis] > 1}
+    batch = {axis for axis in axes_of(rules.get("batch")) if mesh.shape[axis] > 1}
     totals: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def add(kind: str, axes: set[str], size: float) -> None:
@@ -49,7 +48,7 @@ def _of_weights(program: Program, width: int, again: int) -> list[Collective]:
             totals[key] = totals.get(key, 0.0) + size
 
     for path, x in program.state.trainable.items():
-        used = {axis for place in sharding.spec(names[path], rules, ndim=x.ndim) for axis in _axes(place)}
+        used = {axis for place in sharding.spec(names[path], rules, ndim=x.ndim) for axis in axes_of(place)}
         others = math.prod(mesh.shape[axis] for axis in used - batch)
         whole = math.prod(x.shape) * width / others
         add("all-gather", used & batch, whole * (2 + again - 1 if again else 2))
@@ -62,11 +61,6 @@ def _of_weights(program: Program, width: int, again: int) -> list[Collective]:
 def _of_activations(program: Program, hidden: float, again: int) -> list[Collective]:
     """Tensor parallelism sums each layer's two results over its parts, forward and backward."""
     rules, mesh = program.job.table, program.mesh
-    axes = tuple(axis for axis in _axes(rules.get("act_heads")) if mesh.shape[axis] > 1)
+    axes = tuple(axis for axis in axes_of(rules.get("act_heads")) if mesh.shape[axis] > 1)
     passes = 2 * (2 + again) * _layers(program)
     return [Collective("all-reduce", axes, 0, passes, passes * hidden)] if axes else []
-
-
-def _axes(place: Any) -> tuple[str, ...]:
-    place = place.axes if isinstance(place, sharding.Spare) else place
-    return (place,) if isinstance(place, str) else tuple(place or ())

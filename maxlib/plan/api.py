@@ -1,6 +1,7 @@
 """`plan(...)`: the one call."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from maxlib.ops.attention.chunked import choose_blocks
@@ -28,12 +29,13 @@ def plan(
     accumulate: int = 1,
     options: Mapping[str, Any] | None = None,
     full: bool = False,
+    keep: str | Path | None = None,
     timeout: float = 3600,
 ) -> Plan:
     """Compiles a training step for hardware that is not there, and says what it needs and how fast it may be; print it.
 
     See `Job` for the arguments. The compiler runs in a process of its own, and stops when it has assigned memory; `full` lets it make
-    the machine code too (minutes). options: XLA's own, by name. GPUs are estimated from shapes, without a compiler.
+    the machine code too (minutes). options: XLA's own, by name. keep: an empty folder for the compiler's files, the program among them. GPUs are estimated from shapes, without a compiler.
     Raises ValueError for what does not fit together, ImportError saying what to install, TimeoutError after `timeout` seconds.
     """
     job = Job(
@@ -50,15 +52,15 @@ def plan(
         accumulate=accumulate,
         options=options or {},
     )
-    return plan_job(job, full=full, timeout=timeout)
+    return plan_job(job, full=full, keep=keep, timeout=timeout)
 
 
-def plan_job(job: Job, *, full: bool = False, timeout: float = 3600) -> Plan:
+def plan_job(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout: float = 3600) -> Plan:
     """`plan` of a `Job`."""
     target = parse_target(job.target)
     if target.platform == "cuda":
         return estimated(job)
-    compiled = run(job, full=full, attention_trips=_causal_trips(job.sequence), timeout=timeout)
+    compiled = run(job, full=full, attention_trips=_causal_trips(job.sequence), keep=keep, timeout=timeout)
     return _plan(job, compiled.described, compiled)
 
 

@@ -99,14 +99,23 @@ class _Program:
                 self.bytes += times * self._traffic(one, computation)
 
     def _trips(self, loop: _Instruction) -> float:
-        """From the loop's condition `i < constant`."""
+        """From a condition `i < constant` and a body with `i + step`; loops begin at 0."""
         condition = self.computations[_called(loop, "condition")]
-        constants = [re.match(r"(\d+)\)", one.rest) for one in condition.values() if one.opcode == "constant"]
-        numbers = [int(found[1]) for found in constants if found]
-        if len(numbers) == 1:
-            return max(1, numbers[0])
-        self.unknown += 1
-        return self.unknown_trips
+        numbers = [value for one in condition.values() if (value := _constant(one)) is not None]
+        if len(numbers) != 1:
+            self.unknown += 1
+            return self.unknown_trips
+        index = next((_index(one) for one in condition.values() if one.opcode == "get-tuple-element"), None)
+        return max(1, math.ceil(numbers[0] / self._step(self.computations[_called(loop, "body")], index)))
+
+    def _step(self, body: dict[str, _Instruction], index: int | None) -> int:
+        """By how much the body raises the loop's counter: more than 1 in unrolled loops."""
+        root = next(one for one in body.values() if one.root)
+        raised = body.get(root.operands[index]) if index is not None and index < len(root.operands) else None
+        if raised is None or raised.opcode != "add":
+            return 1
+        steps = [value for name in raised.operands if name in body and (value := _constant(body[name])) is not None]
+        return max(1, steps[0]) if steps else 1
 
     def _collective(self, one: _Instruction, kind: str, computation: Any, name: str, times: float) -> None:
         size = sum(_bytes(computation[operand].type) for operand in one.operands if operand in computation)
@@ -196,6 +205,16 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return i
     return len(text) - 1
+
+
+def _constant(one: _Instruction) -> int | None:
+    found = re.match(r"(\d+)\)", one.rest) if one.opcode == "constant" else None
+    return int(found[1]) if found else None
+
+
+def _index(one: _Instruction) -> int:
+    found = re.search(r"index=(\d+)", one.rest)
+    return int(found[1]) if found else 0
 
 
 def _called(one: _Instruction, attribute: str) -> str:

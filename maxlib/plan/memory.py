@@ -9,21 +9,21 @@ import jax.numpy as jnp
 
 from maxlib import nn, sharding
 from maxlib.plan.program import Program, bytes_on_device
-
-LOSS_CHUNK = 1024
+from maxlib.training.losses import ROWS_AT_ONCE, vocab_axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. gradients are those of all parameters at once; activations what the backward pass keeps;
-    working what one layer, or the loss, needs besides."""
+    """Bytes on one device. gradients are those of all parameters at once; activations what the backward pass keeps; layer what the
+    layer at work needs besides; loss what the loss needs, when there are no gradients yet."""
 
     parameters: float
     optimizer: float
     batch: float
     gradients: float
     activations: float
-    working: float
+    layer: float
+    loss: float
 
     @property
     def arguments(self) -> float:
@@ -31,7 +31,7 @@ class Memory:
 
     @property
     def temporaries(self) -> float:
-        return self.gradients + self.activations + self.working
+        return self.activations + max(self.gradients + self.layer, self.loss)
 
     @property
     def total(self) -> float:
@@ -54,8 +54,8 @@ def estimate_memory(program: Program) -> Memory:
     )
     rows = max(1, program.rows // program.job.accumulate // parts_of(rules.get("batch"), mesh))
     activations, transient = _residuals(program, rows)
-    working = max(_layer_weights(program) + transient, _loss(program, rows))
-    return Memory(parameters, optimizer, bytes_on_device(program.batch), gradients, activations, working)
+    layer, loss = _layer_weights(program) + transient, _loss(program, rows)
+    return Memory(parameters, optimizer, bytes_on_device(program.batch), gradients, activations, layer, loss)
 
 
 def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> float:
@@ -63,8 +63,13 @@ def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> floa
 
 
 def parts_of(place: Any, mesh: Any) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes_of(place))
+
+
+def axes_of(place: Any) -> tuple[str, ...]:
+    """The mesh axes that a rule names."""
     place = place.axes if isinstance(place, sharding.Spare) else place
-    return math.prod(mesh.shape[axis] for axis in ((place,) if isinstance(place, str) else place or ()))
+    return (place,) if isinstance(place, str) else tuple(place or ())
 
 
 def _residuals(program: Program, rows: int) -> tuple[float, float]:
@@ -100,7 +105,7 @@ def _kept_bytes(x: Any, weights: Any, program: Program) -> float:
 
 
 def _layer_weights(program: Program) -> float:
-    """Whole weights of a layer (gathered, in the compute dtype), those of the next one, and one gradient before it is split."""
+    """Whole weights of a layer (gathered, in the compute dtype), half of the next one's, and one gradient before it is split."""
     rules, mesh, names = program.job.table, program.mesh, nn.axes(program.state.rest)
     width = jnp.dtype(program.job.dtype).itemsize
     gathered = dict(rules) | dict.fromkeys(("embed", "expert_embed", "expert"))
@@ -110,12 +115,19 @@ def _layer_weights(program: Program) -> float:
             continue
         spec = sharding.spec(names[path], gathered, ndim=x.ndim)
         layer.append(part_bytes(x.shape, width, spec, mesh) / x.shape[0])
-    return 2 * sum(layer) + max(layer, default=0)
+    return 1.5 * sum(layer) + max(layer, default=0)
 
 
 def _loss(program: Program, rows: int) -> float:
-    """The head's weight whole, the sum of its gradients in float32, and a chunk's logits and their gradient."""
-    vocab, dim = program.head
-    vocab //= parts_of(program.job.table.get("vocab"), program.mesh)
-    chunk = min(LOSS_CHUNK, rows * program.job.sequence)
-    return vocab * dim * (jnp.dtype(program.job.dtype).itemsize + 2 * 4) + 2 * chunk * vocab * 4
+    """The head's weight, the sum of its gradients in float32, and a chunk's logits and their gradient; the rows, where they travel."""
+    job, mesh, (vocab, dim) = program.job, program.mesh, program.head
+    width = jnp.dtype(job.dtype).itemsize
+    hidden = jax.ShapeDtypeStruct((program.rows // job.accumulate, job.sequence, dim), jnp.dtype(job.dtype))
+    split = lambda name: tuple(a for a in axes_of(job.table.get(name)) if mesh.shape[a] > 1)
+    axes, more = vocab_axes(
+        hidden, (vocab, dim), mesh, vocab=split("vocab"), batch=split("batch"), embed=split("embed")
+    )
+    parts, travel = math.prod(mesh.shape[a] for a in axes + more), math.prod(mesh.shape[a] for a in more)
+    tokens = rows * job.sequence * travel
+    logits = min(ROWS_AT_ONCE * travel, tokens) * (vocab / parts) * 4
+    return (vocab / parts) * dim * (width + 2 * 4) + 2 * logits + (2 * tokens * dim * width if more else 0)

@@ -114,8 +114,9 @@ def _state(model: Any, optimizer: Any, mesh: Any, rules: sharding.Rules) -> trai
         return _at(leaf, whole)
 
     moments = jax.tree_util.tree_map_with_path(put, jax.eval_shape(optimizer.init, trainable))
-    step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
-    return training.TrainState(trainable, rest, moments, _at(step, whole), _at(key, whole))
+    state = jax.eval_shape(lambda model: training.make_state(model, optimizer), model)
+    own = (trainable, rest, moments, _at(state.step, whole), _at(state.key, whole))
+    return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(own))
 
 
 def _batch(job: Job, mesh: Any, rows: int) -> dict[str, Any]:

@@ -38,13 +38,18 @@ class Compiled:
     exceeded: str | None
 
 
-def run(job: Job, *, full: bool = False, attention_trips: float = 1, timeout: float = 3600) -> Compiled:
-    """Compiles in another process until buffers are assigned, or to the end with `full`.
+def run(
+    job: Job, *, full: bool = False, attention_trips: float = 1, keep: str | Path | None = None, timeout: float = 3600
+) -> Compiled:
+    """Compiles in another process until buffers are assigned, or to the end with `full`. keep: a folder for the compiler's files.
 
     Raises what that process raised, and TimeoutError.
     """
     with tempfile.TemporaryDirectory(prefix="maxlib-plan-") as folder:
-        dump = Path(folder)
+        dump = Path(keep or folder)
+        dump.mkdir(parents=True, exist_ok=True)
+        if any(dump.iterdir()):
+            raise ValueError(f"{dump} must be an empty folder: the compiler's files go there")
         news, seconds = _listen(job, dump, full, timeout)
         if "failed" in news and "RESOURCE_EXHAUSTED" not in news["failed"]["message"]:
             _raise(news["failed"])

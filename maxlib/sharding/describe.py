@@ -8,13 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from maxlib.sharding.create import shardings
-from maxlib.sharding.rules import Rules
+from maxlib.sharding.rules import AnyMesh, Rules
 
 LARGE = 16 * 2**20
 
@@ -65,7 +64,7 @@ class Description:
     __repr__ = __str__
 
 
-def describe(model: Any, mesh: Mesh | None = None, rules: Rules | None = None, *, large: int = LARGE) -> Description:
+def describe(model: Any, mesh: AnyMesh | None = None, rules: Rules | None = None, *, large: int = LARGE) -> Description:
     """Shape, axis names, place and bytes per device of every parameter; print it.
 
     `model` holds arrays or, with `mesh` and `rules`, may be its `jax.eval_shape`. Warns about parameters of at least `large` bytes that

@@ -7,13 +7,16 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 
 @dataclasses.dataclass(frozen=True)
 class Spare:
-    """Mesh axes for an axis that yields: it takes those on which no other axis of the same array (or kernel call) lives."""
+    """Mesh axes for an axis that yields: it takes those on which no other axis of the same array (or kernel call) lives.
+
+    Among the names of an array, `Spare("batch")` is the axis `batch`, yielding this once.
+    """
 
     axes: str | tuple[str, ...]
 
@@ -34,6 +37,8 @@ class Pipeline:
             raise ValueError(f"a pipeline needs at least one microbatch, got {self.microbatches}")
 
 
+AnyMesh = Mesh | AbstractMesh
+Name = str | Spare | None
 Place = str | tuple[str, ...] | None
 Rules = Mapping[str, str | tuple[str, ...] | Spare | Pipeline | None]
 
@@ -110,7 +115,7 @@ def current() -> tuple[Any, dict[str, Any]] | None:
     return jax.sharding.get_abstract_mesh(), dict(_context.value)
 
 
-def check(mesh: Mesh, rules: Rules) -> None:
+def check(mesh: AnyMesh, rules: Rules) -> None:
     """Raises ValueError when a rule names an axis that `mesh` does not have."""
     for name, place in rules.items():
         for axis in _as_tuple(place):
@@ -121,6 +126,14 @@ def check(mesh: Mesh, rules: Rules) -> None:
                 )
 
 
+def mesh_axes(name: str) -> tuple[str, ...]:
+    """The mesh axes of more than one device over which the rules in use split the axis `name`; none without rules."""
+    if (now := current()) is None:
+        return ()
+    mesh, rules = now
+    return tuple(axis for axis in _as_tuple(rules.get(name)) if mesh.shape[axis] > 1)
+
+
 def _as_tuple(place: Place | Spare | Pipeline) -> tuple[str, ...]:
     if isinstance(place, Spare):
         place = place.axes
@@ -129,15 +142,21 @@ def _as_tuple(place: Place | Spare | Pipeline) -> tuple[str, ...]:
     return () if place is None else (place,) if isinstance(place, str) else tuple(place)
 
 
-def settle(names: Iterable[str | None], rules: Rules) -> dict[str, Any]:
+def settle(names: Iterable[Name], rules: Rules) -> dict[Name, Any]:
     """What `rules` say about these axes when they meet: a `Spare` keeps the mesh axes that nobody else takes."""
-    found = {name: rules.get(name) for name in names if name is not None}
+    found = {name: _rule(name, rules) for name in names if name is not None}
     taken = {axis for place in found.values() if not isinstance(place, Spare) for axis in _as_tuple(place)}
     spare = lambda place: tuple(axis for axis in _as_tuple(place) if axis not in taken) or None
     return {name: spare(place) if isinstance(place, Spare) else place for name, place in found.items()}
 
 
-def spec(names: tuple[str | None, ...], rules: Rules, *, ndim: int | None = None, what: str = "array") -> P:
+def _rule(name: Name, rules: Rules) -> Any:
+    if isinstance(name, Spare):
+        return Spare(_as_tuple(rules.get(str(name.axes))))
+    return None if name is None else rules.get(name)
+
+
+def spec(names: tuple[Name, ...], rules: Rules, *, ndim: int | None = None, what: str = "array") -> P:
     """The partition spec of an array whose trailing dimensions bear `names`.
 
     A dimension before them, a stack's repeat axis, is split if the rule "layers" names a `Pipeline`. Raises ValueError when two names of one
@@ -145,7 +164,7 @@ def spec(names: tuple[str | None, ...], rules: Rules, *, ndim: int | None = None
     """
     settled = settle(names, rules)
     places = [settled[name] if name is not None else None for name in names]
-    used: dict[str, str | None] = {}
+    used: dict[str, Name] = {}
     for name, place in zip(names, places, strict=True):
         for axis in _as_tuple(place):
             if axis in used:
@@ -217,7 +236,7 @@ def axis_of(name: str) -> str | None:
     return split[0] if split else None
 
 
-def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+def constrain(x: jax.Array, *names: Name) -> jax.Array:
     """Places an activation by its axis names; without `use(...)` it returns `x` as it is.
 
     A dimension that its mesh axes do not divide (a batch of one at decoding) stays whole.
