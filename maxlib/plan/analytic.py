@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from maxlib import nn, sharding
 from maxlib.plan.hlo import Collective, Costs
-from maxlib.plan.memory import axes_of, part_bytes, parts_of
-from maxlib.plan.program import Program
+from maxlib.plan.memory import part_bytes
+from maxlib.plan.program import Program, axes_of, parts_of
 
 
 def analytic_costs(program: Program, model_flops: float) -> Costs:

@@ -62,7 +62,9 @@ def read_costs(text: str, mesh: Mapping[str, int], *, unknown_trips: float = 1) 
     """The costs of an optimized HLO module. `mesh` is the shape of the mesh, in its own order."""
     program = _Program(text, mesh, unknown_trips)
     program.visit(program.entry, 1.0, in_fusion=False)
-    found = (Collective(kind, axes, *numbers) for (kind, axes), numbers in program.collectives.items())
+    found = (
+        Collective(kind, axes, int(n), runs, size) for (kind, axes), (n, runs, size) in program.collectives.items()
+    )
     ordered = tuple(sorted(found, key=lambda one: -one.bytes))
     return Costs(program.flops, program.bytes, ordered, program.unknown)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
-from maxlib.plan.program import Program, bytes_on_device
+from maxlib.plan.program import Program, axes_of, bytes_on_device, parts_of
 from maxlib.training.losses import ROWS_AT_ONCE, vocab_axes
 
 
@@ -60,16 +60,6 @@ def estimate_memory(program: Program) -> Memory:
 
 def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> float:
     return math.prod(shape) * width / math.prod(parts_of(place, mesh) for place in spec)
-
-
-def parts_of(place: Any, mesh: Any) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes_of(place))
-
-
-def axes_of(place: Any) -> tuple[str, ...]:
-    """The mesh axes that a rule names."""
-    place = place.axes if isinstance(place, sharding.Spare) else place
-    return (place,) if isinstance(place, str) else tuple(place or ())
 
 
 def _residuals(program: Program, rows: int) -> tuple[float, float]:

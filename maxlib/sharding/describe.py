@@ -120,6 +120,7 @@ def draw(x: Any, *, ax: Any = None) -> Any:
     `x` is an array, a parameter, or a `jax.ShapeDtypeStruct` with a sharding. Parts on the same devices share a colour.
     """
     import matplotlib.pyplot as plt  # an extra
+    from matplotlib.patches import Rectangle
 
     value = x.get_value() if isinstance(x, nnx.Variable) else x
     if value.sharding is None:
@@ -128,17 +129,15 @@ def draw(x: Any, *, ax: Any = None) -> Any:
     cells = _cells(value)
     cuts = [len({index[d] for index in cells}) for d in range(len(shape))] if value.shape else [1]
     order = sorted(range(len(shape)), key=lambda d: -cuts[d])[:2]
-    dims = (*sorted(order), None) if len(order) == 1 else tuple(sorted(order))
+    first, second = min(order), max(order) if len(order) == 2 else None
     ax = plt.subplots(figsize=(5, 4))[1] if ax is None else ax
     colours = plt.get_cmap("tab20")
-    for number, (box_, devices) in enumerate(_projected(cells, dims, shape).items()):
+    for number, (box_, devices) in enumerate(_projected(cells, first, second).items()):
         (top, bottom), (left, right) = box_
-        ax.add_patch(plt.Rectangle((left, top), right - left, bottom - top, fc=colours(number % 20), ec="white"))
+        ax.add_patch(Rectangle((left, top), right - left, bottom - top, fc=colours(number % 20), ec="white"))
         ax.text((left + right) / 2, (top + bottom) / 2, _ids(devices), ha="center", va="center", fontsize=8)
-    ax.set_xlim(0, 1 if dims[1] is None else shape[dims[1]])
-    ax.set_ylim(shape[dims[0]], 0)
-    ax.set_ylabel(f"dimension {dims[0]}")
-    ax.set_xlabel("" if dims[1] is None else f"dimension {dims[1]}")
+    ax.set(xlim=(0, 1 if second is None else shape[second]), ylim=(shape[first], 0))
+    ax.set(ylabel=f"dimension {first}", xlabel="" if second is None else f"dimension {second}")
     ax.set_title(f"{tuple(value.shape)} {getattr(value.sharding, 'spec', '')}")
     return ax
 
@@ -152,14 +151,14 @@ def _cells(value: Any) -> dict[tuple[tuple[int, int], ...], list[int]]:
     return cells
 
 
-def _projected(cells, dims, shape) -> dict[tuple[tuple[int, int], tuple[int, int]], list[int]]:
+def _projected(cells, first: int, second: int | None) -> dict[tuple[tuple[int, int], tuple[int, int]], list[int]]:
     boxes: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
 
     def side(bounds: tuple[tuple[int, int], ...], d: int | None) -> tuple[int, int]:
         return (0, 1) if d is None or not bounds else bounds[d]
 
     for bounds, devices in cells.items():
-        boxes.setdefault((side(bounds, dims[0]), side(bounds, dims[1])), []).extend(devices)
+        boxes.setdefault((side(bounds, first), side(bounds, second)), []).extend(devices)
     return boxes
 
 

@@ -43,7 +43,7 @@ def map_op(
     return run
 
 
-def _flat(in_names, out_names) -> list[str | None]:
+def _flat(in_names, out_names) -> list[Any]:
     groups = [names for names in in_names if names is not None] + jax.tree.leaves(out_names, is_leaf=_is_names)
     return [name for names in groups for name in names]
 

@@ -141,7 +141,7 @@ def _as_tuple(place: Place | Spare | Pipeline) -> tuple[str, ...]:
     return () if place is None else (place,) if isinstance(place, str) else tuple(place)
 
 
-def settle(names: Iterable[Name], rules: Rules) -> dict[Name, Any]:
+def settle(names: Iterable[Name], rules: Rules) -> dict[Any, Any]:
     """What `rules` say about these axes when they meet: a `Spare` keeps the mesh axes that nobody else takes."""
     found = {name: _rule(name, rules) for name in names if name is not None}
     taken = {axis for place in found.values() if not isinstance(place, Spare) for axis in _as_tuple(place)}

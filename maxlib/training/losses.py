@@ -92,7 +92,7 @@ def cross_entropy(
 
 
 def vocab_axes(
-    hidden: Any, weight: tuple[int, int], mesh: Any, *, vocab: Axes, batch: Axes, embed: Axes
+    hidden: Any, weight: tuple[int, ...], mesh: Any, *, vocab: Axes, batch: Axes, embed: Axes
 ) -> tuple[Axes, Axes]:
     """The mesh axes that split the vocabulary by the rules, and those over which rows had better travel to split it further.
 
