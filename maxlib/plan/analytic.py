@@ -11,7 +11,8 @@ from maxlib.plan.program import Program, axes_of, parts_of
 
 
 def analytic_costs(program: Program, model_flops: float) -> Costs:
-    """Arithmetic, memory traffic and collectives that the rules make necessary; attention over a split sequence is left out."""
+    """Arithmetic, memory traffic and collectives that the rules make necessary; attention over a split sequence is
+    left out."""
     job, mesh = program.job, program.mesh
     again = 1 if job.remat == "full" else 0  # forward passes that the backward pass repeats
     width = jnp.dtype(job.dtype).itemsize

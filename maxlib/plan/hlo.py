@@ -1,4 +1,5 @@
-"""What a compiled program does, read from its text: arithmetic, memory traffic and collectives, loops counted as often as they run."""
+"""What a compiled program does, read from its text: arithmetic, memory traffic and collectives, loops counted as often
+as they run."""
 
 import dataclasses
 import functools
@@ -28,8 +29,8 @@ _FREE = (
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A kind over some mesh axes: how many stand in the program, how many run in a step, and the bytes one device hands in or gets
-    (the larger) in all of them."""
+    """A kind over some mesh axes: how many stand in the program, how many run in a step, and the bytes one device
+    hands in or gets (the larger) in all of them."""
 
     kind: str
     axes: tuple[str, ...]
@@ -133,7 +134,8 @@ class _Program:
         entry[2] += times * size
 
     def _traffic(self, one: _Instruction, computation: dict[str, _Instruction]) -> float:
-        """Bytes to and from the device's memory; those of scratch memories are free, and of a slice only the slice counts."""
+        """Bytes to and from the device's memory; those of scratch memories are free, and of a slice only the slice
+        counts."""
         if one.opcode in _FREE or one.opcode.endswith("-done") or one.opcode == "while":
             return 0.0
         operands = [computation[name] for name in one.operands if name in computation]

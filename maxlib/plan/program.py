@@ -52,7 +52,8 @@ class Program:
 
 
 def make_program(job: Job) -> Program:
-    """Raises ValueError when mesh, rules, batch or remat do not fit the model or the devices, ImportError without the compiler."""
+    """Raises ValueError when mesh, rules, batch or remat do not fit the model or the devices, ImportError without the
+    compiler."""
     check_remat(job.remat)
     mesh = _mesh(job)
     rules = job.table

@@ -67,8 +67,8 @@ class Description:
 def describe(model: Any, mesh: AnyMesh | None = None, rules: Rules | None = None, *, large: int = LARGE) -> Description:
     """Shape, axis names, place and bytes per device of every parameter; print it.
 
-    `model` holds arrays or, with `mesh` and `rules`, may be its `jax.eval_shape`. Warns about parameters of at least `large` bytes that
-    several devices hold whole.
+    `model` holds arrays or, with `mesh` and `rules`, may be its `jax.eval_shape`. Warns about parameters of at least
+    `large` bytes that several devices hold whole.
     """
     places = jax.tree.map(_sharding, model) if mesh is None or rules is None else shardings(model, mesh, rules)
     is_variable = lambda x: isinstance(x, nnx.Variable)
@@ -115,7 +115,8 @@ def size(count: float) -> str:
 
 
 def draw(x: Any, *, ax: Any = None) -> Any:
-    """A picture of which devices hold which part of an array, by the two dimensions that are cut most; returns the matplotlib axes.
+    """A picture of which devices hold which part of an array, by the two dimensions that are cut most; returns the
+    matplotlib axes.
 
     `x` is an array, a parameter, or a `jax.ShapeDtypeStruct` with a sharding. Parts on the same devices share a colour.
     """

@@ -15,9 +15,9 @@ def map_op(
 ) -> Callable[..., Any]:
     """`op` under `jax.shard_map`, its arrays split by axis names as the rules in use say; `op` itself without rules.
 
-    An argument that is None has names None. An axis with a `Spare` place takes what no axis of any array here takes. A name
-    whose dimension does not divide, in any argument, is left whole in all of them, so that all parts match. `out_names` is a
-    pytree of name tuples. `changes` replace some of the rules in use, for this call.
+    An argument that is None has names None. An axis with a `Spare` place takes what no axis of any array here takes. A
+    name whose dimension does not divide, in any argument, is left whole in all of them, so that all parts match.
+    `out_names` is a pytree of name tuples. `changes` replace some of the rules in use, for this call.
     """
 
     def run(*args):
