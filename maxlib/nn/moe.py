@@ -15,7 +15,7 @@ from maxlib.nn import dispatch, exchange
 from maxlib.nn.context import Context
 from maxlib.nn.linear import Init
 from maxlib.nn.router import InputRouter, Router, Routing, expert_counts
-from maxlib.sharding import axis_of, degree, map_op
+from maxlib.sharding import axis_of, constrain, degree, map_op
 
 
 @runtime_checkable
@@ -134,7 +134,7 @@ class MoE(nnx.Module):
         mapped = map_op(
             run, [rows, rows, rows, rows, tokens, into, into, out, into[:2], into[:2]], (("mlp", *rows), rows)
         )
-        w = [jnp.asarray(m.w[...], x.dtype) for m in (self.gate, self.up, self.down)]
+        w = [_cast(m.w, x.dtype) for m in (self.gate, self.up, self.down)]
         b = [None if m.b is None else jnp.asarray(m.b[...], x.dtype) for m in (self.gate, self.up)]
         y, kept = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *w, *b)
         return y.sum(axis=0), kept
@@ -170,6 +170,13 @@ class MoE(nnx.Module):
         y = jnp.zeros_like(x) if self.shared is None else self.shared(x)
         experts = (jnp.arange(self.router.num_experts), self.gate, self.up, self.down)
         return jax.lax.scan(add, y, experts)[0]
+
+
+def _cast(weight: nnx.Param, dtype: Any) -> Array:
+    """Where the rules put the weight, so that devices exchange the cast one: half the bytes, and half the gradient's."""
+    w = jnp.asarray(weight[...], dtype)
+    names = weight.get_metadata().get("axes", ())
+    return constrain(w, *names) if len(names) == w.ndim else w
 
 
 def _run(x, experts, weights, input_weights, valid, *matrices, combine, capacity, num_experts: int, axis: str | None):

@@ -17,10 +17,11 @@ Aux = dict[str, jax.Array]
 class Stack(nnx.Module):
     """Layers `make(0, rngs) ... make(num_layers - 1, rngs)`, each `layer(x, ctx, cache) -> (x, cache, aux)`.
 
-    The first `prefix` layers stand alone. The rest repeats every `period` layers and is stored with a leading repeat axis, so that one
-    `lax.scan` applies it; what does not fill a period stands alone at the end. Layer `i` gets the stack's key folded with `i`: neither
-    `prefix` nor `period` changes its initial values. `make` may depend on `i` only through the layer's structure.
-    Raises ValueError when a layer differs from the one whose place in the period it shares.
+    The first `prefix` layers stand alone. The rest repeats every `period` layers and is stored with a leading repeat
+    axis, so that one `lax.scan` applies it; what does not fill a period stands alone at the end. Layer `i` gets the
+    stack's key folded with `i`: neither `prefix` nor `period` changes its initial values. `make` may depend on `i`
+    only through the layer's structure. Raises ValueError when a layer differs from the one whose place in the period
+    it shares.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class Stack(nnx.Module):
         return (self[i] for i in range(self.num_layers))
 
     def __call__(self, x: Any, ctx: Any = None, cache: Any = None, *, remat: Policy = None) -> tuple[Any, Any, Aux]:
-        """Applies all layers. `cache` is what `init_cache` made; `aux` entries come back with one row per layer that reports them."""
+        """Applies all layers. `cache` is what `init_cache` made; `aux` entries come back with one row per layer that
+        reports them."""
         prefix, body, suffix = cache if cache is not None else (None, None, None)
         x, prefix, first = _run(x, ctx, self.prefix, prefix, remat_policy(remat))
         x, body, middle = self._body(x, ctx, body, remat)
@@ -115,7 +117,8 @@ class Stack(nnx.Module):
 
 
 def periods(body: Any, x: Any, ctx: Any, caches: Any = None, *, remat: Policy = None) -> tuple[Any, Any, list[Aux]]:
-    """Scans the repeating layers of a stack, which may be some of all repeats; aux is that of each place in the period."""
+    """Scans the repeating layers of a stack, which may be some of all repeats; aux is that of each place in the
+    period."""
 
     def step(x, period):
         layers, caches = period
@@ -197,7 +200,8 @@ def _run(x, ctx, layers, caches, policy, prevent_cse: bool = True):
 
 @jax.custom_jvp
 def _held(weight: jax.Array) -> jax.Array:
-    """The same float32, which XLA must not narrow before the loop: on TPU it would keep bfloat16 copies of all layers' weights."""
+    """The same float32, which XLA must not narrow before the loop: on TPU it would keep bfloat16 copies of all layers'
+    weights."""
     if weight.dtype != jnp.float32:
         return weight
     bits = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(weight, jnp.uint32))

@@ -6,12 +6,13 @@ import jax.numpy as jnp
 
 from maxlib import nn, sharding
 from maxlib.plan.hlo import Collective, Costs
-from maxlib.plan.memory import axes_of, part_bytes, parts_of
-from maxlib.plan.program import Program
+from maxlib.plan.memory import part_bytes
+from maxlib.plan.program import Program, axes_of, parts_of
 
 
 def analytic_costs(program: Program, model_flops: float) -> Costs:
-    """Arithmetic, memory traffic and collectives that the rules make necessary; attention over a split sequence is left out."""
+    """Arithmetic, memory traffic and collectives that the rules make necessary; attention over a split sequence is
+    left out."""
     job, mesh = program.job, program.mesh
     again = 1 if job.remat == "full" else 0  # forward passes that the backward pass repeats
     width = jnp.dtype(job.dtype).itemsize

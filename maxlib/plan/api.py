@@ -34,9 +34,10 @@ def plan(
 ) -> Plan:
     """Compiles a training step for hardware that is not there, and says what it needs and how fast it may be; print it.
 
-    See `Job` for the arguments. The compiler runs in a process of its own, and stops when it has assigned memory; `full` lets it make
-    the machine code too (minutes). options: XLA's own, by name. keep: an empty folder for the compiler's files, the program among them. GPUs are estimated from shapes, without a compiler.
-    Raises ValueError for what does not fit together, ImportError saying what to install, TimeoutError after `timeout` seconds.
+    See `Job` for the arguments. The compiler runs in a process of its own, and stops when it has assigned memory;
+    `full` lets it make the machine code too (minutes). options: XLA's own, by name. keep: an empty folder for the
+    compiler's files, the program among them. GPUs are estimated from shapes, without a compiler. Raises ValueError for
+    what does not fit together, ImportError saying what to install, TimeoutError after `timeout` seconds.
     """
     job = Job(
         model=model,

@@ -1,4 +1,5 @@
-"""What a compiled program does, read from its text: arithmetic, memory traffic and collectives, loops counted as often as they run."""
+"""What a compiled program does, read from its text: arithmetic, memory traffic and collectives, loops counted as often
+as they run."""
 
 import dataclasses
 import functools
@@ -28,8 +29,8 @@ _FREE = (
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A kind over some mesh axes: how many stand in the program, how many run in a step, and the bytes one device hands in or gets
-    (the larger) in all of them."""
+    """A kind over some mesh axes: how many stand in the program, how many run in a step, and the bytes one device
+    hands in or gets (the larger) in all of them."""
 
     kind: str
     axes: tuple[str, ...]
@@ -62,7 +63,9 @@ def read_costs(text: str, mesh: Mapping[str, int], *, unknown_trips: float = 1) 
     """The costs of an optimized HLO module. `mesh` is the shape of the mesh, in its own order."""
     program = _Program(text, mesh, unknown_trips)
     program.visit(program.entry, 1.0, in_fusion=False)
-    found = (Collective(kind, axes, *numbers) for (kind, axes), numbers in program.collectives.items())
+    found = (
+        Collective(kind, axes, int(n), runs, size) for (kind, axes), (n, runs, size) in program.collectives.items()
+    )
     ordered = tuple(sorted(found, key=lambda one: -one.bytes))
     return Costs(program.flops, program.bytes, ordered, program.unknown)
 
@@ -131,7 +134,8 @@ class _Program:
         entry[2] += times * size
 
     def _traffic(self, one: _Instruction, computation: dict[str, _Instruction]) -> float:
-        """Bytes to and from the device's memory; those of scratch memories are free, and of a slice only the slice counts."""
+        """Bytes to and from the device's memory; those of scratch memories are free, and of a slice only the slice
+        counts."""
         if one.opcode in _FREE or one.opcode.endswith("-done") or one.opcode == "while":
             return 0.0
         operands = [computation[name] for name in one.operands if name in computation]

@@ -17,10 +17,11 @@ MARK = "maxlib-plan "
 class Job:
     """A training step for a target.
 
-    model: the name of a preset, a `Config` of a known family, or a function of a module that builds the model. batch_per_chip: sequences
-    of `sequence` tokens per device in one step (a fraction where several devices share one). mesh, dcn: as `sharding.make_mesh` takes
-    them. rules: the name of a preset in `sharding.PRESETS`, or rules. remat: as the models take it. optimizer: "adamw", "sgd", or a
-    function of a module, `optimizer(model) -> optax.GradientTransformation`. options: of the compiler.
+    model: the name of a preset, a `Config` of a known family, or a function of a module that builds the model.
+    batch_per_chip: sequences of `sequence` tokens per device in one step (a fraction where several devices share one).
+    mesh, dcn: as `sharding.make_mesh` takes them. rules: the name of a preset in `sharding.PRESETS`, or rules. remat:
+    as the models take it. optimizer: "adamw", "sgd", or a function of a module, `optimizer(model) ->
+    optax.GradientTransformation`. options: of the compiler.
     """
 
     model: Any
@@ -98,7 +99,8 @@ def _name(thing: Any) -> str:
         found = None
     if found is not thing or name.startswith("__main__:"):
         raise ValueError(
-            f"{thing!r} cannot be found by name in another process; put it into a module of its own, or plan with in_process=True"
+            f"{thing!r} cannot be found by name in another process; put it into a module of its own"
+            " (plan.estimated stays in this process)"
         )
     return name
 

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
-from maxlib.plan.program import Program, bytes_on_device
+from maxlib.plan.program import Program, axes_of, bytes_on_device, parts_of
 from maxlib.training.losses import ROWS_AT_ONCE, vocab_axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. gradients are those of all parameters at once; activations what the backward pass keeps; layer what the
-    layer at work needs besides; loss what the loss needs, when there are no gradients yet."""
+    """Bytes on one device. gradients are those of all parameters at once; activations what the backward pass keeps;
+    layer what the layer at work needs besides; loss what the loss needs, when there are no gradients yet."""
 
     parameters: float
     optimizer: float
@@ -62,16 +62,6 @@ def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> floa
     return math.prod(shape) * width / math.prod(parts_of(place, mesh) for place in spec)
 
 
-def parts_of(place: Any, mesh: Any) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes_of(place))
-
-
-def axes_of(place: Any) -> tuple[str, ...]:
-    """The mesh axes that a rule names."""
-    place = place.axes if isinstance(place, sharding.Spare) else place
-    return (place,) if isinstance(place, str) else tuple(place or ())
-
-
 def _residuals(program: Program, rows: int) -> tuple[float, float]:
     """What the backward pass keeps of the forward pass, and what one layer makes when it is computed again."""
     job, trainable = program.job, program.state.trainable
@@ -105,7 +95,8 @@ def _kept_bytes(x: Any, weights: Any, program: Program) -> float:
 
 
 def _layer_weights(program: Program) -> float:
-    """Whole weights of a layer (gathered, in the compute dtype), half of the next one's, and one gradient before it is split."""
+    """Whole weights of a layer (gathered, in the compute dtype), half of the next one's, and one gradient before it is
+    split."""
     rules, mesh, names = program.job.table, program.mesh, nn.axes(program.state.rest)
     width = jnp.dtype(program.job.dtype).itemsize
     gathered = dict(rules) | dict.fromkeys(("embed", "expert_embed", "expert"))
@@ -119,7 +110,8 @@ def _layer_weights(program: Program) -> float:
 
 
 def _loss(program: Program, rows: int) -> float:
-    """The head's weight, the sum of its gradients in float32, and a chunk's logits and their gradient; the rows, where they travel."""
+    """The head's weight, the sum of its gradients in float32, and a chunk's logits and their gradient; the rows, where
+    they travel."""
     job, mesh, (vocab, dim) = program.job, program.mesh, program.head
     width = jnp.dtype(job.dtype).itemsize
     hidden = jax.ShapeDtypeStruct((program.rows // job.accumulate, job.sequence, dim), jnp.dtype(job.dtype))

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, sharding, training
@@ -21,7 +22,7 @@ class Program:
     """A step with shapes for its arguments, each with its place. Rows are the global batch's."""
 
     job: Job
-    mesh: Mesh | AbstractMesh
+    mesh: Any  # a Mesh, or an AbstractMesh where the devices cannot be described
     model: Any
     state: training.TrainState
     batch: dict[str, Any]
@@ -51,7 +52,8 @@ class Program:
 
 
 def make_program(job: Job) -> Program:
-    """Raises ValueError when mesh, rules, batch or remat do not fit the model or the devices, ImportError without the compiler."""
+    """Raises ValueError when mesh, rules, batch or remat do not fit the model or the devices, ImportError without the
+    compiler."""
     check_remat(job.remat)
     mesh = _mesh(job)
     rules = job.table
@@ -79,10 +81,7 @@ def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:
 
 def _rows(job: Job, mesh: Any) -> int:
     rows = job.batch_per_chip * mesh.size
-    place = job.table.get("batch") or ()
-    parts = 1
-    for axis in (place,) if isinstance(place, str) else place:
-        parts *= mesh.shape[axis]
+    parts = parts_of(job.table.get("batch"), mesh)
     if rows != int(rows) or rows < 1 or rows % (parts * job.accumulate):
         raise ValueError(
             f"{job.batch_per_chip} sequences per chip are {rows:g} in all, which must be a multiple of the {parts} parts that the "
@@ -91,7 +90,7 @@ def _rows(job: Job, mesh: Any) -> int:
     return int(rows)
 
 
-def _optimizer(job: Job, model: Any) -> optax.GradientTransformation:
+def _optimizer(job: Job, model: Any) -> Any:
     if callable(job.optimizer):
         return job.optimizer(model)
     if job.optimizer == "adamw":
@@ -125,6 +124,17 @@ def _batch(job: Job, mesh: Any, rows: int) -> dict[str, Any]:
     return {"tokens": shape, "targets": shape}
 
 
+def parts_of(place: Any, mesh: Any) -> int:
+    """Into how many parts a rule cuts an axis."""
+    return math.prod(mesh.shape[axis] for axis in axes_of(place))
+
+
+def axes_of(place: Any) -> tuple[str, ...]:
+    """The mesh axes that a rule names."""
+    place = place.axes if isinstance(place, sharding.Spare) else place
+    return (place,) if isinstance(place, str) else tuple(place or ())
+
+
 def bytes_on_device(tree: Any) -> int:
     """What one device holds of these shapes."""
     return sum(_bytes(x) for x in jax.tree.leaves(tree))
@@ -132,8 +142,5 @@ def bytes_on_device(tree: Any) -> int:
 
 def _bytes(x: Any) -> int:
     shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-    size = 1
-    for n in shape:
-        size *= n
-    width = 4 if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
-    return size * width
+    width = 4 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
+    return math.prod(shape) * width

@@ -18,8 +18,8 @@ from maxlib.plan.targets import GIB, Target
 class Plan:
     """What a training step needs on a target. Sizes are bytes on one device.
 
-    gradients are part of temporaries. code is None unless the compiler ran to its end. costs and estimate come from the compiled
-    program, or from the analytic model where `compiled` is False.
+    gradients are part of temporaries. code is None unless the compiler ran to its end. costs and estimate come from
+    the compiled program, or from the analytic model where `compiled` is False.
     """
 
     job: Job

@@ -24,8 +24,8 @@ _PROGRAM = "*jit_step*.after_optimizations.txt"
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler said. Sizes are bytes on a device; code is None where no machine code was made, and costs where the
-    program's text could not be had. exceeded: the compiler's words when it found no room."""
+    """What the compiler said. Sizes are bytes on a device; code is None where no machine code was made, and costs
+    where the program's text could not be had. exceeded: the compiler's words when it found no room."""
 
     described: dict[str, Any]
     lower_seconds: float
@@ -41,7 +41,8 @@ class Compiled:
 def run(
     job: Job, *, full: bool = False, attention_trips: float = 1, keep: str | Path | None = None, timeout: float = 3600
 ) -> Compiled:
-    """Compiles in another process until buffers are assigned, or to the end with `full`. keep: a folder for the compiler's files.
+    """Compiles in another process until buffers are assigned, or to the end with `full`. keep: a folder for the
+    compiler's files.
 
     Raises what that process raised, and TimeoutError.
     """

@@ -24,7 +24,8 @@ SLACK = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """All layouts tried, the best first: those that were compiled, then those that were not. refused: why others cannot be."""
+    """All layouts tried, the best first: those that were compiled, then those that were not. refused: why others
+    cannot be."""
 
     plans: tuple[Plan, ...]
     refused: tuple[tuple[str, str], ...]
@@ -99,8 +100,9 @@ def search(
 ) -> Search:
     """Estimates every layout x remat x batch, drops what cannot fit, and compiles the `compile` most promising.
 
-    layouts: pairs of a mesh and rules; by default FSDP with every degree of tensor parallelism up to 16. batches are per chip. workers:
-    compilers at a time (default: one for two cores). Raises ValueError when not one layout divides the model and the devices.
+    layouts: pairs of a mesh and rules; by default FSDP with every degree of tensor parallelism up to 16. batches are
+    per chip. workers: compilers at a time (default: one for two cores). Raises ValueError when not one layout divides
+    the model and the devices.
     """
     begin = time.monotonic()
     layouts = list(layouts or _default_layouts(parse_target(target).devices))

@@ -122,6 +122,6 @@ def devices_of(target: Target) -> list[Any]:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     more = {"num_slices": target.slices} if target.slices > 1 else {}
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=target.topology, **more).devices)
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=str(target.topology), **more).devices)
     except Exception as error:
         raise ValueError(f"{target.name}: libtpu knows no topology {target.topology}: {error}") from error

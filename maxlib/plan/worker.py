@@ -56,7 +56,7 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
     seconds = time.perf_counter() - begin
     if not is_tpu:
         (dump / "text").write_text(compiled.as_text() or "")
-    sizes = compiled.memory_analysis()
+    sizes: Any = compiled.memory_analysis()
     tell(
         "compiled",
         seconds=seconds,

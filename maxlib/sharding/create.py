@@ -16,8 +16,8 @@ Model = TypeVar("Model")
 def shardings(model: Model, mesh: AnyMesh, rules: Rules) -> Model:
     """`model` (or its `jax.eval_shape`) with every array replaced by the `NamedSharding` that `rules` give it.
 
-    Variables without axis names are replicated. Raises ValueError, naming the parameter, when a mesh axis does not divide a
-    dimension or two names share a mesh axis.
+    Variables without axis names are replicated. Raises ValueError, naming the parameter, when a mesh axis does not
+    divide a dimension or two names share a mesh axis.
     """
     check(mesh, rules)
 

@@ -15,9 +15,9 @@ def map_op(
 ) -> Callable[..., Any]:
     """`op` under `jax.shard_map`, its arrays split by axis names as the rules in use say; `op` itself without rules.
 
-    An argument that is None has names None. An axis with a `Spare` place takes what no axis of any array here takes. A name
-    whose dimension does not divide, in any argument, is left whole in all of them, so that all parts match. `out_names` is a
-    pytree of name tuples. `changes` replace some of the rules in use, for this call.
+    An argument that is None has names None. An axis with a `Spare` place takes what no axis of any array here takes. A
+    name whose dimension does not divide, in any argument, is left whole in all of them, so that all parts match.
+    `out_names` is a pytree of name tuples. `changes` replace some of the rules in use, for this call.
     """
 
     def run(*args):
@@ -43,7 +43,7 @@ def map_op(
     return run
 
 
-def _flat(in_names, out_names) -> list[str | None]:
+def _flat(in_names, out_names) -> list[Any]:
     groups = [names for names in in_names if names is not None] + jax.tree.leaves(out_names, is_leaf=_is_names)
     return [name for names in groups for name in names]
 

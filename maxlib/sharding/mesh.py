@@ -25,9 +25,9 @@ def make_mesh(
 ) -> Mesh:
     """A mesh over `devices` (default: all). One of the degrees may be -1: it takes what the others leave.
 
-    dcn: degrees across slices (TPU) or hosts (GPU), which a slower network joins, such as `{"data": -1}`; the other degrees are then those
-    within one slice, and an axis has the product of its two. devices may be those of a described topology.
-    Raises ValueError when the degrees do not multiply to the number of devices.
+    dcn: degrees across slices (TPU) or hosts (GPU), which a slower network joins, such as `{"data": -1}`; the other
+    degrees are then those within one slice, and an axis has the product of its two. devices may be those of a
+    described topology. Raises ValueError when the degrees do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     asked = dict(data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert, stage=stage)

@@ -1,8 +1,9 @@
 """The pipeline in which backward passes begin before the forward passes have ended (1F1B, arXiv:1806.03377).
 
-In every tick each stage computes one microbatch forward and, of an earlier one, backward. Stage `s` of `S` meets microbatch `m` forward in
-tick `m + s` and backward in tick `m + 2 S - 2 - s`; in between it keeps what entered, for at most `2 S - 1` microbatches however many there are.
-No stage goes backward in the first `S - 1` ticks nor forward in the last, so these are loops of their own, and all of it takes the time of GPipe.
+In every tick each stage computes one microbatch forward and, of an earlier one, backward. Stage `s` of `S` meets
+microbatch `m` forward in tick `m + s` and backward in tick `m + 2 S - 2 - s`; in between it keeps what entered, for at
+most `2 S - 1` microbatches however many there are. No stage goes backward in the first `S - 1` ticks nor forward in
+the last, so these are loops of their own, and all of it takes the time of GPipe.
 """
 
 import functools
@@ -30,8 +31,8 @@ class _Sizes(NamedTuple):
 class _Flow(NamedTuple):
     """What goes from tick to tick; the leading axis of the first four is that of the stages.
 
-    passed: what each stage made last. kept: inputs by tick, modulo their number. returned: gradients of the inputs. layers: sums of the layers'
-    gradients, aux: of what they report. head, loss: sums of what the loss gave.
+    passed: what each stage made last. kept: inputs by tick, modulo their number. returned: gradients of the inputs.
+    layers: sums of the layers' gradients, aux: of what they report. head, loss: sums of what the loss gave.
     """
 
     passed: Tree
@@ -54,11 +55,11 @@ def one_f_one_b(
 ) -> tuple[tuple[jax.Array, Tree, Tree], tuple[Tree, Tree, Tree]]:
     """The loss over a batch and its gradients, in the pipeline of the rules in use.
 
-    stage: `(layers, fixed, x, ctx) -> (x, more, aux)`, with a scalar `more` that adds to the loss. loss: `(head, x, ctx) -> (sum, stats)` of
-    a microbatch that has left the last stage. layers, x and ctx: as in `pipelined`; every array of ctx has a leading batch axis.
-    fixed: what else layers are made of, with the same leading axis and no gradient.
-    Returns `(loss, stats, aux)`, sums over microbatches but for aux, their mean; and the gradients of `(layers, head, x)`.
-    Raises ValueError for layers that the stages, or rows that the microbatches do not divide.
+    stage: `(layers, fixed, x, ctx) -> (x, more, aux)`, with a scalar `more` that adds to the loss. loss: `(head, x,
+    ctx) -> (sum, stats)` of a microbatch that has left the last stage. layers, x and ctx: as in `pipelined`; every
+    array of ctx has a leading batch axis. fixed: what else layers are made of, with the same leading axis and no
+    gradient. Returns `(loss, stats, aux)`, sums over microbatches but for aux, their mean; and the gradients of
+    `(layers, head, x)`. Raises ValueError for layers that the stages, or rows that the microbatches do not divide.
     """
     pipeline, num_stages = in_use() or (Pipeline("", 1), 1)
     rows, sizes = jax.tree.leaves(x)[0].shape[0], _Sizes(num_stages, pipeline.microbatches)

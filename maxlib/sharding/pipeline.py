@@ -1,4 +1,5 @@
-"""Layers over devices: each stage holds consecutive layers, and microbatches pass from stage to stage (GPipe, arXiv:1811.06965)."""
+"""Layers over devices: each stage holds consecutive layers, and microbatches pass from stage to stage (GPipe,
+arXiv:1811.06965)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +22,9 @@ def stages() -> int:
 def pipelined(stage: Callable[..., tuple[Tree, Tree]], layers: Tree, x: Tree, ctx: Tree) -> tuple[Tree, Tree]:
     """`stage(layers, x, ctx) -> (x, aux)` over all layers, in the pipeline of the rules in use.
 
-    layers: arrays with a leading axis of equal layers. x, ctx: arrays with a leading batch axis; what has another length there is
-    common to all rows. aux: arrays with a leading layer axis; they come back as the mean over microbatches.
-    Differentiable: the backward pass runs through the stages in the opposite order.
+    layers: arrays with a leading axis of equal layers. x, ctx: arrays with a leading batch axis; what has another
+    length there is common to all rows. aux: arrays with a leading layer axis; they come back as the mean over
+    microbatches. Differentiable: the backward pass runs through the stages in the opposite order.
     Raises ValueError for layers that the stages, or rows that the microbatches do not divide.
     """
     pipeline, num_stages = in_use() or (Pipeline("", 1), 1)

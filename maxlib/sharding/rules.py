@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 @dataclasses.dataclass(frozen=True)
 class Spare:
-    """Mesh axes for an axis that yields: it takes those on which no other axis of the same array (or kernel call) lives.
+    """Mesh axes for an axis that yields: it takes those on which no other axis of the same array (or kernel call)
+    lives.
 
     Among the names of an array, `Spare("batch")` is the axis `batch`, yielding this once.
     """
@@ -142,7 +143,7 @@ def _as_tuple(place: Place | Spare | Pipeline) -> tuple[str, ...]:
     return () if place is None else (place,) if isinstance(place, str) else tuple(place)
 
 
-def settle(names: Iterable[Name], rules: Rules) -> dict[Name, Any]:
+def settle(names: Iterable[Name], rules: Rules) -> dict[Any, Any]:
     """What `rules` say about these axes when they meet: a `Spare` keeps the mesh axes that nobody else takes."""
     found = {name: _rule(name, rules) for name in names if name is not None}
     taken = {axis for place in found.values() if not isinstance(place, Spare) for axis in _as_tuple(place)}
@@ -159,8 +160,8 @@ def _rule(name: Name, rules: Rules) -> Any:
 def spec(names: tuple[Name, ...], rules: Rules, *, ndim: int | None = None, what: str = "array") -> P:
     """The partition spec of an array whose trailing dimensions bear `names`.
 
-    A dimension before them, a stack's repeat axis, is split if the rule "layers" names a `Pipeline`. Raises ValueError when two names of one
-    array land on one mesh axis; `what` says in the message which array it was.
+    A dimension before them, a stack's repeat axis, is split if the rule "layers" names a `Pipeline`. Raises ValueError
+    when two names of one array land on one mesh axis; `what` says in the message which array it was.
     """
     settled = settle(names, rules)
     places = [settled[name] if name is not None else None for name in names]
@@ -190,8 +191,8 @@ def optimizer_spec(
 ) -> P:
     """Where the optimizer keeps what is like a parameter with these axis names (moments, and the gradient it reads).
 
-    That is the parameter's own place; the rule `optimizer` names mesh axes that split it further, along the longest dimension
-    that they divide (ZeRO-1 is `{"optimizer": "data"}`).
+    That is the parameter's own place; the rule `optimizer` names mesh axes that split it further, along the longest
+    dimension that they divide (ZeRO-1 is `{"optimizer": "data"}`).
     """
     own = spec(names, rules, ndim=len(shape), what=what)
     used = {axis for place in own for axis in _as_tuple(place)}

@@ -1,6 +1,7 @@
 """An order of the sequence that gives every device of the context axis the same work under a causal mask.
 
-Of `2 n` equal chunks, device `i` holds the `i`-th and the `i`-th last: one early, whose queries see little, and one late.
+Of `2 n` equal chunks, device `i` holds the `i`-th and the `i`-th last: one early, whose queries see little, and one
+late.
 """
 
 from collections.abc import Callable

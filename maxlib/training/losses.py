@@ -21,8 +21,8 @@ _INPUTS = ("positions", "segment_ids", "valid", "images")
 class Stats:
     """What a loss tells besides its value.
 
-    tokens: how many targets the sum ran over, the weight of this batch. sums: metrics, each summed over these targets; they
-    are divided by the number of tokens of all microbatches (and batches, in evaluation) at the end.
+    tokens: how many targets the sum ran over, the weight of this batch. sums: metrics, each summed over these targets;
+    they are divided by the number of tokens of all microbatches (and batches, in evaluation) at the end.
     """
 
     tokens: Float[Array, ""]
@@ -42,10 +42,11 @@ def next_token_loss(
 ) -> tuple[Float[Array, ""], Stats]:
     """The cross-entropy of `batch["targets"]` (-1: ignored) given `batch["tokens"]`, summed over the targets, in nats.
 
-    Also hands `positions`, `segment_ids`, `valid` and `images` of the batch to the model, where there are any. What the model
-    reports as `loss/...` is added, times the number of targets; it is a mean over its microbatch. `key` is not used.
-    extra: `(model, output, batch) -> (loss sum, more sums)` adds a loss on the same forward pass, such as `mtp_loss`.
-    Stats: `nll` (without smoothing, z-loss and the model's own losses), `accuracy`, and what the model reports.
+    Also hands `positions`, `segment_ids`, `valid` and `images` of the batch to the model, where there are any. What
+    the model reports as `loss/...` is added, times the number of targets; it is a mean over its microbatch. `key` is
+    not used. extra: `(model, output, batch) -> (loss sum, more sums)` adds a loss on the same forward pass, such as
+    `mtp_loss`. Stats: `nll` (without smoothing, z-loss and the model's own losses), `accuracy`, and what the model
+    reports.
     """
     inputs = {name: batch[name] for name in _INPUTS if name in batch}
     out = model(batch["tokens"], dtype=dtype, remat=remat, **inputs)
@@ -69,8 +70,9 @@ def cross_entropy(
 ) -> tuple[Array, dict[str, Array]]:
     """Each device takes its own rows, and its own part of the vocabulary where the rules split that.
 
-    A head that is split over its width, like a batch over its rows, has to be gathered and its gradient summed; where rows are fewer than the
-    vocabulary is large, the rows travel instead, and each device takes a part of the vocabulary for all of them.
+    A head that is split over its width, like a batch over its rows, has to be gathered and its gradient summed; where
+    rows are fewer than the vocabulary is large, the rows travel instead, and each device takes a part of the
+    vocabulary for all of them.
     """
     axes, more, changes, chunk = (), (), None, None
     if (now := sharding.current()) is not None:
@@ -92,9 +94,10 @@ def cross_entropy(
 
 
 def vocab_axes(
-    hidden: Any, weight: tuple[int, int], mesh: Any, *, vocab: Axes, batch: Axes, embed: Axes
+    hidden: Any, weight: tuple[int, ...], mesh: Any, *, vocab: Axes, batch: Axes, embed: Axes
 ) -> tuple[Axes, Axes]:
-    """The mesh axes that split the vocabulary by the rules, and those over which rows had better travel to split it further.
+    """The mesh axes that split the vocabulary by the rules, and those over which rows had better travel to split it
+    further.
 
     vocab, batch, embed: the mesh axes that split these; `hidden` and `weight` are shapes.
     """

@@ -56,7 +56,7 @@ class Stored:
 
     def read_into(self, out: np.ndarray, start: int) -> None:
         """Fills the contiguous `out` with the bytes from `start` of this tensor on: faster than to copy mapped pages."""
-        left = memoryview(out.reshape(-1).view(np.uint8))
+        left = out.reshape(-1).view(np.uint8).data
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.offset + start)
             while left and (count := file.readinto(left)):
