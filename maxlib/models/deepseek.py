@@ -219,6 +219,20 @@ class DeepSeek(nn.Decoder):
         """What `num_mtp` modules foretell from the final `hidden`; inputs: `positions`, `segment_ids`, `valid`, `remat`."""
         return nn.look_ahead(self.mtp, self.embed, hidden, tokens, ropes=self.ropes, **inputs)
 
+    def draft(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any):
+        """What the first of the modules of `look_ahead` drafts while decoding; inputs: `cache`, `valid`."""
+        return nn.draft(self._drafter, self.embed, hidden, tokens, masks=self.masks, ropes=self.ropes, **inputs)
+
+    def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> nn.Cache:
+        layers = self._drafter.init_cache(batch, capacity, dtype)
+        return nn.Cache(layers, jnp.zeros(batch, jnp.int32), capacity)
+
+    @property
+    def _drafter(self) -> nn.MTP:
+        if not len(self.mtp):
+            raise ValueError("this DeepSeek was built without a module that drafts: read it with num_mtp=1")
+        return self.mtp[0]
+
 
 def _block(cfg: Config, theirs: str, ours: str) -> list[Weight]:
     """Hugging Face's names for the weights of a block, dense or sparse."""

@@ -277,16 +277,20 @@ class Gemma3(nn.Decoder):
         """Vectors for the tokens, and which of them are images'."""
         # The factor is rounded to the compute dtype, as Gemma was trained.
         x = self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
-        if self.cfg.vision is None or self.tower is None or self.projector is None:
-            if images is not None:
-                raise ValueError("this Gemma 3 reads text only (its config has no vision): call it without images")
+        self.check_images(tokens, images)
+        if images is None or self.cfg.vision is None or self.tower is None or self.projector is None:
             return x, None
         is_image = tokens == self.cfg.vision.image_token
-        nn.check_placeholders(is_image, 0 if images is None else len(images) * self.cfg.vision.num_tokens)
-        if images is None:
-            return x, None
         features = self.projector(self.tower(images, dtype=dtype, remat=remat))
         return nn.place_features(x, is_image, features), is_image
+
+    def check_images(self, tokens: Int[Any, "B T"], images: Float[Any, "I C H W"] | None) -> None:
+        """Raises ValueError as `__call__` does; a generator asks before it enters jit."""
+        if self.cfg.vision is not None:
+            count = 0 if images is None else len(images) * self.cfg.vision.num_tokens
+            nn.check_placeholders(tokens == self.cfg.vision.image_token, count)
+        elif images is not None:
+            raise ValueError("this Gemma 3 reads text only (its config has no vision): call it without images")
 
 
 def _table(cfg: Config) -> Table:

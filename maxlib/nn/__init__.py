@@ -1,6 +1,7 @@
 """Layers: plain `nnx.Module`s with keyword arguments, no global configuration, no mesh needed."""
 
 from maxlib.nn.attention import Attention as Attention
+from maxlib.nn.attention import TemperatureTuning as TemperatureTuning
 from maxlib.nn.attention import attend as attend
 from maxlib.nn.cache import Cache as Cache
 from maxlib.nn.cache import KVCache as KVCache
@@ -12,23 +13,33 @@ from maxlib.nn.context import context as context
 from maxlib.nn.context import spans as spans
 from maxlib.nn.context import unbalance as unbalance
 from maxlib.nn.decoder import Decoder as Decoder
+from maxlib.nn.features import attention_kind as attention_kind
+from maxlib.nn.features import cache_kinds as cache_kinds
+from maxlib.nn.features import features as features
+from maxlib.nn.features import num_active_parameters as num_active_parameters
+from maxlib.nn.features import takes_images as takes_images
 from maxlib.nn.linear import Einsum as Einsum
 from maxlib.nn.linear import Embed as Embed
 from maxlib.nn.mla import MLA as MLA
 from maxlib.nn.mla import LatentCache as LatentCache
 from maxlib.nn.mlp import MLP as MLP
 from maxlib.nn.mlp import GatedMLP as GatedMLP
+from maxlib.nn.model import Drafts as Drafts
 from maxlib.nn.model import Model as Model
 from maxlib.nn.model import Output as Output
+from maxlib.nn.model import Sees as Sees
 from maxlib.nn.moe import ClampedSwiGLU as ClampedSwiGLU
 from maxlib.nn.moe import ExpertLinear as ExpertLinear
 from maxlib.nn.moe import MoE as MoE
 from maxlib.nn.moe import swiglu as swiglu
 from maxlib.nn.mtp import MTP as MTP
 from maxlib.nn.mtp import Ahead as Ahead
+from maxlib.nn.mtp import draft as draft
 from maxlib.nn.mtp import look_ahead as look_ahead
 from maxlib.nn.norm import LayerNorm as LayerNorm
 from maxlib.nn.norm import RMSNorm as RMSNorm
+from maxlib.nn.norm import UnitRMSNorm as UnitRMSNorm
+from maxlib.nn.positions import LearnedPositions as LearnedPositions
 from maxlib.nn.pytree import pytree as pytree
 from maxlib.nn.pytree import static as static
 from maxlib.nn.remat import Policy as Policy
@@ -42,7 +53,9 @@ from maxlib.nn.router import SequenceBalance as SequenceBalance
 from maxlib.nn.router import SwitchBalance as SwitchBalance
 from maxlib.nn.router import update_router_bias as update_router_bias
 from maxlib.nn.stack import Stack as Stack
+from maxlib.nn.stack import ends as ends
 from maxlib.nn.stack import layout_for as layout_for
+from maxlib.nn.stack import periods as periods
 from maxlib.nn.stack import unstack as unstack
 from maxlib.nn.summary import summary as summary
 from maxlib.nn.tree import Filter as Filter
@@ -54,7 +67,9 @@ from maxlib.nn.tree import num_parameters as num_parameters
 from maxlib.nn.tree import partition as partition
 from maxlib.nn.tree import summed_axes as summed_axes
 from maxlib.nn.tree import variables as variables
+from maxlib.nn.vision import Llama4Vision as Llama4Vision
 from maxlib.nn.vision import PoolProjector as PoolProjector
+from maxlib.nn.vision import ShuffleProjector as ShuffleProjector
 from maxlib.nn.vision import SigLIP as SigLIP
 from maxlib.nn.vision import check_placeholders as check_placeholders
 from maxlib.nn.vision import place_features as place_features

@@ -1,18 +1,35 @@
 """Grouped-query attention (Ainslie et al. 2023), of which multi-head and multi-query attention are the ends."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from maxlib import ops
 from maxlib.nn.cache import KVCache, RingCache, kv_cache
 from maxlib.nn.context import Context, context
 from maxlib.nn.linear import Einsum
 from maxlib.ops.attention import Causal, Mask
+from maxlib.ops.grid_rope import GridRope
 from maxlib.ops.rope import Rope, apply_rope
-from maxlib.sharding import constrain, context_axis, degree, map_op, natural_order
+from maxlib.sharding import axis_of, constrain, degree, map_op, natural_order
+
+
+@dataclasses.dataclass(frozen=True)
+class TemperatureTuning:
+    """`1 + scale * log(1 + floor((index + 1) / floor))`: queries sharpen with what they see (Nakanishi 2025, arXiv:2501.19399).
+
+    In Llama 4's form, in steps of `floor` tokens, for layers that no position rotates.
+    """
+
+    floor: float
+    scale: float
+
+    def __call__(self, index: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        steps = jnp.floor((index.astype(jnp.float32) + 1) / self.floor)
+        return 1 + self.scale * jnp.log1p(steps)
 
 
 class Attention(nnx.Module):
@@ -20,7 +37,8 @@ class Attention(nnx.Module):
 
     rope: how positions rotate queries and keys; None leaves them (NoPE). q_norm, k_norm: norms over the head dimension, applied before the
     rotation. scale: factor on the scores, by default `head_dim ** -0.5`. softcap: `c * tanh(scores / c)`. sinks: one learned
-    logit per head that takes part in the softmax and has no value (GPT-OSS).
+    logit per head that takes part in the softmax and has no value (GPT-OSS). temperature: factor on each query, given its index in its
+    document (`TemperatureTuning`).
     Raises ValueError when `num_heads` is no multiple of `num_kv_heads`.
     """
 
@@ -32,7 +50,7 @@ class Attention(nnx.Module):
         head_dim: int,
         num_kv_heads: int | None = None,
         mask: Mask = Causal(),
-        rope: Rope | None = None,
+        rope: Rope | GridRope | None = None,
         bias: bool = False,
         out_bias: bool = False,
         q_norm: Callable | None = None,
@@ -40,6 +58,7 @@ class Attention(nnx.Module):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        temperature: Callable[[Array], Array] | None = None,
         rngs: nnx.Rngs,
     ):
         D, N, K, H = dim, num_heads, num_kv_heads or num_heads, head_dim
@@ -54,6 +73,7 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = q_norm, k_norm
         self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",)) if sinks else None
         self.mask, self.rope, self.scale, self.softcap = mask, rope, scale, softcap
+        self.temperature = temperature
         self.num_kv_heads, self.head_dim = K, H
 
     def __call__(
@@ -70,12 +90,14 @@ class Attention(nnx.Module):
         return self.o(out), cache
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
-        """Queries, keys and values, normed and rotated."""
+        """Queries, keys and values, normed, sharpened and rotated."""
         q = constrain(self.q(x), "batch", "seq", "act_heads", None)
         k = constrain(self.k(x), "batch", "seq", "act_heads", None)
         v = constrain(self.v(x), "batch", "seq", "act_heads", None)
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
+        if self.temperature is not None:
+            q = (q * self.temperature(ctx.index - ctx.start)[:, :, None, None]).astype(q.dtype)
         if (rope := self.rope) is None:
             return q, k, v
         cos, sin = ctx.rotary(rope)
@@ -116,7 +138,7 @@ def attend(
     gathered. Both are split: keys travel around a ring. Neither is: heads are split instead (`attn_heads`), and all-to-alls exchange
     the two (Ulysses). balanced: tokens stand in the order of `sharding.zigzag`.
     """
-    ring = context_axis("kv_seq") if k.shape[1] % degree("kv_seq") == 0 else None
+    ring = axis_of("kv_seq") if k.shape[1] % degree("kv_seq") == 0 else None
     parts = degree("q_seq") if balanced else 1
 
     def op(q, k, v, k_start, k_end, sinks):

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn.pytree import pytree, static
 from maxlib.ops.attention import Mask, Tokens, key_intervals
+from maxlib.ops.grid_rope import GridRope
 from maxlib.ops.rope import Rope
 from maxlib.sharding import can_zigzag, unzigzag, zigzag
 
@@ -34,7 +35,7 @@ class Context:
     tables: tuple[Any, ...] = ()
     rope_length: int | None = static(default=None)
     masks: tuple[Mask, ...] = static(default=())
-    ropes: tuple[Rope, ...] = static(default=())
+    ropes: tuple[Rope | GridRope, ...] = static(default=())
     balanced: bool = static(default=False)  # tokens stand in the order of `sharding.zigzag`
 
     def bounds(self, mask: Mask) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
@@ -44,7 +45,7 @@ class Context:
         spans = self.spans or (None, None)
         return key_intervals(mask, Tokens(self.index, self.start, self.stop, *spans))
 
-    def rotary(self, rope: Rope) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
+    def rotary(self, rope: Rope | GridRope) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
         """Cosines and sines of every position under `rope` (R is half the rotary dimensions)."""
         if rope in self.ropes:
             return self.tables[self.ropes.index(rope)]
@@ -61,7 +62,7 @@ def context(
     spans: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None,
     cache: Any = None,
     masks: tuple[Mask, ...] = (),
-    ropes: tuple[Rope, ...] = (),
+    ropes: tuple[Rope | GridRope, ...] = (),
 ) -> Context:
     """Builds the context of `batch` rows of `seq` tokens.
 

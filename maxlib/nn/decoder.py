@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn.cache import Cache
-from maxlib.nn.context import balance, context, unbalance
+from maxlib.nn.context import Context, balance, context, unbalance
 from maxlib.nn.linear import Embed
 from maxlib.nn.model import Output
 from maxlib.nn.remat import Policy
@@ -52,10 +52,19 @@ class Decoder(nnx.Module):
 
     def run(self, x: Float[Array, "B T D"], *, cache: Cache | None, remat: Policy, **inputs: Any) -> Output:
         """From vectors to the normed hidden states; inputs: those of `nn.context`."""
-        ctx = context(*x.shape[:2], cache=cache, masks=self.masks, ropes=self.ropes, **inputs)
-        x, ctx = balance(constrain(x, "batch", "seq", "act_embed"), ctx) if cache is None else (x, ctx)
+        x, ctx = self.enter(x, cache=cache, **inputs)
         x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat)
-        return Output(unbalance(self.norm(x), ctx), cache and cache.advanced(layers, ctx), aux)
+        return Output(self.leave(x, ctx), cache and cache.advanced(layers, ctx), aux)
+
+    def enter(self, x: Float[Array, "B T D"], *, cache: Cache | None = None, **inputs: Any):
+        """What the first layer gets: `x` in its place, and the context."""
+        ctx = context(*x.shape[:2], cache=cache, masks=self.masks, ropes=self.ropes, **inputs)
+        x = constrain(x, "batch", "seq", "act_embed")
+        return balance(x, ctx) if cache is None else (x, ctx)
+
+    def leave(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T D"]:
+        """What the head gets of the last layer's `x`."""
+        return unbalance(self.norm(x), ctx)
 
     def head_weight(self) -> Float[Array, "V D"]:
         return (self.head or self.embed).w[...]

@@ -11,6 +11,7 @@ from maxlib.sharding.distributed import initialize as initialize
 from maxlib.sharding.map_op import map_op as map_op
 from maxlib.sharding.mesh import AXES as AXES
 from maxlib.sharding.mesh import make_mesh as make_mesh
+from maxlib.sharding.one_f_one_b import one_f_one_b as one_f_one_b
 from maxlib.sharding.pipeline import pipelined as pipelined
 from maxlib.sharding.pipeline import stages as stages
 from maxlib.sharding.rules import CP_GATHER as CP_GATHER
@@ -28,14 +29,15 @@ from maxlib.sharding.rules import ZERO1 as ZERO1
 from maxlib.sharding.rules import Pipeline as Pipeline
 from maxlib.sharding.rules import Rules as Rules
 from maxlib.sharding.rules import Spare as Spare
+from maxlib.sharding.rules import axis_of as axis_of
 from maxlib.sharding.rules import constrain as constrain
 from maxlib.sharding.rules import current as current
 from maxlib.sharding.rules import degree as degree
+from maxlib.sharding.rules import mesh_axes as mesh_axes
 from maxlib.sharding.rules import optimizer_spec as optimizer_spec
 from maxlib.sharding.rules import spec as spec
 from maxlib.sharding.rules import use as use
 from maxlib.sharding.zigzag import can_zigzag as can_zigzag
-from maxlib.sharding.zigzag import context_axis as context_axis
 from maxlib.sharding.zigzag import natural_order as natural_order
 from maxlib.sharding.zigzag import unzigzag as unzigzag
 from maxlib.sharding.zigzag import zigzag as zigzag

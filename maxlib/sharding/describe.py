@@ -8,13 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from maxlib.sharding.create import shardings
-from maxlib.sharding.rules import Rules
+from maxlib.sharding.rules import AnyMesh, Rules
 
 LARGE = 16 * 2**20
 
@@ -65,11 +64,11 @@ class Description:
     __repr__ = __str__
 
 
-def describe(model: Any, mesh: Mesh | None = None, rules: Rules | None = None, *, large: int = LARGE) -> Description:
+def describe(model: Any, mesh: AnyMesh | None = None, rules: Rules | None = None, *, large: int = LARGE) -> Description:
     """Shape, axis names, place and bytes per device of every parameter; print it.
 
-    `model` holds arrays or, with `mesh` and `rules`, may be its `jax.eval_shape`. Warns about parameters of at least `large` bytes that
-    several devices hold whole.
+    `model` holds arrays or, with `mesh` and `rules`, may be its `jax.eval_shape`. Warns about parameters of at least
+    `large` bytes that several devices hold whole.
     """
     places = jax.tree.map(_sharding, model) if mesh is None or rules is None else shardings(model, mesh, rules)
     is_variable = lambda x: isinstance(x, nnx.Variable)
@@ -116,11 +115,13 @@ def size(count: float) -> str:
 
 
 def draw(x: Any, *, ax: Any = None) -> Any:
-    """A picture of which devices hold which part of an array, by the two dimensions that are cut most; returns the matplotlib axes.
+    """A picture of which devices hold which part of an array, by the two dimensions that are cut most; returns the
+    matplotlib axes.
 
     `x` is an array, a parameter, or a `jax.ShapeDtypeStruct` with a sharding. Parts on the same devices share a colour.
     """
     import matplotlib.pyplot as plt  # an extra
+    from matplotlib.patches import Rectangle
 
     value = x.get_value() if isinstance(x, nnx.Variable) else x
     if value.sharding is None:
@@ -129,17 +130,15 @@ def draw(x: Any, *, ax: Any = None) -> Any:
     cells = _cells(value)
     cuts = [len({index[d] for index in cells}) for d in range(len(shape))] if value.shape else [1]
     order = sorted(range(len(shape)), key=lambda d: -cuts[d])[:2]
-    dims = (*sorted(order), None) if len(order) == 1 else tuple(sorted(order))
+    first, second = min(order), max(order) if len(order) == 2 else None
     ax = plt.subplots(figsize=(5, 4))[1] if ax is None else ax
     colours = plt.get_cmap("tab20")
-    for number, (box_, devices) in enumerate(_projected(cells, dims, shape).items()):
+    for number, (box_, devices) in enumerate(_projected(cells, first, second).items()):
         (top, bottom), (left, right) = box_
-        ax.add_patch(plt.Rectangle((left, top), right - left, bottom - top, fc=colours(number % 20), ec="white"))
+        ax.add_patch(Rectangle((left, top), right - left, bottom - top, fc=colours(number % 20), ec="white"))
         ax.text((left + right) / 2, (top + bottom) / 2, _ids(devices), ha="center", va="center", fontsize=8)
-    ax.set_xlim(0, 1 if dims[1] is None else shape[dims[1]])
-    ax.set_ylim(shape[dims[0]], 0)
-    ax.set_ylabel(f"dimension {dims[0]}")
-    ax.set_xlabel("" if dims[1] is None else f"dimension {dims[1]}")
+    ax.set(xlim=(0, 1 if second is None else shape[second]), ylim=(shape[first], 0))
+    ax.set(ylabel=f"dimension {first}", xlabel="" if second is None else f"dimension {second}")
     ax.set_title(f"{tuple(value.shape)} {getattr(value.sharding, 'spec', '')}")
     return ax
 
@@ -153,11 +152,14 @@ def _cells(value: Any) -> dict[tuple[tuple[int, int], ...], list[int]]:
     return cells
 
 
-def _projected(cells, dims, shape) -> dict[tuple[tuple[int, int], tuple[int, int]], list[int]]:
+def _projected(cells, first: int, second: int | None) -> dict[tuple[tuple[int, int], tuple[int, int]], list[int]]:
     boxes: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
-    side = lambda bounds, d: (0, 1) if d is None or not bounds else bounds[d]
+
+    def side(bounds: tuple[tuple[int, int], ...], d: int | None) -> tuple[int, int]:
+        return (0, 1) if d is None or not bounds else bounds[d]
+
     for bounds, devices in cells.items():
-        boxes.setdefault((side(bounds, dims[0]), side(bounds, dims[1])), []).extend(devices)
+        boxes.setdefault((side(bounds, first), side(bounds, second)), []).extend(devices)
     return boxes
 
 

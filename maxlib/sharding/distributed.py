@@ -37,9 +37,10 @@ def initialize(
 ) -> Cluster | None:
     """Joins the processes of a run, and says what it found; call it before anything that touches devices.
 
-    Looks for, in this order: the arguments; `JAX_COORDINATOR_ADDRESS` with `JAX_NUM_PROCESSES` (or `NNODES`) and `JAX_PROCESS_ID` (or `NODE_RANK`);
-    a Kubernetes JobSet; SLURM; Open MPI; TPU pods. Finding nothing it leaves this process alone and returns None.
-    Raises ValueError for incomplete addresses, and TimeoutError, naming who is missing, when a process does not arrive in `timeout` seconds.
+    Looks for, in this order: the arguments; `JAX_COORDINATOR_ADDRESS` with `JAX_NUM_PROCESSES` (or `NNODES`) and
+    `JAX_PROCESS_ID` (or `NODE_RANK`); a Kubernetes JobSet; SLURM; Open MPI; TPU pods. Finding nothing it leaves this
+    process alone and returns None. Raises ValueError for incomplete addresses, and TimeoutError, naming who is
+    missing, when a process does not arrive in `timeout` seconds.
     """
     cluster = find(coordinator, num_processes, process_id, timeout=timeout)
     if cluster is None:
@@ -106,7 +107,8 @@ def _address(env: Mapping[str, str]) -> str | None:
 
 
 def _job_set(env: Mapping[str, str]) -> Cluster | None:
-    """From the names that a JobSet's pods bear, so that no Kubernetes API is asked (TPU pods know more by themselves)."""
+    """From the names that a JobSet's pods bear, so that no Kubernetes API is asked (TPU pods know more by
+    themselves)."""
     names = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_COMPLETION_INDEX")
     pods, jobs = _number(env, "JAX_PROCESSES_PER_JOB", "NNODES"), _number(env, "JOBSET_REPLICAS") or 1
     if not all(name in env for name in names) or pods is None or "TPU_WORKER_HOSTNAMES" in env:
@@ -159,5 +161,5 @@ def _known_to_jax(timeout: float) -> Cluster | None:
         _address(os.environ), None, None, None, engine.name or None, int(timeout)
     )
     names = {"slurm": "SLURM", "ompi": "Open MPI", "gketpu": "TPU pod (GKE)", "gcetpu": "TPU pod", "": "Kubernetes"}
-    found = _complete(names.get(engine.name, engine.name), address, count, own)
+    found = _complete(names.get(engine.name) or engine.__name__, address, count, own)
     return dataclasses.replace(found, local_device_ids=None if ids is None else tuple(ids))

@@ -25,15 +25,15 @@ def make_mesh(
 ) -> Mesh:
     """A mesh over `devices` (default: all). One of the degrees may be -1: it takes what the others leave.
 
-    dcn: degrees across slices (TPU) or hosts (GPU), which a slower network joins, such as `{"data": -1}`; the other degrees are then those
-    within one slice, and an axis has the product of its two. devices may be those of a described topology.
-    Raises ValueError when the degrees do not multiply to the number of devices.
+    dcn: degrees across slices (TPU) or hosts (GPU), which a slower network joins, such as `{"data": -1}`; the other
+    degrees are then those within one slice, and an axis has the product of its two. devices may be those of a
+    described topology. Raises ValueError when the degrees do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     asked = dict(data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert, stage=stage)
     per_host, groups = _groups(devices, dcn)
-    across = _fill({axis: (dcn or {}).get(axis, 1) for axis in AXES}, groups, "slices")
-    inside = _fill({axis: asked[axis] for axis in AXES}, len(devices) // groups, "devices")
+    across = fill({axis: (dcn or {}).get(axis, 1) for axis in AXES}, groups, "slices")
+    inside = fill({axis: asked[axis] for axis in AXES}, len(devices) // groups, "devices")
     if dcn:
         placed = mesh_utils.create_hybrid_device_mesh(
             tuple(inside.values()),
@@ -62,7 +62,8 @@ def _groups(devices: list[Any], dcn: Mapping[str, int] | None) -> tuple[bool, in
     return per_host, len(hosts if per_host else slices) if dcn else 1
 
 
-def _fill(degrees: dict[str, int], count: int, what: str) -> dict[str, int]:
+def fill(degrees: dict[str, int], count: int, what: str) -> dict[str, int]:
+    """`degrees` with -1 replaced, so that they multiply to `count`. Raises ValueError when they cannot."""
     free = [name for name, degree in degrees.items() if degree == -1]
     shown = {name: degree for name, degree in degrees.items() if degree != 1}
     if len(free) > 1 or any(degree < 1 and degree != -1 for degree in degrees.values()):

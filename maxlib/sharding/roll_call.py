@@ -88,4 +88,4 @@ def _late(missing: Iterable[int], num_processes: int, address: str, timeout: flo
 def _words(numbers: Iterable[int]) -> str:
     listed = sorted(numbers)
     shown = ", ".join(map(str, listed[:20])) + (f" … ({len(listed)} in all)" if len(listed) > 20 else "")
-    return (listed and f"process{'es' if len(listed) > 1 else ''} {shown}") or ""
+    return f"process{'es' if len(listed) > 1 else ''} {shown}" if listed else ""

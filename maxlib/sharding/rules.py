@@ -7,13 +7,17 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 
 @dataclasses.dataclass(frozen=True)
 class Spare:
-    """Mesh axes for an axis that yields: it takes those on which no other axis of the same array (or kernel call) lives."""
+    """Mesh axes for an axis that yields: it takes those on which no other axis of the same array (or kernel call)
+    lives.
+
+    Among the names of an array, `Spare("batch")` is the axis `batch`, yielding this once.
+    """
 
     axes: str | tuple[str, ...]
 
@@ -34,6 +38,8 @@ class Pipeline:
             raise ValueError(f"a pipeline needs at least one microbatch, got {self.microbatches}")
 
 
+AnyMesh = Mesh | AbstractMesh
+Name = str | Spare | None
 Place = str | tuple[str, ...] | None
 Rules = Mapping[str, str | tuple[str, ...] | Spare | Pipeline | None]
 
@@ -56,14 +62,15 @@ TP: Rules = _BATCH | _TENSOR
 FSDP_TP: Rules = _BATCH | _FSDP | _TENSOR
 # Between the matmuls that `tensor` splits by heads or width, it splits activations by sequence (arXiv:2205.05198).
 SP: Rules = {"seq": Spare("tensor")}
-# Experts over an axis of their own; all else takes that axis for more batch and more FSDP.
+# Experts over an axis of their own, to which tokens travel; all else takes that axis for more batch and more FSDP.
 EP: Rules = {
     "batch": ("data", "fsdp", "expert"),
     "embed": ("fsdp", "expert"),
     "expert": "expert",
+    "act_expert": "expert",
     "expert_embed": "fsdp",
 }
-# Experts over the FSDP axis instead.
+# Experts over the FSDP axis instead; each device gathers their weights.
 EP_FSDP: Rules = _BATCH | {"embed": "fsdp", "expert": "fsdp"}
 # The optimizer's state over the data axis too (arXiv:1910.02054); see `optimizer_spec`.
 ZERO1: Rules = {"optimizer": "data"}
@@ -109,7 +116,7 @@ def current() -> tuple[Any, dict[str, Any]] | None:
     return jax.sharding.get_abstract_mesh(), dict(_context.value)
 
 
-def check(mesh: Mesh, rules: Rules) -> None:
+def check(mesh: AnyMesh, rules: Rules) -> None:
     """Raises ValueError when a rule names an axis that `mesh` does not have."""
     for name, place in rules.items():
         for axis in _as_tuple(place):
@@ -120,6 +127,14 @@ def check(mesh: Mesh, rules: Rules) -> None:
                 )
 
 
+def mesh_axes(name: str) -> tuple[str, ...]:
+    """The mesh axes of more than one device over which the rules in use split the axis `name`; none without rules."""
+    if (now := current()) is None:
+        return ()
+    mesh, rules = now
+    return tuple(axis for axis in _as_tuple(rules.get(name)) if mesh.shape[axis] > 1)
+
+
 def _as_tuple(place: Place | Spare | Pipeline) -> tuple[str, ...]:
     if isinstance(place, Spare):
         place = place.axes
@@ -128,23 +143,29 @@ def _as_tuple(place: Place | Spare | Pipeline) -> tuple[str, ...]:
     return () if place is None else (place,) if isinstance(place, str) else tuple(place)
 
 
-def settle(names: Iterable[str | None], rules: Rules) -> dict[str, Place]:
+def settle(names: Iterable[Name], rules: Rules) -> dict[Any, Any]:
     """What `rules` say about these axes when they meet: a `Spare` keeps the mesh axes that nobody else takes."""
-    found = {name: rules.get(name) for name in names if name is not None}
+    found = {name: _rule(name, rules) for name in names if name is not None}
     taken = {axis for place in found.values() if not isinstance(place, Spare) for axis in _as_tuple(place)}
     spare = lambda place: tuple(axis for axis in _as_tuple(place) if axis not in taken) or None
     return {name: spare(place) if isinstance(place, Spare) else place for name, place in found.items()}
 
 
-def spec(names: tuple[str | None, ...], rules: Rules, *, ndim: int | None = None, what: str = "array") -> P:
+def _rule(name: Name, rules: Rules) -> Any:
+    if isinstance(name, Spare):
+        return Spare(_as_tuple(rules.get(str(name.axes))))
+    return None if name is None else rules.get(name)
+
+
+def spec(names: tuple[Name, ...], rules: Rules, *, ndim: int | None = None, what: str = "array") -> P:
     """The partition spec of an array whose trailing dimensions bear `names`.
 
-    A dimension before them, a stack's repeat axis, is split if the rule "layers" names a `Pipeline`. Raises ValueError when two names of one
-    array land on one mesh axis; `what` says in the message which array it was.
+    A dimension before them, a stack's repeat axis, is split if the rule "layers" names a `Pipeline`. Raises ValueError
+    when two names of one array land on one mesh axis; `what` says in the message which array it was.
     """
     settled = settle(names, rules)
     places = [settled[name] if name is not None else None for name in names]
-    used: dict[str, str | None] = {}
+    used: dict[str, Name] = {}
     for name, place in zip(names, places, strict=True):
         for axis in _as_tuple(place):
             if axis in used:
@@ -170,8 +191,8 @@ def optimizer_spec(
 ) -> P:
     """Where the optimizer keeps what is like a parameter with these axis names (moments, and the gradient it reads).
 
-    That is the parameter's own place; the rule `optimizer` names mesh axes that split it further, along the longest dimension
-    that they divide (ZeRO-1 is `{"optimizer": "data"}`).
+    That is the parameter's own place; the rule `optimizer` names mesh axes that split it further, along the longest
+    dimension that they divide (ZeRO-1 is `{"optimizer": "data"}`).
     """
     own = spec(names, rules, ndim=len(shape), what=what)
     used = {axis for place in own for axis in _as_tuple(place)}
@@ -206,7 +227,17 @@ def degree(name: str) -> int:
     return _size(mesh, rules.get(name))
 
 
-def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+def axis_of(name: str) -> str | None:
+    """The one mesh axis over which a kernel talks that splits `name`, by the rules in use; None if nothing does."""
+    if (now := current()) is None:
+        return None
+    split = [axis for axis in _as_tuple(now[1].get(name)) if now[0].shape[axis] > 1]
+    if len(split) > 1:
+        raise ValueError(f"{name!r} can be split over one mesh axis only, but its rule names {tuple(split)}")
+    return split[0] if split else None
+
+
+def constrain(x: jax.Array, *names: Name) -> jax.Array:
     """Places an activation by its axis names; without `use(...)` it returns `x` as it is.
 
     A dimension that its mesh axes do not divide (a batch of one at decoding) stays whole.

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
 from maxlib.training.losses import Batch, Stats
+from maxlib.training.pipelining import Gradients
 
 Loss = Callable[[Any, Batch, Array], tuple[Array, Stats]]
 Metrics = dict[str, Any]
@@ -64,12 +65,14 @@ def make_train_step(
     *,
     accumulate: int = 1,
     schedule: optax.Schedule | None = None,
+    gradients: Gradients | None = None,
 ) -> Step:
     """`step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
     loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean. accumulate: how many
     microbatches a batch is computed in; they are weighted by their numbers of targets, so the mean is that of the
-    whole batch. schedule: only reported, as `learning_rate`.
+    whole batch. schedule: only reported, as `learning_rate`. gradients: what computes `(trainable, rest, batch, key) -> (gradient of the
+    mean, mean, Stats)` in place of autodiff of `loss_fn`, such as `one_f_one_b`.
 
     Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient is not and the
     state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
@@ -79,7 +82,10 @@ def make_train_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
         batch = jax.tree.map(_by_rows, batch)
-        grads, loss, stats = _gradients(loss_fn, state, batch, key, accumulate)
+        if gradients is None:
+            grads, loss, stats = _gradients(loss_fn, state, batch, key, accumulate)
+        else:
+            grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
         grads = _place(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable, value=loss)

@@ -105,3 +105,25 @@ def test_experts_report_the_mean_over_microbatches():
         got = run(model, tokens)
     assert want.keys() == got.keys()
     np.testing.assert_allclose(got["moe/load"], want["moe/load"], atol=1e-6)
+
+
+@functools.partial(jax.jit, static_argnames="remat")
+def one_f_one_b(params, rest, data, remat=None):
+    grads, mean, stats = training.one_f_one_b(dtype=jnp.float32, remat=remat)(params, rest, data, jax.random.key(0))
+    return mean * stats.tokens, jax.tree.map(lambda g: g * stats.tokens, grads), stats.sums
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_f_one_b_gives_the_loss_and_gradients_of_one_device(case):
+    build, degrees, rules, remat = CASES[case]
+    model, data = jax.jit(build)(), rows(8)
+    data["targets"][:3, :9] = -1  # microbatches with other numbers of targets
+    want = loss_and_gradients(*nn.partition(model), data)
+    mesh, rules = sharding.make_mesh(**degrees), rules | PP
+    spread = jax.device_put(model, sharding.shardings(model, mesh, rules))
+    with sharding.use(mesh, rules):
+        got = one_f_one_b(*nn.partition(spread), data, remat=remat)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    assert got[1].keys() == want[1].keys()
+    for path, gradient in want[1].items():
+        np.testing.assert_allclose(got[1][path], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=path)
