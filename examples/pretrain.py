@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer
 import maxlib
 from maxlib import data, inference, ops, sharding, training
 from maxlib.models import llama
+from maxlib.training import diagnostics
 
 BOS, EOS = "<bos>", "<eos>"
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
@@ -41,7 +41,7 @@ def main() -> None:
         rules=sharding.FSDP,
         schedule=schedule,
         eval_loader=eval_loader,
-        eval_every=max(args.steps // 6, 1),
+        eval_every=max(args.steps // 4, 1),
         checkpointer=training.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
     )
     loss = trainer.fit(args.steps)["eval/nll"]
@@ -54,12 +54,12 @@ def arguments() -> argparse.Namespace:
     add = functools.partial(parser.add_argument, metavar="N", type=int)
     add("files", metavar="FILE", type=Path, nargs="*", help="text or .jsonl (field 'text') files or folders of them")
     add("--out", metavar="DIR", type=Path, default=Path("runs/pretrain"), help="where everything goes (%(default)s)")
-    add("--steps", default=300, help="optimizer steps in all (%(default)s)")
-    add("--batch", default=8, help="rows in a step (%(default)s)")
+    add("--steps", default=360, help="optimizer steps in all (%(default)s)")
+    add("--batch", default=4, help="rows in a step (%(default)s)")
     add("--length", default=256, help="tokens in a row (%(default)s)")
     add("--vocab", default=4096, help="size of the tokenizer that is trained (%(default)s)")
-    add("--layers", default=8, help="layers of the model (%(default)s)")
-    add("--dim", default=320, help="width of the model, a multiple of 64 (%(default)s)")
+    add("--layers", default=4, help="layers of the model (%(default)s)")
+    add("--dim", default=448, help="width of the model, a multiple of 64 (%(default)s)")
     add("--learning-rate", metavar="X", type=float, default=3e-3, help="its peak (%(default)s)")
     return parser.parse_args()
 
@@ -72,9 +72,8 @@ def documents(files: list[Path]):
 
 def load_tokenizer(directory: Path, train, vocab: int) -> Tokenizer:
     if not (directory / "tokenizer.json").exists():
-        tokenizer = data.train_bpe(
-            (document["text"] for document in train), vocab_size=vocab, special_tokens=(BOS, EOS)
-        )
+        texts = (document["text"] for document in train)
+        tokenizer = data.train_bpe(texts, vocab_size=vocab, special_tokens=(BOS, EOS))
         data.save_tokenizer(tokenizer, directory, bos_token=BOS, eos_token=EOS)
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
@@ -103,14 +102,7 @@ def unigram(loader: data.Loader) -> float:
 
 
 def finish(model, tokenizer: Tokenizer, args) -> None:
-    picture, export = args.out / "loss.png", args.out / "model"
-    rows = training.read_jsonl(args.out / "metrics.jsonl")
-    for name, label in (("nll", "training"), ("eval/nll", "validation")):
-        plt.plot(*zip(*[(row["step"], row[name]) for row in rows if name in row], strict=True), label=label)
-    plt.gca().set(xlabel="step", ylabel="nats per token")
-    plt.legend()
-    plt.savefig(picture, dpi=120)
-
+    export, sample = args.out / "model", []
     ids = {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS)}
     maxlib.save_pretrained(model, export, generation=ids, overwrite=True)
     data.save_tokenizer(tokenizer, export, bos_token=BOS, eos_token=EOS)
@@ -120,7 +112,11 @@ def finish(model, tokenizer: Tokenizer, args) -> None:
     sampler = inference.Sampler(temperature=0.8, top_p=0.95)
     for piece in inference.stream_text(generator, tokenizer, "The ", max_new_tokens=80, sampler=sampler, stop=[1]):
         print(piece, end="", flush=True)
-    print(f"\n\nThe loss curve is {picture}; open it with any viewer.")
+        sample.append(piece)
+
+    diagnostics.write_config(args.out, **vars(args))
+    diagnostics.add_sample(args.out, args.steps, "".join(sample))
+    print(f"\n\nThe report, with the loss curve, is {diagnostics.report(args.out)}; open it with any browser.")
     print(f"The model is {export}; open it with transformers.AutoModelForCausalLM.from_pretrained({str(export)!r}).")
 
 

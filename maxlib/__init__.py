@@ -1,6 +1,6 @@
 """Composable LLM building blocks on JAX and Flax NNX.
 
-The rooms are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `weights`, `data`, `training` and `inference`.
+The rooms are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `weights`, `data`, `training`, `inference` and `plan`.
 Importing `maxlib` imports none of them: each is imported when it is first named.
 """
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from maxlib import models as models
     from maxlib import nn as nn
     from maxlib import ops as ops
+    from maxlib import plan as plan
     from maxlib import sharding as sharding
     from maxlib import training as training
     from maxlib import weights as weights
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-_ROOMS = ("data", "inference", "models", "nn", "ops", "sharding", "training", "weights")
+_ROOMS = ("data", "inference", "models", "nn", "ops", "plan", "sharding", "training", "weights")
 _FUNCTIONS = ("from_pretrained", "save_pretrained")
 
 

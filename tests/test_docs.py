@@ -1,7 +1,12 @@
 """The Python blocks of README.md and of the documentation run, page by page, from top to bottom."""
 
 import contextlib
+import functools
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +42,21 @@ def test_blocks_are_found_where_they_stand():
     )
     found = [(code.count("\n"), code.strip(), fails) for code, fails in blocks(page)]
     assert found == [(3, "x = 1", False), (13, "z = x", True)]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)  # it is a test run of its own
+def test_the_guide_to_adding_a_model_adds_one(tmp_path: Path):
+    """Its files, laid into a copy of the repository, pass the tests that it describes."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    for folder in ("maxlib", "tests", "docs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    page = (ROOT / "docs" / "guides" / "add-a-model.md").read_text()
+    for name, code in re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        with open(tmp_path / name, "a") as file:
+            file.write(code)
+    run = functools.partial(subprocess.run, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True)
+    run([sys.executable, "-m", "tests.models.parity", "granite"])
+    run([sys.executable, "-m", "pytest", "-q", "-x", "tests/models/test_granite.py"])

@@ -24,7 +24,11 @@ def corpus(tmp_path_factory) -> Path:
 
 
 def pretrain(corpus: Path, out: Path, *options: str) -> str:
-    command = [sys.executable, str(EXAMPLES / "pretrain.py"), str(corpus), "--out", str(out), *SMALL, *options]
+    return example("pretrain.py", corpus, "--out", out, *SMALL, *options)
+
+
+def example(name: str, *arguments) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=one_device())
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -48,7 +52,7 @@ def run(corpus, tmp_path_factory) -> tuple[Path, str]:
 def test_pretrain_goes_from_text_to_an_export_and_resumes(corpus, run):
     out, first = run
     assert "unigram entropy" in first and "A sample: " in first
-    for made in ("loss.png", "metrics.jsonl", "model/config.json", "model/tokenizer.json"):
+    for made in ("report.html", "metrics.jsonl", "model/config.json", "model/tokenizer.json"):
         assert (out / made).stat().st_size > 0
     again = pretrain(corpus, out)
     assert final_loss(again) == final_loss(first) and "step 6" in again
@@ -70,6 +74,30 @@ def test_export_opens_in_transformers(run):
     ours = maxlib.from_pretrained(out / "model")
     got = ours.logits(ours(jnp.asarray(ids, jnp.int32), dtype=jnp.float32).hidden)
     np.testing.assert_allclose(got, want, atol=1e-4 * want.std())
+
+
+@pytest.fixture(scope="module")
+def finetuned(corpus, run, tmp_path_factory) -> tuple[Path, str]:
+    lines = [json.dumps({"body": path.read_text()}) for path in sorted(corpus.iterdir())]
+    (jsonl := tmp_path_factory.mktemp("finetune") / "corpus.jsonl").write_text("\n".join(lines))
+    out = jsonl.parent / "run"
+    options = ["--field", "body", "--out", out, "--steps", 6, "--batch", 4, "--accumulate", 2, "--length", 32]
+    return out, example("finetune.py", run[0] / "model", jsonl, *options, "--learning-rate", 1e-2)
+
+
+def test_finetune_lowers_the_loss_and_exports(run, finetuned):
+    out, text = finetuned
+    before, after = (float(re.search(rf"{word}: (\S+) nats", text)[1]) for word in ("before", "after"))
+    assert after < before - 0.1 and "A sample: " in text
+    for name in ("config.json", "model.safetensors", "generation_config.json", "tokenizer.json"):
+        assert (out / "model" / name).stat().st_size > 0
+    old, new = (json.loads((path / "model" / "config.json").read_text()) for path in (run[0], out))
+    assert new == old
+
+
+def test_generate_writes_from_a_directory(finetuned):
+    text = example("generate.py", "Once there", "--model", finetuned[0] / "model", "--tokens", 8, "--raw")
+    assert "tokens/s" in text and len(text.partition("\n\n[")[0]) > 4
 
 
 def test_pretrain_help_explains_every_flag():

@@ -18,7 +18,7 @@ def run(code: str) -> str:
 
 def test_import_brings_nothing_heavy():
     heavy = ("jax", "flax", "numpy", "optax", "orbax", "grain", "transformers", "torch", "tokenizers", "rich")
-    loaded = run(f"import sys, maxlib; print([name for name in {heavy} if name in sys.modules])")
+    loaded = run(f"import sys, maxlib, maxlib.models; print([name for name in {heavy} if name in sys.modules])")
     assert loaded.strip() == "[]"
 
 
@@ -38,6 +38,14 @@ def test_weights_functions_are_at_the_top():
 def test_unknown_name_says_what_there_is():
     with pytest.raises(AttributeError, match=r"'nonsense'; it has .*from_pretrained"):
         maxlib.nonsense
+
+
+def test_families_are_reached_by_name():
+    assert maxlib.models.llama is importlib.import_module("maxlib.models.llama")
+    assert "llama3-8b" in maxlib.models.presets()
+    assert {"families", "gpt2", "llama", "presets"} <= set(dir(maxlib.models))
+    with pytest.raises(AttributeError, match=r"'gpt5'; it has families, presets, deepseek, "):
+        maxlib.models.gpt5
 
 
 def test_typed_marker_is_packaged():

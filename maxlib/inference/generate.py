@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from maxlib import nn
 from maxlib.inference.sampling import GREEDY, Sampler
 
 Prompts = Sequence[Sequence[int]]
+Images = Float[Array | np.ndarray, "I C H W"]
 
 
 class Generator:
@@ -32,6 +33,7 @@ class Generator:
         prompts: Prompts,
         *,
         max_new_tokens: int,
+        images: Images | None = None,
         sampler: Sampler = GREEDY,
         stop: Collection[int] = (),
         key: Key[Array, ""] | None = None,
@@ -40,7 +42,13 @@ class Generator:
         """The new tokens of each prompt, up to and without the first of `stop`. The arguments are those of `stream`."""
         texts: list[list[int]] = [[] for _ in prompts]
         steps = self.stream(
-            prompts, max_new_tokens=max_new_tokens, sampler=sampler, stop=stop, key=key, capacity=capacity
+            prompts,
+            max_new_tokens=max_new_tokens,
+            images=images,
+            sampler=sampler,
+            stop=stop,
+            key=key,
+            capacity=capacity,
         )
         for tokens in steps:
             for text, token in zip(texts, tokens, strict=True):
@@ -53,6 +61,7 @@ class Generator:
         prompts: Prompts,
         *,
         max_new_tokens: int,
+        images: Images | None = None,
         sampler: Sampler = GREEDY,
         stop: Collection[int] = (),
         key: Key[Array, ""] | None = None,
@@ -60,24 +69,25 @@ class Generator:
     ) -> Iterator[list[int | None]]:
         """Yields, step by step, each prompt's next token; None for a prompt that has stopped.
 
-        prompts: token ids, of any lengths. stop: ids that end a prompt's text; they are not part of it. key: for sampling (default:
+        prompts: token ids, of any lengths. images: for models that see, all images of all prompts in the order of their placeholders,
+        prompt after prompt; what Hugging Face's processors call pixel_values. stop: ids that end a prompt's text; they are not part of it. key: for sampling (default:
         seed 0). capacity: tokens a cache row holds, by default what is needed, rounded up so that similar calls share a program.
-        Raises ValueError for empty prompts, ids outside the vocabulary, and prompts that do not fit `capacity`.
+        Raises ValueError for empty prompts, ids outside the vocabulary, prompts that do not fit `capacity`, images for a model that
+        does not see, and images that are not those of the placeholders.
         """
-        tokens, valid = _right_padded(prompts, self.vocab)
+        tokens, valid = right_padded(prompts, self.vocab)
         needed = max(map(len, prompts)) + max_new_tokens
-        capacity = _round_up(needed, 128) if capacity is None else capacity
-        if max_new_tokens < 1 or needed > capacity:
-            raise ValueError(
-                f"the longest prompt ({max(map(len, prompts))} tokens) and max_new_tokens ({max_new_tokens}, at least 1) "
-                f"must fit the capacity of the cache ({capacity}); shorten one or enlarge capacity"
-            )
-        return self._steps(tokens, valid, max_new_tokens, sampler, frozenset(stop), key, max(capacity, tokens.shape[1]))
+        capacity = shared_capacity(needed) if capacity is None else capacity
+        check_room(prompts, max_new_tokens, capacity)
+        seen = _seen(self.model, tokens, images)
+        capacity = max(capacity, tokens.shape[1])
+        return self._steps(tokens, valid, seen, max_new_tokens, sampler, frozenset(stop), key, capacity)
 
-    def _steps(self, tokens, valid, max_new_tokens, sampler, stop, key, capacity):
+    def _steps(self, tokens, valid, seen, max_new_tokens, sampler, stop, key, capacity):
         rows = len(tokens)
         keys = jax.random.split(jax.random.key(0) if key is None else key, rows)
-        token, cache = _prefill(self.model, tokens, valid, keys, sampler=sampler, capacity=capacity, dtype=self.dtype)
+        start = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype}
+        token, cache = _prefill(self.model, tokens, valid, seen, keys, **start)
         running = [True] * rows
         for step in range(1, max_new_tokens + 1):
             last = token
@@ -95,6 +105,7 @@ def generate(
     prompts: Prompts,
     *,
     max_new_tokens: int,
+    images: Images | None = None,
     sampler: Sampler = GREEDY,
     stop: Collection[int] = (),
     key: Key[Array, ""] | None = None,
@@ -102,14 +113,14 @@ def generate(
 ) -> list[list[int]]:
     """One call for a few prompts; keep a `Generator` to decode often. See `Generator.stream` for the arguments."""
     return Generator(model, dtype=dtype).generate(
-        prompts, max_new_tokens=max_new_tokens, sampler=sampler, stop=stop, key=key
+        prompts, max_new_tokens=max_new_tokens, images=images, sampler=sampler, stop=stop, key=key
     )
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "capacity", "dtype"))
-def _prefill(model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], keys, *, sampler, capacity, dtype):
+def _prefill(model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], seen, keys, *, sampler, capacity, dtype):
     cache = model.init_cache(tokens.shape[0], capacity, dtype=dtype)
-    out = model(tokens, valid=valid, cache=cache, dtype=dtype)
+    out = model(tokens, valid=valid, cache=cache, dtype=dtype, **seen)
     last = jnp.take_along_axis(out.hidden, (valid.sum(axis=1) - 1)[:, None, None], axis=1)
     return _draw(model, last, keys, 0, sampler), out.cache
 
@@ -137,7 +148,16 @@ def _cast_matrices(model: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda x: cast(x) if is_variable(x) else x, model, is_leaf=is_variable)
 
 
-def _right_padded(prompts: Prompts, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+def _seen(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Images]:
+    """What the model is given besides tokens. Checked here, because under jit the ids are hidden."""
+    if isinstance(model, nn.Sees):
+        model.check_images(tokens, images)
+    elif images is not None:
+        raise ValueError(f"{type(model).__name__} reads text only: call it without images")
+    return {} if images is None else {"images": images}
+
+
+def right_padded(prompts: Prompts, vocab: int) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as one array whose rows begin with the real tokens, its length rounded up to share programs."""
     if not len(prompts) or not all(len(p) for p in prompts):
         raise ValueError("every prompt needs at least one token; begin an empty one with the tokenizer's BOS id")
@@ -152,6 +172,21 @@ def _right_padded(prompts: Prompts, vocab: int) -> tuple[np.ndarray, np.ndarray]
             )
         tokens[row, : len(ids)], valid[row, : len(ids)] = ids, True
     return tokens, valid
+
+
+def check_room(prompts: Prompts, max_new_tokens: int, capacity: int) -> None:
+    """Raises ValueError for prompts that leave no room in the cache."""
+    longest = max(map(len, prompts))
+    if max_new_tokens < 1 or longest + max_new_tokens > capacity:
+        raise ValueError(
+            f"the longest prompt ({longest} tokens) and max_new_tokens ({max_new_tokens}, at least 1) "
+            f"must fit the capacity of the cache ({capacity}); shorten one or enlarge capacity"
+        )
+
+
+def shared_capacity(needed: int) -> int:
+    """A power of two or a multiple of 128: what models are made for at most is one too, and similar calls share a program."""
+    return max(16, 1 << (needed - 1).bit_length()) if needed <= 128 else _round_up(needed, 128)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -1,30 +1,32 @@
 """Text in, text out: generation with a tokenizer."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from jaxtyping import Array, Key
 
-from maxlib.inference.generate import Generator
+from maxlib.inference.generate import Generator, Images
 from maxlib.inference.sampling import GREEDY, Sampler
 
 
 def stream_text(
     generator: Generator,
     tokenizer: Any,
-    prompt: str,
+    prompt: str | Sequence[int],
     *,
     max_new_tokens: int = 256,
+    images: Images | None = None,
     sampler: Sampler = GREEDY,
     stop: Collection[int] = (),
     key: Key[Array, ""] | None = None,
 ) -> Iterator[str]:
     """Yields the continuation of `prompt` piece by piece, whole characters only.
 
-    tokenizer: a `tokenizers.Tokenizer`, or any object with `encode(str)` and `decode(ids)`.
+    tokenizer: a `tokenizers.Tokenizer`, or any object with `encode(str)` and `decode(ids)`. prompt: text, or its token ids, which a
+    chat's should be: its template has the special tokens already.
     """
-    ids = encode(tokenizer, prompt)
-    steps = generator.stream([ids], max_new_tokens=max_new_tokens, sampler=sampler, stop=stop, key=key)
+    ids = encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+    steps = generator.stream([ids], max_new_tokens=max_new_tokens, images=images, sampler=sampler, stop=stop, key=key)
     done, shown, text = list(ids), len(tokenizer.decode(ids)), ""
     for (token,) in steps:
         assert token is not None  # a stream of one prompt ends with it

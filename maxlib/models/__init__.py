@@ -1,0 +1,27 @@
+"""Model families, one file each: `maxlib.models.llama` and so on, imported when they are named.
+
+`families()` and `presets()` list what is supported, also what other packages register; `python -m maxlib.models` prints it.
+"""
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from maxlib.weights import families as families
+    from maxlib.weights import presets as presets
+
+_LISTS = ("families", "presets")
+_FAMILIES = tuple(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_"))
+
+
+def __getattr__(name: str):
+    if name in _LISTS:
+        return getattr(importlib.import_module("maxlib.weights"), name)
+    if name in _FAMILIES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_LISTS + _FAMILIES)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LISTS, *_FAMILIES])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.ops.rope import Rope, Yarn
@@ -201,13 +201,12 @@ class Block(nnx.Module):
         return self.attn.init_cache(batch, capacity, dtype)
 
 
-class DeepSeek(nnx.Module):
-    """A decoder; `docs/decisions/0001` describes what trainers and generators expect of it."""
-
-    softcap = None
+class DeepSeek(nn.Decoder):
+    """A decoder, `docs/decisions/0001`."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
+        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         layer = lambda i, rngs: Block(cfg, dense=i < cfg.num_dense, rngs=rngs)
         self.layers = nn.Stack(layer, cfg.num_layers, prefix=min(cfg.num_dense, cfg.num_layers), rngs=rngs)
@@ -216,44 +215,23 @@ class DeepSeek(nnx.Module):
         module = lambda: nn.MTP(cfg.dim, block=Block(cfg, dense=False, rngs=rngs), eps=cfg.norm_eps, rngs=rngs)
         self.mtp = nnx.List([module() for _ in range(cfg.num_mtp)])
 
-    def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        valid: Bool[Array, "B T"] | None = None,
-        cache: nn.Cache | None = None,
-        dtype: Any = jnp.bfloat16,
-        remat: nn.Policy = None,
-    ) -> nn.Output:
-        ctx = nn.context(
-            *tokens.shape,
-            positions=positions,
-            segment_ids=segment_ids,
-            valid=valid,
-            cache=cache,
-            masks=(ops.Causal(),),
-            ropes=(self.cfg.rope,),
-        )
-        x = constrain(self.embed(tokens, dtype=dtype), "batch", "seq", "act_embed")
-        x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat)
-        return nn.Output(self.norm(x), cache and cache.advanced(layers, ctx), aux)
-
     def look_ahead(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any) -> list[nn.Ahead]:
         """What `num_mtp` modules foretell from the final `hidden`; inputs: `positions`, `segment_ids`, `valid`, `remat`."""
-        return nn.look_ahead(self.mtp, self.embed, hidden, tokens, ropes=(self.cfg.rope,), **inputs)
+        return nn.look_ahead(self.mtp, self.embed, hidden, tokens, ropes=self.ropes, **inputs)
 
-    def head_weight(self) -> Float[Array, "V D"]:
-        return (self.head or self.embed).w[...]
+    def draft(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any):
+        """What the first of the modules of `look_ahead` drafts while decoding; inputs: `cache`, `valid`."""
+        return nn.draft(self._drafter, self.embed, hidden, tokens, masks=self.masks, ropes=self.ropes, **inputs)
 
-    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        return constrain((self.head or self.embed).logits(hidden), "batch", "seq", "act_vocab")
+    def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> nn.Cache:
+        layers = self._drafter.init_cache(batch, capacity, dtype)
+        return nn.Cache(layers, jnp.zeros(batch, jnp.int32), capacity)
 
-    def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
-        """An empty cache for `capacity` tokens a row; `rope_length` defaults to that capacity."""
-        layers = self.layers.init_cache(batch, capacity, dtype)
-        return nn.Cache(layers, jnp.zeros(batch, jnp.int32), rope_length or capacity)
+    @property
+    def _drafter(self) -> nn.MTP:
+        if not len(self.mtp):
+            raise ValueError("this DeepSeek was built without a module that drafts: read it with num_mtp=1")
+        return self.mtp[0]
 
 
 def _block(cfg: Config, theirs: str, ours: str) -> list[Weight]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.ops.rope import Rope
@@ -129,14 +129,14 @@ class Block(nnx.Module):
         return self.attn.init_cache(batch, capacity, dtype)
 
 
-class Gemma2(nnx.Module):
-    """A decoder; `docs/decisions/0001` describes what trainers and generators expect of it."""
+class Gemma2(nn.Decoder):
+    """A decoder, `docs/decisions/0001`."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg, self.softcap = cfg, cfg.final_softcap
         types = cfg.layer_types or _in_turn(cfg.num_layers)
         masks = {LOCAL: ops.Causal() & ops.SlidingWindow(cfg.window), GLOBAL: ops.Causal()}
-        self.masks = tuple(masks.values())
+        self.masks, self.ropes = tuple(masks.values()), (cfg.rope,)
         make = lambda i, rngs: Block(cfg, masks[types[i]], rngs=rngs)
         # Scaled by sqrt(dim), the vectors come out with variance one.
         self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
@@ -144,43 +144,9 @@ class Gemma2(nnx.Module):
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
-    def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        valid: Bool[Array, "B T"] | None = None,
-        cache: nn.Cache | None = None,
-        dtype: Any = jnp.bfloat16,
-        remat: nn.Policy = None,
-    ) -> nn.Output:
-        ctx = nn.context(
-            *tokens.shape,
-            positions=positions,
-            segment_ids=segment_ids,
-            valid=valid,
-            cache=cache,
-            masks=self.masks,
-            ropes=(self.cfg.rope,),
-        )
+    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         # The factor is rounded to the compute dtype, as Gemma was trained: sqrt(3072) is 55.5 in bfloat16.
-        x = self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
-        x = constrain(x, "batch", "seq", "act_embed")
-        x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat)
-        return nn.Output(self.norm(x), cache and cache.advanced(layers, ctx), aux)
-
-    def head_weight(self) -> Float[Array, "V D"]:
-        return (self.head or self.embed).w[...]
-
-    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        logits = constrain((self.head or self.embed).logits(hidden), "batch", "seq", "act_vocab")
-        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
-
-    def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
-        """An empty cache for `capacity` tokens a row; `rope_length` defaults to that capacity."""
-        layers = self.layers.init_cache(batch, capacity, dtype)
-        return nn.Cache(layers, jnp.zeros(batch, jnp.int32), rope_length or capacity)
+        return self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
 
 
 def _table(cfg: Config) -> Table:

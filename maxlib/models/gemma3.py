@@ -227,11 +227,8 @@ class Block(nnx.Module):
         return self.attn.init_cache(batch, capacity, dtype)
 
 
-class Gemma3(nnx.Module):
-    """A decoder, which sees images if `cfg.vision` is given; `docs/decisions/0001` describes what trainers and generators
-    expect of it."""
-
-    softcap = None
+class Gemma3(nn.Decoder):
+    """A decoder, `docs/decisions/0001`, which sees images if `cfg.vision` is given."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -266,45 +263,34 @@ class Gemma3(nnx.Module):
         where jit hides the ids, these become NaN instead.
         """
         x, is_image = self._inputs(tokens, images, dtype, remat)
-        ctx = nn.context(
-            *tokens.shape,
+        return self.run(
+            x,
             positions=positions,
             segment_ids=segment_ids,
             valid=valid,
             spans=None if is_image is None else nn.spans(is_image, segment_ids=segment_ids, cache=cache),
             cache=cache,
-            masks=self.masks,
-            ropes=self.ropes,
+            remat=remat,
         )
-        x = constrain(x, "batch", "seq", "act_embed")
-        x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat)
-        return nn.Output(self.norm(x), cache and cache.advanced(layers, ctx), aux)
 
     def _inputs(self, tokens, images, dtype, remat) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"] | None]:
         """Vectors for the tokens, and which of them are images'."""
         # The factor is rounded to the compute dtype, as Gemma was trained.
         x = self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
-        if self.cfg.vision is None or self.tower is None or self.projector is None:
-            if images is not None:
-                raise ValueError("this Gemma 3 reads text only (its config has no vision): call it without images")
+        self.check_images(tokens, images)
+        if images is None or self.cfg.vision is None or self.tower is None or self.projector is None:
             return x, None
         is_image = tokens == self.cfg.vision.image_token
-        nn.check_placeholders(is_image, 0 if images is None else len(images) * self.cfg.vision.num_tokens)
-        if images is None:
-            return x, None
         features = self.projector(self.tower(images, dtype=dtype, remat=remat))
         return nn.place_features(x, is_image, features), is_image
 
-    def head_weight(self) -> Float[Array, "V D"]:
-        return (self.head or self.embed).w[...]
-
-    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        return constrain((self.head or self.embed).logits(hidden), "batch", "seq", "act_vocab")
-
-    def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
-        """An empty cache for `capacity` tokens a row; `rope_length` defaults to that capacity."""
-        layers = self.layers.init_cache(batch, capacity, dtype)
-        return nn.Cache(layers, jnp.zeros(batch, jnp.int32), rope_length or capacity)
+    def check_images(self, tokens: Int[Any, "B T"], images: Float[Any, "I C H W"] | None) -> None:
+        """Raises ValueError as `__call__` does; a generator asks before it enters jit."""
+        if self.cfg.vision is not None:
+            count = 0 if images is None else len(images) * self.cfg.vision.num_tokens
+            nn.check_placeholders(tokens == self.cfg.vision.image_token, count)
+        elif images is not None:
+            raise ValueError("this Gemma 3 reads text only (its config has no vision): call it without images")
 
 
 def _table(cfg: Config) -> Table:

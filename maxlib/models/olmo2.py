@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops.rope import Rope, Yarn
@@ -177,54 +177,17 @@ class Block(nnx.Module):
         return self.attn.init_cache(batch, capacity, dtype)
 
 
-class OLMo2(nnx.Module):
-    """A decoder; `docs/decisions/0001` describes what trainers and generators expect of it."""
-
-    softcap = None
+class OLMo2(nn.Decoder):
+    """A decoder, `docs/decisions/0001`."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
+        self.masks, self.ropes = zip(*cfg.kinds.values(), strict=True)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         make = lambda i, rngs: Block(cfg, *cfg.kinds[cfg.types[i]], rngs=rngs)
         self.layers = nn.Stack(make, cfg.num_layers, **nn.layout_for(cfg.types), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        valid: Bool[Array, "B T"] | None = None,
-        cache: nn.Cache | None = None,
-        dtype: Any = jnp.bfloat16,
-        remat: nn.Policy = None,
-    ) -> nn.Output:
-        masks, ropes = zip(*self.cfg.kinds.values(), strict=True)
-        ctx = nn.context(
-            *tokens.shape,
-            positions=positions,
-            segment_ids=segment_ids,
-            valid=valid,
-            cache=cache,
-            masks=masks,
-            ropes=ropes,
-        )
-        x = constrain(self.embed(tokens, dtype=dtype), "batch", "seq", "act_embed")
-        x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat)
-        return nn.Output(self.norm(x), cache and cache.advanced(layers, ctx), aux)
-
-    def head_weight(self) -> Float[Array, "V D"]:
-        return (self.head or self.embed).w[...]
-
-    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        return constrain((self.head or self.embed).logits(hidden), "batch", "seq", "act_vocab")
-
-    def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
-        """An empty cache for `capacity` tokens a row; `rope_length` defaults to that capacity."""
-        layers = self.layers.init_cache(batch, capacity, dtype)
-        return nn.Cache(layers, jnp.zeros(batch, jnp.int32), rope_length or capacity)
 
 
 def _table(cfg: Config) -> Table:

@@ -1,18 +1,35 @@
 """Grouped-query attention (Ainslie et al. 2023), of which multi-head and multi-query attention are the ends."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from maxlib import ops
 from maxlib.nn.cache import KVCache, RingCache, kv_cache
 from maxlib.nn.context import Context, context
 from maxlib.nn.linear import Einsum
 from maxlib.ops.attention import Causal, Mask
+from maxlib.ops.grid_rope import GridRope
 from maxlib.ops.rope import Rope, apply_rope
-from maxlib.sharding import constrain, degree, map_op
+from maxlib.sharding import axis_of, constrain, degree, map_op, natural_order
+
+
+@dataclasses.dataclass(frozen=True)
+class TemperatureTuning:
+    """`1 + scale * log(1 + floor((index + 1) / floor))`: queries sharpen with what they see (Nakanishi 2025, arXiv:2501.19399).
+
+    In Llama 4's form, in steps of `floor` tokens, for layers that no position rotates.
+    """
+
+    floor: float
+    scale: float
+
+    def __call__(self, index: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        steps = jnp.floor((index.astype(jnp.float32) + 1) / self.floor)
+        return 1 + self.scale * jnp.log1p(steps)
 
 
 class Attention(nnx.Module):
@@ -20,7 +37,8 @@ class Attention(nnx.Module):
 
     rope: how positions rotate queries and keys; None leaves them (NoPE). q_norm, k_norm: norms over the head dimension, applied before the
     rotation. scale: factor on the scores, by default `head_dim ** -0.5`. softcap: `c * tanh(scores / c)`. sinks: one learned
-    logit per head that takes part in the softmax and has no value (GPT-OSS).
+    logit per head that takes part in the softmax and has no value (GPT-OSS). temperature: factor on each query, given its index in its
+    document (`TemperatureTuning`).
     Raises ValueError when `num_heads` is no multiple of `num_kv_heads`.
     """
 
@@ -32,7 +50,7 @@ class Attention(nnx.Module):
         head_dim: int,
         num_kv_heads: int | None = None,
         mask: Mask = Causal(),
-        rope: Rope | None = None,
+        rope: Rope | GridRope | None = None,
         bias: bool = False,
         out_bias: bool = False,
         q_norm: Callable | None = None,
@@ -40,6 +58,7 @@ class Attention(nnx.Module):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        temperature: Callable[[Array], Array] | None = None,
         rngs: nnx.Rngs,
     ):
         D, N, K, H = dim, num_heads, num_kv_heads or num_heads, head_dim
@@ -54,6 +73,7 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = q_norm, k_norm
         self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",)) if sinks else None
         self.mask, self.rope, self.scale, self.softcap = mask, rope, scale, softcap
+        self.temperature = temperature
         self.num_kv_heads, self.head_dim = K, H
 
     def __call__(
@@ -66,16 +86,18 @@ class Attention(nnx.Module):
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
         sinks = None if self.sinks is None else self.sinks[...]
-        out = attend(q, k, v, k_start, k_end, sinks, scale=self.scale, softcap=self.softcap)
+        out = attend(q, k, v, k_start, k_end, sinks, scale=self.scale, softcap=self.softcap, balanced=ctx.balanced)
         return self.o(out), cache
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
-        """Queries, keys and values, normed and rotated."""
+        """Queries, keys and values, normed, sharpened and rotated."""
         q = constrain(self.q(x), "batch", "seq", "act_heads", None)
         k = constrain(self.k(x), "batch", "seq", "act_heads", None)
         v = constrain(self.v(x), "batch", "seq", "act_heads", None)
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
+        if self.temperature is not None:
+            q = (q * self.temperature(ctx.index - ctx.start)[:, :, None, None]).astype(q.dtype)
         if (rope := self.rope) is None:
             return q, k, v
         cos, sin = ctx.rotary(rope)
@@ -108,19 +130,28 @@ def attend(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    balanced: bool = False,
 ) -> Float[Array, "B T N Hv"]:
-    """`ops.attention` on each device's own rows and heads, by the sharding rules in use."""
+    """`ops.attention` on each device's own rows, heads and queries, by the sharding rules in use.
+
+    They decide by the axes `q_seq` and `kv_seq` how a split sequence comes together. Only `q_seq` is split: keys are
+    gathered. Both are split: keys travel around a ring. Neither is: heads are split instead (`attn_heads`), and all-to-alls exchange
+    the two (Ulysses). balanced: tokens stand in the order of `sharding.zigzag`.
+    """
+    ring = axis_of("kv_seq") if k.shape[1] % degree("kv_seq") == 0 else None
+    parts = degree("q_seq") if balanced else 1
 
     def op(q, k, v, k_start, k_end, sinks):
-        return ops.attention(q, k, v, k_start=k_start, k_end=k_end, sinks=sinks, scale=scale, softcap=softcap)
+        options = {"k_start": k_start, "k_end": k_end, "sinks": sinks, "scale": scale, "softcap": softcap}
+        if ring is not None:
+            return ops.ring_attention(q, k, v, axis_name=ring, pieces=2 if balanced else 1, **options)
+        k, v = (natural_order(x, parts) for x in (k, v)) if balanced else (k, v)
+        return ops.attention(q, k, v, **options)
 
-    parts = degree("act_heads")
-    if (
-        q.shape[2] % parts == 0 and parts > k.shape[2] and parts % k.shape[2] == 0
-    ):  # fewer key heads than devices: each takes a copy of its own
-        k, v = (jnp.repeat(x, parts // x.shape[2], axis=2) for x in (k, v))
-    heads = ("batch", None, "act_heads", None)
-    mapped = map_op(
-        op, [heads, heads, heads, ("batch", None), ("batch", None), ("act_heads",)], ("batch", None, "act_heads", None)
-    )
-    return mapped(q, k, v, k_start, k_end, sinks)
+    copies = degree("attn_heads")
+    if q.shape[2] % copies == 0 and copies > k.shape[2] and copies % k.shape[2] == 0:
+        # Fewer key heads than devices: each takes a copy of its own.
+        k, v = (jnp.repeat(x, copies // x.shape[2], axis=2) for x in (k, v))
+    queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
+    names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",)]
+    return map_op(op, names, queries)(q, k, v, k_start, k_end, sinks)

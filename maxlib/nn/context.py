@@ -9,7 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn.pytree import pytree, static
 from maxlib.ops.attention import Mask, Tokens, key_intervals
+from maxlib.ops.grid_rope import GridRope
 from maxlib.ops.rope import Rope
+from maxlib.sharding import can_zigzag, unzigzag, zigzag
 
 
 @pytree
@@ -33,7 +35,8 @@ class Context:
     tables: tuple[Any, ...] = ()
     rope_length: int | None = static(default=None)
     masks: tuple[Mask, ...] = static(default=())
-    ropes: tuple[Rope, ...] = static(default=())
+    ropes: tuple[Rope | GridRope, ...] = static(default=())
+    balanced: bool = static(default=False)  # tokens stand in the order of `sharding.zigzag`
 
     def bounds(self, mask: Mask) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
         """The key interval of every query under `mask`."""
@@ -42,7 +45,7 @@ class Context:
         spans = self.spans or (None, None)
         return key_intervals(mask, Tokens(self.index, self.start, self.stop, *spans))
 
-    def rotary(self, rope: Rope) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
+    def rotary(self, rope: Rope | GridRope) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
         """Cosines and sines of every position under `rope` (R is half the rotary dimensions)."""
         if rope in self.ropes:
             return self.tables[self.ropes.index(rope)]
@@ -59,7 +62,7 @@ def context(
     spans: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None,
     cache: Any = None,
     masks: tuple[Mask, ...] = (),
-    ropes: tuple[Rope, ...] = (),
+    ropes: tuple[Rope | GridRope, ...] = (),
 ) -> Context:
     """Builds the context of `batch` rows of `seq` tokens.
 
@@ -86,6 +89,19 @@ def context(
     tables = tuple(ctx.rotary(rope) for rope in ropes)
     intervals = tuple(ctx.bounds(mask) for mask in masks)
     return dataclasses.replace(ctx, intervals=intervals, tables=tables, masks=tuple(masks), ropes=tuple(ropes))
+
+
+def balance(x: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "B T D"], Context]:
+    """Tokens in an order that gives all devices of a context axis the same work, where the rules in use have one."""
+    if not can_zigzag(x.shape[1]):
+        return x, ctx
+    turn = lambda y: zigzag(y, "batch", "seq", *[None] * (y.ndim - 2)) if y.ndim > 1 else y
+    return turn(x), dataclasses.replace(jax.tree.map(turn, ctx), balanced=True)
+
+
+def unbalance(x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T D"]:
+    """Undoes `balance`."""
+    return unzigzag(x, "batch", "seq", None) if ctx.balanced else x
 
 
 def spans(

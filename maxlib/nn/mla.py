@@ -104,7 +104,7 @@ class MLA(nnx.Module):
         key = jnp.broadcast_to(key[:, :, None], (*k_nope.shape[:3], key.shape[-1]))
         k = constrain(jnp.concatenate([k_nope, key], axis=-1), "batch", "seq", "act_heads", None)
         v = constrain(v, "batch", "seq", "act_heads", None)
-        return attend(q, k, v, *ctx.bounds(self.mask), scale=self.scale)
+        return attend(q, k, v, *ctx.bounds(self.mask), scale=self.scale, balanced=ctx.balanced)
 
     def _absorbed(self, q, latent, ctx):
         """The up-projections move to the queries and the output: one key head, which is the latent itself."""

@@ -45,3 +45,30 @@ class Model(Protocol):
     def init_cache(
         self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None
     ) -> Cache: ...
+
+
+@runtime_checkable
+class Sees(Protocol):
+    """What a model has beside the contract if its `__call__` takes images."""
+
+    def check_images(self, tokens: Int[Any, "B T"], images: Float[Any, "I C H W"] | None) -> None:
+        """Raises ValueError when the placeholders among `tokens` are not those of `images`, or the model is blind."""
+        ...
+
+
+@runtime_checkable
+class Drafts(Model, Protocol):
+    """What a model has beside the contract if it drafts the token after the next, as multi-token prediction does."""
+
+    def draft(
+        self,
+        hidden: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        *,
+        cache: Cache,
+        valid: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """For `logits`, at places behind those in `cache`: `hidden` is the model's own there, `tokens` the next of each."""
+        ...
+
+    def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> Cache: ...

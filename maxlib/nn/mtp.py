@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from maxlib.nn.cache import Cache
 from maxlib.nn.context import Context, context
 from maxlib.nn.linear import Einsum
 from maxlib.nn.norm import RMSNorm
@@ -90,3 +91,23 @@ def look_ahead(
 def ahead(x: Int[Array, "B T"], places: int, *, fill: int) -> Int[Array, "B T"]:
     """At `i` what stands at `i + places`; `fill` behind the end."""
     return jnp.pad(x[:, places:], ((0, 0), (0, min(places, x.shape[1]))), constant_values=fill)
+
+
+def draft(
+    module: MTP,
+    embed: Callable[..., Array],
+    hidden: Float[Array, "B T D"],
+    tokens: Int[Array, "B T"],
+    *,
+    cache: Cache,
+    valid: Bool[Array, "B T"] | None = None,
+    masks: tuple[Mask, ...] = (Causal(),),
+    ropes: tuple[Rope, ...] = (),
+) -> tuple[Float[Array, "B T D"], Cache]:
+    """`module` at the places behind those in `cache`, for decoding: normed for the model's head, and the new cache.
+
+    hidden: the model's final one at these places. tokens: the next token of each.
+    """
+    ctx = context(*tokens.shape, valid=valid, cache=cache, masks=masks, ropes=ropes)
+    hidden, layers, _ = module(hidden, embed(tokens, dtype=hidden.dtype), ctx, cache.layers)
+    return hidden, cache.advanced(layers, ctx)

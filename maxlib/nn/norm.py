@@ -1,5 +1,7 @@
 """Norms over the last axis, computed in float32."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,10 +16,25 @@ class RMSNorm(nnx.Module):
         self.eps, self.plus_one = eps, plus_one
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        x32 = _to_unit(x, self.eps)
         scale = jnp.asarray(self.scale[...], x32.dtype) + (1.0 if self.plus_one else 0.0)
         return (x32 * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitRMSNorm:
+    """Root-mean-square norm without a weight (Llama 4's norm of queries and keys)."""
+
+    eps: float = 1e-6
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        return _to_unit(x, self.eps).astype(x.dtype)
+
+
+def _to_unit(x, eps: float):
+    """`x` in float32 or wider, its mean square one."""
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
 
 
 class LayerNorm(nnx.Module):

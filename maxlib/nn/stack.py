@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from maxlib.nn.remat import Policy, remat_policy
+from maxlib.sharding import pipelined, stages
 
 Aux = dict[str, jax.Array]
 
@@ -16,10 +17,11 @@ Aux = dict[str, jax.Array]
 class Stack(nnx.Module):
     """Layers `make(0, rngs) ... make(num_layers - 1, rngs)`, each `layer(x, ctx, cache) -> (x, cache, aux)`.
 
-    The first `prefix` layers stand alone. The rest repeats every `period` layers and is stored with a leading repeat axis, so that one
-    `lax.scan` applies it; what does not fill a period stands alone at the end. Layer `i` gets the stack's key folded with `i`: neither
-    `prefix` nor `period` changes its initial values. `make` may depend on `i` only through the layer's structure.
-    Raises ValueError when a layer differs from the one whose place in the period it shares.
+    The first `prefix` layers stand alone. The rest repeats every `period` layers and is stored with a leading repeat
+    axis, so that one `lax.scan` applies it; what does not fill a period stands alone at the end. Layer `i` gets the
+    stack's key folded with `i`: neither `prefix` nor `period` changes its initial values. `make` may depend on `i`
+    only through the layer's structure. Raises ValueError when a layer differs from the one whose place in the period
+    it shares.
     """
 
     def __init__(
@@ -79,26 +81,27 @@ class Stack(nnx.Module):
         return (self[i] for i in range(self.num_layers))
 
     def __call__(self, x: Any, ctx: Any = None, cache: Any = None, *, remat: Policy = None) -> tuple[Any, Any, Aux]:
-        """Applies all layers. `cache` is what `init_cache` made; `aux` entries come back with one row per layer that reports them."""
-        policy = remat_policy(remat)
+        """Applies all layers. `cache` is what `init_cache` made; `aux` entries come back with one row per layer that
+        reports them."""
         prefix, body, suffix = cache if cache is not None else (None, None, None)
-        x, prefix, first = _run(x, ctx, self.prefix, prefix, policy)
-        x, body, middle = self._scan(x, ctx, body, policy)
-        x, suffix, last = _run(x, ctx, self.suffix, suffix, policy)
+        x, prefix, first = _run(x, ctx, self.prefix, prefix, remat_policy(remat))
+        x, body, middle = self._body(x, ctx, body, remat)
+        x, suffix, last = _run(x, ctx, self.suffix, suffix, remat_policy(remat))
         aux = _in_layer_order(first, middle, last)
         return x, None if cache is None else (prefix, body, suffix), aux
 
-    def _scan(self, x, ctx, caches, policy):
+    def _body(self, x, ctx, caches, remat):
         if not len(self.body):
             return x, caches, []
+        if caches is not None or stages() == 1:
+            return periods(self.body, x, ctx, caches, remat=remat)
 
-        def step(x, period):
-            layers, caches = period
-            x, caches, aux = _run(x, ctx, layers, caches, policy, prevent_cse=False)
-            return x, (caches, aux)
+        def stage(body, x, ctx):
+            x, _, aux = periods(body, x, ctx, remat=remat)
+            return x, aux
 
-        x, (caches, aux) = jax.lax.scan(step, x, (self.body, caches))
-        return x, caches, aux
+        x, aux = pipelined(stage, self.body, x, ctx)
+        return x, None, aux
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> tuple[list, list, list]:
         """An empty cache of every layer, laid out like the layers."""
@@ -111,6 +114,25 @@ class Stack(nnx.Module):
         new = jax.tree.map(lambda a: a, self)
         new.prefix, new.body, new.suffix = nnx.List(list(self)), nnx.List([]), nnx.List([])
         return new
+
+
+def periods(body: Any, x: Any, ctx: Any, caches: Any = None, *, remat: Policy = None) -> tuple[Any, Any, list[Aux]]:
+    """Scans the repeating layers of a stack, which may be some of all repeats; aux is that of each place in the
+    period."""
+
+    def step(x, period):
+        layers, caches = period
+        x, caches, aux = _run(x, ctx, layers, caches, remat_policy(remat), prevent_cse=False)
+        return x, (caches, aux)
+
+    x, (caches, aux) = jax.lax.scan(step, x, (body, caches))
+    return x, caches, aux
+
+
+def ends(layers: Any, x: Any, ctx: Any, *, remat: Policy = None) -> tuple[Any, list[Aux]]:
+    """Applies a stack's prefix or suffix."""
+    x, _, aux = _run(x, ctx, layers, None, remat_policy(remat))
+    return x, aux
 
 
 def unstack(model: Any) -> Any:
@@ -168,11 +190,27 @@ def _run(x, ctx, layers, caches, policy, prevent_cse: bool = True):
     for i, layer in enumerate(layers):
         apply = lambda layer, x, cache: layer(x, ctx, cache)
         if policy is not None:
+            apply = lambda layer, x, cache: jax.tree.map(_held, layer)(x, ctx, cache)
             apply = jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)
         x, new, aux = apply(layer, x, None if caches is None else caches[i])
         new_caches.append(new)
         auxes.append(aux)
     return x, None if caches is None else new_caches, auxes
+
+
+@jax.custom_jvp
+def _held(weight: jax.Array) -> jax.Array:
+    """The same float32, which XLA must not narrow before the loop: on TPU it would keep bfloat16 copies of all layers'
+    weights."""
+    if weight.dtype != jnp.float32:
+        return weight
+    bits = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(weight, jnp.uint32))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+@_held.defjvp
+def _(primals, tangents):
+    return _held(*primals), *tangents
 
 
 def _in_layer_order(first: list[Aux], middle: list[Aux], last: list[Aux]) -> Aux:

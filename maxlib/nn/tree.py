@@ -27,6 +27,12 @@ def axes(model: Any) -> dict[str, tuple[str, ...]]:
     return {path: tuple(v.get_metadata().get("axes", ())) for path, v in variables(model).items()}
 
 
+def summed_axes(model: Any) -> dict[str, tuple[str, ...]]:
+    """Of every matrix that multiplies activations, the names of the axes that are summed over: its inputs."""
+    named = {path: v.get_metadata().get("summed") for path, v in variables(model).items()}
+    return {path: tuple(names) for path, names in named.items() if names is not None}
+
+
 def logical_path(path: str) -> str:
     """`path` without a stack's layout: `"layers.body.0.attn.q.w"` becomes `"layers.attn.q.w"`."""
     return _STACKED.sub("", path).lstrip(".")

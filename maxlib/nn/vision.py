@@ -1,4 +1,4 @@
-"""Images: a tower that turns them into vectors, and the place of those vectors among text."""
+"""Images: towers that turn them into vectors, and the place of those vectors among text."""
 
 import contextlib
 import math
@@ -18,19 +18,36 @@ from maxlib.nn.norm import LayerNorm
 from maxlib.nn.remat import Policy
 from maxlib.nn.stack import Stack
 from maxlib.ops.attention import Full
+from maxlib.ops.grid_rope import GridRope
 from maxlib.sharding import constrain
+
+
+def exact_gelu(x: Array) -> Array:
+    """GELU without the tanh approximation."""
+    return jax.nn.gelu(x, approximate=False)
 
 
 class EncoderBlock(nnx.Module):
     """Pre-norm with LayerNorm and biases; every token sees every other."""
 
-    def __init__(self, dim: int, mlp_dim: int, *, num_heads: int, eps: float = 1e-6, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        dim: int,
+        mlp_dim: int,
+        *,
+        num_heads: int,
+        rope: GridRope | None = None,
+        act: Callable = jax.nn.gelu,
+        eps: float = 1e-6,
+        rngs: nnx.Rngs,
+    ):
+        H = dim // num_heads
         self.attn_norm = LayerNorm(dim, eps=eps)
         self.attn = Attention(
-            dim, num_heads=num_heads, head_dim=dim // num_heads, mask=Full(), bias=True, out_bias=True, rngs=rngs
+            dim, num_heads=num_heads, head_dim=H, mask=Full(), rope=rope, bias=True, out_bias=True, rngs=rngs
         )
         self.mlp_norm = LayerNorm(dim, eps=eps)
-        self.mlp = MLP(dim, mlp_dim, rngs=rngs)
+        self.mlp = MLP(dim, mlp_dim, act=act, rngs=rngs)
 
     def __call__(self, x: Float[Array, "I P D"], ctx: Context, cache: None = None):
         x = x + self.attn(self.attn_norm(x), ctx)[0]
@@ -56,14 +73,9 @@ class SigLIP(nnx.Module):
         eps: float = 1e-6,
         rngs: nnx.Rngs,
     ):
-        if image_size % patch_size or dim % num_heads:
-            raise ValueError(
-                f"patch_size must divide image_size, and num_heads dim; got {patch_size}, {image_size}, {num_heads}, {dim}"
-            )
+        _check_sizes(dim, num_heads, image_size, patch_size)
         self.image_size, self.patch_size = image_size, patch_size
-        patch = (dim, 3, patch_size, patch_size)
-        axes = ("embed", "channel", "patch_row", "patch_column")
-        self.patches = Einsum("ICyaxb,DCab->IyxD", patch, axes, bias=True, rngs=rngs)
+        self.patches = _patch_embedding(dim, patch_size, bias=True, rngs=rngs)
         init = nnx.initializers.normal(dim**-0.5)
         positions = init(rngs.params(), ((image_size // patch_size) ** 2, dim), jnp.float32)
         self.positions = nnx.Param(positions, axes=("position", "embed"))
@@ -75,14 +87,73 @@ class SigLIP(nnx.Module):
         self, images: Float[Array, "I C H W"], *, dtype: Any = jnp.bfloat16, remat: Policy = None
     ) -> Float[Array, "I P D"]:
         """One vector per patch, row by row. `images`: RGB, scaled as the tower was trained (SigLIP: from -1 to 1)."""
-        size, patch = self.image_size, self.patch_size
-        if images.shape[1:] != (3, size, size):
-            raise ValueError(f"images must have the shape (number, 3, {size}, {size}), got {images.shape}; resize them")
-        grid = images.astype(dtype).reshape(-1, 3, size // patch, patch, size // patch, patch)
+        grid = _in_patches(images.astype(dtype), self.image_size, self.patch_size)
         x = self.patches(grid).reshape(len(images), -1, self.positions.shape[-1])
         x = constrain(x + jnp.asarray(self.positions[...], dtype)[None], "batch", "seq", "act_embed")
         x, _, _ = self.layers(x, context(*x.shape[:2], masks=(Full(),)), remat=remat)
         return self.norm(x)
+
+
+class Llama4Vision(nnx.Module):
+    """The image encoder of Llama 4: learned positions and rotary ones on the grid of patches, a class token behind them.
+
+    theta: base of the rotary embedding. Raises ValueError when `patch_size` does not divide `image_size`, or `num_heads` not `dim`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mlp_dim: int,
+        *,
+        num_layers: int,
+        num_heads: int,
+        image_size: int,
+        patch_size: int,
+        theta: float = 10_000.0,
+        rngs: nnx.Rngs,
+    ):
+        _check_sizes(dim, num_heads, image_size, patch_size)
+        self.image_size, self.patch_size = image_size, patch_size
+        self.patches = _patch_embedding(dim, patch_size, bias=False, rngs=rngs)
+        side, init = image_size // patch_size, nnx.initializers.normal(dim**-0.5)
+        self.class_token = nnx.Param(init(rngs.params(), (dim,), jnp.float32), axes=("embed",))
+        self.positions = nnx.Param(init(rngs.params(), (side**2 + 1, dim), jnp.float32), axes=("position", "embed"))
+        self.pre_norm = LayerNorm(dim)
+        self.rope = GridRope(dim // num_heads, side, theta)
+        parts = {"num_heads": num_heads, "rope": self.rope, "act": exact_gelu, "eps": 1e-5}
+        self.layers = Stack(lambda i, rngs: EncoderBlock(dim, mlp_dim, **parts, rngs=rngs), num_layers, rngs=rngs)
+        self.norm = LayerNorm(dim)
+
+    def __call__(
+        self, images: Float[Array, "I C H W"], *, dtype: Any = jnp.bfloat16, remat: Policy = None
+    ) -> Float[Array, "I P D"]:
+        """One vector per patch, row by row. `images`: RGB tiles, from -1 to 1."""
+        grid = _in_patches(images.astype(dtype), self.image_size, self.patch_size)
+        I, D = len(images), self.positions.shape[-1]
+        last = jnp.broadcast_to(jnp.asarray(self.class_token[...], dtype), (I, 1, D))
+        x = jnp.concatenate([self.patches(grid).reshape(I, -1, D), last], axis=1)
+        x = self.pre_norm(x + jnp.asarray(self.positions[...], dtype)[None])
+        ctx = context(*x.shape[:2], masks=(Full(),), ropes=(self.rope,))
+        x, _, _ = self.layers(constrain(x, "batch", "seq", "act_embed"), ctx, remat=remat)
+        return self.norm(x[:, :-1])
+
+
+def _check_sizes(dim: int, num_heads: int, image_size: int, patch_size: int) -> None:
+    if image_size % patch_size or dim % num_heads:
+        raise ValueError(
+            f"patch_size must divide image_size, and num_heads dim; got {patch_size}, {image_size}, {num_heads}, {dim}"
+        )
+
+
+def _patch_embedding(dim: int, patch_size: int, *, bias: bool, rngs: nnx.Rngs) -> Einsum:
+    patch, axes = (dim, 3, patch_size, patch_size), ("embed", "channel", "patch_row", "patch_column")
+    return Einsum("ICyaxb,DCab->IyxD", patch, axes, bias=bias, rngs=rngs)
+
+
+def _in_patches(images, size: int, patch: int) -> Float[Array, "I C y a x b"]:
+    if images.shape[1:] != (3, size, size):
+        raise ValueError(f"images must have the shape (number, 3, {size}, {size}), got {images.shape}; resize them")
+    return images.reshape(-1, 3, size // patch, patch, size // patch, patch)
 
 
 class PoolProjector(nnx.Module):
@@ -100,7 +171,24 @@ class PoolProjector(nnx.Module):
         return self.proj(self.norm(x.reshape(I, side * side, E)))
 
 
-def check_placeholders(is_placeholder: Bool[Array, "B T"], count: int) -> None:
+class ShuffleProjector(nnx.Module):
+    """From patches to fewer vectors of the text's width: `shuffle` x `shuffle` patches side by side, an MLP, a matmul (Llama 4)."""
+
+    def __init__(self, dim: int, mlp_dim: int, text_dim: int, *, shuffle: int, rngs: nnx.Rngs):
+        self.up = Einsum("...E,FE->...F", (mlp_dim, dim * shuffle**2), ("mlp", "vision"), rngs=rngs)
+        self.down = Einsum("...F,EF->...E", (mlp_dim, mlp_dim), ("vision", "mlp"), rngs=rngs)
+        self.proj = Einsum("...E,DE->...D", (text_dim, mlp_dim), ("embed", "vision"), rngs=rngs)
+        self.shuffle = shuffle
+
+    def __call__(self, x: Float[Array, "I P E"]) -> Float[Array, "I S D"]:
+        I, P, E = x.shape
+        side = math.isqrt(P) // self.shuffle
+        squares = x.reshape(I, side, self.shuffle, side, self.shuffle, E).transpose(0, 1, 3, 2, 4, 5)
+        x = squares.reshape(I, side * side, -1)
+        return self.proj(exact_gelu(self.down(exact_gelu(self.up(x)))))
+
+
+def check_placeholders(is_placeholder: Bool[Any, "B T"], count: int) -> None:
     """Raises ValueError if the placeholders among the tokens are not `count`; inside jit their number is not known."""
     with contextlib.suppress(jax.errors.ConcretizationTypeError):
         if (found := int(is_placeholder.sum())) != count:

@@ -9,8 +9,10 @@ from maxlib.ops.attention import SlidingWindow as SlidingWindow
 from maxlib.ops.attention import Spans as Spans
 from maxlib.ops.attention import attention as attention
 from maxlib.ops.attention import explain_attention as explain_attention
+from maxlib.ops.attention import ring_attention as ring_attention
 from maxlib.ops.cross_entropy import CrossEntropy as CrossEntropy
 from maxlib.ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from maxlib.ops.grid_rope import GridRope as GridRope
 from maxlib.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from maxlib.ops.rope import DynamicNTK as DynamicNTK
 from maxlib.ops.rope import LinearScaling as LinearScaling

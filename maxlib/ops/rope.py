@@ -115,7 +115,10 @@ class DynamicNTK(Scaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(Scaling):
-    """Long wavelengths stretched by `factor`, short ones kept, smooth in between (https://arxiv.org/abs/2407.21783)."""
+    """Long wavelengths stretched by `factor`, short ones kept, smooth in between (https://arxiv.org/abs/2407.21783).
+
+    With equal `low_freq_factor` and `high_freq_factor` nothing is in between (Llama 4 Scout).
+    """
 
     factor: float
     low_freq_factor: float
@@ -125,10 +128,9 @@ class Llama3Scaling(Scaling):
     def inv_freq(self, dim: int, theta: float, length: Length | None) -> Frequencies:
         plain = _plain(dim, theta)
         rotations = np.float32(self.original_length) / (np.float32(2 * math.pi) / plain)  # within the first context
-        smooth = (rotations - np.float32(self.low_freq_factor)) / np.float32(
-            self.high_freq_factor - self.low_freq_factor
-        )
-        smooth = np.clip(smooth, np.float32(0), np.float32(1))
+        span = np.float32(self.high_freq_factor - self.low_freq_factor)
+        above = rotations - np.float32(self.low_freq_factor)
+        smooth = np.clip(above / span, np.float32(0), np.float32(1)) if span else (above > 0).astype(np.float32)
         return (np.float32(1) - smooth) * plain / np.float32(self.factor) + smooth * plain
 
     def check(self, dim: int) -> None:
@@ -138,9 +140,9 @@ class Llama3Scaling(Scaling):
             low_freq_factor=self.low_freq_factor,
             original_length=self.original_length,
         )
-        if not self.high_freq_factor > self.low_freq_factor:
+        if not self.high_freq_factor >= self.low_freq_factor:
             raise ValueError(
-                "Llama3Scaling.high_freq_factor must be greater than low_freq_factor, "
+                "Llama3Scaling.high_freq_factor must not be less than low_freq_factor, "
                 f"got {self.high_freq_factor} and {self.low_freq_factor}."
             )
 

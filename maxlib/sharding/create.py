@@ -8,16 +8,16 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding.rules import Rules, check, fit, spec, use
+from maxlib.sharding.rules import AnyMesh, Rules, check, fit, spec, use
 
 Model = TypeVar("Model")
 
 
-def shardings(model: Model, mesh: Mesh, rules: Rules) -> Model:
+def shardings(model: Model, mesh: AnyMesh, rules: Rules) -> Model:
     """`model` (or its `jax.eval_shape`) with every array replaced by the `NamedSharding` that `rules` give it.
 
-    Variables without axis names are replicated. Raises ValueError, naming the parameter, when a mesh axis does not divide a
-    dimension or two names share a mesh axis.
+    Variables without axis names are replicated. Raises ValueError, naming the parameter, when a mesh axis does not
+    divide a dimension or two names share a mesh axis.
     """
     check(mesh, rules)
 
@@ -29,14 +29,13 @@ def shardings(model: Model, mesh: Mesh, rules: Rules) -> Model:
     return jax.tree_util.tree_map_with_path(place, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def sharding_of(path: str, variable: nnx.Variable, mesh: Mesh, rules: Rules) -> NamedSharding:
+def sharding_of(path: str, variable: nnx.Variable, mesh: AnyMesh, rules: Rules) -> NamedSharding:
     """Where one parameter lives; its axis names bind to the trailing dimensions."""
     names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape
     partition = spec(names, rules, ndim=len(shape), what=path)
     _, uneven = fit(partition, shape, mesh)
     if uneven:
-        lead = len(shape) - len(names)
-        name = names[uneven[0] - lead]
+        name = ("layers", *names)[uneven[0] - len(shape) + len(names) + 1]
         raise ValueError(
             f"{path}: axis {name!r} of size {shape[uneven[0]]} does not divide over {partition[uneven[0]]!r} of the mesh "
             f"{dict(mesh.shape)}; change the mesh, or take rules with {name!r}: None"

@@ -1,23 +1,57 @@
 """Layers name the axes of their arrays; a rules table says on which mesh axes those names live."""
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-Rules = Mapping[str, str | tuple[str, ...] | None]
+
+@dataclasses.dataclass(frozen=True)
+class Spare:
+    """Mesh axes for an axis that yields: it takes those on which no other axis of the same array (or kernel call)
+    lives.
+
+    Among the names of an array, `Spare("batch")` is the axis `batch`, yielding this once.
+    """
+
+    axes: str | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """What the rule "layers" says: `{"layers": Pipeline("stage", microbatches=8)}`.
+
+    axis: the mesh axis whose devices are the stages. microbatches: into how many parts each batch is cut; of a pass's
+    `microbatches + stages - 1` ticks every stage works in `microbatches` and idles in the rest.
+    """
+
+    axis: str
+    microbatches: int
+
+    def __post_init__(self):
+        if self.microbatches < 1:
+            raise ValueError(f"a pipeline needs at least one microbatch, got {self.microbatches}")
+
+
+AnyMesh = Mesh | AbstractMesh
+Name = str | Spare | None
+Place = str | tuple[str, ...] | None
+Rules = Mapping[str, str | tuple[str, ...] | Spare | Pipeline | None]
 
 _BATCH = {"batch": ("data", "fsdp")}
-_FSDP = {"embed": "fsdp"}
+_FSDP = {"embed": "fsdp", "expert_embed": "fsdp"}
 _TENSOR = {
     "vocab": "tensor",
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
     "act_heads": "tensor",
+    "attn_heads": "tensor",
     "act_mlp": "tensor",
     "act_vocab": "tensor",
 }
@@ -26,13 +60,45 @@ DP: Rules = _BATCH
 FSDP: Rules = _BATCH | _FSDP
 TP: Rules = _BATCH | _TENSOR
 FSDP_TP: Rules = _BATCH | _FSDP | _TENSOR
+# Between the matmuls that `tensor` splits by heads or width, it splits activations by sequence (arXiv:2205.05198).
+SP: Rules = {"seq": Spare("tensor")}
+# Experts over an axis of their own, to which tokens travel; all else takes that axis for more batch and more FSDP.
+EP: Rules = {
+    "batch": ("data", "fsdp", "expert"),
+    "embed": ("fsdp", "expert"),
+    "expert": "expert",
+    "act_expert": "expert",
+    "expert_embed": "fsdp",
+}
+# Experts over the FSDP axis instead; each device gathers their weights.
+EP_FSDP: Rules = _BATCH | {"embed": "fsdp", "expert": "fsdp"}
+# The optimizer's state over the data axis too (arXiv:1910.02054); see `optimizer_spec`.
+ZERO1: Rules = {"optimizer": "data"}
+
+PRESETS: Mapping[str, Rules] = {
+    "dp": DP,
+    "zero1": DP | ZERO1,
+    "fsdp": FSDP,
+    "tp": TP,
+    "tp_sp": TP | SP,
+    "fsdp_tp": FSDP_TP,
+    "fsdp_tp_sp": FSDP_TP | SP,
+    "ep": EP,
+    "ep_tp": EP | _TENSOR,
+    "ep_fsdp": EP_FSDP,
+}
+
+# The sequence over devices, beside any of these: `FSDP | CP_RING`. `nn.attend` says how the three differ.
+CP_GATHER: Rules = {"seq": "context", "q_seq": "context"}
+CP_RING: Rules = {"seq": "context", "q_seq": "context", "kv_seq": "context"}
+CP_HEADS: Rules = {"seq": "context", "attn_heads": ("tensor", "context")}
 
 # Part of jit's cache key: a plain context variable would let a second mesh reuse the first one's program.
 _context = jax.make_user_context(None)
 
 
-def _freeze(rules: Rules) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
-    return tuple(sorted((name, tuple(v) if isinstance(v, list) else v) for name, v in rules.items()))
+def _freeze(rules: Rules) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in sorted(rules.items()))
 
 
 @contextmanager
@@ -43,14 +109,14 @@ def use(mesh: Mesh, rules: Rules) -> Iterator[None]:
         yield
 
 
-def current() -> tuple[Any, dict[str, str | tuple[str, ...] | None]] | None:
+def current() -> tuple[Any, dict[str, Any]] | None:
     """The (abstract) mesh and the rules in use, or None."""
     if _context.value is None:
         return None
     return jax.sharding.get_abstract_mesh(), dict(_context.value)
 
 
-def check(mesh: Mesh, rules: Rules) -> None:
+def check(mesh: AnyMesh, rules: Rules) -> None:
     """Raises ValueError when a rule names an axis that `mesh` does not have."""
     for name, place in rules.items():
         for axis in _as_tuple(place):
@@ -61,18 +127,45 @@ def check(mesh: Mesh, rules: Rules) -> None:
                 )
 
 
-def _as_tuple(place: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def mesh_axes(name: str) -> tuple[str, ...]:
+    """The mesh axes of more than one device over which the rules in use split the axis `name`; none without rules."""
+    if (now := current()) is None:
+        return ()
+    mesh, rules = now
+    return tuple(axis for axis in _as_tuple(rules.get(name)) if mesh.shape[axis] > 1)
+
+
+def _as_tuple(place: Place | Spare | Pipeline) -> tuple[str, ...]:
+    if isinstance(place, Spare):
+        place = place.axes
+    elif isinstance(place, Pipeline):
+        place = place.axis
     return () if place is None else (place,) if isinstance(place, str) else tuple(place)
 
 
-def spec(names: tuple[str | None, ...], rules: Rules, *, ndim: int | None = None, what: str = "array") -> P:
+def settle(names: Iterable[Name], rules: Rules) -> dict[Any, Any]:
+    """What `rules` say about these axes when they meet: a `Spare` keeps the mesh axes that nobody else takes."""
+    found = {name: _rule(name, rules) for name in names if name is not None}
+    taken = {axis for place in found.values() if not isinstance(place, Spare) for axis in _as_tuple(place)}
+    spare = lambda place: tuple(axis for axis in _as_tuple(place) if axis not in taken) or None
+    return {name: spare(place) if isinstance(place, Spare) else place for name, place in found.items()}
+
+
+def _rule(name: Name, rules: Rules) -> Any:
+    if isinstance(name, Spare):
+        return Spare(_as_tuple(rules.get(str(name.axes))))
+    return None if name is None else rules.get(name)
+
+
+def spec(names: tuple[Name, ...], rules: Rules, *, ndim: int | None = None, what: str = "array") -> P:
     """The partition spec of an array whose trailing dimensions bear `names`.
 
-    Dimensions before them (a stack's repeat axis) stay whole. Raises ValueError when two names of one
-    array land on one mesh axis; `what` says in the message which array it was.
+    A dimension before them, a stack's repeat axis, is split if the rule "layers" names a `Pipeline`. Raises ValueError
+    when two names of one array land on one mesh axis; `what` says in the message which array it was.
     """
-    places = [rules.get(name) if name is not None else None for name in names]
-    used: dict[str, str | None] = {}
+    settled = settle(names, rules)
+    places = [settled[name] if name is not None else None for name in names]
+    used: dict[str, Name] = {}
     for name, place in zip(names, places, strict=True):
         for axis in _as_tuple(place):
             if axis in used:
@@ -81,10 +174,36 @@ def spec(names: tuple[str | None, ...], rules: Rules, *, ndim: int | None = None
                     f"an array can use a mesh axis once, so change one of the rules {dict(rules)}"
                 )
             used[axis] = name
-    lead = 0 if ndim is None else ndim - len(names)
-    while places and places[-1] is None:  # as XLA reports shardings: jit compiles anew for P("x", None) after P("x")
-        places.pop()
-    return P(*[None] * lead, *places) if places else P()
+    lead = 0 if ndim is None or not names else ndim - len(names)
+    repeats = [*_as_tuple(rules.get("layers"))] if lead == 1 else [None] * lead
+    return _partition((repeats or [None]) + places if lead else places)
+
+
+def _partition(places: list[Any]) -> P:
+    """As XLA reports shardings, without what is whole at the end: jit compiles anew for P("x", None) after P("x")."""
+    while places and places[-1] is None:
+        places = places[:-1]
+    return P(*places)
+
+
+def optimizer_spec(
+    names: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules, mesh: Any, *, what: str = "array"
+) -> P:
+    """Where the optimizer keeps what is like a parameter with these axis names (moments, and the gradient it reads).
+
+    That is the parameter's own place; the rule `optimizer` names mesh axes that split it further, along the longest
+    dimension that they divide (ZeRO-1 is `{"optimizer": "data"}`).
+    """
+    own = spec(names, rules, ndim=len(shape), what=what)
+    used = {axis for place in own for axis in _as_tuple(place)}
+    more = tuple(axis for axis in _as_tuple(rules.get("optimizer")) if axis not in used and mesh.shape[axis] > 1)
+    places = [*own] + [None] * (len(shape) - len(own))
+    part = [size // _size(mesh, place) for size, place in zip(shape, places, strict=True)]
+    fitting = [d for d in range(len(shape)) if part[d] % prod(mesh.shape[axis] for axis in more) == 0]
+    if more and fitting:
+        longest = max(fitting, key=lambda d: part[d])
+        places[longest] = (*_as_tuple(places[longest]), *more)
+    return _partition(places)
 
 
 def fit(partition: P, shape: tuple[int, ...], mesh: Any) -> tuple[P, list[int]]:
@@ -108,7 +227,17 @@ def degree(name: str) -> int:
     return _size(mesh, rules.get(name))
 
 
-def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+def axis_of(name: str) -> str | None:
+    """The one mesh axis over which a kernel talks that splits `name`, by the rules in use; None if nothing does."""
+    if (now := current()) is None:
+        return None
+    split = [axis for axis in _as_tuple(now[1].get(name)) if now[0].shape[axis] > 1]
+    if len(split) > 1:
+        raise ValueError(f"{name!r} can be split over one mesh axis only, but its rule names {tuple(split)}")
+    return split[0] if split else None
+
+
+def constrain(x: jax.Array, *names: Name) -> jax.Array:
     """Places an activation by its axis names; without `use(...)` it returns `x` as it is.
 
     A dimension that its mesh axes do not divide (a batch of one at decoding) stays whole.

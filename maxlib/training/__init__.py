@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from maxlib.training.losses import Stats as Stats
     from maxlib.training.losses import next_token_loss as next_token_loss
     from maxlib.training.metrics import Console as Console
+    from maxlib.training.metrics import Csv as Csv
     from maxlib.training.metrics import Jsonl as Jsonl
     from maxlib.training.metrics import Meter as Meter
     from maxlib.training.metrics import TensorBoard as TensorBoard
@@ -26,11 +27,14 @@ if TYPE_CHECKING:
     from maxlib.training.optimizers import adamw as adamw
     from maxlib.training.optimizers import clip_by_global_norm as clip_by_global_norm
     from maxlib.training.optimizers import decay_mask as decay_mask
-    from maxlib.training.optimizers import warmup_cosine as warmup_cosine
-    from maxlib.training.optimizers import warmup_linear as warmup_linear
-    from maxlib.training.optimizers import warmup_stable_decay as warmup_stable_decay
+    from maxlib.training.optimizers import muon as muon
+    from maxlib.training.optimizers import width_factors as width_factors
+    from maxlib.training.pipelining import one_f_one_b as one_f_one_b
     from maxlib.training.placement import own_model as own_model
     from maxlib.training.placement import place_batch as place_batch
+    from maxlib.training.schedules import warmup_cosine as warmup_cosine
+    from maxlib.training.schedules import warmup_linear as warmup_linear
+    from maxlib.training.schedules import warmup_stable_decay as warmup_stable_decay
     from maxlib.training.step import TrainState as TrainState
     from maxlib.training.step import jit_step as jit_step
     from maxlib.training.step import make_eval_step as make_eval_step
@@ -39,6 +43,11 @@ if TYPE_CHECKING:
     from maxlib.training.trainer import Diverged as Diverged
     from maxlib.training.trainer import Loader as Loader
     from maxlib.training.trainer import Trainer as Trainer
+    from maxlib.training.wrappers import averaged as averaged
+    from maxlib.training.wrappers import averaged_model as averaged_model
+    from maxlib.training.wrappers import only as only
+    from maxlib.training.wrappers import scale_by_path as scale_by_path
+    from maxlib.training.wrappers import skip_spikes as skip_spikes
 
 _MODULES = {
     "checkpoint": ("Checkpointer",),
@@ -47,19 +56,15 @@ _MODULES = {
     "flops": ("forward_flops", "peak_flops", "training_flops"),
     "interrupt": ("Interrupted",),
     "losses": ("Stats", "next_token_loss"),
-    "metrics": ("Console", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
+    "metrics": ("Console", "Csv", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
     "mtp": ("mtp_loss",),
-    "optimizers": (
-        "adamw",
-        "clip_by_global_norm",
-        "decay_mask",
-        "warmup_cosine",
-        "warmup_linear",
-        "warmup_stable_decay",
-    ),
+    "optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "width_factors"),
+    "pipelining": ("one_f_one_b",),
     "placement": ("own_model", "place_batch"),
+    "schedules": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),
     "step": ("TrainState", "jit_step", "make_eval_step", "make_state", "make_train_step"),
     "trainer": ("Diverged", "Loader", "Trainer"),
+    "wrappers": ("averaged", "averaged_model", "only", "scale_by_path", "skip_spikes"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -1,5 +1,6 @@
 """Losses. Any function `loss(model, batch, key) -> (loss_sum, Stats)` trains; this is the one for language models."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from maxlib import nn, ops, sharding
 
 Batch = dict[str, Any]
 Extra = Callable[[Any, nn.Output, Batch], tuple[Array, dict[str, Array]]]
+Axes = tuple[str, ...]
+ROWS_AT_ONCE = 1024
 _INPUTS = ("positions", "segment_ids", "valid", "images")
 
 
@@ -18,8 +21,8 @@ _INPUTS = ("positions", "segment_ids", "valid", "images")
 class Stats:
     """What a loss tells besides its value.
 
-    tokens: how many targets the sum ran over, the weight of this batch. sums: metrics, each summed over these targets; they
-    are divided by the number of tokens of all microbatches (and batches, in evaluation) at the end.
+    tokens: how many targets the sum ran over, the weight of this batch. sums: metrics, each summed over these targets;
+    they are divided by the number of tokens of all microbatches (and batches, in evaluation) at the end.
     """
 
     tokens: Float[Array, ""]
@@ -39,10 +42,11 @@ def next_token_loss(
 ) -> tuple[Float[Array, ""], Stats]:
     """The cross-entropy of `batch["targets"]` (-1: ignored) given `batch["tokens"]`, summed over the targets, in nats.
 
-    Also hands `positions`, `segment_ids`, `valid` and `images` of the batch to the model, where there are any. What the model
-    reports as `loss/...` is added, times the number of targets; it is a mean over its microbatch. `key` is not used.
-    extra: `(model, output, batch) -> (loss sum, more sums)` adds a loss on the same forward pass, such as `mtp_loss`.
-    Stats: `nll` (without smoothing, z-loss and the model's own losses), `accuracy`, and what the model reports.
+    Also hands `positions`, `segment_ids`, `valid` and `images` of the batch to the model, where there are any. What
+    the model reports as `loss/...` is added, times the number of targets; it is a mean over its microbatch. `key` is
+    not used. extra: `(model, output, batch) -> (loss sum, more sums)` adds a loss on the same forward pass, such as
+    `mtp_loss`. Stats: `nll` (without smoothing, z-loss and the model's own losses), `accuracy`, and what the model
+    reports.
     """
     inputs = {name: batch[name] for name in _INPUTS if name in batch}
     out = model(batch["tokens"], dtype=dtype, remat=remat, **inputs)
@@ -64,21 +68,43 @@ def next_token_loss(
 def cross_entropy(
     hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], targets: Int[Array, "B T"], **options: Any
 ) -> tuple[Array, dict[str, Array]]:
-    """Each device takes its own rows, and its own part of the vocabulary where the rules split that."""
-    axis = _vocab_axis(weight.shape[0])
+    """Each device takes its own rows, and its own part of the vocabulary where the rules split that.
+
+    A head that is split over its width, like a batch over its rows, has to be gathered and its gradient summed; where
+    rows are fewer than the vocabulary is large, the rows travel instead, and each device takes a part of the
+    vocabulary for all of them.
+    """
+    axes, more, changes, chunk = (), (), None, None
+    if (now := sharding.current()) is not None:
+        split = {name: sharding.mesh_axes(name) for name in ("vocab", "batch", "embed")}
+        axes, more = vocab_axes(hidden, weight.shape, now[0], **split)
+        if more:  # with as many logits at once as the whole vocabulary would have
+            changes = {"vocab": axes + more, "batch": tuple(axis for axis in split["batch"] if axis not in more)}
+            chunk = ROWS_AT_ONCE * math.prod(now[0].shape[axis] for axis in more)
 
     def op(hidden, weight, targets):
-        out = ops.linear_cross_entropy(hidden, weight, targets, axis_name=axis, **options)
+        out = ops.linear_cross_entropy(hidden, weight, targets, axis_name=axes + more or None, chunk=chunk, **options)
         sums = out.loss, -jnp.sum(out.log_prob), jnp.sum(out.correct, dtype=jnp.float32)
         return tuple(x.reshape(1, 1) for x in sums)
 
     rows = ("batch", "seq")
-    mapped = sharding.map_op(op, [(*rows, None), ("vocab", None), rows], (rows, rows, rows))
+    mapped = sharding.map_op(op, [(*rows, None), ("vocab", None), rows], (rows, rows, rows), changes=changes)
     loss, nll, correct = (jnp.sum(x) for x in mapped(hidden, weight, targets))
     return loss, {"nll": nll, "accuracy": correct}
 
 
-def _vocab_axis(vocab: int) -> Any:
-    """The mesh axes that split the vocabulary, if any."""
-    parts, now = sharding.degree("vocab"), sharding.current()
-    return now[1]["vocab"] if now is not None and parts > 1 and vocab % parts == 0 else None
+def vocab_axes(
+    hidden: Any, weight: tuple[int, ...], mesh: Any, *, vocab: Axes, batch: Axes, embed: Axes
+) -> tuple[Axes, Axes]:
+    """The mesh axes that split the vocabulary by the rules, and those over which rows had better travel to split it
+    further.
+
+    vocab, batch, embed: the mesh axes that split these; `hidden` and `weight` are shapes.
+    """
+    parts = lambda axes: math.prod(mesh.shape[axis] for axis in axes)
+    axes = vocab if weight[0] % parts(vocab) == 0 else ()
+    more = tuple(axis for axis in embed if axis in batch and axis not in axes)
+    width, others = hidden.dtype.itemsize, parts(tuple(axis for axis in batch if axis not in more))
+    rows = 2 * width * math.prod(hidden.shape) / others  # there, and their gradients back
+    weights = (width + 4) * math.prod(weight) / parts(axes)  # there, and a float32 gradient back
+    return axes, more if rows < weights and weight[0] % parts(axes + more) == 0 else ()

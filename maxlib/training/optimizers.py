@@ -1,5 +1,10 @@
-"""AdamW with the choices that language models are trained with, and schedules; anything from optax does as well."""
+"""Optimizers with the choices that language models are trained with; anything from optax does as well.
 
+Every one of them takes `{path: array}` and knows weights by the names of their axes, so layers in a stack are treated one by one.
+"""
+
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +35,59 @@ def adamw(
     return adam if clip is None else optax.chain(clip_by_global_norm(clip), adam)
 
 
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    model: Any,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    weight_decay: float = 0.1,
+    beta: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    clip: float | None = 1.0,
+) -> optax.GradientTransformation:
+    """Muon for the matrices inside layers, AdamW for the rest: embeddings, head, routers, norms, biases (arXiv:2502.16982).
+
+    model: gives the axes; `jax.eval_shape` of a model does. Each matrix is made orthogonal as inputs x outputs, heads together,
+    every layer and every expert by itself. Its update is scaled to the size of Adam's, so `learning_rate` and `weight_decay` mean
+    what they mean there. adam_learning_rate: for the rest, if it shall differ.
+    """
+    dims = muon_dimensions(model)
+
+    def dimensions(params: Any) -> Any:
+        return {path: x if isinstance(x, optax.MaskedNode) else dims[path] for path, x in params.items()}
+
+    matrices = optax.contrib.muon(
+        learning_rate,
+        beta=beta,
+        weight_decay=weight_decay,
+        consistent_rms=0.2,
+        mu_dtype=jnp.float32,
+        muon_weight_dimension_numbers=dimensions,
+    )
+    adam = functools.partial(optax.adamw, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mu_dtype=jnp.float32)
+    rest = adam(adam_learning_rate or learning_rate, mask=decay_mask(model))
+    kinds = lambda params: {path: "matrix" if path in dims else "rest" for path in params}
+    both = optax.partition({"matrix": matrices, "rest": rest}, kinds)
+    return both if clip is None else optax.chain(clip_by_global_norm(clip), both)
+
+
+def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]:
+    """Which dimensions of each matrix are its inputs and which its outputs, by path; all before them are counted through."""
+    found = {}
+    for path, summed in nn.summed_axes(model).items():
+        variable = nn.variables(model)[path]
+        names = variable.get_metadata()["axes"]
+        lead = len(variable.get_value().shape) - len(names)
+        where = lambda chosen, names=names, lead=lead: tuple(lead + d for d, name in enumerate(names) if chosen(name))
+        inputs = where(lambda name, summed=summed: name in summed)
+        outputs = where(lambda name, summed=summed: name not in summed and name != "expert")
+        if inputs and outputs and ".router." not in path:
+            found[path] = optax.contrib.MuonDimensionNumbers(inputs, outputs)
+    return found
+
+
 def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
     """Scales all gradients so that their common norm is at most `limit`.
 
@@ -56,39 +114,25 @@ def decay_mask(model: Any) -> Mask:
     return lambda params: {path: decays[path] for path in params}
 
 
-def warmup_cosine(peak: float, steps: int, *, warmup: int, end: float = 0.1) -> optax.Schedule:
-    """Linear warm-up, then half a cosine down to `end * peak` at `steps`."""
-    _check(steps, warmup)
-    return _after_warmup(peak, warmup, optax.cosine_decay_schedule(peak, steps - warmup, alpha=end))
+def width_factors(model: Any, base: Any) -> dict[str, float]:
+    """By how much Adam's learning rate shrinks per weight from `base` to the wider `model`, for `scale_by_path` (muP, arXiv:2203.03466).
 
-
-def warmup_linear(peak: float, steps: int, *, warmup: int, end: float = 0.0) -> optax.Schedule:
-    """Linear warm-up, then a line down to `end * peak` at `steps`."""
-    _check(steps, warmup)
-    return _after_warmup(peak, warmup, optax.linear_schedule(peak, end * peak, steps - warmup))
-
-
-def warmup_stable_decay(peak: float, steps: int, *, warmup: int, decay: int, end: float = 0.0) -> optax.Schedule:
-    """Linear warm-up, a plateau, and a line down to `end * peak` over the last `decay` steps (WSD, arXiv:2404.06395).
-
-    A run may be lengthened from any checkpoint of its plateau.
+    model, base: the same model in two widths; `jax.eval_shape` of them does. What sums over its inputs, layers' matrices and a head of its own,
+    gets base inputs / inputs; embeddings, norms and biases keep their rate. A rate that was tuned on `base` then fits `model`.
     """
-    _check(steps, warmup, decay)
-    parts = [optax.constant_schedule(peak), optax.linear_schedule(peak, end * peak, decay)]
-    return _after_warmup(peak, warmup, optax.join_schedules(parts, [steps - warmup - decay]))
+    summed = nn.summed_axes(model) | {path: ("embed",) for path in nn.axes(model) if nn.logical_path(path) == "head.w"}
+    wide, narrow = _inputs(model, summed), _inputs(base, summed)
+    if wide.keys() != narrow.keys():
+        raise ValueError(f"both must have the same weights; only one has {sorted(wide.keys() ^ narrow.keys())}")
+    return {path: narrow[path] / wide[path] for path in wide}
 
 
-def _after_warmup(peak: float, warmup: int, schedule: optax.Schedule) -> optax.Schedule:
-    """The first step already learns: step `i` of the warm-up has `(i + 1) / (warmup + 1)` of the peak."""
-    if warmup == 0:
-        return schedule
-    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
-    return optax.join_schedules([rise, schedule], [warmup])
-
-
-def _check(steps: int, warmup: int, decay: int = 1) -> None:
-    if warmup < 0 or decay < 1 or warmup + decay > steps:
-        raise ValueError(
-            f"a schedule needs warmup >= 0, a decay of at least one step, and both within its steps; "
-            f"got steps={steps}, warmup={warmup}, decay={decay}"
-        )
+def _inputs(model: Any, summed: dict[str, tuple[str, ...]]) -> dict[str, int]:
+    """How many inputs each matrix sums over, by logical path."""
+    sizes = {}
+    for path, variable in nn.variables(model).items():
+        names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape
+        if path in summed:
+            inputs = [n for name, n in zip(names[::-1], shape[::-1], strict=False) if name in summed[path]]
+            sizes[nn.logical_path(path)] = math.prod(inputs)
+    return sizes

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
 from maxlib.training.losses import Batch, Stats
+from maxlib.training.pipelining import Gradients
 
 Loss = Callable[[Any, Batch, Array], tuple[Array, Stats]]
 Metrics = dict[str, Any]
@@ -44,11 +45,16 @@ def make_state(
 ) -> TrainState:
     """The state before the first step. It holds the model's own arrays: donating it deletes them in the model too.
 
-    Moments are born where their parameters live, so call it inside `sharding.use` if the steps run there.
+    Moments are born where their parameters live, or where the rule `optimizer` puts them (`sharding.ZERO1`), so call it inside
+    `sharding.use` if the steps run there. Raises ValueError when `filter` leaves nothing to train.
     """
     trainable, rest = nn.partition(model, filter)
+    if not trainable:
+        names = sorted({nn.logical_path(path) for path in nn.variables(model)})
+        raise ValueError(f"filter must take at least one parameter to train, it takes none of {names}")
     seed = jax.random.key(key) if isinstance(key, int) else key
-    born = lambda params, key: _place((optimizer.init(params), jnp.zeros((), jnp.int32), key), params, rest)
+    start = lambda params, key: (optimizer.init(params), jnp.zeros((), jnp.int32), key)
+    born = lambda params, key: _place(start(params, key), params, rest, optimizer=True)
     opt_state, step, own_key = jax.jit(born)(trainable, seed)
     return TrainState(trainable, rest, opt_state, step, own_key)
 
@@ -59,28 +65,36 @@ def make_train_step(
     *,
     accumulate: int = 1,
     schedule: optax.Schedule | None = None,
+    gradients: Gradients | None = None,
 ) -> Step:
     """`step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
     loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean. accumulate: how many
     microbatches a batch is computed in; they are weighted by their numbers of targets, so the mean is that of the
-    whole batch. schedule: only reported, as `learning_rate`.
+    whole batch. schedule: only reported, as `learning_rate`. gradients: what computes `(trainable, rest, batch, key) -> (gradient of the
+    mean, mean, Stats)` in place of autodiff of `loss_fn`, such as `one_f_one_b`.
 
-    Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient is not: nothing is
-    skipped, the state is as bad as the gradient), and the means of the loss's own sums.
+    Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient is not and the
+    state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
     """
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
         batch = jax.tree.map(_by_rows, batch)
-        grads, loss, stats = _gradients(loss_fn, state, batch, key, accumulate)
-        grads = _place(grads, state.trainable, state.rest)
+        if gradients is None:
+            grads, loss, stats = _gradients(loss_fn, state, batch, key, accumulate)
+        else:
+            grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
+        grads = _place(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
-        new = optax.apply_updates(state.trainable, updates), opt_state
-        trainable, opt_state = (_place(tree, state.trainable, state.rest) for tree in new)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable, value=loss)
+        trainable = _place(optax.apply_updates(state.trainable, updates), state.trainable, state.rest)
+        opt_state = _place(opt_state, state.trainable, state.rest, optimizer=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         metrics = {"loss": loss, "tokens": stats.tokens, "grad_norm": norm, "finite": finite} | means(stats)
+        if (skipped := optax.tree.get(opt_state, "skipped")) is not None:  # `skip_spikes`
+            metrics |= {"skipped": skipped.astype(jnp.float32), "finite": finite | skipped}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
         return TrainState(trainable, state.rest, opt_state, state.step + 1, state.key), _everywhere(metrics)
@@ -152,20 +166,24 @@ def _by_rows(x: Array) -> Array:
     return sharding.constrain(x, *names[: x.ndim])
 
 
-def _place(tree: Any, params: dict[str, Any], rest: Any) -> Any:
-    """Constrains what is like a parameter (gradients, moments) to that parameter's place; all else is on every device.
+def _place(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = False) -> Any:
+    """Constrains what is like a parameter (gradients, moments) to that parameter's place, or the place of its optimizer state;
+    all else is on every device.
 
     Without this XLA chooses, and may gather a gradient or turn a donated buffer into another layout.
     """
     if (now := sharding.current()) is None:
         return tree
-    rules, names = now[1], nn.axes(rest)
+    mesh, rules = now
+    names = nn.axes(rest)
 
     def put(path, leaf):
         spec = P()
         for name in (getattr(part, "key", None) for part in path):
             if name in params and leaf.shape == params[name].shape:
                 spec = sharding.spec(names[name], rules, ndim=leaf.ndim, what=name)
+                if optimizer:
+                    spec = sharding.optimizer_spec(names[name], leaf.shape, rules, mesh, what=name)
         return jax.lax.with_sharding_constraint(leaf, spec)
 
     return jax.tree_util.tree_map_with_path(put, tree)

@@ -55,9 +55,8 @@ class Family:
 def families() -> tuple[Family, ...]:
     """Every `FAMILY` in a module of `maxlib.models` or behind an entry point of the group "maxlib.models"."""
     package = importlib.import_module("maxlib.models")
-    modules = [
-        importlib.import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)
-    ]
+    names = [found.name for found in pkgutil.iter_modules(package.__path__) if not found.name.startswith("_")]
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
     own = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
     return tuple(own) + tuple(_others())
 

@@ -29,8 +29,8 @@ def _names(text: str) -> frozenset[str]:
 # Fields that never change what a forward pass computes.
 BOOKKEEPING = _names(
     """
-    architectures auto_map dtype torch_dtype transformers_version _name_or_path _commit_hash name_or_path
-    _attn_implementation _attn_implementation_autoset attn_implementation _flash_attn_2_enabled use_flash_attn
+    architectures auto_map dtype torch_dtype transformers_version _name_or_path _model_name_or_path _commit_hash
+    name_or_path _attn_implementation _attn_implementation_autoset attn_implementation _flash_attn_2_enabled use_flash_attn
     cache_implementation use_cache use_bfloat16 torchscript return_dict use_return_dict output_attentions
     output_hidden_states output_router_logits keys_to_ignore_at_inference gradient_checkpointing is_decoder
     id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
@@ -143,6 +143,7 @@ class HFConfig:
         partial: bool = False,
         default_theta: float = 10_000.0,
         default_length: int | None = None,
+        default_fraction: float = 1.0,
         layer_type: str | None = None,
         theta_field: str = "rope_theta",
         scaling_field: str | None = "rope_scaling",
@@ -150,7 +151,8 @@ class HFConfig:
         """The rotary embedding, in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
 
         partial: whether the architecture can rotate a part of the head (`partial_rotary_factor`). default_theta,
-        default_length: what it means by leaving out `rope_theta` and `max_position_embeddings`. layer_type: for models
+        default_length, default_fraction: what it means by leaving out `rope_theta`, `max_position_embeddings` and
+        `partial_rotary_factor`. layer_type: for models
         whose layer types rotate differently, the key within `rope_parameters`; theta_field and scaling_field are
         then what transformers 4 called this type's fields (`rope_local_base_freq` and None for Gemma 3's local layers).
         Raises ValueError for an unknown type, a missing or impossible number, and spellings that contradict each other.
@@ -162,6 +164,7 @@ class HFConfig:
             partial=partial,
             default_theta=default_theta,
             default_length=default_length,
+            default_fraction=default_fraction,
             layer_type=layer_type,
             theta_field=theta_field,
             scaling_field=scaling_field,

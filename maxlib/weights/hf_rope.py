@@ -65,6 +65,7 @@ def read_rope(
     partial: bool,
     default_theta: float,
     default_length: int | None,
+    default_fraction: float,
     layer_type: str | None,
     theta_field: str,
     scaling_field: str | None,
@@ -75,7 +76,7 @@ def read_rope(
     if kind not in TYPES:
         raise ValueError(f"{fields.where('rope_type')} must be one of {', '.join(TYPES)}, got {kind!r}.")
     theta = spelled.get("rope_theta", outside=theta_field, default=default_theta)
-    fraction = spelled.get("partial_rotary_factor", outside="partial_rotary_factor", default=1.0)
+    fraction = spelled.get("partial_rotary_factor", outside="partial_rotary_factor", default=default_fraction)
     if fraction != 1.0 and not (partial or kind == "proportional"):
         raise ValueError(
             f"{fields.where('partial_rotary_factor')} must be 1, got {fraction}: this architecture turns whole heads."

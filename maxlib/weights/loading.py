@@ -1,7 +1,7 @@
 """Weights from a directory into a model: one leaf at a time, by slices, each into its place on the mesh."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,12 +83,15 @@ def _check(abstract: Any, plan: Plan, stored: Mapping[str, Stored], table: Table
     floating = lambda name: {is_float(leaves[piece.place.path].dtype) for piece in tensors[name].pieces}
     kinds = [name for name in present if floating(name) != {is_float(stored[name].dtype)}]
     extra = [name for name in stored if name not in needed and not _accounted(name, stored, table)]
+    complete = [c for c in plan.conversions if stored.keys() >= {*c.theirs}]
+    unfit = {f"{', '.join(c.theirs)} for {c.place}": problem for c in complete if (problem := _unfit(c, stored))}
     users = lambda name: _users(plan, name)
     shape = lambda name: f"is {stored[name].shape}, but {users(name)} needs {tensors[name].shape}"
     problems = [
         _listed("missing", sorted(needed - stored.keys()), lambda name: f"for {users(name)}"),
         _listed("of another shape", shapes, shape),
         _listed("of another kind", kinds, lambda name: f"is {stored[name].dtype}, which {users(name)} is not"),
+        _listed("that cannot be converted", sorted(unfit), lambda name: unfit[name]),
         _listed("left over, the model has no place for them", sorted(extra), lambda name: ""),
         _listed(
             "weights of the model that its table does not fill exactly", uncovered(abstract, plan), lambda name: ""
@@ -112,6 +115,21 @@ def _listed(what: str, names: Sequence[str], note: Callable[[str], str]) -> str:
 def _users(plan: Plan, name: str) -> str:
     pieces = [p.place for p in plan.pieces if p.theirs == name]
     return ", ".join(map(str, pieces + [c.place for c in plan.conversions if name in c.theirs]))
+
+
+def _unfit(conversion: Conversion, stored: Mapping[str, Stored]) -> str:
+    """Why the tensors cannot become the leaf, empty if they can; found without reading, on no index of the first axis."""
+    entry, place = conversion.entry, conversion.place
+    theirs = [stored[name] for name in conversion.theirs]
+    if not entry.batch:
+        return ""
+    if any(t.shape[: entry.batch] != place.shape[: entry.batch] for t in theirs):
+        return f"are {', '.join(str(t.shape) for t in theirs)}, but must begin with {place.shape[: entry.batch]}"
+    try:
+        shape = entry.load(*[np.empty((0, *t.shape[1:]), t.dtype) for t in theirs]).shape
+    except ValueError as error:
+        return f"(with a first axis of 0): {error}"
+    return "" if shape[1:] == place.shape[1:] else f"gives {(place.shape[0], *shape[1:])}, but must give {place.shape}"
 
 
 def _accounted(name: str, stored: Mapping[str, Stored], table: Table) -> bool:
@@ -187,13 +205,20 @@ class _Leaf:
                 self._fill(*target, piece, tensor)
         for conversion in self._conversions:
             if (target := _repeat(out, cut, conversion.place.index)) is not None:
-                self._convert(*target, conversion)
+                for part in _rows(*target) if conversion.entry.batch else [target]:
+                    self._convert(*part, conversion)
         return out
 
     def _fill(self, out: np.ndarray, cut: Cut, piece: Piece, tensor: Tensor) -> None:
-        if (within := piece.within(cut)) is not None:
-            view = self._stored[piece.theirs].view()
-            assign(out, within, piece.theirs_as_ours(view, tensor.lengths, cut), piece.theirs)
+        if (within := piece.within(cut)) is None:
+            return
+        stored, target = self._stored[piece.theirs], out[within]
+        view = stored.view()
+        value = piece.theirs_as_ours(view, tensor.lengths, cut)
+        if value.dtype == target.dtype and value.flags.c_contiguous and target.flags.c_contiguous:
+            stored.read_into(target, value.ctypes.data - view.ctypes.data)
+        else:
+            assign(out, within, value, piece.theirs)
 
     def _convert(self, out: np.ndarray, cut: Cut, conversion: Conversion) -> None:
         entry = conversion.entry
@@ -218,6 +243,12 @@ def _repeat(out: np.ndarray, cut: Cut, index: int | None) -> tuple[np.ndarray, C
     if index is None:
         return out, cut
     return (out[index - cut[0].start, ...], cut[1:]) if cut[0].start <= index < cut[0].stop else None
+
+
+def _rows(out: np.ndarray, cut: Cut) -> Iterator[tuple[np.ndarray, Cut]]:
+    """`out` and `cut` index by index of the first axis: what a conversion makes lies in memory beside `out`."""
+    for n, index in enumerate(range(cut[0].start, cut[0].stop)):
+        yield out[n : n + 1], (slice(index, index + 1), *cut[1:])
 
 
 def assign(out: np.ndarray, where: Any, value: np.ndarray, name: str) -> None:

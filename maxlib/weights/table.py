@@ -80,13 +80,16 @@ class Absent:
 
 @dataclass(frozen=True)
 class Renamed:
-    """Another spelling: a tensor whose name begins with `theirs`, and not with `to`, is read as if it began with `to`."""
+    """Another spelling: a tensor whose name begins with `theirs`, and not with `to`, is read as if it began with `to`.
+
+    An empty `to` takes a prefix away.
+    """
 
     theirs: str
     to: str
 
     def applied(self, name: str) -> str:
-        fits = name.startswith(self.theirs) and not name.startswith(self.to)
+        fits = name.startswith(self.theirs) and not (self.to and name.startswith(self.to))
         return self.to + name.removeprefix(self.theirs) if fits else name
 
 

@@ -128,6 +128,7 @@ def test_streamed_text_is_whole_characters(generator):
         ([[-1]], {}, "holds the id -1"),
         ([[1] * 30], {"capacity": 32}, "must fit the capacity of the cache"),
         ([[1]], {"max_new_tokens": 0}, "at least 1"),
+        ([[1]], {"images": np.zeros((1, 3, 4, 4), np.float32)}, "Llama reads text only"),
     ],
 )
 def test_bad_prompts_are_refused(generator, prompts, options, message):

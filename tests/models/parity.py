@@ -7,6 +7,7 @@ the gradient of every weight its norm and one projection. `python -m tests.model
 import functools
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import maxlib
 from maxlib import nn
 
 GOLDEN = Path(__file__).parent / "golden"
+EMBEDDING, NORM = re.compile(r"embed|\bw[tp]e\b"), re.compile(r"norm|\bln_")  # GPT-2's names differ from all others
 FAMILIES = sorted(path.stem.removeprefix("test_") for path in GOLDEN.parent.glob("test_*.py"))
 
 
@@ -30,8 +32,8 @@ def tensors(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     values = {}
     for name in sorted(shapes):
         noise = random.standard_normal(shapes[name]).astype(np.float32)
-        wide = 1.0 if "embed" in name else np.float32(shapes[name][-1]) ** -0.5
-        values[name] = 1 + 0.1 * noise if "norm" in name else noise * np.float32(wide)
+        wide = 1.0 if EMBEDDING.search(name) else np.float32(shapes[name][-1]) ** -0.5
+        values[name] = 1 + 0.1 * noise if NORM.search(name) else noise * np.float32(wide)
     return values
 
 
@@ -51,10 +53,11 @@ def old_spelling(config: dict[str, Any]) -> dict[str, Any]:
     """A config of transformers 5 as transformers 4 wrote it."""
     rope = config["rope_parameters"]
     rope = rope.get("full_attention", rope)  # OLMo 3: what it says is of these layers, the others are not scaled
-    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    top = {name: value for name, value in rope.items() if name in ("rope_theta", "partial_rotary_factor")}
+    scaling = {name: value for name, value in rope.items() if name not in top}
     rest = {name: value for name, value in config.items() if name != "rope_parameters"}
     return rest | {
-        "rope_theta": rope["rope_theta"],
+        **top,
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else scaling,
     }
 

@@ -100,6 +100,18 @@ def test_qk_norm_is_applied_before_rotation():
     assert np.abs(plain(inputs())[0] - want).max() > 1e-3
 
 
+def test_temperature_counts_within_documents():
+    """Queries times `1 + scale log(1 + floor((i + 1) / floor))` are scores times the same, document by document."""
+    tuning, segments = nn.TemperatureTuning(floor=3, scale=0.7), jnp.array([[1] * 4 + [2] * 7] * 2)
+    index = np.concatenate([np.arange(4), np.arange(7)])
+    want = 1 + 0.7 * np.log(1 + (index + 1) // 3)
+    tuned, plain, ctx = build(rope=None, temperature=tuning), build(rope=None), nn.context(2, 11, segment_ids=segments)
+    got, q = tuned.project(inputs(), ctx)[0], plain.project(inputs(), ctx)[0]
+    np.testing.assert_allclose(got, q * want[None, :, None, None], rtol=1e-6)
+    assert tuned.project(inputs().astype(jnp.bfloat16), ctx)[0].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(tuning(jnp.array([[0, 1]], jnp.int32)), 1.0)  # far from the first step
+
+
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("chunks", [[11], [4, 1, 1, 5], [1] * 11, [7, 4]], ids=str)
 def test_prefill_and_decode_equal_the_full_pass(name, chunks):

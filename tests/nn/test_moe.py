@@ -13,6 +13,7 @@ from flax import nnx
 from maxlib import nn, sharding
 from maxlib.nn import dispatch
 from maxlib.training.flops import forward_flops
+from tests.models.parity import QUICK
 
 DIM, MLP, E, X = 16, 12, 6, 2
 LOSSES = (nn.SwitchBalance(0.3), nn.SequenceBalance(0.2), nn.RouterZ(0.1))
@@ -84,7 +85,7 @@ def value_and_gradients(run, layer, x):
         y = run(nn.combine(trainable, rest), x)
         return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape)))
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(trainable, x)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), compiler_options=QUICK)(trainable, x)
 
 
 # The layer
@@ -300,6 +301,29 @@ def test_eight_devices_equal_one(name):
     close(got, want)
 
 
+SPLIT_EXPERTS = {
+    "one on each device": (dict(expert=8), sharding.EP, (1, MLP, DIM)),
+    "in parts": (dict(expert=2, fsdp=2, tensor=2), sharding.PRESETS["ep_tp"], (4, MLP // 2, DIM // 2)),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT_EXPERTS)
+def test_experts_split_over_devices_equal_the_loop(name):
+    """Values and gradients, dropless and with room for all."""
+    degrees, rules, part = SPLIT_EXPERTS[name]
+    layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), bias=True)
+    mesh, x, valid = sharding.make_mesh(**degrees), inputs(B=8), np.arange(7)[None] < np.arange(8)[:, None]
+    context = lambda: nn.context(*valid.shape, valid=jnp.asarray(valid))
+    want = jax.device_get(value_and_gradients(lambda layer, x: layer.reference(x, context()), layer, x))
+    split = jax.device_put(layer, sharding.shardings(layer, mesh, rules))
+    assert split.gate.w[...].addressable_shards[0].data.shape == part
+    for capacity_factor in (None, 8 / X):
+        split.capacity_factor = capacity_factor
+        with sharding.use(mesh, rules):
+            got = value_and_gradients(lambda layer, x: layer(x, context())[0], split, x)
+        close(jax.device_get(got), want)
+
+
 @pytest.mark.parametrize(("B", "degrees"), [(1, dict(data=4, tensor=2)), (4, dict(data=1, tensor=8))])
 def test_what_does_not_divide_stays_whole(B, degrees):
     layer, x = moe(bias=True), inputs(B=B)
@@ -322,6 +346,21 @@ def test_no_activations_cross_the_data_axis():
     )
     sizes = [math.prod(int(n) for n in shape.split(",")) for shape in moved]
     assert len(sizes) >= 3 and max(sizes) <= E * MLP * DIM < x.size / 8
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 2.0])
+def test_tokens_travel_to_their_experts(capacity_factor):
+    """No expert's weights move, nor more tokens than one device has: dropless they go in as many turns as there are devices."""
+    layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), capacity_factor=capacity_factor)
+    mesh, x = sharding.make_mesh(expert=8), inputs(B=8, T=16)
+    layer = jax.device_put(layer, sharding.shardings(layer, mesh, sharding.EP | {"embed": None}))
+    x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("expert")))
+    with sharding.use(mesh, sharding.EP | {"embed": None}):
+        run = jax.jit(lambda m, x: sharding.constrain(m(x)[0], "batch", "seq", None))
+        text = run.lower(layer, x).compile().as_text()
+    found = re.findall(r"= (.*?) (all-gather|all-to-all|all-reduce|collective-permute)(?:-start)?\(", text)
+    assert {kind for shape, kind in found if "f32" in shape and f",{DIM}]" in shape} == {"all-to-all"}
+    assert not any(f"{MLP},{DIM}]" in shape or f"{DIM},{MLP}]" in shape for shape, _ in found)
 
 
 # transformers

@@ -34,6 +34,11 @@ CASES = {
         {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **EXTENDED},
         LENGTH,
     ),
+    "llama3-step": (  # Llama 4 Scout: the ramp has no width and must not divide by zero
+        Llama3Scaling(8.0, 1.0, 1.0, 64),
+        {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 1.0, **EXTENDED},
+        LENGTH,
+    ),
     "yarn": (Yarn(8.0, 64), {"rope_type": "yarn", **EXTENDED}, LENGTH),
     "yarn-gpt-oss": (Yarn(8.0, 64, truncate=False), {"rope_type": "yarn", "truncate": False, **EXTENDED}, LENGTH),
     "yarn-deepseek": (
@@ -120,7 +125,7 @@ def exact_inv_freq(name: str, theta: float, length: int) -> tuple[np.ndarray, fl
         return grown ** (-2 * pair / DIM), 1.0
     if kind == "llama3":
         turns = 64 * plain / (2 * np.pi)
-        keep = np.clip((turns - 1) / (4 - 1), 0, 1)
+        keep = turns > 1 if "step" in name else np.clip((turns - 1) / (4 - 1), 0, 1)
         return keep * plain + (1 - keep) * plain / 8, 1.0
     if kind == "longrope":
         divisors = np.array(LONG if length > 64 else SHORT)
@@ -266,7 +271,7 @@ def test_too_long_is_refused_where_the_length_is_known():
         (lambda: Rope(8, max_length=0), "Rope.max_length"),
         (lambda: Rope(8, scaling=LinearScaling(-1.0)), "LinearScaling.factor"),
         (lambda: Rope(2, scaling=DynamicNTK(2.0, 64)), "at least 4 rotary dimensions"),
-        (lambda: Rope(8, scaling=Llama3Scaling(8.0, 4.0, 4.0, 64)), "high_freq_factor must be greater"),
+        (lambda: Rope(8, scaling=Llama3Scaling(8.0, 4.0, 3.9, 64)), "high_freq_factor must not be less"),
         (lambda: Rope(8, scaling=Yarn(8.0, 0)), "Yarn.original_length"),
         (lambda: Rope(8, scaling=LongRope((1.0,), (1.0,) * 4, 64, 8.0)), "short_factor must have one number per"),
         (lambda: Rope(8, scaling=LongRope((1.0,) * 4, (0.0,) * 4, 64, 8.0)), "long_factor.0 must be a positive"),

@@ -88,7 +88,10 @@ def test_attention_gathers_nothing_over_heads():
 
 
 def test_mesh_degrees():
-    assert sharding.make_mesh(fsdp=-1, tensor=2).shape == {"data": 1, "fsdp": 4, "tensor": 2}
+    assert {axis: n for axis, n in sharding.make_mesh(fsdp=-1, tensor=2).shape.items() if n > 1} == {
+        "fsdp": 4,
+        "tensor": 2,
+    }
     assert sharding.make_mesh(data=2, devices=jax.devices()[:2]).size == 2
     with pytest.raises(ValueError, match="needs 6 devices, but there are 8"):
         sharding.make_mesh(data=3, fsdp=2)

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from maxlib import nn
+from maxlib import nn, sharding
+from maxlib.training import losses
 from tests.outside import outside
 from tests.training import tiny
 
@@ -50,3 +52,25 @@ def test_a_model_from_outside_adds_losses_of_its_own():
     np.testing.assert_allclose(stats.sums["size"] / stats.tokens, aux["size"], rtol=1e-5)
     assert stats.sums["size"].shape == (5,)
     assert grads.keys() == params.keys() and not any("calls" in path for path in params)
+
+
+@pytest.mark.parametrize("degrees", [dict(fsdp=8), dict(data=2, fsdp=2, tensor=2)])
+def test_few_rows_travel_to_a_large_head_and_lookups_leave_the_table(degrees):
+    V, D = 512, 16
+    embed = nn.Embed(V, D, rngs=nnx.Rngs(0))
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, V, (8, 5)), jnp.int32)
+
+    def loss(embed, ids):
+        hidden = embed(ids[:, :-1], dtype=jnp.float32)
+        return losses.cross_entropy(hidden, embed.w[...], ids[:, 1:])[0]
+
+    want, want_grad = jax.jit(jax.value_and_grad(loss), compiler_options=tiny.QUICKLY)(embed, ids)
+    mesh = sharding.make_mesh(**degrees)
+    places = sharding.shardings(embed, mesh, sharding.FSDP_TP)
+    with sharding.use(mesh, sharding.FSDP_TP):
+        gradient = jax.jit(jax.value_and_grad(loss), in_shardings=(places, None), out_shardings=(None, places))
+        compiled = gradient.lower(embed, ids).compile(compiler_options=tiny.QUICKLY)
+    got, got_grad = compiled(jax.device_put(embed, places), ids)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(got_grad.w[...], want_grad.w[...], atol=1e-5)
+    assert f"f32[{V},{D}]" not in compiled.as_text()  # neither the table nor its gradient is ever whole

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from maxlib import nn, training
 from tests.training import tiny
@@ -74,3 +75,39 @@ def test_the_plateau_ends_where_the_decay_begins():
 def test_a_schedule_that_does_not_fit_its_steps():
     with pytest.raises(ValueError, match="steps=10, warmup=8, decay=5"):
         training.warmup_stable_decay(1.0, 10, warmup=8, decay=5)
+
+
+def test_muon_makes_every_matrix_of_every_layer_and_expert_orthogonal():
+    """Its update has the singular values of Newton-Schulz, near 1, times what gives it Adam's size; the rest follows Adam."""
+    experts = lambda rngs: nn.MoE(16, 8, router=nn.Router(16, 3, top_k=2, rngs=rngs), rngs=rngs)
+    build = lambda: {"llama": tiny.llama(), "moe": experts(nnx.Rngs(0))}
+    params, _ = nn.partition(build())
+    optimizer = training.muon(0.1, model=jax.eval_shape(build), weight_decay=0.0, clip=None)
+    grads = {path: jax.random.normal(jax.random.key(i), p.shape) for i, (path, p) in enumerate(params.items())}
+    updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(grads, params)
+    dims = training.optimizers.muon_dimensions(jax.eval_shape(build))
+    rest = {nn.logical_path(path) for path in params} - {nn.logical_path(path) for path in dims}
+    norms = {"llama.norm.scale", "llama.layers.attn_norm.scale", "llama.layers.mlp_norm.scale"}
+    assert rest == {"llama.embed.w", "llama.head.w", "moe.router.gate.w"} | norms
+    for path, (inputs, outputs) in dims.items():
+        u = np.asarray(updates[path])
+        batch = [d for d in range(u.ndim) if d not in inputs + outputs]
+        assert [u.shape[d] for d in batch] == ([3] if path.startswith("moe") else [2]), path
+        n, m = (int(np.prod([u.shape[d] for d in side])) for side in (inputs, outputs))
+        values = np.linalg.svd(u.transpose(*batch, *inputs, *outputs).reshape(-1, n, m), compute_uv=False)
+        assert np.all(np.abs(values / (0.1 * 0.2 * max(n, m) ** 0.5) - 0.95) < 0.35), path
+    for path in params.keys() - dims.keys():
+        np.testing.assert_allclose(updates[path], -0.1 * np.sign(grads[path]), rtol=1e-3)
+
+
+def test_rates_fall_with_the_inputs_of_a_weight():
+    make = lambda dim, **changes: jax.eval_shape(
+        lambda: tiny.llama(dim=dim, mlp_dim=3 * dim, num_heads=dim // 8, **changes)
+    )
+    factors = training.width_factors(make(64), make(16))
+    assert factors["layers.attn.q.w"] == factors["layers.attn.o.w"] == factors["head.w"] == 1 / 4
+    assert factors["layers.mlp.down.w"] == 1 / 4
+    assert factors.keys().isdisjoint({"embed.w", "norm.scale"})
+    training.scale_by_path(factors).init(nn.partition(make(64))[0])
+    with pytest.raises(ValueError, match=r"only one has \['head.w'\]"):
+        training.width_factors(make(64), make(16, tied=True))

@@ -178,6 +178,8 @@ def test_details_of_the_spellings():
     assert read({}) == Rope(HEAD)
     assert read(base | {"rope_theta": 10000}, interleaved=True) == Rope(HEAD, 1e4, None, True, 128)
     assert read(base, default_theta=5e5).theta == 5e5
+    assert read(base, partial=True, default_fraction=0.5).dim == HEAD // 2
+    assert read(base | {"partial_rotary_factor": 1.0}, partial=True, default_fraction=0.5).dim == HEAD
     assert read(base | {"rope_scaling": {"type": "linear", "factor": 2}}).scaling == LinearScaling(2.0)
     both = {"type": "linear", "rope_type": "linear", "factor": 2.0}
     assert read(base | {"rope_scaling": both}).scaling == LinearScaling(2.0)
@@ -353,8 +355,12 @@ ARCHITECTURES = {
     "image_token_index tie_word_embeddings",
     "GptOssConfig": f"{DECODER} head_dim sliding_window layer_types num_local_experts num_experts_per_tok attention_bias "
     "swiglu_alpha swiglu_limit",
+    "Phi3Config": f"{DECODER} sliding_window original_max_position_embeddings",
     "DeepseekV2Config": f"{DECODER} {DEEPSEEK} mlp_bias topk_method",
     "DeepseekV3Config": f"{DECODER} {DEEPSEEK} rope_interleave num_nextn_predict_layers",
+    "Glm4MoeConfig": f"{DECODER} head_dim attention_bias first_k_dense_replace n_group n_routed_experts n_shared_experts "
+    "moe_intermediate_size norm_topk_prob num_experts_per_tok num_nextn_predict_layers routed_scaling_factor topk_group "
+    "use_qk_norm",
     "GPT2Config": "model_type vocab_size n_positions n_embd n_layer n_head activation_function layer_norm_epsilon "
     "tie_word_embeddings scale_attn_weights scale_attn_by_inverse_layer_idx reorder_and_upcast_attn "
     "summary_type summary_use_proj summary_proj_to_labels",

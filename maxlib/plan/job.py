@@ -1,0 +1,130 @@
+"""What to plan, as one value that travels to another process as JSON."""
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from maxlib import nn, sharding, weights
+
+MARK = "maxlib-plan "
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training step for a target.
+
+    model: the name of a preset, a `Config` of a known family, or a function of a module that builds the model.
+    batch_per_chip: sequences of `sequence` tokens per device in one step (a fraction where several devices share one).
+    mesh, dcn: as `sharding.make_mesh` takes them. rules: the name of a preset in `sharding.PRESETS`, or rules. remat:
+    as the models take it. optimizer: "adamw", "sgd", or a function of a module, `optimizer(model) ->
+    optax.GradientTransformation`. options: of the compiler.
+    """
+
+    model: Any
+    target: str
+    batch_per_chip: float = 1
+    sequence: int = 2048
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
+    dcn: Mapping[str, int] | None = None
+    rules: Any = "fsdp"
+    remat: Any = "full"
+    optimizer: Any = "adamw"
+    dtype: str = "bfloat16"
+    accumulate: int = 1
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def build(self) -> Any:
+        """The model; call it under `jax.eval_shape`. Raises ValueError for a model that nobody knows."""
+        if isinstance(self.model, str):
+            known = weights.presets()
+            if self.model not in known:
+                raise ValueError(f"no preset is called {self.model!r}; there are {', '.join(sorted(known))}")
+            return _from_config(known[self.model])
+        return self.model() if callable(self.model) else _from_config(self.model)
+
+    @property
+    def table(self) -> sharding.Rules:
+        """The rules. Raises ValueError for an unknown preset."""
+        if not isinstance(self.rules, str):
+            return self.rules
+        if self.rules not in sharding.PRESETS:
+            raise ValueError(f"rules must be one of {', '.join(sharding.PRESETS)}, or a table; got {self.rules!r}")
+        return sharding.PRESETS[self.rules]
+
+    @property
+    def title(self) -> str:
+        if isinstance(self.model, str):
+            return self.model
+        return getattr(self.model, "__qualname__", type(self.model).__module__)
+
+
+def _from_config(cfg: Any) -> Any:
+    family = next((f for f in weights.families() if type(cfg) is f.config), None)
+    if family is None:
+        raise ValueError(f"{type(cfg).__name__} is no Config of a known family; pass a function that builds the model")
+    return family.model(cfg, rngs=nnx.Rngs(0))
+
+
+def to_json(job: Job) -> str:
+    """Functions travel by name: they must lie in a module. Raises ValueError for what cannot travel."""
+    return json.dumps(_encode(job))
+
+
+def from_json(text: str) -> Job:
+    return _decode(json.loads(text))
+
+
+def _encode(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return {"tuple": [_encode(item) for item in value]}
+    if isinstance(value, Mapping):
+        return {"dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return {"new": _name(type(value)), "fields": fields}
+    return {"name": _name(value)}
+
+
+def _name(thing: Any) -> str:
+    name = f"{getattr(thing, '__module__', '?')}:{getattr(thing, '__qualname__', '?')}"
+    try:
+        found = _find(name)
+    except (ImportError, AttributeError):
+        found = None
+    if found is not thing or name.startswith("__main__:"):
+        raise ValueError(
+            f"{thing!r} cannot be found by name in another process; put it into a module of its own"
+            " (plan.estimated stays in this process)"
+        )
+    return name
+
+
+def _find(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "tuple" in value:
+        return tuple(_decode(item) for item in value["tuple"])
+    if "dict" in value:
+        return {_decode(key): _decode(item) for key, item in value["dict"]}
+    if "new" in value:
+        return _find(value["new"])(**{name: _decode(item) for name, item in value["fields"].items()})
+    return _find(value["name"])
+
+
+def check_remat(remat: Any) -> None:
+    """Raises ValueError for a policy that does not exist."""
+    nn.remat_policy(remat)

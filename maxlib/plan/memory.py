@@ -1,0 +1,125 @@
+"""An analytic memory model: what a step needs on a device, from shapes alone, in about a second."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxlib import nn, sharding
+from maxlib.plan.program import Program, axes_of, bytes_on_device, parts_of
+from maxlib.training.losses import ROWS_AT_ONCE, vocab_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device. gradients are those of all parameters at once; activations what the backward pass keeps;
+    layer what the layer at work needs besides; loss what the loss needs, when there are no gradients yet."""
+
+    parameters: float
+    optimizer: float
+    batch: float
+    gradients: float
+    activations: float
+    layer: float
+    loss: float
+
+    @property
+    def arguments(self) -> float:
+        return self.parameters + self.optimizer + self.batch
+
+    @property
+    def temporaries(self) -> float:
+        return self.activations + max(self.gradients + self.layer, self.loss)
+
+    @property
+    def total(self) -> float:
+        return self.arguments + self.temporaries
+
+
+def estimate_memory(program: Program) -> Memory:
+    """Of a program that nobody compiled; `docs/scale.md` compares it with the compiler."""
+    state, mesh, rules = program.state, program.mesh, program.job.table
+    parameters = bytes_on_device((state.trainable, state.rest))
+    optimizer = bytes_on_device((state.opt_state, state.step, state.key))
+    own = {
+        path: sharding.optimizer_spec(nn.axes(state.rest)[path], x.shape, rules, mesh)
+        for path, x in state.trainable.items()
+    }
+    gradients = sum(
+        part_bytes(x.shape, x.dtype.itemsize, spec, mesh)
+        for (path, x) in state.trainable.items()
+        for spec in [own[path]]
+    )
+    rows = max(1, program.rows // program.job.accumulate // parts_of(rules.get("batch"), mesh))
+    activations, transient = _residuals(program, rows)
+    layer, loss = _layer_weights(program) + transient, _loss(program, rows)
+    return Memory(parameters, optimizer, bytes_on_device(program.batch), gradients, activations, layer, loss)
+
+
+def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> float:
+    return math.prod(shape) * width / math.prod(parts_of(place, mesh) for place in spec)
+
+
+def _residuals(program: Program, rows: int) -> tuple[float, float]:
+    """What the backward pass keeps of the forward pass, and what one layer makes when it is computed again."""
+    job, trainable = program.job, program.state.trainable
+    shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in trainable.items()}
+    rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.state.rest)
+    tokens = jax.ShapeDtypeStruct((rows, job.sequence), jnp.int32)
+
+    def kept(remat):
+        def hidden(params, rest, tokens):
+            return nn.combine(params, rest)(tokens, dtype=jnp.dtype(job.dtype), remat=remat).hidden
+
+        return jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(hidden, *args)[1], shapes, rest, tokens))
+
+    weights = {x.shape for x in shapes.values()}
+    count = lambda leaves: sum(_kept_bytes(x, weights, program) for x in leaves if x.shape not in weights)
+    saved, all_ = count(kept(job.remat)), count(kept(None))
+    layers = max([x.shape[0] for path, x in shapes.items() if ".body." in path], default=1)
+    # The layer that runs backward has its own residuals whole, and about as much again in gradients of activations.
+    again = 0.0 if job.remat is None else 1.5 * all_ / layers
+    return saved, again
+
+
+def _kept_bytes(x: Any, weights: Any, program: Program) -> float:
+    """Activations of heads, width or vocabulary are split where the rules split those."""
+    rules, mesh = program.job.table, program.mesh
+    dim = program.head[1]
+    split = (
+        parts_of(rules.get("seq"), mesh) if x.ndim and x.shape[-1] == dim else parts_of(rules.get("act_heads"), mesh)
+    )
+    return x.size * x.dtype.itemsize / split
+
+
+def _layer_weights(program: Program) -> float:
+    """Whole weights of a layer (gathered, in the compute dtype), half of the next one's, and one gradient before it is
+    split."""
+    rules, mesh, names = program.job.table, program.mesh, nn.axes(program.state.rest)
+    width = jnp.dtype(program.job.dtype).itemsize
+    gathered = dict(rules) | dict.fromkeys(("embed", "expert_embed", "expert"))
+    layer = []
+    for path, x in program.state.trainable.items():
+        if ".body." not in path or len(names[path]) < 2:
+            continue
+        spec = sharding.spec(names[path], gathered, ndim=x.ndim)
+        layer.append(part_bytes(x.shape, width, spec, mesh) / x.shape[0])
+    return 1.5 * sum(layer) + max(layer, default=0)
+
+
+def _loss(program: Program, rows: int) -> float:
+    """The head's weight, the sum of its gradients in float32, and a chunk's logits and their gradient; the rows, where
+    they travel."""
+    job, mesh, (vocab, dim) = program.job, program.mesh, program.head
+    width = jnp.dtype(job.dtype).itemsize
+    hidden = jax.ShapeDtypeStruct((program.rows // job.accumulate, job.sequence, dim), jnp.dtype(job.dtype))
+    split = lambda name: tuple(a for a in axes_of(job.table.get(name)) if mesh.shape[a] > 1)
+    axes, more = vocab_axes(
+        hidden, (vocab, dim), mesh, vocab=split("vocab"), batch=split("batch"), embed=split("embed")
+    )
+    parts, travel = math.prod(mesh.shape[a] for a in axes + more), math.prod(mesh.shape[a] for a in more)
+    tokens = rows * job.sequence * travel
+    logits = min(ROWS_AT_ONCE * travel, tokens) * (vocab / parts) * 4
+    return (vocab / parts) * dim * (width + 2 * 4) + 2 * logits + (2 * tokens * dim * width if more else 0)

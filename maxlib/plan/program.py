@@ -1,0 +1,146 @@
+"""The training step of a job over shapes: nothing is allocated."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlib import nn, sharding, training
+from maxlib.plan.job import Job, check_remat
+from maxlib.plan.targets import devices_of, parse_target
+from maxlib.sharding.mesh import fill
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A step with shapes for its arguments, each with its place. Rows are the global batch's."""
+
+    job: Job
+    mesh: Any  # a Mesh, or an AbstractMesh where the devices cannot be described
+    model: Any
+    state: training.TrainState
+    batch: dict[str, Any]
+    optimizer: optax.GradientTransformation
+    rows: int
+
+    @property
+    def loss(self) -> Any:
+        return functools.partial(training.next_token_loss, dtype=jnp.dtype(self.job.dtype), remat=self.job.remat)
+
+    @functools.cached_property
+    def head(self) -> tuple[int, int]:
+        """Vocabulary and width."""
+        return jax.eval_shape(lambda model: model.head_weight(), self.model).shape
+
+    def lower(self) -> jax.stages.Lowered:
+        step = training.make_train_step(self.loss, self.optimizer, accumulate=self.job.accumulate)
+        with sharding.use(self.mesh, self.job.table):
+            return training.jit_step(step).lower(self.state, self.batch)
+
+    @property
+    def model_flops(self) -> float:
+        """Of one step on all devices, by `training.training_flops`."""
+        row = jnp.zeros((1, self.job.sequence), jnp.int32)
+        loss = functools.partial(training.next_token_loss, dtype=jnp.dtype(self.job.dtype))
+        return self.rows * training.training_flops(loss, self.model, {"tokens": row, "targets": row})
+
+
+def make_program(job: Job) -> Program:
+    """Raises ValueError when mesh, rules, batch or remat do not fit the model or the devices, ImportError without the
+    compiler."""
+    check_remat(job.remat)
+    mesh = _mesh(job)
+    rules = job.table
+    rows = _rows(job, mesh)
+    model = jax.eval_shape(job.build)
+    places = sharding.shardings(model, mesh, rules)
+    optimizer = _optimizer(job, model)
+    model = jax.tree.map(lambda x, place: _at(x, place), model, places)
+    return Program(job, mesh, model, _state(model, optimizer, mesh, rules), _batch(job, mesh, rows), optimizer, rows)
+
+
+def _mesh(job: Job) -> Any:
+    if unknown := set(job.mesh) - set(sharding.AXES):
+        raise ValueError(f"the mesh names {sorted(unknown)}, but its axes are {', '.join(sharding.AXES)}")
+    target = parse_target(job.target)
+    if target.platform != "cuda":
+        return sharding.make_mesh(**job.mesh, dcn=job.dcn, devices=devices_of(target))
+    degrees = fill({axis: job.mesh.get(axis, 1) for axis in sharding.AXES}, target.devices, "devices")
+    return AbstractMesh(tuple(degrees.values()), sharding.AXES, axis_types=(AxisType.Auto,) * len(degrees))
+
+
+def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+
+def _rows(job: Job, mesh: Any) -> int:
+    rows = job.batch_per_chip * mesh.size
+    parts = parts_of(job.table.get("batch"), mesh)
+    if rows != int(rows) or rows < 1 or rows % (parts * job.accumulate):
+        raise ValueError(
+            f"{job.batch_per_chip} sequences per chip are {rows:g} in all, which must be a multiple of the {parts} parts that the "
+            f"mesh cuts a batch into, times accumulate={job.accumulate}; change batch_per_chip or the mesh {dict(mesh.shape)}"
+        )
+    return int(rows)
+
+
+def _optimizer(job: Job, model: Any) -> Any:
+    if callable(job.optimizer):
+        return job.optimizer(model)
+    if job.optimizer == "adamw":
+        return training.adamw(1e-4, mask=training.decay_mask(model))
+    if job.optimizer == "sgd":
+        return optax.sgd(1e-4)
+    raise ValueError(f"optimizer must be 'adamw', 'sgd' or a function of a module; got {job.optimizer!r}")
+
+
+def _state(model: Any, optimizer: Any, mesh: Any, rules: sharding.Rules) -> training.TrainState:
+    """As `training.make_state` would make it."""
+    trainable, rest = nn.partition(model)
+    names, whole = nn.axes(rest), NamedSharding(mesh, P())
+
+    def put(path, leaf):
+        for name in (getattr(part, "key", None) for part in path):
+            if name in trainable and leaf.shape == trainable[name].shape:
+                spec = sharding.optimizer_spec(names[name], leaf.shape, rules, mesh, what=name)
+                return _at(leaf, NamedSharding(mesh, spec))
+        return _at(leaf, whole)
+
+    moments = jax.tree_util.tree_map_with_path(put, jax.eval_shape(optimizer.init, trainable))
+    state = jax.eval_shape(lambda model: training.make_state(model, optimizer), model)
+    own = (trainable, rest, moments, _at(state.step, whole), _at(state.key, whole))
+    return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(own))
+
+
+def _batch(job: Job, mesh: Any, rows: int) -> dict[str, Any]:
+    place = NamedSharding(mesh, sharding.spec(("batch", "seq"), job.table))
+    shape = jax.ShapeDtypeStruct((rows, job.sequence), jnp.int32, sharding=place)
+    return {"tokens": shape, "targets": shape}
+
+
+def parts_of(place: Any, mesh: Any) -> int:
+    """Into how many parts a rule cuts an axis."""
+    return math.prod(mesh.shape[axis] for axis in axes_of(place))
+
+
+def axes_of(place: Any) -> tuple[str, ...]:
+    """The mesh axes that a rule names."""
+    place = place.axes if isinstance(place, sharding.Spare) else place
+    return (place,) if isinstance(place, str) else tuple(place or ())
+
+
+def bytes_on_device(tree: Any) -> int:
+    """What one device holds of these shapes."""
+    return sum(_bytes(x) for x in jax.tree.leaves(tree))
+
+
+def _bytes(x: Any) -> int:
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    width = 4 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
+    return math.prod(shape) * width

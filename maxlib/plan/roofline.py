@@ -1,0 +1,96 @@
+"""How long a step takes at best, from what it computes, reads and sends."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from maxlib.plan.hlo import Collective, Costs
+from maxlib.plan.targets import Chip, Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds of one step by the three resources of a device, and what follows for the step.
+
+    seconds: all three overlap perfectly. serial: the network overlaps with nothing. mfu is that of `seconds`.
+    """
+
+    compute: float
+    memory: float
+    network: float
+    seconds: float
+    serial: float
+    tokens_per_second: float
+    mfu: float
+    mfu_serial: float
+    bound: str
+    assumptions: tuple[str, ...]
+
+
+def estimate(
+    costs: Costs,
+    target: Target,
+    mesh: Mapping[str, int],
+    links: Mapping[str, float],
+    *,
+    tokens: float,
+    model_flops: float,
+) -> Estimate:
+    """links: bytes per second that a device sends and gets over each mesh axis."""
+    chip = target.chip
+    compute, memory = costs.flops / chip.flops, costs.bytes / chip.bandwidth
+    network = sum(_seconds(one, mesh, links) for one in costs.collectives)
+    times = {"arithmetic": compute, "memory": memory, "network": network}
+    seconds, serial = max(times.values()), max(compute, memory) + network
+    useful = model_flops / (target.devices * chip.flops)
+    return Estimate(
+        compute,
+        memory,
+        network,
+        seconds,
+        serial,
+        tokens / seconds if seconds else 0.0,
+        useful / seconds if seconds else 0.0,
+        useful / serial if serial else 0.0,
+        max(times, key=lambda name: times[name]),
+        _assumptions(chip, links, mesh),
+    )
+
+
+def _seconds(one: Collective, mesh: Mapping[str, int], links: Mapping[str, float]) -> float:
+    axes = [axis for axis in one.axes if axis in mesh]
+    parts = math.prod(mesh[axis] for axis in axes) or 1
+    if parts == 1:
+        return 0.0
+    share = one.bytes * (parts - 1) / parts
+    moved = {"all-reduce": 2 * share, "collective-permute": one.bytes}.get(one.kind, share)
+    # A group over several axes uses the links of all of them, unless one of them crosses the slower network.
+    speeds = [links[axis] for axis in axes]
+    return moved / (min(speeds) if min(speeds) < max(speeds) / 4 else sum(speeds))
+
+
+def _assumptions(chip: Chip, links: Mapping[str, float], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    used = ", ".join(f"{axis} {links[axis] / 1e9:.0f} GB/s" for axis in mesh if mesh[axis] > 1) or "none used"
+    return (
+        f"matmuls at the peak of {chip.flops / 1e12:.0f} bfloat16 TFLOP/s a device; nothing else costs arithmetic",
+        f"memory at {chip.bandwidth / 1e9:.0f} GB/s; every fusion reads and writes what its shapes say",
+        f"collectives at full link speed, no latency: {used}",
+        "the estimate overlaps all three perfectly; 'no overlap' adds the network's time",
+    )
+
+
+def link_speeds(mesh: Any, target: Target) -> dict[str, float]:
+    """Bytes per second of each mesh axis: the torus dimensions it runs through, NVLink, or the slower network."""
+    names = mesh.axis_names
+    if target.platform != "tpu":  # eight GPUs to a host, the last axes within it
+        sizes = [mesh.shape[axis] for axis in names]
+        near = {axis: math.prod(sizes[i:]) <= 8 for i, axis in enumerate(names)}
+        return {axis: target.chip.links if near[axis] else target.chip.across for axis in names}
+    speeds = {}
+    for number, axis in enumerate(names):
+        line = mesh.devices.swapaxes(0, number).reshape(mesh.devices.shape[number], -1)[:, 0]
+        far = len({getattr(device, "slice_index", 0) for device in line}) > 1
+        dims = sum(len(set(values)) > 1 for values in zip(*[device.coords for device in line], strict=True))
+        speeds[axis] = target.chip.across if far else target.chip.links * max(1, dims)
+    return speeds

@@ -1,0 +1,146 @@
+"""Runs the compiler in a process of its own, and reads what it leaves behind."""
+
+import builtins
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from maxlib.plan.hlo import Costs, read_costs
+from maxlib.plan.job import MARK, Job, to_json
+
+# Written when buffers are assigned, before the machine code is made, which takes most of the time.
+_ASSIGNED = "*jit_step*.after_optimizations_after_buffer_assignment.txt"
+_BUFFERS = "*jit_step*.after_optimizations-buffer-assignment.txt"
+_PROGRAM = "*jit_step*.after_optimizations.txt"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler said. Sizes are bytes on a device; code is None where no machine code was made, and costs
+    where the program's text could not be had. exceeded: the compiler's words when it found no room."""
+
+    described: dict[str, Any]
+    lower_seconds: float
+    compile_seconds: float
+    arguments: float
+    temporaries: float
+    code: float | None
+    peak: float
+    costs: Costs | None
+    exceeded: str | None
+
+
+def run(
+    job: Job, *, full: bool = False, attention_trips: float = 1, keep: str | Path | None = None, timeout: float = 3600
+) -> Compiled:
+    """Compiles in another process until buffers are assigned, or to the end with `full`. keep: a folder for the
+    compiler's files.
+
+    Raises what that process raised, and TimeoutError.
+    """
+    with tempfile.TemporaryDirectory(prefix="maxlib-plan-") as folder:
+        dump = Path(keep or folder)
+        dump.mkdir(parents=True, exist_ok=True)
+        if any(dump.iterdir()):
+            raise ValueError(f"{dump} must be an empty folder: the compiler's files go there")
+        news, seconds = _listen(job, dump, full, timeout)
+        if "failed" in news and "RESOURCE_EXHAUSTED" not in news["failed"]["message"]:
+            _raise(news["failed"])
+        return _read(news, dump, seconds, attention_trips)
+
+
+def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str, dict[str, Any]], float]:
+    """What the process told, by stage, and how long it compiled."""
+    news: dict[str, dict[str, Any]] = {}
+    began = time.monotonic()
+    command = [sys.executable, "-m", "maxlib.plan.worker", str(dump)]
+    with subprocess.Popen(
+        command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdin and process.stdout
+        process.stdin.write(to_json(job))
+        process.stdin.close()
+        reader = threading.Thread(target=_collect, args=(process.stdout, news), daemon=True)
+        reader.start()
+        while process.poll() is None:
+            if time.monotonic() - began > timeout:
+                process.kill()
+                raise TimeoutError(f"compiling for {job.target} took more than {timeout:g} s; it was at {[*news][-1:]}")
+            if not full and any(dump.glob(_ASSIGNED)):
+                time.sleep(1)  # the last files of that moment
+                process.kill()
+            time.sleep(0.2)
+        reader.join(timeout=10)
+    if not news or ("compiled" not in news and "failed" not in news and not any(dump.glob(_ASSIGNED))):
+        raise RuntimeError(
+            f"the compiler's process ended with code {process.returncode} at {[*news][-1:]}, and said nothing"
+        )
+    since = news.get("lowered", {}).get("at", began)
+    return news, news.get("compiled", {}).get("seconds", time.monotonic() - since)
+
+
+def _environment() -> dict[str, str]:
+    quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return quiet | dict(os.environ) | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "PYTHONPATH": paths}
+
+
+def _collect(stream: Any, news: dict[str, dict[str, Any]]) -> None:
+    for line in stream:
+        if line.startswith(MARK):
+            said = json.loads(line.removeprefix(MARK))
+            news[said.pop("stage")] = said | {"at": time.monotonic()}
+
+
+def _raise(failed: dict[str, Any]) -> None:
+    kind = getattr(builtins, failed["kind"], RuntimeError)
+    raise kind(failed["message"]) from RuntimeError(failed["trace"])
+
+
+def _read(news: dict[str, dict[str, Any]], dump: Path, seconds: float, attention_trips: float) -> Compiled:
+    described, compiled = news["described"], news.get("compiled", {})
+    arguments, temporaries = _assigned(dump)
+    arguments = compiled.get("arguments", arguments) or sum(described["bytes"].values())
+    temporaries = compiled.get("temporaries", temporaries)
+    exceeded = news.get("failed", {}).get("message")
+    if exceeded and (used := _used(exceeded)):
+        temporaries = used - arguments
+    peak = compiled.get("peak") or arguments + temporaries
+    return Compiled(
+        described,
+        news.get("lowered", {}).get("seconds", 0.0),
+        seconds,
+        arguments,
+        temporaries,
+        compiled.get("code"),
+        peak,
+        _costs(dump, described["mesh"], attention_trips),
+        exceeded,
+    )
+
+
+def _assigned(dump: Path) -> tuple[float, float]:
+    """Arguments and temporaries in main memory, as the compiler assigned them; other memories have a color."""
+    text = next((path.read_text() for path in dump.glob(_BUFFERS)), "")
+    kinds = re.findall(r"^allocation \d+: size (\d+), (?!color)(.*)$", text, re.MULTILINE)
+    total = lambda word: float(sum(int(size) for size, kind in kinds if word in kind))
+    return total("parameter "), total("preallocated-temp")
+
+
+def _used(message: str) -> float | None:
+    """From "Used 107.3G of 95.74G hbm"."""
+    found = re.search(r"Used ([\d.]+)([KMGT]) of", message)
+    return float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1) if found else None
+
+
+def _costs(dump: Path, mesh: dict[str, int], attention_trips: float) -> Costs | None:
+    paths = [*dump.glob("text"), *dump.glob(_PROGRAM)]
+    return read_costs(paths[0].read_text(), mesh, unknown_trips=attention_trips) if paths else None

@@ -1,0 +1,127 @@
+"""Hardware to plan for: what one device offers, and topologies described without the devices."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from typing import Any
+
+import jax
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One jax device, from the makers' data sheets. Rates are per second; a link is counted in one direction.
+
+    memory: bytes that a program may use. links: of one torus dimension, both ends together (GPUs: of NVLink).
+    across: the slower network, per device. cores: how many cores a name such as v5p-128 counts for one chip.
+    """
+
+    kind: str
+    flops: float
+    memory: float
+    bandwidth: float
+    links: float
+    across: float
+    dims: int
+    cores: int = 1
+
+
+CHIPS = {
+    "v4": Chip("TPU v4", 275e12, 31.75 * GIB, 1.23e12, 9e10, 6.25e9, 3, cores=2),
+    "v5e": Chip("TPU v5e", 197e12, 15.75 * GIB, 8.2e11, 9e10, 3.1e9, 2),
+    "v5p": Chip("TPU v5p", 459e12, 95.74 * GIB, 2.765e12, 1.8e11, 6.25e9, 3, cores=2),
+    "v6e": Chip("TPU v6e", 918e12, 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 2),
+    "h100": Chip("NVIDIA H100 SXM", 989e12, 79.1 * GIB, 3.35e12, 4.5e11, 5e10, 0),
+    "h200": Chip("NVIDIA H200 SXM", 989e12, 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 0),
+    "cpu": Chip("this machine's CPU devices", 1e11, 8 * GIB, 2e10, 1e10, 1e9, 0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a name such as `v5e-256`, `v5p-128`, `v5e:4x8`, `v5e-256x2` (two slices), `h100x8` or `cpu` stands for."""
+
+    name: str
+    chip: Chip
+    devices: int
+    topology: str | None = None
+    slices: int = 1
+
+    @property
+    def platform(self) -> str:
+        return "tpu" if self.topology else "cpu" if self.chip is CHIPS["cpu"] else "cuda"
+
+    def __str__(self) -> str:
+        slices = f" in {self.slices} slices" if self.slices > 1 else ""
+        shape = f" ({self.topology.partition(':')[2]})" if self.topology else ""
+        return f"{self.name}: {self.devices} x {self.chip.kind}{shape}{slices}, {self.chip.memory / GIB:.2f} GiB each"
+
+
+def parse_target(name: str) -> Target:
+    """Raises ValueError for hardware that does not exist, naming what does."""
+    text = name.strip().lower()
+    if text == "cpu":
+        return Target(text, CHIPS["cpu"], len(jax.devices("cpu")))
+    if found := re.fullmatch(r"(h100|h200)(?:[x-](\d+))?", text):
+        return Target(text, CHIPS[found[1]], int(found[2] or 1))
+    if found := re.fullmatch(r"(v4|v5e|v5p|v6e):(\d+(?:x\d+)+)(?:\*(\d+))?", text):
+        sides = tuple(map(int, found[2].split("x")))
+        return _tpu(name, text, found[1], math.prod(sides), sides, int(found[3] or 1))
+    if found := re.fullmatch(r"(v4|v5e|v5p|v6e)-(\d+)(?:x(\d+))?", text):
+        chip, count = CHIPS[found[1]], int(found[2])
+        if count % chip.cores:
+            raise ValueError(f"{name}: {found[1]}-N counts cores, {chip.cores} a chip, so N must be a multiple of that")
+        chips = count // chip.cores
+        return _tpu(name, text, found[1], chips, _torus(name, chips, chip.dims), int(found[3] or 1))
+    raise ValueError(
+        f"no hardware is known as {name!r}; take v4-N, v5p-N (N cores), v5e-N, v6e-N (N chips), such as v5e-256, with xM for M slices, "
+        "a topology such as v5p:4x4x8, h100xN, h200xN, or cpu"
+    )
+
+
+def _tpu(name: str, text: str, kind: str, chips: int, sides: tuple[int, ...], slices: int) -> Target:
+    chip = CHIPS[kind]
+    limit = 16 if chip.dims == 2 else 28
+    if len(sides) != chip.dims or max(sides) > limit or chips < 1:
+        raise ValueError(
+            f"{name}: {chip.kind} comes in {chip.dims} dimensions of at most {limit} chips each; got {'x'.join(map(str, sides))}"
+        )
+    return Target(text, chip, chips * slices, f"{kind}:{'x'.join(map(str, sides))}", slices)
+
+
+def _torus(name: str, chips: int, dims: int) -> tuple[int, ...]:
+    """The most cubic shape of so many chips, with sides that are powers of two, as they are sold."""
+    if chips < 1 or chips & (chips - 1):
+        raise ValueError(f"{name}: {chips} chips is no power of two; give the topology, such as v5p:4x4x12")
+    power = chips.bit_length() - 1
+    if dims == 3 and power == 2:
+        return 2, 2, 1  # one host
+    return tuple(2 ** ((power + d) // dims) for d in range(dims))
+
+
+def devices_of(target: Target) -> list[Any]:
+    """The devices of a described topology (one topology per process), or this machine's CPU devices.
+
+    Raises ImportError when the compiler for that hardware is not installed, saying what to install.
+    """
+    if target.platform == "cpu":
+        return list(jax.devices("cpu"))
+    if importlib.util.find_spec("libtpu") is None:
+        raise ImportError(
+            f'{target.name}: compiling for TPUs needs libtpu and no TPU; install it: pip install "maxlib[tpu]"'
+        )
+    from jax.experimental import topologies
+
+    # Without these, libtpu looks for a TPU around it and waits.
+    for key, value in {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}.items():
+        os.environ.setdefault(key, value)
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    more = {"num_slices": target.slices} if target.slices > 1 else {}
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=str(target.topology), **more).devices)
+    except Exception as error:
+        raise ValueError(f"{target.name}: libtpu knows no topology {target.topology}: {error}") from error

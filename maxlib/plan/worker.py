@@ -1,0 +1,82 @@
+"""The process that compiles one job: `python -m maxlib.plan.worker DUMP < job.json`, a JSON object per line of news.
+
+Run by `maxlib.plan.run`; a process can describe one topology only.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxlib import nn
+from maxlib.plan.job import MARK, Job, from_json
+from maxlib.plan.memory import estimate_memory
+from maxlib.plan.program import Program, bytes_on_device, make_program
+from maxlib.plan.roofline import link_speeds
+from maxlib.plan.targets import parse_target
+
+
+def describe(job: Job) -> tuple[Program, dict[str, Any]]:
+    """The program, and what is known of it without lowering."""
+    target = parse_target(job.target)
+    program = make_program(job)
+    state = program.state
+    news = {
+        "mesh": dict(program.mesh.shape),
+        "links": link_speeds(program.mesh, target),
+        "rows": program.rows,
+        "parameters": nn.num_parameters(program.model),
+        "bytes": {
+            "parameters": bytes_on_device((state.trainable, state.rest)),
+            "optimizer": bytes_on_device((state.opt_state, state.step, state.key)),
+            "batch": bytes_on_device(program.batch),
+        },
+        "analytic": dataclasses.asdict(estimate_memory(program)),
+        "model_flops": program.model_flops,
+    }
+    return program, news
+
+
+def compile_job(job: Job, dump: Path, tell: Any) -> None:
+    """Compiles `job` and tells what it learns; the compiler writes the optimized program into `dump`."""
+    program, news = describe(job)
+    tell("described", **news)
+    begin = time.perf_counter()
+    lowered = program.lower()
+    tell("lowered", seconds=time.perf_counter() - begin)
+    begin = time.perf_counter()
+    is_tpu = parse_target(job.target).platform == "tpu"
+    options = dict(job.options) | ({"xla_dump_to": str(dump)} if is_tpu else {})
+    compiled = lowered.compile(compiler_options=options)
+    seconds = time.perf_counter() - begin
+    if not is_tpu:
+        (dump / "text").write_text(compiled.as_text() or "")
+    sizes: Any = compiled.memory_analysis()
+    tell(
+        "compiled",
+        seconds=seconds,
+        arguments=sizes.argument_size_in_bytes,
+        temporaries=sizes.temp_size_in_bytes,
+        code=sizes.generated_code_size_in_bytes,
+        peak=getattr(sizes, "peak_memory_in_bytes", 0),
+    )
+
+
+def main() -> None:
+    def tell(stage: str, **news: Any) -> None:
+        print(MARK + json.dumps({"stage": stage} | news), flush=True)
+
+    try:
+        compile_job(from_json(sys.stdin.read()), Path(sys.argv[1]), tell)
+    except Exception as error:
+        tell("failed", kind=type(error).__name__, message=str(error), trace=traceback.format_exc())
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main()

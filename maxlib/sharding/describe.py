@@ -1,0 +1,168 @@
+"""What lies where: a model's parameters as a table, an array as a picture."""
+
+import dataclasses
+import warnings
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from maxlib.sharding.create import shardings
+from maxlib.sharding.rules import AnyMesh, Rules
+
+LARGE = 16 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter: its place (a partition spec in words), and bytes in all and on each device."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str, ...]
+    place: str
+    bytes: int
+    bytes_per_device: int
+    devices: int
+
+    @property
+    def replicated(self) -> bool:
+        """Whether each of several devices holds all of it."""
+        return self.devices > 1 and self.bytes_per_device == self.bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """The parameters of a model; shows itself as a table."""
+
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def bytes_per_device(self) -> int:
+        return sum(one.bytes_per_device for one in self.parameters)
+
+    def __str__(self) -> str:
+        table = Table(box=box.SIMPLE, show_footer=True)
+        table.add_column("parameter", footer="total", overflow="fold")
+        for name in ("shape", "axes", "dtype", "place"):
+            table.add_column(name, overflow="fold")
+        table.add_column("per device", justify="right", footer=size(self.bytes_per_device))
+        for one in self.parameters:
+            shape = " ".join(map(str, one.shape)) or "scalar"
+            table.add_row(one.path, shape, " ".join(one.axes), one.dtype, one.place, size(one.bytes_per_device))
+        console = Console(width=140)
+        with console.capture() as capture:
+            console.print(table)
+        return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
+
+    __repr__ = __str__
+
+
+def describe(model: Any, mesh: AnyMesh | None = None, rules: Rules | None = None, *, large: int = LARGE) -> Description:
+    """Shape, axis names, place and bytes per device of every parameter; print it.
+
+    `model` holds arrays or, with `mesh` and `rules`, may be its `jax.eval_shape`. Warns about parameters of at least
+    `large` bytes that several devices hold whole.
+    """
+    places = jax.tree.map(_sharding, model) if mesh is None or rules is None else shardings(model, mesh, rules)
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
+    found = [
+        _parameter(jax.tree_util.keystr(path, simple=True, separator="."), leaf, place)
+        for (path, leaf), place in zip(leaves, jax.tree.leaves(places, is_leaf=is_variable), strict=True)
+        if is_variable(leaf)
+    ]
+    if whole := [f"{one.path} ({size(one.bytes)})" for one in found if one.replicated and one.bytes >= large]:
+        warnings.warn(
+            f"every device holds all of {', '.join(whole)}: name their axes in the rules if that is not wanted",
+            stacklevel=2,
+        )
+    return Description(tuple(found))
+
+
+def _sharding(x: Any) -> Any:
+    return getattr(x, "sharding", None)
+
+
+def _parameter(path: str, variable: nnx.Variable, place: Any) -> Parameter:
+    value, sharding = variable.get_value(), place.get_value() if isinstance(place, nnx.Variable) else place
+    shape, whole = tuple(value.shape), prod(value.shape) * value.dtype.itemsize
+    part = whole if sharding is None else prod(sharding.shard_shape(shape)) * value.dtype.itemsize
+    spec = getattr(sharding, "spec", None)
+    words = "one device" if spec is None else " ".join(map(_word, spec)) or "whole"
+    devices = 1 if sharding is None else sharding.num_devices
+    axes = tuple(variable.get_metadata().get("axes", ()))
+    return Parameter(path, shape, str(value.dtype), axes, words, whole, part, devices)
+
+
+def _word(place: Any) -> str:
+    return "-" if place is None else place if isinstance(place, str) else "*".join(place)
+
+
+def size(count: float) -> str:
+    """Bytes in words, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"
+
+
+def draw(x: Any, *, ax: Any = None) -> Any:
+    """A picture of which devices hold which part of an array, by the two dimensions that are cut most; returns the
+    matplotlib axes.
+
+    `x` is an array, a parameter, or a `jax.ShapeDtypeStruct` with a sharding. Parts on the same devices share a colour.
+    """
+    import matplotlib.pyplot as plt  # an extra
+    from matplotlib.patches import Rectangle
+
+    value = x.get_value() if isinstance(x, nnx.Variable) else x
+    if value.sharding is None:
+        raise ValueError("draw needs an array that has a sharding; got one without (create it on a mesh first)")
+    shape = tuple(value.shape) or (1,)
+    cells = _cells(value)
+    cuts = [len({index[d] for index in cells}) for d in range(len(shape))] if value.shape else [1]
+    order = sorted(range(len(shape)), key=lambda d: -cuts[d])[:2]
+    first, second = min(order), max(order) if len(order) == 2 else None
+    ax = plt.subplots(figsize=(5, 4))[1] if ax is None else ax
+    colours = plt.get_cmap("tab20")
+    for number, (box_, devices) in enumerate(_projected(cells, first, second).items()):
+        (top, bottom), (left, right) = box_
+        ax.add_patch(Rectangle((left, top), right - left, bottom - top, fc=colours(number % 20), ec="white"))
+        ax.text((left + right) / 2, (top + bottom) / 2, _ids(devices), ha="center", va="center", fontsize=8)
+    ax.set(xlim=(0, 1 if second is None else shape[second]), ylim=(shape[first], 0))
+    ax.set(ylabel=f"dimension {first}", xlabel="" if second is None else f"dimension {second}")
+    ax.set_title(f"{tuple(value.shape)} {getattr(value.sharding, 'spec', '')}")
+    return ax
+
+
+def _cells(value: Any) -> dict[tuple[tuple[int, int], ...], list[int]]:
+    """The devices that hold each part, by the part's bounds in every dimension."""
+    cells: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for device, index in value.sharding.devices_indices_map(tuple(value.shape)).items():
+        bounds = tuple(part.indices(n)[:2] for part, n in zip(index, value.shape, strict=True))
+        cells.setdefault(bounds, []).append(device.id)
+    return cells
+
+
+def _projected(cells, first: int, second: int | None) -> dict[tuple[tuple[int, int], tuple[int, int]], list[int]]:
+    boxes: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
+
+    def side(bounds: tuple[tuple[int, int], ...], d: int | None) -> tuple[int, int]:
+        return (0, 1) if d is None or not bounds else bounds[d]
+
+    for bounds, devices in cells.items():
+        boxes.setdefault((side(bounds, first), side(bounds, second)), []).extend(devices)
+    return boxes
+
+
+def _ids(devices: list[int]) -> str:
+    shown = np.sort(devices)
+    return ", ".join(map(str, shown)) if len(shown) <= 4 else f"{shown[0]}, {shown[1]} … {shown[-1]} ({len(shown)})"

@@ -1,0 +1,91 @@
+"""Waits until every process of a run is there, and says who is not."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterable
+
+_HELLO = "maxlib roll call"
+
+
+def roll_call(address: str, num_processes: int, process_id: int, *, timeout: float) -> None:
+    """Process 0 listens at `address` (`host:port`) until all others have come, then all of them go on.
+
+    Raises TimeoutError in every process that came, naming those that did not. The port is free again afterwards.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout
+    if process_id == 0:
+        _host(address, int(port), num_processes, deadline, timeout)
+    else:
+        _join(host.strip("[]"), int(port), address, process_id, deadline, timeout)
+
+
+def _host(address: str, port: int, num_processes: int, deadline: float, timeout: float) -> None:
+    came: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(_listen(port))
+        while len(came) < num_processes - 1 and time.monotonic() < deadline:
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            with contextlib.suppress(TimeoutError):
+                caller = stack.enter_context(server.accept()[0])
+                number = _greeting(caller)
+                if number is not None and 0 < number < num_processes:
+                    came[number] = caller
+        missing = set(range(1, num_processes)) - set(came)
+        for caller in came.values():
+            with contextlib.suppress(OSError):
+                caller.sendall((_words(missing) or "go").encode())
+        if missing:
+            raise TimeoutError(_late(missing, num_processes, address, timeout))
+
+
+def _listen(port: int) -> socket.socket:
+    return socket.create_server(("", port), backlog=1024, reuse_port=False)
+
+
+def _greeting(caller: socket.socket) -> int | None:
+    """The number a caller gives; None for one that is none of ours."""
+    caller.settimeout(5)
+    try:
+        words = caller.recv(64).decode(errors="replace")
+    except OSError:
+        return None
+    name, _, number = words.rpartition(" ")
+    return int(number) if name == _HELLO and number.isdecimal() else None
+
+
+def _join(host: str, port: int, address: str, process_id: int, deadline: float, timeout: float) -> None:
+    reason = "no answer"
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, port), timeout=max(0.01, deadline - time.monotonic())) as line:
+                line.sendall(f"{_HELLO} {process_id}".encode())
+                line.settimeout(max(0.01, deadline + 5 - time.monotonic()))  # process 0 answers at its own deadline
+                answer = line.recv(4096).decode()
+        except OSError as error:
+            reason, answer = str(error), ""
+        if answer == "go":
+            return
+        if answer:
+            raise TimeoutError(
+                f"process {process_id} came to {address}, but within {timeout:g} s these did not: {answer}"
+            )
+        time.sleep(0.1)
+    raise TimeoutError(
+        f"process {process_id} did not reach process 0 at {address} within {timeout:g} s ({reason}): is it running, is the "
+        "address right, may its port be reached?"
+    )
+
+
+def _late(missing: Iterable[int], num_processes: int, address: str, timeout: float) -> str:
+    return (
+        f"{_words(missing)} of {num_processes} did not come to {address} within {timeout:g} s: look into their logs, and check "
+        "that they were started with this address and this number of processes"
+    )
+
+
+def _words(numbers: Iterable[int]) -> str:
+    listed = sorted(numbers)
+    shown = ", ".join(map(str, listed[:20])) + (f" … ({len(listed)} in all)" if len(listed) > 20 else "")
+    return f"process{'es' if len(listed) > 1 else ''} {shown}" if listed else ""

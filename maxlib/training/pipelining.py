@@ -1,0 +1,87 @@
+"""Training a decoder in a 1F1B pipeline: the gradients that `make_train_step` follows, without autodiff through the whole batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxlib import nn, sharding
+from maxlib.training.losses import Batch, Stats, cross_entropy
+
+Gradients = Callable[[dict[str, Any], Any, Batch, Array], tuple[dict[str, Any], Array, Stats]]
+_BODY = "layers.body."
+
+
+def one_f_one_b(
+    *, dtype: Any = jnp.bfloat16, remat: nn.Policy = None, z_loss: float = 0.0, label_smoothing: float = 0.0
+) -> Gradients:
+    """For `make_train_step(gradients=...)`: `next_token_loss` of an `nn.Decoder` in the pipeline of the rules in use (arXiv:1806.03377).
+
+    Where autodiff keeps what the backward pass needs of every microbatch, this keeps the stages' inputs of at most `2 S - 1`
+    microbatches for S stages, and computes the rest of what it needs again. The options are those of `next_token_loss`.
+    Raises TypeError for a model that is no `nn.Decoder`.
+    """
+    options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+
+    def gradients(trainable: dict[str, Any], rest: Any, batch: Batch, key: Array):
+        if not isinstance(rest, nn.Decoder) or not len(rest.layers.body):
+            raise TypeError(f"a 1F1B pipeline needs an nn.Decoder whose layers repeat, got {type(rest).__name__}")
+        body = {path.removeprefix(_BODY): w for path, w in trainable.items() if path.startswith(_BODY)}
+        outer = {path: w for path, w in trainable.items() if not path.startswith(_BODY)}
+        tokens = jnp.sum(batch["targets"] >= 0).astype(jnp.float32)
+
+        def before(outer):
+            model = _with(outer, rest)
+            x, ctx = model.enter(model.embed_tokens(batch["tokens"], dtype), **_inputs(batch))
+            x, aux = nn.ends(model.layers.prefix, x, ctx, remat=remat)
+            return (x, tokens * _own(aux)), ctx
+
+        def stage(layers, fixed, x, data):
+            x, _, aux = nn.periods(nn.combine(layers, fixed), x, data[0], remat=remat)
+            return x, _count(data) * _own(aux), _reported(aux)
+
+        def after(outer, x, data):
+            model, (ctx, targets) = _with(outer, rest), data
+            x, aux = nn.ends(model.layers.suffix, x, ctx, remat=remat)
+            hidden = model.leave(x, ctx)
+            loss, sums = cross_entropy(hidden, model.head_weight(), targets, softcap=model.softcap, **options)
+            return loss + _count(data) * _own(aux), jax.lax.stop_gradient(sums)
+
+        (x, more), pull, ctx = jax.vjp(before, outer, has_aux=True)
+        (loss, sums, aux), (d_body, d_outer, d_x) = sharding.one_f_one_b(
+            stage, after, body, rest.layers.body, outer, x, (ctx, batch["targets"])
+        )
+        d_before = pull((d_x, jnp.ones_like(more)))[0]
+        grads = {_BODY + path: g for path, g in d_body.items()} | jax.tree.map(jnp.add, d_outer, d_before)
+        count = jnp.maximum(tokens, 1)
+        reported = {name: value.astype(jnp.float32) * tokens for name, value in aux.items()}
+        return jax.tree.map(lambda g: g / count, grads), (loss + more) / count, Stats(tokens, sums | reported)
+
+    return gradients
+
+
+def _with(outer: dict[str, Any], rest: Any) -> Any:
+    """The model without the weights of its body."""
+    return nn.combine(outer, rest)
+
+
+def _inputs(batch: Batch) -> dict[str, Any]:
+    return {name: batch[name] for name in ("positions", "segment_ids", "valid") if name in batch}
+
+
+def _count(data) -> Array:
+    return jnp.sum(data[1] >= 0).astype(jnp.float32)
+
+
+def _own(auxes: list[dict[str, Array]]) -> Array:
+    """What layers add to the loss, per target."""
+    values = [jnp.sum(v) for aux in auxes for name, v in aux.items() if name.startswith("loss/")]
+    return sum(values, start=jnp.zeros(()))
+
+
+def _reported(auxes: list[dict[str, Array]]) -> dict[str, Array]:
+    """One row per repeat and place in the period."""
+    names = dict.fromkeys(name for aux in auxes for name in aux)
+    return {name: jnp.stack([aux[name] for aux in auxes if name in aux], axis=1) for name in names}

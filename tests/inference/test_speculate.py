@@ -1,0 +1,81 @@
+"""Drafted decoding writes what plain decoding writes, whatever the drafts are worth."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from maxlib import ops
+from maxlib.inference import Generator, speculate
+from maxlib.models import deepseek
+from tests.nn.tiny import tiny_llama
+
+PROMPTS = [[1, 4, 2, 3, 0], [5], [3, 1, 4, 1, 5, 2, 2, 5, 3, 5, 0]]
+# A vocabulary so small that an untrained module is right now and then.
+CFG = dataclasses.replace(
+    deepseek.PRESETS["deepseek-v3"],
+    **dict(vocab=6, num_layers=2, num_dense=1, dim=32, mlp_dim=48, expert_dim=16, num_heads=2, q_rank=None),
+    **dict(kv_rank=16, nope_dim=8, v_dim=8, rope=ops.Rope(8, interleaved=True)),
+    **dict(num_experts=4, top_k=2, num_groups=1, top_groups=1, num_mtp=1),
+)
+
+
+@pytest.fixture(scope="module")
+def generator():
+    model = jax.jit(lambda: deepseek.DeepSeek(CFG, rngs=nnx.Rngs(1)))()
+    return Generator(model, dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def plain(generator):
+    return generator.generate(PROMPTS, max_new_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def drafted(generator):
+    return speculate(generator, PROMPTS, max_new_tokens=20)
+
+
+def test_text_is_that_of_plain_decoding(drafted, plain):
+    assert drafted.texts == plain
+    assert 0 < drafted.acceptance < 1
+
+
+def test_stop_and_length_end_a_row(generator, plain):
+    stop = [plain[0][3]]
+    got = speculate(generator, PROMPTS, max_new_tokens=20, stop=stop)
+    assert got.texts == [row[: row.index(stop[0])] if stop[0] in row else row for row in plain]
+
+
+def test_the_drafts_are_those_of_look_ahead(generator, drafted):
+    """The module sees the same tokens one by one as over the whole text, so acceptance is what training measures."""
+
+    @jax.jit
+    def drafts(model, ids):
+        (first,) = model.look_ahead(model(ids, dtype=jnp.float32).hidden, ids)
+        return jnp.argmax(model.logits(first.hidden), axis=-1)
+
+    texts = [prompt + new for prompt, new in zip(PROMPTS, drafted.texts, strict=True)]
+    guesses = drafts(generator.model, jnp.asarray([text + [0] * (32 - len(text)) for text in texts], jnp.int32))
+    passes, taken = [0] * len(texts), 0
+    for row, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+        place = len(prompt) - 1
+        while place + 2 < len(text):
+            right = bool(guesses[row, place] == text[place + 2])
+            passes[row], taken, place = passes[row] + 1, taken + right, place + 1 + right
+    assert drafted.steps == max(passes) and drafted.acceptance == pytest.approx(taken / sum(passes))
+
+
+def test_models_that_cannot_are_refused(generator):
+    with pytest.raises(ValueError, match="Llama does not draft"):
+        speculate(Generator(tiny_llama(num_layers=1)), PROMPTS, max_new_tokens=4)
+    without = jax.tree.map(lambda x: x, generator.model)
+    without.mtp = nnx.List([])
+    other = Generator.__new__(Generator)
+    other.model, other.dtype, other.vocab = without, jnp.float32, 6
+    with pytest.raises(ValueError, match="read it with num_mtp=1"):
+        speculate(other, PROMPTS, max_new_tokens=4)
+    with pytest.raises(ValueError, match="must fit the capacity"):
+        speculate(generator, PROMPTS, max_new_tokens=4, capacity=15)

@@ -1,0 +1,141 @@
+"""GLM-4.5 against transformers: heads turned in part, groups of experts, a correction, norms and biases or none."""
+
+import pytest
+
+from maxlib.models import glm4_moe
+from maxlib.ops import Rope
+from maxlib.weights import HFConfig
+from tests.models import mtp
+from tests.models.conformance import BASE, Conformance
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+
+
+class TestGLM4MoE(Conformance):
+    family = "glm4_moe"
+    config = "Glm4MoeConfig"
+    base = BASE | {
+        "moe_intermediate_size": 12,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "head_dim": 12,
+    }
+    cases = {
+        "groups_norms": {
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "use_qk_norm": True,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": YARN,
+            "vocab_size": 53,
+        },
+        "tied_biases": {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "norm_topk_prob": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        },
+    }
+    matters = {
+        "n_group": 3,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 3.0,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": YARN | {"partial_rotary_factor": 0.4},
+    }
+    refused = Conformance.refused | {"sliding_window": 5, "scoring_func": "softmax", "mlp_bias": True}
+    presets = {"glm-4.5-air": 106.852, "glm-4.5": 352.798, "glm-4.6": 352.798}  # 110.5 and 358.3 with the module
+    rules = dict(Conformance.rules) | {"expert": "data"}
+    depths = (4, 5)  # the first have no experts
+
+
+transformers_cases = TestGLM4MoE.transformers_cases
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    fields = TestGLM4MoE.base | {"use_qk_norm": True} | {"num_hidden_layers": 2, "num_mtp_layers": 2}
+    return mtp.released(transformers.Glm4MoeConfig(**fields), tmp_path_factory.mktemp("mtp"))
+
+
+def test_prediction_modules_are_those_of_transformers(modules):
+    mtp.check_predictions(*modules)
+
+
+def test_prediction_modules_are_left_out_unless_asked_for(modules, tmp_path):
+    mtp.check_export(modules[-1], tmp_path)
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.Glm4MoeConfig(hidden_size=768)
+    short = {name: getattr(theirs, name) for name in ["model_type", *glm4_moe._SIZES.values()]}
+    cfg = glm4_moe.Config.from_hf(HFConfig(short | {"max_position_embeddings": 131072}))
+    assert cfg == glm4_moe.Config.from_hf(HFConfig(theirs.to_dict()))
+    assert (cfg.head_dim, cfg.rope) == (8, Rope(4, max_length=131072))  # half a head
+
+
+# What differs in the config.json of the releases, in the spelling of their time.
+RELEASED = {
+    "glm-4.5-air": {
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 46,
+        "use_qk_norm": False,
+    },
+    "glm-4.5": {},
+    "glm-4.6": {"max_position_embeddings": 202752},
+}
+COMMON = {
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "pad_token_id": 151329,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "partial_rotary_factor": 0.5,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1536,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "num_hidden_layers": 92,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "vocab_size": 151552,
+}
+
+
+@pytest.mark.parametrize("preset", RELEASED)
+def test_presets_are_what_the_releases_say(preset):
+    fields = HFConfig(COMMON | RELEASED[preset])
+    cfg = glm4_moe.Config.from_hf(fields)
+    assert cfg == glm4_moe.PRESETS[preset]
+    assert cfg.stored_mtp == 1
+    fields.done()

@@ -1,0 +1,153 @@
+"""GPT-2 against transformers: both ways to scale scores, tied and not; names and fields as released; positions that end."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+import maxlib
+from maxlib import inference, sharding
+from maxlib.models import gpt2
+from maxlib.weights import HFConfig
+from tests.models import parity
+from tests.models.conformance import Conformance, assert_close
+
+POSITIONS = 560
+
+
+class TestGPT2(Conformance):
+    family = "gpt2"
+    config = "GPT2Config"
+    base = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": POSITIONS}
+    cases = {
+        "gpt2": {},
+        "scaled_by_layer_untied": {
+            "n_inner": 44,
+            "n_head": 2,
+            "vocab_size": 53,
+            "scale_attn_weights": False,
+            "scale_attn_by_inverse_layer_idx": True,
+            "reorder_and_upcast_attn": True,
+            "tie_word_embeddings": False,
+        },
+    }
+    matters = {
+        "n_head": 2,
+        "layer_norm_epsilon": 0.1,
+        "scale_attn_weights": False,
+        "scale_attn_by_inverse_layer_idx": True,
+    }
+    refused = Conformance.refused | {
+        "activation_function": "relu",
+        "add_cross_attention": True,
+        "n_ctx": 512,
+        "n_head": 5,
+        "rope_theta": 1e4,
+    }
+    presets = {
+        "gpt2": 0.124,
+        "gpt2-medium": 0.355,
+        "gpt2-large": 0.774,
+        "gpt2-xl": 1.558,
+        "gpt3-52k": 0.000052,
+        "gpt3-6b": 5.59,
+        "gpt3-22b": 22.05,
+        "gpt3-175b": 174.78,
+    }
+    test_both_spellings_are_read = None  # of rotary embeddings, which it has none of
+
+
+transformers_cases = TestGPT2.transformers_cases
+
+
+# config.json of the releases, but for token ids and dropout.
+RELEASED = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-5,
+    "n_ctx": 1024,
+    "n_positions": 1024,
+    "summary_activation": None,
+    "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 50257,
+}
+SIZES = {
+    "gpt2": {"n_embd": 768, "n_head": 12, "n_layer": 12},
+    "gpt2-medium": {"n_embd": 1024, "n_head": 16, "n_layer": 24, "n_special": 0, "predict_special_tokens": True},
+    "gpt2-large": {"n_embd": 1280, "n_head": 20, "n_layer": 36, "n_special": 0, "predict_special_tokens": True},
+    "gpt2-xl": {"n_embd": 1600, "n_head": 25, "n_layer": 48, "output_past": True},
+}
+
+
+@pytest.mark.parametrize("preset", SIZES)
+def test_presets_are_what_the_releases_say(preset):
+    fields = HFConfig(RELEASED | SIZES[preset])
+    assert gpt2.Config.from_hf(fields) == gpt2.PRESETS[preset]
+    fields.done()
+
+
+@pytest.fixture(scope="module")
+def case():
+    return parity.golden("gpt2")["gpt2"]
+
+
+@pytest.fixture(scope="module")
+def model(case, tmp_path_factory):
+    return maxlib.from_pretrained(parity.directory(tmp_path_factory.mktemp("gpt2"), case))
+
+
+def test_names_of_the_releases_are_read(case, model, tmp_path):
+    """Without the prefix, with the causal mask of every layer, and with a copy of the tied head or not."""
+    stored = {name.removeprefix("transformer."): value for name, value in parity.tensors(case["shapes"]).items()}
+    for i in range(3):
+        stored[f"h.{i}.attn.bias"] = np.tri(POSITIONS, dtype=np.float32)[None, None]
+        stored[f"h.{i}.attn.masked_bias"] = np.array(-1e4, np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(case["config"]))
+    for head in ({}, {"lm_head.weight": stored["wte.weight"]}):
+        save_file(stored | head, tmp_path / "model.safetensors")
+        assert jax.tree.all(jax.tree.map(np.array_equal, maxlib.from_pretrained(tmp_path), model))
+
+
+def test_a_sequence_over_devices_keeps_its_positions(case, model):
+    mesh, rules = sharding.make_mesh(data=2, context=4), sharding.DP | sharding.CP_RING
+    spread = jax.device_put(model, sharding.shardings(model, mesh, rules))
+    with sharding.use(mesh, rules):
+        got = parity.logits(spread, case["tokens"])
+    assert_close(got, case["logits"], 1e-4)
+
+
+TINY = gpt2.Config(vocab=8, num_layers=3, dim=8, mlp_dim=8, num_heads=2, num_positions=16)
+
+
+def test_equal_scales_are_scanned_and_others_stand_alone():
+    for by_layer, repeats in ((False, 3), (True, 0)):
+        cfg = dataclasses.replace(TINY, scaled_by_layer=by_layer)
+        assert jax.eval_shape(lambda cfg=cfg: gpt2.GPT2(cfg, rngs=nnx.Rngs(0))).layers.repeats == repeats
+
+
+def test_positions_behind_the_table_are_errors():
+    """Wherever their number is known; a packed row may be longer than the table, its documents may not."""
+    model, tokens = jax.jit(lambda: gpt2.GPT2(TINY, rngs=nnx.Rngs(0)))(), jnp.zeros((1, 20), jnp.int32)
+    hidden = jax.jit(lambda model, tokens, **inputs: model(tokens, dtype=jnp.float32, **inputs).hidden)
+    with pytest.raises(ValueError, match="learned 16 positions, which 20 tokens"):
+        hidden(model, tokens)
+    with pytest.raises(ValueError, match="learned 16 positions, which 17 tokens"):
+        model.init_cache(1, 17)
+    with pytest.raises(ValueError, match="learned 16 positions, which 128 tokens"):  # rounded up to share programs
+        inference.generate(model, [[1]], max_new_tokens=1)
+    late = jnp.full((1, 20), 16, jnp.int32)
+    with pytest.raises(ValueError, match="learned 16 positions, which 17 tokens"):
+        model(tokens, positions=late)
+    assert np.isnan(hidden(model, tokens, positions=late)).all()
+    assert np.isfinite(hidden(model, tokens, segment_ids=1 + jnp.arange(20)[None] // 10)).all()

@@ -1,0 +1,133 @@
+"""GPT-OSS against transformers: sinks, biases, windows in turn, YaRN between whole pairs, the clamp."""
+
+import json
+
+import pytest
+
+from maxlib.models import gpt_oss
+from maxlib.models.gpt_oss import FULL, SLIDING
+from maxlib.weights import HFConfig
+from tests.models.conformance import BASE, Conformance
+
+YARN = {  # whose ramp lies within the few pairs of a small head
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "truncate": False,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 5e3}
+
+
+class TestGptOss(Conformance):
+    family = "gpt_oss"
+    config = "GptOssConfig"
+    base = BASE | {
+        "intermediate_size": 20,
+        "num_hidden_layers": 4,
+        "head_dim": 10,
+        "sliding_window": 5,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "rope_parameters": YARN,
+    }
+    cases = {
+        "gpt_oss": {"swiglu_limit": 0.4},  # so small that it counts
+        "gpt_oss_tied": {
+            "num_hidden_layers": 3,
+            "layer_types": [FULL, FULL, SLIDING],
+            "num_key_value_heads": 1,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "num_experts_per_tok": 2,
+            "rope_parameters": PLAIN,
+        },
+    }
+    windows = {"gpt_oss": {5, 24}, "gpt_oss_tied": {5, 24}}
+    matters = {
+        "sliding_window": 6,
+        "layer_types": [SLIDING] * 4,
+        "num_experts_per_tok": 2,
+        "swiglu_alpha": 1.0,
+        "swiglu_limit": 0.6,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": YARN | {"truncate": True},
+    }
+    refused = Conformance.refused | {
+        "experts_per_token": 2,
+        "quantization_config": {"quant_method": "gptq"},
+        "layer_types": [FULL] * 3,
+    }
+    presets = {"gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83}
+
+
+transformers_cases = TestGptOss.transformers_cases
+
+
+# config.json of the release, in the spelling of its time.
+RELEASED = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": [SLIDING, FULL] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+LARGE = {"num_hidden_layers": 36, "num_local_experts": 128, "layer_types": [SLIDING, FULL] * 18}
+
+
+@pytest.mark.parametrize(("preset", "change"), [("gpt-oss-20b", {}), ("gpt-oss-120b", LARGE)])
+def test_presets_are_what_the_releases_say(preset, change):
+    fields = HFConfig(RELEASED | change)
+    assert gpt_oss.Config.from_hf(fields) == gpt_oss.PRESETS[preset]
+    fields.done()
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers():
+    transformers = pytest.importorskip("transformers")
+    theirs = json.loads(transformers.GptOssConfig().to_json_string(use_diff=False))
+    short = {name: theirs[name] for name in ("model_type", *gpt_oss._SIZES.values())}
+    assert gpt_oss.Config.from_hf(HFConfig(short)) == gpt_oss.Config.from_hf(HFConfig(theirs))

@@ -1,0 +1,157 @@
+"""Phi-3 against transformers: fused projections, a window, LongRoPE on both sides of its switch, partial rotation."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxlib
+from maxlib.models import phi3
+from maxlib.ops.rope import LongRope
+from maxlib.weights import HFConfig
+from tests.models import parity
+from tests.models.conformance import BASE, Conformance, assert_close
+
+ORIGINAL = 64
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 5.0, 30.0],
+    "partial_rotary_factor": 0.75,
+}
+WHOLE = {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [2.0, 5.0, 20.0, 30.0], "partial_rotary_factor": 1.0}
+
+
+class TestPhi3(Conformance):
+    family = "phi3"
+    config = "Phi3Config"
+    # transformers' embeddings give the padding token no gradient.
+    base = BASE | {"pad_token_id": None, "original_max_position_embeddings": 16, "rope_parameters": LONG}
+    cases = {
+        "longer": {"sliding_window": 5, "vocab_size": 53},  # than the first training, with 24 tokens
+        "shorter": {  # and longer than it with the 520 of the export
+            "original_max_position_embeddings": ORIGINAL,
+            "rope_parameters": LONG | WHOLE,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+        },
+    }
+    windows = {"longer": {5}}
+    matters = {
+        "sliding_window": 6,
+        "rms_norm_eps": 0.1,
+        "max_position_embeddings": 4096,
+        "rope_parameters": LONG | {"original_max_position_embeddings": 16, "long_factor": [2.0, 9.0, 30.0]},
+    }
+    refused = Conformance.refused | {
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "full_attn_mod": 2,
+        "original_max_position_embeddings": 32,
+    }
+    presets = {
+        "phi-3-mini-4k": 3.821,
+        "phi-3-medium-4k": 13.960,
+        "phi-3.5-mini": 3.821,
+        "phi-4-mini": 3.836,
+        "phi-4": 14.660,
+    }
+
+
+transformers_cases = TestPhi3.transformers_cases
+
+
+@functools.partial(jax.jit, compiler_options=parity.QUICK)
+def step(model, tokens, cache):
+    out = model(tokens, cache=cache, dtype=jnp.float32)
+    return model.logits(out.hidden), out.cache
+
+
+def test_factors_are_chosen_once_for_the_whole_text(tmp_path):
+    """A cache with room beyond the first training's length has the long factors from its first token on."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    directory = parity.directory(tmp_path, parity.golden("phi3")["shorter"])
+    model, tokens = maxlib.from_pretrained(directory), parity.tokens(61, ORIGINAL + 8)[:1]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    with torch.no_grad():
+        want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+        short = theirs(torch.from_numpy(tokens[:, :ORIGINAL]).long()).logits.numpy()
+    cache = model.init_cache(1, ORIGINAL + 8, dtype=jnp.float32)
+    first, cache = step(model, tokens[:, :ORIGINAL], cache)
+    rest, _ = step(model, tokens[:, ORIGINAL:], cache)
+    assert_close(np.concatenate([first, rest], axis=1), want, 1e-4)
+    assert np.abs(short - want[:, :ORIGINAL]).max() > 0.1 * want.std()
+    first, _ = step(model, tokens[:, :ORIGINAL], model.init_cache(1, ORIGINAL, dtype=jnp.float32))
+    assert_close(first, short, 1e-4)
+
+
+# What the config.json of two releases says, in the spelling of their time.
+RELEASED = {
+    "phi-3.5-mini": {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064},
+    "phi-4-mini": {
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "vocab_size": 200064,
+        "tie_word_embeddings": True,
+        "partial_rotary_factor": 0.75,
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "mlp_bias": False,
+    },
+}
+COMMON = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "embd_pdrop": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "model_type": "phi3",
+    "num_hidden_layers": 32,
+    "original_max_position_embeddings": 4096,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("preset", RELEASED)
+@pytest.mark.parametrize("kind", ["longrope", "su"])  # the latter in the first releases
+def test_presets_are_what_the_releases_say(preset, kind):
+    scaling = phi3.PRESETS[preset].rope.scaling
+    assert isinstance(scaling, LongRope)
+    factors = {"long_factor": list(scaling.long_factor), "short_factor": list(scaling.short_factor)}
+    fields = HFConfig(COMMON | RELEASED[preset] | {"rope_scaling": {"type": kind, **factors}})
+    assert phi3.Config.from_hf(fields) == phi3.PRESETS[preset]
+    fields.done()
+    assert scaling.magnitude == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers():
+    transformers = pytest.importorskip("transformers")
+    theirs = json.loads(transformers.Phi3Config().to_json_string(use_diff=False))
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    short = {name: theirs[name] for name in ("model_type", *sizes)}
+    assert phi3.Config.from_hf(HFConfig(short)) == phi3.Config.from_hf(HFConfig(theirs))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"original_max_position_embeddings": None}, "original_max_position_embeddings must be given beside"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "must have the scaling LongRope"),
+    ],
+)
+def test_other_ropes_are_refused(change, message):
+    fields = {"model_type": "phi3"} | TestPhi3.base | change
+    with pytest.raises(ValueError, match=message):
+        phi3.Config.from_hf(HFConfig(fields))

@@ -1,0 +1,110 @@
+"""What is read from the text of programs, against counts by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlib import sharding
+from maxlib.plan.hlo import read_costs
+from tests.training.tiny import QUICKLY
+
+
+def test_a_scanned_matmul_counts_as_often_as_it_runs():
+    mesh = sharding.make_mesh(fsdp=4, tensor=2)
+    place = lambda *axes: NamedSharding(mesh, P(*axes))
+    x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=place("fsdp"))
+    w = jax.ShapeDtypeStruct((5, 64, 64), jnp.float32, sharding=place(None, "fsdp", "tensor"))
+
+    def layers(x, w):
+        step = lambda x, w: (jax.lax.with_sharding_constraint(jnp.tanh(x @ w), place("fsdp")), None)
+        return jax.lax.scan(step, x, w)[0]
+
+    compiled = jax.jit(layers).lower(x, w).compile(compiler_options=QUICKLY)
+    costs = read_costs(compiled.as_text(), dict(mesh.shape))
+    assert costs.flops == 5 * 2 * (16 / 4) * 64 * (64 / 2)
+    assert costs.bytes > 5 * 4 * 64 * 32
+    found = {(one.kind, one.axes): (one.runs, one.bytes) for one in costs.collectives}
+    assert found[("all-gather", ("fsdp",))] == (5, 5 * 4 * 64 * 32)
+    assert found[("all-gather", ("tensor",))] == (5, 5 * 4 * 4 * 64)
+
+
+HEADS = 2 * 2048 * 32 * 128 * 4096  # every head's output meets one element of the window: the rest is padding
+BATCHED = 2 * 32 * 128 * 128 * 128
+TPU = """
+HloModule jit_step
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[]{:T(256)} parameter(0)
+  %y = f32[]{:T(256)} parameter(1)
+  ROOT %sum = f32[]{:T(256)} add(%x, %y)
+}
+
+%all-reduce-scatter.1 (input: bf16[32,4096]) -> bf16[32,1024] {
+  %input = bf16[32,4096]{1,0:T(8,128)(2,1)} parameter(0)
+  %all-reduce.1 = bf16[32,4096]{1,0:T(8,128)(2,1)} all-reduce(%input), channel_id=1, replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, to_apply=%add
+  %at = u32[] constant(0)
+  ROOT %slice = bf16[32,1024]{1,0:T(8,128)(2,1)} dynamic-slice(%all-reduce.1, %at, %at), dynamic_slice_sizes={32,1024}
+}
+
+%body (state: (s32[], f32[32,128,128])) -> (s32[], f32[32,128,128]) {
+  %state = (s32[]{:T(128)}, f32[32,128,128]{2,1,0:T(8,128)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%state), index=0
+  %a = f32[32,128,128]{2,1,0:T(8,128)S(1)} get-tuple-element(%state), index=1
+  %batched = f32[32,128,128]{2,1,0:T(8,128)S(1)} convolution(%a, %a), window={size=32 stride=31 lhs_dilate=32}, dim_labels=0bf_0oi->0bf
+  ROOT %next = (s32[]{:T(128)}, f32[32,128,128]{2,1,0:T(8,128)}) tuple(%i, %batched)
+}
+
+%condition (state.1: (s32[], f32[32,128,128])) -> pred[] {
+  %state.1 = (s32[]{:T(128)}, f32[32,128,128]{2,1,0:T(8,128)}) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%state.1), index=0
+  ROOT %less = pred[]{:T(512)} compare(%i.1, %i.1), direction=LT
+}
+
+ENTRY %main (p: bf16[32,4096], q: f32[32,128,128]) -> bf16[32,1024] {
+  %p = bf16[32,4096]{1,0:T(8,128)(2,1)} parameter(0)
+  %q = f32[32,128,128]{2,1,0:T(8,128)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %start = (s32[]{:T(128)}, f32[32,128,128]{2,1,0:T(8,128)}) tuple(%zero, %q)
+  %loop = (s32[]{:T(128)}, f32[32,128,128]{2,1,0:T(8,128)}) while(%start), condition=%condition, body=%body
+  %x = bf16[2048,4096,1]{1,0,2} bitcast(%p)
+  %w = bf16[32,128,4096]{2,1,0} bitcast(%p)
+  %heads = bf16[2048,32,128]{0,2,1:T(8,128)(2,1)} convolution(%x, %w), window={size=32 pad=31_31 rhs_reversal=1}, dim_labels=bf0_0oi->b0f
+  %sent = bf16[32,4096]{1,0:T(8,128)(2,1)} collective-permute(%p), source_target_pairs={{0,4},{1,5},{4,0},{5,1}}
+  %turned = bf16[32,4096]{1,0:T(8,128)(2,1)} all-to-all(%p), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
+  ROOT %mine = bf16[32,1024]{1,0:T(8,128)(2,1)} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_what_only_the_tpu_compiler_writes():
+    text = TPU.replace("convolution(%p, %p)", "convolution(%x3, %w3)").replace(
+        "  %heads",
+        "  %x3 = bf16[2048,4096,1]{1,0,2} bitcast(%p)\n  %w3 = bf16[32,128,4096]{2,1,0} bitcast(%p)\n  %heads",
+    )
+    costs = read_costs(text, {"data": 2, "fsdp": 4}, unknown_trips=3)
+    assert costs.flops == HEADS + 3 * BATCHED and costs.unknown_loops == 1
+    found = {one.kind: (one.axes, one.written, one.bytes) for one in costs.collectives}
+    whole = 32 * 4096 * 2
+    assert found == {
+        "reduce-scatter": (("fsdp",), 1, whole),
+        "collective-permute": (("data",), 1, whole),
+        "all-to-all": (("data",), 1, whole),
+    }
+
+
+def test_unrolled_loops_step_further():
+    text = TPU.replace("compare(%i.1, %i.1)", "compare(%i.1, %eight)").replace(
+        "  ROOT %less", "  %eight = s32[]{:T(128)} constant(8)\n  ROOT %less"
+    )
+    assert read_costs(text, {"fsdp": 8}).flops == HEADS + 8 * BATCHED
+    text = text.replace("tuple(%i, %batched)", "tuple(%raised, %batched)").replace(
+        "  ROOT %next", "  %two = s32[]{:T(128)} constant(2)\n  %raised = s32[]{:T(128)} add(%i, %two)\n  ROOT %next"
+    )
+    assert read_costs(text, {"fsdp": 8}).flops == HEADS + 4 * BATCHED
+
+
+def test_text_without_a_program():
+    with pytest.raises(ValueError, match="no ENTRY"):
+        read_costs("HloModule empty", {"fsdp": 1})

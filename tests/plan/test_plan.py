@@ -1,0 +1,138 @@
+"""Plans end to end, on this machine's devices and from shapes alone."""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxlib import nn, plan, sharding, training
+from maxlib.models import llama
+from maxlib.plan import __main__ as command
+from maxlib.plan import job as jobs
+from maxlib.plan.search import pareto
+from tests.nn.tiny import LLAMA
+from tests.training import tiny
+
+CONFIG = dataclasses.replace(LLAMA, vocab=64, num_layers=4)
+
+
+def bigram():
+    return tiny.Bigram(rngs=tiny.nnx.Rngs(0))
+
+
+@functools.cache
+def compiled():
+    return plan.plan(CONFIG, "cpu", sequence=16, mesh={"data": 2, "fsdp": 4}, rules=sharding.FSDP, dtype="float32")
+
+
+def test_a_compiled_plan_counts_what_training_holds():
+    got = compiled()
+    mesh = sharding.make_mesh(data=2, fsdp=4)
+    model = sharding.create(lambda: llama.Llama(CONFIG, rngs=tiny.nnx.Rngs(0)), mesh, sharding.FSDP)
+    with sharding.use(mesh, sharding.FSDP):
+        state = training.make_state(model, training.adamw(1e-4, mask=training.decay_mask(model)))
+    local = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+    assert got.compiled and got.fits and got.num_parameters == nn.num_parameters(state.trainable)
+    assert got.parameters == local((state.trainable, state.rest))
+    assert got.optimizer == local(state.opt_state) + local(state.step) + 4
+    assert got.gradients == local(state.trainable) and got.rows == 8 and got.tokens == 8 * 16
+
+
+def test_the_program_gathers_weights_and_sums_gradients_over_the_right_axes():
+    costs = compiled().costs
+    assert costs is not None
+    found = {(one.kind, one.axes) for one in costs.collectives}
+    assert ("all-gather", ("fsdp",)) in found and any(axes == ("data",) for _, axes in found)
+    assert not any("tensor" in axes for _, axes in found)
+    assert 1.0 < costs.flops * 8 / compiled().model_flops < 2.0  # one more forward pass, and masked tiles
+
+
+def test_the_report_reads():
+    text = str(compiled())
+    for words in ("5.", "on cpu: 8 x", "mesh: data 2, fsdp 4", "gradients", "fits:", "all-gather", "MFU", "assumes"):
+        assert words in text
+
+
+def test_jobs_travel_as_text():
+    job = plan.Job(
+        model=CONFIG, target="cpu", mesh={"fsdp": -1}, remat=("attn", "mlp"), rules=sharding.FSDP | sharding.SP
+    )
+    again = jobs.from_json(jobs.to_json(job))
+    assert again.model == CONFIG and again.remat == job.remat and dict(again.rules) == dict(job.rules)
+    assert jobs.from_json(jobs.to_json(dataclasses.replace(job, model=bigram))).model is bigram
+    with pytest.raises(ValueError, match="cannot be found by name in another process"):
+        jobs.to_json(dataclasses.replace(job, model=lambda: None))
+
+
+def test_a_model_that_does_not_fit_says_by_how_much():
+    text = str(plan.plan("llama3-70b", "h100x8", sequence=8192, remat=None))
+    assert "does not fit" in text and "GiB too much" in text and "remat='full'" in text
+    assert "analytic model only" in text and "not compiled" in text
+
+
+MISTAKES = {
+    "preset": (dict(model="llama9"), "no preset is called 'llama9'; there are"),
+    "degree": (dict(mesh={"fsdp": 3}), "needs 3 devices, but there are 8"),
+    "axis": (dict(mesh={"model": 8}), r"names \['model'\], but its axes are"),
+    "rules": (dict(rules="zero9"), "rules must be one of dp, zero1"),
+    "rule": (dict(rules={"embed": "model"}), "names the mesh axis 'model'"),
+    "heads": (dict(mesh={"tensor": 8}, rules="tp"), "of size [24] does not divide over 'tensor'"),
+    "batch": (dict(batch_per_chip=0.5), "4 in all, which must be a multiple of the 8 parts"),
+    "remat": (dict(remat="some"), "remat must be None, one of"),
+    "optimizer": (dict(optimizer="lion"), "optimizer must be 'adamw', 'sgd'"),
+    "target": (dict(target="v5p-9"), "counts cores"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_named(case):
+    changes, words = MISTAKES[case]
+    with pytest.raises(ValueError, match=words):
+        plan.estimated(plan.Job(**({"model": CONFIG, "target": "h100x8", "sequence": 16} | changes)))
+
+
+def test_the_command_says_what_is_wrong(capsys):
+    assert command.main(["llama9", "--target", "h100x8"]) == 2
+    assert "no preset is called 'llama9'" in capsys.readouterr().err
+    assert command.main(["llama3.2-1b", "--target", "h100x8"]) == 0
+    assert "fits:" in capsys.readouterr().out
+
+
+def test_a_search_orders_what_fits_by_speed_and_draws():
+    layouts = [({"fsdp": -1}, "fsdp"), ({"fsdp": 2, "tensor": 4}, "fsdp_tp_sp"), ({"fsdp": 3}, "fsdp")]
+    found = plan.search("llama3-8b", "h100x8", layouts=layouts, batches=(1, 64), remats=("full",), sequence=4096)
+    assert found.best.fits and len(found.plans) == 4 and len(found.refused) == 2
+    speeds = [p.tokens / p.estimate.serial for p in found.plans if p.fits and p.estimate]
+    assert speeds == sorted(speeds, reverse=True) and any(not p.fits for p in found.plans)
+    front = pareto(found.plans)
+    assert [p.peak for p in front] == sorted(p.peak for p in front)
+    assert len(found.draw().collections) == 2 and "layouts in" in str(found)
+    with pytest.raises(ValueError, match=r"no layout fits h100: .* GiB more than there is"):
+        _ = plan.search("llama3-70b", "h100", layouts=layouts[:1], batches=(1,), remats=("full",)).best
+
+
+def test_remat_and_tensor_parallelism_shrink_the_analytic_model():
+    base = dict(model="llama3-8b", target="h100x8", sequence=4096)
+    full, none = (plan.estimated(plan.Job(**base, remat=remat)).analytic for remat in ("full", None))
+    layer_inputs = 32 * 4096 * 4096 * 2
+    assert full.activations == pytest.approx(layer_inputs, rel=0.2) and none.activations > 10 * full.activations
+    split = plan.estimated(plan.Job(**base, mesh={"fsdp": 2, "tensor": 4}, rules="fsdp_tp_sp")).analytic
+    assert split.parameters == pytest.approx(full.parameters, rel=1e-3) and math.isfinite(split.total)
+
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+
+
+@needs_libtpu
+@pytest.mark.full
+def test_llama2_7b_on_four_chips_is_no_larger_than_the_peer():
+    got = plan.plan("llama2-7b", "v5p-8")
+    assert got.peak <= 29.04 * 2**30 and got.analytic.total == pytest.approx(got.peak, rel=0.1)
+    assert {(one.kind, one.axes) for one in got.costs.collectives} == {
+        (kind, ("fsdp",)) for kind in ("all-gather", "reduce-scatter", "all-reduce")
+    }
+    assert jnp.isfinite(got.estimate.mfu)

@@ -1,0 +1,100 @@
+"""The sequence split over devices: by gathered keys, around a ring, over heads; always what one device computes."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from maxlib import nn, ops, sharding, training
+from maxlib.models import gemma2
+from tests.nn.tiny import tiny_llama
+
+SCHEMES = {"gather": sharding.CP_GATHER, "ring": sharding.CP_RING, "heads": sharding.CP_HEADS}
+SEQ = 32
+
+
+def gemma(**changes):
+    cfg = gemma2.Config(
+        vocab=64, num_layers=2, dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, window=9, rope=ops.Rope(8)
+    )
+    return gemma2.Gemma2(cfg, rngs=nnx.Rngs(0))
+
+
+def batch(seq=SEQ):
+    """Packed documents, one of them longer than any window, and padding."""
+    tokens = np.random.RandomState(0).randint(0, 64, (2, seq)).astype(np.int32)
+    segments = np.array([[1] * 21 + [2] * (seq - 21), [1] * 5 + [2] * 7 + [3] * (seq - 15) + [0] * 3], np.int32)
+    targets = np.where(segments > 0, np.roll(tokens, -1, axis=1), -1)
+    return {"tokens": tokens, "targets": targets, "segment_ids": segments}
+
+
+@jax.jit
+def loss_and_gradients(params, rest, data):
+    def loss(params):
+        return training.next_token_loss(nn.combine(params, rest), data, dtype=jnp.float32)[0]
+
+    return jax.value_and_grad(loss)(params)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("make", [functools.partial(tiny_llama, vocab=64, num_heads=4, num_kv_heads=2), gemma])
+def test_loss_and_gradients_are_those_of_one_device(make, scheme):
+    model = jax.jit(make)()
+    want = loss_and_gradients(*nn.partition(model), batch())
+    mesh, rules = sharding.make_mesh(fsdp=2, context=4), sharding.FSDP | SCHEMES[scheme]
+    model = jax.device_put(model, sharding.shardings(model, mesh, rules))
+    with sharding.use(mesh, rules):
+        got = loss_and_gradients(*nn.partition(model), batch())
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    for path, gradient in want[1].items():
+        scale = np.abs(gradient).max()
+        np.testing.assert_allclose(got[1][path], gradient, atol=1e-5 * scale, err_msg=path)
+
+
+@pytest.mark.parametrize("seq", [36, 33])  # no two chunks for each device; not even one
+def test_lengths_that_do_not_divide(seq):
+    model, data = tiny_llama(vocab=64), batch(seq)
+    want = loss_and_gradients(*nn.partition(model), data)[0]
+    with sharding.use(sharding.make_mesh(data=2, context=4), sharding.DP | sharding.CP_RING):
+        np.testing.assert_allclose(loss_and_gradients(*nn.partition(model), data)[0], want, rtol=1e-5)
+
+
+def test_each_scheme_talks_as_it_should():
+    """Keys are gathered, or passed on, or heads and sequence are exchanged; queries and results never gather."""
+    mesh = sharding.make_mesh(context=8)
+    place = jax.NamedSharding(mesh, P(None, "context"))
+    shape = jax.ShapeDtypeStruct((1, 64, 8, 16), jnp.float32, sharding=place)
+    bound = jax.ShapeDtypeStruct((1, 64), jnp.int32, sharding=place)
+    found = {}
+    for name, rules in SCHEMES.items():
+        with sharding.use(mesh, rules):
+            run = lambda *args: sharding.constrain(nn.attend(*args), "batch", "seq", None, None)
+            text = jax.jit(run).lower(shape, shape, shape, bound, bound).compile().as_text()
+        kinds = re.findall(r" (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(", text)
+        found[name] = {kind: kinds.count(kind) for kind in kinds}
+    assert found["gather"].keys() == {"all-gather"}
+    assert found["gather"]["all-gather"] <= 2
+    assert found["ring"].keys() == {"collective-permute"}
+    assert "all-to-all" in found["heads"]
+    assert "collective-permute" not in found["heads"]
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_zigzag_gives_each_device_an_early_and_a_late_chunk(parts):
+    mesh = sharding.make_mesh(context=parts, devices=jax.devices()[:parts])
+    x = jnp.arange(8 * parts)[None]
+    with sharding.use(mesh, sharding.CP_RING):
+        assert sharding.can_zigzag(8 * parts)
+        assert not sharding.can_zigzag(7 * parts)
+        turned = jax.jit(lambda x: sharding.zigzag(x, "batch", "seq"))(x)
+        back = jax.jit(lambda x: sharding.unzigzag(x, "batch", "seq"))(turned)
+    chunks = np.asarray(turned).reshape(2 * parts, 4)[:, 0] // 4
+    assert list(chunks) == [c for i in range(parts) for c in (i, 2 * parts - 1 - i)]
+    np.testing.assert_array_equal(back, x)
+    np.testing.assert_array_equal(sharding.natural_order(jnp.asarray(np.asarray(turned)), parts), x)
+    assert not sharding.can_zigzag(8 * parts)

@@ -1,0 +1,130 @@
+"""Finding the other processes of a run, and noticing who does not come."""
+
+import concurrent.futures
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from maxlib.sharding import distributed
+from maxlib.sharding.roll_call import roll_call
+
+JOB_SET = {"JOBSET_NAME": "run", "REPLICATED_JOB_NAME": "worker", "JOB_COMPLETION_INDEX": "3", "NNODES": "4"}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[05-06]", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+SLURM |= {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "2"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+OLD_URI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
+JAX = {"JAX_COORDINATOR_ADDRESS": "head:99", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+
+CASES = {
+    "addresses": (JAX, ("head:99", 3, 2, None)),
+    "addresses in a JobSet": (
+        JOB_SET | {"JAX_COORDINATOR_ADDRESS": "a-0-0.a"},
+        (f"a-0-0.a:{distributed.PORT}", 4, 3, None),
+    ),
+    "JobSet": (JOB_SET, (f"run-worker-0-0.run:{distributed.PORT}", 4, 3, None)),
+    "second job of a JobSet": (
+        JOB_SET | {"JOB_INDEX": "1", "JOBSET_REPLICAS": "2"},
+        (f"run-worker-0-0.run:{distributed.PORT}", 8, 7, None),
+    ),
+    "SLURM, a task for each GPU": (SLURM, ("node05:61447", 4, 1, (1,))),
+    "SLURM, a task for each node": (
+        SLURM | {"SLURM_NTASKS": "2", "SLURM_LOCALID": "0"},
+        ("node05:61447", 2, 1, (0, 1)),
+    ),
+    "Open MPI 4": (OPEN_MPI | OLD_URI, ("10.96.0.1:64942", 4, 2, (0,))),
+    "Open MPI 5": (OPEN_MPI | {"PMIX_NAMESPACE": "prterun-node-1-4097@1"}, ("node-1:61441", 4, 2, (0,))),
+    "Open MPI 5 on one host": (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ("127.0.0.1:61440", 4, 2, (0,))),
+    "nothing": ({}, None),
+}
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(
+            ("SLURM_", "OMPI_", "PMIX_", "JOB", "JAX_COORD", "JAX_NUM_PROC", "JAX_PROCESS", "KUBERNETES_")
+        ):
+            monkeypatch.delenv(name)
+    for name in ("NNODES", "NODE_RANK", "REPLICATED_JOB_NAME", "TPU_WORKER_HOSTNAMES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_found_in_the_environment(case, monkeypatch):
+    env, want = CASES[case]
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    found = distributed.find()
+    got = found and (found.coordinator, found.num_processes, found.process_id, found.local_device_ids)
+    if got and got[0].startswith("10.96.0.1:"):  # the port is jax's choice
+        got, want = (got[1:], want[1:])
+    assert got == want
+
+
+def test_arguments_come_first_and_must_be_complete(monkeypatch):
+    for name, value in JAX.items():
+        monkeypatch.setenv(name, value)
+    assert distributed.find("here:1", 2, 0).coordinator == "here:1"
+    with pytest.raises(ValueError, match="needed together; got 'here:1', None and None"):
+        distributed.find("here:1")
+    with pytest.raises(ValueError, match="process 2 of 2"):
+        distributed.find("here:1", 2, 2)
+    monkeypatch.delenv("JAX_PROCESS_ID")
+    with pytest.raises(ValueError, match="addresses in the environment"):
+        distributed.find()
+
+
+def port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def call(address, count, numbers, timeout):
+    """What each of these processes gets from the roll call: None or its error."""
+
+    def one(number):
+        try:
+            roll_call(address, count, number, timeout=timeout)
+        except TimeoutError as error:
+            return str(error)
+
+    with concurrent.futures.ThreadPoolExecutor(len(numbers)) as pool:
+        return list(pool.map(one, numbers))
+
+
+def test_roll_call_lets_everybody_go():
+    assert call(port(), 5, range(5), timeout=20) == [None] * 5
+
+
+def test_roll_call_names_who_is_missing():
+    address = port()
+    first, second = call(address, 4, [0, 2], timeout=0.5)
+    assert f"processes 1, 3 of 4 did not come to {address} within 0.5 s" in first
+    assert "process 2 came" in second and "these did not: processes 1, 3" in second
+
+
+def test_roll_call_names_an_absent_coordinator():
+    (error,) = call("127.0.0.1:1", 2, [1], timeout=0.3)
+    assert "process 1 did not reach process 0 at 127.0.0.1:1 within 0.3 s" in error
+
+
+RUN = """
+import sys, jax
+from maxlib import sharding
+print(sharding.initialize(sys.argv[1], 2, int(sys.argv[2]), timeout=120))
+print("all", jax.process_count(), len(jax.devices()))
+"""
+
+
+def test_two_processes_start():
+    address = port()
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    run = lambda number: subprocess.Popen(
+        [sys.executable, "-c", RUN, address, str(number)], env=env, stdout=subprocess.PIPE, text=True
+    )
+    for process in [run(0), run(1)]:
+        out, _ = process.communicate(timeout=200)
+        assert process.returncode == 0 and "all 2 2" in out and "arguments: process" in out

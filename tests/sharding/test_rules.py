@@ -1,0 +1,151 @@
+"""Meshes with every axis, and the presets beyond data, FSDP and tensor parallelism."""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from maxlib import nn, sharding, training
+from maxlib.models import llama
+from maxlib.sharding import mesh as mesh_module
+from tests.nn.tiny import LLAMA, tokens
+from tests.sharding.test_sharding import RULES, build
+from tests.training.tiny import QUICKLY, Bigram, batch, loss
+
+
+def test_all_six_axes_and_the_last_are_neighbours():
+    mesh = sharding.make_mesh(stage=2, expert=2, tensor=-1)
+    assert dict(mesh.shape) == {"stage": 2, "data": 1, "fsdp": 1, "expert": 2, "context": 1, "tensor": 2}
+    assert [d.id for d in mesh.devices.flat] == list(range(8))
+    assert set(sharding.AXES) == {"data", "fsdp", "tensor", "context", "expert", "stage"}
+
+
+def slices(count, each):
+    """Described devices of several TPU-like slices."""
+    make = lambda i: SimpleNamespace(
+        id=i,
+        slice_index=i // each,
+        process_index=i // each,
+        coords=[i % 2, i % each // 2, 0],
+        core_on_chip=0,
+        platform="tpu",
+        device_kind="TPU v6",
+    )
+    return [make(i) for i in range(count * each)]
+
+
+def test_degrees_across_slices(monkeypatch):
+    arranged = []
+
+    def record(devices, axes, axis_types):  # a real mesh wants real devices
+        arranged.append(devices)
+        return Mesh(np.reshape(jax.devices(), devices.shape), axes, axis_types=axis_types)
+
+    monkeypatch.setattr(mesh_module, "Mesh", record)
+    mesh = sharding.make_mesh(fsdp=-1, dcn={"data": -1}, devices=slices(2, 4))
+    assert mesh.shape["data"] == 2 and mesh.shape["fsdp"] == 4
+    assert [{d.slice_index for d in part} for part in arranged[0].reshape(2, 4)] == [{0}, {1}]
+    assert sharding.make_mesh(fsdp=2, tensor=2, dcn={"fsdp": 2}, devices=slices(2, 4)).shape["fsdp"] == 4
+    with pytest.raises(ValueError, match="lie in 2 slices"):
+        sharding.make_mesh(fsdp=-1, devices=slices(2, 4))
+    with pytest.raises(ValueError, match=r"\{'data': 3\} needs 3 slices, but there are 2"):
+        sharding.make_mesh(fsdp=-1, dcn={"data": 3}, devices=slices(2, 4))
+    with pytest.raises(ValueError, match=r"dcn names \['batch'\]"):
+        sharding.make_mesh(fsdp=-1, dcn={"batch": 2}, devices=slices(2, 4))
+
+
+def test_spare_takes_what_is_left():
+    rules = sharding.FSDP_TP | sharding.SP
+    assert sharding.spec(("batch", "seq", "act_embed"), rules) == P(("data", "fsdp"), "tensor")
+    assert sharding.spec(("batch", "seq", "act_heads", None), rules) == P(("data", "fsdp"), None, "tensor")
+    both = {"seq": sharding.Spare(("context", "tensor")), "act_mlp": "tensor"}
+    assert sharding.spec(("seq", "act_mlp"), both) == P(("context",), "tensor")
+
+
+def test_sequence_sharding_changes_no_result():
+    model = jax.jit(lambda: llama.Llama(dataclasses.replace(LLAMA, num_layers=1), rngs=nnx.Rngs(0)))()
+    run = lambda model, ids: jnp.sum(model(ids, dtype=jnp.float32).hidden ** 2)
+    gradient, ids = jax.value_and_grad(run), tokens(4, 8)
+    loss, want = jax.jit(gradient, compiler_options=QUICKLY)(model, ids)
+    with sharding.use(sharding.make_mesh(fsdp=2, tensor=4), RULES | sharding.SP | {"kv_heads": None}):
+        compiled = jax.jit(gradient).lower(model, ids).compile(compiler_options=QUICKLY)
+    got_loss, got = compiled(model, ids)
+    np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), got, want)
+    assert "f32[2,2,32]" in compiled.as_text()  # a quarter of the sequence between the matmuls
+
+
+def test_zero1_splits_the_optimizer_and_nothing_else():
+    mesh, optimizer, name = sharding.make_mesh(data=8), optax.adamw(1e-2), "layers.body.0.mlp.up.w"
+    after = {}
+    for rules in (sharding.DP, sharding.DP | sharding.ZERO1):
+        with sharding.use(mesh, rules):
+            state = training.make_state(sharding.create(lambda: Bigram(rngs=nnx.Rngs(0)), mesh, rules), optimizer)
+            new, metrics = jax.jit(training.make_train_step(loss, optimizer), compiler_options=QUICKLY)(state, batch(8))
+        same = lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        assert all(
+            jax.tree.leaves(jax.tree.map(same, (state.trainable, state.opt_state), (new.trainable, new.opt_state)))
+        )
+        after["optimizer" in rules] = new, metrics
+    (split, metrics), (whole, whole_metrics) = after[True], after[False]
+    assert split.trainable[name].sharding.is_fully_replicated
+    moments = [x for x in jax.tree.leaves(split.opt_state) if x.shape == split.trainable[name].shape]
+    assert len(moments) == 2 and all(x.addressable_shards[0].data.size * 8 == x.size for x in moments)
+    np.testing.assert_allclose(metrics["grad_norm"], whole_metrics["grad_norm"], rtol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), split.trainable, whole.trainable)
+
+
+def test_optimizer_spec_takes_the_longest_dimension_that_divides():
+    mesh = sharding.make_mesh(data=4, fsdp=2)
+    spec = functools.partial(sharding.optimizer_spec, rules=sharding.FSDP | sharding.ZERO1, mesh=mesh)
+    assert spec(("mlp", "embed"), (16, 64)) == P(None, ("fsdp", "data"))
+    assert spec(("mlp", "embed"), (3, 16, 8)) == P(None, "data", "fsdp")
+    assert spec(("norm",), (3,)) == P()
+
+
+def test_experts_on_their_own_axis_or_on_fsdp():
+    @jax.eval_shape
+    def moe():
+        router = nn.Router(16, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
+        return nn.MoE(16, 32, router=router, shared=nn.GatedMLP(16, 32, rngs=nnx.Rngs(1)), rngs=nnx.Rngs(2))
+
+    def places(mesh, rules):
+        found = nn.variables(sharding.shardings(moe, mesh, rules))
+        return {path: found[path].get_value().spec for path in ("gate.w", "down.w", "shared.up.w")}
+
+    got = places(sharding.make_mesh(expert=4, fsdp=2), sharding.EP)
+    assert got["gate.w"] == P("expert", None, "fsdp") and got["down.w"] == P("expert", "fsdp")
+    assert got["shared.up.w"] == P(None, ("fsdp", "expert"))
+    got = places(sharding.make_mesh(fsdp=8), sharding.EP_FSDP)
+    assert got["gate.w"] == P("fsdp") and got["shared.up.w"] == P(None, "fsdp")
+
+
+def test_describe_counts_bytes_and_warns_of_copies():
+    mesh = sharding.make_mesh(data=2, fsdp=4)
+    model = jax.eval_shape(build)
+    seen = sharding.describe(model, mesh, sharding.FSDP)
+    by = {one.path: one for one in seen.parameters}
+    up = by["layers.body.0.mlp.up.w"]
+    assert up.bytes_per_device * 4 == up.bytes and up.place == "- - fsdp" and not up.replicated
+    assert up.path in str(seen) and "mlp embed" in str(seen)
+    with pytest.warns(UserWarning, match=r"every device holds all of embed.w \("):
+        sharding.describe(model, mesh, sharding.DP, large=1)
+
+
+def test_draw_shows_each_part_once():
+    mesh = sharding.make_mesh(data=2, fsdp=4)
+    table = jax.device_put(jnp.zeros((6, 8)), jax.NamedSharding(mesh, P(None, "fsdp")))
+    (seen,) = sharding.describe({"table": nnx.Param(table)}).parameters
+    assert (seen.path, seen.place, seen.bytes_per_device) == ("table", "- fsdp", 48)
+    ax = sharding.draw(table)
+    assert len(ax.patches) == 4 and {t.get_text() for t in ax.texts} == {f"{i}, {i + 4}" for i in range(4)}
+    with pytest.raises(ValueError, match="draw needs an array that has a sharding"):
+        sharding.draw(jax.ShapeDtypeStruct((2, 2), jnp.float32))

@@ -1,0 +1,81 @@
+"""What `python -m maxlib.models` prints, and that docs/models.md says the same."""
+
+import sys
+
+import pytest
+from rich.console import Console
+
+from maxlib import weights
+from maxlib.models import __main__ as models
+from tests.models import page
+
+STALE = "docs/models.md is stale: run python -m tests.models.page"
+FAMILIES = {family.name: family for family in weights.families()}
+
+
+def cells(markdown: str) -> list[list[str]]:
+    """Line by line, without the heading."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown.splitlines()[2:]]
+
+
+def section(name: str) -> list[list[str]]:
+    return cells(page.sections(page.PAGE.read_text())[name])
+
+
+def assert_listed(row: models.Row) -> None:
+    found = [(family, *kind) for family, sizes, *kind in section("capabilities") if row.size in sizes.split("<br>")]
+    assert found == [(row.family, *row.kind)], STALE
+
+
+def test_every_family_and_preset_is_listed():
+    sizes = [(family, size) for family, listed, *_ in section("capabilities") for size in listed.split("<br>")]
+    listed = [(family, size.partition(":")[0]) for family, size in sizes]
+    assert listed == [(name, preset) for name, family in FAMILIES.items() for preset in family.presets], STALE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_family_is_made_of(name):
+    """Of the preset with the fewest layers, which is the quickest to look at."""
+    presets = FAMILIES[name].presets
+    assert_listed(models.row(FAMILIES[name], min(presets, key=lambda preset: presets[preset].num_layers)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("preset", weights.presets())
+def test_what_a_preset_is_made_of(preset):
+    assert_listed(models.row(next(f for f in FAMILIES.values() if preset in f.presets), preset))
+
+
+def test_every_case_of_parity_is_listed():
+    assert [(family, name) for family, name, *_ in section("parity")] == page.cases(), STALE
+
+
+ROWS = [
+    models.Row("a", "a-1", 52_464, 52_464, ("MHA", "RoPE", "full", "")),
+    models.Row("a", "a-2", 999_885_952, 999_885_952, ("MHA", "RoPE", "full", "")),
+    models.Row("a", "a-3", 124_439_808, 24_439_808, ("MHA", "1 of 8 experts", "full", "")),
+    models.Row("b", "b-1", 671_026_419_200, 37_552_000_000, ("MHA", "1 of 8 experts", "full", "yes")),
+]
+
+
+def test_presets_that_differ_in_size_share_a_row():
+    assert cells(models.markdown(ROWS)) == [
+        ["a", "a-1: 52,464<br>a-2: 1.00B", "MHA", "RoPE", "full", ""],
+        ["a", "a-3: 124M, 24M active", "MHA", "1 of 8 experts", "full", ""],
+        ["b", "b-1: 671.03B, 37.55B active", "MHA", "1 of 8 experts", "full", "yes"],
+    ]
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(models.table(ROWS))
+    assert all(row.size in capture.get() for row in ROWS)
+
+
+def test_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(models, "row", lambda family, preset: models.Row(family.name, preset, 1, 1, ("", "", "", "")))
+    monkeypatch.setattr(sys, "argv", ["maxlib.models", "--markdown", "qwen3", "gpt2"])
+    models.main()
+    assert [line[0] for line in cells(capsys.readouterr().out)] == ["qwen3", "gpt2"]
+    monkeypatch.setattr(sys, "argv", ["maxlib.models", "gpt5"])
+    with pytest.raises(SystemExit):
+        models.main()
+    assert "no family gpt5; there are deepseek, " in capsys.readouterr().err
