@@ -99,6 +99,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def kernels(session: nox.Session) -> None:
+    """The GPU kernels compiled to machine code, and what spills (no GPU needed; downloads CUDA's compiler, several GB)."""
+    session.install("-e", ".[cuda]")
+    session.run("python", "-m", "tests.ops.sass", *session.posargs)
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """Wheel and source distribution, into dist/."""
     session.install("build", "twine")

@@ -9,11 +9,22 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.ops.attention import dispatch
 from maxlib.ops.attention.chunked import chunked
+from maxlib.ops.attention.mosaic_gpu import mosaic_gpu, refuses
 from maxlib.ops.attention.reference import reference
 from maxlib.ops.cost import counted
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
+dispatch.register(
+    dispatch.Implementation(
+        "mosaic_gpu",
+        mosaic_gpu,
+        "Hopper kernels, masked tiles skipped in both passes",
+        platforms=frozenset({"gpu"}),
+        features=frozenset(dispatch.FEATURES) - {"bias", "float64"},
+        accepts=refuses,
+    )
+)
 dispatch.register(dispatch.Implementation("chunked", chunked, "blockwise XLA, memory linear in the sequence"))
 dispatch.register(dispatch.Implementation("reference", reference, "the definition, memory T x S"))
 

@@ -42,16 +42,16 @@ class Case:
         return "-".join(str(value).replace(" ", "") for value in dataclasses.astuple(self))
 
 
-def product() -> list[Case]:
-    return [Case(*values) for values in itertools.product(*FACTORS.values())]
+def product(factors=FACTORS) -> list[Case]:
+    return [Case(*values) for values in itertools.product(*factors.values())]
 
 
-def pairwise() -> list[Case]:
+def pairwise(factors=FACTORS) -> list[Case]:
     """Few cases among which every pair of values of any two factors occurs."""
     pairs = lambda case: {
         (a, x, b, y) for (a, x), (b, y) in itertools.combinations(enumerate(dataclasses.astuple(case)), 2)
     }
-    everything = {case: pairs(case) for case in product()}
+    everything = {case: pairs(case) for case in product(factors)}
     missing, chosen = set().union(*everything.values()), []
     while missing:
         best = max(everything, key=lambda case: len(everything[case] & missing))

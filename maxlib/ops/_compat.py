@@ -1,0 +1,29 @@
+"""What differs between the versions of jax that maxlib supports (0.10.2 and newer), for the kernels of this room.
+
+Nothing else in `ops` asks which version of jax it runs on.
+"""
+
+import inspect
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# From 0.11 on the compiler infers layouts by default; before that, the older lowering is the one that is complete.
+_OLD = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
+SEMANTICS = plgpu.LoweringSemantics.Lane if _OLD else plgpu.LoweringSemantics.Warpgroup
+_LOAD_TAKES_INDEX = inspect.signature(plgpu.load).parameters.get("idx") is not None
+
+
+def load(ref, layout):
+    """Reads a whole reference (in shared or global memory) into registers."""
+    index = ((),) if _LOAD_TAKES_INDEX else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def transpose(ref):
+    """The transposed view of a matrix in shared memory."""
+    return plgpu.transpose_ref(ref, (1, 0)) if _OLD else ref.transpose((1, 0))
+
+
+def compiler_params():
+    return plgpu.CompilerParams(approx_math=True, lowering_semantics=SEMANTICS)

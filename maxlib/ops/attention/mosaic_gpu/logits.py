@@ -1,0 +1,62 @@
+"""What both kernels do with a tile of raw products of queries and keys, held in registers."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOWEST = float(jnp.finfo(jnp.float32).min)  # in place of -inf where two infinities would be subtracted
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """How raw products become logits. `scale` must be positive.
+
+    Logits are kept in base 2 and unscaled: `exp(logit - max)` is `exp2(factor * bent - max2)`, one multiply-add.
+    """
+
+    scale: float
+    softcap: float | None = None
+
+    @property
+    def factor(self) -> float:
+        return LOG2_E * (self.scale if self.softcap is None else self.softcap)
+
+    def bend(self, products):
+        """The soft-cap's curve, in units of the cap."""
+        return products if self.softcap is None else jnp.tanh(products * (self.scale / self.softcap))
+
+    def probs(self, bent, hide, lse, axis: int):
+        """A tile's probabilities. `hide` masks; `lse` loads one number per query, and queries run along `axis`.
+
+        Numbers are loaded when they are needed, not before: registers are scarce.
+        """
+        return jnp.exp2(hide(bent * self.factor - lax.broadcast_in_dim(lse(), bent.shape, [axis])))
+
+    def weights(self, bent, probs):
+        """The derivative of the probabilities' logarithm by the products, over `scale`, times the probabilities."""
+        return probs if self.softcap is None else probs * (1.0 - bent * bent)
+
+
+def settle(ready, pending):
+    """Waits for the accumulator `pending`; nothing that uses `ready` moves in front of the wait.
+
+    The compiler turns matmuls that overlap into a sequence when it finds their input registers written in between.
+    """
+    return lax.optimization_barrier((ready, pending[...]))
+
+
+def spread(x, like, axis: int = 0):
+    """One number per row (or per column, with axis 1) spread over a tile."""
+    return lax.broadcast_in_dim(x, like.shape, [axis])
+
+
+def hide(logits, ends, first_key, axis: int):
+    """`-inf` where a key is not seen; keys run along `axis`, the queries' intervals along the other one."""
+    keys = first_key + plgpu.broadcasted_iota(jnp.int32, logits.shape, axis, layout=plgpu.Layout.WGMMA)
+    start, end = (lambda x=x: lax.broadcast_in_dim(x(), logits.shape, [1 - axis]) for x in ends)
+    logits = jnp.where(start() <= keys, logits, -jnp.inf)
+    return jnp.where(keys < end(), logits, -jnp.inf)

@@ -1,0 +1,232 @@
+"""The Hopper kernels: run by an emulator, lowered for CUDA (both without a GPU), and run where there is one."""
+
+import itertools
+import re
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from maxlib.ops.attention import attention, explain_attention
+from maxlib.ops.attention.mosaic_gpu import config, intervals, memory, mosaic_gpu
+from maxlib.ops.attention.reference import reference
+from tests.ops.attention import cases, emulator
+
+FACTORS = {
+    "heads": [(4, 2), (2, 2), (3, 1)],
+    "widths": [(64, 64), (128, 128), (192, 128), (256, 256), (80, 80), (96, 96), (64, 128)],
+    "lengths": [(200, 330), (1, 33), (137, 137)],  # multiples of no tile
+    "softcap": [None, 2.0],
+    "sinks": [False, True],
+    "bias": [None],
+}
+CASES = cases.pairwise(FACTORS)
+FEW = [  # every width, and the rest in turn
+    cases.Case(*(values[i % len(values)] for values in list(FACTORS.values())[:3]), *rest, None)
+    for i, rest in enumerate(
+        itertools.islice(itertools.cycle([(None, True), (2.0, False), (2.0, True), (None, False)]), 7)
+    )
+]
+MASKS = list(itertools.product(cases.MASKS, cases.DOCUMENTS))
+HOPPER = ("gpu", "NVIDIA H200")
+on_a_gpu = jax.default_backend() == "gpu"
+gpu = pytest.mark.skipif(not on_a_gpu, reason="needs a Hopper GPU")
+no_gpu = pytest.mark.skipif(on_a_gpu, reason="is for machines without one")
+
+
+def everything(run, case, scale=0.125):
+    """A compiled function of (arrays, bounds) to output, log-sum-exp and the gradients of all that is there."""
+
+    def results(given, start, end):
+        inputs = {name: given[name] for name in ("q", "k", "v", "sinks") if given[name] is not None}
+        call = lambda x: run(**x, k_start=start, k_end=end, scale=scale, softcap=case.softcap)
+        (out, lse), vjp = jax.vjp(call, inputs)
+        return {"out": out, "lse": lse} | vjp((given["d_out"], given["d_lse"].astype(lse.dtype)))[0]
+
+    return jax.jit(results, compiler_options={} if on_a_gpu else {"xla_backend_optimization_level": "0"})
+
+
+def check(case, masks, dtype, tol, scale=0.125):
+    """Compares with the reference in float64, as norms: errors are those of the whole array."""
+    given, ours = cases.arrays(case, dtype), everything(mosaic_gpu, case, scale)
+    with jax.enable_x64(True):
+        truth = everything(reference, case, scale)
+        as_float64 = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), given)
+    for mask in masks:
+        bounds = cases.bounds(*mask, case.lengths)
+        got = ours(given, *bounds)
+        with jax.enable_x64(True):
+            want = truth(as_float64, *map(np.asarray, bounds))
+        for name, x in want.items():
+            x, y = np.asarray(x), np.asarray(got[name]).astype(np.float64)
+            assert y.shape == x.shape
+            np.testing.assert_array_equal(np.isinf(y), np.isinf(x), err_msg=f"{mask} {name}")
+            finite = np.isfinite(x)
+            error = np.linalg.norm(y[finite] - x[finite]) / max(np.linalg.norm(x[finite]), 1e-3)
+            assert error < tol, (mask, name, error)
+
+
+def some_masks(case, count: int):
+    """A few masks that differ from case to case."""
+    at = zlib.crc32(str(case).encode())
+    return [MASKS[(at + 5 * i) % len(MASKS)] for i in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------ on a CPU
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    emulator.install(monkeypatch)
+
+
+@no_gpu
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_the_kernels_code_equals_the_reference(case, emulated):
+    check(case, some_masks(case, 2), jnp.float32, 1e-5)
+
+
+@no_gpu
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernels_code_equals_the_reference_pairwise(case, emulated):
+    check(case, some_masks(case, 5), jnp.float32, 1e-5)
+
+
+@no_gpu
+def test_every_mask(emulated):
+    check(cases.Case((2, 1), (64, 64), (200, 330), None, True, None), MASKS, jnp.float32, 1e-5)
+
+
+@no_gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_low_precision(dtype, emulated):
+    check(cases.Case((4, 2), (64, 64), (137, 137), None, True, None), MASKS[3:6], dtype, 4 * jnp.finfo(dtype).eps)
+
+
+@no_gpu
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_any_scale(scale, emulated):
+    check(cases.Case((2, 1), (64, 64), (60, 60), None, False, None), MASKS[3:4], jnp.float32, 1e-5, scale)
+
+
+# ------------------------------------------------------------------------------------------------ compiled for CUDA
+
+CUSTOM_CALL = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+
+
+def lower(case, dtype=jnp.bfloat16):
+    """Everything that the compiler for GPUs does before it needs CUDA: layouts, shared memory, instructions."""
+    given = jax.eval_shape(lambda: cases.arrays(case, dtype))
+    bounds = [jax.ShapeDtypeStruct((2, case.lengths[0]), jnp.int32)] * 2
+    return export.export(everything(mosaic_gpu, case), platforms=["cuda"], disabled_checks=[CUSTOM_CALL])(
+        given, *bounds
+    )
+
+
+@no_gpu
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("widths", FACTORS["widths"], ids=str)
+def test_every_kernel_lowers(widths, softcap):
+    text = lower(cases.Case((8, 2), widths, (1001, 777), softcap, True, None)).mlir_module()
+    sizes = *widths, softcap is not None
+    assert text.count("@mosaic_gpu_v2(") == 2 + len(config.key_gradient_tiles(*sizes))
+
+
+@no_gpu
+def test_half_precision_lowers():
+    lower(cases.Case((8, 8), (128, 128), (1, 4096), None, False, None), jnp.float16)
+
+
+# ------------------------------------------------------------------------------------------------ dispatch and tiles
+
+
+def explain(device=HOPPER, widths=(128, 128), dtype=jnp.bfloat16, **options):
+    q, k, v = (jax.ShapeDtypeStruct((2, 300, 4, width), dtype) for width in (widths[0], *widths))
+    return explain_attention(q, k, v, device=device, **options)
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA H20"])
+def test_hopper_gets_these_kernels(kind):
+    assert explain(("gpu", kind)).chosen == "mosaic_gpu"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(device=("gpu", "NVIDIA A100-SXM4-80GB")), "is for NVIDIA's Hopper .* not for NVIDIA A100-SXM4-80GB"),
+        (dict(device=("gpu", "NVIDIA B200")), "is for NVIDIA's Hopper"),
+        (dict(device=("tpu", "TPU v5p")), "runs on gpu, not on tpu"),
+        (dict(dtype=jnp.float32), "takes queries in bfloat16 or float16, not in float32"),
+        (dict(widths=(72, 64)), "width is a multiple of 16, at most 256, not Hk=72"),
+        (dict(widths=(64, 512)), "width is a multiple of 16, at most 256, not Hv=512"),
+        (dict(bias=jax.ShapeDtypeStruct((1, 1, 300, 300), jnp.bfloat16)), "lacks bias"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_they_cannot_run_is_explained(change, reason):
+    answer = explain(**change)
+    assert answer.chosen == "chunked"
+    assert re.search(reason, answer.refused["mosaic_gpu"])
+
+
+@no_gpu
+def test_asking_for_them_on_a_cpu_is_an_error():
+    q = jnp.zeros((1, 8, 2, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="mosaic_gpu was asked for and runs on gpu, not on cpu; chunked can run it"):
+        attention(q, q, q, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("mask", cases.MASKS)
+def test_visited_and_full_tiles_are_those_of_the_mask(mask, emulated):
+    start, end = (np.asarray(x) for x in cases.bounds(mask, "padded", (96, 96)))
+    keys = np.arange(96)
+    seen = (start[..., None] <= keys) & (keys < end[..., None])
+    blocks = seen.reshape(2, 6, 16, 4, 24)
+    visited, full = intervals.tiles(jnp.asarray(start), jnp.asarray(end), 96, 16, 24)
+    assert not (blocks.any((2, 4)) & ~np.asarray(visited)).any()
+    np.testing.assert_array_equal(full, blocks.all((2, 4)))
+    for rows, whole in ((visited, full), (visited.swapaxes(1, 2), full.swapaxes(1, 2))):
+        walks = np.asarray(intervals.walk(rows, whole)).reshape(-1, 4)
+        rows, whole = (np.asarray(x).reshape(-1, x.shape[2]) for x in (rows, whole))
+        for walk, row, full_row in zip(walks, rows, whole, strict=True):
+            order = [int(memory.column(step, walk[0], walk[2], walk[3])) for step in range(walk[1])]
+            assert sorted(order) == list(range(walk[0], walk[0] + walk[1]))
+            assert set(np.flatnonzero(row)) <= set(order)
+            assert all(full_row[column] for column in order[: walk[3]])
+
+
+@pytest.mark.parametrize("widths", FACTORS["widths"], ids=str)
+def test_a_window_costs_what_it_covers(widths):
+    """The number of visited tiles follows the window, in both passes."""
+    T, window, sizes = 8192, 1024, (*widths, False)
+    end = jnp.arange(1, T + 1, dtype=jnp.int32)[None]
+    start = jnp.maximum(end - window, 0)
+    (keys, *_), rows = config.key_gradient_tiles(*sizes).values(), config.forward_tiles(*widths)
+    for block_q, block_k in ((rows.rows, rows.columns), (keys.columns, keys.rows)):
+        pad = ((0, 0), (0, -T % block_q))
+        visited, _ = intervals.tiles(*(jnp.pad(x, pad, mode="edge") for x in (start, end)), T, block_q, block_k)
+        assert visited.sum() * block_q * block_k < 1.4 * window * T
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_a_gpu_the_kernels_equal_the_reference(case, dtype):
+    check(case, some_masks(case, 3), dtype, 4 * jnp.finfo(dtype).eps)
+
+
+@gpu
+def test_on_a_gpu_gradients_are_the_same_in_every_run():
+    case = cases.Case((8, 2), (128, 128), (1000, 1000), None, True, None)
+    given, run = cases.arrays(case, jnp.bfloat16), everything(mosaic_gpu, case)
+    bounds = cases.bounds("causal", "padded", case.lengths)
+    first = jax.device_get(run(given, *bounds))
+    for _ in range(5):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(run(given, *bounds)), first)

@@ -1,0 +1,127 @@
+"""Compiles every Hopper kernel to machine code without a GPU, and prints registers and spills as a table.
+
+    python -m tests.ops.sass [--widths 128,128 ...] [--json out.json]
+
+Needs the CUDA compiler that `pip install "jax[cuda13]"` brings; `nox -s kernels` makes such an environment. Fails where a kernel
+of heads up to 128 spills, one of wider heads spills 256 bytes or more, or the compiler runs matmuls one after the other.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+# Before jax is imported: where the compiler leaves its notes.
+os.environ["JAX_PLATFORMS"] = "cpu"
+DUMP = Path(tempfile.mkdtemp())
+os.environ |= {"MOSAIC_GPU_DUMP_TO": str(DUMP), "MOSAIC_GPU_DUMP_PTXAS": "1"}
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+
+from maxlib.ops.attention.mosaic_gpu import config, mosaic_gpu  # noqa: E402
+
+WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+
+# What XLA must know of a device that is not there.
+HOPPER = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 device_memory_size: 141000000000
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
+"""
+
+
+def compile_all(widths: tuple[int, int], softcap: float | None) -> list[dict]:
+    """One row per kernel of a forward and backward pass."""
+    topology = topologies.get_topology_desc("h200", "cuda", target_config=HOPPER, topology="1x1x1")
+    here = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+    (Hk, Hv), (B, T, S, N, K) = widths, (2, 1000, 776, 8, 2)
+    q, k, v = (array(jnp.bfloat16, *shape) for shape in ((B, T, N, Hk), (B, S, K, Hk), (B, S, K, Hv)))
+    bounds, sinks = [array(jnp.int32, B, T)] * 2, array(jnp.float32, N)
+
+    def both(q, k, v, start, end, sinks):
+        call = lambda q, k, v, sinks: mosaic_gpu(
+            q, k, v, k_start=start, k_end=end, scale=0.1, softcap=softcap, sinks=sinks
+        )
+        results, vjp = jax.vjp(call, q, k, v, sinks)
+        return results, vjp(results)
+
+    for note in DUMP.iterdir():
+        note.unlink()
+    jax.jit(both).trace(q, k, v, *bounds, sinks).lower(lowering_platforms=("cuda",)).compile()
+    about = {"Hk": Hk, "Hv": Hv, "softcap": softcap is not None}
+    return [about | _read(note.read_text()) for note in sorted(DUMP.glob("*.ptxas"))]
+
+
+def _read(note: str) -> dict:
+    """Registers and spills (bytes per thread) of one kernel, from what the assembler says."""
+    (name,) = set(re.findall(r"Compiling entry function 'attention_(\w+?)_mosaic_gpu_kernel'", note))
+    stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", note)[0]
+    registers = re.findall(r"Used (\d+) registers", note)[-1]
+    slow = re.findall(r"wgmma.mma_async instructions are serialized", note)
+    return {
+        "kernel": name,
+        "registers": int(registers),
+        "spill_stores": int(stores),
+        "spill_loads": int(loads),
+        "serialized": bool(slow),
+    }
+
+
+def fails(row: dict) -> bool:
+    budget = 0 if max(row["Hk"], row["Hv"]) <= 128 else 255
+    return row["serialized"] or max(row["spill_stores"], row["spill_loads"]) > budget
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", nargs="+", type=lambda x: tuple(map(int, x.split(","))), default=WIDTHS)
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    args = parser.parse_args()
+    rows = []
+    print(
+        f"jax {jax.__version__}\n\n| Hk/Hv | soft-cap | kernel | tiles | registers | spilled: stores, loads |\n{'|---' * 6}|"
+    )
+    for widths in args.widths:
+        for softcap in (None, 30.0):
+            for row in compile_all(widths, softcap):
+                cap, spills = "yes" if softcap else "-", f"{row['spill_stores']}, {row['spill_loads']}"
+                tiles = _tiles(row)
+                note = " **over budget**" if fails(row) else ""
+                print(
+                    f"| {row['Hk']}/{row['Hv']} | {cap} | {row['kernel']} | {tiles} | {row['registers']} | {spills}{note} |",
+                    flush=True,
+                )
+                rows.append(row | {"tiles": tiles})
+    if args.json:
+        args.json.write_text(json.dumps({"jax": jax.__version__, "kernels": rows}, indent=1))
+    return int(any(map(fails, rows)))
+
+
+def _tiles(row: dict) -> str:
+    """Rows that stay x columns that stream."""
+    widths = row["Hk"], row["Hv"]
+    names = row["kernel"]
+    if names == "forward":
+        tiles = config.forward_tiles(*widths)
+    elif names == "dq":
+        tiles = config.query_gradient_tiles(*widths, row["softcap"])
+    else:
+        tiles = config.key_gradient_tiles(*widths, row["softcap"])[tuple(names.split("_"))]
+    return f"{tiles.rows} x {tiles.columns}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
