@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer
 import maxlib
 from maxlib import data, inference, ops, sharding, training
 from maxlib.models import llama
+from maxlib.training import diagnostics
 
 BOS, EOS = "<bos>", "<eos>"
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
@@ -102,14 +102,7 @@ def unigram(loader: data.Loader) -> float:
 
 
 def finish(model, tokenizer: Tokenizer, args) -> None:
-    picture, export = args.out / "loss.png", args.out / "model"
-    rows = training.read_jsonl(args.out / "metrics.jsonl")
-    for name, label in (("nll", "training"), ("eval/nll", "validation")):
-        plt.plot(*zip(*[(row["step"], row[name]) for row in rows if name in row], strict=True), label=label)
-    plt.gca().set(xlabel="step", ylabel="nats per token")
-    plt.legend()
-    plt.savefig(picture, dpi=120)
-
+    export, sample = args.out / "model", []
     ids = {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS)}
     maxlib.save_pretrained(model, export, generation=ids, overwrite=True)
     data.save_tokenizer(tokenizer, export, bos_token=BOS, eos_token=EOS)
@@ -119,7 +112,11 @@ def finish(model, tokenizer: Tokenizer, args) -> None:
     sampler = inference.Sampler(temperature=0.8, top_p=0.95)
     for piece in inference.stream_text(generator, tokenizer, "The ", max_new_tokens=80, sampler=sampler, stop=[1]):
         print(piece, end="", flush=True)
-    print(f"\n\nThe loss curve is {picture}; open it with any viewer.")
+        sample.append(piece)
+
+    diagnostics.write_config(args.out, **vars(args))
+    diagnostics.add_sample(args.out, args.steps, "".join(sample))
+    print(f"\n\nThe report, with the loss curve, is {diagnostics.report(args.out)}; open it with any browser.")
     print(f"The model is {export}; open it with transformers.AutoModelForCausalLM.from_pretrained({str(export)!r}).")
 
 

@@ -45,6 +45,7 @@ def test_blocks_are_found_where_they_stand():
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # it is a test run of its own
 def test_the_guide_to_adding_a_model_adds_one(tmp_path: Path):
     """Its files, laid into a copy of the repository, pass the tests that it describes."""
     pytest.importorskip("transformers")

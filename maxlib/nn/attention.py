@@ -14,7 +14,7 @@ from maxlib.nn.linear import Einsum
 from maxlib.ops.attention import Causal, Mask
 from maxlib.ops.grid_rope import GridRope
 from maxlib.ops.rope import Rope, apply_rope
-from maxlib.sharding import constrain, context_axis, degree, map_op, natural_order
+from maxlib.sharding import axis_of, constrain, degree, map_op, natural_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ def attend(
     gathered. Both are split: keys travel around a ring. Neither is: heads are split instead (`attn_heads`), and all-to-alls exchange
     the two (Ulysses). balanced: tokens stand in the order of `sharding.zigzag`.
     """
-    ring = context_axis("kv_seq") if k.shape[1] % degree("kv_seq") == 0 else None
+    ring = axis_of("kv_seq") if k.shape[1] % degree("kv_seq") == 0 else None
     parts = degree("q_seq") if balanced else 1
 
     def op(q, k, v, k_start, k_end, sinks):

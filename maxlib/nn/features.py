@@ -123,6 +123,7 @@ def _attention(stacks: list[Stack]) -> Iterator[str]:
     yield from ["chunked attention"] if any(isinstance(mask, Chunked) for mask in masks) else []
     attentions = _all(Attention, *stacks)
     yield from ["qk-norm"] if any(a.q_norm is not None for a in attentions) else []
+    yield from ["temperature tuning"] if any(a.temperature is not None for a in attentions) else []
     yield from ["attention soft-cap"] if any(a.softcap is not None for a in attentions) else []
     yield from ["sinks"] if any(a.sinks is not None for a in attentions) else []
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from maxlib.nn import dispatch
+from maxlib.nn import dispatch, exchange
 from maxlib.nn.context import Context
 from maxlib.nn.linear import Init
 from maxlib.nn.router import InputRouter, Router, Routing, expert_counts
-from maxlib.sharding import constrain, map_op
+from maxlib.sharding import axis_of, constrain, degree, map_op
 
 
 @runtime_checkable
@@ -126,9 +126,10 @@ class MoE(nnx.Module):
     def _mix(self, x, routing: Routing, valid):
         """The weighted sum without the output's bias, and which choices were computed; each device takes its own rows."""
         capacity = self.capacity(x.shape[1])
-        tokens = ("batch", "seq" if capacity is None else None)
-        rows, into, out = (*tokens, None), (None, "mlp", None), (None, None, "mlp")
-        run = functools.partial(_run, combine=self.combine, capacity=capacity)
+        E, tokens = self.router.num_experts, ("batch", "seq" if capacity is None else None)
+        axis = axis_of("act_expert") if E % degree("act_expert") == 0 else None
+        rows, into, out = (*tokens, None), ("act_expert", "mlp", None), ("act_expert", None, "mlp")
+        run = functools.partial(_run, combine=self.combine, capacity=capacity, num_experts=E, axis=axis)
         # A device that has a part of the width computes a part of the sum.
         mapped = map_op(
             run, [rows, rows, rows, rows, tokens, into, into, out, into[:2], into[:2]], (("mlp", *rows), rows)
@@ -178,29 +179,56 @@ def _cast(weight: nnx.Param, dtype: Any) -> Array:
     return constrain(w, *names) if len(names) == w.ndim else w
 
 
-def _run(x, experts, weights, input_weights, valid, *matrices, combine, capacity: int | None):
+def _run(x, experts, weights, input_weights, valid, *matrices, combine, capacity, num_experts: int, axis: str | None):
     """The experts' part of one device. Without a capacity all its tokens are one group, else each row is."""
-    E = matrices[0].shape[0]
-    plan = dispatch.dropless if capacity is None else functools.partial(dispatch.padded, capacity=capacity)
-
-    def group(x, experts, weights, input_weights, valid):
-        return _apply(x, weights, input_weights, plan(experts, valid, E), matrices, combine)
-
-    tokens = (x, experts, weights, input_weights, valid)
+    apply = functools.partial(_apply, matrices=matrices, combine=combine)
+    split = {"apply": apply, "num_experts": num_experts, "axis": axis}
     if capacity is not None:
-        y, kept = jax.vmap(group)(*tokens)
+        y, kept = _run_rows(x, experts, weights, input_weights, valid, capacity=capacity, **split)
     else:
-        B, T = x.shape[:2]
-        y, kept = group(*jax.tree.map(lambda a: a.reshape(B * T, *a.shape[2:]), tokens))
+        flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, experts, weights, input_weights, valid))
+        y, kept = _run_all(*flat, **split)
     return y.reshape(1, *x.shape), kept.reshape(experts.shape)
 
 
-def _apply(x, weights, input_weights, plan: dispatch.Plan, matrices, combine):
-    gate, up, down, gate_b, up_b = matrices
+def _run_all(x, experts, weights, input_weights, valid, *, apply, num_experts: int, axis: str | None):
+    if axis is None:
+        return _mixed(x, weights, input_weights, dispatch.dropless(experts, valid, num_experts), apply)
+    tokens = (x, experts, weights, input_weights, valid)
+    return exchange.dropless(*tokens, apply=apply, num_experts=num_experts, axis=axis)
+
+
+def _run_rows(x, experts, weights, input_weights, valid, *, apply, capacity: int, num_experts: int, axis: str | None):
+    plan = jax.vmap(lambda experts, valid: dispatch.padded(experts, valid, num_experts, capacity))(experts, valid)
+    if axis is None:
+        return jax.vmap(functools.partial(_mixed, apply=apply))(x, weights, input_weights, plan)
+    held = num_experts // jax.lax.axis_size(axis)
+    own = dataclasses.replace(jax.tree.map(lambda a: a[0], plan), num_experts=held)
+
+    def here(rows):
+        return apply(rows.reshape(-1, rows.shape[-1]), own).reshape(rows.shape)
+
+    rows = exchange.with_capacity(jax.vmap(_rows)(x, input_weights, plan), here, num_experts=num_experts, axis=axis)
+    return jax.vmap(_weighted)(rows, weights, plan, x)
+
+
+def _mixed(x, weights, input_weights, plan: dispatch.Plan, apply):
+    return _weighted(apply(_rows(x, input_weights, plan), plan), weights, plan, x)
+
+
+def _rows(x, input_weights, plan: dispatch.Plan):
     rows = dispatch.spread(x, plan)
-    if input_weights is not None:
-        rows = (rows * dispatch.spread_choices(input_weights, plan)).astype(x.dtype)
+    if input_weights is None:
+        return rows
+    return (rows * dispatch.spread_choices(input_weights, plan)).astype(x.dtype)
+
+
+def _apply(rows, plan: dispatch.Plan, *, matrices, combine):
+    gate, up, down, gate_b, up_b = matrices
     h = combine(plan.linear(rows, gate, gate_b), plan.linear(rows, up, up_b))
-    each = dispatch.collect(plan.linear(h, down, None), plan)
-    y = jnp.einsum("MXD,MX->MD", each, jnp.where(plan.kept, weights, 0))
+    return plan.linear(h, down, None)
+
+
+def _weighted(rows, weights, plan: dispatch.Plan, x):
+    y = jnp.einsum("MXD,MX->MD", dispatch.collect(rows, plan), jnp.where(plan.kept, weights, 0))
     return y.astype(x.dtype), plan.kept

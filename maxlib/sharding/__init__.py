@@ -29,6 +29,7 @@ from maxlib.sharding.rules import ZERO1 as ZERO1
 from maxlib.sharding.rules import Pipeline as Pipeline
 from maxlib.sharding.rules import Rules as Rules
 from maxlib.sharding.rules import Spare as Spare
+from maxlib.sharding.rules import axis_of as axis_of
 from maxlib.sharding.rules import constrain as constrain
 from maxlib.sharding.rules import current as current
 from maxlib.sharding.rules import degree as degree
@@ -37,7 +38,6 @@ from maxlib.sharding.rules import optimizer_spec as optimizer_spec
 from maxlib.sharding.rules import spec as spec
 from maxlib.sharding.rules import use as use
 from maxlib.sharding.zigzag import can_zigzag as can_zigzag
-from maxlib.sharding.zigzag import context_axis as context_axis
 from maxlib.sharding.zigzag import natural_order as natural_order
 from maxlib.sharding.zigzag import unzigzag as unzigzag
 from maxlib.sharding.zigzag import zigzag as zigzag

@@ -62,14 +62,15 @@ TP: Rules = _BATCH | _TENSOR
 FSDP_TP: Rules = _BATCH | _FSDP | _TENSOR
 # Between the matmuls that `tensor` splits by heads or width, it splits activations by sequence (arXiv:2205.05198).
 SP: Rules = {"seq": Spare("tensor")}
-# Experts over an axis of their own; all else takes that axis for more batch and more FSDP.
+# Experts over an axis of their own, to which tokens travel; all else takes that axis for more batch and more FSDP.
 EP: Rules = {
     "batch": ("data", "fsdp", "expert"),
     "embed": ("fsdp", "expert"),
     "expert": "expert",
+    "act_expert": "expert",
     "expert_embed": "fsdp",
 }
-# Experts over the FSDP axis instead.
+# Experts over the FSDP axis instead; each device gathers their weights.
 EP_FSDP: Rules = _BATCH | {"embed": "fsdp", "expert": "fsdp"}
 # The optimizer's state over the data axis too (arXiv:1910.02054); see `optimizer_spec`.
 ZERO1: Rules = {"optimizer": "data"}
@@ -224,6 +225,16 @@ def degree(name: str) -> int:
         return 1
     mesh, rules = now
     return _size(mesh, rules.get(name))
+
+
+def axis_of(name: str) -> str | None:
+    """The one mesh axis over which a kernel talks that splits `name`, by the rules in use; None if nothing does."""
+    if (now := current()) is None:
+        return None
+    split = [axis for axis in _as_tuple(now[1].get(name)) if now[0].shape[axis] > 1]
+    if len(split) > 1:
+        raise ValueError(f"{name!r} can be split over one mesh axis only, but its rule names {tuple(split)}")
+    return split[0] if split else None
 
 
 def constrain(x: jax.Array, *names: Name) -> jax.Array:

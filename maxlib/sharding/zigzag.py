@@ -11,25 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxlib.sharding.rules import current, spec
-
-
-def context_axis(name: str = "q_seq") -> str | None:
-    """The one mesh axis that the rules in use give to the sequence axis `name`, if it splits anything."""
-    if (now := current()) is None or (place := now[1].get(name)) is None:
-        return None
-    axes = (place,) if isinstance(place, str) else place
-    split = [axis for axis in axes if now[0].shape[axis] > 1]
-    if len(split) > 1:
-        raise ValueError(
-            f"attention can split the sequence over one mesh axis only; the rule {name!r} names {tuple(split)}"
-        )
-    return split[0] if split else None
+from maxlib.sharding.rules import axis_of, current, spec
 
 
 def can_zigzag(length: int) -> bool:
     """Whether the rules in use split the sequence, and its `length` makes two chunks for each device."""
-    axis, now = context_axis(), current()
+    axis, now = axis_of("q_seq"), current()
     return axis is not None and now is not None and length % (2 * now[0].shape[axis]) == 0
 
 
@@ -51,7 +38,7 @@ def natural_order(x: jax.Array, parts: int, axis: int = 1) -> jax.Array:
 
 
 def _exchange(x: jax.Array, names: tuple[str | None, ...], local: Callable[..., Any]) -> jax.Array:
-    now, axis = current(), context_axis()
+    now, axis = current(), axis_of("q_seq")
     assert now is not None and axis is not None  # `can_zigzag` was asked before
     mesh, rules = now
     place = spec(names, dict(rules) | {"seq": axis}, what=f"activation {x.shape}")

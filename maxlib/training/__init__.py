@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from maxlib.training.losses import Stats as Stats
     from maxlib.training.losses import next_token_loss as next_token_loss
     from maxlib.training.metrics import Console as Console
+    from maxlib.training.metrics import Csv as Csv
     from maxlib.training.metrics import Jsonl as Jsonl
     from maxlib.training.metrics import Meter as Meter
     from maxlib.training.metrics import TensorBoard as TensorBoard
@@ -55,7 +56,7 @@ _MODULES = {
     "flops": ("forward_flops", "peak_flops", "training_flops"),
     "interrupt": ("Interrupted",),
     "losses": ("Stats", "next_token_loss"),
-    "metrics": ("Console", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
+    "metrics": ("Console", "Csv", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
     "mtp": ("mtp_loss",),
     "optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "width_factors"),
     "pipelining": ("one_f_one_b",),

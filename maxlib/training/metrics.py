@@ -1,10 +1,11 @@
-"""Where metrics go: a JSONL file, TensorBoard, the terminal. A writer is anything with `resume`, `write` and `close`."""
+"""Where metrics go: a JSONL or CSV file, TensorBoard, the terminal. A writer is anything with `resume`, `write` and `close`."""
 
+import csv
 import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,6 +28,32 @@ class Writer(Protocol):
     def write(self, step: int, values: Values) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Writers(list[Writer]):
+    """The writers of a run. One that raises is reported once; the others, and training, go on, and it is tried again next time."""
+
+    def __init__(self, writers: Iterable[Writer], *, say: Callable[[str], Any]):
+        super().__init__(writers)
+        self._say, self._failed = say, set()
+
+    def resume(self, step: int) -> None:
+        self._each(lambda writer: writer.resume(step))
+
+    def write(self, step: int, values: Values) -> None:
+        self._each(lambda writer: writer.write(step, values))
+
+    def close(self) -> None:
+        self._each(lambda writer: writer.close())
+
+    def _each(self, call: Callable[[Writer], None]) -> None:
+        for writer in self:
+            try:
+                call(writer)
+            except Exception as error:
+                if id(writer) not in self._failed:
+                    self._say(f"METRICS LOST: {type(writer).__name__} failed with {error!r}; training goes on")
+                self._failed.add(id(writer))
 
 
 class Jsonl:
@@ -68,6 +95,47 @@ class Jsonl:
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """All lines that a `Jsonl` wrote, without a last one that was cut short."""
     return [json.loads(line) for line in Path(path).read_text().splitlines() if _step(line) is not None]
+
+
+class Csv:
+    """One row per call, one column per number, for spreadsheets; arrays are left out. A new name widens the whole file."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._columns = next(csv.reader(self.path.read_text().splitlines()), []) if self.path.exists() else []
+
+    def resume(self, step: int) -> None:
+        """Keeps the rows up to `step`."""
+        rows = [row for row in self._rows() if row["step"].isdigit() and int(row["step"]) <= step]
+        self._rewrite(rows)
+
+    def write(self, step: int, values: Values) -> None:
+        row = {"step": step} | {name: _plain(value) for name, value in values.items() if np.ndim(value) == 0}
+        if new := [name for name in row if name not in self._columns]:
+            rows, self._columns = self._rows(), [*self._columns, *new]
+            self._rewrite(rows)
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(row)
+
+    def close(self) -> None: ...
+
+    def _rows(self) -> list[dict[str, str]]:
+        """The whole rows; one that was cut short is left out."""
+        if not self.path.exists():
+            return []
+        lines = self.path.read_text().splitlines(keepends=True)
+        return [
+            row for row in csv.DictReader(line for line in lines if line.endswith("\n")) if None not in row.values()
+        ]
+
+    def _rewrite(self, rows: Iterable[Values]) -> None:
+        new = self.path.with_suffix(self.path.suffix + ".new")
+        with new.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(new, self.path)
 
 
 class TensorBoard:
@@ -122,6 +190,8 @@ class Console:
 
     def write(self, step: int, values: Values) -> None:
         text = _summary(values)
+        if not text:
+            return
         if "loss" not in values:
             self.say(f"step {step}  {text}")
         elif self._bar is not None:
@@ -217,8 +287,3 @@ def _step(line: str) -> int | None:
         return json.loads(line)["step"]
     except (json.JSONDecodeError, KeyError, TypeError):
         return None
-
-
-def write_all(writers: Iterable[Writer], step: int, values: Values) -> None:
-    for writer in writers:
-        writer.write(step, values)

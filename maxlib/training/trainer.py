@@ -17,10 +17,12 @@ from maxlib import nn, sharding
 from maxlib.training import checkpoint, flops
 from maxlib.training.checkpoint import Checkpointer
 from maxlib.training.deadlines import deadline
+from maxlib.training.diagnostics.clock import Clock
+from maxlib.training.diagnostics.memory import memory_use
 from maxlib.training.evaluation import evaluate
 from maxlib.training.interrupt import Interrupt, Interrupted, interrupts
 from maxlib.training.losses import Batch, next_token_loss
-from maxlib.training.metrics import Console, Jsonl, Meter, Writer, write_all
+from maxlib.training.metrics import Console, Jsonl, Meter, Writers
 from maxlib.training.placement import own_model, place_batch
 from maxlib.training.restore import Origin, initial_state, save
 from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, make_train_step
@@ -45,14 +47,14 @@ class Trainer:
     """Trains `model` on `loader` and owns what it trains: the model it was given stays as it is.
 
     model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall live.
-    loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` goes. mesh, rules:
+    loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` and `goodput.jsonl` go. mesh, rules:
     how everything is sharded (default rules: `sharding.FSDP_TP`). filter: what is trained. schedule: only reported.
     eval_loader: read from its start to its end every `eval_every` steps and at the end. callbacks: pairs `(n, f)`; `f(trainer)`
     runs after every `n` steps, and its time counts as training only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
     ends the process and says what it waited for.
 
-    Attributes: `state` (live; the next step deletes its arrays), `model` (a copy), `step` (how many are done), `writers` (more may be
-    appended), `console`.
+    Attributes: `state` (live; the next step deletes its arrays), `model` (a copy), `step` (how many are done), `batch` (of that step, where
+    it was put), `train_step` (compiled), `writers` (more may be appended), `console`, `clock` (where time goes).
     """
 
     def __init__(
@@ -74,17 +76,18 @@ class Trainer:
         callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]]] = (),
         timeout: float = 1800.0,
     ):
+        self.clock = Clock(directory if jax.process_index() == 0 else None)
         self.mesh, self.rules, self.timeout = mesh, rules, timeout
         self.loader, self.eval_loader, self.eval_every = loader, eval_loader, eval_every
         self.loss, self.checkpointer, self.callbacks = loss, checkpointer, list(callbacks)
         self.console = Console()
-        self.writers: list[Writer] = [self.console] if jax.process_index() == 0 else []
+        self.writers = Writers([self.console] if jax.process_index() == 0 else [], say=self.say)
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
         with self.sharded(), deadline(timeout, "the model's parameters and moments"):
             self.state = jax.block_until_ready(make_state(own_model(model, mesh, rules), optimizer, filter=filter))
-        self.step = 0
-        self._train_step = jit_step(make_train_step(loss, optimizer, accumulate=accumulate, schedule=schedule))
+        self.step, self.batch = 0, None
+        self.train_step = jit_step(make_train_step(loss, optimizer, accumulate=accumulate, schedule=schedule))
         self._eval_step = jax.jit(make_eval_step(loss))
         self._meter = Meter()
         self._counted = False
@@ -103,15 +106,14 @@ class Trainer:
 
         `fit` calls it when it has not been called.
         """
-        with self.sharded(), deadline(self.timeout, "the checkpoint to be restored"):
+        with self.clock.span("restore"), self.sharded(), deadline(self.timeout, "the checkpoint to be restored"):
             self.state, origin = initial_state(
                 self.state, self.checkpointer, resume_from, params_from, mesh=self.mesh, rules=self.rules
             )
         self._origin, self.step = origin, int(self.state.step)
         if origin.data_state is not None:
             self.loader.set_state(origin.data_state)
-        for writer in self.writers:
-            writer.resume(self.step)
+        self.writers.resume(self.step)
         self.say(origin.text)
         return origin.text
 
@@ -145,11 +147,11 @@ class Trainer:
         loader.reset()
         read = iter(lambda: self._next(loader, "evaluation"), None)
         batches = (place_batch(batch, self.mesh, self.rules) for batch in read)
-        with self.sharded():
+        with self.clock.span("evaluation"), self.sharded():
             values = evaluate(self._eval_step, self.state, batches)
         values = {f"eval/{name}": value for name, value in values.items()}
         self._evaluated, self._last = self.step, self._last | values
-        write_all(self.writers, self.step, values)
+        self.writers.write(self.step, values)
         return values
 
     def save(self) -> None:
@@ -158,7 +160,7 @@ class Trainer:
             raise ValueError("this trainer has no checkpointer; give it one, checkpointer=Checkpointer(directory)")
         self._flush()  # a state that is not finite raises here, before it is saved
         try:
-            with deadline(self.timeout, f"the checkpoint of step {self.step} to be taken"):
+            with self.clock.span("save"), deadline(self.timeout, f"the checkpoint of step {self.step} to be taken"):
                 save(self.checkpointer, self.state, self.step, self.loader.get_state())
         except checkpoint.SaveError as error:  # of this save, or of the one before
             self.say(f"NOT SAVED: {error} Training goes on.")
@@ -180,33 +182,36 @@ class Trainer:
             with interrupts() as interrupt:
                 yield interrupt
         finally:
-            for writer in self.writers:
-                writer.close()
+            self.writers.close()
             self._settle()
+            self.clock.close()
 
     def _loop(self, steps: int, interrupt: Interrupt) -> None:
         while self.step < steps:
-            begin = time.perf_counter()
-            with interrupt.while_waiting():
-                batch = self._next(self.loader, "training")
-            if batch is None:
-                self.say(f"the data ended after step {self.step}, before step {steps}")
-                break
-            self._advance(batch, data_seconds=time.perf_counter() - begin)
-            self._in_between()
-            if interrupt.asked(self.step):
-                raise interrupt.stop()
-        self._flush()
+            with self.clock.step(self.step + 1):
+                begin = time.perf_counter()
+                with self.clock.span("data"), interrupt.while_waiting():
+                    batch = self._next(self.loader, "training")
+                if batch is None:
+                    self.say(f"the data ended after step {self.step}, before step {steps}")
+                    break
+                self._advance(batch, data_seconds=time.perf_counter() - begin)
+                self._in_between()
+                if interrupt.asked(self.step):
+                    raise interrupt.stop()
+        with self.clock.step(self.step):
+            self._flush()
 
     def _advance(self, batch: Batch, **here: float) -> None:
         """Starts one more step, and reports the one before it."""
         with deadline(self.timeout, f"step {self.step + 1} to be compiled and started, the one before to end"):
-            with self.sharded():
-                self.state, metrics = self._train_step(self.state, place_batch(batch, self.mesh, self.rules))
+            with self.sharded(), self.clock.span(None if self._counted else "compile"):
+                self.batch = place_batch(batch, self.mesh, self.rules)
+                self.state, metrics = self.train_step(self.state, self.batch)
             self.step += 1
             if not self._counted:  # while the first step runs
                 self._count_flops(batch)
-            ready = self._meter.push(self.step, metrics, **here)
+            ready = self._meter.push(self.step, metrics | memory_use(), **here)
         self._report(ready)
 
     def _in_between(self) -> None:
@@ -216,7 +221,8 @@ class Trainer:
             if due(every):
                 if every > 1:  # what is rare may be slow: its time is not that of a step
                     self._flush()
-                callback(self)
+                with self.clock.span("callbacks"):
+                    callback(self)
         if self.eval_loader is not None and due(self.eval_every):
             self.evaluate()
         if self.checkpointer is not None and self.checkpointer.should_save(self.step):
@@ -235,7 +241,7 @@ class Trainer:
     def _report(self, ready: list[tuple[int, dict[str, Any]]]) -> None:
         for step, values in ready:
             finite = values.pop("finite")
-            write_all(self.writers, step, values)
+            self.writers.write(step, values)
             self._last = values
             if not finite:
                 raise Diverged(
@@ -248,7 +254,7 @@ class Trainer:
         if self.checkpointer is None:
             return
         self.save()
-        with deadline(self.timeout, "the last checkpoint to be written"):
+        with self.clock.span("save"), deadline(self.timeout, "the last checkpoint to be written"):
             self.checkpointer.wait()
 
     def _settle(self) -> None:
@@ -256,7 +262,7 @@ class Trainer:
         if self.checkpointer is None:
             return
         try:
-            with deadline(self.timeout, "the last checkpoint to be written"):
+            with self.clock.span("save"), deadline(self.timeout, "the last checkpoint to be written"):
                 self.checkpointer.wait()
         except checkpoint.SaveError as error:
             self.say(f"NOT SAVED: {error}")

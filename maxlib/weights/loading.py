@@ -210,9 +210,15 @@ class _Leaf:
         return out
 
     def _fill(self, out: np.ndarray, cut: Cut, piece: Piece, tensor: Tensor) -> None:
-        if (within := piece.within(cut)) is not None:
-            view = self._stored[piece.theirs].view()
-            assign(out, within, piece.theirs_as_ours(view, tensor.lengths, cut), piece.theirs)
+        if (within := piece.within(cut)) is None:
+            return
+        stored, target = self._stored[piece.theirs], out[within]
+        view = stored.view()
+        value = piece.theirs_as_ours(view, tensor.lengths, cut)
+        if value.dtype == target.dtype and value.flags.c_contiguous and target.flags.c_contiguous:
+            stored.read_into(target, value.ctypes.data - view.ctypes.data)
+        else:
+            assign(out, within, value, piece.theirs)
 
     def _convert(self, out: np.ndarray, cut: Cut, conversion: Conversion) -> None:
         entry = conversion.entry

@@ -3,7 +3,8 @@
     python -m tests.benchmarks.load [--gigabytes 2] [--rounds 3] [--json out.json]
 
 A Llama in bfloat16, in files of at most 0.5 GB. Both read with the page cache warm, in turn, each in a process of its own: plain reading into one
-buffer, and `maxlib.from_pretrained` up to the last array. Peak memory is that process's, over what it had after its imports.
+buffer, and `maxlib.from_pretrained` up to the last array. Peak memory is that process's, over what it had
+after its imports (Linux).
 """
 
 import argparse
@@ -34,11 +35,13 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*.safetensors")):
 print(time.perf_counter() - begin, 0, 0)
 """
 LOAD = """
-import resource, sys, time
+import pathlib, re, sys, time
 import jax, maxlib
 from maxlib import models, weights
 jax.devices(), weights.families()
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# Of this process alone: getrusage would count what its parent held before exec.
+status = pathlib.Path("/proc/self/status")
+peak = lambda: 1024 * int(re.search("VmHWM:\\s+([0-9]+)", status.read_text())[1])
 before, begin = peak(), time.perf_counter()
 model = jax.block_until_ready(maxlib.from_pretrained(sys.argv[1]))
 seconds = time.perf_counter() - begin
@@ -56,7 +59,7 @@ def write(directory: Path, gigabytes: float) -> list[int]:
         num_heads=16,
         num_kv_heads=16,
         head_dim=128,
-        rope=ops.Rope(128),
+        rope=ops.Rope(128, max_length=4096),
     )
     shapes = jax.eval_shape(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))
     model = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.5, jnp.bfloat16), shapes)

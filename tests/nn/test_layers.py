@@ -101,3 +101,18 @@ def test_summary_counts_what_is_there():
     assert f"{nn.num_parameters(model) / 1000:.4g} k" in text
     assert "5 x 4 12 32" in text and "layers.attn.q.w" in text and "heads head_dim embed" in text
     assert nn.summary(jax.eval_shape(tiny_llama)) == text
+
+
+@pytest.mark.parametrize(
+    ("spec", "x", "w"),
+    [
+        ("...D,NHD->...NH", (2, 7, 5), (3, 4, 5)),
+        ("...NH,DNH->...D", (2, 7, 3, 4), (5, 3, 4)),
+        ("...NH,NHD->...D", (2, 3, 4), (3, 4, 5)),
+        ("IaC,aCD->ID", (2, 3, 4), (3, 4, 5)),
+    ],
+)
+def test_einsum_computes_its_spec(spec, x, w):
+    layer = nn.Einsum(spec, w, ("a", "b", "c"), rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), x)
+    np.testing.assert_allclose(layer(x), jnp.einsum(spec, x, layer.w[...]), atol=1e-5)

@@ -348,6 +348,21 @@ def test_no_activations_cross_the_data_axis():
     assert len(sizes) >= 3 and max(sizes) <= E * MLP * DIM < x.size / 8
 
 
+@pytest.mark.parametrize("capacity_factor", [None, 2.0])
+def test_tokens_travel_to_their_experts(capacity_factor):
+    """No expert's weights move, nor more tokens than one device has: dropless they go in as many turns as there are devices."""
+    layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), capacity_factor=capacity_factor)
+    mesh, x = sharding.make_mesh(expert=8), inputs(B=8, T=16)
+    layer = jax.device_put(layer, sharding.shardings(layer, mesh, sharding.EP | {"embed": None}))
+    x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("expert")))
+    with sharding.use(mesh, sharding.EP | {"embed": None}):
+        run = jax.jit(lambda m, x: sharding.constrain(m(x)[0], "batch", "seq", None))
+        text = run.lower(layer, x).compile().as_text()
+    found = re.findall(r"= (.*?) (all-gather|all-to-all|all-reduce|collective-permute)(?:-start)?\(", text)
+    assert {kind for shape, kind in found if "f32" in shape and f",{DIM}]" in shape} == {"all-to-all"}
+    assert not any(f"{MLP},{DIM}]" in shape or f"{DIM},{MLP}]" in shape for shape, _ in found)
+
+
 # transformers
 
 

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console as Terminal
 
 from maxlib import training
+from maxlib.training.metrics import Writers
 
 
 def test_jsonl_holds_a_line_a_step_at_any_moment(tmp_path):
@@ -102,3 +103,35 @@ def test_jsonl_is_strict_json(tmp_path):
         "b": [1.0, None],
         "c": True,
     }
+
+
+def test_csv_widens_and_resumes(tmp_path):
+    path = tmp_path / "run" / "metrics.csv"
+    writer = training.Csv(path)
+    writer.write(1, {"loss": jnp.float32(2.5), "loads": np.ones(3)})
+    writer.write(2, {"loss": np.nan, "eval/loss": 3})
+    with path.open("a") as file:
+        file.write("3,1.")  # the process was killed here
+    again = training.Csv(path)
+    again.resume(2)
+    again.write(3, {"eval/loss": 1.5, "lr": 0.5})
+    assert path.read_text().split() == ["step,loss,eval/loss,lr", "1,2.5,,", "2,,3,", "3,,1.5,0.5"]
+    again.resume(1)
+    assert path.read_text().split() == ["step,loss,eval/loss,lr", "1,2.5,,"]
+
+
+def test_a_writer_that_raises_is_reported_once_and_the_others_go_on(tmp_path):
+    class Unreachable:
+        def resume(self, step):
+            raise ConnectionError("no route")
+
+        write = close = lambda self, *_: self.resume(0)
+
+    said, good = [], training.Jsonl(tmp_path / "metrics.jsonl")
+    writers = Writers([Unreachable(), good], say=said.append)
+    writers.resume(0)
+    for step in (1, 2):
+        writers.write(step, {"loss": 1.0})
+    writers.close()
+    assert [row["step"] for row in training.read_jsonl(good.path)] == [1, 2]
+    assert said == ["METRICS LOST: Unreachable failed with ConnectionError('no route'); training goes on"]

@@ -1,0 +1,262 @@
+"""Where the time of a run goes, second by second, across its restarts."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FILE = "goodput.jsonl"
+NAMES = {
+    "step": "training steps",
+    "redone": "steps done again",
+    "startup": "start-up",
+    "restore": "restoring",
+    "compile": "compiling",
+    "data": "waiting for data",
+    "evaluation": "evaluating",
+    "save": "saving",
+    "callbacks": "callbacks",
+    "idle": "idle",
+    "down": "between restarts",
+}
+
+
+class Clock:
+    """Divides the time of this process among spans, of which the innermost counts, and appends it to `directory/goodput.jsonl`.
+
+    What no span covers is `startup` before the first step, and `idle` after it. Every `every` seconds a line is written, also in the
+    middle of a span, so a kill loses no more than that. directory: None keeps the account in memory. age: seconds that the process had
+    run before; by default the first clock of a program begins when the program did. Use it from one thread.
+
+    Attributes: `seconds`, the account of this process by name.
+    """
+
+    def __init__(self, directory: str | Path | None = None, *, every: float = 5.0, age: float | None = None):
+        self.seconds: dict[str, float] = {}
+        self._path = None if directory is None else Path(directory) / FILE
+        self._every, self._stack, self._base, self._step = every, [], "startup", 0
+        self._lock, self._unwritten = threading.RLock(), {}
+        self._session, self._before = _position(self._path)
+        self._at = time.monotonic() - (_age() if age is None else age)
+        self._written = -float("inf")
+        self._open(begin=self._at, boot=_boot())
+
+    @contextlib.contextmanager
+    def span(self, name: str | None) -> Iterator[None]:
+        """The body's time counts as `name`, but for the spans inside it. None: as what surrounds it."""
+        if name is None:
+            yield
+            return
+        self._switch(lambda: self._stack.append(name))
+        try:
+            yield
+        finally:
+            self._switch(self._stack.pop)
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around all that step `number` does. Its time counts as `redone` where a run before this one had come as far."""
+        with self.span("step" if number > self._before else "redone"):
+            self._base = "idle"
+            yield
+        self._step = max(self._step, number)
+
+    def close(self) -> None:
+        """Writes what is not written yet. The next span goes on, and the time between counts as idle."""
+        self.flush()
+        _ticking.discard(self)
+
+    def flush(self, *, older_than: float = 0.0) -> None:
+        """Writes the account up to now, if the last line is that many seconds old."""
+        with self._lock:
+            if time.monotonic() - self._written >= older_than:
+                self._charge()
+                self._write(at=self._at, step=self._step, seconds=self._unwritten)
+
+    def _switch(self, change: Any) -> None:
+        with self._lock:
+            self._charge()
+            change()
+        if self._path is not None and self not in _ticking:
+            self._open()
+
+    def _charge(self) -> None:
+        now = time.monotonic()
+        name = self._stack[-1] if self._stack else self._base
+        for account in (self.seconds, self._unwritten):
+            account[name] = account.get(name, 0.0) + now - self._at
+        self._at = now
+
+    def _open(self, **more: Any) -> None:
+        if self._path is None:
+            return
+        if more:
+            self._write(at=self._at, **more)
+        _ticking.add(self)
+        _ticker()
+
+    def _write(self, *, seconds: dict[str, float] | None = None, **line: Any) -> None:
+        """One write of one whole line, which a kill cannot cut. What cannot be written (a full disk) waits for the next time."""
+        self._written = time.monotonic()
+        if self._path is not None:
+            line = {"session": self._session, "time": time.time(), **line}
+            if seconds is not None:
+                line["seconds"] = {name: round(value, 6) for name, value in seconds.items()}
+            try:
+                _append(self._path, json.dumps(line) + "\n")
+            except OSError:
+                return
+        self._unwritten = {}
+
+
+_ticking: "weakref.WeakSet[Clock]" = weakref.WeakSet()
+_clocks = itertools.count()
+
+
+@functools.cache
+def _ticker() -> threading.Thread:
+    """One thread writes for all clocks, also while their own threads are busy for long."""
+    thread = threading.Thread(target=_tick, daemon=True, name="maxlib-goodput")
+    thread.start()
+    return thread
+
+
+def _tick() -> None:
+    while True:
+        time.sleep(0.5)
+        for clock in list(_ticking):
+            clock.flush(older_than=clock._every)
+
+
+def _append(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(file).st_size
+        if size and os.pread(file, 1, size - 1) != b"\n":  # the machine went down in the middle of a line
+            text = "\n" + text
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
+
+
+def _position(path: Path | None) -> tuple[int, int]:
+    """The number of the session that begins now, and the highest step that those before it had finished."""
+    lines = [] if path is None else _lines(path)
+    session = max((line["session"] for line in lines), default=-1) + 1
+    return session, max((line.get("step", 0) for line in lines), default=0)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    lines = []
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            line = json.loads(text)
+            if isinstance(line, dict) and {"session", "at", "time"} <= line.keys():
+                lines.append(line)
+    return lines
+
+
+def _boot() -> str | None:
+    """Names the time that `time.monotonic` counts from; None where nothing does."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def _age() -> float:
+    """For how long this program has run, for its first clock; sessions with a prompt begin with the clock."""
+    if next(_clocks) or getattr(sys, "ps1", None) or "ipykernel" in sys.modules:
+        return 0.0
+    try:
+        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK"))
+    except (OSError, AttributeError):
+        return 0.0
+
+
+# ---------------------------------------------------------------------------------------- the account
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """seconds: by name, `down` between two processes included. sessions: how many processes there were. steps: the highest number."""
+
+    seconds: dict[str, float]
+    sessions: int
+    steps: int
+
+    @property
+    def wall(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time in which the run came forward."""
+        return self.seconds.get("step", 0.0) / self.wall if self.wall else 0.0
+
+    def __str__(self) -> str:
+        head = f"goodput {self.goodput:.1%} of {self.wall:,.1f} s; {self.steps} steps in {self.sessions} process(es)"
+        rows = [f"  {NAMES.get(k, k):34}{v:12,.1f} s {v / self.wall:7.1%}" for k, v in self.seconds.items()]
+        return "\n".join([head, *rows])
+
+
+def goodput(directory: str | Path) -> Account:
+    """The account of the run in `directory`, from the begin of its first process to the last line of its last.
+
+    Time within a process is monotonic, and so is the time between two processes of one boot: setting the wall clock changes
+    nothing. Between two boots or machines the wall clock counts, and a jump back counts as no time.
+    Raises FileNotFoundError when no `Clock` wrote there.
+    """
+    path = Path(directory) / FILE
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist: a Trainer with directory= writes it, or a Clock({str(directory)!r})"
+        )
+    sessions = [list(lines) for _, lines in itertools.groupby(_lines(path), key=lambda line: line["session"])]
+    seconds: dict[str, float] = {}
+    for line in itertools.chain.from_iterable(sessions):
+        for name, value in line.get("seconds", {}).items():
+            seconds[name] = seconds.get(name, 0.0) + value
+    down = sum(_gap(a, b[0]) for a, b in itertools.pairwise(sessions))
+    seconds |= {"down": down} if len(sessions) > 1 else {}
+    order = {name: i for i, name in enumerate(NAMES)}
+    ordered = dict(sorted(seconds.items(), key=lambda item: order.get(item[0], len(order))))
+    return Account(
+        ordered, len(sessions), max((line.get("step", 0) for lines in sessions for line in lines), default=0)
+    )
+
+
+def _gap(before: list[dict[str, Any]], after: dict[str, Any]) -> float:
+    same = after.get("boot") is not None and before[0].get("boot") == after["boot"]
+    if same:
+        return max(0.0, after["begin"] - before[-1]["at"])
+    return max(0.0, after["time"] - (after["at"] - after.get("begin", after["at"])) - before[-1]["time"])
+
+
+def plot_goodput(account: Account, path: str | Path) -> None:
+    """One bar for the whole time, and what it consists of. Needs matplotlib."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 0.6 + 0.35 * len(account.seconds)), layout="constrained")
+    names = [NAMES.get(name, name) for name in account.seconds]
+    share = [100 * value / account.wall for value in account.seconds.values()]
+    bars = axes.barh(names, share, color=["#2a78d6" if name == "step" else "#b9b8b2" for name in account.seconds])
+    axes.bar_label(
+        bars, [f"{s:.1f}%  {v:,.0f} s" for s, v in zip(share, account.seconds.values(), strict=True)], padding=4
+    )
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 125), xticks=[], title=f"goodput {account.goodput:.1%} of {account.wall:,.0f} s")
+    axes.spines[:].set_visible(False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

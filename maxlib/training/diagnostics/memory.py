@@ -1,0 +1,51 @@
+"""What memory is used, and for what."""
+
+import collections
+import sys
+from pathlib import Path
+
+import jax
+
+
+def memory_use() -> dict[str, int]:
+    """Peak bytes of this process (`memory/host_bytes`) and of its fullest device (`memory/device_bytes`, where the backend says).
+
+    Asks no device to wait; the Trainer adds it to every step's metrics.
+    """
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
+    return _host() | ({"memory/device_bytes": max(peaks)} if peaks else {})
+
+
+def memory_profile(directory: str | Path) -> Path:
+    """Writes `memory.prof` (what holds device memory and which line made it; `pprof` opens it) and `memory.txt`, a summary."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    jax.profiler.save_device_memory_profile(str(Path(directory) / "memory.prof"))
+    text = Path(directory) / "memory.txt"
+    text.write_text(live_arrays() + "\n")
+    return text
+
+
+def live_arrays(n: int = 20) -> str:
+    """The arrays that Python holds on this process's devices, alike ones together, the largest first."""
+    count, size = collections.Counter(), collections.Counter()
+    for array in jax.live_arrays():
+        key = f"{array.dtype}{list(array.shape)}"
+        count[key] += 1
+        shards = array.sharding.shard_shape(array.shape) if array.shape else ()
+        size[key] += array.dtype.itemsize * _product(shards) * len(array.sharding.addressable_devices)
+    lines = [f"{size[key]:>16,} bytes  {count[key]:>5} x {key}" for key, _ in size.most_common(n)]
+    return "\n".join([f"{sum(size.values()):>16,} bytes in {sum(count.values())} arrays", *lines])
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    return shape[0] * _product(shape[1:]) if shape else 1
+
+
+def _host() -> dict[str, int]:
+    if sys.platform == "win32":
+        return {}
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"memory/host_bytes": peak if sys.platform == "darwin" else peak * 1024}

@@ -1,0 +1,61 @@
+"""What a run's directory holds beside its metrics, for reports: a configuration and samples."""
+
+import json
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import maxlib
+
+
+def write_config(directory: str | Path, **values: Any) -> None:
+    """Adds `values` and what the run runs on to `directory/config.json`. What JSON does not know becomes a string."""
+    path = Path(directory) / "config.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        json.dumps(read_config(directory) | values | {"environment": _environment()}, indent=1, default=str)
+    )
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    path = Path(directory) / "config.json"
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except json.JSONDecodeError:  # cut short
+        return {}
+
+
+def add_sample(directory: str | Path, step: int, text: str, prompt: str = "") -> None:
+    """Adds what the model wrote after `step` steps to `directory/samples.jsonl`."""
+    path = Path(directory) / "samples.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+
+
+class Samples:
+    """A callback that keeps what `generate(model)` writes: `callbacks=[(1000, Samples("run", generate))]`."""
+
+    def __init__(self, directory: str | Path, generate: Callable[[Any], str]):
+        self._directory, self._generate = directory, generate
+
+    def __call__(self, trainer: Any) -> None:
+        text = self._generate(trainer.model)
+        if jax.process_index() == 0:
+            add_sample(self._directory, trainer.step, text)
+
+
+def _environment() -> dict[str, Any]:
+    kind = jax.devices()[0]
+    return {
+        "devices": f"{jax.device_count()} x {kind.device_kind} ({kind.platform})",
+        "hosts": jax.process_count(),
+        "maxlib": maxlib.__version__,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "command": " ".join(sys.argv),
+    }
