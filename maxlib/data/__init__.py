@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from maxlib.data.loader import Loader as Loader
     from maxlib.data.loader import host_shards as host_shards
     from maxlib.data.loader import shards_of as shards_of
+    from maxlib.data.mixture import Mixture as Mixture
     from maxlib.data.packing import Statistics as Statistics
     from maxlib.data.packing import pack as pack
     from maxlib.data.packing import statistics as statistics
+    from maxlib.data.quarantine import Quarantine as Quarantine
     from maxlib.data.sources import array_record as array_record
     from maxlib.data.sources import in_memory as in_memory
     from maxlib.data.sources import jsonl as jsonl
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "loader": ("Loader", "host_shards", "shards_of"),
+    "mixture": ("Mixture",),
     "packing": ("Statistics", "pack", "statistics"),
+    "quarantine": ("Quarantine",),
     "sources": ("array_record", "in_memory", "jsonl", "split", "text_files"),
     "stdlib": ("python_text",),
     "tokenizer": ("save_tokenizer", "tokenize", "train_bpe"),

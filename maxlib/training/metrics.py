@@ -29,6 +29,18 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class Reports(Protocol):
+    """A part of a run with metrics of its own, such as a loader that counts what it reads."""
+
+    def metrics(self) -> Values: ...
+
+
+def reported(part: object) -> Values:
+    """The metrics of a part that has any."""
+    return part.metrics() if isinstance(part, Reports) else {}
+
+
 class Jsonl:
     """One JSON object per line, `{"step": 10, "loss": 2.5, ...}`, readable at any moment. NaN and infinities become null."""
 
