@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from maxlib.data.chat import tokenize_chats as tokenize_chats
     from maxlib.data.loader import Loader as Loader
     from maxlib.data.loader import host_shards as host_shards
     from maxlib.data.loader import shards_of as shards_of
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from maxlib.data.packing import statistics as statistics
     from maxlib.data.quarantine import Quarantine as Quarantine
     from maxlib.data.sources import array_record as array_record
+    from maxlib.data.sources import chats as chats
     from maxlib.data.sources import in_memory as in_memory
     from maxlib.data.sources import jsonl as jsonl
     from maxlib.data.sources import split as split
@@ -26,11 +28,12 @@ if TYPE_CHECKING:
     from maxlib.data.tokenizer import train_bpe as train_bpe
 
 _MODULES = {
+    "chat": ("tokenize_chats",),
     "loader": ("Loader", "host_shards", "shards_of"),
     "mixture": ("Mixture",),
     "packing": ("Statistics", "pack", "statistics"),
     "quarantine": ("Quarantine",),
-    "sources": ("array_record", "in_memory", "jsonl", "split", "text_files"),
+    "sources": ("array_record", "chats", "in_memory", "jsonl", "split", "text_files"),
     "stdlib": ("python_text",),
     "tokenizer": ("save_tokenizer", "tokenize", "train_bpe"),
 }
