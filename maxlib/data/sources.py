@@ -33,7 +33,7 @@ def text_files(paths: Paths, *, document: Literal["file", "line", "paragraph"] =
     """
     if document not in _PIECES:
         raise ValueError(f"document must be one of {sorted(_PIECES)}, got {document!r}.")
-    return grain.MapDataset.source(_Spans(_files(paths), _PIECES[document], _as_text))
+    return grain.MapDataset.source(_Spans(find_files(paths), _PIECES[document], _as_text))
 
 
 def jsonl(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
@@ -42,7 +42,7 @@ def jsonl(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
     Paths and errors are those of `text_files`; a line that is no JSON object or has no text in `field` is an error
     that names the file and the byte.
     """
-    return grain.MapDataset.source(_Spans(_files(paths), _lines, partial(_as_record, field=field)))
+    return grain.MapDataset.source(_Spans(find_files(paths), _lines, partial(_as_record, field=field)))
 
 
 def chats(paths: Paths, *, field: str = "messages") -> grain.MapDataset[Document]:
@@ -51,7 +51,7 @@ def chats(paths: Paths, *, field: str = "messages") -> grain.MapDataset[Document
     Each message is an object with `role` and `content`. Under `"record"` stands where the chat comes from. Paths and errors
     are those of `jsonl`.
     """
-    return grain.MapDataset.source(_Spans(_files(paths), _lines, partial(_as_chat, field=field)))
+    return grain.MapDataset.source(_Spans(find_files(paths), _lines, partial(_as_chat, field=field)))
 
 
 def array_record(paths: Paths, *, field: str | None = None) -> grain.MapDataset[Document]:
@@ -61,7 +61,7 @@ def array_record(paths: Paths, *, field: str | None = None) -> grain.MapDataset[
     when it is reached, naming its file and number.
     """
     decode = _as_text if field is None else partial(_as_record, field=field)
-    return grain.MapDataset.concatenate([_one_array_record(path, decode) for path in _files(paths)])
+    return grain.MapDataset.concatenate([_one_array_record(path, decode) for path in find_files(paths)])
 
 
 def in_memory(documents: Sequence[Any]) -> grain.MapDataset[Document]:
@@ -171,7 +171,7 @@ def _mark(data: bytes) -> int:
 _PIECES = {"file": _whole, "line": _lines, "paragraph": _paragraphs}
 
 
-def _files(paths: Paths) -> list[Path]:
+def find_files(paths: Paths) -> list[Path]:
     """The files that paths, folders and patterns name, in the order given, folders and patterns sorted."""
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
