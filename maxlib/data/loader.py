@@ -15,6 +15,9 @@ from typing import Any
 import grain
 import numpy as np
 
+from maxlib.data import counting
+from maxlib.data.quarantine import Quarantine
+
 Batch = dict[str, np.ndarray]
 State = dict[str, Any]
 
@@ -34,7 +37,8 @@ class Loader:
 
     Iteration ends when every shard has run out, or after `num_batches`; a shard that runs out earlier gives rows of
     padding. Each shard is read ahead by one thread, by up to `prefetch` batches; a batch that does not come within
-    `timeout` seconds is a `TimeoutError` that says where the reading stands.
+    `timeout` seconds is a `TimeoutError` that says where the reading stands. `quarantine` is one that the documents go
+    through, to be counted in `metrics()`.
 
     Attributes:
       rows: the global rows that this host's batches hold, in order.
@@ -52,6 +56,7 @@ class Loader:
         num_batches: int | None = None,
         prefetch: int = 2,
         timeout: float = 300.0,
+        quarantine: Quarantine | None = None,
     ):
         num_shards = math.gcd(batch_size, 8) if num_shards is None else num_shards
         self.shards = list(host_shards(num_shards) if shards is None else sorted(shards))
@@ -61,7 +66,7 @@ class Loader:
         self._rows_of_shard, self._batch_size, self.num_shards = rows_of_shard, batch_size, num_shards
         self._num_batches, self._prefetch, self._timeout = num_batches, prefetch, timeout
         self.rows = np.arange(batch_size).reshape(num_shards, -1)[self.shards].reshape(-1)
-        self.wait_seconds = 0.0
+        self.wait_seconds, self._quarantine = 0.0, quarantine
         self._readers: dict[int, _Reader] = {}
         weakref.finalize(self, _stop, self._readers)  # a forgotten loader stops its threads
         self.reset()
@@ -74,6 +79,7 @@ class Loader:
             raise StopIteration
         self._collect()
         parts = [self._ready[s][0] for s in self.shards]
+        self._counts = {s: self._ready[s][2] for s in self.shards}
         if all(part is None for part in parts):
             self._check_end()
         batch = self._join(parts)
@@ -81,6 +87,17 @@ class Loader:
         self._ready = {s: ready for s, ready in self._ready.items() if ready[0] is None}
         self.batches += 1
         return batch
+
+    def metrics(self) -> dict[str, float]:
+        """What this host's shards have read for the batches handed out, since the beginning of the data.
+
+        For example `data/tokens/web` of a mixture, `data/dropped_documents` of packing, `data/bad_records` of a quarantine.
+        Packing reads ahead, so counts may be ahead of the batches; a resumed run counts as if never stopped.
+        """
+        counts: dict[str, float] = {**counting.total(self._counts.values())}
+        if self._quarantine is not None:
+            counts["bad_records"] = len(self._quarantine)
+        return {f"data/{name}": count for name, count in counts.items()}
 
     def get_state(self) -> dict[str, State]:
         """The position after the last batch handed out: per shard of this host a dict that JSON can hold.
@@ -111,6 +128,7 @@ class Loader:
     def _start(self, batches: int, states: dict[int, Any]) -> None:
         self.close()
         self.batches, self._states = batches, states
+        self._counts: dict[int, dict[str, int]] = {}
         self._blank: Batch | None = None
 
     def _collect(self) -> None:
@@ -126,7 +144,7 @@ class Loader:
         finally:
             self.wait_seconds += time.perf_counter() - begin
 
-    def _wait(self, shard: int, deadline: float) -> tuple[Batch | None, Any]:
+    def _wait(self, shard: int, deadline: float) -> tuple[Batch | None, Any, dict[str, int]]:
         reader = self._readers[shard]
         try:
             item = reader.ready.get(timeout=max(0.0, deadline - time.perf_counter()))
@@ -232,7 +250,7 @@ def shards_of(sharding: Any, *, batch_size: int, num_shards: int) -> list[int]:
 
 
 class _Reader:
-    """Reads one shard ahead in a daemon thread, into `ready`: (batch, state after it), (None, state) at the end, or an error.
+    """Reads one shard ahead in a daemon thread, into `ready`: (batch, state and counts after it), (None, state, counts) at the end, or an error.
 
     Own thread rather than grain's prefetch, whose wait has no deadline.
     """
@@ -259,13 +277,14 @@ class _Reader:
             _running.discard(self)
 
     def _read(self, dataset: Callable, state: Any) -> None:
-        iterator = iter(dataset())
+        with counting.collected() as stages:
+            iterator = iter(dataset())
         if state is not None:
             _restore(iterator, state)
         while not self.stop.is_set():
             batch = next(iterator, None)
             state = _to_json(iterator.get_state()) if batch is not None else state
-            self.ready.put((batch, state))
+            self.ready.put((batch, state, counting.total(stage.counts for stage in stages)))
             if batch is None:
                 return
 

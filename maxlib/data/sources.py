@@ -33,7 +33,7 @@ def text_files(paths: Paths, *, document: Literal["file", "line", "paragraph"] =
     """
     if document not in _PIECES:
         raise ValueError(f"document must be one of {sorted(_PIECES)}, got {document!r}.")
-    return grain.MapDataset.source(_Spans(_files(paths), _PIECES[document], _as_text))
+    return grain.MapDataset.source(_Spans(find_files(paths), _PIECES[document], _as_text))
 
 
 def jsonl(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
@@ -42,7 +42,16 @@ def jsonl(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
     Paths and errors are those of `text_files`; a line that is no JSON object or has no text in `field` is an error
     that names the file and the byte.
     """
-    return grain.MapDataset.source(_Spans(_files(paths), _lines, partial(_as_record, field=field)))
+    return grain.MapDataset.source(_Spans(find_files(paths), _lines, partial(_as_record, field=field)))
+
+
+def chats(paths: Paths, *, field: str = "messages") -> grain.MapDataset[Document]:
+    """One chat per line of jsonl files: the line's object, with the list of messages in `field` (also) under `"messages"`.
+
+    Each message is an object with `role` and `content`. Under `"record"` stands where the chat comes from. Paths and errors
+    are those of `jsonl`.
+    """
+    return grain.MapDataset.source(_Spans(find_files(paths), _lines, partial(_as_chat, field=field)))
 
 
 def array_record(paths: Paths, *, field: str | None = None) -> grain.MapDataset[Document]:
@@ -52,7 +61,7 @@ def array_record(paths: Paths, *, field: str | None = None) -> grain.MapDataset[
     when it is reached, naming its file and number.
     """
     decode = _as_text if field is None else partial(_as_record, field=field)
-    return grain.MapDataset.concatenate([_one_array_record(path, decode) for path in _files(paths)])
+    return grain.MapDataset.concatenate([_one_array_record(path, decode) for path in find_files(paths)])
 
 
 def in_memory(documents: Sequence[Any]) -> grain.MapDataset[Document]:
@@ -162,7 +171,7 @@ def _mark(data: bytes) -> int:
 _PIECES = {"file": _whole, "line": _lines, "paragraph": _paragraphs}
 
 
-def _files(paths: Paths) -> list[Path]:
+def find_files(paths: Paths) -> list[Path]:
     """The files that paths, folders and patterns name, in the order given, folders and patterns sorted."""
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
@@ -196,6 +205,28 @@ def _as_text(data: bytes, *, path: Any, start: int) -> Document:
 
 
 def _as_record(data: bytes, *, path: Any, start: int, field: str) -> Document:
+    record = _as_object(data, path=path, start=start)
+    value = record.get(field)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(
+            f"{path}: byte {start}: the field {field!r} must hold text, got {value!r}; fields here: {sorted(record)}. "
+            "Name the right field=, or remove the line."
+        )
+    return {**record, "text": value}
+
+
+def _as_chat(data: bytes, *, path: Any, start: int, field: str) -> Document:
+    record = _as_object(data, path=path, start=start)
+    value = record.get(field)
+    if not isinstance(value, list) or not value or not all(isinstance(m, dict) and "role" in m for m in value):
+        raise ValueError(
+            f"{path}: byte {start}: the field {field!r} must hold messages, a list of objects with 'role', got {value!r}; "
+            f"fields here: {sorted(record)}. Name the right field=, or remove the line."
+        )
+    return {**record, "messages": value, "record": f"{path}: byte {start}"}
+
+
+def _as_object(data: bytes, *, path: Any, start: int) -> dict[str, Any]:
     text = _as_text(data, path=path, start=start)["text"]
     try:
         record = json.loads(text)
@@ -204,13 +235,7 @@ def _as_record(data: bytes, *, path: Any, start: int, field: str) -> Document:
         raise ValueError(f"{path}: byte {at}: each line must be one JSON object: {error.msg}.") from error
     if not isinstance(record, dict):
         raise ValueError(f"{path}: byte {start}: each line must be a JSON object, got a {type(record).__name__}.")
-    value = record.get(field)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(
-            f"{path}: byte {start}: the field {field!r} must hold text, got {value!r}; fields here: {sorted(record)}. "
-            "Name the right field=, or remove the line."
-        )
-    return {**record, "text": value}
+    return record
 
 
 def _one_array_record(path: Path, decode: Callable) -> grain.MapDataset[Document]:
@@ -241,8 +266,13 @@ def _as_document(index: int, document: Any) -> Document:
 
 
 def _hash(document: Document) -> float:
-    """A number in [0, 1) that depends on nothing but the document's text (or tokens)."""
-    data = document["text"].encode() if "text" in document else np.asarray(document["tokens"], "<i4").tobytes()
+    """A number in [0, 1) that depends on nothing but the document's text (or messages, or tokens)."""
+    if "text" in document:
+        data = document["text"].encode()
+    elif "messages" in document:
+        data = json.dumps(document["messages"], sort_keys=True).encode()
+    else:
+        data = np.asarray(document["tokens"], "<i4").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest()) / 2**56
 
 

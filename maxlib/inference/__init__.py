@@ -1,6 +1,6 @@
 """Generation: prefill and decode over any model."""
 
-from maxlib.inference.chat import ChatTemplate as ChatTemplate
+from maxlib.chat import ChatTemplate as ChatTemplate
 from maxlib.inference.generate import Generator as Generator
 from maxlib.inference.generate import generate as generate
 from maxlib.inference.sampling import GREEDY as GREEDY

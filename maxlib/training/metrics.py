@@ -56,6 +56,18 @@ class Writers(list[Writer]):
                 self._failed.add(id(writer))
 
 
+@runtime_checkable
+class Reports(Protocol):
+    """A part of a run with metrics of its own, such as a loader that counts what it reads."""
+
+    def metrics(self) -> Values: ...
+
+
+def reported(part: object) -> Values:
+    """The metrics of a part that has any."""
+    return part.metrics() if isinstance(part, Reports) else {}
+
+
 class Jsonl:
     """One JSON object per line, `{"step": 10, "loss": 2.5, ...}`, readable at any moment. NaN and infinities become null."""
 

@@ -22,7 +22,7 @@ from maxlib.training.diagnostics.memory import memory_use
 from maxlib.training.evaluation import evaluate
 from maxlib.training.interrupt import Interrupt, Interrupted, interrupts
 from maxlib.training.losses import Batch, next_token_loss
-from maxlib.training.metrics import Console, Jsonl, Meter, Writers
+from maxlib.training.metrics import Console, Jsonl, Meter, Writers, reported
 from maxlib.training.placement import own_model, place_batch
 from maxlib.training.restore import Origin, initial_state, save
 from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, make_train_step
@@ -30,7 +30,7 @@ from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, mak
 
 @runtime_checkable
 class Loader(Protocol):
-    """This host's rows of every batch; `maxlib.data.Loader` is one."""
+    """This host's rows of every batch; `maxlib.data.Loader` is one. What a `metrics()` of it says is written at every step."""
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
     def __next__(self) -> dict[str, np.ndarray]: ...
@@ -195,7 +195,7 @@ class Trainer:
                 if batch is None:
                     self.say(f"the data ended after step {self.step}, before step {steps}")
                     break
-                self._advance(batch, data_seconds=time.perf_counter() - begin)
+                self._advance(batch, data_seconds=time.perf_counter() - begin, **reported(self.loader))
                 self._in_between()
                 if interrupt.asked(self.step):
                     raise interrupt.stop()

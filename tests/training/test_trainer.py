@@ -185,6 +185,14 @@ def test_data_that_ends_is_said(capsys):
     assert "the data ended after step 2, before step 5" in capsys.readouterr().out
 
 
+def test_what_the_loader_counts_is_written():
+    class Counts(tiny.Loader):
+        def metrics(self):
+            return {"data/bad_records": 3}
+
+    assert trainer(loader=Counts(2)).fit(1)["data/bad_records"] == 3
+
+
 def test_what_hangs_dies_and_says_what_it_waited_for():
     code = "import time; from maxlib.training import deadline\nwith deadline(0.3, 'Godot'): time.sleep(60)"
     root = Path(__file__).parents[2]

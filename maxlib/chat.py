@@ -1,22 +1,30 @@
-"""Chats as prompts: the template that a model's directory brings."""
+"""Chats as text: the template that a model's directory brings, for prompts and for training."""
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode keeps them for programs; no text has them
 
 
 class ChatTemplate:
     """Renders messages as transformers' `apply_chat_template` does, in jinja's sandbox.
 
     source: the template. special_tokens: what it may name, such as `{"bos_token": "<s>"}`.
+
+    Attributes: `marks_generation`, whether the template says what the model writes, with `{% generation %}`.
     """
 
     def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None):
@@ -26,6 +34,7 @@ class ChatTemplate:
         env.filters["tojson"] = _to_json
         env.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         self._template = env.from_string(source)
+        self.marks_generation = re.search(r"{%[-+]?\s*generation\b", source) is not None
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod
@@ -50,15 +59,31 @@ class ChatTemplate:
         names = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         return self._template.render(**self._special_tokens, **names, **{"tools": None, "documents": None} | variables)
 
+    def generated(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
+        """The text of whole chats, and the characters (begin, end) of each `{% generation %}` in it."""
+        text = self(messages, add_generation_prompt=False, **variables)
+        marks = {"generation_begins": _BEGIN, "generation_ends": _END}
+        pieces = re.split(f"([{_BEGIN}{_END}])", self(messages, add_generation_prompt=False, **variables, **marks))
+        if "".join(pieces[::2]) != text or pieces[1::2] != [_BEGIN, _END] * (len(pieces) // 4):
+            raise ValueError(f"messages must not contain the characters {_BEGIN!r} and {_END!r}, nor may blocks nest")
+        ends = [0, *accumulate(map(len, pieces[::2]))]
+        return text, [(ends[i], ends[i + 1]) for i in range(1, len(ends) - 1, 2)]
+
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote, for training; here its content stands for itself."""
+    """`{% generation %}` marks what the model wrote, for training; in prompts its content stands for itself."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [_mark("generation_begins"), *body, _mark("generation_ends")]
+
+
+def _mark(name: str) -> nodes.Node:
+    """Writes the variable of that name; nothing where there is none."""
+    return nodes.Output([nodes.Name(name, "load")])
 
 
 def _default(stored: Any) -> str | None:

@@ -5,7 +5,7 @@ import json
 import jinja2
 import pytest
 
-from maxlib.inference import ChatTemplate
+from maxlib.chat import ChatTemplate
 
 SIMPLE = """{{ bos_token }}
 {%- for message in messages %}
@@ -60,3 +60,14 @@ def test_a_template_stays_in_its_sandbox():
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}")(TURNS)
     with pytest.raises(jinja2.exceptions.SecurityError):
         ChatTemplate("{{ messages.append(1) }}")(TURNS)
+
+
+def test_what_the_model_writes_is_marked():
+    chat = [*TURNS, *TURNS]
+    template = ChatTemplate(SIMPLE, special_tokens={"bos_token": "<s>"})
+    text, spans = template.generated(chat)
+    assert text == template(chat, add_generation_prompt=False)
+    assert template.marks_generation and not ChatTemplate("{{ messages }}").marks_generation
+    assert [text[a:b] for a, b in spans] == [m["content"].strip() for m in chat]
+    with pytest.raises(ValueError, match="must not contain the characters"):
+        template.generated([{"role": "user", "content": "a\ufdd0"}])

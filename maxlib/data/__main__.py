@@ -1,0 +1,97 @@
+"""`python -m maxlib.data tokenize PATH ... --tokenizer FILE --out DIR`: tokenizes ahead of time. `show DIR` says what is there."""
+
+import argparse
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from maxlib.data import files, read_manifest, write_tokens
+
+
+def main() -> None:
+    args = arguments()
+    try:
+        tokenize(args) if args.command == "tokenize" else show(args.directory)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m maxlib.data", description="Tokens on disk.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    work = commands.add_parser("tokenize", help="documents to ArrayRecord files; the same command again goes on")
+    work.add_argument("paths", nargs="+", metavar="PATH", help="text, .jsonl, .parquet, .tfrecord, folders or patterns")
+    work.add_argument("--tokenizer", type=Path, required=True, metavar="FILE", help="tokenizer.json or its folder")
+    work.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the tokens go")
+    work.add_argument("--field", default="text", metavar="NAME", help="the field of the text (%(default)s)")
+    work.add_argument("--bos", metavar="TOKEN", help="the token at a document's beginning (none)")
+    work.add_argument("--eos", metavar="TOKEN", help="the token at a document's end (none)")
+    work.add_argument("--documents-per-file", type=int, default=50_000, metavar="N", help="(%(default)s)")
+    work.add_argument("--bad-records", type=int, default=0, metavar="N", help="how many may fail (%(default)s)")
+    commands.add_parser("show", help="what a folder of tokens holds").add_argument("directory", type=Path)
+    return parser.parse_args()
+
+
+def tokenize(args: argparse.Namespace) -> None:
+    path = args.tokenizer / "tokenizer.json" if args.tokenizer.is_dir() else args.tokenizer
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: name a tokenizer.json, or a folder that has one.")
+    tokenizer = Tokenizer.from_file(str(path))
+    documents = files(args.paths, field=args.field)
+    columns = (
+        TextColumn("{task.fields[text]}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f}%"),
+        TimeRemainingColumn(),
+    )
+    begin = time.perf_counter()
+    with Progress(*columns) as bar:
+        task, before = bar.add_task("", total=len(documents), text="tokenizing"), []
+
+        def progress(counts) -> None:
+            before.append(counts.tokens) if not before else None
+            speed = (counts.tokens - before[0]) / (time.perf_counter() - begin)
+            bar.update(task, completed=counts.documents, text=f"{counts.tokens:,} tokens, {speed:,.0f}/s")
+
+        write_tokens(
+            documents,
+            args.out,
+            tokenizer,
+            bos_id=token_id(tokenizer, args.bos),
+            eos_id=token_id(tokenizer, args.eos),
+            documents_per_file=args.documents_per_file,
+            bad_records=args.bad_records,
+            description=f"{' '.join(args.paths)}, field {args.field}",
+            progress=progress,
+        )
+    show(args.out)
+
+
+def token_id(tokenizer: Tokenizer, token: str | None) -> int | None:
+    found = None if token is None else tokenizer.token_to_id(token)
+    if token is not None and found is None:
+        raise ValueError(f"{token!r} is not in the tokenizer's vocabulary.")
+    return found
+
+
+def show(directory: Path) -> None:
+    manifest = read_manifest(directory)
+    total = manifest["total"]
+    size = sum(file["bytes"] for file in manifest["files"])
+    table = Table(title=f"{directory}: {manifest['description']}", show_header=False)
+    table.add_row("documents", f"{total['documents']:,}")
+    table.add_row("tokens", f"{total['tokens']:,}")
+    table.add_row("tokens per document", f"{total['tokens'] / total['documents']:,.1f} (longest {total['longest']:,})")
+    table.add_row("characters per token", f"{total['characters'] / total['tokens']:.2f}")
+    table.add_row("vocabulary", f"{manifest['vocab_size']:,}")
+    table.add_row("bad records", f"{manifest['bad_records']:,}")
+    table.add_row("files", f"{len(manifest['files'])}, {size / 1e6:,.1f} MB")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What a pipeline counts on its way: each stage keeps its own counts in its state, a reader adds them up."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import grain
+
+
+class CountingIterator(grain.DatasetIterator):
+    """A stage that counts. `counts` belongs to its state, so a resumed run goes on counting where the first one stood."""
+
+    def __init__(self, parents: Any = ()):
+        super().__init__(parents)
+        self.counts: Counter[str] = Counter()
+        stages = _stages.get()
+        if stages is not None:
+            stages.append(self)
+
+
+Stages = list[CountingIterator]
+_stages: ContextVar[Stages | None] = ContextVar("stages", default=None)
+
+
+@contextmanager
+def collected() -> Iterator[Stages]:
+    """Collects the stages of the iterators that this thread makes meanwhile."""
+    stages: Stages = []
+    token = _stages.set(stages)
+    try:
+        yield stages
+    finally:
+        _stages.reset(token)
+
+
+def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum, sorted by name."""
+    whole: Counter[str] = Counter()
+    for some in counts:
+        whole.update(some)
+    return dict(sorted(whole.items()))

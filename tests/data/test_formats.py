@@ -1,0 +1,125 @@
+"""Other formats give the documents that are in them, and name the record that is wrong."""
+
+import json
+import struct
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from maxlib import data
+from maxlib.data import formats
+
+
+def texts(documents):
+    return [documents[i]["text"] for i in range(len(documents))]
+
+
+def number(value: int) -> bytes:
+    out = b""
+    while value > 127:
+        out, value = out + bytes([value & 127 | 128]), value >> 7
+    return out + bytes([value])
+
+
+def part(n: int, data: bytes) -> bytes:
+    return number(n << 3 | 2) + number(len(data)) + data
+
+
+def example(name: str, value) -> bytes:
+    """A serialized tf.train.Example."""
+    texts = part(1, part(1, value.encode())) if isinstance(value, str) else b""
+    feature = texts or part(3, part(1, b"".join(map(number, value))))
+    return part(1, part(1, part(1, name.encode()) + part(2, feature)))
+
+
+def write_tfrecord(path, records):
+    with path.open("wb") as file:
+        for record in records:
+            size = struct.pack("<Q", len(record))
+            file.write(size + struct.pack("<I", formats._masked_crc(size)) + record + b"\0\0\0\0")
+    return path
+
+
+def test_the_checksum_is_castagnolis():
+    assert formats._masked_crc(b"123456789") == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def test_tfrecord(tmp_path):
+    a = write_tfrecord(tmp_path / "a.tfrecord", [example("text", "one"), example("text", "zwö" * 100)])
+    b = write_tfrecord(tmp_path / "b.tfrecord", [example("text", "three"), b"\x0a\xff", example("other", "x")])
+    documents = data.tfrecord([a, b])
+    assert texts(documents[:3]) == ["one", "zwö" * 100, "three"]
+    with pytest.raises(ValueError, match=r"b.tfrecord: byte \d+: the record is no tf.train.Example"):
+        documents[3]
+    with pytest.raises(ValueError, match=r"b.tfrecord: byte \d+: the field 'text' must hold text.*\['other'\]"):
+        documents[4]
+    ids = [0, 1, 127, 128, 300, 70_000, 2**31 - 1]
+    tokens = data.tfrecord(write_tfrecord(tmp_path / "c.tfrecord", [example("ids", ids)]), field="ids")
+    assert tokens[0]["tokens"].tolist() == ids
+    (tmp_path / "a.tfrecord").write_bytes(a.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="a.tfrecord: byte 35: .*cut short"):
+        data.tfrecord(a)
+
+
+def test_records_of_a_table():
+    table = [{"t": "one"}, {"t": b"zw\xc3\xb6"}, {"t": [1, 2]}, {"t": [{"role": "user", "content": "x"}]}, {"t": ""}]
+    documents = data.records(table, field="t")
+    assert texts(documents[:2]) == ["one", "zwö"]
+    assert documents[2]["tokens"].tolist() == [1, 2]
+    assert documents[3] == {"messages": table[3]["t"], "record": "record 3"}
+    with pytest.raises(ValueError, match="record 4: the field 't' must hold text"):
+        documents[4]
+    with pytest.raises(ValueError, match="no record in the table"):
+        data.records([])
+
+
+def test_a_folder_of_many_formats(tmp_path):
+    (tmp_path / "a.md").write_text("one")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "two"}) + "\n")
+    write_tfrecord(tmp_path / "c.tfrecord", [example("text", "three")])
+    assert texts(data.files(tmp_path)) == ["one", "two", "three"]
+
+
+def test_parquet(tmp_path):
+    arrow, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    want = [f"text {i}" for i in range(25)]
+    table = arrow.table({"text": want, "ids": [[i, i + 1] for i in range(25)]})
+    for i, rows in enumerate((table[:10], table[10:])):
+        pq.write_table(rows, tmp_path / f"{i}.parquet", row_group_size=4)
+    assert texts(data.parquet(tmp_path)) == want
+    assert data.parquet(tmp_path, field="ids")[24]["tokens"].tolist() == [24, 25]
+    assert sorted(texts(data.files(tmp_path).shuffle(seed=0))) == sorted(want)
+    with pytest.raises(ValueError, match=r"0.parquet: there is no column 'body', only \['text', 'ids'\]"):
+        data.parquet(tmp_path, field="body")
+    (tmp_path / "0.parquet").write_bytes(b"nonsense" * 4)
+    with pytest.raises(ValueError, match="0.parquet: this is no Parquet file"):
+        data.parquet(tmp_path)
+
+
+@pytest.mark.parametrize("shards", [4, 3], ids=["files divide", "files do not"])
+def test_a_stream_resumes_exactly_on_other_hosts(tmp_path, shards):
+    datasets = pytest.importorskip("datasets")
+    for i in range(4):
+        lines = [json.dumps({"text": " ".join(str(100 * i + j) for _ in range(j % 5 + 1))}) for j in range(12)]
+        (tmp_path / f"{i}.jsonl").write_text("\n".join(lines) + "\n")
+    names = [str(tmp_path / f"{i}.jsonl") for i in range(4)]
+    hub = datasets.load_dataset("json", data_files=names, split="train", streaming=True, cache_dir=str(tmp_path))
+    source = data.stream(hub, epochs=2).map(lambda d: {"tokens": np.array([int(x) for x in d["text"].split()])})
+    every = [int(d["tokens"][0]) for k in range(shards) for d in source[k::shards]]
+    assert sorted(every) == sorted(2 * [100 * i + j for i in range(4) for j in range(12)])
+
+    def loader(mine):
+        rows = lambda part: data.pack(source[part], length=8, bins=2)
+        return data.Loader(rows, batch_size=shards, num_shards=shards, shards=mine, num_batches=100)
+
+    whole = loader(range(shards))
+    for _ in range(3):
+        next(whole)
+    state = json.loads(json.dumps(whole.get_state()))
+    want = [batch["tokens"] for batch in islice(whole, 6)]
+    halves = [loader(range(1)), loader(range(1, shards))]
+    for half in halves:
+        half.set_state(state)
+    got = [np.concatenate([next(half)["tokens"] for half in halves]) for _ in range(6)]
+    np.testing.assert_array_equal(got, want)

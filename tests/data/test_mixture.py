@@ -1,0 +1,207 @@
+"""Mixtures hold their shares, lose no token, and go on exactly on other hosts."""
+
+import json
+from collections import Counter
+
+import grain
+import numpy as np
+import pytest
+
+from maxlib import data
+
+LENGTH, BATCH, SHARDS = 16, 12, 6
+NAMES = ("web", "code", "wiki")
+
+
+def corpus(number: int, count: int, longest: int = 40) -> list[np.ndarray]:
+    """Documents in which token = 1_000_000 * source + 1000 * (document + 1) + its index."""
+    lengths = np.random.default_rng(number).integers(1, longest, count)
+    return [1_000_000 * number + 1000 * (i + 1) + np.arange(n) for i, n in enumerate(lengths)]
+
+
+CORPORA = {name: corpus(i, count) for i, (name, count) in enumerate(zip(NAMES, (40, 30, 13), strict=True))}
+SOURCES = {name: data.in_memory(documents) for name, documents in CORPORA.items()}
+
+
+def source_of(tokens) -> np.ndarray:
+    return np.asarray(tokens) // 1_000_000
+
+
+def mixture(**kwargs) -> data.Mixture:
+    return data.Mixture(**{"sources": SOURCES, "weights": {"web": 4, "code": 2, "wiki": 1}, "seed": 0, **kwargs})
+
+
+def loader(mixed, *, host=0, hosts=1, strategy="first_fit", long="split", **kwargs) -> data.Loader:
+    rows = lambda part: data.pack(mixed[part], length=LENGTH, strategy=strategy, bins=4, long=long)
+    shards = data.host_shards(SHARDS, host=host, num_hosts=hosts)
+    return data.Loader(rows, batch_size=BATCH, num_shards=SHARDS, shards=shards, timeout=60.0, **kwargs)
+
+
+def curriculum(step: int) -> dict[str, float]:
+    return {"web": 1, "code": 0 if step < 4 else 1, "wiki": 0.5}
+
+
+MIXTURES = {
+    "weights": lambda: mixture(),
+    "documents, epochs": lambda: mixture(by="documents", epochs={"wiki": 2}),
+    "curriculum": lambda: mixture(weights=curriculum, tokens_per_step=BATCH * LENGTH),
+}
+
+
+@pytest.mark.parametrize("strategy", ["first_fit", "concat_then_split"])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_one_three_and_two_hosts_see_the_same_global_batches(kind, strategy):
+    mixed = MIXTURES[kind]()
+    uninterrupted = loader(mixed, strategy=strategy)
+    state = None
+    for hosts, steps in ((1, 4), (3, 4), (2, 5)):
+        loaders = [loader(mixed, host=i, hosts=hosts, strategy=strategy) for i in range(hosts)]
+        for one in loaders if state is not None else ():
+            one.set_state(state)
+        for _ in range(steps):
+            want, got = next(uninterrupted), [next(one) for one in loaders]
+            for name in want:
+                np.testing.assert_array_equal(np.concatenate([batch[name] for batch in got]), want[name])
+        counts = sum((Counter(one.metrics()) for one in loaders), Counter())
+        assert counts == Counter(uninterrupted.metrics())
+        state = json.loads(json.dumps({shard: s for one in loaders for shard, s in one.get_state().items()}))
+
+
+@pytest.mark.parametrize("strategy", ["first_fit", "concat_then_split"])
+def test_an_epoch_holds_the_exact_multiset_of_tokens(strategy):
+    epochs = {"web": 1, "code": 1, "wiki": 3}
+    batches = list(loader(mixture(epochs=epochs), strategy=strategy))
+    got = Counter(int(t) for batch in batches for t in batch["tokens"][batch["segment_ids"] > 0])
+    assert got == Counter(int(t) for name in NAMES for _ in range(epochs[name]) for d in CORPORA[name] for t in d)
+
+
+def drawn(mixed, count: int, part=slice(0, None, 1)) -> list:
+    reading = iter(mixed[part])
+    return [next(reading) for _ in range(count)]
+
+
+@pytest.mark.parametrize("by", ["tokens", "documents"])
+def test_shares_hold_at_every_moment(by):
+    spent = dict.fromkeys(NAMES, 0)
+    for document in drawn(mixture(by=by), 300):
+        spent[document["source"]] += len(document["tokens"]) if by == "tokens" else 1
+        off = [spent[name] - sum(spent.values()) * w / 7 for name, w in zip(NAMES, (4, 2, 1), strict=True)]
+        assert max(map(abs, off)) <= 3 * (40 if by == "tokens" else 1)
+
+
+def test_weights_follow_the_step():
+    mixed = mixture(weights=curriculum, tokens_per_step=100)
+    before = 0
+    for document in drawn(mixed, 60):
+        if document["source"] == "code":
+            break
+        before += len(document["tokens"])
+    assert 400 <= before < 480  # the others may still be owed a document
+    # Six shards together reach the step six times sooner.
+    mine = drawn(mixed, 20, slice(0, None, 6))
+    assert 400 / 6 <= sum(len(d["tokens"]) for d in mine[: [d["source"] for d in mine].index("code")]) < 400 / 6 + 80
+
+
+def test_a_source_that_is_used_up_leaves_its_share():
+    names = [d["source"] for d in drawn(mixture(epochs={"wiki": 1}, by="documents"), 300)]
+    assert Counter(names)["wiki"] == 13
+    rest = Counter(names[-90:])
+    assert rest == {"web": 60, "code": 30}
+
+
+def test_seeds_and_nesting():
+    ids = lambda mixed: [int(d["tokens"][0]) for d in drawn(mixed, 30)]
+    assert ids(mixture()) == ids(mixture()) != ids(mixture(seed=1))
+    inner = data.Mixture({"code": SOURCES["code"], "wiki": SOURCES["wiki"]}, {"code": 1, "wiki": 1}, by="documents")
+    outer = data.Mixture({"web": SOURCES["web"], "rest": inner}, {"web": 1, "rest": 1}, by="documents")
+    assert Counter(source_of([d["tokens"][0] for d in drawn(outer, 80)]).tolist()) == {0: 40, 1: 20, 2: 20}
+
+
+def test_policies_per_source_are_counted():
+    mixed = mixture(epochs=1)
+    batches = loader(mixed, long={"web": "drop", "code": "truncate"})
+    tokens = [int(t) for batch in batches for t in batch["tokens"][batch["segment_ids"] > 0]]
+    kept = {"web": lambda d: d if len(d) <= LENGTH else d[:0], "code": lambda d: d[:LENGTH], "wiki": lambda d: d}
+    assert Counter(tokens) == Counter(int(t) for name in NAMES for d in CORPORA[name] for t in kept[name](d))
+    long = {name: [len(d) for d in CORPORA[name] if len(d) > LENGTH] for name in NAMES}
+    metrics = batches.metrics()
+    assert metrics["data/dropped_documents/web"] == metrics["data/dropped_documents"] == len(long["web"])
+    assert metrics["data/dropped_tokens"] == sum(long["web"])
+    assert metrics["data/truncated_tokens/code"] == sum(long["code"]) - LENGTH * len(long["code"])
+    assert metrics["data/tokens/wiki"] == sum(map(len, CORPORA["wiki"]))
+    with pytest.raises(ValueError, match=r"of the source 'wiki' has \d+ tokens, a row 16"):
+        list(loader(mixed, long={"wiki": "error"}))
+
+
+def test_empty_and_vanished_sources_are_named(tmp_path):
+    with pytest.raises(ValueError, match="The source 'none' of the mixture is empty"):
+        data.Mixture({"web": SOURCES["web"], "none": SOURCES["code"][:0]})
+    nothing = SOURCES["code"].filter(lambda document: False)
+    with pytest.raises(ValueError, match="No document in 600 reads") as caught:
+        drawn(data.Mixture({"web": SOURCES["web"], "none": nothing}), 3)
+    assert "While reading the source 'none' of the mixture." in caught.value.__notes__
+    path = tmp_path / "gone.txt"
+    path.write_text("one\ntwo\n")
+    lines = data.text_files(path, document="line")
+    gone = lines.map(lambda document: {"tokens": np.arange(len(document["text"]))})
+    path.unlink()
+    with pytest.raises(FileNotFoundError) as caught:
+        drawn(data.Mixture({"gone": gone}), 1)
+    assert "While reading the source 'gone' of the mixture." in caught.value.__notes__
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"weights names \['books'\], which are not among"):
+        mixture(weights={"books": 1})
+    with pytest.raises(ValueError, match="positive number for every source"):
+        mixture(weights={"web": 1, "code": 0, "wiki": 1})
+    with pytest.raises(ValueError, match="need tokens_per_step="):
+        mixture(weights=curriculum)
+    with pytest.raises(ValueError, match="repeats already"):
+        mixture(sources={**SOURCES, "web": SOURCES["web"].repeat()})
+    with pytest.raises(ValueError, match="at step 0 must name a non-negative number"):
+        drawn(mixture(weights=lambda step: {"web": -1}, tokens_per_step=1), 1)
+    with pytest.raises(ValueError, match=r"used up after \d+ tokens of this shard, while \['code'\] have weight 0"):
+        list(mixture(weights=lambda step: {"web": 1, "code": 0, "wiki": 1}, tokens_per_step=1, epochs=1)[::1])
+    state = loader(mixture()).get_state()
+    first = loader(mixture())
+    next(first)
+    state = first.get_state()
+    other = loader(data.Mixture({"web": SOURCES["web"]}, seed=0))
+    other.set_state(state)
+    with pytest.raises(ValueError, match=r"mixture of \['web', 'code', 'wiki'\], this one has \['web'\]"):
+        next(other)
+
+
+def test_bad_records_are_set_aside_and_counted_up_to_the_limit(tmp_path):
+    def fails(document):
+        if document["tokens"][0] // 1000 in (3, 5):
+            raise ValueError("no such token")
+        return document
+
+    path = tmp_path / "bad.jsonl"
+    bad = data.Quarantine(limit=2, path=path)
+    web = bad.guard(SOURCES["web"].map(fails), name="web")
+    reading = loader(data.Mixture({"web": web}, epochs=2, seed=0), quarantine=bad)
+    tokens = Counter(int(t) // 1000 for batch in reading for t in batch["tokens"][batch["segment_ids"] > 0])
+    assert set(tokens) == set(range(1, 41)) - {3, 5}
+    assert reading.metrics()["data/bad_records"] == 2
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(line["record"] for line in lines) == [2, 4]
+    assert lines[0]["source"] == "web" and lines[0]["error"] == "ValueError: no such token"
+    again = data.Quarantine(limit=1, path=path)
+    assert len(again) == 2
+    strict = data.Quarantine(limit=1)
+    with pytest.raises(
+        ValueError, match=r"2 bad records, more than limit=1; the last, record 4 of 'web': no such token"
+    ):
+        list(strict.guard(SOURCES["web"].map(fails), name="web"))
+
+
+def test_a_stream_is_a_source():
+    class Stream:
+        def __getitem__(self, part):
+            return SOURCES["code"][part].to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+
+    mixed = data.Mixture({"web": SOURCES["web"], "stream": Stream()}, {"web": 1, "stream": 1}, epochs={"web": 1})
+    assert Counter(d["source"] for d in mixed[::1]) == {"web": 40, "stream": 30}
