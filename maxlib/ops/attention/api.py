@@ -23,6 +23,7 @@ dispatch.register(
         platforms=frozenset({"gpu"}),
         features=frozenset(dispatch.FEATURES) - {"bias", "float64"},
         accepts=refuses,
+        by_name="it has not run on a GPU yet",
     )
 )
 dispatch.register(dispatch.Implementation("chunked", chunked, "blockwise XLA, memory linear in the sequence"))

@@ -44,7 +44,7 @@ class Call:
 class Implementation:
     """One way to compute attention. `run` has the signature of `reference`; every row of the table has gradients.
 
-    platforms: where it runs (None: everywhere). features: which of `FEATURES` it has. accepts: any further
+    by_name: why it runs only where it is asked for (None: it may be chosen). platforms: where it runs (None: everywhere). features: which of `FEATURES` it has. accepts: any further
     condition, as a function from the call to the reason against it, or None.
     """
 
@@ -54,6 +54,7 @@ class Implementation:
     platforms: frozenset[str] | None = None
     features: frozenset[str] = frozenset(FEATURES)
     accepts: Callable[[Call], str | None] | None = None
+    by_name: str | None = None
 
     def refusal(self, call: Call) -> str | None:
         """Why it cannot run this call, or None if it can."""
@@ -99,9 +100,11 @@ def explain(call: Call, name: str | None = None) -> Explanation:
     refusals = {one.name: one.refusal(call) for one in _implementations}
     if name is not None and name not in refusals:
         raise ValueError(f"implementation must be None or one of {sorted(refusals)}, got {name!r}")
+    unasked = {one.name: f"runs only by name: {one.by_name}" for one in _implementations if one.by_name is not None}
     refused = {one: why for one, why in refusals.items() if why is not None}
-    best = next((one for one, why in refusals.items() if why is None), None)
+    best = next((one for one, why in refusals.items() if why is None and one not in unasked), None)
     if name is None:
+        refused = unasked | refused
         return Explanation(call, best, "the first in order of preference that can", refused)
     if name in refused:
         return Explanation(call, None, f"{name} was asked for and {refused[name]}; {best} can run it", refused)
