@@ -1,5 +1,6 @@
 """Tokenization ahead of time: documents to ArrayRecord files of tokens, with a manifest, and back."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -32,8 +33,8 @@ class Counts:
 
     def __add__(self, other: "Counts") -> "Counts":
         longest = max(self.longest, other.longest)
-        sums = (getattr(self, name) + getattr(other, name) for name in ("documents", "tokens", "characters"))
-        return Counts(*sums, longest)
+        tokens, characters = self.tokens + other.tokens, self.characters + other.characters
+        return Counts(self.documents + other.documents, tokens, characters, longest)
 
 
 def write_tokens(
@@ -205,10 +206,9 @@ def _ahead(items: Iterator[Any], size: int = 4) -> Iterator[Any]:
 
     def put(item: Any) -> None:
         while not stop.is_set():
-            try:
-                return ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=0.1)
+                return
 
     def run() -> None:
         try:
