@@ -72,7 +72,7 @@ def write_tokens(
         counts = _read_counts(path)
         if counts is None:
             part = range(first, min(first + documents_per_file, len(documents)))
-            counts = _write_file(texts, part, path, tokenizer, job, batch, lambda now: progress(total + now))
+            counts = _write_file(texts, part, path, tokenizer, job, batch, _added(progress, total))
         total += counts
         progress(total)
         files.append({"name": path.name, "bytes": path.stat().st_size, **dataclasses.asdict(counts)})
@@ -118,6 +118,10 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     if manifest["format"] != FORMAT:
         raise ValueError(f"{path} is of format {manifest['format']}, this maxlib reads {FORMAT}: tokenize again.")
     return manifest
+
+
+def _added(progress: Callable[[Counts], Any], before: Counts) -> Callable[[Counts], Any]:
+    return lambda now: progress(before + now)
 
 
 def _decode(data: bytes, *, dtype: str) -> Document:
