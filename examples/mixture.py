@@ -61,8 +61,17 @@ def weights(step: int, *, steps: int) -> dict[str, float]:
 
 def config(vocab: int) -> llama.Config:
     rope = ops.Rope(32, max_length=LENGTH)
-    heads = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 32}
-    return llama.Config(vocab=vocab, num_layers=2, dim=64, mlp_dim=128, rope=rope, tied=True, **heads)
+    return llama.Config(
+        vocab=vocab,
+        num_layers=2,
+        dim=64,
+        mlp_dim=128,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=32,
+        rope=rope,
+        tied=True,
+    )
 
 
 if __name__ == "__main__":
