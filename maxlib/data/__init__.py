@@ -7,6 +7,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from maxlib.data.ahead import read_manifest as read_manifest
+    from maxlib.data.ahead import tokenized as tokenized
+    from maxlib.data.ahead import write_tokens as write_tokens
     from maxlib.data.chat import tokenize_chats as tokenize_chats
     from maxlib.data.formats import files as files
     from maxlib.data.formats import parquet as parquet
@@ -28,9 +31,6 @@ if TYPE_CHECKING:
     from maxlib.data.sources import split as split
     from maxlib.data.sources import text_files as text_files
     from maxlib.data.stdlib import python_text as python_text
-    from maxlib.data.tokenized import read_manifest as read_manifest
-    from maxlib.data.tokenized import tokenized as tokenized
-    from maxlib.data.tokenized import write_tokens as write_tokens
     from maxlib.data.tokenizer import save_tokenizer as save_tokenizer
     from maxlib.data.tokenizer import tokenize as tokenize
     from maxlib.data.tokenizer import train_bpe as train_bpe
@@ -44,7 +44,7 @@ _MODULES = {
     "quarantine": ("Quarantine",),
     "sources": ("array_record", "chats", "in_memory", "jsonl", "split", "text_files"),
     "stdlib": ("python_text",),
-    "tokenized": ("read_manifest", "tokenized", "write_tokens"),
+    "ahead": ("read_manifest", "tokenized", "write_tokens"),
     "tokenizer": ("save_tokenizer", "tokenize", "train_bpe"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

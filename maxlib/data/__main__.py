@@ -50,12 +50,11 @@ def tokenize(args: argparse.Namespace) -> None:
     )
     begin = time.perf_counter()
     with Progress(*columns) as bar:
-        task, before = bar.add_task("", total=len(documents), text="tokenizing"), []
+        task = bar.add_task("", total=len(documents), text="tokenizing")
 
         def progress(counts) -> None:
-            before.append(counts.tokens) if not before else None
-            speed = (counts.tokens - before[0]) / (time.perf_counter() - begin)
-            bar.update(task, completed=counts.documents, text=f"{counts.tokens:,} tokens, {speed:,.0f}/s")
+            minutes, seconds = divmod(int(time.perf_counter() - begin), 60)
+            bar.update(task, completed=counts.documents, text=f"{counts.tokens:,} tokens, {minutes}:{seconds:02}")
 
         write_tokens(
             documents,

@@ -1,5 +1,6 @@
 """Tokenization ahead of time: documents to ArrayRecord files of tokens, with a manifest, and back."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -32,8 +33,8 @@ class Counts:
 
     def __add__(self, other: "Counts") -> "Counts":
         longest = max(self.longest, other.longest)
-        sums = (getattr(self, name) + getattr(other, name) for name in ("documents", "tokens", "characters"))
-        return Counts(*sums, longest)
+        tokens, characters = self.tokens + other.tokens, self.characters + other.characters
+        return Counts(self.documents + other.documents, tokens, characters, longest)
 
 
 def write_tokens(
@@ -71,7 +72,7 @@ def write_tokens(
         counts = _read_counts(path)
         if counts is None:
             part = range(first, min(first + documents_per_file, len(documents)))
-            counts = _write_file(texts, part, path, tokenizer, job, batch, lambda now: progress(total + now))
+            counts = _write_file(texts, part, path, tokenizer, job, batch, _added(progress, total))
         total += counts
         progress(total)
         files.append({"name": path.name, "bytes": path.stat().st_size, **dataclasses.asdict(counts)})
@@ -117,6 +118,10 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     if manifest["format"] != FORMAT:
         raise ValueError(f"{path} is of format {manifest['format']}, this maxlib reads {FORMAT}: tokenize again.")
     return manifest
+
+
+def _added(progress: Callable[[Counts], Any], before: Counts) -> Callable[[Counts], Any]:
+    return lambda now: progress(before + now)
 
 
 def _decode(data: bytes, *, dtype: str) -> Document:
@@ -205,10 +210,9 @@ def _ahead(items: Iterator[Any], size: int = 4) -> Iterator[Any]:
 
     def put(item: Any) -> None:
         while not stop.is_set():
-            try:
-                return ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=0.1)
+                return
 
     def run() -> None:
         try:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from maxlib import data
-from maxlib.data import tokenized
 
 TEXTS = [f"Document {i}: " + "größer " * (i % 9) for i in range(50)]
 
@@ -75,7 +74,7 @@ def test_bad_records_and_damage(tmp_path, tokenizer):
     file.unlink()
     with pytest.raises(FileNotFoundError, match="tokens-00000.array_record is missing"):
         data.tokenized(tmp_path / "a")
-    assert tokenized.read_manifest(tmp_path / "a")["dtype"] == "<u2"
+    assert data.read_manifest(tmp_path / "a")["dtype"] == "<u2"
 
 
 def test_command(tmp_path, tokenizer):
