@@ -4,6 +4,8 @@ from maxlib.nn.attention import Attention as Attention
 from maxlib.nn.attention import attend as attend
 from maxlib.nn.cache import Cache as Cache
 from maxlib.nn.cache import KVCache as KVCache
+from maxlib.nn.cache import LayerCache as LayerCache
+from maxlib.nn.cache import QuantizedCache as QuantizedCache
 from maxlib.nn.cache import RingCache as RingCache
 from maxlib.nn.cache import kv_cache as kv_cache
 from maxlib.nn.context import Context as Context
@@ -14,6 +16,8 @@ from maxlib.nn.context import unbalance as unbalance
 from maxlib.nn.decoder import Decoder as Decoder
 from maxlib.nn.linear import Einsum as Einsum
 from maxlib.nn.linear import Embed as Embed
+from maxlib.nn.matmul import Exact as Exact
+from maxlib.nn.matmul import Matmul as Matmul
 from maxlib.nn.mla import MLA as MLA
 from maxlib.nn.mla import LatentCache as LatentCache
 from maxlib.nn.mlp import MLP as MLP
@@ -31,6 +35,8 @@ from maxlib.nn.norm import LayerNorm as LayerNorm
 from maxlib.nn.norm import RMSNorm as RMSNorm
 from maxlib.nn.pytree import pytree as pytree
 from maxlib.nn.pytree import static as static
+from maxlib.nn.quantized import FOUR_BITS as FOUR_BITS
+from maxlib.nn.quantized import QuantizedWeight as QuantizedWeight
 from maxlib.nn.remat import Policy as Policy
 from maxlib.nn.remat import remat_policy as remat_policy
 from maxlib.nn.router import GroupLimit as GroupLimit

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxlib.nn.matmul import Exact, Matmul
 from maxlib.sharding import constrain
 
 Init = Callable[..., Array]
@@ -16,7 +17,8 @@ class Einsum(nnx.Module):
 
     `spec` reads like `"...D,FD->...F"`; `shape` and `axes` describe `w` dimension by dimension, the latter by the names
     that sharding rules use. The default initialization is truncated normal with variance 1 / fan-in, the
-    fan-in being the product of the dimensions that the einsum sums over.
+    fan-in being the product of the dimensions that the einsum sums over. `matmul` multiplies; `maxlib.quantization` puts
+    another one in its place.
     """
 
     def __init__(
@@ -35,13 +37,13 @@ class Einsum(nnx.Module):
         if init is None:
             init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=summed, out_axis=kept)
         self.spec = spec
+        self.matmul: Matmul = Exact()
         self.w = nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes, summed=tuple(axes[d] for d in summed))
         zeros = lambda: nnx.Param(jnp.zeros([shape[d] for d in kept]), axes=tuple(axes[d] for d in kept))
         self.b = zeros() if bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        # Weights follow the activations: x decides the compute dtype.
-        y = jnp.einsum(self.spec, x, jnp.asarray(self.w[...], x.dtype))
+        y = self.matmul.einsum(self.spec, x, self.w)
         if self.b is None:
             return y
         b = jnp.asarray(self.b[...], x.dtype)

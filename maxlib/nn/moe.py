@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Float
 from maxlib.nn import dispatch
 from maxlib.nn.context import Context
 from maxlib.nn.linear import Init
+from maxlib.nn.matmul import Exact, Matmul
+from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.router import InputRouter, Router, Routing, expert_counts
 from maxlib.sharding import map_op
 
@@ -64,10 +66,15 @@ class ExpertLinear(nnx.Module):
         values = init(rngs.params(), (num_experts, *shape), jnp.float32)
         self.w = nnx.Param(values, axes=("expert", *axes), summed=axes[1:])
         self.b = nnx.Param(jnp.zeros((num_experts, shape[0])), axes=("expert", axes[0])) if bias else None
+        self.matmul: Matmul = Exact()
+
+    def stored(self, dtype: Any) -> Array | QuantizedWeight:
+        """The matrices to multiply with: in `dtype`, or as they are if they are quantized."""
+        return self.w if isinstance(self.w, QuantizedWeight) else jnp.asarray(self.w[...], dtype)
 
     def one(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
         """`x` through a single expert, whose parameters have no expert axis."""
-        y = jnp.einsum("BTI,OI->BTO", x, jnp.asarray(self.w[...], x.dtype))
+        y = self.matmul.einsum("BTI,OI->BTO", x, self.w)
         return y if self.b is None else y + jnp.broadcast_to(jnp.asarray(self.b[...], x.dtype), y.shape)
 
 
@@ -128,14 +135,17 @@ class MoE(nnx.Module):
         capacity = self.capacity(x.shape[1])
         tokens = ("batch", "seq" if capacity is None else None)
         rows, into, out = (*tokens, None), (None, "mlp", None), (None, None, "mlp")
-        run = functools.partial(_run, combine=self.combine, capacity=capacity)
-        # A device that has a part of the width computes a part of the sum.
-        mapped = map_op(
-            run, [rows, rows, rows, rows, tokens, into, into, out, into[:2], into[:2]], (("mlp", *rows), rows)
-        )
-        w = [jnp.asarray(m.w[...], x.dtype) for m in (self.gate, self.up, self.down)]
+        parts = (self.gate, self.up, self.down)
+        stored = [m.stored(x.dtype) for m in parts]
+        w, tree = jax.tree.flatten(stored)
         b = [None if m.b is None else jnp.asarray(m.b[...], x.dtype) for m in (self.gate, self.up)]
-        y, kept = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *w, *b)
+        matmuls = tuple(m.matmul for m in parts)
+        run = functools.partial(_run, combine=self.combine, capacity=capacity, matmuls=matmuls, tree=tree)
+        split = [names for m, axes in zip(stored, (into, into, out), strict=True) for names in _names(m, axes)]
+        # A device that has a part of the width computes a part of the sum.
+        names = [rows, rows, rows, rows, tokens, into[:2], into[:2], *split]
+        mapped = map_op(run, names, (("mlp", *rows), rows))
+        y, kept = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *b, *w)
         return y.sum(axis=0), kept
 
     def _add_output_bias(self, y, routing: Routing, kept):
@@ -171,13 +181,20 @@ class MoE(nnx.Module):
         return jax.lax.scan(add, y, experts)[0]
 
 
-def _run(x, experts, weights, input_weights, valid, *matrices, combine, capacity: int | None):
+def _names(w: Any, names: tuple) -> list[tuple]:
+    """The axis names of every array of `w`: a quantized one has scales too, with a single entry along some axes."""
+    return [tuple(None if n == 1 else name for n, name in zip(a.shape, names, strict=True)) for a in jax.tree.leaves(w)]
+
+
+def _run(x, experts, weights, input_weights, valid, *rest, combine, capacity: int | None, matmuls, tree):
     """The experts' part of one device. Without a capacity all its tokens are one group, else each row is."""
+    biases, matrices = rest[:2], jax.tree.unflatten(tree, rest[2:])
+    linears = [*zip(matmuls, matrices, (*biases, None), strict=True)]
     E = matrices[0].shape[0]
     plan = dispatch.dropless if capacity is None else functools.partial(dispatch.padded, capacity=capacity)
 
     def group(x, experts, weights, input_weights, valid):
-        return _apply(x, weights, input_weights, plan(experts, valid, E), matrices, combine)
+        return _apply(x, weights, input_weights, plan(experts, valid, E), linears, combine)
 
     tokens = (x, experts, weights, input_weights, valid)
     if capacity is not None:
@@ -188,12 +205,11 @@ def _run(x, experts, weights, input_weights, valid, *matrices, combine, capacity
     return y.reshape(1, *x.shape), kept.reshape(experts.shape)
 
 
-def _apply(x, weights, input_weights, plan: dispatch.Plan, matrices, combine):
-    gate, up, down, gate_b, up_b = matrices
+def _apply(x, weights, input_weights, plan: dispatch.Plan, linears, combine):
+    gate, up, down = [functools.partial(plan.linear, matmul, w=w, b=b) for matmul, w, b in linears]
     rows = dispatch.spread(x, plan)
     if input_weights is not None:
         rows = (rows * dispatch.spread_choices(input_weights, plan)).astype(x.dtype)
-    h = combine(plan.linear(rows, gate, gate_b), plan.linear(rows, up, up_b))
-    each = dispatch.collect(plan.linear(h, down, None), plan)
+    each = dispatch.collect(down(combine(gate(rows), up(rows))), plan)
     y = jnp.einsum("MXD,MX->MD", each, jnp.where(plan.kept, weights, 0))
     return y.astype(x.dtype), plan.kept
