@@ -1,6 +1,7 @@
 """Composable LLM building blocks on JAX and Flax NNX.
 
-The rooms are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `weights`, `data`, `training` and `inference`.
+The rooms are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `weights`, `data`, `training`,
+`inference` and `quantization`.
 Importing `maxlib` imports none of them: each is imported when it is first named.
 """
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from maxlib import models as models
     from maxlib import nn as nn
     from maxlib import ops as ops
+    from maxlib import quantization as quantization
     from maxlib import sharding as sharding
     from maxlib import training as training
     from maxlib import weights as weights
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-_ROOMS = ("data", "inference", "models", "nn", "ops", "sharding", "training", "weights")
+_ROOMS = ("data", "inference", "models", "nn", "ops", "quantization", "sharding", "training", "weights")
 _FUNCTIONS = ("from_pretrained", "save_pretrained")
 
 
