@@ -15,7 +15,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import data, inference, ops, sharding, training
+from maxlib import data, inference, ops, quantization, sharding, training
 from maxlib.models import llama
 from maxlib.training import diagnostics
 
@@ -30,7 +30,8 @@ def main() -> None:
     tokenizer = load_tokenizer(args.out / "tokenizer", train, args.vocab)
     loader, eval_loader = loaders(train, held_out, tokenizer, args)
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=args.steps // 10)
-    build = lambda: llama.Llama(config(tokenizer.get_vocab_size(), args), rngs=nnx.Rngs(0))
+    plain = lambda: llama.Llama(config(tokenizer.get_vocab_size(), args), rngs=nnx.Rngs(0))
+    build = (lambda: quantization.for_training(plain(), args.quantize)) if args.quantize else plain
     trainer = training.Trainer(
         build,
         optimizer=training.adamw(schedule, mask=training.decay_mask(jax.eval_shape(build))),
@@ -61,6 +62,7 @@ def arguments() -> argparse.Namespace:
     add("--layers", default=4, help="layers of the model (%(default)s)")
     add("--dim", default=448, help="width of the model, a multiple of 64 (%(default)s)")
     add("--learning-rate", metavar="X", type=float, default=3e-3, help="its peak (%(default)s)")
+    add("--quantize", metavar="FORMAT", type=str, choices=list(quantization.TRAINING), help="train in int8 or fp8")
     return parser.parse_args()
 
 
@@ -80,11 +82,10 @@ def load_tokenizer(directory: Path, train, vocab: int) -> Tokenizer:
 
 def loaders(train, held_out, tokenizer: Tokenizer, args) -> tuple[data.Loader, data.Loader]:
     ids = {"bos_id": tokenizer.token_to_id(BOS), "eos_id": tokenizer.token_to_id(EOS)}
-    train = data.tokenize(train, tokenizer, **ids).shuffle(seed=0).repeat()
-    held_out = data.tokenize(held_out, tokenizer, **ids)
+    train, held_out = (data.tokenize(part, tokenizer, **ids) for part in (train, held_out))
     rows = lambda tokens: lambda part: data.pack(tokens[part], length=args.length)
     make = functools.partial(data.Loader, batch_size=args.batch)
-    return make(rows(train)), make(rows(held_out), num_shards=1)
+    return make(rows(train.shuffle(seed=0).repeat())), make(rows(held_out), num_shards=1)
 
 
 def config(vocab: int, args) -> llama.Config:

@@ -1,6 +1,7 @@
 """Composable LLM building blocks on JAX and Flax NNX.
 
-The rooms are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `weights`, `data`, `training`, `inference` and `plan`.
+The rooms are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `weights`, `data`, `training`, `inference`, `quantization`
+and `plan`.
 Importing `maxlib` imports none of them: each is imported when it is first named.
 """
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from maxlib import nn as nn
     from maxlib import ops as ops
     from maxlib import plan as plan
+    from maxlib import quantization as quantization
     from maxlib import sharding as sharding
     from maxlib import training as training
     from maxlib import weights as weights
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-_ROOMS = ("data", "inference", "models", "nn", "ops", "plan", "sharding", "training", "weights")
+_ROOMS = ("data", "inference", "models", "nn", "ops", "plan", "quantization", "sharding", "training", "weights")
 _FUNCTIONS = ("from_pretrained", "save_pretrained")
 
 

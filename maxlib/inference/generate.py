@@ -20,12 +20,13 @@ Images = Float[Array | np.ndarray, "I C H W"]
 class Generator:
     """A model made ready to decode: its layers laid out one by one and its matrices cast to `dtype`, once.
 
+    cache_dtype: of keys and values, by default `dtype`; int8 and float8 come with scales.
     Parallel work: call inside `sharding.use(mesh, rules)` and parameters, caches and steps follow the rules.
     """
 
-    def __init__(self, model: Any, *, dtype: Any = jnp.bfloat16):
+    def __init__(self, model: Any, *, dtype: Any = jnp.bfloat16, cache_dtype: Any = None):
         self.model = _cast_matrices(nn.unstack(model), dtype)
-        self.dtype = dtype
+        self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
         self.vocab = jax.eval_shape(lambda m: m.head_weight(), model).shape[0]
 
     def generate(
@@ -86,7 +87,7 @@ class Generator:
     def _steps(self, tokens, valid, seen, max_new_tokens, sampler, stop, key, capacity):
         rows = len(tokens)
         keys = jax.random.split(jax.random.key(0) if key is None else key, rows)
-        start = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype}
+        start = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype, "cache_dtype": self.cache_dtype}
         token, cache = _prefill(self.model, tokens, valid, seen, keys, **start)
         running = [True] * rows
         for step in range(1, max_new_tokens + 1):
@@ -117,9 +118,11 @@ def generate(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("sampler", "capacity", "dtype"))
-def _prefill(model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], seen, keys, *, sampler, capacity, dtype):
-    cache = model.init_cache(tokens.shape[0], capacity, dtype=dtype)
+@functools.partial(jax.jit, static_argnames=("sampler", "capacity", "dtype", "cache_dtype"))
+def _prefill(
+    model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], seen, keys, *, sampler, capacity, dtype, cache_dtype
+):
+    cache = model.init_cache(tokens.shape[0], capacity, dtype=cache_dtype)
     out = model(tokens, valid=valid, cache=cache, dtype=dtype, **seen)
     last = jnp.take_along_axis(out.hidden, (valid.sum(axis=1) - 1)[:, None, None], axis=1)
     return _draw(model, last, keys, 0, sampler), out.cache
@@ -137,11 +140,11 @@ def _draw(model, hidden, keys, step, sampler: Callable):
 
 
 def _cast_matrices(model: Any, dtype: Any) -> Any:
-    """Casts what multiplies activations; norm scales and biases stay as they are, so they act as in training."""
+    """Casts what multiplies activations, unless it is quantized; norm scales and biases stay as they are, so they act as in training."""
 
     def cast(variable):
         axes, value = variable.get_metadata().get("axes", ()), variable.get_value()
-        is_matrix = len(axes) > 1 and jnp.issubdtype(value.dtype, jnp.floating)
+        is_matrix = isinstance(variable, nnx.Param) and len(axes) > 1 and jnp.issubdtype(value.dtype, jnp.floating)
         return variable.replace(value.astype(dtype)) if is_matrix else variable
 
     is_variable = lambda x: isinstance(x, nnx.Variable)

@@ -5,6 +5,8 @@ from maxlib.nn.attention import TemperatureTuning as TemperatureTuning
 from maxlib.nn.attention import attend as attend
 from maxlib.nn.cache import Cache as Cache
 from maxlib.nn.cache import KVCache as KVCache
+from maxlib.nn.cache import LayerCache as LayerCache
+from maxlib.nn.cache import QuantizedCache as QuantizedCache
 from maxlib.nn.cache import RingCache as RingCache
 from maxlib.nn.cache import kv_cache as kv_cache
 from maxlib.nn.context import Context as Context
@@ -20,6 +22,8 @@ from maxlib.nn.features import num_active_parameters as num_active_parameters
 from maxlib.nn.features import takes_images as takes_images
 from maxlib.nn.linear import Einsum as Einsum
 from maxlib.nn.linear import Embed as Embed
+from maxlib.nn.matmul import Exact as Exact
+from maxlib.nn.matmul import Matmul as Matmul
 from maxlib.nn.mla import MLA as MLA
 from maxlib.nn.mla import LatentCache as LatentCache
 from maxlib.nn.mlp import MLP as MLP
@@ -42,6 +46,8 @@ from maxlib.nn.norm import UnitRMSNorm as UnitRMSNorm
 from maxlib.nn.positions import LearnedPositions as LearnedPositions
 from maxlib.nn.pytree import pytree as pytree
 from maxlib.nn.pytree import static as static
+from maxlib.nn.quantized import FOUR_BITS as FOUR_BITS
+from maxlib.nn.quantized import QuantizedWeight as QuantizedWeight
 from maxlib.nn.remat import Policy as Policy
 from maxlib.nn.remat import remat_policy as remat_policy
 from maxlib.nn.router import GroupLimit as GroupLimit

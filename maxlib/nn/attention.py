@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops
-from maxlib.nn.cache import KVCache, RingCache, kv_cache
+from maxlib.nn.cache import LayerCache, kv_cache
 from maxlib.nn.context import Context, context
 from maxlib.nn.linear import Einsum
 from maxlib.ops.attention import Causal, Mask
@@ -77,8 +77,8 @@ class Attention(nnx.Module):
         self.num_kv_heads, self.head_dim = K, H
 
     def __call__(
-        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: KVCache | RingCache | None = None
-    ) -> tuple[Float[Array, "B T D"], KVCache | RingCache | None]:
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: LayerCache | None = None
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Without `ctx` each row is one document from position 0."""
         ctx = context(*x.shape[:2]) if ctx is None else ctx
         q, k, v = self.project(x, ctx)
@@ -107,7 +107,7 @@ class Attention(nnx.Module):
             v,
         )
 
-    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> KVCache | RingCache:
+    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> LayerCache:
         """An empty cache for `batch` rows of up to `capacity` tokens; windows need only a ring."""
         return kv_cache(
             batch,

@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import qwix
+from jaxtyping import Array, Int, Num
 
 from maxlib.nn.context import Context
 from maxlib.nn.pytree import pytree, static
 
-Extended = tuple["KVCache | RingCache", Array, Array, Array, Array]
+Extended = tuple["LayerCache", Array, Array, Array, Array]
 
 
 @pytree
@@ -38,8 +39,8 @@ class Cache:
 class KVCache:
     """Keys and values by token index, `capacity` slots."""
 
-    k: Float[Array, "B S K Hk"]
-    v: Float[Array, "B S K Hv"]
+    k: Num[Array, "B S K Hk"]
+    v: Num[Array, "B S K Hv"]
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
         if k.shape[1] > self.k.shape[1]:
@@ -56,8 +57,8 @@ class KVCache:
 class RingCache:
     """The last W keys and values; token `i` lies in slot `i % W`, W being `mask.ring`."""
 
-    k: Float[Array, "B W K Hk"]
-    v: Float[Array, "B W K Hv"]
+    k: Num[Array, "B W K Hk"]
+    v: Num[Array, "B W K Hv"]
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
         new = RingCache(self._put(self.k, k, ctx), self._put(self.v, v, ctx))
@@ -88,10 +89,47 @@ class RingCache:
         return first, first + seen
 
 
+@pytree
+class QuantizedCache:
+    """Keys and values rounded to int8 or a float8 when they come, each token's head with a scale of its own.
+
+    values, scales: two caches of one kind, the latter in float32 with heads of size 1.
+    """
+
+    values: KVCache | RingCache
+    scales: KVCache | RingCache
+
+    def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
+        qk, qv = (qwix.quantize(x.astype(jnp.float32), self.values.k.dtype, channelwise_axes=range(3)) for x in (k, v))
+        values, *whole, start, end = self.values.extend(qk.qvalue, qv.qvalue, ctx, k_start, k_end)
+        scales, *factors, _, _ = self.scales.extend(qk.scale, qv.scale, ctx, k_start, k_end)
+        assert not isinstance(values, QuantizedCache) and not isinstance(scales, QuantizedCache)
+        keys, vals = ((q.astype(jnp.float32) * s).astype(k.dtype) for q, s in zip(whole, factors, strict=True))
+        return QuantizedCache(values, scales), keys, vals, start, end
+
+
+LayerCache = KVCache | RingCache | QuantizedCache
+
+
 def kv_cache(
     batch: int, capacity: int, *, num_kv_heads: int, k_dim: int, v_dim: int, ring: int | None, dtype: Any
-) -> KVCache | RingCache:
-    """An empty cache: a ring of `ring` slots where that is less than `capacity`, else a full one."""
+) -> LayerCache:
+    """An empty cache: a ring of `ring` slots where that is less than `capacity`, else a full one. int8 and float8 are quantized.
+
+    Raises ValueError for other integers, which keys do not fit in.
+    """
     kind, slots = (RingCache, ring) if ring is not None and ring < capacity else (KVCache, capacity)
-    zeros = lambda dim: jnp.zeros((batch, slots, num_kv_heads, dim), dtype)
-    return kind(zeros(k_dim), zeros(v_dim))
+
+    def zeros(k_dim: int, v_dim: int, dtype: Any) -> KVCache | RingCache:
+        empty = lambda dim: jnp.zeros((batch, slots, num_kv_heads, dim), dtype)
+        return kind(empty(k_dim), empty(v_dim))
+
+    values = zeros(k_dim, v_dim, dtype)
+    return QuantizedCache(values, zeros(1, 1, jnp.float32)) if is_quantized(dtype) else values
+
+
+def is_quantized(dtype: Any) -> bool:
+    """Whether a cache of `dtype` needs scales. Raises ValueError for integers other than int8."""
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype) != jnp.int8:
+        raise ValueError(f"a cache is of a floating dtype or int8, got {jnp.dtype(dtype).name}")
+    return jnp.dtype(dtype).itemsize == 1

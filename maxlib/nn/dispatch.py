@@ -1,10 +1,12 @@
 """Moving tokens to their experts and back. A *choice* is one of the X experts of one token: number `token * X + k`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib import ops
+from maxlib.nn.matmul import Matmul
 from maxlib.nn.pytree import pytree, static
 
 
@@ -20,8 +22,8 @@ class Dropless:
     """Which choices are computed."""
     counts: Int[Array, " E"]
 
-    def linear(self, rows: Float[Array, "R I"], w: Float[Array, "E O I"], b: Float[Array, "E O"] | None):
-        y = ops.grouped_matmul(rows, w, self.counts)
+    def linear(self, matmul: Matmul, rows: Float[Array, "R I"], w: Any, b: Float[Array, "E O"] | None):
+        y = matmul.grouped(rows, w, self.counts)
         if b is None:
             return y
         expert = jnp.searchsorted(jnp.cumsum(self.counts), jnp.arange(rows.shape[0]), side="right")
@@ -38,8 +40,8 @@ class Padded:
     kept: Bool[Array, "M X"]
     num_experts: int = static()
 
-    def linear(self, rows: Float[Array, "R I"], w: Float[Array, "E O I"], b: Float[Array, "E O"] | None):
-        y = jnp.einsum("ECI,EOI->ECO", rows.reshape(self.num_experts, -1, rows.shape[-1]), w)
+    def linear(self, matmul: Matmul, rows: Float[Array, "R I"], w: Any, b: Float[Array, "E O"] | None):
+        y = matmul.einsum("ECI,EOI->ECO", rows.reshape(self.num_experts, -1, rows.shape[-1]), w)
         return (y if b is None else y + jnp.expand_dims(b, 1)).reshape(rows.shape[0], -1)
 
 

@@ -1,13 +1,12 @@
 """The modules that own a matmul weight. Every projection in maxlib is an `Einsum`."""
 
-import math
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxlib.nn.matmul import Exact, Matmul
 from maxlib.sharding import Spare, constrain
 
 Init = Callable[..., Array]
@@ -18,7 +17,8 @@ class Einsum(nnx.Module):
 
     `spec` reads like `"...D,FD->...F"`; `shape` and `axes` describe `w` dimension by dimension, the latter by the names
     that sharding rules use. The default initialization is truncated normal with variance 1 / fan-in, the
-    fan-in being the product of the dimensions that the einsum sums over.
+    fan-in being the product of the dimensions that the einsum sums over. `matmul` multiplies; `maxlib.quantization` puts
+    another one in its place.
     """
 
     def __init__(
@@ -37,34 +37,17 @@ class Einsum(nnx.Module):
         if init is None:
             init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=summed, out_axis=kept)
         self.spec = spec
-        self.is_matrix = _is_matrix(spec)
+        self.matmul: Matmul = Exact()
         self.w = nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes, summed=tuple(axes[d] for d in summed))
         zeros = lambda: nnx.Param(jnp.zeros([shape[d] for d in kept]), axes=tuple(axes[d] for d in kept))
         self.b = zeros() if bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        # Weights follow the activations: x decides the compute dtype.
-        w = jnp.asarray(self.w[...], x.dtype)
-        y = _as_matrix(self.spec, x, w) if self.is_matrix and isinstance(w, jax.Array) else jnp.einsum(self.spec, x, w)
+        y = self.matmul.einsum(self.spec, x, self.w)
         if self.b is None:
             return y
         b = jnp.asarray(self.b[...], x.dtype)
         return y + jnp.expand_dims(b, range(y.ndim - b.ndim))
-
-
-def _is_matrix(spec: str) -> bool:
-    """Whether `spec` is a matrix product once neighbouring dimensions are one: "...D,NHD->...NH" or "...NH,DNH->...D"."""
-    x, w, out = spec.replace("->", ",").split(",")
-    return len(w) > 2 and x[:3] == out[:3] == "..." and w == out[3:] + x[3:]
-
-
-def _as_matrix(spec: str, x: Array, w: Array) -> Array:
-    """The same einsum with a weight of two dimensions; of more, XLA on CPUs makes a transposed copy at every call."""
-    summed = len(spec.partition(",")[0]) - len("...")
-    lead, kept = x.shape[: x.ndim - summed], w.shape[: w.ndim - summed]
-    fan_in = math.prod(w.shape[w.ndim - summed :])
-    y = jnp.einsum("...I,OI->...O", x.reshape(*lead, fan_in), w.reshape(-1, fan_in))
-    return y.reshape(*lead, *kept)
 
 
 def _weight_letters(spec: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str]:

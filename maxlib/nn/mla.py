@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib.nn.attention import attend
+from maxlib.nn.cache import is_quantized
 from maxlib.nn.context import Context, context
 from maxlib.nn.linear import Einsum
 from maxlib.nn.norm import RMSNorm
@@ -115,5 +116,9 @@ class MLA(nnx.Module):
         return jnp.einsum("BTNR,NHR->BTNH", out, jnp.asarray(self.v_up.w[...], q.dtype))
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> LatentCache:
-        """An empty cache for `batch` rows of up to `capacity` tokens."""
+        """An empty cache for `batch` rows of up to `capacity` tokens. Raises ValueError for int8 and float8."""
+        if is_quantized(dtype):
+            raise ValueError(
+                f"a latent cache is not quantized; give a dtype such as bfloat16, not {jnp.dtype(dtype).name}"
+            )
         return LatentCache(jnp.zeros((batch, capacity, self.kv_rank + self.rope.dim), dtype))

@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Float
 from maxlib.nn import dispatch, exchange
 from maxlib.nn.context import Context
 from maxlib.nn.linear import Init
+from maxlib.nn.matmul import Exact, Matmul
+from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.router import InputRouter, Router, Routing, expert_counts
 from maxlib.sharding import axis_of, constrain, degree, map_op
 
@@ -64,10 +66,15 @@ class ExpertLinear(nnx.Module):
         values = init(rngs.params(), (num_experts, *shape), jnp.float32)
         self.w = nnx.Param(values, axes=("expert", *axes), summed=axes[1:])
         self.b = nnx.Param(jnp.zeros((num_experts, shape[0])), axes=("expert", axes[0])) if bias else None
+        self.matmul: Matmul = Exact()
+
+    def stored(self, dtype: Any) -> Array | QuantizedWeight:
+        """The matrices to multiply with: in `dtype`, or as they are if they are quantized."""
+        return self.w if isinstance(self.w, QuantizedWeight) else jnp.asarray(self.w[...], dtype)
 
     def one(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
         """`x` through a single expert, whose parameters have no expert axis."""
-        y = jnp.einsum("BTI,OI->BTO", x, jnp.asarray(self.w[...], x.dtype))
+        y = self.matmul.einsum("BTI,OI->BTO", x, self.w)
         return y if self.b is None else y + jnp.broadcast_to(jnp.asarray(self.b[...], x.dtype), y.shape)
 
 
@@ -129,14 +136,18 @@ class MoE(nnx.Module):
         E, tokens = self.router.num_experts, ("batch", "seq" if capacity is None else None)
         axis = axis_of("act_expert") if E % degree("act_expert") == 0 else None
         rows, into, out = (*tokens, None), ("act_expert", "mlp", None), ("act_expert", None, "mlp")
-        run = functools.partial(_run, combine=self.combine, capacity=capacity, num_experts=E, axis=axis)
-        # A device that has a part of the width computes a part of the sum.
-        mapped = map_op(
-            run, [rows, rows, rows, rows, tokens, into, into, out, into[:2], into[:2]], (("mlp", *rows), rows)
-        )
-        w = [_cast(m.w, x.dtype) for m in (self.gate, self.up, self.down)]
+        parts = (self.gate, self.up, self.down)
+        stored = [_placed(m.stored(x.dtype), m.w) for m in parts]
+        w, tree = jax.tree.flatten(stored)
         b = [None if m.b is None else jnp.asarray(m.b[...], x.dtype) for m in (self.gate, self.up)]
-        y, kept = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *w, *b)
+        matmuls = tuple(m.matmul for m in parts)
+        options = {"combine": self.combine, "capacity": capacity, "num_experts": E, "axis": axis}
+        run = functools.partial(_run, matmuls=matmuls, tree=tree, **options)
+        split = [names for m, axes in zip(stored, (into, into, out), strict=True) for names in _names(m, axes)]
+        # A device that has a part of the width computes a part of the sum.
+        names = [rows, rows, rows, rows, tokens, into[:2], into[:2], *split]
+        mapped = map_op(run, names, (("mlp", *rows), rows))
+        y, kept = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *b, *w)
         return y.sum(axis=0), kept
 
     def _add_output_bias(self, y, routing: Routing, kept):
@@ -172,16 +183,22 @@ class MoE(nnx.Module):
         return jax.lax.scan(add, y, experts)[0]
 
 
-def _cast(weight: nnx.Param, dtype: Any) -> Array:
+def _placed(w: Any, weight: nnx.Param) -> Any:
     """Where the rules put the weight, so that devices exchange the cast one: half the bytes, and half the gradient's."""
-    w = jnp.asarray(weight[...], dtype)
     names = weight.get_metadata().get("axes", ())
-    return constrain(w, *names) if len(names) == w.ndim else w
+    return constrain(w, *names) if isinstance(w, jax.Array) and len(names) == w.ndim else w
 
 
-def _run(x, experts, weights, input_weights, valid, *matrices, combine, capacity, num_experts: int, axis: str | None):
+def _names(w: Any, names: tuple) -> list[tuple]:
+    """The axis names of every array of `w`: a quantized one has scales too, with a single entry along some axes."""
+    return [tuple(None if n == 1 else name for n, name in zip(a.shape, names, strict=True)) for a in jax.tree.leaves(w)]
+
+
+def _run(x, experts, weights, input_weights, valid, *rest, combine, capacity, matmuls, tree, num_experts: int, axis):
     """The experts' part of one device. Without a capacity all its tokens are one group, else each row is."""
-    apply = functools.partial(_apply, matrices=matrices, combine=combine)
+    biases, matrices = rest[:2], jax.tree.unflatten(tree, rest[2:])
+    linears = [*zip(matmuls, matrices, (*biases, None), strict=True)]
+    apply = functools.partial(_apply, linears=linears, combine=combine)
     split = {"apply": apply, "num_experts": num_experts, "axis": axis}
     if capacity is not None:
         y, kept = _run_rows(x, experts, weights, input_weights, valid, capacity=capacity, **split)
@@ -223,10 +240,9 @@ def _rows(x, input_weights, plan: dispatch.Plan):
     return (rows * dispatch.spread_choices(input_weights, plan)).astype(x.dtype)
 
 
-def _apply(rows, plan: dispatch.Plan, *, matrices, combine):
-    gate, up, down, gate_b, up_b = matrices
-    h = combine(plan.linear(rows, gate, gate_b), plan.linear(rows, up, up_b))
-    return plan.linear(h, down, None)
+def _apply(rows, plan: dispatch.Plan, *, linears, combine):
+    gate, up, down = [functools.partial(plan.linear, matmul, w=w, b=b) for matmul, w, b in linears]
+    return down(combine(gate(rows), up(rows)))
 
 
 def _weighted(rows, weights, plan: dispatch.Plan, x):

@@ -109,6 +109,18 @@ class Stack(nnx.Module):
         repeat = lambda cache: jax.tree.map(lambda a: jnp.repeat(a[None], self.repeats, axis=0), cache)
         return empty(self.prefix), [repeat(c) for c in empty(self.body)], empty(self.suffix)
 
+    def relaid(self, *, prefix: int, period: int) -> "Stack":
+        """The same layers in another layout. Layers that come to share a place must be alike."""
+        layers, repeats = list(self), (self.num_layers - prefix) // period
+        if repeats == 1:
+            prefix, repeats = prefix + period, 0
+        suffix = prefix + repeats * period
+        slots = range(prefix, prefix + period) if repeats else ()
+        new = jax.tree.map(lambda a: a, self)
+        new.period, new.prefix, new.suffix = period, nnx.List(layers[:prefix]), nnx.List(layers[suffix:])
+        new.body = nnx.List([jax.tree.map(lambda *a: jnp.stack(a), *layers[i:suffix:period]) for i in slots])
+        return new
+
     def unstacked(self) -> "Stack":
         """The same layers, each standing alone: faster to decode with, slower to compile."""
         new = jax.tree.map(lambda a: a, self)

@@ -27,6 +27,7 @@ OWN_FILES = (
     "*.safetensors.index.json",
     "config.json",
     "generation_config.json",
+    "quantization.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -1,8 +1,12 @@
 """XLA's ragged dot: a grouped kernel on TPU, dense (every row with every expert) on other platforms."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Num
+
+from maxlib.ops.grouped_matmul.reference import accumulator
 
 _DIMENSIONS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [2]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -10,17 +14,17 @@ _DIMENSIONS = jax.lax.RaggedDotDimensionNumbers(
 
 
 def ragged_dot(
-    rows: Float[Array, "M I"], weights: Float[Array, "E O I"], rows_per_expert: Int[Array, " E"]
-) -> Float[Array, "M O"]:
+    rows: Num[Array, "M I"], weights: Num[Array, "E O I"], rows_per_expert: Int[Array, " E"], out_dtype: Any = None
+) -> Num[Array, "M O"]:
     # The result's own dtype, not float32: the kernel sums in float32 anyway, and the gradient of the weights takes this dtype
     # too, which in float32 was twice as large as anything else of a layer.
     # What XLA leaves in rows beyond the last group differs between platforms.
     used = (jnp.arange(rows.shape[0]) < rows_per_expert.sum())[:, None]
     out = jax.lax.ragged_dot_general(
-        jnp.where(used, rows, 0),
-        weights.astype(rows.dtype),
+        jnp.where(used, rows, jnp.zeros_like(rows)),
+        weights if out_dtype else weights.astype(rows.dtype),
         rows_per_expert,
         _DIMENSIONS,
-        preferred_element_type=rows.dtype,
+        preferred_element_type=accumulator(rows.dtype) if out_dtype else rows.dtype,
     )
-    return jnp.where(used, out, 0)
+    return jnp.where(used, out, 0).astype(out_dtype or rows.dtype)

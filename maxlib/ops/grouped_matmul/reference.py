@@ -1,18 +1,28 @@
 """The specification: expert after expert multiplies all rows, those of others taken as zeros."""
 
+from typing import Any
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Num
 
 
 def reference(
-    rows: Float[Array, "M I"], weights: Float[Array, "E O I"], rows_per_expert: Int[Array, " E"]
-) -> Float[Array, "M O"]:
-    exact = jnp.promote_types(rows.dtype, jnp.float32)
+    rows: Num[Array, "M I"], weights: Num[Array, "E O I"], rows_per_expert: Int[Array, " E"], out_dtype: Any = None
+) -> Num[Array, "M O"]:
+    exact = accumulator(rows.dtype)
     out = jnp.zeros((rows.shape[0], weights.shape[1]), exact)
     ends = jnp.cumsum(rows_per_expert)
     row = jnp.arange(rows.shape[0])
     for e in range(weights.shape[0]):
         mine = (row >= ends[e] - rows_per_expert[e]) & (row < ends[e])
-        x = jnp.where(mine[:, None], rows, 0)
-        out = out + jnp.einsum("MI,OI->MO", x, weights[e].astype(rows.dtype), preferred_element_type=exact)
-    return out.astype(rows.dtype)
+        w = weights[e] if out_dtype else weights[e].astype(rows.dtype)
+        x = jnp.where(mine[:, None], rows, jnp.zeros_like(rows))
+        out = out + jnp.einsum("MI,OI->MO", x, w, preferred_element_type=exact)
+    return out.astype(out_dtype or rows.dtype)
+
+
+def accumulator(dtype: Any) -> Any:
+    """What products of `dtype` are summed in."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.int32
+    return jnp.float32 if jnp.dtype(dtype).itemsize == 1 else jnp.promote_types(dtype, jnp.float32)

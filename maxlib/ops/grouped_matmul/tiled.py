@@ -5,11 +5,13 @@ just the tiles that exist. (A `switch` over the sizes would copy the whole resul
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int, Num
+
+from maxlib.ops.grouped_matmul.reference import accumulator
 
 
 class Tile(NamedTuple):
@@ -19,15 +21,20 @@ class Tile(NamedTuple):
     size: int
     mine: Bool[Array, "S 1"]
 
-    def of(self, rows: Float[Array, "M I"]) -> Float[Array, "S I"]:
+    def of(self, rows: Num[Array, "M I"]) -> Num[Array, "S I"]:
         return jax.lax.dynamic_slice_in_dim(rows, self.first, self.size)
 
 
 def tiled(
-    rows: Float[Array, "M I"], weights: Float[Array, "E O I"], rows_per_expert: Int[Array, " E"]
-) -> Float[Array, "M O"]:
+    rows: Num[Array, "M I"],
+    weights: Num[Array, "E O I"] | Any,
+    rows_per_expert: Int[Array, " E"],
+    out_dtype: Any = None,
+) -> Num[Array, "M O"]:
     if rows.shape[0] == 0:
-        return jnp.zeros((0, weights.shape[1]), rows.dtype)
+        return jnp.zeros((0, weights.shape[1]), out_dtype or rows.dtype)
+    if out_dtype is not None or not isinstance(weights, jax.Array):
+        return _by_expert(rows, weights, rows_per_expert, contract=2, out_dtype=out_dtype)
     return _tiled(*_vary_alike(rows, weights, rows_per_expert))
 
 
@@ -49,21 +56,23 @@ def _backward(residuals, d_out):
 _tiled.defvjp(_forward, _backward)
 
 
-def _by_expert(rows, weights, rows_per_expert, *, contract: int):
+def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any = None):
     """Rows times their expert's matrix, over its axis `contract` (of E O I)."""
-    sizes = _tile_sizes(len(rows), len(weights))
+    sizes = _tile_sizes(len(rows), weights.shape[0])
+    dtype = out_dtype or rows.dtype
 
     def step(expert, start, stop, out):
-        w = weights[expert].astype(rows.dtype)
+        w = jax.tree.map(lambda a: a[expert], weights)[...]
+        w = w if out_dtype else w.astype(rows.dtype)
 
         def multiply(tile: Tile, out):
-            y = _dot(tile.of(rows), w, 1, contract - 1).astype(rows.dtype)
+            y = _dot(tile.of(rows), w, 1, contract - 1).astype(dtype)
             y = jnp.where(tile.mine, y, tile.of(out))
             return jax.lax.dynamic_update_slice_in_dim(out, y, tile.first, axis=0)
 
         return _for_each_tile(multiply, start, stop, len(rows), sizes, out)
 
-    out = jnp.zeros_like(rows, shape=(len(rows), weights.shape[3 - contract]))
+    out = jnp.zeros_like(rows, shape=(len(rows), weights.shape[3 - contract]), dtype=dtype)
     return _for_each_expert(step, rows_per_expert, out)
 
 
@@ -86,8 +95,8 @@ def _outer(d_out, rows, weights, rows_per_expert):
 
 
 def _dot(a, b, axis_a: int, axis_b: int):
-    exact = jnp.promote_types(a.dtype, jnp.float32)
-    return jax.lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((), ())), preferred_element_type=exact)
+    contract = (((axis_a,), (axis_b,)), ((), ()))
+    return jax.lax.dot_general(a, b, contract, preferred_element_type=accumulator(a.dtype))
 
 
 def _for_each_expert(step: Callable, rows_per_expert: Int[Array, " E"], out: Array) -> Array:

@@ -1,0 +1,91 @@
+"""Weights stored in fewer bits."""
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import qwix
+from flax import nnx
+from jaxtyping import Array, Float, Num
+
+FOUR_BITS = ("int4", "nf4")  # two to a byte, the earlier one in the low half
+
+
+class QuantizedWeight(nnx.Module):
+    """A weight as `values * scale`, with one scale per output, or per group of inputs; `w[...]` is its matrix.
+
+    qtype: int8, int4, nf4 (Dettmers et al. 2023, arXiv:2305.14314) or a float8 of jax.numpy. outputs: the dimensions that have
+    scales of their own. group: how many neighbours of the last dimension share a scale, which is then bfloat16;
+    None: one scale for all that is summed over, in float32. axes, summed: names of dimensions, as for a Param.
+    It trains nothing: its arrays are no Params.
+    """
+
+    def __init__(
+        self,
+        w: Float[Array, "..."],
+        *,
+        qtype: str,
+        outputs: Collection[int],
+        group: int | None,
+        axes: tuple[str, ...],
+        summed: tuple[str, ...] | None = None,
+    ):
+        last = w.ndim - 1
+        if group is None:
+            q = qwix.quantize(w.astype(jnp.float32), _dtype(qtype), channelwise_axes=tuple(outputs))
+        else:  # every other dimension has scales of its own, so that a group is no larger than it says
+            q = qwix.quantize(
+                w.astype(jnp.float32),
+                _dtype(qtype),
+                channelwise_axes=range(last),
+                tiled_axes={last: group},
+                scale_dtype=jnp.bfloat16,
+            )
+        values = _packed(q.qvalue) if qtype in FOUR_BITS else q.qvalue
+        # What shares a scale is not split: "scale" is an axis that no rule names.
+        whole = tuple("scale" if n < size else name for n, size, name in zip(q.scale.shape, w.shape, axes, strict=True))
+        self.values, self.scale = nnx.Variable(values, axes=axes), nnx.Variable(q.scale, axes=whole)
+        self.qtype, self.group, self.summed, self.dtype = qtype, group, summed, w.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix, and a stack's repeat axis before it."""
+        *rest, last = self.values.get_value().shape
+        return (*rest, 2 * last if self.qtype in FOUR_BITS else last)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.size * a.dtype.itemsize for a in (self.values.get_value(), self.scale.get_value()))
+
+    def restored(self) -> nnx.Param:
+        """The parameter that it stands for, in the dtype that it had."""
+        metadata: dict[str, Any] = {} if self.summed is None else {"summed": self.summed}
+        return nnx.Param(self[...].astype(self.dtype), axes=self.values.get_metadata()["axes"], **metadata)
+
+    def quantized(self) -> qwix.QArray:
+        """As qwix multiplies it."""
+        values = self.values.get_value()
+        values = _unpacked(values, self.qtype) if self.qtype in FOUR_BITS else values
+        return qwix.QArray(values, self.scale.get_value().astype(jnp.float32), None, _dtype(self.qtype))
+
+    def __getitem__(self, index: Any) -> Float[Array, "..."]:
+        return qwix.dequantize(self.quantized())[index]
+
+
+def _dtype(qtype: str) -> Any:
+    return qtype if qtype == "nf4" else jnp.dtype(qtype)
+
+
+def _packed(x: Num[Array, "... N"]) -> Num[Array, "... H"]:
+    low, high = x[..., ::2], x[..., 1::2]
+    bits = lambda a: a.astype(jnp.uint8) & 0xF
+    return bits(low) | bits(high) << 4
+
+
+def _unpacked(x: Num[Array, "... H"], qtype: str) -> Num[Array, "... N"]:
+    codes = jnp.stack([x & 0xF, x >> 4], axis=-1).reshape(*x.shape[:-1], -1)
+    if qtype == "nf4":
+        return codes.astype(jnp.uint4)
+    signed = jax.lax.bitcast_convert_type(codes << 4, jnp.int8) >> 4  # the sign bit spreads
+    return signed.astype(jnp.int4)

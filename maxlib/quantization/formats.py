@@ -1,0 +1,85 @@
+"""Number formats, and whether a backend multiplies them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+WEIGHTS = ("int8", "int4", "nf4", "float8_e4m3fn", "float8_e5m2")
+NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """What a matmul's operands are rounded to; None leaves one as it is.
+
+    weights: "int8", "int4", "nf4", "float8_e4m3fn" or "float8_e5m2". activations: "int8" or a float8; None multiplies in the dtype
+    of the activations. gradients: the same, of what comes back in training; None computes the backward pass in full.
+    group: how many neighbouring inputs share a scale; None: all inputs of an output do. Only weights that are stored have groups.
+    Raises ValueError for what does not go together.
+    """
+
+    weights: str
+    activations: str | None = None
+    gradients: str | None = None
+    group: int | None = None
+
+    def __post_init__(self):
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights must be one of {WEIGHTS}, got {self.weights!r}")
+        for name in ("activations", "gradients"):
+            if getattr(self, name) not in (None, *NARROW):
+                raise ValueError(f"{name} must be None or one of {NARROW}, got {getattr(self, name)!r}")
+        if self.activations is None and self.gradients is not None:
+            raise ValueError("gradients are only quantized where activations are; give activations too")
+        if self.activations is not None and (self.group is not None or self.weights not in NARROW):
+            raise ValueError(
+                f"with quantized activations, weights must be one of {NARROW} and have no groups; got {self}"
+            )
+        if self.group is not None and self.group < 2:
+            raise ValueError(f"group must be at least 2, got {self.group}")
+
+    def __str__(self) -> str:
+        group = "" if self.group is None else f" in groups of {self.group}"
+        more = [f"{what} {kind}" for what, kind in (("x", self.activations), ("d", self.gradients)) if kind]
+        return " ".join([self.weights + group, *more])
+
+
+INT8_TRAINING = Format("int8", "int8")
+FP8_TRAINING = Format("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2")
+TRAINING = {"int8": INT8_TRAINING, "fp8": FP8_TRAINING}
+INFERENCE = {
+    "int8": Format("int8"),
+    "int4": Format("int4", group=32),
+    "nf4": Format("nf4", group=64),
+    "fp8": Format("float8_e4m3fn"),
+    "int8_w8a8": Format("int8", "int8"),
+    "fp8_w8a8": Format("float8_e4m3fn", "float8_e4m3fn"),
+}
+
+
+def check_backend(format: Format) -> None:
+    """Raises ValueError if the default backend does not multiply these dtypes."""
+    if format.activations is None:
+        return
+    pairs = {(format.activations, format.weights)}
+    if format.gradients is not None:
+        pairs |= {(format.gradients, format.weights), (format.gradients, format.activations)}
+    for a, b in sorted(pairs):
+        if (problem := _problem(a, b, jax.default_backend())) is not None:
+            raise ValueError(
+                f"the backend {jax.default_backend()!r} must multiply {a} by {b} for this format, but says: {problem}. "
+                "Choose another format, or quantize weights only"
+            )
+
+
+@functools.cache
+def _problem(a: str, b: str, backend: str) -> str | None:
+    """What the compiler says to such a product, None if it is content."""
+    dot = lambda x, y: jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    try:
+        jax.jit(dot).lower(jax.ShapeDtypeStruct((32, 32), a), jax.ShapeDtypeStruct((32, 32), b)).compile()
+    except Exception as error:  # whatever a compiler raises
+        return str(error).splitlines()[0]
+    return None

@@ -1,0 +1,111 @@
+"""Products of operands that are rounded to fewer bits, and their gradients."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import qwix
+from jaxtyping import Array, Float, Int
+
+from maxlib import nn, ops
+from maxlib.quantization.formats import Format
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """Rounds weights and activations, each row and each output with a scale of its own, and multiplies what is rounded.
+
+    The gradient is that of the exact product (straight-through); with `format.gradients` its products are rounded in the same way. The
+    products that give the gradient of experts' weights are not.
+    """
+
+    format: Format
+
+    def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
+        spec = _spelled_out(spec, x.ndim)
+        if isinstance(w, nn.QuantizedWeight):
+            return _product(spec, x, w.quantized(), self.format.activations, None)
+        return _einsum(x, jnp.asarray(w[...], x.dtype), spec, self.format)
+
+    def grouped(self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"]) -> Float[Array, "M O"]:
+        if isinstance(w, nn.QuantizedWeight):
+            return _grouped_product(rows, w.quantized(), rows_per_expert, self.format.activations, None)
+        return _grouped(rows, jnp.asarray(w[...], rows.dtype), rows_per_expert, self.format)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _einsum(x, w, spec: str, format: Format):
+    return _product(spec, x, w, format.activations, format.weights)
+
+
+def _einsum_forward(x, w, spec, format):
+    return _einsum(x, w, spec, format), (x, w)
+
+
+def _einsum_backward(spec, format, residuals, d):
+    x, w = residuals
+    if format.gradients is None:
+        return jax.vjp(lambda x, w: jnp.einsum(spec, x, w), x, w)[1](d)
+    (of_x, of_w), of_y = spec.split("->")[0].split(","), spec.split("->")[1]
+    dx = _product(f"{of_y},{of_w}->{of_x}", d, w, format.gradients, format.weights)
+    dw = _product(f"{of_y},{of_x}->{of_w}", d, x, format.gradients, format.activations)
+    return dx, dw.astype(w.dtype)
+
+
+_einsum.defvjp(_einsum_forward, _einsum_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped(rows, w, counts, format: Format):
+    return _grouped_product(rows, w, counts, format.activations, format.weights)
+
+
+def _grouped_forward(rows, w, counts, format):
+    return _grouped(rows, w, counts, format), (rows, w, counts)
+
+
+def _grouped_backward(format, residuals, d):
+    rows, w, counts = residuals
+    if format.gradients is None:
+        return *jax.vjp(lambda rows, w: ops.grouped_matmul(rows, w, counts), rows, w)[1](d), None
+    d_rows = _grouped_product(d, jnp.swapaxes(w, 1, 2), counts, format.gradients, format.weights)
+    (d_w,) = jax.vjp(lambda w: ops.grouped_matmul(rows, w, counts), w)[1](d)
+    return d_rows, d_w, None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _product(spec: str, a, b, a_type, b_type):
+    """The einsum of rounded operands in the dtype of `a`; what is rounded already comes as a `qwix.QArray`."""
+    letters, out = spec.split("->")
+    of_a, of_b = letters.split(",")
+    y = qwix.einsum(spec, _rounded(a, a_type, of_a, out), _rounded(b, b_type, of_b, out))
+    return y.astype(a.dtype)
+
+
+def _grouped_product(rows, w, counts, rows_type, w_type):
+    x, w = _rounded(rows, rows_type, "MI", "MO"), _rounded(w, w_type, "EOI", "EO")
+    y = ops.grouped_matmul(x.qvalue, w.qvalue, counts, out_dtype=jnp.float32)
+    expert = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(rows.shape[0]), side="right")
+    scale = w.scale[:, :, 0].at[expert].get(mode="clip")  # rows of no expert are zeros
+    return (y * x.scale * scale).astype(rows.dtype)
+
+
+def _rounded(x, kind: str | None, letters: str, kept: str) -> Any:
+    """`x` in `kind`, with a scale for each index that reaches the result; the scales are float32."""
+    if isinstance(x, qwix.QArray) or kind is None:
+        return x
+    own = [d for d, letter in enumerate(letters) if letter in kept]
+    return qwix.quantize(x.astype(jnp.float32), jnp.dtype(kind), channelwise_axes=own)
+
+
+def _spelled_out(spec: str, ndim: int) -> str:
+    """`spec` with letters in place of an ellipsis, which the first operand and the result have."""
+    if "..." not in spec:
+        return spec
+    named = len(spec.partition(",")[0].replace("...", ""))
+    free = [letter for letter in "abcdefghijklmnopqrstuvwxyz" if letter not in spec]
+    return spec.replace("...", "".join(free[: ndim - named]))

@@ -1,0 +1,153 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib import inference, nn
+from maxlib import quantization as quant
+from maxlib.nn.quantized import _packed, _unpacked
+from tests.nn.tiny import tokens
+from tests.quantization.tiny import model
+from tests.training.tiny import VOCAB
+
+# The error of the logits that each format may have on these small random models, about one and a half times what it has.
+FORMATS = {
+    "int8": (quant.INFERENCE["int8"], 0.03),
+    "int8_w8a8": (quant.INFERENCE["int8_w8a8"], 0.04),
+    "fp8": (quant.INFERENCE["fp8"], 0.12),
+    "fp8_w8a8": (quant.INFERENCE["fp8_w8a8"], 0.18),
+    "int4": (quant.Format("int4", group=16), 0.3),
+    "nf4": (quant.Format("nf4", group=16), 0.3),
+}
+
+
+def values(qtype: str, group: int | None, shape=(4, 3, 32)):
+    w = jax.random.normal(jax.random.key(0), shape)
+    return w, nn.QuantizedWeight(w, qtype=qtype, outputs=(0, 1), group=group, axes=("a", "b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("qtype", "group", "error", "bits"),
+    [("int8", None, 0.006, 9), ("float8_e4m3fn", None, 0.03, 9), ("int4", 16, 0.1, 5), ("nf4", 16, 0.1, 5)],
+)
+def test_weights_in_fewer_bits(qtype, group, error, bits):
+    w, q = values(qtype, group)
+    assert q.shape == w.shape and q.nbytes * 8 == bits * w.size
+    assert jnp.linalg.norm(q[...] - w) < error * jnp.linalg.norm(w)
+
+
+def test_four_bits_hold_every_code():
+    codes = jnp.arange(16, dtype=jnp.uint8).reshape(2, 8)
+    for qtype, want in (("nf4", np.arange(16)), ("int4", [*range(8), *range(-8, 0)])):
+        packed = _packed(codes.astype(jnp.uint4) if qtype == "nf4" else jnp.array(want, jnp.int4).reshape(2, 8))
+        assert packed.dtype == jnp.uint8 and packed.shape == (2, 4)
+        np.testing.assert_array_equal(_unpacked(packed, qtype).astype(jnp.int32).ravel(), want)
+
+
+@pytest.mark.parametrize("name", ["llama", "moe"])
+def test_logits_of_every_format(name):
+    """In one program: compiling is what takes the time."""
+    full = model(name)
+    low = {what: quant.for_inference(full, format) for what, (format, _) in FORMATS.items()}
+    t = tokens(2, 12, vocab=VOCAB)
+    logits = jax.jit(lambda ms: [m.logits(m(t, dtype=jnp.float32).hidden) for m in ms])
+    exact, *others = logits([full, *low.values()])
+    for what, got in zip(low, others, strict=True):
+        # The median over tokens: where rounding changes the choice of an expert, a token's result is another one.
+        error = jnp.median(jnp.linalg.norm(got - exact, axis=-1) / jnp.linalg.norm(exact, axis=-1))
+        assert 0 < error < FORMATS[what][1], (what, error)
+
+
+def test_report_names_what_is_quantized_and_what_is_not():
+    full = model("moe")
+    found = quant.report(quant.for_inference(full, "int8"))
+    assert set(found.left) == {"embed", "head", "layers.body.0.mlp.router.gate"}
+    experts = 2 * 3 * 4 * 16 * 32
+    scales = 4 * 2 * 4 * (16 + 16 + 32)
+    assert found.bytes_before == sum(a.nbytes for a in jax.tree.leaves(full))
+    assert found.bytes_before - found.bytes_after == 3 * experts - scales
+    assert found.share == experts / (experts + 2 * VOCAB * 32 + 2 * 4 * 32)
+    text = str(found)
+    assert "layers.body.0.mlp.gate" in text and f"{found.bytes_after:,}" in text and "full precision" in text
+
+
+def test_errors_of_a_quantized_model():
+    full, t = model("moe"), tokens(2, 12, vocab=VOCAB)
+    low = quant.for_inference(full, [quant.Rule(quant.INFERENCE["int8"], kinds=("dense", "expert", "embedding"))])
+    errors = quant.compare(full, low, t)
+    logits = full.logits(full(t, dtype=jnp.float32).hidden)
+    nll = -jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], t[:, 1:, None], axis=-1).mean()
+    np.testing.assert_allclose(errors.perplexity, np.exp(nll), rtol=1e-5)
+    assert 0 < errors.logit_error < 0.05 and 0 < errors.divergence < 1e-3 and errors.agreement > 0.9
+    assert "perplexity" in str(errors)
+
+
+def test_generates_with_quantized_weights_and_cache():
+    """As a pass without a cache says, in spite of the generator's own casts."""
+    low = quant.for_inference(model("llama"), "int8_w8a8")
+    prompt = tokens(1, 9, vocab=VOCAB)[0].tolist()
+    for cache_dtype in (jnp.int8, jnp.float8_e4m3fn):
+        generator = inference.Generator(low, dtype=jnp.float32, cache_dtype=cache_dtype)
+        assert nn.variables(generator.model)["layers.prefix.0.attn.q.w.values"].get_value().dtype == jnp.int8
+        text = generator.generate([prompt], max_new_tokens=3)[0]
+        full = low.logits(low(jnp.array([prompt]), dtype=jnp.float32).hidden)[0, -1]
+        assert text[0] == full.argmax()
+
+
+@pytest.mark.parametrize("ring", [None, 6])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
+def test_cache_gives_back_nearly_what_it_was_given(ring, dtype):
+    make = lambda dtype: nn.kv_cache(2, 16, num_kv_heads=2, k_dim=8, v_dim=4, ring=ring, dtype=dtype)
+    k, v = jax.random.normal(jax.random.key(0), (2, 5, 2, 8)), jax.random.normal(jax.random.key(1), (2, 5, 2, 4))
+    ctx = nn.context(2, 5, cache=nn.Cache(None, jnp.zeros(2, jnp.int32)))
+    bounds = jnp.zeros((2, 5), jnp.int32), jnp.ones((2, 5), jnp.int32)
+    low, *got = make(dtype).extend(k, v, ctx, *bounds)
+    _, *want = make(jnp.float32).extend(k, v, ctx, *bounds)
+    assert isinstance(low, nn.QuantizedCache) and low.values.k.dtype == dtype
+    for a, b in zip(got, want, strict=True):
+        assert jnp.linalg.norm((a - b).astype(jnp.float32)) <= 0.04 * jnp.linalg.norm(b.astype(jnp.float32))
+
+
+def test_caches_that_cannot_be_quantized():
+    with pytest.raises(ValueError, match="floating dtype or int8, got int16"):
+        nn.kv_cache(1, 8, num_kv_heads=1, k_dim=4, v_dim=4, ring=None, dtype=jnp.int16)
+
+
+def test_saves_and_loads(tmp_path):
+    low = quant.for_inference(model("llama"), [quant.high(0), quant.Rule(quant.Format("int4", group=16))])
+    quant.save(low, tmp_path / "model")
+    again = quant.load(tmp_path / "model")
+    assert jax.tree.structure(again) == jax.tree.structure(low)
+    assert all(
+        a.dtype == b.dtype and jnp.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(low), jax.tree.leaves(again), strict=True)
+    )
+    quant.save(low, tmp_path / "model", overwrite=True)
+    (tmp_path / "model" / "quantization.json").unlink()
+    with pytest.raises(FileNotFoundError, match="must say how the weights are stored"):
+        quant.load(tmp_path / "model")
+
+
+def test_restored_weights_are_parameters_again():
+    back = quant.full_precision(quant.for_inference(model("moe"), "int8"))
+    assert jax.tree.structure(back) == jax.tree.structure(model("moe"))
+    assert nn.partition(back)[0].keys() == nn.partition(model("moe"))[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (quant.Format("int4", group=24), "must be a multiple of the group"),
+        ([quant.Rule(quant.INFERENCE["fp8_w8a8"], kinds=("embedding",))], "in their weights only"),
+        ([quant.Rule(quant.INFERENCE["int8"], "layers.nothing")], "decide none"),
+    ],
+)
+def test_rules_that_do_not_fit(rules, message):
+    with pytest.raises(ValueError, match=message):
+        quant.for_inference(jax.eval_shape(lambda: model("llama")), rules)
+
+
+def test_quantizing_twice_is_refused():
+    low = jax.eval_shape(lambda m: quant.for_inference(m, "int8"), model("moe"))
+    with pytest.raises(ValueError, match="quantized already"):
+        quant.for_inference(low, "int8")
