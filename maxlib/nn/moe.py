@@ -183,10 +183,12 @@ class MoE(nnx.Module):
         return jax.lax.scan(add, y, experts)[0]
 
 
-def _placed(w: Any, weight: nnx.Param) -> Any:
+def _placed(w: Any, weight: Any) -> Any:
     """Where the rules put the weight, so that devices exchange the cast one: half the bytes, and half the gradient's."""
+    if not isinstance(w, jax.Array):  # quantized
+        return w
     names = weight.get_metadata().get("axes", ())
-    return constrain(w, *names) if isinstance(w, jax.Array) and len(names) == w.ndim else w
+    return constrain(w, *names) if len(names) == w.ndim else w
 
 
 def _names(w: Any, names: tuple) -> list[tuple]:
