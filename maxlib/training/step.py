@@ -71,8 +71,8 @@ def make_train_step(
 
     loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean. accumulate: how many
     microbatches a batch is computed in; they are weighted by their numbers of targets, so the mean is that of the
-    whole batch. schedule: only reported, as `learning_rate`. gradients: what computes `(trainable, rest, batch, key) -> (gradient of the
-    mean, mean, Stats)` in place of autodiff of `loss_fn`, such as `one_f_one_b`.
+    whole batch. schedule: only reported, as `learning_rate`. gradients: what finds the gradient in place of autodiff of `loss_fn`, such as
+    `one_f_one_b`: `(trainable, rest, batch, key) -> (gradients of the mean, mean, Stats)`.
 
     Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient is not and the
     state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
