@@ -69,17 +69,12 @@ def arguments() -> argparse.Namespace:
 def loaders(tokenizer: Tokenizer, args) -> tuple[data.Loader, data.Loader]:
     """Packed rows for training, without end, and all rows of a twentieth of the documents for evaluation."""
     ids = special_ids(args.model)
-    tokens = [data.tokenize(part, tokenizer, **ids) for part in data.split(documents(args), validation=0.05)]
+    documents = data.files(args.files, field=args.field) if args.files else data.python_text()
+    tokens = [data.tokenize(part, tokenizer, **ids) for part in data.split(documents, validation=0.05)]
     train, held_out = tokens[0].shuffle(seed=0).repeat(), tokens[1]
     rows = lambda tokens: lambda part: data.pack(tokens[part], length=args.length)
     make = functools.partial(data.Loader, batch_size=args.batch)
     return make(rows(train)), make(rows(held_out), num_shards=1)
-
-
-def documents(args):
-    if not args.files:
-        return data.python_text()
-    return data.jsonl(args.files, field=args.field) if args.files[0].suffix == ".jsonl" else data.text_files(args.files)
 
 
 def special_ids(directory: Path) -> dict[str, int | None]:

@@ -26,7 +26,7 @@ DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs 
 def main() -> None:
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
-    train, held_out = data.split(documents(args.files), validation=0.05)
+    train, held_out = data.split(data.files(args.files) if args.files else data.python_text(), validation=0.05)
     tokenizer = load_tokenizer(args.out / "tokenizer", train, args.vocab)
     loader, eval_loader = loaders(train, held_out, tokenizer, args)
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=args.steps // 10)
@@ -45,8 +45,9 @@ def main() -> None:
         eval_every=max(args.steps // 4, 1),
         checkpointer=training.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
     )
-    loss = trainer.fit(args.steps)["eval/nll"]
-    print(f"\nvalidation loss {loss:.3f} nats per token; unigram entropy of the same tokens {unigram(eval_loader):.3f}")
+    loss, entropy = trainer.fit(args.steps)["eval/nll"], unigram(eval_loader)
+    print(f"\nvalidation loss {loss:.3f} nats per token; unigram entropy of the same tokens {entropy:.3f}")
+    diagnostics.plot_loss(args.out, level=entropy).figure.savefig(args.out / "loss.png", dpi=120)
     finish(trainer.model, tokenizer, args)
 
 
@@ -64,12 +65,6 @@ def arguments() -> argparse.Namespace:
     add("--learning-rate", metavar="X", type=float, default=3e-3, help="its peak (%(default)s)")
     add("--quantize", metavar="FORMAT", type=str, choices=list(quantization.TRAINING), help="train in int8 or fp8")
     return parser.parse_args()
-
-
-def documents(files: list[Path]):
-    if not files:
-        return data.python_text()
-    return data.jsonl(files) if files[0].suffix == ".jsonl" else data.text_files(files)
 
 
 def load_tokenizer(directory: Path, train, vocab: int) -> Tokenizer:
@@ -117,7 +112,8 @@ def finish(model, tokenizer: Tokenizer, args) -> None:
 
     diagnostics.write_config(args.out, **vars(args))
     diagnostics.add_sample(args.out, args.steps, "".join(sample))
-    print(f"\n\nThe report, with the loss curve, is {diagnostics.report(args.out)}; open it with any browser.")
+    print(f"\n\nThe loss curve is {args.out / 'loss.png'}; open it with any viewer.")
+    print(f"The report on the run is {diagnostics.report(args.out)}; open it with any browser.")
     print(f"The model is {export}; open it with transformers.AutoModelForCausalLM.from_pretrained({str(export)!r}).")
 
 

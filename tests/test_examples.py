@@ -52,7 +52,7 @@ def run(corpus, tmp_path_factory) -> tuple[Path, str]:
 def test_pretrain_goes_from_text_to_an_export_and_resumes(corpus, run):
     out, first = run
     assert "unigram entropy" in first and "A sample: " in first
-    for made in ("report.html", "metrics.jsonl", "model/config.json", "model/tokenizer.json"):
+    for made in ("loss.png", "report.html", "metrics.jsonl", "model/config.json", "model/tokenizer.json"):
         assert (out / made).stat().st_size > 0
     again = pretrain(corpus, out)
     assert final_loss(again) == final_loss(first) and "step 6" in again

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from maxlib.training.diagnostics.corruption import Recompute as Recompute
     from maxlib.training.diagnostics.corruption import gradient_digests as gradient_digests
     from maxlib.training.diagnostics.corruption import replicas_that_differ as replicas_that_differ
+    from maxlib.training.diagnostics.curve import plot_loss as plot_loss
     from maxlib.training.diagnostics.html import report as report
     from maxlib.training.diagnostics.layers import LayerStatistics as LayerStatistics
     from maxlib.training.diagnostics.layers import Observation as Observation
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "corruption": ("Recompute", "gradient_digests", "replicas_that_differ"),
     "clock": ("Account", "Clock", "goodput", "plot_goodput"),
+    "curve": ("plot_loss",),
     "memory": ("live_arrays", "memory_profile", "memory_use"),
     "nonfinite": ("find_nonfinite",),
     "layers": ("LayerStatistics", "Observation", "norms_by_layer", "observe"),
