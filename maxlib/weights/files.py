@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -41,6 +41,8 @@ OTHER = (".gguf", ".h5", ".msgpack", ".npz", ".onnx")
 @dataclass(frozen=True)
 class Stored:
     """A tensor in a file; nothing of it is in memory."""
+
+    as_stored: ClassVar[bool] = True  # whether the file has the bytes of `view`
 
     path: Path
     offset: int

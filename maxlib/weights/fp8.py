@@ -5,7 +5,7 @@ Such a pair reads like one plain tensor, so no model's table mentions it. Export
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -31,6 +31,7 @@ def is_block_fp8(quantization: Any) -> bool:
 class Scaled(Stored):
     """A tensor of bfloat16's precision made of two that are stored."""
 
+    as_stored: ClassVar[bool] = False
     raw: Stored
     scale: Stored
 

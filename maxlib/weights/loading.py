@@ -215,7 +215,8 @@ class _Leaf:
         stored, target = self._stored[piece.theirs], out[within]
         view = stored.view()
         value = piece.theirs_as_ours(view, tensor.lengths, cut)
-        if value.dtype == target.dtype and value.flags.c_contiguous and target.flags.c_contiguous:
+        whole = value.dtype == target.dtype and value.flags.c_contiguous and target.flags.c_contiguous
+        if stored.as_stored and whole:
             stored.read_into(target, value.ctypes.data - view.ctypes.data)
         else:
             assign(out, within, value, piece.theirs)
