@@ -273,10 +273,13 @@ class Gemma3(nn.Decoder):
             remat=remat,
         )
 
+    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+        # The factor is rounded to the compute dtype, as Gemma was trained.
+        return self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
+
     def _inputs(self, tokens, images, dtype, remat) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"] | None]:
         """Vectors for the tokens, and which of them are images'."""
-        # The factor is rounded to the compute dtype, as Gemma was trained.
-        x = self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
+        x = self.embed_tokens(tokens, dtype)
         self.check_images(tokens, images)
         if images is None or self.cfg.vision is None or self.tower is None or self.projector is None:
             return x, None

@@ -160,9 +160,9 @@ class GPT2(nn.Decoder):
         self.norm = nn.LayerNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
-    def run(self, x: Float[Array, "B T D"], *, cache: nn.Cache | None, remat: nn.Policy, **inputs: Any) -> nn.Output:
+    def enter(self, x: Float[Array, "B T D"], *, cache: nn.Cache | None = None, **inputs: Any):
         ctx = nn.context(*x.shape[:2], cache=cache, **inputs)
-        return super().run(x + self.positions(ctx, dtype=x.dtype), cache=cache, remat=remat, **inputs)
+        return super().enter(x + self.positions(ctx, dtype=x.dtype), cache=cache, **inputs)
 
     def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
         """An empty cache for `capacity` tokens a row. Raises ValueError if there are fewer positions; nothing is rotated."""

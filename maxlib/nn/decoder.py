@@ -20,8 +20,8 @@ from maxlib.sharding import constrain
 class Decoder(nnx.Module):
     """Ids become vectors, a stack of layers works on them, a norm ends it and a head scores them: docs/decisions/0001.
 
-    A family derives its model from it and sets in its constructor what stands below; `embed_tokens` is there to be
-    replaced. A model with another wiring does not derive from it: the contract asks for methods, not for this class.
+    A family derives its model from it and sets in its constructor what stands below; `embed_tokens` and `enter` are
+    there to be replaced. A model with another wiring does not derive from it: the contract asks for methods, not for this class.
     """
 
     cfg: Any

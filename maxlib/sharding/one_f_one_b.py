@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxlib.sharding.pipeline import Tree, check_pipeline, cut, in_use, placed
-from maxlib.sharding.rules import Pipeline
+from maxlib.sharding.pipeline import Tree, check_pipeline, cut, placed, required
 
 
 class _Sizes(NamedTuple):
@@ -59,9 +58,10 @@ def one_f_one_b(
     ctx) -> (sum, stats)` of a microbatch that has left the last stage. layers, x and ctx: as in `pipelined`; every
     array of ctx has a leading batch axis. fixed: what else layers are made of, with the same leading axis and no
     gradient. Returns `(loss, stats, aux)`, sums over microbatches but for aux, their mean; and the gradients of
-    `(layers, head, x)`. Raises ValueError for layers that the stages, or rows that the microbatches do not divide.
+    `(layers, head, x)`. Raises ValueError for layers that the stages, or rows that the microbatches do not divide, and
+    without a pipeline.
     """
-    pipeline, num_stages = in_use() or (Pipeline("", 1), 1)
+    pipeline, num_stages = required()
     rows, sizes = jax.tree.leaves(x)[0].shape[0], _Sizes(num_stages, pipeline.microbatches)
     check_pipeline(layers, rows, pipeline, num_stages)
     x, ctx = (jax.tree.map(lambda a: cut(a, sizes.microbatches), tree) for tree in (x, ctx))

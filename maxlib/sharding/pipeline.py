@@ -25,9 +25,9 @@ def pipelined(stage: Callable[..., tuple[Tree, Tree]], layers: Tree, x: Tree, ct
     layers: arrays with a leading axis of equal layers. x, ctx: arrays with a leading batch axis; what has another
     length there is common to all rows. aux: arrays with a leading layer axis; they come back as the mean over
     microbatches. Differentiable: the backward pass runs through the stages in the opposite order.
-    Raises ValueError for layers that the stages, or rows that the microbatches do not divide.
+    Raises ValueError for layers that the stages, or rows that the microbatches do not divide, and without a pipeline.
     """
-    pipeline, num_stages = in_use() or (Pipeline("", 1), 1)
+    pipeline, num_stages = required()
     ticks, rows = pipeline.microbatches + num_stages - 1, jax.tree.leaves(x)[0].shape[0]
     check_pipeline(layers, rows, pipeline, num_stages)
     rowwise = lambda a: cut(a, pipeline.microbatches)
@@ -64,6 +64,16 @@ def in_use() -> tuple[Pipeline, int] | None:
         return None
     size = now[0].shape[place.axis]
     return (place, size) if size > 1 else None
+
+
+def required() -> tuple[Pipeline, int]:
+    """The pipeline in use and its number of stages. Raises ValueError where there is none."""
+    if (found := in_use()) is None:
+        raise ValueError(
+            "there is no pipeline: call this inside sharding.use(mesh, rules) with a rule such as "
+            "{'layers': sharding.Pipeline('stage', microbatches=8)} and a mesh with more than one stage"
+        )
+    return found
 
 
 def check_pipeline(layers: Tree, rows: int, pipeline: Pipeline, num_stages: int) -> None:

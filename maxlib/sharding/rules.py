@@ -229,11 +229,8 @@ def degree(name: str) -> int:
 
 def axis_of(name: str) -> str | None:
     """The one mesh axis over which a kernel talks that splits `name`, by the rules in use; None if nothing does."""
-    if (now := current()) is None:
-        return None
-    split = [axis for axis in _as_tuple(now[1].get(name)) if now[0].shape[axis] > 1]
-    if len(split) > 1:
-        raise ValueError(f"{name!r} can be split over one mesh axis only, but its rule names {tuple(split)}")
+    if len(split := mesh_axes(name)) > 1:
+        raise ValueError(f"{name!r} can be split over one mesh axis only, but its rule names {split}")
     return split[0] if split else None
 
 

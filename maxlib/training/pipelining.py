@@ -21,7 +21,8 @@ def one_f_one_b(
 
     Where autodiff keeps what the backward pass needs of every microbatch, this keeps the stages' inputs of at most `2 S - 1`
     microbatches for S stages, and computes the rest of what it needs again. The options are those of `next_token_loss`.
-    Raises TypeError for a model that is no `nn.Decoder`.
+    Raises TypeError for a model that is no `nn.Decoder`, ValueError for a batch with images and where the rules have no
+    pipeline.
     """
     options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
 
@@ -33,7 +34,7 @@ def one_f_one_b(
         tokens = jnp.sum(batch["targets"] >= 0).astype(jnp.float32)
 
         def before(outer):
-            model = _with(outer, rest)
+            model = nn.combine(outer, rest)
             x, ctx = model.enter(model.embed_tokens(batch["tokens"], dtype), **_inputs(batch))
             x, aux = nn.ends(model.layers.prefix, x, ctx, remat=remat)
             return (x, tokens * _own(aux)), ctx
@@ -43,7 +44,7 @@ def one_f_one_b(
             return x, _count(data) * _own(aux), _reported(aux)
 
         def after(outer, x, data):
-            model, (ctx, targets) = _with(outer, rest), data
+            model, (ctx, targets) = nn.combine(outer, rest), data
             x, aux = nn.ends(model.layers.suffix, x, ctx, remat=remat)
             hidden = model.leave(x, ctx)
             loss, sums = cross_entropy(hidden, model.head_weight(), targets, softcap=model.softcap, **options)
@@ -62,12 +63,11 @@ def one_f_one_b(
     return gradients
 
 
-def _with(outer: dict[str, Any], rest: Any) -> Any:
-    """The model without the weights of its body."""
-    return nn.combine(outer, rest)
-
-
 def _inputs(batch: Batch) -> dict[str, Any]:
+    if "images" in batch:
+        raise ValueError(
+            "a 1F1B pipeline takes text only, this batch has images: leave `gradients` out, for GPipe by autodiff"
+        )
     return {name: batch[name] for name in ("positions", "segment_ids", "valid") if name in batch}
 
 
