@@ -1,9 +1,10 @@
 """All that touches orbax: steps on disk, written in the background and read in pieces."""
 
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,20 +13,17 @@ import orbax.checkpoint.experimental.v1 as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from maxlib.training.checkpoint import replicas
+
 Arrays = dict[str, Any]
 
 
 class Steps:
-    """The steps of one run's directory, of which the newest `keep` are kept. One save runs at a time."""
+    """The steps of one run's directory. One save runs at a time."""
 
-    def __init__(self, directory: epath.Path, keep: int):
+    def __init__(self, directory: epath.Path):
         self.directory = directory
-        self._orbax = ocp.training.Checkpointer(
-            directory,
-            context=_context(),
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),  # pyright: ignore[reportArgumentType]
-            cleanup_tmp_directories=True,
-        )
+        self._orbax = ocp.training.Checkpointer(directory, context=_context(), cleanup_tmp_directories=True)
 
     def save(self, step: int, arrays: dict[str, Arrays], texts: dict[str, Callable[[], str]]) -> None:
         """Writes `arrays` by item and the texts, called in the background, to `<name>/<name>.json`; all or nothing."""
@@ -56,6 +54,13 @@ class Steps:
                     path.rmtree(missing_ok=True)
             time.sleep(0.05)
 
+    def delete(self, steps: list[int]) -> None:
+        """Deletes whole steps, for orbax's own policies would do so before the new step has been read again."""
+        if jax.process_index() == 0:
+            for step in steps:
+                with contextlib.suppress(FileNotFoundError):
+                    (self.directory / str(step)).rmtree()
+
     def set_aside(self, step: int) -> epath.Path:
         """Renames a step so that it is none any more."""
         aside = self.directory / f"{step}.damaged"
@@ -76,14 +81,24 @@ def steps(directory: epath.Path) -> list[int]:
     return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(directory))
 
 
-def load(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
-    """Reads leaves of one item: a `jax.ShapeDtypeStruct` with a sharding says where to, without one it is read to numpy."""
+def load(directory: epath.Path, item: str, abstract: Arrays, *, alone: bool = False) -> Arrays:
+    """Reads leaves of one item: a `jax.ShapeDtypeStruct` with a sharding says where to, without one it is read to numpy.
+
+    alone: no other host reads at the same time.
+    """
+    if alone:
+        return _read(directory, item, abstract, [jax.process_index()])
+    return replicas.load(functools.partial(_read, directory, item), abstract)
+
+
+def _read(directory: epath.Path, item: str, abstract: Arrays, hosts: Sequence[int] | None = None) -> Arrays:
+    """Reads leaves, together with the other `hosts`."""
     if not abstract:
         return {}
     want = {
         name: leaf if leaf.sharding is not None else np.empty(leaf.shape, leaf.dtype) for name, leaf in abstract.items()
     }
-    with _context():
+    with _context(hosts):
         return dict(ocp.load_checkpointables(directory, {item: want})[item])
 
 
@@ -100,8 +115,11 @@ def _readable(directory: epath.Path, item: str, name: str, leaf: jax.ShapeDtypeS
     return True
 
 
-def _context() -> ocp.Context:
+def _context(hosts: Sequence[int] | None = None) -> ocp.Context:
     context = ocp.Context()
+    if hosts is not None and jax.process_count() > 1:
+        context.multiprocessing.primary_host, context.multiprocessing.active_processes = hosts[0], set(hosts)
+        context.multiprocessing.barrier_sync_key_prefix = f"maxlib.{'.'.join(map(str, hosts))}"
     # A directory that cannot be made is an error of the save at once, not of five threads that wait for it for minutes.
     context.asynchronous.create_directories_asynchronously = False
     context.pytree.loading.partial_load = True
