@@ -14,17 +14,19 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from maxlib import nn, sharding
-from maxlib.training import checkpoint, flops
-from maxlib.training.checkpoint import Checkpointer
+from maxlib.training import flops
+from maxlib.training.checkpoint import Checkpointer, Tiers
 from maxlib.training.deadlines import deadline
 from maxlib.training.diagnostics.clock import Clock
 from maxlib.training.diagnostics.memory import memory_use
 from maxlib.training.evaluation import evaluate
+from maxlib.training.export import Export
 from maxlib.training.interrupt import Interrupt, Interrupted, interrupts
 from maxlib.training.losses import Batch, next_token_loss
 from maxlib.training.metrics import Console, Jsonl, Meter, Writers, reported
 from maxlib.training.placement import own_model, place_batch
-from maxlib.training.restore import Origin, initial_state, save
+from maxlib.training.restore import Origin, initial_state
+from maxlib.training.saving import Saving
 from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, make_train_step
 
 
@@ -49,7 +51,8 @@ class Trainer:
     model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall live.
     loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` and `goodput.jsonl` go. mesh, rules:
     how everything is sharded (default rules: `sharding.FSDP_TP`). filter: what is trained. schedule: only reported.
-    eval_loader: read from its start to its end every `eval_every` steps and at the end. callbacks: pairs `(n, f)`; `f(trainer)`
+    eval_loader: read from its start to its end every `eval_every` steps and at the end. exports: such as `HuggingFaceExport`; also made
+    at the end, and at the start where the run before was killed in one. callbacks: pairs `(n, f)`; `f(trainer)`
     runs after every `n` steps, and its time counts as training only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
     ends the process and says what it waited for.
 
@@ -72,7 +75,8 @@ class Trainer:
         schedule: optax.Schedule | None = None,
         eval_loader: Loader | None = None,
         eval_every: int = 0,
-        checkpointer: Checkpointer | None = None,
+        checkpointer: Checkpointer | Tiers | None = None,
+        exports: Sequence[Export] = (),
         callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]]] = (),
         timeout: float = 1800.0,
     ):
@@ -80,6 +84,8 @@ class Trainer:
         self.mesh, self.rules, self.timeout = mesh, rules, timeout
         self.loader, self.eval_loader, self.eval_every = loader, eval_loader, eval_every
         self.loss, self.checkpointer, self.callbacks = loss, checkpointer, list(callbacks)
+        self._saving = Saving(checkpointer, exports, clock=self.clock, timeout=timeout, say=self.say)
+        self._interrupt = Interrupt()
         self.console = Console()
         self.writers = Writers([self.console] if jax.process_index() == 0 else [], say=self.say)
         if directory is not None and jax.process_index() == 0:
@@ -126,15 +132,17 @@ class Trainer:
         if self._origin is None:
             self.restore()
         self._meter.peak = flops.peak_flops()
-        with self._running(steps) as interrupt:
+        with self._running(steps):
             try:
-                self._loop(steps, interrupt)
+                self._saving.export(self.step, self.state, missing=True)
+                self._loop(steps)
+                if self.eval_loader is not None and self._evaluated != self.step:
+                    self.evaluate()
             except Interrupted:
-                self._save_at_end()
+                self._save_at_end(hurry=True)
                 self.say(f"stopped on request after step {self.step} of {steps}; the same command goes on from there")
                 raise
-            if self.eval_loader is not None and self._evaluated != self.step:
-                self.evaluate()
+            self._saving.export(self.step, self.state, last=True)
             self._save_at_end()
         return self._last
 
@@ -145,25 +153,19 @@ class Trainer:
         self._flush()
         loader = self.eval_loader
         loader.reset()
-        read = iter(lambda: self._next(loader, "evaluation"), None)
-        batches = (place_batch(batch, self.mesh, self.rules) for batch in read)
         with self.clock.span("evaluation"), self.sharded():
-            values = evaluate(self._eval_step, self.state, batches)
+            values = evaluate(self._eval_step, self.state, self._batches(loader))
         values = {f"eval/{name}": value for name, value in values.items()}
         self._evaluated, self._last = self.step, self._last | values
         self.writers.write(self.step, values)
         return values
 
-    def save(self) -> None:
-        """Starts to save everything. A save that fails is reported, and training goes on."""
+    def save(self, *, hurry: bool = False) -> None:
+        """Starts to save everything. A save that fails is reported, and training goes on. hurry: wait for no export."""
         if self.checkpointer is None:
             raise ValueError("this trainer has no checkpointer; give it one, checkpointer=Checkpointer(directory)")
         self._flush()  # a state that is not finite raises here, before it is saved
-        try:
-            with self.clock.span("save"), deadline(self.timeout, f"the checkpoint of step {self.step} to be taken"):
-                save(self.checkpointer, self.state, self.step, self.loader.get_state())
-        except checkpoint.SaveError as error:  # of this save, or of the one before
-            self.say(f"NOT SAVED: {error} Training goes on.")
+        self._saving.start(self.step, self.state, self.loader.get_state(), self._last, hurry=hurry)
 
     def say(self, text: str) -> None:
         """A line on the terminal of the first process."""
@@ -175,32 +177,40 @@ class Trainer:
         return contextlib.nullcontext() if self.mesh is None else sharding.use(self.mesh, self.rules)
 
     @contextlib.contextmanager
-    def _running(self, steps: int) -> Iterator[Interrupt]:
+    def _running(self, steps: int) -> Iterator[None]:
         if jax.process_index() == 0:
             self.console.start(self.step, steps)
         try:
-            with interrupts() as interrupt:
-                yield interrupt
+            with interrupts() as self._interrupt:
+                yield
         finally:
             self.writers.close()
-            self._settle()
+            self._saving.wait()
             self.clock.close()
 
-    def _loop(self, steps: int, interrupt: Interrupt) -> None:
+    def _loop(self, steps: int) -> None:
         while self.step < steps:
             with self.clock.step(self.step + 1):
                 begin = time.perf_counter()
-                with self.clock.span("data"), interrupt.while_waiting():
-                    batch = self._next(self.loader, "training")
+                batch = self._wait_for_batch()
                 if batch is None:
                     self.say(f"the data ended after step {self.step}, before step {steps}")
                     break
                 self._advance(batch, data_seconds=time.perf_counter() - begin, **reported(self.loader))
                 self._in_between()
-                if interrupt.asked(self.step):
-                    raise interrupt.stop()
+                if self._interrupt.asked(self.step):
+                    raise self._interrupt.stop()
         with self.clock.step(self.step):
             self._flush()
+
+    def _wait_for_batch(self) -> Batch | None:
+        position = self.loader.get_state()
+        try:
+            with self.clock.span("data"), self._interrupt.while_waiting():
+                return self._next(self.loader, "training")
+        except Interrupted:
+            self.loader.set_state(position)  # a batch may have been handed out and not have come here
+            raise
 
     def _advance(self, batch: Batch, **here: float) -> None:
         """Starts one more step, and reports the one before it."""
@@ -225,12 +235,18 @@ class Trainer:
                     callback(self)
         if self.eval_loader is not None and due(self.eval_every):
             self.evaluate()
+        self._saving.export(self.step, self.state)
         if self.checkpointer is not None and self.checkpointer.should_save(self.step):
             self.save()
 
     def _next(self, loader: Loader, what: str) -> Batch | None:
         with deadline(self.timeout, f"a batch of {what} data"):
             return next(loader, None)
+
+    def _batches(self, loader: Loader) -> Iterator[Batch]:
+        while (batch := self._next(loader, "evaluation")) is not None:
+            self._interrupt.check()
+            yield place_batch(batch, self.mesh, self.rules)
 
     def _flush(self) -> None:
         """Waits for the steps under way and reports them."""
@@ -246,37 +262,14 @@ class Trainer:
             if not finite:
                 raise Diverged(
                     f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. Training has stopped and this "
-                    f"state is not saved. {self._last_good()}. Try a lower learning rate, a longer warm-up, clipping, "
+                    f"state is not saved. {self._saving.last_good()}. Try a lower learning rate, a longer warm-up, clipping, "
                     f"or look at the data of this step"
                 )
 
-    def _save_at_end(self) -> None:
-        if self.checkpointer is None:
-            return
-        self.save()
-        with self.clock.span("save"), deadline(self.timeout, "the last checkpoint to be written"):
-            self.checkpointer.wait()
-
-    def _settle(self) -> None:
-        """Lets a save that still runs come to its end, whatever ended the training."""
-        if self.checkpointer is None:
-            return
-        try:
-            with self.clock.span("save"), deadline(self.timeout, "the last checkpoint to be written"):
-                self.checkpointer.wait()
-        except checkpoint.SaveError as error:
-            self.say(f"NOT SAVED: {error}")
-
-    def _last_good(self) -> str:
-        if self.checkpointer is None:
-            return "There is no checkpoint, as this trainer has no checkpointer"
-        self._settle()
-        latest = self.checkpointer.latest()
-        return (
-            "There is no good checkpoint yet"
-            if latest is None
-            else f"The last good checkpoint is that of step {latest}"
-        )
+    def _save_at_end(self, *, hurry: bool = False) -> None:
+        if self.checkpointer is not None:
+            self.save(hurry=hurry)
+            self._saving.wait()
 
     def _count_flops(self, batch: dict[str, np.ndarray]) -> None:
         """What a step costs, by this host's rows of its first batch."""

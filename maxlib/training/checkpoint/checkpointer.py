@@ -24,6 +24,7 @@ class Checkpointer:
     `directory` is a path or a URL such as "gs://bucket/run". A step appears all at once or not at all; then it is read again and compared
     with its checksums (`verify`), and only after that older ones go. What stays: the newest `keep` (None: all), every step that
     `keep_every` divides, the `best`. `should_save` says yes every `every` steps, and when `seconds` have passed since the last save.
+    `replace`: what was saved under a step's number goes, where otherwise steps of another history are an error.
     `layouts` are those of the model's stacks (`layouts(model)`): recorded with each step, and what a restored step is laid out to.
     In a job of several hosts every host makes the same calls, and all see the same directory.
 
@@ -42,15 +43,16 @@ class Checkpointer:
         keep_every: int | None = None,
         best: policy.Best | None = None,
         verify: bool = True,
+        replace: bool = False,
         layouts: Layouts | None = None,
     ):
         counts = {"every": every, "seconds": seconds, "keep": keep, "keep_every": keep_every, "best.n": best and best.n}
         if wrong := {name: value for name, value in counts.items() if value is not None and not value > 0}:
             raise ValueError(f"All of {', '.join(counts)} must be positive, got {wrong}.")
-        self.directory = epath.Path(directory).resolve()
+        self.directory = storage.absolute(directory)
         self.layouts = layouts or {}
         self._when, self._keep = policy.When(every, seconds), policy.Keep(keep, keep_every, best)
-        self._verify, self._metrics = verify, {}
+        self._verify, self._replace, self._metrics = verify, replace, {}
         try:
             self._owner = owner.Claim(self.directory)
             self._steps = storage.Steps(self.directory)
@@ -102,8 +104,8 @@ class Checkpointer:
             return _raise(failed)
         self._owner.check()
         self._make_way(step)
-        added = {"format": manifest.FORMAT, "step": step, "layouts": self.layouts, "metrics": dict(metrics or {})}
-        meta = {**(meta or {}), **added}
+        meta = {**(meta or {}), "format": manifest.FORMAT, "step": step, "layouts": self.layouts}
+        meta |= {} if metrics is None else {"metrics": dict(metrics)}
         texts = {"meta": _text("meta", meta), "data": _text("data", _of_all_hosts(dict(data or {})))}
         self._start(step, {item: trees.flatten(tree) for item, tree in items.items()}, texts)
         return _raise(failed)
@@ -134,6 +136,10 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """The complete steps, oldest first."""
         return storage.steps(self.directory)
+
+    def has(self, step: int) -> bool:
+        """Whether `step` is complete, or being saved."""
+        return step in self._own or step in self.steps()
 
     def latest(self) -> int | None:
         """The newest complete step whose records are whole and that has not been found damaged; None without one.
@@ -228,7 +234,9 @@ class Checkpointer:
 
     def _make_way(self, step: int) -> None:
         """Sets damaged steps aside that stand where the run goes now. Good ones are never touched."""
-        ahead = [s for s in self.steps() if s >= step]
+        if self._replace:
+            self._steps.delete([step])
+        ahead = [s for s in self.steps() if s >= step and not self._replace]
         good = [s for s in ahead if s not in self._damaged]
         if good:
             raise ValueError(

@@ -51,7 +51,9 @@ class Claim:
     def check(self) -> None:
         """Raises InUseError if another process has taken the directory over while this one seemed dead."""
         if jax.process_index() == 0 and (other := self._read()) is not None and not _mine(other):
-            raise InUseError(f"{self._file.parent} was taken over by {_who(other)}, as this process gave no sign of life.")
+            raise InUseError(
+                f"{self._file.parent} was taken over by {_who(other)}, as this process gave no sign of life."
+            )
 
     def _take(self) -> InUseError | None:
         other = self._read()

@@ -36,24 +36,24 @@ class Keep:
 
 
 def _best(best: Best, steps: Sequence[int], metrics: Mapping[int, Mapping[str, Any]]) -> set[int]:
-    values = {step: metrics.get(step, {}).get(best.metric) for step in steps}
-    ranked = [step for step, value in values.items() if value is not None and not math.isnan(value)]
-    return set(sorted(ranked, key=lambda step: values[step], reverse=best.highest)[: best.n])
+    sign = -1 if best.highest else 1
+    found = {step: sign * metrics.get(step, {}).get(best.metric, math.nan) for step in steps}
+    ranked = [step for step in steps if not math.isnan(found[step])]
+    return set(sorted(ranked, key=found.__getitem__)[: best.n])
 
 
 class When:
     """Says when a save is due: every `every` steps, and `seconds` after the save before."""
 
     def __init__(self, every: int | None, seconds: float | None):
-        self.every, self.seconds = every, seconds
-        self._first: int | None = None
+        self._every, self._seconds = every, math.inf if seconds is None else seconds
         self.saved(0)
-        self._first = None
+        self._first: int | None = None  # the step at the beginning of the time, once it is known
 
     def due(self, step: int) -> bool:
         """Whether to save after `step`; all hosts get the same answer."""
-        by_steps = self.every is not None and step > 0 and step % self.every == 0
-        return by_steps or (self.seconds is not None and step > 0 and self._late(step))
+        by_steps = self._every is not None and step > 0 and step % self._every == 0
+        return by_steps or (self._seconds < math.inf and step > 0 and self._late(step))
 
     def saved(self, step: int) -> None:
         """The time begins anew."""
@@ -63,15 +63,14 @@ class When:
         self._first = step if self._first is None else self._first
         if not self._is_late and step >= self._ask:
             passed = time.monotonic() - self._since
-            self._is_late, self._ask = _of_first_host(passed >= self.seconds, step + self._pause(step, passed))
+            per_step = passed / max(1, step - self._first)
+            self._is_late, self._ask = _of_first_host(passed >= self._seconds, step + self._pause(passed, per_step))
         return self._is_late
 
-    def _pause(self, step: int, passed: float) -> int:
+    def _pause(self, passed: float, per_step: float) -> int:
         """In how many steps to ask again. Several hosts have to agree by one clock, which waits for the devices, so rarely."""
-        if jax.process_count() == 1:
-            return 1
-        per_step = passed / max(1, step - (self._first or 0))
-        return max(1, int((self.seconds - passed) / 2 / max(per_step, 1e-9)))
+        left = max(0.0, self._seconds - passed)
+        return 1 if jax.process_count() == 1 else max(1, int(left / 2 / max(per_step, 1e-9)))
 
 
 def _of_first_host(late: bool, ask: int) -> tuple[bool, int]:

@@ -41,6 +41,7 @@ def replica_axis(leaf: jax.ShapeDtypeStruct) -> int | None:
     sharding = leaf.sharding
     if jax.process_count() == 1 or not isinstance(sharding, NamedSharding) or not _has_bits(leaf.dtype):
         return None
+    assert isinstance(sharding.mesh, Mesh)
     used = {name for part in sharding.spec for name in (part if isinstance(part, tuple) else (part,))}
     free = [i for i, name in enumerate(sharding.mesh.axis_names) if name not in used]
     return next((i for i in free if len(_hosts(sharding.mesh, i)) > 1 and _apart(_hosts(sharding.mesh, i))), None)
@@ -49,7 +50,7 @@ def replica_axis(leaf: jax.ShapeDtypeStruct) -> int | None:
 def _load_once(read: Read, abstract: Arrays, mesh: Mesh, axis: int) -> Arrays:
     first = sorted(_hosts(mesh, axis)[0])
     one = Mesh(np.take(mesh.devices, [0], axis), mesh.axis_names)
-    there = {n: _at(leaf, NamedSharding(one, leaf.sharding.spec)) for n, leaf in abstract.items()}
+    there = {n: _on(leaf, one) for n, leaf in abstract.items()}
     leaves, error = {}, None
     if jax.process_index() in first:
         try:
@@ -63,6 +64,9 @@ def _load_once(read: Read, abstract: Arrays, mesh: Mesh, axis: int) -> Arrays:
 
 def _spread(source: jax.Array | None, leaf: jax.ShapeDtypeStruct, axis: int) -> jax.Array:
     """The array on all devices; `source` is that of the first replica, on its hosts."""
+    assert isinstance(leaf.sharding, NamedSharding) and isinstance(
+        leaf.sharding.mesh, Mesh
+    )  # `replica_axis` has seen to it
     mesh, spec = leaf.sharding.mesh, leaf.sharding.spec
     stacked = NamedSharding(mesh, PartitionSpec(mesh.axis_names[axis], *spec))
     shape = (mesh.devices.shape[axis], *leaf.shape)
@@ -79,13 +83,17 @@ def _spread(source: jax.Array | None, leaf: jax.ShapeDtypeStruct, axis: int) -> 
 def _merge(sharding: NamedSharding, dtype: Any) -> Callable[[jax.Array], jax.Array]:
     def merge(copies: jax.Array) -> jax.Array:
         bits = jnp.sum(copies, axis=0, dtype=copies.dtype)  # all but one are zero
-        return bits.astype(bool) if dtype == bool else lax.bitcast_convert_type(bits, dtype)
+        return bits.astype(bool) if _is_bool(dtype) else lax.bitcast_convert_type(bits, dtype)
 
     return jax.jit(merge, out_shardings=sharding, donate_argnums=0)
 
 
 def _to_bits(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.uint8) if x.dtype == bool else lax.bitcast_convert_type(x, _bits(x.dtype))
+    return x.astype(jnp.uint8) if _is_bool(x.dtype) else lax.bitcast_convert_type(x, _bits(x.dtype))
+
+
+def _is_bool(dtype: Any) -> bool:
+    return np.dtype(dtype) == np.bool_
 
 
 def _bits(dtype: Any) -> np.dtype:
@@ -96,7 +104,7 @@ def _has_bits(dtype: Any) -> bool:
     """Whether an element has as many bits as its bytes hold, and at most 32."""
     kind = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
     real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
-    return dtype == bool or (real and kind(dtype).bits == 8 * np.dtype(dtype).itemsize <= 32)
+    return _is_bool(dtype) or (real and kind(dtype).bits == 8 * np.dtype(dtype).itemsize <= 32)
 
 
 def _hosts(mesh: Mesh, axis: int) -> list[set[int]]:
@@ -108,5 +116,6 @@ def _apart(replicas: list[set[int]]) -> bool:
     return sum(map(len, replicas)) == len(set().union(*replicas))
 
 
-def _at(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+def _on(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    assert isinstance(leaf.sharding, NamedSharding)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec))

@@ -40,7 +40,7 @@ def load(
       DamagedError: leaves are not as they were saved; it names them.
       ValueError: the checkpoint is of another model; the message lists what differs.
     """
-    path = epath.Path(path).resolve()
+    path = storage.absolute(path)
     wanted = Wanted(like, None if items is None else tuple(items), layouts, cast)
     if storage.steps(path):
         return newest(path, wanted)
@@ -54,7 +54,7 @@ def load(
 
 def verify(path: Any) -> list[str]:
     """Reads all of a step's directory and names what is damaged, such as `"params: layers.body.0.attn.q.w"`."""
-    return damaged_leaves(epath.Path(path).resolve(), host=0, hosts=1)
+    return damaged_leaves(storage.absolute(path), host=0, hosts=1)
 
 
 def damaged_leaves(directory: epath.Path, *, host: int | None = None, hosts: int | None = None) -> list[str]:

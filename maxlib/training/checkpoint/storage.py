@@ -32,7 +32,7 @@ class Steps:
         self._orbax.save_checkpointables_async(step, items | files, force=True)
 
     def wait(self) -> None:
-        """Waits for the save that runs, if any, and raises what went wrong in it."""
+        """Waits for the save that runs, if any, and raises what went wrong in it. For any thread."""
         self._orbax.wait()
 
     def reload(self) -> None:
@@ -44,6 +44,8 @@ class Steps:
 
     def clean(self, step: int, patience: float = 10.0) -> None:
         """Removes what a failed save of `step` has left, which may be what fills the disk; other threads of it may still write."""
+        with contextlib.suppress(Exception):
+            self._orbax.wait()  # raises: orbax tells an error once to each thread
         end = time.monotonic() + patience
         while jax.process_index() == 0 and time.monotonic() < end:
             left = list(self.directory.glob(f"{step}.orbax-checkpoint-tmp*")) if self.directory.is_dir() else []
@@ -58,8 +60,7 @@ class Steps:
         """Deletes whole steps, for orbax's own policies would do so before the new step has been read again."""
         if jax.process_index() == 0:
             for step in steps:
-                with contextlib.suppress(FileNotFoundError):
-                    (self.directory / str(step)).rmtree()
+                (self.directory / str(step)).rmtree(missing_ok=True)
 
     def set_aside(self, step: int) -> epath.Path:
         """Renames a step so that it is none any more."""
@@ -72,6 +73,12 @@ class Steps:
             multihost_utils.sync_global_devices(f"maxlib set aside {step}")
         self.reload()
         return aside
+
+
+def absolute(path: Any) -> epath.Path:
+    """`path` from the root of its file system. A URL such as "gs://bucket/run" is so already, which `resolve` does not know."""
+    found = epath.Path(path)
+    return found if "://" in str(found) else found.resolve()
 
 
 def steps(directory: epath.Path) -> list[int]:
