@@ -4,14 +4,18 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+from maxlib import nn
 from maxlib.training.checkpoint import Checkpointer, SaveError, Tiers
 from maxlib.training.deadlines import deadline
 from maxlib.training.diagnostics.clock import Clock
+from maxlib.training.diagnostics.nonfinite import find_nonfinite
 from maxlib.training.export import Export
+from maxlib.training.losses import Batch
 from maxlib.training.restore import save
-from maxlib.training.step import TrainState
+from maxlib.training.step import Loss, TrainState
 
 
 class Saving:
@@ -66,6 +70,19 @@ class Saving:
             if latest is None
             else f"The last good checkpoint is that of step {latest}"
         )
+
+    def cause(self, step: int, state: TrainState, batch: Batch | None, loss: Loss) -> str:
+        """Where the numbers of a bad step stop being finite, with the parameters of the last good checkpoint: its own are gone."""
+        if self.checkpointer is None or batch is None or self.checkpointer.latest() is None:
+            return ""
+        try:
+            good = self.checkpointer.restore(like={"params": state.trainable})
+            model = nn.combine(good["params"], state.rest)
+            found = find_nonfinite(model, batch, loss, jax.random.fold_in(state.key, step - 1))
+        except Exception as error:  # such as too little memory: what is known is said all the same
+            return f"Where it comes from could not be found out: {type(error).__name__}: {error}."
+        with_these = f"With the parameters of step {good['meta']['step']} and this step's batch"
+        return f"{with_these}: {found}." if found else f"{with_these} all is finite: the parameters went bad since."
 
     def _try(self, call: Callable[[], Any], what: str) -> None:
         with self._saying(), self._clock.span("save"), deadline(self._timeout, what):

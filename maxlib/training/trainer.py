@@ -92,7 +92,7 @@ class Trainer:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
         with self.sharded(), deadline(timeout, "the model's parameters and moments"):
             self.state = jax.block_until_ready(make_state(own_model(model, mesh, rules), optimizer, filter=filter))
-        self.step, self.batch = 0, None
+        self.step, self.batch, self._batch_before = 0, None, None
         self.train_step = jit_step(make_train_step(loss, optimizer, accumulate=accumulate, schedule=schedule))
         self._eval_step = jax.jit(make_eval_step(loss))
         self._meter = Meter()
@@ -216,7 +216,7 @@ class Trainer:
         """Starts one more step, and reports the one before it."""
         with deadline(self.timeout, f"step {self.step + 1} to be compiled and started, the one before to end"):
             with self.sharded(), self.clock.span(None if self._counted else "compile"):
-                self.batch = place_batch(batch, self.mesh, self.rules)
+                self._batch_before, self.batch = self.batch, place_batch(batch, self.mesh, self.rules)
                 self.state, metrics = self.train_step(self.state, self.batch)
             self.step += 1
             if not self._counted:  # while the first step runs
@@ -260,10 +260,11 @@ class Trainer:
             self.writers.write(step, values)
             self._last = values
             if not finite:
+                batch = self.batch if step == self.step else self._batch_before
                 raise Diverged(
                     f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. Training has stopped and this "
-                    f"state is not saved. {self._saving.last_good()}. Try a lower learning rate, a longer warm-up, clipping, "
-                    f"or look at the data of this step"
+                    f"state is not saved. {self._saving.last_good()}. {self._saving.cause(step, self.state, batch, self.loss)} "
+                    f"Try a lower learning rate, a longer warm-up, clipping, or look at the data of this step"
                 )
 
     def _save_at_end(self, *, hurry: bool = False) -> None:

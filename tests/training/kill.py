@@ -146,10 +146,10 @@ def names(directory: Path) -> list[str]:
     return sorted(p.name for p in directory.iterdir() if p.name != "owner.json")
 
 
-def losses(directory: Path) -> list[tuple]:
+def losses(directory: Path) -> list[str]:
     rows = read_jsonl(directory / "metrics.jsonl")
     kept = ("step", "loss", "grad_norm", "tokens", "eval/loss")
-    return sorted(tuple((name, row.get(name)) for name in kept) for row in rows if "loss" in row or "eval/loss" in row)
+    return sorted(str({name: row.get(name) for name in kept}) for row in rows if "loss" in row or "eval/loss" in row)
 
 
 def main() -> None:
@@ -182,6 +182,8 @@ def main() -> None:
 
 def prepare(directory: Path, rng: random.Random) -> tuple[Path, Kills]:
     """The untouched run, after one that fills the cache of compiled programs, and how long things take."""
+    for name in ("warm", "untouched"):
+        shutil.rmtree(directory / name, ignore_errors=True)
     for name, plan in (("warm", Plan("step", nth=9)), ("warm", None), ("untouched", None)):
         begin = time.monotonic()
         status, _, said = fork(directory / name, plan)

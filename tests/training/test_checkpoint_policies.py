@@ -26,11 +26,12 @@ from maxlib.training.checkpoint import (
     storage,
 )
 
-ITEMS = {"params": {"w": jnp.arange(50.0)}}
+NOISE = np.random.default_rng(0).normal(size=3000).astype(np.float32)  # what repeats would be compressed
+ITEMS = {"params": {"w": jnp.asarray(NOISE)}}
 
 
 def of(step):
-    return {"params": {"w": jnp.arange(50.0) + step}}
+    return {"params": {"w": ITEMS["params"]["w"].at[0].set(step)}}
 
 
 def save(ck, *steps, **more):
