@@ -14,9 +14,12 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import jax
 
@@ -29,34 +32,38 @@ from tests.training.killable import MOMENTS, Plan
 def fork(directory: Path, plan: Plan | None) -> tuple[int, list[str] | None, str]:
     """Runs on in a new process: how it ended, what it was at when it was killed, and what it said."""
     reading, writing = os.pipe()
-    directory.mkdir(parents=True, exist_ok=True)
-    log = directory / "log.txt"
-    size = log.stat().st_size if log.exists() else 0
-    if (child := os.fork()) == 0:
-        _become(directory, plan, writing, log)
+    status, said = apart(directory, lambda: killable.run(directory, plan, writing))
     os.close(writing)
-    with os.fdopen(reading) as said:  # ends with the child
-        doing = said.read()
+    with os.fdopen(reading) as pipe:
+        doing = pipe.read()
+    return status, json.loads(doing) if doing else None, said
+
+
+def apart(directory: Path, call: Callable[[], Any]) -> tuple[int, str]:
+    """Calls in a new process, for this one must never start jax's threads: its status, and what it said into `log.txt`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    log = os.open(directory / "log.txt", os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    size = os.fstat(log).st_size
+    if (child := os.fork()) == 0:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        _exit_with(call)
     _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status), json.loads(doing) if doing else None, log.read_text()[size:]
+    said = os.pread(log, 1 << 24, size).decode()
+    os.close(log)
+    return os.waitstatus_to_exitcode(status), said
 
 
-def _become(directory: Path, plan: Plan | None, pipe: int, log: Path) -> None:
-    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+def _exit_with(call: Callable[[], Any]) -> None:
     status = 1
     try:
-        killable.run(directory, plan, pipe)
+        call()
         status = 0
     except SystemExit as stopped:
         status = int(stopped.code or 0)
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
-        os.close(pipe)
         sys.stdout.flush()
         os._exit(status)
 
@@ -108,7 +115,8 @@ def killed_run(directory: Path, kills: Kills, left: int, untouched: Path) -> int
             count += 1
             kills.count(plan, doing)
             assert status in (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM, 0), said
-    check(directory, untouched, begin)
+    status, said = apart(directory, lambda: check(directory, untouched, begin))
+    assert status == 0, said
     return count
 
 
