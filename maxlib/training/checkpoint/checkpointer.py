@@ -234,8 +234,9 @@ class Checkpointer:
 
     def _make_way(self, step: int) -> None:
         """Sets damaged steps aside that stand where the run goes now. Good ones are never touched."""
-        if self._replace:
+        if self._replace and step in self.steps():
             self._steps.delete([step])
+            self._steps.reload()
         ahead = [s for s in self.steps() if s >= step and not self._replace]
         good = [s for s in ahead if s not in self._damaged]
         if good:

@@ -5,7 +5,7 @@ the reading ones fail. Here bits are added, after all hosts know that they could
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,23 +16,23 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Arrays = dict[str, Any]
-Read = Callable[[Arrays, Sequence[int] | None], Arrays]
+Read = Callable[[Arrays], Arrays]
 
 
 class PeerError(RuntimeError):
     """Another host could not read what it was to send here."""
 
 
-def load(read: Read, abstract: Arrays) -> Arrays:
-    """All leaves of `abstract`. `read` takes abstract leaves and the hosts that read them together (None: all)."""
+def load(read: Read, read_here: Read, abstract: Arrays) -> Arrays:
+    """All leaves of `abstract`. All hosts call `read` together; `read_here` gives what this host holds, whatever others do."""
     groups: dict[tuple[Mesh, int], list[str]] = {}
     for name, leaf in abstract.items():
         if (axis := replica_axis(leaf)) is not None:
             groups.setdefault((leaf.sharding.mesh, axis), []).append(name)
     together = {name for names in groups.values() for name in names}
-    loaded = read({name: leaf for name, leaf in abstract.items() if name not in together}, None)
+    loaded = read({name: leaf for name, leaf in abstract.items() if name not in together})
     for (mesh, axis), names in groups.items():
-        loaded |= _load_once(read, {name: abstract[name] for name in names}, mesh, axis)
+        loaded |= _load_once(read_here, {name: abstract[name] for name in names}, mesh, axis)
     return loaded
 
 
@@ -47,14 +47,14 @@ def replica_axis(leaf: jax.ShapeDtypeStruct) -> int | None:
     return next((i for i in free if len(_hosts(sharding.mesh, i)) > 1 and _apart(_hosts(sharding.mesh, i))), None)
 
 
-def _load_once(read: Read, abstract: Arrays, mesh: Mesh, axis: int) -> Arrays:
+def _load_once(read_here: Read, abstract: Arrays, mesh: Mesh, axis: int) -> Arrays:
     first = sorted(_hosts(mesh, axis)[0])
     one = Mesh(np.take(mesh.devices, [0], axis), mesh.axis_names)
     there = {n: _on(leaf, one) for n, leaf in abstract.items()}
     leaves, error = {}, None
     if jax.process_index() in first:
         try:
-            leaves = read(there, first)
+            leaves = read_here(there)
         except Exception as failed:  # whatever tensorstore and orbax say of a broken file
             error = failed
     if np.any(multihost_utils.process_allgather(np.array(error is not None))):

@@ -295,8 +295,8 @@ def _parts(names: list[str], entries: dict, most: int = 1 << 28) -> Iterator[lis
 
 def _damaged_of(directory: epath.Path, item: str, entries: dict) -> list[str]:
     try:
-        leaves = storage.load(directory, item, {n: manifest.abstract(e) for n, e in entries.items()}, alone=True)
-    except Exception:  # whatever tensorstore and orbax say of a broken file
+        leaves = storage.read_here(directory, item, {n: manifest.abstract(e) for n, e in entries.items()})
+    except Exception:  # whatever tensorstore says of a broken file
         if len(entries) == 1:
             return list(entries)
         return [name for n, entry in entries.items() for name in _damaged_of(directory, item, {n: entry})]
