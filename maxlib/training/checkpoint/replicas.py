@@ -109,7 +109,7 @@ def _has_bits(dtype: Any) -> bool:
 
 def _hosts(mesh: Mesh, axis: int) -> list[set[int]]:
     """The hosts of each replica along a mesh axis."""
-    return [{d.process_index for d in np.take(mesh.devices, i, axis).flat} for i in range(mesh.devices.shape[axis])]
+    return [{d.process_index for d in np.take(mesh.devices, [i], axis).flat} for i in range(mesh.devices.shape[axis])]
 
 
 def _apart(replicas: list[set[int]]) -> bool:
