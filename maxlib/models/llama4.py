@@ -172,7 +172,8 @@ def _with_layers(fields: HFConfig, cfg: Config) -> Config:
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     router = nn.InputRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
     shared = nn.GatedMLP(cfg.dim, cfg.expert_dim, rngs=rngs)
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
+    parts = {"router": router, "shared": shared, "losses": cfg.losses}
+    return nn.MoE(cfg.dim, cfg.expert_dim, **parts, layout="EIO", rngs=rngs)  # as they lie in files
 
 
 class Block(nnx.Module):
@@ -227,14 +228,14 @@ class Llama4(nn.VisionDecoder):
 
 def _table(cfg: Config) -> Table:
     """Hugging Face's names; those of a model that sees have a prefix, and one without `vision` reads their text."""
-    experts, halves = "feed_forward.experts.", "E D (two F) -> E F D"
+    experts, halves = "feed_forward.experts.", "E D (two F) -> E D F"
     layer = [
         *names.NORMS,
         *names.ATTENTION,
         Weight("feed_forward.router.weight", "moe.router.gate.w"),
         Weight(experts + "gate_up_proj", "moe.gate.w", halves, at={"two": 0}),
         Weight(experts + "gate_up_proj", "moe.up.w", halves, at={"two": 1}),
-        Weight(experts + "down_proj", "moe.down.w", "E F D -> E D F"),
+        Weight(experts + "down_proj", "moe.down.w"),
     ]
     for part in ("gate", "up", "down"):
         layer.append(Weight(f"feed_forward.{part}_proj.weight", f"mlp.{part}.w"))

@@ -66,14 +66,15 @@ def test_gradients_are_quantized_where_the_format_says():
     assert found == 2 * 2 * BATCH["tokens"].size * weights(dense)
 
 
-@pytest.mark.parametrize("format", [GRADIENTS, FP8], ids=str)
-def test_grouped_product_and_gradients_are_near_the_exact_ones(format):
+@pytest.mark.parametrize(("format", "layout"), [(GRADIENTS, "EOI"), (FP8, "EIO")], ids=str)
+def test_grouped_product_and_gradients_are_near_the_exact_ones(format, layout):
     key = jax.random.split(jax.random.key(0), 3)
     rows, w = jax.random.normal(key[0], (40, 32)), jax.random.normal(key[1], (3, 16, 32))
+    w = w if layout == "EOI" else w.swapaxes(1, 2)
     counts, d = jnp.array([21, 0, 15]), jax.random.normal(key[2], (40, 16))
-    quantized = lambda rows, w: Quantized(format).grouped(rows, w, counts)
+    quantized = lambda rows, w: Quantized(format).grouped(rows, w, counts, layout)
     y, pull = jax.vjp(quantized, rows, w)
-    want, want_pull = jax.vjp(lambda rows, w: ops.grouped_matmul(rows, w, counts), rows, w)
+    want, want_pull = jax.vjp(lambda rows, w: ops.grouped_matmul(rows, w, counts, layout=layout), rows, w)
     for got, exact in zip((y, *pull(d)), (want, *want_pull(d)), strict=True):
         assert jnp.linalg.norm(got - exact) < 0.06 * jnp.linalg.norm(exact)
     assert not jnp.any(y[36:])

@@ -4,6 +4,7 @@ An expert's rows are cut into full tiles, what remains into smaller ones, the la
 just the tiles that exist. (A `switch` over the sizes would copy the whole result in every branch.)
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,37 +28,40 @@ class Tile(NamedTuple):
 
 def tiled(
     rows: Num[Array, "M I"],
-    weights: Num[Array, "E O I"] | Any,
+    weights: Num[Array, "E O I"] | Num[Array, "E I O"] | Any,
     rows_per_expert: Int[Array, " E"],
+    layout: str = "EOI",
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
+    contract = layout.index("I")
     if rows.shape[0] == 0:
-        return jnp.zeros((0, weights.shape[1]), out_dtype or rows.dtype)
+        return jnp.zeros((0, weights.shape[3 - contract]), out_dtype or rows.dtype)
     if out_dtype is not None or not isinstance(weights, jax.Array):
-        return _by_expert(rows, weights, rows_per_expert, contract=2, out_dtype=out_dtype)
-    return _tiled(*_vary_alike(rows, weights, rows_per_expert))
+        return _by_expert(rows, weights, rows_per_expert, contract=contract, out_dtype=out_dtype)
+    return _tiled(*_vary_alike(rows, weights, rows_per_expert), contract)
 
 
-@jax.custom_vjp
-def _tiled(rows, weights, rows_per_expert):
-    return _by_expert(rows, weights, rows_per_expert, contract=2)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _tiled(rows, weights, rows_per_expert, contract):
+    return _by_expert(rows, weights, rows_per_expert, contract=contract)
 
 
-def _forward(rows, weights, rows_per_expert):
-    return _tiled(rows, weights, rows_per_expert), (rows, weights, rows_per_expert)
+def _forward(rows, weights, rows_per_expert, contract):
+    return _tiled(rows, weights, rows_per_expert, contract), (rows, weights, rows_per_expert)
 
 
-def _backward(residuals, d_out):
+def _backward(contract, residuals, d_out):
     rows, weights, rows_per_expert = residuals
-    d_rows = _by_expert(d_out, weights, rows_per_expert, contract=1)
-    return d_rows, _outer(d_out, rows, weights, rows_per_expert), None
+    d_rows = _by_expert(d_out, weights, rows_per_expert, contract=3 - contract)
+    pair = (d_out, rows) if contract == 2 else (rows, d_out)
+    return d_rows, _outer(*pair, weights, rows_per_expert), None
 
 
 _tiled.defvjp(_forward, _backward)
 
 
 def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any = None):
-    """Rows times their expert's matrix, over its axis `contract` (of E O I)."""
+    """Rows times their expert's matrix, over the axis `contract` of `weights`."""
     sizes = _tile_sizes(len(rows), weights.shape[0])
     dtype = out_dtype or rows.dtype
 
@@ -76,19 +80,19 @@ def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any 
     return _for_each_expert(step, rows_per_expert, out)
 
 
-def _outer(d_out, rows, weights, rows_per_expert):
+def _outer(left, right, weights, rows_per_expert):
     """Each expert's sum of outer products: the gradient of `weights`."""
-    sizes = _tile_sizes(len(rows), len(weights))
-    exact = jnp.promote_types(rows.dtype, jnp.float32)
+    sizes = _tile_sizes(len(right), len(weights))
+    exact = jnp.promote_types(right.dtype, jnp.float32)
 
     def add(tile: Tile, total):
         # Both sides: rows of others, or of none, need not be finite.
-        d, x = (jnp.where(tile.mine, tile.of(a), 0) for a in (d_out, rows))
-        return total + _dot(d, x, 0, 0)
+        a, b = (jnp.where(tile.mine, tile.of(rows), 0) for rows in (left, right))
+        return total + _dot(a, b, 0, 0)
 
     def step(expert, start, stop, out):
         total = jnp.zeros_like(weights, shape=weights.shape[1:], dtype=exact)
-        total = _for_each_tile(add, start, stop, len(rows), sizes, total)
+        total = _for_each_tile(add, start, stop, len(right), sizes, total)
         return jax.lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), expert, axis=0)
 
     return _for_each_expert(step, rows_per_expert, jnp.zeros_like(weights))
