@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.ops.rope import LongRope, Rope
 from maxlib.sharding import constrain
-from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
+from maxlib.weights import Family, HFConfig, Table, Weight, names, rope_to_hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,26 +136,19 @@ class Phi3(nn.Decoder):
 
 def _table(cfg: Config) -> Table:
     """Hugging Face's names for the weights. Queries, keys and values are rows of one tensor, so are gate and up."""
-    theirs, ours = "model.layers.{i}.", "layers.{i}."
-    layer = {
-        "input_layernorm.weight": ("attn_norm.scale", None),
-        "self_attn.o_proj.weight": ("attn.o.w", "D (N H) -> D N H"),
-        "post_attention_layernorm.weight": ("mlp_norm.scale", None),
-        "mlp.down_proj.weight": ("mlp.down.w", None),
-    }
     heads = {"q": 0, "k": cfg.num_heads, "v": cfg.num_heads + cfg.num_kv_heads}
-    qkv, gate_up = theirs + "self_attn.qkv_proj.weight", theirs + "mlp.gate_up_proj.weight"
-    return [
-        Weight("model.embed_tokens.weight", "embed.w"),
-        *[Weight(theirs + name, ours + path, pattern) for name, (path, pattern) in layer.items()],
-        *[Weight(qkv, f"{ours}attn.{name}.w", "(R H) D -> R H D", at={"R": at}) for name, at in heads.items()],
-        Weight(gate_up, ours + "mlp.gate.w", "(two F) D -> F D", at={"two": 0}),
-        Weight(gate_up, ours + "mlp.up.w", "(two F) D -> F D", at={"two": 1}),
-        Weight("model.norm.weight", "norm.scale"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of="model.embed_tokens.weight"),
-        Ignore(theirs + "self_attn.rotary_emb.inv_freq"),
+    layer = [
+        *names.NORMS,
+        *[
+            Weight("self_attn.qkv_proj.weight", f"attn.{n}.w", "(R H) D -> R H D", at={"R": i})
+            for n, i in heads.items()
+        ],
+        Weight("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> D N H"),
+        Weight("mlp.gate_up_proj.weight", "mlp.gate.w", "(two F) D -> F D", at={"two": 0}),
+        Weight("mlp.gate_up_proj.weight", "mlp.up.w", "(two F) D -> F D", at={"two": 1}),
+        Weight("mlp.down_proj.weight", "mlp.down.w"),
     ]
+    return names.decoder_table(layer)
 
 
 # fmt: off
