@@ -217,12 +217,14 @@ _1B = dict(num_layers=16, dim=2048, mlp_dim=8192, num_heads=16, num_kv_heads=16)
 _13B = dict(num_layers=40, dim=5120, mlp_dim=13_824, num_heads=40, num_kv_heads=40)
 _32B = dict(num_layers=64, dim=5120, mlp_dim=27_648, num_heads=40, num_kv_heads=8)
 _LONG = Rope(128, 500_000.0, Yarn(8.0, 8192, attention_factor=1.2079441541679836), max_length=65_536)
+_SHORT = Rope(128, 500_000.0, max_length=8192)  # in pretraining
 _OLMO3 = dict(vocab=100_278, window=4096, rope=_LONG)
 PRESETS = {
     "olmo2-1b": dataclasses.replace(_7B, **_1B),
     "olmo2-7b": _7B,
     "olmo2-13b": dataclasses.replace(_7B, **_13B),
     "olmo2-32b": dataclasses.replace(_7B, **_32B),
+    "olmo3-7b-pt": dataclasses.replace(_7B, **_OLMO3 | {"rope": _SHORT}),
     "olmo3-7b": dataclasses.replace(_7B, **_OLMO3),
     "olmo3-32b": dataclasses.replace(_7B, **_32B, **_OLMO3),
 }
