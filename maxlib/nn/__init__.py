@@ -79,3 +79,4 @@ from maxlib.nn.vision import ShuffleProjector as ShuffleProjector
 from maxlib.nn.vision import SigLIP as SigLIP
 from maxlib.nn.vision import check_placeholders as check_placeholders
 from maxlib.nn.vision import place_features as place_features
+from maxlib.nn.with_attention import with_attention as with_attention

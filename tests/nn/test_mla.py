@@ -53,3 +53,12 @@ def test_decoding_on_latents_equals_the_full_pass(chunks):
         y, cache = layer(X[:, length : length + size], ctx, cache)
         got, length = [*got, y], length + size
     np.testing.assert_allclose(np.concatenate(got, axis=1), layer(X)[0], atol=2e-6)
+
+
+def test_an_implementation_is_asked_for_by_name_but_not_for_latents():
+    layer = nn.with_attention(build(8), "mosaic_tpu")
+    with pytest.raises(ValueError, match="mosaic_tpu was asked for and runs on tpu, not on cpu"):
+        layer(X)
+    cache = layer.init_cache(2, 12, jnp.float32)
+    ctx = nn.context(2, 1, cache=nn.Cache([cache], jnp.zeros(2, jnp.int32)))
+    np.testing.assert_allclose(layer(X[:, :1], ctx, cache)[0], build(8)(X)[0][:, :1], atol=2e-6)
