@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -104,6 +105,20 @@ def test_roll_call_names_who_is_missing():
     first, second = call(address, 4, [0, 2], timeout=0.5)
     assert f"processes 1, 3 of 4 did not come to {address} within 0.5 s" in first
     assert "process 2 came" in second and "these did not: processes 1, 3" in second
+
+
+def test_roll_call_turns_wrong_numbers_away():
+    """A process of a larger run, and one whose number is taken; those that belong together still find each other."""
+    address = port()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        run = lambda number, count: pool.submit(roll_call, address, count, number, timeout=20)
+        first, stranger = run(0, 3), run(3, 4)
+        assert "process 3 of 4, but this run has 3" in str(stranger.exception())
+        twin = run(1, 3)
+        time.sleep(0.3)
+        others = [run(1, 3), run(2, 3)]
+        assert "another process 1 has come" in str(twin.exception())
+        assert [each.result() for each in (first, *others)] == [None] * 3
 
 
 def test_roll_call_names_an_absent_coordinator():
