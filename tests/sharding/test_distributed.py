@@ -134,6 +134,7 @@ print("all", jax.process_count(), len(jax.devices()))
 """
 
 
+@pytest.mark.full
 def test_two_processes_start():
     address = port()
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
