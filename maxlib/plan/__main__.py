@@ -5,6 +5,7 @@ import sys
 
 import jax
 
+from maxlib import xla_flags
 from maxlib.plan import plan, search
 from maxlib.sharding import PRESETS
 
@@ -34,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
             remat=remat,
             optimizer=args.optimizer,
             accumulate=args.accumulate,
+            options=xla_flags.options(*args.flags),
             full=args.full,
             keep=args.keep,
         )
@@ -67,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--remat", default="full", help="full, dots, none, or names kept, with commas (default full)")
     add("--optimizer", default="adamw", help="adamw (default) or sgd")
     add("--accumulate", type=int, default=1, help="microbatches of a step (default 1)")
+    add("--flags", nargs="*", default=[], help="sets of XLA flags, such as tpu-overlap (python -m maxlib.xla_flags)")
     add("--full", action="store_true", help="also make the machine code, which takes minutes")
     add("--keep", help="an empty folder for the compiler's files")
     add("--search", action="store_true", help="try layouts x remat x batch instead, and report the best")

@@ -14,6 +14,8 @@ from maxlib.sharding.mesh import make_mesh as make_mesh
 from maxlib.sharding.one_f_one_b import one_f_one_b as one_f_one_b
 from maxlib.sharding.pipeline import pipelined as pipelined
 from maxlib.sharding.pipeline import stages as stages
+from maxlib.sharding.processes import first_process_first as first_process_first
+from maxlib.sharding.processes import of_all_processes as of_all_processes
 from maxlib.sharding.rules import CP_GATHER as CP_GATHER
 from maxlib.sharding.rules import CP_HEADS as CP_HEADS
 from maxlib.sharding.rules import CP_RING as CP_RING

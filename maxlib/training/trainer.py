@@ -31,7 +31,8 @@ from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, mak
 
 @runtime_checkable
 class Loader(Protocol):
-    """This host's rows of every batch; `maxlib.data.Loader` is one. What a `metrics()` of it says is written at every step."""
+    """This host's rows of every batch; `maxlib.data.Loader` is one. What a `metrics()` of it counts is written at every step, or,
+    summed, when several processes save and evaluate."""
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
     def __next__(self) -> dict[str, np.ndarray]: ...
@@ -79,6 +80,11 @@ class Trainer:
         callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]]] = (),
         timeout: float = 1800.0,
     ):
+        if mesh is None and jax.process_count() > 1:
+            raise ValueError(
+                f"{jax.process_count()} processes without a mesh would train as many models: pass mesh=, for example "
+                "sharding.make_mesh(fsdp=-1)"
+            )
         self.clock = Clock(directory if jax.process_index() == 0 else None)
         self.mesh, self.rules, self.timeout = mesh, rules, timeout
         self.loader, self.eval_loader, self.eval_every = loader, eval_loader, eval_every
@@ -97,6 +103,7 @@ class Trainer:
         self._counted = False
         self._last: dict[str, Any] = {}
         self._evaluated: int | None = None
+        self._counts_at: int | None = None
         self._origin: Origin | None = None
 
     @property
@@ -156,6 +163,7 @@ class Trainer:
         values = {f"eval/{name}": value for name, value in values.items()}
         self._evaluated, self._last = self.step, self._last | values
         self.writers.write(self.step, values)
+        self._write_counts()
         return values
 
     def save(self) -> None:
@@ -163,6 +171,7 @@ class Trainer:
         if self.checkpointer is None:
             raise ValueError("this trainer has no checkpointer; give it one, checkpointer=Checkpointer(directory)")
         self._flush()  # a state that is not finite raises here, before it is saved
+        self._write_counts()
         try:
             with self.clock.span("save"), deadline(self.timeout, f"the checkpoint of step {self.step} to be taken"):
                 save(self.checkpointer, self.state, self.step, self.loader.get_state())
@@ -199,7 +208,8 @@ class Trainer:
                 if batch is None:
                     self.say(f"the data ended after step {self.step}, before step {steps}")
                     break
-                self._advance(batch, data_seconds=time.perf_counter() - begin, **reported(self.loader))
+                counts = reported(self.loader) if jax.process_count() == 1 else {}
+                self._advance(batch, data_seconds=time.perf_counter() - begin, **counts)
                 self._in_between()
                 if interrupt.asked(self.step):
                     raise interrupt.stop()
@@ -217,6 +227,16 @@ class Trainer:
                 self._count_flops(batch)
             ready = self._meter.push(self.step, metrics | memory_use(), **here)
         self._report(ready)
+
+    def _write_counts(self) -> None:
+        """What the loaders of several processes count, summed where these meet; of one, every step's metrics hold it."""
+        if jax.process_count() == 1 or self._counts_at == self.step:
+            return
+        self._counts_at = self.step
+        with deadline(self.timeout, "the other processes' counts of their data"):
+            everyone = sharding.of_all_processes(dict(reported(self.loader)))
+        names = sorted({name for counts in everyone for name in counts})
+        self.writers.write(self.step, {name: sum(counts.get(name, 0) for counts in everyone) for name in names})
 
     def _in_between(self) -> None:
         """What is due after this step."""
