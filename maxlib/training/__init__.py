@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from maxlib.training.optimizers import decay_mask as decay_mask
     from maxlib.training.optimizers import muon as muon
     from maxlib.training.optimizers import width_factors as width_factors
+    from maxlib.training.optimizers import width_scaled as width_scaled
     from maxlib.training.pipelining import one_f_one_b as one_f_one_b
     from maxlib.training.placement import own_model as own_model
     from maxlib.training.placement import place_batch as place_batch
@@ -58,7 +59,7 @@ _MODULES = {
     "losses": ("Stats", "next_token_loss"),
     "metrics": ("Console", "Csv", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
     "mtp": ("mtp_loss",),
-    "optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "width_factors"),
+    "optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "width_factors", "width_scaled"),
     "pipelining": ("one_f_one_b",),
     "placement": ("own_model", "place_batch"),
     "schedules": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),

@@ -6,7 +6,7 @@ Every one of them takes `{path: array}` and knows weights by the names of their 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import optax
 
 from maxlib import nn
 
+Model = TypeVar("Model")
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
 
 
@@ -118,13 +119,25 @@ def width_factors(model: Any, base: Any) -> dict[str, float]:
     """By how much Adam's learning rate shrinks per weight from `base` to the wider `model`, for `scale_by_path` (muP, arXiv:2203.03466).
 
     model, base: the same model in two widths; `jax.eval_shape` of them does. What sums over its inputs, layers' matrices and a head of its own,
-    gets base inputs / inputs; embeddings, norms and biases keep their rate. A rate that was tuned on `base` then fits `model`.
+    gets base inputs / inputs; embeddings, norms and biases keep their rate. A rate that was tuned on `base` then fits `model`, if it begins as
+    `width_scaled` says and its heads are as large as those of `base`. A head that is tied to the embeddings has no factor, and its logits grow.
     """
     summed = nn.summed_axes(model) | {path: ("embed",) for path in nn.axes(model) if nn.logical_path(path) == "head.w"}
     wide, narrow = _inputs(model, summed), _inputs(base, summed)
     if wide.keys() != narrow.keys():
         raise ValueError(f"both must have the same weights; only one has {sorted(wide.keys() ^ narrow.keys())}")
     return {path: narrow[path] / wide[path] for path in wide}
+
+
+def width_scaled(model: Model, base: Any) -> Model:
+    """`model`, fresh, with initial values as muP wants them: a head of its own is base inputs / inputs as large. See `width_factors`.
+
+    All other default initial values have the right size already: 1 / sqrt(inputs) in matrices, the same at all widths in embeddings.
+    """
+    factors = width_factors(model, base)
+    params, rest = nn.partition(model)
+    heads = {path: factors[name] for path in params if (name := nn.logical_path(path)) == "head.w"}
+    return nn.combine(params | {path: (params[path] * f).astype(params[path].dtype) for path, f in heads.items()}, rest)
 
 
 def _inputs(model: Any, summed: dict[str, tuple[str, ...]]) -> dict[str, int]:
