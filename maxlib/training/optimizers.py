@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from maxlib import nn
+from maxlib.training.wrappers import in_bfloat16, in_float32
 
 Model = TypeVar("Model")
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
@@ -27,13 +28,15 @@ def adamw(
     b2: float = 0.95,
     eps: float = 1e-8,
     clip: float | None = 1.0,
+    moments: Any = jnp.float32,
 ) -> optax.GradientTransformation:
     """AdamW (arXiv:1711.05101) after clipping the gradient's global norm to `clip`.
 
-    mask: what decays, usually `decay_mask(model)`; None decays everything. Moments are float32.
+    mask: what decays, usually `decay_mask(model)`; None decays everything. moments: what they are held in, float32 or bfloat16 (see
+    `in_bfloat16`), whatever the dtype of the parameters.
     """
-    adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask, mu_dtype=jnp.float32)
-    return adam if clip is None else optax.chain(clip_by_global_norm(clip), adam)
+    adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask)
+    return _clipped(_held_in(moments, adam), clip)
 
 
 def muon(
@@ -47,12 +50,13 @@ def muon(
     b2: float = 0.95,
     eps: float = 1e-8,
     clip: float | None = 1.0,
+    moments: Any = jnp.float32,
 ) -> optax.GradientTransformation:
     """Muon for the matrices inside layers, AdamW for the rest: embeddings, head, routers, norms, biases (arXiv:2502.16982).
 
     model: gives the axes; `jax.eval_shape` of a model does. Each matrix is made orthogonal as inputs x outputs, heads together,
     every layer and every expert by itself. Its update is scaled to the size of Adam's, so `learning_rate` and `weight_decay` mean
-    what they mean there. adam_learning_rate: for the rest, if it shall differ.
+    what they mean there. adam_learning_rate: for the rest, if it shall differ. moments: as in `adamw`.
     """
     dims = muon_dimensions(model)
 
@@ -64,14 +68,23 @@ def muon(
         beta=beta,
         weight_decay=weight_decay,
         consistent_rms=0.2,
-        mu_dtype=jnp.float32,
         muon_weight_dimension_numbers=dimensions,
     )
-    adam = functools.partial(optax.adamw, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mu_dtype=jnp.float32)
+    adam = functools.partial(optax.adamw, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     rest = adam(adam_learning_rate or learning_rate, mask=decay_mask(model))
     kinds = lambda params: {path: "matrix" if path in dims else "rest" for path in params}
     both = optax.partition({"matrix": matrices, "rest": rest}, kinds)
-    return both if clip is None else optax.chain(clip_by_global_norm(clip), both)
+    return _clipped(_held_in(moments, both), clip)
+
+
+def _held_in(moments: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    if jnp.dtype(moments) not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"moments are held in float32 or bfloat16, got {jnp.dtype(moments).name}")
+    return in_bfloat16(optimizer) if jnp.dtype(moments) == jnp.bfloat16 else in_float32(optimizer)
+
+
+def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> optax.GradientTransformation:
+    return optimizer if clip is None else optax.chain(clip_by_global_norm(clip), optimizer)
 
 
 def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]:

@@ -88,7 +88,9 @@ def plot_coordinates(found: Coordinates, *, match: str = "*", steps: Sequence[in
     """Sizes over widths, one panel for each number of steps done and one line for each layer that `match` fits; returns matplotlib's axes."""
     import matplotlib.pyplot as plt  # an extra
 
-    axes = plt.subplots(1, len(steps), figsize=(3.2 * len(steps), 3), sharey=True, layout="constrained", squeeze=False)[1]
+    axes = plt.subplots(1, len(steps), figsize=(3.2 * len(steps), 3), sharey=True, layout="constrained", squeeze=False)[
+        1
+    ]
     total = next(iter(found.sizes.values())).shape[1]
     for ax, step in zip(axes[0], steps, strict=True):
         for name in fnmatch.filter(found.sizes, match):
