@@ -49,7 +49,7 @@ def main() -> None:
         trainer.say(quantization.report(trainer.state.model).summary)
     loss, entropy = trainer.fit(args.steps)["eval/nll"], unigram(eval_loader)
     print(f"\nvalidation loss {loss:.3f} nats per token; unigram entropy of the same tokens {entropy:.3f}")
-    diagnostics.plot_loss(args.out, level=entropy).figure.savefig(args.out / "loss.png", dpi=120)
+    diagnostics.plot_loss(args.out, levels={"unigram entropy": entropy}).figure.savefig(args.out / "loss.png", dpi=120)
     finish(trainer.model, tokenizer, args)
 
 

@@ -207,5 +207,4 @@ def _op_flops(op: str, inputs: list[Any]) -> float:
 
 def _inside(eqn: Any) -> list[Any]:
     values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else [p])]
-    closed = [v.jaxpr for v in values if isinstance(v, core.ClosedJaxpr)]
-    return closed + [v for v in values if isinstance(v, core.Jaxpr)]
+    return [getattr(v, "jaxpr", v) for v in values if isinstance(v, core.ClosedJaxpr | core.Jaxpr)]
