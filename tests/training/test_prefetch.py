@@ -1,6 +1,5 @@
 """A loader that is ahead of the loop, and whose state is not."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -43,15 +42,3 @@ def test_it_goes_on_where_its_state_was_taken():
     assert same(next(again), 1)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         training.Prefetch(tiny.Loader(), size=0)
-
-
-def test_a_trainer_takes_it(tmp_path):
-    optimizer = tiny.optimizer(tiny.model())
-    trained = []
-    for wrap in (lambda loader: loader, training.Prefetch):
-        loader = wrap(Counting())
-        trainer = training.Trainer(tiny.model, optimizer=optimizer, loader=loader, loss=tiny.loss, directory=tmp_path)
-        trained.append(trainer.fit(3)["loss"])
-    assert trained[0] == trained[1] and loader.get_state() == {"0": {"next": 3}}
-    last = training.read_jsonl(tmp_path / "metrics.jsonl")[-1]
-    assert last["data/read"] == 3 and last["data/wait_seconds"] > 0 and jax.process_count() == 1
