@@ -49,6 +49,8 @@ def main() -> None:
         eval_every=max(args.steps // 4, 1),
         checkpointer=training.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
     )
+    if args.quantize:
+        trainer.say(quantization.report(trainer.state.model).summary)
     loss, entropy = trainer.fit(args.steps)["eval/nll"], unigram(held_out)
     trainer.say(f"\nvalidation loss {loss:.3f} nats per token; unigram entropy of the same tokens {entropy:.3f}")
     tokens = {"bos_token_id": ids["bos_id"], "eos_token_id": ids["eos_id"]}

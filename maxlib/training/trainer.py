@@ -24,7 +24,7 @@ from maxlib.training.interrupt import Interrupt, Interrupted, interrupts
 from maxlib.training.losses import Batch, next_token_loss
 from maxlib.training.metrics import Console, Jsonl, Meter, Writers, reported
 from maxlib.training.pipelining import Gradients
-from maxlib.training.placement import own_model, place_batch
+from maxlib.training.placement import host_rows, own_model, place_batch
 from maxlib.training.restore import Origin, initial_state, save
 from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, make_train_step
 
@@ -302,10 +302,12 @@ class Trainer:
             else f"The last good checkpoint is that of step {latest}"
         )
 
-    def _count_flops(self, batch: dict[str, np.ndarray]) -> None:
+    def _count_flops(self, batch: Batch) -> None:
         """What a step costs, by this host's rows of its first batch."""
         self._counted = True
         try:
-            self._meter.flops = jax.process_count() * flops.training_flops(self.loss, self.state.model, batch)
+            self._meter.flops = jax.process_count() * flops.training_flops(
+                self.loss, self.state.model, host_rows(batch)
+            )
         except Exception as error:  # an estimate must not end a run
             self.say(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")

@@ -65,8 +65,10 @@ def test_it_is_the_bare_loop_and_leaves_the_model_alone(tmp_path):
 
 
 def test_on_a_mesh(tmp_path):
-    ours = trainer(mesh=sharding.make_mesh(data=2, fsdp=2, tensor=2), eval_loader=tiny.Loader(1))
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    ours = trainer(mesh=mesh, loader=training.Prefetch(tiny.Loader(), mesh=mesh), eval_loader=tiny.Loader(1))
     last = ours.fit(3)
+    assert last["data/wait_seconds"] > 0 and ours.loader.get_state() == {"0": {"next": 3}}
     state, metrics = by_hand(3)
     assert float(last["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5) and "eval/loss" in last
     for path, value in state.trainable.items():
