@@ -15,6 +15,8 @@ from maxlib.nn.context import context as context
 from maxlib.nn.context import spans as spans
 from maxlib.nn.context import unbalance as unbalance
 from maxlib.nn.decoder import Decoder as Decoder
+from maxlib.nn.decoder import MTPDecoder as MTPDecoder
+from maxlib.nn.decoder import VisionDecoder as VisionDecoder
 from maxlib.nn.features import attention_kind as attention_kind
 from maxlib.nn.features import cache_kinds as cache_kinds
 from maxlib.nn.features import features as features

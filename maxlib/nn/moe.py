@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from maxlib import ops
 from maxlib.nn import dispatch, exchange
 from maxlib.nn.context import Context
 from maxlib.nn.linear import Init
@@ -47,7 +48,10 @@ class ClampedSwiGLU:
 
 
 class ExpertLinear(nnx.Module):
-    """One matrix per expert, `E O I`, and a bias `E O`; `MoE` applies them."""
+    """One matrix per expert, and a bias `E O`; `MoE` applies them.
+
+    shape, axes: of a matrix `O I`. layout: how the matrices are stored, `EOI` or `EIO`; values are the same either way.
+    """
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class ExpertLinear(nnx.Module):
         axes: tuple[str, str],
         *,
         bias: bool = False,
+        layout: ops.Layout = "EOI",
         init: Init | None = None,
         rngs: nnx.Rngs,
     ):
@@ -63,10 +68,13 @@ class ExpertLinear(nnx.Module):
             init = nnx.initializers.variance_scaling(
                 1.0, "fan_in", "truncated_normal", in_axis=2, out_axis=1, batch_axis=0
             )
-        values = init(rngs.params(), (num_experts, *shape), jnp.float32)
-        self.w = nnx.Param(values, axes=("expert", *axes), summed=axes[1:])
+        values, own = init(rngs.params(), (num_experts, *shape), jnp.float32), ("expert", *axes)
+        if layout == "EIO":
+            values, own = jnp.swapaxes(values, 1, 2), ("expert", *axes[::-1])
+        self.w = nnx.Param(values, axes=own, summed=axes[1:])
         self.b = nnx.Param(jnp.zeros((num_experts, shape[0])), axes=("expert", axes[0])) if bias else None
         self.matmul: Matmul = Exact()
+        self.layout: ops.Layout = layout
 
     def stored(self, dtype: Any) -> Array | QuantizedWeight:
         """The matrices to multiply with: in `dtype`, or as they are if they are quantized."""
@@ -74,7 +82,7 @@ class ExpertLinear(nnx.Module):
 
     def one(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
         """`x` through a single expert, whose parameters have no expert axis."""
-        y = self.matmul.einsum("BTI,OI->BTO", x, self.w)
+        y = self.matmul.einsum(f"BTI,{self.layout[1:]}->BTO", x, self.w)
         return y if self.b is None else y + jnp.broadcast_to(jnp.asarray(self.b[...], x.dtype), y.shape)
 
 
@@ -85,6 +93,7 @@ class MoE(nnx.Module):
     expert's gate and up projections. shared: a layer that every token passes. capacity_factor: None computes every choice
     (dropless). A number gives each expert room for `ceil(capacity_factor * T * top_k / E)` tokens of each row of the batch; who comes later
     in the row is dropped, so that no token's result depends on a later one or on another row. losses: what to report for training.
+    layout: of the experts' matrices, see `ExpertLinear`: that of the files they are read from.
     """
 
     def __init__(
@@ -98,6 +107,7 @@ class MoE(nnx.Module):
         shared: nnx.Module | None = None,
         capacity_factor: float | None = None,
         losses: Sequence[RouterLoss] = (),
+        layout: ops.Layout = "EOI",
         init: Init | None = None,
         rngs: nnx.Rngs,
     ):
@@ -105,10 +115,12 @@ class MoE(nnx.Module):
             raise ValueError(f"capacity_factor must be positive, or None to drop nothing, got {capacity_factor}")
         E, into, out = router.num_experts, (mlp_dim, dim), (dim, mlp_dim)
         self.router, self.shared = router, shared
-        self.gate = ExpertLinear(E, into, ("mlp", "expert_embed"), bias=bias, init=init, rngs=rngs)
-        self.up = ExpertLinear(E, into, ("mlp", "expert_embed"), bias=bias, init=init, rngs=rngs)
-        self.down = ExpertLinear(E, out, ("expert_embed", "mlp"), bias=bias, init=init, rngs=rngs)
+        parts: dict[str, Any] = {"bias": bias, "layout": layout, "init": init, "rngs": rngs}
+        self.gate = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts)
+        self.up = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts)
+        self.down = ExpertLinear(E, out, ("expert_embed", "mlp"), **parts)
         self.combine, self.capacity_factor, self.losses = combine, capacity_factor, tuple(losses)
+        self.layout: ops.Layout = layout
 
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None
@@ -135,17 +147,20 @@ class MoE(nnx.Module):
         capacity = self.capacity(x.shape[1])
         E, tokens = self.router.num_experts, ("batch", "seq" if capacity is None else None)
         axis = axis_of("act_expert") if E % degree("act_expert") == 0 else None
-        rows, into, out = (*tokens, None), ("act_expert", "mlp", None), ("act_expert", None, "mlp")
+        rows, biased = (*tokens, None), ("act_expert", "mlp")
+        into, out = ({"E": "act_expert", letter: "mlp"} for letter in "OI")
         parts = (self.gate, self.up, self.down)
         stored = [_placed(m.stored(x.dtype), m.w) for m in parts]
         w, tree = jax.tree.flatten(stored)
         b = [None if m.b is None else jnp.asarray(m.b[...], x.dtype) for m in (self.gate, self.up)]
         matmuls = tuple(m.matmul for m in parts)
-        options = {"combine": self.combine, "capacity": capacity, "num_experts": E, "axis": axis}
+        how = {"combine": self.combine, "layout": self.layout}
+        options = {**how, "capacity": capacity, "num_experts": E, "axis": axis}
         run = functools.partial(_run, matmuls=matmuls, tree=tree, **options)
-        split = [names for m, axes in zip(stored, (into, into, out), strict=True) for names in _names(m, axes)]
+        axes = [tuple(names.get(letter) for letter in self.layout) for names in (into, into, out)]
+        split = [names for m, own in zip(stored, axes, strict=True) for names in _names(m, own)]
         # A device that has a part of the width computes a part of the sum.
-        names = [rows, rows, rows, rows, tokens, into[:2], into[:2], *split]
+        names = [rows, rows, rows, rows, tokens, biased, biased, *split]
         mapped = map_op(run, names, (("mlp", *rows), rows))
         y, kept = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *b, *w)
         return y.sum(axis=0), kept
@@ -196,11 +211,13 @@ def _names(w: Any, names: tuple) -> list[tuple]:
     return [tuple(None if n == 1 else name for n, name in zip(a.shape, names, strict=True)) for a in jax.tree.leaves(w)]
 
 
-def _run(x, experts, weights, input_weights, valid, *rest, combine, capacity, matmuls, tree, num_experts: int, axis):
+def _run(
+    x, experts, weights, input_weights, valid, *rest, combine, layout, capacity, matmuls, tree, num_experts: int, axis
+):
     """The experts' part of one device. Without a capacity all its tokens are one group, else each row is."""
     biases, matrices = rest[:2], jax.tree.unflatten(tree, rest[2:])
     linears = [*zip(matmuls, matrices, (*biases, None), strict=True)]
-    apply = functools.partial(_apply, linears=linears, combine=combine)
+    apply = functools.partial(_apply, linears=linears, combine=combine, layout=layout)
     split = {"apply": apply, "num_experts": num_experts, "axis": axis}
     if capacity is not None:
         y, kept = _run_rows(x, experts, weights, input_weights, valid, capacity=capacity, **split)
@@ -242,8 +259,8 @@ def _rows(x, input_weights, plan: dispatch.Plan):
     return (rows * dispatch.spread_choices(input_weights, plan)).astype(x.dtype)
 
 
-def _apply(rows, plan: dispatch.Plan, *, linears, combine):
-    gate, up, down = [functools.partial(plan.linear, matmul, w=w, b=b) for matmul, w, b in linears]
+def _apply(rows, plan: dispatch.Plan, *, linears, combine, layout):
+    gate, up, down = [functools.partial(plan.linear, matmul, w=w, b=b, layout=layout) for matmul, w, b in linears]
     return down(combine(gate(rows), up(rows)))
 
 

@@ -13,6 +13,7 @@ from maxlib.ops.grouped_matmul.reference import reference, reference_outer
 from maxlib.ops.grouped_matmul.tiled import tiled, tiled_outer
 
 Implementation = Literal["ragged_dot", "tiled", "reference"]
+Layout = Literal["EOI", "EIO"]
 
 _RUN = {"ragged_dot": ragged_dot, "tiled": tiled, "reference": reference}
 _OUTER = {"ragged_dot": ragged_outer, "tiled": tiled_outer, "reference": reference_outer}
@@ -22,9 +23,10 @@ _BEST = {"tpu": "ragged_dot"}
 
 def grouped_matmul(
     rows: Num[Array, "M I"],
-    weights: Num[Array, "E O I"] | Any,
+    weights: Num[Array, "E O I"] | Num[Array, "E I O"] | Any,
     rows_per_expert: Int[Array, " E"],
     *,
+    layout: Layout = "EOI",
     out_dtype: Any = None,
     implementation: Implementation | None = None,
 ) -> Num[Array, "M O"]:
@@ -35,6 +37,7 @@ def grouped_matmul(
     Computes in the dtype of `rows`, which is also the result's, and accumulates in float32 (float64 for float64).
     The gradient of `weights` has their dtype and is never rounded to another one before.
 
+    layout: which dimensions `weights` have, in this order; "EIO" multiplies by `weights[e]` itself.
     weights: an array, or a pytree of arrays with the leading axis E that has the matrices' `shape` and gives them by `weights[...]`, such as
     `nn.QuantizedWeight`; it has no gradient. out_dtype: operands are multiplied as they are, in whatever narrow dtypes, integers are
     accumulated in int32, and the result has this dtype; it has no gradient either.
@@ -42,14 +45,14 @@ def grouped_matmul(
     implementation: "ragged_dot" (the default on TPU) is XLA's own; "tiled" (the default elsewhere) works through tiles of rows, so
     that its cost follows the rows and not rows times experts; "reference" is the specification, a loop over experts.
 
-    Raises ValueError for shapes that do not fit and for an unknown implementation.
+    Raises ValueError for shapes that do not fit, for an unknown implementation and an unknown layout.
     """
-    _check(rows, weights, rows_per_expert)
+    _check(rows, weights, rows_per_expert, layout)
     name = _chosen(implementation)
     if name != "tiled" and not isinstance(weights, jax.Array):
         weights = weights[...]
     counts = rows_per_expert.astype(jnp.int32)
-    return _grouped_matmul(rows, weights, counts, implementation=name, out_dtype=out_dtype)
+    return _grouped_matmul(rows, weights, counts, implementation=name, layout=layout, out_dtype=out_dtype)
 
 
 def grouped_outer(
@@ -78,12 +81,12 @@ def _chosen(implementation: str | None) -> str:
 
 def _flops(rows, weights, *rest) -> float:
     """As if every row had an expert."""
-    return 2.0 * rows.shape[0] * rows.shape[1] * weights.shape[1]
+    return 2.0 * rows.shape[0] * weights.shape[1] * weights.shape[2]
 
 
-@counted(_flops, static=("implementation", "out_dtype"))
-def _grouped_matmul(rows, weights, rows_per_expert, *, implementation, out_dtype):
-    return _RUN[implementation](rows, weights, rows_per_expert, out_dtype)
+@counted(_flops, static=("implementation", "layout", "out_dtype"))
+def _grouped_matmul(rows, weights, rows_per_expert, *, implementation, layout, out_dtype):
+    return _RUN[implementation](rows, weights, rows_per_expert, layout, out_dtype)
 
 
 @counted(_flops, static=("implementation",))
@@ -91,10 +94,12 @@ def _grouped_outer(d_out, rows, rows_per_expert, *, implementation):
     return _OUTER[implementation](d_out, rows, rows_per_expert)
 
 
-def _check(rows, weights, rows_per_expert) -> None:
-    if rows.ndim != 2 or len(weights.shape) != 3 or rows.shape[1] != weights.shape[2]:
+def _check(rows, weights, rows_per_expert, layout) -> None:
+    if layout not in ("EOI", "EIO"):
+        raise ValueError(f"grouped_matmul: layout must be 'EOI' or 'EIO', got {layout!r}")
+    if rows.ndim != 2 or len(weights.shape) != 3 or rows.shape[1] != weights.shape[layout.index("I")]:
         raise ValueError(
-            f"grouped_matmul: rows must be 'M I' and weights 'E O I' with the same I, "
+            f"grouped_matmul: rows must be 'M I' and weights {' '.join(layout)!r} with the same I, "
             f"got rows {rows.shape} and weights {weights.shape}"
         )
     if rows_per_expert.shape != weights.shape[:1] or not jnp.issubdtype(rows_per_expert.dtype, jnp.integer):
