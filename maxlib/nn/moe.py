@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from maxlib.nn import dispatch, exchange
@@ -17,7 +18,7 @@ from maxlib.nn.linear import Init
 from maxlib.nn.matmul import Exact, Matmul
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.router import InputRouter, Router, Routing, expert_counts
-from maxlib.sharding import axis_of, constrain, degree, map_op
+from maxlib.sharding import Gathered, axis_of, constrain, degree, map_op
 
 
 @runtime_checkable
@@ -143,7 +144,8 @@ class MoE(nnx.Module):
         matmuls = tuple(m.matmul for m in parts)
         options = {"combine": self.combine, "capacity": capacity, "num_experts": E, "axis": axis}
         run = functools.partial(_run, matmuls=matmuls, tree=tree, **options)
-        split = [names for m, axes in zip(stored, (into, into, out), strict=True) for names in _names(m, axes)]
+        wanted = zip(stored, [m.w for m in parts], (into, into, out), strict=True)
+        split = [names for m, weight, axes in wanted for names in _names(m, weight, axes)]
         # A device that has a part of the width computes a part of the sum.
         names = [rows, rows, rows, rows, tokens, into[:2], into[:2], *split]
         mapped = map_op(run, names, (("mlp", *rows), rows))
@@ -191,8 +193,10 @@ def _placed(w: Any, weight: Any) -> Any:
     return constrain(w, *names) if len(names) == w.ndim else w
 
 
-def _names(w: Any, names: tuple) -> list[tuple]:
-    """The axis names of every array of `w`: a quantized one has scales too, with a single entry along some axes."""
+def _names(w: Any, weight: Any, names: tuple) -> list[Any]:
+    """How every array of `w` is split: a quantized one has scales too, with a single entry along some axes."""
+    if isinstance(w, jax.Array) and len(kept := weight.get_metadata().get("axes", ())) == w.ndim:
+        return [Gathered(kept, names)]
     return [tuple(None if n == 1 else name for n, name in zip(a.shape, names, strict=True)) for a in jax.tree.leaves(w)]
 
 
@@ -244,7 +248,7 @@ def _rows(x, input_weights, plan: dispatch.Plan):
 
 def _apply(rows, plan: dispatch.Plan, *, linears, combine):
     gate, up, down = [functools.partial(plan.linear, matmul, w=w, b=b) for matmul, w, b in linears]
-    return down(combine(gate(rows), up(rows)))
+    return down(combine(checkpoint_name(gate(rows), "expert_gate"), checkpoint_name(up(rows), "expert_up")))
 
 
 def _weighted(rows, weights, plan: dispatch.Plan, x):
