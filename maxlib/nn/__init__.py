@@ -51,6 +51,8 @@ from maxlib.nn.pytree import pytree as pytree
 from maxlib.nn.pytree import static as static
 from maxlib.nn.quantized import FOUR_BITS as FOUR_BITS
 from maxlib.nn.quantized import QuantizedWeight as QuantizedWeight
+from maxlib.nn.remat import INTERMEDIATES as INTERMEDIATES
+from maxlib.nn.remat import POLICIES as POLICIES
 from maxlib.nn.remat import Policy as Policy
 from maxlib.nn.remat import remat_policy as remat_policy
 from maxlib.nn.router import GroupLimit as GroupLimit

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops
@@ -82,7 +83,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Without `ctx` each row is one document from position 0."""
         ctx = context(*x.shape[:2]) if ctx is None else ctx
-        q, k, v = self.project(x, ctx)
+        q, k, v = map(checkpoint_name, self.project(x, ctx), ("q", "k", "v"))
         k_start, k_end = ctx.bounds(self.mask)
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
@@ -152,10 +153,13 @@ def attend(
         k, v = (natural_order(x, parts) for x in (k, v)) if balanced else (k, v)
         return ops.attention(q, k, v, **options)
 
+    # Tokens are exchanged for heads here and nowhere else: left alone, XLA would rotate and project heads, and gather tokens.
+    own = lambda x: constrain(x, "batch", "seq", "act_heads", None)
+    q, k, v = (own(x) for x in (q, k, v)) if q.shape[1] == k.shape[1] else (q, k, v)
     copies = degree("attn_heads")
     if q.shape[2] % copies == 0 and copies > k.shape[2] and copies % k.shape[2] == 0:
         # Fewer key heads than devices: each takes a copy of its own.
         k, v = (jnp.repeat(x, copies // x.shape[2], axis=2) for x in (k, v))
     queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
     names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",)]
-    return map_op(op, names, queries)(q, k, v, k_start, k_end, sinks)
+    return own(map_op(op, names, queries)(q, k, v, k_start, k_end, sinks))
