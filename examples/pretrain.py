@@ -49,6 +49,8 @@ def main() -> None:
         eval_every=max(args.steps // 4, 1),
         checkpointer=training.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
     )
+    if args.quantize:
+        trainer.say(quantization.report(trainer.state.model).summary)
     loss, entropy = trainer.fit(args.steps)["eval/nll"], unigram(held_out)
     trainer.say(f"\nvalidation loss {loss:.3f} nats per token; unigram entropy of the same tokens {entropy:.3f}")
     tokens = {"bos_token_id": ids["bos_id"], "eos_token_id": ids["eos_id"]}
@@ -109,7 +111,7 @@ def finish(tokenizer: Tokenizer, entropy: float, args) -> None:
     for piece in inference.stream_text(generator, tokenizer, "The ", max_new_tokens=80, sampler=sampler, stop=[1]):
         print(piece, end="", flush=True)
         sample.append(piece)
-    diagnostics.plot_loss(args.out, level=entropy).figure.savefig(args.out / "loss.png", dpi=120)
+    diagnostics.plot_loss(args.out, levels={"unigram entropy": entropy}).figure.savefig(args.out / "loss.png", dpi=120)
     diagnostics.write_config(args.out, **vars(args))
     diagnostics.add_sample(args.out, args.steps, "".join(sample))
     print(f"\n\nThe loss curve is {args.out / 'loss.png'}; open it with any viewer.")

@@ -38,7 +38,7 @@ class Attention(nnx.Module):
     rope: how positions rotate queries and keys; None leaves them (NoPE). q_norm, k_norm: norms over the head dimension, applied before the
     rotation. scale: factor on the scores, by default `head_dim ** -0.5`. softcap: `c * tanh(scores / c)`. sinks: one learned
     logit per head that takes part in the softmax and has no value (GPT-OSS). temperature: factor on each query, given its index in its
-    document (`TemperatureTuning`).
+    document (`TemperatureTuning`). implementation: of `ops.attention`, None for the best one; `with_attention` sets it in a whole model.
     Raises ValueError when `num_heads` is no multiple of `num_kv_heads`.
     """
 
@@ -59,6 +59,7 @@ class Attention(nnx.Module):
         softcap: float | None = None,
         sinks: bool = False,
         temperature: Callable[[Array], Array] | None = None,
+        implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
         D, N, K, H = dim, num_heads, num_kv_heads or num_heads, head_dim
@@ -73,7 +74,7 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = q_norm, k_norm
         self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",)) if sinks else None
         self.mask, self.rope, self.scale, self.softcap = mask, rope, scale, softcap
-        self.temperature = temperature
+        self.temperature, self.implementation = temperature, implementation
         self.num_kv_heads, self.head_dim = K, H
 
     def __call__(
@@ -86,7 +87,8 @@ class Attention(nnx.Module):
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
         sinks = None if self.sinks is None else self.sinks[...]
-        out = attend(q, k, v, k_start, k_end, sinks, scale=self.scale, softcap=self.softcap, balanced=ctx.balanced)
+        options = {"scale": self.scale, "softcap": self.softcap, "implementation": self.implementation}
+        out = attend(q, k, v, k_start, k_end, sinks, balanced=ctx.balanced, **options)
         return self.o(out), cache
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
@@ -130,6 +132,7 @@ def attend(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    implementation: str | None = None,
     balanced: bool = False,
 ) -> Float[Array, "B T N Hv"]:
     """`ops.attention` on each device's own rows, heads and queries, by the sharding rules in use.
@@ -142,7 +145,8 @@ def attend(
     parts = degree("q_seq") if balanced else 1
 
     def op(q, k, v, k_start, k_end, sinks):
-        options = {"k_start": k_start, "k_end": k_end, "sinks": sinks, "scale": scale, "softcap": softcap}
+        bounds = {"k_start": k_start, "k_end": k_end}
+        options = {**bounds, "sinks": sinks, "scale": scale, "softcap": softcap, "implementation": implementation}
         if ring is not None:
             return ops.ring_attention(q, k, v, axis_name=ring, pieces=2 if balanced else 1, **options)
         k, v = (natural_order(x, parts) for x in (k, v)) if balanced else (k, v)

@@ -7,6 +7,7 @@ import jax
 
 from maxlib import xla_flags
 from maxlib.plan import plan, search
+from maxlib.sharding import PRESETS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,7 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--sequence", type=int, default=2048, help="tokens of a sequence (default 2048)")
     add("--mesh", nargs="*", default=["fsdp=-1"], help="degrees, such as fsdp=-1 tensor=4 (default fsdp=-1)")
     add("--dcn", nargs="*", default=[], help="degrees across slices, such as data=-1")
-    add("--rules", default="fsdp", help="a preset of sharding.PRESETS (default fsdp)")
+    add(
+        "--rules",
+        default="fsdp",
+        help=f"{', '.join(PRESETS)}, or several: fsdp_tp+cp_ring+pp:16, with 16 microbatches (default fsdp)",
+    )
     add("--remat", default="full", help="full, dots, none, or names kept, with commas (default full)")
     add("--optimizer", default="adamw", help="adamw (default) or sgd")
     add("--accumulate", type=int, default=1, help="microbatches of a step (default 1)")

@@ -24,6 +24,7 @@ from maxlib.sharding.rules import EP as EP
 from maxlib.sharding.rules import EP_FSDP as EP_FSDP
 from maxlib.sharding.rules import FSDP as FSDP
 from maxlib.sharding.rules import FSDP_TP as FSDP_TP
+from maxlib.sharding.rules import PP as PP
 from maxlib.sharding.rules import PRESETS as PRESETS
 from maxlib.sharding.rules import SP as SP
 from maxlib.sharding.rules import TP as TP
@@ -37,6 +38,7 @@ from maxlib.sharding.rules import current as current
 from maxlib.sharding.rules import degree as degree
 from maxlib.sharding.rules import mesh_axes as mesh_axes
 from maxlib.sharding.rules import optimizer_spec as optimizer_spec
+from maxlib.sharding.rules import preset as preset
 from maxlib.sharding.rules import spec as spec
 from maxlib.sharding.rules import use as use
 from maxlib.sharding.zigzag import can_zigzag as can_zigzag

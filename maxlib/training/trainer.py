@@ -23,7 +23,8 @@ from maxlib.training.evaluation import evaluate
 from maxlib.training.interrupt import Interrupt, Interrupted, interrupts
 from maxlib.training.losses import Batch, next_token_loss
 from maxlib.training.metrics import Console, Jsonl, Meter, Writers, reported
-from maxlib.training.placement import own_model, place_batch
+from maxlib.training.pipelining import Gradients
+from maxlib.training.placement import host_rows, own_model, place_batch
 from maxlib.training.restore import Origin, initial_state, save
 from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, make_train_step
 
@@ -49,7 +50,8 @@ class Trainer:
 
     model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall live.
     loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` and `goodput.jsonl` go. mesh, rules:
-    how everything is sharded (default rules: `sharding.FSDP_TP`). filter: what is trained. schedule: only reported.
+    how everything is sharded (default rules: `sharding.FSDP_TP`). gradients: what finds the gradient in place of autodiff of `loss`,
+    such as `one_f_one_b`; `loss` is then that of evaluation. filter: what is trained. schedule: only reported.
     eval_loader: read from its start to its end every `eval_every` steps and at the end. callbacks: pairs `(n, f)`; `f(trainer)`
     runs after every `n` steps, and its time counts as training only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
     ends the process and says what it waited for.
@@ -69,6 +71,7 @@ class Trainer:
         mesh: Mesh | None = None,
         rules: sharding.Rules = sharding.FSDP_TP,
         accumulate: int = 1,
+        gradients: Gradients | None = None,
         filter: nn.Filter = nn.is_trainable,
         schedule: optax.Schedule | None = None,
         eval_loader: Loader | None = None,
@@ -93,7 +96,8 @@ class Trainer:
         with self.sharded(), deadline(timeout, "the model's parameters and moments"):
             self.state = jax.block_until_ready(make_state(own_model(model, mesh, rules), optimizer, filter=filter))
         self.step, self.batch = 0, None
-        self.train_step = jit_step(make_train_step(loss, optimizer, accumulate=accumulate, schedule=schedule))
+        options = {"accumulate": accumulate, "schedule": schedule, "gradients": gradients}
+        self.train_step = jit_step(make_train_step(loss, optimizer, **options))
         self._eval_step = jax.jit(make_eval_step(loss))
         self._meter = Meter()
         self._counted = False
@@ -298,10 +302,12 @@ class Trainer:
             else f"The last good checkpoint is that of step {latest}"
         )
 
-    def _count_flops(self, batch: dict[str, np.ndarray]) -> None:
+    def _count_flops(self, batch: Batch) -> None:
         """What a step costs, by this host's rows of its first batch."""
         self._counted = True
         try:
-            self._meter.flops = jax.process_count() * flops.training_flops(self.loss, self.state.model, batch)
+            self._meter.flops = jax.process_count() * flops.training_flops(
+                self.loss, self.state.model, host_rows(batch)
+            )
         except Exception as error:  # an estimate must not end a run
             self.say(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")

@@ -70,8 +70,8 @@ def test_the_device_is_that_of_the_mesh_in_context():
 def test_the_table_has_every_implementation_and_feature(fast):
     head, _, *rows = capabilities().splitlines()
     assert all(name in head for name in dispatch.FEATURES)
-    assert [row.split("`")[1] for row in rows] == ["fast", "mosaic_gpu", "chunked", "reference"]
-    assert rows[0].count("yes") == rows[2].count("yes") - 1
+    assert [row.split("`")[1] for row in rows] == ["fast", "mosaic_gpu", "mosaic_tpu", "chunked", "reference"]
+    assert rows[0].count("yes") == rows[3].count("yes") - 1
 
 
 @pytest.mark.parametrize(
