@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -82,3 +83,8 @@ def test_libtpu_gets_its_own_variable(monkeypatch):
         "--xla_tpu_scoped_vmem_limit_kib=1024",
         *str(SETS["tpu-data"]).split(),
     ]
+
+
+def test_the_documentation_has_every_set():
+    page = (Path(__file__).parents[1] / "docs" / "scale.md").read_text()
+    assert [name for name, each in SETS.items() if f"| `{name}` | {each.goal} |" not in page] == []

@@ -1,7 +1,7 @@
 """A training run of any number of processes: `python -m tests.training.distributed DIRECTORY STEPS [DIE_AFTER PROCESS]`.
 
 It trains on a packed mixture, evaluates, saves every two steps, writes down which tokens were in each global batch, and exports. With
-the last two arguments that process kills itself after that step, once.
+the last two arguments that process kills itself after that step, and does not come back to a run of as many.
 """
 
 import json
@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from maxlib import data, ops, sharding, training, weights
+from maxlib import data, inference, ops, sharding, training, weights
+from maxlib.training import diagnostics
 from tests.training import tiny
 
 LENGTH, ROWS, SHARDS = 12, 8, 4
@@ -73,16 +75,30 @@ def run(directory: Path, steps: int, callbacks: Sequence[Any] = ()) -> training.
     return trainer
 
 
+def watching(directory: Path) -> list[Any]:
+    """Callbacks that compute with the whole model, or meet the other processes."""
+    text = lambda model: str(inference.generate(model, [[1, 2, 3]], max_new_tokens=4, dtype=jnp.float32))
+    each = diagnostics.LayerStatistics(), diagnostics.Recompute(rows=4), diagnostics.SlowHosts(factor=1e9, size=16)
+    return [
+        (3, callback) for callback in (*each, diagnostics.Samples(directory, text), diagnostics.DumpProgram(directory))
+    ]
+
+
 def main(directory: Path, steps: int, die_after: int = 0, process: int = 0) -> None:
+    died = directory / "died"
+    if (
+        died.exists()
+        and died.read_text() == f"{os.environ.get('JAX_PROCESS_ID')} {os.environ.get('JAX_NUM_PROCESSES')}"
+    ):
+        sys.exit(7)
     sharding.initialize(timeout=120, heartbeat=20)
-    once = directory / "died"
 
     def die(trainer) -> None:
-        if trainer.step == die_after and jax.process_index() == process and not once.exists():
-            once.touch()
+        if trainer.step == die_after and jax.process_index() == process and not died.exists():
+            died.write_text(f"{process} {jax.process_count()}")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    trainer = run(directory, steps, [(1, die)])
+    trainer = run(directory, steps, [(1, die), *watching(directory)] if os.environ.get("WATCHED") else [(1, die)])
     weights.save_pretrained(trainer.model, directory / "model", overwrite=True)
 
 

@@ -29,10 +29,10 @@ def alone(tmp_path_factory) -> Path:
     return directory
 
 
-def start(count: int, *arguments) -> list[subprocess.Popen]:
+def start(count: int, *arguments, **more: str) -> list[subprocess.Popen]:
     addresses = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(count)}
     command = [*PROGRAM, *map(str, arguments)]
-    own = lambda i: ENVIRONMENT | addresses | {"JAX_PROCESS_ID": str(i)}
+    own = lambda i: ENVIRONMENT | more | addresses | {"JAX_PROCESS_ID": str(i)}
     return [subprocess.Popen(command, env=own(i), cwd=ROOT, stderr=subprocess.PIPE, text=True) for i in range(count)]
 
 
@@ -101,11 +101,26 @@ def test_four_processes_then_two_under_a_supervisor(alone, tmp_path):
     run = supervised(tmp_path, "4,2", STEPS, 5, 2)
     out, _ = run.communicate(timeout=500)
     assert run.returncode == 0, out
-    assert "process 2 was killed by SIGKILL" in out
+    assert "process 2 was killed by SIGKILL after step" in out and "process 2 ended with 7" in out
     notes = [json.loads(line) for line in (tmp_path / "supervise.jsonl").read_text().splitlines()]
-    assert [note["processes"] for note in notes if note["event"] == "start"] == [4, 2]
+    assert [note["processes"] for note in notes if note["event"] == "start"] == [4, 4, 2]
     assert_same_run(tmp_path, alone)
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_diagnostics_and_samples_of_several_processes(tmp_path):
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    for directory, count in ((together, 2), (alone, 1)):
+        processes = start(count, directory, 3, WATCHED="1")
+        said = [process.communicate(timeout=500)[1] for process in processes]
+        assert [process.returncode for process in processes] == [0] * count, said
+    ours, theirs = (training.read_jsonl(path / "metrics.jsonl") for path in (together, alone))
+    (ours,), (theirs,) = ([line for line in lines if "layers/output_rms" in line] for lines in (ours, theirs))
+    for name in theirs:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, err_msg=name)
+    assert (together / "samples.jsonl").read_text() == (alone / "samples.jsonl").read_text()
 
 
 @pytest.mark.full
