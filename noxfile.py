@@ -106,6 +106,14 @@ def kernels(session: nox.Session) -> None:
 
 
 @nox.session
+def kernels_tpu(session: nox.Session) -> None:
+    """The TPU kernels compiled for v5e, v5p and v6e, and the memory they take (no TPU needed)."""
+    session.install("-e", ".[tpu]")
+    for topology in session.posargs or ("v5e", "v5p", "v6e"):  # one process each: libtpu describes a single one
+        session.run("python", "-m", "tests.ops.tpu", topology)
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """Wheel and source distribution, into dist/."""
     session.install("build", "twine")

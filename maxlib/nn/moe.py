@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from maxlib import ops
@@ -18,7 +19,7 @@ from maxlib.nn.linear import Init
 from maxlib.nn.matmul import Exact, Matmul
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.router import InputRouter, Router, Routing, expert_counts
-from maxlib.sharding import axis_of, constrain, degree, map_op
+from maxlib.sharding import Gathered, axis_of, constrain, degree, map_op
 
 
 @runtime_checkable
@@ -158,7 +159,8 @@ class MoE(nnx.Module):
         options = {**how, "capacity": capacity, "num_experts": E, "axis": axis}
         run = functools.partial(_run, matmuls=matmuls, tree=tree, **options)
         axes = [tuple(names.get(letter) for letter in self.layout) for names in (into, into, out)]
-        split = [names for m, own in zip(stored, axes, strict=True) for names in _names(m, own)]
+        wanted = zip(stored, [m.w for m in parts], axes, strict=True)
+        split = [names for m, weight, own in wanted for names in _names(m, weight, own)]
         # A device that has a part of the width computes a part of the sum.
         names = [rows, rows, rows, rows, tokens, biased, biased, *split]
         mapped = map_op(run, names, (("mlp", *rows), rows))
@@ -206,8 +208,10 @@ def _placed(w: Any, weight: Any) -> Any:
     return constrain(w, *names) if len(names) == w.ndim else w
 
 
-def _names(w: Any, names: tuple) -> list[tuple]:
-    """The axis names of every array of `w`: a quantized one has scales too, with a single entry along some axes."""
+def _names(w: Any, weight: Any, names: tuple) -> list[Any]:
+    """How every array of `w` is split: a quantized one has scales too, with a single entry along some axes."""
+    if isinstance(w, jax.Array) and len(kept := weight.get_metadata().get("axes", ())) == w.ndim:
+        return [Gathered(kept, names)]
     return [tuple(None if n == 1 else name for n, name in zip(a.shape, names, strict=True)) for a in jax.tree.leaves(w)]
 
 
@@ -261,7 +265,7 @@ def _rows(x, input_weights, plan: dispatch.Plan):
 
 def _apply(rows, plan: dispatch.Plan, *, linears, combine, layout):
     gate, up, down = [functools.partial(plan.linear, matmul, w=w, b=b, layout=layout) for matmul, w, b in linears]
-    return down(combine(gate(rows), up(rows)))
+    return down(combine(checkpoint_name(gate(rows), "expert_gate"), checkpoint_name(up(rows), "expert_up")))
 
 
 def _weighted(rows, weights, plan: dispatch.Plan, x):

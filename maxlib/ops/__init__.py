@@ -15,6 +15,7 @@ from maxlib.ops.cross_entropy import linear_cross_entropy as linear_cross_entrop
 from maxlib.ops.grid_rope import GridRope as GridRope
 from maxlib.ops.grouped_matmul import Layout as Layout
 from maxlib.ops.grouped_matmul import grouped_matmul as grouped_matmul
+from maxlib.ops.grouped_matmul import grouped_outer as grouped_outer
 from maxlib.ops.rope import DynamicNTK as DynamicNTK
 from maxlib.ops.rope import LinearScaling as LinearScaling
 from maxlib.ops.rope import Llama3Scaling as Llama3Scaling

@@ -77,7 +77,7 @@ def _residuals(program: Program, rows: int) -> tuple[float, float]:
 
     weights = {x.shape for x in shapes.values()}
     count = lambda leaves: sum(_kept_bytes(x, weights, program) for x in leaves if x.shape not in weights)
-    saved, all_ = count(kept(job.remat)), count(kept(None))
+    saved, all_ = count(kept(nn.remat.kept(job.remat))), count(kept(None))
     layers = max([x.shape[0] for path, x in shapes.items() if ".body." in path], default=1)
     # The layer that runs backward has its own residuals whole, and about as much again in gradients of activations.
     again = 0.0 if job.remat is None else 1.5 * all_ / layers
@@ -99,7 +99,7 @@ def _layer_weights(program: Program) -> float:
     split."""
     rules, mesh, names = program.job.table, program.mesh, nn.axes(program.state.rest)
     width = jnp.dtype(program.job.dtype).itemsize
-    gathered = dict(rules) | dict.fromkeys(("embed", "expert_embed", "expert"))
+    gathered = dict(rules) | dict.fromkeys(("embed", "expert_embed", "expert", "rank"))
     layer = []
     for path, x in program.state.trainable.items():
         if ".body." not in path or len(names[path]) < 2:

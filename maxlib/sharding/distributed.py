@@ -34,13 +34,15 @@ def initialize(
     *,
     local_device_ids: Sequence[int] | None = None,
     timeout: float = 300,
+    heartbeat: float = 100,
 ) -> Cluster | None:
     """Joins the processes of a run, and says what it found; call it before anything that touches devices.
 
     Looks for, in this order: the arguments; `JAX_COORDINATOR_ADDRESS` with `JAX_NUM_PROCESSES` (or `NNODES`) and
     `JAX_PROCESS_ID` (or `NODE_RANK`); a Kubernetes JobSet; SLURM; Open MPI; TPU pods. Finding nothing it leaves this
-    process alone and returns None. Raises ValueError for incomplete addresses, and TimeoutError, naming who is
-    missing, when a process does not arrive in `timeout` seconds.
+    process alone and returns None. A process that is silent for `heartbeat` seconds later on counts as dead, which ends
+    all others. Raises ValueError for incomplete addresses and numbers that do not fit together, and TimeoutError, naming
+    who is missing, when a process does not arrive in `timeout` seconds.
     """
     cluster = find(coordinator, num_processes, process_id, timeout=timeout)
     if cluster is None:
@@ -58,6 +60,7 @@ def initialize(
         local_device_ids=None if ids is None else list(ids),
         cluster_detection_method="deactivate",
         initialization_timeout=max(10, int(timeout - (time.monotonic() - begin))),
+        heartbeat_timeout_seconds=int(heartbeat),
     )
     return cluster
 

@@ -489,8 +489,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_block_equals_transformers(name):
-    import torch
-
+    torch = pytest.importorskip("torch")
     family, config, block, gate, hf_options, options = BLOCKS[name]
     theirs = randomized(getattr(modeling(family), block)(tiny_config(family, config, **hf_options)))
     values = numpy_of(theirs)

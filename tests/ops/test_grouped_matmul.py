@@ -64,6 +64,18 @@ def test_equals_a_loop_over_experts(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_transpose_of_narrow_operands(implementation):
+    """Summed as they are: of small integers, and of float8 that hold them, exactly."""
+    rng, counts = np.random.default_rng(0), jnp.array([20, 0, 13])
+    d_out, rows = (jnp.asarray(rng.integers(-4, 5, shape)) for shape in ((40, 7), (40, 5)))
+    want = loop(rows, np.zeros((3, 7, 5)), counts, d_out)[2]
+    for d_type, type in (("int8", "int8"), ("float8_e5m2", "float8_e4m3fn"), ("float32", "float32")):
+        got = ops.grouped_outer(d_out.astype(d_type), rows.astype(type), counts, implementation=implementation)
+        assert got.dtype == jnp.float32
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_matrices_may_lie_the_other_way(implementation):
     rows, weights, d_out = arrays(700, 5, 7, 3)
     counts = COUNTS["rows left over"]

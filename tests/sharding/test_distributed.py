@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -106,6 +107,20 @@ def test_roll_call_names_who_is_missing():
     assert "process 2 came" in second and "these did not: processes 1, 3" in second
 
 
+def test_roll_call_turns_wrong_numbers_away():
+    """A process of a larger run, and one whose number is taken; those that belong together still find each other."""
+    address = port()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        run = lambda number, count: pool.submit(roll_call, address, count, number, timeout=20)
+        first, stranger = run(0, 3), run(3, 4)
+        assert "process 3 of 4, but this run has 3" in str(stranger.exception())
+        twin = run(1, 3)
+        time.sleep(0.3)
+        others = [run(1, 3), run(2, 3)]
+        assert "another process 1 has come" in str(twin.exception())
+        assert [each.result() for each in (first, *others)] == [None] * 3
+
+
 def test_roll_call_names_an_absent_coordinator():
     (error,) = call("127.0.0.1:1", 2, [1], timeout=0.3)
     assert "process 1 did not reach process 0 at 127.0.0.1:1 within 0.3 s" in error
@@ -119,6 +134,7 @@ print("all", jax.process_count(), len(jax.devices()))
 """
 
 
+@pytest.mark.full
 def test_two_processes_start():
     address = port()
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}

@@ -1,21 +1,22 @@
-"""The public grouped matmul: checks its arguments and chooses an implementation."""
+"""The public grouped matmul and its transpose: they check their arguments and choose an implementation."""
 
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
 from maxlib.ops.attention.dispatch import current_device
 from maxlib.ops.cost import counted
-from maxlib.ops.grouped_matmul.ragged_dot import ragged_dot
-from maxlib.ops.grouped_matmul.reference import reference
-from maxlib.ops.grouped_matmul.tiled import tiled
+from maxlib.ops.grouped_matmul.ragged_dot import ragged_dot, ragged_outer
+from maxlib.ops.grouped_matmul.reference import reference, reference_outer
+from maxlib.ops.grouped_matmul.tiled import tiled, tiled_outer
 
 Implementation = Literal["ragged_dot", "tiled", "reference"]
 Layout = Literal["EOI", "EIO"]
 
 _RUN = {"ragged_dot": ragged_dot, "tiled": tiled, "reference": reference}
+_OUTER = {"ragged_dot": ragged_outer, "tiled": tiled_outer, "reference": reference_outer}
 # Elsewhere XLA computes ragged_dot densely: every row with every expert.
 _BEST = {"tpu": "ragged_dot"}
 
@@ -47,13 +48,35 @@ def grouped_matmul(
     Raises ValueError for shapes that do not fit, for an unknown implementation and an unknown layout.
     """
     _check(rows, weights, rows_per_expert, layout)
-    name = _BEST.get(current_device()[0], "tiled") if implementation is None else implementation
-    if name not in _RUN:
-        raise ValueError(f"implementation must be None or one of {sorted(_RUN)}, got {name!r}")
+    name = _chosen(implementation)
     if name != "tiled" and not isinstance(weights, jax.Array):
         weights = weights[...]
     counts = rows_per_expert.astype(jnp.int32)
     return _grouped_matmul(rows, weights, counts, implementation=name, layout=layout, out_dtype=out_dtype)
+
+
+def grouped_outer(
+    d_out: Num[Array, "M O"],
+    rows: Num[Array, "M I"],
+    rows_per_expert: Int[Array, " E"],
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "E O I"]:
+    """The transpose of `grouped_matmul`, which gives the gradient of its weights: `d_out[start:end].T @ rows[start:end]` for each expert.
+
+    Operands are multiplied as they are, in whatever narrow dtypes; the result is float32 (float64 for float64). It has no gradient
+    itself. All else is as in `grouped_matmul`.
+    """
+    if d_out.shape[0] != rows.shape[0]:
+        raise ValueError(f"grouped_outer: both must have the same rows, got {d_out.shape} and {rows.shape}")
+    return _grouped_outer(d_out, rows, rows_per_expert.astype(jnp.int32), implementation=_chosen(implementation))
+
+
+def _chosen(implementation: str | None) -> str:
+    name = _BEST.get(current_device()[0], "tiled") if implementation is None else implementation
+    if name not in _RUN:
+        raise ValueError(f"implementation must be None or one of {sorted(_RUN)}, got {name!r}")
+    return name
 
 
 def _flops(rows, weights, *rest) -> float:
@@ -64,6 +87,11 @@ def _flops(rows, weights, *rest) -> float:
 @counted(_flops, static=("implementation", "layout", "out_dtype"))
 def _grouped_matmul(rows, weights, rows_per_expert, *, implementation, layout, out_dtype):
     return _RUN[implementation](rows, weights, rows_per_expert, layout, out_dtype)
+
+
+@counted(_flops, static=("implementation",))
+def _grouped_outer(d_out, rows, rows_per_expert, *, implementation):
+    return _OUTER[implementation](d_out, rows, rows_per_expert)
 
 
 def _check(rows, weights, rows_per_expert, layout) -> None:

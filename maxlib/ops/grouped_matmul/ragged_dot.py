@@ -4,9 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
-from maxlib.ops.grouped_matmul.reference import accumulator
+from maxlib.ops.grouped_matmul.reference import accumulator, summed_in
+
+_OUTER = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
 
 
 def ragged_dot(
@@ -33,3 +37,12 @@ def ragged_dot(
         preferred_element_type=accumulator(rows.dtype) if out_dtype else rows.dtype,
     )
     return jnp.where(used, out, 0).astype(out_dtype or rows.dtype)
+
+
+def ragged_outer(
+    d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
+) -> Float[Array, "E O I"]:
+    used = (jnp.arange(rows.shape[0]) < rows_per_expert.sum())[:, None]
+    d, x = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d_out, rows))
+    out = jax.lax.ragged_dot_general(d, x, rows_per_expert, _OUTER, preferred_element_type=accumulator(rows.dtype))
+    return out.astype(summed_in(rows.dtype))

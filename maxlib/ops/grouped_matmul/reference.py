@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
 
 def reference(
@@ -25,8 +25,25 @@ def reference(
     return out.astype(out_dtype or rows.dtype)
 
 
+def reference_outer(
+    d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
+) -> Float[Array, "E O I"]:
+    ends, row = jnp.cumsum(rows_per_expert), jnp.arange(rows.shape[0])
+    found = []
+    for e in range(rows_per_expert.shape[0]):
+        mine = ((row >= ends[e] - rows_per_expert[e]) & (row < ends[e]))[:, None]
+        d, x = (jnp.where(mine, a, jnp.zeros_like(a)) for a in (d_out, rows))
+        found.append(jnp.einsum("MO,MI->OI", d, x, preferred_element_type=accumulator(rows.dtype)))
+    return jnp.stack(found).astype(summed_in(rows.dtype))
+
+
 def accumulator(dtype: Any) -> Any:
     """What products of `dtype` are summed in."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.int32
     return jnp.float32 if jnp.dtype(dtype).itemsize == 1 else jnp.promote_types(dtype, jnp.float32)
+
+
+def summed_in(dtype: Any) -> Any:
+    """The floating dtype of sums of products of `dtype`."""
+    return jnp.promote_types(accumulator(dtype), jnp.float32)
