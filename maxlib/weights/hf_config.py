@@ -63,6 +63,13 @@ GENERATION = _names(
     """
 )
 HARMLESS = BOOKKEEPING | TOKEN_IDS | TRAINING | GENERATION
+# Sizes that a model cannot have none of.
+POSITIVE = _names(
+    """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    max_position_embeddings n_embd n_layer n_head n_positions
+    """
+)
 # Harmless with this value only; nothing in maxlib computes the others.
 HARMLESS_VALUES = {
     "pretraining_tp": 1,
@@ -101,7 +108,10 @@ class HFConfig:
             return None
         if value is not None:
             kind = kind or (type(default) if isinstance(default, bool | int | float | str) else None)
-            return value if kind is None else _checked(value, kind, self.where(name))
+            value = value if kind is None else _checked(value, kind, self.where(name))
+            if name in POSITIVE and isinstance(value, int) and value < 1:
+                raise ValueError(f"{self.where(name)} must be at least 1, got {value}.")
+            return value
         if default is REQUIRED:
             state = "is null" if name in self._data else "is missing"
             raise ValueError(f"{self.where(name)} must be given, but it {state}. Is this the config of another model?")

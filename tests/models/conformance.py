@@ -37,51 +37,28 @@ BASE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }
+
+
+def _names(text: str) -> set[str]:
+    return set(text.split())
+
+
 # Fields that decide which weights there are and of which shape.
-SHAPING = {
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "attention_bias",
-    "mlp_bias",
-    "tie_word_embeddings",
-    "num_experts",
-    "num_local_experts",
-    "moe_intermediate_size",
-    "n_routed_experts",
-    "n_shared_experts",
-    "first_k_dense_replace",
-    "intermediate_size_mlp",
-    "moe_layers",
-    "mlp_only_layers",
-    "decoder_sparse_step",
-    "use_qk_norm",
-    "kv_lora_rank",
-    "q_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "n_embd",
-    "n_inner",
-    "n_layer",
-    "n_positions",
-}
+SHAPING = _names(
+    """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim attention_bias mlp_bias
+    tie_word_embeddings num_experts num_local_experts moe_intermediate_size n_routed_experts n_shared_experts
+    first_k_dense_replace intermediate_size_mlp moe_layers mlp_only_layers decoder_sparse_step
+    use_qk_norm kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_embd n_inner n_layer n_positions
+    """
+)
 # What others say as well: layers one by one, the rope in the spelling of transformers 5, and which length it is meant for.
-SAID_TWICE = {
-    "model_type",
-    "rope_theta",
-    "rope_scaling",
-    "partial_rotary_factor",
-    "max_position_embeddings",
-    "max_window_layers",
-    "no_rope_layer_interval",
-    "interleave_moe_layer_step",
-    "_sliding_window_pattern",
-}
+SAID_TWICE = _names(
+    """
+    model_type rope_theta rope_scaling partial_rotary_factor max_position_embeddings max_window_layers no_rope_layer_interval
+    interleave_moe_layer_step _sliding_window_pattern
+    """
+)
 
 
 def assert_close(got: Any, want: Any, atol: float = CLOSE) -> None:
