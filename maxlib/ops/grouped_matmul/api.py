@@ -8,13 +8,14 @@ from jaxtyping import Array, Int, Num
 
 from maxlib.ops.attention.dispatch import current_device
 from maxlib.ops.cost import counted
+from maxlib.ops.grouped_matmul.mosaic_gpu import mosaic_gpu, refuses
 from maxlib.ops.grouped_matmul.ragged_dot import ragged_dot
 from maxlib.ops.grouped_matmul.reference import reference
 from maxlib.ops.grouped_matmul.tiled import tiled
 
-Implementation = Literal["ragged_dot", "tiled", "reference"]
+Implementation = Literal["ragged_dot", "tiled", "mosaic_gpu", "reference"]
 
-_RUN = {"ragged_dot": ragged_dot, "tiled": tiled, "reference": reference}
+_RUN = {"ragged_dot": ragged_dot, "mosaic_gpu": mosaic_gpu, "tiled": tiled, "reference": reference}
 # Elsewhere XLA computes ragged_dot densely: every row with every expert.
 _BEST = {"tpu": "ragged_dot"}
 
@@ -39,14 +40,17 @@ def grouped_matmul(
     accumulated in int32, and the result has this dtype; it has no gradient either.
 
     implementation: "ragged_dot" (the default on TPU) is XLA's own; "tiled" (the default elsewhere) works through tiles of rows, so
-    that its cost follows the rows and not rows times experts; "reference" is the specification, a loop over experts.
+    that its cost follows the rows and not rows times experts; "mosaic_gpu", by name only until a GPU has run it, is for NVIDIA's Hopper; "reference"
+    is the specification, a loop over experts.
 
-    Raises ValueError for shapes that do not fit and for an unknown implementation.
+    Raises ValueError for shapes that do not fit, for an unknown implementation and for one that cannot run the call.
     """
     _check(rows, weights, rows_per_expert)
     name = _BEST.get(current_device()[0], "tiled") if implementation is None else implementation
     if name not in _RUN:
         raise ValueError(f"implementation must be None or one of {sorted(_RUN)}, got {name!r}")
+    if name == "mosaic_gpu" and (reason := refuses(rows, weights, out_dtype, current_device())) is not None:
+        raise ValueError(f"grouped_matmul: mosaic_gpu {reason}. Pass implementation=None for the best one that can.")
     if name != "tiled" and not isinstance(weights, jax.Array):
         weights = weights[...]
     counts = rows_per_expert.astype(jnp.int32)
