@@ -43,7 +43,7 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 
 
 def compile_all(widths: tuple[int, int], softcap: float | None) -> list[dict]:
-    """One row per kernel of a forward and backward pass."""
+    """One row per kernel of a forward and backward pass, and of decoding."""
     topology = topologies.get_topology_desc("h200", "cuda", target_config=HOPPER, topology="1x1x1")
     here = jax.sharding.SingleDeviceSharding(topology.devices[0])
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
@@ -58,9 +58,14 @@ def compile_all(widths: tuple[int, int], softcap: float | None) -> list[dict]:
         results, vjp = jax.vjp(call, q, k, v, sinks)
         return results, vjp(results)
 
+    def decoding(q, k, v, start, end, sinks):
+        return mosaic_gpu(q, k, v, k_start=start, k_end=end, scale=0.1, softcap=softcap, sinks=sinks)
+
     for note in DUMP.iterdir():
         note.unlink()
     jax.jit(both).trace(q, k, v, *bounds, sinks).lower(lowering_platforms=("cuda",)).compile()
+    one, ends = array(jnp.bfloat16, B, 1, N, Hk), [array(jnp.int32, B, 1)] * 2
+    jax.jit(decoding).trace(one, k, v, *ends, sinks).lower(lowering_platforms=("cuda",)).compile()
     about = {"Hk": Hk, "Hv": Hv, "softcap": softcap is not None}
     return [about | _read(note.read_text()) for note in sorted(DUMP.glob("*.ptxas"))]
 
@@ -116,6 +121,8 @@ def _tiles(row: dict) -> str:
     names = row["kernel"]
     if names == "forward":
         tiles = config.forward_tiles(*widths)
+    elif names == "decode":
+        tiles = config.decode_tiles(*widths)
     elif names == "dq":
         tiles = config.query_gradient_tiles(*widths, row["softcap"])
     else:
