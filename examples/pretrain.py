@@ -20,6 +20,7 @@ from maxlib.models import llama
 from maxlib.training import diagnostics
 
 BOS, EOS = "<bos>", "<eos>"
+PROMPT = "The"
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = functools.partial(parser.add_argument, metavar="N", type=int)
-    add("files", metavar="FILE", type=Path, nargs="*", help="text or .jsonl (field 'text') files or folders of them")
+    add("files", metavar="FILE", type=Path, nargs="*", help="text (each a document), .jsonl (field 'text'), or folders")
     add("--out", metavar="DIR", type=Path, default=Path("runs/pretrain"), help="where everything goes (%(default)s)")
     add("--steps", default=360, help="optimizer steps in all (%(default)s)")
     add("--batch", default=4, help="rows in a step (%(default)s)")
@@ -72,7 +73,10 @@ def arguments() -> argparse.Namespace:
     add("--dim", default=448, help="width of the model, a multiple of 64 (%(default)s)")
     add("--learning-rate", metavar="X", type=float, default=3e-3, help="its peak (%(default)s)")
     add("--quantize", metavar="FORMAT", type=str, choices=list(quantization.TRAINING), help="train in int8 or fp8")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.dim < 64 or args.dim % 64:
+        parser.error(f"--dim must be a multiple of 64, the width of a head; got {args.dim}")
+    return args
 
 
 def load_tokenizer(directory: Path, train, vocab: int) -> Tokenizer:
@@ -105,15 +109,15 @@ def unigram(documents) -> float:
 def finish(tokenizer: Tokenizer, entropy: float, args) -> None:
     export, sample = args.out / "model", []
     data.save_tokenizer(tokenizer, export, bos_token=BOS, eos_token=EOS)
-    print("\nA sample: ", end="")
+    print(f"\nA sample: {PROMPT}", end="")
     generator = inference.Generator(maxlib.from_pretrained(export), dtype=args.dtype)
     sampler = inference.Sampler(temperature=0.8, top_p=0.95)
-    for piece in inference.stream_text(generator, tokenizer, "The ", max_new_tokens=80, sampler=sampler, stop=[1]):
+    for piece in inference.stream_text(generator, tokenizer, PROMPT, max_new_tokens=80, sampler=sampler, stop=[1]):
         print(piece, end="", flush=True)
         sample.append(piece)
     diagnostics.plot_loss(args.out, levels={"unigram entropy": entropy}).figure.savefig(args.out / "loss.png", dpi=120)
     diagnostics.write_config(args.out, **vars(args))
-    diagnostics.add_sample(args.out, args.steps, "".join(sample))
+    diagnostics.add_sample(args.out, args.steps, "".join(sample), prompt=PROMPT)
     print(f"\n\nThe loss curve is {args.out / 'loss.png'}; open it with any viewer.")
     print(f"The report on the run is {diagnostics.report(args.out)}; open it with any browser.")
     print(f"The model is {export}; open it with transformers.AutoModelForCausalLM.from_pretrained({str(export)!r}).")

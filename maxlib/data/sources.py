@@ -93,7 +93,7 @@ def split(
         if all(side[i] is None for i in range(len(side))):
             raise ValueError(
                 f"validation={validation} of {len(documents)} documents leaves no {name} document: "
-                "change the fraction, or cut the text into more documents."
+                "change the fraction, or cut the text into more documents (text_files has document='paragraph')."
             )
     return kept, held_out
 

@@ -70,7 +70,7 @@ class Stack(nnx.Module):
         return self.num_layers
 
     def __getitem__(self, i: int) -> Any:
-        """Layer `i` by itself."""
+        """Layer `i` by itself. Of a scanned layer it is a copy: what is set on it does not reach the stack."""
         i = range(self.num_layers)[i]
         path, repeat = self.where(i)
         kind, slot = path.split(".")
