@@ -28,7 +28,8 @@ def main() -> None:
     sharding.initialize()
     args.dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
     args.out.mkdir(parents=True, exist_ok=True)
-    train, held_out = data.split(data.files(args.files) if args.files else data.python_text(), validation=0.05)
+    text = data.files(args.files, document="paragraph") if args.files else data.python_text()
+    train, held_out = data.split(text, validation=0.05)
     with sharding.first_process_first("tokenizer"):
         tokenizer = load_tokenizer(args.out / "tokenizer", train, args.vocab)
     ids = {"bos_id": tokenizer.token_to_id(BOS), "eos_id": tokenizer.token_to_id(EOS)}
@@ -63,7 +64,13 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = functools.partial(parser.add_argument, metavar="N", type=int)
-    add("files", metavar="FILE", type=Path, nargs="*", help="text (each a document), .jsonl (field 'text'), or folders")
+    add(
+        "files",
+        metavar="FILE",
+        type=Path,
+        nargs="*",
+        help="text (by paragraphs), .jsonl (field 'text'), or folders of them",
+    )
     add("--out", metavar="DIR", type=Path, default=Path("runs/pretrain"), help="where everything goes (%(default)s)")
     add("--steps", default=360, help="optimizer steps in all (%(default)s)")
     add("--batch", default=4, help="rows in a step (%(default)s)")
@@ -101,7 +108,8 @@ def config(vocab: int, args) -> llama.Config:
 
 def unigram(documents) -> float:
     """The entropy of the targets: what a model reaches that ignores the context but knows their frequencies."""
-    share = np.bincount(np.concatenate([document["tokens"][1:] for document in documents]))
+    targets = [document["tokens"][1:] for i in range(len(documents)) if (document := documents[i])]
+    share = np.bincount(np.concatenate(targets))
     share = share[share > 0] / share.sum()
     return float(-np.sum(share * np.log(share)))
 

@@ -75,7 +75,9 @@ def grouped_outer(
     """
     if d_out.shape[0] != rows.shape[0]:
         raise ValueError(f"grouped_outer: both must have the same rows, got {d_out.shape} and {rows.shape}")
-    return _grouped_outer(d_out, rows, rows_per_expert.astype(jnp.int32), implementation=_chosen(implementation, _OUTER))
+    return _grouped_outer(
+        d_out, rows, rows_per_expert.astype(jnp.int32), implementation=_chosen(implementation, _OUTER)
+    )
 
 
 def _chosen(implementation: str | None, known: Mapping[str, Any]) -> str:
