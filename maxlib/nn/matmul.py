@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -27,14 +27,16 @@ class Matmul(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """In the dtype of the activations: weights follow them."""
+    """In the dtype of the activations: weights follow them. implementation: of `ops.grouped_matmul`, None for the best one."""
+
+    implementation: Literal["ragged_dot", "tiled", "mosaic_gpu", "reference"] | None = None
 
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
         w = jnp.asarray(w[...], x.dtype)
         return _as_matrix(spec, x, w) if _is_matrix(spec) else jnp.einsum(spec, x, w)
 
     def grouped(self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"]) -> Float[Array, "M O"]:
-        return ops.grouped_matmul(rows, w, rows_per_expert)
+        return ops.grouped_matmul(rows, w, rows_per_expert, implementation=self.implementation)
 
 
 @functools.cache

@@ -49,10 +49,10 @@ def grouped_matmul(
     name = _BEST.get(current_device()[0], "tiled") if implementation is None else implementation
     if name not in _RUN:
         raise ValueError(f"implementation must be None or one of {sorted(_RUN)}, got {name!r}")
-    if name == "mosaic_gpu" and (reason := refuses(rows, weights, out_dtype, current_device())) is not None:
-        raise ValueError(f"grouped_matmul: mosaic_gpu {reason}. Pass implementation=None for the best one that can.")
     if name != "tiled" and not isinstance(weights, jax.Array):
         weights = weights[...]
+    if name == "mosaic_gpu" and (reason := refuses(rows, weights, out_dtype, current_device())) is not None:
+        raise ValueError(f"grouped_matmul: mosaic_gpu {reason}. Pass implementation=None for the best one that can.")
     counts = rows_per_expert.astype(jnp.int32)
     return _grouped_matmul(rows, weights, counts, implementation=name, out_dtype=out_dtype)
 
