@@ -38,6 +38,7 @@ BOTH_PASSES = {
 DECODING = {
     "one token": (8, 1, 32768, 32, 8, 128, 128, None),
     "four tokens, odd length": (2, 4, 5000, 8, 4, 64, 64, 30.0),
+    "a short cache": (2, 1, 33, 8, 8, 64, 64, None),
     "one key head": (4, 1, 8192, 128, 1, 576, 512, None),
 }
 

@@ -53,10 +53,10 @@ def grouped_matmul(
     """
     _check(rows, weights, rows_per_expert, layout)
     name = _chosen(implementation, _RUN)
-    if name == "mosaic_gpu" and (reason := refuses(rows, weights, layout, out_dtype, current_device())) is not None:
-        raise ValueError(f"grouped_matmul: mosaic_gpu {reason}. Pass implementation=None for the best one that can.")
     if name != "tiled" and not isinstance(weights, jax.Array):
         weights = weights[...]
+    if name == "mosaic_gpu" and (reason := refuses(rows, weights, layout, out_dtype, current_device())) is not None:
+        raise ValueError(f"grouped_matmul: mosaic_gpu {reason}. Pass implementation=None for the best one that can.")
     counts = rows_per_expert.astype(jnp.int32)
     return _grouped_matmul(rows, weights, counts, implementation=name, layout=layout, out_dtype=out_dtype)
 

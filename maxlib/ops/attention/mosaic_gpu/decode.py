@@ -32,11 +32,13 @@ def decode(
     rows = jnp.repeat(jnp.pad(rows, ((0, 0), (0, -R % 8), (0, 0), (0, 0))), P, axis=0)
     keys, values = (x.reshape(B * P, S // P, K, -1) for x in (k, v))
     first = jnp.arange(P, dtype=jnp.int32)[None, :, None] * (S // P)
-    ends = [jnp.clip(x[:, None] - first, 0, S // P).reshape(B * P, T) for x in (start, end)]
-    ends = [jnp.repeat(x, N // K, axis=1) for x in ends]
-    ends = [jnp.pad(x, ((0, 0), (0, -R % tiles.rows)), mode="edge") for x in ends]
-    no_sinks = jnp.full(K, -jnp.inf)
-    out, lse = forward(rows, keys, values, *ends, no_sinks, logits=logits, tiles=tiles, name="decode")
+
+    def of_part(ends):
+        ends = jnp.clip(ends[:, None] - first, 0, S // P).reshape(B * P, T)
+        return jnp.pad(jnp.repeat(ends, N // K, axis=1), ((0, 0), (0, -R % tiles.rows)), mode="edge")
+
+    given = rows, keys, values, of_part(start), of_part(end), jnp.full(K, -jnp.inf)
+    out, lse = forward(*given, logits=logits, tiles=tiles, name="decode")
     parts = lambda x: einops.rearrange(x, "(B P) R ... -> P B R ...", P=P)
     out, lse = parts(out[:, :R].astype(jnp.float32)), parts(jnp.swapaxes(lse, 1, 2)[:, :R] / LOG2_E)
     out, lse = merge_parts(out, lse)

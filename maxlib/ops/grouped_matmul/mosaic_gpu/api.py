@@ -20,8 +20,8 @@ def refuses(rows, weights, layout: str, out_dtype: Any, device: tuple[str, str])
         return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {kind}"
     if rows.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes rows in bfloat16 or float16, not in {rows.dtype}"
-    if out_dtype is not None or not isinstance(weights, jax.Array):
-        return "takes plain arrays, and gives rows of their own dtype"
+    if out_dtype is not None:
+        return "gives rows of their own dtype"
     for name, width in zip(layout, weights.shape, strict=True):
         if name != "E" and width % 64:
             return f"takes widths that are multiples of 64, not {name}={width}"
