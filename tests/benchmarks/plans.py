@@ -45,7 +45,7 @@ def main() -> None:
     if importlib.util.find_spec("libtpu") is None:
         print('skipped: plans for TPUs need libtpu, pip install "maxlib[tpu]"')
     elif args.search:
-        print(plan.search("llama3.1-8b", "v5e-16", batches=(0.5, 1), remats=("full", "qkv", "dots")))
+        print(plan.search("llama3.1-8b", "v5e-16", batches=(1, 2), remats=("full", "qkv", "dots")))
     elif args.remat:
         remat_table()
     else:

@@ -16,7 +16,7 @@ from tests.sharding import test_covering as covering
 
 
 def main() -> None:
-    for one in covering.MIXED + covering.ALONE:
+    for one in (*covering.MIXED, *covering.ALONE):
         for name in sys.argv[1:] or covering.MODELS:
             want, got = covering.alone(name, one.num_layers)[1], covering.spread(name, one)
             row = {"case": f"{name} {one.name}", "collectives": dict(sorted(got.collectives.items()))}

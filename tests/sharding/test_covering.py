@@ -210,7 +210,7 @@ def errors(got: Run, want: Run) -> dict[str, float]:
 
 
 COUNTS = Path(__file__).with_suffix(".jsonl").with_stem("collectives")
-DEFAULT = ("dense fsdp+tensor+ring", "experts expert+heads", "latent tensor+expert", "sliding fsdp+stage")
+DEFAULT = ("dense fsdp+tensor+ring", "experts expert+heads", "latent tensor+expert", "sliding expert+gather+stage")
 
 
 def cases() -> Iterator[Any]:
