@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import grain
 import numpy as np
 
-from maxlib.data.sources import Document, Paths, array_record, find_files, jsonl, text_files
+from maxlib.data.sources import Document, Paths, Piece, array_record, find_files, jsonl, text_files
 
 
 @runtime_checkable
@@ -53,7 +53,7 @@ def tfrecord(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]
     return grain.MapDataset.source(_TFRecords(find_files(paths), field))
 
 
-def files(paths: Paths, *, field: str = "text", document: str = "file") -> grain.MapDataset[Document]:
+def files(paths: Paths, *, field: str = "text", document: Piece = "file") -> grain.MapDataset[Document]:
     """Documents from files and folders of any of the formats, by the files' endings.
 
     `.jsonl`, `.parquet`, `.tfrecord` and `.array_record` (records of JSON) have theirs in `field`; other files are text,

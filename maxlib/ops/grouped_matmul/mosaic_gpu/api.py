@@ -40,7 +40,7 @@ def mosaic_gpu(
     rows = jnp.pad(rows, ((0, -M % 8), (0, 0)))  # the memory unit's tiles
     used = (jnp.arange(len(rows)) < rows_per_expert.sum())[:, None]
     # What lies behind the last expert's rows need not be finite, and what a kernel leaves there is anything.
-    out = _multiply(jnp.where(used, rows, jnp.zeros_like(rows)), weights, rows_per_expert, layout)
+    out: jax.Array = _multiply(jnp.where(used, rows, jnp.zeros_like(rows)), weights, rows_per_expert, layout)  # pyright: ignore[reportAssignmentType]
     return jnp.where(used, out, jnp.zeros_like(out))[:M]
 
 
