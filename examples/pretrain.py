@@ -19,8 +19,7 @@ from maxlib import data, inference, ops, quantization, sharding, training
 from maxlib.models import llama
 from maxlib.training import diagnostics
 
-BOS, EOS = "<bos>", "<eos>"
-PROMPT = "The"
+BOS, EOS, PROMPT = "<bos>", "<eos>", "The"
 
 
 def main() -> None:
@@ -64,13 +63,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = functools.partial(parser.add_argument, metavar="N", type=int)
-    add(
-        "files",
-        metavar="FILE",
-        type=Path,
-        nargs="*",
-        help="text (by paragraphs), .jsonl (field 'text'), or folders of them",
-    )
+    add("files", metavar="FILE", type=Path, nargs="*", help="text (by paragraphs), .jsonl (field 'text') or folders")
     add("--out", metavar="DIR", type=Path, default=Path("runs/pretrain"), help="where everything goes (%(default)s)")
     add("--steps", default=360, help="optimizer steps in all (%(default)s)")
     add("--batch", default=4, help="rows in a step (%(default)s)")
@@ -117,10 +110,11 @@ def unigram(documents) -> float:
 def finish(tokenizer: Tokenizer, entropy: float, args) -> None:
     export, sample = args.out / "model", []
     data.save_tokenizer(tokenizer, export, bos_token=BOS, eos_token=EOS)
+    generate = functools.partial(inference.stream_text, max_new_tokens=80, stop=[tokenizer.token_to_id(EOS)])
     print(f"\nA sample: {PROMPT}", end="")
     generator = inference.Generator(maxlib.from_pretrained(export), dtype=args.dtype)
     sampler = inference.Sampler(temperature=0.8, top_p=0.95)
-    for piece in inference.stream_text(generator, tokenizer, PROMPT, max_new_tokens=80, sampler=sampler, stop=[1]):
+    for piece in generate(generator, tokenizer, PROMPT, sampler=sampler):
         print(piece, end="", flush=True)
         sample.append(piece)
     diagnostics.plot_loss(args.out, levels={"unigram entropy": entropy}).figure.savefig(args.out / "loss.png", dpi=120)
