@@ -40,7 +40,7 @@ class Attention(nnx.Module):
     rotation. scale: factor on the scores, by default `head_dim ** -0.5`. softcap: `c * tanh(scores / c)`. sinks: one learned
     logit per head that takes part in the softmax and has no value (GPT-OSS). temperature: factor on each query, given its index in its
     document (`TemperatureTuning`). implementation: of `ops.attention`, None for the best one; `with_attention` sets it in a whole model.
-    Raises ValueError when `num_heads` is no multiple of `num_kv_heads`.
+    Raises ValueError when `num_heads` is no positive multiple of `num_kv_heads`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         D, N, K, H = dim, num_heads, num_kv_heads or num_heads, head_dim
-        if N % K:
+        if N < 1 or K < 1 or N % K:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {N} and {K}")
         if rope is not None and rope.dim > H:
             raise ValueError(f"the rotary dimensions ({rope.dim}) must not exceed head_dim ({H})")

@@ -1,12 +1,11 @@
 """Rematerialisation: what a layer's forward pass keeps for the backward pass, computes again, or sends to the host."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
-Choice = Literal["keep", "offload", "recompute"]
-Policy = str | Sequence[str] | Mapping[str, Choice] | Callable | None
+Policy = str | Sequence[str] | Mapping[str, str] | Callable | None
 
 ATTENTION = ("attention_out", "attention_lse")
 QKV = ("q", "k", "v")
@@ -53,7 +52,7 @@ def kept(policy: Policy) -> Policy:
     return {name: "recompute" if choice == "offload" else choice for name, choice in known.items()}
 
 
-def _named(choices: Mapping[str, Choice]) -> Callable:
+def _named(choices: Mapping[str, str]) -> Callable:
     if unknown := {name: choice for name, choice in choices.items() if choice not in ("keep", "offload", "recompute")}:
         raise ValueError(f"remat must say 'keep', 'offload' or 'recompute' for a name; got {unknown}")
     names = lambda wanted: [name for name, choice in choices.items() if choice == wanted]

@@ -130,7 +130,8 @@ def devices_of(target: Target) -> list[Any]:
     for key, value in {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}.items():
         os.environ.setdefault(key, value)
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-    more: dict[str, Any] = {"wrap": target.wrap} | ({"num_slices": target.slices} if target.slices > 1 else {})
+    wrap = (*target.wrap, False)[:3]  # the compiler counts three dimensions, and of some chips the last is 1
+    more: dict[str, Any] = {"wrap": wrap} | ({"num_slices": target.slices} if target.slices > 1 else {})
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=str(target.topology), **more).devices)
     except Exception as error:

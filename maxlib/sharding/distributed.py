@@ -1,10 +1,13 @@
 """Starts `jax.distributed` from arguments or from what the cluster left in the environment."""
 
 import dataclasses
+import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -40,8 +43,8 @@ def initialize(
 
     Looks for, in this order: the arguments; `JAX_COORDINATOR_ADDRESS` with `JAX_NUM_PROCESSES` (or `NNODES`) and
     `JAX_PROCESS_ID` (or `NODE_RANK`); a Kubernetes JobSet; SLURM; Open MPI; TPU pods. Finding nothing it leaves this
-    process alone and returns None. A process that is silent for `heartbeat` seconds later on counts as dead, which ends
-    all others. Raises ValueError for incomplete addresses and numbers that do not fit together, and TimeoutError, naming
+    process alone and returns None. Later on, a process that an exception ends leaves at once, and one that is silent for
+    `heartbeat` seconds counts as dead; both end all others. Raises ValueError for incomplete addresses and numbers that do not fit together, and TimeoutError, naming
     who is missing, when a process does not arrive in `timeout` seconds.
     """
     cluster = find(coordinator, num_processes, process_id, timeout=timeout)
@@ -62,7 +65,22 @@ def initialize(
         initialization_timeout=max(10, int(timeout - (time.monotonic() - begin))),
         heartbeat_timeout_seconds=int(heartbeat),
     )
+    _leave_at_once_when_failing()
     return cluster
+
+
+def _leave_at_once_when_failing() -> None:
+    """A process that an exception ends would wait at its exit for all others (five minutes), who wait for it meanwhile."""
+    before = sys.excepthook
+
+    def hook(*error: Any) -> None:
+        before(*error)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    sys.excepthook = hook
 
 
 def find(

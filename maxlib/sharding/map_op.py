@@ -45,9 +45,8 @@ def map_op(
         mesh, rules = now[0], {**now[1], **(changes or {})}
         rules = _dividing(args, in_names, mesh, settle(_flat(in_names, out_names), rules))
         place = lambda names: spec(names, rules)
-        present = [
-            (i, a, _places(n, place)) for i, (a, n) in enumerate(zip(args, in_names, strict=True)) if a is not None
-        ]
+        pairs = enumerate(zip(args, in_names, strict=True))
+        present = [(i, a, _places(n, place)) for i, (a, n) in pairs if a is not None and n is not None]
         in_specs = tuple(kept for _, _, (kept, _) in present)
         out_specs = jax.tree.map(place, out_names, is_leaf=_is_names)
 
@@ -107,7 +106,8 @@ def _is_names(x: Any) -> bool:
 def _dividing(args, in_names, mesh, rules):
     rules = dict(rules)
     for arg, names in zip(args, in_names, strict=True):
-        for one in _each(names) if arg is not None else []:
-            _, uneven = fit(spec(one, rules), arg.shape, mesh)
-            rules.update({one[d]: None for d in uneven})
+        if arg is not None:
+            for one in _each(names):
+                _, uneven = fit(spec(one, rules), arg.shape, mesh)
+                rules.update({one[d]: None for d in uneven})
     return rules

@@ -193,7 +193,7 @@ def _locked(directory: Path) -> Iterator[int]:
 def _signals() -> Iterator[list[int]]:
     """The numbers of the signals that ask for an end, as they come."""
     asked: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, lambda number, frame: asked.append(number)) for number in numbers]
     try:
         yield asked

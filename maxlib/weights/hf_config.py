@@ -241,7 +241,11 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} must exist: a Hugging Face model directory has a config.json beside its safetensors. "
-            + ("The directory has none." if path.parent.is_dir() else "There is no such directory.")
+            + (
+                "The directory has none."
+                if path.parent.is_dir()
+                else "There is no such directory; `hf download NAME --local-dir DIR` fetches one from the hub."
+            )
         )
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)

@@ -331,6 +331,22 @@ def test_experts_split_over_devices_equal_the_loop(name):
         close(jax.device_get(got), want)
 
 
+def test_dropless_whether_experts_share_evenly_or_two_get_everything():
+    """The usual exchange and the one for the worst case, in one program; which one runs is for the data to say."""
+    layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)))
+    mesh, x = sharding.make_mesh(expert=4, data=2), inputs(B=8, T=16)
+    split = jax.device_put(layer, sharding.shardings(layer, mesh, sharding.EP))
+    gradients = jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x)[0])), argnums=(0, 1)))
+    looped = jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m.reference(x))), argnums=(0, 1)))
+    for even in (True, False):
+        for one in (layer, split):
+            one.router.gate.w[...] = one.router.gate.w[...] * even  # equal scores: the first experts win everywhere
+        assert (np.bincount(np.ravel(layer.router(x).experts)).max() == 8 * 16) != even
+        with sharding.use(mesh, sharding.EP):
+            got = gradients(split, x)
+        close(jax.device_get(got), jax.device_get(looped(layer, x)))
+
+
 @pytest.mark.parametrize(("B", "degrees"), [(1, dict(data=4, tensor=2)), (4, dict(data=1, tensor=8))])
 def test_what_does_not_divide_stays_whole(B, degrees):
     layer, x = moe(bias=True), inputs(B=B)

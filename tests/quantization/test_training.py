@@ -21,7 +21,7 @@ FP8 = quant.TRAINING["fp8"]
 def losses(rules) -> list[float]:
     """Of a few steps, through a scanned and rematerialised stack of attention and experts."""
     start = model("both") if rules is None else quant.for_training(model("both"), rules)
-    optimizer = tiny.optimizer(start, 1e-2)
+    optimizer = tiny.optimizer(start, 3e-3)
     state = training.make_state(jax.tree.map(jnp.copy, start), optimizer)
     step = tiny.jit_step(training.make_train_step(loss, optimizer))
     found = []

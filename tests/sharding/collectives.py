@@ -16,13 +16,17 @@ from tests.sharding import test_covering as covering
 
 
 def main() -> None:
-    for name in sys.argv[1:] or covering.MODELS:
-        for one in covering.ALONE + covering.MIXED:
+    for one in (*covering.MIXED, *covering.ALONE):
+        for name in sys.argv[1:] or covering.MODELS:
             want, got = covering.alone(name, one.num_layers)[1], covering.spread(name, one)
             row = {"case": f"{name} {one.name}", "collectives": dict(sorted(got.collectives.items()))}
             print(json.dumps(row), flush=True)
             matrices, temporaries = want.matrices / got.matrices, want.temporaries / got.temporaries
-            print(f"{row['case']}: matrices / {matrices:.2f}, temporaries / {temporaries:.2f}", file=sys.stderr)
+            error = max(covering.errors(got, want).values())
+            print(
+                f"{row['case']}: matrices / {matrices:.2f}, temporaries / {temporaries:.2f}, {error:.1e}",
+                file=sys.stderr,
+            )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,11 @@ the bytes that a device holds, and which collectives the compiled program has.""
 
 import dataclasses
 import functools
+import itertools
+import json
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -57,6 +61,20 @@ RULES = {
 }
 
 
+# What may talk over which axis; all-reduces sum gradients and the parts of products everywhere.
+MAY = {
+    "data": set(),
+    "fsdp": {"all-gather", "all-to-all"},  # weights; rows for width at the embedding and the head
+    "tensor": {"all-to-all"},
+    "sequence": {"all-gather"},
+    "expert": {"all-gather", "all-to-all"},
+    "gather": {"all-gather", "collective-permute", "all-to-all"},  # and the balanced order
+    "ring": {"all-gather", "collective-permute", "all-to-all"},
+    "heads": {"all-gather", "collective-permute", "all-to-all"},
+    "stage": {"collective-permute"},
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A mesh, and the kinds of parallelism on it."""
@@ -69,6 +87,22 @@ class Case:
     def mesh(self) -> Any:
         degrees = dict(self.degrees)
         return sharding.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
+
+    @property
+    def devices(self) -> int:
+        return math.prod(dict(self.degrees).values())
+
+    @property
+    def ways(self) -> int:
+        """Into how many parts matrices are cut."""
+        return math.prod(degree for axis, degree in self.degrees if axis not in ("data", "context"))
+
+    @property
+    def may_talk(self) -> set[tuple[str, str]]:
+        """Kinds of collectives, and the mesh axis over which they may go."""
+        axis = {"gather": "context", "ring": "context", "heads": "context", "sequence": "tensor"}
+        pairs = {(found, axis.get(kind, kind)) for kind in self.kinds for found in MAY[kind]}
+        return pairs | {(found, "fsdp") for found in MAY["fsdp"] if "expert" in self.kinds}  # which takes both
 
     @property
     def num_layers(self) -> int:
@@ -137,9 +171,10 @@ class Run:
     costs: Costs
 
     @property
-    def collectives(self) -> dict[str, int]:
-        """How many are written, by kind and mesh axes; those of a device with itself are none."""
-        return {" ".join((one.kind, *one.axes)): one.written for one in self.costs.collectives if one.axes}
+    def collectives(self) -> dict[str, list[int]]:
+        """How many are written, and the bytes they move, by kind and mesh axes; those of a device with itself are none."""
+        found = (one for one in self.costs.collectives if one.axes)
+        return {" ".join((one.kind, *one.axes)): [one.written, int(one.bytes)] for one in found}
 
 
 def compiled(model: Any, mesh: Any) -> Run:
@@ -166,3 +201,45 @@ def spread(name: str, one: Case) -> Run:
     model, mesh = alone(name, one.num_layers)[0], one.mesh
     with sharding.use(mesh, one.rules):
         return compiled(jax.device_put(model, sharding.shardings(model, mesh, one.rules)), dict(mesh.shape))
+
+
+def errors(got: Run, want: Run) -> dict[str, float]:
+    """By how much the loss and each gradient differ, as a part of their largest value."""
+    pairs = {"loss": (got.loss, want.loss)} | {path: (got.gradients[path], g) for path, g in want.gradients.items()}
+    return {path: float(np.abs(a - b).max() / np.abs(b).max()) for path, (a, b) in pairs.items()}
+
+
+COUNTS = Path(__file__).with_suffix(".jsonl").with_stem("collectives")
+DEFAULT = ("dense fsdp+tensor+ring", "experts expert+heads", "latent tensor+expert", "sliding expert+gather+stage")
+
+
+def cases() -> Iterator[Any]:
+    for name, one in itertools.product(MODELS, MIXED + ALONE):
+        marks = () if f"{name} {one.name}" in DEFAULT else pytest.mark.full
+        yield pytest.param(name, one, id=f"{name} {one.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "one"), cases())
+def test_a_mesh_is_one_device_spread(name, one):
+    want, got = alone(name, one.num_layers)[1], spread(name, one)
+    wrong = {path: error for path, error in errors(got, want).items() if error > 1e-5}
+    assert not wrong
+    # Of several axes one may leave small matrices whole: those that make or read a latent, a router's.
+    assert want.matrices / got.matrices > 0.8 * one.ways
+    assert want.temporaries / got.temporaries > 0.5 * one.devices
+    check_collectives(got, one, counted()[f"{name} {one.name}"])
+
+
+def check_collectives(got: Run, one: Case, counts: dict[str, list[int]]) -> None:
+    """Only those that this kind of parallelism needs, no more of them and no more bytes than when they were looked at."""
+    kinds = {(words[0], axis) for key in got.collectives for words in [key.split()] for axis in words[1:]}
+    assert {pair for pair in kinds if pair[0] not in ("all-reduce", "reduce-scatter")} <= one.may_talk
+    assert got.collectives.keys() <= counts.keys()
+    for key, (written, size) in got.collectives.items():
+        assert written <= counts[key][0] and size <= 1.05 * counts[key][1], key
+
+
+@functools.cache
+def counted() -> dict[str, dict[str, list[int]]]:
+    rows = map(json.loads, COUNTS.read_text().splitlines())
+    return {row["case"]: row["collectives"] for row in rows}

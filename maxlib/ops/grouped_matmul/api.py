@@ -1,5 +1,6 @@
 """The public grouped matmul and its transpose: they check their arguments and choose an implementation."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -8,14 +9,15 @@ from jaxtyping import Array, Float, Int, Num
 
 from maxlib.ops.attention.dispatch import current_device
 from maxlib.ops.cost import counted
+from maxlib.ops.grouped_matmul.mosaic_gpu import mosaic_gpu, refuses
 from maxlib.ops.grouped_matmul.ragged_dot import ragged_dot, ragged_outer
 from maxlib.ops.grouped_matmul.reference import reference, reference_outer
 from maxlib.ops.grouped_matmul.tiled import tiled, tiled_outer
 
-Implementation = Literal["ragged_dot", "tiled", "reference"]
+Implementation = Literal["ragged_dot", "tiled", "mosaic_gpu", "reference"]
 Layout = Literal["EOI", "EIO"]
 
-_RUN = {"ragged_dot": ragged_dot, "tiled": tiled, "reference": reference}
+_RUN = {"ragged_dot": ragged_dot, "mosaic_gpu": mosaic_gpu, "tiled": tiled, "reference": reference}
 _OUTER = {"ragged_dot": ragged_outer, "tiled": tiled_outer, "reference": reference_outer}
 # Elsewhere XLA computes ragged_dot densely: every row with every expert.
 _BEST = {"tpu": "ragged_dot"}
@@ -43,14 +45,18 @@ def grouped_matmul(
     accumulated in int32, and the result has this dtype; it has no gradient either.
 
     implementation: "ragged_dot" (the default on TPU) is XLA's own; "tiled" (the default elsewhere) works through tiles of rows, so
-    that its cost follows the rows and not rows times experts; "reference" is the specification, a loop over experts.
+    that its cost follows the rows and not rows times experts; "mosaic_gpu", by name only until a GPU has run it, is for NVIDIA's
+    Hopper; "reference" is the specification, a loop over experts.
 
-    Raises ValueError for shapes that do not fit, for an unknown implementation and an unknown layout.
+    Raises ValueError for shapes that do not fit, for an unknown implementation or layout, and for an implementation that
+    cannot run the call.
     """
     _check(rows, weights, rows_per_expert, layout)
-    name = _chosen(implementation)
+    name = _chosen(implementation, _RUN)
     if name != "tiled" and not isinstance(weights, jax.Array):
         weights = weights[...]
+    if name == "mosaic_gpu" and (reason := refuses(rows, weights, layout, out_dtype, current_device())) is not None:
+        raise ValueError(f"grouped_matmul: mosaic_gpu {reason}. Pass implementation=None for the best one that can.")
     counts = rows_per_expert.astype(jnp.int32)
     return _grouped_matmul(rows, weights, counts, implementation=name, layout=layout, out_dtype=out_dtype)
 
@@ -60,7 +66,7 @@ def grouped_outer(
     rows: Num[Array, "M I"],
     rows_per_expert: Int[Array, " E"],
     *,
-    implementation: Implementation | None = None,
+    implementation: Literal["ragged_dot", "tiled", "reference"] | None = None,
 ) -> Float[Array, "E O I"]:
     """The transpose of `grouped_matmul`, which gives the gradient of its weights: `d_out[start:end].T @ rows[start:end]` for each expert.
 
@@ -69,13 +75,15 @@ def grouped_outer(
     """
     if d_out.shape[0] != rows.shape[0]:
         raise ValueError(f"grouped_outer: both must have the same rows, got {d_out.shape} and {rows.shape}")
-    return _grouped_outer(d_out, rows, rows_per_expert.astype(jnp.int32), implementation=_chosen(implementation))
+    return _grouped_outer(
+        d_out, rows, rows_per_expert.astype(jnp.int32), implementation=_chosen(implementation, _OUTER)
+    )
 
 
-def _chosen(implementation: str | None) -> str:
+def _chosen(implementation: str | None, known: Mapping[str, Any]) -> str:
     name = _BEST.get(current_device()[0], "tiled") if implementation is None else implementation
-    if name not in _RUN:
-        raise ValueError(f"implementation must be None or one of {sorted(_RUN)}, got {name!r}")
+    if name not in known:
+        raise ValueError(f"implementation must be None or one of {sorted(known)}, got {name!r}")
     return name
 
 
@@ -89,7 +97,11 @@ def _grouped_matmul(rows, weights, rows_per_expert, *, implementation, layout, o
     return _RUN[implementation](rows, weights, rows_per_expert, layout, out_dtype)
 
 
-@counted(_flops, static=("implementation",))
+def _outer_flops(d_out, rows, *rest) -> float:
+    return 2.0 * d_out.size * rows.shape[1]
+
+
+@counted(_outer_flops, static=("implementation",))
 def _grouped_outer(d_out, rows, rows_per_expert, *, implementation):
     return _OUTER[implementation](d_out, rows, rows_per_expert)
 

@@ -47,7 +47,8 @@ def tiled_outer(
     exact = summed_in(rows.dtype)
     if rows.shape[0] == 0:
         return jnp.zeros((len(rows_per_expert), d_out.shape[1], rows.shape[1]), exact)
-    return _outer(*vary_alike(d_out, rows, rows_per_expert), exact)
+    d_out, rows, rows_per_expert = vary_alike(d_out, rows, rows_per_expert)
+    return _outer(d_out, rows, rows_per_expert, exact)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
