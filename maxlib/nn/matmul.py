@@ -20,7 +20,9 @@ class Matmul(Protocol):
 
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]: ...
 
-    def grouped(self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"]) -> Float[Array, "M O"]:
+    def grouped(
+        self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"], layout: ops.Layout = "EOI"
+    ) -> Float[Array, "M O"]:
         """See `ops.grouped_matmul`."""
         ...
 
@@ -35,8 +37,10 @@ class Exact:
         w = jnp.asarray(w[...], x.dtype)
         return _as_matrix(spec, x, w) if _is_matrix(spec) else jnp.einsum(spec, x, w)
 
-    def grouped(self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"]) -> Float[Array, "M O"]:
-        return ops.grouped_matmul(rows, w, rows_per_expert, implementation=self.implementation)
+    def grouped(
+        self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"], layout: ops.Layout = "EOI"
+    ) -> Float[Array, "M O"]:
+        return ops.grouped_matmul(rows, w, rows_per_expert, layout=layout, implementation=self.implementation)
 
 
 @functools.cache

@@ -26,8 +26,8 @@ gpu = pytest.mark.skipif(not on_a_gpu, reason="needs a Hopper GPU")
 no_gpu = pytest.mark.skipif(on_a_gpu, reason="is for machines without one")
 
 
-def both(rows, weights, counts, d_out):
-    out, pull = jax.vjp(lambda rows, weights: mosaic_gpu(rows, weights, counts), rows, weights)
+def both(rows, weights, counts, d_out, layout="EOI"):
+    out, pull = jax.vjp(lambda rows, weights: mosaic_gpu(rows, weights, counts, layout), rows, weights)
     return out, *pull(d_out)
 
 
@@ -43,6 +43,15 @@ def test_the_kernels_code_equals_a_loop_over_experts(emulated):
     for counts in COUNTS.values():
         spoiled = rows.at[sum(counts) :].set(jnp.nan)  # rows of no expert need not be finite
         close(run(spoiled, weights, jnp.array(counts), d_out), loop(rows, weights, counts, d_out))
+
+
+@no_gpu
+def test_matrices_may_lie_the_other_way(emulated):
+    rows, weights, d_out = arrays(M, I, O, 4)
+    counts = COUNTS["rows left over"]
+    got = jax.jit(both, static_argnums=4)(rows, weights.swapaxes(1, 2), jnp.array(counts), d_out, "EIO")
+    out, d_rows, d_weights = loop(rows, weights, counts, d_out)
+    close(got, (out, d_rows, d_weights.swapaxes(1, 2)))
 
 
 @no_gpu
@@ -90,7 +99,7 @@ def test_tiles_cover_every_row_of_an_expert_once(counts):
 def test_what_they_cannot_run_is_explained(change, reason):
     options = dict(device=("gpu", "NVIDIA H200"), dtype=jnp.bfloat16, out_dtype=None, width=64) | change
     rows, weights = jnp.ones((8, options["width"]), options["dtype"]), jnp.ones((2, 64, options["width"]))
-    assert re.search(reason, refuses(rows, weights, options["out_dtype"], options["device"]))
+    assert re.search(reason, refuses(rows, weights, "EOI", options["out_dtype"], options["device"]))
 
 
 def test_a_name_never_falls_back():
