@@ -45,9 +45,10 @@ def map_op(
         mesh, rules = now[0], {**now[1], **(changes or {})}
         rules = _dividing(args, in_names, mesh, settle(_flat(in_names, out_names), rules))
         place = lambda names: spec(names, rules)
-        present = [
-            (i, a, _places(n, place)) for i, (a, n) in enumerate(zip(args, in_names, strict=True)) if a is not None
+        given = [
+            (i, a, n) for i, (a, n) in enumerate(zip(args, in_names, strict=True)) if a is not None and n is not None
         ]
+        present = [(i, a, _places(names, place)) for i, a, names in given]
         in_specs = tuple(kept for _, _, (kept, _) in present)
         out_specs = jax.tree.map(place, out_names, is_leaf=_is_names)
 
@@ -107,7 +108,8 @@ def _is_names(x: Any) -> bool:
 def _dividing(args, in_names, mesh, rules):
     rules = dict(rules)
     for arg, names in zip(args, in_names, strict=True):
-        for one in _each(names) if arg is not None else []:
-            _, uneven = fit(spec(one, rules), arg.shape, mesh)
-            rules.update({one[d]: None for d in uneven})
+        if arg is not None:
+            for one in _each(names):
+                _, uneven = fit(spec(one, rules), arg.shape, mesh)
+                rules.update({one[d]: None for d in uneven})
     return rules
