@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import qwix
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Num
 
 from maxlib.nn.attention import attend
@@ -61,7 +62,8 @@ class MLA(nnx.Module):
     """Latent attention: each head's key is `nope_dim` numbers from the latent and `rope.dim` rotated ones shared by all heads.
 
     kv_rank: size of the latent. q_rank: size of the queries' own latent; None projects them directly. scale: factor on the scores,
-    `(nope_dim + rope.dim) ** -0.5` by default (YaRN models multiply it by the square of their mscale).
+    `(nope_dim + rope.dim) ** -0.5` by default (YaRN models multiply it by the square of their mscale). implementation: of `ops.attention`, None for the
+    best one; a single new token against a cached latent is attention of another shape, which always gets the best one.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class MLA(nnx.Module):
         mask: Mask = Causal(),
         scale: float | None = None,
         norm_eps: float = 1e-6,
+        implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
         D, N, R, H = dim, num_heads, kv_rank, nope_dim + rope.dim
@@ -94,7 +97,7 @@ class MLA(nnx.Module):
         self.v_up = Einsum("...R,NHR->...NH", (N, v_dim, R), heads, rngs=rngs)
         self.o = Einsum("...NH,DNH->...D", (D, N, v_dim), ("embed", "heads", "head_dim"), rngs=rngs)
         self.mask, self.rope, self.scale = mask, rope, H**-0.5 if scale is None else scale
-        self.kv_rank, self.nope_dim = R, nope_dim
+        self.kv_rank, self.nope_dim, self.implementation = R, nope_dim, implementation
 
     def __call__(
         self,
@@ -104,7 +107,7 @@ class MLA(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LatentCache | QuantizedLatentCache | None]:
         """One new token attends to the latents themselves; several at once first grow keys and values out of them."""
         ctx = context(*x.shape[:2]) if ctx is None else ctx
-        q, latent = self.queries(x, ctx), self.latents(x, ctx)
+        q, latent = checkpoint_name(self.queries(x, ctx), "q"), checkpoint_name(self.latents(x, ctx), "latent")
         if cache is not None:
             cache = cache.extend(latent, ctx)
             latent = cache.latent
@@ -134,7 +137,9 @@ class MLA(nnx.Module):
         key = jnp.broadcast_to(key[:, :, None], (*k_nope.shape[:3], key.shape[-1]))
         k = constrain(jnp.concatenate([k_nope, key], axis=-1), "batch", "seq", "act_heads", None)
         v = constrain(v, "batch", "seq", "act_heads", None)
-        return attend(q, k, v, *ctx.bounds(self.mask), scale=self.scale, balanced=ctx.balanced)
+        k, v = checkpoint_name(k, "k"), checkpoint_name(v, "v")
+        options = {"scale": self.scale, "implementation": self.implementation, "balanced": ctx.balanced}
+        return attend(q, k, v, *ctx.bounds(self.mask), **options)
 
     def _absorbed(self, q, latent, ctx):
         """The up-projections move to the queries and the output: one key head, which is the latent itself."""

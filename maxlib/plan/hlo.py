@@ -1,6 +1,7 @@
 """What a compiled program does, read from its text: arithmetic, memory traffic and collectives, loops counted as often
 as they run."""
 
+import copy
 import dataclasses
 import functools
 import math
@@ -92,14 +93,24 @@ class _Program:
                 for called in re.findall(r"calls=%([^\s,)]+)|to_apply=%([^\s,)]+)", one.rest):
                     self.visit(called[0] or called[1], times, in_fusion=in_fusion or kind == "fusion")
             elif kind == "conditional":
-                for called in _branches(one):
-                    self.visit(called, times, in_fusion=in_fusion)
+                self._cheapest(_branches(one), times, in_fusion)
             elif kind in ("dot", "convolution"):
                 self.flops += times * _matmul_flops(one, computation)
             elif kind == "custom-call":
                 self.flops += times * _estimate(one)
             if not in_fusion:
                 self.bytes += times * self._traffic(one, computation)
+
+    def _cheapest(self, branches: list[str], times: float, in_fusion: bool) -> None:
+        """The branch that moves and computes least: the others are there for what is unusual, such as one busy expert."""
+        tried = []
+        for branch in branches:
+            alone = copy.copy(self)
+            alone.flops, alone.bytes, alone.collectives = 0.0, 0.0, {}
+            alone.visit(branch, times, in_fusion=in_fusion)
+            tried.append((sum(size for *_, size in alone.collectives.values()), alone.flops, alone.bytes, len(tried)))
+        if tried:
+            self.visit(branches[min(tried)[-1]], times, in_fusion=in_fusion)
 
     def _trips(self, loop: _Instruction) -> float:
         """From a condition `i < constant` and a body with `i + step`; loops begin at 0."""

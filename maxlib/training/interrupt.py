@@ -40,6 +40,9 @@ class Interrupt:
 
     def _handle(self, number: int, frame) -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if jax.process_count() > 1:  # others may be a step ahead: jax finds one after which all of them stop
+            signal.raise_signal(signal.SIGTERM)
+            return
         self.signal = number
         if self.waiting:
             raise self.stop()
@@ -49,8 +52,8 @@ class Interrupt:
 def interrupts() -> Iterator[Interrupt]:
     """Catches SIGINT and SIGTERM inside; a second signal acts as it always does.
 
-    Does nothing outside the main thread. With several processes SIGTERM stays with jax, which tells all of them to stop after
-    the same step.
+    Does nothing outside the main thread. With several processes both go to jax, which tells all of them to stop after the
+    same step.
     """
     interrupt = Interrupt()
     numbers = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]

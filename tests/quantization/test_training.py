@@ -78,13 +78,14 @@ def value_and_gradients(multiply, d, x, w):
     return y, *pull(d)
 
 
-@pytest.mark.parametrize("format", [GRADIENTS, FP8], ids=str)
-def test_grouped_product_and_gradients_are_near_the_exact_ones(format):
+@pytest.mark.parametrize(("format", "layout"), [(GRADIENTS, "EOI"), (FP8, "EIO")], ids=str)
+def test_grouped_product_and_gradients_are_near_the_exact_ones(format, layout):
     key = jax.random.split(jax.random.key(0), 3)
     rows, w = jax.random.normal(key[0], (40, 32)), jax.random.normal(key[1], (3, 16, 32))
+    w = w if layout == "EOI" else w.swapaxes(1, 2)
     counts, d = jnp.array([21, 0, 15]), jax.random.normal(key[2], (40, 16))
-    exact = lambda rows, w: ops.grouped_matmul(rows, w, counts)
-    quantized = lambda rows, w: Quantized(format).grouped(rows, w, counts)
+    exact = lambda rows, w: ops.grouped_matmul(rows, w, counts, layout=layout)
+    quantized = lambda rows, w: Quantized(format).grouped(rows, w, counts, layout)
     unused = jnp.where(jnp.arange(40)[:, None] < 36, rows, jnp.nan)  # rows of no expert may hold anything
     found = value_and_gradients(quantized, d, unused, w)
     for got, want in zip(found, value_and_gradients(exact, d, rows, w), strict=True):
