@@ -163,6 +163,9 @@ def test_tpu_gets_a_ragged_dot():
     rows, weights, _ = arrays(16, 8, 8, 2)
     exported = jax.export.export(jax.jit(f), platforms=["tpu"])(rows, weights, jnp.array([3, 4]))
     assert "ragged_dot" in exported.mlir_module()
+    outer = lambda *args: ops.grouped_outer(*args, implementation="ragged_dot")
+    exported = jax.export.export(jax.jit(outer), platforms=["tpu"])(rows, rows, jnp.array([3, 4]))
+    assert "ragged_dot" in exported.mlir_module()
 
 
 def test_clear_errors():

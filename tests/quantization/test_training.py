@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from maxlib import nn, ops, training
+from maxlib import nn, ops, sharding, training
 from maxlib import quantization as quant
 from maxlib.quantization.matmul import Quantized
 from tests.quantization.tiny import loss, model
@@ -90,6 +91,28 @@ def test_grouped_product_and_gradients_are_near_the_exact_ones(format, layout):
     for got, want in zip(found, value_and_gradients(exact, d, rows, w), strict=True):
         assert 0 < jnp.linalg.norm(got - want) < 0.06 * jnp.linalg.norm(want)
     assert not jnp.any(found[0][36:]) and not jnp.any(found[1][36:])
+
+
+def test_gradients_of_experts_that_every_device_holds_are_summed():
+    """Inside shard_map, each device with rows of its own."""
+    key, mesh, split = (
+        jax.random.split(jax.random.key(0), 2),
+        sharding.make_mesh(data=2, devices=jax.devices()[:2]),
+        P("data"),
+    )
+    rows, w = jax.random.normal(key[0], (48, 32)), jax.random.normal(key[1], (3, 16, 32))
+    counts = jnp.array([[9, 0, 15], [3, 13, 8]])
+
+    def loss(multiply, rows, w):
+        local = lambda rows, w, counts: multiply(rows, w, counts[0])
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=(split, P(), split), out_specs=split)
+        return jnp.sum(mapped(rows, w, counts) ** 2)
+
+    gradients = jax.jit(jax.grad(loss, argnums=(1, 2)), static_argnums=0)
+    for got, want in zip(
+        gradients(Quantized(GRADIENTS).grouped, rows, w), gradients(ops.grouped_matmul, rows, w), strict=True
+    ):
+        assert 0 < jnp.linalg.norm(got - want) < 0.06 * jnp.linalg.norm(want)
 
 
 def test_gradient_of_a_single_matmul_is_the_exact_one():

@@ -101,5 +101,5 @@ def plot_coordinates(
         ax.set_xticks(found.widths, map(str, found.widths))
         ax.minorticks_off()
     axes[0].set_ylabel("size of the output")
-    axes[-1].legend(fontsize="small")
+    axes[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     return axes
