@@ -107,10 +107,26 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def plans(session: nox.Session) -> None:
+    """Training steps of up to 671 billion parameters compiled for TPUs that are not there: memory against the peer's (minutes)."""
+    session.install("-e", ".[tests,tpu]")
+    session.run("python", "-m", "tests.benchmarks.plans", *(session.posargs or ["--check"]))
+    session.run("pytest", "-m", "", "tests/plan", "-k", "peer")
+
+
+@nox.session
 def kernels(session: nox.Session) -> None:
     """The GPU kernels compiled to machine code, and what spills (no GPU needed; downloads CUDA's compiler, several GB)."""
     session.install("-e", ".[cuda]")
     session.run("python", "-m", "tests.ops.sass", *session.posargs)
+
+
+@nox.session
+def kernels_tpu(session: nox.Session) -> None:
+    """The TPU kernels compiled for v5e, v5p and v6e, and the memory they take (no TPU needed)."""
+    session.install("-e", ".[tpu]")
+    for topology in session.posargs or ("v5e", "v5p", "v6e"):  # one process each: libtpu describes a single one
+        session.run("python", "-m", "tests.ops.tpu", topology)
 
 
 @nox.session

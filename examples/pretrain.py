@@ -1,7 +1,7 @@
 """Trains a small Llama on real text, from a tokenizer to a directory that transformers opens. Fork me.
 
 By default the text is what every Python carries (its help topics and docstrings); give files or folders for your own.
-Run the same command again to resume. Ctrl-C saves first.
+Run the same command again to resume. Ctrl-C saves first. examples/launch/ runs it on several machines as it is.
 """
 
 import argparse
@@ -19,16 +19,21 @@ from maxlib import data, inference, ops, quantization, sharding, training
 from maxlib.models import llama
 from maxlib.training import diagnostics
 
-BOS, EOS = "<bos>", "<eos>"
-DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
+BOS, EOS, PROMPT = "<bos>", "<eos>", "The"
 
 
 def main() -> None:
     args = arguments()
+    sharding.initialize()
+    args.dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
     args.out.mkdir(parents=True, exist_ok=True)
-    train, held_out = data.split(data.files(args.files) if args.files else data.python_text(), validation=0.05)
-    tokenizer = load_tokenizer(args.out / "tokenizer", train, args.vocab)
-    loader, eval_loader = loaders(train, held_out, tokenizer, args)
+    text = data.files(args.files, document="paragraph") if args.files else data.python_text()
+    train, held_out = data.split(text, validation=0.05)
+    with sharding.first_process_first("tokenizer"):
+        tokenizer = load_tokenizer(args.out / "tokenizer", train, args.vocab)
+    ids = {"bos_id": tokenizer.token_to_id(BOS), "eos_id": tokenizer.token_to_id(EOS)}
+    train, held_out = (data.tokenize(part, tokenizer, **ids) for part in (train, held_out))
+    loader, eval_loader = loaders(train, held_out, args)
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=args.steps // 10)
     plain = lambda: llama.Llama(config(tokenizer.get_vocab_size(), args), rngs=nnx.Rngs(0))
     build = (lambda: quantization.for_training(plain(), args.quantize)) if args.quantize else plain
@@ -36,7 +41,7 @@ def main() -> None:
         build,
         optimizer=training.adamw(schedule, mask=training.decay_mask(jax.eval_shape(build))),
         loader=loader,
-        loss=functools.partial(training.next_token_loss, dtype=DTYPE),
+        loss=functools.partial(training.next_token_loss, dtype=args.dtype),
         directory=args.out,
         mesh=sharding.make_mesh(fsdp=-1) if jax.device_count() > 1 else None,
         rules=sharding.FSDP,
@@ -45,16 +50,20 @@ def main() -> None:
         eval_every=max(args.steps // 4, 1),
         checkpointer=training.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
     )
-    loss, entropy = trainer.fit(args.steps)["eval/nll"], unigram(eval_loader)
-    print(f"\nvalidation loss {loss:.3f} nats per token; unigram entropy of the same tokens {entropy:.3f}")
-    diagnostics.plot_loss(args.out, level=entropy).figure.savefig(args.out / "loss.png", dpi=120)
-    finish(trainer.model, tokenizer, args)
+    if args.quantize:
+        trainer.say(quantization.report(trainer.state.model).summary)
+    loss, entropy = trainer.fit(args.steps)["eval/nll"], unigram(held_out)
+    trainer.say(f"\nvalidation loss {loss:.3f} nats per token; unigram entropy of the same tokens {entropy:.3f}")
+    tokens = {"bos_token_id": ids["bos_id"], "eos_token_id": ids["eos_id"]}
+    maxlib.save_pretrained(trainer.model, args.out / "model", generation=tokens, overwrite=True)  # all processes
+    if jax.process_index() == 0:
+        finish(tokenizer, entropy, args)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = functools.partial(parser.add_argument, metavar="N", type=int)
-    add("files", metavar="FILE", type=Path, nargs="*", help="text or .jsonl (field 'text') files or folders of them")
+    add("files", metavar="FILE", type=Path, nargs="*", help="text (by paragraphs), .jsonl (field 'text') or folders")
     add("--out", metavar="DIR", type=Path, default=Path("runs/pretrain"), help="where everything goes (%(default)s)")
     add("--steps", default=360, help="optimizer steps in all (%(default)s)")
     add("--batch", default=4, help="rows in a step (%(default)s)")
@@ -64,7 +73,10 @@ def arguments() -> argparse.Namespace:
     add("--dim", default=448, help="width of the model, a multiple of 64 (%(default)s)")
     add("--learning-rate", metavar="X", type=float, default=3e-3, help="its peak (%(default)s)")
     add("--quantize", metavar="FORMAT", type=str, choices=list(quantization.TRAINING), help="train in int8 or fp8")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.dim < 64 or args.dim % 64:
+        parser.error(f"--dim must be a multiple of 64, the width of a head; got {args.dim}")
+    return args
 
 
 def load_tokenizer(directory: Path, train, vocab: int) -> Tokenizer:
@@ -75,9 +87,7 @@ def load_tokenizer(directory: Path, train, vocab: int) -> Tokenizer:
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
-def loaders(train, held_out, tokenizer: Tokenizer, args) -> tuple[data.Loader, data.Loader]:
-    ids = {"bos_id": tokenizer.token_to_id(BOS), "eos_id": tokenizer.token_to_id(EOS)}
-    train, held_out = (data.tokenize(part, tokenizer, **ids) for part in (train, held_out))
+def loaders(train, held_out, args) -> tuple[data.Loader, data.Loader]:
     rows = lambda tokens: lambda part: data.pack(tokens[part], length=args.length)
     make = functools.partial(data.Loader, batch_size=args.batch)
     return make(rows(train.shuffle(seed=0).repeat())), make(rows(held_out), num_shards=1)
@@ -89,29 +99,27 @@ def config(vocab: int, args) -> llama.Config:
     return llama.Config(vocab=vocab, num_heads=heads, num_kv_heads=heads, rope=rope, tied=True, **size)
 
 
-def unigram(loader: data.Loader) -> float:
-    """The entropy of the held-out tokens: what a model reaches that ignores the context but knows their frequencies."""
-    loader.reset()
-    targets = np.concatenate([batch["targets"].ravel() for batch in loader])
-    share = np.bincount(targets[targets >= 0]) / np.sum(targets >= 0)
-    return float(-np.sum(share * np.log(share, where=share > 0, out=np.zeros_like(share))))
+def unigram(documents) -> float:
+    """The entropy of the targets: what a model reaches that ignores the context but knows their frequencies."""
+    targets = [document["tokens"][1:] for i in range(len(documents)) if (document := documents[i])]
+    share = np.bincount(np.concatenate(targets))
+    share = share[share > 0] / share.sum()
+    return float(-np.sum(share * np.log(share)))
 
 
-def finish(model, tokenizer: Tokenizer, args) -> None:
+def finish(tokenizer: Tokenizer, entropy: float, args) -> None:
     export, sample = args.out / "model", []
-    ids = {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS)}
-    maxlib.save_pretrained(model, export, generation=ids, overwrite=True)
     data.save_tokenizer(tokenizer, export, bos_token=BOS, eos_token=EOS)
-
-    print("\nA sample: ", end="")
-    generator = inference.Generator(model, dtype=DTYPE)
+    generate = functools.partial(inference.stream_text, max_new_tokens=80, stop=[tokenizer.get_vocab()[EOS]])
+    print(f"\nA sample: {PROMPT}", end="")
+    generator = inference.Generator(maxlib.from_pretrained(export), dtype=args.dtype)
     sampler = inference.Sampler(temperature=0.8, top_p=0.95)
-    for piece in inference.stream_text(generator, tokenizer, "The ", max_new_tokens=80, sampler=sampler, stop=[1]):
+    for piece in generate(generator, tokenizer, PROMPT, sampler=sampler):
         print(piece, end="", flush=True)
         sample.append(piece)
-
+    diagnostics.plot_loss(args.out, levels={"unigram entropy": entropy}).figure.savefig(args.out / "loss.png", dpi=120)
     diagnostics.write_config(args.out, **vars(args))
-    diagnostics.add_sample(args.out, args.steps, "".join(sample))
+    diagnostics.add_sample(args.out, args.steps, "".join(sample), prompt=PROMPT)
     print(f"\n\nThe loss curve is {args.out / 'loss.png'}; open it with any viewer.")
     print(f"The report on the run is {diagnostics.report(args.out)}; open it with any browser.")
     print(f"The model is {export}; open it with transformers.AutoModelForCausalLM.from_pretrained({str(export)!r}).")

@@ -123,7 +123,7 @@ def test_quickstart_notebook_runs():
 
 
 def test_mixture_changes_its_shares(tmp_path):
-    shown = example("mixture.py", "--out", tmp_path, "--steps", "6")
+    shown = example("mixture.py", "--out", tmp_path, "--steps", "12")
     read = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert read[0].get("data/tokens/long", 0) == 0 < read[-1]["data/tokens/long"]
-    assert "step    6" in shown
+    assert "step   11" in shown

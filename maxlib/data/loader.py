@@ -32,11 +32,12 @@ class Loader:
 
     What a shard yields depends on `num_shards` alone, never on the hosts, so a run may continue on another number of
     hosts with identical global batches. `num_shards` (default: the greatest common divisor of `batch_size` and 8) is
-    fixed for a run, and at least the number of hosts. `shards` are those of this host (default: `host_shards`); where
-    the mesh lays a batch out in another order than that of the processes, use `shards_of`.
+    fixed for a run; where it is less than the number of hosts, several read the same shard, and each hands out its own rows of
+    it. `shards` are those of this host (default: `host_shards`); where the mesh lays a batch out in another order than
+    that of the processes, use `shards_of`.
 
     Iteration ends when every shard has run out, or after `num_batches`; a shard that runs out earlier gives rows of
-    padding. Each shard is read ahead by one thread, by up to `prefetch` batches; a batch that does not come within
+    padding. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the same end, or `num_batches`. Each shard is read ahead by one thread, by up to `prefetch` batches; a batch that does not come within
     `timeout` seconds is a `TimeoutError` that says where the reading stands. `quarantine` is one that the documents go
     through, to be counted in `metrics()`.
 
@@ -65,7 +66,9 @@ class Loader:
             raise ValueError(f"prefetch must be at least 1 and timeout positive, got {prefetch} and {timeout}.")
         self._rows_of_shard, self._batch_size, self.num_shards = rows_of_shard, batch_size, num_shards
         self._num_batches, self._prefetch, self._timeout = num_batches, prefetch, timeout
-        self.rows = np.arange(batch_size).reshape(num_shards, -1)[self.shards].reshape(-1)
+        held = np.arange(batch_size).reshape(num_shards, -1)[self.shards].reshape(-1)
+        self._own = slice(None) if shards is not None else _own_rows(held, batch_size, num_shards)
+        self.rows = held[self._own]
         self.wait_seconds, self._quarantine = 0.0, quarantine
         self._readers: dict[int, _Reader] = {}
         weakref.finalize(self, _stop, self._readers)  # a forgotten loader stops its threads
@@ -94,7 +97,10 @@ class Loader:
         For example `data/tokens/web` of a mixture, `data/dropped_documents` of packing, `data/bad_records` of a quarantine.
         Packing reads ahead, so counts may be ahead of the batches; a resumed run counts as if never stopped.
         """
-        counts: dict[str, float] = {**counting.total(self._counts.values())}
+        size = (
+            self._batch_size // self.num_shards
+        )  # a shard that several hosts read is counted by the one with its first row
+        counts: dict[str, float] = {**counting.total(c for s, c in self._counts.items() if s * size in self.rows)}
         if self._quarantine is not None:
             counts["bad_records"] = len(self._quarantine)
         return {f"data/{name}": count for name, count in counts.items()}
@@ -177,7 +183,8 @@ class Loader:
         if self._num_batches is None:
             raise RuntimeError(
                 f"This host's shards {self.shards} have run out after {self.batches} batches while other hosts may go "
-                "on: repeat the documents, or name num_batches= and shorter hosts give rows of padding."
+                "on: repeat the documents, or give num_shards=1, which every host reads to the same end, or num_batches=, "
+                "up to which a host that has run out gives rows of padding."
             )
 
     def _join(self, parts: list[Batch | None]) -> Batch:
@@ -188,7 +195,8 @@ class Loader:
         assert blank is not None  # _check_end has seen to it
         self._blank = blank
         rows = [blank if part is None else part for part in parts]
-        return {name: np.concatenate([_fill(part[name], row, size) for part in rows]) for name, row in blank.items()}
+        whole = lambda name: np.concatenate([_fill(part[name], blank[name], size) for part in rows])
+        return {name: whole(name)[self._own] for name in blank}
 
     def _checked(self, state: Mapping[str, State]) -> tuple[int, dict[int, Any]]:
         missing = [s for s in self.shards if str(s) not in state]
@@ -198,9 +206,12 @@ class Loader:
                 "shards is fixed for a run: use the num_shards it began with, and join the states of all hosts."
             )
         mine = [state[str(s)] for s in self.shards]
-        for name, here in (("num_shards", self.num_shards), ("batch_size", self._batch_size)):
+        for name, here in (("batch_size", self._batch_size), ("num_shards", self.num_shards)):
             if any(shard[name] != here for shard in mine):
-                raise ValueError(f"The data state is one of {name}={mine[0][name]}, this loader has {name}={here}.")
+                raise ValueError(
+                    f"The data state is one of {name}={mine[0][name]}, this loader has {name}={here}: a run goes on with what "
+                    "it began with; start another one in a directory of its own."
+                )
         batches = {shard["batches"] for shard in mine}
         if len(batches) > 1:
             raise ValueError(
@@ -210,21 +221,27 @@ class Loader:
 
 
 def host_shards(num_shards: int, *, host: int | None = None, num_hosts: int | None = None) -> range:
-    """The consecutive virtual shards of one host (default: this process among jax's).
+    """The consecutive virtual shards of one host (default: this process among jax's): its own, or those in which its rows lie."""
+    host, num_hosts = _position(host, num_hosts)
+    end = (host + 1) * num_shards
+    return range(host * num_shards // num_hosts, end // num_hosts if num_shards >= num_hosts else -(-end // num_hosts))
 
-    Raises:
-      ValueError: there are more hosts than shards.
-    """
-    if host is None or num_hosts is None:
-        import jax
 
-        host, num_hosts = jax.process_index(), jax.process_count()
-    if num_shards < num_hosts:
-        raise ValueError(
-            f"num_shards must be at least the number of hosts, got {num_shards} shards for {num_hosts} hosts. It is fixed "
-            "for a run, so begin runs with as many as the hosts that may ever join."
-        )
-    return range(host * num_shards // num_hosts, (host + 1) * num_shards // num_hosts)
+def _position(host: int | None, num_hosts: int | None) -> tuple[int, int]:
+    if host is not None and num_hosts is not None:
+        return host, num_hosts
+    import jax
+
+    return jax.process_index(), jax.process_count()
+
+
+def _own_rows(held: np.ndarray, batch_size: int, num_shards: int) -> slice:
+    """Which of the held rows are this host's: all, unless other hosts read the same shards."""
+    host, num_hosts = _position(None, None)
+    if num_shards >= num_hosts:
+        return slice(None)
+    begin, end = (n * batch_size // num_hosts - int(held[0]) for n in (host, host + 1))
+    return slice(begin, end)
 
 
 def shards_of(sharding: Any, *, batch_size: int, num_shards: int) -> list[int]:

@@ -15,6 +15,8 @@ from maxlib.nn.context import context as context
 from maxlib.nn.context import spans as spans
 from maxlib.nn.context import unbalance as unbalance
 from maxlib.nn.decoder import Decoder as Decoder
+from maxlib.nn.decoder import MTPDecoder as MTPDecoder
+from maxlib.nn.decoder import VisionDecoder as VisionDecoder
 from maxlib.nn.features import attention_kind as attention_kind
 from maxlib.nn.features import cache_kinds as cache_kinds
 from maxlib.nn.features import features as features
@@ -26,6 +28,7 @@ from maxlib.nn.matmul import Exact as Exact
 from maxlib.nn.matmul import Matmul as Matmul
 from maxlib.nn.mla import MLA as MLA
 from maxlib.nn.mla import LatentCache as LatentCache
+from maxlib.nn.mla import QuantizedLatentCache as QuantizedLatentCache
 from maxlib.nn.mlp import MLP as MLP
 from maxlib.nn.mlp import GatedMLP as GatedMLP
 from maxlib.nn.model import Drafts as Drafts
@@ -48,6 +51,8 @@ from maxlib.nn.pytree import pytree as pytree
 from maxlib.nn.pytree import static as static
 from maxlib.nn.quantized import FOUR_BITS as FOUR_BITS
 from maxlib.nn.quantized import QuantizedWeight as QuantizedWeight
+from maxlib.nn.remat import INTERMEDIATES as INTERMEDIATES
+from maxlib.nn.remat import POLICIES as POLICIES
 from maxlib.nn.remat import Policy as Policy
 from maxlib.nn.remat import remat_policy as remat_policy
 from maxlib.nn.router import GroupLimit as GroupLimit
@@ -66,6 +71,7 @@ from maxlib.nn.stack import unstack as unstack
 from maxlib.nn.summary import summary as summary
 from maxlib.nn.tree import Filter as Filter
 from maxlib.nn.tree import axes as axes
+from maxlib.nn.tree import cast as cast
 from maxlib.nn.tree import combine as combine
 from maxlib.nn.tree import is_trainable as is_trainable
 from maxlib.nn.tree import logical_path as logical_path
@@ -79,3 +85,4 @@ from maxlib.nn.vision import ShuffleProjector as ShuffleProjector
 from maxlib.nn.vision import SigLIP as SigLIP
 from maxlib.nn.vision import check_placeholders as check_placeholders
 from maxlib.nn.vision import place_features as place_features
+from maxlib.nn.with_attention import with_attention as with_attention

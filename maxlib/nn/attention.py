@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops
@@ -38,8 +39,8 @@ class Attention(nnx.Module):
     rope: how positions rotate queries and keys; None leaves them (NoPE). q_norm, k_norm: norms over the head dimension, applied before the
     rotation. scale: factor on the scores, by default `head_dim ** -0.5`. softcap: `c * tanh(scores / c)`. sinks: one learned
     logit per head that takes part in the softmax and has no value (GPT-OSS). temperature: factor on each query, given its index in its
-    document (`TemperatureTuning`).
-    Raises ValueError when `num_heads` is no multiple of `num_kv_heads`.
+    document (`TemperatureTuning`). implementation: of `ops.attention`, None for the best one; `with_attention` sets it in a whole model.
+    Raises ValueError when `num_heads` is no positive multiple of `num_kv_heads`.
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class Attention(nnx.Module):
         softcap: float | None = None,
         sinks: bool = False,
         temperature: Callable[[Array], Array] | None = None,
+        implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
         D, N, K, H = dim, num_heads, num_kv_heads or num_heads, head_dim
-        if N % K:
+        if N < 1 or K < 1 or N % K:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {N} and {K}")
         if rope is not None and rope.dim > H:
             raise ValueError(f"the rotary dimensions ({rope.dim}) must not exceed head_dim ({H})")
@@ -73,7 +75,7 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = q_norm, k_norm
         self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",)) if sinks else None
         self.mask, self.rope, self.scale, self.softcap = mask, rope, scale, softcap
-        self.temperature = temperature
+        self.temperature, self.implementation = temperature, implementation
         self.num_kv_heads, self.head_dim = K, H
 
     def __call__(
@@ -81,12 +83,13 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Without `ctx` each row is one document from position 0."""
         ctx = context(*x.shape[:2]) if ctx is None else ctx
-        q, k, v = self.project(x, ctx)
+        q, k, v = map(checkpoint_name, self.project(x, ctx), ("q", "k", "v"))
         k_start, k_end = ctx.bounds(self.mask)
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
         sinks = None if self.sinks is None else self.sinks[...]
-        out = attend(q, k, v, k_start, k_end, sinks, scale=self.scale, softcap=self.softcap, balanced=ctx.balanced)
+        options = {"scale": self.scale, "softcap": self.softcap, "implementation": self.implementation}
+        out = attend(q, k, v, k_start, k_end, sinks, balanced=ctx.balanced, **options)
         return self.o(out), cache
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
@@ -130,6 +133,7 @@ def attend(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    implementation: str | None = None,
     balanced: bool = False,
 ) -> Float[Array, "B T N Hv"]:
     """`ops.attention` on each device's own rows, heads and queries, by the sharding rules in use.
@@ -142,16 +146,20 @@ def attend(
     parts = degree("q_seq") if balanced else 1
 
     def op(q, k, v, k_start, k_end, sinks):
-        options = {"k_start": k_start, "k_end": k_end, "sinks": sinks, "scale": scale, "softcap": softcap}
+        bounds = {"k_start": k_start, "k_end": k_end}
+        options = {**bounds, "sinks": sinks, "scale": scale, "softcap": softcap, "implementation": implementation}
         if ring is not None:
             return ops.ring_attention(q, k, v, axis_name=ring, pieces=2 if balanced else 1, **options)
         k, v = (natural_order(x, parts) for x in (k, v)) if balanced else (k, v)
         return ops.attention(q, k, v, **options)
 
+    # Tokens are exchanged for heads here and nowhere else: left alone, XLA would rotate and project heads, and gather tokens.
+    own = lambda x: constrain(x, "batch", "seq", "act_heads", None)
+    q, k, v = (own(x) for x in (q, k, v)) if q.shape[1] == k.shape[1] else (q, k, v)
     copies = degree("attn_heads")
     if q.shape[2] % copies == 0 and copies > k.shape[2] and copies % k.shape[2] == 0:
         # Fewer key heads than devices: each takes a copy of its own.
         k, v = (jnp.repeat(x, copies // x.shape[2], axis=2) for x in (k, v))
     queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
     names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",)]
-    return map_op(op, names, queries)(q, k, v, k_start, k_end, sinks)
+    return own(map_op(op, names, queries)(q, k, v, k_start, k_end, sinks))

@@ -19,7 +19,7 @@ class Job:
 
     model: the name of a preset, a `Config` of a known family, or a function of a module that builds the model.
     batch_per_chip: sequences of `sequence` tokens per device in one step (a fraction where several devices share one).
-    mesh, dcn: as `sharding.make_mesh` takes them. rules: the name of a preset in `sharding.PRESETS`, or rules. remat:
+    mesh, dcn: as `sharding.make_mesh` takes them. rules: a name that `sharding.preset` knows, or rules. remat:
     as the models take it. optimizer: "adamw", "sgd", or a function of a module, `optimizer(model) ->
     optax.GradientTransformation`. options: of the compiler.
     """
@@ -49,11 +49,7 @@ class Job:
     @property
     def table(self) -> sharding.Rules:
         """The rules. Raises ValueError for an unknown preset."""
-        if not isinstance(self.rules, str):
-            return self.rules
-        if self.rules not in sharding.PRESETS:
-            raise ValueError(f"rules must be one of {', '.join(sharding.PRESETS)}, or a table; got {self.rules!r}")
-        return sharding.PRESETS[self.rules]
+        return sharding.preset(self.rules) if isinstance(self.rules, str) else self.rules
 
     @property
     def title(self) -> str:

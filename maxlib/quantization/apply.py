@@ -1,6 +1,7 @@
 """Walks a model and changes how its matmuls are computed, or how their weights are stored."""
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from flax import nnx
 from maxlib import nn
 from maxlib.quantization.formats import INFERENCE, TRAINING, Format, check_backend
 from maxlib.quantization.matmul import Quantized
-from maxlib.quantization.rules import SITES, Rule, Rules, Where, as_rules, axes_of, decide, kind_of
+from maxlib.quantization.rules import SITES, Rule, Rules, Where, as_rules, axes_of, decide, kind_of, unknown
 
 Model = TypeVar("Model")
 Change = Callable[[Any, Format, str], Any]
@@ -19,10 +20,11 @@ Change = Callable[[Any, Format, str], Any]
 def for_training(model: Model, rules: Rules) -> Model:
     """`model` whose matmuls round their operands; parameters, their paths and their dtype stay as they are.
 
-    rules: "int8" (weights and activations), "fp8" (e4m3 forward, e5m2 backward), a `Format`, or `Rule`s, of which the first that fits
+    rules: "int8" (weights and activations), "int8_gradients", "fp8" (e4m3 forward, e5m2 backward), a `Format`, or `Rule`s, of which the first that fits
     counts; what none fits stays in full precision. Layers of a stack that are treated differently are laid out anew, so that the
     others are still scanned. Works on `jax.eval_shape` of a model and inside `jit`, so that a function given to the Trainer may end with it.
-    Raises ValueError for a rule that decides nothing, for what cannot be quantized, and for dtypes that the backend does not multiply.
+    Raises ValueError for a rule that decides nothing, for what cannot be quantized, and for dtypes that the backend does not multiply; warns
+    of matrices in layers that it does not know.
     """
     return _apply(model, as_rules(rules, TRAINING), _round_operands)
 
@@ -45,22 +47,45 @@ def _apply(model: Any, rules: Sequence[Rule], change: Change) -> Any:
         if rule.format is not None:
             check_backend(rule.format)
     used: set[int] = set()
-    places: list[str] = []
+    places: list[Where] = []
 
     def visit(where: Where, site: Any) -> Format | None:
-        places.append(f"{where.path} ({where.kind})")
+        places.append(where)
         if (n := decide(rules, where)) is None:
             return None
         used.add(n)
         return rules[n].format
 
     new = _in(model, "", rules, visit, change)
+    _look_at_unknown(model, rules, visit)
+    _check_use(rules, used, places)
+    return new
+
+
+def _look_at_unknown(model: Any, rules: Sequence[Rule], visit: Callable[[Where, Any], Format | None]) -> None:
+    """Warns of matrices that no rule leaves on purpose."""
+    found = [Where(path, "unknown") for path in dict.fromkeys(map(nn.logical_path, unknown(model)))]
+    if wrong := [where.path for where in found if visit(where, None) is not None]:
+        raise ValueError(f"{wrong} belong to no layer that can be quantized; make it of nn.Einsum or nn.ExpertLinear")
+    if left := [where.path for where in found if decide(rules, where) is None]:
+        warnings.warn(
+            f"left in full precision, as nothing is known of their layers: {left}. Make these of nn.Einsum or nn.ExpertLinear, or "
+            'leave them on purpose by a rule, high(match="...", kinds=("unknown",))',
+            stacklevel=4,
+        )
+
+
+def _check_use(rules: Sequence[Rule], used: set[int], places: Sequence[Where]) -> None:
+    """Every rule has decided something, and every layer that one names is there."""
     if idle := [rule for n, rule in enumerate(rules) if n not in used]:
         raise ValueError(
             f"each rule must decide the format of a matmul, these decide none: {idle}; earlier rules win. The matmuls are "
-            f"{', '.join(dict.fromkeys(places))}"
+            f"{', '.join(dict.fromkeys(f'{where.path} ({where.kind})' for where in places))}"
         )
-    return new
+    most = max((where.count for where in places), default=0)
+    for rule in rules:
+        if absent := [i for i in rule.layers or () if not -most <= i < most]:
+            raise ValueError(f"{rule} names the layers {absent}, the largest stack has {most}, numbered from 0")
 
 
 def _in(tree: Any, prefix: str, rules, visit, change: Change) -> Any:
@@ -162,7 +187,9 @@ def _outputs(site: Any) -> tuple[int, ...]:
     if isinstance(site, nn.Einsum):
         letters, out = site.spec.partition(",")[2].split("->")
         return tuple(d for d, letter in enumerate(letters) if letter in out)
-    return (0, 1) if isinstance(site, nn.ExpertLinear) else (0,)
+    if isinstance(site, nn.ExpertLinear):
+        return tuple(d for d, letter in enumerate(site.layout) if letter != "I")
+    return (0,)
 
 
 def _restored(site: Any) -> Any:

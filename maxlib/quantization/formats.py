@@ -48,7 +48,7 @@ class Format:
 
 INT8_TRAINING = Format("int8", "int8")
 FP8_TRAINING = Format("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2")
-TRAINING = {"int8": INT8_TRAINING, "fp8": FP8_TRAINING}
+TRAINING = {"int8": INT8_TRAINING, "int8_gradients": Format("int8", "int8", "int8"), "fp8": FP8_TRAINING}
 INFERENCE = {
     "int8": Format("int8"),
     "int4": Format("int4", group=32),

@@ -18,7 +18,7 @@ from rich.table import Table
 from maxlib import nn
 from maxlib.ops.cost import FORMULAS
 from maxlib.quantization.matmul import Quantized
-from maxlib.quantization.rules import SITES, Kind, kind_of
+from maxlib.quantization.rules import SITES, Kind, kind_of, unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Every matmul with a weight, and as `others` the bytes of what never is quantized: norms, biases, corrections.
+    """Every matrix, and as `others` the bytes of what never is quantized: norms, biases, corrections, positions.
 
     Print it. Attention's own products have no weights and stay in full precision; `matmuls` counts those too.
     """
@@ -62,6 +62,13 @@ class Report:
     def bytes_after(self) -> int:
         return self.others + sum(row.after for row in self.rows)
 
+    @property
+    def summary(self) -> str:
+        """Two lines: how much is quantized, and what is not."""
+        formats = ", ".join(dict.fromkeys(row.format for row in self.rows if row.format)) or "nothing"
+        bytes = f"{self.bytes_before:,} bytes" + f" -> {self.bytes_after:,}" * (self.bytes_after != self.bytes_before)
+        return f"quantized: {formats} in {self.share:.1%} of the weights, {bytes}\nin full precision: {', '.join(self.left)}"
+
     def __str__(self) -> str:
         table = Table(box=box.SIMPLE, show_footer=True)
         table.add_column("matmul", footer=f"{self.share:.1%} of the numbers in matmuls are quantized")
@@ -83,9 +90,14 @@ def report(model: Any) -> Report:
     """What is quantized in `model`, which may be abstract (`jax.eval_shape`). Layers that share a place in a stack share a row."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, SITES))
     sites = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves if isinstance(x, SITES)]
+    rows = [_row(path, site) for path, site in sites] + [_unknown_row(path, x) for path, x in unknown(model).items()]
     total = sum(_bytes(leaf) for leaf in jax.tree.leaves(model))
-    weights = sum(_bytes(leaf) for _, site in sites for leaf in jax.tree.leaves(site.w))
-    return Report(tuple(_row(path, site) for path, site in sites), total - weights)
+    return Report(tuple(rows), total - sum(row.after for row in rows))
+
+
+def _unknown_row(path: str, variable: Any) -> Row:
+    value = variable.get_value()
+    return Row(path, "unknown", None, value.size, _bytes(value), _bytes(value))
 
 
 def _row(path: str, site: Any) -> Row:
@@ -189,11 +201,12 @@ def _walk(jaxpr: Any, times: float, found: dict[str, float]) -> None:
 def _op_flops(op: str, inputs: list[Any]) -> float:
     a, b = inputs[:2]
     if op == "grouped_matmul":
+        return 2.0 * a.shape[0] * b.shape[1] * b.shape[2]
+    if op == "grouped_outer":
         return 2.0 * a.size * b.shape[1]
     return 4.0 * a.size * b.shape[1] if op == "attention" else 2.0 * a.size * b.shape[0]
 
 
 def _inside(eqn: Any) -> list[Any]:
     values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else [p])]
-    closed = [v.jaxpr for v in values if isinstance(v, core.ClosedJaxpr)]
-    return closed + [v for v in values if isinstance(v, core.Jaxpr)]
+    return [getattr(v, "jaxpr", v) for v in values if isinstance(v, core.ClosedJaxpr | core.Jaxpr)]

@@ -8,12 +8,15 @@ from maxlib.sharding.describe import describe as describe
 from maxlib.sharding.describe import draw as draw
 from maxlib.sharding.distributed import Cluster as Cluster
 from maxlib.sharding.distributed import initialize as initialize
+from maxlib.sharding.map_op import Gathered as Gathered
 from maxlib.sharding.map_op import map_op as map_op
 from maxlib.sharding.mesh import AXES as AXES
 from maxlib.sharding.mesh import make_mesh as make_mesh
 from maxlib.sharding.one_f_one_b import one_f_one_b as one_f_one_b
 from maxlib.sharding.pipeline import pipelined as pipelined
 from maxlib.sharding.pipeline import stages as stages
+from maxlib.sharding.processes import first_process_first as first_process_first
+from maxlib.sharding.processes import of_all_processes as of_all_processes
 from maxlib.sharding.rules import CP_GATHER as CP_GATHER
 from maxlib.sharding.rules import CP_HEADS as CP_HEADS
 from maxlib.sharding.rules import CP_RING as CP_RING
@@ -22,6 +25,7 @@ from maxlib.sharding.rules import EP as EP
 from maxlib.sharding.rules import EP_FSDP as EP_FSDP
 from maxlib.sharding.rules import FSDP as FSDP
 from maxlib.sharding.rules import FSDP_TP as FSDP_TP
+from maxlib.sharding.rules import PP as PP
 from maxlib.sharding.rules import PRESETS as PRESETS
 from maxlib.sharding.rules import SP as SP
 from maxlib.sharding.rules import TP as TP
@@ -35,6 +39,7 @@ from maxlib.sharding.rules import current as current
 from maxlib.sharding.rules import degree as degree
 from maxlib.sharding.rules import mesh_axes as mesh_axes
 from maxlib.sharding.rules import optimizer_spec as optimizer_spec
+from maxlib.sharding.rules import preset as preset
 from maxlib.sharding.rules import spec as spec
 from maxlib.sharding.rules import use as use
 from maxlib.sharding.zigzag import can_zigzag as can_zigzag

@@ -1,10 +1,13 @@
 """Starts `jax.distributed` from arguments or from what the cluster left in the environment."""
 
 import dataclasses
+import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -34,13 +37,15 @@ def initialize(
     *,
     local_device_ids: Sequence[int] | None = None,
     timeout: float = 300,
+    heartbeat: float = 100,
 ) -> Cluster | None:
     """Joins the processes of a run, and says what it found; call it before anything that touches devices.
 
     Looks for, in this order: the arguments; `JAX_COORDINATOR_ADDRESS` with `JAX_NUM_PROCESSES` (or `NNODES`) and
     `JAX_PROCESS_ID` (or `NODE_RANK`); a Kubernetes JobSet; SLURM; Open MPI; TPU pods. Finding nothing it leaves this
-    process alone and returns None. Raises ValueError for incomplete addresses, and TimeoutError, naming who is
-    missing, when a process does not arrive in `timeout` seconds.
+    process alone and returns None. Later on, a process that an exception ends leaves at once, and one that is silent for
+    `heartbeat` seconds counts as dead; both end all others. Raises ValueError for incomplete addresses and numbers that do not fit together, and TimeoutError, naming
+    who is missing, when a process does not arrive in `timeout` seconds.
     """
     cluster = find(coordinator, num_processes, process_id, timeout=timeout)
     if cluster is None:
@@ -58,8 +63,24 @@ def initialize(
         local_device_ids=None if ids is None else list(ids),
         cluster_detection_method="deactivate",
         initialization_timeout=max(10, int(timeout - (time.monotonic() - begin))),
+        heartbeat_timeout_seconds=int(heartbeat),
     )
+    _leave_at_once_when_failing()
     return cluster
+
+
+def _leave_at_once_when_failing() -> None:
+    """A process that an exception ends would wait at its exit for all others (five minutes), who wait for it meanwhile."""
+    before = sys.excepthook
+
+    def hook(*error: Any) -> None:
+        before(*error)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    sys.excepthook = hook
 
 
 def find(

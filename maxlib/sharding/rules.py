@@ -44,7 +44,7 @@ Place = str | tuple[str, ...] | None
 Rules = Mapping[str, str | tuple[str, ...] | Spare | Pipeline | None]
 
 _BATCH = {"batch": ("data", "fsdp")}
-_FSDP = {"embed": "fsdp", "expert_embed": "fsdp"}
+_FSDP = {"embed": "fsdp", "expert_embed": "fsdp", "rank": Spare("fsdp")}
 _TENSOR = {
     "vocab": "tensor",
     "heads": "tensor",
@@ -66,14 +66,22 @@ SP: Rules = {"seq": Spare("tensor")}
 EP: Rules = {
     "batch": ("data", "fsdp", "expert"),
     "embed": ("fsdp", "expert"),
+    "rank": Spare(("fsdp", "expert")),
     "expert": "expert",
     "act_expert": "expert",
     "expert_embed": "fsdp",
 }
 # Experts over the FSDP axis instead; each device gathers their weights.
-EP_FSDP: Rules = _BATCH | {"embed": "fsdp", "expert": "fsdp"}
+EP_FSDP: Rules = _BATCH | {"embed": "fsdp", "expert": "fsdp", "rank": Spare("fsdp")}
 # The optimizer's state over the data axis too (arXiv:1910.02054); see `optimizer_spec`.
 ZERO1: Rules = {"optimizer": "data"}
+
+# The sequence over devices, beside any of these: `FSDP | CP_RING`. `nn.attend` says how the three differ.
+CP_GATHER: Rules = {"seq": "context", "q_seq": "context"}
+CP_RING: Rules = {"seq": "context", "q_seq": "context", "kv_seq": "context"}
+CP_HEADS: Rules = {"seq": "context", "attn_heads": ("tensor", "context")}
+# Layers over devices, also beside any of these.
+PP: Rules = {"layers": Pipeline("stage", microbatches=8)}
 
 PRESETS: Mapping[str, Rules] = {
     "dp": DP,
@@ -86,15 +94,30 @@ PRESETS: Mapping[str, Rules] = {
     "ep": EP,
     "ep_tp": EP | _TENSOR,
     "ep_fsdp": EP_FSDP,
+    "cp_gather": CP_GATHER,
+    "cp_ring": CP_RING,
+    "cp_heads": CP_HEADS,
+    "pp": PP,
 }
-
-# The sequence over devices, beside any of these: `FSDP | CP_RING`. `nn.attend` says how the three differ.
-CP_GATHER: Rules = {"seq": "context", "q_seq": "context"}
-CP_RING: Rules = {"seq": "context", "q_seq": "context", "kv_seq": "context"}
-CP_HEADS: Rules = {"seq": "context", "attn_heads": ("tensor", "context")}
 
 # Part of jit's cache key: a plain context variable would let a second mesh reuse the first one's program.
 _context = jax.make_user_context(None)
+
+
+def preset(name: str) -> Rules:
+    """The rules of `PRESETS` that a name says, or several that are joined: "fsdp", "fsdp_tp+cp_ring", "fsdp+pp:16".
+
+    A number after "pp" is that of the microbatches, 8 if there is none. Raises ValueError for a name that is unknown.
+    """
+    found: dict[str, Any] = {}
+    for part in name.split("+"):
+        part, _, count = part.strip().partition(":")
+        if part not in PRESETS or (count and not (part == "pp" and count.isdecimal())):
+            raise ValueError(
+                f"rules must be one of {', '.join(PRESETS)}, several such as fsdp+cp_ring+pp:16, or a table; got {name!r}"
+            )
+        found |= {"layers": Pipeline("stage", int(count))} if count else PRESETS[part]
+    return found
 
 
 def _freeze(rules: Rules) -> tuple[tuple[str, Any], ...]:

@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     from maxlib.training.optimizers import decay_mask as decay_mask
     from maxlib.training.optimizers import muon as muon
     from maxlib.training.optimizers import width_factors as width_factors
+    from maxlib.training.optimizers import width_scaled as width_scaled
     from maxlib.training.pipelining import one_f_one_b as one_f_one_b
     from maxlib.training.placement import own_model as own_model
     from maxlib.training.placement import place_batch as place_batch
+    from maxlib.training.prefetch import Prefetch as Prefetch
     from maxlib.training.schedules import warmup_cosine as warmup_cosine
     from maxlib.training.schedules import warmup_linear as warmup_linear
     from maxlib.training.schedules import warmup_stable_decay as warmup_stable_decay
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from maxlib.training.trainer import Trainer as Trainer
     from maxlib.training.wrappers import averaged as averaged
     from maxlib.training.wrappers import averaged_model as averaged_model
+    from maxlib.training.wrappers import in_bfloat16 as in_bfloat16
     from maxlib.training.wrappers import only as only
     from maxlib.training.wrappers import scale_by_path as scale_by_path
     from maxlib.training.wrappers import skip_spikes as skip_spikes
@@ -62,13 +65,14 @@ _MODULES = {
     "losses": ("Stats", "next_token_loss"),
     "metrics": ("Console", "Csv", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
     "mtp": ("mtp_loss",),
-    "optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "width_factors"),
+    "optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "width_factors", "width_scaled"),
     "pipelining": ("one_f_one_b",),
     "placement": ("own_model", "place_batch"),
+    "prefetch": ("Prefetch",),
     "schedules": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),
     "step": ("TrainState", "jit_step", "make_eval_step", "make_state", "make_train_step"),
     "trainer": ("Diverged", "Loader", "Trainer"),
-    "wrappers": ("averaged", "averaged_model", "only", "scale_by_path", "skip_spikes"),
+    "wrappers": ("averaged", "averaged_model", "in_bfloat16", "only", "scale_by_path", "skip_spikes"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -159,9 +159,10 @@ def _convolution(eqn, known, times, counts):
 
 
 def _scan(eqn, known, times, counts):
-    consts, body = eqn.params["num_consts"], eqn.params["jaxpr"]
+    params = eqn.params
+    consts = params["num_consts"] if "num_consts" in params else len(list(params["ft_in"].unpack()[0]))  # from jax 0.12
     changing = [None] * (len(known) - consts)
-    _walk(body, known[:consts] + changing, times * eqn.params["length"], counts)
+    _walk(params["jaxpr"], known[:consts] + changing, times * params["length"], counts)
 
 
 def _while(eqn, known, times, counts):

@@ -46,6 +46,9 @@ class Interrupt:
     def _handle(self, number: int, frame) -> None:
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
+        if jax.process_count() > 1:  # others may be a step ahead: jax finds one after which all of them stop
+            signal.raise_signal(signal.SIGTERM)
+            return
         self.signal = number
         if self.waiting:
             raise self.stop()
@@ -55,8 +58,8 @@ class Interrupt:
 def interrupts() -> Iterator[Interrupt]:
     """Catches SIGINT and SIGTERM inside. A second Ctrl-C acts at once; schedulers send SIGTERM to all they know, so again is as once.
 
-    Does nothing outside the main thread. With several processes SIGTERM stays with jax, which tells all of them to stop after
-    the same step.
+    Does nothing outside the main thread. With several processes both go to jax, which tells all of them to stop after the
+    same step.
     """
     interrupt = Interrupt()
     numbers = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]

@@ -6,14 +6,16 @@ Every one of them takes `{path: array}` and knows weights by the names of their 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from maxlib import nn
+from maxlib.training.wrappers import in_bfloat16, in_float32
 
+Model = TypeVar("Model")
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
 
 
@@ -26,13 +28,15 @@ def adamw(
     b2: float = 0.95,
     eps: float = 1e-8,
     clip: float | None = 1.0,
+    moments: Any = jnp.float32,
 ) -> optax.GradientTransformation:
     """AdamW (arXiv:1711.05101) after clipping the gradient's global norm to `clip`.
 
-    mask: what decays, usually `decay_mask(model)`; None decays everything. Moments are float32.
+    mask: what decays, usually `decay_mask(model)`; None decays everything. moments: what they are held in, float32 or bfloat16 (see
+    `in_bfloat16`), whatever the dtype of the parameters.
     """
-    adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask, mu_dtype=jnp.float32)
-    return adam if clip is None else optax.chain(clip_by_global_norm(clip), adam)
+    adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask)
+    return _clipped(_held_in(moments, adam), clip)
 
 
 def muon(
@@ -46,12 +50,13 @@ def muon(
     b2: float = 0.95,
     eps: float = 1e-8,
     clip: float | None = 1.0,
+    moments: Any = jnp.float32,
 ) -> optax.GradientTransformation:
     """Muon for the matrices inside layers, AdamW for the rest: embeddings, head, routers, norms, biases (arXiv:2502.16982).
 
     model: gives the axes; `jax.eval_shape` of a model does. Each matrix is made orthogonal as inputs x outputs, heads together,
     every layer and every expert by itself. Its update is scaled to the size of Adam's, so `learning_rate` and `weight_decay` mean
-    what they mean there. adam_learning_rate: for the rest, if it shall differ.
+    what they mean there. adam_learning_rate: for the rest, if it shall differ. moments: as in `adamw`.
     """
     dims = muon_dimensions(model)
 
@@ -63,14 +68,23 @@ def muon(
         beta=beta,
         weight_decay=weight_decay,
         consistent_rms=0.2,
-        mu_dtype=jnp.float32,
         muon_weight_dimension_numbers=dimensions,
     )
-    adam = functools.partial(optax.adamw, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mu_dtype=jnp.float32)
+    adam = functools.partial(optax.adamw, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     rest = adam(adam_learning_rate or learning_rate, mask=decay_mask(model))
     kinds = lambda params: {path: "matrix" if path in dims else "rest" for path in params}
     both = optax.partition({"matrix": matrices, "rest": rest}, kinds)
-    return both if clip is None else optax.chain(clip_by_global_norm(clip), both)
+    return _clipped(_held_in(moments, both), clip)
+
+
+def _held_in(moments: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    if jnp.dtype(moments) not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"moments are held in float32 or bfloat16, got {jnp.dtype(moments).name}")
+    return in_bfloat16(optimizer) if jnp.dtype(moments) == jnp.bfloat16 else in_float32(optimizer)
+
+
+def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> optax.GradientTransformation:
+    return optimizer if clip is None else optax.chain(clip_by_global_norm(clip), optimizer)
 
 
 def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]:
@@ -118,13 +132,25 @@ def width_factors(model: Any, base: Any) -> dict[str, float]:
     """By how much Adam's learning rate shrinks per weight from `base` to the wider `model`, for `scale_by_path` (muP, arXiv:2203.03466).
 
     model, base: the same model in two widths; `jax.eval_shape` of them does. What sums over its inputs, layers' matrices and a head of its own,
-    gets base inputs / inputs; embeddings, norms and biases keep their rate. A rate that was tuned on `base` then fits `model`.
+    gets base inputs / inputs; embeddings, norms and biases keep their rate. A rate that was tuned on `base` then fits `model`, if it begins as
+    `width_scaled` says and its heads are as large as those of `base`. A head that is tied to the embeddings has no factor, and its logits grow.
     """
     summed = nn.summed_axes(model) | {path: ("embed",) for path in nn.axes(model) if nn.logical_path(path) == "head.w"}
     wide, narrow = _inputs(model, summed), _inputs(base, summed)
     if wide.keys() != narrow.keys():
         raise ValueError(f"both must have the same weights; only one has {sorted(wide.keys() ^ narrow.keys())}")
     return {path: narrow[path] / wide[path] for path in wide}
+
+
+def width_scaled(model: Model, base: Any) -> Model:
+    """`model`, fresh, with initial values as muP wants them: a head of its own is base inputs / inputs as large. See `width_factors`.
+
+    All other default initial values have the right size already: 1 / sqrt(inputs) in matrices, the same at all widths in embeddings.
+    """
+    factors = width_factors(model, base)
+    params, rest = nn.partition(model)
+    heads = {path: factors[name] for path in params if (name := nn.logical_path(path)) == "head.w"}
+    return nn.combine(params | {path: (params[path] * f).astype(params[path].dtype) for path, f in heads.items()}, rest)
 
 
 def _inputs(model: Any, summed: dict[str, tuple[str, ...]]) -> dict[str, int]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from maxlib import sharding
@@ -14,22 +15,36 @@ from maxlib.training.losses import Batch
 
 
 def place_batch(batch: dict[str, Any], mesh: Mesh | None, rules: sharding.Rules) -> Batch:
-    """This host's rows as the part of a global batch that its devices hold."""
+    """This host's rows as the part of a global batch that its devices hold. What is in its place already stays as it is."""
     if mesh is None:
         return jax.device_put(batch)
 
     def put(name: str, x: Any) -> jax.Array:
         names = ("batch", "seq") if x.ndim == 2 else ("batch",) + (None,) * (x.ndim - 1)
         place = NamedSharding(mesh, sharding.spec(names, rules, what=name))
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(place, x.ndim):
+            return x
         try:
-            return jax.make_array_from_process_local_data(place, x)
+            return jax.make_array_from_process_local_data(place, np.asarray(x))
         except ValueError as error:
             raise ValueError(
                 f"the batch's {name} ({x.shape} on this host) must divide over the mesh {dict(mesh.shape)} as {place.spec} "
                 "says: choose a batch size that is a multiple of those degrees, or another mesh"
             ) from error
 
-    return {name: put(name, np.asarray(x)) for name, x in batch.items()}
+    return {name: put(name, x) for name, x in batch.items()}
+
+
+def host_rows(batch: Batch) -> Batch:
+    """This host's rows of a batch, whether or not `place_batch` has seen it."""
+
+    def rows(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            return x
+        assert isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh)  # of place_batch
+        return multihost_utils.global_array_to_host_local_array(x, x.sharding.mesh, x.sharding.spec)
+
+    return jax.tree.map(rows, batch)
 
 
 def own_model(model: nnx.Module | Callable[[], nnx.Module], mesh: Mesh | None, rules: sharding.Rules) -> Any:

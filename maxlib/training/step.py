@@ -72,11 +72,17 @@ def make_train_step(
     loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean. accumulate: how many
     microbatches a batch is computed in; they are weighted by their numbers of targets, so the mean is that of the
     whole batch. schedule: only reported, as `learning_rate`. gradients: what finds the gradient in place of autodiff of `loss_fn`, such as
-    `one_f_one_b`: `(trainable, rest, batch, key) -> (gradients of the mean, mean, Stats)`.
+    `one_f_one_b`: `(trainable, rest, batch, key) -> (gradients of the mean, mean, Stats)`. Raises ValueError for both `gradients` and
+    `accumulate`.
 
     Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient is not and the
     state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
     """
+    if gradients is not None and accumulate > 1:
+        raise ValueError(
+            f"gradients takes the whole batch, which accumulate={accumulate} would cut: leave accumulate out (a pipeline has "
+            "microbatches of its own)"
+        )
     optimizer = optax.with_extra_args_support(optimizer)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

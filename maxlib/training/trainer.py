@@ -24,7 +24,8 @@ from maxlib.training.export import Export
 from maxlib.training.interrupt import Interrupt, Interrupted, interrupts
 from maxlib.training.losses import Batch, next_token_loss
 from maxlib.training.metrics import Console, Jsonl, Meter, Writers, reported
-from maxlib.training.placement import own_model, place_batch
+from maxlib.training.pipelining import Gradients
+from maxlib.training.placement import host_rows, own_model, place_batch
 from maxlib.training.restore import Origin, initial_state
 from maxlib.training.saving import Saving
 from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, make_train_step
@@ -32,7 +33,8 @@ from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, mak
 
 @runtime_checkable
 class Loader(Protocol):
-    """This host's rows of every batch; `maxlib.data.Loader` is one. What a `metrics()` of it says is written at every step."""
+    """This host's rows of every batch; `maxlib.data.Loader` is one. What a `metrics()` of it counts is written at every step, or,
+    summed, when several processes save and evaluate."""
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
     def __next__(self) -> dict[str, np.ndarray]: ...
@@ -50,7 +52,8 @@ class Trainer:
 
     model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall live.
     loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` and `goodput.jsonl` go. mesh, rules:
-    how everything is sharded (default rules: `sharding.FSDP_TP`). filter: what is trained. schedule: only reported.
+    how everything is sharded (default rules: `sharding.FSDP_TP`). gradients: what finds the gradient in place of autodiff of `loss`,
+    such as `one_f_one_b`; `loss` is then that of evaluation. filter: what is trained. schedule: only reported.
     eval_loader: read from its start to its end every `eval_every` steps and at the end. exports: such as `HuggingFaceExport`; also made
     at the end, and at the start where the run before was killed in one. callbacks: pairs `(n, f)`; `f(trainer)`
     runs after every `n` steps, and its time counts as training only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
@@ -71,6 +74,7 @@ class Trainer:
         mesh: Mesh | None = None,
         rules: sharding.Rules = sharding.FSDP_TP,
         accumulate: int = 1,
+        gradients: Gradients | None = None,
         filter: nn.Filter = nn.is_trainable,
         schedule: optax.Schedule | None = None,
         eval_loader: Loader | None = None,
@@ -80,6 +84,11 @@ class Trainer:
         callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]]] = (),
         timeout: float = 1800.0,
     ):
+        if mesh is None and jax.process_count() > 1:
+            raise ValueError(
+                f"{jax.process_count()} processes without a mesh would train as many models: pass mesh=, for example "
+                "sharding.make_mesh(fsdp=-1)"
+            )
         self.clock = Clock(directory if jax.process_index() == 0 else None)
         self.mesh, self.rules, self.timeout = mesh, rules, timeout
         self.loader, self.eval_loader, self.eval_every = loader, eval_loader, eval_every
@@ -93,12 +102,14 @@ class Trainer:
         with self.sharded(), deadline(timeout, "the model's parameters and moments"):
             self.state = jax.block_until_ready(make_state(own_model(model, mesh, rules), optimizer, filter=filter))
         self.step, self.batch, self._batch_before = 0, None, None
-        self.train_step = jit_step(make_train_step(loss, optimizer, accumulate=accumulate, schedule=schedule))
+        options = {"accumulate": accumulate, "schedule": schedule, "gradients": gradients}
+        self.train_step = jit_step(make_train_step(loss, optimizer, **options))
         self._eval_step = jax.jit(make_eval_step(loss))
         self._meter = Meter()
         self._counted = False
         self._last: dict[str, Any] = {}
         self._evaluated: int | None = None
+        self._counts_at: int | None = None
         self._origin: Origin | None = None
 
     @property
@@ -158,6 +169,7 @@ class Trainer:
         values = {f"eval/{name}": value for name, value in values.items()}
         self._evaluated, self._last = self.step, self._last | values
         self.writers.write(self.step, values)
+        self._write_counts()
         return values
 
     def save(self, *, hurry: bool = False) -> None:
@@ -165,6 +177,7 @@ class Trainer:
         if self.checkpointer is None:
             raise ValueError("this trainer has no checkpointer; give it one, checkpointer=Checkpointer(directory)")
         self._flush()  # a state that is not finite raises here, before it is saved
+        self._write_counts()
         self._saving.start(self.step, self.state, self.loader.get_state(), self._last, hurry=hurry)
 
     def say(self, text: str) -> None:
@@ -196,7 +209,8 @@ class Trainer:
                 if batch is None:
                     self.say(f"the data ended after step {self.step}, before step {steps}")
                     break
-                self._advance(batch, data_seconds=time.perf_counter() - begin, **reported(self.loader))
+                counts = reported(self.loader) if jax.process_count() == 1 else {}
+                self._advance(batch, data_seconds=time.perf_counter() - begin, **counts)
                 self._in_between()
                 if self._interrupt.asked(self.step):
                     raise self._interrupt.stop()
@@ -223,6 +237,16 @@ class Trainer:
                 self._count_flops(batch)
             ready = self._meter.push(self.step, metrics | memory_use(), **here)
         self._report(ready)
+
+    def _write_counts(self) -> None:
+        """What the loaders of several processes count, summed where these meet; of one, every step's metrics hold it."""
+        if jax.process_count() == 1 or self._counts_at == self.step:
+            return
+        self._counts_at = self.step
+        with deadline(self.timeout, "the other processes' counts of their data"):
+            everyone = sharding.of_all_processes(dict(reported(self.loader)))
+        names = sorted({name for counts in everyone for name in counts})
+        self.writers.write(self.step, {name: sum(counts.get(name, 0) for counts in everyone) for name in names})
 
     def _in_between(self) -> None:
         """What is due after this step."""
@@ -272,10 +296,12 @@ class Trainer:
             self.save(hurry=hurry)
             self._saving.wait()
 
-    def _count_flops(self, batch: dict[str, np.ndarray]) -> None:
+    def _count_flops(self, batch: Batch) -> None:
         """What a step costs, by this host's rows of its first batch."""
         self._counted = True
         try:
-            self._meter.flops = jax.process_count() * flops.training_flops(self.loss, self.state.model, batch)
+            self._meter.flops = jax.process_count() * flops.training_flops(
+                self.loss, self.state.model, host_rows(batch)
+            )
         except Exception as error:  # an estimate must not end a run
             self.say(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")

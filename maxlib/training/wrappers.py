@@ -1,7 +1,7 @@
 """What goes around any optimizer: steps that are skipped, averaged parameters, learning rates by path."""
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -60,6 +60,85 @@ def skip_spikes(
         return updates_, SpikeState(inner_state, mean(state.norm, now), mean(state.loss, value), count, skipped)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class LowState(NamedTuple):
+    """inner: the optimizer's own, what is like a parameter in bfloat16. updates: how many there were; the noise follows from it."""
+
+    inner: Any
+    updates: Int[Array, ""]
+
+
+def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`optimizer`, computed in float32, which holds its moments in bfloat16; parameters may be bfloat16 too (`nn.cast`).
+
+    What is held is rounded up or down by chance, with the right mean: changes of less than 1/256, which rounding to the nearest would
+    lose step after step, add up. The noise follows from the number of the update alone, so that runs repeat bit for bit. It decides what the
+    parameters become, so what scales updates belongs inside it.
+    """
+    inner = in_float32(optimizer)
+
+    def moments(state: Any, params: Any, f: Callable[[Array, int], Array]) -> Any:
+        like, (leaves, tree) = _like(params), jax.tree.flatten_with_path(state)
+        return jax.tree.unflatten(tree, [f(x, i) if like(path, x) else x for i, (path, x) in enumerate(leaves)])
+
+    def init(params):
+        low = moments(inner.init(params), params, lambda x, i: x.astype(jnp.bfloat16))
+        return LowState(low, jnp.zeros((), jnp.int32))
+
+    def update(updates, state, params=None, **extra):
+        assert params is not None  # the step gives them
+        key = jax.random.fold_in(jax.random.key(0), state.updates)
+        wide = moments(state.inner, params, lambda x, i: x.astype(jnp.float32))
+        changes, wide = inner.update(updates, wide, params, **extra)
+        own = jax.random.split(jax.random.fold_in(key, 0), max(len(jax.tree.leaves(wide)), 1))
+        low = moments(wide, params, lambda x, i: _by_chance(x, own[i]))
+        return _held_changes(params, changes, jax.random.fold_in(key, 1)), LowState(low, state.updates + 1)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`optimizer`, which sees parameters and gradients in float32 whatever they are, so that its moments are float32."""
+    inner = optax.with_extra_args_support(optimizer)
+    wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def update(updates, state, params=None, **extra):
+        return inner.update(wide(updates), state, params if params is None else wide(params), **extra)
+
+    return optax.GradientTransformationExtraArgs(lambda params: inner.init(wide(params)), update)
+
+
+def _like(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
+    """Whether a leaf of an optimizer's state is of a parameter: a moment."""
+    shapes = {path: x.shape for path, x in params.items() if not isinstance(x, optax.MaskedNode)}
+
+    def like(path: Any, leaf: Any) -> bool:
+        found = [shapes.get(str(getattr(part, "key", ""))) for part in path]
+        return leaf.shape in found and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+    return like
+
+
+def _by_chance(x: Float[Array, "..."], key: Array) -> Array:
+    """bfloat16 below or above `x`, the nearer the likelier. Noise below the last bit that is kept, then cut off."""
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    kept = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), kept, x).astype(jnp.bfloat16)
+
+
+def _held_changes(params: Any, changes: Any, key: Array) -> Any:
+    """What changes bfloat16 parameters to values that bfloat16 holds."""
+
+    def one(parameter: Array, change: Array, key: Array) -> Array:
+        if parameter.dtype != jnp.bfloat16:
+            return change
+        exact = parameter.astype(jnp.float32)
+        return _by_chance(exact + change, key).astype(jnp.float32) - exact
+
+    leaves, tree = jax.tree.flatten(params)
+    return jax.tree.map(one, params, changes, jax.tree.unflatten(tree, jax.random.split(key, len(leaves))))
 
 
 class AverageState(NamedTuple):

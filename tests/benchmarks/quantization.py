@@ -1,21 +1,21 @@
-"""Trains the main job's Llama and a mixture of experts at full precision, int8 and fp8 for equal steps on the same batches, and quantizes the
-Llama of full precision for inference.
+"""Trains a small Llama and a small mixture of experts at full precision, int8 and fp8 for equal steps on the same batches of real text.
 
-    python tests/benchmarks/quantization.py [--steps 360 --dim 448 --layers 4] [--formats full int8 fp8] [--json out.json]
+    python -m tests.benchmarks.quantization [--steps 300 --dim 128 --layers 2] [--formats full int8 fp8] [--json out.json]
 
-Prints the validation loss of each, its difference from full precision, bytes of the weights, and the share of forward matmul FLOPs
-that is quantized; for inference perplexity, logit error and bytes.
+Prints the validation loss of each, its difference from full precision, bytes of the parameters, the share of the matmul FLOPs of a training
+step whose operands are quantized, and the time of a step against full precision. `--steps 360 --dim 448 --layers 4 --vocab 4096 --batch 4
+--length 256` is the main job. What quantization after training does: `tests/benchmarks/ptq.py`.
 """
 
 import argparse
 import functools
 import json
 import platform
+import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
@@ -84,62 +84,48 @@ def run(build, preset, args, train, held_out):
     if preset != "full":
         start = quantization.for_training(start, preset)
     loss = functools.partial(training.next_token_loss, dtype=jnp.dtype(args.dtype))
-    schedule = training.warmup_cosine(3e-3, args.steps, warmup=max(args.steps // 10, 1))
+    schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=max(args.steps // 10, 1))
     optimizer = training.adamw(schedule, mask=training.decay_mask(start))
-    covered = quantization.matmuls(lambda m: loss(m, jax.tree.map(jnp.asarray, train[0]))[0], start)
-    low = sum(flops for name, flops in covered.items() if "int8" in name or "float8" in name)
+    step, size = training.make_train_step(loss, optimizer), sum(a.nbytes for a in jax.tree.leaves(start))
     state = training.make_state(start, optimizer)
-    step = training.jit_step(training.make_train_step(loss, optimizer))
-    for batch in train:
-        state, _ = step(state, batch)
+    matmuls = quantization.matmuls(step, state, jax.tree.map(jnp.asarray, train[0]))
+    low = sum(flops for name, flops in matmuls.items() if "int8" in name or "float8" in name)
+    step = training.jit_step(step)
+    state, _ = step(state, train[0])
+    begin = time.process_time()
+    for batch in train[1:]:
+        state, metrics = step(state, batch)
+    seconds = (jax.block_until_ready(metrics), time.process_time() - begin)[1] / len(train[1:])
     judged = training.evaluate(jax.jit(training.make_eval_step(loss)), state, held_out)
-    size = sum(a.nbytes for a in jax.tree.leaves(start))
-    found = {"loss": judged["nll"], "bytes": size, "covered": low / sum(covered.values())}
-    return found | {"matmuls": covered}, state.model
-
-
-def after_training(model, held_out, args):
-    """What every format for inference does to the perplexity."""
-    tokens = jnp.asarray(np.concatenate([batch["tokens"] for batch in held_out])[: args.rows])
-    found = {}
-    for preset in quantization.INFERENCE:
-        low = quantization.for_inference(model, preset)
-        errors, report = quantization.compare(model, low, tokens), quantization.report(low)
-        change = errors.quantized_perplexity / errors.perplexity - 1
-        found[preset] = {"change": change, "logit error": errors.logit_error, "bytes": report.bytes_after}
-    return found
+    return {"loss": judged["nll"], "bytes": size, "covered": low / sum(matmuls.values()), "seconds": seconds}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"steps": 360, "batch": 4, "length": 256, "vocab": 4096, "layers": 4, "dim": 448, "experts": 8, "rows": 16}
+    sizes = {"steps": 300, "batch": 8, "length": 128, "vocab": 1024, "layers": 2, "dim": 128, "experts": 4}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--formats", nargs="+", default=["full", "int8", "fp8"])
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--models", nargs="+", default=["llama", "moe"])
+    parser.add_argument("--formats", nargs="+", default=["full", "int8", "int8_gradients", "fp8"])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     train, held_out = batches(args)
     results = {"machine": f"{platform.machine()}, {jax.devices()[0].device_kind}, jax {jax.__version__}"}
-    table = Table("model", "format", "validation loss", "difference", "bytes", "matmul FLOPs quantized")
-    for name, build in builders(args).items():
-        losses = {}
+    columns = ("validation loss", "difference", "bytes", "training FLOPs quantized", "CPU time of a step")
+    table = Table("model", "format", *columns)
+    for name in args.models:
         for preset in args.formats:
-            found, model = run(build, preset, args, train, held_out)
-            losses[preset], results[f"{name} {preset}"] = found["loss"], found
-            change = found["loss"] / losses[args.formats[0]] - 1
-            table.add_row(
-                name, preset, f"{found['loss']:.4f}", f"{change:+.2%}", f"{found['bytes']:,}", f"{found['covered']:.1%}"
-            )
-            if name == "llama" and preset == "full":
-                results["inference"] = after_training(model, held_out, args)
+            found = results[f"{name} {preset}"] = run(builders(args)[name], preset, args, train, held_out)
+            full = results[f"{name} {args.formats[0]}"]
+            change, time_ = found["loss"] / full["loss"] - 1, found["seconds"] / full["seconds"]
+            numbers = f"{found['loss']:.4f}", f"{change:+.2%}", f"{found['bytes']:,}"
+            table.add_row(name, preset, *numbers, f"{found['covered']:.1%}", f"{time_:.2f}")
+            print(name, preset, *numbers, f"{found['covered']:.1%} {time_:.2f}", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(results, indent=2, default=float))
     Console().print(table)
-    table = Table("llama for inference", "perplexity", "logit error", "bytes")
-    for preset, found in results.get("inference", {}).items():
-        table.add_row(preset, f"{found['change']:+.2%}", f"{found['logit error']:.2%}", f"{found['bytes']:,}")
-    Console().print(table)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2, default=float))
 
 
 if __name__ == "__main__":

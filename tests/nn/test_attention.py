@@ -183,3 +183,22 @@ def test_errors_say_what_must_hold():
     with pytest.raises(ValueError, match="segment_ids cannot be combined with a cache"):
         whole = nn.Cache([cache], jnp.zeros(1, jnp.int32))
         nn.context(1, 4, segment_ids=jnp.ones((1, 4), jnp.int32), cache=whole)
+
+
+def test_an_implementation_is_asked_for_by_name():
+    x = inputs()
+    asked, best = build(implementation="reference"), build()
+    np.testing.assert_allclose(asked(x)[0], best(x)[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="mosaic_tpu was asked for and runs on tpu, not on cpu; chunked can run it"):
+        build(implementation="mosaic_tpu")(x)
+
+
+def test_with_attention_sets_every_layer_of_a_model_and_leaves_the_old_one():
+    model = nn.Stack(lambda i, rngs: build(rngs=rngs), 3, period=1, rngs=nnx.Rngs(0))
+    new = nn.with_attention(model, "mosaic_tpu")
+    assert all(layer.implementation == "mosaic_tpu" for layer in new)
+    assert all(layer.implementation is None for layer in model)
+    assert all(a is b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(model), strict=True))
+    assert jax.tree.structure(nn.with_attention(new, None)) == jax.tree.structure(model)
+    with pytest.raises(ValueError, match="Einsum has no layer of type nn.Attention or nn.MLA"):
+        nn.with_attention(build().q, "chunked")

@@ -53,3 +53,27 @@ def test_decoding_on_latents_equals_the_full_pass(chunks):
         y, cache = layer(X[:, length : length + size], ctx, cache)
         got, length = [*got, y], length + size
     np.testing.assert_allclose(np.concatenate(got, axis=1), layer(X)[0], atol=2e-6)
+
+
+def test_an_implementation_is_asked_for_by_name_but_not_for_latents():
+    layer = nn.with_attention(build(8), "mosaic_tpu")
+    with pytest.raises(ValueError, match="mosaic_tpu was asked for and runs on tpu, not on cpu"):
+        layer(X)
+    cache = layer.init_cache(2, 12, jnp.float32)
+    ctx = nn.context(2, 1, cache=nn.Cache([cache], jnp.zeros(2, jnp.int32)))
+    np.testing.assert_allclose(layer(X[:, :1], ctx, cache)[0], build(8)(X)[0][:, :1], atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
+def test_a_quantized_latent_cache_is_near_the_exact_one(dtype):
+    layer = build(8)
+    exact, low = layer.init_cache(2, 12, jnp.float32), layer.init_cache(2, 12, dtype)
+    for start, size in ((0, 5), (5, 1)):
+        ctx = nn.context(2, size, cache=nn.Cache([exact], jnp.full(2, start, jnp.int32)))
+        x = X[:, start : start + size]
+        (want, exact), (got, low) = layer(x, ctx, exact), layer(x, ctx, low)
+        assert 0 < jnp.linalg.norm(got - want) < 0.05 * jnp.linalg.norm(want)
+    assert isinstance(low, nn.QuantizedLatentCache) and low.values.dtype == dtype
+    held, whole = low.latent[:, :6], exact.latent[:, :6]
+    for part in (slice(0, 10), slice(10, 14)):  # each has a scale of its own
+        assert jnp.linalg.norm(held[..., part] - whole[..., part]) < 0.03 * jnp.linalg.norm(whole[..., part])

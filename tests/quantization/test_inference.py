@@ -7,8 +7,8 @@ from maxlib import inference, nn
 from maxlib import quantization as quant
 from maxlib.nn.quantized import _packed, _unpacked
 from tests.nn.tiny import tokens
-from tests.quantization.tiny import model
-from tests.training.tiny import VOCAB
+from tests.quantization.tiny import model, stored
+from tests.training.tiny import VOCAB, llama
 
 # The error of the logits that each format may have on these small random models, about one and a half times what it has.
 FORMATS = {
@@ -44,15 +44,13 @@ def test_four_bits_hold_every_code():
         np.testing.assert_array_equal(_unpacked(packed, qtype).astype(jnp.int32).ravel(), want)
 
 
-@pytest.mark.parametrize("name", ["llama", "moe"])
-def test_logits_of_every_format(name):
-    """In one program: compiling is what takes the time."""
-    full = model(name)
-    low = {what: quant.for_inference(full, format) for what, (format, _) in FORMATS.items()}
+def test_logits_of_every_format():
+    """Of dense and expert matmuls, in one program: compiling is what takes the time."""
     t = tokens(2, 12, vocab=VOCAB)
-    logits = jax.jit(lambda ms: [m.logits(m(t, dtype=jnp.float32).hidden) for m in ms])
-    exact, *others = logits([full, *low.values()])
-    for what, got in zip(low, others, strict=True):
+    logits = lambda m: m.logits(m(t, dtype=jnp.float32).hidden)
+    low = lambda m: {what: logits(quant.for_inference(m, format)) for what, (format, _) in FORMATS.items()}
+    exact, found = jax.jit(lambda m: (logits(m), low(m)))(model("both"))
+    for what, got in found.items():
         # The median over tokens: where rounding changes the choice of an expert, a token's result is another one.
         error = jnp.median(jnp.linalg.norm(got - exact, axis=-1) / jnp.linalg.norm(exact, axis=-1))
         assert 0 < error < FORMATS[what][1], (what, error)
@@ -60,7 +58,7 @@ def test_logits_of_every_format(name):
 
 def test_report_names_what_is_quantized_and_what_is_not():
     full = model("moe")
-    found = quant.report(quant.for_inference(full, "int8"))
+    found = quant.report(stored("moe", "int8"))
     assert set(found.left) == {"embed", "head", "layers.body.0.mlp.router.gate"}
     experts = 2 * 3 * 4 * 16 * 32
     scales = 4 * 2 * 4 * (16 + 16 + 32)
@@ -73,7 +71,7 @@ def test_report_names_what_is_quantized_and_what_is_not():
 
 def test_errors_of_a_quantized_model():
     full, t = model("moe"), tokens(2, 12, vocab=VOCAB)
-    low = quant.for_inference(full, [quant.Rule(quant.INFERENCE["int8"], kinds=("dense", "expert", "embedding"))])
+    low = stored("moe", (quant.Rule(quant.INFERENCE["int8"], kinds=("dense", "expert", "embedding")),))
     errors = quant.compare(full, low, t)
     logits = full.logits(full(t, dtype=jnp.float32).hidden)
     nll = -jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], t[:, 1:, None], axis=-1).mean()
@@ -84,7 +82,7 @@ def test_errors_of_a_quantized_model():
 
 def test_generates_with_quantized_weights_and_cache():
     """As a pass without a cache says, in spite of the generator's own casts."""
-    low = quant.for_inference(model("llama"), "int8_w8a8")
+    low = jax.jit(lambda: quant.for_inference(llama(num_layers=1), "int8_w8a8"))()
     prompt = tokens(1, 9, vocab=VOCAB)[0].tolist()
     for cache_dtype in (jnp.int8, jnp.float8_e4m3fn):
         generator = inference.Generator(low, dtype=jnp.float32, cache_dtype=cache_dtype)
@@ -101,8 +99,8 @@ def test_cache_gives_back_nearly_what_it_was_given(ring, dtype):
     k, v = jax.random.normal(jax.random.key(0), (2, 5, 2, 8)), jax.random.normal(jax.random.key(1), (2, 5, 2, 4))
     ctx = nn.context(2, 5, cache=nn.Cache(None, jnp.zeros(2, jnp.int32)))
     bounds = jnp.zeros((2, 5), jnp.int32), jnp.ones((2, 5), jnp.int32)
-    low, *got = make(dtype).extend(k, v, ctx, *bounds)
-    _, *want = make(jnp.float32).extend(k, v, ctx, *bounds)
+    extend = jax.jit(lambda cache: cache.extend(k, v, ctx, *bounds))
+    (low, *got), (_, *want) = extend(make(dtype)), extend(make(jnp.float32))
     assert isinstance(low, nn.QuantizedCache) and low.values.k.dtype == dtype
     for a, b in zip(got, want, strict=True):
         assert jnp.linalg.norm((a - b).astype(jnp.float32)) <= 0.04 * jnp.linalg.norm(b.astype(jnp.float32))
@@ -114,7 +112,7 @@ def test_caches_that_cannot_be_quantized():
 
 
 def test_saves_and_loads(tmp_path):
-    low = quant.for_inference(model("llama"), [quant.high(0), quant.Rule(quant.Format("int4", group=16))])
+    low = stored("llama", (quant.high(0), quant.Rule(quant.Format("int4", group=16))))
     quant.save(low, tmp_path / "model")
     again = quant.load(tmp_path / "model")
     assert jax.tree.structure(again) == jax.tree.structure(low)
@@ -129,7 +127,7 @@ def test_saves_and_loads(tmp_path):
 
 
 def test_restored_weights_are_parameters_again():
-    back = quant.full_precision(quant.for_inference(model("moe"), "int8"))
+    back = jax.eval_shape(quant.full_precision, stored("moe", "int8"))
     assert jax.tree.structure(back) == jax.tree.structure(model("moe"))
     assert nn.partition(back)[0].keys() == nn.partition(model("moe"))[0].keys()
 

@@ -1,4 +1,4 @@
-"""A model with experts that is small enough to train in tests."""
+"""Models that are small enough to train in tests."""
 
 import functools
 
@@ -6,31 +6,34 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlib import nn, ops, training
+from maxlib import nn, ops, quantization, training
 from tests.training.tiny import VOCAB, llama
 
 loss = functools.partial(training.next_token_loss, dtype=jnp.float32, remat="full")
 
 
 class Layer(nnx.Module):
-    def __init__(self, *, rngs: nnx.Rngs):
+    def __init__(self, attends: bool, *, rngs: nnx.Rngs):
         self.norm = nn.RMSNorm(32)
+        options = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "rope": ops.Rope(16)}
+        self.attn = nn.Attention(32, **options, rngs=rngs) if attends else None
         router = nn.Router(32, 4, top_k=2, rngs=rngs)
         self.mlp = nn.MoE(32, 16, router=router, losses=(nn.SwitchBalance(0.01),), rngs=rngs)
 
     def __call__(self, x, ctx, cache):
+        x = x if self.attn is None else x + self.attn(self.norm(x))[0]
         y, aux = self.mlp(self.norm(x))
         return x + y, cache, aux
 
 
 class Experts(nnx.Module):
-    """A mixture of experts without attention."""
+    """A mixture of experts, with or without attention."""
 
     softcap = None
 
-    def __init__(self, num_layers: int = 2, *, rngs: nnx.Rngs):
+    def __init__(self, attends: bool = False, *, rngs: nnx.Rngs):
         self.embed = nn.Embed(VOCAB, 32, rngs=rngs)
-        self.layers = nn.Stack(lambda i, rngs: Layer(rngs=rngs), num_layers, rngs=rngs)
+        self.layers = nn.Stack(lambda i, rngs: Layer(attends, rngs=rngs), 2, rngs=rngs)
         self.head = nn.Embed(VOCAB, 32, rngs=rngs)
 
     def __call__(self, tokens, *, positions=None, segment_ids=None, valid=None, cache=None, dtype=None, remat=None):
@@ -46,6 +49,15 @@ class Experts(nnx.Module):
 
 @functools.cache
 def model(name: str):
+    """ "llama", "moe" (which has only experts), or "both": attention and experts in one layer."""
     if name == "llama":
         return llama(dim=32, mlp_dim=64, head_dim=16, num_kv_heads=1, rope=ops.Rope(16, max_length=64))
-    return jax.jit(lambda: Experts(rngs=nnx.Rngs(0)))()
+    return jax.jit(lambda: Experts(name == "both", rngs=nnx.Rngs(0)))()
+
+
+@functools.cache
+def stored(name: str, rules):
+    """`model(name)` for inference, quantized in one program: op by op takes many times as long."""
+    return jax.jit(lambda m: quantization.for_inference(m, list(rules) if isinstance(rules, tuple) else rules))(
+        model(name)
+    )

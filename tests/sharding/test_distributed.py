@@ -106,25 +106,55 @@ def test_roll_call_names_who_is_missing():
     assert "process 2 came" in second and "these did not: processes 1, 3" in second
 
 
+def test_roll_call_turns_wrong_numbers_away():
+    """A process of a larger run, and one whose number is taken; those that belong together still find each other."""
+    address = port()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        run = lambda number, count: pool.submit(roll_call, address, count, number, timeout=20)
+        first, stranger = run(0, 3), run(3, 4)
+        assert "process 3 of 4, but this run has 3" in str(stranger.exception())
+        twins = [run(1, 3), run(1, 3)]
+        (refused,), (accepted,) = concurrent.futures.wait(twins, return_when=concurrent.futures.FIRST_COMPLETED)
+        assert "another process 1 has come" in str(refused.exception())
+        assert [each.result() for each in (first, accepted, run(2, 3))] == [None] * 3
+
+
 def test_roll_call_names_an_absent_coordinator():
     (error,) = call("127.0.0.1:1", 2, [1], timeout=0.3)
     assert "process 1 did not reach process 0 at 127.0.0.1:1 within 0.3 s" in error
 
 
 RUN = """
-import sys, jax
+import sys, time, jax
+from pathlib import Path
 from maxlib import sharding
+made = Path(sys.argv[3])
 print(sharding.initialize(sys.argv[1], 2, int(sys.argv[2]), timeout=120))
-print("all", jax.process_count(), len(jax.devices()))
+with sharding.first_process_first("a file"):
+    before = made.exists()
+    time.sleep(0.0 if before else 0.5)
+    made.write_text("made")
+print("all", len(jax.devices()), before, sharding.of_all_processes([jax.process_index(), "ü" * jax.process_index()]))
+if jax.process_index() == 1:
+    raise OSError("no more data")
+sharding.of_all_processes(0)
+time.sleep(1000)
 """
 
 
-def test_two_processes_start():
+def test_two_processes_start_meet_and_end_when_one_fails(tmp_path):
+    """Without help they would wait for each other for five minutes: one in a collective, one at its exit."""
     address = port()
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     run = lambda number: subprocess.Popen(
-        [sys.executable, "-c", RUN, address, str(number)], env=env, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", RUN, address, str(number), str(tmp_path / "made")],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    for process in [run(0), run(1)]:
-        out, _ = process.communicate(timeout=200)
-        assert process.returncode == 0 and "all 2 2" in out and "arguments: process" in out
+    for number, process in enumerate([run(0), run(1)]):
+        out, error = process.communicate(timeout=200)
+        assert process.returncode == 1 and "arguments: process" in out, error
+        assert f"all 2 {number == 1} [[0, ''], [1, 'ü']]" in out
+        assert ("no more data" if number else "Connection ") in error

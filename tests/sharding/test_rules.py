@@ -70,6 +70,17 @@ def test_spare_takes_what_is_left():
     assert sharding.spec(("seq", "act_mlp"), both) == P(("context",), "tensor")
 
 
+def test_presets_join_by_name():
+    assert sharding.preset("ep") == sharding.EP
+    assert sharding.preset("fsdp_tp+cp_ring") == sharding.FSDP_TP | sharding.CP_RING
+    pipeline = {"layers": sharding.Pipeline("stage", microbatches=16)}
+    assert sharding.preset("fsdp + cp_heads + pp:16") == sharding.FSDP | sharding.CP_HEADS | pipeline
+    assert sharding.preset("pp")["layers"] == sharding.Pipeline("stage", microbatches=8)
+    for name in ("zero9", "fsdp+", "fsdp:3", "pp:x", "pp:0"):
+        with pytest.raises(ValueError, match="rules must be one of dp, zero1|at least one microbatch"):
+            sharding.preset(name)
+
+
 def test_sequence_sharding_changes_no_result():
     model = jax.jit(lambda: llama.Llama(dataclasses.replace(LLAMA, num_layers=1), rngs=nnx.Rngs(0)))()
     weigh = jax.random.normal(

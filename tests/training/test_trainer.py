@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from maxlib import nn, ops, sharding, training, weights
@@ -64,13 +65,32 @@ def test_it_is_the_bare_loop_and_leaves_the_model_alone(tmp_path):
 
 
 def test_on_a_mesh(tmp_path):
-    ours = trainer(mesh=sharding.make_mesh(data=2, fsdp=2, tensor=2), eval_loader=tiny.Loader(1))
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    ours = trainer(mesh=mesh, loader=training.Prefetch(tiny.Loader(), mesh=mesh), eval_loader=tiny.Loader(1))
     last = ours.fit(3)
+    assert last["data/wait_seconds"] > 0 and ours.loader.get_state() == {"0": {"next": 3}}
     state, metrics = by_hand(3)
     assert float(last["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5) and "eval/loss" in last
     for path, value in state.trainable.items():
         np.testing.assert_allclose(ours.state.trainable[path], value, atol=1e-4)
     assert not ours.state.trainable["layers.body.0.mlp.up.w"].sharding.is_fully_replicated
+
+
+def test_in_a_1f1b_pipeline():
+    """The gradients that the trainer is given are those of autodiff; evaluation runs in the same pipeline."""
+    rules = sharding.DP | {"layers": sharding.Pipeline("stage", microbatches=4)}
+    mesh = sharding.make_mesh(stage=2, devices=jax.devices()[:2])
+    gradients, optimizer = training.one_f_one_b(dtype=jnp.float32), optax.sgd(0.1)
+    piped = {"mesh": mesh, "rules": rules, "gradients": gradients, "eval_loader": tiny.Loader(1)}
+    ours, alone = (trainer(tiny.llama, optimizer=optimizer, **more) for more in (piped, {}))
+    last, want = ours.fit(2), alone.fit(2)
+    assert last["eval/loss"] < 5
+    for name in ("loss", "nll"):
+        assert float(last[name]) == pytest.approx(float(want[name]), rel=1e-5), name
+    for path, value in alone.state.trainable.items():
+        np.testing.assert_allclose(ours.state.trainable[path], value, atol=1e-5, err_msg=path)
+    with pytest.raises(ValueError, match="accumulate=2 would cut"):
+        trainer(gradients=gradients, accumulate=2)
 
 
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):

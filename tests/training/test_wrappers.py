@@ -91,3 +91,48 @@ def test_what_is_frozen_stays_and_has_no_moments():
     assert optax.tree.get(state.opt_state, "mu").keys() == state.trainable.keys()
     with pytest.raises(ValueError, match="takes none of"):
         training.make_state(model, optimizer, filter=training.only("layers.mpl.*"))
+
+
+def test_moments_in_bfloat16_follow_those_in_float32():
+    """Changes of a thousandth, which rounding to the nearest would lose, add up on average; parameters in bfloat16 move too."""
+    params = {"w": jnp.full(4096, 1.0, jnp.bfloat16), "b": jnp.ones(4096)}
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.5, p.dtype), params)
+    exact = training.adamw(1e-3, mask=None, b2=0.999, weight_decay=0.0, clip=None)
+    low = training.adamw(1e-3, mask=None, b2=0.999, weight_decay=0.0, clip=None, moments=jnp.bfloat16)
+    found = {}
+    for name, optimizer in (("exact", exact), ("low", low)):
+        update, state, now = jax.jit(optimizer.update), optimizer.init(params), params
+        for _ in range(30):
+            updates, state = update(grads, state, now)
+            now = optax.apply_updates(now, updates)
+        found[name] = now, *(optax.tree.get(state, moment) for moment in ("mu", "nu"))
+    assert {x.dtype for moment in found["exact"][1:] for x in moment.values()} == {jnp.dtype("float32")}
+    assert {x.dtype for moment in found["low"][1:] for x in moment.values()} == {jnp.dtype("bfloat16")}
+    mean = lambda x: float(x.astype(jnp.float32).mean())
+    for got, want in zip(found["low"][1:], found["exact"][1:], strict=True):
+        assert all(mean(got[path]) == pytest.approx(mean(want[path]), rel=0.005) for path in params)
+    assert mean(found["low"][0]["w"]) == pytest.approx(1 - 30 * 1e-3, abs=2e-3)
+    assert mean(found["low"][0]["b"]) == pytest.approx(1 - 30 * 1e-3, abs=1e-3)
+    assert mean(found["exact"][0]["w"]) == 1.0  # each change is less than half of what bfloat16 can tell apart
+
+
+def test_a_state_in_bfloat16_trains():
+    optimizer, model = (
+        training.in_bfloat16(optax.lion(1e-3)),
+        nn.cast(tiny.model(), jnp.bfloat16, lambda path, v: "norm" not in path),
+    )
+    state = training.make_state(model, optimizer)
+    dtypes = lambda state: [x.dtype for x in jax.tree.leaves((state.trainable, state.opt_state))]
+    step, before, losses = tiny.jit_step(training.make_train_step(tiny.loss, optimizer)), dtypes(state), []
+    assert state.trainable["embed.w"].dtype == jnp.bfloat16
+    assert state.trainable["layers.body.0.norm.scale"].dtype == jnp.float32
+    for _ in range(6):
+        state, metrics = step(state, tiny.batch())
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.02 and dtypes(state) == before
+    assert optax.tree.get(state.opt_state, "mu")["embed.w"].dtype == jnp.bfloat16
+
+
+def test_moments_of_other_dtypes_are_refused():
+    with pytest.raises(ValueError, match="float32 or bfloat16, got float16"):
+        training.adamw(1e-2, mask=None, moments=jnp.float16)

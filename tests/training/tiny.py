@@ -19,9 +19,9 @@ loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
 
 
 class Layer(nnx.Module):
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.norm = nn.RMSNorm(16)
-        self.mlp = nn.MLP(16, 24, bias=True, rngs=rngs)
+    def __init__(self, dim: int = 16, *, rngs: nnx.Rngs):
+        self.norm = nn.RMSNorm(dim)
+        self.mlp = nn.MLP(dim, 3 * dim // 2, bias=True, rngs=rngs)
 
     def __call__(self, x: Any, ctx: Any, cache: Any):
         return constrain(x + self.mlp(self.norm(x)), "batch", "seq", "act_embed"), cache, {}
@@ -32,10 +32,10 @@ class Bigram(nnx.Module):
 
     softcap = None
 
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.embed = nn.Embed(VOCAB, 16, rngs=rngs)
-        self.layers = nn.Stack(lambda i, rngs: Layer(rngs=rngs), 3, prefix=1, rngs=rngs)
-        self.head = nn.Embed(VOCAB, 16, rngs=rngs)
+    def __init__(self, dim: int = 16, *, rngs: nnx.Rngs):
+        self.embed = nn.Embed(VOCAB, dim, rngs=rngs)
+        self.layers = nn.Stack(lambda i, rngs: Layer(dim, rngs=rngs), 3, prefix=1, rngs=rngs)
+        self.head = nn.Embed(VOCAB, dim, rngs=rngs)
 
     def __call__(self, tokens, *, positions=None, segment_ids=None, valid=None, cache=None, dtype=None, remat=None):
         x, _, aux = self.layers(self.embed(tokens, dtype=dtype), remat=remat)
@@ -43,6 +43,9 @@ class Bigram(nnx.Module):
 
     def head_weight(self):
         return self.head.w[...]
+
+    def logits(self, hidden):
+        return self.head.logits(hidden)
 
 
 @jax.jit

@@ -4,14 +4,15 @@ An expert's rows are cut into full tiles, what remains into smaller ones, the la
 just the tiles that exist. (A `switch` over the sizes would copy the whole result in every branch.)
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
-from maxlib.ops.grouped_matmul.reference import accumulator
+from maxlib.ops.grouped_matmul.reference import accumulator, summed_in
 
 
 class Tile(NamedTuple):
@@ -27,37 +28,50 @@ class Tile(NamedTuple):
 
 def tiled(
     rows: Num[Array, "M I"],
-    weights: Num[Array, "E O I"] | Any,
+    weights: Num[Array, "E O I"] | Num[Array, "E I O"] | Any,
     rows_per_expert: Int[Array, " E"],
+    layout: str = "EOI",
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
+    contract = layout.index("I")
     if rows.shape[0] == 0:
-        return jnp.zeros((0, weights.shape[1]), out_dtype or rows.dtype)
+        return jnp.zeros((0, weights.shape[3 - contract]), out_dtype or rows.dtype)
     if out_dtype is not None or not isinstance(weights, jax.Array):
-        return _by_expert(rows, weights, rows_per_expert, contract=2, out_dtype=out_dtype)
-    return _tiled(*_vary_alike(rows, weights, rows_per_expert))
+        return _by_expert(rows, weights, rows_per_expert, contract=contract, out_dtype=out_dtype)
+    return _tiled(*vary_alike(rows, weights, rows_per_expert), contract)
 
 
-@jax.custom_vjp
-def _tiled(rows, weights, rows_per_expert):
-    return _by_expert(rows, weights, rows_per_expert, contract=2)
+def tiled_outer(
+    d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
+) -> Float[Array, "E O I"]:
+    exact = summed_in(rows.dtype)
+    if rows.shape[0] == 0:
+        return jnp.zeros((len(rows_per_expert), d_out.shape[1], rows.shape[1]), exact)
+    d_out, rows, rows_per_expert = vary_alike(d_out, rows, rows_per_expert)
+    return _outer(d_out, rows, rows_per_expert, exact)
 
 
-def _forward(rows, weights, rows_per_expert):
-    return _tiled(rows, weights, rows_per_expert), (rows, weights, rows_per_expert)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _tiled(rows, weights, rows_per_expert, contract):
+    return _by_expert(rows, weights, rows_per_expert, contract=contract)
 
 
-def _backward(residuals, d_out):
+def _forward(rows, weights, rows_per_expert, contract):
+    return _tiled(rows, weights, rows_per_expert, contract), (rows, weights, rows_per_expert)
+
+
+def _backward(contract, residuals, d_out):
     rows, weights, rows_per_expert = residuals
-    d_rows = _by_expert(d_out, weights, rows_per_expert, contract=1)
-    return d_rows, _outer(d_out, rows, weights, rows_per_expert), None
+    d_rows = _by_expert(d_out, weights, rows_per_expert, contract=3 - contract)
+    pair = (d_out, rows) if contract == 2 else (rows, d_out)
+    return d_rows, _outer(*pair, rows_per_expert, weights.dtype), None
 
 
 _tiled.defvjp(_forward, _backward)
 
 
 def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any = None):
-    """Rows times their expert's matrix, over its axis `contract` (of E O I)."""
+    """Rows times their expert's matrix, over the axis `contract` of `weights`."""
     sizes = _tile_sizes(len(rows), weights.shape[0])
     dtype = out_dtype or rows.dtype
 
@@ -76,22 +90,22 @@ def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any 
     return _for_each_expert(step, rows_per_expert, out)
 
 
-def _outer(d_out, rows, weights, rows_per_expert):
-    """Each expert's sum of outer products: the gradient of `weights`."""
-    sizes = _tile_sizes(len(rows), len(weights))
-    exact = jnp.promote_types(rows.dtype, jnp.float32)
+def _outer(d_out, rows, rows_per_expert, dtype):
+    """Each expert's sum of outer products: the gradient of the weights."""
+    sizes, exact = _tile_sizes(len(rows), len(rows_per_expert)), summed_in(rows.dtype)
+    shape = (len(rows_per_expert), d_out.shape[1], rows.shape[1])
 
     def add(tile: Tile, total):
         # Both sides: rows of others, or of none, need not be finite.
-        d, x = (jnp.where(tile.mine, tile.of(a), 0) for a in (d_out, rows))
-        return total + _dot(d, x, 0, 0)
+        d, x = (jnp.where(tile.mine, part, jnp.zeros_like(part)) for part in (tile.of(d_out), tile.of(rows)))
+        return total + _dot(d, x, 0, 0).astype(exact)
 
     def step(expert, start, stop, out):
-        total = jnp.zeros_like(weights, shape=weights.shape[1:], dtype=exact)
+        total = jnp.zeros_like(rows, shape=shape[1:], dtype=exact)
         total = _for_each_tile(add, start, stop, len(rows), sizes, total)
         return jax.lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), expert, axis=0)
 
-    return _for_each_expert(step, rows_per_expert, jnp.zeros_like(weights))
+    return _for_each_expert(step, rows_per_expert, jnp.zeros_like(rows, shape=shape, dtype=dtype))
 
 
 def _dot(a, b, axis_a: int, axis_b: int):
@@ -135,7 +149,7 @@ def _tile_sizes(M: int, E: int) -> list[int]:
     return [size for size in sizes if size <= M] or [M]
 
 
-def _vary_alike(*arrays: Array) -> list[Array]:
+def vary_alike(*arrays: Array) -> list[Array]:
     """Inside shard_map, marks operands as varying wherever another one does, so that JAX sums their gradients there."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
     everywhere = frozenset().union(*varying)

@@ -1,16 +1,14 @@
 """The checkpoints of one run."""
 
-import json
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 
+from maxlib import sharding
 from maxlib.training.checkpoint import manifest, owner, policy, records, restore, storage, trees
 from maxlib.training.checkpoint.errors import DamagedError, SaveError, shorten
 from maxlib.training.checkpoint.relayout import Layouts
@@ -288,14 +286,4 @@ def _text(name: str, content: Any) -> str:
 
 def _of_all_hosts(data: dict[str, Any]) -> dict[str, Any]:
     """The states of all hosts' shards, joined."""
-    if jax.process_count() == 1:
-        return data
-    mine = np.frombuffer(json.dumps(data).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array(mine.size))
-    padded = np.zeros(int(np.max(sizes)), np.uint8)
-    padded[: mine.size] = mine
-    everyone = np.asarray(multihost_utils.process_allgather(padded))
-    joined: dict[str, Any] = {}
-    for row, size in zip(everyone, np.ravel(sizes), strict=True):
-        joined |= json.loads(row[: int(size)].tobytes())
-    return joined
+    return {shard: state for states in sharding.of_all_processes(data) for shard, state in states.items()}

@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from maxlib.training.diagnostics.clock import Clock as Clock
     from maxlib.training.diagnostics.clock import goodput as goodput
     from maxlib.training.diagnostics.clock import plot_goodput as plot_goodput
+    from maxlib.training.diagnostics.coordinates import Coordinates as Coordinates
+    from maxlib.training.diagnostics.coordinates import coordinate_check as coordinate_check
+    from maxlib.training.diagnostics.coordinates import plot_coordinates as plot_coordinates
     from maxlib.training.diagnostics.corruption import Recompute as Recompute
     from maxlib.training.diagnostics.corruption import gradient_digests as gradient_digests
     from maxlib.training.diagnostics.corruption import replicas_that_differ as replicas_that_differ
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from maxlib.training.diagnostics.stragglers import slow_hosts as slow_hosts
 
 _MODULES = {
+    "coordinates": ("Coordinates", "coordinate_check", "plot_coordinates"),
     "corruption": ("Recompute", "gradient_digests", "replicas_that_differ"),
     "clock": ("Account", "Clock", "goodput", "plot_goodput"),
     "curve": ("plot_loss",),

@@ -1,5 +1,6 @@
 """The picture that everybody looks at first."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,10 @@ from maxlib.training.metrics import read_jsonl
 _CURVES = {"nll": ("training", "-"), "eval/nll": ("validation", "o-")}
 
 
-def plot_loss(directory: str | Path, *, level: float | None = None, ax: Any = None) -> Any:
+def plot_loss(directory: str | Path, *, levels: Mapping[str, float] | None = None, ax: Any = None) -> Any:
     """The training and validation loss in a run's `metrics.jsonl` by step; returns matplotlib's axes.
 
-    level: a loss to compare with, in nats per token, as a dashed line.
+    levels: losses to compare with by name, in nats per token, as dashed lines.
     """
     import matplotlib.pyplot as plt  # an extra
 
@@ -20,8 +21,8 @@ def plot_loss(directory: str | Path, *, level: float | None = None, ax: Any = No
     for name, (label, line) in _CURVES.items():
         points = [(row["step"], row[name]) for row in rows if name in row]
         ax.plot(*zip(*points, strict=True) if points else ((), ()), line, markersize=4, label=label)
-    if level is not None:
-        ax.axhline(level, color="grey", linestyle="--", label=f"{level:.2f}")
+    for name, level in (levels or {}).items():
+        ax.axhline(level, color="grey", linestyle="--", label=f"{name} {level:.2f}")
     ax.set(xlabel="step", ylabel="nats per token")
     ax.legend()
     return ax

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import jax
+
 
 def dump_program(step: Any, *args: Any, directory: str | Path, name: str = "step") -> dict[str, Path]:
     """Writes what the jitted `step(*args)` is: its jaxpr, the StableHLO that XLA gets, the HLO it compiles to, its memory and FLOPs.
@@ -21,7 +23,7 @@ def dump_program(step: Any, *args: Any, directory: str | Path, name: str = "step
     }
     Path(directory).mkdir(parents=True, exist_ok=True)
     files = {kind: Path(directory) / f"{name}.{kind}.txt" for kind in texts}
-    for kind, text in texts.items():
+    for kind, text in texts.items() if jax.process_index() == 0 else ():
         files[kind].write_text(text or "this backend does not say\n")
     return files
 

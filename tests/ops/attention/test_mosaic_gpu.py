@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,8 @@ from jax import export
 
 from maxlib.ops.attention import attention, explain_attention
 from maxlib.ops.attention.mosaic_gpu import config, intervals, memory, mosaic_gpu
-from maxlib.ops.attention.reference import reference
 from tests.ops.attention import cases, emulator
+from tests.ops.attention.kernels import MASKS, check, everything, some_masks, values
 
 FACTORS = {
     "heads": [(4, 2), (2, 2), (3, 1)],
@@ -30,49 +29,10 @@ FEW = [  # every width, and the rest in turn
         itertools.islice(itertools.cycle([(None, True), (2.0, False), (2.0, True), (None, False)]), 7)
     )
 ]
-MASKS = list(itertools.product(cases.MASKS, cases.DOCUMENTS))
 HOPPER = ("gpu", "NVIDIA H200")
 on_a_gpu = jax.default_backend() == "gpu"
 gpu = pytest.mark.skipif(not on_a_gpu, reason="needs a Hopper GPU")
 no_gpu = pytest.mark.skipif(on_a_gpu, reason="is for machines without one")
-
-
-def everything(run, case, scale=0.125):
-    """A compiled function of (arrays, bounds) to output, log-sum-exp and the gradients of all that is there."""
-
-    def results(given, start, end):
-        inputs = {name: given[name] for name in ("q", "k", "v", "sinks") if given[name] is not None}
-        call = lambda x: run(**x, k_start=start, k_end=end, scale=scale, softcap=case.softcap)
-        (out, lse), vjp = jax.vjp(call, inputs)
-        return {"out": out, "lse": lse} | vjp((given["d_out"], given["d_lse"].astype(lse.dtype)))[0]
-
-    return jax.jit(results, compiler_options={} if on_a_gpu else {"xla_backend_optimization_level": "0"})
-
-
-def check(case, masks, dtype, tol, scale=0.125):
-    """Compares with the reference in float64, as norms: errors are those of the whole array."""
-    given, ours = cases.arrays(case, dtype), everything(mosaic_gpu, case, scale)
-    with jax.enable_x64(True):
-        truth = everything(reference, case, scale)
-        as_float64 = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), given)
-    for mask in masks:
-        bounds = cases.bounds(*mask, case.lengths)
-        got = ours(given, *bounds)
-        with jax.enable_x64(True):
-            want = truth(as_float64, *map(np.asarray, bounds))
-        for name, x in want.items():
-            x, y = np.asarray(x), np.asarray(got[name]).astype(np.float64)
-            assert y.shape == x.shape
-            np.testing.assert_array_equal(np.isinf(y), np.isinf(x), err_msg=f"{mask} {name}")
-            finite = np.isfinite(x)
-            error = np.linalg.norm(y[finite] - x[finite]) / max(np.linalg.norm(x[finite]), 1e-3)
-            assert error < tol, (mask, name, error)
-
-
-def some_masks(case, count: int):
-    """A few masks that differ from case to case."""
-    at = zlib.crc32(str(case).encode())
-    return [MASKS[(at + 5 * i) % len(MASKS)] for i in range(count)]
 
 
 # ------------------------------------------------------------------------------------------------ on a CPU
@@ -86,31 +46,50 @@ def emulated(monkeypatch):
 @no_gpu
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_the_kernels_code_equals_the_reference(case, emulated):
-    check(case, some_masks(case, 2), jnp.float32, 1e-5)
+    check(mosaic_gpu, case, some_masks(case, 2), jnp.float32, 1e-5)
 
 
 @no_gpu
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernels_code_equals_the_reference_pairwise(case, emulated):
-    check(case, some_masks(case, 5), jnp.float32, 1e-5)
+    check(mosaic_gpu, case, some_masks(case, 5), jnp.float32, 1e-5)
 
 
 @no_gpu
 def test_every_mask(emulated):
-    check(cases.Case((2, 1), (64, 64), (200, 330), None, True, None), MASKS, jnp.float32, 1e-5)
+    check(mosaic_gpu, cases.Case((2, 1), (64, 64), (200, 330), None, True, None), MASKS, jnp.float32, 1e-5)
+
+
+DECODING = [
+    cases.Case((8, 2), (64, 64), (3, 1536), 2.0, True, None),  # three parts
+    cases.Case((3, 1), (128, 64), (1, 330), None, False, None),  # a length that does not divide: one
+]
+
+
+@no_gpu
+@pytest.mark.parametrize("case", DECODING, ids=str)
+def test_decoding_equals_the_reference(case, emulated):
+    assert config.decode_parts(4, 1536) == 3
+    check(mosaic_gpu, case, some_masks(case, 3), jnp.float32, 1e-5, results=values)
 
 
 @no_gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_low_precision(dtype, emulated):
-    check(cases.Case((4, 2), (64, 64), (137, 137), None, True, None), MASKS[3:6], dtype, 4 * jnp.finfo(dtype).eps)
+    check(
+        mosaic_gpu,
+        cases.Case((4, 2), (64, 64), (137, 137), None, True, None),
+        MASKS[3:6],
+        dtype,
+        4 * jnp.finfo(dtype).eps,
+    )
 
 
 @no_gpu
 @pytest.mark.parametrize("scale", [-0.2, 0.0])
 def test_any_scale(scale, emulated):
-    check(cases.Case((2, 1), (64, 64), (60, 60), None, False, None), MASKS[3:4], jnp.float32, 1e-5, scale)
+    check(mosaic_gpu, cases.Case((2, 1), (64, 64), (60, 60), None, False, None), MASKS[3:4], jnp.float32, 1e-5, scale)
 
 
 # ------------------------------------------------------------------------------------------------ compiled for CUDA
@@ -134,6 +113,16 @@ def test_every_kernel_lowers(widths, softcap):
     text = lower(cases.Case((8, 2), widths, (1001, 777), softcap, True, None)).mlir_module()
     sizes = *widths, softcap is not None
     assert text.count("@mosaic_gpu_v2(") == 2 + len(config.key_gradient_tiles(*sizes))
+
+
+@no_gpu
+@pytest.mark.parametrize("widths", [(80, 80), (192, 128), (256, 256)], ids=str)
+def test_decoding_lowers(widths):
+    case = cases.Case((8, 2), widths, (4, 4096), None, True, None)
+    given = jax.eval_shape(lambda: cases.arrays(case, jnp.bfloat16))
+    bounds = [jax.ShapeDtypeStruct((2, 4), jnp.int32)] * 2
+    lowered = export.export(values(mosaic_gpu, case), platforms=["cuda"], disabled_checks=[CUSTOM_CALL])(given, *bounds)
+    assert lowered.mlir_module().count("@mosaic_gpu_v2(") == 1
 
 
 @no_gpu
@@ -223,7 +212,13 @@ def test_a_window_costs_what_it_covers(widths):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu_the_kernels_equal_the_reference(case, dtype):
-    check(case, some_masks(case, 3), dtype, 4 * jnp.finfo(dtype).eps)
+    check(mosaic_gpu, case, some_masks(case, 3), dtype, 4 * jnp.finfo(dtype).eps)
+
+
+@gpu
+@pytest.mark.parametrize("case", DECODING, ids=str)
+def test_on_a_gpu_decoding_equals_the_reference(case):
+    check(mosaic_gpu, case, MASKS, jnp.bfloat16, 4 * jnp.finfo(jnp.bfloat16).eps, results=values)
 
 
 @gpu

@@ -1,0 +1,74 @@
+"""Block sizes by generation of TPU. They compile within each generation's vector memory; none has been timed yet."""
+
+import dataclasses
+import math
+
+LANES = 128  # of a vector register, by 8 sublanes
+MOST_TILES = 2**17  # the table of tiles: half of a core's scalar memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A tile: `rows` are queries times the heads that share a key head, `keys` are keys."""
+
+    rows: int
+    keys: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What differs between TPUs. vmem: bytes of vector memory for a kernel. cores: how many share a device's grid (megacore)."""
+
+    forward: Blocks
+    backward: Blocks
+    vmem: int
+    cores: int = 1
+
+
+_MIB = 2**20
+V4 = Generation(Blocks(256, 512), Blocks(256, 512), vmem=15 * _MIB, cores=2)
+V5E = Generation(Blocks(512, 1024), Blocks(512, 1024), vmem=96 * _MIB)
+V5P = Generation(Blocks(1024, 1024), Blocks(512, 1024), vmem=48 * _MIB, cores=2)
+V6E = Generation(Blocks(1024, 2048), Blocks(1024, 1024), vmem=96 * _MIB)
+V7X = Generation(Blocks(1024, 1024), Blocks(512, 1024), vmem=48 * _MIB)
+
+GENERATIONS = {
+    "TPU v4": V4,
+    "TPU v5 lite": V5E,
+    "TPU v5e": V5E,
+    "TPU v5": V5P,
+    "TPU v5p": V5P,
+    "TPU v6 lite": V6E,
+    "TPU v6e": V6E,
+    "TPU7x": V7X,
+}
+
+
+def generation(device_kind: str) -> Generation:
+    """By jax's name of the device; the smallest for one that is not known."""
+    return GENERATIONS.get(device_kind, V4)
+
+
+def queries(blocks: Blocks, groups: int, num_queries: int) -> int:
+    """How many queries of each of `groups` heads make the rows of a tile: whole registers, and no more than there are."""
+    whole = lambda rows: rows // math.gcd(rows, groups)
+    unit = whole(LANES) if groups * whole(LANES) <= 2 * blocks.rows else whole(16)
+    fitting = max(blocks.rows // (groups * unit), 1) * unit
+    return min(fitting, -(-num_queries // unit) * unit)
+
+
+def keys(blocks: Blocks, num_keys: int) -> int:
+    """Keys of a tile: no more than there are."""
+    return min(blocks.keys, -(-num_keys // LANES) * LANES)
+
+
+def decodes(num_queries: int, num_heads: int) -> bool:
+    """Whether reading the cache takes longer than computing with it, so that it pays to read it as it lies."""
+    return num_queries <= 16 and num_queries * num_heads <= 512
+
+
+def decode_keys(num_keys: int, num_kv_heads: int, width: int) -> int:
+    """Keys read at a time: about half a MiB in bfloat16 and whole registers, or all there are."""
+    unit = LANES // math.gcd(LANES, num_kv_heads)
+    fitting = max(2**18 // (width * num_kv_heads * unit), 1) * unit
+    return min(fitting, num_keys)

