@@ -19,7 +19,7 @@ from maxlib import data, inference, ops, quantization, sharding, training
 from maxlib.models import llama
 from maxlib.training import diagnostics
 
-BOS, EOS = "<bos>", "<eos>"
+BOS, EOS, PROMPT = "<bos>", "<eos>", "The"
 
 
 def main() -> None:
@@ -27,7 +27,8 @@ def main() -> None:
     sharding.initialize()
     args.dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
     args.out.mkdir(parents=True, exist_ok=True)
-    train, held_out = data.split(data.files(args.files) if args.files else data.python_text(), validation=0.05)
+    text = data.files(args.files, document="paragraph") if args.files else data.python_text()
+    train, held_out = data.split(text, validation=0.05)
     with sharding.first_process_first("tokenizer"):
         tokenizer = load_tokenizer(args.out / "tokenizer", train, args.vocab)
     ids = {"bos_id": tokenizer.token_to_id(BOS), "eos_id": tokenizer.token_to_id(EOS)}
@@ -62,7 +63,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = functools.partial(parser.add_argument, metavar="N", type=int)
-    add("files", metavar="FILE", type=Path, nargs="*", help="text or .jsonl (field 'text') files or folders of them")
+    add("files", metavar="FILE", type=Path, nargs="*", help="text (by paragraphs), .jsonl (field 'text') or folders")
     add("--out", metavar="DIR", type=Path, default=Path("runs/pretrain"), help="where everything goes (%(default)s)")
     add("--steps", default=360, help="optimizer steps in all (%(default)s)")
     add("--batch", default=4, help="rows in a step (%(default)s)")
@@ -72,7 +73,10 @@ def arguments() -> argparse.Namespace:
     add("--dim", default=448, help="width of the model, a multiple of 64 (%(default)s)")
     add("--learning-rate", metavar="X", type=float, default=3e-3, help="its peak (%(default)s)")
     add("--quantize", metavar="FORMAT", type=str, choices=list(quantization.TRAINING), help="train in int8 or fp8")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.dim < 64 or args.dim % 64:
+        parser.error(f"--dim must be a multiple of 64, the width of a head; got {args.dim}")
+    return args
 
 
 def load_tokenizer(directory: Path, train, vocab: int) -> Tokenizer:
@@ -97,7 +101,8 @@ def config(vocab: int, args) -> llama.Config:
 
 def unigram(documents) -> float:
     """The entropy of the targets: what a model reaches that ignores the context but knows their frequencies."""
-    share = np.bincount(np.concatenate([document["tokens"][1:] for document in documents]))
+    targets = [document["tokens"][1:] for i in range(len(documents)) if (document := documents[i])]
+    share = np.bincount(np.concatenate(targets))
     share = share[share > 0] / share.sum()
     return float(-np.sum(share * np.log(share)))
 
@@ -105,15 +110,16 @@ def unigram(documents) -> float:
 def finish(tokenizer: Tokenizer, entropy: float, args) -> None:
     export, sample = args.out / "model", []
     data.save_tokenizer(tokenizer, export, bos_token=BOS, eos_token=EOS)
-    print("\nA sample: ", end="")
+    generate = functools.partial(inference.stream_text, max_new_tokens=80, stop=[tokenizer.get_vocab()[EOS]])
+    print(f"\nA sample: {PROMPT}", end="")
     generator = inference.Generator(maxlib.from_pretrained(export), dtype=args.dtype)
     sampler = inference.Sampler(temperature=0.8, top_p=0.95)
-    for piece in inference.stream_text(generator, tokenizer, "The ", max_new_tokens=80, sampler=sampler, stop=[1]):
+    for piece in generate(generator, tokenizer, PROMPT, sampler=sampler):
         print(piece, end="", flush=True)
         sample.append(piece)
     diagnostics.plot_loss(args.out, levels={"unigram entropy": entropy}).figure.savefig(args.out / "loss.png", dpi=120)
     diagnostics.write_config(args.out, **vars(args))
-    diagnostics.add_sample(args.out, args.steps, "".join(sample))
+    diagnostics.add_sample(args.out, args.steps, "".join(sample), prompt=PROMPT)
     print(f"\n\nThe loss curve is {args.out / 'loss.png'}; open it with any viewer.")
     print(f"The report on the run is {diagnostics.report(args.out)}; open it with any browser.")
     print(f"The model is {export}; open it with transformers.AutoModelForCausalLM.from_pretrained({str(export)!r}).")

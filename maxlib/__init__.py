@@ -1,7 +1,7 @@
 """Composable LLM building blocks on JAX and Flax NNX.
 
-The rooms are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `weights`, `data`, `training`, `inference`, `quantization`
-and `plan`.
+The rooms are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `weights`, `data`, `training`, `inference`, `quantization`,
+`plan` and `towers` (for images).
 Importing `maxlib` imports none of them: each is imported when it is first named.
 """
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from maxlib import plan as plan
     from maxlib import quantization as quantization
     from maxlib import sharding as sharding
+    from maxlib import towers as towers
     from maxlib import training as training
     from maxlib import weights as weights
     from maxlib.weights import from_pretrained as from_pretrained
@@ -24,7 +25,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-_ROOMS = ("data", "inference", "models", "nn", "ops", "plan", "quantization", "sharding", "training", "weights")
+_ROOMS = (
+    "data",
+    "inference",
+    "models",
+    "nn",
+    "ops",
+    "plan",
+    "quantization",
+    "sharding",
+    "towers",
+    "training",
+    "weights",
+)
 _FUNCTIONS = ("from_pretrained", "save_pretrained")
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import grain
 import numpy as np
 
-from maxlib.data.sources import Document, Paths, array_record, find_files, jsonl, text_files
+from maxlib.data.sources import Document, Paths, Piece, array_record, find_files, jsonl, text_files
 
 
 @runtime_checkable
@@ -53,17 +53,19 @@ def tfrecord(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]
     return grain.MapDataset.source(_TFRecords(find_files(paths), field))
 
 
-def files(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
+def files(paths: Paths, *, field: str = "text", document: Piece = "file") -> grain.MapDataset[Document]:
     """Documents from files and folders of any of the formats, by the files' endings.
 
     `.jsonl`, `.parquet`, `.tfrecord` and `.array_record` (records of JSON) have theirs in `field`; other files are text,
-    one document each.
+    of which one document is a "file", a "line" or a "paragraph" (see `text_files`).
     """
     by_ending: dict[str, list[Path]] = {}
     for path in find_files(paths):
         ending = path.suffix if path.suffix in _FORMATS else ""
         by_ending.setdefault(ending, []).append(path)
-    parts = [_FORMATS[e](group, field=field) if e else text_files(group) for e, group in by_ending.items()]
+    parts = [
+        _FORMATS[e](group, field=field) if e else text_files(group, document=document) for e, group in by_ending.items()
+    ]
     return parts[0] if len(parts) == 1 else grain.MapDataset.concatenate(parts)
 
 

@@ -206,9 +206,12 @@ class Loader:
                 "shards is fixed for a run: use the num_shards it began with, and join the states of all hosts."
             )
         mine = [state[str(s)] for s in self.shards]
-        for name, here in (("num_shards", self.num_shards), ("batch_size", self._batch_size)):
+        for name, here in (("batch_size", self._batch_size), ("num_shards", self.num_shards)):
             if any(shard[name] != here for shard in mine):
-                raise ValueError(f"The data state is one of {name}={mine[0][name]}, this loader has {name}={here}.")
+                raise ValueError(
+                    f"The data state is one of {name}={mine[0][name]}, this loader has {name}={here}: a run goes on with what "
+                    "it began with; start another one in a directory of its own."
+                )
         batches = {shard["batches"] for shard in mine}
         if len(batches) > 1:
             raise ValueError(

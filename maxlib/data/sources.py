@@ -15,11 +15,12 @@ import numpy as np
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
 Document = dict[str, Any]
+Piece = Literal["file", "line", "paragraph"]
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def text_files(paths: Paths, *, document: Literal["file", "line", "paragraph"] = "file") -> grain.MapDataset[Document]:
+def text_files(paths: Paths, *, document: Piece = "file") -> grain.MapDataset[Document]:
     """Documents `{"text": str}` from UTF-8 files.
 
     `document` says what one document is: the whole file, each line, or each block between blank lines (blank lines
@@ -93,7 +94,7 @@ def split(
         if all(side[i] is None for i in range(len(side))):
             raise ValueError(
                 f"validation={validation} of {len(documents)} documents leaves no {name} document: "
-                "change the fraction, or cut the text into more documents."
+                "change the fraction, or cut the text into more documents (text_files has document='paragraph')."
             )
     return kept, held_out
 

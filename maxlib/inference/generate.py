@@ -162,12 +162,16 @@ def _seen(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Im
 
 def right_padded(prompts: Prompts, vocab: int) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as one array whose rows begin with the real tokens, its length rounded up to share programs."""
-    if not len(prompts) or not all(len(p) for p in prompts):
+    if not len(prompts):
+        raise ValueError("there must be at least one prompt, got none")
+    if not all(len(p) for p in prompts):
         raise ValueError("every prompt needs at least one token; begin an empty one with the tokenizer's BOS id")
     length = _round_up(max(map(len, prompts)), 16)
     tokens, valid = np.zeros((len(prompts), length), np.int32), np.zeros((len(prompts), length), bool)
     for row, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"prompt {row} must hold ids, which are integers, got {ids.dtype}: encode text first")
         if ids.min() < 0 or ids.max() >= vocab:
             raise ValueError(
                 f"prompt {row} holds the id {ids.min() if ids.min() < 0 else ids.max()}, the model's vocabulary is "

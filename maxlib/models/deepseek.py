@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops.rope import Rope, Yarn
 from maxlib.sharding import constrain
-from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
+from maxlib.weights import Family, HFConfig, Table, Weight, names, rope_to_hf, written
 
-# Our sizes, and what config.json calls them.
+# Our fields, and what config.json calls them; with what it means by leaving one out, as in transformers.
 _SIZES = {
     "vocab": "vocab_size",
     "num_layers": "num_hidden_layers",
@@ -31,6 +31,20 @@ _SIZES = {
     "num_experts": "n_routed_experts",
     "num_shared": "n_shared_experts",
     "top_k": "num_experts_per_tok",
+}
+_OTHERS = {"norm_eps": ("rms_norm_eps", 1e-6), "tied": ("tie_word_embeddings", False)}
+_V2_CHOICE = {
+    "num_dense": ("first_k_dense_replace", 0),
+    "num_groups": ("n_group", 1),
+    "top_groups": ("topk_group", 1),
+    "routed_scale": ("routed_scaling_factor", 1.0),
+}
+_V3_CHOICE = {
+    "num_dense": ("first_k_dense_replace", 3),
+    "num_groups": ("n_group", 8),
+    "top_groups": ("topk_group", 4),
+    "routed_scale": ("routed_scaling_factor", 2.5),
+    "renormalize": ("norm_topk_prob", True),
 }
 
 
@@ -73,10 +87,10 @@ class Config:
     def from_hf(cls, fields: HFConfig) -> "Config":
         """Reads config.json. Raises ValueError for what this file does not compute."""
         version = 2 if fields.require("model_type", "deepseek_v2", "deepseek_v3", "kimi_k2") == "deepseek_v2" else 3
-        sizes = {ours: fields.take(theirs, kind=int) for ours, theirs in _SIZES.items()}
+        read = fields.read(_SIZES | _OTHERS) | _read_choice(fields, version)
         turned = fields.take("qk_rope_head_dim", kind=int)
-        fields.require("num_key_value_heads", sizes["num_heads"])
-        fields.require("qk_head_dim", sizes["nope_dim"] + turned)
+        fields.require("num_key_value_heads", read["num_heads"])
+        fields.require("qk_head_dim", read["nope_dim"] + turned)
         fields.require("head_dim", turned)
         fields.require("hidden_act", "silu")
         fields.require("moe_layer_freq", 1)
@@ -84,14 +98,10 @@ class Config:
             fields.require(bias, False)
         return cls(
             version=version,
-            **sizes,
-            num_dense=fields.take("first_k_dense_replace", 0 if version == 2 else 3),
+            **read,
             q_rank=fields.take("q_lora_rank", 1536, nullable=True),
             rope=fields.rope(head_dim=turned, interleaved=version == 2 or fields.take("rope_interleave", True)),
-            norm_eps=fields.take("rms_norm_eps", 1e-6),
-            tied=fields.take("tie_word_embeddings", False),
             stored_mtp=fields.take("num_nextn_predict_layers", 0),
-            **_read_choice(fields, version),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -100,50 +110,34 @@ class Config:
             raise ValueError(
                 f"Hugging Face's DeepSeek V2 turns interleaved pairs; the rope must do so, got {self.rope}"
             )
+        choice = {"scoring_func": "softmax", "topk_method": "group_limited_greedy" if self.num_groups > 1 else "greedy"}
+        if self.version == 3:
+            choice = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": self.rope.interleaved}
         return {
             "architectures": [f"DeepseekV{self.version}ForCausalLM"],
             "model_type": f"deepseek_v{self.version}",
-            **{theirs: getattr(self, ours) for ours, theirs in _SIZES.items()},
+            **written(self, _SIZES | _OTHERS | _V3_CHOICE),
             "num_key_value_heads": self.num_heads,
             "qk_rope_head_dim": self.rope.dim,
             "q_lora_rank": self.q_rank,
-            "first_k_dense_replace": self.num_dense,
             "moe_layer_freq": 1,
-            "n_group": self.num_groups,
-            "topk_group": self.top_groups,
-            "norm_topk_prob": self.renormalize,
-            "routed_scaling_factor": self.routed_scale,
             "hidden_act": "silu",
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tied,
             "attention_bias": False,
             "num_nextn_predict_layers": self.num_mtp,
             **rope_to_hf(self.rope, head_dim=self.rope.dim),
-            **_write_choice(self),
+            **choice,
         }
 
 
 def _read_choice(fields: HFConfig, version: int) -> dict[str, Any]:
-    """How experts are chosen and weighed; what a config leaves out is as in transformers."""
+    """Which layers have experts, and how these are chosen and weighed."""
     fields.require("scoring_func", "softmax" if version == 2 else "sigmoid")
     if version == 3:
         fields.require("topk_method", "noaux_tc")
-        return {
-            "num_groups": fields.take("n_group", 8),
-            "top_groups": fields.take("topk_group", 4),
-            "renormalize": fields.take("norm_topk_prob", True),
-            "routed_scale": fields.take("routed_scaling_factor", 2.5),
-        }
+        return fields.read(_V3_CHOICE)
     fields.require("norm_topk_prob", False)  # transformers and DeepSeek's own code disagree on what else would mean
-    groups = {"num_groups": fields.take("n_group", 1), "top_groups": fields.take("topk_group", 1)}
     grouped = fields.require("topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
-    return (groups if grouped else {}) | {"routed_scale": fields.take("routed_scaling_factor", 1.0)}
-
-
-def _write_choice(cfg: Config) -> dict[str, Any]:
-    if cfg.version == 3:
-        return {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": cfg.rope.interleaved}
-    return {"scoring_func": "softmax", "topk_method": "group_limited_greedy" if cfg.num_groups > 1 else "greedy"}
+    return fields.read(_V2_CHOICE) | ({} if grouped else {"num_groups": 1, "top_groups": 1})
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
@@ -201,8 +195,8 @@ class Block(nnx.Module):
         return self.attn.init_cache(batch, capacity, dtype)
 
 
-class DeepSeek(nn.Decoder):
-    """A decoder, `docs/decisions/0001`."""
+class DeepSeek(nn.MTPDecoder):
+    """A decoder, `docs/decisions/0001`, with `cfg.num_mtp` modules that look ahead."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -215,80 +209,25 @@ class DeepSeek(nn.Decoder):
         module = lambda: nn.MTP(cfg.dim, block=Block(cfg, dense=False, rngs=rngs), eps=cfg.norm_eps, rngs=rngs)
         self.mtp = nnx.List([module() for _ in range(cfg.num_mtp)])
 
-    def look_ahead(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any) -> list[nn.Ahead]:
-        """What `num_mtp` modules foretell from the final `hidden`; inputs: `positions`, `segment_ids`, `valid`, `remat`."""
-        return nn.look_ahead(self.mtp, self.embed, hidden, tokens, ropes=self.ropes, **inputs)
-
-    def draft(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any):
-        """What the first of the modules of `look_ahead` drafts while decoding; inputs: `cache`, `valid`."""
-        return nn.draft(self._drafter, self.embed, hidden, tokens, masks=self.masks, ropes=self.ropes, **inputs)
-
-    def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> nn.Cache:
-        layers = self._drafter.init_cache(batch, capacity, dtype)
-        return nn.Cache(layers, jnp.zeros(batch, jnp.int32), capacity)
-
-    @property
-    def _drafter(self) -> nn.MTP:
-        if not len(self.mtp):
-            raise ValueError("this DeepSeek was built without a module that drafts: read it with num_mtp=1")
-        return self.mtp[0]
-
-
-def _block(cfg: Config, theirs: str, ours: str) -> list[Weight]:
-    """Hugging Face's names for the weights of a block, dense or sparse."""
-    q = "q_proj" if cfg.q_rank is None else "q_b_proj"
-    names = {
-        "input_layernorm.weight": ("attn_norm.scale", None),
-        f"self_attn.{q}.weight": ("attn.q_up.w", "(N H) R -> N H R"),
-        "self_attn.q_a_proj.weight": ("attn.q_down.w", None),
-        "self_attn.q_a_layernorm.weight": ("attn.q_norm.scale", None),
-        "self_attn.kv_a_proj_with_mqa.weight": ("attn.kv_down.w", None),
-        "self_attn.kv_a_layernorm.weight": ("attn.kv_norm.scale", None),
-        "self_attn.o_proj.weight": ("attn.o.w", "D (N H) -> D N H"),
-        "post_attention_layernorm.weight": ("mlp_norm.scale", None),
-        "mlp.gate.weight": ("moe.router.gate.w", None),
-        "mlp.gate.e_score_correction_bias": ("moe.router.correction", None),
-    }
-    for part in ("gate", "up", "down"):
-        names |= {
-            f"mlp.{part}_proj.weight": (f"mlp.{part}.w", None),
-            f"mlp.shared_experts.{part}_proj.weight": (f"moe.shared.{part}.w", None),
-            f"mlp.experts.{{e}}.{part}_proj.weight": (f"moe.{part}.w", "O I -> e O I"),
-        }
-    kv, split = f"{theirs}.self_attn.kv_b_proj.weight", "(N H) R -> N H R"
-    return [
-        *[Weight(f"{theirs}.{name}", f"{ours}.{path}", pattern) for name, (path, pattern) in names.items()],
-        Weight(kv, f"{ours}.attn.k_up.w", split, at={"H": 0}),
-        Weight(kv, f"{ours}.attn.v_up.w", split, at={"H": cfg.nope_dim}),
-    ]
-
-
-def _mtp(cfg: Config, depth: int) -> Table:
-    """A module's weights: it counts as one more layer, with copies of what it shares with the model."""
-    theirs, ours = f"model.layers.{cfg.num_layers + depth}", f"mtp.{depth}"
-    if depth >= cfg.num_mtp:
-        return [Ignore(f"{theirs}.*")]
-    return [
-        Weight(f"{theirs}.enorm.weight", f"{ours}.embed_norm.scale"),
-        Weight(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.scale"),
-        Weight(f"{theirs}.eh_proj.weight", f"{ours}.project.w"),
-        *_block(cfg, theirs, f"{ours}.block"),
-        Weight(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.scale"),
-        Copy(f"{theirs}.embed_tokens.weight", of="model.embed_tokens.weight"),
-        Copy(f"{theirs}.shared_head.head.weight", of="model.embed_tokens.weight" if cfg.tied else "lm_head.weight"),
-    ]
-
 
 def _table(cfg: Config) -> Table:
-    return [
-        Weight("model.embed_tokens.weight", "embed.w"),
-        *_block(cfg, "model.layers.{i}", "layers.{i}"),
-        Weight("model.norm.weight", "norm.scale"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of="model.embed_tokens.weight"),
-        *[entry for depth in range(max(cfg.num_mtp, cfg.stored_mtp)) for entry in _mtp(cfg, depth)],
-        Ignore("model.layers.{i}.self_attn.rotary_emb.inv_freq"),
+    """Hugging Face's names for the weights."""
+    kv, split = "self_attn.kv_b_proj.weight", "(N H) R -> N H R"
+    layer = [
+        *names.NORMS,
+        Weight(f"self_attn.{'q_proj' if cfg.q_rank is None else 'q_b_proj'}.weight", "attn.q_up.w", split),
+        Weight("self_attn.q_a_proj.weight", "attn.q_down.w"),
+        Weight("self_attn.q_a_layernorm.weight", "attn.q_norm.scale"),
+        Weight("self_attn.kv_a_proj_with_mqa.weight", "attn.kv_down.w"),
+        Weight("self_attn.kv_a_layernorm.weight", "attn.kv_norm.scale"),
+        Weight(kv, "attn.k_up.w", split, at={"H": 0}),
+        Weight(kv, "attn.v_up.w", split, at={"H": cfg.nope_dim}),
+        Weight("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> D N H"),
+        *names.MLP,
+        *names.MOE,
     ]
+    modules = {"used": cfg.num_mtp, "stored": cfg.stored_mtp, "tied": cfg.tied}
+    return [*names.decoder_table(layer), *names.mtp_table(layer, first=cfg.num_layers, **modules)]
 
 
 def _yarn(factor: float, mscale: float, *, theta: float = 1e4, fast: float = 32.0, reach: int = 163_840) -> Rope:
@@ -296,68 +235,25 @@ def _yarn(factor: float, mscale: float, *, theta: float = 1e4, fast: float = 32.
     return Rope(64, theta, scaling, interleaved=True, max_length=reach)
 
 
+# fmt: off
 _V2 = Config(
-    version=2,
-    vocab=102_400,
-    num_layers=60,
-    num_dense=1,
-    dim=5120,
-    mlp_dim=12_288,
-    expert_dim=1536,
-    num_heads=128,
-    q_rank=1536,
-    kv_rank=512,
-    nope_dim=128,
-    v_dim=128,
-    rope=_yarn(40.0, 1.0),
-    num_experts=160,
-    num_shared=2,
-    top_k=6,
-    num_groups=8,
-    top_groups=3,
-    routed_scale=16.0,
+    version=2, vocab=102_400, num_layers=60, num_dense=1, dim=5120, mlp_dim=12_288, expert_dim=1536, num_heads=128,
+    q_rank=1536, kv_rank=512, nope_dim=128, v_dim=128, rope=_yarn(40.0, 1.0),
+    num_experts=160, num_shared=2, top_k=6, num_groups=8, top_groups=3, routed_scale=16.0,
 )
 _V2_LITE = dataclasses.replace(
-    _V2,
-    num_layers=27,
-    dim=2048,
-    mlp_dim=10_944,
-    expert_dim=1408,
-    num_heads=16,
-    q_rank=None,
-    rope=_yarn(40.0, 0.707),
-    num_experts=64,
-    num_groups=1,
-    top_groups=1,
-    routed_scale=1.0,
+    _V2, num_layers=27, dim=2048, mlp_dim=10_944, expert_dim=1408, num_heads=16, q_rank=None, rope=_yarn(40.0, 0.707),
+    num_experts=64, num_groups=1, top_groups=1, routed_scale=1.0,
 )
 _V3 = dataclasses.replace(
-    _V2,
-    version=3,
-    vocab=129_280,
-    num_layers=61,
-    num_dense=3,
-    dim=7168,
-    mlp_dim=18_432,
-    expert_dim=2048,
-    num_experts=256,
-    num_shared=1,
-    top_k=8,
-    top_groups=4,
-    renormalize=True,
-    routed_scale=2.5,
+    _V2, version=3, vocab=129_280, num_layers=61, num_dense=3, dim=7168, mlp_dim=18_432, expert_dim=2048,
+    num_experts=256, num_shared=1, top_k=8, top_groups=4, renormalize=True, routed_scale=2.5,
 )
 _KIMI_K2 = dataclasses.replace(
-    _V3,
-    vocab=163_840,
-    num_dense=1,
-    num_heads=64,
-    rope=_yarn(32.0, 1.0, theta=5e4, fast=1.0, reach=131_072),
-    num_experts=384,
-    num_groups=1,
-    top_groups=1,
-    routed_scale=2.827,
+    _V3, vocab=163_840, num_dense=1, num_heads=64, rope=_yarn(32.0, 1.0, theta=5e4, fast=1.0, reach=131_072),
+    num_experts=384, num_groups=1, top_groups=1, routed_scale=2.827,
 )
+# fmt: on
 
 PRESETS = {
     "deepseek-v2-lite": _V2_LITE,

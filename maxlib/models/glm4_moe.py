@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops.rope import Rope
 from maxlib.sharding import constrain
-from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
+from maxlib.weights import Family, HFConfig, Table, names, rope_to_hf, written
 
-# Our sizes, and what config.json calls them.
+# Our fields, and what config.json calls them; with what it means by leaving one out, as in transformers.
 _SIZES = {
     "vocab": "vocab_size",
     "num_layers": "num_hidden_layers",
@@ -26,6 +26,17 @@ _SIZES = {
     "num_experts": "n_routed_experts",
     "num_shared": "n_shared_experts",
     "top_k": "num_experts_per_tok",
+}
+_OTHERS = {
+    "num_dense": ("first_k_dense_replace", 1),
+    "num_groups": ("n_group", 1),
+    "top_groups": ("topk_group", 1),
+    "renormalize": ("norm_topk_prob", True),
+    "routed_scale": ("routed_scaling_factor", 1.0),
+    "norm_eps": ("rms_norm_eps", 1e-5),
+    "qk_norm": ("use_qk_norm", False),
+    "attention_bias": ("attention_bias", False),
+    "tied": ("tie_word_embeddings", False),
 }
 
 
@@ -68,21 +79,12 @@ class Config:
         """Reads config.json. Raises ValueError for what this file does not compute."""
         fields.require("model_type", "glm4_moe")
         fields.require("hidden_act", "silu")
-        sizes = {ours: fields.take(theirs, kind=int) for ours, theirs in _SIZES.items()}
-        head_dim = fields.take("head_dim", sizes["dim"] // sizes["num_heads"])
+        read = fields.read(_SIZES | _OTHERS)
+        head_dim = fields.take("head_dim", read["dim"] // read["num_heads"])
         return cls(
-            **sizes,
-            num_dense=fields.take("first_k_dense_replace", 1),
+            **read,
             head_dim=head_dim,
             rope=fields.rope(head_dim=head_dim, partial=True, default_fraction=0.5),
-            num_groups=fields.take("n_group", 1),
-            top_groups=fields.take("topk_group", 1),
-            renormalize=fields.take("norm_topk_prob", True),
-            routed_scale=fields.take("routed_scaling_factor", 1.0),
-            norm_eps=fields.take("rms_norm_eps", 1e-5),
-            qk_norm=fields.take("use_qk_norm", False),
-            attention_bias=fields.take("attention_bias", False),
-            tied=fields.take("tie_word_embeddings", False),
             stored_mtp=fields.take("num_nextn_predict_layers", 1),
         )
 
@@ -93,18 +95,9 @@ class Config:
         return {
             "architectures": ["Glm4MoeForCausalLM"],
             "model_type": "glm4_moe",
-            **{theirs: getattr(self, ours) for ours, theirs in _SIZES.items()},
+            **written(self, _SIZES | _OTHERS),
             "head_dim": self.head_dim,
-            "first_k_dense_replace": self.num_dense,
-            "n_group": self.num_groups,
-            "topk_group": self.top_groups,
-            "norm_topk_prob": self.renormalize,
-            "routed_scaling_factor": self.routed_scale,
             "hidden_act": "silu",
-            "rms_norm_eps": self.norm_eps,
-            "use_qk_norm": self.qk_norm,
-            "attention_bias": self.attention_bias,
-            "tie_word_embeddings": self.tied,
             "num_nextn_predict_layers": self.num_mtp,
             "partial_rotary_factor": 1.0,  # half, if nobody says; the rope's own stands in its place
             **rope_to_hf(self.rope, head_dim=self.head_dim),
@@ -163,8 +156,8 @@ class Block(nnx.Module):
         return self.attn.init_cache(batch, capacity, dtype)
 
 
-class GLM4MoE(nn.Decoder):
-    """A decoder, `docs/decisions/0001`."""
+class GLM4MoE(nn.MTPDecoder):
+    """A decoder, `docs/decisions/0001`, with `cfg.num_mtp` modules that look ahead."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -177,92 +170,25 @@ class GLM4MoE(nn.Decoder):
         module = lambda: nn.MTP(cfg.dim, block=Block(cfg, dense=False, rngs=rngs), eps=cfg.norm_eps, rngs=rngs)
         self.mtp = nnx.List([module() for _ in range(cfg.num_mtp)])
 
-    def look_ahead(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any) -> list[nn.Ahead]:
-        """What `num_mtp` modules foretell from the final `hidden`; inputs: `positions`, `segment_ids`, `valid`, `remat`."""
-        return nn.look_ahead(self.mtp, self.embed, hidden, tokens, ropes=self.ropes, **inputs)
-
-
-def _block(theirs: str, ours: str) -> list[Weight]:
-    """Hugging Face's names for the weights of a block. What it does not have (norms, biases, experts, an MLP) is passed over."""
-    names = {
-        "input_layernorm.weight": ("attn_norm.scale", None),
-        "self_attn.q_proj.weight": ("attn.q.w", "(N H) D -> N H D"),
-        "self_attn.q_proj.bias": ("attn.q.b", "(N H) -> N H"),
-        "self_attn.k_proj.weight": ("attn.k.w", "(K H) D -> K H D"),
-        "self_attn.k_proj.bias": ("attn.k.b", "(K H) -> K H"),
-        "self_attn.v_proj.weight": ("attn.v.w", "(K H) D -> K H D"),
-        "self_attn.v_proj.bias": ("attn.v.b", "(K H) -> K H"),
-        "self_attn.o_proj.weight": ("attn.o.w", "D (N H) -> D N H"),
-        "self_attn.q_norm.weight": ("attn.q_norm.scale", None),
-        "self_attn.k_norm.weight": ("attn.k_norm.scale", None),
-        "post_attention_layernorm.weight": ("mlp_norm.scale", None),
-        "mlp.gate.weight": ("moe.router.gate.w", None),
-        "mlp.gate.e_score_correction_bias": ("moe.router.correction", None),
-    }
-    for part in ("gate", "up", "down"):
-        names |= {
-            f"mlp.{part}_proj.weight": (f"mlp.{part}.w", None),
-            f"mlp.shared_experts.{part}_proj.weight": (f"moe.shared.{part}.w", None),
-            f"mlp.experts.{{e}}.{part}_proj.weight": (f"moe.{part}.w", "O I -> e O I"),
-        }
-    return [Weight(f"{theirs}.{name}", f"{ours}.{path}", pattern) for name, (path, pattern) in names.items()]
-
-
-def _mtp(cfg: Config, depth: int) -> Table:
-    """A module's weights: it counts as one more layer, with copies of what it shares with the model."""
-    theirs, ours = f"model.layers.{cfg.num_layers + depth}", f"mtp.{depth}"
-    if depth >= cfg.num_mtp:
-        return [Ignore(f"{theirs}.*")]
-    return [
-        Weight(f"{theirs}.enorm.weight", f"{ours}.embed_norm.scale"),
-        Weight(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.scale"),
-        Weight(f"{theirs}.eh_proj.weight", f"{ours}.project.w"),
-        *_block(theirs, f"{ours}.block"),
-        Weight(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.scale"),
-        Copy(f"{theirs}.embed_tokens.weight", of="model.embed_tokens.weight"),
-        Copy(f"{theirs}.shared_head.head.weight", of="model.embed_tokens.weight" if cfg.tied else "lm_head.weight"),
-    ]
-
 
 def _table(cfg: Config) -> Table:
-    return [
-        Weight("model.embed_tokens.weight", "embed.w"),
-        *_block("model.layers.{i}", "layers.{i}"),
-        Weight("model.norm.weight", "norm.scale"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of="model.embed_tokens.weight"),
-        *[entry for depth in range(max(cfg.num_mtp, cfg.stored_mtp)) for entry in _mtp(cfg, depth)],
-        Ignore("model.layers.{i}.self_attn.rotary_emb.inv_freq"),
-    ]
+    """Hugging Face's names for the weights. What a layer does not have (norms, biases, experts, an MLP) is passed over."""
+    layer = [*names.NORMS, *names.ATTENTION, *names.MLP, *names.MOE]
+    modules = {"used": cfg.num_mtp, "stored": cfg.stored_mtp, "tied": cfg.tied}
+    return [*names.decoder_table(layer), *names.mtp_table(layer, first=cfg.num_layers, **modules)]
 
 
+# fmt: off
 _AIR = Config(
-    vocab=151_552,
-    num_layers=46,
-    num_dense=1,
-    dim=4096,
-    mlp_dim=10_944,
-    expert_dim=1408,
-    num_heads=96,
-    num_kv_heads=8,
-    head_dim=128,
-    rope=Rope(64, 1_000_000.0, max_length=131_072),
-    num_experts=128,
-    num_shared=1,
-    top_k=8,
+    vocab=151_552, num_layers=46, num_dense=1, dim=4096, mlp_dim=10_944, expert_dim=1408, num_heads=96, num_kv_heads=8,
+    head_dim=128, rope=Rope(64, 1_000_000.0, max_length=131_072), num_experts=128, num_shared=1, top_k=8,
     attention_bias=True,
 )
 _355B = dataclasses.replace(
-    _AIR,
-    num_layers=92,
-    num_dense=3,
-    dim=5120,
-    mlp_dim=12_288,
-    expert_dim=1536,
-    num_experts=160,
-    routed_scale=2.5,
+    _AIR, num_layers=92, num_dense=3, dim=5120, mlp_dim=12_288, expert_dim=1536, num_experts=160, routed_scale=2.5,
     qk_norm=True,
 )
+# fmt: on
 PRESETS = {
     "glm-4.5-air": _AIR,
     "glm-4.5": _355B,

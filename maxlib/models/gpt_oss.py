@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.ops.rope import Rope, Yarn
 from maxlib.sharding import constrain
-from maxlib.weights import Convert, Copy, Family, HFConfig, Table, Weight, mxfp4, rope_to_hf
+from maxlib.weights import Convert, Family, HFConfig, Table, Weight, mxfp4, names, rope_to_hf
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Our sizes, and what config.json calls them.
@@ -169,41 +169,31 @@ class GptOss(nn.Decoder):
 
 
 def _table(cfg: Config) -> Table:
-    """Hugging Face's names for the weights; experts are read from MXFP4 where they are stored so, and written plain."""
-    theirs, ours = "model.layers.{i}.", "layers.{i}."
-    experts, moe = theirs + "mlp.experts.", ours + "moe."
-    layer = {
-        "input_layernorm.weight": ("attn_norm.scale", None),
-        "self_attn.q_proj.weight": ("attn.q.w", "(N H) D -> N H D"),
-        "self_attn.q_proj.bias": ("attn.q.b", "(N H) -> N H"),
-        "self_attn.k_proj.weight": ("attn.k.w", "(K H) D -> K H D"),
-        "self_attn.k_proj.bias": ("attn.k.b", "(K H) -> K H"),
-        "self_attn.v_proj.weight": ("attn.v.w", "(K H) D -> K H D"),
-        "self_attn.v_proj.bias": ("attn.v.b", "(K H) -> K H"),
-        "self_attn.o_proj.weight": ("attn.o.w", "D (N H) -> D N H"),
-        "self_attn.o_proj.bias": ("attn.o.b", None),
-        "self_attn.sinks": ("attn.sinks", None),
-        "post_attention_layernorm.weight": ("mlp_norm.scale", None),
-        "mlp.router.weight": ("moe.router.gate.w", None),
-        "mlp.router.bias": ("moe.router.gate.b", None),
-        "mlp.experts.down_proj": ("moe.down.w", "E F D -> E D F"),
-        "mlp.experts.down_proj_bias": ("moe.down.b", None),
-    }
+    """Hugging Face's names for the weights; experts are read from MXFP4 where they are stored so, and written plain.
+
+    MXFP4 lies as `E O I`, plain ones as `E I O`: these are turned when read, for the releases are MXFP4.
+    """
+    layer = [
+        *names.NORMS,
+        *names.ATTENTION,
+        Weight("self_attn.sinks", "attn.sinks"),
+        Weight("mlp.router.weight", "moe.router.gate.w"),
+        Weight("mlp.router.bias", "moe.router.gate.b"),
+        Weight("mlp.experts.gate_up_proj", "moe.gate.w", "E D (F two) -> E F D", at={"two": 0}),
+        Weight("mlp.experts.gate_up_proj", "moe.up.w", "E D (F two) -> E F D", at={"two": 1}),
+        Weight("mlp.experts.gate_up_proj_bias", "moe.gate.b", "E (F two) -> E F", at={"two": 0}),
+        Weight("mlp.experts.gate_up_proj_bias", "moe.up.b", "E (F two) -> E F", at={"two": 1}),
+        Weight("mlp.experts.down_proj", "moe.down.w", "E F D -> E D F"),
+        Weight("mlp.experts.down_proj_bias", "moe.down.b"),
+    ]
+    experts, moe = "model.layers.{i}.mlp.experts.", "layers.{i}.moe."
     gate_up = (experts + "gate_up_proj_blocks", experts + "gate_up_proj_scales")
     down = (experts + "down_proj_blocks", experts + "down_proj_scales")
     return [
-        Weight("model.embed_tokens.weight", "embed.w"),
-        *[Weight(theirs + name, ours + path, pattern) for name, (path, pattern) in layer.items()],
-        Weight(experts + "gate_up_proj", moe + "gate.w", "E D (F two) -> E F D", at={"two": 0}),
-        Weight(experts + "gate_up_proj", moe + "up.w", "E D (F two) -> E F D", at={"two": 1}),
-        Weight(experts + "gate_up_proj_bias", moe + "gate.b", "E (F two) -> E F", at={"two": 0}),
-        Weight(experts + "gate_up_proj_bias", moe + "up.b", "E (F two) -> E F", at={"two": 1}),
+        *names.decoder_table(layer),
         Convert(gate_up, moe + "gate.w", load=_dequantize_gate, batch=1),
         Convert(gate_up, moe + "up.w", load=_dequantize_up, batch=1),
         Convert(down, moe + "down.w", load=mxfp4.dequantize, batch=2),
-        Weight("model.norm.weight", "norm.scale"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of="model.embed_tokens.weight"),
     ]
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.ops.rope import Rope
 from maxlib.sharding import constrain
-from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
+from maxlib.weights import Family, HFConfig, Table, Weight, names, rope_to_hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,28 +124,17 @@ class Mixtral(nn.Decoder):
 
 
 def _table(cfg: Config) -> Table:
-    """Hugging Face's names for the weights. A model with a tied head lacks ours: it is passed over."""
-    theirs, ours = "model.layers.{i}.", "layers.{i}."
-    layer = {
-        "input_layernorm.weight": ("attn_norm.scale", None),
-        "self_attn.q_proj.weight": ("attn.q.w", "(N H) D -> N H D"),
-        "self_attn.k_proj.weight": ("attn.k.w", "(K H) D -> K H D"),
-        "self_attn.v_proj.weight": ("attn.v.w", "(K H) D -> K H D"),
-        "self_attn.o_proj.weight": ("attn.o.w", "D (N H) -> D N H"),
-        "post_attention_layernorm.weight": ("mlp_norm.scale", None),
-        "block_sparse_moe.gate.weight": ("moe.router.gate.w", None),
-        "block_sparse_moe.experts.{e}.w1.weight": ("moe.gate.w", "O I -> e O I"),
-        "block_sparse_moe.experts.{e}.w3.weight": ("moe.up.w", "O I -> e O I"),
-        "block_sparse_moe.experts.{e}.w2.weight": ("moe.down.w", "O I -> e O I"),
-    }
-    return [
-        Weight("model.embed_tokens.weight", "embed.w"),
-        *[Weight(theirs + name, ours + path, pattern) for name, (path, pattern) in layer.items()],
-        Weight("model.norm.weight", "norm.scale"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of="model.embed_tokens.weight"),
-        Ignore(theirs + "self_attn.rotary_emb.inv_freq"),
+    """Hugging Face's names for the weights."""
+    moe = "block_sparse_moe"
+    layer = [
+        *names.NORMS,
+        *names.ATTENTION,
+        Weight(f"{moe}.gate.weight", "moe.router.gate.w"),
+        Weight(f"{moe}.experts.{{e}}.w1.weight", "moe.gate.w", "O I -> e O I"),
+        Weight(f"{moe}.experts.{{e}}.w3.weight", "moe.up.w", "O I -> e O I"),
+        Weight(f"{moe}.experts.{{e}}.w2.weight", "moe.down.w", "O I -> e O I"),
     ]
+    return names.decoder_table(layer)
 
 
 _8X7B = Config(

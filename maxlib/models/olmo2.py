@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.ops.rope import Rope, Yarn
 from maxlib.sharding import constrain
-from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
+from maxlib.weights import Family, HFConfig, Table, Weight, names, rope_to_hf
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -191,33 +191,16 @@ class OLMo2(nn.Decoder):
 
 
 def _table(cfg: Config) -> Table:
-    """Hugging Face's names. A model without biases or with a tied head lacks some of ours: they are passed over."""
-    theirs, ours = "model.layers.{i}.", "layers.{i}."
-    layer = {
-        "self_attn.q_proj.weight": ("attn.q.w", "(N H) D -> N H D"),
-        "self_attn.q_proj.bias": ("attn.q.b", "(N H) -> N H"),
-        "self_attn.k_proj.weight": ("attn.k.w", "(K H) D -> K H D"),
-        "self_attn.k_proj.bias": ("attn.k.b", "(K H) -> K H"),
-        "self_attn.v_proj.weight": ("attn.v.w", "(K H) D -> K H D"),
-        "self_attn.v_proj.bias": ("attn.v.b", "(K H) -> K H"),
-        "self_attn.o_proj.weight": ("attn.o.w", "D (N H) -> D N H"),
-        "self_attn.o_proj.bias": ("attn.o.b", None),
-        "self_attn.q_norm.weight": ("attn.q_norm.norm.scale", None),
-        "self_attn.k_norm.weight": ("attn.k_norm.norm.scale", None),
-        "post_attention_layernorm.weight": ("attn_norm.scale", None),
-        "post_feedforward_layernorm.weight": ("mlp_norm.scale", None),
-        "mlp.gate_proj.weight": ("mlp.gate.w", None),
-        "mlp.up_proj.weight": ("mlp.up.w", None),
-        "mlp.down_proj.weight": ("mlp.down.w", None),
-    }
-    return [
-        Weight("model.embed_tokens.weight", "embed.w"),
-        *[Weight(theirs + name, ours + path, pattern) for name, (path, pattern) in layer.items()],
-        Weight("model.norm.weight", "norm.scale"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of="model.embed_tokens.weight"),
-        Ignore(theirs + "self_attn.rotary_emb.inv_freq"),
+    """Hugging Face's names for the weights."""
+    layer = [
+        *names.ATTENTION,
+        Weight("self_attn.q_norm.weight", "attn.q_norm.norm.scale"),
+        Weight("self_attn.k_norm.weight", "attn.k_norm.norm.scale"),
+        Weight("post_attention_layernorm.weight", "attn_norm.scale"),
+        *names.MLP,
+        Weight("post_feedforward_layernorm.weight", "mlp_norm.scale"),
     ]
+    return names.decoder_table(layer)
 
 
 _7B = Config(
@@ -234,12 +217,14 @@ _1B = dict(num_layers=16, dim=2048, mlp_dim=8192, num_heads=16, num_kv_heads=16)
 _13B = dict(num_layers=40, dim=5120, mlp_dim=13_824, num_heads=40, num_kv_heads=40)
 _32B = dict(num_layers=64, dim=5120, mlp_dim=27_648, num_heads=40, num_kv_heads=8)
 _LONG = Rope(128, 500_000.0, Yarn(8.0, 8192, attention_factor=1.2079441541679836), max_length=65_536)
+_SHORT = Rope(128, 500_000.0, max_length=8192)  # in pretraining
 _OLMO3 = dict(vocab=100_278, window=4096, rope=_LONG)
 PRESETS = {
     "olmo2-1b": dataclasses.replace(_7B, **_1B),
     "olmo2-7b": _7B,
     "olmo2-13b": dataclasses.replace(_7B, **_13B),
     "olmo2-32b": dataclasses.replace(_7B, **_32B),
+    "olmo3-7b-pt": dataclasses.replace(_7B, **_OLMO3 | {"rope": _SHORT}),
     "olmo3-7b": dataclasses.replace(_7B, **_OLMO3),
     "olmo3-32b": dataclasses.replace(_7B, **_32B, **_OLMO3),
 }

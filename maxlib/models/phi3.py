@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.ops.rope import LongRope, Rope
 from maxlib.sharding import constrain
-from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
+from maxlib.weights import Family, HFConfig, Table, Weight, names, rope_to_hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,29 +136,39 @@ class Phi3(nn.Decoder):
 
 def _table(cfg: Config) -> Table:
     """Hugging Face's names for the weights. Queries, keys and values are rows of one tensor, so are gate and up."""
-    theirs, ours = "model.layers.{i}.", "layers.{i}."
-    layer = {
-        "input_layernorm.weight": ("attn_norm.scale", None),
-        "self_attn.o_proj.weight": ("attn.o.w", "D (N H) -> D N H"),
-        "post_attention_layernorm.weight": ("mlp_norm.scale", None),
-        "mlp.down_proj.weight": ("mlp.down.w", None),
-    }
     heads = {"q": 0, "k": cfg.num_heads, "v": cfg.num_heads + cfg.num_kv_heads}
-    qkv, gate_up = theirs + "self_attn.qkv_proj.weight", theirs + "mlp.gate_up_proj.weight"
-    return [
-        Weight("model.embed_tokens.weight", "embed.w"),
-        *[Weight(theirs + name, ours + path, pattern) for name, (path, pattern) in layer.items()],
-        *[Weight(qkv, f"{ours}attn.{name}.w", "(R H) D -> R H D", at={"R": at}) for name, at in heads.items()],
-        Weight(gate_up, ours + "mlp.gate.w", "(two F) D -> F D", at={"two": 0}),
-        Weight(gate_up, ours + "mlp.up.w", "(two F) D -> F D", at={"two": 1}),
-        Weight("model.norm.weight", "norm.scale"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of="model.embed_tokens.weight"),
-        Ignore(theirs + "self_attn.rotary_emb.inv_freq"),
+    layer = [
+        *names.NORMS,
+        *[
+            Weight("self_attn.qkv_proj.weight", f"attn.{n}.w", "(R H) D -> R H D", at={"R": i})
+            for n, i in heads.items()
+        ],
+        Weight("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> D N H"),
+        Weight("mlp.gate_up_proj.weight", "mlp.gate.w", "(two F) D -> F D", at={"two": 0}),
+        Weight("mlp.gate_up_proj.weight", "mlp.up.w", "(two F) D -> F D", at={"two": 1}),
+        Weight("mlp.down_proj.weight", "mlp.down.w"),
     ]
+    return names.decoder_table(layer)
 
 
 # fmt: off
+_LONG_3 = (  # of the first release, as are the short ones
+    1.0299999713897705, 1.0499999523162842, 1.0499999523162842, 1.0799999237060547, 1.2299998998641968,
+    1.2299998998641968, 1.2999999523162842, 1.4499999284744263, 1.5999999046325684, 1.6499998569488525,
+    1.8999998569488525, 2.859999895095825, 3.68999981880188, 5.419999599456787, 5.489999771118164, 5.489999771118164,
+    9.09000015258789, 11.579999923706055, 15.65999984741211, 15.769999504089355, 15.789999961853027,
+    18.360000610351562, 21.989999771118164, 23.079999923706055, 30.009998321533203, 32.35000228881836,
+    32.590003967285156, 35.56000518798828, 39.95000457763672, 53.840003967285156, 56.20000457763672,
+    57.95000457763672, 59.29000473022461, 59.77000427246094, 59.920005798339844, 61.190006256103516,
+    61.96000671386719, 62.50000762939453, 63.3700065612793, 63.48000717163086, 63.48000717163086, 63.66000747680664,
+    63.850006103515625, 64.08000946044922, 64.760009765625, 64.80001068115234, 64.81001281738281, 64.81001281738281,
+)
+_SHORT_3 = (
+    *[1.05] * 3, *[1.1] * 3, *[1.2500000000000002] * 2, 1.4000000000000004, 1.4500000000000004, 1.5500000000000005,
+    1.8500000000000008, 1.9000000000000008, *[2.000000000000001] * 19, *[2.1000000000000005] * 2, 2.2,
+    *[2.3499999999999996] * 4, *[2.3999999999999995] * 2, 2.6499999999999986, 2.6999999999999984, 2.8999999999999977,
+    2.9499999999999975, *[3.049999999999997] * 3,
+)
 _LONG_3_5 = (
     1.0800000429153442, 1.1100000143051147, 1.1399999856948853, 1.340000033378601, 1.5899999141693115,
     1.600000023841858, 1.6200000047683716, 2.620000123977661, 3.2300000190734863, 3.2300000190734863,
@@ -189,50 +199,32 @@ _LONG_4 = (
     16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6,
     32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
 )
-# fmt: on
+
+
+def _longrope(short: tuple[float, ...], long: tuple[float, ...]) -> Rope:
+    return Rope(96, 10_000.0, LongRope(short, long, 4096, factor=32.0), max_length=131_072)
+
 
 _MINI = Config(
-    vocab=32_064,
-    num_layers=32,
-    dim=3072,
-    mlp_dim=8192,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=96,
-    rope=Rope(96, 10_000.0, max_length=4096),
-    window=2047,
+    vocab=32_064, num_layers=32, dim=3072, mlp_dim=8192, num_heads=32, num_kv_heads=32, head_dim=96,
+    rope=Rope(96, 10_000.0, max_length=4096), window=2047,
 )
 _MEDIUM = dataclasses.replace(
-    _MINI,
-    num_layers=40,
-    dim=5120,
-    mlp_dim=17_920,
-    num_heads=40,
-    num_kv_heads=10,
-    head_dim=128,
+    _MINI, num_layers=40, dim=5120, mlp_dim=17_920, num_heads=40, num_kv_heads=10, head_dim=128,
     rope=Rope(128, max_length=4096),
 )
-_MINI_3_5 = dataclasses.replace(
-    _MINI,
-    rope=Rope(96, 10_000.0, LongRope(_SHORT_3_5, _LONG_3_5, 4096, factor=32.0), max_length=131_072),
-    window=262_144,
-)
-_MINI_4 = dataclasses.replace(
-    _MINI_3_5,
-    vocab=200_064,
-    num_heads=24,
-    num_kv_heads=8,
-    head_dim=128,
-    rope=Rope(96, 10_000.0, LongRope((1.0,) * 48, _LONG_4, 4096, factor=32.0), max_length=131_072),
-    tied=True,
-)
-
+_MINI_3_5 = dataclasses.replace(_MINI, rope=_longrope(_SHORT_3_5, _LONG_3_5), window=262_144)
 PRESETS = {
     "phi-3-mini-4k": _MINI,
+    "phi-3-mini-128k": dataclasses.replace(_MINI_3_5, rope=_longrope(_SHORT_3, _LONG_3)),
     "phi-3-medium-4k": _MEDIUM,
     "phi-3.5-mini": _MINI_3_5,
-    "phi-4-mini": _MINI_4,
+    "phi-4-mini": dataclasses.replace(
+        _MINI_3_5, vocab=200_064, num_heads=24, num_kv_heads=8, head_dim=128, rope=_longrope((1.0,) * 48, _LONG_4),
+        tied=True,
+    ),
     "phi-4": dataclasses.replace(_MEDIUM, vocab=100_352, rope=Rope(128, 250_000.0, max_length=16_384), window=None),
 }
+# fmt: on
 
 FAMILY = Family(name="phi3", model_types=("phi3",), model=Phi3, config=Config, table=_table, presets=PRESETS)

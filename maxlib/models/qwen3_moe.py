@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.ops.rope import Rope
 from maxlib.sharding import constrain
-from maxlib.weights import Copy, Family, HFConfig, Ignore, Table, Weight, rope_to_hf
+from maxlib.weights import Family, HFConfig, Table, names, rope_to_hf
 
 # Our sizes, and what config.json calls them.
 _SIZES = {
@@ -179,36 +179,8 @@ class Qwen3MoE(nn.Decoder):
 
 
 def _table(cfg: Config) -> Table:
-    """Hugging Face's names. What a model or a layer does not have (biases, a head, experts or an MLP) is passed over."""
-    theirs, ours = "model.layers.{i}.", "layers.{i}."
-    layer = {
-        "input_layernorm.weight": ("attn_norm.scale", None),
-        "self_attn.q_proj.weight": ("attn.q.w", "(N H) D -> N H D"),
-        "self_attn.q_proj.bias": ("attn.q.b", "(N H) -> N H"),
-        "self_attn.k_proj.weight": ("attn.k.w", "(K H) D -> K H D"),
-        "self_attn.k_proj.bias": ("attn.k.b", "(K H) -> K H"),
-        "self_attn.v_proj.weight": ("attn.v.w", "(K H) D -> K H D"),
-        "self_attn.v_proj.bias": ("attn.v.b", "(K H) -> K H"),
-        "self_attn.o_proj.weight": ("attn.o.w", "D (N H) -> D N H"),
-        "self_attn.o_proj.bias": ("attn.o.b", None),
-        "self_attn.q_norm.weight": ("attn.q_norm.scale", None),
-        "self_attn.k_norm.weight": ("attn.k_norm.scale", None),
-        "post_attention_layernorm.weight": ("mlp_norm.scale", None),
-        "mlp.gate.weight": ("moe.router.gate.w", None),
-    }
-    for part in ("gate", "up", "down"):
-        layer |= {
-            f"mlp.{part}_proj.weight": (f"mlp.{part}.w", None),
-            f"mlp.experts.{{e}}.{part}_proj.weight": (f"moe.{part}.w", "O I -> e O I"),
-        }
-    return [
-        Weight("model.embed_tokens.weight", "embed.w"),
-        *[Weight(theirs + name, ours + path, pattern) for name, (path, pattern) in layer.items()],
-        Weight("model.norm.weight", "norm.scale"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of="model.embed_tokens.weight"),
-        Ignore(theirs + "self_attn.rotary_emb.inv_freq"),
-    ]
+    """Hugging Face's names for the weights. What a layer does not have (experts or an MLP) is passed over."""
+    return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP, *names.MOE])
 
 
 _30B = Config(

@@ -15,6 +15,8 @@ from maxlib.nn.context import context as context
 from maxlib.nn.context import spans as spans
 from maxlib.nn.context import unbalance as unbalance
 from maxlib.nn.decoder import Decoder as Decoder
+from maxlib.nn.decoder import MTPDecoder as MTPDecoder
+from maxlib.nn.decoder import VisionDecoder as VisionDecoder
 from maxlib.nn.features import attention_kind as attention_kind
 from maxlib.nn.features import cache_kinds as cache_kinds
 from maxlib.nn.features import features as features
@@ -49,6 +51,8 @@ from maxlib.nn.pytree import pytree as pytree
 from maxlib.nn.pytree import static as static
 from maxlib.nn.quantized import FOUR_BITS as FOUR_BITS
 from maxlib.nn.quantized import QuantizedWeight as QuantizedWeight
+from maxlib.nn.remat import INTERMEDIATES as INTERMEDIATES
+from maxlib.nn.remat import POLICIES as POLICIES
 from maxlib.nn.remat import Policy as Policy
 from maxlib.nn.remat import remat_policy as remat_policy
 from maxlib.nn.router import GroupLimit as GroupLimit

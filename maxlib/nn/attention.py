@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops
@@ -39,7 +40,7 @@ class Attention(nnx.Module):
     rotation. scale: factor on the scores, by default `head_dim ** -0.5`. softcap: `c * tanh(scores / c)`. sinks: one learned
     logit per head that takes part in the softmax and has no value (GPT-OSS). temperature: factor on each query, given its index in its
     document (`TemperatureTuning`). implementation: of `ops.attention`, None for the best one; `with_attention` sets it in a whole model.
-    Raises ValueError when `num_heads` is no multiple of `num_kv_heads`.
+    Raises ValueError when `num_heads` is no positive multiple of `num_kv_heads`.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         D, N, K, H = dim, num_heads, num_kv_heads or num_heads, head_dim
-        if N % K:
+        if N < 1 or K < 1 or N % K:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {N} and {K}")
         if rope is not None and rope.dim > H:
             raise ValueError(f"the rotary dimensions ({rope.dim}) must not exceed head_dim ({H})")
@@ -82,7 +83,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Without `ctx` each row is one document from position 0."""
         ctx = context(*x.shape[:2]) if ctx is None else ctx
-        q, k, v = self.project(x, ctx)
+        q, k, v = map(checkpoint_name, self.project(x, ctx), ("q", "k", "v"))
         k_start, k_end = ctx.bounds(self.mask)
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
@@ -152,10 +153,13 @@ def attend(
         k, v = (natural_order(x, parts) for x in (k, v)) if balanced else (k, v)
         return ops.attention(q, k, v, **options)
 
+    # Tokens are exchanged for heads here and nowhere else: left alone, XLA would rotate and project heads, and gather tokens.
+    own = lambda x: constrain(x, "batch", "seq", "act_heads", None)
+    q, k, v = (own(x) for x in (q, k, v)) if q.shape[1] == k.shape[1] else (q, k, v)
     copies = degree("attn_heads")
     if q.shape[2] % copies == 0 and copies > k.shape[2] and copies % k.shape[2] == 0:
         # Fewer key heads than devices: each takes a copy of its own.
         k, v = (jnp.repeat(x, copies // x.shape[2], axis=2) for x in (k, v))
     queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
     names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",)]
-    return map_op(op, names, queries)(q, k, v, k_start, k_end, sinks)
+    return own(map_op(op, names, queries)(q, k, v, k_start, k_end, sinks))

@@ -1,5 +1,6 @@
 """The wiring that decoder-only models have in common."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -7,11 +8,13 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn.cache import Cache
-from maxlib.nn.context import Context, balance, context, unbalance
+from maxlib.nn.context import Context, balance, context, spans, unbalance
 from maxlib.nn.linear import Embed
 from maxlib.nn.model import Output
+from maxlib.nn.mtp import MTP, Ahead, draft, look_ahead
 from maxlib.nn.remat import Policy
 from maxlib.nn.stack import Stack
+from maxlib.nn.vision import check_placeholders, place_features
 from maxlib.ops.attention import Mask
 from maxlib.ops.rope import Rope
 from maxlib.sharding import constrain
@@ -79,3 +82,76 @@ class Decoder(nnx.Module):
         """An empty cache for `capacity` tokens a row; `rope_length` defaults to that capacity."""
         layers = self.layers.init_cache(batch, capacity, dtype)
         return Cache(layers, jnp.zeros(batch, jnp.int32), rope_length or capacity)
+
+
+class VisionDecoder(Decoder):
+    """A decoder that reads images where some of its tokens are placeholders, if its constructor sets the parts below.
+
+    Its `cfg.vision` is None, or has `image_token` and `num_tokens`, the number of vectors that the projector makes of an image. These
+    are read as text is, but see each other both ways under a mask with `ops.Spans`.
+    """
+
+    tower: Any = None
+    projector: Any = None
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
+        images: Float[Array, "I C H W"] | None = None,
+        cache: Cache | None = None,
+        dtype: Any = jnp.bfloat16,
+        remat: Policy = None,
+    ) -> Output:
+        """images: what Hugging Face's processor calls pixel_values (tiles, for Llama 4), in the order of their placeholders.
+
+        Raises ValueError for images that the model cannot see, and for placeholders that are not `num_tokens` per image;
+        where jit hides the ids, these become NaN instead.
+        """
+        self.check_images(tokens, images)
+        x, sees = self.embed_tokens(tokens, dtype), None
+        if images is not None:
+            is_image = tokens == self.cfg.vision.image_token
+            x = place_features(x, is_image, self.projector(self.tower(images, dtype=dtype, remat=remat)))
+            sees = spans(is_image, segment_ids=segment_ids, cache=cache)
+        inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid, "spans": sees}
+        return self.run(x, **inputs, cache=cache, remat=remat)
+
+    def check_images(self, tokens: Int[Any, "B T"], images: Float[Any, "I C H W"] | None) -> None:
+        """Raises ValueError as `__call__` does; a generator asks before it enters jit."""
+        if self.cfg.vision is not None:
+            count = 0 if images is None else len(images) * self.cfg.vision.num_tokens
+            check_placeholders(tokens == self.cfg.vision.image_token, count)
+        elif images is not None:
+            raise ValueError(
+                f"this {type(self).__name__} reads text only (its config has no vision): call it without images"
+            )
+
+
+class MTPDecoder(Decoder):
+    """A decoder with modules that look further ahead than the next token, of which the first can draft."""
+
+    mtp: Sequence[MTP] = ()
+
+    def look_ahead(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any) -> list[Ahead]:
+        """What the modules foretell from the final `hidden`; inputs: `positions`, `segment_ids`, `valid`, `remat`."""
+        return look_ahead(self.mtp, self.embed, hidden, tokens, ropes=self.ropes, **inputs)
+
+    def draft(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any):
+        """What the first of the modules of `look_ahead` drafts while decoding; inputs: `cache`, `valid`."""
+        return draft(self._drafter, self.embed, hidden, tokens, masks=self.masks, ropes=self.ropes, **inputs)
+
+    def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> Cache:
+        layers = self._drafter.init_cache(batch, capacity, dtype)
+        return Cache(layers, jnp.zeros(batch, jnp.int32), capacity)
+
+    @property
+    def _drafter(self) -> MTP:
+        if not len(self.mtp):
+            raise ValueError(
+                f"this {type(self).__name__} was built without a module that drafts: read it with num_mtp=1"
+            )
+        return self.mtp[0]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from maxlib import ops
 from maxlib.nn.matmul import Matmul
 from maxlib.nn.pytree import pytree, static
 
@@ -22,8 +23,10 @@ class Dropless:
     """Which choices are computed."""
     counts: Int[Array, " E"]
 
-    def linear(self, matmul: Matmul, rows: Float[Array, "R I"], w: Any, b: Float[Array, "E O"] | None):
-        y = matmul.grouped(rows, w, self.counts)
+    def linear(
+        self, matmul: Matmul, rows: Float[Array, "R I"], w: Any, b: Float[Array, "E O"] | None, layout: ops.Layout
+    ):
+        y = matmul.grouped(rows, w, self.counts, layout)
         if b is None:
             return y
         expert = jnp.searchsorted(jnp.cumsum(self.counts), jnp.arange(rows.shape[0]), side="right")
@@ -40,8 +43,10 @@ class Padded:
     kept: Bool[Array, "M X"]
     num_experts: int = static()
 
-    def linear(self, matmul: Matmul, rows: Float[Array, "R I"], w: Any, b: Float[Array, "E O"] | None):
-        y = matmul.einsum("ECI,EOI->ECO", rows.reshape(self.num_experts, -1, rows.shape[-1]), w)
+    def linear(
+        self, matmul: Matmul, rows: Float[Array, "R I"], w: Any, b: Float[Array, "E O"] | None, layout: ops.Layout
+    ):
+        y = matmul.einsum(f"ECI,{layout}->ECO", rows.reshape(self.num_experts, -1, rows.shape[-1]), w)
         return (y if b is None else y + jnp.expand_dims(b, 1)).reshape(rows.shape[0], -1)
 
 

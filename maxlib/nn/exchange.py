@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,21 +27,39 @@ def dropless(
 ) -> tuple[Float[Array, "M D"], Bool[Array, "M X"]]:
     """What `apply`, this device's part of `num_experts` split over `axis`, makes of everybody's tokens; nothing is dropped.
 
-    All choices may go to one device. So that its buffers need not be larger than all choices of its own tokens, as many turns are taken as there are
-    devices, each with a part of the tokens; the backward pass computes them again.
+    Usually every device gets about the same, and two turns with room for twice an even share do. But all choices may go to one
+    device. Then as many turns are taken as there are devices, each with a part of the tokens and room for all choices of
+    that part: in either way buffers are as large as all choices of a device's own tokens. The backward pass computes
+    turns again.
     """
-    turns = lax.axis_size(axis)
-    turns = turns if x.shape[0] % turns == 0 else 1
+    devices, tokens = lax.axis_size(axis), (x, experts, weights, input_weights, valid)
     one = functools.partial(_turn, apply=apply, num_experts=num_experts, axis=axis)
-    tokens = (x, experts, weights, input_weights, valid)
+    turns = lambda wanted: wanted if x.shape[0] % wanted == 0 else 1
+    few, many = turns(2), turns(devices)
+    even = min(-(-2 * experts.size // (few * devices)), experts.size // few)
+    usual = functools.partial(_turns, one, few, even)
+    worst = functools.partial(_turns, one, many, experts.size // many)  # room for any choice
+    busiest = _busiest(experts // (num_experts // devices), valid, few, devices)
+    y = lax.cond(busiest <= even, usual, worst, tokens) if few < devices else worst(tokens)
+    return y, jnp.broadcast_to(valid[:, None], experts.shape)
+
+
+def _busiest(device: Int[Array, "M X"], valid: Bool[Array, " M"], turns: int, devices: int) -> Int[Array, ""]:
+    """The most choices that any device of the mesh sends to another one in a turn."""
+    ids = jnp.where(valid[:, None], device, devices).reshape(turns, -1)
+    counts = jnp.sum(ids[:, :, None] == jnp.arange(devices)[None, None], axis=1)
+    return lax.pmax(counts.max(), jax.sharding.get_abstract_mesh().axis_names)
+
+
+def _turns(one: Callable[..., Array], turns: int, capacity: int, tokens: Any) -> Float[Array, "M D"]:
     cut = jax.tree.map(lambda a: a.reshape(turns, -1, *a.shape[1:]), tokens)
-    _, y = lax.scan(lambda _, tokens: (None, jax.checkpoint(one)(*tokens)), None, cut)
-    return y.reshape(x.shape), jnp.broadcast_to(valid[:, None], experts.shape)
+    run = jax.checkpoint(functools.partial(one, capacity=capacity))
+    return lax.scan(lambda _, tokens: (None, run(*tokens)), None, cut)[1].reshape(tokens[0].shape)
 
 
-def _turn(x, experts, weights, input_weights, valid, *, apply, num_experts: int, axis: str):
+def _turn(x, experts, weights, input_weights, valid, *, apply, num_experts: int, axis: str, capacity: int):
     here = num_experts // lax.axis_size(axis)
-    there = dispatch.padded(experts // here, valid, num_experts // here, capacity=experts.size)  # room for any choice
+    there = dispatch.padded(experts // here, valid, num_experts // here, capacity=capacity)
     rows = dispatch.spread(x, there)
     if input_weights is not None:
         rows = (rows * dispatch.spread_choices(input_weights, there)).astype(x.dtype)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -20,21 +20,27 @@ class Matmul(Protocol):
 
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]: ...
 
-    def grouped(self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"]) -> Float[Array, "M O"]:
+    def grouped(
+        self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"], layout: ops.Layout = "EOI"
+    ) -> Float[Array, "M O"]:
         """See `ops.grouped_matmul`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """In the dtype of the activations: weights follow them."""
+    """In the dtype of the activations: weights follow them. implementation: of `ops.grouped_matmul`, None for the best one."""
+
+    implementation: Literal["ragged_dot", "tiled", "mosaic_gpu", "reference"] | None = None
 
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
         w = jnp.asarray(w[...], x.dtype)
         return _as_matrix(spec, x, w) if _is_matrix(spec) else jnp.einsum(spec, x, w)
 
-    def grouped(self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"]) -> Float[Array, "M O"]:
-        return ops.grouped_matmul(rows, w, rows_per_expert)
+    def grouped(
+        self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"], layout: ops.Layout = "EOI"
+    ) -> Float[Array, "M O"]:
+        return ops.grouped_matmul(rows, w, rows_per_expert, layout=layout, implementation=self.implementation)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import qwix
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Num
 
 from maxlib.nn.attention import attend
@@ -106,7 +107,7 @@ class MLA(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LatentCache | QuantizedLatentCache | None]:
         """One new token attends to the latents themselves; several at once first grow keys and values out of them."""
         ctx = context(*x.shape[:2]) if ctx is None else ctx
-        q, latent = self.queries(x, ctx), self.latents(x, ctx)
+        q, latent = checkpoint_name(self.queries(x, ctx), "q"), checkpoint_name(self.latents(x, ctx), "latent")
         if cache is not None:
             cache = cache.extend(latent, ctx)
             latent = cache.latent
@@ -136,6 +137,7 @@ class MLA(nnx.Module):
         key = jnp.broadcast_to(key[:, :, None], (*k_nope.shape[:3], key.shape[-1]))
         k = constrain(jnp.concatenate([k_nope, key], axis=-1), "batch", "seq", "act_heads", None)
         v = constrain(v, "batch", "seq", "act_heads", None)
+        k, v = checkpoint_name(k, "k"), checkpoint_name(v, "v")
         options = {"scale": self.scale, "implementation": self.implementation, "balanced": ctx.balanced}
         return attend(q, k, v, *ctx.bounds(self.mask), **options)
 

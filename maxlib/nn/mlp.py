@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib.nn.linear import Einsum
@@ -24,7 +25,8 @@ class GatedMLP(nnx.Module):
         self.act = act
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return self.down(_constrain_hidden(self.act(self.gate(x)) * self.up(x)))
+        gate, up = checkpoint_name(self.gate(x), "gate"), checkpoint_name(self.up(x), "up")
+        return self.down(_constrain_hidden(self.act(gate) * up))
 
 
 class MLP(nnx.Module):
@@ -36,4 +38,4 @@ class MLP(nnx.Module):
         self.act = act
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return self.down(_constrain_hidden(self.act(self.up(x))))
+        return self.down(_constrain_hidden(self.act(checkpoint_name(self.up(x), "up"))))

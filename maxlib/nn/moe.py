@@ -9,15 +9,17 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
+from maxlib import ops
 from maxlib.nn import dispatch, exchange
 from maxlib.nn.context import Context
 from maxlib.nn.linear import Init
 from maxlib.nn.matmul import Exact, Matmul
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.router import InputRouter, Router, Routing, expert_counts
-from maxlib.sharding import axis_of, constrain, degree, map_op
+from maxlib.sharding import Gathered, axis_of, constrain, degree, map_op
 
 
 @runtime_checkable
@@ -47,7 +49,10 @@ class ClampedSwiGLU:
 
 
 class ExpertLinear(nnx.Module):
-    """One matrix per expert, `E O I`, and a bias `E O`; `MoE` applies them."""
+    """One matrix per expert, and a bias `E O`; `MoE` applies them.
+
+    shape, axes: of a matrix `O I`. layout: how the matrices are stored, `EOI` or `EIO`; values are the same either way.
+    """
 
     def __init__(
         self,
@@ -56,6 +61,7 @@ class ExpertLinear(nnx.Module):
         axes: tuple[str, str],
         *,
         bias: bool = False,
+        layout: ops.Layout = "EOI",
         init: Init | None = None,
         rngs: nnx.Rngs,
     ):
@@ -63,10 +69,13 @@ class ExpertLinear(nnx.Module):
             init = nnx.initializers.variance_scaling(
                 1.0, "fan_in", "truncated_normal", in_axis=2, out_axis=1, batch_axis=0
             )
-        values = init(rngs.params(), (num_experts, *shape), jnp.float32)
-        self.w = nnx.Param(values, axes=("expert", *axes), summed=axes[1:])
+        values, own = init(rngs.params(), (num_experts, *shape), jnp.float32), ("expert", *axes)
+        if layout == "EIO":
+            values, own = jnp.swapaxes(values, 1, 2), ("expert", *axes[::-1])
+        self.w = nnx.Param(values, axes=own, summed=axes[1:])
         self.b = nnx.Param(jnp.zeros((num_experts, shape[0])), axes=("expert", axes[0])) if bias else None
         self.matmul: Matmul = Exact()
+        self.layout: ops.Layout = layout
 
     def stored(self, dtype: Any) -> Array | QuantizedWeight:
         """The matrices to multiply with: in `dtype`, or as they are if they are quantized."""
@@ -74,7 +83,7 @@ class ExpertLinear(nnx.Module):
 
     def one(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
         """`x` through a single expert, whose parameters have no expert axis."""
-        y = self.matmul.einsum("BTI,OI->BTO", x, self.w)
+        y = self.matmul.einsum(f"BTI,{self.layout[1:]}->BTO", x, self.w)
         return y if self.b is None else y + jnp.broadcast_to(jnp.asarray(self.b[...], x.dtype), y.shape)
 
 
@@ -85,6 +94,7 @@ class MoE(nnx.Module):
     expert's gate and up projections. shared: a layer that every token passes. capacity_factor: None computes every choice
     (dropless). A number gives each expert room for `ceil(capacity_factor * T * top_k / E)` tokens of each row of the batch; who comes later
     in the row is dropped, so that no token's result depends on a later one or on another row. losses: what to report for training.
+    layout: of the experts' matrices, see `ExpertLinear`: that of the files they are read from.
     """
 
     def __init__(
@@ -98,6 +108,7 @@ class MoE(nnx.Module):
         shared: nnx.Module | None = None,
         capacity_factor: float | None = None,
         losses: Sequence[RouterLoss] = (),
+        layout: ops.Layout = "EOI",
         init: Init | None = None,
         rngs: nnx.Rngs,
     ):
@@ -105,10 +116,12 @@ class MoE(nnx.Module):
             raise ValueError(f"capacity_factor must be positive, or None to drop nothing, got {capacity_factor}")
         E, into, out = router.num_experts, (mlp_dim, dim), (dim, mlp_dim)
         self.router, self.shared = router, shared
-        self.gate = ExpertLinear(E, into, ("mlp", "expert_embed"), bias=bias, init=init, rngs=rngs)
-        self.up = ExpertLinear(E, into, ("mlp", "expert_embed"), bias=bias, init=init, rngs=rngs)
-        self.down = ExpertLinear(E, out, ("expert_embed", "mlp"), bias=bias, init=init, rngs=rngs)
+        parts: dict[str, Any] = {"bias": bias, "layout": layout, "init": init, "rngs": rngs}
+        self.gate = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts)
+        self.up = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts)
+        self.down = ExpertLinear(E, out, ("expert_embed", "mlp"), **parts)
         self.combine, self.capacity_factor, self.losses = combine, capacity_factor, tuple(losses)
+        self.layout: ops.Layout = layout
 
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None
@@ -135,17 +148,21 @@ class MoE(nnx.Module):
         capacity = self.capacity(x.shape[1])
         E, tokens = self.router.num_experts, ("batch", "seq" if capacity is None else None)
         axis = axis_of("act_expert") if E % degree("act_expert") == 0 else None
-        rows, into, out = (*tokens, None), ("act_expert", "mlp", None), ("act_expert", None, "mlp")
+        rows, biased = (*tokens, None), ("act_expert", "mlp")
+        into, out = ({"E": "act_expert", letter: "mlp"} for letter in "OI")
         parts = (self.gate, self.up, self.down)
         stored = [_placed(m.stored(x.dtype), m.w) for m in parts]
         w, tree = jax.tree.flatten(stored)
         b = [None if m.b is None else jnp.asarray(m.b[...], x.dtype) for m in (self.gate, self.up)]
         matmuls = tuple(m.matmul for m in parts)
-        options = {"combine": self.combine, "capacity": capacity, "num_experts": E, "axis": axis}
+        how = {"combine": self.combine, "layout": self.layout}
+        options = {**how, "capacity": capacity, "num_experts": E, "axis": axis}
         run = functools.partial(_run, matmuls=matmuls, tree=tree, **options)
-        split = [names for m, axes in zip(stored, (into, into, out), strict=True) for names in _names(m, axes)]
+        axes = [tuple(names.get(letter) for letter in self.layout) for names in (into, into, out)]
+        wanted = zip(stored, [m.w for m in parts], axes, strict=True)
+        split = [names for m, weight, own in wanted for names in _names(m, weight, own)]
         # A device that has a part of the width computes a part of the sum.
-        names = [rows, rows, rows, rows, tokens, into[:2], into[:2], *split]
+        names = [rows, rows, rows, rows, tokens, biased, biased, *split]
         mapped = map_op(run, names, (("mlp", *rows), rows))
         y, kept = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *b, *w)
         return y.sum(axis=0), kept
@@ -191,16 +208,20 @@ def _placed(w: Any, weight: Any) -> Any:
     return constrain(w, *names) if len(names) == w.ndim else w
 
 
-def _names(w: Any, names: tuple) -> list[tuple]:
-    """The axis names of every array of `w`: a quantized one has scales too, with a single entry along some axes."""
+def _names(w: Any, weight: Any, names: tuple) -> list[Any]:
+    """How every array of `w` is split: a quantized one has scales too, with a single entry along some axes."""
+    if isinstance(w, jax.Array) and len(kept := weight.get_metadata().get("axes", ())) == w.ndim:
+        return [Gathered(kept, names)]
     return [tuple(None if n == 1 else name for n, name in zip(a.shape, names, strict=True)) for a in jax.tree.leaves(w)]
 
 
-def _run(x, experts, weights, input_weights, valid, *rest, combine, capacity, matmuls, tree, num_experts: int, axis):
+def _run(
+    x, experts, weights, input_weights, valid, *rest, combine, layout, capacity, matmuls, tree, num_experts: int, axis
+):
     """The experts' part of one device. Without a capacity all its tokens are one group, else each row is."""
     biases, matrices = rest[:2], jax.tree.unflatten(tree, rest[2:])
     linears = [*zip(matmuls, matrices, (*biases, None), strict=True)]
-    apply = functools.partial(_apply, linears=linears, combine=combine)
+    apply = functools.partial(_apply, linears=linears, combine=combine, layout=layout)
     split = {"apply": apply, "num_experts": num_experts, "axis": axis}
     if capacity is not None:
         y, kept = _run_rows(x, experts, weights, input_weights, valid, capacity=capacity, **split)
@@ -242,9 +263,9 @@ def _rows(x, input_weights, plan: dispatch.Plan):
     return (rows * dispatch.spread_choices(input_weights, plan)).astype(x.dtype)
 
 
-def _apply(rows, plan: dispatch.Plan, *, linears, combine):
-    gate, up, down = [functools.partial(plan.linear, matmul, w=w, b=b) for matmul, w, b in linears]
-    return down(combine(gate(rows), up(rows)))
+def _apply(rows, plan: dispatch.Plan, *, linears, combine, layout):
+    gate, up, down = [functools.partial(plan.linear, matmul, w=w, b=b, layout=layout) for matmul, w, b in linears]
+    return down(combine(checkpoint_name(gate(rows), "expert_gate"), checkpoint_name(up(rows), "expert_up")))
 
 
 def _weighted(rows, weights, plan: dispatch.Plan, x):

@@ -1,29 +1,66 @@
-"""Named rematerialisation policies."""
+"""Rematerialisation: what a layer's forward pass keeps for the backward pass, computes again, or sends to the host."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 
-Policy = str | Sequence[str] | Callable | None
+Policy = str | Sequence[str] | Mapping[str, str] | Callable | None
 
-_NAMED = {
-    "full": jax.checkpoint_policies.nothing_saveable,
+ATTENTION = ("attention_out", "attention_lse")
+QKV = ("q", "k", "v")
+HIDDEN = ("gate", "up")
+# What the layers of maxlib mark with `checkpoint_name`; a layer of your own may mark more.
+INTERMEDIATES = (*QKV, "latent", *ATTENTION, "attn", *HIDDEN, "expert_gate", "expert_up", "mlp")
+
+POLICIES: Mapping[str, Any] = {
+    "full": {},
+    "attention": dict.fromkeys(ATTENTION, "keep"),
+    "qkv": dict.fromkeys(QKV, "keep"),
+    "qkv_offload": dict.fromkeys(QKV, "offload"),
+    "dots_except_mlp": dict.fromkeys((*QKV, "latent", "attn", "mlp"), "keep"),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "minimal": dict.fromkeys(INTERMEDIATES, "keep"),
+    "minimal_offload": dict.fromkeys((*QKV, "latent", "attn", *HIDDEN, "mlp"), "offload"),
 }
 
 
 def remat_policy(policy: Policy) -> Callable | None:
-    """Turns a name into a `jax.checkpoint` policy.
+    """Turns what a model takes as `remat` into a `jax.checkpoint` policy.
 
-    None: no rematerialisation. "full": keep only each layer's input. "dots": keep the results of weight matmuls.
-    A sequence of names: keep what the layers marked with `checkpoint_name`, of those names. A callable is taken as it is.
+    None: no rematerialisation. A name of `POLICIES`; "full" keeps only each layer's input. A mapping says for some of
+    `INTERMEDIATES` (or names of your own) "keep", "offload" (to the host's memory) or "recompute", which is also what happens
+    to all others. A sequence of names: keep these. A callable is taken as it is. Raises ValueError for what is unknown.
     """
     if policy is None or callable(policy):
         return policy
     if isinstance(policy, str):
-        if policy not in _NAMED:
+        if policy not in POLICIES:
             raise ValueError(
-                f"remat must be None, one of {sorted(_NAMED)}, a list of checkpoint names or a jax policy; got {policy!r}"
+                f"remat must be None, one of {sorted(POLICIES)}, names to keep, a mapping from names to 'keep', 'offload' or "
+                f"'recompute', or a jax policy; got {policy!r}"
             )
-        return _NAMED[policy]
-    return jax.checkpoint_policies.save_only_these_names(*policy)
+        return remat_policy(POLICIES[policy])
+    return _named(policy if isinstance(policy, Mapping) else dict.fromkeys(policy, "keep"))
+
+
+def kept(policy: Policy) -> Policy:
+    """The same policy as the device's memory sees it: what is sent to the host is not there."""
+    known = POLICIES.get(policy) if isinstance(policy, str) else policy
+    if not isinstance(known, Mapping):
+        return policy
+    return {name: "recompute" if choice == "offload" else choice for name, choice in known.items()}
+
+
+def _named(choices: Mapping[str, str]) -> Callable:
+    if unknown := {name: choice for name, choice in choices.items() if choice not in ("keep", "offload", "recompute")}:
+        raise ValueError(f"remat must say 'keep', 'offload' or 'recompute' for a name; got {unknown}")
+    names = lambda wanted: [name for name, choice in choices.items() if choice == wanted]
+    if not names("offload"):
+        return jax.checkpoint_policies.save_only_these_names(*names("keep"))
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=names("keep"),
+        names_which_can_be_offloaded=names("offload"),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from maxlib.nn.remat import Policy, remat_policy
+from maxlib.nn.tree import variables
 from maxlib.sharding import pipelined, stages
 
 Aux = dict[str, jax.Array]
@@ -70,7 +71,7 @@ class Stack(nnx.Module):
         return self.num_layers
 
     def __getitem__(self, i: int) -> Any:
-        """Layer `i` by itself."""
+        """Layer `i` by itself. Of a scanned layer it is a copy: what is set on it does not reach the stack."""
         i = range(self.num_layers)[i]
         path, repeat = self.where(i)
         kind, slot = path.split(".")
@@ -191,9 +192,17 @@ def _check_alike(one, keys, slots, suffix: int, period: int) -> None:
                 other
             ):
                 raise ValueError(
-                    f"layer {i} differs from layer {slot}, whose place in the period of {period} it shares; "
-                    f"choose prefix and period so that layers in one place are alike:\n{first}\n{other}"
+                    f"layer {i} differs from layer {slot}, whose place in the period of {period} it shares; choose prefix and "
+                    f"period so that layers in one place are alike. They differ in {_difference(first, other)}"
                 )
+
+
+def _difference(first, other) -> str:
+    """The arrays that only one has, or has otherwise; else it is something static."""
+    found = [{path: str(x.get_value()) for path, x in variables(layer).items()} for layer in (first, other)]
+    paths = sorted({path for path, _ in found[0].items() ^ found[1].items()})
+    said = [f"{path} ({found[0].get(path, 'absent')} and {found[1].get(path, 'absent')})" for path in paths]
+    return ", ".join(said) or "options, not arrays"
 
 
 def _run(x, ctx, layers, caches, policy, prevent_cse: bool = True):

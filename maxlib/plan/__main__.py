@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from typing import Any
 
 import jax
 
 from maxlib import xla_flags
+from maxlib.nn import POLICIES
 from maxlib.plan import plan, search
 from maxlib.sharding import PRESETS
 
@@ -15,7 +17,6 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     mesh = dict(_degree(word) for word in args.mesh)
     dcn = dict(_degree(word) for word in args.dcn) or None
-    remat = None if args.remat == "none" else args.remat.split(",") if "," in args.remat else args.remat
     try:
         if args.search:
             found = search(
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
             mesh=mesh,
             dcn=dcn,
             rules=args.rules,
-            remat=remat,
+            remat=_remat(args.remat),
             optimizer=args.optimizer,
             accumulate=args.accumulate,
             options=xla_flags.options(*args.flags),
@@ -66,7 +67,11 @@ def _parser() -> argparse.ArgumentParser:
         default="fsdp",
         help=f"{', '.join(PRESETS)}, or several: fsdp_tp+cp_ring+pp:16, with 16 microbatches (default fsdp)",
     )
-    add("--remat", default="full", help="full, dots, none, or names kept, with commas (default full)")
+    add(
+        "--remat",
+        default="full",
+        help=f"none, {', '.join(POLICIES)}, or intermediates kept or sent to the host: q,k,v=offload (default full)",
+    )
     add("--optimizer", default="adamw", help="adamw (default) or sgd")
     add("--accumulate", type=int, default=1, help="microbatches of a step (default 1)")
     add("--flags", nargs="*", default=[], help="sets of XLA flags, such as tpu-overlap (python -m maxlib.xla_flags)")
@@ -75,6 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--search", action="store_true", help="try layouts x remat x batch instead, and report the best")
     add("--compile", type=int, default=3, help="how many of them to compile (default 3)")
     return parser
+
+
+def _remat(text: str) -> Any:
+    """none, the name of a policy, or a choice for some intermediates: q,k,v=offload keeps q and k and offloads v."""
+    if text == "none":
+        return None
+    words = [word.partition("=") for word in text.split(",")]
+    return text if text in POLICIES else {name: choice or "keep" for name, _, choice in words}
 
 
 def _degree(word: str) -> tuple[str, int]:

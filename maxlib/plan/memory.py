@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
+from maxlib.nn.remat import kept as on_device
 from maxlib.plan.program import Program, axes_of, bytes_on_device, parts_of
 from maxlib.training.losses import ROWS_AT_ONCE, vocab_axes
 
@@ -77,10 +78,10 @@ def _residuals(program: Program, rows: int) -> tuple[float, float]:
 
     weights = {x.shape for x in shapes.values()}
     count = lambda leaves: sum(_kept_bytes(x, weights, program) for x in leaves if x.shape not in weights)
-    saved, all_ = count(kept(job.remat)), count(kept(None))
+    saved, all_ = count(kept(on_device(job.remat))), count(kept(None))
     layers = max([x.shape[0] for path, x in shapes.items() if ".body." in path], default=1)
-    # The layer that runs backward has its own residuals whole, and about as much again in gradients of activations.
-    again = 0.0 if job.remat is None else 1.5 * all_ / layers
+    # Of the layer that runs backward the compiler keeps about half of what autodiff would: the rest is computed in passing.
+    again = 0.0 if job.remat is None else 0.5 * all_ / layers
     return saved, again
 
 
@@ -95,18 +96,20 @@ def _kept_bytes(x: Any, weights: Any, program: Program) -> float:
 
 
 def _layer_weights(program: Program) -> float:
-    """Whole weights of a layer (gathered, in the compute dtype), half of the next one's, and one gradient before it is
-    split."""
+    """Whole weights of a layer (gathered, in the compute dtype), and one gradient before it is split; experts to which
+    tokens travel stay where they are."""
     rules, mesh, names = program.job.table, program.mesh, nn.axes(program.state.rest)
     width = jnp.dtype(program.job.dtype).itemsize
-    gathered = dict(rules) | dict.fromkeys(("embed", "expert_embed", "expert"))
+    gathered = (
+        dict(rules) | dict.fromkeys(("embed", "expert_embed", "rank", "layers")) | {"expert": rules.get("act_expert")}
+    )
     layer = []
     for path, x in program.state.trainable.items():
         if ".body." not in path or len(names[path]) < 2:
             continue
         spec = sharding.spec(names[path], gathered, ndim=x.ndim)
         layer.append(part_bytes(x.shape, width, spec, mesh) / x.shape[0])
-    return 1.5 * sum(layer) + max(layer, default=0)
+    return sum(layer) + max(layer, default=0)
 
 
 def _loss(program: Program, rows: int) -> float:

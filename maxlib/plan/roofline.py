@@ -73,7 +73,7 @@ def _seconds(one: Collective, mesh: Mapping[str, int], links: Mapping[str, float
 def _assumptions(chip: Chip, links: Mapping[str, float], mesh: Mapping[str, int]) -> tuple[str, ...]:
     used = ", ".join(f"{axis} {links[axis] / 1e9:.0f} GB/s" for axis in mesh if mesh[axis] > 1) or "none used"
     return (
-        f"matmuls at the peak of {chip.flops / 1e12:.0f} bfloat16 TFLOP/s a device; nothing else costs arithmetic",
+        f"matmuls at the peak of {chip.flops / 1e12:.4g} bfloat16 TFLOP/s a device; nothing else costs arithmetic",
         f"memory at {chip.bandwidth / 1e9:.0f} GB/s; every fusion reads and writes what its shapes say",
         f"collectives at full link speed, no latency: {used}",
         "the estimate overlaps all three perfectly; 'no overlap' adds the network's time",

@@ -52,6 +52,16 @@ class Target:
     slices: int = 1
 
     @property
+    def wrap(self) -> tuple[bool, ...]:
+        """Which dimensions of a TPU topology close to a ring: all of whole cubes of 4x4x4, and of 2-dimensional ones the full 16.
+
+        The compiler wants to be told: over three dimensions it gathers on rings only, and else takes an all-reduce.
+        """
+        sides = [int(side) for side in (self.topology or "").partition(":")[2].split("x") if side]
+        cubes = all(side % 4 == 0 for side in sides)
+        return tuple(cubes if len(sides) == 3 else side == 16 for side in sides)
+
+    @property
     def platform(self) -> str:
         return "tpu" if self.topology else "cpu" if self.chip is CHIPS["cpu"] else "cuda"
 
@@ -120,7 +130,8 @@ def devices_of(target: Target) -> list[Any]:
     for key, value in {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}.items():
         os.environ.setdefault(key, value)
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-    more = {"num_slices": target.slices} if target.slices > 1 else {}
+    wrap = (*target.wrap, False)[:3]  # the compiler counts three dimensions, and of some chips the last is 1
+    more: dict[str, Any] = {"wrap": wrap} | ({"num_slices": target.slices} if target.slices > 1 else {})
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=str(target.topology), **more).devices)
     except Exception as error:

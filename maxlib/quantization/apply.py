@@ -187,7 +187,9 @@ def _outputs(site: Any) -> tuple[int, ...]:
     if isinstance(site, nn.Einsum):
         letters, out = site.spec.partition(",")[2].split("->")
         return tuple(d for d, letter in enumerate(letters) if letter in out)
-    return (0, 1) if isinstance(site, nn.ExpertLinear) else (0,)
+    if isinstance(site, nn.ExpertLinear):
+        return tuple(d for d, letter in enumerate(site.layout) if letter != "I")
+    return (0,)
 
 
 def _restored(site: Any) -> Any:

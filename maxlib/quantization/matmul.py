@@ -30,11 +30,13 @@ class Quantized:
             return _product(spec, x, w.quantized(), self.format.activations, None)
         return _einsum(x, jnp.asarray(w[...], x.dtype), spec, self.format)
 
-    def grouped(self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"]) -> Float[Array, "M O"]:
+    def grouped(
+        self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"], layout: ops.Layout = "EOI"
+    ) -> Float[Array, "M O"]:
         if isinstance(w, nn.QuantizedWeight):
-            return _grouped_product(rows, w.quantized(), rows_per_expert, self.format.activations, None)
+            return _grouped_product(rows, w.quantized(), rows_per_expert, layout, self.format.activations, None)
         w = jnp.asarray(w[...], rows.dtype)
-        return _grouped(*vary_alike(rows, w, rows_per_expert), self.format)
+        return _grouped(*vary_alike(rows, w, rows_per_expert), layout, self.format)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -59,21 +61,22 @@ def _einsum_backward(spec, format, residuals, d):
 _einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped(rows, w, counts, format: Format):
-    return _grouped_product(rows, w, counts, format.activations, format.weights)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _grouped(rows, w, counts, layout: ops.Layout, format: Format):
+    return _grouped_product(rows, w, counts, layout, format.activations, format.weights)
 
 
-def _grouped_forward(rows, w, counts, format):
-    return _grouped(rows, w, counts, format), (rows, w, counts)
+def _grouped_forward(rows, w, counts, layout, format):
+    return _grouped(rows, w, counts, layout, format), (rows, w, counts)
 
 
-def _grouped_backward(format, residuals, d):
+def _grouped_backward(layout, format, residuals, d):
     rows, w, counts = residuals
     if format.gradients is None:
-        return *jax.vjp(lambda rows, w: ops.grouped_matmul(rows, w, counts), rows, w)[1](d), None
-    d_rows = _grouped_product(d, jnp.swapaxes(w, 1, 2), counts, format.gradients, format.weights)
-    return d_rows, _grouped_outer(d, rows, counts, format).astype(w.dtype), None
+        return *jax.vjp(lambda rows, w: ops.grouped_matmul(rows, w, counts, layout=layout), rows, w)[1](d), None
+    back: ops.Layout = "EIO" if layout == "EOI" else "EOI"
+    d_rows = _grouped_product(d, w, counts, back, format.gradients, format.weights)
+    return d_rows, _grouped_outer(d, rows, counts, layout, format).astype(w.dtype), None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)
@@ -87,22 +90,23 @@ def _product(spec: str, a, b, a_type, b_type):
     return y.astype(a.dtype)
 
 
-def _grouped_product(rows, w, counts, rows_type, w_type):
-    x, w = _rounded(rows, rows_type, "MI", "MO"), _rounded(w, w_type, "EOI", "EO")
-    y = ops.grouped_matmul(x.qvalue, w.qvalue, counts, out_dtype=jnp.float32)
+def _grouped_product(rows, w, counts, layout: ops.Layout, rows_type, w_type):
+    x, w = _rounded(rows, rows_type, "MI", "MO"), _rounded(w, w_type, layout, "EO")
+    y = ops.grouped_matmul(x.qvalue, w.qvalue, counts, layout=layout, out_dtype=jnp.float32)
     expert = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(rows.shape[0]), side="right")
-    scale = w.scale[:, :, 0].at[expert].get(mode="clip")
+    scale = w.scale.squeeze(layout.index("I")).at[expert].get(mode="clip")
     used = (expert < counts.shape[0])[:, None]  # rows of no expert may hold anything, and give zeros
     return jnp.where(used, y * x.scale * scale, 0).astype(rows.dtype)
 
 
-def _grouped_outer(d, rows, counts, format: Format):
+def _grouped_outer(d, rows, counts, layout: ops.Layout, format: Format):
     """The gradient of the experts' weights. All experts share the scale of a column: it must be the same along what is summed."""
     used = (jnp.arange(len(rows)) < counts.sum())[:, None]  # others may hold anything
     d, rows = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d, rows))
     d, x = _rounded(d, format.gradients, "MO", "O"), _rounded(rows, format.activations, "MI", "I")
-    y = ops.grouped_outer(d.qvalue, x.qvalue, counts)
-    return y * d.scale.reshape(1, -1, 1) * x.scale.reshape(1, 1, -1)
+    left, right = (d, x) if layout == "EOI" else (x, d)
+    y = ops.grouped_outer(left.qvalue, right.qvalue, counts)
+    return y * left.scale.reshape(1, -1, 1) * right.scale.reshape(1, 1, -1)
 
 
 def _rounded(x, kind: str | None, letters: str, kept: str) -> Any:

@@ -8,6 +8,7 @@ from maxlib.sharding.describe import describe as describe
 from maxlib.sharding.describe import draw as draw
 from maxlib.sharding.distributed import Cluster as Cluster
 from maxlib.sharding.distributed import initialize as initialize
+from maxlib.sharding.map_op import Gathered as Gathered
 from maxlib.sharding.map_op import map_op as map_op
 from maxlib.sharding.mesh import AXES as AXES
 from maxlib.sharding.mesh import make_mesh as make_mesh

@@ -1,5 +1,7 @@
 """Parameters that are born in their place on the mesh."""
 
+import difflib
+import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,22 +13,61 @@ from jax.sharding import PartitionSpec as P
 from maxlib.sharding.rules import AnyMesh, Rules, check, fit, spec, use
 
 Model = TypeVar("Model")
+# What the layers of maxlib call the axes of parameters and of activations; "layers" and "optimizer" say how, not what.
+_PARAMETERS = [
+    "vocab",
+    "embed",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "mlp",
+    "expert",
+    "expert_embed",
+    "norm",
+    "rank",
+    "position",
+    "layers",
+    "optimizer",
+]
+_ACTIVATIONS = [
+    "batch",
+    "seq",
+    "act_embed",
+    "act_heads",
+    "act_mlp",
+    "act_vocab",
+    "act_expert",
+    "q_seq",
+    "kv_seq",
+    "attn_heads",
+]
 
 
 def shardings(model: Model, mesh: AnyMesh, rules: Rules) -> Model:
     """`model` (or its `jax.eval_shape`) with every array replaced by the `NamedSharding` that `rules` give it.
 
     Variables without axis names are replicated. Raises ValueError, naming the parameter, when a mesh axis does not
-    divide a dimension or two names share a mesh axis.
+    divide a dimension or two names share a mesh axis; warns of a rule whose name looks like a misspelt one.
     """
     check(mesh, rules)
+    names = {*_PARAMETERS, *_ACTIVATIONS}
 
     def place(path, leaf):
         if not isinstance(leaf, nnx.Variable):
             return NamedSharding(mesh, P())
+        names.update(leaf.get_metadata().get("axes", ()))
         return leaf.replace(sharding_of(jax.tree_util.keystr(path, simple=True, separator="."), leaf, mesh, rules))
 
-    return jax.tree_util.tree_map_with_path(place, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    placed = jax.tree_util.tree_map_with_path(place, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    _warn_of_misspelt(rules, names)
+    return placed
+
+
+def _warn_of_misspelt(rules: Rules, names: set[str]) -> None:
+    """A name that is not known may be of an activation in a layer from elsewhere, so it is no error."""
+    for name in rules.keys() - names:
+        if close := difflib.get_close_matches(name, sorted(filter(None, names)), 1):
+            warnings.warn(f"no axis is named {name!r}, which the rules have; is {close[0]!r} meant?", stacklevel=4)
 
 
 def sharding_of(path: str, variable: nnx.Variable, mesh: AnyMesh, rules: Rules) -> NamedSharding:

@@ -1,17 +1,36 @@
 """Runs an op on each device's own part of its arrays."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding.rules import Rules, current, fit, settle, spec
 
 Names = tuple[str | None, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """The names of an argument that lies by `kept` and is worked on by `wanted`.
+
+    A device gathers what it lacks; of the gradient it gets its own part of the sum, never the whole.
+    """
+
+    kept: Names
+    wanted: Names
+
+
 def map_op(
-    op: Callable[..., Any], in_names: Sequence[Names | None], out_names: Any, *, changes: Rules | None = None
+    op: Callable[..., Any],
+    in_names: Sequence[Names | Gathered | None],
+    out_names: Any,
+    *,
+    changes: Rules | None = None,
 ) -> Callable[..., Any]:
     """`op` under `jax.shard_map`, its arrays split by axis names as the rules in use say; `op` itself without rules.
 
@@ -26,14 +45,15 @@ def map_op(
         mesh, rules = now[0], {**now[1], **(changes or {})}
         rules = _dividing(args, in_names, mesh, settle(_flat(in_names, out_names), rules))
         place = lambda names: spec(names, rules)
-        present = [(i, a, n) for i, (a, n) in enumerate(zip(args, in_names, strict=True)) if a is not None]
-        in_specs = tuple(place(n) for _, _, n in present)
+        pairs = enumerate(zip(args, in_names, strict=True))
+        present = [(i, a, _places(n, place)) for i, (a, n) in pairs if a is not None and n is not None]
+        in_specs = tuple(kept for _, _, (kept, _) in present)
         out_specs = jax.tree.map(place, out_names, is_leaf=_is_names)
 
         def local(*parts):
             full = list(args)
-            for (i, _, _), part in zip(present, parts, strict=True):
-                full[i] = part
+            for (i, _, places), part in zip(present, parts, strict=True):
+                full[i] = _gather(part, *places)
             return op(*full)
 
         # Varying-axis checks reject custom kernels, which do not say over which axes their results vary.
@@ -43,8 +63,39 @@ def map_op(
     return run
 
 
+def _places(names: Names | Gathered, place: Callable[[Names], P]) -> tuple[P, P]:
+    """How an argument comes in, and how the op wants it."""
+    if not isinstance(names, Gathered):
+        return place(names), place(names)
+    kept, wanted = place(names.kept), place(names.wanted)
+    rank = len(names.kept)
+    begins = all(_axes(kept, d)[: len(_axes(wanted, d))] == _axes(wanted, d) for d in range(rank))
+    return (kept if begins else wanted), wanted
+
+
+def _gather(x: jax.Array, kept: P, wanted: P) -> jax.Array:
+    for d in range(len(kept)):
+        lacking = tuple(axis for axis in _axes(kept, d)[len(_axes(wanted, d)) :] if lax.axis_size(axis) > 1)
+        if lacking:
+            # Over the last dimension TPUs gather by making it the first: of a stack's layers that would be a copy of all.
+            last = d > 0 and d == x.ndim - 1
+            x = jnp.swapaxes(x, d, d - 1) if last else x
+            x = lax.all_gather(x, lacking, axis=d - last, tiled=True)
+            x = jnp.swapaxes(x, d, d - 1) if last else x
+    return x
+
+
+def _axes(place: P, d: int) -> tuple[str, ...]:
+    entry = place[d] if d < len(place) else None
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _each(names: Names | Gathered | None) -> list[Names]:
+    return [] if names is None else [names.kept, names.wanted] if isinstance(names, Gathered) else [names]
+
+
 def _flat(in_names, out_names) -> list[Any]:
-    groups = [names for names in in_names if names is not None] + jax.tree.leaves(out_names, is_leaf=_is_names)
+    groups = [one for names in in_names for one in _each(names)] + jax.tree.leaves(out_names, is_leaf=_is_names)
     return [name for names in groups for name in names]
 
 
@@ -56,6 +107,7 @@ def _dividing(args, in_names, mesh, rules):
     rules = dict(rules)
     for arg, names in zip(args, in_names, strict=True):
         if arg is not None:
-            _, uneven = fit(spec(names, rules), arg.shape, mesh)
-            rules.update({names[d]: None for d in uneven})
+            for one in _each(names):
+                _, uneven = fit(spec(one, rules), arg.shape, mesh)
+                rules.update({one[d]: None for d in uneven})
     return rules

@@ -44,7 +44,7 @@ Place = str | tuple[str, ...] | None
 Rules = Mapping[str, str | tuple[str, ...] | Spare | Pipeline | None]
 
 _BATCH = {"batch": ("data", "fsdp")}
-_FSDP = {"embed": "fsdp", "expert_embed": "fsdp"}
+_FSDP = {"embed": "fsdp", "expert_embed": "fsdp", "rank": Spare("fsdp")}
 _TENSOR = {
     "vocab": "tensor",
     "heads": "tensor",
@@ -66,12 +66,13 @@ SP: Rules = {"seq": Spare("tensor")}
 EP: Rules = {
     "batch": ("data", "fsdp", "expert"),
     "embed": ("fsdp", "expert"),
+    "rank": Spare(("fsdp", "expert")),
     "expert": "expert",
     "act_expert": "expert",
     "expert_embed": "fsdp",
 }
 # Experts over the FSDP axis instead; each device gathers their weights.
-EP_FSDP: Rules = _BATCH | {"embed": "fsdp", "expert": "fsdp"}
+EP_FSDP: Rules = _BATCH | {"embed": "fsdp", "expert": "fsdp", "rank": Spare("fsdp")}
 # The optimizer's state over the data axis too (arXiv:1910.02054); see `optimizer_spec`.
 ZERO1: Rules = {"optimizer": "data"}
 

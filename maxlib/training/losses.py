@@ -87,10 +87,25 @@ def cross_entropy(
         sums = out.loss, -jnp.sum(out.log_prob), jnp.sum(out.correct, dtype=jnp.float32)
         return tuple(x.reshape(1, 1) for x in sums)
 
+    hidden, weight = _reduced_first(hidden, weight)
     rows = ("batch", "seq")
     mapped = sharding.map_op(op, [(*rows, None), ("vocab", None), rows], (rows, rows, rows), changes=changes)
     loss, nll, correct = (jnp.sum(x) for x in mapped(hidden, weight, targets))
     return loss, {"nll": nll, "accuracy": correct}
+
+
+@jax.custom_vjp
+def _reduced_first(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]):
+    """The same. The backward pass goes on to the layers only when the gradient of `weight` is summed and split: XLA would
+    put that off to the end, and keep it whole (8 GiB for a large model) while the layers need all memory."""
+    return hidden, weight
+
+
+def _reduced_backward(_, d):
+    return jax.lax.optimization_barrier((d[0], sharding.constrain(d[1], "vocab", "embed")))
+
+
+_reduced_first.defvjp(lambda hidden, weight: ((hidden, weight), None), _reduced_backward)
 
 
 def vocab_axes(

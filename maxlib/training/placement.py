@@ -41,7 +41,7 @@ def host_rows(batch: Batch) -> Batch:
     def rows(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return x
-        assert isinstance(x.sharding, NamedSharding)  # of place_batch
+        assert isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh)  # of place_batch
         return multihost_utils.global_array_to_host_local_array(x, x.sharding.mesh, x.sharding.spec)
 
     return jax.tree.map(rows, batch)

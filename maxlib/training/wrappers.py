@@ -86,7 +86,8 @@ def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransf
         low = moments(inner.init(params), params, lambda x, i: x.astype(jnp.bfloat16))
         return LowState(low, jnp.zeros((), jnp.int32))
 
-    def update(updates, state, params, **extra):
+    def update(updates, state, params=None, **extra):
+        assert params is not None  # the step gives them
         key = jax.random.fold_in(jax.random.key(0), state.updates)
         wide = moments(state.inner, params, lambda x, i: x.astype(jnp.float32))
         changes, wide = inner.update(updates, wide, params, **extra)
@@ -113,7 +114,7 @@ def _like(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
     shapes = {path: x.shape for path, x in params.items() if not isinstance(x, optax.MaskedNode)}
 
     def like(path: Any, leaf: Any) -> bool:
-        found = [shapes.get(getattr(part, "key", None)) for part in path]
+        found = [shapes.get(str(getattr(part, "key", ""))) for part in path]
         return leaf.shape in found and jnp.issubdtype(leaf.dtype, jnp.floating)
 
     return like

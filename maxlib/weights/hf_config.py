@@ -15,11 +15,13 @@ from maxlib.ops.rope import Rope
 from maxlib.weights.fp8 import is_block_fp8
 from maxlib.weights.hf_rope import read_rope, rope_to_hf
 
-__all__ = ["HFConfig", "read_config", "rope_to_hf"]
+__all__ = ["HFConfig", "Names", "read_config", "rope_to_hf", "written"]
 
 logger = logging.getLogger(__name__)
 
 REQUIRED: Any = object()
+# Our names of fields, theirs, and what a config means by leaving one out, if it may.
+Names = Mapping[str, str | tuple[str, Any]]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -61,6 +63,13 @@ GENERATION = _names(
     """
 )
 HARMLESS = BOOKKEEPING | TOKEN_IDS | TRAINING | GENERATION
+# Sizes that a model cannot have none of.
+POSITIVE = _names(
+    """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    max_position_embeddings n_embd n_layer n_head n_positions
+    """
+)
 # Harmless with this value only; nothing in maxlib computes the others.
 HARMLESS_VALUES = {
     "pretraining_tp": 1,
@@ -99,7 +108,10 @@ class HFConfig:
             return None
         if value is not None:
             kind = kind or (type(default) if isinstance(default, bool | int | float | str) else None)
-            return value if kind is None else _checked(value, kind, self.where(name))
+            value = value if kind is None else _checked(value, kind, self.where(name))
+            if name in POSITIVE and isinstance(value, int) and value < 1:
+                raise ValueError(f"{self.where(name)} must be at least 1, got {value}.")
+            return value
         if default is REQUIRED:
             state = "is null" if name in self._data else "is missing"
             raise ValueError(f"{self.where(name)} must be given, but it {state}. Is this the config of another model?")
@@ -114,6 +126,12 @@ class HFConfig:
                 "computes nothing else. Such a checkpoint needs a model that does."
             )
         return value
+
+    def read(self, names: Names) -> dict[str, Any]:
+        """By our name, every field that `names` lists; one without a default is an integer that must be given."""
+        pairs = {ours: (theirs, REQUIRED) if isinstance(theirs, str) else theirs for ours, theirs in names.items()}
+        kind = lambda default: int if default is REQUIRED else None
+        return {ours: self.take(theirs, default, kind=kind(default)) for ours, (theirs, default) in pairs.items()}
 
     def ignore(self, *names: str) -> None:
         """Marks fields as harmless for this architecture; say why in a comment."""
@@ -194,6 +212,11 @@ class HFConfig:
             )
 
 
+def written(cfg: Any, names: Names) -> dict[str, Any]:
+    """The inverse of `HFConfig.read`: the fields of `cfg` under their names."""
+    return {theirs if isinstance(theirs, str) else theirs[0]: getattr(cfg, ours) for ours, theirs in names.items()}
+
+
 def _checked(value: Any, kind: type, where: str) -> Any:
     good = isinstance(value, int | float if kind is float else kind)
     if isinstance(value, bool) and kind in (int, float):
@@ -218,7 +241,11 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} must exist: a Hugging Face model directory has a config.json beside its safetensors. "
-            + ("The directory has none." if path.parent.is_dir() else "There is no such directory.")
+            + (
+                "The directory has none."
+                if path.parent.is_dir()
+                else "There is no such directory; `hf download NAME --local-dir DIR` fetches one from the hub."
+            )
         )
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)

@@ -1,9 +1,10 @@
-"""Attention on one NVIDIA GPU: TFLOP/s of maxlib's kernels, cuDNN, XLA, tokamax and torch SDPA, in one run.
+"""Attention on one NVIDIA GPU: TFLOP/s of maxlib's kernels, cuDNN, XLA, tokamax and torch SDPA, in one run; decoding in GB/s.
 
     python -m tests.benchmarks.attention_gpu [--cases causal-128 ...] [--rounds 20] [--json out.json]
 
 Contenders take turns, round by round; the table shows medians. FLOPs are those of the pairs that a mask leaves (4 per pair, head and
-channel forward, 10 backward), whoever runs them. What a contender cannot do is left out with its reason.
+channel forward, 10 backward), whoever runs them. Decoding counts the bytes of the keys and values that are filled, which anybody must read at
+least. What a contender cannot do is left out with its reason.
 """
 
 import argparse
@@ -79,6 +80,79 @@ CASES = {
     "causal-32k": Case("what the window is measured against", tokens=32768),
     "window": Case("the bar: within 1.3x of its share of causal-32k's time", tokens=32768, window=1024),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """One new token per row, in bfloat16, against a cache of `capacity` tokens of which the first `filled` are there."""
+
+    about: str
+    rows: int = 8
+    capacity: int = 32768
+    filled: int = 32768
+    heads: int = 32
+    kv_heads: int = 8
+    key_dim: int = 128
+    value_dim: int = 128
+
+    def arrays(self):
+        keys = jax.random.split(jax.random.key(0), 3)
+        B, S, K = self.rows, self.capacity, self.kv_heads
+        shapes = (B, 1, self.heads, self.key_dim), (B, S, K, self.key_dim), (B, S, K, self.value_dim)
+        return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+
+    def bytes(self) -> int:
+        return 2 * self.rows * self.filled * self.kv_heads * (self.key_dim + self.value_dim)
+
+    def contenders(self) -> dict:
+        """Functions of q, k, v."""
+        length = jnp.full(self.rows, self.filled, jnp.int32)
+        ours = lambda name: lambda q, k, v: attention(q, k, v, k_end=length[:, None], implementation=name)
+        options = {"key_value_seq_lengths": length, "query_seq_lengths": jnp.ones_like(length)}
+        theirs = lambda name: lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options, implementation=name)
+        return {
+            "maxlib split": ours("split"),
+            "maxlib chunked": ours("chunked"),
+            "maxlib mosaic_gpu": ours("mosaic_gpu"),
+            "cuDNN": theirs("cudnn"),
+            "XLA": theirs("xla"),
+        }
+
+
+DECODING = {
+    "decode": Decoding("the bar: 80% of the memory's bandwidth, 4.8 TB/s on an H200"),
+    "decode-half": Decoding("a cache half filled: half the time of decode", filled=16384),
+    "decode-one-row": Decoding("one row, which leaves the most idle", rows=1),
+}
+
+
+def measure_decoding(case: Decoding, rounds: int) -> list[dict]:
+    arrays = case.arrays()
+    compiled = {
+        name: attempt(lambda call=call: jax.jit(call).lower(*arrays).compile())
+        for name, call in case.contenders().items()
+    }
+    runs = {
+        name: found if isinstance(found, str) else lambda run=found: jax.block_until_ready(run(*arrays))
+        for name, found in compiled.items()
+    }
+    rows = [
+        {"phase": "decode", "contender": name, "ms": median * 1e3, "gbs": case.bytes() / median / 1e9}
+        for name, median in take_turns(runs, rounds).items()
+    ]
+    return rows + [{"contender": name, "left_out": why} for name, why in runs.items() if isinstance(why, str)]
+
+
+def take_turns(runs: dict, rounds: int) -> dict[str, float]:
+    """Median seconds of every contender that runs."""
+    seconds = {name: [] for name, run in runs.items() if not isinstance(run, str)}
+    for i in range(rounds + 2):  # two rounds warm up
+        for name, times in seconds.items():
+            begin = time.perf_counter()
+            runs[name]()
+            if i >= 2:
+                times.append(time.perf_counter() - begin)
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def contenders(case: Case) -> dict:
@@ -174,32 +248,29 @@ def measure(case: Case, rounds: int) -> list[dict]:
     runs["torch SDPA"] = attempt(lambda: torch_runs(case))
     rows = []
     for phase, flops in case.flops().items():
-        seconds = {name: [] for name, found in runs.items() if isinstance(found, dict)}
-        for i in range(rounds + 2):  # two rounds warm up
-            for name, times in seconds.items():
-                begin = time.perf_counter()
-                runs[name][phase]()
-                if i >= 2:
-                    times.append(time.perf_counter() - begin)
-        for name, times in seconds.items():
-            median = statistics.median(times)
+        here = {name: found if isinstance(found, str) else found[phase] for name, found in runs.items()}
+        for name, median in take_turns(here, rounds).items():
             rows.append({"phase": phase, "contender": name, "ms": median * 1e3, "tflops": flops / median / 1e12})
     return rows + [{"contender": name, "left_out": why} for name, why in runs.items() if isinstance(why, str)]
 
 
 def table(results: dict[str, list[dict]]) -> Table:
-    shown = Table("case", "phase", "contender", "median ms", "TFLOP/s")
+    shown = Table("case", "phase", "contender", "median ms", "TFLOP/s", "GB/s")
     for name, rows in results.items():
         for row in rows:
             if "left_out" not in row:
-                shown.add_row(name, row["phase"], row["contender"], f"{row['ms']:.3f}", f"{row['tflops']:.0f}")
+                speed = f"{row['tflops']:.0f}" if "tflops" in row else "", f"{row['gbs']:.0f}" if "gbs" in row else ""
+                shown.add_row(name, row["phase"], row["contender"], f"{row['ms']:.3f}", *speed)
         shown.add_section()
     return shown
 
 
+ALL = CASES | DECODING
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="which cases (default: all)")
+    parser.add_argument("--cases", nargs="+", choices=ALL, default=list(ALL), help="which cases (default: all)")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="also write the results here")
     args = parser.parse_args()
@@ -208,14 +279,15 @@ def main():
         parser.exit(
             0, f"Nothing measured: this needs an NVIDIA GPU, jax found {device.platform} ({device.device_kind}).\n"
         )
-    results = {name: measure(CASES[name], args.rounds) for name in args.cases}
+    how = {name: measure_decoding if name in DECODING else measure for name in args.cases}
+    results = {name: run(ALL[name], args.rounds) for name, run in how.items()}
     Console().print(table(results))
     for name, rows in results.items():
         left_out = "; ".join(f"{row['contender']}: {row['left_out']}" for row in rows if "left_out" in row)
-        print(f"{name}: {CASES[name].about}. Left out: {left_out or 'nobody'}")
+        print(f"{name}: {ALL[name].about}. Left out: {left_out or 'nobody'}")
     if args.json:
         meta = {"jax": jax.__version__, "device": device.device_kind}
-        cases = {name: dataclasses.asdict(CASES[name]) for name in args.cases}
+        cases = {name: dataclasses.asdict(ALL[name]) for name in args.cases}
         args.json.write_text(json.dumps({**meta, "cases": cases, "results": results}, indent=1))
 
 

@@ -1,19 +1,21 @@
 """Loading a sharded checkpoint in its stored dtype: speed against plainly reading the bytes, and the host memory it takes.
 
-    python -m tests.benchmarks.load [--gigabytes 2] [--rounds 3] [--json out.json]
+    python -m tests.benchmarks.load [--family llama4] [--gigabytes 2] [--rounds 3] [--json out.json]
 
-A Llama in bfloat16, in files of at most 0.5 GB. Both read with the page cache warm, in turn, each in a process of its own: plain reading into one
+A Llama in bfloat16, or a Llama 4, which is nearly all experts, in files of at most 0.5 GB. Both read with the page cache warm, in turn, each in a process of its own: plain reading into one
 buffer, and `maxlib.from_pretrained` up to the last array. Peak memory is that process's, over what it had
 after its imports (Linux).
 """
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,8 @@ from flax import nnx
 
 import maxlib
 from maxlib import ops
-from maxlib.models import llama
+from maxlib.models import llama, llama4
+from maxlib.weights.files import find_tensors
 
 READ = """
 import pathlib, sys, time
@@ -49,22 +52,29 @@ print(seconds, peak() - before, sum(leaf.nbytes for leaf in jax.tree.leaves(mode
 """
 
 
-def write(directory: Path, gigabytes: float) -> list[int]:
+def write(directory: Path, family: str, gigabytes: float) -> list[int]:
     """A checkpoint of about this size; the bytes of its two largest tensors."""
-    cfg = llama.Config(
-        vocab=32_000,
-        num_layers=max(round((gigabytes - 0.26) / 0.1007), 1),
-        dim=2048,
-        mlp_dim=5632,
-        num_heads=16,
-        num_kv_heads=16,
-        head_dim=128,
-        rope=ops.Rope(128, max_length=4096),
-    )
-    shapes = jax.eval_shape(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))
+    sizes: dict[str, Any] = {
+        "vocab": 32_000,
+        "dim": 2048,
+        "mlp_dim": 5632,
+        "num_heads": 16,
+        "num_kv_heads": 16,
+        "head_dim": 128,
+    }
+    layers = lambda each: max(round((gigabytes - 0.26) / each), 1)
+    if family == "llama":
+        build, rope = llama.Llama, ops.Rope(128, max_length=4096)
+        cfg: Any = llama.Config(**sizes, num_layers=layers(0.1007), rope=rope)
+    else:
+        build, rope = llama4.Llama4, ops.Rope(128, interleaved=True, max_length=4096)
+        experts: dict[str, Any] = {"num_experts": 8, "expert_dim": 3072, "chunk": 4096}
+        cfg = llama4.Config(**sizes, **experts, num_layers=layers(0.371), rope=rope)
+    shapes = jax.eval_shape(lambda: build(cfg, rngs=nnx.Rngs(0)))
     model = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.5, jnp.bfloat16), shapes)
     maxlib.save_pretrained(model, directory, max_shard_bytes=500_000_000)
-    return [2 * cfg.vocab * cfg.dim] * 2
+    tensors = find_tensors(directory).values()
+    return sorted(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)[-2:]
 
 
 def run(code: str, directory: Path) -> list[float]:
@@ -74,13 +84,14 @@ def run(code: str, directory: Path) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=["llama", "llama4"], default="llama")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "model"
-        largest = write(directory, args.gigabytes)
+        largest = write(directory, args.family, args.gigabytes)
         jax.clear_caches()
         run(READ, directory)  # warms the page cache
         rounds = [(run(READ, directory), run(LOAD, directory)) for _ in range(args.rounds)]

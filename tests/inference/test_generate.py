@@ -122,7 +122,7 @@ def test_streamed_text_is_whole_characters(generator):
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        ([], {}, "at least one token"),
+        ([], {}, "at least one prompt"),
         ([[1], []], {}, "at least one token"),
         ([[1, 61]], {}, r"holds the id 61, the model's vocabulary is \[0, 61\)"),
         ([[-1]], {}, "holds the id -1"),

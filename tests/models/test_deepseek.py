@@ -72,6 +72,7 @@ class TestV2(DeepSeek):
         },
         "v2_lite": {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
     }
+    elsewhere = {"n_group", "num_experts_per_tok", "routed_scaling_factor"}  # in TestV3
     matters = {  # each field once, here or below
         "topk_group": 1,
         "topk_method": "greedy",
@@ -99,6 +100,8 @@ class TestV3(DeepSeek):
             "n_shared_experts": 2,
         },
     }
+    # In TestV2; the modules of the last are read on request.
+    elsewhere = {"topk_group", "rms_norm_eps", "rope_parameters", "num_nextn_predict_layers"}
     matters = {
         "n_group": 3,
         "num_experts_per_tok": 2,

@@ -40,6 +40,7 @@ class TestGLM4MoE(Conformance):
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
         },
     }
+    elsewhere = {"num_nextn_predict_layers"}  # modules are read on request
     matters = {
         "n_group": 3,
         "topk_group": 1,

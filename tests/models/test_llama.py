@@ -136,6 +136,29 @@ def test_export_is_bit_exact(name, tmp_path):
         assert maxlib.from_pretrained(tmp_path / "out").cfg == model.cfg
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gqa", {"rms_norm_eps": 0.1}),
+        ("gqa", {"rope_theta": 5e5}),
+        ("linear", {"factor": 5.0}),
+        ("dynamic", {"factor": 4.0}),
+        ("llama3", {"factor": 4.0}),
+        ("llama3", {"high_freq_factor": 2.0}),
+        ("yarn", {"factor": 8.0}),
+        ("longrope", {"long_factor": [2.0, 3.0, 8.0, 5.0]}),
+    ],
+    ids=str,
+)
+def test_every_field_matters(name, fields, tmp_path):
+    case = parity.golden("llama")[name]
+    rope = case["config"]["rope_parameters"]
+    own = {"rope_parameters": rope | fields} if "rms_norm_eps" not in fields else fields
+    path = parity.directory(tmp_path, {**case, "config": case["config"] | own})
+    other = parity.logits(maxlib.from_pretrained(path), case["tokens"])
+    assert np.abs(other - case["logits"]).max() > 1e-3 * case["logits"].std()
+
+
 def test_logits_on_eight_devices(tmp_path):
     case = parity.golden("llama")["gqa"]
     mesh, rules = sharding.make_mesh(data=2, fsdp=2, tensor=2), {**sharding.FSDP_TP, "vocab": None, "act_vocab": None}

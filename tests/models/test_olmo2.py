@@ -36,6 +36,7 @@ class TestOLMo2(Conformance):
         "olmo2-7b": 7.299,
         "olmo2-13b": 13.716,
         "olmo2-32b": 32.234,
+        "olmo3-7b-pt": 7.298,
         "olmo3-7b": 7.298,
         "olmo3-32b": 32.233,
     }

@@ -55,6 +55,7 @@ class TestPhi3(Conformance):
     }
     presets = {
         "phi-3-mini-4k": 3.821,
+        "phi-3-mini-128k": 3.821,
         "phi-3-medium-4k": 13.960,
         "phi-3.5-mini": 3.821,
         "phi-4-mini": 3.836,
@@ -89,8 +90,9 @@ def test_factors_are_chosen_once_for_the_whole_text(tmp_path):
     assert_close(first, short, 1e-4)
 
 
-# What the config.json of two releases says, in the spelling of their time.
+# What the config.json of three releases says, in the spelling of their time.
 RELEASED = {
+    "phi-3-mini-128k": {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064},
     "phi-3.5-mini": {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064},
     "phi-4-mini": {
         "num_attention_heads": 24,

@@ -102,7 +102,7 @@ def input_router():
 
 VARIANTS = {
     "biases, shared": {"bias": True, "combine": nn.ClampedSwiGLU(limit=1.0), "shared": True},
-    "weights on the input": {"make_router": input_router},
+    "weights on the input, matrices the other way": {"make_router": input_router, "layout": "EIO"},
 }
 
 
@@ -117,6 +117,13 @@ def test_every_dispatch_equals_the_loop(name):
     for capacity_factor in (None, 3.0):
         layer.capacity_factor = capacity_factor
         close(value_and_gradients(lambda layer, x: layer(x, ctx)[0], layer, x), want)
+
+
+def test_layout_changes_no_values():
+    one, other = (nn.MoE(DIM, MLP, router=router(), layout=layout, rngs=nnx.Rngs(0)) for layout in ("EOI", "EIO"))
+    for part in ("gate", "up", "down"):
+        np.testing.assert_array_equal(getattr(one, part).w[...], getattr(other, part).w[...].swapaxes(1, 2))
+    close(call(one, inputs()), call(other, inputs()))
 
 
 def test_bfloat16_routes_in_float32():
@@ -274,8 +281,8 @@ def test_flops_are_those_of_the_chosen_experts():
 # Meshes
 
 MESHES = {
-    "dropless": (dict(data=2, fsdp=2, tensor=2), None),
-    "with a capacity": (dict(fsdp=4, tensor=2), 0.8),
+    "dropless": (dict(data=2, fsdp=2, tensor=2), None, "EIO"),
+    "with a capacity": (dict(fsdp=4, tensor=2), 0.8, "EOI"),
 }
 
 
@@ -291,9 +298,9 @@ def loss_and_gradients(layer, x, valid):
 
 @pytest.mark.parametrize("name", MESHES)
 def test_eight_devices_equal_one(name):
-    degrees, capacity_factor = MESHES[name]
+    degrees, capacity_factor, layout = MESHES[name]
     mesh, rules, x = sharding.make_mesh(**degrees), sharding.FSDP_TP, inputs(B=8)
-    layer = moe(bias=True, losses=LOSSES, capacity_factor=capacity_factor)
+    layer = moe(bias=True, losses=LOSSES, capacity_factor=capacity_factor, layout=layout)
     valid = jnp.arange(7)[None] < jnp.arange(8)[:, None]
     want = loss_and_gradients(layer, x, valid)
     with sharding.use(mesh, rules):
@@ -322,6 +329,22 @@ def test_experts_split_over_devices_equal_the_loop(name):
         with sharding.use(mesh, rules):
             got = value_and_gradients(lambda layer, x: layer(x, context())[0], split, x)
         close(jax.device_get(got), want)
+
+
+def test_dropless_whether_experts_share_evenly_or_two_get_everything():
+    """The usual exchange and the one for the worst case, in one program; which one runs is for the data to say."""
+    layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)))
+    mesh, x = sharding.make_mesh(expert=4, data=2), inputs(B=8, T=16)
+    split = jax.device_put(layer, sharding.shardings(layer, mesh, sharding.EP))
+    gradients = jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x)[0])), argnums=(0, 1)))
+    looped = jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m.reference(x))), argnums=(0, 1)))
+    for even in (True, False):
+        for one in (layer, split):
+            one.router.gate.w[...] = one.router.gate.w[...] * even  # equal scores: the first experts win everywhere
+        assert (np.bincount(np.ravel(layer.router(x).experts)).max() == 8 * 16) != even
+        with sharding.use(mesh, sharding.EP):
+            got = gradients(split, x)
+        close(jax.device_get(got), jax.device_get(looped(layer, x)))
 
 
 @pytest.mark.parametrize(("B", "degrees"), [(1, dict(data=4, tensor=2)), (4, dict(data=1, tensor=8))])

@@ -1,4 +1,4 @@
-"""Compiles every Hopper kernel to machine code without a GPU, and prints registers and spills as a table.
+"""Compiles every kernel for Hopper to machine code without a GPU, and prints registers and spills as a table.
 
     python -m tests.ops.sass [--widths 128,128 ...] [--json out.json]
 
@@ -24,6 +24,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
 from maxlib.ops.attention.mosaic_gpu import config, mosaic_gpu  # noqa: E402
+from maxlib.ops.grouped_matmul.mosaic_gpu import mosaic_gpu as grouped_matmul  # noqa: E402
 
 WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
 
@@ -43,7 +44,7 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 
 
 def compile_all(widths: tuple[int, int], softcap: float | None) -> list[dict]:
-    """One row per kernel of a forward and backward pass."""
+    """One row per kernel of a forward and backward pass, and of decoding."""
     topology = topologies.get_topology_desc("h200", "cuda", target_config=HOPPER, topology="1x1x1")
     here = jax.sharding.SingleDeviceSharding(topology.devices[0])
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
@@ -58,16 +59,40 @@ def compile_all(widths: tuple[int, int], softcap: float | None) -> list[dict]:
         results, vjp = jax.vjp(call, q, k, v, sinks)
         return results, vjp(results)
 
+    def decoding(q, k, v, start, end, sinks):
+        return mosaic_gpu(q, k, v, k_start=start, k_end=end, scale=0.1, softcap=softcap, sinks=sinks)
+
     for note in DUMP.iterdir():
         note.unlink()
     jax.jit(both).trace(q, k, v, *bounds, sinks).lower(lowering_platforms=("cuda",)).compile()
+    one, ends = array(jnp.bfloat16, B, 1, N, Hk), [array(jnp.int32, B, 1)] * 2
+    jax.jit(decoding).trace(one, k, v, *ends, sinks).lower(lowering_platforms=("cuda",)).compile()
     about = {"Hk": Hk, "Hv": Hv, "softcap": softcap is not None}
     return [about | _read(note.read_text()) for note in sorted(DUMP.glob("*.ptxas"))]
 
 
+def compile_grouped_matmul() -> list[dict]:
+    """One row per kernel, with float32 weights, as when training."""
+    topology = topologies.get_topology_desc("h200", "cuda", target_config=HOPPER, topology="1x1x1")
+    here = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+    M, I, O, E = 1000, 256, 384, 16
+    rows, weights, d_out = array(jnp.bfloat16, M, I), array(jnp.float32, E, O, I), array(jnp.bfloat16, M, O)
+
+    def both(rows, weights, counts, d_out):
+        out, vjp = jax.vjp(lambda rows, weights: grouped_matmul(rows, weights, counts), rows, weights)
+        return out, vjp(d_out)
+
+    for note in DUMP.iterdir():
+        note.unlink()
+    given = rows, weights, array(jnp.int32, E), d_out
+    jax.jit(both).trace(*given).lower(lowering_platforms=("cuda",)).compile()
+    return [{"Hk": 0, "Hv": 0} | _read(note.read_text()) for note in sorted(DUMP.glob("*.ptxas"))]
+
+
 def _read(note: str) -> dict:
     """Registers and spills (bytes per thread) of one kernel, from what the assembler says."""
-    (name,) = set(re.findall(r"Compiling entry function 'attention_(\w+?)_mosaic_gpu_kernel'", note))
+    (name,) = set(re.findall(r"Compiling entry function '(?:attention|grouped_matmul)_(\w+?)_mosaic_gpu_kernel'", note))
     stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", note)[0]
     registers = re.findall(r"Used (\d+) registers", note)[-1]
     slow = re.findall(r"wgmma.mma_async instructions are serialized", note)
@@ -87,7 +112,7 @@ def fails(row: dict) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", nargs="+", type=lambda x: tuple(map(int, x.split(","))), default=WIDTHS)
+    parser.add_argument("--widths", nargs="*", type=lambda x: tuple(map(int, x.split(","))), default=WIDTHS)
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
     rows = []
@@ -105,6 +130,10 @@ def main() -> int:
                     flush=True,
                 )
                 rows.append(row | {"tiles": tiles})
+    for row in compile_grouped_matmul():
+        spills = f"{row['spill_stores']}, {row['spill_loads']}" + (" **over budget**" if fails(row) else "")
+        print(f"| grouped matmul | - | {row['kernel']} | 128 x 128 | {row['registers']} | {spills} |", flush=True)
+        rows.append(row)
     if args.json:
         args.json.write_text(json.dumps({"jax": jax.__version__, "kernels": rows}, indent=1))
     return int(any(map(fails, rows)))
@@ -116,6 +145,8 @@ def _tiles(row: dict) -> str:
     names = row["kernel"]
     if names == "forward":
         tiles = config.forward_tiles(*widths)
+    elif names == "decode":
+        tiles = config.decode_tiles(*widths)
     elif names == "dq":
         tiles = config.query_gradient_tiles(*widths, row["softcap"])
     else:

@@ -42,9 +42,10 @@ def loop(rows, weights, counts, d_out):
     return out, d_rows, d_weights
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
-def value_and_gradients(rows, weights, counts, d_out, implementation=None):
-    f = lambda rows, weights: ops.grouped_matmul(rows, weights, counts, implementation=implementation)
+@functools.partial(jax.jit, static_argnames=("implementation", "layout"))
+def value_and_gradients(rows, weights, counts, d_out, implementation=None, layout="EOI"):
+    options = {"implementation": implementation, "layout": layout}
+    f = lambda rows, weights: ops.grouped_matmul(rows, weights, counts, **options)
     out, pull = jax.vjp(f, rows, weights)
     return out, *pull(d_out)
 
@@ -72,6 +73,15 @@ def test_the_transpose_of_narrow_operands(implementation):
         got = ops.grouped_outer(d_out.astype(d_type), rows.astype(type), counts, implementation=implementation)
         assert got.dtype == jnp.float32
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_matrices_may_lie_the_other_way(implementation):
+    rows, weights, d_out = arrays(700, 5, 7, 3)
+    counts = COUNTS["rows left over"]
+    got = value_and_gradients(rows, weights.swapaxes(1, 2), jnp.array(counts), d_out, implementation, "EIO")
+    out, d_rows, d_weights = loop(rows, weights, counts, d_out)
+    close(got, (out, d_rows, d_weights.swapaxes(1, 2)))
 
 
 @pytest.mark.parametrize(("M", "E"), [(1, 4), (3, 2), (9, 16)])
@@ -152,6 +162,9 @@ def test_tpu_gets_a_ragged_dot():
     f = lambda *args: ops.grouped_matmul(*args, implementation="ragged_dot")
     rows, weights, _ = arrays(16, 8, 8, 2)
     exported = jax.export.export(jax.jit(f), platforms=["tpu"])(rows, weights, jnp.array([3, 4]))
+    assert "ragged_dot" in exported.mlir_module()
+    outer = lambda *args: ops.grouped_outer(*args, implementation="ragged_dot")
+    exported = jax.export.export(jax.jit(outer), platforms=["tpu"])(rows, rows, jnp.array([3, 4]))
     assert "ragged_dot" in exported.mlir_module()
 
 

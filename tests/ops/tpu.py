@@ -3,8 +3,8 @@
     python -m tests.ops.tpu v5e [--json out.json]
 
 Needs libtpu (`pip install "maxlib[tpu]"`), and a process for each topology; `nox -s kernels_tpu` runs them all. Fails where a kernel does
-not compile, where memory does not grow in proportion to the sequence, or where decoding copies a cache of several heads. (A single head's has another layout in memory
-than a matrix, unless it comes from one.)
+not compile, where memory does not grow in proportion to the sequence, or where decoding copies a cache of eight heads. (Fewer heads
+have another layout in memory than a matrix of all heads has, and are copied.)
 """
 
 import argparse
@@ -38,6 +38,7 @@ BOTH_PASSES = {
 DECODING = {
     "one token": (8, 1, 32768, 32, 8, 128, 128, None),
     "four tokens, odd length": (2, 4, 5000, 8, 4, 64, 64, 30.0),
+    "a short cache": (2, 1, 33, 8, 8, 64, 64, None),
     "one key head": (4, 1, 8192, 128, 1, 576, 512, None),
 }
 
@@ -79,7 +80,9 @@ def main() -> int:
         for about, sizes in cases.items():
             temporary[about] = compile_one(device, sizes, gradients=gradients)
             print(f"| {about} | {arguments(sizes) / MIB:.0f} | {temporary[about] / MIB:.0f} |", flush=True)
-    fails = [about for about, sizes in DECODING.items() if sizes[4] > 1 and temporary[about] > 0.1 * arguments(sizes)]
+    fails = [
+        about for about, sizes in DECODING.items() if sizes[4] % 8 == 0 and temporary[about] > 0.1 * arguments(sizes)
+    ]
     if temporary["32k"] > min(2.2 * temporary["16k"], 3 * arguments(BOTH_PASSES["32k"])):
         fails.append("32k")
     if args.json:

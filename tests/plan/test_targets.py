@@ -30,6 +30,12 @@ def test_names(name, devices, topology):
     assert str(devices) in str(target)
 
 
+def test_topologies_close_to_rings_where_the_hardware_does():
+    wrap = lambda name: plan.parse_target(name).wrap
+    assert wrap("v5p-128") == wrap("v5p:4x4x12") == (True, True, True) and wrap("v5p-8") == (False, False, False)
+    assert wrap("v5e-256") == (True, True) and wrap("v5e-128") == (False, True) and wrap("v6e-64") == (False, False)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -1,6 +1,7 @@
 """Placement by names: what goes where, what is refused, and that results do not change."""
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,15 @@ def test_mesh_degrees():
         sharding.make_mesh(data=3, fsdp=-1)
     with pytest.raises(ValueError, match="at most one -1"):
         sharding.make_mesh(data=-1, fsdp=-1)
+
+
+def test_a_misspelt_name_is_warned_of_and_one_from_elsewhere_is_not():
+    mesh, model = sharding.make_mesh(fsdp=8), jax.eval_shape(build)
+    with pytest.warns(UserWarning, match="no axis is named 'embd', which the rules have; is 'embed' meant"):
+        sharding.shardings(model, mesh, {"embd": "fsdp"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sharding.shardings(model, mesh, sharding.FSDP | {"my_own": "fsdp"})
 
 
 def test_mistakes_name_the_culprit():

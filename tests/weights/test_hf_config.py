@@ -82,6 +82,7 @@ def test_fields_are_taken_with_their_kind():
         ({}, {"name": "hidden_size"}, "hidden_size must be given, but it is missing"),
         ({"hidden_size": None}, {"name": "hidden_size"}, "hidden_size must be given, but it is null"),
         ({"hidden_size": "64"}, {"name": "hidden_size", "kind": int}, 'hidden_size must be of type int, got "64"'),
+        ({"hidden_size": 0}, {"name": "hidden_size", "kind": int}, "hidden_size must be at least 1, got 0"),
         ({"hidden_size": True}, {"name": "hidden_size", "kind": int}, "must be of type int, got true"),
         ({"hidden_size": 6.5}, {"name": "hidden_size", "default": 4}, "must be of type int, got 6.5"),
         ({"eps": float("nan")}, {"name": "eps", "default": 1e-6}, "eps must be of type float, got NaN"),

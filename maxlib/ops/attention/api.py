@@ -14,6 +14,8 @@ from maxlib.ops.attention.mosaic_gpu import refuses as mosaic_gpu_refuses
 from maxlib.ops.attention.mosaic_tpu import mosaic_tpu
 from maxlib.ops.attention.mosaic_tpu import refuses as mosaic_tpu_refuses
 from maxlib.ops.attention.reference import reference
+from maxlib.ops.attention.split import refuses as split_refuses
+from maxlib.ops.attention.split import split
 from maxlib.ops.cost import counted
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
@@ -38,6 +40,18 @@ dispatch.register(
         features=frozenset(dispatch.FEATURES) - {"bias", "float64"},
         accepts=mosaic_tpu_refuses,
         by_name="it has not run on a TPU yet",
+    )
+)
+dispatch.register(
+    dispatch.Implementation(
+        "split",
+        split,
+        "few queries: parts of the keys side by side in XLA",
+        platforms=frozenset(
+            {"gpu", "tpu"}
+        ),  # a CPU has no more cores than one block keeps busy: chunked is faster there
+        features=frozenset(dispatch.FEATURES) - {"bias"},
+        accepts=split_refuses,
     )
 )
 dispatch.register(dispatch.Implementation("chunked", chunked, "blockwise XLA, memory linear in the sequence"))

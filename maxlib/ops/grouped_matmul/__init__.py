@@ -1,4 +1,5 @@
 """Grouped matmul: one public function, its transpose, and one file per implementation."""
 
+from maxlib.ops.grouped_matmul.api import Layout as Layout
 from maxlib.ops.grouped_matmul.api import grouped_matmul as grouped_matmul
 from maxlib.ops.grouped_matmul.api import grouped_outer as grouped_outer

@@ -11,14 +11,20 @@ from maxlib.ops.grouped_matmul.reference import accumulator, summed_in
 _OUTER = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
-_DIMENSIONS = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(([1], [2]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-)
 
 
 def ragged_dot(
-    rows: Num[Array, "M I"], weights: Num[Array, "E O I"], rows_per_expert: Int[Array, " E"], out_dtype: Any = None
+    rows: Num[Array, "M I"],
+    weights: Num[Array, "E O I"] | Num[Array, "E I O"],
+    rows_per_expert: Int[Array, " E"],
+    layout: str = "EOI",
+    out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
+    dimensions = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(([1], [layout.index("I")]), ([], [])),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
     # The result's own dtype, not float32: the kernel sums in float32 anyway, and the gradient of the weights takes this dtype
     # too, which in float32 was twice as large as anything else of a layer.
     # What XLA leaves in rows beyond the last group differs between platforms.
@@ -27,7 +33,7 @@ def ragged_dot(
         jnp.where(used, rows, jnp.zeros_like(rows)),
         weights if out_dtype else weights.astype(rows.dtype),
         rows_per_expert,
-        _DIMENSIONS,
+        dimensions,
         preferred_element_type=accumulator(rows.dtype) if out_dtype else rows.dtype,
     )
     return jnp.where(used, out, 0).astype(out_dtype or rows.dtype)

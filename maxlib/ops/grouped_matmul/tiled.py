@@ -4,6 +4,7 @@ An expert's rows are cut into full tiles, what remains into smaller ones, the la
 just the tiles that exist. (A `switch` over the sizes would copy the whole result in every branch.)
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,15 +28,17 @@ class Tile(NamedTuple):
 
 def tiled(
     rows: Num[Array, "M I"],
-    weights: Num[Array, "E O I"] | Any,
+    weights: Num[Array, "E O I"] | Num[Array, "E I O"] | Any,
     rows_per_expert: Int[Array, " E"],
+    layout: str = "EOI",
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
+    contract = layout.index("I")
     if rows.shape[0] == 0:
-        return jnp.zeros((0, weights.shape[1]), out_dtype or rows.dtype)
+        return jnp.zeros((0, weights.shape[3 - contract]), out_dtype or rows.dtype)
     if out_dtype is not None or not isinstance(weights, jax.Array):
-        return _by_expert(rows, weights, rows_per_expert, contract=2, out_dtype=out_dtype)
-    return _tiled(*vary_alike(rows, weights, rows_per_expert))
+        return _by_expert(rows, weights, rows_per_expert, contract=contract, out_dtype=out_dtype)
+    return _tiled(*vary_alike(rows, weights, rows_per_expert), contract)
 
 
 def tiled_outer(
@@ -44,29 +47,31 @@ def tiled_outer(
     exact = summed_in(rows.dtype)
     if rows.shape[0] == 0:
         return jnp.zeros((len(rows_per_expert), d_out.shape[1], rows.shape[1]), exact)
-    return _outer(*vary_alike(d_out, rows, rows_per_expert), exact)
+    d_out, rows, rows_per_expert = vary_alike(d_out, rows, rows_per_expert)
+    return _outer(d_out, rows, rows_per_expert, exact)
 
 
-@jax.custom_vjp
-def _tiled(rows, weights, rows_per_expert):
-    return _by_expert(rows, weights, rows_per_expert, contract=2)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _tiled(rows, weights, rows_per_expert, contract):
+    return _by_expert(rows, weights, rows_per_expert, contract=contract)
 
 
-def _forward(rows, weights, rows_per_expert):
-    return _tiled(rows, weights, rows_per_expert), (rows, weights, rows_per_expert)
+def _forward(rows, weights, rows_per_expert, contract):
+    return _tiled(rows, weights, rows_per_expert, contract), (rows, weights, rows_per_expert)
 
 
-def _backward(residuals, d_out):
+def _backward(contract, residuals, d_out):
     rows, weights, rows_per_expert = residuals
-    d_rows = _by_expert(d_out, weights, rows_per_expert, contract=1)
-    return d_rows, _outer(d_out, rows, rows_per_expert, weights.dtype), None
+    d_rows = _by_expert(d_out, weights, rows_per_expert, contract=3 - contract)
+    pair = (d_out, rows) if contract == 2 else (rows, d_out)
+    return d_rows, _outer(*pair, rows_per_expert, weights.dtype), None
 
 
 _tiled.defvjp(_forward, _backward)
 
 
 def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any = None):
-    """Rows times their expert's matrix, over its axis `contract` (of E O I)."""
+    """Rows times their expert's matrix, over the axis `contract` of `weights`."""
     sizes = _tile_sizes(len(rows), weights.shape[0])
     dtype = out_dtype or rows.dtype
 

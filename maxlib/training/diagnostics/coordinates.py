@@ -84,20 +84,22 @@ def _logits(model: Any, tokens: Int[Array, "B T"]) -> Float[Array, ""]:
     return jnp.sqrt(jnp.mean(jnp.square(model.logits(model(tokens, dtype=jnp.float32).hidden))))
 
 
-def plot_coordinates(found: Coordinates, *, match: str = "*", steps: Sequence[int] = (0, 1, -1)) -> Any:
+def plot_coordinates(
+    found: Coordinates, *, match: str = "*", steps: Sequence[int] = (0, 1, -1), axes: Any = None
+) -> Any:
     """Sizes over widths, one panel for each number of steps done and one line for each layer that `match` fits; returns matplotlib's axes."""
     import matplotlib.pyplot as plt  # an extra
 
-    axes = plt.subplots(1, len(steps), figsize=(3.2 * len(steps), 3), sharey=True, layout="constrained", squeeze=False)[
-        1
-    ]
+    if axes is None:
+        size = (3.2 * len(steps), 3)
+        axes = plt.subplots(1, len(steps), figsize=size, sharey=True, layout="constrained", squeeze=False)[1][0]
     total = next(iter(found.sizes.values())).shape[1]
-    for ax, step in zip(axes[0], steps, strict=True):
+    for ax, step in zip(axes, steps, strict=True):
         for name in fnmatch.filter(found.sizes, match):
             ax.plot(found.widths, found.sizes[name][:, step], "o-", markersize=3, label=name)
         ax.set(xscale="log", yscale="log", xlabel="width", title=f"after {step % total} steps")
         ax.set_xticks(found.widths, map(str, found.widths))
         ax.minorticks_off()
-    axes[0, 0].set_ylabel("size of the output")
-    axes[0, -1].legend(fontsize="small")
-    return axes[0]
+    axes[0].set_ylabel("size of the output")
+    axes[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return axes

@@ -130,7 +130,7 @@ def _facts(run: Run) -> dict[str, str]:
     return {
         "steps": f"{int(max((row['step'] for row in run.rows), default=0)):,}",
         "tokens": _compact(np.nansum(tokens)) if len(tokens) else "-",
-        "loss": form(_last(plots.smooth(run.series(loss)[1])), "{:.4f}"),
+        "loss, smoothed": form(_last(plots.smooth(run.series(loss)[1])), "{:.4f}"),
         "eval loss": form(last(held_out), "{:.4f}"),
         "tokens/s": form(np.nanmedian(speed) if len(speed) else None, "{:,.0f}"),
         "MFU": form(last("mfu"), "{:.1%}"),

@@ -1,4 +1,4 @@
-"""Runs the kernels of `ops.attention.mosaic_gpu` on a CPU, in numpy, one block of threads after the other.
+"""Runs kernels in Mosaic GPU (those of `ops.attention.mosaic_gpu`) on a CPU, in numpy, one block of threads after the other.
 
 It executes the very functions that are compiled for the GPU, with stand-ins for the few primitives they use, and is
 built to find mistakes in their synchronization: warpgroups take turns at random (but the same in every run), and whatever is
@@ -346,6 +346,7 @@ PLGPU = types.SimpleNamespace(
     barrier_wait=lambda barrier: barrier.wait(),
     barrier_arrive=arrive,
     wgmma=wgmma,
+    wgmma_wait=lambda n: Block.current.finish(n),
     wgmma_accumulator_load=accumulator_load,
 )
 PL = types.SimpleNamespace(
@@ -366,9 +367,9 @@ COMPAT = types.SimpleNamespace(
 )
 
 
-def install(monkeypatch):
-    """Puts the stand-ins where the kernels look for the primitives."""
-    for module in (forward, backward, memory, logits):
+def install(monkeypatch, *modules):
+    """Puts the stand-ins where the kernels of attention, or of these modules, look for the primitives."""
+    for module in (memory, *(modules or (forward, backward, logits))):
         for name, stand_in in {"plgpu": PLGPU, "pl": PL, "lax": LAX, "_compat": COMPAT, "jnp": np}.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)

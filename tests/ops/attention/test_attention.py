@@ -11,6 +11,7 @@ from maxlib.ops.attention import attention
 from maxlib.ops.attention.chunked import chunked
 from maxlib.ops.attention.dispatch import implementations
 from maxlib.ops.attention.reference import reference
+from maxlib.ops.attention.split import split
 from tests.ops.attention import cases
 
 # Blocks smaller than the test's sequences, so that there are many tiles, and partial ones at every edge.
@@ -19,6 +20,7 @@ RUNS = {
     **{one.name: one.run for one in EVERYWHERE if one.name != "reference"},
     "chunked 8x16": functools.partial(chunked, block_q=8, block_k=16),
     "chunked 16x8": functools.partial(chunked, block_q=16, block_k=8),
+    "split 16/4": functools.partial(split, wave=16, part=4),  # it runs everywhere, but is chosen on GPUs and TPUs only
 }
 NAMES = [one.name for one in EVERYWHERE]
 KERNELS = [name for name in NAMES if name != "reference"]
@@ -56,7 +58,8 @@ def test_equals_the_reference(case, float64):
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "chunked 8x16"])
 def test_every_implementation_equals_the_reference(name, float64):
-    check(name, cases.Case((4, 2), (8, 6), (37, 37), 2.0, True, (True, True)))
+    bias = None if name.startswith("split") else (True, True)
+    check(name, cases.Case((4, 2), (8, 6), (37, 37), 2.0, True, bias))
 
 
 @pytest.mark.full

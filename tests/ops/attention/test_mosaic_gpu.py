@@ -12,7 +12,7 @@ from jax import export
 from maxlib.ops.attention import attention, explain_attention
 from maxlib.ops.attention.mosaic_gpu import config, intervals, memory, mosaic_gpu
 from tests.ops.attention import cases, emulator
-from tests.ops.attention.kernels import MASKS, check, everything, some_masks
+from tests.ops.attention.kernels import MASKS, check, everything, some_masks, values
 
 FACTORS = {
     "heads": [(4, 2), (2, 2), (3, 1)],
@@ -61,6 +61,19 @@ def test_every_mask(emulated):
     check(mosaic_gpu, cases.Case((2, 1), (64, 64), (200, 330), None, True, None), MASKS, jnp.float32, 1e-5)
 
 
+DECODING = [
+    cases.Case((8, 2), (64, 64), (3, 1536), 2.0, True, None),  # three parts
+    cases.Case((3, 1), (128, 64), (1, 330), None, False, None),  # a length that does not divide: one
+]
+
+
+@no_gpu
+@pytest.mark.parametrize("case", DECODING, ids=str)
+def test_decoding_equals_the_reference(case, emulated):
+    assert config.decode_parts(4, 1536) == 3
+    check(mosaic_gpu, case, some_masks(case, 3), jnp.float32, 1e-5, results=values)
+
+
 @no_gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_low_precision(dtype, emulated):
@@ -100,6 +113,16 @@ def test_every_kernel_lowers(widths, softcap):
     text = lower(cases.Case((8, 2), widths, (1001, 777), softcap, True, None)).mlir_module()
     sizes = *widths, softcap is not None
     assert text.count("@mosaic_gpu_v2(") == 2 + len(config.key_gradient_tiles(*sizes))
+
+
+@no_gpu
+@pytest.mark.parametrize("widths", [(80, 80), (192, 128), (256, 256)], ids=str)
+def test_decoding_lowers(widths):
+    case = cases.Case((8, 2), widths, (4, 4096), None, True, None)
+    given = jax.eval_shape(lambda: cases.arrays(case, jnp.bfloat16))
+    bounds = [jax.ShapeDtypeStruct((2, 4), jnp.int32)] * 2
+    lowered = export.export(values(mosaic_gpu, case), platforms=["cuda"], disabled_checks=[CUSTOM_CALL])(given, *bounds)
+    assert lowered.mlir_module().count("@mosaic_gpu_v2(") == 1
 
 
 @no_gpu
@@ -190,6 +213,12 @@ def test_a_window_costs_what_it_covers(widths):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu_the_kernels_equal_the_reference(case, dtype):
     check(mosaic_gpu, case, some_masks(case, 3), dtype, 4 * jnp.finfo(dtype).eps)
+
+
+@gpu
+@pytest.mark.parametrize("case", DECODING, ids=str)
+def test_on_a_gpu_decoding_equals_the_reference(case):
+    check(mosaic_gpu, case, MASKS, jnp.bfloat16, 4 * jnp.finfo(jnp.bfloat16).eps, results=values)
 
 
 @gpu

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.ops.attention.dispatch import Call
 from maxlib.ops.attention.mosaic_gpu import config
+from maxlib.ops.attention.sinks import merge_sinks
 
 HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 LOG2_E = 1.4426950408889634
@@ -55,16 +56,26 @@ def mosaic_gpu(
     q, k, v = (_to_eights(x) for x in (q, k, v))
     ends = (jnp.clip(x.astype(jnp.int32), 0, S) for x in (k_start, k_end))
     ends = (jnp.pad(x, ((0, 0), (0, q.shape[1] - T)), mode="edge") for x in ends)
-    out, lse = _attend(Logits(scale, softcap), q, k, v, sinks.astype(jnp.float32), *ends)
+    out, lse = _attend(Logits(scale, softcap), T, q, k, v, sinks.astype(jnp.float32), *ends)
     return out[:, :T], lse[:, :T]
 
 
 def _to_eights(x):
     """Rows that do not fill the memory unit's tiles of 8 are added; beyond that it reads zeros and writes nothing."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0)))
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), *[(0, 0)] * (x.ndim - 2)))
 
 
-def _attend(logits, q, k, v, sinks, start, end):
+def _attend(logits, T: int, q, k, v, sinks, start, end):
+    """Without a gradient. Only the first T queries are real; if they are few, more blocks of threads share the keys."""
+    if not config.decodes(T, q.shape[2] // k.shape[2]):
+        return _forward(logits, q, k, v, sinks, start, end)
+    from maxlib.ops.attention.mosaic_gpu.decode import decode
+
+    out, lse = decode(q[:, :T], k, v, start[:, :T], end[:, :T], logits=logits)
+    return tuple(_to_eights(x) for x in merge_sinks(out, lse, sinks))
+
+
+def _forward(logits, q, k, v, sinks, start, end):
     from maxlib.ops.attention.mosaic_gpu import forward
 
     tiles = config.forward_tiles(q.shape[3], v.shape[3])
@@ -75,13 +86,13 @@ def _attend(logits, q, k, v, sinks, start, end):
     return out, jnp.swapaxes(lse, 1, 2)[:, : q.shape[1]] / LOG2_E
 
 
-def _attend_fwd(logits, *args):
-    out, lse = _attend(logits, *args)
+def _attend_fwd(logits, T: int, *args):
+    out, lse = _forward(logits, *args)
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     return (out, lse), (args, out, lse)
 
 
-def _attend_bwd(logits, residuals, cotangents):
+def _attend_bwd(logits, T: int, residuals, cotangents):
     from maxlib.ops.attention.mosaic_gpu import backward
 
     (q, k, v, sinks, start, end), out, lse = residuals
@@ -107,5 +118,5 @@ def _attend_bwd(logits, residuals, cotangents):
     return dq, *parts, d_sinks, None, None
 
 
-_attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))
+_attend = jax.custom_vjp(_attend, nondiff_argnums=(0, 1))
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -7,6 +7,7 @@ import dataclasses
 
 ROWS = 64  # of a tile, per warpgroup: what one wgmma instruction takes
 WIDEST = 256  # heads
+PROCESSORS = 132  # of an H100 or H200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,24 @@ def forward_tiles(key_dim: int, value_dim: int) -> Tiles:
     if max(key_dim, value_dim) <= 64:
         return Tiles(warpgroups=3, columns=128)
     return Tiles(warpgroups=2, columns=128 if key_dim + value_dim <= 320 else 64)
+
+
+def decodes(num_queries: int, num_groups: int) -> bool:
+    """Whether all queries of a key head fit into one warpgroup's tile."""
+    return num_queries * num_groups <= ROWS
+
+
+def decode_tiles(key_dim: int, value_dim: int) -> Tiles:
+    """As many keys on their way as fit: these tiles wait for memory."""
+    columns = 128 if key_dim + value_dim <= 320 else 64
+    room = 220 * 2**10 - 2 * ROWS * max(key_dim, value_dim)  # bytes of shared memory that keys and values may take
+    return Tiles(warpgroups=1, columns=columns, stages=min(4, room // (2 * columns * (key_dim + value_dim))))
+
+
+def decode_parts(num_blocks: int, num_keys: int) -> int:
+    """Into how many parts the keys are cut, so that all processors have work; at least 512 keys each, where the length divides."""
+    wanted = max(1, min(4 * PROCESSORS // num_blocks, num_keys // 512))
+    return max(parts for parts in range(1, wanted + 1) if num_keys % (8 * parts) == 0 or parts == 1)
 
 
 def query_gradient_tiles(key_dim: int, value_dim: int, softcap: bool) -> Tiles:

@@ -42,6 +42,7 @@ def forward(
     *,
     logits: Logits,
     tiles: Tiles,
+    name: str = "forward",
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N P"]]:
     """The output, and the log-sum-exp of every row. Sinks (`-inf` is none) and log-sum-exp are in base 2."""
     (B, T, N, Hk), (S, _, Hv) = q.shape, v.shape[1:]
@@ -60,7 +61,7 @@ def forward(
         grid_names=("head", "tile", "batch"),
         num_threads=tiles.warpgroups + 1,
         thread_name="warpgroup",
-        kernel_name="attention_forward",
+        kernel_name="attention_" + name,
         compiler_params=_compat.compiler_params(),
     )
     return call(q, k, v, start, end, visits, sinks)

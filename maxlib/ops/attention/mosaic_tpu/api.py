@@ -3,6 +3,7 @@
 The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import einops
@@ -87,16 +88,9 @@ def _forward(spec: Spec, q, k, v, start, end):
 
     cut = _Cut.of(spec.chip.forward, q.shape[1], k.shape[1], q.shape[2] // k.shape[2])
     keys, values = (cut.blocks(x.astype(q.dtype)) for x in (k, v))
-    ends, logits = map(cut.ends, (start, end)), Logits(spec.scale, spec.softcap)
-    out, lse = forward(
-        cut.rows(q, k.shape[2]),
-        keys,
-        values,
-        *ends,
-        visits.table(*cut.tiles(start, end)),
-        logits=logits,
-        vmem=spec.chip.vmem,
-    )
+    given = cut.rows(q, k.shape[2]), keys, values, cut.ends(start), cut.ends(end)
+    logits, table = Logits(spec.scale, spec.softcap), visits.table(*cut.tiles(start, end))
+    out, lse = forward(*given, table, logits=logits, vmem=spec.chip.vmem)
     return cut.unrows(out), cut.unrows(jnp.swapaxes(lse, -1, -2))[..., 0] / LOG2_E
 
 
@@ -128,11 +122,11 @@ def _attend_bwd(spec: Spec, residuals, cotangents):
         end=cut.ends(end),
     )
     options = {"logits": Logits(spec.scale, spec.softcap), "vmem": spec.chip.vmem}
-    keys = [cut.blocks(x.astype(q.dtype)) for x in (k, v)]
-    tiled = cut.tiles(start, end)
-    turned = [jnp.swapaxes(x, 2, 3) for x in tiled]
-    dq = backward.queries(rows, *keys, visits.table(*tiled), **options)
-    dk, dv = backward.keys(rows, *keys, visits.table(*turned), **options)
+    keys, values = (cut.blocks(x.astype(q.dtype)) for x in (k, v))
+    visited, full = cut.tiles(start, end)
+    turned = visits.table(jnp.swapaxes(visited, 2, 3), jnp.swapaxes(full, 2, 3))
+    dq = backward.queries(rows, keys, values, visits.table(visited, full), **options)
+    dk, dv = backward.keys(rows, keys, values, turned, **options)
     return cut.unrows(dq), cut.unblocks(dk).astype(k.dtype), cut.unblocks(dv).astype(v.dtype), None, None
 
 
@@ -143,7 +137,8 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 # ---------------------------------------------------------------------------------------------- layouts
 
 
-class _Cut(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Cut:
     """How T queries and S keys are cut into blocks. Query heads that share a key head are rows of one block."""
 
     T: int
@@ -184,4 +179,5 @@ class _Cut(NamedTuple):
     def tiles(self, start, end):
         """Those visited, and those that are full: `1 B Q C`."""
         S = self.S + -self.S % self.keys
-        return [x[None] for x in tiles(self.pad(start), self.pad(end), S, self.queries, self.keys)]
+        visited, full = tiles(self.pad(start), self.pad(end), S, self.queries, self.keys)
+        return visited[None], full[None]

@@ -68,7 +68,7 @@ def decodes(num_queries: int, num_heads: int) -> bool:
 
 
 def decode_keys(num_keys: int, num_kv_heads: int, width: int) -> int:
-    """Keys read at a time: about half a MiB in bfloat16, whole registers, and no more than there are."""
+    """Keys read at a time: about half a MiB in bfloat16 and whole registers, or all there are."""
     unit = LANES // math.gcd(LANES, num_kv_heads)
     fitting = max(2**18 // (width * num_kv_heads * unit), 1) * unit
-    return min(fitting, -(-num_keys // unit) * unit)
+    return min(fitting, num_keys)

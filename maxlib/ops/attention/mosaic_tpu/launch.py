@@ -31,7 +31,7 @@ def launch(
     lanes: int,
     given: Sequence[Block],
     out: Sequence[Block],
-    scratch: Sequence[tuple[int, int]],
+    scratch: Sequence[tuple[int, ...]],
     vmem: int,
 ) -> Sequence[jax.Array]:
     """Runs `kernel(tile, *given, *out, *scratch)` for every tile.

@@ -1,0 +1,89 @@
+"""Names that most Hugging Face models share: parts of a layer's table, which a family adds up, and the table around its layers.
+
+    decoder_table([*NORMS, *ATTENTION, *MLP, Weight("mlp.own.weight", "own.w")])
+
+Entries of a layer are relative to it. What a model lacks (biases, norms of heads, a head of its own) is passed over.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from maxlib.weights.table import Copy, Entry, Ignore, Weight
+
+_PARTS = ("gate", "up", "down")
+
+
+def linear(theirs: str, ours: str) -> list[Weight]:
+    """A weight and a bias that lie as ours do."""
+    return [Weight(f"{theirs}.weight", f"{ours}.w"), Weight(f"{theirs}.bias", f"{ours}.b")]
+
+
+def layer_norm(theirs: str, ours: str) -> list[Weight]:
+    return [Weight(f"{theirs}.weight", f"{ours}.scale"), Weight(f"{theirs}.bias", f"{ours}.bias")]
+
+
+# Norms before each branch.
+NORMS = (
+    Weight("input_layernorm.weight", "attn_norm.scale"),
+    Weight("post_attention_layernorm.weight", "mlp_norm.scale"),
+)
+ATTENTION = (
+    Weight("self_attn.q_proj.weight", "attn.q.w", "(N H) D -> N H D"),
+    Weight("self_attn.q_proj.bias", "attn.q.b", "(N H) -> N H"),
+    Weight("self_attn.k_proj.weight", "attn.k.w", "(K H) D -> K H D"),
+    Weight("self_attn.k_proj.bias", "attn.k.b", "(K H) -> K H"),
+    Weight("self_attn.v_proj.weight", "attn.v.w", "(K H) D -> K H D"),
+    Weight("self_attn.v_proj.bias", "attn.v.b", "(K H) -> K H"),
+    Weight("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> D N H"),
+    Weight("self_attn.o_proj.bias", "attn.o.b"),
+    Weight("self_attn.q_norm.weight", "attn.q_norm.scale"),
+    Weight("self_attn.k_norm.weight", "attn.k_norm.scale"),
+)
+MLP = tuple(entry for part in _PARTS for entry in linear(f"mlp.{part}_proj", f"mlp.{part}"))
+# Experts with a tensor each, a router that may have a correction, and shared experts, as DeepSeek calls them.
+MOE = (
+    Weight("mlp.gate.weight", "moe.router.gate.w"),
+    Weight("mlp.gate.e_score_correction_bias", "moe.router.correction"),
+    *[Weight(f"mlp.experts.{{e}}.{part}_proj.weight", f"moe.{part}.w", "O I -> e O I") for part in _PARTS],
+    *[Weight(f"mlp.shared_experts.{part}_proj.weight", f"moe.shared.{part}.w") for part in _PARTS],
+)
+
+
+def under(entries: Sequence[Weight], theirs: str, ours: str) -> list[Weight]:
+    """`entries` with both sides behind a prefix."""
+    return [dataclasses.replace(e, theirs=f"{theirs}.{e.theirs}", ours=f"{ours}.{e.ours}") for e in entries]
+
+
+def decoder_table(layer: Sequence[Weight], *, prefix: str = "") -> list[Entry]:
+    """The table of an `nn.Decoder`. layer: of one of its layers. prefix: what all of their names begin with."""
+    embed, head, layers = f"{prefix}model.embed_tokens.weight", f"{prefix}lm_head.weight", f"{prefix}model.layers.{{i}}"
+    return [
+        Weight(embed, "embed.w"),
+        *under(layer, layers, "layers.{i}"),
+        Weight(f"{prefix}model.norm.weight", "norm.scale"),
+        Weight(head, "head.w"),
+        Copy(head, of=embed),
+        Ignore(f"{layers}.self_attn.rotary_emb.inv_freq"),
+    ]
+
+
+def mtp_table(layer: Sequence[Weight], *, first: int, used: int, stored: int, tied: bool) -> list[Entry]:
+    """The table of an `nn.MTPDecoder`'s modules: each counts as one more layer, with copies of what it shares with the model.
+
+    layer: of a module's block. first: their number of the first module, which is that of layers. used: how many the model has.
+    stored: how many its files have; those that it does not have are passed over.
+    """
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    table: list[Entry] = [Ignore(f"model.layers.{first + depth}.*") for depth in range(used, stored)]
+    for depth in range(used):
+        theirs, ours = f"model.layers.{first + depth}", f"mtp.{depth}"
+        table += [
+            Weight(f"{theirs}.enorm.weight", f"{ours}.embed_norm.scale"),
+            Weight(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.scale"),
+            Weight(f"{theirs}.eh_proj.weight", f"{ours}.project.w"),
+            *under(layer, theirs, f"{ours}.block"),
+            Weight(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.scale"),
+            Copy(f"{theirs}.embed_tokens.weight", of="model.embed_tokens.weight"),
+            Copy(f"{theirs}.shared_head.head.weight", of=head),
+        ]
+    return table

@@ -1,0 +1,67 @@
+"""What each policy keeps for the backward pass, by the shapes of what autodiff saves."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib import nn
+from tests.nn.tiny import LLAMA, tiny_llama, tokens
+from tests.training.tiny import QUICKLY
+
+B, T, L = 2, 8, 3
+HEADS, KEYS = LLAMA.num_heads * LLAMA.head_dim, LLAMA.num_kv_heads * LLAMA.head_dim
+OUT = HEADS + LLAMA.num_heads  # the result, and a log-sum-exp for each head
+KEPT = {
+    "full": 0,
+    "attention": OUT,
+    "qkv": HEADS + 2 * KEYS,
+    "dots_except_mlp": HEADS + 2 * KEYS + LLAMA.dim,  # the MLP's result is in the next input
+    "dots": HEADS + 2 * KEYS + LLAMA.dim + 2 * LLAMA.mlp_dim,
+    "minimal": HEADS + 2 * KEYS + OUT + LLAMA.dim + 2 * LLAMA.mlp_dim,
+}
+
+
+@functools.cache
+def model():
+    return tiny_llama(num_layers=L)
+
+
+def loss(params, rest, remat):
+    hidden = nn.combine(params, rest)(tokens(B, T), dtype=jnp.float32, remat=remat).hidden
+    return jnp.sum(jnp.sin(hidden))
+
+
+def saved(remat) -> int:
+    """Numbers that the backward pass gets of the layers, for each token and layer, beside their inputs."""
+    params, rest = nn.partition(model())
+    residuals = jax.eval_shape(lambda params: jax.vjp(lambda p: loss(p, rest, remat), params)[1], params)
+    weights = {x.shape for x in params.values()}
+    of_layers = [x for x in jax.tree.leaves(residuals) if x.shape[:1] == (L,) and x.shape not in weights]
+    return sum(math.prod(x.shape) for x in of_layers) // (L * B * T)
+
+
+@pytest.mark.parametrize("remat", KEPT)
+def test_named_policies_keep_what_they_say(remat):
+    assert saved(remat) - saved("full") == KEPT[remat]
+
+
+def test_each_intermediate_has_a_choice_of_its_own():
+    assert saved(("gate", "attn")) - saved("full") == LLAMA.mlp_dim + LLAMA.dim
+    assert saved({"gate": "keep", "attn": "recompute", "mlp": "recompute"}) - saved("full") == LLAMA.mlp_dim
+    assert saved({"q": "offload"}) - saved("full") == HEADS  # on the host
+    assert nn.remat.kept("qkv_offload") == {"q": "recompute", "k": "recompute", "v": "recompute"}
+    with pytest.raises(ValueError, match=r"'keep', 'offload' or 'recompute' for a name; got \{'q': 'host'\}"):
+        nn.remat_policy({"q": "host"})
+
+
+def test_what_lies_on_the_host_comes_back():
+    params, rest = nn.partition(model())
+    gradient = lambda remat: jax.jit(jax.grad(lambda p: loss(p, rest, remat)), compiler_options=QUICKLY)
+    got, want = gradient({"q": "offload", "k": "keep"}), gradient(None)
+    assert "MemorySpace.Host" in str(got.trace(params).jaxpr)
+    for path, g in want(params).items():
+        np.testing.assert_allclose(got(params)[path], g, atol=1e-6 * np.abs(g).max(), err_msg=path)

@@ -1,0 +1,116 @@
+"""The grouped matmul for Hopper: run by the emulator, lowered for CUDA (both without a GPU), and run where there is one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from maxlib import ops
+from maxlib.ops.grouped_matmul.mosaic_gpu import by_experts, by_rows, groups, mosaic_gpu, refuses
+from tests.ops.attention import emulator
+from tests.ops.test_grouped_matmul import arrays, close, loop
+
+COUNTS = {
+    "uneven": [101, 0, 77, 130],
+    "rows left over": [1, 139, 3, 0],
+    "one expert": [0, 308, 0, 0],
+    "less than a tile each": [7, 8, 9, 1],
+    "nothing": [0, 0, 0, 0],
+}
+M, I, O = 308, 128, 192  # neither a multiple of the tiles, nor of one another
+on_a_gpu = jax.default_backend() == "gpu"
+gpu = pytest.mark.skipif(not on_a_gpu, reason="needs a Hopper GPU")
+no_gpu = pytest.mark.skipif(on_a_gpu, reason="is for machines without one")
+
+
+def both(rows, weights, counts, d_out, layout="EOI"):
+    out, pull = jax.vjp(lambda rows, weights: mosaic_gpu(rows, weights, counts, layout), rows, weights)
+    return out, *pull(d_out)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    emulator.install(monkeypatch, by_rows, by_experts)
+
+
+@no_gpu
+def test_the_kernels_code_equals_a_loop_over_experts(emulated):
+    rows, weights, d_out = arrays(M, I, O, 4)
+    run = jax.jit(both)
+    for counts in COUNTS.values():
+        spoiled = rows.at[sum(counts) :].set(jnp.nan)  # rows of no expert need not be finite
+        close(run(spoiled, weights, jnp.array(counts), d_out), loop(rows, weights, counts, d_out))
+
+
+@no_gpu
+def test_matrices_may_lie_the_other_way(emulated):
+    rows, weights, d_out = arrays(M, I, O, 4)
+    counts = COUNTS["rows left over"]
+    got = jax.jit(both, static_argnums=4)(rows, weights.swapaxes(1, 2), jnp.array(counts), d_out, "EIO")
+    out, d_rows, d_weights = loop(rows, weights, counts, d_out)
+    close(got, (out, d_rows, d_weights.swapaxes(1, 2)))
+
+
+@no_gpu
+def test_the_gradient_of_the_weights_is_not_rounded(emulated):
+    rows, weights, d_out = arrays(M, I, O, 4, jnp.bfloat16)
+    counts = COUNTS["uneven"]
+    got = jax.jit(both)(rows, weights.astype(jnp.float32), jnp.array(counts), d_out)
+    assert [x.dtype for x in got] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    close(got[2:], loop(rows, weights, counts, d_out)[2:])
+
+
+@no_gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_every_kernel_lowers(dtype):
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    rows = 1000  # other shapes than those above, whose traces are the emulator's
+    given = array(jnp.bfloat16, rows, I), array(dtype, 4, O, I), array(jnp.int32, 4), array(jnp.bfloat16, rows, O)
+    check = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    text = export.export(jax.jit(both), platforms=["cuda"], disabled_checks=[check])(*given).mlir_module()
+    assert text.count("@mosaic_gpu_v2(") == 3
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_tiles_cover_every_row_of_an_expert_once(counts):
+    owner = np.full(M, -1)
+    for expert, begin, first, last in np.asarray(groups.tiles(jnp.array(counts), M, 128)):
+        assert begin % 8 == 0
+        assert begin <= first <= last <= begin + 128
+        assert (owner[first:last] == -1).all()
+        owner[first:last] = expert
+    np.testing.assert_array_equal(owner[: sum(counts)], np.repeat(np.arange(4), counts))
+    assert (owner[sum(counts) :] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(device=("gpu", "NVIDIA B200")), "is for NVIDIA's Hopper .* not for NVIDIA B200"),
+        (dict(dtype=jnp.float32), "takes rows in bfloat16 or float16, not in float32"),
+        (dict(out_dtype=jnp.float32), "gives rows of their own dtype"),
+        (dict(width=72), "multiples of 64, not I=72"),
+    ],
+    ids=str,
+)
+def test_what_they_cannot_run_is_explained(change, reason):
+    options = dict(device=("gpu", "NVIDIA H200"), dtype=jnp.bfloat16, out_dtype=None, width=64) | change
+    rows, weights = jnp.ones((8, options["width"]), options["dtype"]), jnp.ones((2, 64, options["width"]))
+    assert re.search(reason, refuses(rows, weights, "EOI", options["out_dtype"], options["device"]))
+
+
+def test_a_name_never_falls_back():
+    with pytest.raises(ValueError, match=r"mosaic_gpu is for NVIDIA's Hopper .* Pass implementation=None"):
+        ops.grouped_matmul(jnp.ones((8, 64)), jnp.ones((2, 64, 64)), jnp.array([4, 4]), implementation="mosaic_gpu")
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_on_a_gpu_the_kernels_equal_a_loop(dtype):
+    rows, weights, d_out = arrays(M, I, O, 4, dtype)
+    for counts in COUNTS.values():
+        got = jax.jit(both)(rows, weights, jnp.array(counts), d_out)
+        close(got, loop(rows, weights, counts, d_out), 4 * float(jnp.finfo(dtype).eps))

@@ -1,0 +1,247 @@
+"""Every axis of a mesh alone and mixed, for four kinds of models on eight devices: the loss and gradients of one device,
+the bytes that a device holds, and which collectives the compiled program has."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import nn, ops, sharding, training
+from maxlib.models import deepseek, gemma2, llama, mixtral
+from maxlib.plan.hlo import Costs, read_costs
+from tests.training.tiny import QUICKLY
+
+SIZE = {"vocab": 64, "dim": 32, "num_heads": 8}
+GROUPED = SIZE | {"num_kv_heads": 4, "head_dim": 8, "rope": ops.Rope(8)}
+
+
+def dense(num_layers: int):
+    return llama.Llama(llama.Config(**GROUPED, num_layers=num_layers, mlp_dim=64), rngs=nnx.Rngs(0))
+
+
+def experts(num_layers: int):
+    cfg = mixtral.Config(**GROUPED, num_layers=num_layers, expert_dim=16, num_experts=8, top_k=2)
+    return mixtral.Mixtral(cfg, rngs=nnx.Rngs(0))
+
+
+def latent(num_layers: int):
+    """Latent attention; a dense layer, then experts beside a shared one."""
+    ranks = {"q_rank": 16, "kv_rank": 16, "nope_dim": 8, "v_dim": 8, "rope": ops.Rope(4)}
+    sizes = {"num_layers": num_layers + 1, "num_dense": 1, "mlp_dim": 64, "expert_dim": 16}
+    routing = {"num_experts": 8, "num_shared": 1, "top_k": 2, "renormalize": True}
+    return deepseek.DeepSeek(deepseek.Config(version=3, **SIZE, **ranks, **sizes, **routing), rngs=nnx.Rngs(0))
+
+
+def sliding(num_layers: int):
+    """Every other layer sees nine tokens only."""
+    cfg = gemma2.Config(**GROUPED, num_layers=2 * num_layers, mlp_dim=64, window=9)
+    return gemma2.Gemma2(cfg, rngs=nnx.Rngs(0))
+
+
+MODELS = {"dense": dense, "experts": experts, "latent": latent, "sliding": sliding}
+RULES = {
+    "data": sharding.DP,
+    "fsdp": sharding.FSDP,
+    "tensor": sharding.TP,
+    "sequence": sharding.SP,
+    "expert": sharding.EP,
+    "gather": sharding.CP_GATHER,
+    "ring": sharding.CP_RING,
+    "heads": sharding.CP_HEADS,
+    "stage": {"layers": sharding.Pipeline("stage", microbatches=2)},
+}
+
+
+# What may talk over which axis; all-reduces sum gradients and the parts of products everywhere.
+MAY = {
+    "data": set(),
+    "fsdp": {"all-gather", "all-to-all"},  # weights; rows for width at the embedding and the head
+    "tensor": {"all-to-all"},
+    "sequence": {"all-gather"},
+    "expert": {"all-gather", "all-to-all"},
+    "gather": {"all-gather", "collective-permute", "all-to-all"},  # and the balanced order
+    "ring": {"all-gather", "collective-permute", "all-to-all"},
+    "heads": {"all-gather", "collective-permute", "all-to-all"},
+    "stage": {"collective-permute"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A mesh, and the kinds of parallelism on it."""
+
+    name: str
+    degrees: tuple[tuple[str, int], ...]
+    kinds: tuple[str, ...]
+
+    @property
+    def mesh(self) -> Any:
+        degrees = dict(self.degrees)
+        return sharding.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
+
+    @property
+    def devices(self) -> int:
+        return math.prod(dict(self.degrees).values())
+
+    @property
+    def ways(self) -> int:
+        """Into how many parts matrices are cut."""
+        return math.prod(degree for axis, degree in self.degrees if axis not in ("data", "context"))
+
+    @property
+    def may_talk(self) -> set[tuple[str, str]]:
+        """Kinds of collectives, and the mesh axis over which they may go."""
+        axis = {"gather": "context", "ring": "context", "heads": "context", "sequence": "tensor"}
+        pairs = {(found, axis.get(kind, kind)) for kind in self.kinds for found in MAY[kind]}
+        return pairs | {(found, "fsdp") for found in MAY["fsdp"] if "expert" in self.kinds}  # which takes both
+
+    @property
+    def num_layers(self) -> int:
+        return 4 if dict(self.degrees).get("stage", 1) == 4 else 2
+
+    @property
+    def rules(self) -> sharding.Rules:
+        """All tables together; where two name the same axis, it takes the mesh axes of both."""
+        joined: dict[str, Any] = {}
+        for kind in self.kinds:
+            joined |= RULES[kind]
+        return joined
+
+
+def case(*kinds: str, **degrees: int) -> Case:
+    return Case("+".join(kinds), tuple(degrees.items()), kinds)
+
+
+ALONE = [
+    case("data", data=8),
+    case("fsdp", fsdp=8),
+    case("data", "tensor", tensor=4),
+    case("data", "tensor", "sequence", tensor=4),
+    case("expert", expert=8),
+    case("data", "gather", context=4),
+    case("data", "ring", context=4),
+    case("data", "heads", context=4),
+    case("data", "stage", stage=4),
+]
+# Every pair of axes meets in one of the first six.
+MIXED = [
+    case("fsdp", "tensor", "ring", fsdp=2, tensor=2, context=2),
+    case("tensor", "expert", fsdp=2, tensor=2, expert=2),
+    case("fsdp", "stage", data=2, fsdp=2, stage=2),
+    case("tensor", "sequence", "stage", data=2, tensor=2, stage=2),
+    case("expert", "gather", "stage", expert=2, context=2, stage=2),
+    case("expert", "heads", data=2, expert=2, context=2),
+    case("fsdp", "ring", "stage", fsdp=2, context=2, stage=2),
+    case("tensor", "expert", "stage", tensor=2, expert=2, stage=2),
+    case("tensor", "heads", data=2, tensor=2, context=2),
+]
+CASES = MIXED + ALONE
+
+
+def batch() -> dict[str, Any]:
+    """Packed documents, one of them longer than any window, and padding."""
+    tokens = np.random.RandomState(0).randint(0, 64, (16, 32)).astype(np.int32)
+    segments = np.array([[1] * 21 + [2] * 11, [1] * 5 + [2] * 7 + [3] * 17 + [0] * 3], np.int32).repeat(8, axis=0)
+    targets = np.where(segments > 0, np.roll(tokens, -1, axis=1), -1)
+    return {"tokens": tokens, "targets": targets, "segment_ids": segments}
+
+
+def loss_and_gradients(params, rest, data):
+    loss = lambda params: training.next_token_loss(nn.combine(params, rest), data, dtype=jnp.float32)[0]
+    return jax.value_and_grad(loss)(params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a program gave, and what it is. Sizes are bytes on one device; matrices: those of the layers."""
+
+    loss: Any
+    gradients: dict[str, Any]
+    parameters: int
+    matrices: int
+    temporaries: int
+    costs: Costs
+
+    @property
+    def collectives(self) -> dict[str, list[int]]:
+        """How many are written, and the bytes they move, by kind and mesh axes; those of a device with itself are none."""
+        found = (one for one in self.costs.collectives if one.axes)
+        return {" ".join((one.kind, *one.axes)): [one.written, int(one.bytes)] for one in found}
+
+
+def compiled(model: Any, mesh: Any) -> Run:
+    params, rest = nn.partition(model)
+    places = (None, jax.tree.map(lambda x: x.sharding, params))
+    run = jax.jit(loss_and_gradients, out_shardings=places).lower(params, rest, batch())
+    program = run.compile(compiler_options=QUICKLY)
+    loss, gradients = jax.device_get(program(params, rest, batch()))
+    names = nn.axes(rest)
+    held = {path: x.addressable_shards[0].data.nbytes for path, x in params.items()}
+    matrices = sum(size for path, size in held.items() if ".body." in path and len(names[path]) > 1)
+    sizes: Any = program.memory_analysis()
+    costs = read_costs(program.as_text(), mesh)
+    return Run(loss, gradients, sum(held.values()), matrices, sizes.temp_size_in_bytes, costs)
+
+
+@functools.cache
+def alone(name: str, num_layers: int) -> tuple[Any, Run]:
+    model = jax.jit(MODELS[name], static_argnums=0)(num_layers)
+    return model, compiled(model, {"data": 1})
+
+
+def spread(name: str, one: Case) -> Run:
+    model, mesh = alone(name, one.num_layers)[0], one.mesh
+    with sharding.use(mesh, one.rules):
+        return compiled(jax.device_put(model, sharding.shardings(model, mesh, one.rules)), dict(mesh.shape))
+
+
+def errors(got: Run, want: Run) -> dict[str, float]:
+    """By how much the loss and each gradient differ, as a part of their largest value."""
+    pairs = {"loss": (got.loss, want.loss)} | {path: (got.gradients[path], g) for path, g in want.gradients.items()}
+    return {path: float(np.abs(a - b).max() / np.abs(b).max()) for path, (a, b) in pairs.items()}
+
+
+COUNTS = Path(__file__).with_suffix(".jsonl").with_stem("collectives")
+DEFAULT = ("dense fsdp+tensor+ring", "experts expert+heads", "latent tensor+expert", "sliding expert+gather+stage")
+
+
+def cases() -> Iterator[Any]:
+    for name, one in itertools.product(MODELS, CASES):
+        marks = () if f"{name} {one.name}" in DEFAULT else pytest.mark.full
+        yield pytest.param(name, one, id=f"{name} {one.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "one"), cases())
+def test_a_mesh_is_one_device_spread(name, one):
+    want, got = alone(name, one.num_layers)[1], spread(name, one)
+    wrong = {path: error for path, error in errors(got, want).items() if error > 1e-5}
+    assert not wrong
+    # Of several axes one may leave small matrices whole: those that make or read a latent, a router's.
+    assert want.matrices / got.matrices > 0.8 * one.ways
+    assert want.temporaries / got.temporaries > 0.5 * one.devices
+    check_collectives(got, one, counted()[f"{name} {one.name}"])
+
+
+def check_collectives(got: Run, one: Case, counts: dict[str, list[int]]) -> None:
+    """Only those that this kind of parallelism needs, no more of them and no more bytes than when they were looked at."""
+    kinds = {(words[0], axis) for key in got.collectives for words in [key.split()] for axis in words[1:]}
+    assert {pair for pair in kinds if pair[0] not in ("all-reduce", "reduce-scatter")} <= one.may_talk
+    assert got.collectives.keys() <= counts.keys()
+    for key, (written, size) in got.collectives.items():
+        assert written <= counts[key][0] and size <= 1.05 * counts[key][1], key
+
+
+@functools.cache
+def counted() -> dict[str, dict[str, list[int]]]:
+    rows = map(json.loads, COUNTS.read_text().splitlines())
+    return {row["case"]: row["collectives"] for row in rows}
