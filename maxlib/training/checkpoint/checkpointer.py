@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import jax
 from etils import epath
 
 from maxlib import sharding
