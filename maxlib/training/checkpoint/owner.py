@@ -19,6 +19,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from maxlib import sharding
 from maxlib.training.checkpoint.errors import InUseError
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,9 @@ class Claim:
     def __init__(self, directory: epath.Path):
         self._file = directory / FILE
         first = jax.process_index() == 0
-        _agree(self._take() if first else None, directory)
+        with sharding.first_process_first(f"whose {directory} is"):  # it may wait longer than a collective does
+            error = self._take() if first else None
+        _agree(error, directory)
         _check_same(self._file)
         if first:
             self.release = weakref.finalize(self, _release, self._file)  # at the latest when the process ends
