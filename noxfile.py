@@ -45,9 +45,17 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def tests_full(session: nox.Session) -> None:
-    """Every test: also the full products and what takes minutes."""
+    """Every test: also the full products and what takes minutes, and checkpoints on a bucket that an emulator plays."""
     install_for_tests(session)
+    session.install("gcsfs", "gcp-storage-emulator")
     session.run("pytest", "-m", "", *PARALLEL, *session.posargs)
+
+
+@nox.session
+def kill(session: nox.Session) -> None:
+    """A training killed 200 times, at every kind of moment, against one that nobody touched; `-- --times 20` for fewer."""
+    session.install("-e", ".[tests]")
+    session.run("python", "-m", "tests.training.kill", *session.posargs)
 
 
 @nox.session

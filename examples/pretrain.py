@@ -110,7 +110,7 @@ def unigram(documents) -> float:
 def finish(tokenizer: Tokenizer, entropy: float, args) -> None:
     export, sample = args.out / "model", []
     data.save_tokenizer(tokenizer, export, bos_token=BOS, eos_token=EOS)
-    generate = functools.partial(inference.stream_text, max_new_tokens=80, stop=[tokenizer.token_to_id(EOS)])
+    generate = functools.partial(inference.stream_text, max_new_tokens=80, stop=[tokenizer.get_vocab()[EOS]])
     print(f"\nA sample: {PROMPT}", end="")
     generator = inference.Generator(maxlib.from_pretrained(export), dtype=args.dtype)
     sampler = inference.Sampler(temperature=0.8, top_p=0.95)

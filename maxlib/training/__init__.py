@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from maxlib.training.checkpoint import Checkpointer as Checkpointer
     from maxlib.training.deadlines import deadline as deadline
     from maxlib.training.evaluation import evaluate as evaluate
+    from maxlib.training.export import Export as Export
+    from maxlib.training.export import HuggingFaceExport as HuggingFaceExport
+    from maxlib.training.export import ParameterExport as ParameterExport
     from maxlib.training.flops import forward_flops as forward_flops
     from maxlib.training.flops import peak_flops as peak_flops
     from maxlib.training.flops import training_flops as training_flops
@@ -56,6 +59,7 @@ _MODULES = {
     "checkpoint": ("Checkpointer",),
     "deadlines": ("deadline",),
     "evaluation": ("evaluate",),
+    "export": ("Export", "HuggingFaceExport", "ParameterExport"),
     "flops": ("forward_flops", "peak_flops", "training_flops"),
     "interrupt": ("Interrupted",),
     "losses": ("Stats", "next_token_loss"),

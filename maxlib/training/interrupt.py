@@ -35,11 +35,17 @@ class Interrupt:
         finally:
             self.waiting = False
 
+    def check(self) -> None:
+        """Raises Interrupted after a signal, in the middle of what may be cut short; several processes stop between steps only."""
+        if self.signal is not None and jax.process_count() == 1:
+            raise self.stop()
+
     def stop(self) -> Interrupted:
         return Interrupted(128 + int(self.signal or 0))
 
     def _handle(self, number: int, frame) -> None:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
         if jax.process_count() > 1:  # others may be a step ahead: jax finds one after which all of them stop
             signal.raise_signal(signal.SIGTERM)
             return
@@ -50,7 +56,7 @@ class Interrupt:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupt]:
-    """Catches SIGINT and SIGTERM inside; a second signal acts as it always does.
+    """Catches SIGINT and SIGTERM inside. A second Ctrl-C acts at once; schedulers send SIGTERM to all they know, so again is as once.
 
     Does nothing outside the main thread. With several processes both go to jax, which tells all of them to stop after the
     same step.

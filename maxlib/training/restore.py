@@ -24,7 +24,7 @@ class Origin:
 
 def initial_state(
     state: TrainState,
-    checkpointer: checkpoint.Checkpointer | None,
+    checkpointer: checkpoint.Checkpointer | checkpoint.Tiers | None,
     resume_from: str | Path | None,
     params_from: str | Path | None,
     *,
@@ -47,21 +47,28 @@ def initial_state(
     return state, Origin(f"a fresh start, {nn.num_parameters(state.trainable):,} trained parameters")
 
 
-def save(checkpointer: checkpoint.Checkpointer, state: TrainState, step: int, data_state: Any) -> None:
+def save(
+    checkpointer: checkpoint.Checkpointer | checkpoint.Tiers,
+    state: TrainState,
+    step: int,
+    data_state: Any,
+    metrics: dict[str, float],
+) -> None:
     """Starts to save everything that `initial_state` restores."""
     checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
     meta = {"key": jax.random.key_data(state.key).tolist(), "model": repr(getattr(state.rest, "cfg", None))}
-    checkpointer.save(step, _items(state), data=data_state, meta=meta)
+    checkpointer.save(step, items_of(state), data=data_state, meta=meta, metrics=metrics)
 
 
-def _items(state: TrainState) -> dict[str, Any]:
+def items_of(state: TrainState) -> dict[str, Any]:
+    """What a checkpoint of `state` consists of."""
     frozen = {path: v.get_value() for path, v in nn.variables(state.rest).items() if path not in state.trainable}
     return {"params": state.trainable, "opt": state.opt_state, "rest": frozen}
 
 
 def _make_room(state: TrainState) -> dict[str, Any]:
     """What to restore and where to, while the memory of what is replaced is free again."""
-    items = _items(state)
+    items = items_of(state)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), items)
     jax.tree.map(lambda x: x.delete(), items)
     return like

@@ -14,18 +14,20 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from maxlib import nn, sharding
-from maxlib.training import checkpoint, flops
-from maxlib.training.checkpoint import Checkpointer
+from maxlib.training import flops
+from maxlib.training.checkpoint import Checkpointer, Tiers
 from maxlib.training.deadlines import deadline
 from maxlib.training.diagnostics.clock import Clock
 from maxlib.training.diagnostics.memory import memory_use
 from maxlib.training.evaluation import evaluate
+from maxlib.training.export import Export
 from maxlib.training.interrupt import Interrupt, Interrupted, interrupts
 from maxlib.training.losses import Batch, next_token_loss
 from maxlib.training.metrics import Console, Jsonl, Meter, Writers, reported
 from maxlib.training.pipelining import Gradients
 from maxlib.training.placement import host_rows, own_model, place_batch
-from maxlib.training.restore import Origin, initial_state, save
+from maxlib.training.restore import Origin, initial_state
+from maxlib.training.saving import Saving
 from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, make_train_step
 
 
@@ -52,7 +54,8 @@ class Trainer:
     loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` and `goodput.jsonl` go. mesh, rules:
     how everything is sharded (default rules: `sharding.FSDP_TP`). gradients: what finds the gradient in place of autodiff of `loss`,
     such as `one_f_one_b`; `loss` is then that of evaluation. filter: what is trained. schedule: only reported.
-    eval_loader: read from its start to its end every `eval_every` steps and at the end. callbacks: pairs `(n, f)`; `f(trainer)`
+    eval_loader: read from its start to its end every `eval_every` steps and at the end. exports: such as `HuggingFaceExport`; also made
+    at the end, and at the start where the run before was killed in one. callbacks: pairs `(n, f)`; `f(trainer)`
     runs after every `n` steps, and its time counts as training only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
     ends the process and says what it waited for.
 
@@ -76,7 +79,8 @@ class Trainer:
         schedule: optax.Schedule | None = None,
         eval_loader: Loader | None = None,
         eval_every: int = 0,
-        checkpointer: Checkpointer | None = None,
+        checkpointer: Checkpointer | Tiers | None = None,
+        exports: Sequence[Export] = (),
         callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]]] = (),
         timeout: float = 1800.0,
     ):
@@ -89,13 +93,15 @@ class Trainer:
         self.mesh, self.rules, self.timeout = mesh, rules, timeout
         self.loader, self.eval_loader, self.eval_every = loader, eval_loader, eval_every
         self.loss, self.checkpointer, self.callbacks = loss, checkpointer, list(callbacks)
+        self._saving = Saving(checkpointer, exports, clock=self.clock, timeout=timeout, say=self.say)
+        self._interrupt = Interrupt()
         self.console = Console()
         self.writers = Writers([self.console] if jax.process_index() == 0 else [], say=self.say)
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
         with self.sharded(), deadline(timeout, "the model's parameters and moments"):
             self.state = jax.block_until_ready(make_state(own_model(model, mesh, rules), optimizer, filter=filter))
-        self.step, self.batch = 0, None
+        self.step, self.batch, self._batch_before = 0, None, None
         options = {"accumulate": accumulate, "schedule": schedule, "gradients": gradients}
         self.train_step = jit_step(make_train_step(loss, optimizer, **options))
         self._eval_step = jax.jit(make_eval_step(loss))
@@ -137,15 +143,17 @@ class Trainer:
         if self._origin is None:
             self.restore()
         self._meter.peak = flops.peak_flops()
-        with self._running(steps) as interrupt:
+        with self._running(steps):
             try:
-                self._loop(steps, interrupt)
+                self._saving.export(self.step, self.state, missing=True)
+                self._loop(steps)
+                if self.eval_loader is not None and self._evaluated != self.step:
+                    self.evaluate()
             except Interrupted:
-                self._save_at_end()
+                self._save_at_end(hurry=True)
                 self.say(f"stopped on request after step {self.step} of {steps}; the same command goes on from there")
                 raise
-            if self.eval_loader is not None and self._evaluated != self.step:
-                self.evaluate()
+            self._saving.export(self.step, self.state, last=True)
             self._save_at_end()
         return self._last
 
@@ -156,27 +164,21 @@ class Trainer:
         self._flush()
         loader = self.eval_loader
         loader.reset()
-        read = iter(lambda: self._next(loader, "evaluation"), None)
-        batches = (place_batch(batch, self.mesh, self.rules) for batch in read)
         with self.clock.span("evaluation"), self.sharded():
-            values = evaluate(self._eval_step, self.state, batches)
+            values = evaluate(self._eval_step, self.state, self._batches(loader))
         values = {f"eval/{name}": value for name, value in values.items()}
         self._evaluated, self._last = self.step, self._last | values
         self.writers.write(self.step, values)
         self._write_counts()
         return values
 
-    def save(self) -> None:
-        """Starts to save everything. A save that fails is reported, and training goes on."""
+    def save(self, *, hurry: bool = False) -> None:
+        """Starts to save everything. A save that fails is reported, and training goes on. hurry: wait for no export."""
         if self.checkpointer is None:
             raise ValueError("this trainer has no checkpointer; give it one, checkpointer=Checkpointer(directory)")
         self._flush()  # a state that is not finite raises here, before it is saved
         self._write_counts()
-        try:
-            with self.clock.span("save"), deadline(self.timeout, f"the checkpoint of step {self.step} to be taken"):
-                save(self.checkpointer, self.state, self.step, self.loader.get_state())
-        except checkpoint.SaveError as error:  # of this save, or of the one before
-            self.say(f"NOT SAVED: {error} Training goes on.")
+        self._saving.start(self.step, self.state, self.loader.get_state(), self._last, hurry=hurry)
 
     def say(self, text: str) -> None:
         """A line on the terminal of the first process."""
@@ -188,39 +190,47 @@ class Trainer:
         return contextlib.nullcontext() if self.mesh is None else sharding.use(self.mesh, self.rules)
 
     @contextlib.contextmanager
-    def _running(self, steps: int) -> Iterator[Interrupt]:
+    def _running(self, steps: int) -> Iterator[None]:
         if jax.process_index() == 0:
             self.console.start(self.step, steps)
         try:
-            with interrupts() as interrupt:
-                yield interrupt
+            with interrupts() as self._interrupt:
+                yield
         finally:
             self.writers.close()
-            self._settle()
+            self._saving.wait()
             self.clock.close()
 
-    def _loop(self, steps: int, interrupt: Interrupt) -> None:
+    def _loop(self, steps: int) -> None:
         while self.step < steps:
             with self.clock.step(self.step + 1):
                 begin = time.perf_counter()
-                with self.clock.span("data"), interrupt.while_waiting():
-                    batch = self._next(self.loader, "training")
+                batch = self._wait_for_batch()
                 if batch is None:
                     self.say(f"the data ended after step {self.step}, before step {steps}")
                     break
                 counts = reported(self.loader) if jax.process_count() == 1 else {}
                 self._advance(batch, data_seconds=time.perf_counter() - begin, **counts)
                 self._in_between()
-                if interrupt.asked(self.step):
-                    raise interrupt.stop()
+                if self._interrupt.asked(self.step):
+                    raise self._interrupt.stop()
         with self.clock.step(self.step):
             self._flush()
+
+    def _wait_for_batch(self) -> Batch | None:
+        position = self.loader.get_state()
+        try:
+            with self.clock.span("data"), self._interrupt.while_waiting():
+                return self._next(self.loader, "training")
+        except Interrupted:
+            self.loader.set_state(position)  # a batch may have been handed out and not have come here
+            raise
 
     def _advance(self, batch: Batch, **here: float) -> None:
         """Starts one more step, and reports the one before it."""
         with deadline(self.timeout, f"step {self.step + 1} to be compiled and started, the one before to end"):
             with self.sharded(), self.clock.span(None if self._counted else "compile"):
-                self.batch = place_batch(batch, self.mesh, self.rules)
+                self._batch_before, self.batch = self.batch, place_batch(batch, self.mesh, self.rules)
                 self.state, metrics = self.train_step(self.state, self.batch)
             self.step += 1
             if not self._counted:  # while the first step runs
@@ -249,12 +259,18 @@ class Trainer:
                     callback(self)
         if self.eval_loader is not None and due(self.eval_every):
             self.evaluate()
+        self._saving.export(self.step, self.state)
         if self.checkpointer is not None and self.checkpointer.should_save(self.step):
             self.save()
 
     def _next(self, loader: Loader, what: str) -> Batch | None:
         with deadline(self.timeout, f"a batch of {what} data"):
             return next(loader, None)
+
+    def _batches(self, loader: Loader) -> Iterator[Batch]:
+        while (batch := self._next(loader, "evaluation")) is not None:
+            self._interrupt.check()
+            yield place_batch(batch, self.mesh, self.rules)
 
     def _flush(self) -> None:
         """Waits for the steps under way and reports them."""
@@ -268,39 +284,17 @@ class Trainer:
             self.writers.write(step, values)
             self._last = values
             if not finite:
+                batch = self.batch if step == self.step else self._batch_before
                 raise Diverged(
                     f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. Training has stopped and this "
-                    f"state is not saved. {self._last_good()}. Try a lower learning rate, a longer warm-up, clipping, "
-                    f"or look at the data of this step"
+                    f"state is not saved. {self._saving.last_good()}. {self._saving.cause(step, self.state, batch, self.loss)} "
+                    f"Try a lower learning rate, a longer warm-up, clipping, or look at the data of this step"
                 )
 
-    def _save_at_end(self) -> None:
-        if self.checkpointer is None:
-            return
-        self.save()
-        with self.clock.span("save"), deadline(self.timeout, "the last checkpoint to be written"):
-            self.checkpointer.wait()
-
-    def _settle(self) -> None:
-        """Lets a save that still runs come to its end, whatever ended the training."""
-        if self.checkpointer is None:
-            return
-        try:
-            with self.clock.span("save"), deadline(self.timeout, "the last checkpoint to be written"):
-                self.checkpointer.wait()
-        except checkpoint.SaveError as error:
-            self.say(f"NOT SAVED: {error}")
-
-    def _last_good(self) -> str:
-        if self.checkpointer is None:
-            return "There is no checkpoint, as this trainer has no checkpointer"
-        self._settle()
-        latest = self.checkpointer.latest()
-        return (
-            "There is no good checkpoint yet"
-            if latest is None
-            else f"The last good checkpoint is that of step {latest}"
-        )
+    def _save_at_end(self, *, hurry: bool = False) -> None:
+        if self.checkpointer is not None:
+            self.save(hurry=hurry)
+            self._saving.wait()
 
     def _count_flops(self, batch: Batch) -> None:
         """What a step costs, by this host's rows of its first batch."""

@@ -145,7 +145,7 @@ def test_export_is_bit_exact(name, tmp_path):
         ("dynamic", {"factor": 4.0}),
         ("llama3", {"factor": 4.0}),
         ("llama3", {"high_freq_factor": 2.0}),
-        ("yarn", {"beta_fast": 2.0}),
+        ("yarn", {"factor": 8.0}),
         ("longrope", {"long_factor": [2.0, 3.0, 8.0, 5.0]}),
     ],
     ids=str,

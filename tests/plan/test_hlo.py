@@ -105,6 +105,40 @@ def test_unrolled_loops_step_further():
     assert read_costs(text, {"fsdp": 8}).flops == HEADS + 4 * BATCHED
 
 
+def test_groups_whose_devices_are_counted_in_another_order():
+    named = "replica_groups=mesh['axis_0'=1,'axis_1'=2,'axis_2'=2,'axis_3'=2], device_ids=([2,2,2]T(1,0,2)) {'axis_2'}"
+    text = TPU.replace("replica_groups=[4,2]<=[2,4]T(1,0)", named).replace("{{0,4},{1,5},{4,0},{5,1}}", "{{0,0},{4,4}}")
+    found = {one.kind: one.axes for one in read_costs(text, {"fsdp": 2, "context": 2, "tensor": 2}).collectives}
+    assert found["all-to-all"] == ("fsdp",) and found["collective-permute"] == ()
+
+
+BRANCHES = """
+HloModule jit_step
+
+%usual (a: f32[8,8]) -> f32[8,8] {
+  %a = f32[8,8]{1,0} parameter(0)
+  ROOT %few = f32[8,8]{1,0} all-to-all(%a), replica_groups={{0,1}}, dimensions={0}
+}
+
+%worst (b: f32[8,8]) -> f32[8,8] {
+  %b = f32[8,8]{1,0} parameter(0)
+  %more = f32[8,8]{1,0} all-to-all(%b), replica_groups={{0,1}}, dimensions={0}
+  ROOT %most = f32[8,8]{1,0} all-to-all(%more), replica_groups={{0,1}}, dimensions={0}
+}
+
+ENTRY %main (p: f32[8,8], q: pred[]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  %q = pred[] parameter(1)
+  ROOT %made = f32[8,8]{1,0} conditional(%q, %p, %p), true_computation=%worst, false_computation=%usual
+}
+"""
+
+
+def test_of_branches_the_cheapest_counts():
+    (one,) = read_costs(BRANCHES, {"expert": 2}).collectives
+    assert (one.written, one.runs, one.bytes) == (1, 1, 8 * 8 * 4)
+
+
 def test_text_without_a_program():
     with pytest.raises(ValueError, match="no ENTRY"):
         read_costs("HloModule empty", {"fsdp": 1})

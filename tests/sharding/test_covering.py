@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from maxlib import nn, ops, sharding, training
@@ -144,6 +145,7 @@ MIXED = [
     case("tensor", "expert", "stage", tensor=2, expert=2, stage=2),
     case("tensor", "heads", data=2, tensor=2, context=2),
 ]
+CASES = MIXED + ALONE
 
 
 def batch() -> dict[str, Any]:
@@ -214,7 +216,7 @@ DEFAULT = ("dense fsdp+tensor+ring", "experts expert+heads", "latent tensor+expe
 
 
 def cases() -> Iterator[Any]:
-    for name, one in itertools.product(MODELS, MIXED + ALONE):
+    for name, one in itertools.product(MODELS, CASES):
         marks = () if f"{name} {one.name}" in DEFAULT else pytest.mark.full
         yield pytest.param(name, one, id=f"{name} {one.name}", marks=marks)
 

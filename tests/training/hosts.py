@@ -1,32 +1,112 @@
-"""One of two hosts, each with two devices: `python -m tests.training.hosts PORT HOST DIRECTORY save|restore`."""
+"""One of two hosts, each with two devices: `python -m tests.training.hosts PORT HOST DIRECTORY WHAT`."""
 
+import faulthandler
+import os
+import signal
 import sys
+from collections import Counter
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlib.training.checkpoint import Checkpointer
+from maxlib import sharding, training
+from maxlib.training.checkpoint import Checkpointer, InUseError, storage
+from tests.training import tiny
 
 VALUES = np.random.default_rng(0).normal(size=(8, 600)).astype(np.float32)
+COPIES = {
+    "w": VALUES,
+    "zeros": np.array([0.0, -0.0, np.nan, np.inf], np.float32),
+    "bf16": np.array([-0.0, 1.5], ml_dtypes.bfloat16),
+    "int8": np.array([-128, 127], np.int8),
+    "bool": np.array([True, False]),
+    "step": np.array(7, np.int32),
+}
 
 
 def main(port: str, host: int, directory: str, what: str) -> None:
+    faulthandler.dump_traceback_later(150, exit=True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=host)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    place = NamedSharding(mesh, P("data") if what == "save" else P())
-    w = jax.make_array_from_callback(VALUES.shape, place, lambda index: VALUES[index])
+    {"save": save, "restore": restore, "copies": copies, "sigterm": sigterm, "in_use": in_use}[what](host, directory)
+
+
+def place(values: np.ndarray, spec: P, *axes: tuple[str, int]) -> jax.Array:
+    names, sizes = zip(*axes, strict=True)
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+    return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
+
+
+def save(host: int, directory: str) -> None:
+    w = place(VALUES, P("data"), ("data", 4))
     with Checkpointer(directory) as ck:
-        if what == "save":
-            for step in (1, 2):
-                ck.save(step, {"params": {"w": w}}, data={str(host): {"n": "x" * (3 + 5 * host)}})
-        elif what == "restore":
-            got = ck.restore(like={"params": {"w": w}})
-            for shard in got["params"]["w"].addressable_shards:
-                np.testing.assert_array_equal(shard.data, VALUES[shard.index])
-            print(got["meta"]["step"], sorted(got["data"].items()))
+        for step in (1, 2):
+            ck.save(step, {"params": {"w": w}}, data={str(host): {"n": "x" * (3 + 5 * host)}})
+
+
+def restore(host: int, directory: str) -> None:
+    with Checkpointer(directory) as ck:
+        got = ck.restore(like={"params": {"w": place(VALUES, P(), ("data", 4))}})
+    check(got["params"], {"w": VALUES})
+    print(got["meta"]["step"], sorted(got["data"].items()))
+
+
+def copies(host: int, directory: str) -> None:
+    """Arrays that both hosts hold are read by one of them."""
+    spec = lambda x: P("shard") if x.ndim == 2 else P()
+    items = {name: place(x, spec(x), ("replica", 2), ("shard", 2)) for name, x in COPIES.items()}
+    items["own"] = place(VALUES, P("replica"), ("replica", 2), ("shard", 2))  # each host has half of it
+    reads = Counter()
+
+    def counted(read):
+        return lambda directory, item, abstract: reads.update(list(abstract)) or read(directory, item, abstract)
+
+    with Checkpointer(directory, seconds=3600) as ck:
+        assert not ck.should_save(1)  # the hosts agree
+        for step in () if ck.steps() else (1, 2):
+            ck.save(step, {"params": items})
+        ck.wait()
+        storage._read, storage.read_here = counted(storage._read), counted(storage.read_here)
+        got = ck.restore(like={"params": items})
+        ck.save(9, {"params": items})  # the hosts are in step with each other
+    check(got["params"], COPIES | {"own": VALUES})
+    assert got["params"]["w"].sharding == items["w"].sharding
+    print(got["meta"]["step"], dict(sorted(reads.items())))
+
+
+def check(got: dict, wanted: dict) -> None:
+    for name, array in got.items():
+        for shard in array.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == wanted[name][shard.index].tobytes(), name
+
+
+def sigterm(host: int, directory: str) -> None:
+    """One host of two is told to go; both stop after the same step, which is saved."""
+    tell = lambda trainer: os.kill(os.getpid(), signal.SIGTERM) if host == 1 and trainer.step == 3 else None
+    trainer = training.Trainer(
+        tiny.model,
+        optimizer=training.adamw(1e-2, mask=None),
+        loader=tiny.Loader(rows=4),
+        loss=tiny.loss,
+        mesh=sharding.make_mesh(data=4),
+        checkpointer=Checkpointer(directory),
+        callbacks=[(1, tell)],
+    )
+    try:
+        trainer.fit(500)
+    except training.Interrupted as stopped:
+        trainer.checkpointer.close()
+        print(stopped.code, trainer.step, trainer.checkpointer.steps())
+
+
+def in_use(host: int, directory: str) -> None:
+    try:
+        Checkpointer(directory)
+    except InUseError:
+        print("refused")
 
 
 if __name__ == "__main__":

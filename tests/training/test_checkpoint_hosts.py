@@ -1,6 +1,7 @@
-"""Two hosts write one checkpoint; any number reads it."""
+"""Two hosts write one checkpoint; any number reads it, and what they share is read once."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from maxlib.training import checkpoint
+from maxlib.training.checkpoint import Checkpointer
 from tests.training import hosts
 
 ROOT = Path(__file__).parents[2]
@@ -23,8 +25,12 @@ def both(directory: Path, what: str) -> list[str]:
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, "env": environment}
     running = [subprocess.Popen([*command, host, directory, what], **pipes) for host in "01"]
-    said = [child.communicate(timeout=200) for child in running]
-    assert [child.returncode for child in running] == [0, 0], said
+    try:
+        said = [child.communicate(timeout=200) for child in running]
+    finally:
+        for child in running:
+            child.kill()
+    assert [child.returncode for child in running] == [0, 0], said[0][1][-3000:] + said[1][1][-3000:]
     return [(out.splitlines() or [""])[-1] for out, _ in said]
 
 
@@ -38,6 +44,33 @@ def test_two_hosts(tmp_path):
     assert both(tmp_path, "restore") == [f"2 {sorted(data.items())}"] * 2
 
     part = hosts.VALUES[:2].tobytes()  # the first device's
+    shutil.rmtree(tmp_path / "9")
     for file in (f for f in (tmp_path / "2" / "params").rglob("*") if f.is_file() and part in f.read_bytes()):
         file.write_bytes(file.read_bytes().replace(part, hosts.VALUES[2:4].tobytes()))
     assert both(tmp_path, "restore") == [f"1 {sorted(data.items())}"] * 2  # both see it and take the step before
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_what_hosts_share_is_read_by_one_and_sent_to_the_others(tmp_path):
+    counts = [dict.fromkeys([*hosts.COPIES, "own"], 1), {"own": 1}]
+    assert both(tmp_path, "copies") == [f"2 {dict(sorted(count.items()))}" for count in counts]
+    shutil.rmtree(tmp_path / "9")
+    for file in (f for f in (tmp_path / "2" / "params").rglob("*") if f.is_file() and f.stat().st_size > 1000):
+        file.write_bytes(file.read_bytes()[:900])  # only the host that reads can see it
+    assert [line.split()[0] for line in both(tmp_path, "copies")] == ["1", "1"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_sigterm_for_one_host_stops_all_after_the_same_step(tmp_path):
+    one, other = both(tmp_path, "sigterm")
+    code, step, steps = one.split(maxsplit=2)
+    assert one == other and code == "143" and steps == f"[{step}]" and int(step) >= 3
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_directory_in_use_is_refused_on_every_host(tmp_path):
+    with Checkpointer(tmp_path):
+        assert both(tmp_path, "in_use") == ["refused", "refused"]

@@ -152,8 +152,11 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(tmp_
     bad = [tiny.batch(seed=i)["tokens"][0, 0] for i in range(1, 6)][4]
     checkpointer = training.Checkpointer(tmp_path / "checkpoints", every=2)
     ours = trainer(loss=loss, directory=tmp_path, checkpointer=checkpointer)
-    with pytest.raises(training.Diverged, match=r"step 5: loss nan.*last good checkpoint is that of step 4"):
+    with pytest.raises(training.Diverged, match=r"step 5: loss nan.*last good checkpoint is that of step 4") as error:
         ours.fit(8)
+    assert "the parameters of step 4 and this step's batch: forward: the loss is nan, all layers' outputs" in str(
+        error.value
+    )
     assert checkpointer.steps() == [2, 4]
     assert training.read_jsonl(tmp_path / "metrics.jsonl")[-1]["loss"] is None
 
@@ -172,6 +175,19 @@ def test_a_save_that_fails_is_said_and_training_goes_on(tmp_path, capsys, monkey
     out = " ".join(capsys.readouterr().out.split())
     assert "NOT SAVED: No space left; step 2 is the last good one. Training goes on." in out
     assert checkpointer.steps() == [2, 6]
+
+
+def test_the_first_layer_that_is_not_finite_is_named(tmp_path):
+    def loss(model, batch, key):
+        params, rest = nn.partition(model)
+        up = "layers.body.0.mlp.up.w"
+        bad = jnp.where(batch["tokens"][0, 0] == third, jnp.inf, 1.0)
+        return tiny.loss(nn.combine(params | {up: params[up].at[1].multiply(bad)}, rest), batch)
+
+    third = tiny.batch(seed=3)["tokens"][0, 0]
+    ours = trainer(loss=loss, checkpointer=training.Checkpointer(tmp_path, every=1))
+    with pytest.raises(training.Diverged, match=r"(?s)step 3.*forward: first the output of layers.2.mlp"):
+        ours.fit(5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -198,6 +214,90 @@ def test_a_signal_while_waiting_for_data_does_not_wait_on(tmp_path):
     with pytest.raises(training.Interrupted):
         ours.fit(100)
     assert ours.checkpointer.steps() == [2]
+
+
+@pytest.mark.parametrize("handed_out", [False, True])
+def test_a_batch_that_a_signal_cuts_off_is_not_lost(tmp_path, handed_out):
+    class Cut(tiny.Loader):
+        def __next__(self):
+            batch = super().__next__() if handed_out else None
+            if self.next >= 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return batch or super().__next__()
+
+    ours = trainer(loader=Cut(), checkpointer=training.Checkpointer(tmp_path / "checkpoints"))
+    with pytest.raises(training.Interrupted):
+        ours.fit(100)
+    assert ours.checkpointer.steps() == [ours.step] and ours.loader.next == ours.step
+
+
+def test_sigterm_cuts_an_evaluation_short_and_again_is_as_once(tmp_path):
+    class Long(tiny.Loader):
+        def __next__(self):
+            if self.next == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert self.next < 4
+            return super().__next__()
+
+    ours = trainer(checkpointer=training.Checkpointer(tmp_path), eval_loader=Long(), eval_every=3)
+    with pytest.raises(training.Interrupted) as stopped:
+        ours.fit(100)
+    assert stopped.value.code == 128 + signal.SIGTERM and ours.checkpointer.steps() == [3]
+
+
+def test_exports_are_made_in_the_background_and_made_up_for(tmp_path, capsys):
+    rope = ops.Rope(12, max_length=64)
+    exports = lambda: [
+        training.HuggingFaceExport(tmp_path / "hf", every=2, keep=2),
+        training.ParameterExport(tmp_path / "params", every=3),
+    ]
+    make = lambda: training.Trainer(
+        lambda: tiny.llama(rope=rope),
+        optimizer=training.adamw(1e-3, mask=None),
+        loader=tiny.Loader(),
+        loss=tiny.loss,
+        checkpointer=training.Checkpointer(tmp_path / "checkpoints", every=2),
+        exports=exports(),
+    )
+    ours = make()
+    ours.fit(5)
+    assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["4", "5"]
+    assert checkpoint.load(tmp_path / "params", {"params": ours.state.trainable})["meta"]["step"] == 5
+    assert same(
+        nn.partition(weights.from_pretrained(tmp_path / "hf" / "5", dtype=jnp.float32))[0], ours.state.trainable
+    )
+    (tmp_path / "hf" / "5").rename(tmp_path / "hf" / ".5.old-1234")  # killed between two renames
+    (tmp_path / "hf" / ".6.part-1234").mkdir()
+    (tmp_path / "checkpoints" / "5").rename(tmp_path / "5")
+    (tmp_path / "hf" / "4").rename(tmp_path / "4")
+    again = make()
+    assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["5"]
+    again.fit(4)
+    assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["4", "5"]
+    assert "NOT SAVED" not in capsys.readouterr().out
+    params = trainer(model=lambda: tiny.llama(rope=rope), optimizer=training.adamw(1e-3, mask=None))
+    assert params.restore(params_from=tmp_path / "params").startswith("parameters from")
+    assert same(params.state.trainable, ours.state.trainable)
+
+
+def test_an_export_that_fails_is_said_and_training_goes_on(tmp_path, capsys):
+    ours = trainer(exports=[training.HuggingFaceExport(tmp_path / "hf", every=2)])  # of no family
+    ours.fit(3)
+    assert "NOT SAVED: Step 2 could not be exported" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_best_checkpoint_stays(tmp_path):
+    best = checkpoint.Best("eval/loss")
+    ours = trainer(
+        checkpointer=training.Checkpointer(tmp_path, every=1, keep=1, best=best),
+        eval_loader=tiny.Loader(1),
+        eval_every=1,
+    )
+    losses = {}
+    ours.callbacks.append((1, lambda trainer: losses.setdefault(trainer.step, trainer.evaluate()["eval/loss"])))
+    ours.fit(4)
+    assert ours.checkpointer.steps() == sorted({4, min(losses, key=losses.__getitem__)})
 
 
 def test_data_that_ends_is_said(capsys):

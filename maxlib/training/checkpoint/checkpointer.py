@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from etils import epath
 
 from maxlib import sharding
-from maxlib.training.checkpoint import manifest, records, restore, storage, trees
-from maxlib.training.checkpoint.errors import DamagedError, SaveError
+from maxlib.training.checkpoint import manifest, owner, policy, records, restore, storage, trees
+from maxlib.training.checkpoint.errors import DamagedError, SaveError, shorten
 from maxlib.training.checkpoint.relayout import Layouts
 
 _log = logging.getLogger(__name__)
@@ -17,24 +18,45 @@ _log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and restores the steps of one run in a directory of its own, asynchronously.
 
-    A step appears all at once or not at all, and the newest `keep` are kept. `should_save` says yes every `every` steps. `layouts`
-    are those of the model's stacks (`layouts(model)`): recorded with each step, and what a restored step is laid out to.
-    In a job of several hosts every host makes the same calls.
+    `directory` is a path or a URL such as "gs://bucket/run". A step appears all at once or not at all; then it is read again and compared
+    with its checksums (`verify`), and only after that older ones go. What stays: the newest `keep` (None: all), every step that
+    `keep_every` divides, the `best`. `should_save` says yes every `every` steps, and when `seconds` have passed since the last save.
+    `replace`: what was saved under a step's number goes, where otherwise steps of another history are an error.
+    `layouts` are those of the model's stacks (`layouts(model)`): recorded with each step, and what a restored step is laid out to.
+    In a job of several hosts every host makes the same calls, and all see the same directory.
 
     Raises:
       SaveError: the directory cannot be made or written.
+      InUseError: another run that still lives saves there.
     """
 
-    def __init__(self, directory: Any, *, keep: int = 3, every: int | None = None, layouts: Layouts | None = None):
-        if keep < 1 or (every is not None and every < 1):
-            raise ValueError(f"keep and every must be at least 1, got keep={keep} and every={every}.")
-        self.directory = epath.Path(directory).resolve()
-        self.every, self.layouts = every, layouts or {}
+    def __init__(
+        self,
+        directory: Any,
+        *,
+        every: int | None = None,
+        seconds: float | None = None,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        best: policy.Best | None = None,
+        verify: bool = True,
+        replace: bool = False,
+        layouts: Layouts | None = None,
+    ):
+        counts = {"every": every, "seconds": seconds, "keep": keep, "keep_every": keep_every, "best.n": best and best.n}
+        if wrong := {name: value for name, value in counts.items() if value is not None and not value > 0}:
+            raise ValueError(f"All of {', '.join(counts)} must be positive, got {wrong}.")
+        self.directory = storage.absolute(directory)
+        self.layouts = layouts or {}
+        self._when, self._keep = policy.When(every, seconds), policy.Keep(keep, keep_every, best)
+        self._verify, self._replace, self._metrics = verify, replace, {}
         try:
-            self._steps = storage.Steps(self.directory, keep)
+            self._owner = owner.Claim(self.directory)
+            self._steps = storage.Steps(self.directory)
         except OSError as error:
             raise SaveError(f"Checkpoints cannot be written to {self.directory}: {error}", step=0) from error
-        self._saving: int | None = None
+        self._thread = ThreadPoolExecutor(1, "maxlib-checkpoint")
+        self._saving: tuple[int, Future] | None = None
         self._own: set[int] = set()  # steps that this object saved or restored
         self._damaged: set[int] = set()
 
@@ -50,8 +72,8 @@ class Checkpointer:
             _log.error("%s", failed)  # and let the first error be seen
 
     def should_save(self, step: int) -> bool:
-        """Whether `step` is one of every `every`; never without it."""
-        return self.every is not None and step > 0 and step % self.every == 0
+        """Whether a save is due after `step`, by `every` or by `seconds`; never without them. All hosts get the same answer."""
+        return self._when.due(step)
 
     def save(
         self,
@@ -60,22 +82,27 @@ class Checkpointer:
         *,
         data: Mapping[str, Any] | None = None,
         meta: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Starts to save and returns once the arrays may be donated; waits for the save before, if that still runs.
 
         items: pytrees of arrays by name, such as `params`, `rest` and `opt`. data: one state of the data's iterator per virtual shard
-        of this host (`Loader.get_state()`), in JSON's types. meta: anything in JSON's types; `format`, `step` and `layouts` are added.
+        of this host (`Loader.get_state()`), in JSON's types. meta: anything in JSON's types; `format`, `step`, `layouts` and `metrics`
+        are added, by which `best` chooses.
         A step that this object has saved or restored already is left as it is.
 
         Raises:
           SaveError: the save before this one has failed; this one runs all the same. Or this one cannot even begin.
           ValueError: the directory has this step or a later one of another history.
+          InUseError: another run has taken the directory over.
         """
         failed = self._finish()
         if step in self._own:
             return _raise(failed)
+        self._owner.check()
         self._make_way(step)
         meta = {**(meta or {}), "format": manifest.FORMAT, "step": step, "layouts": self.layouts}
+        meta |= {} if metrics is None else {"metrics": dict(metrics)}
         texts = {"meta": _text("meta", meta), "data": _text("data", _of_all_hosts(dict(data or {})))}
         self._start(step, {item: trees.flatten(tree) for item, tree in items.items()}, texts)
         return _raise(failed)
@@ -94,13 +121,22 @@ class Checkpointer:
         if step is None:
             restored = restore.newest(self.directory, wanted, self._damaged)
         else:
-            restored = restore.read(self._path(step), wanted)
-        self._own.add(restored["meta"]["step"])
+            restored = self._read(step, wanted)
+        self.adopt(restored["meta"]["step"])
         return restored
+
+    def adopt(self, step: int) -> None:
+        """Takes `step`, if it is here, for one of this run, which need not be saved again."""
+        self._own |= {step} & set(self.steps())
+        self._when.saved(step)
 
     def steps(self) -> list[int]:
         """The complete steps, oldest first."""
         return storage.steps(self.directory)
+
+    def has(self, step: int) -> bool:
+        """Whether `step` is complete, or being saved."""
+        return step in self._own or step in self.steps()
 
     def latest(self) -> int | None:
         """The newest complete step whose records are whole and that has not been found damaged; None without one.
@@ -122,7 +158,9 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for the last save and ends. Raises SaveError if it has failed."""
         failed = self._finish()
+        self._thread.shutdown()
         self._steps.close()
+        self._owner.release()
         _raise(failed)
 
     def _start(self, step: int, items: dict[str, dict[str, Any]], texts: dict[str, str]) -> None:
@@ -131,21 +169,42 @@ class Checkpointer:
         stored = lambda item, n: manifest.is_stored(described[item][n])
         arrays = {item: {n: raw for n, raw in leaves.items() if stored(item, n)} for item, leaves in raws.items()}
         make = {name: lambda text=text: text for name, text in texts.items()}
+        self._when.saved(step)
         try:
             self._steps.save(step, arrays, {**make, "manifest": lambda: manifest.finish(described)})
         except Exception as error:  # of orbax, tensorstore or the system
             raise self._failed(step, error) from error
-        self._saving = step
+        self._saving = step, self._thread.submit(self._complete, step)
         self._own.add(step)
+
+    def _complete(self, step: int) -> list[str]:
+        """In the background: waits until `step` is on disk and reads it again; gives what is not as it was."""
+        self._steps.wait()
+        bad = restore.damaged_leaves(self.directory / str(step)) if self._verify else []
+        if jax.process_count() == 1 and not bad:
+            self._prune()
+        return bad
 
     def _finish(self) -> SaveError | None:
         """Waits for the save that runs, and gives what went wrong with it."""
-        step, self._saving = self._saving, None
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return None
+        step, completed = saving
         try:
-            self._steps.wait()
+            bad = completed.result()
         except Exception as error:  # of orbax, tensorstore or the system
-            return self._failed(-1 if step is None else step, error)
+            return self._failed(step, error)
+        if restore.anywhere(bad):
+            return self._refused(step, bad)
+        if jax.process_count() > 1:
+            self._prune()
         return None
+
+    def _refused(self, step: int, bad: list[str]) -> SaveError:
+        self._own.discard(step)
+        aside = self._steps.set_aside(step)
+        return self._failed(step, DamagedError(f"read again it is not what was saved, see {aside}:{shorten(bad)}"))
 
     def _failed(self, step: int, error: Exception) -> SaveError:
         self._own.discard(step)
@@ -156,6 +215,15 @@ class Checkpointer:
         failed.__cause__ = error
         return failed
 
+    def _prune(self) -> None:
+        """Deletes the steps that need not be kept; the damaged ones never count as kept."""
+        good = [step for step in self.steps() if step not in self._damaged]
+        for step in good:
+            if self._keep.best and step not in self._metrics:
+                self._metrics[step] = restore.metrics(self.directory / str(step))
+        keep = self._keep(good, self._metrics)
+        self._steps.delete([step for step in self.steps() if step < max(good) and step not in keep])
+
     def _wait_quietly(self) -> None:
         failed = self._finish()
         if failed:
@@ -163,7 +231,10 @@ class Checkpointer:
 
     def _make_way(self, step: int) -> None:
         """Sets damaged steps aside that stand where the run goes now. Good ones are never touched."""
-        ahead = [s for s in self.steps() if s >= step]
+        if self._replace and step in self.steps():
+            self._steps.delete([step])
+            self._steps.reload()
+        ahead = [s for s in self.steps() if s >= step and not self._replace]
         good = [s for s in ahead if s not in self._damaged]
         if good:
             raise ValueError(
@@ -184,6 +255,13 @@ class Checkpointer:
             self._damaged.add(step)
             return False
         return True
+
+    def _read(self, step: int, wanted: Any) -> dict[str, Any]:
+        try:
+            return restore.read(self._path(step), wanted)
+        except DamagedError:
+            self._damaged.add(step)
+            raise
 
     def _path(self, step: int) -> epath.Path:
         if step not in self.steps():

@@ -13,6 +13,10 @@ class SaveError(RuntimeError):
         self.step = step
 
 
+class InUseError(RuntimeError):
+    """Another run has this directory."""
+
+
 class DamagedError(RuntimeError):
     """What is stored is not what was saved.
 

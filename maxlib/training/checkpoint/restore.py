@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ def load(
       DamagedError: leaves are not as they were saved; it names them.
       ValueError: the checkpoint is of another model; the message lists what differs.
     """
-    path = epath.Path(path).resolve()
+    path = storage.absolute(path)
     wanted = Wanted(like, None if items is None else tuple(items), layouts, cast)
     if storage.steps(path):
         return newest(path, wanted)
@@ -53,17 +54,31 @@ def load(
 
 def verify(path: Any) -> list[str]:
     """Reads all of a step's directory and names what is damaged, such as `"params: layers.body.0.attn.q.w"`."""
-    path = epath.Path(path).resolve()
+    return damaged_leaves(storage.absolute(path), host=0, hosts=1)
+
+
+def damaged_leaves(directory: epath.Path, *, host: int | None = None, hosts: int | None = None) -> list[str]:
+    """What `verify` finds in this host's share of the leaves. Talks to no other host, so it may run in the background."""
+    host = jax.process_index() if host is None else host
+    hosts = hosts or jax.process_count()
     try:
-        stored = open_step(path)
+        stored = open_step(directory)
     except DamagedError as error:
         return list(error.leaves)
-    return [
-        f"{item}: {name}"
-        for item, entries in stored.items.items()
-        for name, entry in entries.items()
-        if manifest.is_stored(entry) and _is_damaged(path, item, name, entry)
-    ]
+    bad: list[str] = []
+    for item, entries in stored.items.items():
+        names = [name for name, entry in sorted(entries.items()) if manifest.is_stored(entry)][host::hosts]
+        for part in _parts(names, entries):
+            bad += [f"{item}: {name}" for name in _damaged_of(directory, item, {n: entries[n] for n in part})]
+    return bad
+
+
+def metrics(directory: epath.Path) -> dict[str, Any]:
+    """The metrics that a step was saved with; none of one whose records are damaged."""
+    try:
+        return records.read(directory / "meta" / "meta.json").get("metrics", {})
+    except records.Damaged:
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,18 +191,18 @@ def _load(directory: epath.Path, item: str, entries: dict, shardings: dict[str, 
         leaves = storage.load(directory, item, want)
     except Exception:
         bad = storage.unreadable(directory, item, want)
-        if not _anywhere(bad):
+        if not anywhere(bad):
             raise  # every leaf can be read: the reason is another one
     else:
         bad = manifest.damaged(entries, leaves)
-        if not _anywhere(bad):
+        if not anywhere(bad):
             empty = {n: np.zeros(e["shape"], manifest.abstract(e).dtype) for n, e in entries.items() if n not in leaves}
             return {n: _put(leaf, shardings.get(n)) for n, leaf in empty.items()} | leaves
     raise _damaged(directory, [f"{item}: {name}" for name in bad] or [f"{item}: seen on another host"])
 
 
-def _anywhere(bad: list[str]) -> bool:
-    """Whether any host has found something: all of them raise, or none."""
+def anywhere(bad: list[str]) -> bool:
+    """Whether any host has found something: all of them raise, or none. All call it."""
     if jax.process_count() == 1:
         return bool(bad)
     return bool(np.any(multihost_utils.process_allgather(np.array(len(bad)))))
@@ -265,9 +280,25 @@ def _damaged(directory: epath.Path, leaves: list[str]) -> DamagedError:
     return DamagedError(f"{what} is damaged, not as it was saved:{shorten(leaves)}", step=step, leaves=tuple(leaves))
 
 
-def _is_damaged(directory: epath.Path, item: str, name: str, entry: dict) -> bool:
+def _parts(names: list[str], entries: dict, most: int = 1 << 28) -> Iterator[list[str]]:
+    """Names in portions of so many bytes, for the host's memory."""
+    part, size = [], 0
+    for name in names:
+        leaf = manifest.abstract(entries[name])
+        if part and size + leaf.size * leaf.dtype.itemsize > most:
+            yield part
+            part, size = [], 0
+        part, size = [*part, name], size + leaf.size * leaf.dtype.itemsize
+    if part:
+        yield part
+
+
+def _damaged_of(directory: epath.Path, item: str, entries: dict) -> list[str]:
     try:
-        leaf = storage.load(directory, item, {name: manifest.abstract(entry)})
-    except Exception:  # whatever tensorstore and orbax say of a broken file
-        return True
-    return bool(manifest.damaged({name: entry}, leaf))
+        leaves = storage.read_here(directory, item, {n: manifest.abstract(e) for n, e in entries.items()})
+    except Exception:  # whatever tensorstore says of a broken file
+        if len(entries) == 1:
+            return list(entries)
+        return [name for n, entry in entries.items() for name in _damaged_of(directory, item, {n: entry})]
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # the others are busy
+        return manifest.damaged(entries, leaves)

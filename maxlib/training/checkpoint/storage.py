@@ -1,31 +1,31 @@
 """All that touches orbax: steps on disk, written in the background and read in pieces."""
 
 import contextlib
+import functools
 import logging
 import time
+import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
+import tensorstore
 from etils import epath
 from jax.experimental import multihost_utils
+
+from maxlib.training.checkpoint import replicas
 
 Arrays = dict[str, Any]
 
 
 class Steps:
-    """The steps of one run's directory, of which the newest `keep` are kept. One save runs at a time."""
+    """The steps of one run's directory. One save runs at a time."""
 
-    def __init__(self, directory: epath.Path, keep: int):
+    def __init__(self, directory: epath.Path):
         self.directory = directory
-        self._orbax = ocp.training.Checkpointer(
-            directory,
-            context=_context(),
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),  # pyright: ignore[reportArgumentType]
-            cleanup_tmp_directories=True,
-        )
+        self._orbax = ocp.training.Checkpointer(directory, context=_context(), cleanup_tmp_directories=True)
 
     def save(self, step: int, arrays: dict[str, Arrays], texts: dict[str, Callable[[], str]]) -> None:
         """Writes `arrays` by item and the texts, called in the background, to `<name>/<name>.json`; all or nothing."""
@@ -34,7 +34,7 @@ class Steps:
         self._orbax.save_checkpointables_async(step, items | files, force=True)
 
     def wait(self) -> None:
-        """Waits for the save that runs, if any, and raises what went wrong in it."""
+        """Waits for the save that runs, if any, and raises what went wrong in it. For any thread."""
         self._orbax.wait()
 
     def reload(self) -> None:
@@ -46,6 +46,8 @@ class Steps:
 
     def clean(self, step: int, patience: float = 10.0) -> None:
         """Removes what a failed save of `step` has left, which may be what fills the disk; other threads of it may still write."""
+        with contextlib.suppress(Exception):
+            self._orbax.wait()  # raises: orbax tells an error once to each thread
         end = time.monotonic() + patience
         while jax.process_index() == 0 and time.monotonic() < end:
             left = list(self.directory.glob(f"{step}.orbax-checkpoint-tmp*")) if self.directory.is_dir() else []
@@ -55,6 +57,12 @@ class Steps:
                 with contextlib.suppress(OSError):
                     path.rmtree(missing_ok=True)
             time.sleep(0.05)
+
+    def delete(self, steps: list[int]) -> None:
+        """Deletes whole steps, for orbax's own policies would do so before the new step has been read again."""
+        if jax.process_index() == 0:
+            for step in steps:
+                (self.directory / str(step)).rmtree(missing_ok=True)
 
     def set_aside(self, step: int) -> epath.Path:
         """Renames a step so that it is none any more."""
@@ -69,6 +77,12 @@ class Steps:
         return aside
 
 
+def absolute(path: Any) -> epath.Path:
+    """`path` from the root of its file system. A URL such as "gs://bucket/run" is so already, which `resolve` does not know."""
+    found = epath.Path(path)
+    return found if "://" in str(found) else found.resolve()
+
+
 def steps(directory: epath.Path) -> list[int]:
     """The steps that were written to the end, oldest first."""
     if not directory.is_dir():
@@ -78,6 +92,11 @@ def steps(directory: epath.Path) -> list[int]:
 
 def load(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
     """Reads leaves of one item: a `jax.ShapeDtypeStruct` with a sharding says where to, without one it is read to numpy."""
+    everywhere, here = functools.partial(_read, directory, item), functools.partial(read_here, directory, item)
+    return replicas.load(everywhere, here, abstract)
+
+
+def _read(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
     if not abstract:
         return {}
     want = {
@@ -85,6 +104,24 @@ def load(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
     }
     with _context():
         return dict(ocp.load_checkpointables(directory, {item: want})[item])
+
+
+def read_here(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
+    """Reads what this host holds of each leaf, whatever other hosts do: orbax's loads wait for those of all hosts."""
+    base = urllib.parse.quote(str(directory / item), safe="/:")
+    kvstore = {"driver": "ocdbt", "base": f"{base}/" if "://" in base else f"file://{base}/"}
+    spec = lambda name: {"driver": "zarr3", "kvstore": kvstore | {"path": f"{name}/"}}
+    stores = {name: tensorstore.open(spec(name), open=True) for name in abstract}
+    return {name: _piece(stores[name].result(), leaf) for name, leaf in abstract.items()}
+
+
+def _piece(store: Any, leaf: jax.ShapeDtypeStruct) -> Any:
+    if leaf.sharding is None:
+        return store.read().result()
+    places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    reads = {device: store[index].read() for device, index in places.items()}
+    pieces = [jax.device_put(read.result(), device) for device, read in reads.items()]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
 
 
 def unreadable(directory: epath.Path, item: str, abstract: Arrays) -> list[str]:

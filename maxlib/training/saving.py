@@ -1,0 +1,96 @@
+"""What a trainer leaves behind: checkpoints and exports. What cannot be written is said, and training goes on."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxlib import nn
+from maxlib.training.checkpoint import Checkpointer, SaveError, Tiers
+from maxlib.training.deadlines import deadline
+from maxlib.training.diagnostics.clock import Clock
+from maxlib.training.diagnostics.nonfinite import find_nonfinite
+from maxlib.training.export import Export
+from maxlib.training.losses import Batch
+from maxlib.training.restore import save
+from maxlib.training.step import Loss, TrainState
+
+
+class Saving:
+    """`checkpointer` and `exports` under one clock and one time limit."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer | Tiers | None,
+        exports: Sequence[Export],
+        *,
+        clock: Clock,
+        timeout: float,
+        say: Callable[[str], Any],
+    ):
+        self.checkpointer, self.exports = checkpointer, list(exports)
+        self._clock, self._timeout, self._say = clock, timeout, say
+
+    def start(
+        self, step: int, state: TrainState, data_state: Any, metrics: Mapping[str, Any], *, hurry: bool = False
+    ) -> None:
+        """Starts a checkpoint. Exports of earlier steps come to their end first, lest a kill lose them; not in a `hurry`."""
+        checkpointer = self.checkpointer
+        if checkpointer is None:
+            return
+        for export in self.exports if not hurry else ():
+            if not export.has(step):
+                self._try(export.wait, "the export before this checkpoint to be written")
+        numbers = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
+        begin = lambda: save(checkpointer, state, step, data_state, numbers)
+        self._try(begin, f"the checkpoint of step {step} to be taken")
+
+    def export(self, step: int, state: TrainState, *, missing: bool = False, last: bool = False) -> None:
+        """Starts the exports that are due, or all of them at the `last` step; `missing`: only what is not there."""
+        for export in self.exports:
+            if (last or export.due(step)) and not ((missing or last) and export.has(step)):
+                self._try(lambda export=export: export.save(step, state), f"the export of step {step} to be taken")
+
+    def wait(self) -> None:
+        """Waits until all is on disk."""
+        for part in [self.checkpointer, *self.exports]:
+            if part is not None:
+                self._try(part.wait, "the last checkpoint or export to be written")
+
+    def last_good(self) -> str:
+        """Which checkpoint to go back to, in words."""
+        if self.checkpointer is None:
+            return "There is no checkpoint, as this trainer has no checkpointer"
+        self.wait()
+        latest = self.checkpointer.latest()
+        return (
+            "There is no good checkpoint yet"
+            if latest is None
+            else f"The last good checkpoint is that of step {latest}"
+        )
+
+    def cause(self, step: int, state: TrainState, batch: Batch | None, loss: Loss) -> str:
+        """Where the numbers of a bad step stop being finite, with the parameters of the last good checkpoint: its own are gone."""
+        if self.checkpointer is None or batch is None or self.checkpointer.latest() is None:
+            return ""
+        try:
+            good = self.checkpointer.restore(like={"params": state.trainable})
+            model = nn.combine(good["params"], state.rest)
+            found = find_nonfinite(model, batch, loss, jax.random.fold_in(state.key, step - 1))
+        except Exception as error:  # such as too little memory: what is known is said all the same
+            return f"Where it comes from could not be found out: {type(error).__name__}: {error}."
+        with_these = f"With the parameters of step {good['meta']['step']} and this step's batch"
+        return f"{with_these}: {found}." if found else f"{with_these} all is finite: the parameters went bad since."
+
+    def _try(self, call: Callable[[], Any], what: str) -> None:
+        with self._saying(), self._clock.span("save"), deadline(self._timeout, what):
+            call()
+
+    @contextlib.contextmanager
+    def _saying(self) -> Iterator[None]:
+        try:
+            yield
+        except SaveError as error:  # of this one, or of the one before
+            self._say(f"NOT SAVED: {error} Training goes on.")
