@@ -44,7 +44,7 @@ def remat_policy(policy: Policy) -> Callable | None:
     return _named(policy if isinstance(policy, Mapping) else dict.fromkeys(policy, "keep"))
 
 
-def kept(policy: Policy) -> Policy:
+def kept_on_device(policy: Policy) -> Policy:
     """The same policy as the device's memory sees it: what is sent to the host is not there."""
     known = POLICIES.get(policy) if isinstance(policy, str) else policy
     if not isinstance(known, Mapping):
