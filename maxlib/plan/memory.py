@@ -79,7 +79,8 @@ def _residuals(program: Program, rows: int) -> tuple[float, float]:
     count = lambda leaves: sum(_kept_bytes(x, weights, program) for x in leaves if x.shape not in weights)
     saved, all_ = count(kept(nn.kept_on_device(job.remat))), count(kept(None))
     layers = max([x.shape[0] for path, x in shapes.items() if ".body." in path], default=1)
-    # Of the layer that runs backward the compiler keeps about half of what autodiff would: the rest is computed in passing.
+    # Of the layer that runs backward the compiler keeps about half of what autodiff would: the rest is computed in
+    # passing.
     again = 0.0 if job.remat is None else 0.5 * all_ / layers
     return saved, again
 

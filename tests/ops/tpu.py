@@ -1,10 +1,11 @@
-"""Compiles every TPU kernel without a TPU, and prints the memory that each program takes beside its arguments as a table.
+"""Compiles every TPU kernel without a TPU, and prints the memory that each program takes beside its arguments as a
+table.
 
     python -m tests.ops.tpu v5e [--json out.json]
 
-Needs libtpu (`pip install "maxlib[tpu]"`), and a process for each topology; `nox -s kernels_tpu` runs them all. Fails where a kernel does
-not compile, where memory does not grow in proportion to the sequence, or where decoding copies a cache of eight heads. (Fewer heads
-have another layout in memory than a matrix of all heads has, and are copied.)
+Needs libtpu (`pip install "maxlib[tpu]"`), and a process for each topology; `nox -s kernels_tpu` runs them all. Fails
+where a kernel does not compile, where memory does not grow in proportion to the sequence, or where decoding copies a
+cache of eight heads. (Fewer heads have another layout in memory than a matrix of all heads has, and are copied.)
 """
 
 import argparse

@@ -1,5 +1,6 @@
-"""Every axis of a mesh alone and mixed, for four kinds of models on eight devices: the loss and gradients of one device,
-the bytes that a device holds, and which collectives the compiled program has."""
+"""Every axis of a mesh alone and mixed, for four kinds of models on eight devices: the loss and gradients of one
+device, the bytes that a device holds, and which collectives the compiled program has.
+"""
 
 import dataclasses
 import functools
@@ -174,7 +175,9 @@ class Run:
 
     @property
     def collectives(self) -> dict[str, list[int]]:
-        """How many are written, and the bytes they move, by kind and mesh axes; those of a device with itself are none."""
+        """How many are written, and the bytes they move, by kind and mesh axes; those of a device with itself are
+        none.
+        """
         found = (one for one in self.costs.collectives if one.axes)
         return {" ".join((one.kind, *one.axes)): [one.written, int(one.bytes)] for one in found}
 
@@ -233,7 +236,9 @@ def test_a_mesh_is_one_device_spread(name, one):
 
 
 def check_collectives(got: Run, one: Case, counts: dict[str, list[int]]) -> None:
-    """Only those that this kind of parallelism needs, no more of them and no more bytes than when they were looked at."""
+    """Only those that this kind of parallelism needs, no more of them and no more bytes than when they were looked
+    at.
+    """
     kinds = {(words[0], axis) for key in got.collectives for words in [key.split()] for axis in words[1:]}
     assert {pair for pair in kinds if pair[0] not in ("all-reduce", "reduce-scatter")} <= one.may_talk
     assert got.collectives.keys() <= counts.keys()

@@ -30,8 +30,9 @@ BEAT = 15.0  # seconds between two signs of life
 class Claim:
     """Holds `directory` for this process, until `release`, the end of the process or its death.
 
-    A file says which process it is and changes every `BEAT` seconds. A process of the same machine is looked up; of another
-    machine, three beats are waited for. No file system is trusted to lock: whoever finds another's name later gives way.
+    A file says which process it is and changes every `BEAT` seconds. A process of the same machine is looked up; of
+    another machine, three beats are waited for. No file system is trusted to lock: whoever finds another's name later
+    gives way.
 
     Raises:
       InUseError: another living process holds it.
