@@ -186,8 +186,8 @@ def main() -> None:
         shutil.rmtree(run, ignore_errors=True)
         done += killed_run(run, kills, min(args.times - done, kills.rng.randint(2, 8)), untouched)
         runs += 1
-        print(f"{done} kills, {runs} runs, {time.monotonic() - begin:.0f} s", flush=True)
-    print(f"{kills}\n{done} kills in {runs} runs, all as the untouched one, in {time.monotonic() - begin:.0f} s")
+        print(f"{kills}\n{done} kills, {runs} runs, {time.monotonic() - begin:.0f} s\n", flush=True)
+    print(f"{done} kills in {runs} runs, all as the untouched one, in {time.monotonic() - begin:.0f} s")
     if args.directory is None:
         shutil.rmtree(directory)
 

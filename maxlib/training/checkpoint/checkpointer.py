@@ -102,6 +102,7 @@ class Checkpointer:
         """
         failed = self._finish()
         if step in self._own:
+            self._prune()  # a run that was killed before it could, and has no other step to save
             return _raise(failed)
         self._owner.check()
         self._make_way(step)
