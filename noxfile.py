@@ -53,7 +53,9 @@ def tests_full(session: nox.Session) -> None:
 
 @nox.session
 def kill(session: nox.Session) -> None:
-    """A training killed 200 times, at every kind of moment, against one that nobody touched; `-- --times 20` for fewer."""
+    """A training killed 200 times, at every kind of moment, against one that nobody touched; `-- --times 20` for
+    fewer.
+    """
     session.install("-e", ".[tests]")
     session.run("python", "-m", "tests.training.kill", *session.posargs)
 
@@ -108,7 +110,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def plans(session: nox.Session) -> None:
-    """Training steps of up to 671 billion parameters compiled for TPUs that are not there: memory against the peer's (minutes)."""
+    """Training steps of up to 671 billion parameters compiled for TPUs that are not there: memory against the peer's
+    (minutes).
+    """
     session.install("-e", ".[tests,tpu]")
     session.run("python", "-m", "tests.benchmarks.plans", *(session.posargs or ["--check"]))
     session.run("pytest", "-m", "", "tests/plan", "-k", "peer")
@@ -116,7 +120,9 @@ def plans(session: nox.Session) -> None:
 
 @nox.session
 def kernels(session: nox.Session) -> None:
-    """The GPU kernels compiled to machine code, and what spills (no GPU needed; downloads CUDA's compiler, several GB)."""
+    """The GPU kernels compiled to machine code, and what spills (no GPU needed; downloads CUDA's compiler, several
+    GB).
+    """
     session.install("-e", ".[cuda]")
     session.run("python", "-m", "tests.ops.sass", *session.posargs)
 

@@ -1,7 +1,7 @@
 """Trains a Hugging Face model further on your text, and exports it back. Fork me.
 
-By default the text is what every Python carries (its help topics and docstrings); give text or .jsonl files for your own.
-Run the same command again to resume. Ctrl-C saves first.
+By default the text is what every Python carries (its help topics and docstrings); give text or .jsonl files for your
+own. Run the same command again to resume. Ctrl-C saves first.
 """
 
 import argparse

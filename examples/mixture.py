@@ -1,6 +1,8 @@
-"""Trains a small Llama on a mixture whose shares change on the way: short texts first, long ones joining later. Fork me.
+"""Trains a small Llama on a mixture whose shares change on the way: short texts first, long ones joining later. Fork
+me.
 
-The text is Python's help and docstrings. It prints what was read of each source. Run the same command again to resume, in the middle of the mixture.
+The text is Python's help and docstrings. It prints what was read of each source. Run the same command again to resume,
+in the middle of the mixture.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Composable LLM building blocks on JAX and Flax NNX.
 
-The rooms are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `weights`, `data`, `training`, `inference`, `quantization`,
-`plan` and `towers` (for images).
-Importing `maxlib` imports none of them: each is imported when it is first named.
+The rooms are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `weights`, `data`, `training`, `inference`,
+`quantization`, `plan` and `towers` (for images). Importing `maxlib` imports none of them: each is imported when it is
+first named.
 """
 
 import importlib

@@ -52,9 +52,11 @@ class ChatTemplate:
         return cls(source, special_tokens={name: token for name, token in tokens.items() if token is not None})
 
     def __call__(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The prompt of `messages`, each with `role` and `content`; variables: what this template takes besides (`tools`).
+        """The prompt of `messages`, each with `role` and `content`; variables: what this template takes besides
+        (`tools`).
 
-        The text holds the special tokens already: encode it without adding any. Raises ValueError where the template does.
+        The text holds the special tokens already: encode it without adding any. Raises ValueError where the template
+        does.
         """
         names = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         return self._template.render(**self._special_tokens, **names, **{"tools": None, "documents": None} | variables)

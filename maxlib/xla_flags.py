@@ -120,8 +120,8 @@ SETS = {
 def apply(*names: str) -> None:
     """Adds the flags of these sets to the environment, for this process and those that it starts.
 
-    A flag that is set there already stays as it is. Raises RuntimeError when jax has started its backends and would not see
-    them, and ValueError for unknown sets or two that want different values.
+    A flag that is set there already stays as it is. Raises RuntimeError when jax has started its backends and would not
+    see them, and ValueError for unknown sets or two that want different values.
     """
     chosen = {name: _find(name) for name in names}
     if "jax" in sys.modules and _started():

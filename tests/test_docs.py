@@ -20,7 +20,9 @@ BLOCK = re.compile(rf"(?P<not_run><!-- not run: [^\n]+ -->\n+)?{FENCE}", re.DOTA
 
 
 def blocks(page: str) -> list[tuple[str, bool]]:
-    """Each block, moved down to its own line of the page so that a traceback points there, and whether it has to fail."""
+    """Each block, moved down to its own line of the page so that a traceback points there, and whether it has to
+    fail.
+    """
     found = [match for match in BLOCK.finditer(page) if not match["not_run"]]
     down = ["\n" * page[: match.start("code")].count("\n") for match in found]
     return [(n + match["code"], "raises-exception" in match["options"]) for n, match in zip(down, found, strict=True)]

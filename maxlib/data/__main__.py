@@ -1,4 +1,6 @@
-"""`python -m maxlib.data tokenize PATH ... --tokenizer FILE --out DIR`: tokenizes ahead of time. `show DIR` says what is there."""
+"""`python -m maxlib.data tokenize PATH ... --tokenizer FILE --out DIR`: tokenizes ahead of time. `show DIR` says what
+is there.
+"""
 
 import argparse
 import time

@@ -50,7 +50,8 @@ def write_tokens(
     description: str = "",
     progress: Callable[[Counts], Any] = lambda counts: None,
 ) -> dict[str, Any]:
-    """Tokenizes documents with `"text"` into ArrayRecord files, to be read with `tokenized(directory)`; returns the manifest.
+    """Tokenizes documents with `"text"` into ArrayRecord files, to be read with `tokenized(directory)`; returns the
+    manifest.
 
     tokenizers' own threads encode `batch` documents at a time while others read and write. Every file is written under
     another name and then renamed, so a run that was stopped goes on with the first file that is missing. Up to

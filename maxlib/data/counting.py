@@ -10,7 +10,9 @@ import grain
 
 
 class CountingIterator(grain.DatasetIterator):
-    """A stage that counts. `counts` belongs to its state, so a resumed run goes on counting where the first one stood."""
+    """A stage that counts. `counts` belongs to its state, so a resumed run goes on counting where the first one
+    stood.
+    """
 
     def __init__(self, parents: Any = ()):
         super().__init__(parents)

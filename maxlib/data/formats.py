@@ -28,8 +28,8 @@ class Table(Protocol):
 def records(table: Table, *, field: str = "text") -> grain.MapDataset[Document]:
     """Documents from a table of records by number, for example a Hugging Face `Dataset` or a `tfds.data_source`.
 
-    What `field` holds decides what the document has: text (or UTF-8 bytes) `"text"`, integers `"tokens"`, objects with a
-    role `"messages"`. Nothing is read here: a bad record is an error when it is reached, naming its number.
+    What `field` holds decides what the document has: text (or UTF-8 bytes) `"text"`, integers `"tokens"`, objects with
+    a role `"messages"`. Nothing is read here: a bad record is an error when it is reached, naming its number.
     """
     if len(table) == 0:
         raise ValueError("There is no record in the table.")
@@ -39,7 +39,8 @@ def records(table: Table, *, field: str = "text") -> grain.MapDataset[Document]:
 def parquet(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
     """Documents from the column `field` of Parquet files, as in `records`. Needs pyarrow, of the extra `parquet`.
 
-    Random access reads a whole row group for a document; the last few are kept. Shuffled at large, tokenize ahead of time.
+    Random access reads a whole row group for a document; the last few are kept. Shuffled at large, tokenize ahead of
+    time.
     """
     return grain.MapDataset.source(_Parquet(find_files(paths), field))
 
@@ -47,8 +48,8 @@ def parquet(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
 def tfrecord(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
     """Documents from TFRecord files of `tf.train.Example`, whose feature `field` holds text or tokens. No TensorFlow.
 
-    Only the records' lengths are read here, and checked by their checksums; a record that is no Example is an error when
-    it is reached, naming its file and byte.
+    Only the records' lengths are read here, and checked by their checksums; a record that is no Example is an error
+    when it is reached, naming its file and byte.
     """
     return grain.MapDataset.source(_TFRecords(find_files(paths), field))
 
@@ -56,8 +57,8 @@ def tfrecord(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]
 def files(paths: Paths, *, field: str = "text", document: Piece = "file") -> grain.MapDataset[Document]:
     """Documents from files and folders of any of the formats, by the files' endings.
 
-    `.jsonl`, `.parquet`, `.tfrecord` and `.array_record` (records of JSON) have theirs in `field`; other files are text,
-    of which one document is a "file", a "line" or a "paragraph" (see `text_files`).
+    `.jsonl`, `.parquet`, `.tfrecord` and `.array_record` (records of JSON) have theirs in `field`; other files are
+    text, of which one document is a "file", a "line" or a "paragraph" (see `text_files`).
     """
     by_ending: dict[str, list[Path]] = {}
     for path in find_files(paths):

@@ -1,4 +1,6 @@
-"""The loader: this host's rows of every global batch, read ahead, with a state that any number of hosts can continue."""
+"""The loader: this host's rows of every global batch, read ahead, with a state that any number of hosts can
+continue.
+"""
 
 import atexit
 import ctypes
@@ -32,14 +34,15 @@ class Loader:
 
     What a shard yields depends on `num_shards` alone, never on the hosts, so a run may continue on another number of
     hosts with identical global batches. `num_shards` (default: the greatest common divisor of `batch_size` and 8) is
-    fixed for a run; where it is less than the number of hosts, several read the same shard, and each hands out its own rows of
-    it. `shards` are those of this host (default: `host_shards`); where the mesh lays a batch out in another order than
-    that of the processes, use `shards_of`.
+    fixed for a run; where it is less than the number of hosts, several read the same shard, and each hands out its own
+    rows of it. `shards` are those of this host (default: `host_shards`); where the mesh lays a batch out in another
+    order than that of the processes, use `shards_of`.
 
     Iteration ends when every shard has run out, or after `num_batches`; a shard that runs out earlier gives rows of
-    padding. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the same end, or `num_batches`. Each shard is read ahead by one thread, by up to `prefetch` batches; a batch that does not come within
-    `timeout` seconds is a `TimeoutError` that says where the reading stands. `quarantine` is one that the documents go
-    through, to be counted in `metrics()`.
+    padding. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the same
+    end, or `num_batches`. Each shard is read ahead by one thread, by up to `prefetch` batches; a batch that does not
+    come within `timeout` seconds is a `TimeoutError` that says where the reading stands. `quarantine` is one that the
+    documents go through, to be counted in `metrics()`.
 
     Attributes:
       rows: the global rows that this host's batches hold, in order.
@@ -94,8 +97,9 @@ class Loader:
     def metrics(self) -> dict[str, float]:
         """What this host's shards have read for the batches handed out, since the beginning of the data.
 
-        For example `data/tokens/web` of a mixture, `data/dropped_documents` of packing, `data/bad_records` of a quarantine.
-        Packing reads ahead, so counts may be ahead of the batches; a resumed run counts as if never stopped.
+        For example `data/tokens/web` of a mixture, `data/dropped_documents` of packing, `data/bad_records` of a
+        quarantine. Packing reads ahead, so counts may be ahead of the batches; a resumed run counts as if never
+        stopped.
         """
         size = (
             self._batch_size // self.num_shards
@@ -221,7 +225,9 @@ class Loader:
 
 
 def host_shards(num_shards: int, *, host: int | None = None, num_hosts: int | None = None) -> range:
-    """The consecutive virtual shards of one host (default: this process among jax's): its own, or those in which its rows lie."""
+    """The consecutive virtual shards of one host (default: this process among jax's): its own, or those in which its
+    rows lie.
+    """
     host, num_hosts = _position(host, num_hosts)
     end = (host + 1) * num_shards
     return range(host * num_shards // num_hosts, end // num_hosts if num_shards >= num_hosts else -(-end // num_hosts))
@@ -267,7 +273,8 @@ def shards_of(sharding: Any, *, batch_size: int, num_shards: int) -> list[int]:
 
 
 class _Reader:
-    """Reads one shard ahead in a daemon thread, into `ready`: (batch, state and counts after it), (None, state, counts) at the end, or an error.
+    """Reads one shard ahead in a daemon thread, into `ready`: (batch, state and counts after it), (None, state, counts)
+    at the end, or an error.
 
     Own thread rather than grain's prefetch, whose wait has no deadline.
     """
@@ -311,7 +318,9 @@ _running: set[_Reader] = set()
 
 @atexit.register
 def _end_threads(patience: float = 5.0) -> None:
-    """Ends all readers before the interpreter goes: a daemon thread that it cuts off inside native code aborts the process."""
+    """Ends all readers before the interpreter goes: a daemon thread that it cuts off inside native code aborts the
+    process.
+    """
     readers = {str(i): reader for i, reader in enumerate(tuple(_running))}
     threads = [reader.thread for reader in readers.values()]
     _stop(readers)
@@ -362,7 +371,9 @@ def _fill(array: np.ndarray, blank: np.ndarray, size: int) -> np.ndarray:
 
 
 def _to_json(state: Any) -> Any:
-    """A copy in JSON's types. JSON turns tuples into lists, with which grain would resume elsewhere: they are marked."""
+    """A copy in JSON's types. JSON turns tuples into lists, with which grain would resume elsewhere: they are
+    marked.
+    """
     match state:
         case None | bool() | int() | float() | str():
             return state

@@ -26,17 +26,17 @@ class Mixture:
         mixture = Mixture({"web": web, "code": code}, weights={"web": 3, "code": 1}, seed=0)
         Loader(lambda part: pack(mixture[part], length=512), batch_size=8)
 
-    The next document always comes from the source that lags furthest behind its share, counted in tokens (documents with
-    `by="documents"`): shares hold within one document at every moment, without chance, in each of the loader's shards.
-    Each document brings its source's name under `"source"`.
+    The next document always comes from the source that lags furthest behind its share, counted in tokens (documents
+    with `by="documents"`): shares hold within one document at every moment, without chance, in each of the loader's
+    shards. Each document brings its source's name under `"source"`.
 
     Weights are relative (default: by size). For a curriculum they are a function of the step, and may be zero there. A
     shard counts steps by the tokens it has handed out, `tokens_per_step` in all shards together: packing that reads
     ahead (`first_fit`: `bins` rows) sees a change that much earlier than training.
 
-    `epochs` says how often a source is read, all or by name; None (the default) is without end, unless the source itself
-    ends. A source that is used up leaves its share to the others, and the mixture ends with the last one. `seed` shuffles
-    each source anew in every epoch.
+    `epochs` says how often a source is read, all or by name; None (the default) is without end, unless the source
+    itself ends. A source that is used up leaves its share to the others, and the mixture ends with the last one. `seed`
+    shuffles each source anew in every epoch.
 
     Raises:
       ValueError: a source is empty, or names or weights do not fit.
@@ -108,7 +108,9 @@ class _MixedDataset(grain.IterDataset):
 
 
 class _MixedIterator(CountingIterator):
-    """Every document adds to each source's credit its share, and costs its own source what it takes: the most credit is next."""
+    """Every document adds to each source's credit its share, and costs its own source what it takes: the most credit is
+    next.
+    """
 
     def __init__(self, mixture: Mixture, part: slice):
         readers = mixture.open(part)

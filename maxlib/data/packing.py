@@ -31,16 +31,18 @@ def pack(
     bins: int = 64,
     long: Policies = "split",
 ) -> grain.IterDataset[Row]:
-    """Packs documents with `"tokens"` into rows of int32 arrays `tokens targets segment_ids positions`, each `length` long.
+    """Packs documents with `"tokens"` into rows of int32 arrays `tokens targets segment_ids positions`, each `length`
+    long.
 
     `targets` is the next token of the same document and -1 where there is none: at a document's last token and on
-    padding. A document longer than a row goes on in another row, and the target at the cut is the next row's first token,
-    so every token but a document's first is predicted exactly once. `segment_ids` number the pieces of a row from 1, 0 is
-    padding; `positions` count from 0 in each piece.
+    padding. A document longer than a row goes on in another row, and the target at the cut is the next row's first
+    token, so every token but a document's first is predicted exactly once. `segment_ids` number the pieces of a row
+    from 1, 0 is padding; `positions` count from 0 in each piece.
 
     `long` is another policy for documents longer than a row: "truncate" keeps the first row's worth, "drop" leaves them
-    out, "error" stops; or a policy per source of a `Mixture`, by name. Whatever is not "split" is counted in the loader's
-    metrics (`truncated_documents`, `truncated_tokens`, `dropped_documents`, `dropped_tokens`, each also per source).
+    out, "error" stops; or a policy per source of a `Mixture`, by name. Whatever is not "split" is counted in the
+    loader's metrics (`truncated_documents`, `truncated_tokens`, `dropped_documents`, `dropped_tokens`, each also per
+    source).
 
     `first_fit` cuts only documents longer than a row and fills `bins` rows at a time (more bins, less padding, a longer
     restore); `concat_then_split` has padding in the last row only and cuts a document at the end of every row.

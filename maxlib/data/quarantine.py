@@ -12,13 +12,13 @@ import grain
 class Quarantine:
     """Leaves bad documents out, and stops the run when there are more than `limit` of them.
 
-        quarantine = Quarantine(limit=100, path="runs/1/bad_records.jsonl")
-        documents = quarantine.guard(tokenize(array_record("corpus"), tokenizer), name="corpus")
-        Loader(lambda part: pack(documents.shuffle(seed=0).repeat()[part], length=512), batch_size=8, quarantine=quarantine)
+        quarantine = Quarantine(limit=100, path="runs/1/bad_records.jsonl") documents =
+        quarantine.guard(tokenize(array_record("corpus"), tokenizer), name="corpus") Loader(lambda part:
+        pack(documents.shuffle(seed=0).repeat()[part], length=512), batch_size=8, quarantine=quarantine)
 
     `path` gets a line of JSON for each: `source`, `record` (its index) and `error`. Where the file exists already, its
-    records are counted too, so a resumed run goes on counting. Several hosts need a path each. Files that are missing or
-    disks that fail are no bad records: such errors are raised as they are.
+    records are counted too, so a resumed run goes on counting. Several hosts need a path each. Files that are missing
+    or disks that fail are no bad records: such errors are raised as they are.
     """
 
     def __init__(self, *, limit: int, path: str | os.PathLike | None = None):
@@ -35,7 +35,9 @@ class Quarantine:
         return len(self._seen)
 
     def guard(self, documents: grain.MapDataset, *, name: str = "") -> grain.MapDataset:
-        """The documents without those that raise an error, in this dataset or before it. To be called before `shuffle`."""
+        """The documents without those that raise an error, in this dataset or before it. To be called before
+        `shuffle`.
+        """
         return _Guarded(documents, self, name)
 
     def add(self, source: str, record: int, error: Exception) -> None:

@@ -47,10 +47,11 @@ def jsonl(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
 
 
 def chats(paths: Paths, *, field: str = "messages") -> grain.MapDataset[Document]:
-    """One chat per line of jsonl files: the line's object, with the list of messages in `field` (also) under `"messages"`.
+    """One chat per line of jsonl files: the line's object, with the list of messages in `field` (also) under
+    `"messages"`.
 
-    Each message is an object with `role` and `content`. Under `"record"` stands where the chat comes from. Paths and errors
-    are those of `jsonl`.
+    Each message is an object with `role` and `content`. Under `"record"` stands where the chat comes from. Paths and
+    errors are those of `jsonl`.
     """
     return grain.MapDataset.source(_Spans(find_files(paths), _lines, partial(_as_chat, field=field)))
 

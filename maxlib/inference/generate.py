@@ -70,11 +70,12 @@ class Generator:
     ) -> Iterator[list[int | None]]:
         """Yields, step by step, each prompt's next token; None for a prompt that has stopped.
 
-        prompts: token ids, of any lengths. images: for models that see, all images of all prompts in the order of their placeholders,
-        prompt after prompt; what Hugging Face's processors call pixel_values. stop: ids that end a prompt's text; they are not part of it. key: for sampling (default:
-        seed 0). capacity: tokens a cache row holds, by default what is needed, rounded up so that similar calls share a program.
-        Raises ValueError for empty prompts, ids outside the vocabulary, prompts that do not fit `capacity`, images for a model that
-        does not see, and images that are not those of the placeholders.
+        prompts: token ids, of any lengths. images: for models that see, all images of all prompts in the order of their
+        placeholders, prompt after prompt; what Hugging Face's processors call pixel_values. stop: ids that end a
+        prompt's text; they are not part of it. key: for sampling (default: seed 0). capacity: tokens a cache row holds,
+        by default what is needed, rounded up so that similar calls share a program. Raises ValueError for empty
+        prompts, ids outside the vocabulary, prompts that do not fit `capacity`, images for a model that does not see,
+        and images that are not those of the placeholders.
         """
         tokens, valid = right_padded(prompts, self.vocab)
         needed = max(map(len, prompts)) + max_new_tokens
@@ -140,7 +141,9 @@ def _draw(model, hidden, keys, step, sampler: Callable):
 
 
 def _cast_matrices(model: Any, dtype: Any) -> Any:
-    """Casts what multiplies activations, unless it is quantized; norm scales and biases stay as they are, so they act as in training."""
+    """Casts what multiplies activations, unless it is quantized; norm scales and biases stay as they are, so they act
+    as in training.
+    """
 
     def cast(variable):
         axes, value = variable.get_metadata().get("axes", ()), variable.get_value()
@@ -192,7 +195,9 @@ def check_room(prompts: Prompts, max_new_tokens: int, capacity: int) -> None:
 
 
 def shared_capacity(needed: int) -> int:
-    """A power of two or a multiple of 128: what models are made for at most is one too, and similar calls share a program."""
+    """A power of two or a multiple of 128: what models are made for at most is one too, and similar calls share a
+    program.
+    """
     return max(16, 1 << (needed - 1).bit_length()) if needed <= 128 else _round_up(needed, 128)
 
 

@@ -11,10 +11,9 @@ from jaxtyping import Array, Float, Int, Key
 class Sampler:
     """Draws the next token; filters apply in the order of the fields, as in transformers.
 
-    temperature: divides the scores; 0 takes the best one (greedy). top_k: keep the k best. top_p: keep the fewest tokens whose
-    probabilities reach p (nucleus sampling, Holtzman et al. 2020). min_p: keep tokens at least min_p times as probable as the best one
-    (Nguyen et al. 2024).
-    Raises ValueError for settings out of range.
+    temperature: divides the scores; 0 takes the best one (greedy). top_k: keep the k best. top_p: keep the fewest
+    tokens whose probabilities reach p (nucleus sampling, Holtzman et al. 2020). min_p: keep tokens at least min_p times
+    as probable as the best one (Nguyen et al. 2024). Raises ValueError for settings out of range.
     """
 
     temperature: float = 1.0

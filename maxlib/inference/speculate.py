@@ -1,4 +1,6 @@
-"""Speculative decoding (Leviathan et al. 2023, arXiv:2211.17192) with the model's own drafts (DeepSeek V3, arXiv:2412.19437)."""
+"""Speculative decoding (Leviathan et al. 2023, arXiv:2211.17192) with the model's own drafts (DeepSeek V3,
+arXiv:2412.19437).
+"""
 
 import dataclasses
 import functools
@@ -16,7 +18,9 @@ from maxlib.inference.generate import Generator, Prompts, check_room, right_padd
 
 @dataclasses.dataclass(frozen=True)
 class Speculated:
-    """texts: the new tokens of each prompt. acceptance: the share of drafts that were taken. steps: passes after the prompt's."""
+    """texts: the new tokens of each prompt. acceptance: the share of drafts that were taken. steps: passes after the
+    prompt's.
+    """
 
     texts: list[list[int]]
     acceptance: float
@@ -41,7 +45,8 @@ def speculate(
     stop: Collection[int] = (),
     capacity: int | None = None,
 ) -> Speculated:
-    """What `generator.generate` writes greedily, in fewer passes: each also checks one draft of the model's first MTP module.
+    """What `generator.generate` writes greedily, in fewer passes: each also checks one draft of the model's first MTP
+    module.
 
     Arguments are those of `Generator.stream`. Raises ValueError for a model that does not draft (DeepSeek: read it with
     `num_mtp=1`), and for one whose caches forget: a refused draft could not be taken back.

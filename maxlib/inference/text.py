@@ -22,8 +22,8 @@ def stream_text(
 ) -> Iterator[str]:
     """Yields the continuation of `prompt` piece by piece, whole characters only.
 
-    tokenizer: a `tokenizers.Tokenizer`, or any object with `encode(str)` and `decode(ids)`. prompt: text, or its token ids, which a
-    chat's should be: its template has the special tokens already.
+    tokenizer: a `tokenizers.Tokenizer`, or any object with `encode(str)` and `decode(ids)`. prompt: text, or its token
+    ids, which a chat's should be: its template has the special tokens already.
     """
     ids = encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
     steps = generator.stream([ids], max_new_tokens=max_new_tokens, images=images, sampler=sampler, stop=stop, key=key)

@@ -1,6 +1,7 @@
 """`python -m maxlib.models [--markdown] [FAMILY ...]`: every family and preset, and what they are made of.
 
-All of it is read off the models, which are described (`jax.eval_shape`) and never built. It takes about a second per preset.
+All of it is read off the models, which are described (`jax.eval_shape`) and never built. It takes about a second per
+preset.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""DeepSeek V2 and V3/R1, Kimi K2: latent attention, and many small experts beside shared ones (arXiv:2405.04434, 2412.19437).
+"""DeepSeek V2 and V3/R1, Kimi K2: latent attention, and many small experts beside shared ones (arXiv:2405.04434,
+2412.19437).
 
 V3 differs from V2 in its router only; Kimi K2 is V3 with other numbers.
 """
@@ -52,9 +53,10 @@ _V3_CHOICE = {
 class Config:
     """What distinguishes one DeepSeek from another; `PRESETS` has the published ones.
 
-    version: 2 scores experts by softmax and groups by their best expert; 3 by sigmoid, with a correction that balances the load, and
-    groups by their best two. num_dense: how many first layers have a plain MLP. losses: what the routers report for training.
-    num_mtp: how many modules look further ahead than the next token (`look_ahead`), of `stored_mtp` that the checkpoint has.
+    version: 2 scores experts by softmax and groups by their best expert; 3 by sigmoid, with a correction that balances
+    the load, and groups by their best two. num_dense: how many first layers have a plain MLP. losses: what the routers
+    report for training. num_mtp: how many modules look further ahead than the next token (`look_ahead`), of
+    `stored_mtp` that the checkpoint has.
     """
 
     version: Literal[2, 3]

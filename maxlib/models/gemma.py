@@ -1,4 +1,6 @@
-"""Gemma 2B and 7B: scaled embeddings, GeGLU, norms that scale by one plus their weight (Gemma team 2024, arXiv:2403.08295)."""
+"""Gemma 2B and 7B: scaled embeddings, GeGLU, norms that scale by one plus their weight (Gemma team 2024,
+arXiv:2403.08295).
+"""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,6 @@
-"""Gemma 2: local and global layers in turn, norms before and after, soft-capped logits (Gemma team 2024, arXiv:2408.00118)."""
+"""Gemma 2: local and global layers in turn, norms before and after, soft-capped logits (Gemma team 2024,
+arXiv:2408.00118).
+"""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,6 @@
-"""Gemma 3: five local layers to a global one, normed queries and keys, images in (Gemma team 2025, arXiv:2503.19786)."""
+"""Gemma 3: five local layers to a global one, normed queries and keys, images in (Gemma team 2025,
+arXiv:2503.19786).
+"""
 
 import dataclasses
 from typing import Any
@@ -183,7 +185,9 @@ class Gemma3(nn.VisionDecoder):
 
 
 def _table(cfg: Config) -> Table:
-    """Hugging Face's names for the weights; those of models that see have a prefix, which transformers puts elsewhere."""
+    """Hugging Face's names for the weights; those of models that see have a prefix, which transformers puts
+    elsewhere.
+    """
     layer = [
         Weight("input_layernorm.weight", "attn_norm.scale"),
         *names.ATTENTION,

@@ -44,9 +44,9 @@ _OTHERS = {
 class Config:
     """What distinguishes one GLM-4 with experts from another; `PRESETS` has the published ones.
 
-    num_dense: how many first layers have a plain MLP. qk_norm: whether queries and keys are normed head by head. losses: what the routers
-    report for training. num_mtp: how many modules look further ahead than the next token (`look_ahead`), of `stored_mtp` that the
-    checkpoint has.
+    num_dense: how many first layers have a plain MLP. qk_norm: whether queries and keys are normed head by head.
+    losses: what the routers report for training. num_mtp: how many modules look further ahead than the next token
+    (`look_ahead`), of `stored_mtp` that the checkpoint has.
     """
 
     vocab: int
@@ -172,7 +172,9 @@ class GLM4MoE(nn.MTPDecoder):
 
 
 def _table(cfg: Config) -> Table:
-    """Hugging Face's names for the weights. What a layer does not have (norms, biases, experts, an MLP) is passed over."""
+    """Hugging Face's names for the weights. What a layer does not have (norms, biases, experts, an MLP) is passed
+    over.
+    """
     layer = [*names.NORMS, *names.ATTENTION, *names.MLP, *names.MOE]
     modules = {"used": cfg.num_mtp, "stored": cfg.stored_mtp, "tied": cfg.tied}
     return [*names.decoder_table(layer), *names.mtp_table(layer, first=cfg.num_layers, **modules)]

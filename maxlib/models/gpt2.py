@@ -1,4 +1,5 @@
-"""GPT-2 and GPT-3: learned positions, LayerNorm, biases everywhere, one MLP without a gate (Radford et al. 2019, Brown et al. 2020).
+"""GPT-2 and GPT-3: learned positions, LayerNorm, biases everywhere, one MLP without a gate (Radford et al. 2019, Brown
+et al. 2020).
 
 GPT-3 is the same model at other sizes; what its paper says of sparse attention in every second layer is left out.
 """
@@ -23,8 +24,8 @@ MASK = ops.Causal()
 class Config:
     """What distinguishes one GPT-2 from another; `PRESETS` has the published ones.
 
-    num_positions: how many the table of positions has. scaled: whether scores are divided by the root of the head's width;
-    scaled_by_layer: and layer i's by `i + 1`.
+    num_positions: how many the table of positions has. scaled: whether scores are divided by the root of the head's
+    width; scaled_by_layer: and layer i's by `i + 1`.
     """
 
     vocab: int
@@ -94,7 +95,9 @@ class Config:
 
 
 class Attention(nnx.Module):
-    """Multi-head attention whose weights lie as [in, out], GPT-2's way (`nn.Attention` has [out, in], as all others)."""
+    """Multi-head attention whose weights lie as [in, out], GPT-2's way (`nn.Attention` has [out, in], as all
+    others).
+    """
 
     def __init__(self, cfg: Config, scale: float, *, rngs: nnx.Rngs):
         D, N, H = cfg.dim, cfg.num_heads, cfg.dim // cfg.num_heads
@@ -147,7 +150,9 @@ class Block(nnx.Module):
 
 
 class GPT2(nn.Decoder):
-    """A decoder, `docs/decisions/0001`. Raises ValueError for text longer than its positions, see `nn.LearnedPositions`."""
+    """A decoder, `docs/decisions/0001`. Raises ValueError for text longer than its positions, see
+    `nn.LearnedPositions`.
+    """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -165,7 +170,9 @@ class GPT2(nn.Decoder):
         return super().enter(x + self.positions(ctx, dtype=x.dtype), cache=cache, **inputs)
 
     def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
-        """An empty cache for `capacity` tokens a row. Raises ValueError if there are fewer positions; nothing is rotated."""
+        """An empty cache for `capacity` tokens a row. Raises ValueError if there are fewer positions; nothing is
+        rotated.
+        """
         self.positions.check(capacity)
         return super().init_cache(batch, capacity, dtype=dtype)
 

@@ -1,4 +1,6 @@
-"""GPT-OSS: windows in turn, attention sinks, and experts with biases and a clamped SwiGLU (OpenAI 2025, arXiv:2508.10925)."""
+"""GPT-OSS: windows in turn, attention sinks, and experts with biases and a clamped SwiGLU (OpenAI 2025,
+arXiv:2508.10925).
+"""
 
 import dataclasses
 from typing import Any
@@ -82,7 +84,9 @@ class Config:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The fields of config.json, for unquantized weights. Raises ValueError for a rope that Hugging Face's class does not have."""
+        """The fields of config.json, for unquantized weights. Raises ValueError for a rope that Hugging Face's class
+        does not have.
+        """
         return {
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",

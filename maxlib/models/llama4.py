@@ -43,8 +43,9 @@ TEXT = {
 class Config:
     """What distinguishes one Llama 4 from another; `PRESETS` has the published ones.
 
-    rotated, layer_types, sparse: an entry for each layer. None means that all but every fourth are rotated, that these see
-    only their chunk of the text, and that every `moe_every`th has experts. losses: what the routers report for training.
+    rotated, layer_types, sparse: an entry for each layer. None means that all but every fourth are rotated, that these
+    see only their chunk of the text, and that every `moe_every`th has experts. losses: what the routers report for
+    training.
     """
 
     vocab: int

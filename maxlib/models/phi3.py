@@ -1,4 +1,6 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama's block with fused projections on disk, windows, LongRoPE (Microsoft 2024, arXiv:2404.14219)."""
+"""Phi-3, Phi-3.5 and Phi-4: Llama's block with fused projections on disk, windows, LongRoPE (Microsoft 2024,
+arXiv:2404.14219).
+"""
 
 import dataclasses
 from typing import Any

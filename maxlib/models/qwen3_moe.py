@@ -30,9 +30,9 @@ _SIZES = {
 class Config:
     """What distinguishes one Qwen3 from another; `PRESETS` has the published ones.
 
-    sparse_step: every how many layers one has experts; those in `dense_layers` never do. All others have an MLP of width `mlp_dim`.
-    renormalize: whether the weights of a token's experts sum to one. window: of all layers; None sees everything.
-    losses: what the routers report for training, `nn.SwitchBalance(0.001)` say.
+    sparse_step: every how many layers one has experts; those in `dense_layers` never do. All others have an MLP of
+    width `mlp_dim`. renormalize: whether the weights of a token's experts sum to one. window: of all layers; None sees
+    everything. losses: what the routers report for training, `nn.SwitchBalance(0.001)` say.
     """
 
     vocab: int

@@ -1,4 +1,6 @@
-"""SmolLM3: every fourth layer is not rotated (NoPE), the others as in Llama (Hugging Face 2025; Yang et al. 2025, RNoPE)."""
+"""SmolLM3: every fourth layer is not rotated (NoPE), the others as in Llama (Hugging Face 2025; Yang et al. 2025,
+RNoPE).
+"""
 
 import dataclasses
 from typing import Any

@@ -54,6 +54,7 @@ from maxlib.nn.quantized import QuantizedWeight as QuantizedWeight
 from maxlib.nn.remat import INTERMEDIATES as INTERMEDIATES
 from maxlib.nn.remat import POLICIES as POLICIES
 from maxlib.nn.remat import Policy as Policy
+from maxlib.nn.remat import kept_on_device as kept_on_device
 from maxlib.nn.remat import remat_policy as remat_policy
 from maxlib.nn.router import GroupLimit as GroupLimit
 from maxlib.nn.router import InputRouter as InputRouter

@@ -20,7 +20,8 @@ from maxlib.sharding import axis_of, constrain, degree, map_op, natural_order
 
 @dataclasses.dataclass(frozen=True)
 class TemperatureTuning:
-    """`1 + scale * log(1 + floor((index + 1) / floor))`: queries sharpen with what they see (Nakanishi 2025, arXiv:2501.19399).
+    """`1 + scale * log(1 + floor((index + 1) / floor))`: queries sharpen with what they see (Nakanishi 2025,
+    arXiv:2501.19399).
 
     In Llama 4's form, in steps of `floor` tokens, for layers that no position rotates.
     """
@@ -36,11 +37,12 @@ class TemperatureTuning:
 class Attention(nnx.Module):
     """Queries of `num_heads` attend to `num_kv_heads` keys and values under `mask`.
 
-    rope: how positions rotate queries and keys; None leaves them (NoPE). q_norm, k_norm: norms over the head dimension, applied before the
-    rotation. scale: factor on the scores, by default `head_dim ** -0.5`. softcap: `c * tanh(scores / c)`. sinks: one learned
-    logit per head that takes part in the softmax and has no value (GPT-OSS). temperature: factor on each query, given its index in its
-    document (`TemperatureTuning`). implementation: of `ops.attention`, None for the best one; `with_attention` sets it in a whole model.
-    Raises ValueError when `num_heads` is no positive multiple of `num_kv_heads`.
+    rope: how positions rotate queries and keys; None leaves them (NoPE). q_norm, k_norm: norms over the head dimension,
+    applied before the rotation. scale: factor on the scores, by default `head_dim ** -0.5`. softcap: `c * tanh(scores /
+    c)`. sinks: one learned logit per head that takes part in the softmax and has no value (GPT-OSS). temperature:
+    factor on each query, given its index in its document (`TemperatureTuning`). implementation: of `ops.attention`,
+    None for the best one; `with_attention` sets it in a whole model. Raises ValueError when `num_heads` is no positive
+    multiple of `num_kv_heads`.
     """
 
     def __init__(
@@ -139,8 +141,8 @@ def attend(
     """`ops.attention` on each device's own rows, heads and queries, by the sharding rules in use.
 
     They decide by the axes `q_seq` and `kv_seq` how a split sequence comes together. Only `q_seq` is split: keys are
-    gathered. Both are split: keys travel around a ring. Neither is: heads are split instead (`attn_heads`), and all-to-alls exchange
-    the two (Ulysses). balanced: tokens stand in the order of `sharding.zigzag`.
+    gathered. Both are split: keys travel around a ring. Neither is: heads are split instead (`attn_heads`), and
+    all-to-alls exchange the two (Ulysses). balanced: tokens stand in the order of `sharding.zigzag`.
     """
     ring = axis_of("kv_seq") if k.shape[1] % degree("kv_seq") == 0 else None
     parts = degree("q_seq") if balanced else 1
@@ -153,7 +155,8 @@ def attend(
         k, v = (natural_order(x, parts) for x in (k, v)) if balanced else (k, v)
         return ops.attention(q, k, v, **options)
 
-    # Tokens are exchanged for heads here and nowhere else: left alone, XLA would rotate and project heads, and gather tokens.
+    # Tokens are exchanged for heads here and nowhere else: left alone, XLA would rotate and project heads, and gather
+    # tokens.
     own = lambda x: constrain(x, "batch", "seq", "act_heads", None)
     q, k, v = (own(x) for x in (q, k, v)) if q.shape[1] == k.shape[1] else (q, k, v)
     copies = degree("attn_heads")

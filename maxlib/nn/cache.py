@@ -22,8 +22,8 @@ Extended = tuple["LayerCache", Array, Array, Array, Array]
 class Cache:
     """A model's whole cache: one entry per layer, laid out like its stacks, and what all layers share.
 
-    length: tokens cached so far, per row. rope_length: the length that length-dependent rotary scalings assume, fixed when the
-    cache is made so that every step rotates alike.
+    length: tokens cached so far, per row. rope_length: the length that length-dependent rotary scalings assume, fixed
+    when the cache is made so that every step rotates alike.
     """
 
     layers: Any
@@ -114,7 +114,8 @@ LayerCache = KVCache | RingCache | QuantizedCache
 def kv_cache(
     batch: int, capacity: int, *, num_kv_heads: int, k_dim: int, v_dim: int, ring: int | None, dtype: Any
 ) -> LayerCache:
-    """An empty cache: a ring of `ring` slots where that is less than `capacity`, else a full one. int8 and float8 are quantized.
+    """An empty cache: a ring of `ring` slots where that is less than `capacity`, else a full one. int8 and float8 are
+    quantized.
 
     Raises ValueError for other integers, which keys do not fit in.
     """

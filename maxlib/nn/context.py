@@ -18,9 +18,9 @@ from maxlib.sharding import can_zigzag, unzigzag, zigzag
 class Context:
     """Positions, documents and cache state of a batch, with key intervals and rotary tables.
 
-    positions: `B T`, for rotary tables only. index: `B T`, each token's place among all cached and new ones.
-    start, stop: `B T`, its document in the same counting; padding has `start == stop`. valid: `B T`, or None if every
-    token is real. length: `B`, tokens cached before this call (zeros without a cache). num_new: `B`, real tokens in this call.
+    positions: `B T`, for rotary tables only. index: `B T`, each token's place among all cached and new ones. start,
+    stop: `B T`, its document in the same counting; padding has `start == stop`. valid: `B T`, or None if every token is
+    real. length: `B`, tokens cached before this call (zeros without a cache). num_new: `B`, real tokens in this call.
     """
 
     positions: Int[Array, "B T"]
@@ -66,10 +66,10 @@ def context(
 ) -> Context:
     """Builds the context of `batch` rows of `seq` tokens.
 
-    segment_ids: the packed document of each token, 0 for padding. valid: False for padding, which may stand left or right;
-    with a cache only right. spans: `[start, stop)` of the run in which each token sees both ways. masks and ropes: what to
-    compute ahead; a layer that asks for another gets it computed on the spot.
-    Raises ValueError for segment_ids together with a cache: packing is for training.
+    segment_ids: the packed document of each token, 0 for padding. valid: False for padding, which may stand left or
+    right; with a cache only right. spans: `[start, stop)` of the run in which each token sees both ways. masks and
+    ropes: what to compute ahead; a layer that asks for another gets it computed on the spot. Raises ValueError for
+    segment_ids together with a cache: packing is for training.
     """
     if cache is not None and segment_ids is not None:
         raise ValueError("segment_ids cannot be combined with a cache: give each document a row of its own")
@@ -107,7 +107,9 @@ def unbalance(x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T D"]:
 def spans(
     inside: Bool[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None, cache: Any = None
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """What `context` takes as `spans`: the run of `inside` tokens around each, within its document; others stand alone."""
+    """What `context` takes as `spans`: the run of `inside` tokens around each, within its document; others stand
+    alone.
+    """
     place = jnp.broadcast_to(jnp.arange(inside.shape[1], dtype=jnp.int32), inside.shape)
     runs = jnp.where(inside, 1 if segment_ids is None else segment_ids, 0)
     start, stop = _segment_bounds(place, runs)

@@ -24,7 +24,8 @@ class Decoder(nnx.Module):
     """Ids become vectors, a stack of layers works on them, a norm ends it and a head scores them: docs/decisions/0001.
 
     A family derives its model from it and sets in its constructor what stands below; `embed_tokens` and `enter` are
-    there to be replaced. A model with another wiring does not derive from it: the contract asks for methods, not for this class.
+    there to be replaced. A model with another wiring does not derive from it: the contract asks for methods, not for
+    this class.
     """
 
     cfg: Any
@@ -87,8 +88,8 @@ class Decoder(nnx.Module):
 class VisionDecoder(Decoder):
     """A decoder that reads images where some of its tokens are placeholders, if its constructor sets the parts below.
 
-    Its `cfg.vision` is None, or has `image_token` and `num_tokens`, the number of vectors that the projector makes of an image. These
-    are read as text is, but see each other both ways under a mask with `ops.Spans`.
+    Its `cfg.vision` is None, or has `image_token` and `num_tokens`, the number of vectors that the projector makes of
+    an image. These are read as text is, but see each other both ways under a mask with `ops.Spans`.
     """
 
     tower: Any = None
@@ -106,10 +107,11 @@ class VisionDecoder(Decoder):
         dtype: Any = jnp.bfloat16,
         remat: Policy = None,
     ) -> Output:
-        """images: what Hugging Face's processor calls pixel_values (tiles, for Llama 4), in the order of their placeholders.
+        """images: what Hugging Face's processor calls pixel_values (tiles, for Llama 4), in the order of their
+        placeholders.
 
-        Raises ValueError for images that the model cannot see, and for placeholders that are not `num_tokens` per image;
-        where jit hides the ids, these become NaN instead.
+        Raises ValueError for images that the model cannot see, and for placeholders that are not `num_tokens` per
+        image; where jit hides the ids, these become NaN instead.
         """
         self.check_images(tokens, images)
         x, sees = self.embed_tokens(tokens, dtype), None

@@ -98,7 +98,9 @@ def collect(rows: Float[Array, "R D"], plan: Plan) -> Float[Array, "M X D"]:
 
 @jax.custom_vjp
 def _pick(x: Float[Array, "N D"], index: Int[Array, " R"], back: Int[Array, "N K"]) -> Float[Array, "R D"]:
-    """`x[index]`, zeros where there is no such row. `back` says where each row of `x` went: the gradient is a gather, too."""
+    """`x[index]`, zeros where there is no such row. `back` says where each row of `x` went: the gradient is a gather,
+    too.
+    """
     return x.at[index].get(mode="fill", fill_value=0)
 
 

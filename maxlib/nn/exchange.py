@@ -25,12 +25,13 @@ def dropless(
     num_experts: int,
     axis: str,
 ) -> tuple[Float[Array, "M D"], Bool[Array, "M X"]]:
-    """What `apply`, this device's part of `num_experts` split over `axis`, makes of everybody's tokens; nothing is dropped.
+    """What `apply`, this device's part of `num_experts` split over `axis`, makes of everybody's tokens; nothing is
+    dropped.
 
-    Usually every device gets about the same, and two turns with room for twice an even share do. But all choices may go to one
-    device. Then as many turns are taken as there are devices, each with a part of the tokens and room for all choices of
-    that part: in either way buffers are as large as all choices of a device's own tokens. The backward pass computes
-    turns again.
+    Usually every device gets about the same, and two turns with room for twice an even share do. But all choices may go
+    to one device. Then as many turns are taken as there are devices, each with a part of the tokens and room for all
+    choices of that part: in either way buffers are as large as all choices of a device's own tokens. The backward pass
+    computes turns again.
     """
     devices, tokens = lax.axis_size(axis), (x, experts, weights, input_weights, valid)
     one = functools.partial(_turn, apply=apply, num_experts=num_experts, axis=axis)
@@ -84,7 +85,9 @@ def with_capacity(
     num_experts: int,
     axis: str,
 ) -> Float[Array, "B R D"]:
-    """What `apply`, this device's experts, makes of the rows that all devices hold for them, `capacity` for each expert and batch row."""
+    """What `apply`, this device's experts, makes of the rows that all devices hold for them, `capacity` for each expert
+    and batch row.
+    """
     B, R, D = rows.shape
     rows = rows.reshape(B, num_experts, R // num_experts, D)
     rows = lax.all_to_all(rows, axis, split_axis=1, concat_axis=0, tiled=True)

@@ -16,9 +16,9 @@ class Einsum(nnx.Module):
     """`einsum(spec, x, w)`, plus a bias over the axes of `w` that reach the output.
 
     `spec` reads like `"...D,FD->...F"`; `shape` and `axes` describe `w` dimension by dimension, the latter by the names
-    that sharding rules use. The default initialization is truncated normal with variance 1 / fan-in, the
-    fan-in being the product of the dimensions that the einsum sums over. `matmul` multiplies; `maxlib.quantization` puts
-    another one in its place.
+    that sharding rules use. The default initialization is truncated normal with variance 1 / fan-in, the fan-in being
+    the product of the dimensions that the einsum sums over. `matmul` multiplies; `maxlib.quantization` puts another one
+    in its place.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Embed(nnx.Module):
         """Ids must lie in `[0, vocab)`; inside jit they cannot be checked."""
         if tokens.ndim != 2:
             return jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype)
-        # Devices that hold different parts of the width look up each other's rows, then exchange rows for width: so neither the
-        # table nor its gradient is ever whole.
+        # Devices that hold different parts of the width look up each other's rows, then exchange rows for width: so
+        # neither the table nor its gradient is ever whole.
         names = Spare("batch"), Spare("seq"), "embed"
         tokens = constrain(tokens[..., None], *names)[..., 0]
         return constrain(jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype), *names)

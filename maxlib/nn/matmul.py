@@ -29,7 +29,9 @@ class Matmul(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """In the dtype of the activations: weights follow them. implementation: of `ops.grouped_matmul`, None for the best one."""
+    """In the dtype of the activations: weights follow them. implementation: of `ops.grouped_matmul`, None for the best
+    one.
+    """
 
     implementation: Literal["ragged_dot", "tiled", "mosaic_gpu", "reference"] | None = None
 
@@ -45,7 +47,9 @@ class Exact:
 
 @functools.cache
 def _is_matrix(spec: str) -> bool:
-    """Whether `spec` is a matrix product once neighbouring dimensions are one: "...D,NHD->...NH" or "...NH,DNH->...D"."""
+    """Whether `spec` is a matrix product once neighbouring dimensions are one: "...D,NHD->...NH" or
+    "...NH,DNH->...D".
+    """
     x, w, out = spec.replace("->", ",").split(",")
     return len(w) > 2 and x[:3] == out[:3] == "..." and w == out[3:] + x[3:]
 

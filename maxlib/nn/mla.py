@@ -30,7 +30,9 @@ class LatentCache:
 
 @pytree
 class QuantizedLatentCache:
-    """The same rounded to int8 or a float8 when it comes. scales: of each token's latent and of its key part, which differ in size."""
+    """The same rounded to int8 or a float8 when it comes. scales: of each token's latent and of its key part, which
+    differ in size.
+    """
 
     values: Num[Array, "B S R"]
     scales: Float[Array, "B S 2"]
@@ -59,11 +61,13 @@ def _put(old: Num[Array, "B S R"], new: Num[Array, "B T R"], ctx: Context) -> Nu
 
 
 class MLA(nnx.Module):
-    """Latent attention: each head's key is `nope_dim` numbers from the latent and `rope.dim` rotated ones shared by all heads.
+    """Latent attention: each head's key is `nope_dim` numbers from the latent and `rope.dim` rotated ones shared by all
+    heads.
 
-    kv_rank: size of the latent. q_rank: size of the queries' own latent; None projects them directly. scale: factor on the scores,
-    `(nope_dim + rope.dim) ** -0.5` by default (YaRN models multiply it by the square of their mscale). implementation: of `ops.attention`, None for the
-    best one; a single new token against a cached latent is attention of another shape, which always gets the best one.
+    kv_rank: size of the latent. q_rank: size of the queries' own latent; None projects them directly. scale: factor on
+    the scores, `(nope_dim + rope.dim) ** -0.5` by default (YaRN models multiply it by the square of their mscale).
+    implementation: of `ops.attention`, None for the best one; a single new token against a cached latent is attention
+    of another shape, which always gets the best one.
     """
 
     def __init__(

@@ -12,8 +12,9 @@ from maxlib.nn.remat import Policy
 
 @pytree
 class Output:
-    """hidden: `B T D` after the final norm. cache: the new cache, None without one. aux: per-layer arrays by name; those
-    named `loss/...` are added to the training loss, all others are metrics."""
+    """hidden: `B T D` after the final norm. cache: the new cache, None without one. aux: per-layer arrays by name;
+    those named `loss/...` are added to the training loss, all others are metrics.
+    """
 
     hidden: Float[Array, "B T D"]
     cache: Cache | None
@@ -68,7 +69,9 @@ class Drafts(Model, Protocol):
         cache: Cache,
         valid: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache]:
-        """For `logits`, at places behind those in `cache`: `hidden` is the model's own there, `tokens` the next of each."""
+        """For `logits`, at places behind those in `cache`: `hidden` is the model's own there, `tokens` the next of
+        each.
+        """
         ...
 
     def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> Cache: ...

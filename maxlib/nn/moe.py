@@ -90,11 +90,12 @@ class ExpertLinear(nnx.Module):
 class MoE(nnx.Module):
     """`sum over the chosen experts of weight * down(combine(gate(x), up(x)))`, plus `shared(x)`.
 
-    router: `Router`, `InputRouter` or one of your own: `router(x) -> Routing`, with `num_experts` and `top_k`. combine: joins an
-    expert's gate and up projections. shared: a layer that every token passes. capacity_factor: None computes every choice
-    (dropless). A number gives each expert room for `ceil(capacity_factor * T * top_k / E)` tokens of each row of the batch; who comes later
-    in the row is dropped, so that no token's result depends on a later one or on another row. losses: what to report for training.
-    layout: of the experts' matrices, see `ExpertLinear`: that of the files they are read from.
+    router: `Router`, `InputRouter` or one of your own: `router(x) -> Routing`, with `num_experts` and `top_k`. combine:
+    joins an expert's gate and up projections. shared: a layer that every token passes. capacity_factor: None computes
+    every choice (dropless). A number gives each expert room for `ceil(capacity_factor * T * top_k / E)` tokens of each
+    row of the batch; who comes later in the row is dropped, so that no token's result depends on a later one or on
+    another row. losses: what to report for training. layout: of the experts' matrices, see `ExpertLinear`: that of the
+    files they are read from.
     """
 
     def __init__(
@@ -126,9 +127,11 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        """The result and, by name, the router's losses and `moe/load`: each expert's share of the choices, before any is dropped.
+        """The result and, by name, the router's losses and `moe/load`: each expert's share of the choices, before any
+        is dropped.
 
-        With a capacity also `moe/dropped`, the share of choices without room. Padding (`ctx.valid`) goes to no expert and counts nowhere.
+        With a capacity also `moe/dropped`, the share of choices without room. Padding (`ctx.valid`) goes to no expert
+        and counts nowhere.
         """
         valid = None if ctx is None else ctx.valid
         routing = self.router(x)
@@ -144,7 +147,9 @@ class MoE(nnx.Module):
         return min(seq, math.ceil(even))
 
     def _mix(self, x, routing: Routing, valid):
-        """The weighted sum without the output's bias, and which choices were computed; each device takes its own rows."""
+        """The weighted sum without the output's bias, and which choices were computed; each device takes its own
+        rows.
+        """
         capacity = self.capacity(x.shape[1])
         E, tokens = self.router.num_experts, ("batch", "seq" if capacity is None else None)
         axis = axis_of("act_expert") if E % degree("act_expert") == 0 else None
@@ -183,7 +188,9 @@ class MoE(nnx.Module):
         return aux
 
     def reference(self, x: Float[Array, "B T D"], ctx: Context | None = None) -> Float[Array, "B T D"]:
-        """The result of a call that drops nothing, by a plain loop in which every expert computes every token: the specification."""
+        """The result of a call that drops nothing, by a plain loop in which every expert computes every token: the
+        specification.
+        """
         routing = self.router(x)
 
         def add(y, expert):
@@ -201,7 +208,9 @@ class MoE(nnx.Module):
 
 
 def _placed(w: Any, weight: Any) -> Any:
-    """Where the rules put the weight, so that devices exchange the cast one: half the bytes, and half the gradient's."""
+    """Where the rules put the weight, so that devices exchange the cast one: half the bytes, and half the
+    gradient's.
+    """
     if not isinstance(w, jax.Array):  # quantized
         return w
     names = weight.get_metadata().get("axes", ())

@@ -21,7 +21,8 @@ from maxlib.sharding import constrain
 
 @pytree
 class Ahead:
-    """What the module of depth k knows: `hidden` at place `i`, normed for the model's head, foretells token `i + 1 + k`.
+    """What the module of depth k knows: `hidden` at place `i`, normed for the model's head, foretells token `i + 1 +
+    k`.
 
     valid: where token `i + k`, which that takes, belongs to the same document. aux: what the module's block reports.
     """
@@ -47,7 +48,9 @@ class MTP(nnx.Module):
     def __call__(
         self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"], ctx: Context, cache: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, dict[str, Any]]:
-        """The next module's `hidden`, the block's cache and aux. embedded: the token after those that `hidden` has seen."""
+        """The next module's `hidden`, the block's cache and aux. embedded: the token after those that `hidden` has
+        seen.
+        """
         x = jnp.concatenate([self.embed_norm(embedded), self.hidden_norm(hidden)], axis=-1)
         x, cache, aux = self.block(constrain(self.project(x), "batch", "seq", "act_embed"), ctx, cache)
         return self.norm(x), cache, aux

@@ -24,8 +24,8 @@ class LearnedPositions(nnx.Module):
     def __call__(self, ctx: Context, *, dtype: Any = jnp.bfloat16) -> Float[Array, "B T D"]:
         """The vectors of `ctx.positions`.
 
-        Raises ValueError for rows and caches longer than the table. Positions given by hand, and documents of a packed row,
-        are checked outside jit; inside, those beyond the table become NaN.
+        Raises ValueError for rows and caches longer than the table. Positions given by hand, and documents of a packed
+        row, are checked outside jit; inside, those beyond the table become NaN.
         """
         self.check(ctx.rope_length or 0)
         with contextlib.suppress(jax.errors.ConcretizationTypeError):

@@ -15,10 +15,10 @@ FOUR_BITS = ("int4", "nf4")  # two to a byte, the earlier one in the low half
 class QuantizedWeight(nnx.Module):
     """A weight as `values * scale`, with one scale per output, or per group of inputs; `w[...]` is its matrix.
 
-    qtype: int8, int4, nf4 (Dettmers et al. 2023, arXiv:2305.14314) or a float8 of jax.numpy. outputs: the dimensions that have
-    scales of their own. group: how many neighbours of the last dimension share a scale, which is then bfloat16;
-    None: one scale for all that is summed over, in float32. axes, summed: names of dimensions, as for a Param.
-    It trains nothing: its arrays are no Params.
+    qtype: int8, int4, nf4 (Dettmers et al. 2023, arXiv:2305.14314) or a float8 of jax.numpy. outputs: the dimensions
+    that have scales of their own. group: how many neighbours of the last dimension share a scale, which is then
+    bfloat16; None: one scale for all that is summed over, in float32. axes, summed: names of dimensions, as for a
+    Param. It trains nothing: its arrays are no Params.
     """
 
     def __init__(

@@ -29,8 +29,9 @@ def remat_policy(policy: Policy) -> Callable | None:
     """Turns what a model takes as `remat` into a `jax.checkpoint` policy.
 
     None: no rematerialisation. A name of `POLICIES`; "full" keeps only each layer's input. A mapping says for some of
-    `INTERMEDIATES` (or names of your own) "keep", "offload" (to the host's memory) or "recompute", which is also what happens
-    to all others. A sequence of names: keep these. A callable is taken as it is. Raises ValueError for what is unknown.
+    `INTERMEDIATES` (or names of your own) "keep", "offload" (to the host's memory) or "recompute", which is also what
+    happens to all others. A sequence of names: keep these. A callable is taken as it is. Raises ValueError for what is
+    unknown.
     """
     if policy is None or callable(policy):
         return policy
@@ -44,7 +45,7 @@ def remat_policy(policy: Policy) -> Callable | None:
     return _named(policy if isinstance(policy, Mapping) else dict.fromkeys(policy, "keep"))
 
 
-def kept(policy: Policy) -> Policy:
+def kept_on_device(policy: Policy) -> Policy:
     """The same policy as the device's memory sees it: what is sent to the host is not there."""
     known = POLICIES.get(policy) if isinstance(policy, str) else policy
     if not isinstance(known, Mapping):

@@ -20,8 +20,9 @@ from maxlib.sharding import map_op
 class Routing:
     """What a router decided, in float32.
 
-    experts, weights: the chosen experts of each token, and the factors of their results. logits, probs: the scores of all experts, before
-    and after normalization (`probs` sum to 1 and ignore any correction). input_weights: factors of the chosen experts' inputs, if any.
+    experts, weights: the chosen experts of each token, and the factors of their results. logits, probs: the scores of
+    all experts, before and after normalization (`probs` sum to 1 and ignore any correction). input_weights: factors of
+    the chosen experts' inputs, if any.
     """
 
     experts: Int[Array, "*B X"]
@@ -57,9 +58,10 @@ class GroupLimit:
 class Router(nnx.Module):
     """Chooses the `top_k` experts with the highest scores, and weighs them by these scores.
 
-    score: softmax or sigmoid of the logits. renormalize: whether the weights of a token sum to `scale`; after softmax this equals a softmax
-    over the chosen logits only (Mixtral, GPT-OSS). scale: factor of the weights. groups: limits the choice. correction: adds a bias
-    to the scores for the choice, not for the weights (Wang et al. 2024, arXiv:2408.15664). bias: a trained one on the logits.
+    score: softmax or sigmoid of the logits. renormalize: whether the weights of a token sum to `scale`; after softmax
+    this equals a softmax over the chosen logits only (Mixtral, GPT-OSS). scale: factor of the weights. groups: limits
+    the choice. correction: adds a bias to the scores for the choice, not for the weights (Wang et al. 2024,
+    arXiv:2408.15664). bias: a trained one on the logits.
     """
 
     def __init__(
@@ -101,7 +103,9 @@ class Router(nnx.Module):
 
 
 class InputRouter(nnx.Module):
-    """Chooses the `top_k` highest logits, and scales the *input* of each chosen expert by the sigmoid of its logit (Llama 4)."""
+    """Chooses the `top_k` highest logits, and scales the *input* of each chosen expert by the sigmoid of its logit
+    (Llama 4).
+    """
 
     def __init__(self, dim: int, num_experts: int, *, top_k: int, init: Init | None = None, rngs: nnx.Rngs):
         _check(num_experts, top_k, None)
@@ -172,7 +176,9 @@ class SwitchBalance:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceBalance:
-    """The same within each row of the batch, averaged over the rows that have tokens (DeepSeek V3, arXiv:2412.19437)."""
+    """The same within each row of the batch, averaged over the rows that have tokens (DeepSeek V3,
+    arXiv:2412.19437).
+    """
 
     weight: float
     name: str = dataclasses.field(default="loss/moe_sequence_balance", init=False)
@@ -212,8 +218,9 @@ def _number(routing: Routing, valid):
 def update_router_bias(model: Any, load: Float[Array, "L E"] | Float[Array, " E"], *, rate: float) -> Any:
     """A new model whose routers' corrections moved by `rate` towards the experts with less than the mean load.
 
-    load: `aux["moe/load"]` of the step, a row per MoE layer; of a single layer outside a stack, one row without the first axis.
-    Every layer that reports a load must have a correction. Raises ValueError when the rows do not match the corrections.
+    load: `aux["moe/load"]` of the step, a row per MoE layer; of a single layer outside a stack, one row without the
+    first axis. Every layer that reports a load must have a correction. Raises ValueError when the rows do not match the
+    corrections.
     """
     places = _corrections(model)
     load = jnp.atleast_2d(load)

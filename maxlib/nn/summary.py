@@ -12,7 +12,8 @@ from maxlib.nn.tree import axes, logical_path, variables
 def summary(model: Any) -> str:
     """Every parameter of `model` with shape, axis names, dtype and size, and the total; print it.
 
-    Layers that a stack scans share a row: `26 x` before the shape counts them. Works on `jax.eval_shape` of a model too.
+    Layers that a stack scans share a row: `26 x` before the shape counts them. Works on `jax.eval_shape` of a model
+    too.
     """
     table = Table(box=box.SIMPLE, show_footer=True)
     names, rows = axes(model), {p: v.get_value() for p, v in variables(model).items()}

@@ -72,9 +72,11 @@ def combine(trainable: dict[str, Any], rest: Any) -> Any:
 
 
 def cast(model: Any, dtype: Any, filter: Filter = is_trainable) -> Any:
-    """`model` with the parameters that `filter(logical path, variable)` takes in `dtype`, such as bfloat16: half the memory of float32.
+    """`model` with the parameters that `filter(logical path, variable)` takes in `dtype`, such as bfloat16: half the
+    memory of float32.
 
-    Call it in the function that builds a model. An optimizer should then round stochastically, as `training.in_bfloat16` does.
+    Call it in the function that builds a model. An optimizer should then round stochastically, as
+    `training.in_bfloat16` does.
     """
     taken, rest = partition(model, filter)
     return combine({path: value.astype(dtype) for path, value in taken.items()}, rest)

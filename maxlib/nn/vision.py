@@ -56,7 +56,8 @@ class EncoderBlock(nnx.Module):
 
 
 class SigLIP(nnx.Module):
-    """The image encoder of SigLIP (Zhai et al. 2023, arXiv:2303.15343): square patches, learned positions, no class token.
+    """The image encoder of SigLIP (Zhai et al. 2023, arXiv:2303.15343): square patches, learned positions, no class
+    token.
 
     Raises ValueError when `patch_size` does not divide `image_size`, or `num_heads` not `dim`.
     """
@@ -95,9 +96,11 @@ class SigLIP(nnx.Module):
 
 
 class Llama4Vision(nnx.Module):
-    """The image encoder of Llama 4: learned positions and rotary ones on the grid of patches, a class token behind them.
+    """The image encoder of Llama 4: learned positions and rotary ones on the grid of patches, a class token behind
+    them.
 
-    theta: base of the rotary embedding. Raises ValueError when `patch_size` does not divide `image_size`, or `num_heads` not `dim`.
+    theta: base of the rotary embedding. Raises ValueError when `patch_size` does not divide `image_size`, or
+    `num_heads` not `dim`.
     """
 
     def __init__(
@@ -157,7 +160,9 @@ def _in_patches(images, size: int, patch: int) -> Float[Array, "I C y a x b"]:
 
 
 class PoolProjector(nnx.Module):
-    """From patches to fewer vectors of the text's width: the mean of `pool` x `pool` patches, `norm`, a matmul (Gemma 3)."""
+    """From patches to fewer vectors of the text's width: the mean of `pool` x `pool` patches, `norm`, a matmul (Gemma
+    3).
+    """
 
     def __init__(self, dim: int, text_dim: int, *, pool: int, norm: Callable, rngs: nnx.Rngs):
         self.norm = norm
@@ -172,7 +177,9 @@ class PoolProjector(nnx.Module):
 
 
 class ShuffleProjector(nnx.Module):
-    """From patches to fewer vectors of the text's width: `shuffle` x `shuffle` patches side by side, an MLP, a matmul (Llama 4)."""
+    """From patches to fewer vectors of the text's width: `shuffle` x `shuffle` patches side by side, an MLP, a matmul
+    (Llama 4).
+    """
 
     def __init__(self, dim: int, mlp_dim: int, text_dim: int, *, shuffle: int, rngs: nnx.Rngs):
         self.up = Einsum("...E,FE->...F", (mlp_dim, dim * shuffle**2), ("mlp", "vision"), rngs=rngs)

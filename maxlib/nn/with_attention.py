@@ -9,9 +9,11 @@ from maxlib.nn.mla import MLA
 
 
 def with_attention(model: Any, implementation: str | None) -> Any:
-    """`model`, or a part of it such as a stack, whose layers all use this implementation of `ops.attention`; None is the best one again.
+    """`model`, or a part of it such as a stack, whose layers all use this implementation of `ops.attention`; None is
+    the best one again.
 
-    Arrays are shared with `model`, which stays as it is. Raises ValueError where there is no `nn.Attention` and no `nn.MLA`.
+    Arrays are shared with `model`, which stays as it is. Raises ValueError where there is no `nn.Attention` and no
+    `nn.MLA`.
     """
     is_attention = lambda x: isinstance(x, Attention | MLA)
     if not any(map(is_attention, jax.tree.leaves(model, is_leaf=is_attention))):

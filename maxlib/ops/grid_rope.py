@@ -13,8 +13,8 @@ from maxlib.ops.rope import Length, Rope
 class GridRope:
     """Rotary embedding of a square of `side` x `side` patches that are numbered row by row (Llama 4's image encoder).
 
-    The first half of the pairs turns by the patch's column, the second by its row, both counted from 1. Tokens behind the
-    last patch (a class token) are not turned. Raises ValueError when `dim` is no multiple of 4.
+    The first half of the pairs turns by the patch's column, the second by its row, both counted from 1. Tokens behind
+    the last patch (a class token) are not turned. Raises ValueError when `dim` is no multiple of 4.
     """
 
     dim: int

@@ -21,7 +21,9 @@ Length = int | Int[Array, ""]
 
 
 def _powers(dim: int, theta: float) -> Float32[np.ndarray, " half"]:
-    """theta^(2i / dim), rounded to float32 once, after the float32 exponent that published checkpoints were run with."""
+    """theta^(2i / dim), rounded to float32 once, after the float32 exponent that published checkpoints were run
+    with.
+    """
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return np.power(np.float64(theta), exponent.astype(np.float64)).astype(np.float32)
 
@@ -205,7 +207,8 @@ class Yarn(Scaling):
 
 @dataclass(frozen=True)
 class LongRope(Scaling):
-    """One divisor per pair: `long_factor` beyond `original_length`, else `short_factor` (https://arxiv.org/abs/2402.13753).
+    """One divisor per pair: `long_factor` beyond `original_length`, else `short_factor`
+    (https://arxiv.org/abs/2402.13753).
 
     `factor` is the ratio of the longest to the original length; it sets the magnitude unless `attention_factor` does.
     """

@@ -102,7 +102,9 @@ class _Program:
                 self.bytes += times * self._traffic(one, computation)
 
     def _cheapest(self, branches: list[str], times: float, in_fusion: bool) -> None:
-        """The branch that moves and computes least: the others are there for what is unusual, such as one busy expert."""
+        """The branch that moves and computes least: the others are there for what is unusual, such as one busy
+        expert.
+        """
         tried = []
         for branch in branches:
             alone = copy.copy(self)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
-from maxlib.nn.remat import kept as on_device
 from maxlib.plan.program import Program, axes_of, bytes_on_device, parts_of
 from maxlib.training.losses import ROWS_AT_ONCE, vocab_axes
 
@@ -78,9 +77,10 @@ def _residuals(program: Program, rows: int) -> tuple[float, float]:
 
     weights = {x.shape for x in shapes.values()}
     count = lambda leaves: sum(_kept_bytes(x, weights, program) for x in leaves if x.shape not in weights)
-    saved, all_ = count(kept(on_device(job.remat))), count(kept(None))
+    saved, all_ = count(kept(nn.kept_on_device(job.remat))), count(kept(None))
     layers = max([x.shape[0] for path, x in shapes.items() if ".body." in path], default=1)
-    # Of the layer that runs backward the compiler keeps about half of what autodiff would: the rest is computed in passing.
+    # Of the layer that runs backward the compiler keeps about half of what autodiff would: the rest is computed in
+    # passing.
     again = 0.0 if job.remat is None else 0.5 * all_ / layers
     return saved, again
 

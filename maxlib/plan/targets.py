@@ -53,7 +53,8 @@ class Target:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """Which dimensions of a TPU topology close to a ring: all of whole cubes of 4x4x4, and of 2-dimensional ones the full 16.
+        """Which dimensions of a TPU topology close to a ring: all of whole cubes of 4x4x4, and of 2-dimensional ones
+        the full 16.
 
         The compiler wants to be told: over three dimensions it gathers on rings only, and else takes an all-reduce.
         """

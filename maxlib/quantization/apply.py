@@ -20,11 +20,12 @@ Change = Callable[[Any, Format, str], Any]
 def for_training(model: Model, rules: Rules) -> Model:
     """`model` whose matmuls round their operands; parameters, their paths and their dtype stay as they are.
 
-    rules: "int8" (weights and activations), "int8_gradients", "fp8" (e4m3 forward, e5m2 backward), a `Format`, or `Rule`s, of which the first that fits
-    counts; what none fits stays in full precision. Layers of a stack that are treated differently are laid out anew, so that the
-    others are still scanned. Works on `jax.eval_shape` of a model and inside `jit`, so that a function given to the Trainer may end with it.
-    Raises ValueError for a rule that decides nothing, for what cannot be quantized, and for dtypes that the backend does not multiply; warns
-    of matrices in layers that it does not know.
+    rules: "int8" (weights and activations), "int8_gradients", "fp8" (e4m3 forward, e5m2 backward), a `Format`, or
+    `Rule`s, of which the first that fits counts; what none fits stays in full precision. Layers of a stack that are
+    treated differently are laid out anew, so that the others are still scanned. Works on `jax.eval_shape` of a model
+    and inside `jit`, so that a function given to the Trainer may end with it. Raises ValueError for a rule that decides
+    nothing, for what cannot be quantized, and for dtypes that the backend does not multiply; warns of matrices in
+    layers that it does not know.
     """
     return _apply(model, as_rules(rules, TRAINING), _round_operands)
 
@@ -32,7 +33,8 @@ def for_training(model: Model, rules: Rules) -> Model:
 def for_inference(model: Model, rules: Rules) -> Model:
     """`model` with quantized weights, which nothing trains any more. See `for_training` for rules and errors.
 
-    rules: weights only: "int8", "fp8", "int4" (groups of 32), "nf4" (groups of 64); with activations: "int8_w8a8", "fp8_w8a8".
+    rules: weights only: "int8", "fp8", "int4" (groups of 32), "nf4" (groups of 64); with activations: "int8_w8a8",
+    "fp8_w8a8".
     """
     return _apply(model, as_rules(rules, INFERENCE), store)
 

@@ -1,4 +1,6 @@
-"""Models with quantized weights on disk: config.json, safetensors, and quantization.json, which says what is stored how."""
+"""Models with quantized weights on disk: config.json, safetensors, and quantization.json, which says what is stored
+how.
+"""
 
 import dataclasses
 import json
@@ -46,7 +48,8 @@ def load(
     rules: sharding.Rules = sharding.FSDP_TP,
     family: weights.Family | None = None,
 ) -> Any:
-    """The model that `save` wrote. mesh, rules: where its arrays go. family: needed only for models that are not registered.
+    """The model that `save` wrote. mesh, rules: where its arrays go. family: needed only for models that are not
+    registered.
 
     Raises FileNotFoundError and ValueError, which say what is wrong with the directory.
     """

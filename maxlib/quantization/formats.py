@@ -14,10 +14,10 @@ NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 class Format:
     """What a matmul's operands are rounded to; None leaves one as it is.
 
-    weights: "int8", "int4", "nf4", "float8_e4m3fn" or "float8_e5m2". activations: "int8" or a float8; None multiplies in the dtype
-    of the activations. gradients: the same, of what comes back in training; None computes the backward pass in full.
-    group: how many neighbouring inputs share a scale; None: all inputs of an output do. Only weights that are stored have groups.
-    Raises ValueError for what does not go together.
+    weights: "int8", "int4", "nf4", "float8_e4m3fn" or "float8_e5m2". activations: "int8" or a float8; None multiplies
+    in the dtype of the activations. gradients: the same, of what comes back in training; None computes the backward
+    pass in full. group: how many neighbouring inputs share a scale; None: all inputs of an output do. Only weights that
+    are stored have groups. Raises ValueError for what does not go together.
     """
 
     weights: str

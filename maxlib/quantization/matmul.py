@@ -18,8 +18,8 @@ from maxlib.quantization.formats import Format
 class Quantized:
     """Rounds weights and activations, each row and each output with a scale of its own, and multiplies what is rounded.
 
-    The gradient is that of the exact product (straight-through); with `format.gradients` its products are rounded in the same way, each
-    index that reaches the result with a scale of its own.
+    The gradient is that of the exact product (straight-through); with `format.gradients` its products are rounded in
+    the same way, each index that reaches the result with a scale of its own.
     """
 
     format: Format
@@ -100,7 +100,9 @@ def _grouped_product(rows, w, counts, layout: ops.Layout, rows_type, w_type):
 
 
 def _grouped_outer(d, rows, counts, layout: ops.Layout, format: Format):
-    """The gradient of the experts' weights. All experts share the scale of a column: it must be the same along what is summed."""
+    """The gradient of the experts' weights. All experts share the scale of a column: it must be the same along what is
+    summed.
+    """
     used = (jnp.arange(len(rows)) < counts.sum())[:, None]  # others may hold anything
     d, rows = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d, rows))
     d, x = _rounded(d, format.gradients, "MO", "O"), _rounded(rows, format.activations, "MI", "I")

@@ -23,7 +23,9 @@ from maxlib.quantization.rules import SITES, Kind, kind_of, unknown
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The weights of one matmul: path, kind, format (None: full precision), how many numbers, and their bytes before and now."""
+    """The weights of one matmul: path, kind, format (None: full precision), how many numbers, and their bytes before
+    and now.
+    """
 
     path: str
     kind: Kind
@@ -87,7 +89,9 @@ class Report:
 
 
 def report(model: Any) -> Report:
-    """What is quantized in `model`, which may be abstract (`jax.eval_shape`). Layers that share a place in a stack share a row."""
+    """What is quantized in `model`, which may be abstract (`jax.eval_shape`). Layers that share a place in a stack
+    share a row.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, SITES))
     sites = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves if isinstance(x, SITES)]
     rows = [_row(path, site) for path, site in sites] + [_unknown_row(path, x) for path, x in unknown(model).items()]
@@ -118,8 +122,9 @@ def _bytes(array: Any) -> int:
 class Errors:
     """How far a quantized model is from the one in full precision, on the same text.
 
-    perplexity, quantized_perplexity: of the next tokens. logit_error: root mean square of the difference, relative to that of the logits around
-    their mean. divergence: KL(full || quantized) in nats per token. agreement: how often both rank the same token first.
+    perplexity, quantized_perplexity: of the next tokens. logit_error: root mean square of the difference, relative to
+    that of the logits around their mean. divergence: KL(full || quantized) in nats per token. agreement: how often both
+    rank the same token first.
     """
 
     perplexity: float
@@ -137,7 +142,9 @@ class Errors:
 
 
 def compare(model: Any, quantized: Any, tokens: Int[Array, "B T"], *, dtype: Any = jnp.float32) -> Errors:
-    """The error of `quantized` against `model` on `tokens`, without padding; one row's logits are in memory at a time."""
+    """The error of `quantized` against `model` on `tokens`, without padding; one row's logits are in memory at a
+    time.
+    """
     sums = jax.device_get(_sums(model, quantized, tokens, dtype))
     count = tokens.shape[0] * tokens.shape[1]
     targets = tokens.shape[0] * (tokens.shape[1] - 1)
@@ -172,8 +179,8 @@ def _sums(model, quantized, tokens, dtype):
 def matmuls(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
     """FLOPs of the matmuls in `fn(*args)` by the dtypes of their operands ("int8 x int8"); nothing is computed.
 
-    A scan's body counts as often as it runs. Ops of `maxlib.ops` count under their own name ("grouped_matmul int8 x int8"); attention, whose
-    FLOPs depend on its masks, as if every query saw every key.
+    A scan's body counts as often as it runs. Ops of `maxlib.ops` count under their own name ("grouped_matmul int8 x
+    int8"); attention, whose FLOPs depend on its masks, as if every query saw every key.
     """
     found: dict[str, float] = collections.defaultdict(float)
     _walk(jax.make_jaxpr(fn)(*args).jaxpr, 1.0, found)

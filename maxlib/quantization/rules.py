@@ -21,9 +21,10 @@ SITES = (nn.Einsum, nn.ExpertLinear, nn.Embed)
 class Rule:
     """`format` for the layers that the other fields describe; None leaves them in full precision.
 
-    match: a pattern, as a shell's, on logical paths ("layers.attn.q"). layers: of each stack, the numbers of the layers; negative
-    ones count from the end. kinds: what a rule speaks of: by default neither routers nor embeddings (the head is one). "unknown" are
-    matrices of layers that are not made of maxlib's; they can only be left (`high(match=..., kinds=("unknown",))`).
+    match: a pattern, as a shell's, on logical paths ("layers.attn.q"). layers: of each stack, the numbers of the
+    layers; negative ones count from the end. kinds: what a rule speaks of: by default neither routers nor embeddings
+    (the head is one). "unknown" are matrices of layers that are not made of maxlib's; they can only be left
+    (`high(match=..., kinds=("unknown",))`).
     """
 
     format: Format | None

@@ -43,9 +43,10 @@ def initialize(
 
     Looks for, in this order: the arguments; `JAX_COORDINATOR_ADDRESS` with `JAX_NUM_PROCESSES` (or `NNODES`) and
     `JAX_PROCESS_ID` (or `NODE_RANK`); a Kubernetes JobSet; SLURM; Open MPI; TPU pods. Finding nothing it leaves this
-    process alone and returns None. Later on, a process that an exception ends leaves at once, and one that is silent for
-    `heartbeat` seconds counts as dead; both end all others. Raises ValueError for incomplete addresses and numbers that do not fit together, and TimeoutError, naming
-    who is missing, when a process does not arrive in `timeout` seconds.
+    process alone and returns None. Later on, a process that an exception ends leaves at once, and one that is silent
+    for `heartbeat` seconds counts as dead; both end all others. Raises ValueError for incomplete addresses and numbers
+    that do not fit together, and TimeoutError, naming who is missing, when a process does not arrive in `timeout`
+    seconds.
     """
     cluster = find(coordinator, num_processes, process_id, timeout=timeout)
     if cluster is None:
@@ -70,7 +71,9 @@ def initialize(
 
 
 def _leave_at_once_when_failing() -> None:
-    """A process that an exception ends would wait at its exit for all others (five minutes), who wait for it meanwhile."""
+    """A process that an exception ends would wait at its exit for all others (five minutes), who wait for it
+    meanwhile.
+    """
     before = sys.excepthook
 
     def hook(*error: Any) -> None:

@@ -77,7 +77,8 @@ def _gather(x: jax.Array, kept: P, wanted: P) -> jax.Array:
     for d in range(len(kept)):
         lacking = tuple(axis for axis in _axes(kept, d)[len(_axes(wanted, d)) :] if lax.axis_size(axis) > 1)
         if lacking:
-            # Over the last dimension TPUs gather by making it the first: of a stack's layers that would be a copy of all.
+            # Over the last dimension TPUs gather by making it the first: of a stack's layers that would be a copy of
+            # all.
             last = d > 0 and d == x.ndim - 1
             x = jnp.swapaxes(x, d, d - 1) if last else x
             x = lax.all_gather(x, lacking, axis=d - last, tiled=True)

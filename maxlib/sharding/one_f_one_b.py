@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxlib.sharding.pipeline import Tree, check_pipeline, cut, placed, required
+from maxlib.sharding.pipeline import Tree, check_pipeline, cut, deal, gather_in, placed, required
 
 
 class _Sizes(NamedTuple):
@@ -64,7 +64,7 @@ def one_f_one_b(
     pipeline, num_stages = required()
     rows, sizes = jax.tree.leaves(x)[0].shape[0], _Sizes(num_stages, pipeline.microbatches)
     check_pipeline(layers, rows, pipeline, num_stages)
-    x, ctx = (jax.tree.map(lambda a: cut(a, sizes.microbatches), tree) for tree in (x, ctx))
+    x, ctx = (jax.tree.map(lambda a: deal(a, sizes.microbatches), tree) for tree in (x, ctx))
     held, fixed = (placed(jax.tree.map(lambda a: cut(a, num_stages), tree), pipeline) for tree in (layers, fixed))
     given, stage = stage, lambda layers_fixed, x, ctx: given(*layers_fixed, x, ctx)
     tick = functools.partial(_tick, stage, loss, (held, fixed), head, x, ctx, sizes, pipeline)
@@ -75,7 +75,7 @@ def one_f_one_b(
     flow, early = lax.scan(tick, flow, jnp.arange(first, last))
     flow, late = lax.scan(functools.partial(tick, forward=False), flow, jnp.arange(last, last + num_stages - 1))
     # The gradient of a microbatch's input comes out of stage 0 in tick m + 2 S - 2.
-    join = lambda a, b: jnp.concatenate([a[num_stages - 1 :], b]).reshape(rows, *a.shape[2:])
+    join = lambda a, b: gather_in(jnp.concatenate([a[num_stages - 1 :], b]))
     whole = lambda a: a.reshape(-1, *a.shape[2:])
     value, stats = flow.loss
     aux = jax.tree.map(lambda a: whole(a) / sizes.microbatches, flow.aux)

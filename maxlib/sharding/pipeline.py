@@ -30,7 +30,7 @@ def pipelined(stage: Callable[..., tuple[Tree, Tree]], layers: Tree, x: Tree, ct
     pipeline, num_stages = required()
     ticks, rows = pipeline.microbatches + num_stages - 1, jax.tree.leaves(x)[0].shape[0]
     check_pipeline(layers, rows, pipeline, num_stages)
-    rowwise = lambda a: cut(a, pipeline.microbatches)
+    rowwise = lambda a: deal(a, pipeline.microbatches)
     is_row = lambda a: a.ndim > 0 and a.shape[0] == rows
     x, held = jax.tree.map(rowwise, x), placed(jax.tree.map(lambda a: cut(a, num_stages), layers), pipeline)
     shared = jax.tree.map(lambda a: rowwise(a) if is_row(a) else jnp.expand_dims(a, 0), ctx)
@@ -54,7 +54,7 @@ def pipelined(stage: Callable[..., tuple[Tree, Tree]], layers: Tree, x: Tree, ct
     )
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes[1])
     (_, total), out = lax.scan(tick, (placed(empty, pipeline), zeros), jnp.arange(ticks))
-    join = lambda a: a[num_stages - 1 :].reshape(rows, *a.shape[2:])
+    join = lambda a: gather_in(a[num_stages - 1 :])
     mean = lambda a: (a / pipeline.microbatches).reshape(-1, *a.shape[2:])
     return jax.tree.map(join, out), jax.tree.map(mean, total)
 
@@ -91,6 +91,16 @@ def check_pipeline(layers: Tree, rows: int, pipeline: Pipeline, num_stages: int)
 
 def cut(a: jax.Array, parts: int) -> jax.Array:
     return a.reshape(parts, a.shape[0] // parts, *a.shape[1:])
+
+
+def deal(a: jax.Array, parts: int) -> jax.Array:
+    """Part `i` takes every `parts`-th row, so that rows that are spread over devices stay so in each part."""
+    return jnp.swapaxes(a.reshape(a.shape[0] // parts, parts, *a.shape[1:]), 0, 1)
+
+
+def gather_in(a: jax.Array) -> jax.Array:
+    """The rows of all parts in their own order again."""
+    return jnp.swapaxes(a, 0, 1).reshape(-1, *a.shape[2:])
 
 
 def _along(works: jax.Array, a: jax.Array) -> jax.Array:

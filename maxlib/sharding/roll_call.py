@@ -13,8 +13,8 @@ _WRONG = "wrong: "
 def roll_call(address: str, num_processes: int, process_id: int, *, timeout: float) -> None:
     """Process 0 listens at `address` (`host:port`) until all others have come, then all of them go on.
 
-    Raises TimeoutError in every process that came, naming those that did not, and ValueError in one whose number another has
-    too, or that was started for another number of processes. The port is free again afterwards.
+    Raises TimeoutError in every process that came, naming those that did not, and ValueError in one whose number
+    another has too, or that was started for another number of processes. The port is free again afterwards.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout

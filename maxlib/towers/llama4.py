@@ -1,4 +1,6 @@
-"""Llama 4's eyes: a tower of its own, whose patches are laid side by side and projected to the text's width (Meta AI 2025)."""
+"""Llama 4's eyes: a tower of its own, whose patches are laid side by side and projected to the text's width (Meta AI
+2025).
+"""
 
 import dataclasses
 from typing import Any
@@ -50,7 +52,9 @@ class Vision:
 
     @property
     def mlp_dim(self) -> int:
-        """Of the tower; the projector takes as many from a square of patches, and Hugging Face has one field for both."""
+        """Of the tower; the projector takes as many from a square of patches, and Hugging Face has one field for
+        both.
+        """
         return self.dim * SHUFFLE**2
 
     def tower(self, rngs: nnx.Rngs) -> nn.Llama4Vision:

@@ -18,8 +18,8 @@ _numbers = itertools.count()
 def deadline(seconds: float, what: str) -> Iterator[None]:
     """Ends the process loudly, naming `what`, when the body takes longer than `seconds`.
 
-    A thread that is stuck in a collective or a driver takes no exception, so the process exits with status 75, after printing where
-    every thread stands; a supervisor may start it again.
+    A thread that is stuck in a collective or a driver takes no exception, so the process exits with status 75, after
+    printing where every thread stands; a supervisor may start it again.
     """
     _watch()
     number = next(_numbers)

@@ -26,10 +26,12 @@ class Export(Protocol):
 
 
 class HuggingFaceExport:
-    """Writes `directory/STEP` in Hugging Face's format every `every` steps, in the background; the newest `keep` stay (None: all).
+    """Writes `directory/STEP` in Hugging Face's format every `every` steps, in the background; the newest `keep` stay
+    (None: all).
 
-    `options` are those of `weights.save_pretrained`, such as `dtype` and `tokenizer`. A directory is there as a whole or not at all. `save`
-    copies the model to the host's memory. In a job of several hosts it does all of its work at once, for they work together.
+    `options` are those of `weights.save_pretrained`, such as `dtype` and `tokenizer`. A directory is there as a whole
+    or not at all. `save` copies the model to the host's memory. In a job of several hosts it does all of its work at
+    once, for they work together.
     """
 
     def __init__(self, directory: str | Path, *, every: int, keep: int | None = None, **options: Any):
@@ -78,10 +80,11 @@ class HuggingFaceExport:
 
 
 class ParameterExport:
-    """Writes checkpoints of the model alone, `directory/STEP`, every `every` steps, in the background; the newest `keep` stay (None: all).
+    """Writes checkpoints of the model alone, `directory/STEP`, every `every` steps, in the background; the newest
+    `keep` stay (None: all).
 
-    They hold the items `params` and `rest`, a third of what training needs to go on; `Trainer.restore(params_from=...)` and
-    `checkpoint.load` read them.
+    They hold the items `params` and `rest`, a third of what training needs to go on; `Trainer.restore(params_from=...)`
+    and `checkpoint.load` read them.
     """
 
     def __init__(self, directory: Any, *, every: int, keep: int | None = None):

@@ -14,7 +14,8 @@ from jax.extend import core
 
 from maxlib.ops.cost import FORMULAS
 
-# Dense bfloat16 FLOP/s of one jax device, from the makers' data sheets; the first that begins a device kind's name counts.
+# Dense bfloat16 FLOP/s of one jax device, from the makers' data sheets; the first that begins a device kind's name
+# counts.
 PEAKS = {
     "TPU v6": 918e12,
     "TPU v5p": 459e12,
@@ -35,8 +36,9 @@ Counts = list[tuple[float, Any]]
 def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any) -> float:
     """Model FLOPs of one training step: three times those of the loss (a backward pass has two matmuls for each one).
 
-    Recomputation by remat and whatever is no matmul do not count, and frozen parameters count like others. For a decoder
-    this is `6 N T + 6 L pairs heads (Hk + Hv)`: N weights in matmuls, T tokens, L layers, pairs of a query and a key it sees.
+    Recomputation by remat and whatever is no matmul do not count, and frozen parameters count like others. For a
+    decoder this is `6 N T + 6 L pairs heads (Hk + Hv)`: N weights in matmuls, T tokens, L layers, pairs of a query and
+    a key it sees.
     """
     model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
     return 3 * forward_flops(loss_fn, model, batch, jax.random.key(0))
@@ -45,10 +47,10 @@ def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any) -> float
 def forward_flops(fn: Callable[..., Any], *args: Any) -> float:
     """FLOPs of the matmuls and convolutions in `fn(*args)`: two for each multiplication with its addition.
 
-    The body of a `lax.scan` counts as often as it runs, of a `lax.cond` the dearest branch. Attention counts the pairs that its masks leave;
-    documents count where `args` hold the integers that mark them, while a `jax.ShapeDtypeStruct` leaves them unknown (then every
-    pair counts). Ops registered in `maxlib.ops.cost` go by their own formula. No float is computed. Count without a mesh: call it
-    outside `sharding.use`.
+    The body of a `lax.scan` counts as often as it runs, of a `lax.cond` the dearest branch. Attention counts the pairs
+    that its masks leave; documents count where `args` hold the integers that mark them, while a `jax.ShapeDtypeStruct`
+    leaves them unknown (then every pair counts). Ops registered in `maxlib.ops.cost` go by their own formula. No float
+    is computed. Count without a mesh: call it outside `sharding.use`.
     """
     leaves, tree = jax.tree.flatten(args)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
@@ -99,7 +101,9 @@ def _is_known(x: Any) -> bool:
 
 
 def _walk(traced: Any, known: Sequence[Any], times: float, counts: Counts) -> list[Any]:
-    """Adds to `counts` what `traced` does `times` times, given those inputs that are known; returns its outputs likewise."""
+    """Adds to `counts` what `traced` does `times` times, given those inputs that are known; returns its outputs
+    likewise.
+    """
     jaxpr = getattr(traced, "jaxpr", traced)
     values = dict(zip(jaxpr.constvars, getattr(traced, "consts", ()), strict=False))
     values |= dict(zip(jaxpr.invars, known, strict=True))

@@ -10,7 +10,9 @@ from jax.experimental import multihost_utils
 
 
 class Interrupted(SystemExit):
-    """Training was asked to stop, and has saved. Uncaught, it ends the program without a traceback, with status 128 + signal."""
+    """Training was asked to stop, and has saved. Uncaught, it ends the program without a traceback, with status 128 +
+    signal.
+    """
 
 
 class Interrupt:
@@ -36,7 +38,9 @@ class Interrupt:
             self.waiting = False
 
     def check(self) -> None:
-        """Raises Interrupted after a signal, in the middle of what may be cut short; several processes stop between steps only."""
+        """Raises Interrupted after a signal, in the middle of what may be cut short; several processes stop between
+        steps only.
+        """
         if self.signal is not None and jax.process_count() == 1:
             raise self.stop()
 
@@ -56,10 +60,11 @@ class Interrupt:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupt]:
-    """Catches SIGINT and SIGTERM inside. A second Ctrl-C acts at once; schedulers send SIGTERM to all they know, so again is as once.
+    """Catches SIGINT and SIGTERM inside. A second Ctrl-C acts at once; schedulers send SIGTERM to all they know, so
+    again is as once.
 
-    Does nothing outside the main thread. With several processes both go to jax, which tells all of them to stop after the
-    same step.
+    Does nothing outside the main thread. With several processes both go to jax, which tells all of them to stop after
+    the same step.
     """
     interrupt = Interrupt()
     numbers = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]

@@ -96,8 +96,9 @@ def cross_entropy(
 
 @jax.custom_vjp
 def _reduced_first(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]):
-    """The same. The backward pass goes on to the layers only when the gradient of `weight` is summed and split: XLA would
-    put that off to the end, and keep it whole (8 GiB for a large model) while the layers need all memory."""
+    """The same. The backward pass goes on to the layers only when the gradient of `weight` is summed and split: XLA
+    would put that off to the end, and keep it whole (8 GiB for a large model) while the layers need all memory.
+    """
     return hidden, weight
 
 

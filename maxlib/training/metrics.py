@@ -1,4 +1,6 @@
-"""Where metrics go: a JSONL or CSV file, TensorBoard, the terminal. A writer is anything with `resume`, `write` and `close`."""
+"""Where metrics go: a JSONL or CSV file, TensorBoard, the terminal. A writer is anything with `resume`, `write` and
+`close`.
+"""
 
 import csv
 import json
@@ -31,7 +33,9 @@ class Writer(Protocol):
 
 
 class Writers(list[Writer]):
-    """The writers of a run. One that raises is reported once; the others, and training, go on, and it is tried again next time."""
+    """The writers of a run. One that raises is reported once; the others, and training, go on, and it is tried again
+    next time.
+    """
 
     def __init__(self, writers: Iterable[Writer], *, say: Callable[[str], Any]):
         super().__init__(writers)
@@ -69,7 +73,9 @@ def reported(part: object) -> Values:
 
 
 class Jsonl:
-    """One JSON object per line, `{"step": 10, "loss": 2.5, ...}`, readable at any moment. NaN and infinities become null."""
+    """One JSON object per line, `{"step": 10, "loss": 2.5, ...}`, readable at any moment. NaN and infinities become
+    null.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -110,7 +116,9 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 class Csv:
-    """One row per call, one column per number, for spreadsheets; arrays are left out. A new name widens the whole file."""
+    """One row per call, one column per number, for spreadsheets; arrays are left out. A new name widens the whole
+    file.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -226,8 +234,8 @@ class Console:
 class Meter:
     """Reads metrics from the device one step late, so that the device is never left without work, and measures speed.
 
-    flops: model FLOPs of a step; peak: FLOP/s of all devices. `tokens_per_second` and what follows from it are smoothed over
-    some ten steps; `seconds` is that of one step.
+    flops: model FLOPs of a step; peak: FLOP/s of all devices. `tokens_per_second` and what follows from it are smoothed
+    over some ten steps; `seconds` is that of one step.
     """
 
     def __init__(self, *, flops: float | None = None, peak: float | None = None):
@@ -237,7 +245,9 @@ class Meter:
         self._smooth: float | None = None
 
     def push(self, step: int, metrics: dict[str, Any], **here: float) -> list[tuple[int, dict[str, Any]]]:
-        """Takes the metrics of a step that was just started (`here`: known already), gives those of the one before it."""
+        """Takes the metrics of a step that was just started (`here`: known already), gives those of the one before
+        it.
+        """
         before, self._waiting = self._waiting, (step, metrics | here)
         if before is None:
             return []

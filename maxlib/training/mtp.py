@@ -24,10 +24,11 @@ def mtp_loss(
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """What a training loss adds for the modules of `model.look_ahead`: `next_token_loss(..., extra=mtp_loss)`.
 
-    It is `weight` times their cross-entropy, summed over targets and averaged over modules (DeepSeek V3: 0.3, later 0.1), plus
-    their blocks' own losses. Beside it, per target token as in `Stats.sums`: `mtp1/nll` and `mtp1/accuracy` of the first module and
-    so on, and the main model's reports with the modules' rows behind them. With `acceptance` also `mtp1/acceptance`, the share
-    of places where this draft and those before it are the model's own greedy choice: for evaluation, it takes logits.
+    It is `weight` times their cross-entropy, summed over targets and averaged over modules (DeepSeek V3: 0.3, later
+    0.1), plus their blocks' own losses. Beside it, per target token as in `Stats.sums`: `mtp1/nll` and `mtp1/accuracy`
+    of the first module and so on, and the main model's reports with the modules' rows behind them. With `acceptance`
+    also `mtp1/acceptance`, the share of places where this draft and those before it are the model's own greedy choice:
+    for evaluation, it takes logits.
     """
     inputs = {name: batch[name] for name in _INPUTS if name in batch}
     modules = model.look_ahead(out.hidden, batch["tokens"], remat=remat, **inputs)

@@ -1,6 +1,7 @@
 """Optimizers with the choices that language models are trained with; anything from optax does as well.
 
-Every one of them takes `{path: array}` and knows weights by the names of their axes, so layers in a stack are treated one by one.
+Every one of them takes `{path: array}` and knows weights by the names of their axes, so layers in a stack are treated
+one by one.
 """
 
 import functools
@@ -32,8 +33,8 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW (arXiv:1711.05101) after clipping the gradient's global norm to `clip`.
 
-    mask: what decays, usually `decay_mask(model)`; None decays everything. moments: what they are held in, float32 or bfloat16 (see
-    `in_bfloat16`), whatever the dtype of the parameters.
+    mask: what decays, usually `decay_mask(model)`; None decays everything. moments: what they are held in, float32 or
+    bfloat16 (see `in_bfloat16`), whatever the dtype of the parameters.
     """
     adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask)
     return _clipped(_held_in(moments, adam), clip)
@@ -52,11 +53,13 @@ def muon(
     clip: float | None = 1.0,
     moments: Any = jnp.float32,
 ) -> optax.GradientTransformation:
-    """Muon for the matrices inside layers, AdamW for the rest: embeddings, head, routers, norms, biases (arXiv:2502.16982).
+    """Muon for the matrices inside layers, AdamW for the rest: embeddings, head, routers, norms, biases
+    (arXiv:2502.16982).
 
-    model: gives the axes; `jax.eval_shape` of a model does. Each matrix is made orthogonal as inputs x outputs, heads together,
-    every layer and every expert by itself. Its update is scaled to the size of Adam's, so `learning_rate` and `weight_decay` mean
-    what they mean there. adam_learning_rate: for the rest, if it shall differ. moments: as in `adamw`.
+    model: gives the axes; `jax.eval_shape` of a model does. Each matrix is made orthogonal as inputs x outputs, heads
+    together, every layer and every expert by itself. Its update is scaled to the size of Adam's, so `learning_rate` and
+    `weight_decay` mean what they mean there. adam_learning_rate: for the rest, if it shall differ. moments: as in
+    `adamw`.
     """
     dims = muon_dimensions(model)
 
@@ -88,7 +91,9 @@ def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> opt
 
 
 def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]:
-    """Which dimensions of each matrix are its inputs and which its outputs, by path; all before them are counted through."""
+    """Which dimensions of each matrix are its inputs and which its outputs, by path; all before them are counted
+    through.
+    """
     found = {}
     for path, summed in nn.summed_axes(model).items():
         variable = nn.variables(model)[path]
@@ -105,8 +110,8 @@ def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]
 def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
     """Scales all gradients so that their common norm is at most `limit`.
 
-    As optax's, but for one factor that XLA fuses into what follows; optax's selects between arrays, which on CPU keeps a
-    second copy of all gradients and took AdamW 2.5 times as long.
+    As optax's, but for one factor that XLA fuses into what follows; optax's selects between arrays, which on CPU keeps
+    a second copy of all gradients and took AdamW 2.5 times as long.
     """
 
     def update(updates, state, params=None):
@@ -129,11 +134,13 @@ def decay_mask(model: Any) -> Mask:
 
 
 def width_factors(model: Any, base: Any) -> dict[str, float]:
-    """By how much Adam's learning rate shrinks per weight from `base` to the wider `model`, for `scale_by_path` (muP, arXiv:2203.03466).
+    """By how much Adam's learning rate shrinks per weight from `base` to the wider `model`, for `scale_by_path` (muP,
+    arXiv:2203.03466).
 
-    model, base: the same model in two widths; `jax.eval_shape` of them does. What sums over its inputs, layers' matrices and a head of its own,
-    gets base inputs / inputs; embeddings, norms and biases keep their rate. A rate that was tuned on `base` then fits `model`, if it begins as
-    `width_scaled` says and its heads are as large as those of `base`. A head that is tied to the embeddings has no factor, and its logits grow.
+    model, base: the same model in two widths; `jax.eval_shape` of them does. What sums over its inputs, layers'
+    matrices and a head of its own, gets base inputs / inputs; embeddings, norms and biases keep their rate. A rate that
+    was tuned on `base` then fits `model`, if it begins as `width_scaled` says and its heads are as large as those of
+    `base`. A head that is tied to the embeddings has no factor, and its logits grow.
     """
     summed = nn.summed_axes(model) | {path: ("embed",) for path in nn.axes(model) if nn.logical_path(path) == "head.w"}
     wide, narrow = _inputs(model, summed), _inputs(base, summed)
@@ -143,9 +150,11 @@ def width_factors(model: Any, base: Any) -> dict[str, float]:
 
 
 def width_scaled(model: Model, base: Any) -> Model:
-    """`model`, fresh, with initial values as muP wants them: a head of its own is base inputs / inputs as large. See `width_factors`.
+    """`model`, fresh, with initial values as muP wants them: a head of its own is base inputs / inputs as large. See
+    `width_factors`.
 
-    All other default initial values have the right size already: 1 / sqrt(inputs) in matrices, the same at all widths in embeddings.
+    All other default initial values have the right size already: 1 / sqrt(inputs) in matrices, the same at all widths
+    in embeddings.
     """
     factors = width_factors(model, base)
     params, rest = nn.partition(model)

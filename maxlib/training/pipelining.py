@@ -1,4 +1,6 @@
-"""Training a decoder in a 1F1B pipeline: the gradients that `make_train_step` follows, without autodiff through the whole batch."""
+"""Training a decoder in a 1F1B pipeline: the gradients that `make_train_step` follows, without autodiff through the
+whole batch.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +19,13 @@ _BODY = "layers.body."
 def one_f_one_b(
     *, dtype: Any = jnp.bfloat16, remat: nn.Policy = None, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> Gradients:
-    """For `make_train_step(gradients=...)`: `next_token_loss` of an `nn.Decoder` in the pipeline of the rules in use (arXiv:1806.03377).
+    """For `make_train_step(gradients=...)`: `next_token_loss` of an `nn.Decoder` in the pipeline of the rules in use
+    (arXiv:1806.03377).
 
-    Where autodiff keeps what the backward pass needs of every microbatch, this keeps the stages' inputs of at most `2 S - 1`
-    microbatches for S stages, and computes the rest of what it needs again. The options are those of `next_token_loss`.
-    Raises TypeError for a model that is no `nn.Decoder`, ValueError for a batch with images and where the rules have no
-    pipeline.
+    Where autodiff keeps what the backward pass needs of every microbatch, this keeps the stages' inputs of at most `2 S
+    - 1` microbatches for S stages, and computes the rest of what it needs again. The options are those of
+    `next_token_loss`. Raises TypeError for a model that is no `nn.Decoder`, ValueError for a batch with images and
+    where the rules have no pipeline.
     """
     options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
 

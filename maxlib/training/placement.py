@@ -15,7 +15,9 @@ from maxlib.training.losses import Batch
 
 
 def place_batch(batch: dict[str, Any], mesh: Mesh | None, rules: sharding.Rules) -> Batch:
-    """This host's rows as the part of a global batch that its devices hold. What is in its place already stays as it is."""
+    """This host's rows as the part of a global batch that its devices hold. What is in its place already stays as it
+    is.
+    """
     if mesh is None:
         return jax.device_put(batch)
 

@@ -31,7 +31,9 @@ def initial_state(
     mesh: Mesh | None,
     rules: sharding.Rules,
 ) -> tuple[TrainState, Origin]:
-    """See `Trainer.restore`. A state that is resumed takes the structure and the places of `state`, whose arrays are deleted."""
+    """See `Trainer.restore`. A state that is resumed takes the structure and the places of `state`, whose arrays are
+    deleted.
+    """
     if checkpointer is not None:
         checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
         if checkpointer.latest() is not None:

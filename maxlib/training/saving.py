@@ -36,7 +36,9 @@ class Saving:
     def start(
         self, step: int, state: TrainState, data_state: Any, metrics: Mapping[str, Any], *, hurry: bool = False
     ) -> None:
-        """Starts a checkpoint. Exports of earlier steps come to their end first, lest a kill lose them; not in a `hurry`."""
+        """Starts a checkpoint. Exports of earlier steps come to their end first, lest a kill lose them; not in a
+        `hurry`.
+        """
         checkpointer = self.checkpointer
         if checkpointer is None:
             return
@@ -72,7 +74,9 @@ class Saving:
         )
 
     def cause(self, step: int, state: TrainState, batch: Batch | None, loss: Loss) -> str:
-        """Where the numbers of a bad step stop being finite, with the parameters of the last good checkpoint: its own are gone."""
+        """Where the numbers of a bad step stop being finite, with the parameters of the last good checkpoint: its own
+        are gone.
+        """
         if self.checkpointer is None or batch is None or self.checkpointer.latest() is None:
             return ""
         try:

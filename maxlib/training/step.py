@@ -21,8 +21,8 @@ Metrics = dict[str, Any]
 class TrainState:
     """All that a step reads and writes. A donated state is gone; the step returns its successor.
 
-    trainable: parameters by path; rest: what else the model consists of (`nn.partition`). key: constant through a run; the
-    step folds its number in.
+    trainable: parameters by path; rest: what else the model consists of (`nn.partition`). key: constant through a run;
+    the step folds its number in.
     """
 
     trainable: dict[str, Any]
@@ -45,8 +45,8 @@ def make_state(
 ) -> TrainState:
     """The state before the first step. It holds the model's own arrays: donating it deletes them in the model too.
 
-    Moments are born where their parameters live, or where the rule `optimizer` puts them (`sharding.ZERO1`), so call it inside
-    `sharding.use` if the steps run there. Raises ValueError when `filter` leaves nothing to train.
+    Moments are born where their parameters live, or where the rule `optimizer` puts them (`sharding.ZERO1`), so call it
+    inside `sharding.use` if the steps run there. Raises ValueError when `filter` leaves nothing to train.
     """
     trainable, rest = nn.partition(model, filter)
     if not trainable:
@@ -69,14 +69,14 @@ def make_train_step(
 ) -> Step:
     """`step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
-    loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean. accumulate: how many
-    microbatches a batch is computed in; they are weighted by their numbers of targets, so the mean is that of the
-    whole batch. schedule: only reported, as `learning_rate`. gradients: what finds the gradient in place of autodiff of `loss_fn`, such as
-    `one_f_one_b`: `(trainable, rest, batch, key) -> (gradients of the mean, mean, Stats)`. Raises ValueError for both `gradients` and
-    `accumulate`.
+    loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean.
+    accumulate: how many microbatches a batch is computed in; they are weighted by their numbers of targets, so the mean
+    is that of the whole batch. schedule: only reported, as `learning_rate`. gradients: what finds the gradient in place
+    of autodiff of `loss_fn`, such as `one_f_one_b`: `(trainable, rest, batch, key) -> (gradients of the mean, mean,
+    Stats)`. Raises ValueError for both `gradients` and `accumulate`.
 
-    Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient is not and the
-    state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
+    Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient
+    is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
     """
     if gradients is not None and accumulate > 1:
         raise ValueError(
@@ -173,8 +173,8 @@ def _by_rows(x: Array) -> Array:
 
 
 def _place(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = False) -> Any:
-    """Constrains what is like a parameter (gradients, moments) to that parameter's place, or the place of its optimizer state;
-    all else is on every device.
+    """Constrains what is like a parameter (gradients, moments) to that parameter's place, or the place of its optimizer
+    state; all else is on every device.
 
     Without this XLA chooses, and may gather a gradient or turn a donated buffer into another layout.
     """

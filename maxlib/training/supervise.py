@@ -31,12 +31,13 @@ def supervise(
 ) -> int:
     """Runs `command` as several processes until all of them end well; returns the status to exit with.
 
-    directory: the run's own, for the lock and a journal; the steps in its `metrics.jsonl` show whether the run comes forward.
-    processes: how many to start. After `retries` restarts in succession that brought the run no further, one does not come back,
-    and the next number is tried. grace: seconds that the others have to end by themselves when one has died.
+    directory: the run's own, for the lock and a journal; the steps in its `metrics.jsonl` show whether the run comes
+    forward. processes: how many to start. After `retries` restarts in succession that brought the run no further, one
+    does not come back, and the next number is tried. grace: seconds that the others have to end by themselves when one
+    has died.
 
-    SIGTERM and Ctrl-C are passed on, so that the run saves and ends; a second one kills it. Raises Locked when another supervisor, or
-    what is left of its processes, uses `directory`, and ValueError for numbers that do not fit.
+    SIGTERM and Ctrl-C are passed on, so that the run saves and ends; a second one kills it. Raises Locked when another
+    supervisor, or what is left of its processes, uses `directory`, and ValueError for numbers that do not fit.
     """
     _check(processes, retries)
     for count in processes:

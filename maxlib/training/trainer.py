@@ -33,8 +33,9 @@ from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, mak
 
 @runtime_checkable
 class Loader(Protocol):
-    """This host's rows of every batch; `maxlib.data.Loader` is one. What a `metrics()` of it counts is written at every step, or,
-    summed, when several processes save and evaluate."""
+    """This host's rows of every batch; `maxlib.data.Loader` is one. What a `metrics()` of it counts is written at every
+    step, or, summed, when several processes save and evaluate.
+    """
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
     def __next__(self) -> dict[str, np.ndarray]: ...
@@ -50,17 +51,19 @@ class Diverged(FloatingPointError):
 class Trainer:
     """Trains `model` on `loader` and owns what it trains: the model it was given stays as it is.
 
-    model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall live.
-    loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` and `goodput.jsonl` go. mesh, rules:
-    how everything is sharded (default rules: `sharding.FSDP_TP`). gradients: what finds the gradient in place of autodiff of `loss`,
-    such as `one_f_one_b`; `loss` is then that of evaluation. filter: what is trained. schedule: only reported.
-    eval_loader: read from its start to its end every `eval_every` steps and at the end. exports: such as `HuggingFaceExport`; also made
-    at the end, and at the start where the run before was killed in one. callbacks: pairs `(n, f)`; `f(trainer)`
-    runs after every `n` steps, and its time counts as training only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
+    model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall
+    live. loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` and
+    `goodput.jsonl` go. mesh, rules: how everything is sharded (default rules: `sharding.FSDP_TP`). gradients: what
+    finds the gradient in place of autodiff of `loss`, such as `one_f_one_b`; `loss` is then that of evaluation. filter:
+    what is trained. schedule: only reported. eval_loader: read from its start to its end every `eval_every` steps and
+    at the end. exports: such as `HuggingFaceExport`; also made at the end, and at the start where the run before was
+    killed in one. callbacks: pairs `(n, f)`; `f(trainer)` runs after every `n` steps, and its time counts as training
+    only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
     ends the process and says what it waited for.
 
-    Attributes: `state` (live; the next step deletes its arrays), `model` (a copy), `step` (how many are done), `batch` (of that step, where
-    it was put), `train_step` (compiled), `writers` (more may be appended), `console`, `clock` (where time goes).
+    Attributes: `state` (live; the next step deletes its arrays), `model` (a copy), `step` (how many are done), `batch`
+    (of that step, where it was put), `train_step` (compiled), `writers` (more may be appended), `console`, `clock`
+    (where time goes).
     """
 
     def __init__(
@@ -119,7 +122,8 @@ class Trainer:
 
     def restore(self, *, resume_from: str | Path | None = None, params_from: str | Path | None = None) -> str:
         """Takes up the first that there is, and says which: this run's newest complete checkpoint; `resume_from`, a
-        directory of full checkpoints; `params_from`, parameters only (an Orbax or a Hugging Face directory); else it starts anew.
+        directory of full checkpoints; `params_from`, parameters only (an Orbax or a Hugging Face directory); else it
+        starts anew.
 
         `fit` calls it when it has not been called.
         """
@@ -137,8 +141,8 @@ class Trainer:
     def fit(self, steps: int) -> dict[str, Any]:
         """Trains until `steps` steps are done, those of earlier calls and runs included; returns the last metrics.
 
-        Raises Diverged when loss or gradient are not finite, naming the step and the last good checkpoint; Interrupted after Ctrl-C
-        or SIGTERM, when everything is saved.
+        Raises Diverged when loss or gradient are not finite, naming the step and the last good checkpoint; Interrupted
+        after Ctrl-C or SIGTERM, when everything is saved.
         """
         if self._origin is None:
             self.restore()
@@ -239,7 +243,9 @@ class Trainer:
         self._report(ready)
 
     def _write_counts(self) -> None:
-        """What the loaders of several processes count, summed where these meet; of one, every step's metrics hold it."""
+        """What the loaders of several processes count, summed where these meet; of one, every step's metrics hold
+        it.
+        """
         if jax.process_count() == 1 or self._counts_at == self.step:
             return
         self._counts_at = self.step

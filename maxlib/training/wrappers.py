@@ -33,7 +33,8 @@ def skip_spikes(
     """`optimizer`, but a step changes nothing if its gradient or its loss is not finite or far above the recent ones.
 
     norm, loss: how many times the running mean counts as far. memory: of these means, per step. after: steps before
-    which only what is not finite is skipped. A skipped step does not enter the means; `make_train_step` reports it as `skipped`.
+    which only what is not finite is skipped. A skipped step does not enter the means; `make_train_step` reports it as
+    `skipped`.
     """
     inner = optax.with_extra_args_support(optimizer)
 
@@ -63,18 +64,21 @@ def skip_spikes(
 
 
 class LowState(NamedTuple):
-    """inner: the optimizer's own, what is like a parameter in bfloat16. updates: how many there were; the noise follows from it."""
+    """inner: the optimizer's own, what is like a parameter in bfloat16. updates: how many there were; the noise follows
+    from it.
+    """
 
     inner: Any
     updates: Int[Array, ""]
 
 
 def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, computed in float32, which holds its moments in bfloat16; parameters may be bfloat16 too (`nn.cast`).
+    """`optimizer`, computed in float32, which holds its moments in bfloat16; parameters may be bfloat16 too
+    (`nn.cast`).
 
-    What is held is rounded up or down by chance, with the right mean: changes of less than 1/256, which rounding to the nearest would
-    lose step after step, add up. The noise follows from the number of the update alone, so that runs repeat bit for bit. It decides what the
-    parameters become, so what scales updates belongs inside it.
+    What is held is rounded up or down by chance, with the right mean: changes of less than 1/256, which rounding to the
+    nearest would lose step after step, add up. The noise follows from the number of the update alone, so that runs
+    repeat bit for bit. It decides what the parameters become, so what scales updates belongs inside it.
     """
     inner = in_float32(optimizer)
 
@@ -99,7 +103,9 @@ def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransf
 
 
 def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, which sees parameters and gradients in float32 whatever they are, so that its moments are float32."""
+    """`optimizer`, which sees parameters and gradients in float32 whatever they are, so that its moments are
+    float32.
+    """
     inner = optax.with_extra_args_support(optimizer)
     wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
@@ -183,7 +189,8 @@ def averaged_model(state: Any) -> Any:
 def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
     """Multiplies updates, and so learning rates, by path.
 
-    `optax.chain(optimizer, scale_by_path({"embed.*": 0.1}))` lets embeddings learn at a tenth of the rate. factors: from patterns, as those of a shell, on logical paths ("layers.attn.q.w"); the first that fits counts, and what none
+    `optax.chain(optimizer, scale_by_path({"embed.*": 0.1}))` lets embeddings learn at a tenth of the rate. factors:
+    from patterns, as those of a shell, on logical paths ("layers.attn.q.w"); the first that fits counts, and what none
     fits is left as it is. Raises ValueError, at `init`, for a pattern that fits no parameter.
     """
 
@@ -206,10 +213,11 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
 
 
 def only(*patterns: str) -> nn.Filter:
-    """A filter for `make_state` and `Trainer`: what these patterns fit is trained, all else is frozen and has no moments.
+    """A filter for `make_state` and `Trainer`: what these patterns fit is trained, all else is frozen and has no
+    moments.
 
-    Patterns as in `scale_by_path`, `only("layers.attn.*", "head.w")`; one that fits nothing is found by `make_state`, which
-    then has nothing to train.
+    Patterns as in `scale_by_path`, `only("layers.attn.*", "head.w")`; one that fits nothing is found by `make_state`,
+    which then has nothing to train.
     """
 
     def fits(path: str, variable: Any) -> bool:

@@ -50,14 +50,18 @@ class Stored:
     shape: tuple[int, ...]
 
     def view(self) -> np.ndarray:
-        """The tensor, mapped: what is sliced off is what is read. Let it go soon, mapped pages count as this process's."""
+        """The tensor, mapped: what is sliced off is what is read. Let it go soon, mapped pages count as this
+        process's.
+        """
         if not math.prod(self.shape):
             return np.empty(self.shape, self.dtype)
         # A plain array: a memmap would keep its class, and its file, through every view and ufunc.
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, self.shape))
 
     def read_into(self, out: np.ndarray, start: int) -> None:
-        """Fills the contiguous `out` with the bytes from `start` of this tensor on: faster than to copy mapped pages."""
+        """Fills the contiguous `out` with the bytes from `start` of this tensor on: faster than to copy mapped
+        pages.
+        """
         left = out.reshape(-1).view(np.uint8).data
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.offset + start)

@@ -1,4 +1,5 @@
-"""Block-scaled FP8 as DeepSeek V3 and others ship it: a float8 `x`, and in `x_scale_inv` one factor for each 128 x 128 of it.
+"""Block-scaled FP8 as DeepSeek V3 and others ship it: a float8 `x`, and in `x_scale_inv` one factor for each 128 x 128
+of it.
 
 Such a pair reads like one plain tensor, so no model's table mentions it. Exports are plain.
 """

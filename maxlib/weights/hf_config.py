@@ -144,7 +144,9 @@ class HFConfig:
         return self._children[name]
 
     def layer_types(self, num_layers: int, *known: str) -> tuple[str, ...] | None:
-        """`layer_types`, one of `known` for each layer; None if the config leaves it out. Raises ValueError for any other."""
+        """`layer_types`, one of `known` for each layer; None if the config leaves it out. Raises ValueError for any
+        other.
+        """
         types = self.take("layer_types", None, kind=list)
         if types is not None and (len(types) != num_layers or not set(types) <= set(known)):
             raise ValueError(
@@ -166,7 +168,8 @@ class HFConfig:
         theta_field: str = "rope_theta",
         scaling_field: str | None = "rope_scaling",
     ) -> Rope:
-        """The rotary embedding, in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
+        """The rotary embedding, in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5
+        (`rope_parameters`).
 
         partial: whether the architecture can rotate a part of the head (`partial_rotary_factor`). default_theta,
         default_length, default_fraction: what it means by leaving out `rope_theta`, `max_position_embeddings` and

@@ -34,7 +34,9 @@ class _Spellings:
     parts: tuple["HFConfig", ...]
 
     def get(self, *names: str, default: Any = None, kind: type = float, outside: str | None = None) -> Any:
-        """The one value given under any of `names` in any part, or as `outside` at the top level; None or null is absent."""
+        """The one value given under any of `names` in any part, or as `outside` at the top level; None or null is
+        absent.
+        """
         found = {part.where(name): part.take(name, None, kind=kind) for part in self.parts for name in names}
         if outside is not None:
             found[self.fields.where(outside)] = self.fields.take(outside, None, kind=kind)
@@ -169,9 +171,9 @@ def rope_to_hf(
 ) -> dict[str, Any]:
     """The config fields that describe `rope`, in both spellings, so that transformers 4 and 5 load them.
 
-    head_dim: width of a head. max_position_embeddings: needed only if `rope.max_length` is None. whole_heads: whether the
-    architecture turns whole heads, in halves, so that no field could say anything else.
-    Raises ValueError if the two spellings cannot say it.
+    head_dim: width of a head. max_position_embeddings: needed only if `rope.max_length` is None. whole_heads: whether
+    the architecture turns whole heads, in halves, so that no field could say anything else. Raises ValueError if the
+    two spellings cannot say it.
     """
     if whole_heads and (rope.interleaved or rope.dim != head_dim):
         raise ValueError(

@@ -32,9 +32,9 @@ def load(
 ) -> Model:
     """The model that `build()` describes (it is only traced), with the weights of `directory` as `table` maps them.
 
-    With a mesh every device's part is read by itself, as `rules` (default: `sharding.FSDP_TP`) lay it out. dtype: of the
-    floating weights; None keeps what is stored.
-    Raises ValueError that names every tensor that is missing, left over or of another shape, before any is read.
+    With a mesh every device's part is read by itself, as `rules` (default: `sharding.FSDP_TP`) lay it out. dtype: of
+    the floating weights; None keeps what is stored. Raises ValueError that names every tensor that is missing, left
+    over or of another shape, before any is read.
     """
     abstract = jax.eval_shape(build)
     stored, plan = _renamed(with_scales(find_tensors(directory)), table), resolve(abstract, table)
@@ -118,7 +118,9 @@ def _users(plan: Plan, name: str) -> str:
 
 
 def _unfit(conversion: Conversion, stored: Mapping[str, Stored]) -> str:
-    """Why the tensors cannot become the leaf, empty if they can; found without reading, on no index of the first axis."""
+    """Why the tensors cannot become the leaf, empty if they can; found without reading, on no index of the first
+    axis.
+    """
     entry, place = conversion.entry, conversion.place
     theirs = [stored[name] for name in conversion.theirs]
     if not entry.batch:

@@ -1,4 +1,5 @@
-"""MXFP4 as GPT-OSS ships its experts: `x_blocks` with two 4-bit floats a byte, and in `x_scales` a power of two for every 32 of them.
+"""MXFP4 as GPT-OSS ships its experts: `x_blocks` with two 4-bit floats a byte, and in `x_scales` a power of two for
+every 32 of them.
 
 The format is that of the Open Compute Project's Microscaling specification 1.0, with the element type E2M1.
 """
@@ -31,7 +32,9 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _pairs() -> np.ndarray:
-    """For every scale and byte the two values, side by side in 32 bits: one lookup instead of arithmetic on each value."""
+    """For every scale and byte the two values, side by side in 32 bits: one lookup instead of arithmetic on each
+    value.
+    """
     values = np.array([*_MAGNITUDES, *np.negative(_MAGNITUDES)], np.float32)
     byte = np.arange(256)
     pairs = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)

@@ -1,4 +1,5 @@
-"""Names that most Hugging Face models share: parts of a layer's table, which a family adds up, and the table around its layers.
+"""Names that most Hugging Face models share: parts of a layer's table, which a family adds up, and the table around its
+layers.
 
     decoder_table([*NORMS, *ATTENTION, *MLP, Weight("mlp.own.weight", "own.w")])
 
@@ -68,10 +69,11 @@ def decoder_table(layer: Sequence[Weight], *, prefix: str = "") -> list[Entry]:
 
 
 def mtp_table(layer: Sequence[Weight], *, first: int, used: int, stored: int, tied: bool) -> list[Entry]:
-    """The table of an `nn.MTPDecoder`'s modules: each counts as one more layer, with copies of what it shares with the model.
+    """The table of an `nn.MTPDecoder`'s modules: each counts as one more layer, with copies of what it shares with the
+    model.
 
-    layer: of a module's block. first: their number of the first module, which is that of layers. used: how many the model has.
-    stored: how many its files have; those that it does not have are passed over.
+    layer: of a module's block. first: their number of the first module, which is that of layers. used: how many the
+    model has. stored: how many its files have; those that it does not have are passed over.
     """
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     table: list[Entry] = [Ignore(f"model.layers.{first + depth}.*") for depth in range(used, stored)]

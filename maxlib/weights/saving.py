@@ -109,7 +109,8 @@ class _Source:
 
     def _fetch(self, path: str, index: int | None) -> np.ndarray:
         value = self._values[path]
-        # Always a new array: one whose numpy value was asked for keeps it, and the whole model would come to lie in memory.
+        # Always a new array: one whose numpy value was asked for keeps it, and the whole model would come to lie in
+        # memory.
         value = jnp.copy(value) if index is None else value[index]
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = multihost_utils.process_allgather(value, tiled=True)

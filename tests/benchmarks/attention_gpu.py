@@ -1,10 +1,11 @@
-"""Attention on one NVIDIA GPU: TFLOP/s of maxlib's kernels, cuDNN, XLA, tokamax and torch SDPA, in one run; decoding in GB/s.
+"""Attention on one NVIDIA GPU: TFLOP/s of maxlib's kernels, cuDNN, XLA, tokamax and torch SDPA, in one run; decoding in
+GB/s.
 
     python -m tests.benchmarks.attention_gpu [--cases causal-128 ...] [--rounds 20] [--json out.json]
 
-Contenders take turns, round by round; the table shows medians. FLOPs are those of the pairs that a mask leaves (4 per pair, head and
-channel forward, 10 backward), whoever runs them. Decoding counts the bytes of the keys and values that are filled, which anybody must read at
-least. What a contender cannot do is left out with its reason.
+Contenders take turns, round by round; the table shows medians. FLOPs are those of the pairs that a mask leaves (4 per
+pair, head and channel forward, 10 backward), whoever runs them. Decoding counts the bytes of the keys and values that
+are filled, which anybody must read at least. What a contender cannot do is left out with its reason.
 """
 
 import argparse
@@ -84,7 +85,9 @@ CASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """One new token per row, in bfloat16, against a cache of `capacity` tokens of which the first `filled` are there."""
+    """One new token per row, in bfloat16, against a cache of `capacity` tokens of which the first `filled` are
+    there.
+    """
 
     about: str
     rows: int = 8

@@ -1,4 +1,5 @@
-"""What caches weigh: Gemma 3, five layers with a window to a global one, against full caches everywhere. Computes nothing.
+"""What caches weigh: Gemma 3, five layers with a window to a global one, against full caches everywhere. Computes
+nothing.
 
 python -m tests.benchmarks.cache [--length 8192]
 """

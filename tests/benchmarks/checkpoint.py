@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.checkpoint [--megabytes 800 --rounds 3 --directory DIR]
 
-Each round saves and restores once with checksums and once without; ratios are medians over rounds. Needs 3x the size on disk.
+Each round saves and restores once with checksums and once without; ratios are medians over rounds. Needs 3x the size on
+disk.
 """
 
 import argparse

@@ -1,9 +1,11 @@
-"""Greedy decoding of a Llama of 135M parameters in float32: maxlib against transformers + torch, in turn on the same machine.
+"""Greedy decoding of a Llama of 135M parameters in float32: maxlib against transformers + torch, in turn on the same
+machine.
 
     python -m tests.benchmarks.decode [--batch 1 8] [--rounds 5] [--tokens 64] [--json out.json]
 
-The shape of SmolLM2-135M with random weights, the same in both. Times are of a whole call, prompt (16 tokens) included and compilation
-not; the ratio is the median over rounds of (torch time / maxlib time). Both have to write the same text.
+The shape of SmolLM2-135M with random weights, the same in both. Times are of a whole call, prompt (16 tokens) included
+and compilation not; the ratio is the median over rounds of (torch time / maxlib time). Both have to write the same
+text.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""Grouped matmul on one NVIDIA GPU: TFLOP/s of maxlib's kernels and XLA against the dense matmul of the same useful size, in one run.
+"""Grouped matmul on one NVIDIA GPU: TFLOP/s of maxlib's kernels and XLA against the dense matmul of the same useful
+size, in one run.
 
     python -m tests.benchmarks.grouped_matmul_gpu [--rounds 20] [--json out.json]
 
-8,192 rows, 16 experts of 4096 x 2048, bfloat16, rows spread evenly, unevenly, and over half of the experts. Forward, and the gradients of rows and
-weights. The bar: 80% of the dense matmul.
+8,192 rows, 16 experts of 4096 x 2048, bfloat16, rows spread evenly, unevenly, and over half of the experts. Forward,
+and the gradients of rows and weights. The bar: 80% of the dense matmul.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""Loading a sharded checkpoint in its stored dtype: speed against plainly reading the bytes, and the host memory it takes.
+"""Loading a sharded checkpoint in its stored dtype: speed against plainly reading the bytes, and the host memory it
+takes.
 
     python -m tests.benchmarks.load [--family llama4] [--gigabytes 2] [--rounds 3] [--json out.json]
 
-A Llama in bfloat16, or a Llama 4, which is nearly all experts, in files of at most 0.5 GB. Both read with the page cache warm, in turn, each in a process of its own: plain reading into one
-buffer, and `maxlib.from_pretrained` up to the last array. Peak memory is that process's, over what it had
-after its imports (Linux).
+A Llama in bfloat16, or a Llama 4, which is nearly all experts, in files of at most 0.5 GB. Both read with the page
+cache warm, in turn, each in a process of its own: plain reading into one buffer, and `maxlib.from_pretrained` up to the
+last array. Peak memory is that process's, over what it had after its imports (Linux).
 """
 
 import argparse

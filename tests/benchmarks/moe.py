@@ -1,10 +1,11 @@
-"""Forward plus backward of a dropless mixture of experts against a dense MLP of the active size, and of the grouped matmul against a
-Python loop of dense matmuls over the same rows; interleaved on the same machine.
+"""Forward plus backward of a dropless mixture of experts against a dense MLP of the active size, and of the grouped
+matmul against a Python loop of dense matmuls over the same rows; interleaved on the same machine.
 
     python tests/benchmarks/moe.py [--tokens 2048 --dim 512 --mlp-dim 1024 --experts 8 --top-k 2] [--json out.json]
 
-Each round runs every contender once; ratios are medians over rounds of (own time / opponent's time) in the same round. The loop's row counts
-are constants of its program and its weights are separate arrays: the best that XLA can do, but compiled anew for each routing.
+Each round runs every contender once; ratios are medians over rounds of (own time / opponent's time) in the same round.
+The loop's row counts are constants of its program and its weights are separate arrays: the best that XLA can do, but
+compiled anew for each routing.
 """
 
 import argparse

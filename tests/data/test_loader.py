@@ -154,7 +154,9 @@ def test_shards_of_a_sharding():
 
 
 def test_more_hosts_than_shards_share_them(monkeypatch):
-    """Every host hands out its own rows of the shards it reads with others, all to the same end; each shard is counted once."""
+    """Every host hands out its own rows of the shards it reads with others, all to the same end; each shard is counted
+    once.
+    """
     docs = data.in_memory(documents())
     make = lambda: data.Loader(partial(shard_rows, docs=docs), batch_size=BATCH, num_shards=num_shards, timeout=60.0)
     for num_shards, hosts in ((1, 2), (2, 3), (2, 4)):

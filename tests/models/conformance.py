@@ -5,7 +5,8 @@
         config = "MistralConfig"
         cases = {"windowed": {"sliding_window": 5}, ...}
 
-A case is what it changes of `base`, the config of a tiny model. Golden files hold what transformers made of all of them.
+A case is what it changes of `base`, the config of a tiny model. Golden files hold what transformers made of all of
+them.
 """
 
 import dataclasses
@@ -52,7 +53,8 @@ SHAPING = _names(
     use_qk_norm kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_embd n_inner n_layer n_positions
     """
 )
-# What others say as well: layers one by one, the rope in the spelling of transformers 5, and which length it is meant for.
+# What others say as well: layers one by one, the rope in the spelling of transformers 5, and which length it is meant
+# for.
 SAID_TWICE = _names(
     """
     model_type rope_theta rope_scaling partial_rotary_factor max_position_embeddings max_window_layers no_rope_layer_interval

@@ -1,7 +1,7 @@
 """Writes the two tables of docs/models.md: `python -m tests.models.page [family ...]`.
 
-The first is `python -m maxlib.models --markdown`, the second how far each case of tests/models is from transformers. With
-families named, only their rows of the second are made anew.
+The first is `python -m maxlib.models --markdown`, the second how far each case of tests/models is from transformers.
+With families named, only their rows of the second are made anew.
 """
 
 import re

@@ -1,4 +1,6 @@
-"""DeepSeek V2 and V3 against transformers: both routers with and without groups, queries with and without a latent, YaRN."""
+"""DeepSeek V2 and V3 against transformers: both routers with and without groups, queries with and without a latent,
+YaRN.
+"""
 
 import pytest
 

@@ -22,7 +22,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 IMAGE, PER_IMAGE, SEQ = 60, 4, 22
-# Rows with two images, one image, and one more that begins the text; one image is longer than what a window leaves of it.
+# Rows with two images, one image, and one more that begins the text; one image is longer than what a window leaves of
+# it.
 PLACES = [(0, 2), (0, 12), (1, 9), (2, 0)]
 
 

@@ -1,4 +1,6 @@
-"""GPT-2 against transformers: both ways to scale scores, tied and not; names and fields as released; positions that end."""
+"""GPT-2 against transformers: both ways to scale scores, tied and not; names and fields as released; positions that
+end.
+"""
 
 import dataclasses
 import json

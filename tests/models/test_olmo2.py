@@ -1,4 +1,6 @@
-"""OLMo 2 and 3 against transformers: norms behind the layers and over all heads, windows, scaling on full layers only."""
+"""OLMo 2 and 3 against transformers: norms behind the layers and over all heads, windows, scaling on full layers
+only.
+"""
 
 import pytest
 

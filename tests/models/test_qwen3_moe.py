@@ -1,4 +1,6 @@
-"""Qwen3 with experts against transformers: dense layers among sparse ones, weights of experts as they are or renormalised."""
+"""Qwen3 with experts against transformers: dense layers among sparse ones, weights of experts as they are or
+renormalised.
+"""
 
 import pytest
 

@@ -373,7 +373,9 @@ def test_no_activations_cross_the_data_axis():
 
 @pytest.mark.parametrize("capacity_factor", [None, 2.0])
 def test_tokens_travel_to_their_experts(capacity_factor):
-    """No expert's weights move, nor more tokens than one device has: dropless they go in as many turns as there are devices."""
+    """No expert's weights move, nor more tokens than one device has: dropless they go in as many turns as there are
+    devices.
+    """
     layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), capacity_factor=capacity_factor)
     mesh, x = sharding.make_mesh(expert=8), inputs(B=8, T=16)
     layer = jax.device_put(layer, sharding.shardings(layer, mesh, sharding.EP | {"embed": None}))

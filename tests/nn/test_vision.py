@@ -1,4 +1,6 @@
-"""Images among text: which token gets which vector, and which tokens see each other. Towers are compared in tests/models."""
+"""Images among text: which token gets which vector, and which tokens see each other. Towers are compared in
+tests/models.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -2,8 +2,9 @@
 
     python -m tests.ops.sass [--widths 128,128 ...] [--json out.json]
 
-Needs the CUDA compiler that `pip install "jax[cuda13]"` brings; `nox -s kernels` makes such an environment. Fails where a kernel
-of heads up to 128 spills, one of wider heads spills 256 bytes or more, or the compiler runs matmuls one after the other.
+Needs the CUDA compiler that `pip install "jax[cuda13]"` brings; `nox -s kernels` makes such an environment. Fails where
+a kernel of heads up to 128 spills, one of wider heads spills 256 bytes or more, or the compiler runs matmuls one after
+the other.
 """
 
 import argparse

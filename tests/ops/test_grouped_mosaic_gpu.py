@@ -1,4 +1,6 @@
-"""The grouped matmul for Hopper: run by the emulator, lowered for CUDA (both without a GPU), and run where there is one."""
+"""The grouped matmul for Hopper: run by the emulator, lowered for CUDA (both without a GPU), and run where there is
+one.
+"""
 
 import re
 

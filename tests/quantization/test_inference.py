@@ -10,7 +10,8 @@ from tests.nn.tiny import tokens
 from tests.quantization.tiny import model, stored
 from tests.training.tiny import VOCAB, llama
 
-# The error of the logits that each format may have on these small random models, about one and a half times what it has.
+# The error of the logits that each format may have on these small random models, about one and a half times what it
+# has.
 FORMATS = {
     "int8": (quant.INFERENCE["int8"], 0.03),
     "int8_w8a8": (quant.INFERENCE["int8_w8a8"], 0.04),

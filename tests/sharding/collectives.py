@@ -1,4 +1,5 @@
-"""Counts the collectives of `test_covering` anew, and says how a device's bytes compare with those of one that is alone.
+"""Counts the collectives of `test_covering` anew, and says how a device's bytes compare with those of one that is
+alone.
 
     python -m tests.sharding.collectives [MODEL ...] > counts.jsonl
 

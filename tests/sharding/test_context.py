@@ -1,4 +1,6 @@
-"""The sequence split over devices: by gathered keys, around a ring, over heads; always what one device computes (`test_covering` compares whole models)."""
+"""The sequence split over devices: by gathered keys, around a ring, over heads; always what one device computes
+(`test_covering` compares whole models).
+"""
 
 import re
 

@@ -1,7 +1,9 @@
-"""A training run of any number of processes: `python -m tests.training.distributed DIRECTORY STEPS [DIE_AFTER PROCESS]`.
+"""A training run of any number of processes: `python -m tests.training.distributed DIRECTORY STEPS [DIE_AFTER
+PROCESS]`.
 
-It trains on a packed mixture, evaluates, saves every two steps, writes down which tokens were in each global batch, and exports. With
-the last two arguments that process kills itself after that step, and does not come back to a run of as many.
+It trains on a packed mixture, evaluates, saves every two steps, writes down which tokens were in each global batch, and
+exports. With the last two arguments that process kills itself after that step, and does not come back to a run of as
+many.
 """
 
 import json

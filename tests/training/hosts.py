@@ -71,10 +71,11 @@ def copies(host: int, directory: str) -> None:
         ck.wait()
         storage._read, storage.read_here = counted(storage._read), counted(storage.read_here)
         got = ck.restore(like={"params": items})
+        counts = dict(sorted(reads.items()))
         ck.save(9, {"params": items})  # the hosts are in step with each other
     check(got["params"], COPIES | {"own": VALUES})
     assert got["params"]["w"].sharding == items["w"].sharding
-    print(got["meta"]["step"], dict(sorted(reads.items())))
+    print(got["meta"]["step"], counts)
 
 
 def check(got: dict, wanted: dict) -> None:

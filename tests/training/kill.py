@@ -1,8 +1,10 @@
-"""Kills a training again and again, at every kind of moment, and compares what it comes to with one that nobody touched.
+"""Kills a training again and again, at every kind of moment, and compares what it comes to with one that nobody
+touched.
 
-`nox -s kill -- --times 200` or `python -m tests.training.kill --times 200`. A run is killed until it is done; then its parameters and
-moments, its exports and its metrics must be those of the untouched run, bit for bit, its log must know of no damage, and its
-goodput must account for its time. Processes are forked from one that has imported everything, which is what makes it quick.
+`nox -s kill -- --times 200` or `python -m tests.training.kill --times 200`. A run is killed until it is done; then its
+parameters and moments, its exports and its metrics must be those of the untouched run, bit for bit, its log must know
+of no damage, and its goodput must account for its time. Processes are forked from one that has imported everything,
+which is what makes it quick.
 """
 
 import argparse
@@ -40,7 +42,9 @@ def fork(directory: Path, plan: Plan | None) -> tuple[int, list[str] | None, str
 
 
 def apart(directory: Path, call: Callable[[], Any]) -> tuple[int, str]:
-    """Calls in a new process, for this one must never start jax's threads: its status, and what it said into `log.txt`."""
+    """Calls in a new process, for this one must never start jax's threads: its status, and what it said into
+    `log.txt`.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     log = os.open(directory / "log.txt", os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     size = os.fstat(log).st_size
@@ -182,8 +186,8 @@ def main() -> None:
         shutil.rmtree(run, ignore_errors=True)
         done += killed_run(run, kills, min(args.times - done, kills.rng.randint(2, 8)), untouched)
         runs += 1
-        print(f"{done} kills, {runs} runs, {time.monotonic() - begin:.0f} s", flush=True)
-    print(f"{kills}\n{done} kills in {runs} runs, all as the untouched one, in {time.monotonic() - begin:.0f} s")
+        print(f"{kills}\n{done} kills, {runs} runs, {time.monotonic() - begin:.0f} s\n", flush=True)
+    print(f"{done} kills in {runs} runs, all as the untouched one, in {time.monotonic() - begin:.0f} s")
     if args.directory is None:
         shutil.rmtree(directory)
 

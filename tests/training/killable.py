@@ -1,4 +1,6 @@
-"""A small training with all that runs beside one, which kills itself at a chosen moment; `tests.training.kill` forks it."""
+"""A small training with all that runs beside one, which kills itself at a chosen moment; `tests.training.kill` forks
+it.
+"""
 
 import contextlib
 import dataclasses
@@ -33,7 +35,9 @@ MOMENTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """To die with `number` at the `nth` time that `moment` comes, `delay` seconds into it; None: when it is over. "any": since the start."""
+    """To die with `number` at the `nth` time that `moment` comes, `delay` seconds into it; None: when it is over.
+    "any": since the start.
+    """
 
     moment: str
     nth: int = 1

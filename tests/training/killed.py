@@ -1,4 +1,6 @@
-"""A training loop to be killed: `python -m tests.training.killed DIRECTORY` trains on from where the directory stands."""
+"""A training loop to be killed: `python -m tests.training.killed DIRECTORY` trains on from where the directory
+stands.
+"""
 
 import sys
 from collections.abc import Callable

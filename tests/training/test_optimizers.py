@@ -78,7 +78,9 @@ def test_a_schedule_that_does_not_fit_its_steps():
 
 
 def test_muon_makes_every_matrix_of_every_layer_and_expert_orthogonal():
-    """Its update has the singular values of Newton-Schulz, near 1, times what gives it Adam's size; the rest follows Adam."""
+    """Its update has the singular values of Newton-Schulz, near 1, times what gives it Adam's size; the rest follows
+    Adam.
+    """
     experts = lambda rngs: nn.MoE(16, 8, router=nn.Router(16, 3, top_k=2, rngs=rngs), rngs=rngs)
     build = lambda: {"llama": tiny.llama(), "moe": experts(nnx.Rngs(0))}
     params, _ = nn.partition(build())

@@ -147,7 +147,9 @@ def test_a_request_to_stop_saves_and_more_processes_go_on(alone, tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_those_left_end_by_themselves(tmp_path):
-    """Without a supervisor: whatever the coordinator's or another process's death leaves behind ends within three heartbeats."""
+    """Without a supervisor: whatever the coordinator's or another process's death leaves behind ends within three
+    heartbeats.
+    """
     for victim in (0, 1):
         processes = start(2, tmp_path / str(victim), STEPS, 3, victim)
         assert processes[victim].wait(timeout=PATIENCE) == -signal.SIGKILL

@@ -339,3 +339,9 @@ def test_rows_that_the_mesh_cannot_share():
     mesh = sharding.make_mesh(data=8)
     with pytest.raises(ValueError, match="6"):
         training.place_batch(tiny.batch(rows=6), mesh, sharding.DP)
+
+
+def test_several_processes_need_a_mesh(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="2 processes without a mesh would train as many models"):
+        training.Trainer(tiny.model, optimizer=tiny.optimizer(tiny.model()), loader=tiny.Loader())

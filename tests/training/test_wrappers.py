@@ -94,7 +94,9 @@ def test_what_is_frozen_stays_and_has_no_moments():
 
 
 def test_moments_in_bfloat16_follow_those_in_float32():
-    """Changes of a thousandth, which rounding to the nearest would lose, add up on average; parameters in bfloat16 move too."""
+    """Changes of a thousandth, which rounding to the nearest would lose, add up on average; parameters in bfloat16 move
+    too.
+    """
     params = {"w": jnp.full(4096, 1.0, jnp.bfloat16), "b": jnp.ones(4096)}
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.5, p.dtype), params)
     exact = training.adamw(1e-3, mask=None, b2=0.999, weight_decay=0.0, clip=None)

@@ -1,4 +1,5 @@
-"""A run to be killed: `python -m tests.training.ticking DIRECTORY` counts on from the last save, and prints when it is done.
+"""A run to be killed: `python -m tests.training.ticking DIRECTORY` counts on from the last save, and prints when it is
+done.
 
 Its own measurements of every step go to `truth.jsonl`. The wall clock goes backwards all the time.
 """

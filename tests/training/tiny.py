@@ -62,7 +62,9 @@ def optimizer(model, learning_rate=1e-2, **options):
 
 
 def batch(rows: int = 8, length: int = 12, *, vocab: int = VOCAB, seed: int = 0, uneven: bool = False) -> dict:
-    """Next-token pairs, in numpy as a loader gives them; `uneven` leaves every row another number of targets, the first none."""
+    """Next-token pairs, in numpy as a loader gives them; `uneven` leaves every row another number of targets, the first
+    none.
+    """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab, (rows, length + 1), dtype=np.int32)
     targets = tokens[:, 1:].copy()

@@ -108,10 +108,10 @@ def attention(
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Attends from each query `i` to the keys `[k_start[i], k_end[i])`: softmax(scale q k + bias) v.
 
-    The K key heads are shared by N / K query heads each. Bounds are indices into the key array (default: every key);
-    an empty interval gives zeros. `scale` defaults to `Hk ** -0.5`. The order is scale, soft-cap, bias. Accumulates in float32 (float64 for float64
-    inputs) and returns `q`'s dtype. With `return_lse`, also returns the float32 log-sum-exp of every row's
-    logits (sink included, `-inf` where there are none); both results are differentiable.
+    The K key heads are shared by N / K query heads each. Bounds are indices into the key array (default: every key); an
+    empty interval gives zeros. `scale` defaults to `Hk ** -0.5`. The order is scale, soft-cap, bias. Accumulates in
+    float32 (float64 for float64 inputs) and returns `q`'s dtype. With `return_lse`, also returns the float32
+    log-sum-exp of every row's logits (sink included, `-inf` where there are none); both results are differentiable.
 
     `implementation` None takes the best that can run, a name takes that one; `explain_attention` says which and why.
 

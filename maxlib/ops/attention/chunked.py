@@ -67,7 +67,9 @@ def chunked(
 
 
 def choose_blocks(q, k, scale, softcap=None, block_q=None, block_k=None, *, whole_batch=False) -> Spec:
-    """Measured on CPUs: tiles of at most 2 MiB stay in cache; small ones keep no core busy; few queries want long blocks."""
+    """Measured on CPUs: tiles of at most 2 MiB stay in cache; small ones keep no core busy; few queries want long
+    blocks.
+    """
     (B, T, N, _), S, budget = q.shape, k.shape[1], 2**19
     block = 256 if T >= 2048 and budget >= N * 256 * 256 else 128
     block_q = _even(T, block, 1) if block_q is None else min(block_q, T)

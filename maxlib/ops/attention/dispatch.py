@@ -44,8 +44,9 @@ class Call:
 class Implementation:
     """One way to compute attention. `run` has the signature of `reference`; every row of the table has gradients.
 
-    by_name: why it runs only where it is asked for (None: it may be chosen). platforms: where it runs (None: everywhere). features: which of `FEATURES` it has. accepts: any further
-    condition, as a function from the call to the reason against it, or None.
+    by_name: why it runs only where it is asked for (None: it may be chosen). platforms: where it runs (None:
+    everywhere). features: which of `FEATURES` it has. accepts: any further condition, as a function from the call to
+    the reason against it, or None.
     """
 
     name: str
@@ -140,7 +141,9 @@ def capabilities() -> Table:
 
 
 def current_device() -> tuple[str, str]:
-    """Platform and kind of the device a trace is for: the mesh in context (which may be absent hardware), or the default."""
+    """Platform and kind of the device a trace is for: the mesh in context (which may be absent hardware), or the
+    default.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         device = jax.default_device.value or jax.devices()[0]

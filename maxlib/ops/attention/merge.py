@@ -7,7 +7,9 @@ from jaxtyping import Array, Float
 def merge_parts(
     outs: Float[Array, "P *rows Hv"], lses: Float[Array, "P *rows"]
 ) -> tuple[Float[Array, "*rows Hv"], Float[Array, "*rows"]]:
-    """The output and log-sum-exp over the keys of all P parts; a row that sees nothing in any of them gives zeros and `-inf`."""
+    """The output and log-sum-exp over the keys of all P parts; a row that sees nothing in any of them gives zeros and
+    `-inf`.
+    """
     peak = jnp.max(lses, axis=0, keepdims=True)
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
     weights = jnp.exp(lses - peak)

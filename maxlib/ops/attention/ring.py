@@ -1,8 +1,10 @@
-"""Attention over keys that are spread over devices: they travel around a ring, queries stay (Liu et al., arXiv:2310.01889).
+"""Attention over keys that are spread over devices: they travel around a ring, queries stay (Liu et al.,
+arXiv:2310.01889).
 
 Each device meets every part of the keys once, computes attention over that part with any implementation, and merges the
 results by their log-sum-exps. The gradient goes around once more, with the sums of dk and dv travelling along, so no
-device ever holds more than two parts. Parts that a query block cannot see cost nothing, as in one array: the intervals say so.
+device ever holds more than two parts. Parts that a query block cannot see cost nothing, as in one array: the intervals
+say so.
 """
 
 import functools
@@ -41,9 +43,10 @@ def ring_attention(
 ) -> Float[Array, "B T N Hv"]:
     """`attention`, inside `jax.shard_map`, where every device of `axis_name` holds some queries and some keys.
 
-    k_start, k_end: indices into the whole key array. pieces: 1 if device `i` of `n` holds the `i`-th part of the keys, 2 if it holds the
-    `i`-th and the `i`-th last of `2 n` (`sharding.zigzag`), which gives all of them the same work under a causal mask.
-    Differentiable once (reverse mode) in q, k, v and sinks. Raises ValueError for keys that `pieces` does not divide.
+    k_start, k_end: indices into the whole key array. pieces: 1 if device `i` of `n` holds the `i`-th part of the keys,
+    2 if it holds the `i`-th and the `i`-th last of `2 n` (`sharding.zigzag`), which gives all of them the same work
+    under a causal mask. Differentiable once (reverse mode) in q, k, v and sinks. Raises ValueError for keys that
+    `pieces` does not divide.
     """
     if pieces not in (1, 2) or k.shape[1] % pieces:
         raise ValueError(
@@ -82,7 +85,8 @@ def _backward(ring: _Ring, residuals, cotangents):
         following = _pass_on(ring, (k, v))
         part = lambda q, k, v: _part(ring, step, q, k, v, k_start, k_end)
         (own, own_lse), pull = jax.vjp(part, q, k, v)
-        # This part's softmax has the weight exp(own_lse - lse) in the whole one; delta carries what the others contribute.
+        # This part's softmax has the weight exp(own_lse - lse) in the whole one; delta carries what the others
+        # contribute.
         weight = jnp.exp(jnp.where(own_lse > -jnp.inf, own_lse - lse, -jnp.inf))
         d_own = weight[..., None] * d_out
         d_own_lse = jnp.sum(d_own * own.astype(jnp.float32), axis=-1) - weight * delta

@@ -9,8 +9,9 @@ def merge_sinks(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Adds one logit per head that takes weight and gives no value (GPT-OSS).
 
-    Exact, and differentiable wherever the attention is differentiable in `out` and `lse`: a softmax with one
-    more logit is the old one times `sigmoid(lse - sink)`. (Written as an exponential, whose gradient does not lose the digits of a small sink.)
+    Exact, and differentiable wherever the attention is differentiable in `out` and `lse`: a softmax with one more logit
+    is the old one times `sigmoid(lse - sink)`. (Written as an exponential, whose gradient does not lose the digits of a
+    small sink.)
     """
     sink = jnp.broadcast_to(sinks.astype(lse.dtype)[None, None], lse.shape)
     seen = jnp.where(jnp.isfinite(lse), lse, jnp.finfo(lse.dtype).min)  # an empty row minus a sink of -inf is no NaN

@@ -1,7 +1,8 @@
 """Few queries against many keys (decoding), in plain XLA: parts of the keys side by side, merged by their log-sum-exps.
 
-One query leaves a large machine idle if keys are visited one block after the other. Here a wave of many parts is computed at once, and as many
-waves run, one after the other, as there are keys to see: the cost follows the filled length of a cache, not its capacity.
+One query leaves a large machine idle if keys are visited one block after the other. Here a wave of many parts is
+computed at once, and as many waves run, one after the other, as there are keys to see: the cost follows the filled
+length of a cache, not its capacity.
 
 Letters inside this file: P parts of a wave, c keys of a part, G query heads of a key head.
 """

@@ -1,7 +1,7 @@
 """Which tiles a kernel visits, from the intervals of single queries.
 
-A tile is a block of queries against a block of keys. It is visited if any of its queries sees any of its keys, and it is
-full if all see all: then the kernel needs no mask arithmetic.
+A tile is a block of queries against a block of keys. It is visited if any of its queries sees any of its keys, and it
+is full if all see all: then the kernel needs no mask arithmetic.
 """
 
 import jax.numpy as jnp

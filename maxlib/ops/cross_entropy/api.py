@@ -63,9 +63,10 @@ def linear_cross_entropy(
         softcap: logits become `softcap * tanh(logits / softcap)`.
         z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
         label_smoothing: probability mass spread evenly over the vocabulary.
-        chunk: tokens per chunk. More is faster where the accelerator's memory allows, and changes the result by rounding only.
-        axis_name: inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split; `hidden` and
-            `targets` are equal along it, and so are the results. Other axes need no name: sum `.loss` over them.
+        chunk: tokens per chunk. More is faster where the accelerator's memory allows, and changes the result by
+            rounding only.
+        axis_name: inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split; `hidden`
+            and `targets` are equal along it, and so are the results. Other axes need no name: sum `.loss` over them.
         implementation: "chunked" (the default) or "reference", which makes all logits and is the specification.
 
     Raises:

@@ -32,24 +32,25 @@ def grouped_matmul(
     out_dtype: Any = None,
     implementation: Implementation | None = None,
 ) -> Num[Array, "M O"]:
-    """Multiplies each run of rows with its own expert's matrix: `rows[start:end] @ weights[e].T`, the runs one after another.
+    """Multiplies each run of rows with its own expert's matrix: `rows[start:end] @ weights[e].T`, the runs one after
+    another.
 
-    `rows` are sorted by expert and `rows_per_expert` counts them; rows beyond the sum of the counts give zeros, and so do their
-    gradients. Counts may be zero; their sum must not exceed M, which inside `jit` cannot be checked.
-    Computes in the dtype of `rows`, which is also the result's, and accumulates in float32 (float64 for float64).
-    The gradient of `weights` has their dtype and is never rounded to another one before.
+    `rows` are sorted by expert and `rows_per_expert` counts them; rows beyond the sum of the counts give zeros, and so
+    do their gradients. Counts may be zero; their sum must not exceed M, which inside `jit` cannot be checked. Computes
+    in the dtype of `rows`, which is also the result's, and accumulates in float32 (float64 for float64). The gradient
+    of `weights` has their dtype and is never rounded to another one before.
 
-    layout: which dimensions `weights` have, in this order; "EIO" multiplies by `weights[e]` itself.
-    weights: an array, or a pytree of arrays with the leading axis E that has the matrices' `shape` and gives them by `weights[...]`, such as
-    `nn.QuantizedWeight`; it has no gradient. out_dtype: operands are multiplied as they are, in whatever narrow dtypes, integers are
-    accumulated in int32, and the result has this dtype; it has no gradient either.
+    layout: which dimensions `weights` have, in this order; "EIO" multiplies by `weights[e]` itself. weights: an array,
+    or a pytree of arrays with the leading axis E that has the matrices' `shape` and gives them by `weights[...]`, such
+    as `nn.QuantizedWeight`; it has no gradient. out_dtype: operands are multiplied as they are, in whatever narrow
+    dtypes, integers are accumulated in int32, and the result has this dtype; it has no gradient either.
 
-    implementation: "ragged_dot" (the default on TPU) is XLA's own; "tiled" (the default elsewhere) works through tiles of rows, so
-    that its cost follows the rows and not rows times experts; "mosaic_gpu", by name only until a GPU has run it, is for NVIDIA's
-    Hopper; "reference" is the specification, a loop over experts.
+    implementation: "ragged_dot" (the default on TPU) is XLA's own; "tiled" (the default elsewhere) works through tiles
+    of rows, so that its cost follows the rows and not rows times experts; "mosaic_gpu", by name only until a GPU has
+    run it, is for NVIDIA's Hopper; "reference" is the specification, a loop over experts.
 
-    Raises ValueError for shapes that do not fit, for an unknown implementation or layout, and for an implementation that
-    cannot run the call.
+    Raises ValueError for shapes that do not fit, for an unknown implementation or layout, and for an implementation
+    that cannot run the call.
     """
     _check(rows, weights, rows_per_expert, layout)
     name = _chosen(implementation, _RUN)
@@ -68,10 +69,11 @@ def grouped_outer(
     *,
     implementation: Literal["ragged_dot", "tiled", "reference"] | None = None,
 ) -> Float[Array, "E O I"]:
-    """The transpose of `grouped_matmul`, which gives the gradient of its weights: `d_out[start:end].T @ rows[start:end]` for each expert.
+    """The transpose of `grouped_matmul`, which gives the gradient of its weights: `d_out[start:end].T @
+    rows[start:end]` for each expert.
 
-    Operands are multiplied as they are, in whatever narrow dtypes; the result is float32 (float64 for float64). It has no gradient
-    itself. All else is as in `grouped_matmul`.
+    Operands are multiplied as they are, in whatever narrow dtypes; the result is float32 (float64 for float64). It has
+    no gradient itself. All else is as in `grouped_matmul`.
     """
     if d_out.shape[0] != rows.shape[0]:
         raise ValueError(f"grouped_outer: both must have the same rows, got {d_out.shape} and {rows.shape}")

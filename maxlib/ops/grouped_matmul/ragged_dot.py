@@ -25,9 +25,9 @@ def ragged_dot(
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
-    # The result's own dtype, not float32: the kernel sums in float32 anyway, and the gradient of the weights takes this dtype
-    # too, which in float32 was twice as large as anything else of a layer.
-    # What XLA leaves in rows beyond the last group differs between platforms.
+    # The result's own dtype, not float32: the kernel sums in float32 anyway, and the gradient of the weights takes this
+    # dtype too, which in float32 was twice as large as anything else of a layer. What XLA leaves in rows beyond the
+    # last group differs between platforms.
     used = (jnp.arange(rows.shape[0]) < rows_per_expert.sum())[:, None]
     out = jax.lax.ragged_dot_general(
         jnp.where(used, rows, jnp.zeros_like(rows)),

@@ -1,7 +1,7 @@
 """Tiles of rows, each multiplied with one expert's matrix: the cost follows the rows, forward and backward.
 
-An expert's rows are cut into full tiles, what remains into smaller ones, the last of which is rounded up. One loop per size runs over
-just the tiles that exist. (A `switch` over the sizes would copy the whole result in every branch.)
+An expert's rows are cut into full tiles, what remains into smaller ones, the last of which is rounded up. One loop per
+size runs over just the tiles that exist. (A `switch` over the sizes would copy the whole result in every branch.)
 """
 
 import functools

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import jax
 from etils import epath
 
 from maxlib import sharding
@@ -18,12 +19,13 @@ _log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and restores the steps of one run in a directory of its own, asynchronously.
 
-    `directory` is a path or a URL such as "gs://bucket/run". A step appears all at once or not at all; then it is read again and compared
-    with its checksums (`verify`), and only after that older ones go. What stays: the newest `keep` (None: all), every step that
-    `keep_every` divides, the `best`. `should_save` says yes every `every` steps, and when `seconds` have passed since the last save.
-    `replace`: what was saved under a step's number goes, where otherwise steps of another history are an error.
-    `layouts` are those of the model's stacks (`layouts(model)`): recorded with each step, and what a restored step is laid out to.
-    In a job of several hosts every host makes the same calls, and all see the same directory.
+    `directory` is a path or a URL such as "gs://bucket/run". A step appears all at once or not at all; then it is read
+    again and compared with its checksums (`verify`), and only after that older ones go. What stays: the newest `keep`
+    (None: all), every step that `keep_every` divides, the `best`. `should_save` says yes every `every` steps, and when
+    `seconds` have passed since the last save. `replace`: what was saved under a step's number goes, where otherwise
+    steps of another history are an error. `layouts` are those of the model's stacks (`layouts(model)`): recorded with
+    each step, and what a restored step is laid out to. In a job of several hosts every host makes the same calls, and
+    all see the same directory.
 
     Raises:
       SaveError: the directory cannot be made or written.
@@ -72,7 +74,9 @@ class Checkpointer:
             _log.error("%s", failed)  # and let the first error be seen
 
     def should_save(self, step: int) -> bool:
-        """Whether a save is due after `step`, by `every` or by `seconds`; never without them. All hosts get the same answer."""
+        """Whether a save is due after `step`, by `every` or by `seconds`; never without them. All hosts get the same
+        answer.
+        """
         return self._when.due(step)
 
     def save(
@@ -86,10 +90,10 @@ class Checkpointer:
     ) -> None:
         """Starts to save and returns once the arrays may be donated; waits for the save before, if that still runs.
 
-        items: pytrees of arrays by name, such as `params`, `rest` and `opt`. data: one state of the data's iterator per virtual shard
-        of this host (`Loader.get_state()`), in JSON's types. meta: anything in JSON's types; `format`, `step`, `layouts` and `metrics`
-        are added, by which `best` chooses.
-        A step that this object has saved or restored already is left as it is.
+        items: pytrees of arrays by name, such as `params`, `rest` and `opt`. data: one state of the data's iterator per
+        virtual shard of this host (`Loader.get_state()`), in JSON's types. meta: anything in JSON's types; `format`,
+        `step`, `layouts` and `metrics` are added, by which `best` chooses. A step that this object has saved or
+        restored already is left as it is.
 
         Raises:
           SaveError: the save before this one has failed; this one runs all the same. Or this one cannot even begin.
@@ -98,6 +102,7 @@ class Checkpointer:
         """
         failed = self._finish()
         if step in self._own:
+            self._prune()  # a run that was killed before it could, and has no other step to save
             return _raise(failed)
         self._owner.check()
         self._make_way(step)

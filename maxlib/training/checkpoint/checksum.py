@@ -13,9 +13,9 @@ _MIX = tuple(np.uint32(c) for c in (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB
 def digest(x: Any) -> tuple[jax.Array, jax.Array]:
     """Two 32-bit sums over hashes of each element's bits and place; `x` is an array of any dtype but a key's.
 
-    A sum has no order, so shards add up to the same whatever the mesh, each device reads only what it holds and two numbers
-    per device travel. For a given place the hash is one to one: a change of one element is never missed, any other one with
-    a chance of 2^-64. Runs where `x` lives, asynchronously; a later donation of `x` waits for it.
+    A sum has no order, so shards add up to the same whatever the mesh, each device reads only what it holds and two
+    numbers per device travel. For a given place the hash is one to one: a change of one element is never missed, any
+    other one with a chance of 2^-64. Runs where `x` lives, asynchronously; a later donation of `x` waits for it.
     """
     if isinstance(x, jax.Array):
         return _digest(_on_device(x))

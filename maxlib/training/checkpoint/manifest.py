@@ -12,7 +12,9 @@ FORMAT = 1
 
 
 def describe(items: dict[str, dict[str, Any]], raws: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Shape, dtype and the running `checksum.digest` of every leaf, which is stored as its raw; `finish` waits for the digests."""
+    """Shape, dtype and the running `checksum.digest` of every leaf, which is stored as its raw; `finish` waits for the
+    digests.
+    """
     return {item: {n: _entry(leaf, raws[item][n]) for n, leaf in leaves.items()} for item, leaves in items.items()}
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from maxlib import sharding
 from maxlib.training.checkpoint.errors import InUseError
 
 _log = logging.getLogger(__name__)
@@ -29,8 +30,9 @@ BEAT = 15.0  # seconds between two signs of life
 class Claim:
     """Holds `directory` for this process, until `release`, the end of the process or its death.
 
-    A file says which process it is and changes every `BEAT` seconds. A process of the same machine is looked up; of another
-    machine, three beats are waited for. No file system is trusted to lock: whoever finds another's name later gives way.
+    A file says which process it is and changes every `BEAT` seconds. A process of the same machine is looked up; of
+    another machine, three beats are waited for. No file system is trusted to lock: whoever finds another's name later
+    gives way.
 
     Raises:
       InUseError: another living process holds it.
@@ -39,7 +41,9 @@ class Claim:
     def __init__(self, directory: epath.Path):
         self._file = directory / FILE
         first = jax.process_index() == 0
-        _agree(self._take() if first else None, directory)
+        with sharding.first_process_first(f"whose {directory} is"):  # it may wait longer than a collective does
+            error = self._take() if first else None
+        _agree(error, directory)
         _check_same(self._file)
         if first:
             self.release = weakref.finalize(self, _release, self._file)  # at the latest when the process ends

@@ -68,7 +68,9 @@ class When:
         return self._is_late
 
     def _pause(self, passed: float, per_step: float) -> int:
-        """In how many steps to ask again. Several hosts have to agree by one clock, which waits for the devices, so rarely."""
+        """In how many steps to ask again. Several hosts have to agree by one clock, which waits for the devices, so
+        rarely.
+        """
         left = max(0.0, self._seconds - passed)
         return 1 if jax.process_count() == 1 else max(1, int(left / 2 / max(per_step, 1e-9)))
 

@@ -46,7 +46,9 @@ def _layers_at(place: str, layout: dict[str, int]) -> list[tuple[int, int | None
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A leaf to be: what it shall be like, and what it is made of; with `rows`, a piece for each index of its first axis."""
+    """A leaf to be: what it shall be like, and what it is made of; with `rows`, a piece for each index of its first
+    axis.
+    """
 
     raw: jax.ShapeDtypeStruct
     pieces: tuple[Piece, ...]
@@ -75,7 +77,9 @@ def plan(
     where: str,
     cast: bool,
 ) -> dict[str, Target]:
-    """Finds every layer of every wanted leaf among a manifest's `entries`. Raises ValueError with all that does not fit."""
+    """Finds every layer of every wanted leaf among a manifest's `entries`. Raises ValueError with all that does not
+    fit.
+    """
     source = _layers_of(entries, old)
     targets, missing, differ, used = {}, [], [], set()
     for name, raw in wanted.items():
@@ -105,7 +109,9 @@ def _layers_of(entries: dict[str, dict[str, Any]], layouts: Layouts) -> dict[str
 
 
 def _split(name: str, shape: Any, layouts: Layouts) -> tuple[list[Piece], bool]:
-    """The layers of a leaf, and whether each has a row. An optimizer's placeholder has none: it stands for all of them."""
+    """The layers of a leaf, and whether each has a row. An optimizer's placeholder has none: it stands for all of
+    them.
+    """
     layers = logical_names(name, layouts)
     if layers[0][1] is None or (len(shape) > 0 and shape[0] == len(layers)):
         return layers, layers[0][1] is not None

@@ -1,7 +1,7 @@
 """Arrays of which several hosts hold copies: read by one replica's hosts, and sent on to the others.
 
-Orbax's single-replica handler adds the copies up as numbers, which turns -0.0 into 0.0, and lets the other hosts wait for ever when
-the reading ones fail. Here bits are added, after all hosts know that they could be read.
+Orbax's single-replica handler adds the copies up as numbers, which turns -0.0 into 0.0, and lets the other hosts wait
+for ever when the reading ones fail. Here bits are added, after all hosts know that they could be read.
 """
 
 import functools
@@ -24,7 +24,9 @@ class PeerError(RuntimeError):
 
 
 def load(read: Read, read_here: Read, abstract: Arrays) -> Arrays:
-    """All leaves of `abstract`. All hosts call `read` together; `read_here` gives what this host holds, whatever others do."""
+    """All leaves of `abstract`. All hosts call `read` together; `read_here` gives what this host holds, whatever others
+    do.
+    """
     groups: dict[tuple[Mesh, int], list[str]] = {}
     for name, leaf in abstract.items():
         if (axis := replica_axis(leaf)) is not None:
@@ -109,7 +111,7 @@ def _has_bits(dtype: Any) -> bool:
 
 def _hosts(mesh: Mesh, axis: int) -> list[set[int]]:
     """The hosts of each replica along a mesh axis."""
-    return [{d.process_index for d in np.take(mesh.devices, i, axis).flat} for i in range(mesh.devices.shape[axis])]
+    return [{d.process_index for d in np.take(mesh.devices, [i], axis).flat} for i in range(mesh.devices.shape[axis])]
 
 
 def _apart(replicas: list[set[int]]) -> bool:

@@ -30,10 +30,11 @@ def load(
 ) -> dict[str, Any]:
     """What a checkpoint holds: `{item: ..., "data": ..., "meta": ...}`; `meta["step"]` is its step.
 
-    `path` is a step's directory, or a run's, of which the newest undamaged step is taken. `like` gives for each item wanted a pytree
-    of arrays or `jax.ShapeDtypeStruct`s, whose shardings say where to put the leaves (none: the default device; numpy arrays stay on
-    the host). Without it, `items` (default: all) come as `{path: numpy array}`. `layouts`, of the present model's stacks
-    (`layouts(model)`), lays anew what was saved under another prefix or period. `cast` permits a dtype other than the saved one.
+    `path` is a step's directory, or a run's, of which the newest undamaged step is taken. `like` gives for each item
+    wanted a pytree of arrays or `jax.ShapeDtypeStruct`s, whose shardings say where to put the leaves (none: the default
+    device; numpy arrays stay on the host). Without it, `items` (default: all) come as `{path: numpy array}`. `layouts`,
+    of the present model's stacks (`layouts(model)`), lays anew what was saved under another prefix or period. `cast`
+    permits a dtype other than the saved one.
 
     Raises:
       FileNotFoundError: there is no checkpoint.
@@ -58,7 +59,9 @@ def verify(path: Any) -> list[str]:
 
 
 def damaged_leaves(directory: epath.Path, *, host: int | None = None, hosts: int | None = None) -> list[str]:
-    """What `verify` finds in this host's share of the leaves. Talks to no other host, so it may run in the background."""
+    """What `verify` finds in this host's share of the leaves. Talks to no other host, so it may run in the
+    background.
+    """
     host = jax.process_index() if host is None else host
     hosts = hosts or jax.process_count()
     try:

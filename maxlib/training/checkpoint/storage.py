@@ -45,7 +45,9 @@ class Steps:
         self._orbax.close()
 
     def clean(self, step: int, patience: float = 10.0) -> None:
-        """Removes what a failed save of `step` has left, which may be what fills the disk; other threads of it may still write."""
+        """Removes what a failed save of `step` has left, which may be what fills the disk; other threads of it may
+        still write.
+        """
         with contextlib.suppress(Exception):
             self._orbax.wait()  # raises: orbax tells an error once to each thread
         end = time.monotonic() + patience
@@ -78,7 +80,9 @@ class Steps:
 
 
 def absolute(path: Any) -> epath.Path:
-    """`path` from the root of its file system. A URL such as "gs://bucket/run" is so already, which `resolve` does not know."""
+    """`path` from the root of its file system. A URL such as "gs://bucket/run" is so already, which `resolve` does not
+    know.
+    """
     found = epath.Path(path)
     return found if "://" in str(found) else found.resolve()
 
@@ -91,7 +95,9 @@ def steps(directory: epath.Path) -> list[int]:
 
 
 def load(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
-    """Reads leaves of one item: a `jax.ShapeDtypeStruct` with a sharding says where to, without one it is read to numpy."""
+    """Reads leaves of one item: a `jax.ShapeDtypeStruct` with a sharding says where to, without one it is read to
+    numpy.
+    """
     everywhere, here = functools.partial(_read, directory, item), functools.partial(read_here, directory, item)
     return replicas.load(everywhere, here, abstract)
 

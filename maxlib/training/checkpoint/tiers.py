@@ -12,12 +12,13 @@ _log = logging.getLogger(__name__)
 
 
 class Tiers:
-    """Several `Checkpointer`s that act as one, the fastest first; each with policies of its own and all with the same files.
+    """Several `Checkpointer`s that act as one, the fastest first; each with policies of its own and all with the same
+    files.
 
         Tiers(Checkpointer("/dev/shm/run", every=50, keep=1), Checkpointer("gs://bucket/run", every=1000))
 
-    What is restored is the newest undamaged step of all, from the first tier that has it. In a job of several hosts every tier must be
-    one directory that all of them see.
+    What is restored is the newest undamaged step of all, from the first tier that has it. In a job of several hosts
+    every tier must be one directory that all of them see.
     """
 
     def __init__(self, *tiers: Checkpointer):
@@ -53,13 +54,17 @@ class Tiers:
         return bool(self._due[1])
 
     def save(self, step: int, items: Mapping[str, Any], **more: Any) -> None:
-        """Saves to the tiers that `should_save` has found, without it (at the end of a run) to all; see `Checkpointer.save`."""
+        """Saves to the tiers that `should_save` has found, without it (at the end of a run) to all; see
+        `Checkpointer.save`.
+        """
         due, self._due = self._due, None
         into = due[1] if due is not None and due[0] == step else self.tiers
         self._each(lambda tier: tier.save(step, items, **more), into)
 
     def restore(self, step: int | None = None, like: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-        """Restores `step`, or the newest undamaged one with a warning for each that is not; see `Checkpointer.restore`."""
+        """Restores `step`, or the newest undamaged one with a warning for each that is not; see
+        `Checkpointer.restore`.
+        """
         held = [(s, -i) for i, tier in enumerate(self.tiers) for s in tier.steps() if step is None or s == step]
         problems: list[str] = []
         for s, i in sorted(held, reverse=True):

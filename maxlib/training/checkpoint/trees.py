@@ -25,7 +25,9 @@ def unflatten(tree: Any, leaves: dict[str, Any]) -> Any:
 
 
 def snapshot(leaf: Any) -> Any:
-    """What is stored of a leaf: the data of a key, a wider dtype for one that cannot be stored, a copy of what is not a `jax.Array`."""
+    """What is stored of a leaf: the data of a key, a wider dtype for one that cannot be stored, a copy of what is not a
+    `jax.Array`.
+    """
     leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
     leaf = leaf if isinstance(leaf, jax.Array) else np.array(leaf, order="C")
     return leaf.astype(stored_dtype(leaf.dtype)) if stored_dtype(leaf.dtype) != leaf.dtype else leaf

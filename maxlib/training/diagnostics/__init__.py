@@ -1,4 +1,6 @@
-"""What a run does, and why it is slow or wrong. Each part works in a loop of your own and attaches to a `Trainer` from outside."""
+"""What a run does, and why it is slow or wrong. Each part works in a loop of your own and attaches to a `Trainer` from
+outside.
+"""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -31,11 +31,13 @@ NAMES = {
 
 
 class Clock:
-    """Divides the time of this process among spans, of which the innermost counts, and appends it to `directory/goodput.jsonl`.
+    """Divides the time of this process among spans, of which the innermost counts, and appends it to
+    `directory/goodput.jsonl`.
 
-    What no span covers is `startup` before the first step, and `idle` after it. Every `every` seconds a line is written, also in the
-    middle of a span, so a kill loses no more than that. directory: None keeps the account in memory. age: seconds that the process had
-    run before; by default the first clock of a program begins when the program did. Use it from one thread.
+    What no span covers is `startup` before the first step, and `idle` after it. Every `every` seconds a line is
+    written, also in the middle of a span, so a kill loses no more than that. directory: None keeps the account in
+    memory. age: seconds that the process had run before; by default the first clock of a program begins when the
+    program did. Use it from one thread.
 
     Attributes: `seconds`, the account of this process by name.
     """
@@ -64,7 +66,9 @@ class Clock:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around all that step `number` does. Its time counts as `redone` where a run before this one had come as far."""
+        """Around all that step `number` does. Its time counts as `redone` where a run before this one had come as
+        far.
+        """
         with self.span("step" if number > self._before else "redone"):
             self._base = "idle"
             yield
@@ -105,7 +109,9 @@ class Clock:
         _ticker()
 
     def _write(self, *, seconds: dict[str, float] | None = None, **line: Any) -> None:
-        """One write of one whole line, which a kill cannot cut. What cannot be written (a full disk) waits for the next time."""
+        """One write of one whole line, which a kill cannot cut. What cannot be written (a full disk) waits for the next
+        time.
+        """
         self._written = time.monotonic()
         if self._path is not None:
             line = {"session": self._session, "time": time.time(), **line}
@@ -190,7 +196,9 @@ def _age() -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """seconds: by name, `down` between two processes included. sessions: how many processes there were. steps: the highest number."""
+    """seconds: by name, `down` between two processes included. sessions: how many processes there were. steps: the
+    highest number.
+    """
 
     seconds: dict[str, float]
     sessions: int
@@ -214,9 +222,9 @@ class Account:
 def goodput(directory: str | Path) -> Account:
     """The account of the run in `directory`, from the begin of its first process to the last line of its last.
 
-    Time within a process is monotonic, and so is the time between two processes of one boot: setting the wall clock changes
-    nothing. Between two boots or machines the wall clock counts, and a jump back counts as no time.
-    Raises FileNotFoundError when no `Clock` wrote there.
+    Time within a process is monotonic, and so is the time between two processes of one boot: setting the wall clock
+    changes nothing. Between two boots or machines the wall clock counts, and a jump back counts as no time. Raises
+    FileNotFoundError when no `Clock` wrote there.
     """
     path = Path(directory) / FILE
     if not path.exists():

@@ -21,13 +21,17 @@ from maxlib.training.step import Loss, jit_step, make_state, make_train_step
 
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """sizes: by layer (`layers.3.attn.q`, and `logits`), the root mean square of its output, by width and number of steps done."""
+    """sizes: by layer (`layers.3.attn.q`, and `logits`), the root mean square of its output, by width and number of
+    steps done.
+    """
 
     widths: tuple[int, ...]
     sizes: dict[str, Float[np.ndarray, "W S"]]
 
     def growth(self, step: int = -1) -> dict[str, float]:
-        """Each layer's exponent: its output grows as the width to this power. 0 is flat, in muP nothing may be far above."""
+        """Each layer's exponent: its output grows as the width to this power. 0 is flat, in muP nothing may be far
+        above.
+        """
         log = np.log(self.widths)
         return {name: float(np.polyfit(log, np.log(size[:, step] + 1e-30), 1)[0]) for name, size in self.sizes.items()}
 
@@ -50,11 +54,13 @@ def coordinate_check(
     batches: Sequence[Batch],
     loss: Loss,
 ) -> Coordinates:
-    """Trains `build(width)` for each width on `batches`, and looks at every layer's output before each step and after the last.
+    """Trains `build(width)` for each width on `batches`, and looks at every layer's output before each step and after
+    the last.
 
-    optimizer: makes one from the (abstract) model, so that it may end with `scale_by_path(width_factors(model, base))`. All is
-    looked at on the first batch. A handful of steps at the learning rate that is meant shows whether it fits all widths (Yang et
-    al. 2022, arXiv:2203.03466, appendix D.1). Raises ValueError for fewer than two widths and for models with different layers.
+    optimizer: makes one from the (abstract) model, so that it may end with `scale_by_path(width_factors(model, base))`.
+    All is looked at on the first batch. A handful of steps at the learning rate that is meant shows whether it fits all
+    widths (Yang et al. 2022, arXiv:2203.03466, appendix D.1). Raises ValueError for fewer than two widths and for
+    models with different layers.
     """
     if len(set(widths)) < 2:
         raise ValueError(f"growth needs at least two widths, got {list(widths)}")
@@ -87,7 +93,9 @@ def _logits(model: Any, tokens: Int[Array, "B T"]) -> Float[Array, ""]:
 def plot_coordinates(
     found: Coordinates, *, match: str = "*", steps: Sequence[int] = (0, 1, -1), axes: Any = None
 ) -> Any:
-    """Sizes over widths, one panel for each number of steps done and one line for each layer that `match` fits; returns matplotlib's axes."""
+    """Sizes over widths, one panel for each number of steps done and one line for each layer that `match` fits; returns
+    matplotlib's axes.
+    """
     import matplotlib.pyplot as plt  # an extra
 
     if axes is None:

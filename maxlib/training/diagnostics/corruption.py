@@ -19,11 +19,13 @@ class Corrupted(RuntimeError):
 
 
 class Recompute:
-    """A callback that computes a microbatch's gradients twice and compares them bit by bit: `callbacks=[(1000, Recompute())]`.
+    """A callback that computes a microbatch's gradients twice and compares them bit by bit: `callbacks=[(1000,
+    Recompute())]`.
 
-    rows: how many of the last batch's rows the microbatch has (all processes together). Raises Corrupted, with the names of the parameters, unless
-    `stop` is false: then it warns. It also compares the copies of replicated parameters. On GPUs it needs
-    `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, for sums of unordered threads differ by themselves.
+    rows: how many of the last batch's rows the microbatch has (all processes together). Raises Corrupted, with the
+    names of the parameters, unless `stop` is false: then it warns. It also compares the copies of replicated
+    parameters. On GPUs it needs `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, for sums of unordered threads differ by
+    themselves.
     """
 
     def __init__(self, *, rows: int | None = None, stop: bool = True):

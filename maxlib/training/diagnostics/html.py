@@ -51,10 +51,12 @@ class Run:
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
-    """Writes one page about `runs`, directories that a Trainer wrote to: loss, speed, goodput, memory, samples, configuration.
+    """Writes one page about `runs`, directories that a Trainer wrote to: loss, speed, goodput, memory, samples,
+    configuration.
 
-    out: default is `report.html` in the first of them. It takes what it finds: `metrics.jsonl` must be there, `goodput.jsonl`, `config.json`
-    and `samples.jsonl` may. Needs matplotlib. Raises FileNotFoundError for a directory without metrics.
+    out: default is `report.html` in the first of them. It takes what it finds: `metrics.jsonl` must be there,
+    `goodput.jsonl`, `config.json` and `samples.jsonl` may. Needs matplotlib. Raises FileNotFoundError for a directory
+    without metrics.
     """
     if not runs:
         raise ValueError("report needs at least one run's directory")

@@ -19,9 +19,10 @@ from maxlib.training.step import Loss, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """outputs: by layer (`layers.3.attn.q`), in the order in which the forward pass finishes them, the root mean square (`rms`) and
-    largest size (`max`) of its output, the `gradient_rms` of that, how many values of both are `nonfinite`, and for attention `max_logit` and
-    `entropy` (nats) of the batch's first row. parameters, gradients: norms of every weight, layer by layer. loss: per target.
+    """outputs: by layer (`layers.3.attn.q`), in the order in which the forward pass finishes them, the root mean square
+    (`rms`) and largest size (`max`) of its output, the `gradient_rms` of that, how many values of both are `nonfinite`,
+    and for attention `max_logit` and `entropy` (nats) of the batch's first row. parameters, gradients: norms of every
+    weight, layer by layer. loss: per target.
     """
 
     outputs: dict[str, dict[str, float]]
@@ -33,7 +34,9 @@ class Observation:
 def observe(
     model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.Filter = nn.is_trainable
 ) -> Observation:
-    """One forward and backward pass that is watched. The model is not changed; call it inside `sharding.use` if it is sharded."""
+    """One forward and backward pass that is watched. The model is not changed; call it inside `sharding.use` if it is
+    sharded.
+    """
     key = jax.random.key(0) if key is None else key
     found = _watched(loss, filter)(model, batch, key)
     laid, seen = layouts(model), jax.device_get(found.seen)
@@ -49,16 +52,20 @@ def observe(
 
 
 def norms_by_layer(params: dict[str, Any], model: Any) -> dict[str, float]:
-    """The norm of every array of `{path: array}` (parameters, gradients, a moment), with the layers of stacks one by one."""
+    """The norm of every array of `{path: array}` (parameters, gradients, a moment), with the layers of stacks one by
+    one.
+    """
     return _by_layer(_norms(params, nn.axes(model)), layouts(model))
 
 
 class LayerStatistics:
-    """A callback that writes statistics of every layer to the Trainer's writers: `callbacks=[(500, LayerStatistics())]`.
+    """A callback that writes statistics of every layer to the Trainer's writers: `callbacks=[(500,
+    LayerStatistics())]`.
 
-    Computes the gradient of the last batch once more, so let it be rare. Written as arrays with one number per layer, by stack
-    (`layers/...`): `output_rms`, `output_max`, `gradient_rms` (of the output), `parameter_norm`, `gradient_norm`, and `max_logit`,
-    `entropy` of attention. The load of experts is among the metrics of every step, `moe/load`.
+    Computes the gradient of the last batch once more, so let it be rare. Written as arrays with one number per layer,
+    by stack (`layers/...`): `output_rms`, `output_max`, `gradient_rms` (of the output), `parameter_norm`,
+    `gradient_norm`, and `max_logit`, `entropy` of attention. The load of experts is among the metrics of every step,
+    `moe/load`.
     """
 
     def __init__(self, *, filter: nn.Filter = nn.is_trainable):

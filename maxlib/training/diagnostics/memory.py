@@ -8,7 +8,8 @@ import jax
 
 
 def memory_use() -> dict[str, int]:
-    """Peak bytes of this process (`memory/host_bytes`) and of its fullest device (`memory/device_bytes`, where the backend says).
+    """Peak bytes of this process (`memory/host_bytes`) and of its fullest device (`memory/device_bytes`, where the
+    backend says).
 
     Asks no device to wait; the Trainer adds it to every step's metrics.
     """
@@ -18,7 +19,9 @@ def memory_use() -> dict[str, int]:
 
 
 def memory_profile(directory: str | Path) -> Path:
-    """Writes `memory.prof` (what holds device memory and which line made it; `pprof` opens it) and `memory.txt`, a summary."""
+    """Writes `memory.prof` (what holds device memory and which line made it; `pprof` opens it) and `memory.txt`, a
+    summary.
+    """
     Path(directory).mkdir(parents=True, exist_ok=True)
     jax.profiler.save_device_memory_profile(str(Path(directory) / "memory.prof"))
     text = Path(directory) / "memory.txt"

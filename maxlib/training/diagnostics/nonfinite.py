@@ -14,10 +14,11 @@ from maxlib.training.step import Loss
 def find_nonfinite(
     model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.Filter = nn.is_trainable
 ) -> str | None:
-    """Names the first layer and tensor that is not finite in the forward and in the backward pass of `loss`; None if all are.
+    """Names the first layer and tensor that is not finite in the forward and in the backward pass of `loss`; None if
+    all are.
 
-    One gradient of its own, so call it on what went wrong: the model before the bad step and that step's batch. Call it inside
-    `sharding.use` if the model is sharded.
+    One gradient of its own, so call it on what went wrong: the model before the bad step and that step's batch. Call it
+    inside `sharding.use` if the model is sharded.
     """
     found = observe(model, batch, loss, key, filter=filter)
     lines = [line for line in (_parameters(found), _forward(found), _backward(found), _gradients(found)) if line]

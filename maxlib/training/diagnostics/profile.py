@@ -51,8 +51,9 @@ class Op:
 def top_ops(directory: str | Path, n: int = 15) -> list[Op]:
     """The `n` ops that took the most time in the newest trace under `directory`, over all devices of this host.
 
-    Loops and branches themselves are left out: what is inside them is there op by op, on a CPU perhaps on other threads.
-    Names are those of the compiled HLO; `dump_program` has the text. Raises FileNotFoundError when there is no trace.
+    Loops and branches themselves are left out: what is inside them is there op by op, on a CPU perhaps on other
+    threads. Names are those of the compiled HLO; `dump_program` has the text. Raises FileNotFoundError when there is no
+    trace.
     """
     found = sorted(Path(directory).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not found:

@@ -7,10 +7,11 @@ import jax
 
 
 def dump_program(step: Any, *args: Any, directory: str | Path, name: str = "step") -> dict[str, Path]:
-    """Writes what the jitted `step(*args)` is: its jaxpr, the StableHLO that XLA gets, the HLO it compiles to, its memory and FLOPs.
+    """Writes what the jitted `step(*args)` is: its jaxpr, the StableHLO that XLA gets, the HLO it compiles to, its
+    memory and FLOPs.
 
-    args: arrays or `jax.ShapeDtypeStruct`s; nothing runs. Call it inside `sharding.use` if the step runs there. Compiles once
-    more, unless JAX's persistent compilation cache has it. Returns the files by kind.
+    args: arrays or `jax.ShapeDtypeStruct`s; nothing runs. Call it inside `sharding.use` if the step runs there.
+    Compiles once more, unless JAX's persistent compilation cache has it. Returns the files by kind.
     """
     traced = step.trace(*args)
     lowered = traced.lower()

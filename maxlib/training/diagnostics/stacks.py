@@ -12,10 +12,11 @@ from typing import Any
 
 @contextlib.contextmanager
 def dump_stacks(path: str | Path | None = None, *, every: float | None = None) -> Iterator[None]:
-    """Inside, `kill -USR1 PID` writes every thread's stack to `path` (default: stderr); so does every `every` seconds, if given.
+    """Inside, `kill -USR1 PID` writes every thread's stack to `path` (default: stderr); so does every `every` seconds,
+    if given.
 
-    It needs no help of the interpreter, so it works while the program hangs in a driver or a collective. A process has one
-    periodic dump: the last one asked for. Not on Windows.
+    It needs no help of the interpreter, so it works while the program hangs in a driver or a collective. A process has
+    one periodic dump: the last one asked for. Not on Windows.
     """
     with _writable(path) as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -32,8 +33,8 @@ def dump_stacks(path: str | Path | None = None, *, every: float | None = None) -
 class Watchdog:
     """Dumps every thread's stack when no step has ended for `seconds`, and again after as long; it ends nothing.
 
-    A callback for every step, `callbacks=[(1, Watchdog(300))]`; call it in a loop of your own. `close` ends it. `training.deadline` is
-    what ends a process that hangs.
+    A callback for every step, `callbacks=[(1, Watchdog(300))]`; call it in a loop of your own. `close` ends it.
+    `training.deadline` is what ends a process that hangs.
     """
 
     def __init__(self, seconds: float, path: str | Path | None = None):

@@ -17,9 +17,9 @@ from maxlib.training.metrics import Values
 class SlowSteps:
     """A writer that reports steps more than `deviations` slower than the median of the last `window`.
 
-    A deviation is 1.4826 times the median distance from the median, which outliers do not move (for normal times it is the standard
-    deviation), and at least 1% of the median. say: where to, such as `trainer.say`. In a loop of your own: `write(step,
-    {"seconds": ...})`. Attributes: `flagged`, pairs of step and seconds.
+    A deviation is 1.4826 times the median distance from the median, which outliers do not move (for normal times it is
+    the standard deviation), and at least 1% of the median. say: where to, such as `trainer.say`. In a loop of your own:
+    `write(step, {"seconds": ...})`. Attributes: `flagged`, pairs of step and seconds.
     """
 
     def __init__(self, *, deviations: float = 8.0, window: int = 200, say: Callable[[str], Any] = print):
@@ -50,8 +50,9 @@ class SlowSteps:
 class SlowHosts:
     """A callback that names hosts which are `factor` times as slow as the median; every process has to run it.
 
-    Steps take equally long everywhere, as all wait for the slowest. So what is compared is what each does alone: the same small
-    matmuls on each of its own devices, and the seconds it waited for data. Give it a large number: `callbacks=[(500, SlowHosts())]`.
+    Steps take equally long everywhere, as all wait for the slowest. So what is compared is what each does alone: the
+    same small matmuls on each of its own devices, and the seconds it waited for data. Give it a large number:
+    `callbacks=[(500, SlowHosts())]`.
     """
 
     def __init__(self, *, factor: float = 1.5, size: int = 1024, say: Callable[[str], Any] = print):
@@ -69,7 +70,9 @@ class SlowHosts:
 
 
 def slow_hosts(times: dict[str, Any], *, factor: float = 1.5) -> list[str]:
-    """One line for every process whose time, by kind of work, is above `factor` medians; under 50 ms nothing counts but compute."""
+    """One line for every process whose time, by kind of work, is above `factor` medians; under 50 ms nothing counts but
+    compute.
+    """
     lines = []
     for kind, seconds in times.items():
         middle = float(np.median(seconds))

@@ -1,8 +1,10 @@
-"""Reads what passes between the layers of a model, forward and backward, without changing the model or what it computes.
+"""Reads what passes between the layers of a model, forward and backward, without changing the model or what it
+computes.
 
-Every layer of a copy gets a variable of zeros, its tap. What the layer returns passes through an identity whose "gradient" with respect
-to the tap is what is to be known about the value and about its gradient. So all of it comes back with the gradients: through
-`lax.scan`, which stacks it layer by layer, through remat, on any mesh, and without a callback from the device.
+Every layer of a copy gets a variable of zeros, its tap. What the layer returns passes through an identity whose
+"gradient" with respect to the tap is what is to be known about the value and about its gradient. So all of it comes
+back with the gradients: through `lax.scan`, which stacks it layer by layer, through remat, on any mesh, and without a
+callback from the device.
 """
 
 import functools
@@ -27,7 +29,9 @@ class Tap(nnx.Variable):
 
 
 def tapped(model: Any) -> tuple[Any, list[str]]:
-    """A copy of `model` with taps, and a list that fills with the paths of the layers, as they finish, when the copy is traced."""
+    """A copy of `model` with taps, and a list that fills with the paths of the layers, as they finish, when the copy is
+    traced.
+    """
     model, order = jax.tree.map(lambda leaf: leaf, model), []
     _attach(model, "", (), order)
     return model, order

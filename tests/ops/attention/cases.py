@@ -61,7 +61,9 @@ def pairwise(factors=FACTORS) -> list[Case]:
 
 
 def tokens(documents: str, num_queries: int, num_keys: int) -> Tokens:
-    """Two rows whose queries end where the keys end: one document each, several, or several with padding behind and between."""
+    """Two rows whose queries end where the keys end: one document each, several, or several with padding behind and
+    between.
+    """
     S, rows = num_keys, []
     cuts = {"one": ([S], [S]), "packed": ([S // 3, S], [2, S // 2, S]), "padded": ([S // 4, S // 2, S], [S - 3, S])}
     for row, ends in enumerate(cuts[documents]):

@@ -1,10 +1,11 @@
-"""Runs kernels in Mosaic GPU (those of `ops.attention.mosaic_gpu`) on a CPU, in numpy, one block of threads after the other.
+"""Runs kernels in Mosaic GPU (those of `ops.attention.mosaic_gpu`) on a CPU, in numpy, one block of threads after the
+other.
 
 It executes the very functions that are compiled for the GPU, with stand-ins for the few primitives they use, and is
-built to find mistakes in their synchronization: warpgroups take turns at random (but the same in every run), and whatever is
-asynchronous happens as late as it may. A copy into shared memory first fills its place with NaN, and brings its data
-when somebody waits for it; a matmul reads its operands when its result is waited for. Waiting for what never comes is an error, and so
-is a barrier that completes twice before a waiter has seen it.
+built to find mistakes in their synchronization: warpgroups take turns at random (but the same in every run), and
+whatever is asynchronous happens as late as it may. A copy into shared memory first fills its place with NaN, and brings
+its data when somebody waits for it; a matmul reads its operands when its result is waited for. Waiting for what never
+comes is an error, and so is a barrier that completes twice before a waiter has seen it.
 """
 
 import functools

@@ -3,8 +3,8 @@
 Both recompute a tile's probabilities from the log-sum-exp. With `delta`, the row sums of d_out * out less d_lse:
 d_logits = probs * (d_out v - delta), dq = scale d_logits k, dk = scale d_logits^T q, dv = probs^T d_out.
 
-`queries` walks as the forward kernel does: queries stay, keys and values stream. `keys` is its transpose: keys and values
-stay, and all query heads that share them stream past, so that their gradients are summed where they are made.
+`queries` walks as the forward kernel does: queries stay, keys and values stream. `keys` is its transpose: keys and
+values stay, and all query heads that share them stream past, so that their gradients are summed where they are made.
 """
 
 import functools

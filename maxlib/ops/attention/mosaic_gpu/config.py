@@ -1,6 +1,7 @@
 """Tile sizes by head width, and what fits into a streaming multiprocessor of Hopper.
 
-The sizes are the largest that compile without spilled registers (docs/kernels.md has the table); none has been timed yet.
+The sizes are the largest that compile without spilled registers (docs/kernels.md has the table); none has been timed
+yet.
 """
 
 import dataclasses
@@ -48,7 +49,9 @@ def decode_tiles(key_dim: int, value_dim: int) -> Tiles:
 
 
 def decode_parts(num_blocks: int, num_keys: int) -> int:
-    """Into how many parts the keys are cut, so that all processors have work; at least 512 keys each, where the length divides."""
+    """Into how many parts the keys are cut, so that all processors have work; at least 512 keys each, where the length
+    divides.
+    """
     wanted = max(1, min(4 * PROCESSORS // num_blocks, num_keys // 512))
     return max(parts for parts in range(1, wanted + 1) if num_keys % (8 * parts) == 0 or parts == 1)
 

@@ -1,8 +1,9 @@
-"""Few queries against a long cache, with the forward kernel: one block of threads for each part of the keys and each key head.
+"""Few queries against a long cache, with the forward kernel: one block of threads for each part of the keys and each
+key head.
 
-One query per head would leave most of the processors idle and most of each tile empty. So the query heads that share a key head become
-the queries of a tile, and the keys are cut into parts that stand in the kernel's batch axis (a view, nothing moves). The parts are merged by
-their log-sum-exps.
+One query per head would leave most of the processors idle and most of each tile empty. So the query heads that share a
+key head become the queries of a tile, and the keys are cut into parts that stand in the kernel's batch axis (a view,
+nothing moves). The parts are merged by their log-sum-exps.
 """
 
 import einops

@@ -1,7 +1,8 @@
 """The forward kernel: one block of queries stays on a multiprocessor, the keys and values it can see stream past.
 
-Two or three compute warpgroups own 64 queries each; one more warpgroup does nothing but ask the memory unit (TMA) for the next blocks.
-Letters: W compute warpgroups, P queries padded to whole tiles, r the 64 queries of a warpgroup, c the keys of a block.
+Two or three compute warpgroups own 64 queries each; one more warpgroup does nothing but ask the memory unit (TMA) for
+the next blocks. Letters: W compute warpgroups, P queries padded to whole tiles, r the 64 queries of a warpgroup, c the
+keys of a block.
 """
 
 import functools

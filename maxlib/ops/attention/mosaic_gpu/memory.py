@@ -25,7 +25,9 @@ class Stream(NamedTuple):
 
 
 def matrices(dtype, *widths: int) -> Callable:
-    """Makes matrices in shared memory, in the widest swizzle pattern that divides all of `widths`, as wgmma reads them."""
+    """Makes matrices in shared memory, in the widest swizzle pattern that divides all of `widths`, as wgmma reads
+    them.
+    """
     pattern = swizzle(*widths)
     transforms = (plgpu.TilingTransform((8, pattern // 2)), plgpu.SwizzleTransform(pattern))
     return lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms)

@@ -56,7 +56,8 @@ def mosaic_tpu(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
 
-    Block sizes are those of `chip`, by default the device in use. Differentiable once (reverse mode) in q, k, v and sinks.
+    Block sizes are those of `chip`, by default the device in use. Differentiable once (reverse mode) in q, k, v and
+    sinks.
     """
     if scale <= 0:  # the kernels take the maximum before they scale
         q, scale = q * jnp.sign(jnp.asarray(scale, q.dtype)), abs(scale) or 1.0
@@ -169,7 +170,9 @@ class _Cut:
         return einops.rearrange(x, "B K C c H -> B (C c) K H")[:, : self.S]
 
     def pad(self, x):
-        """Queries added at the end repeat the last one, so that they neither widen a tile's range nor make it partial."""
+        """Queries added at the end repeat the last one, so that they neither widen a tile's range nor make it
+        partial.
+        """
         return jnp.pad(x, ((0, 0), (0, -self.T % self.queries)), mode="edge")
 
     def ends(self, x):

@@ -1,10 +1,11 @@
-"""The backward kernels: one for dq, and one for dk and dv. Nothing is added atomically: results are the same in every run.
+"""The backward kernels: one for dq, and one for dk and dv. Nothing is added atomically: results are the same in every
+run.
 
 Both recompute a tile's probabilities from the log-sum-exp. With `delta`, the row sums of d_out * out less d_lse:
 d_logits = probs * (d_out v - delta), dq = scale d_logits k, dk = scale d_logits^T q, dv = probs^T d_out.
 
-`queries` walks as the forward kernel does. `keys` is its transpose, also within a tile: keys are rows and queries columns. The query heads that
-share a key head are rows of one block, so that their gradients are summed by the matmul.
+`queries` walks as the forward kernel does. `keys` is its transpose, also within a tile: keys are rows and queries
+columns. The query heads that share a key head are rows of one block, so that their gradients are summed by the matmul.
 """
 
 import functools

@@ -17,7 +17,9 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What differs between TPUs. vmem: bytes of vector memory for a kernel. cores: how many share a device's grid (megacore)."""
+    """What differs between TPUs. vmem: bytes of vector memory for a kernel. cores: how many share a device's grid
+    (megacore).
+    """
 
     forward: Blocks
     backward: Blocks
@@ -50,7 +52,9 @@ def generation(device_kind: str) -> Generation:
 
 
 def queries(blocks: Blocks, groups: int, num_queries: int) -> int:
-    """How many queries of each of `groups` heads make the rows of a tile: whole registers, and no more than there are."""
+    """How many queries of each of `groups` heads make the rows of a tile: whole registers, and no more than there
+    are.
+    """
     whole = lambda rows: rows // math.gcd(rows, groups)
     unit = whole(LANES) if groups * whole(LANES) <= 2 * blocks.rows else whole(16)
     fitting = max(blocks.rows // (groups * unit), 1) * unit

@@ -1,8 +1,9 @@
 """The kernel for few queries against a long cache, which it reads once and as it lies in memory.
 
-All heads are computed together: a cache `S K H` is read as a matrix of S K rows, every query head meets the rows of every key head, and
-what does not belong together is masked. These are K times the products, and they still take less time than the cache takes to arrive.
-A device with two cores splits the visited keys of each row among them; the parts are merged by their log-sum-exps.
+All heads are computed together: a cache `S K H` is read as a matrix of S K rows, every query head meets the rows of
+every key head, and what does not belong together is masked. These are K times the products, and they still take less
+time than the cache takes to arrive. A device with two cores splits the visited keys of each row among them; the parts
+are merged by their log-sum-exps.
 
 Letters: P parts, R rows (T queries of N heads), C blocks of keys, c rows of one (keys times their heads).
 """

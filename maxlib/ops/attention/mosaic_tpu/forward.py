@@ -1,6 +1,7 @@
 """The forward kernel: one block of queries stays, the blocks of keys and values that it can see pass by.
 
-Letters: Q blocks of queries, R rows of one block (the query heads of a key head, times some queries), C blocks of keys, c keys of one.
+Letters: Q blocks of queries, R rows of one block (the query heads of a key head, times some queries), C blocks of keys,
+c keys of one.
 """
 
 import functools

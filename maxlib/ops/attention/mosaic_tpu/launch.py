@@ -1,7 +1,7 @@
 """How all kernels start: a grid of lanes times tiles, and blocks of arrays that go with them.
 
-Lanes are independent (heads, or parts of the work) and tiles come from a table (`visits`). The blocks of the next tile are fetched while
-this one is computed, and a block that stays is fetched once.
+Lanes are independent (heads, or parts of the work) and tiles come from a table (`visits`). The blocks of the next tile
+are fetched while this one is computed, and a block that stays is fetched once.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ def launch(
 ) -> Sequence[jax.Array]:
     """Runs `kernel(tile, *given, *out, *scratch)` for every tile.
 
-    table: of one part, for all lanes, or of a part for each lane. scratch: shapes, float32, kept from tile to tile. vmem: bytes of
-    vector memory that may be used.
+    table: of one part, for all lanes, or of a part for each lane. scratch: shapes, float32, kept from tile to tile.
+    vmem: bytes of vector memory that may be used.
     """
     how, codes, count = table
     parts, length = codes.shape

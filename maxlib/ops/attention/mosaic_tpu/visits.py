@@ -1,7 +1,7 @@
 """The tiles that are visited, one after the other in a table: a kernel's grid is as long as the table is filled.
 
-One number per tile says where it lies and what is to be done there. It is known before the kernel runs (scalar prefetch), so that the next
-tile's blocks are on their way while this one is computed.
+One number per tile says where it lies and what is to be done there. It is known before the kernel runs (scalar
+prefetch), so that the next tile's blocks are on their way while this one is computed.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ _FIRST, _LAST, _FULL, _SEEN, _FLAGS = 1, 2, 4, 8, 4
 class Tile(NamedTuple):
     """Where it lies, in blocks, and what is to be done.
 
-    first, last: a row's result begins, is finished. full, masked: all of it is seen, some of it; if neither, there is nothing to compute.
+    first, last: a row's result begins, is finished. full, masked: all of it is seen, some of it; if neither, there is
+    nothing to compute.
     """
 
     batch: Any
@@ -54,9 +55,11 @@ class Table:
 def table(
     visited: Bool[Array, "P B R C"], full: Bool[Array, "P B R C"]
 ) -> tuple[Table, Int[Array, "P tiles"], Int[Array, ""]]:
-    """For each of P parts of the work its tiles, row after row: how to read the numbers, the numbers, and how many the longest part has.
+    """For each of P parts of the work its tiles, row after row: how to read the numbers, the numbers, and how many the
+    longest part has.
 
-    A row without tiles gets one where nothing is seen, so that its result is written. A shorter part ends with numbers that ask for nothing.
+    A row without tiles gets one where nothing is seen, so that its result is written. A shorter part ends with numbers
+    that ask for nothing.
     """
     _, B, R, C = visited.shape
     how = Table((R - 1).bit_length(), (C - 1).bit_length())

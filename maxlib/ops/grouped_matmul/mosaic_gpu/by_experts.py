@@ -1,7 +1,8 @@
 """Each expert's sum of outer products (the gradient of the weights), a tile of one matrix per block of threads.
 
-The rows of an expert stream past, 64 at a time. In the first and last block, rows of other experts are cleared in shared memory before they are multiplied.
-Two warpgroups own 64 rows of the tile each; one more only asks for the next blocks. An expert without rows gets zeros.
+The rows of an expert stream past, 64 at a time. In the first and last block, rows of other experts are cleared in
+shared memory before they are multiplied. Two warpgroups own 64 rows of the tile each; one more only asks for the next
+blocks. An expert without rows gets zeros.
 
 Letters: o 64 outputs of a warpgroup, i 128 inputs, s 64 rows that are summed in one step.
 """

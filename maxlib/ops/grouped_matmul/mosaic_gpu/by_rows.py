@@ -1,7 +1,9 @@
-"""Rows times their expert's matrix (forward, and the gradient of the rows), a tile of rows of one expert per block of threads.
+"""Rows times their expert's matrix (forward, and the gradient of the rows), a tile of rows of one expert per block of
+threads.
 
-A tile begins where its expert's rows begin, rounded down to the memory unit's 8 rows, or a multiple of 128 behind. What it reads of other experts
-is multiplied too, and not stored. Two warpgroups own 64 rows each; one more only asks for the next blocks.
+A tile begins where its expert's rows begin, rounded down to the memory unit's 8 rows, or a multiple of 128 behind. What
+it reads of other experts is multiplied too, and not stored. Two warpgroups own 64 rows each; one more only asks for the
+next blocks.
 
 Letters: r the 64 rows of a warpgroup, c 128 columns of the result, s 64 numbers that are summed in one step.
 """
@@ -111,7 +113,9 @@ def _sum(scratch: Scratch, warpgroup, steps, acc, *, turned: bool):
 
 
 def _store(place, out, columns, here, skipped, count):
-    """`count` rows behind those that are skipped, as copies of 64, 32, 16 ... rows: the compiler must know their sizes."""
+    """`count` rows behind those that are skipped, as copies of 64, 32, 16 ... rows: the compiler must know their
+    sizes.
+    """
     size = ROWS
     while size:
         row = skipped + (count & ~(2 * size - 1))

@@ -13,7 +13,9 @@ def bounds(rows_per_expert: Int[Array, " E"]) -> Int[Array, "E 2"]:
 
 
 def tiles(rows_per_expert: Int[Array, " E"], num_rows: int, size: int) -> Int[Array, "tiles 4"]:
-    """Each tile's expert, where it begins, and its first and last (exclusive) own row; as many tiles as there can be, the rest without rows."""
+    """Each tile's expert, where it begins, and its first and last (exclusive) own row; as many tiles as there can be,
+    the rest without rows.
+    """
     E, stop = len(rows_per_expert), jnp.cumsum(rows_per_expert)
     start = stop - rows_per_expert
     begin = start // ALIGNED * ALIGNED
