@@ -65,6 +65,7 @@ def by_rows(
 def _kernel(rows, weights, tiles, out, scratch, *, turned: bool):
     warpgroup, tile = lax.axis_index("warpgroup"), lax.axis_index("tile")
     expert, begin, first, last = (tiles[tile, i] for i in range(4))
+    begin = pl.multiple_of(begin, groups.ALIGNED)
     columns = pl.ds(lax.axis_index("column") * COLUMNS, COLUMNS)
     steps = jnp.where(first < last, rows.shape[1] // SUMMED, 0)
 
