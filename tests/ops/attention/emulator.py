@@ -350,8 +350,20 @@ PLGPU = types.SimpleNamespace(
     wgmma_wait=lambda n: Block.current.finish(n),
     wgmma_accumulator_load=accumulator_load,
 )
+
+
+def multiple_of(x, n):
+    assert x % n == 0, f"{x} was said to be a multiple of {n}"
+    return x
+
+
 PL = types.SimpleNamespace(
-    when=when, loop=loop, ds=lambda i, n: slice(int(i), int(i) + n), run_scoped=run_scoped, run_state=run_state
+    when=when,
+    loop=loop,
+    ds=lambda i, n: slice(int(i), int(i) + n),
+    multiple_of=multiple_of,
+    run_scoped=run_scoped,
+    run_state=run_state,
 )
 LAX = types.SimpleNamespace(
     axis_index=axis_index,
