@@ -28,6 +28,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_execution_show_tb = True
+nb_execution_in_temp = True  # pages write directories, which a second build would find
 
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -50,7 +51,7 @@ def signature(app, what, name, obj, options, signature, return_annotation):
 
 def docstring(app, what, name, obj, options, lines):
     """Docstrings are written in Markdown; all they use of it that reStructuredText reads otherwise is `code`."""
-    lines[:] = [re.sub(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)", _literal, line) for line in lines]
+    lines[:] = re.sub(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)", _literal, "\n".join(lines)).split("\n")
 
 
 def _literal(match):
