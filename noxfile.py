@@ -114,7 +114,8 @@ def plans(session: nox.Session) -> None:
     (minutes).
     """
     session.install("-e", ".[tests,tpu]")
-    session.run("python", "-m", "tests.benchmarks.plans", *(session.posargs or ["--check"]))
+    for table in [session.posargs] if session.posargs else (["--check"], ["--published", "--check"]):
+        session.run("python", "-m", "tests.benchmarks.plans", *table)
     session.run("pytest", "-m", "", "tests/plan", "-k", "peer")
 
 

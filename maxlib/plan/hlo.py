@@ -65,9 +65,7 @@ class _Instruction:
     root: bool
 
 
-def read_costs(
-    text: str, mesh: Mapping[str, int], *, across: tuple[str, ...] = (), unknown_trips: float = 1
-) -> Costs:
+def read_costs(text: str, mesh: Mapping[str, int], *, across: tuple[str, ...] = (), unknown_trips: float = 1) -> Costs:
     """The costs of an optimized HLO module. `mesh` is the shape of the mesh, in its own order; `across` are the axes
     that cross slices.
     """
@@ -181,11 +179,13 @@ class _Program:
         if one.opcode != "fusion":
             return _bytes(one.type) + sum(_bytes(operand.type) for operand in operands)
         inner = self.computations[_called(one, "calls")]
-        read = sum(min(_bytes(operand.type), self._read(_parameter(i, inner), inner)) for i, operand in enumerate(operands))
+        read = sum(
+            min(_bytes(operand.type), self._read(_parameter(i, inner), inner)) for i, operand in enumerate(operands)
+        )
         return read + self._written(_root(inner), inner, one.type)
 
     def _read(self, own: _Instruction | None, inner: dict[str, _Instruction]) -> float:
-        """How much a fusion reads of its operand: less than all where it is only sliced, updated in place, or handed on."""
+        """How much a fusion reads of its operand: less than all where it is sliced, updated in place, or handed on."""
         if own is None:
             return math.inf
         return sum(self._used(own, user, inner) for user in inner.values() if own.name in user.operands)

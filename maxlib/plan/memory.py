@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from maxlib import nn, sharding
 from maxlib.plan.program import Program, axes_of, bytes_on_device, parts_of
+from maxlib.plan.targets import parse_target
 from maxlib.training.losses import ROWS_AT_ONCE, vocab_axes
 
 
@@ -97,7 +98,7 @@ def _kept_bytes(x: Any, weights: Any, program: Program) -> float:
 
 def _layer_weights(program: Program) -> float:
     """Whole weights of a layer (gathered, in the compute dtype), and one gradient before it is split; experts to which
-    tokens travel stay where they are."""
+    tokens travel stay where they are. Slices exchange a layer's gradients beside the next layer: all of them wait."""
     rules, mesh, names = program.job.table, program.mesh, nn.axes(program.state.rest)
     width = jnp.dtype(program.job.dtype).itemsize
     gathered = (
@@ -109,7 +110,8 @@ def _layer_weights(program: Program) -> float:
             continue
         spec = sharding.spec(names[path], gathered, ndim=x.ndim)
         layer.append(part_bytes(x.shape, width, spec, mesh) / x.shape[0])
-    return sum(layer) + max(layer, default=0)
+    waiting = sum(layer) if parse_target(program.job.target).slices > 1 else 0
+    return sum(layer) + max(layer, default=0) + waiting
 
 
 def _whole_sequences(program: Program, rows: int) -> float:

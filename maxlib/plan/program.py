@@ -18,7 +18,6 @@ from maxlib.plan.job import Job, check_remat
 from maxlib.plan.targets import devices_of, parse_target
 from maxlib.sharding.mesh import fill
 
-
 # The first call of attention in a lowered program: queries and keys as one device sees them.
 _ATTENTION = re.compile(r"ops\.attention\.api\._attention\w*\(%arg0: tensor<([\dx]+)x\w+>, %arg1: tensor<([\dx]+)x")
 
