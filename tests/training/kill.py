@@ -109,9 +109,11 @@ def killed_run(directory: Path, kills: Kills, left: int, untouched: Path) -> int
     while not (directory / "final.json").exists():
         plan = kills.plan() if count < left else None
         status, doing, said = fork(directory, plan)
-        if stopped_at is not None:
+        if stopped_at is not None and "began at" in said:  # not killed again while it restored
             assert f"began at {stopped_at}:" in said, f"SIGTERM lost steps: stopped at {stopped_at}, then\n{said}"
-        stopped_at = _stopped_at(said) if status == 128 + signal.SIGTERM else None
+            stopped_at = None
+        if status == 128 + signal.SIGTERM:
+            stopped_at = _stopped_at(said)
         assert "is damaged" not in said and "NOT SAVED" not in said, said
         if doing is None:
             assert status == 0, said
