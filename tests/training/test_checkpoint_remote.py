@@ -8,7 +8,7 @@ import sys
 import pytest
 
 # What the emulator lacks of the service: the generation that comes with a download, and moving an object.
-EMULATOR = """
+EMULATOR = r"""
 import logging, sys
 import numpy as np
 from gcp_storage_emulator.handlers import objects
