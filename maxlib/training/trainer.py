@@ -131,7 +131,7 @@ class Trainer:
             self.state, origin = initial_state(
                 self.state, self.checkpointer, resume_from, params_from, mesh=self.mesh, rules=self.rules
             )
-        self._origin, self.step = origin, int(self.state.step)
+        self._origin, self.step, self._last = origin, int(self.state.step), dict(origin.metrics)
         if origin.data_state is not None:
             self.loader.set_state(origin.data_state)
         self.writers.resume(self.step)
@@ -149,7 +149,7 @@ class Trainer:
         self._meter.peak = flops.peak_flops()
         with self._running(steps):
             try:
-                self._saving.export(self.step, self.state, missing=True)
+                self._save_what_a_kill_cut_short()
                 self._loop(steps)
                 if self.eval_loader is not None and self._evaluated != self.step:
                     self.evaluate()
@@ -296,6 +296,12 @@ class Trainer:
                     f"state is not saved. {self._saving.last_good()}. {self._saving.cause(step, self.state, batch, self.loss)} "
                     f"Try a lower learning rate, a longer warm-up, clipping, or look at the data of this step"
                 )
+
+    def _save_what_a_kill_cut_short(self) -> None:
+        """Exports of this step, and checkpoints in tiers slower than the one it was restored from."""
+        self._saving.export(self.step, self.state, missing=True)
+        if self.checkpointer is not None and self.checkpointer.should_save(self.step):
+            self.save()
 
     def _save_at_end(self, *, hurry: bool = False) -> None:
         if self.checkpointer is not None:

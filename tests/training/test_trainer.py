@@ -1,6 +1,7 @@
 """The trainer does what the bare loop does, and what a long run needs besides."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
     rows = training.read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert np.float32(rows[-1]["loss"]) == np.float32(metrics["loss"])
-    assert make(tiny.Loader()).fit(6) == {}  # nothing is left to do
+    assert np.float32(make(tiny.Loader()).fit(6)["loss"]) == np.float32(metrics["loss"])  # nothing is left to do
 
 
 def test_where_a_run_begins(tmp_path, capsys):
@@ -298,6 +299,21 @@ def test_the_best_checkpoint_stays(tmp_path):
     ours.callbacks.append((1, lambda trainer: losses.setdefault(trainer.step, trainer.evaluate()["eval/loss"])))
     ours.fit(4)
     assert ours.checkpointer.steps() == sorted({4, min(losses, key=losses.__getitem__)})
+
+
+def test_a_tier_gets_the_step_that_a_kill_kept_from_it(tmp_path):
+    """With its metrics, by which the best one is chosen."""
+
+    def begin():
+        near, far = (checkpoint.Checkpointer(tmp_path / name, every=2) for name in ("near", "far"))
+        tiers = checkpoint.Tiers(near, far)
+        return trainer(checkpointer=tiers, eval_loader=tiny.Loader(1), eval_every=2)
+
+    before = begin().fit(2)
+    shutil.rmtree(tmp_path / "far" / "2")
+    assert begin().fit(2)["eval/loss"] == before["eval/loss"]
+    saved = [checkpoint.load(tmp_path / name)["meta"] for name in ("near", "far")]
+    assert [meta["step"] for meta in saved] == [2, 2] and saved[0]["metrics"] == saved[1]["metrics"]
 
 
 def test_data_that_ends_is_said(capsys):
