@@ -300,8 +300,8 @@ class Trainer:
                 )
 
     def _make_up(self) -> None:
-        """What was due after the step that was restored, and was cut short: its evaluation, its exports, and checkpoints
-        in tiers slower than the one it came from.
+        """What was due after the restored step and was cut short: its evaluation, its exports, and checkpoints in tiers
+        slower than the one it came from.
         """
         if self._due(self.eval_every) and not any(name.startswith("eval/") for name in self._last):
             self.evaluate()
