@@ -94,7 +94,7 @@ class Trainer:
             )
         self.clock = Clock(directory if jax.process_index() == 0 else None)
         self.mesh, self.rules, self.timeout = mesh, rules, timeout
-        self.loader, self.eval_loader, self.eval_every = loader, eval_loader, eval_every
+        self.loader, self.eval_loader, self.eval_every = loader, eval_loader, (0 if eval_loader is None else eval_every)
         self.loss, self.checkpointer, self.callbacks = loss, checkpointer, list(callbacks)
         self._saving = Saving(checkpointer, exports, clock=self.clock, timeout=timeout, say=self.say)
         self._interrupt = Interrupt()
@@ -149,7 +149,7 @@ class Trainer:
         self._meter.peak = flops.peak_flops()
         with self._running(steps):
             try:
-                self._save_what_a_kill_cut_short()
+                self._make_up()
                 self._loop(steps)
                 if self.eval_loader is not None and self._evaluated != self.step:
                     self.evaluate()
@@ -254,16 +254,18 @@ class Trainer:
         names = sorted({name for counts in everyone for name in counts})
         self.writers.write(self.step, {name: sum(counts.get(name, 0) for counts in everyone) for name in names})
 
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step > 0 and self.step % every == 0
+
     def _in_between(self) -> None:
         """What is due after this step."""
-        due = lambda every: every > 0 and self.step % every == 0
         for every, callback in self.callbacks:
-            if due(every):
+            if self._due(every):
                 if every > 1:  # what is rare may be slow: its time is not that of a step
                     self._flush()
                 with self.clock.span("callbacks"):
                     callback(self)
-        if self.eval_loader is not None and due(self.eval_every):
+        if self._due(self.eval_every):
             self.evaluate()
         self._saving.export(self.step, self.state)
         if self.checkpointer is not None and self.checkpointer.should_save(self.step):
@@ -297,8 +299,12 @@ class Trainer:
                     f"Try a lower learning rate, a longer warm-up, clipping, or look at the data of this step"
                 )
 
-    def _save_what_a_kill_cut_short(self) -> None:
-        """Exports of this step, and checkpoints in tiers slower than the one it was restored from."""
+    def _make_up(self) -> None:
+        """What was due after the restored step and was cut short: its evaluation, its exports, and checkpoints in tiers
+        slower than the one it came from.
+        """
+        if self._due(self.eval_every) and not any(name.startswith("eval/") for name in self._last):
+            self.evaluate()
         self._saving.export(self.step, self.state, missing=True)
         if self.checkpointer is not None and self.checkpointer.should_save(self.step):
             self.save()

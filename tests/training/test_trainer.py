@@ -241,10 +241,13 @@ def test_sigterm_cuts_an_evaluation_short_and_again_is_as_once(tmp_path):
             assert self.next < 4
             return super().__next__()
 
-    ours = trainer(checkpointer=training.Checkpointer(tmp_path), eval_loader=Long(), eval_every=3)
+    options = {"directory": tmp_path, "checkpointer": training.Checkpointer(tmp_path / "checkpoints"), "eval_every": 3}
     with pytest.raises(training.Interrupted) as stopped:
-        ours.fit(100)
-    assert stopped.value.code == 128 + signal.SIGTERM and ours.checkpointer.steps() == [3]
+        trainer(**options, eval_loader=Long()).fit(100)
+    assert stopped.value.code == 128 + signal.SIGTERM and options["checkpointer"].steps() == [3]
+    trainer(**options, eval_loader=tiny.Loader(1)).fit(4)  # makes up for it
+    rows = training.read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval/loss" in row] == [3, 4]
 
 
 def test_exports_are_made_in_the_background_and_made_up_for(tmp_path, capsys):
