@@ -126,6 +126,7 @@ def test_streamed_text_is_whole_characters(generator):
     [
         ([], {}, "at least one prompt"),
         ([[1], []], {}, "at least one token"),
+        ([1, 2, 3], {}, "prompts must be a list of prompts"),
         ([[1, 61]], {}, r"holds the id 61, the model's vocabulary is \[0, 61\)"),
         ([[-1]], {}, "holds the id -1"),
         ([[1] * 30], {"capacity": 32}, "must fit the capacity of the cache"),
