@@ -69,7 +69,7 @@ def arguments() -> argparse.Namespace:
 def loaders(tokenizer: Tokenizer, args) -> tuple[data.Loader, data.Loader]:
     """Packed rows for training, without end, and all rows of a twentieth of the documents for evaluation."""
     ids = special_ids(args.model)
-    documents = data.files(args.files, field=args.field) if args.files else data.python_text()
+    documents = data.files(args.files, field=args.field, document="paragraph") if args.files else data.python_text()
     tokens = [data.tokenize(part, tokenizer, **ids) for part in data.split(documents, validation=0.05)]
     train, held_out = tokens[0].shuffle(seed=0).repeat(), tokens[1]
     rows = lambda tokens: lambda part: data.pack(tokens[part], length=args.length)
