@@ -176,10 +176,9 @@ def rope_to_hf(
 ) -> dict[str, Any]:
     """The config fields that describe `rope`, in both spellings, so that transformers 4 and 5 load them.
 
-    head_dim: width of a head. max_position_embeddings: needed only if `rope.max_length` is None. whole_heads,
-    interleaved: what the architecture turns, for no field could say anything else: heads in full or in part, and pairs
-    that are neighbours or lie half a head apart. Raises ValueError for another rope, and if the two spellings cannot
-    say it.
+    head_dim: width of a head. max_position_embeddings: needed only if `rope.max_length` is None. whole_heads: the
+    architecture can turn no part of a head. interleaved: it pairs neighbours, else dimensions half a head apart. No
+    field could say anything else. Raises ValueError for another rope, and if the two spellings cannot say it.
     """
     if rope.interleaved != interleaved or (whole_heads and rope.dim != head_dim):
         raise ValueError(
