@@ -10,7 +10,7 @@ import qwix
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
-from maxlib.ops.grouped_matmul.tiled import vary_alike
+from maxlib.ops.varying import vary_alike
 from maxlib.quantization.formats import Format
 
 
@@ -36,7 +36,7 @@ class Quantized:
         if isinstance(w, nn.QuantizedWeight):
             return _grouped_product(rows, w.quantized(), rows_per_expert, layout, self.format.activations, None)
         w = jnp.asarray(w[...], rows.dtype)
-        return _grouped(*vary_alike(rows, w, rows_per_expert), layout, self.format)
+        return _grouped(*vary_alike((rows, w, rows_per_expert)), layout, self.format)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -17,6 +17,7 @@ import types
 import jax
 import numpy as np
 
+from maxlib.ops.attention import logits as any_logits
 from maxlib.ops.attention.mosaic_gpu import backward, forward, logits, memory
 
 # ---------------------------------------------------------------------------------------------- warpgroups
@@ -382,7 +383,7 @@ COMPAT = types.SimpleNamespace(
 
 def install(monkeypatch, *modules):
     """Puts the stand-ins where the kernels of attention, or of these modules, look for the primitives."""
-    for module in (memory, *(modules or (forward, backward, logits))):
+    for module in (any_logits, memory, *(modules or (forward, backward, logits))):
         for name, stand_in in {"plgpu": PLGPU, "pl": PL, "lax": LAX, "_compat": COMPAT, "jnp": np}.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
