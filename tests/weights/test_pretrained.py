@@ -253,6 +253,8 @@ def test_existing_directories(model, tmp_path):
     maxlib.save_pretrained(model, path, max_shard_bytes=10_000)
     with pytest.raises(FileExistsError, match="holds an export already. .* overwrite=True"):
         maxlib.save_pretrained(model, path)
+    for name in ("tokenizer.json", "processor_config.json"):  # what one adds to an export
+        (path / name).touch()
     maxlib.save_pretrained(model, path, overwrite=True)
     assert sorted(p.name for p in path.iterdir()) == ["config.json", "model.safetensors"]
     (path / "notes.txt").write_text("mine")
