@@ -1,6 +1,6 @@
 """`python -m maxlib.models [--markdown] [FAMILY ...]`: every family and preset, and what they are made of.
 
-All of it is read off the models, which are described (`jax.eval_shape`) and never built. It takes about fifteen seconds.
+All of it is read off the models, which are described (`jax.eval_shape`) and never built, in some fifteen seconds.
 """
 
 import argparse
