@@ -42,8 +42,8 @@ def one_f_one_b(
             x, aux = nn.ends(model.layers.prefix, x, ctx, remat=remat)
             return (x, tokens * _own(aux)), ctx
 
-        def stage(layers, fixed, x, data):
-            x, _, aux = nn.periods(nn.combine(layers, fixed), x, data[0], remat=remat)
+        def stage(layers, fixed, works, x, data):
+            x, _, aux = nn.periods(nn.combine(layers, fixed), x, data[0], remat=remat, works=works)
             return x, _count(data) * _own(aux), _reported(aux)
 
         def after(outer, x, data):
