@@ -146,7 +146,7 @@ def _backward(parts, flow, came, t):
     along = lambda a: lost.reshape(-1, *[1] * (a.ndim - 1))
     join = lambda a, b: jnp.where(along(a), b[None], jnp.roll(a, -1, axis=0))
     came = placed(jax.tree.map(join, flow.returned, came), plan.axis)
-    entered = jax.tree.map(lambda k: k[schedule.all, turn.entered % schedule.kept], flow.kept)
+    entered = jax.vmap(lambda kept, at: jax.tree.map(lambda k: k[at], kept))(flow.kept, turn.entered % schedule.kept)
     ctx = jax.tree.map(lambda a: a[turn.microbatch], parts.ctx)
 
     def pull(held, x, ctx, d):
