@@ -111,18 +111,21 @@ _context = jax.make_user_context(None)
 
 
 def preset(name: str) -> Rules:
-    """The rules of `PRESETS` that a name says, or several that are joined: "fsdp", "fsdp_tp+cp_ring", "fsdp+pp:16".
+    """The rules of `PRESETS` that a name says, or several that are joined: "fsdp", "fsdp_tp+cp_ring", "fsdp+pp:16x2".
 
-    A number after "pp" is that of the microbatches, 8 if there is none. Raises ValueError for a name that is unknown.
+    Numbers after "pp" are those of the microbatches, 8 if there is none, and of the repeats. Raises ValueError for a
+    name that is unknown.
     """
     found: dict[str, Any] = {}
     for part in name.split("+"):
-        part, _, count = part.strip().partition(":")
-        if part not in PRESETS or (count and not (part == "pp" and count.isdecimal())):
+        part, _, numbers = part.strip().partition(":")
+        counts = numbers.split("x") if numbers else []
+        known = part in PRESETS and all(count.isdecimal() for count in counts)
+        if not known or len(counts) > (2 if part == "pp" else 0):
             raise ValueError(
-                f"rules must be one of {', '.join(PRESETS)}, several such as fsdp+cp_ring+pp:16, or a table; got {name!r}"
+                f"rules must be one of {', '.join(PRESETS)}, several such as fsdp+cp_ring+pp:16x2, or a table; got {name!r}"
             )
-        found |= {"layers": Pipeline("stage", int(count))} if count else PRESETS[part]
+        found |= {"layers": Pipeline("stage", *map(int, counts))} if counts else PRESETS[part]
     return found
 
 
