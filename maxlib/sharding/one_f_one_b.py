@@ -1,9 +1,9 @@
 """The pipeline in which backward passes begin before the forward passes have ended (1F1B, arXiv:1806.03377).
 
 In every tick each stage computes a chunk of its layers for one microbatch forward and, for an earlier one, backward.
-In between it keeps what entered, for at most `2 S V - 1` pairs of microbatch and chunk (`S` stages, `V` repeats) however
-many there are. No stage goes backward in the first `S V - 1` ticks nor forward in the last, so these are loops of their
-own, and all of it takes the time of two passes of `pipelined`.
+In between it keeps what entered, for at most `2 S V - 1` pairs of microbatch and chunk (`S` stages, `V` repeats)
+however many there are. No stage goes backward in the first `S V - 1` ticks nor forward in the last, so these are loops
+of their own, and all of it takes the time of two passes of `pipelined`.
 """
 
 import functools
@@ -25,6 +25,7 @@ from maxlib.sharding.pipeline import (
     idle,
     in_order,
     in_stages,
+    of_stage,
     placed,
     planned,
 )
@@ -49,7 +50,8 @@ class _Flow(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What all ticks share. stage: `(held, x, ctx) -> (x, more, aux)`. held: layers and what else a stage is made of."""
+    """What all ticks share. stage: `(held, x, ctx) -> (x, more, aux)`. held: layers, and what else a stage is made
+    of."""
 
     stage: Callable[..., tuple[Tree, jax.Array, Tree]]
     loss: Callable[..., tuple[jax.Array, Tree]]
@@ -89,7 +91,7 @@ def one_f_one_b(
     flow, _ = lax.scan(functools.partial(tick, forward=False), flow, jnp.arange(ticks, ticks + lead))
     value, stats = flow.loss
     aux = jax.tree.map(lambda a: a / plan.schedule.microbatches, flow.aux)
-    came = jax.tree.map(lambda a: gather_in(a[0]), flow.came)
+    came = jax.tree.map(gather_in, of_stage(flow.came, 0))
     return (value, stats, in_order(aux, plan)), (in_order(flow.layers, plan), flow.head, came)
 
 
@@ -123,7 +125,7 @@ def _loss(parts, flow, t):
     """The loss of what leaves the last stage in this tick for good, and its gradient."""
     schedule = parts.plan.schedule
     turn = schedule.forward(t, schedule.stages - 1)
-    left = jax.tree.map(lambda a: a[-1], flow.passed)
+    left = of_stage(flow.passed, schedule.stages - 1)
     ctx = jax.tree.map(lambda a: a[turn.microbatch], parts.ctx)
 
     def run(left):

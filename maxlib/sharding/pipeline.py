@@ -1,5 +1,5 @@
-"""Layers over devices: each stage holds some of a stack's layers, and microbatches pass from stage to stage, once (GPipe,
-arXiv:1811.06965) or several times around (arXiv:2104.04473)."""
+"""Layers over devices: each stage holds some of a stack's layers, and microbatches pass from stage to stage, once
+(GPipe, arXiv:1811.06965) or several times around (arXiv:2104.04473)."""
 
 import functools
 from collections.abc import Callable
@@ -65,15 +65,10 @@ def pipelined(
     run = each_stage(lambda held, x, ctx: stage(*held, x, ctx), plan)
     if plan.schedule.repeats > 1:
         run = jax.checkpoint(run, policy=_kept(remat), prevent_cse=False)
-    flow, _ = lax.scan(
-        functools.partial(_tick, run, held, x, ctx, plan), _empty(run, held, x, ctx, plan), _ticks(plan.schedule)
-    )
-    out = jax.tree.map(lambda a: gather_in(a[-1]), flow.out)
+    tick, flow = functools.partial(_tick, run, held, x, ctx, plan), _empty(run, held, x, ctx, plan)
+    flow, _ = lax.scan(tick, flow, jnp.arange(plan.schedule.ticks))
+    out = jax.tree.map(gather_in, of_stage(flow.out, plan.schedule.stages - 1))
     return out, in_order(jax.tree.map(lambda a: a / plan.schedule.microbatches, flow.aux), plan)
-
-
-def _ticks(schedule: Schedule) -> jax.Array:
-    return jnp.arange(schedule.ticks)
 
 
 def _tick(run, held, x, ctx, plan, flow, t):
@@ -104,7 +99,8 @@ def in_use() -> tuple[Pipeline, int] | None:
 
 
 def planned(layers: Tree, x: Tree) -> Plan:
-    """The pipeline in use, for these layers and this batch. Raises ValueError where there is none or it does not fit."""
+    """The pipeline in use, for these layers and this batch. Raises ValueError where there is none or one that does not
+    fit."""
     if (found := in_use()) is None:
         raise ValueError(
             "there is no pipeline: call this inside sharding.use(mesh, rules) with a rule such as "
@@ -191,6 +187,16 @@ def add_up(total: Tree, new: Tree, turn: Turn) -> Tree:
         return s + a[None] if s.shape[0] == 1 else s.at[repeat].add(a)
 
     return jax.tree.map(lambda s, a: jax.vmap(add)(s, a, turn.repeat, turn.works), total, new)
+
+
+def of_stage(tree: Tree, stage: int) -> Tree:
+    """What one stage has, on all devices. A sum, as a slice would be moved to the first stage before it is copied."""
+
+    def only(a):
+        here = (jnp.arange(a.shape[0]) == stage).reshape(-1, *[1] * (a.ndim - 1))
+        return jnp.sum(jnp.where(here, a, 0), axis=0, dtype=a.dtype)
+
+    return jax.tree.map(only, tree)
 
 
 def deal(a: jax.Array, parts: int) -> jax.Array:

@@ -1,5 +1,5 @@
-"""Pipelines: the share of idle ticks, what that costs in the compiled program, and temporary memory as the compiler plans
-it, by the numbers of microbatches and repeats.
+"""Pipelines: the share of idle ticks, what that costs in the compiled program, and temporary memory as the compiler
+plans it, by the numbers of microbatches and repeats.
 
     python -m tests.benchmarks.pipeline [--stages 4 --layers 16 --dim 256]
 
@@ -50,12 +50,12 @@ def row(args: argparse.Namespace, microbatches: int, repeats: int, alone: float)
     pipeline = sharding.Pipeline("stage", microbatches, repeats)
     ticks = microbatches * repeats + args.stages - 1
     gpipe, costs = step(args, pipeline)
-    interleaved, _ = step(args, pipeline, training.one_f_one_b(**OPTIONS))
+    early, _ = step(args, pipeline, training.one_f_one_b(**OPTIONS))
     work = args.stages * costs.flops / (alone * microbatches)
     moved = {kind: sum(one.bytes for one in costs.collectives if one.kind == kind) for kind in KINDS}
     travels = "  ".join(f"{moved[kind] / 2**20:6.1f}" for kind in KINDS)
     idle = (args.stages - 1) / ticks
-    return f"{microbatches:12}  {repeats:7}  {ticks:5}  {idle:4.0%}  {work:5.2f}  {gpipe:6.1f}  {interleaved:6.1f}  {travels}"
+    return f"{microbatches:12}  {repeats:7}  {ticks:5}  {idle:4.0%}  {work:5.2f}  {gpipe:6.1f}  {early:6.1f}  {travels}"
 
 
 KINDS = ("all-to-all", "collective-permute")
