@@ -31,8 +31,9 @@ class Chunks(NamedTuple):
         """`[stages, repeats, size]`: where there is a period, and not an idle place."""
         number = self.stages * self.repeats
         idle = number * self.size - self.periods
-        last = np.arange(number) >= number - idle
-        return self._by_stage(np.arange(self.size) < self.size - last[:, None])
+        held = np.full(number, self.size) - (np.arange(number) >= number - idle)
+        works = np.arange(self.size) < held[:, None]
+        return np.swapaxes(works.reshape(self.repeats, self.stages, self.size), 0, 1)
 
     @property
     def index(self) -> np.ndarray:
@@ -46,9 +47,6 @@ class Chunks(NamedTuple):
         """Where each period lies in `[stages * repeats * size]`."""
         places = np.flatnonzero(self.works)
         return places[np.argsort(self.index.reshape(-1)[places])]
-
-    def _by_stage(self, a: np.ndarray) -> np.ndarray:
-        return np.swapaxes(a.reshape(self.repeats, self.stages, self.size), 0, 1)
 
 
 def chunks(periods: int, stages: int, repeats: int) -> Chunks:

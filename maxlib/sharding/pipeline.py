@@ -62,7 +62,8 @@ def pipelined(
     copies = lambda a: jnp.broadcast_to(a[None], (plan.schedule.stages, *a.shape))
     x = placed(jax.tree.map(lambda a: copies(rowwise(a)), x), plan.axis)
     held = in_stages(layers, plan), idle(plan)
-    run = each_stage(lambda held, x, ctx: stage(*held, x, ctx), plan)
+    on_stages = each_stage(lambda held, x, ctx: stage(*held, x, ctx), plan)
+    run = lambda held, turn, x, ctx: on_stages(held, turn.repeat, x, _rows_of(ctx, turn.microbatch))
     if plan.schedule.repeats > 1:
         run = jax.checkpoint(run, policy=_kept(remat), prevent_cse=False)
     tick, flow = functools.partial(_tick, run, held, x, ctx, plan), _empty(run, held, x, ctx, plan)
@@ -75,20 +76,24 @@ def _tick(run, held, x, ctx, plan, flow, t):
     schedule, turn = plan.schedule, plan.schedule.forward(t, plan.schedule.all)
     new = jax.tree.map(lambda a: a[:, schedule.forward(t, 0).microbatch], x)
     entering = placed(enter(flow.passed, new, turn), plan.axis)
-    here = jax.tree.map(lambda a: a[turn.microbatch if a.shape[0] > 1 else jnp.zeros_like(turn.microbatch)], ctx)
-    passed, aux = run(held, turn.repeat, entering, here)
+    passed, aux = run(held, turn, entering, ctx)
     # The last time around overwrites what came before; nothing leaves a stage's devices before the end.
     leaving = schedule.forward(t, schedule.stages - 1).microbatch
     out = jax.tree.map(lambda o, a: o.at[:, leaving].set(a), flow.out, passed)
     return _Flow(placed(passed, plan.axis), placed(out, plan.axis), add_up(flow.aux, aux, turn)), None
 
 
+def _rows_of(ctx: Tree, microbatch: jax.Array) -> Tree:
+    return jax.tree.map(lambda a: a[microbatch if a.shape[0] > 1 else jnp.zeros_like(microbatch)], ctx)
+
+
 def _empty(run, held, x, ctx, plan) -> _Flow:
-    number = plan.schedule.stages
-    zeros = lambda a, *lead: jnp.zeros((number, *lead, *a.shape[1:]), a.dtype)
-    passed = placed(jax.tree.map(lambda a: zeros(a[0]), x), plan.axis)
-    _, aux = jax.eval_shape(run, held, jnp.zeros(number, int), passed, jax.tree.map(zeros, ctx))
-    return _Flow(passed, jax.tree.map(jnp.zeros_like, x), jax.tree.map(lambda a: zeros(a, plan.schedule.repeats), aux))
+    number, turn = plan.schedule.stages, plan.schedule.forward(jnp.zeros((), int), plan.schedule.all)
+    passed = placed(jax.tree.map(lambda a: jnp.zeros_like(a[:, 0]), x), plan.axis)
+    out = placed(jax.tree.map(jnp.zeros_like, x), plan.axis)
+    _, aux = jax.eval_shape(run, held, turn, passed, ctx)
+    total = lambda a: jnp.zeros((number, plan.schedule.repeats, *a.shape[1:]), a.dtype)
+    return _Flow(passed, out, jax.tree.map(total, aux))
 
 
 def in_use() -> tuple[Pipeline, int] | None:

@@ -97,15 +97,20 @@ def test_loss_and_gradients_are_those_of_one_device(case):
     assert weight.addressable_shards[0].data.size == weight.size // split
 
 
-def forward_costs(num_layers, rules):
-    """What four stages hand each other over in a forward pass, by kind."""
+def planned(num_layers, rules):
+    """A model on four stages, without its arrays."""
     mesh = sharding.make_mesh(stage=4, devices=jax.devices()[:4])
     model = jax.eval_shape(lambda: llama(num_layers))
     placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-    spread = jax.tree.map(placed, model, sharding.shardings(model, mesh, rules))
+    return mesh, jax.tree.map(placed, model, sharding.shardings(model, mesh, rules))
+
+
+def forward_costs(num_layers, rules):
+    """What the stages hand each other in a forward pass, by kind."""
+    mesh, model = planned(num_layers, rules)
     with sharding.use(mesh, rules):
         hidden = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).hidden)
-        program = hidden.lower(spread, rows(8)["tokens"]).compile(compiler_options=QUICKLY)
+        program = hidden.lower(model, rows(8)["tokens"]).compile(compiler_options=QUICKLY)
     found = read_costs(program.as_text(), dict(mesh.shape)).collectives
     return {one.kind: one for one in found if one.axes}
 
@@ -131,6 +136,20 @@ def test_twice_around_layers_travel_once():
     stacked = [x.get_value() for path, x in nn.variables(model).items() if ".body." in path]
     assert found["all-to-all"].runs == len(stacked)
     assert found["all-to-all"].bytes == sum(x.size for x in stacked) * 4 * 8 / 7 / 4  # one of 8 places is idle
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("remat", [None, "full"])
+def test_going_around_takes_no_more_memory(remat):
+    """The backward pass finds each chunk's weights where they are, not in every tick; and ticks are shorter."""
+
+    def temporaries(rules):
+        mesh, model = planned(8, rules)
+        with sharding.use(mesh, rules):
+            program = loss_and_gradients.lower(*nn.partition(model), rows(8), remat=remat).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(sharding.DP | AROUND) < 1.1 * temporaries(sharding.DP | PP)
 
 
 def test_what_does_not_fit_is_said():
