@@ -63,6 +63,7 @@ def loss_and_gradients(params, rest, data, remat=None):
     return jax.value_and_grad(loss)(params)
 
 
+VOCAB = {"vocab": "stage", "act_vocab": "stage"}
 LONG = {"stage": 2, "context": 2, "expert": 2}
 CASES = {
     "dense": (llama, {"stage": 4, "fsdp": 2}, sharding.FSDP | PP, None),
@@ -76,6 +77,7 @@ MORE = {
     "uneven, a period of two": (lambda: gemma(10), {"stage": 4, "tensor": 2}, sharding.FSDP_TP | PP, "minimal"),
     "a period of two, twice around": (lambda: gemma(16), {"stage": 4, "tensor": 2}, sharding.TP | AROUND, "minimal"),
 }
+MORE["a vocabulary over stages"] = (llama, {"stage": 4, "fsdp": 2}, sharding.FSDP | PP | VOCAB, "full")
 BOTH = [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)]
 
 
