@@ -11,8 +11,9 @@ import argparse
 import os
 
 # Memory and arithmetic are planned before LLVM, which need not take its time.
-FLAGS = " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + FLAGS
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+)
 
 import jax
 import jax.numpy as jnp
