@@ -15,7 +15,9 @@ from maxlib.sharding.chunks import Chunks, Schedule, Turn, chunks
 from maxlib.sharding.rules import Pipeline, current
 
 Tree = Any
+# Names for `jax.checkpoint`: what layers under remat are computed again from, and the weights of a chunk.
 LAYER_INPUT, _CHUNK = "layer_input", "chunk"
+# What makes copies of weights rather than new numbers: if these were kept, each tick would keep a chunk's weights.
 _CHEAP = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "sharding_constraint")
 
 
@@ -51,8 +53,9 @@ def pipelined(
     layers: arrays with a leading axis of equal layers; a stage is given some of them, and with `works` which of those
     are not idle (None if all work), whose x has to pass as it is. x, ctx: arrays with a leading batch axis; what has
     another length there is common to all rows. aux: arrays with a leading layer axis; they come back as the mean over
-    microbatches. Differentiable: the backward pass runs through the stages in the opposite order. Raises ValueError for
-    layers, rows and microbatches that do not fit the stages, and without a pipeline.
+    microbatches. remat: the policy by which `stage` computes its layers again, if it does; it names their inputs
+    `LAYER_INPUT`. Differentiable: the backward pass runs through the stages in the opposite order. Raises ValueError
+    for layers, rows and microbatches that do not fit the stages, and without a pipeline.
     """
     plan, rows = planned(layers, x), jax.tree.leaves(x)[0].shape[0]
     rowwise = lambda a: deal(a, plan.schedule.microbatches)
