@@ -24,8 +24,8 @@ def one_f_one_b(
 
     Where autodiff keeps what the backward pass needs of every microbatch, this keeps the inputs of at most `2 S V - 1`
     chunks for S stages and V repeats, and computes each chunk again; with `remat`, its layers once more after that. The
-    options are those of `next_token_loss`. Raises TypeError for a model that is no `nn.Decoder`, ValueError for a batch with images and
-    where the rules have no pipeline.
+    options are those of `next_token_loss`. Raises TypeError for a model that is no `nn.Decoder`, ValueError for a batch
+    with images and where the rules have no pipeline.
     """
     options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
 
