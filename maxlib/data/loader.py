@@ -40,9 +40,9 @@ class Loader:
 
     Iteration ends when every shard has run out, or after `num_batches`; a shard that runs out earlier gives rows of
     padding. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the same
-    end, or `num_batches`. Each shard is read ahead by one thread, by up to `prefetch` batches; a batch that does not
-    come within `timeout` seconds is a `TimeoutError` that says where the reading stands. `quarantine` is one that the
-    documents go through, to be counted in `metrics()`.
+    end, or `num_batches`. Each shard is read ahead by one thread, by up to `prefetch` batches, for packing gives rows
+    in bursts; a batch that does not come within `timeout` seconds is a `TimeoutError` that says where the reading
+    stands. `quarantine` is one that the documents go through, to be counted in `metrics()`.
 
     Attributes:
       rows: the global rows that this host's batches hold, in order.
@@ -58,7 +58,7 @@ class Loader:
         num_shards: int | None = None,
         shards: Sequence[int] | None = None,
         num_batches: int | None = None,
-        prefetch: int = 2,
+        prefetch: int = 8,
         timeout: float = 300.0,
         quarantine: Quarantine | None = None,
     ):
@@ -90,7 +90,9 @@ class Loader:
             self._check_end()
         batch = self._join(parts)
         self._states = {s: self._ready[s][1] for s in self.shards}
-        self._ready = {s: ready for s, ready in self._ready.items() if ready[0] is None}
+        for s in [s for s, ready in self._ready.items() if ready[0] is not None]:
+            del self._ready[s]
+            self._readers[s].room.release()  # only now: threads that read would keep this one from the interpreter
         self.batches += 1
         return batch
 
@@ -101,9 +103,8 @@ class Loader:
         quarantine. Packing reads ahead, so counts may be ahead of the batches; a resumed run counts as if never
         stopped.
         """
-        size = (
-            self._batch_size // self.num_shards
-        )  # a shard that several hosts read is counted by the one with its first row
+        size = self._batch_size // self.num_shards
+        # A shard that several hosts read is counted by the one with its first row.
         counts: dict[str, float] = {**counting.total(c for s, c in self._counts.items() if s * size in self.rows)}
         if self._quarantine is not None:
             counts["bad_records"] = len(self._quarantine)
@@ -280,7 +281,8 @@ class _Reader:
     """
 
     def __init__(self, dataset: Callable[[], grain.IterDataset], state: Any, prefetch: int):
-        self.ready: queue.Queue = queue.Queue(prefetch)
+        self.ready: queue.SimpleQueue = queue.SimpleQueue()
+        self.room = threading.Semaphore(prefetch)  # taken before a batch is read, given back when one is handed out
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(dataset, state), daemon=True, name="maxlib-data")
         _running.add(self)
@@ -305,7 +307,7 @@ class _Reader:
             iterator = iter(dataset())
         if state is not None:
             _restore(iterator, state)
-        while not self.stop.is_set():
+        while self.room.acquire() and not self.stop.is_set():
             batch = next(iterator, None)
             state = _to_json(iterator.get_state()) if batch is not None else state
             self.ready.put((batch, state, counting.total(stage.counts for stage in stages)))
@@ -342,11 +344,10 @@ def _restore(iterator: grain.DatasetIterator, state: Any) -> None:
 
 
 def _stop(readers: dict) -> None:
-    """Tells the threads to end and makes room for what they still hold; does not wait for them."""
+    """Tells the threads to end; does not wait for them."""
     for reader in readers.values():
         reader.stop.set()
-        while not reader.ready.empty():
-            reader.ready.get_nowait()
+        reader.room.release()
     readers.clear()
 
 

@@ -35,10 +35,8 @@ from maxlib.nn.model import Drafts as Drafts
 from maxlib.nn.model import Model as Model
 from maxlib.nn.model import Output as Output
 from maxlib.nn.model import Sees as Sees
-from maxlib.nn.moe import ClampedSwiGLU as ClampedSwiGLU
 from maxlib.nn.moe import ExpertLinear as ExpertLinear
 from maxlib.nn.moe import MoE as MoE
-from maxlib.nn.moe import swiglu as swiglu
 from maxlib.nn.mtp import MTP as MTP
 from maxlib.nn.mtp import Ahead as Ahead
 from maxlib.nn.mtp import draft as draft
@@ -68,6 +66,7 @@ from maxlib.nn.stack import Stack as Stack
 from maxlib.nn.stack import ends as ends
 from maxlib.nn.stack import layout_for as layout_for
 from maxlib.nn.stack import periods as periods
+from maxlib.nn.stack import trusted_layers as trusted_layers
 from maxlib.nn.stack import unstack as unstack
 from maxlib.nn.summary import summary as summary
 from maxlib.nn.tree import Filter as Filter
@@ -87,3 +86,5 @@ from maxlib.nn.vision import SigLIP as SigLIP
 from maxlib.nn.vision import check_placeholders as check_placeholders
 from maxlib.nn.vision import place_features as place_features
 from maxlib.nn.with_attention import with_attention as with_attention
+from maxlib.ops.gates import ClampedSwiGLU as ClampedSwiGLU
+from maxlib.ops.gates import swiglu as swiglu

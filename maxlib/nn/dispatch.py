@@ -1,14 +1,20 @@
 """Moving tokens to their experts and back. A *choice* is one of the X experts of one token: number `token * X + k`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import ops
-from maxlib.nn.matmul import Matmul
+from maxlib.nn.matmul import Exact, Matmul
 from maxlib.nn.pytree import pytree, static
+from maxlib.ops.grouped_matmul.glu import add_bias
+
+Linear = tuple[Matmul, Any, Float[Array, "E O"] | None]
+"""What multiplies, the experts' matrices and their biases."""
 
 
 @pytree
@@ -23,14 +29,18 @@ class Dropless:
     """Which choices are computed."""
     counts: Int[Array, " E"]
 
-    def linear(
-        self, matmul: Matmul, rows: Float[Array, "R I"], w: Any, b: Float[Array, "E O"] | None, layout: ops.Layout
-    ):
+    def linear(self, rows: Float[Array, "R I"], linear: Linear, layout: ops.Layout):
+        matmul, w, b = linear
         y = matmul.grouped(rows, w, self.counts, layout)
-        if b is None:
-            return y
-        expert = jnp.searchsorted(jnp.cumsum(self.counts), jnp.arange(rows.shape[0]), side="right")
-        return y + b.at[expert].get(mode="fill", fill_value=0)
+        return y if b is None else add_bias(y, b, self.counts)
+
+    def gated(self, rows: Float[Array, "R I"], gate: Linear, up: Linear, combine: Callable, layout: ops.Layout):
+        """Both projections, joined: by one op if both matmuls are exact and the same."""
+        (matmul, w, b), (other, w_up, b_up) = gate, up
+        if not isinstance(matmul, Exact) or matmul != other:
+            return _gated(self, rows, gate, up, combine, layout)
+        how = {"layout": layout, "implementation": matmul.implementation}
+        return ops.grouped_glu(rows, w, w_up, self.counts, combine=combine, gate_bias=b, up_bias=b_up, **how)
 
 
 @pytree
@@ -43,14 +53,21 @@ class Padded:
     kept: Bool[Array, "M X"]
     num_experts: int = static()
 
-    def linear(
-        self, matmul: Matmul, rows: Float[Array, "R I"], w: Any, b: Float[Array, "E O"] | None, layout: ops.Layout
-    ):
+    def linear(self, rows: Float[Array, "R I"], linear: Linear, layout: ops.Layout):
+        matmul, w, b = linear
         y = matmul.einsum(f"ECI,{layout}->ECO", rows.reshape(self.num_experts, -1, rows.shape[-1]), w)
         return (y if b is None else y + jnp.expand_dims(b, 1)).reshape(rows.shape[0], -1)
 
+    def gated(self, rows: Float[Array, "R I"], gate: Linear, up: Linear, combine: Callable, layout: ops.Layout):
+        return _gated(self, rows, gate, up, combine, layout)
+
 
 Plan = Dropless | Padded
+
+
+def _gated(plan: Plan, rows, gate: Linear, up: Linear, combine: Callable, layout: ops.Layout):
+    parts = (("expert_gate", gate), ("expert_up", up))
+    return combine(*(checkpoint_name(plan.linear(rows, linear, layout), name) for name, linear in parts))
 
 
 def dropless(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int) -> Dropless:

@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from maxlib import ops
@@ -19,6 +18,7 @@ from maxlib.nn.linear import Init
 from maxlib.nn.matmul import Exact, Matmul
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.router import InputRouter, Router, Routing, expert_counts
+from maxlib.ops.gates import swiglu
 from maxlib.sharding import Gathered, axis_of, constrain, degree, map_op
 
 
@@ -29,23 +29,6 @@ class RouterLoss(Protocol):
     name: str
 
     def __call__(self, routing: Routing, valid: Bool[Array, "B T"] | None) -> Float[Array, ""]: ...
-
-
-def swiglu(gate: Array, up: Array) -> Array:
-    """`silu(gate) * up`."""
-    return jax.nn.silu(gate) * up
-
-
-@dataclasses.dataclass(frozen=True)
-class ClampedSwiGLU:
-    """`g * sigmoid(alpha * g) * (u + 1)` with `g = min(gate, limit)` and `u` clipped to `[-limit, limit]` (GPT-OSS)."""
-
-    alpha: float = 1.702
-    limit: float = 7.0
-
-    def __call__(self, gate: Array, up: Array) -> Array:
-        gate = jnp.minimum(gate, self.limit)
-        return gate * jax.nn.sigmoid(self.alpha * gate) * (jnp.clip(up, -self.limit, self.limit) + 1)
 
 
 class ExpertLinear(nnx.Module):
@@ -273,8 +256,8 @@ def _rows(x, input_weights, plan: dispatch.Plan):
 
 
 def _apply(rows, plan: dispatch.Plan, *, linears, combine, layout):
-    gate, up, down = [functools.partial(plan.linear, matmul, w=w, b=b, layout=layout) for matmul, w, b in linears]
-    return down(combine(checkpoint_name(gate(rows), "expert_gate"), checkpoint_name(up(rows), "expert_up")))
+    gate, up, down = linears
+    return plan.linear(plan.gated(rows, gate, up, combine, layout), down, layout)
 
 
 def _weighted(rows, weights, plan: dispatch.Plan, x):

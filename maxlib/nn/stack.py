@@ -1,6 +1,8 @@
 """Layers applied in order, scanned where they are alike."""
 
+import contextvars
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -14,6 +16,20 @@ from maxlib.nn.tree import variables
 from maxlib.sharding import LAYER_INPUT, pipelined, stages
 
 Aux = dict[str, jax.Array]
+_trusted = contextvars.ContextVar("trusted", default=False)
+
+
+@contextmanager
+def trusted_layers() -> Iterator[None]:
+    """Stacks built within take it on trust that layers which share a place are alike, and trace one of them only.
+
+    For models that are checked elsewhere: a deep one is described in a tenth of the time.
+    """
+    token = _trusted.set(True)
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
 
 
 class Stack(nnx.Module):
@@ -48,7 +64,8 @@ class Stack(nnx.Module):
             prefix, repeats = prefix + period, 0
         suffix = prefix + repeats * period
         slots = range(prefix, prefix + period) if repeats else ()
-        _check_alike(one, keys, slots, suffix, period)
+        if not _trusted.get():
+            _check_alike(one, keys, slots, suffix, period)
         self.num_layers, self.period = num_layers, period
         self.prefix = nnx.List([one(i, keys[i]) for i in range(prefix)])
         self.body = nnx.List([jax.vmap(lambda key, i=i: one(i, key))(keys[i:suffix:period]) for i in slots])

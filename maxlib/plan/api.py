@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxlib.ops.attention.chunked import choose_blocks
 from maxlib.plan.analytic import analytic_costs
 from maxlib.plan.job import Job
 from maxlib.plan.memory import Memory
@@ -61,7 +60,7 @@ def plan_job(job: Job, *, full: bool = False, keep: str | Path | None = None, ti
     target = parse_target(job.target)
     if target.platform == "cuda":
         return estimated(job)
-    compiled = run(job, full=full, attention_trips=_causal_trips(job.sequence), keep=keep, timeout=timeout)
+    compiled = run(job, full=full, keep=keep, timeout=timeout)
     return _plan(job, compiled.described, compiled)
 
 
@@ -101,12 +100,3 @@ def _plan(job: Job, described: dict[str, Any], compiled: Compiled | None, costs:
         lower_seconds=compiled.lower_seconds if compiled else 0.0,
         compile_seconds=compiled.compile_seconds if compiled else 0.0,
     )
-
-
-def _causal_trips(sequence: int) -> float:
-    """How many blocks of keys blockwise attention visits for a block of queries, on average."""
-    import jax
-
-    shape = jax.ShapeDtypeStruct((1, sequence, 1, 1), "float32")
-    blocks = choose_blocks(shape, shape, 1.0)
-    return (sequence / blocks.block_k + 1) / 2

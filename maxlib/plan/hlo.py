@@ -14,7 +14,12 @@ import numpy as np
 WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
+_CHAIN = re.compile(r'chain_id="\d+"')
+# How a program writes collectives between slices.
+_MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([^\s=]+) = (.*)$")
+# Within a fusion they are computed only where what follows looks.
+_VIEWS = ("bitcast", "convert", "copy", "pad", "reshape", "transpose")
 _FREE = (
     "parameter",
     "constant",
@@ -60,9 +65,11 @@ class _Instruction:
     root: bool
 
 
-def read_costs(text: str, mesh: Mapping[str, int], *, unknown_trips: float = 1) -> Costs:
-    """The costs of an optimized HLO module. `mesh` is the shape of the mesh, in its own order."""
-    program = _Program(text, mesh, unknown_trips)
+def read_costs(text: str, mesh: Mapping[str, int], *, across: tuple[str, ...] = (), unknown_trips: float = 1) -> Costs:
+    """The costs of an optimized HLO module. `mesh` is the shape of the mesh, in its own order; `across` are the axes
+    that cross slices.
+    """
+    program = _Program(text, mesh, across, unknown_trips)
     program.visit(program.entry, 1.0, in_fusion=False)
     found = (
         Collective(kind, axes, int(n), runs, size) for (kind, axes), (n, runs, size) in program.collectives.items()
@@ -74,19 +81,22 @@ def read_costs(text: str, mesh: Mapping[str, int], *, unknown_trips: float = 1) 
 class _Program:
     """The computations of a module, and what a walk over them has added up."""
 
-    def __init__(self, text: str, mesh: Mapping[str, int], unknown_trips: float):
+    def __init__(self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], unknown_trips: float):
         self.computations, self.entry = _parse(text)
-        self.mesh, self.unknown_trips = dict(mesh), unknown_trips
+        self.mesh, self.across, self.unknown_trips = dict(mesh), across, unknown_trips
         self.flops, self.bytes, self.unknown = 0.0, 0.0, 0
         self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+        self.chains: set[str] = set()
 
     def visit(self, name: str, times: float, *, in_fusion: bool) -> None:
         computation = self.computations[name]
         for one in computation.values():
             kind = one.opcode.removesuffix("-start")
             if one.opcode == "while":
-                self.visit(_called(one, "body"), times * self._trips(one), in_fusion=False)
+                self.visit(_called(one, "body"), times * self._trips(one, computation), in_fusion=False)
                 continue
+            if kind == "send" and (sent := _MEGASCALE.search(one.rest)):
+                kind = sent[1].lower().replace("_", "-")
             if kind in COLLECTIVES:
                 self._collective(one, kind, computation, name, times)
             elif kind in ("fusion", "call", "async"):
@@ -108,32 +118,39 @@ class _Program:
         tried = []
         for branch in branches:
             alone = copy.copy(self)
-            alone.flops, alone.bytes, alone.collectives = 0.0, 0.0, {}
+            alone.flops, alone.bytes, alone.collectives, alone.chains = 0.0, 0.0, {}, set(self.chains)
             alone.visit(branch, times, in_fusion=in_fusion)
             tried.append((sum(size for *_, size in alone.collectives.values()), alone.flops, alone.bytes, len(tried)))
         if tried:
             self.visit(branches[min(tried)[-1]], times, in_fusion=in_fusion)
 
-    def _trips(self, loop: _Instruction) -> float:
-        """From a condition `i < constant` and a body with `i + step`; loops begin at 0."""
+    def _trips(self, loop: _Instruction, computation: dict[str, _Instruction]) -> float:
+        """From a condition `i < constant` and a body with `i + step`; loops begin at 0 unless another constant is
+        seen.
+        """
         condition = self.computations[_called(loop, "condition")]
         numbers = [value for one in condition.values() if (value := _constant(one)) is not None]
         if len(numbers) != 1:
             self.unknown += 1
             return self.unknown_trips
         index = next((_index(one) for one in condition.values() if one.opcode == "get-tuple-element"), None)
-        return max(1, math.ceil(numbers[0] / self._step(self.computations[_called(loop, "body")], index)))
+        first = _constant(_element(computation, loop.operands[0], index)) or 0
+        return max(1, math.ceil((numbers[0] - first) / self._step(self.computations[_called(loop, "body")], index)))
 
     def _step(self, body: dict[str, _Instruction], index: int | None) -> int:
         """By how much the body raises the loop's counter: more than 1 in unrolled loops."""
-        root = next(one for one in body.values() if one.root)
-        raised = body.get(root.operands[index]) if index is not None and index < len(root.operands) else None
+        raised = _element(body, _root(body).name, index)
         if raised is None or raised.opcode != "add":
             return 1
         steps = [value for name in raised.operands if name in body and (value := _constant(body[name])) is not None]
         return max(1, steps[0]) if steps else 1
 
     def _collective(self, one: _Instruction, kind: str, computation: Any, name: str, times: float) -> None:
+        # The TPU compiler spreads a collective over several fusions, which bear its number, to compute beside it.
+        if chain := _CHAIN.search(one.rest):
+            if chain[0] in self.chains:
+                return
+            self.chains.add(chain[0])
         size = sum(_bytes(computation[operand].type) for operand in one.operands if operand in computation)
         if kind == "all-gather":
             size = max(_bytes(one.type) - (size if one.opcode.endswith("-start") else 0), size)
@@ -141,7 +158,8 @@ class _Program:
             kind = "reduce-scatter"  # how the TPU compiler writes it
         if not size:
             return
-        entry = self.collectives.setdefault((kind, _axes(one.rest, self.mesh)), [0, 0.0, 0.0])
+        axes = self.across if one.opcode == "send" else _axes(one.rest, self.mesh)
+        entry = self.collectives.setdefault((kind, axes), [0, 0.0, 0.0])
         entry[0] += 1
         entry[1] += times
         entry[2] += times * size
@@ -156,31 +174,68 @@ class _Program:
             return 2 * _bytes(one.type)
         if one.opcode == "dynamic-update-slice":
             return 2 * _bytes(operands[1].type) if len(operands) > 1 else 0.0
+        if one.opcode.endswith("-start"):
+            return _bytes(one.type)  # which names operands and results
         if one.opcode != "fusion":
             return _bytes(one.type) + sum(_bytes(operand.type) for operand in operands)
         inner = self.computations[_called(one, "calls")]
-        read = sum(min(_bytes(operand.type), _read(i, inner)) for i, operand in enumerate(operands))
-        return read + _written(one, inner)
+        read = sum(
+            min(_bytes(operand.type), self._read(_parameter(i, inner), inner)) for i, operand in enumerate(operands)
+        )
+        return read + self._written(_root(inner), inner, one.type)
+
+    def _read(self, own: _Instruction | None, inner: dict[str, _Instruction]) -> float:
+        """How much a fusion reads of its operand: less than all where it is sliced, updated in place, or handed on."""
+        if own is None:
+            return math.inf
+        return sum(self._used(own, user, inner) for user in inner.values() if own.name in user.operands)
+
+    def _used(self, own: _Instruction, user: _Instruction, inner: dict[str, _Instruction]) -> float:
+        if user.opcode == "dynamic-slice":
+            return _bytes(user.type)
+        if user.opcode == "dynamic-update-slice" and user.operands[0] == own.name:
+            return 0.0
+        if user.opcode in _VIEWS:
+            return self._read(user, inner)
+        if user.opcode == "fusion":
+            called = self.computations[_called(user, "calls")]
+            return self._read(_parameter(user.operands.index(own.name), called), called)
+        return 0.0 if _hands_on(user) else math.inf
+
+    def _written(self, root: _Instruction, inner: dict[str, _Instruction], type_: str) -> float:
+        """How much a fusion writes: of an updated slice only the slice, and nothing of an operand that it hands on."""
+        if root.opcode == "tuple":
+            parts = zip(root.operands, _types(type_), strict=True)
+            return sum(self._written(inner[name], inner, part) for name, part in parts)
+        if root.opcode == "parameter" or _hands_on(root):
+            return 0.0
+        if root.opcode == "bitcast" and root.operands[0] in inner:
+            return self._written(inner[root.operands[0]], inner, type_)
+        if root.opcode == "dynamic-update-slice" and root.operands[1] in inner:
+            return min(_bytes(type_), _bytes(inner[root.operands[1]].type))
+        return _bytes(type_)
 
 
-def _read(index: int, inner: dict[str, _Instruction]) -> float:
-    """How much a fusion reads of its operand: less than all where it is only sliced, or updated in place."""
-    own = next((one for one in inner.values() if one.opcode == "parameter" and one.rest.startswith(f"{index})")), None)
-    if own is None:
-        return math.inf
-    users = [one for one in inner.values() if own.name in one.operands]
-    if users and all(one.opcode == "dynamic-slice" for one in users):
-        return sum(_bytes(one.type) for one in users)
-    if users and all(one.opcode == "dynamic-update-slice" and one.operands[0] == own.name for one in users):
-        return 0.0
-    return math.inf
+def _element(computation: dict[str, _Instruction], name: str, index: int | None) -> _Instruction | None:
+    """What a tuple has at `index`."""
+    found = computation.get(name)
+    if found is None or found.opcode != "tuple" or index is None or index >= len(found.operands):
+        return None
+    part = computation.get(found.operands[index])
+    return computation.get(part.operands[0]) if part is not None and part.opcode == "copy" else part
 
 
-def _written(fusion: _Instruction, inner: dict[str, _Instruction]) -> float:
-    root = next(one for one in inner.values() if one.root)
-    if root.opcode == "dynamic-update-slice" and root.operands[1] in inner:
-        return _bytes(inner[root.operands[1]].type)
-    return _bytes(fusion.type)
+def _parameter(index: int, inner: dict[str, _Instruction]) -> _Instruction | None:
+    return next((one for one in inner.values() if one.opcode == "parameter" and one.rest.startswith(f"{index})")), None)
+
+
+def _root(inner: dict[str, _Instruction]) -> _Instruction:
+    return next(one for one in inner.values() if one.root)
+
+
+def _hands_on(one: _Instruction) -> bool:
+    """Whether it only passes buffers on: a fusion's tuple, and a collective that other fusions have begun."""
+    return one.opcode == "tuple" or bool(_CHAIN.search(one.rest)) or "AsyncCollectiveDone" in one.rest
 
 
 # ---------------------------------------------------------------------------------------------- text
@@ -224,8 +279,8 @@ def _closing(text: str, start: int) -> int:
     return len(text) - 1
 
 
-def _constant(one: _Instruction) -> int | None:
-    found = re.match(r"(\d+)\)", one.rest) if one.opcode == "constant" else None
+def _constant(one: _Instruction | None) -> int | None:
+    found = re.match(r"(\d+)\)", one.rest) if one is not None and one.opcode == "constant" else None
     return int(found[1]) if found else None
 
 
@@ -251,6 +306,11 @@ def _branches(one: _Instruction) -> list[str]:
 def _shapes(type_: str) -> Iterator[tuple[str, list[int], str]]:
     for name, sizes, layout in _SHAPE.findall(type_):
         yield name, [int(n) for n in sizes.split(",") if n], layout
+
+
+def _types(type_: str) -> list[str]:
+    """Of the elements of a tuple."""
+    return [found[0] for found in _SHAPE.finditer(type_)]
 
 
 def _bytes(type_: str) -> float:

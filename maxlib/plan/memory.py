@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from maxlib import nn, sharding
 from maxlib.plan.program import Program, axes_of, bytes_on_device, parts_of
+from maxlib.plan.targets import parse_target
 from maxlib.training.losses import ROWS_AT_ONCE, vocab_axes
 
 
@@ -54,7 +55,7 @@ def estimate_memory(program: Program) -> Memory:
     )
     rows = max(1, program.rows // program.job.accumulate // parts_of(rules.get("batch"), mesh))
     activations, transient = _residuals(program, rows)
-    layer, loss = _layer_weights(program) + transient, _loss(program, rows)
+    layer, loss = _layer_weights(program) + transient + _whole_sequences(program, rows), _loss(program, rows)
     return Memory(parameters, optimizer, bytes_on_device(program.batch), gradients, activations, layer, loss)
 
 
@@ -97,7 +98,7 @@ def _kept_bytes(x: Any, weights: Any, program: Program) -> float:
 
 def _layer_weights(program: Program) -> float:
     """Whole weights of a layer (gathered, in the compute dtype), and one gradient before it is split; experts to which
-    tokens travel stay where they are."""
+    tokens travel stay where they are. Slices exchange a layer's gradients beside the next layer: all of them wait."""
     rules, mesh, names = program.job.table, program.mesh, nn.axes(program.state.rest)
     width = jnp.dtype(program.job.dtype).itemsize
     gathered = (
@@ -109,7 +110,19 @@ def _layer_weights(program: Program) -> float:
             continue
         spec = sharding.spec(names[path], gathered, ndim=x.ndim)
         layer.append(part_bytes(x.shape, width, spec, mesh) / x.shape[0])
-    return sum(layer) + max(layer, default=0)
+    waiting = sum(layer) if parse_target(program.job.target).slices > 1 else 0
+    return sum(layer) + max(layer, default=0) + waiting
+
+
+def _whole_sequences(program: Program, rows: int) -> float:
+    """What matmuls need of a sequence that is split between them only, over the axes of heads: the layer's input, the
+    gradients of its output and of its input, and a copy that lies the other way round for the weights' gradients.
+    """
+    job, mesh, seq = program.job, program.mesh, axes_of(program.job.table.get("seq"))
+    gathered = [axis for axis in seq if axis in axes_of(job.table.get("act_heads")) and mesh.shape[axis] > 1]
+    own = math.prod(mesh.shape[axis] for axis in seq if axis not in gathered)
+    whole = rows * job.sequence / own * program.head[1] * jnp.dtype(job.dtype).itemsize
+    return 4 * whole if gathered else 0.0
 
 
 def _loss(program: Program, rows: int) -> float:

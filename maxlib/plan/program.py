@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -12,9 +13,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, sharding, training
+from maxlib.ops.attention.chunked import choose_blocks
 from maxlib.plan.job import Job, check_remat
 from maxlib.plan.targets import devices_of, parse_target
 from maxlib.sharding.mesh import fill
+
+# The first call of attention in a lowered program: queries and keys as one device sees them.
+_ATTENTION = re.compile(r"ops\.attention\.api\._attention\w*\(%arg0: tensor<([\dx]+)x\w+>, %arg1: tensor<([\dx]+)x")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +121,18 @@ def _state(model: Any, optimizer: Any, mesh: Any, rules: sharding.Rules) -> trai
     state = jax.eval_shape(lambda model: training.make_state(model, optimizer), model)
     own = (trainable, rest, moments, _at(state.step, whole), _at(state.key, whole))
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(own))
+
+
+def causal_trips(text: str) -> float:
+    """How many blocks of keys blockwise attention visits for a block of queries under a causal mask, on average.
+
+    text: the lowered program, in which the number depends on data. 1 where there is no attention.
+    """
+    found = _ATTENTION.search(text)
+    if found is None:
+        return 1.0
+    q, k = (jax.ShapeDtypeStruct(tuple(map(int, sizes.split("x"))), jnp.bfloat16) for sizes in found.groups())
+    return (k.shape[1] / choose_blocks(q, k, 1.0).block_k + 1) / 2
 
 
 def _batch(job: Job, mesh: Any, rows: int) -> dict[str, Any]:

@@ -90,11 +90,15 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
+_FILL = "A larger batch per chip or a lighter remat would use the rest, and raise MFU; plan.search compares."
+
+
 def verdict(plan: Plan) -> str:
     """Whether it fits; if not, by how much it exceeds and what would help."""
     spare = plan.target.chip.memory - plan.peak
     if plan.fits:
-        return f"fits: {spare / GIB:.2f} GiB to spare ({100 * plan.peak / plan.target.chip.memory:.0f}% used)"
+        fits = f"fits: {spare / GIB:.2f} GiB to spare ({100 * plan.peak / plan.target.chip.memory:.0f}% used)"
+        return fits + (f". {_FILL}" if spare > plan.peak else "")
     return f"does not fit: {-spare / GIB:.2f} GiB too much. {' '.join(_advice(plan))}"
 
 
@@ -140,6 +144,7 @@ def _estimate(estimate: Estimate) -> list[str]:
         f"roofline: arithmetic {estimate.compute:.4g} s, memory {estimate.memory:.4g} s, network {estimate.network:.4g} s",
         f"a step takes at least {estimate.seconds:.4g} s, bound by {estimate.bound}: {estimate.tokens_per_second:,.0f} tokens/s, "
         f"MFU {estimate.mfu:.1%}; with no overlap {estimate.serial:.4g} s, MFU {estimate.mfu_serial:.1%}",
+        "MFU is the model's FLOPs over what the devices could do in that time; what runs twice for remat does not count",
         *[f"  assumes {line}" for line in estimate.assumptions],
     ]
 

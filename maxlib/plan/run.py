@@ -38,9 +38,7 @@ class Compiled:
     exceeded: str | None
 
 
-def run(
-    job: Job, *, full: bool = False, attention_trips: float = 1, keep: str | Path | None = None, timeout: float = 3600
-) -> Compiled:
+def run(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout: float = 3600) -> Compiled:
     """Compiles in another process until buffers are assigned, or to the end with `full`. keep: a folder for the
     compiler's files.
 
@@ -54,7 +52,7 @@ def run(
         news, seconds = _listen(job, dump, full, timeout)
         if "failed" in news and "RESOURCE_EXHAUSTED" not in news["failed"]["message"]:
             _raise(news["failed"])
-        return _read(news, dump, seconds, attention_trips)
+        return _read(job, news, dump, seconds)
 
 
 def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str, dict[str, Any]], float]:
@@ -105,8 +103,8 @@ def _raise(failed: dict[str, Any]) -> None:
     raise kind(failed["message"]) from RuntimeError(failed["trace"])
 
 
-def _read(news: dict[str, dict[str, Any]], dump: Path, seconds: float, attention_trips: float) -> Compiled:
-    described, compiled = news["described"], news.get("compiled", {})
+def _read(job: Job, news: dict[str, dict[str, Any]], dump: Path, seconds: float) -> Compiled:
+    described, lowered, compiled = (news.get(stage, {}) for stage in ("described", "lowered", "compiled"))
     arguments, temporaries = _assigned(dump)
     arguments = compiled.get("arguments", arguments) or sum(described["bytes"].values())
     temporaries = compiled.get("temporaries", temporaries)
@@ -116,13 +114,13 @@ def _read(news: dict[str, dict[str, Any]], dump: Path, seconds: float, attention
     peak = compiled.get("peak") or arguments + temporaries
     return Compiled(
         described,
-        news.get("lowered", {}).get("seconds", 0.0),
+        lowered.get("seconds", 0.0),
         seconds,
         arguments,
         temporaries,
         compiled.get("code"),
         peak,
-        _costs(dump, described["mesh"], attention_trips),
+        _costs(job, dump, described["mesh"], lowered.get("attention_trips", 1)),
         exceeded,
     )
 
@@ -141,6 +139,7 @@ def _used(message: str) -> float | None:
     return float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1) if found else None
 
 
-def _costs(dump: Path, mesh: dict[str, int], attention_trips: float) -> Costs | None:
+def _costs(job: Job, dump: Path, mesh: dict[str, int], attention_trips: float) -> Costs | None:
     paths = [*dump.glob("text"), *dump.glob(_PROGRAM)]
-    return read_costs(paths[0].read_text(), mesh, unknown_trips=attention_trips) if paths else None
+    across = tuple(axis for axis, degree in (job.dcn or {}).items() if degree != 1)
+    return read_costs(paths[0].read_text(), mesh, across=across, unknown_trips=attention_trips) if paths else None

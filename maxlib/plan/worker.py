@@ -16,7 +16,7 @@ import jax
 from maxlib import nn
 from maxlib.plan.job import MARK, Job, from_json
 from maxlib.plan.memory import estimate_memory
-from maxlib.plan.program import Program, bytes_on_device, make_program
+from maxlib.plan.program import Program, bytes_on_device, causal_trips, make_program
 from maxlib.plan.roofline import link_speeds
 from maxlib.plan.targets import parse_target
 
@@ -48,7 +48,7 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
     tell("described", **news)
     begin = time.perf_counter()
     lowered = program.lower()
-    tell("lowered", seconds=time.perf_counter() - begin)
+    tell("lowered", seconds=time.perf_counter() - begin, attention_trips=causal_trips(lowered.as_text()))
     begin = time.perf_counter()
     is_tpu = parse_target(job.target).platform == "tpu"
     options = dict(job.options) | ({"xla_dump_to": str(dump)} if is_tpu else {})

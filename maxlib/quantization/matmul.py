@@ -10,7 +10,8 @@ import qwix
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
-from maxlib.ops.grouped_matmul.tiled import vary_alike
+from maxlib.ops.grouped_matmul.reference import owners
+from maxlib.ops.varying import vary_alike
 from maxlib.quantization.formats import Format
 
 
@@ -36,7 +37,7 @@ class Quantized:
         if isinstance(w, nn.QuantizedWeight):
             return _grouped_product(rows, w.quantized(), rows_per_expert, layout, self.format.activations, None)
         w = jnp.asarray(w[...], rows.dtype)
-        return _grouped(*vary_alike(rows, w, rows_per_expert), layout, self.format)
+        return _grouped(*vary_alike((rows, w, rows_per_expert)), layout, self.format)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -93,7 +94,7 @@ def _product(spec: str, a, b, a_type, b_type):
 def _grouped_product(rows, w, counts, layout: ops.Layout, rows_type, w_type):
     x, w = _rounded(rows, rows_type, "MI", "MO"), _rounded(w, w_type, layout, "EO")
     y = ops.grouped_matmul(x.qvalue, w.qvalue, counts, layout=layout, out_dtype=jnp.float32)
-    expert = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(rows.shape[0]), side="right")
+    expert = owners(counts, rows.shape[0])
     scale = w.scale.squeeze(layout.index("I")).at[expert].get(mode="clip")
     used = (expert < counts.shape[0])[:, None]  # rows of no expert may hold anything, and give zeros
     return jnp.where(used, y * x.scale * scale, 0).astype(rows.dtype)

@@ -209,6 +209,8 @@ def _op_flops(op: str, inputs: list[Any]) -> float:
     a, b = inputs[:2]
     if op == "grouped_matmul":
         return 2.0 * a.shape[0] * b.shape[1] * b.shape[2]
+    if op == "grouped_glu":
+        return 4.0 * a.shape[0] * b.shape[1] * b.shape[2]
     if op == "grouped_outer":
         return 2.0 * a.size * b.shape[1]
     return 4.0 * a.size * b.shape[1] if op == "attention" else 2.0 * a.size * b.shape[0]

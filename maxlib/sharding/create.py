@@ -1,6 +1,7 @@
 """Parameters that are born in their place on the mesh."""
 
 import difflib
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,37 +11,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding.rules import AnyMesh, Rules, check, fit, parameter_spec, use
+from maxlib.sharding.rules import PRESETS, AnyMesh, Rules, check, fit, parameter_spec, use
 
 Model = TypeVar("Model")
-# What the layers of maxlib call the axes of parameters and of activations; "layers" and "optimizer" say how, not what.
-_PARAMETERS = [
-    "vocab",
-    "embed",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "mlp",
-    "expert",
-    "expert_embed",
-    "norm",
-    "rank",
-    "position",
-    "layers",
-    "optimizer",
-]
-_ACTIVATIONS = [
-    "batch",
-    "seq",
-    "act_embed",
-    "act_heads",
-    "act_mlp",
-    "act_vocab",
-    "act_expert",
-    "q_seq",
-    "kv_seq",
-    "attn_heads",
-]
+# What axes are called: in the presets' rules, and besides in maxlib's layers.
+_NAMES = {*itertools.chain(*PRESETS.values()), "head_dim", "norm", "position", "act_embed"}
 
 
 def shardings(model: Model, mesh: AnyMesh, rules: Rules) -> Model:
@@ -50,7 +25,7 @@ def shardings(model: Model, mesh: AnyMesh, rules: Rules) -> Model:
     divide a dimension or two names share a mesh axis; warns of a rule whose name looks like a misspelt one.
     """
     check(mesh, rules)
-    names = {*_PARAMETERS, *_ACTIVATIONS}
+    names = set(_NAMES)
 
     def place(path, leaf):
         if not isinstance(leaf, nnx.Variable):
@@ -66,7 +41,7 @@ def shardings(model: Model, mesh: AnyMesh, rules: Rules) -> Model:
 def _warn_of_misspelt(rules: Rules, names: set[str]) -> None:
     """A name that is not known may be of an activation in a layer from elsewhere, so it is no error."""
     for name in rules.keys() - names:
-        if close := difflib.get_close_matches(name, sorted(filter(None, names)), 1):
+        if close := difflib.get_close_matches(name, sorted(filter(None, names)), 1, cutoff=0.8):
             warnings.warn(f"no axis is named {name!r}, which the rules have; is {close[0]!r} meant?", stacklevel=4)
 
 

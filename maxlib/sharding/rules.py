@@ -295,7 +295,9 @@ def constrain(x: jax.Array, *names: Name) -> jax.Array:
     A dimension that its mesh axes do not divide (a batch of one at decoding) stays whole.
     """
     if len(names) != x.ndim:
-        raise ValueError(f"constrain needs one name (or None) per axis: got {names} for shape {x.shape}")
+        raise ValueError(
+            f"constrain needs one name (or None) per axis: got {names} for shape {x.shape}. Is the axis of the batch missing?"
+        )
     if (now := current()) is None:
         return x
     mesh, rules = now

@@ -1,6 +1,7 @@
 """What a run begins with, and what it leaves for the next one."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from maxlib.training.step import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a state came from, in words, and where in the data it stands."""
+    """Where a state came from, in words, where in the data it stands, and the metrics it was saved with."""
 
     text: str
     data_state: Any = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def initial_state(
@@ -87,7 +89,7 @@ def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[T
         step=place(jnp.asarray(step, jnp.int32), state.step),
         key=place(key, state.key),
     )
-    return new, Origin(f"step {step} of {where}", restored["data"])
+    return new, Origin(f"step {step} of {where}", restored["data"], restored["meta"].get("metrics", {}))
 
 
 def _parameters(

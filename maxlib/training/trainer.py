@@ -94,7 +94,7 @@ class Trainer:
             )
         self.clock = Clock(directory if jax.process_index() == 0 else None)
         self.mesh, self.rules, self.timeout = mesh, rules, timeout
-        self.loader, self.eval_loader, self.eval_every = loader, eval_loader, eval_every
+        self.loader, self.eval_loader, self.eval_every = loader, eval_loader, (0 if eval_loader is None else eval_every)
         self.loss, self.checkpointer, self.callbacks = loss, checkpointer, list(callbacks)
         self._saving = Saving(checkpointer, exports, clock=self.clock, timeout=timeout, say=self.say)
         self._interrupt = Interrupt()
@@ -131,7 +131,7 @@ class Trainer:
             self.state, origin = initial_state(
                 self.state, self.checkpointer, resume_from, params_from, mesh=self.mesh, rules=self.rules
             )
-        self._origin, self.step = origin, int(self.state.step)
+        self._origin, self.step, self._last = origin, int(self.state.step), dict(origin.metrics)
         if origin.data_state is not None:
             self.loader.set_state(origin.data_state)
         self.writers.resume(self.step)
@@ -149,7 +149,7 @@ class Trainer:
         self._meter.peak = flops.peak_flops()
         with self._running(steps):
             try:
-                self._saving.export(self.step, self.state, missing=True)
+                self._make_up()
                 self._loop(steps)
                 if self.eval_loader is not None and self._evaluated != self.step:
                     self.evaluate()
@@ -254,16 +254,18 @@ class Trainer:
         names = sorted({name for counts in everyone for name in counts})
         self.writers.write(self.step, {name: sum(counts.get(name, 0) for counts in everyone) for name in names})
 
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step > 0 and self.step % every == 0
+
     def _in_between(self) -> None:
         """What is due after this step."""
-        due = lambda every: every > 0 and self.step % every == 0
         for every, callback in self.callbacks:
-            if due(every):
+            if self._due(every):
                 if every > 1:  # what is rare may be slow: its time is not that of a step
                     self._flush()
                 with self.clock.span("callbacks"):
                     callback(self)
-        if self.eval_loader is not None and due(self.eval_every):
+        if self._due(self.eval_every):
             self.evaluate()
         self._saving.export(self.step, self.state)
         if self.checkpointer is not None and self.checkpointer.should_save(self.step):
@@ -296,6 +298,16 @@ class Trainer:
                     f"state is not saved. {self._saving.last_good()}. {self._saving.cause(step, self.state, batch, self.loss)} "
                     f"Try a lower learning rate, a longer warm-up, clipping, or look at the data of this step"
                 )
+
+    def _make_up(self) -> None:
+        """What was due after the restored step and was cut short: its evaluation, its exports, and checkpoints in tiers
+        slower than the one it came from.
+        """
+        if self._due(self.eval_every) and not any(name.startswith("eval/") for name in self._last):
+            self.evaluate()
+        self._saving.export(self.step, self.state, missing=True)
+        if self.checkpointer is not None and self.checkpointer.should_save(self.step):
+            self.save()
 
     def _save_at_end(self, *, hurry: bool = False) -> None:
         if self.checkpointer is not None:

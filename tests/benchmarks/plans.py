@@ -1,13 +1,16 @@
 """Memory and collectives of training steps on TPUs that are not there, beside MaxText's own ahead-of-time compile.
 
     python -m tests.benchmarks.plans [NAME ...] [--json out.json] [--check]
+    python -m tests.benchmarks.plans --published [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --remat
     python -m tests.benchmarks.plans --search
 
 Needs libtpu (`pip install "maxlib[tpu]"`), no TPU. float32 parameters and Adam moments, bfloat16 arithmetic, full
 remat, scanned layers, one sequence per chip. The peer's figures: commit e591f30, libtpu 0.0.51, flash kernel, the same
 settings. --check ends with an error if a step needs more than the peer's, or the analytic model is off by more than a
-tenth. --remat: one model under every policy. --search: 30 layouts of an 8B model on 16 chips.
+tenth. --published: the configurations of MaxText's tables of MFU (`published.py`), each beside what was measured;
+--check ends with an error if one does not fit, the analytic model is off by more than a tenth, or the roofline is lower
+than what was measured. --remat: one model under every policy. --search: 30 layouts of an 8B model on 16 chips.
 """
 
 import argparse
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlib import nn, plan
+from tests.benchmarks.published import ROWS, Row
 
 GIB = 2**30
 EXPERTS_BY_NUMBER = {"rules": "ep_fsdp"}
@@ -27,6 +31,7 @@ CASES: dict[str, tuple[str, str, int, float | None, dict[str, Any]]] = {
     "llama2-7b": ("llama2-7b", "v5p-8", 2048, 29.04, {}),
     "llama3.1-8b": ("llama3.1-8b", "v5e-16", 2048, 9.32, {}),
     "mixtral-8x7b": ("mixtral-8x7b", "v5p-128", 4096, 17.50, {}),
+    "mixtral-8x22b": ("mixtral-8x22b", "v5p-128", 4096, 46.47, {}),
     "llama2-70b": ("llama2-70b", "v5p-128", 4096, 25.87, {}),
     "llama3.1-405b": ("llama3.1-405b", "v5p-512", 8192, 71.82, {}),
     "deepseek-v3": (*DEEPSEEK, 77.52, EXPERTS_BY_NUMBER),
@@ -39,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=[])
     parser.add_argument("--json", type=Path)
-    for option in ("--check", "--remat", "--search"):
+    for option in ("--check", "--published", "--remat", "--search"):
         parser.add_argument(option, action="store_true")
     args = parser.parse_args()
     if importlib.util.find_spec("libtpu") is None:
@@ -49,27 +54,80 @@ def main() -> None:
     elif args.remat:
         remat_table()
     else:
-        compare(args.names or [*CASES], args.json, args.check)
+        table = published_table if args.published else compare
+        table(args.names, args.json, args.check)
 
 
 def compare(names: list[str], out: Path | None, check: bool) -> None:
     rows, wrong = [], []
     print("| model, target | sequence | peak GiB | analytic | peer | collectives | lower s | compile s |")
     print("|---|---|---|---|---|---|---|---|")
-    for name in names:
+    for name in names or CASES:
         preset, target, sequence, peer, more = CASES[name]
         got = plan.plan(preset, target, sequence=sequence, **more)
         kinds = [f"{one.written} {one.kind}" for one in got.costs.collectives] if got.costs else ["not readable"]
-        sizes = [f"{got.peak / GIB:.2f}", f"{got.analytic.total / GIB:.2f}", f"{peer:.2f}" if peer else "does not fit"]
+        sizes = [f"{got.peak / GIB:.2f}", analytic(got), f"{peer:.2f}" if peer else "does not fit"]
         row = [*sizes, " / ".join(kinds), f"{got.lower_seconds:.1f}", f"{got.compile_seconds:.0f}"]
         print(f"| {name}, {target} | {sequence} | {' | '.join(row)} |", flush=True)
-        rows.append({"name": name, "peak": got.peak, "analytic": got.analytic.total, "peer": peer and peer * GIB})
-        if got.peak > (peer * GIB if peer else got.target.chip.memory) or abs(got.analytic.total / got.peak - 1) > 0.1:
+        rows.append(numbers(name, got) | {"peer": peer and peer * GIB})
+        if got.peak > (peer * GIB if peer else got.target.chip.memory) or abs(error(got)) > 0.1:
             wrong.append(name)
+    finish(rows, out, wrong if check else [], "more than the peer, or the analytic model is off by more than a tenth")
+
+
+def published_table(names: list[str], out: Path | None, check: bool) -> None:
+    rows, wrong = [], []
+    print("| model, target | parameters | per chip | mesh, remat | peak GiB | analytic | again", end=" ")
+    print("| step s | published | MFU | no overlap | published | of MFU |")
+    print("|---" * 13 + "|")
+    for name in names or ROWS:
+        row, got = ROWS[name], ROWS[name].plan()
+        print(f"| {name} | {' | '.join(beside(row, got))} |", flush=True)
+        mfu = {"mfu": got.estimate.mfu, "mfu_serial": got.estimate.mfu_serial} if got.estimate else {"mfu": 0.0}
+        rows.append(numbers(name, got) | mfu | {"published": row.mfu})
+        if not got.fits or abs(error(got)) > 0.1 or mfu["mfu"] < row.mfu:
+            wrong.append(name)
+    finish(rows, out, wrong if check else [], "does not fit, or analytic model or roofline are wrong")
+
+
+def beside(row: Row, got: plan.Plan) -> list[str]:
+    """What the compiler and the roofline say, and what was measured. again: arithmetic beyond the model's."""
+    assert got.costs and got.estimate, "the program's text could not be read"
+    devices, guess = got.target.devices, got.estimate
+    mesh = " x ".join(f"{axis} {n}" for axis, n in got.mesh.items() if n > 1)
+    measured = got.model_flops / (row.mfu * devices * got.target.chip.flops)
+    return [
+        f"{got.num_parameters / 1e9:.1f}B",
+        f"{row.batch_per_chip}",
+        f"{mesh}, `{row.remat}`",
+        f"{got.peak / GIB:.2f}",
+        analytic(got),
+        f"{got.costs.flops * devices / got.model_flops - 1:.0%}",
+        f"{guess.seconds:.2f}",
+        f"{measured:.2f}",
+        *[f"{share:.1%}" for share in (guess.mfu, guess.mfu_serial, row.mfu)],
+        f"{row.mfu / guess.mfu:.0%}",
+    ]
+
+
+def error(got: plan.Plan) -> float:
+    return got.analytic.total / got.peak - 1
+
+
+def analytic(got: plan.Plan) -> str:
+    return f"{got.analytic.total / GIB:.2f} ({error(got):+.1%})"
+
+
+def numbers(name: str, got: plan.Plan) -> dict[str, Any]:
+    seconds = {"lower_seconds": got.lower_seconds, "compile_seconds": got.compile_seconds}
+    return {"name": name, "peak": got.peak, "analytic": got.analytic.total} | seconds
+
+
+def finish(rows: list[dict[str, Any]], out: Path | None, wrong: list[str], why: str) -> None:
     if out:
         out.write_text(json.dumps(rows, indent=1))
-    if check and wrong:
-        sys.exit(f"more than the peer, or the analytic model is off by more than a tenth: {', '.join(wrong)}")
+    if wrong:
+        sys.exit(f"{why}: {', '.join(wrong)}")
 
 
 def remat_table() -> None:

@@ -8,6 +8,7 @@ the other.
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -25,6 +26,8 @@ import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
 from maxlib.ops.attention.mosaic_gpu import config, mosaic_gpu  # noqa: E402
+from maxlib.ops.gates import ClampedSwiGLU, swiglu  # noqa: E402
+from maxlib.ops.grouped_matmul.mosaic_gpu import glu  # noqa: E402
 from maxlib.ops.grouped_matmul.mosaic_gpu import mosaic_gpu as grouped_matmul  # noqa: E402
 
 WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
@@ -91,6 +94,26 @@ def compile_grouped_matmul() -> list[dict]:
     return [{"Hk": 0, "Hv": 0} | _read(note.read_text()) for note in sorted(DUMP.glob("*.ptxas"))]
 
 
+def compile_glu(combine, biased: bool) -> list[dict]:
+    """Gate and up together: joined in the kernel, as it is when training, and the gradient of the rows."""
+    topology = topologies.get_topology_desc("h200", "cuda", target_config=HOPPER, topology="1x1x1")
+    here = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+    M, I, O, E = 1000, 256, 384, 16
+    rows, weights, counts = array(jnp.bfloat16, M, I), array(jnp.bfloat16, E, O, I), array(jnp.int32, E)
+    biases = (array(jnp.bfloat16, E, O),) * 2 if biased else ()
+
+    def run(rows, gate, up, counts, biases):
+        call = lambda rows: glu(rows, gate, up, counts, biases, "EOI", combine)
+        out, vjp = jax.vjp(call, rows)
+        return call(rows), vjp(out)
+
+    for note in DUMP.iterdir():
+        note.unlink()
+    jax.jit(run).trace(rows, weights, weights, counts, biases).lower(lowering_platforms=("cuda",)).compile()
+    return [{"Hk": 0, "Hv": 0} | _read(note.read_text()) for note in sorted(DUMP.glob("*.ptxas"))]
+
+
 def _read(note: str) -> dict:
     """Registers and spills (bytes per thread) of one kernel, from what the assembler says."""
     (name,) = set(re.findall(r"Compiling entry function '(?:attention|grouped_matmul)_(\w+?)_mosaic_gpu_kernel'", note))
@@ -131,10 +154,17 @@ def main() -> int:
                     flush=True,
                 )
                 rows.append(row | {"tiles": tiles})
-    for row in compile_grouped_matmul():
-        spills = f"{row['spill_stores']}, {row['spill_loads']}" + (" **over budget**" if fails(row) else "")
-        print(f"| grouped matmul | - | {row['kernel']} | 128 x 128 | {row['registers']} | {spills} |", flush=True)
-        rows.append(row)
+    grouped = {
+        "grouped matmul": compile_grouped_matmul,
+        "grouped GLU": functools.partial(compile_glu, swiglu, biased=False),
+        "clamped, with biases": functools.partial(compile_glu, ClampedSwiGLU(), biased=True),
+    }
+    for about, compile_it in grouped.items():
+        for row in compile_it():
+            tiles = "128 x 2 x 128" if row["kernel"] in ("glu", "gate_up") else "128 x 128"
+            spills = f"{row['spill_stores']}, {row['spill_loads']}" + (" **over budget**" if fails(row) else "")
+            print(f"| {about} | - | {row['kernel']} | {tiles} | {row['registers']} | {spills} |", flush=True)
+            rows.append(row)
     if args.json:
         args.json.write_text(json.dumps({"jax": jax.__version__, "kernels": rows}, indent=1))
     return int(any(map(fails, rows)))

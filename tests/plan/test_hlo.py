@@ -142,3 +142,91 @@ def test_of_branches_the_cheapest_counts():
 def test_text_without_a_program():
     with pytest.raises(ValueError, match="no ENTRY"):
         read_costs("HloModule empty", {"fsdp": 1})
+
+
+# One gather of 8 x 1024 numbers into 32 x 1024, begun in one fusion, carried on beside a matmul, ended in a third. The
+# matmul reads one layer of ten, through a fusion within the fusion, in a loop from 1 to 9; slices sum over `data`.
+SPREAD = """
+HloModule jit_step
+
+%begun (s: bf16[8,1024]) -> (bf16[8,1024], bf16[32,1024]) {
+  %s = bf16[8,1024]{1,0} parameter(0)
+  %gather.1 = bf16[32,1024]{1,0} all-gather(%s), channel_id=5, replica_groups={{0,1,2,3}}, dimensions={0}, frontend_attributes={chain_id="4"}
+  ROOT %started = (bf16[8,1024]{1,0}, bf16[32,1024]{1,0}) custom-call(%gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%layer (stacked: bf16[10,128,128], at: s32[]) -> bf16[128,128] {
+  %stacked = bf16[10,128,128]{2,1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %zero.1 = s32[] constant(0)
+  %one = bf16[1,128,128]{2,1,0} dynamic-slice(%stacked, %at, %zero.1, %zero.1), dynamic_slice_sizes={1,128,128}
+  ROOT %flat = bf16[128,128]{1,0} bitcast(%one)
+}
+
+%beside (s.1: bf16[8,1024], g: bf16[32,1024], w: bf16[10,128,128], i.1: s32[], x: bf16[64,128]) -> (bf16[64,128], bf16[32,1024]) {
+  %s.1 = bf16[8,1024]{1,0} parameter(0)
+  %g = bf16[32,1024]{1,0} parameter(1)
+  %gather.2 = bf16[32,1024]{1,0} all-gather(%s.1), channel_id=5, replica_groups={{0,1,2,3}}, dimensions={0}, frontend_attributes={chain_id="4"}
+  %w = bf16[10,128,128]{2,1,0} parameter(2)
+  %i.1 = s32[] parameter(3)
+  %x = bf16[64,128]{1,0} parameter(4)
+  %w.1 = bf16[128,128]{1,0} fusion(%w, %i.1), kind=kLoop, calls=%layer
+  %product = bf16[64,128]{1,0} dot(%x, %w.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %both = (bf16[64,128]{1,0}, bf16[32,1024]{1,0}) tuple(%product, %gather.2)
+}
+
+%ended (s.2: bf16[8,1024], g.1: bf16[32,1024]) -> bf16[32,1024] {
+  %s.2 = bf16[8,1024]{1,0} parameter(0)
+  %g.1 = bf16[32,1024]{1,0} parameter(1)
+  %gather.3 = bf16[32,1024]{1,0} all-gather(%s.2), channel_id=5, replica_groups={{0,1,2,3}}, dimensions={0}, frontend_attributes={chain_id="4"}
+  ROOT %done = bf16[32,1024]{1,0} custom-call(%s.2, %g.1, %gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+%body (state: (s32[], bf16[8,1024], bf16[10,128,128], bf16[64,128])) -> (s32[], bf16[8,1024], bf16[10,128,128], bf16[64,128]) {
+  %state = (s32[], bf16[8,1024]{1,0}, bf16[10,128,128]{2,1,0}, bf16[64,128]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %mine = bf16[8,1024]{1,0} get-tuple-element(%state), index=1
+  %all = bf16[10,128,128]{2,1,0} get-tuple-element(%state), index=2
+  %rows = bf16[64,128]{1,0} get-tuple-element(%state), index=3
+  %start = (bf16[8,1024]{1,0}, bf16[32,1024]{1,0}) fusion(%mine), kind=kCustom, calls=%begun
+  %whole = bf16[32,1024]{1,0} get-tuple-element(%start), index=1
+  %step = (bf16[64,128]{1,0}, bf16[32,1024]{1,0}) fusion(%mine, %whole, %all, %i, %rows), kind=kOutput, calls=%beside
+  %next = bf16[64,128]{1,0} get-tuple-element(%step), index=0
+  %end = bf16[32,1024]{1,0} fusion(%mine, %whole), kind=kCustom, calls=%ended
+  ROOT %out = (s32[], bf16[8,1024]{1,0}, bf16[10,128,128]{2,1,0}, bf16[64,128]{1,0}) tuple(%i, %mine, %all, %next)
+}
+
+%condition (state.1: (s32[], bf16[8,1024], bf16[10,128,128], bf16[64,128])) -> pred[] {
+  %state.1 = (s32[], bf16[8,1024]{1,0}, bf16[10,128,128]{2,1,0}, bf16[64,128]{1,0}) parameter(0)
+  %i.2 = s32[] get-tuple-element(%state.1), index=0
+  %ten = s32[] constant(10)
+  ROOT %less = pred[] compare(%i.2, %ten), direction=LT
+}
+
+ENTRY %main (p: bf16[8,1024], q: bf16[10,128,128], r: bf16[64,128]) -> (s32[], bf16[8,1024], bf16[10,128,128], bf16[64,128]) {
+  %p = bf16[8,1024]{1,0} parameter(0)
+  %q = bf16[10,128,128]{2,1,0} parameter(1)
+  %r = bf16[64,128]{1,0} parameter(2)
+  %first = s32[] constant(1)
+  %first.1 = s32[] copy(%first)
+  %begin = (s32[], bf16[8,1024]{1,0}, bf16[10,128,128]{2,1,0}, bf16[64,128]{1,0}) tuple(%first.1, %p, %q, %r)
+  %token = token[] after-all()
+  %sent = (bf16[64,128]{1,0}, u32[]{:S(2)}, token[]) send(%r, %token), channel_id=9, is_host_transfer=true, frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  ROOT %loop = (s32[], bf16[8,1024]{1,0}, bf16[10,128,128]{2,1,0}, bf16[64,128]{1,0}) while(%begin), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_collective_spread_over_fusions_counts_once():
+    costs = read_costs(SPREAD, {"data": 2, "fsdp": 4}, across=("data",))
+    found = {(one.kind, one.axes): (one.written, one.runs, one.bytes) for one in costs.collectives}
+    whole, rows = 2 * 32 * 1024, 2 * 64 * 128
+    assert found == {("all-gather", ("fsdp",)): (1, 9, 9 * whole), ("all-reduce", ("data",)): (1, 1, rows)}
+    assert costs.flops == 9 * 2 * 64 * 128 * 128
+
+
+def test_fusions_move_the_slices_they_look_at_and_not_what_they_hand_on():
+    costs = read_costs(SPREAD, {"data": 2, "fsdp": 4}, across=("data",))
+    rows, layer, part, whole = 2 * 64 * 128, 2 * 128 * 128, 2 * 8 * 1024, 2 * 32 * 1024
+    begun, beside, small = part + whole, 2 * rows + layer, 100
+    assert costs.bytes == pytest.approx(9 * (begun + beside) + 2 * rows, abs=small)

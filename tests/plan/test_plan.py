@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxlib import nn, plan, sharding, training
+from maxlib import nn, ops, plan, sharding, training
 from maxlib.models import llama
 from maxlib.plan import __main__ as command
 from maxlib.plan import job as jobs
+from maxlib.plan.program import causal_trips
 from maxlib.plan.search import pareto
+from tests.benchmarks.published import ROWS, Net
 from tests.nn.tiny import LLAMA
 from tests.training import tiny
 
@@ -53,8 +55,25 @@ def test_the_program_gathers_weights_and_sums_gradients_over_the_right_axes():
 
 def test_the_report_reads():
     text = str(compiled())
-    for words in ("5.", "on cpu: 8 x", "mesh: data 2, fsdp 4", "gradients", "fits:", "all-gather", "MFU", "assumes"):
+    for words in (
+        "5.",
+        "on cpu: 8 x",
+        "mesh: data 2, fsdp 4",
+        "gradients",
+        "fits:",
+        "all-gather",
+        "A larger batch",
+        "MFU is",
+        "assumes",
+    ):
         assert words in text
+
+
+@pytest.mark.parametrize(("heads", "visited"), [(8, (2048 / 256 + 1) / 2), (16, (2048 / 128 + 1) / 2)])
+def test_a_causal_mask_leaves_about_half_the_blocks_that_a_device_cuts(heads, visited):
+    x = jax.ShapeDtypeStruct((1, 2048, heads, 8), jnp.bfloat16)
+    text = jax.jit(ops.attention).lower(x, x, x).as_text()
+    assert causal_trips(text) == visited and causal_trips("module @jit_step {}") == 1
 
 
 def test_jobs_travel_as_text():
@@ -72,6 +91,24 @@ def test_a_model_that_does_not_fit_says_by_how_much():
     text = str(plan.plan("llama3-70b", "h100x8", sequence=8192, remat=None))
     assert "does not fit" in text and "GiB too much" in text and "remat='full'" in text
     assert "analytic model only" in text and "not compiled" in text
+
+
+def test_where_sequences_are_split_between_matmuls_a_layer_holds_them_whole():
+    base = dict(model="llama3.2-1b", target="h100x8", sequence=4096, mesh={"fsdp": 2, "tensor": 4})
+    split, whole = (plan.estimated(plan.Job(**base, rules=rules)).analytic for rules in ("fsdp_tp_sp", "fsdp_tp"))
+    rows = 4 * 4096 * 2048 * 2  # of four devices, each with one row
+    assert split.activations < 0.3 * whole.activations and 3.5 * rows < split.layer < whole.layer + 4 * rows
+
+
+PUBLISHED_BILLIONS = {16: 16.27, 32: 32.55, 64: 64.76, 128: 129.2, 256: 258.4, 512: 516.1, 1024: 1031}
+
+
+def test_the_published_networks_have_their_published_sizes_and_travel():
+    for scale in (16, 64, 1024):
+        assert nn.num_parameters(jax.eval_shape(Net(scale))) / 1e9 == pytest.approx(PUBLISHED_BILLIONS[scale], rel=1e-3)
+    job = plan.Job(model=Net(32), target="v5p-128")
+    assert jobs.from_json(jobs.to_json(job)).model == Net(32)
+    assert {row.net.scale for row in ROWS.values()} == set(PUBLISHED_BILLIONS)
 
 
 MISTAKES = {

@@ -250,6 +250,14 @@ def test_the_newest_of_all_tiers_is_restored_and_the_end_is_in_each(tmp_path):
     assert [tier.steps() for tier in ck.tiers] == [[5], [3, 5]]
 
 
+def test_a_run_that_stops_where_no_tier_was_due_is_saved_in_each(tmp_path):
+    tiers = [Checkpointer(tmp_path / name, every=every) for name, every in (("near", 2), ("far", 3))]
+    with Tiers(*tiers) as ck:
+        assert not ck.should_save(5)
+        ck.save(5, of(5))
+    assert [tier.steps() for tier in ck.tiers] == [[5], [5]]
+
+
 @pytest.mark.parametrize("harm", [flip, shutil.rmtree], ids=["flipped", "lost"])
 def test_a_near_step_that_is_bad_or_lost_costs_the_way_from_the_far_one(tmp_path, harm, caplog):
     with make_tiers(tmp_path) as ck:

@@ -7,11 +7,30 @@ import sys
 
 import pytest
 
-BUCKET = """
+# What the emulator lacks of the service: the generation that comes with a download, and moving an object.
+EMULATOR = r"""
 import logging, sys
 import numpy as np
-from gcp_storage_emulator.server import create_server
-create_server("localhost", int(sys.argv[1]), in_memory=True, default_bucket="bucket").start()
+from gcp_storage_emulator.handlers import objects
+
+def download(request, response, storage, *, send=objects.download):
+    if found := storage.objects.get(request.params["bucket_name"], {}).get(request.params["object_id"]):
+        response["x-goog-generation"] = found["generation"]
+    send(request, response, storage)
+
+def move(request, response, storage, **options):
+    request.params["dest_bucket_name"] = request.params["bucket_name"]
+    objects.copy(request, response, storage)
+    objects._delete(storage, request.params["bucket_name"], request.params["object_id"])
+
+objects.download = download
+from gcp_storage_emulator import server
+MOVE = r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>.+)/moveTo/o/(?P<dest_object_id>.+)$"
+server.HANDLERS = ((MOVE, {server.POST: move}), *server.HANDLERS)
+server.create_server("localhost", int(sys.argv[1]), in_memory=True, default_bucket="bucket").start()
+"""
+
+BUCKET = """
 from etils import epath
 from maxlib.training import checkpoint
 from maxlib.training.checkpoint import Best, Checkpointer, InUseError, Tiers
@@ -75,7 +94,7 @@ def test_a_bucket(tmp_path):
         "TENSORSTORE_GCS_HTTP_URL": f"http://localhost:{port}",
     }
     environment = os.environ | place | {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "none", "EPATH_USE_TF": "false"}
-    command = [sys.executable, "-c", BUCKET, port, str(tmp_path)]
+    command = [sys.executable, "-c", EMULATOR + BUCKET, port, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.splitlines()[-1] == "done" and "process 1 on there" in done.stdout

@@ -1,6 +1,7 @@
 """The trainer does what the bare loop does, and what a long run needs besides."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
     rows = training.read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert np.float32(rows[-1]["loss"]) == np.float32(metrics["loss"])
-    assert make(tiny.Loader()).fit(6) == {}  # nothing is left to do
+    assert np.float32(make(tiny.Loader()).fit(6)["loss"]) == np.float32(metrics["loss"])  # nothing is left to do
 
 
 def test_where_a_run_begins(tmp_path, capsys):
@@ -240,10 +241,13 @@ def test_sigterm_cuts_an_evaluation_short_and_again_is_as_once(tmp_path):
             assert self.next < 4
             return super().__next__()
 
-    ours = trainer(checkpointer=training.Checkpointer(tmp_path), eval_loader=Long(), eval_every=3)
+    options = {"directory": tmp_path, "checkpointer": training.Checkpointer(tmp_path / "checkpoints"), "eval_every": 3}
     with pytest.raises(training.Interrupted) as stopped:
-        ours.fit(100)
-    assert stopped.value.code == 128 + signal.SIGTERM and ours.checkpointer.steps() == [3]
+        trainer(**options, eval_loader=Long()).fit(100)
+    assert stopped.value.code == 128 + signal.SIGTERM and options["checkpointer"].steps() == [3]
+    trainer(**options, eval_loader=tiny.Loader(1)).fit(4)  # makes up for it
+    rows = training.read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval/loss" in row] == [3, 4]
 
 
 def test_exports_are_made_in_the_background_and_made_up_for(tmp_path, capsys):
@@ -298,6 +302,21 @@ def test_the_best_checkpoint_stays(tmp_path):
     ours.callbacks.append((1, lambda trainer: losses.setdefault(trainer.step, trainer.evaluate()["eval/loss"])))
     ours.fit(4)
     assert ours.checkpointer.steps() == sorted({4, min(losses, key=losses.__getitem__)})
+
+
+def test_a_tier_gets_the_step_that_a_kill_kept_from_it(tmp_path):
+    """With its metrics, by which the best one is chosen."""
+
+    def begin():
+        near, far = (checkpoint.Checkpointer(tmp_path / name, every=2) for name in ("near", "far"))
+        tiers = checkpoint.Tiers(near, far)
+        return trainer(checkpointer=tiers, eval_loader=tiny.Loader(1), eval_every=2)
+
+    before = begin().fit(2)
+    shutil.rmtree(tmp_path / "far" / "2")
+    assert begin().fit(2)["eval/loss"] == before["eval/loss"]
+    saved = [checkpoint.load(tmp_path / name)["meta"] for name in ("near", "far")]
+    assert [meta["step"] for meta in saved] == [2, 2] and saved[0]["metrics"] == saved[1]["metrics"]
 
 
 def test_data_that_ends_is_said(capsys):

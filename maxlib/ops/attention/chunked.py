@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib.ops.attention.sinks import merge_sinks
+from maxlib.ops.varying import vary_alike
 
 
 class Spec(NamedTuple):
@@ -61,7 +62,7 @@ def chunked(
     spec = choose_blocks(q, k, scale, softcap, block_q, block_k, whole_batch=bias is not None)
     bias = None if bias is None else _fold_bias(bias, q.shape[2], k.shape[2], spec.block_q)
     # Under shard_map all operands vary alike from here on; the transpose of this sums the gradients of replicated ones.
-    arrays = _vary_alike((q, k, v, bias, k_start.astype(jnp.int32), k_end.astype(jnp.int32)))
+    arrays = vary_alike((q, k, v, bias, k_start.astype(jnp.int32), k_end.astype(jnp.int32)))
     out, lse = _attend(spec, *arrays)
     return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
 
@@ -291,12 +292,4 @@ def _compute_dtype(x):
 
 
 def _zeros(shape, dtype, like):
-    return _vary_alike((jnp.zeros(shape, dtype), like))[0]
-
-
-def _vary_alike(arrays):
-    """Makes arrays vary over the same mesh axes, which loops inside `shard_map` insist on; elsewhere does nothing."""
-    varying = lambda x: jax.typeof(x).manual_axis_type.varying
-    axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(arrays)))
-    missing = lambda x: tuple(sorted(axes - varying(x)))
-    return jax.tree.map(lambda x: lax.pcast(x, missing(x), to="varying") if missing(x) else x, arrays)
+    return vary_alike((jnp.zeros(shape, dtype), like))[0]

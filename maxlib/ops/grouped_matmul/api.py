@@ -52,12 +52,12 @@ def grouped_matmul(
     Raises ValueError for shapes that do not fit, for an unknown implementation or layout, and for an implementation
     that cannot run the call.
     """
-    _check(rows, weights, rows_per_expert, layout)
-    name = _chosen(implementation, _RUN)
+    check("grouped_matmul", rows, weights, rows_per_expert, layout)
+    name = chosen(implementation)
     if name != "tiled" and not isinstance(weights, jax.Array):
         weights = weights[...]
-    if name == "mosaic_gpu" and (reason := refuses(rows, weights, layout, out_dtype, current_device())) is not None:
-        raise ValueError(f"grouped_matmul: mosaic_gpu {reason}. Pass implementation=None for the best one that can.")
+    if name == "mosaic_gpu":
+        check_kernel("grouped_matmul", rows, weights, layout, out_dtype)
     counts = rows_per_expert.astype(jnp.int32)
     return _grouped_matmul(rows, weights, counts, implementation=name, layout=layout, out_dtype=out_dtype)
 
@@ -77,16 +77,20 @@ def grouped_outer(
     """
     if d_out.shape[0] != rows.shape[0]:
         raise ValueError(f"grouped_outer: both must have the same rows, got {d_out.shape} and {rows.shape}")
-    return _grouped_outer(
-        d_out, rows, rows_per_expert.astype(jnp.int32), implementation=_chosen(implementation, _OUTER)
-    )
+    return _grouped_outer(d_out, rows, rows_per_expert.astype(jnp.int32), implementation=chosen(implementation, _OUTER))
 
 
-def _chosen(implementation: str | None, known: Mapping[str, Any]) -> str:
+def chosen(implementation: str | None, known: Mapping[str, Any] = _RUN) -> str:
     name = _BEST.get(current_device()[0], "tiled") if implementation is None else implementation
     if name not in known:
         raise ValueError(f"implementation must be None or one of {sorted(known)}, got {name!r}")
     return name
+
+
+def check_kernel(op: str, rows, weights, layout: str, out_dtype: Any = None) -> None:
+    """Raises ValueError if the kernels for Hopper cannot run this."""
+    if (reason := refuses(rows, weights, layout, out_dtype, current_device())) is not None:
+        raise ValueError(f"{op}: mosaic_gpu {reason}. Pass implementation=None for the best one that can.")
 
 
 def _flops(rows, weights, *rest) -> float:
@@ -108,16 +112,17 @@ def _grouped_outer(d_out, rows, rows_per_expert, *, implementation):
     return _OUTER[implementation](d_out, rows, rows_per_expert)
 
 
-def _check(rows, weights, rows_per_expert, layout) -> None:
+def check(op: str, rows, weights, rows_per_expert, layout) -> None:
+    """Raises ValueError for shapes that do not fit."""
     if layout not in ("EOI", "EIO"):
-        raise ValueError(f"grouped_matmul: layout must be 'EOI' or 'EIO', got {layout!r}")
+        raise ValueError(f"{op}: layout must be 'EOI' or 'EIO', got {layout!r}")
     if rows.ndim != 2 or len(weights.shape) != 3 or rows.shape[1] != weights.shape[layout.index("I")]:
         raise ValueError(
-            f"grouped_matmul: rows must be 'M I' and weights {' '.join(layout)!r} with the same I, "
+            f"{op}: rows must be 'M I' and weights {' '.join(layout)!r} with the same I, "
             f"got rows {rows.shape} and weights {weights.shape}"
         )
     if rows_per_expert.shape != weights.shape[:1] or not jnp.issubdtype(rows_per_expert.dtype, jnp.integer):
         raise ValueError(
-            f"grouped_matmul: rows_per_expert must hold one integer per expert, here {weights.shape[0]}, "
+            f"{op}: rows_per_expert must hold one integer per expert, here {weights.shape[0]}, "
             f"got {rows_per_expert.dtype} {rows_per_expert.shape}"
         )

@@ -37,6 +37,11 @@ def reference_outer(
     return jnp.stack(found).astype(summed_in(rows.dtype))
 
 
+def owners(rows_per_expert: Int[Array, " E"], num_rows: int) -> Int[Array, " M"]:
+    """Each row's expert, E for rows of none."""
+    return jnp.searchsorted(jnp.cumsum(rows_per_expert), jnp.arange(num_rows), side="right")
+
+
 def accumulator(dtype: Any) -> Any:
     """What products of `dtype` are summed in."""
     if jnp.issubdtype(dtype, jnp.integer):

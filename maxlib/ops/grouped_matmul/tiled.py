@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from maxlib.ops.grouped_matmul.reference import accumulator, summed_in
+from maxlib.ops.varying import vary_alike
 
 
 class Tile(NamedTuple):
@@ -38,7 +39,7 @@ def tiled(
         return jnp.zeros((0, weights.shape[3 - contract]), out_dtype or rows.dtype)
     if out_dtype is not None or not isinstance(weights, jax.Array):
         return _by_expert(rows, weights, rows_per_expert, contract=contract, out_dtype=out_dtype)
-    return _tiled(*vary_alike(rows, weights, rows_per_expert), contract)
+    return _tiled(*vary_alike((rows, weights, rows_per_expert)), contract)
 
 
 def tiled_outer(
@@ -47,7 +48,7 @@ def tiled_outer(
     exact = summed_in(rows.dtype)
     if rows.shape[0] == 0:
         return jnp.zeros((len(rows_per_expert), d_out.shape[1], rows.shape[1]), exact)
-    d_out, rows, rows_per_expert = vary_alike(d_out, rows, rows_per_expert)
+    d_out, rows, rows_per_expert = vary_alike((d_out, rows, rows_per_expert))
     return _outer(d_out, rows, rows_per_expert, exact)
 
 
@@ -147,11 +148,3 @@ def _tile_sizes(M: int, E: int) -> list[int]:
         unit = 16 if M <= 128 * E else 32 if M <= 256 * E else 64
         sizes = [8 * unit, 4 * unit, 2 * unit, unit]
     return [size for size in sizes if size <= M] or [M]
-
-
-def vary_alike(*arrays: Array) -> list[Array]:
-    """Inside shard_map, marks operands as varying wherever another one does, so that JAX sums their gradients there."""
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    everywhere = frozenset().union(*varying)
-    missing = [tuple(sorted(everywhere - axes)) for axes in varying]
-    return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]

@@ -222,12 +222,13 @@ class Checkpointer:
 
     def _prune(self) -> None:
         """Deletes the steps that need not be kept; the damaged ones never count as kept."""
-        good = [step for step in self.steps() if step not in self._damaged]
+        steps = self.steps()
+        good = [step for step in steps if step not in self._damaged]
         for step in good:
             if self._keep.best and step not in self._metrics:
                 self._metrics[step] = restore.metrics(self.directory / str(step))
         keep = self._keep(good, self._metrics)
-        self._steps.delete([step for step in self.steps() if step < max(good) and step not in keep])
+        self._steps.delete([step for step in steps if step < max(good, default=0) and step not in keep])
 
     def _wait_quietly(self) -> None:
         failed = self._finish()

@@ -50,8 +50,9 @@ class Tiers:
 
     def should_save(self, step: int) -> bool:
         """Whether `step` is due in any tier; the next `save` of it goes to those only."""
-        self._due = step, [tier for tier in self.tiers if tier.should_save(step)]
-        return bool(self._due[1])
+        due = [tier for tier in self.tiers if tier.should_save(step)]
+        self._due = (step, due) if due else None  # a save that no tier was due for goes to all
+        return bool(due)
 
     def save(self, step: int, items: Mapping[str, Any], **more: Any) -> None:
         """Saves to the tiers that `should_save` has found, without it (at the end of a run) to all; see

@@ -11,11 +11,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib.ops.attention.dispatch import Call
+from maxlib.ops.attention.logits import LOG2_E, Logits
 from maxlib.ops.attention.mosaic_gpu import config
 from maxlib.ops.attention.sinks import merge_sinks
 
 HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
-LOG2_E = 1.4426950408889634
 
 
 def refuses(call: Call) -> str | None:
@@ -46,8 +46,6 @@ def mosaic_gpu(
 
     Differentiable once (reverse mode) in q, k, v and sinks; the gradients are the same in every run.
     """
-    from maxlib.ops.attention.mosaic_gpu.logits import Logits
-
     if scale <= 0:  # the kernels take the maximum before they scale
         q, scale = q * jnp.sign(jnp.asarray(scale, q.dtype)), abs(scale) or 1.0
     T, S = q.shape[1], k.shape[1]

@@ -18,9 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from maxlib.ops import _compat
+from maxlib.ops.attention.logits import Logits
 from maxlib.ops.attention.mosaic_gpu import intervals, memory
 from maxlib.ops.attention.mosaic_gpu.config import ROWS, Tiles
-from maxlib.ops.attention.mosaic_gpu.logits import Logits, hide, settle, spread
+from maxlib.ops.attention.mosaic_gpu.logits import hide, probabilities, settle, spread
 
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -138,7 +139,7 @@ def _queries_step(own, first_key, ends, stats, i, total, *, masked: bool, logits
         plgpu.wgmma(d_probs, own.d_out(), _compat.transpose(v))
         bent = logits.bend(plgpu.wgmma_accumulator_load(scores, wait_n=1))
         mask = (lambda x: hide(x, ends, first_key(i), axis=1)) if masked else (lambda x: x)
-        weights, d_probs = settle(logits.weights(bent, logits.probs(bent, mask, lse, axis=0)), d_probs)
+        weights, d_probs = settle(logits.slope(bent, probabilities(logits, bent, mask, lse, axis=0)), d_probs)
         return weights * (d_probs - spread(delta(), d_probs))
 
     shape = plgpu.WGMMAAccumulatorRef((ROWS, tiles.columns), jnp.float32)
@@ -254,10 +255,10 @@ def _keys_step(own, first_key, done, wanted, i, totals, *, masked: bool, logits:
             plgpu.wgmma(acc, own.v(), _compat.transpose(d_out))
         bent = logits.bend(plgpu.wgmma_accumulator_load(scores, wait_n=len(d_probs)))
         mask = (lambda x: hide(x, (start, end), first_key, axis=0)) if masked else (lambda x: x)
-        probs = logits.probs(bent, mask, lse, axis=1)
+        probs = probabilities(logits, bent, mask, lse, axis=1)
         if "dk" not in wanted:
             return [probs]
-        weights = logits.weights(bent, probs)
+        weights = logits.slope(bent, probs)
         (probs, weights), d_probs = settle((probs if "dv" in wanted else weights, weights), *d_probs)
         return [weights * (d_probs - spread(delta(), d_probs, axis=1)), probs][: len(wanted)]
 

@@ -10,10 +10,10 @@ import einops
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxlib.ops.attention.logits import LOG2_E, Logits
 from maxlib.ops.attention.merge import merge_parts
 from maxlib.ops.attention.mosaic_gpu import config
 from maxlib.ops.attention.mosaic_gpu.forward import forward
-from maxlib.ops.attention.mosaic_gpu.logits import LOG2_E, Logits
 
 
 def decode(

@@ -16,9 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from maxlib.ops import _compat
+from maxlib.ops.attention.logits import LOWEST, Logits
 from maxlib.ops.attention.mosaic_gpu import intervals, memory
 from maxlib.ops.attention.mosaic_gpu.config import ROWS, Tiles
-from maxlib.ops.attention.mosaic_gpu.logits import LOWEST, Logits, hide, spread
+from maxlib.ops.attention.mosaic_gpu.logits import hide, spread
 
 
 class Scratch(NamedTuple):

@@ -1,44 +1,18 @@
 """What both kernels do with a tile of raw products of queries and keys, held in registers."""
 
-import dataclasses
-import math
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-LOWEST = float(jnp.finfo(jnp.float32).min)  # in place of -inf where two infinities would be subtracted
-LOG2_E = math.log2(math.e)
+from maxlib.ops.attention.logits import Logits
 
 
-@dataclasses.dataclass(frozen=True)
-class Logits:
-    """How raw products become logits. `scale` must be positive.
+def probabilities(logits: Logits, bent, hide, lse, axis: int):
+    """A tile's probabilities. `hide` masks; `lse` loads one number per query, and queries run along `axis`.
 
-    Logits are kept in base 2 and unscaled: `exp(logit - max)` is `exp2(factor * bent - max2)`, one multiply-add.
+    Numbers are loaded when they are needed, not before: registers are scarce.
     """
-
-    scale: float
-    softcap: float | None = None
-
-    @property
-    def factor(self) -> float:
-        return LOG2_E * (self.scale if self.softcap is None else self.softcap)
-
-    def bend(self, products):
-        """The soft-cap's curve, in units of the cap."""
-        return products if self.softcap is None else jnp.tanh(products * (self.scale / self.softcap))
-
-    def probs(self, bent, hide, lse, axis: int):
-        """A tile's probabilities. `hide` masks; `lse` loads one number per query, and queries run along `axis`.
-
-        Numbers are loaded when they are needed, not before: registers are scarce.
-        """
-        return jnp.exp2(hide(bent * self.factor - lax.broadcast_in_dim(lse(), bent.shape, [axis])))
-
-    def weights(self, bent, probs):
-        """The derivative of the probabilities' logarithm by the products, over `scale`, times the probabilities."""
-        return probs if self.softcap is None else probs * (1.0 - bent * bent)
+    return jnp.exp2(hide(bent * logits.factor - lax.broadcast_in_dim(lse(), bent.shape, [axis])))
 
 
 def settle(ready, pending):

@@ -13,11 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib.ops.attention.dispatch import Call, current_device
-from maxlib.ops.attention.mosaic_tpu import config
+from maxlib.ops.attention.logits import LOG2_E, Logits
+from maxlib.ops.attention.mosaic_tpu import config, visits
 from maxlib.ops.attention.sinks import merge_sinks
 from maxlib.ops.attention.tiles import tiles
-
-LOG2_E = 1.4426950408889634
 
 
 def refuses(call: Call) -> str | None:
@@ -75,7 +74,6 @@ def _attend(spec: Spec, q, k, v, start, end):
     if not config.decodes(*q.shape[1:3]):
         return _forward(spec, q, k, v, start, end)
     from maxlib.ops.attention.mosaic_tpu.decode import decode
-    from maxlib.ops.attention.mosaic_tpu.logits import Logits
 
     block = config.decode_keys(*k.shape[1:])
     options = {"block": block, "parts": spec.chip.cores, "vmem": spec.chip.vmem}
@@ -83,9 +81,7 @@ def _attend(spec: Spec, q, k, v, start, end):
 
 
 def _forward(spec: Spec, q, k, v, start, end):
-    from maxlib.ops.attention.mosaic_tpu import visits
     from maxlib.ops.attention.mosaic_tpu.forward import forward
-    from maxlib.ops.attention.mosaic_tpu.logits import Logits
 
     cut = _Cut.of(spec.chip.forward, q.shape[1], k.shape[1], q.shape[2] // k.shape[2])
     keys, values = (cut.blocks(x.astype(q.dtype)) for x in (k, v))
@@ -102,8 +98,7 @@ def _attend_fwd(spec: Spec, *args):
 
 
 def _attend_bwd(spec: Spec, residuals, cotangents):
-    from maxlib.ops.attention.mosaic_tpu import backward, visits
-    from maxlib.ops.attention.mosaic_tpu.logits import Logits
+    from maxlib.ops.attention.mosaic_tpu import backward
 
     (q, k, v, start, end), out, lse = residuals
     d_out, d_lse = cotangents

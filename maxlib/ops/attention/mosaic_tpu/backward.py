@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from maxlib.ops.attention.logits import Logits
 from maxlib.ops.attention.mosaic_tpu.launch import launch, passing, staying
-from maxlib.ops.attention.mosaic_tpu.logits import Logits, dot, hide
+from maxlib.ops.attention.mosaic_tpu.logits import dot, hide
 from maxlib.ops.attention.mosaic_tpu.visits import Tile
 
 

@@ -16,10 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from maxlib.ops.attention.logits import LOG2_E, LOWEST, Logits
 from maxlib.ops.attention.merge import merge_parts
 from maxlib.ops.attention.mosaic_tpu import visits
 from maxlib.ops.attention.mosaic_tpu.launch import Block, launch
-from maxlib.ops.attention.mosaic_tpu.logits import LOG2_E, LOWEST, Logits, dot
+from maxlib.ops.attention.mosaic_tpu.logits import dot
 from maxlib.ops.attention.tiles import tiles
 
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from maxlib.ops.attention.logits import LOWEST, Logits
 from maxlib.ops.attention.mosaic_tpu.launch import launch, passing, staying
-from maxlib.ops.attention.mosaic_tpu.logits import LOWEST, Logits, dot, hide
+from maxlib.ops.attention.mosaic_tpu.logits import dot, hide
 from maxlib.ops.attention.mosaic_tpu.visits import Tile
 
 

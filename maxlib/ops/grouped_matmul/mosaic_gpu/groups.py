@@ -1,7 +1,7 @@
 """Whose rows are where: tables that the kernels read, computed by XLA before they start."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 ALIGNED = 8  # rows: the memory unit's tiles begin at multiples of it
 
@@ -26,3 +26,8 @@ def tiles(rows_per_expert: Int[Array, " E"], num_rows: int, size: int) -> Int[Ar
     here = begin[expert] + (tile - last[expert] + count[expert]) * size
     table = jnp.stack([expert, here, jnp.maximum(start[expert], here), jnp.minimum(stop[expert], here + size)], axis=1)
     return jnp.where((tile < last[-1])[:, None], table, 0).astype(jnp.int32)
+
+
+def whole_blocks(bias: Float[Array, "E C"], size: int) -> Float[Array, "E _"]:
+    """In float32, with zeros behind, because a kernel reads `size` columns at a time."""
+    return jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, -bias.shape[1] % size)))

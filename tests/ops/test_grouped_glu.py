@@ -1,0 +1,209 @@
+"""Gate and up projections of experts together: every implementation against the formula in float64, the kernel for
+Hopper in the emulator and lowered for CUDA, and the mixture of experts that calls it.
+"""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import export
+
+from maxlib import nn, ops
+from maxlib.ops.grouped_matmul import api
+from maxlib.ops.grouped_matmul.mosaic_gpu import by_experts, by_rows, glu
+from maxlib.training.flops import forward_flops
+from tests.ops.attention import emulator
+from tests.ops.test_grouped_matmul import close, loop
+from tests.ops.test_grouped_mosaic_gpu import COUNTS, I, M, O, gpu, no_gpu
+
+
+def geglu(gate, up):
+    return jax.nn.gelu(gate) * up
+
+
+COMBINES = {"silu": nn.swiglu, "clamped": nn.ClampedSwiGLU(limit=1.0), "gelu": geglu}
+
+
+def arrays(M, I, O, E, dtype=np.float32, *, layout="EOI", biased=False):
+    """Rows, gate, up, biases and the gradient of the result."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    shape = (E, O, I) if layout == "EOI" else (E, I, O)
+    biases = (draw(E, O), draw(E, O)) if biased else ()
+    return draw(M, I), 0.1 * draw(*shape), 0.1 * draw(*shape), biases, draw(M, O)
+
+
+def in_float64(rows, gate, up, biases, d_out, counts, combine, layout="EOI"):
+    """The result and the gradients of rows, gate, up and biases, from a loop over experts for each matmul."""
+    turn = lambda w: np.asarray(w, np.float64).swapaxes(*((1, 2) if layout == "EIO" else (1, 1)))
+    own = np.arange(len(rows)) < np.cumsum(counts)[:, None]
+    own[1:] &= ~own[:-1]  # E M
+    given = rows.at[sum(counts) :].set(0), *map(turn, (gate, up))
+    found = [loop(given[0], w, counts, d_out)[0] for w in given[1:]]
+    found = [y + own.T @ np.asarray(b, np.float64) for y, b in zip(found, biases, strict=True)] if biases else found
+    with jax.enable_x64(True):
+        out, pull = jax.vjp(combine, *found)
+        d_gate, d_up = map(np.asarray, pull(np.where(own.any(0)[:, None], np.asarray(d_out, np.float64), 0)))
+    (_, one, of_gate), (_, other, of_up) = (
+        loop(given[0], w, counts, d) for w, d in zip(given[1:], (d_gate, d_up), strict=True)
+    )
+    d_biases = [own.astype(float) @ d for d in (d_gate, d_up)] if biases else []
+    return [np.asarray(out), one + other, turn(of_gate), turn(of_up), *d_biases]
+
+
+def value_and_gradients(run, rows, gate, up, biases, d_out):
+    out, pull = jax.vjp(run, rows, gate, up, biases)
+    return jax.tree.leaves((out, pull(d_out)))
+
+
+def by_op(counts, **options):
+    names = ("gate_bias", "up_bias")
+    return lambda rows, gate, up, biases: ops.grouped_glu(
+        rows, gate, up, counts, **dict(zip(names, biases, strict=False)), **options
+    )
+
+
+def by_kernel(counts, layout, combine):
+    return lambda rows, gate, up, biases: glu(rows, gate, up, counts, biases, layout, combine)
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "ragged_dot", "reference"])
+def test_equals_the_formula(implementation):
+    options = {"combine": nn.ClampedSwiGLU(limit=1.0), "layout": "EIO"}
+    given, counts = arrays(70, 5, 7, 3, layout="EIO", biased=True), [33, 0, 21]
+    run = by_op(jnp.array(counts), implementation=implementation, **options)
+    close(jax.jit(functools.partial(value_and_gradients, run))(*given), in_float64(*given, counts, **options))
+
+
+# ---------------------------------------------------------------------------------------------- the kernel
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    emulator.install(monkeypatch, by_rows, by_experts)
+
+
+@no_gpu
+@pytest.mark.parametrize(("name", "layout", "biased"), [("silu", "EOI", False), ("clamped", "EIO", True)])
+def test_the_kernels_code_equals_the_formula(emulated, name, layout, biased):
+    """Values alone are joined in the kernel; with gradients it writes gate and up."""
+    given, combine = arrays(M, I, O, 4, layout=layout, biased=biased), COMBINES[name]
+    kernel = lambda counts: by_kernel(counts, layout, emulator.in_numpy(combine))
+    alone = jax.jit(lambda counts, *given: kernel(counts)(*given))
+    both = jax.jit(lambda counts, *given: value_and_gradients(kernel(counts), *given))
+    for about in COUNTS if name == "silu" else ["uneven"]:
+        counts = COUNTS[about]
+        want = in_float64(*given, counts, combine, layout)
+        spoiled = given[0].at[sum(counts) :].set(jnp.nan), *given[1:]  # rows of no expert need not be finite
+        if about in ("uneven", "less than a tile each", "nothing"):
+            close([alone(jnp.array(counts), *spoiled[:4])], want[:1])
+        if about in ("uneven", "rows left over"):
+            close(both(jnp.array(counts), *spoiled), want)
+
+
+@no_gpu
+def test_tanh_joins_in_the_kernel(emulated):
+    """Of products of more steps than there are places in shared memory."""
+    given, counts = arrays(100, 6 * 64, 64, 4), [60, 0, 33, 2]
+    run = by_kernel(jnp.array(counts), "EOI", emulator.in_numpy(geglu))
+    close([jax.jit(run)(*given[:4])], in_float64(*given, counts, geglu)[:1])
+
+
+def shapes(dtype=jnp.bfloat16, *, layout="EOI", biased=False):
+    """Of rows, gate, up, biases and the gradient: others than those above, whose traces are the emulator's."""
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    matrix = array(dtype, 4, O, I) if layout == "EOI" else array(dtype, 4, I, O)
+    biases = (array(dtype, 4, O),) * 2 if biased else ()
+    return array(jnp.bfloat16, 1000, I), matrix, matrix, biases, array(jnp.bfloat16, 1000, O)
+
+
+def lowered(fn, *given) -> str:
+    check = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    return export.export(jax.jit(fn), platforms=["cuda"], disabled_checks=[check])(*given).mlir_module()
+
+
+@no_gpu
+@pytest.mark.parametrize("name", COMBINES)
+def test_the_kernel_lowers(name):
+    run = by_kernel(jnp.array([500, 0, 300, 100]), "EOI", COMBINES[name])
+    text = lowered(run, *shapes(biased=name == "clamped")[:4])
+    assert text.count("@mosaic_gpu_v2(") == 1
+
+
+@no_gpu
+def test_its_gradients_lower():
+    run = by_kernel(jnp.array([500, 0, 300, 100]), "EIO", nn.swiglu)
+    text = lowered(functools.partial(value_and_gradients, run), *shapes(jnp.float32, layout="EIO", biased=True))
+    assert text.count("@mosaic_gpu_v2(") == 4  # gate and up, the gradient of the rows, those of gate and of up
+
+
+@no_gpu
+@pytest.mark.parametrize(("policy", "runs"), [("minimal", 1), ("full", 2)])
+def test_remat_decides_what_is_kept(policy, runs):
+    run = jax.checkpoint(by_kernel(jnp.array([500, 0, 300, 100]), "EOI", nn.swiglu), policy=nn.remat_policy(policy))
+    loss = lambda *given: (run(*given).astype(jnp.float32) ** 2).sum()
+    text = lowered(jax.grad(loss, argnums=(0, 1, 2)), *shapes()[:4])
+    assert text.count("@mosaic_gpu_v2(") == runs + 3  # the gradients of rows, gate and up
+
+
+def test_a_name_never_falls_back():
+    rows, gate, up, _, _ = arrays(8, 64, 64, 2)
+    with pytest.raises(ValueError, match=r"grouped_glu: mosaic_gpu is for NVIDIA's Hopper .* Pass implementation=None"):
+        ops.grouped_glu(rows, gate, up, jnp.array([4, 4]), combine=nn.swiglu, implementation="mosaic_gpu")
+
+
+def test_clear_errors():
+    unchecked = inspect.unwrap(ops.grouped_glu)  # the shape checker of the tests would be first
+    rows, gate, up, (bias, _), _ = arrays(8, 5, 7, 2, biased=True)
+    call = functools.partial(unchecked, rows, gate, combine=nn.swiglu)
+    with pytest.raises(ValueError, match="same shape, got .*7, 5.* and .*6, 5"):
+        call(up[:, :6], jnp.array([4, 4]))
+    with pytest.raises(ValueError, match=r"'E O', here \(2, 7\), or both None, got None and \(2, 7\)"):
+        call(up, jnp.array([4, 4]), up_bias=bias)
+    with pytest.raises(ValueError, match="one of .*reference.*got 'fast'"):
+        call(up, jnp.array([4, 4]), implementation="fast")
+
+
+# ---------------------------------------------------------------------------------------------- who calls it
+
+
+def mixture(implementation, combine=nn.swiglu):
+    layer = nn.MoE(64, 64, router=nn.Router(64, 4, top_k=2, rngs=nnx.Rngs(0)), combine=combine, rngs=nnx.Rngs(0))
+    for part in (layer.gate, layer.up, layer.down):
+        part.matmul = nn.Exact(implementation)
+    return layer
+
+
+@no_gpu
+def test_a_mixture_of_experts_uses_it(emulated, monkeypatch):
+    monkeypatch.setattr(api, "refuses", lambda *call: None)  # there is no GPU
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 10, 64)), jnp.float32)
+
+    def run(layer):
+        loss = lambda layer, x: (layer(x)[0] ** 2).sum()
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(layer, x))
+
+    layer = mixture("mosaic_gpu", emulator.in_numpy(nn.swiglu))
+    assert str(jax.make_jaxpr(lambda x: layer(x)[0])(x)).count("pure_callback[") == 2  # gate and up, and down
+    other = mixture("tiled")
+    close(run(layer), run(other))
+    flops = lambda layer: forward_flops(lambda layer, x: layer(x)[0], layer, x)
+    assert flops(layer) == flops(other)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_on_a_gpu_the_kernel_equals_the_formula(dtype):
+    tol = 4 * float(jnp.finfo(dtype).eps)
+    # Where a value is clamped, rounding decides on a whole derivative: here none is.
+    for combine, layout, biased in ((nn.swiglu, "EOI", False), (nn.ClampedSwiGLU(limit=50.0), "EIO", True)):
+        given = arrays(M, I, O, 4, dtype, layout=layout, biased=biased)
+        for counts in COUNTS.values():
+            run = by_kernel(jnp.array(counts), layout, combine)
+            want = in_float64(*given, counts, combine, layout)
+            close([jax.jit(run)(*given[:4])], want[:1], tol)
+            close(jax.jit(functools.partial(value_and_gradients, run))(*given), want, tol)
