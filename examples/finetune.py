@@ -18,6 +18,14 @@ import maxlib
 from maxlib import data, inference, sharding, training
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
+KEPT = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
 
 
 def main() -> None:
@@ -69,7 +77,7 @@ def arguments() -> argparse.Namespace:
 def loaders(tokenizer: Tokenizer, args) -> tuple[data.Loader, data.Loader]:
     """Packed rows for training, without end, and all rows of a twentieth of the documents for evaluation."""
     ids = special_ids(args.model)
-    documents = data.files(args.files, field=args.field) if args.files else data.python_text()
+    documents = data.files(args.files, field=args.field, document="paragraph") if args.files else data.python_text()
     tokens = [data.tokenize(part, tokenizer, **ids) for part in data.split(documents, validation=0.05)]
     train, held_out = tokens[0].shuffle(seed=0).repeat(), tokens[1]
     rows = lambda tokens: lambda part: data.pack(tokens[part], length=args.length)
@@ -86,12 +94,12 @@ def special_ids(directory: Path) -> dict[str, int | None]:
 
 
 def export(model, args) -> None:
-    """Weights and config anew; the tokenizer with its chat template as it was."""
+    """Weights and config anew; the tokenizer with its chat template, and what prepares images, as they were."""
     target = args.out / "model"
     ids = special_ids(args.model)
     generation = {"bos_token_id": ids["bos_id"], "eos_token_id": ids["eos_id"]}
     maxlib.save_pretrained(model, target, generation=generation, overwrite=True)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+    for name in KEPT:
         if (args.model / name).exists():
             shutil.copy(args.model / name, target)
     print(f"\nThe model is {target}; try it with: python examples/generate.py --raw --model {target} {args.prompt!r}")

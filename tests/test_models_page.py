@@ -2,7 +2,9 @@
 
 import sys
 
+import jax
 import pytest
+from flax import nnx
 from rich.console import Console
 
 from maxlib import weights
@@ -43,7 +45,10 @@ def test_what_a_family_is_made_of(name):
 @pytest.mark.full
 @pytest.mark.parametrize("preset", weights.presets())
 def test_what_a_preset_is_made_of(preset):
-    assert_listed(models.row(next(f for f in FAMILIES.values() if preset in f.presets), preset))
+    family = next(f for f in FAMILIES.values() if preset in f.presets)
+    assert_listed(models.row(family, preset))
+    # Its layers are compared with each other here, which the list takes on trust.
+    jax.eval_shape(lambda: family.model(family.presets[preset], rngs=nnx.Rngs(0)))
 
 
 def test_every_case_of_parity_is_listed():

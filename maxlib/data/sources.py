@@ -95,7 +95,7 @@ def split(
         if all(side[i] is None for i in range(len(side))):
             raise ValueError(
                 f"validation={validation} of {len(documents)} documents leaves no {name} document: "
-                "change the fraction, or cut the text into more documents (text_files has document='paragraph')."
+                "change the fraction, or cut the text into more documents (files and text_files have document='paragraph')."
             )
     return kept, held_out
 

@@ -167,6 +167,10 @@ def right_padded(prompts: Prompts, vocab: int) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as one array whose rows begin with the real tokens, its length rounded up to share programs."""
     if not len(prompts):
         raise ValueError("there must be at least one prompt, got none")
+    if any(np.ndim(p) == 0 and not isinstance(p, str) for p in prompts):
+        raise ValueError(
+            "prompts must be a list of prompts, each of which is a list of ids; got ids: put them in a list"
+        )
     if not all(len(p) for p in prompts):
         raise ValueError("every prompt needs at least one token; begin an empty one with the tokenizer's BOS id")
     length = _round_up(max(map(len, prompts)), 16)

@@ -47,6 +47,10 @@ _V3_CHOICE = {
     "routed_scale": ("routed_scaling_factor", 2.5),
     "renormalize": ("norm_topk_prob", True),
 }
+# Fields that must have this value, for nothing else is computed.
+_FIXED = {"hidden_act": "silu", "moe_layer_freq": 1, "attention_bias": False, "mlp_bias": False}
+_V2_FIXED = {"scoring_func": "softmax", "norm_topk_prob": False}  # transformers and DeepSeek's code differ on True
+_V3_FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,10 +98,8 @@ class Config:
         fields.require("num_key_value_heads", read["num_heads"])
         fields.require("qk_head_dim", read["nope_dim"] + turned)
         fields.require("head_dim", turned)
-        fields.require("hidden_act", "silu")
-        fields.require("moe_layer_freq", 1)
-        for bias in ("attention_bias", "mlp_bias"):
-            fields.require(bias, False)
+        for name, value in (_FIXED | (_V2_FIXED if version == 2 else _V3_FIXED)).items():
+            fields.require(name, value)
         return cls(
             version=version,
             **read,
@@ -108,36 +110,27 @@ class Config:
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of config.json; Kimi K2 becomes a deepseek_v3, which is what transformers knows it as."""
-        if self.version == 2 and not self.rope.interleaved:
-            raise ValueError(
-                f"Hugging Face's DeepSeek V2 turns interleaved pairs; the rope must do so, got {self.rope}"
-            )
-        choice = {"scoring_func": "softmax", "topk_method": "group_limited_greedy" if self.num_groups > 1 else "greedy"}
-        if self.version == 3:
-            choice = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": self.rope.interleaved}
+        own = _V3_FIXED | {"rope_interleave": self.rope.interleaved}
+        if self.version == 2:
+            own = _V2_FIXED | {"topk_method": "group_limited_greedy" if self.num_groups > 1 else "greedy"}
         return {
             "architectures": [f"DeepseekV{self.version}ForCausalLM"],
             "model_type": f"deepseek_v{self.version}",
+            **_FIXED,
+            **own,
             **written(self, _SIZES | _OTHERS | _V3_CHOICE),
             "num_key_value_heads": self.num_heads,
             "qk_rope_head_dim": self.rope.dim,
             "q_lora_rank": self.q_rank,
-            "moe_layer_freq": 1,
-            "hidden_act": "silu",
-            "attention_bias": False,
             "num_nextn_predict_layers": self.num_mtp,
-            **rope_to_hf(self.rope, head_dim=self.rope.dim),
-            **choice,
+            **rope_to_hf(self.rope, head_dim=self.rope.dim, interleaved=self.version == 2 or self.rope.interleaved),
         }
 
 
 def _read_choice(fields: HFConfig, version: int) -> dict[str, Any]:
     """Which layers have experts, and how these are chosen and weighed."""
-    fields.require("scoring_func", "softmax" if version == 2 else "sigmoid")
     if version == 3:
-        fields.require("topk_method", "noaux_tc")
         return fields.read(_V3_CHOICE)
-    fields.require("norm_topk_prob", False)  # transformers and DeepSeek's own code disagree on what else would mean
     grouped = fields.require("topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
     return fields.read(_V2_CHOICE) | ({} if grouped else {"num_groups": 1, "top_groups": 1})
 
@@ -187,11 +180,9 @@ class Block(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
         x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        h, aux = self.feed_forward(self.mlp_norm(x), ctx)
+        h = self.mlp_norm(x)
+        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
-
-    def feed_forward(self, x: Float[Array, "B T D"], ctx: nn.Context):
-        return (self.mlp(x), {}) if self.moe is None else self.moe(x, ctx)
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16):
         return self.attn.init_cache(batch, capacity, dtype)

@@ -175,7 +175,8 @@ class GptOss(nn.Decoder):
 def _table(cfg: Config) -> Table:
     """Hugging Face's names for the weights; experts are read from MXFP4 where they are stored so, and written plain.
 
-    MXFP4 lies as `E O I`, plain ones as `E I O`: these are turned when read, for the releases are MXFP4.
+    MXFP4 lies as `E O I`, plain ones as `E I O`. These are turned when read (numpy: 1.3 GB/s, 7 unturned), for the
+    releases are MXFP4, whose reading would fall from 1.2 to 0.8 GB/s if experts lay as plain ones do.
     """
     layer = [
         *names.NORMS,

@@ -61,11 +61,6 @@ class Config:
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of config.json. Raises ValueError for a rope that Hugging Face's Llama does not have."""
-        if self.rope.interleaved or self.rope.dim != self.head_dim:
-            raise ValueError(
-                f"Hugging Face's Llama turns whole heads in halves; the rope must have dim={self.head_dim} and not be "
-                f"interleaved, got {self.rope}"
-            )
         if self.dim % self.num_heads:
             warnings.warn(
                 f"num_heads ({self.num_heads}) does not divide dim ({self.dim}): maxlib reads the export, transformers 5 "
@@ -87,7 +82,7 @@ class Config:
             "tie_word_embeddings": self.tied,
             "attention_bias": self.attention_bias,
             "mlp_bias": self.mlp_bias,
-            **rope_to_hf(self.rope, head_dim=self.head_dim),
+            **rope_to_hf(self.rope, head_dim=self.head_dim, whole_heads=True),
         }
 
 

@@ -1,7 +1,7 @@
 """Llama 4 Scout and Maverick: local layers that rotate, global ones that do not, experts, images in (Meta AI 2025)."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -39,13 +39,20 @@ TEXT = {
 }
 
 
+class Kind(NamedTuple):
+    """What one layer is: what it sees (LOCAL or GLOBAL), whether it is rotated, and whether it has experts."""
+
+    layer_type: str
+    rotated: bool
+    sparse: bool
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """What distinguishes one Llama 4 from another; `PRESETS` has the published ones.
 
-    rotated, layer_types, sparse: an entry for each layer. None means that all but every fourth are rotated, that these
-    see only their chunk of the text, and that every `moe_every`th has experts. losses: what the routers report for
-    training.
+    kinds: what each layer is. None means that all but every fourth are rotated, that these see only their chunk of the
+    text, and that every `moe_every`th has experts. losses: what the routers report for training.
     """
 
     vocab: int
@@ -66,33 +73,24 @@ class Config:
     norm_eps: float = 1e-5
     tied: bool = False
     attention_bias: bool = False
-    rotated: tuple[bool, ...] | None = None
-    layer_types: tuple[str, ...] | None = None  # LOCAL or GLOBAL each
-    sparse: tuple[bool, ...] | None = None
+    kinds: tuple[Kind, ...] | None = None
     losses: tuple[Any, ...] = ()
     vision: Vision | None = None
 
     def __post_init__(self):
-        named = {"rotated (no_rope_layers)": self.rotated, "layer_types": self.layer_types, "sparse": self.sparse}
-        for name, value in named.items():
-            if value is not None and len(value) != self.num_layers:
-                raise ValueError(
-                    f"{name} must have an entry for each of the {self.num_layers} layers, got {len(value)}"
-                )
+        if (found := len(self.layers)) != self.num_layers:
+            raise ValueError(
+                f"kinds (no_rope_layers) must say what each of the {self.num_layers} layers is, got {found}"
+            )
         if self.qk_norm and self.rope.scaling is not None and self.rope.scaling.magnitude != 1:
             raise ValueError(f"with qk_norm (use_qk_norm) the rope must have magnitude 1, got {self.rope.scaling}")
 
     @property
-    def turned(self) -> tuple[bool, ...]:
-        return self.rotated or tuple((i + 1) % 4 != 0 for i in range(self.num_layers))
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        return self.layer_types or tuple(LOCAL if turned else GLOBAL for turned in self.turned)
-
-    @property
-    def experts(self) -> tuple[bool, ...]:
-        return self.sparse or tuple((i + 1) % self.moe_every == 0 for i in range(self.num_layers))
+    def layers(self) -> tuple[Kind, ...]:
+        """`kinds`, or what None means."""
+        numbers = range(1, self.num_layers + 1)
+        usual = (Kind(LOCAL if n % 4 else GLOBAL, n % 4 != 0, n % self.moe_every == 0) for n in numbers)
+        return tuple(usual) if self.kinds is None else self.kinds
 
     @property
     def masks(self) -> dict[str, ops.Mask]:
@@ -121,7 +119,9 @@ class Config:
         tuned = fields.take("attn_temperature_tuning", True, kind=object)  # the first releases had a number here
         defaults = {"default_theta": 500_000.0, "default_length": 131_072}
         rope = fields.rope(head_dim=read["head_dim"], interleaved=True, **defaults)
-        return _with_layers(fields, cls(**read, rope=rope, temperature=tuning if tuned else None))
+        cfg = cls(**read, rope=rope, temperature=tuning if tuned else None)
+        kinds = _read_kinds(fields, cfg)
+        return cfg if kinds == cfg.layers else dataclasses.replace(cfg, kinds=kinds)
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of config.json. Raises ValueError for a rope that Hugging Face's Llama 4 does not have."""
@@ -136,38 +136,29 @@ class Config:
         }
 
     def _text_to_hf(self) -> dict[str, Any]:
-        if not self.rope.interleaved or self.rope.dim != self.head_dim:
-            raise ValueError(
-                f"Hugging Face's Llama 4 turns interleaved pairs of whole heads: the rope must have dim={self.head_dim}, "
-                f"got {self.rope}"
-            )
         tuning = self.temperature or nn.TemperatureTuning(8192, 0.1)
         return {
             "model_type": "llama4_text",
             **written(self, TEXT),
             "hidden_act": "silu",
-            "no_rope_layers": [int(turned) for turned in self.turned],  # sic: 1 is rotated
+            "no_rope_layers": [int(kind.rotated) for kind in self.layers],  # sic: 1 is rotated
             "no_rope_layer_interval": 4,
-            "layer_types": list(self.types),
-            "moe_layers": [i for i, sparse in enumerate(self.experts) if sparse],
+            "layer_types": [kind.layer_type for kind in self.layers],
+            "moe_layers": [i for i, kind in enumerate(self.layers) if kind.sparse],
             "attn_temperature_tuning": self.temperature is not None,
             "floor_scale": tuning.floor,
             "attn_scale": tuning.scale,
-            **rope_to_hf(self.rope, head_dim=self.head_dim),
+            **rope_to_hf(self.rope, head_dim=self.head_dim, whole_heads=True, interleaved=True),
         }
 
 
-def _with_layers(fields: HFConfig, cfg: Config) -> Config:
-    """`cfg` with what config.json says of single layers, where that is not what None means."""
+def _read_kinds(fields: HFConfig, cfg: Config) -> tuple[Kind, ...]:
+    """What config.json says of single layers; each of the three lists may be left out."""
     every, layers = fields.take("no_rope_layer_interval", 4), range(cfg.num_layers)
-    rotated = tuple(map(bool, fields.take("no_rope_layers", [], kind=list)))[: cfg.num_layers]
-    rotated = rotated or tuple((i + 1) % every != 0 for i in layers)
-    cfg = cfg if rotated == cfg.turned else dataclasses.replace(cfg, rotated=rotated)
-    types = fields.layer_types(cfg.num_layers, LOCAL, GLOBAL) or cfg.types
-    cfg = cfg if types == cfg.types else dataclasses.replace(cfg, layer_types=types)
-    chosen = fields.take("moe_layers", None, kind=list)
-    sparse = cfg.experts if chosen is None else tuple(i in chosen for i in layers)
-    return cfg if sparse == cfg.experts else dataclasses.replace(cfg, sparse=sparse)
+    rotated = fields.take("no_rope_layers", [], kind=list)[: cfg.num_layers] or [(i + 1) % every for i in layers]
+    types = fields.layer_types(cfg.num_layers, LOCAL, GLOBAL) or [LOCAL if turned else GLOBAL for turned in rotated]
+    sparse = fields.take("moe_layers", [i for i in layers if cfg.layers[i].sparse], kind=list)
+    return tuple(Kind(kind, bool(turned), i in sparse) for i, kind, turned in zip(layers, types, rotated, strict=False))
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
@@ -178,27 +169,27 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
 
 
 class Block(nnx.Module):
-    def __init__(self, cfg: Config, layer_type: str, rotated: bool, sparse: bool, *, rngs: nnx.Rngs):
+    def __init__(self, cfg: Config, kind: Kind, *, rngs: nnx.Rngs):
         # Having no weight, it may stand before the rotation, which changes no length.
-        norm = nn.UnitRMSNorm(cfg.norm_eps) if cfg.qk_norm and rotated else None
+        norm = nn.UnitRMSNorm(cfg.norm_eps) if cfg.qk_norm and kind.rotated else None
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attn = nn.Attention(
             cfg.dim,
             num_heads=cfg.num_heads,
             num_kv_heads=cfg.num_kv_heads,
             head_dim=cfg.head_dim,
-            mask=cfg.masks[layer_type],
-            rope=cfg.rope if rotated else None,
+            mask=cfg.masks[kind.layer_type],
+            rope=cfg.rope if kind.rotated else None,
             q_norm=norm,
             k_norm=norm,
-            temperature=None if rotated else cfg.temperature,
+            temperature=None if kind.rotated else cfg.temperature,
             bias=cfg.attention_bias,
             out_bias=cfg.attention_bias,
             rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.mlp: Any = None if sparse else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
-        self.moe: Any = _experts(cfg, rngs=rngs) if sparse else None
+        self.mlp: Any = None if kind.sparse else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
+        self.moe: Any = _experts(cfg, rngs=rngs) if kind.sparse else None
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
@@ -217,8 +208,8 @@ class Llama4(nn.VisionDecoder):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
         self.masks, self.ropes = tuple(cfg.masks.values()), (cfg.rope,)
-        kinds = list(zip(cfg.types, cfg.turned, cfg.experts, strict=True))
-        make = lambda i, rngs: Block(cfg, *kinds[i], rngs=rngs)
+        kinds = cfg.layers
+        make = lambda i, rngs: Block(cfg, kinds[i], rngs=rngs)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(make, cfg.num_layers, **nn.layout_for(kinds), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)

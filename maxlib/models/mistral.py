@@ -57,11 +57,6 @@ class Config:
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of config.json. Raises ValueError for a rope that Hugging Face's Mistral does not have."""
-        if self.rope.interleaved or self.rope.dim != self.head_dim:
-            raise ValueError(
-                f"Hugging Face's Mistral turns whole heads in halves; the rope must have dim={self.head_dim} and not be "
-                f"interleaved, got {self.rope}"
-            )
         return {
             "architectures": ["MistralForCausalLM"],
             "model_type": "mistral",
@@ -76,7 +71,7 @@ class Config:
             "rms_norm_eps": self.norm_eps,
             "sliding_window": self.window,
             "tie_word_embeddings": self.tied,
-            **rope_to_hf(self.rope, head_dim=self.head_dim),
+            **rope_to_hf(self.rope, head_dim=self.head_dim, whole_heads=True),
         }
 
 

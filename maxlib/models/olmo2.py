@@ -83,11 +83,6 @@ class Config:
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of config.json. Raises ValueError for a rope that Hugging Face's OLMo does not have."""
-        if self.rope.interleaved or self.rope.dim != self.head_dim:
-            raise ValueError(
-                f"Hugging Face's OLMo turns whole heads in halves; the rope must have dim={self.head_dim} and not be "
-                f"interleaved, got {self.rope}"
-            )
         fields = {
             "architectures": ["Olmo2ForCausalLM"],
             "model_type": "olmo2",
@@ -102,7 +97,7 @@ class Config:
             "rms_norm_eps": self.norm_eps,
             "tie_word_embeddings": self.tied,
             "attention_bias": self.attention_bias,
-            **rope_to_hf(self.rope, head_dim=self.head_dim),
+            **rope_to_hf(self.rope, head_dim=self.head_dim, whole_heads=True),
         }
         if self.window is None:
             return fields

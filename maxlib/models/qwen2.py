@@ -80,11 +80,6 @@ class Config:
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of config.json. Raises ValueError for a rope that Hugging Face's Qwen2 does not have."""
-        if self.rope.interleaved or self.rope.dim != self.head_dim:
-            raise ValueError(
-                f"Hugging Face's Qwen2 turns whole heads in halves; the rope must have dim={self.head_dim} and not be "
-                f"interleaved, got {self.rope}"
-            )
         types = self.layer_types or (FULL,) * self.num_layers
         return {
             "architectures": ["Qwen2ForCausalLM"],
@@ -103,7 +98,7 @@ class Config:
             "max_window_layers": types.count(FULL),  # all that early versions of transformers look at
             "layer_types": list(types),
             "tie_word_embeddings": self.tied,
-            **rope_to_hf(self.rope, head_dim=self.head_dim),
+            **rope_to_hf(self.rope, head_dim=self.head_dim, whole_heads=True),
         }
 
 

@@ -81,11 +81,6 @@ class Config:
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of config.json. Raises ValueError for a rope that Hugging Face's Qwen3 does not have."""
-        if self.rope.interleaved or self.rope.dim != self.head_dim:
-            raise ValueError(
-                f"Hugging Face's Qwen3 turns whole heads in halves; the rope must have dim={self.head_dim} and not be "
-                f"interleaved, got {self.rope}"
-            )
         types = self.layer_types or (FULL,) * self.num_layers
         return {
             "architectures": ["Qwen3ForCausalLM"],
@@ -105,7 +100,7 @@ class Config:
             "layer_types": list(types),
             "tie_word_embeddings": self.tied,
             "attention_bias": self.attention_bias,
-            **rope_to_hf(self.rope, head_dim=self.head_dim),
+            **rope_to_hf(self.rope, head_dim=self.head_dim, whole_heads=True),
         }
 
 

@@ -154,11 +154,9 @@ class Block(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
         x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        h, aux = self.feed_forward(self.mlp_norm(x), ctx)
+        h = self.mlp_norm(x)
+        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
-
-    def feed_forward(self, x: Float[Array, "B T D"], ctx: nn.Context):
-        return (self.mlp(x), {}) if self.moe is None else self.moe(x, ctx)
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16):
         return self.attn.init_cache(batch, capacity, dtype)

@@ -66,6 +66,7 @@ from maxlib.nn.stack import Stack as Stack
 from maxlib.nn.stack import ends as ends
 from maxlib.nn.stack import layout_for as layout_for
 from maxlib.nn.stack import periods as periods
+from maxlib.nn.stack import trusted_layers as trusted_layers
 from maxlib.nn.stack import unstack as unstack
 from maxlib.nn.summary import summary as summary
 from maxlib.nn.tree import Filter as Filter

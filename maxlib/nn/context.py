@@ -69,10 +69,11 @@ def context(
     segment_ids: the packed document of each token, 0 for padding. valid: False for padding, which may stand left or
     right; with a cache only right. spans: `[start, stop)` of the run in which each token sees both ways. masks and
     ropes: what to compute ahead; a layer that asks for another gets it computed on the spot. Raises ValueError for
-    segment_ids together with a cache: packing is for training.
+    segment_ids together with a cache (packing is for training), and for inputs of another shape.
     """
     if cache is not None and segment_ids is not None:
         raise ValueError("segment_ids cannot be combined with a cache: give each document a row of its own")
+    _check_rows(batch, seq, cache, {"positions": positions, "segment_ids": segment_ids, "valid": valid})
     length = jnp.zeros(batch, jnp.int32) if cache is None else cache.length
     index, start, stop, valid = _documents(batch, seq, segment_ids, valid, cache)
     ctx = Context(
@@ -89,6 +90,17 @@ def context(
     tables = tuple(ctx.rotary(rope) for rope in ropes)
     intervals = tuple(ctx.bounds(mask) for mask in masks)
     return dataclasses.replace(ctx, intervals=intervals, tables=tables, masks=tuple(masks), ropes=tuple(ropes))
+
+
+def _check_rows(batch: int, seq: int, cache: Any, inputs: dict[str, Any]) -> None:
+    for name, value in inputs.items():
+        if value is not None and value.shape != (batch, seq):
+            raise ValueError(f"{name} must have the shape of the tokens, {(batch, seq)}, got {value.shape}")
+    if cache is not None and len(cache.length) != batch:
+        raise ValueError(
+            f"the cache must have as many rows as the tokens, {batch}, got {len(cache.length)}: make it with "
+            f"init_cache({batch}, ...)"
+        )
 
 
 def balance(x: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "B T D"], Context]:

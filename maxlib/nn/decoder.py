@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -18,6 +20,17 @@ from maxlib.nn.vision import check_placeholders, place_features
 from maxlib.ops.attention import Mask
 from maxlib.ops.rope import Rope
 from maxlib.sharding import constrain
+
+
+def check_tokens(tokens: Any) -> None:
+    """Raises ValueError for anything but rows of ids; shape and dtype are known while tracing."""
+    is_array = isinstance(tokens, jax.Array | np.ndarray)
+    if not (is_array and tokens.ndim == 2 and jnp.issubdtype(tokens.dtype, jnp.integer)):
+        raise ValueError(
+            "tokens must be an array of integers, rows of ids `B T`, got "
+            f"{f'{tokens.dtype} of shape {tokens.shape}' if is_array else type(tokens).__name__}. "
+            "A single row is jnp.asarray(ids)[None]; text has to be encoded."
+        )
 
 
 class Decoder(nnx.Module):
@@ -48,6 +61,7 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.bfloat16,
         remat: Policy = None,
     ) -> Output:
+        check_tokens(tokens)
         x = self.embed_tokens(tokens, dtype)
         return self.run(x, positions=positions, segment_ids=segment_ids, valid=valid, cache=cache, remat=remat)
 
@@ -113,6 +127,7 @@ class VisionDecoder(Decoder):
         Raises ValueError for images that the model cannot see, and for placeholders that are not `num_tokens` per
         image; where jit hides the ids, these become NaN instead.
         """
+        check_tokens(tokens)
         self.check_images(tokens, images)
         x, sees = self.embed_tokens(tokens, dtype), None
         if images is not None:

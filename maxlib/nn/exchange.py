@@ -57,7 +57,7 @@ def dropless(
 
 def is_ragged() -> bool:
     """Whether tokens travel in pieces as large as they are: as the rule `act_expert` says, else where it is known to
-    suit (docs/decisions/0010).
+    suit (docs/decisions/0011).
 
     Raises ValueError where the rule says so and XLA cannot.
     """

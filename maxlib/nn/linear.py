@@ -1,6 +1,7 @@
 """The modules that own a matmul weight. Every projection in maxlib is an `Einsum`."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,6 +11,19 @@ from maxlib.nn.matmul import Exact, Matmul
 from maxlib.sharding import Spare, constrain
 
 Init = Callable[..., Array]
+
+
+def check_ends(x: Any, letters: str, shape: tuple[int, ...], what: str) -> None:
+    """Raises ValueError unless `shape` is that of the last axes of `x`, which `letters` call by name.
+
+    Shapes are known while tracing: a compiled program has nothing of it.
+    """
+    if x.shape[-len(shape) :] != shape:
+        wanted = ", ".join(f"{letter}={size}" for letter, size in zip(letters, shape, strict=True))
+        raise ValueError(
+            f"the last axes of x must be {wanted} for {what}, got x of shape {x.shape}. Give the layer what it was built "
+            "for, or build it for this width."
+        )
 
 
 class Einsum(nnx.Module):
@@ -43,11 +57,18 @@ class Einsum(nnx.Module):
         self.b = zeros() if bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        self._check(x)
         y = self.matmul.einsum(self.spec, x, self.w)
         if self.b is None:
             return y
         b = jnp.asarray(self.b[...], x.dtype)
         return y + jnp.expand_dims(b, range(y.ndim - b.ndim))
+
+    def _check(self, x: Float[Array, "..."]) -> None:
+        of_x, of_w = self.spec.partition("->")[0].split(",")
+        letters, sizes = of_x.removeprefix("..."), dict(zip(of_w, self.w.shape, strict=True))
+        if sizes.keys() >= set(letters):
+            check_ends(x, letters, tuple(sizes[letter] for letter in letters), f"the weight of {self.spec!r}")
 
 
 def _weight_letters(spec: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str]:
@@ -80,4 +101,5 @@ class Embed(nnx.Module):
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Scores in float32, whatever the dtype of `x`."""
+        check_ends(x, "D", self.w.shape[1:], "the embedding")
         return jnp.einsum("...D,VD->...V", x, jnp.asarray(self.w[...], x.dtype), preferred_element_type=jnp.float32)

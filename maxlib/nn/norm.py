@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxlib.nn.linear import check_ends
+
 
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (Zhang & Sennrich 2019). `plus_one` scales by `1 + w`, as Gemma stores its weights."""
@@ -16,6 +18,7 @@ class RMSNorm(nnx.Module):
         self.eps, self.plus_one = eps, plus_one
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        check_ends(x, "D", self.scale.shape, "the norm")
         x32 = _to_unit(x, self.eps)
         scale = jnp.asarray(self.scale[...], x32.dtype) + (1.0 if self.plus_one else 0.0)
         return (x32 * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
@@ -46,6 +49,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        check_ends(x, "D", self.scale.shape, "the norm")
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)

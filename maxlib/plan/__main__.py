@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--rules",
         default="fsdp",
-        help=f"{', '.join(PRESETS)}, or several: fsdp_tp+cp_ring+pp:16, with 16 microbatches (default fsdp)",
+        help=f"{', '.join(PRESETS)}, or several: fsdp_tp+cp_ring+pp:16x2, 16 microbatches twice around (default fsdp)",
     )
     add(
         "--remat",

@@ -26,7 +26,7 @@ def analytic_costs(program: Program, model_flops: float) -> Costs:
 
 def _local(program: Program) -> float:
     names, rules = nn.axes(program.state.rest), program.job.table
-    spec = lambda path, x: sharding.spec(names[path], rules, ndim=x.ndim)
+    spec = lambda path, x: sharding.parameter_spec(names[path], x.shape, rules, program.mesh)
     return sum(part_bytes(x.shape, 4, spec(path, x), program.mesh) for path, x in program.state.trainable.items())
 
 
@@ -49,7 +49,7 @@ def _of_weights(program: Program, width: int, again: int) -> list[Collective]:
             totals[key] = totals.get(key, 0.0) + size
 
     for path, x in program.state.trainable.items():
-        used = {axis for place in sharding.spec(names[path], rules, ndim=x.ndim) for axis in axes_of(place)}
+        used = {axis for place in sharding.parameter_spec(names[path], x.shape, rules, mesh) for axis in axes_of(place)}
         others = math.prod(mesh.shape[axis] for axis in used - batch)
         whole = math.prod(x.shape) * width / others
         add("all-gather", used & batch, whole * (2 + again - 1 if again else 2))

@@ -17,6 +17,7 @@ from maxlib.sharding.memory import to_host as to_host
 from maxlib.sharding.mesh import AXES as AXES
 from maxlib.sharding.mesh import make_mesh as make_mesh
 from maxlib.sharding.one_f_one_b import one_f_one_b as one_f_one_b
+from maxlib.sharding.pipeline import LAYER_INPUT as LAYER_INPUT
 from maxlib.sharding.pipeline import pipelined as pipelined
 from maxlib.sharding.pipeline import stages as stages
 from maxlib.sharding.processes import first_process_first as first_process_first
@@ -50,6 +51,7 @@ from maxlib.sharding.rules import degree as degree
 from maxlib.sharding.rules import memory_kind as memory_kind
 from maxlib.sharding.rules import mesh_axes as mesh_axes
 from maxlib.sharding.rules import optimizer_spec as optimizer_spec
+from maxlib.sharding.rules import parameter_spec as parameter_spec
 from maxlib.sharding.rules import preset as preset
 from maxlib.sharding.rules import spec as spec
 from maxlib.sharding.rules import use as use

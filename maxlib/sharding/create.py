@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding.rules import PRESETS, AnyMesh, Rules, check, fit, memory_kind, spec, use
+from maxlib.sharding.rules import PRESETS, AnyMesh, Rules, check, fit, memory_kind, parameter_spec, use
 
 Model = TypeVar("Model")
 # What axes are called: in the presets' rules, and besides in maxlib's layers.
@@ -50,7 +50,7 @@ def sharding_of(path: str, variable: nnx.Variable, mesh: AnyMesh, rules: Rules) 
     matrices that a stack repeats.
     """
     names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape
-    partition = spec(names, rules, ndim=len(shape), what=path)
+    partition = parameter_spec(names, shape, rules, mesh, what=path)
     _, uneven = fit(partition, shape, mesh)
     if uneven:
         name = ("layers", *names)[uneven[0] - len(shape) + len(names) + 1]

@@ -1,17 +1,43 @@
-"""Layers over devices: each stage holds consecutive layers, and microbatches pass from stage to stage (GPipe,
-arXiv:1811.06965)."""
+"""Layers over devices: each stage holds some of a stack's layers, and microbatches pass from stage to stage, once
+(GPipe, arXiv:1811.06965) or several times around (arXiv:2104.04473)."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from maxlib.sharding.chunks import Chunks, Schedule, Turn, chunks
 from maxlib.sharding.rules import Pipeline, current
 
 Tree = Any
+# Names for `jax.checkpoint`: what layers under remat are computed again from, and the weights of a chunk.
+LAYER_INPUT, _CHUNK = "layer_input", "chunk"
+# What makes copies of weights rather than new numbers: if these were kept, each tick would keep a chunk's weights.
+_CHEAP = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "sharding_constraint")
+
+
+class Plan(NamedTuple):
+    """A pipeline for one stack and batch."""
+
+    axis: str
+    schedule: Schedule
+    chunks: Chunks
+
+
+class _Flow(NamedTuple):
+    """What goes from tick to tick; the leading axis is that of the stages.
+
+    passed: what each stage made last. out: what it made last of each microbatch. aux: sums of what its layers report.
+    """
+
+    passed: Tree
+    out: Tree
+    aux: Tree
 
 
 def stages() -> int:
@@ -19,44 +45,58 @@ def stages() -> int:
     return 1 if (found := in_use()) is None else found[1]
 
 
-def pipelined(stage: Callable[..., tuple[Tree, Tree]], layers: Tree, x: Tree, ctx: Tree) -> tuple[Tree, Tree]:
-    """`stage(layers, x, ctx) -> (x, aux)` over all layers, in the pipeline of the rules in use.
+def pipelined(
+    stage: Callable[..., tuple[Tree, Tree]], layers: Tree, x: Tree, ctx: Tree, *, remat: Callable | None = None
+) -> tuple[Tree, Tree]:
+    """`stage(layers, works, x, ctx) -> (x, aux)` over all layers, in the pipeline of the rules in use.
 
-    layers: arrays with a leading axis of equal layers. x, ctx: arrays with a leading batch axis; what has another
-    length there is common to all rows. aux: arrays with a leading layer axis; they come back as the mean over
-    microbatches. Differentiable: the backward pass runs through the stages in the opposite order.
-    Raises ValueError for layers that the stages, or rows that the microbatches do not divide, and without a pipeline.
+    layers: arrays with a leading axis of equal layers; a stage is given some of them, and with `works` which of those
+    are not idle (None if all work), whose x has to pass as it is. x, ctx: arrays with a leading batch axis; what has
+    another length there is common to all rows. aux: arrays with a leading layer axis; they come back as the mean over
+    microbatches. remat: the policy by which `stage` computes its layers again, if it does; it names their inputs
+    `LAYER_INPUT`. Differentiable: the backward pass runs through the stages in the opposite order. Raises ValueError
+    for layers, rows and microbatches that do not fit the stages, and without a pipeline.
     """
-    pipeline, num_stages = required()
-    ticks, rows = pipeline.microbatches + num_stages - 1, jax.tree.leaves(x)[0].shape[0]
-    check_pipeline(layers, rows, pipeline, num_stages)
-    rowwise = lambda a: deal(a, pipeline.microbatches)
+    plan, rows = planned(layers, x), jax.tree.leaves(x)[0].shape[0]
+    rowwise = lambda a: deal(a, plan.schedule.microbatches)
     is_row = lambda a: a.ndim > 0 and a.shape[0] == rows
-    x, held = jax.tree.map(rowwise, x), placed(jax.tree.map(lambda a: cut(a, num_stages), layers), pipeline)
-    shared = jax.tree.map(lambda a: rowwise(a) if is_row(a) else jnp.expand_dims(a, 0), ctx)
-    every_stage = jax.vmap(stage, spmd_axis_name=pipeline.axis)
+    ctx = jax.tree.map(lambda a: rowwise(a) if is_row(a) else jnp.expand_dims(a, 0), ctx)
+    # Each stage has a copy, so that gradients are summed over stages once, not in every tick.
+    copies = lambda a: jnp.broadcast_to(a[None], (plan.schedule.stages, *a.shape))
+    x = placed(jax.tree.map(lambda a: copies(rowwise(a)), x), plan.axis)
+    held = in_stages(layers, plan), idle(plan)
+    on_stages = each_stage(lambda held, x, ctx: stage(*held, x, ctx), plan)
+    run = lambda held, turn, x, ctx: on_stages(held, turn.repeat, x, _rows_of(ctx, turn.microbatch))
+    if plan.schedule.repeats > 1:
+        run = jax.checkpoint(run, policy=_kept(remat), prevent_cse=False)
+    tick, flow = functools.partial(_tick, run, held, x, ctx, plan), _empty(run, held, x, ctx, plan)
+    flow, _ = lax.scan(tick, flow, jnp.arange(plan.schedule.ticks))
+    out = jax.tree.map(gather_in, of_stage(flow.out, plan.schedule.stages - 1))
+    return out, in_order(jax.tree.map(lambda a: a / plan.schedule.microbatches, flow.aux), plan)
 
-    def tick(carry, t):
-        passed, total = carry
-        own = t - jnp.arange(num_stages)  # which microbatch each stage has
-        first = jax.tree.map(lambda a: a[jnp.minimum(t, pipeline.microbatches - 1)], x)
-        entering = jax.tree.map(lambda a, b: jnp.roll(a, 1, axis=0).at[0].set(b), passed, first)
-        turn = jnp.clip(own, 0, pipeline.microbatches - 1)
-        here = jax.tree.map(lambda a: a[turn if a.shape[0] > 1 else jnp.zeros_like(turn)], shared)
-        passed, aux = every_stage(held, placed(entering, pipeline), here)
-        works = (own >= 0) & (own < pipeline.microbatches)
-        total = jax.tree.map(lambda s, a: s + jnp.where(_along(works, a), a, 0), total, aux)
-        return (placed(passed, pipeline), total), jax.tree.map(lambda a: a[-1], passed)
 
-    empty = jax.tree.map(lambda a: jnp.zeros((num_stages, *a.shape[1:]), a.dtype), x)
-    shapes = jax.eval_shape(
-        lambda: every_stage(held, empty, jax.tree.map(lambda a: a[jnp.zeros(num_stages, int)], shared))
-    )
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes[1])
-    (_, total), out = lax.scan(tick, (placed(empty, pipeline), zeros), jnp.arange(ticks))
-    join = lambda a: gather_in(a[num_stages - 1 :])
-    mean = lambda a: (a / pipeline.microbatches).reshape(-1, *a.shape[2:])
-    return jax.tree.map(join, out), jax.tree.map(mean, total)
+def _tick(run, held, x, ctx, plan, flow, t):
+    schedule, turn = plan.schedule, plan.schedule.forward(t, plan.schedule.all)
+    new = jax.tree.map(lambda a: a[:, schedule.forward(t, 0).microbatch], x)
+    entering = placed(enter(flow.passed, new, turn), plan.axis)
+    passed, aux = run(held, turn, entering, ctx)
+    # The last time around overwrites what came before; nothing leaves a stage's devices before the end.
+    leaving = schedule.forward(t, schedule.stages - 1).microbatch
+    out = jax.tree.map(lambda o, a: o.at[:, leaving].set(a), flow.out, passed)
+    return _Flow(placed(passed, plan.axis), placed(out, plan.axis), add_up(flow.aux, aux, turn)), None
+
+
+def _rows_of(ctx: Tree, microbatch: jax.Array) -> Tree:
+    return jax.tree.map(lambda a: a[microbatch if a.shape[0] > 1 else jnp.zeros_like(microbatch)], ctx)
+
+
+def _empty(run, held, x, ctx, plan) -> _Flow:
+    number, turn = plan.schedule.stages, plan.schedule.forward(jnp.zeros((), int), plan.schedule.all)
+    passed = placed(jax.tree.map(lambda a: jnp.zeros_like(a[:, 0]), x), plan.axis)
+    out = placed(jax.tree.map(jnp.zeros_like, x), plan.axis)
+    _, aux = jax.eval_shape(run, held, turn, passed, ctx)
+    total = lambda a: jnp.zeros((number, plan.schedule.repeats, *a.shape[1:]), a.dtype)
+    return _Flow(passed, out, jax.tree.map(total, aux))
 
 
 def in_use() -> tuple[Pipeline, int] | None:
@@ -66,31 +106,105 @@ def in_use() -> tuple[Pipeline, int] | None:
     return (place, size) if size > 1 else None
 
 
-def required() -> tuple[Pipeline, int]:
-    """The pipeline in use and its number of stages. Raises ValueError where there is none."""
+def planned(layers: Tree, x: Tree) -> Plan:
+    """The pipeline in use, for these layers and this batch. Raises ValueError where there is none or one that does not
+    fit."""
     if (found := in_use()) is None:
         raise ValueError(
             "there is no pipeline: call this inside sharding.use(mesh, rules) with a rule such as "
             "{'layers': sharding.Pipeline('stage', microbatches=8)} and a mesh with more than one stage"
         )
-    return found
-
-
-def check_pipeline(layers: Tree, rows: int, pipeline: Pipeline, num_stages: int) -> None:
-    repeats = jax.tree.leaves(layers)[0].shape[0]
-    if repeats % num_stages:
-        raise ValueError(
-            f"{repeats} repeats of layers cannot be cut into {num_stages} equal stages; give the stack a prefix that leaves a "
-            "multiple of them, or the mesh another number of stages"
-        )
+    pipeline, number = found
+    periods, rows = (jax.tree.leaves(tree)[0].shape[0] for tree in (layers, x))
+    cut = chunks(periods, number, pipeline.repeats)
     if rows % pipeline.microbatches:
         raise ValueError(
             f"a batch of {rows} rows cannot be cut into {pipeline.microbatches} microbatches; change one of them"
         )
+    if pipeline.repeats > 1 and pipeline.microbatches % number:
+        raise ValueError(
+            f"with repeats={pipeline.repeats}, microbatches must be a multiple of the {number} stages, got "
+            f"{pipeline.microbatches}: they go around in groups of that size"
+        )
+    return Plan(pipeline.axis, Schedule(number, pipeline.microbatches, pipeline.repeats), cut)
 
 
-def cut(a: jax.Array, parts: int) -> jax.Array:
-    return a.reshape(parts, a.shape[0] // parts, *a.shape[1:])
+def in_stages(tree: Tree, plan: Plan) -> Tree:
+    """A stack's arrays as `[stages, repeats, size, ...]`, on the devices of each stage.
+
+    They lie so already if the chunks are in order. Else they lie whole in layers and cut along another dimension
+    (`parameter_spec`), and travel all-to-all.
+    """
+    shape = (plan.chunks.stages, plan.chunks.repeats, plan.chunks.size)
+    if plan.chunks.in_order:
+        return placed(jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), tree), plan.axis)
+    return placed(jax.tree.map(lambda a: _whole(a[plan.chunks.index], 3), tree), plan.axis)
+
+
+def in_order(tree: Tree, plan: Plan) -> Tree:
+    """The opposite of `in_stages`, for gradients and what layers report."""
+    whole = lambda a: a.reshape(-1, *a.shape[3:])
+    if plan.chunks.in_order:
+        return jax.tree.map(whole, tree)
+    return jax.tree.map(lambda a: whole(_whole(a, 3))[plan.chunks.places], tree)
+
+
+def _whole(a: jax.Array, dims: int) -> jax.Array:
+    """Its first dimensions on every device; the compiler finds what splits the others."""
+    return lax.with_sharding_constraint(a, P(*[None] * dims, *[P.UNCONSTRAINED] * (a.ndim - dims)))
+
+
+def idle(plan: Plan) -> jax.Array | None:
+    """Which places of the chunks work, as `in_stages` lays them; None if all do."""
+    works = plan.chunks.works
+    return None if works.all() else placed(jnp.asarray(works), plan.axis)
+
+
+def each_stage(run: Callable[..., Tree], plan: Plan) -> Callable[..., Tree]:
+    """`run(chunk, ...)` on every stage at once, with the chunk of `held` whose turn it is."""
+    return jax.vmap(lambda held, repeat, *args: run(_chunk(held, repeat), *args), spmd_axis_name=plan.axis)
+
+
+def _chunk(held: Tree, repeat: jax.Array) -> Tree:
+    return jax.tree.map(lambda a: a[0] if a.shape[0] == 1 else checkpoint_name(a[repeat], _CHUNK), held)
+
+
+def _kept(remat: Callable | None) -> Callable:
+    """What a tick keeps for the backward pass: all that `remat` keeps, but never a chunk's weights, which are there."""
+
+    def keep(primitive: Any, *args: Any, **params: Any) -> Any:
+        if (name := params.get("name")) in (_CHUNK, LAYER_INPUT) and primitive.name == "name":
+            return name == LAYER_INPUT
+        return primitive.name not in _CHEAP if remat is None else remat(primitive, *args, **params)
+
+    return keep
+
+
+def enter(passed: Tree, new: Tree, turn: Turn) -> Tree:
+    """What the stages before have made; the first one takes up `new`, or what has been around."""
+    fresh = (jnp.arange(len(turn.repeat)) == 0) & (turn.repeat == 0)
+    along = lambda a: fresh.reshape(-1, *[1] * (a.ndim - 1))
+    return jax.tree.map(lambda a, b: jnp.where(along(a), b, jnp.roll(a, 1, axis=0)), passed, new)
+
+
+def add_up(total: Tree, new: Tree, turn: Turn) -> Tree:
+    """`total` of all chunks with what those that work have given now."""
+
+    def add(s, a, repeat, works):
+        a = jnp.where(works, a, 0)
+        return s + a[None] if s.shape[0] == 1 else s.at[repeat].add(a)
+
+    return jax.tree.map(lambda s, a: jax.vmap(add)(s, a, turn.repeat, turn.works), total, new)
+
+
+def of_stage(tree: Tree, stage: int) -> Tree:
+    """What one stage has, on all devices. A sum, as a slice would be moved to the first stage before it is copied."""
+
+    def only(a):
+        here = (jnp.arange(a.shape[0]) == stage).reshape(-1, *[1] * (a.ndim - 1))
+        return jnp.sum(jnp.where(here, a, 0), axis=0, dtype=a.dtype)
+
+    return jax.tree.map(only, tree)
 
 
 def deal(a: jax.Array, parts: int) -> jax.Array:
@@ -103,12 +217,8 @@ def gather_in(a: jax.Array) -> jax.Array:
     return jnp.swapaxes(a, 0, 1).reshape(-1, *a.shape[2:])
 
 
-def _along(works: jax.Array, a: jax.Array) -> jax.Array:
-    return works.reshape(-1, *[1] * (a.ndim - 1))
-
-
-def placed(tree: Tree, pipeline: Pipeline) -> Tree:
+def placed(tree: Tree, axis: str) -> Tree:
     """Stage by stage on the devices of the axis; all else is as it was."""
     rest = P.UNCONSTRAINED
-    put = lambda a: lax.with_sharding_constraint(a, P(pipeline.axis, *[rest] * (a.ndim - 1)))
+    put = lambda a: lax.with_sharding_constraint(a, P(axis, *[rest] * (a.ndim - 1)))
     return jax.tree.map(put, tree)

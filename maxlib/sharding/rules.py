@@ -10,6 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from maxlib.sharding.chunks import chunks
+
 
 @dataclasses.dataclass(frozen=True)
 class Spare:
@@ -26,16 +28,20 @@ class Spare:
 class Pipeline:
     """What the rule "layers" says: `{"layers": Pipeline("stage", microbatches=8)}`.
 
-    axis: the mesh axis whose devices are the stages. microbatches: into how many parts each batch is cut; of a pass's
-    `microbatches + stages - 1` ticks every stage works in `microbatches` and idles in the rest.
+    axis: the mesh axis whose devices are the stages. microbatches: into how many parts each batch is cut. repeats: how
+    often a microbatch goes around, each time through another part of every stage's layers; microbatches must then be a
+    multiple of the stages. Of a pass's `microbatches * repeats + stages - 1` ticks every stage idles in `stages - 1`.
     """
 
     axis: str
     microbatches: int
+    repeats: int = 1
 
     def __post_init__(self):
-        if self.microbatches < 1:
-            raise ValueError(f"a pipeline needs at least one microbatch, got {self.microbatches}")
+        if self.microbatches < 1 or self.repeats < 1:
+            raise ValueError(
+                f"a pipeline needs at least one microbatch and one repeat, got {self.microbatches} and {self.repeats}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,18 +154,21 @@ _context = jax.make_user_context(None)
 
 
 def preset(name: str) -> Rules:
-    """The rules of `PRESETS` that a name says, or several that are joined: "fsdp", "fsdp_tp+cp_ring", "fsdp+pp:16".
+    """The rules of `PRESETS` that a name says, or several that are joined: "fsdp", "fsdp_tp+cp_ring", "fsdp+pp:16x2".
 
-    A number after "pp" is that of the microbatches, 8 if there is none. Raises ValueError for a name that is unknown.
+    Numbers after "pp" are those of the microbatches, 8 if there is none, and of the repeats. Raises ValueError for a
+    name that is unknown.
     """
     found: dict[str, Any] = {}
     for part in name.split("+"):
-        part, _, count = part.strip().partition(":")
-        if part not in PRESETS or (count and not (part == "pp" and count.isdecimal())):
+        part, _, numbers = part.strip().partition(":")
+        counts = numbers.split("x") if numbers else []
+        known = part in PRESETS and all(count.isdecimal() for count in counts)
+        if not known or len(counts) > (2 if part == "pp" else 0):
             raise ValueError(
-                f"rules must be one of {', '.join(PRESETS)}, several such as fsdp+cp_ring+pp:16, or a table; got {name!r}"
+                f"rules must be one of {', '.join(PRESETS)}, several such as fsdp+cp_ring+pp:16x2, or a table; got {name!r}"
             )
-        found |= {"layers": Pipeline("stage", int(count))} if count else PRESETS[part]
+        found |= {"layers": Pipeline("stage", *map(int, counts))} if counts else PRESETS[part]
     return found
 
 
@@ -288,6 +297,24 @@ def _partition(places: list[Any]) -> P:
     return P(*places)
 
 
+def parameter_spec(
+    names: tuple[Name, ...], shape: tuple[int, ...], rules: Rules, mesh: Any, *, what: str = "array"
+) -> P:
+    """Where a parameter of this shape lives, as `spec` says.
+
+    But for a stack whose stages do not hold equal, consecutive parts of it (`Pipeline.repeats`, or layers that the
+    stages do not divide): its layers stay together, and the stages share the longest dimension that they divide.
+    """
+    pipeline = rules.get("layers")
+    if not isinstance(pipeline, Pipeline) or not names or len(shape) != len(names) + 1:
+        return spec(names, rules, ndim=len(shape), what=what)
+    stages = mesh.shape[pipeline.axis]
+    if stages == 1 or chunks(shape[0], stages, pipeline.repeats).in_order:
+        return spec(names, rules, ndim=len(shape), what=what)
+    own = spec(names, {**rules, "layers": None}, ndim=len(shape), what=what)
+    return _split_further(own, shape, (pipeline.axis,), mesh)
+
+
 def optimizer_spec(
     names: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules, mesh: Any, *, what: str = "array"
 ) -> P:
@@ -296,9 +323,14 @@ def optimizer_spec(
     That is the parameter's own place; the rule `optimizer` names mesh axes that split it further, along the longest
     dimension that they divide (ZeRO-1 is `{"optimizer": "data"}`).
     """
-    own = spec(names, rules, ndim=len(shape), what=what)
+    own = parameter_spec(names, shape, rules, mesh, what=what)
+    return _split_further(own, shape, _as_tuple(rules.get("optimizer")), mesh)
+
+
+def _split_further(own: P, shape: tuple[int, ...], axes: tuple[str, ...], mesh: Any) -> P:
+    """With those mesh axes that are not in use yet on the longest dimension that they divide."""
     used = {axis for place in own for axis in _as_tuple(place)}
-    more = tuple(axis for axis in _as_tuple(rules.get("optimizer")) if axis not in used and mesh.shape[axis] > 1)
+    more = tuple(axis for axis in axes if axis not in used and mesh.shape[axis] > 1)
     places = [*own] + [None] * (len(shape) - len(own))
     part = [size // _size(mesh, place) for size, place in zip(shape, places, strict=True)]
     fitting = [d for d in range(len(shape)) if part[d] % prod(mesh.shape[axis] for axis in more) == 0]
@@ -342,7 +374,9 @@ def constrain(x: jax.Array, *names: Name) -> jax.Array:
     A dimension that its mesh axes do not divide (a batch of one at decoding) stays whole.
     """
     if len(names) != x.ndim:
-        raise ValueError(f"constrain needs one name (or None) per axis: got {names} for shape {x.shape}")
+        raise ValueError(
+            f"constrain needs one name (or None) per axis: got {names} for shape {x.shape}. Is the axis of the batch missing?"
+        )
     if (now := current()) is None:
         return x
     mesh, rules = now

@@ -22,10 +22,10 @@ def one_f_one_b(
     """For `make_train_step(gradients=...)`: `next_token_loss` of an `nn.Decoder` in the pipeline of the rules in use
     (arXiv:1806.03377).
 
-    Where autodiff keeps what the backward pass needs of every microbatch, this keeps the stages' inputs of at most `2 S
-    - 1` microbatches for S stages, and computes the rest of what it needs again. The options are those of
-    `next_token_loss`. Raises TypeError for a model that is no `nn.Decoder`, ValueError for a batch with images and
-    where the rules have no pipeline.
+    Where autodiff keeps what the backward pass needs of every microbatch, this keeps the inputs of at most `2 S V - 1`
+    chunks for S stages and V repeats, and computes each chunk again; with `remat`, its layers once more after that. The
+    options are those of `next_token_loss`. Raises TypeError for a model that is no `nn.Decoder`, ValueError for a batch
+    with images and where the rules have no pipeline.
     """
     options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
 
@@ -42,8 +42,8 @@ def one_f_one_b(
             x, aux = nn.ends(model.layers.prefix, x, ctx, remat=remat)
             return (x, tokens * _own(aux)), ctx
 
-        def stage(layers, fixed, x, data):
-            x, _, aux = nn.periods(nn.combine(layers, fixed), x, data[0], remat=remat)
+        def stage(layers, fixed, works, x, data):
+            x, _, aux = nn.periods(nn.combine(layers, fixed), x, data[0], remat=remat, works=works)
             return x, _count(data) * _own(aux), _reported(aux)
 
         def after(outer, x, data):

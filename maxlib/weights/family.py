@@ -1,8 +1,10 @@
 """Model families: what a model file declares, how they are found, and Hugging Face directories through them."""
 
 import dataclasses
+import difflib
 import functools
 import importlib
+import inspect
 import logging
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -118,12 +120,25 @@ def from_pretrained(
     mesh, rules: every device reads its own part only (default rules: `sharding.FSDP_TP`). dtype: of the weights; None
     keeps what is stored, training wants `jnp.float32`. family: needed only for models that are not registered.
     changes: fields of its configuration that shall be others than config.json says (`num_mtp=1`).
-    Raises ValueError or FileNotFoundError, which say what is wrong with the directory, before weights are read.
+    Raises ValueError or FileNotFoundError, which say what is wrong with the directory, before weights are read, and
+    TypeError for an argument that is no such field.
     """
     family, cfg = read_model(directory, family=family)
+    _check_known(changes, cfg, family)
     cfg = dataclasses.replace(cfg, **changes)
     build = lambda: family.model(cfg, rngs=nnx.Rngs(0))
     return load(build, family.table(cfg), directory, mesh=mesh, rules=rules, dtype=dtype)
+
+
+def _check_known(changes: Mapping[str, Any], cfg: Any, family: Family) -> None:
+    fields = [field.name for field in dataclasses.fields(cfg)]
+    own = list(inspect.signature(from_pretrained).parameters)[1:-1]
+    if unknown := sorted(changes.keys() - fields):
+        name, close = unknown[0], difflib.get_close_matches(unknown[0], own + fields, n=1)
+        raise TypeError(
+            f"from_pretrained takes {', '.join(own)} and the fields of {family.name}'s configuration "
+            f"({', '.join(fields)}), got {name}={changes[name]!r}{f': did you mean {close[0]}?' if close else '.'}"
+        )
 
 
 def save_pretrained(

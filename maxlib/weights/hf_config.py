@@ -242,13 +242,11 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
+        found = "There is no such directory; `hf download NAME --local-dir DIR` fetches one from the hub."
+        if path.parent.exists():
+            found = "The directory has none." if path.parent.is_dir() else f"{directory} is a file: name its directory."
         raise FileNotFoundError(
-            f"{path} must exist: a Hugging Face model directory has a config.json beside its safetensors. "
-            + (
-                "The directory has none."
-                if path.parent.is_dir()
-                else "There is no such directory; `hf download NAME --local-dir DIR` fetches one from the hub."
-            )
+            f"{path} must exist: a Hugging Face model directory has a config.json beside its safetensors. {found}"
         )
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)

@@ -167,18 +167,24 @@ def _reach(scaling: Scaling | None, limit: int | None) -> int | None:
 
 
 def rope_to_hf(
-    rope: Rope, *, head_dim: int, max_position_embeddings: int | None = None, whole_heads: bool = False
+    rope: Rope,
+    *,
+    head_dim: int,
+    max_position_embeddings: int | None = None,
+    whole_heads: bool = False,
+    interleaved: bool = False,
 ) -> dict[str, Any]:
     """The config fields that describe `rope`, in both spellings, so that transformers 4 and 5 load them.
 
-    head_dim: width of a head. max_position_embeddings: needed only if `rope.max_length` is None. whole_heads: whether
-    the architecture turns whole heads, in halves, so that no field could say anything else. Raises ValueError if the
-    two spellings cannot say it.
+    head_dim: width of a head. max_position_embeddings: needed only if `rope.max_length` is None. whole_heads: the
+    architecture can turn no part of a head. interleaved: it pairs neighbours, else dimensions half a head apart. No
+    field could say anything else. Raises ValueError for another rope, and if the two spellings cannot say it.
     """
-    if whole_heads and (rope.interleaved or rope.dim != head_dim):
+    if rope.interleaved != interleaved or (whole_heads and rope.dim != head_dim):
         raise ValueError(
-            f"Hugging Face's class for this model turns whole heads in halves: the rope must have dim={head_dim} and not be "
-            f"interleaved, got {rope}"
+            f"Hugging Face's class for this model turns {'whole heads' if whole_heads else 'heads'} in "
+            f"{'interleaved pairs' if interleaved else 'halves'}: the rope must have "
+            f"{f'dim={head_dim} and ' if whole_heads else ''}interleaved={interleaved}, got {rope}"
         )
     limit = _limit(rope, max_position_embeddings)
     kind = next(name for name, cls in TYPES.items() if type(rope.scaling) is (cls or type(None)))

@@ -32,6 +32,8 @@ OWN_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
     "vocab.*",
     "merges.txt",
 )

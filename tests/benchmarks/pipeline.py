@@ -1,15 +1,19 @@
-"""Pipelines: temporary memory by the number of microbatches, as the compiler plans it, and the share of idle ticks.
+"""Pipelines: the share of idle ticks, what that costs in the compiled program, and temporary memory as the compiler
+plans it, by the numbers of microbatches and repeats.
 
-    python -m tests.benchmarks.pipeline [--stages 4 --dim 256]
+    python -m tests.benchmarks.pipeline [--stages 4 --layers 16 --dim 256]
 
-The batch grows with its microbatches, whose size stays. Pretended devices on a CPU: memory is exact, times would mean
-nothing.
+The batch grows with its microbatches, whose size stays. Pretended devices on a CPU: memory and arithmetic are exact,
+times would mean nothing.
 """
 
 import argparse
 import os
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Memory and arithmetic are planned before LLVM, which need not take its time.
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+)
 
 import jax
 import jax.numpy as jnp
@@ -18,36 +22,65 @@ from flax import nnx
 
 from maxlib import ops, sharding, training
 from maxlib.models import llama
+from maxlib.plan.hlo import Costs, read_costs
+
+OPTIONS = {"dtype": jnp.float32, "remat": "full"}
 
 
-def temporary(args: argparse.Namespace, microbatches: int, one_f_one_b: bool) -> float:
-    """MiB per device of one training step beside its arguments."""
+def build(args: argparse.Namespace) -> llama.Llama:
     heads = args.dim // 64
-    size = {"num_layers": 2 * args.stages, "dim": args.dim, "mlp_dim": 2 * args.dim, "num_heads": heads}
-    cfg = llama.Config(vocab=1024, num_kv_heads=heads, head_dim=64, rope=ops.Rope(64), **size)
-    rules = sharding.DP | {"layers": sharding.Pipeline("stage", microbatches)}
-    mesh = sharding.make_mesh(stage=args.stages, devices=jax.devices()[: args.stages])
-    model = sharding.create(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), mesh, rules)
-    optimizer, options = optax.sgd(1e-3), {"dtype": jnp.float32, "remat": "full"}
-    loss = lambda model, batch, key: training.next_token_loss(model, batch, key, **options)
-    gradients = training.one_f_one_b(**options) if one_f_one_b else None
-    batch = {name: jnp.zeros((2 * microbatches, 512), jnp.int32) for name in ("tokens", "targets")}
+    size = {"num_layers": args.layers, "dim": args.dim, "mlp_dim": 2 * args.dim, "num_heads": heads}
+    cfg = llama.Config(vocab=64, num_kv_heads=heads, head_dim=64, rope=ops.Rope(64), **size)
+    return llama.Llama(cfg, rngs=nnx.Rngs(0))
+
+
+def step(args: argparse.Namespace, pipeline: sharding.Pipeline, gradients=None, stages: int = 0) -> tuple[float, Costs]:
+    """MiB per device of one training step beside its arguments, and what a device does in it."""
+    stages = stages or args.stages
+    rules, mesh = sharding.DP | {"layers": pipeline}, sharding.make_mesh(stage=stages, devices=jax.devices()[:stages])
+    model, optimizer = sharding.create(lambda: build(args), mesh, rules), optax.sgd(1e-3)
+    loss = lambda model, batch, key: training.next_token_loss(model, batch, key, **OPTIONS)
+    batch = {name: jnp.zeros((2 * pipeline.microbatches, 512), jnp.int32) for name in ("tokens", "targets")}
     with sharding.use(mesh, rules):
         state = training.make_state(model, optimizer)
-        step = training.jit_step(training.make_train_step(loss, optimizer, gradients=gradients))
-        return step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes / 2**20
+        run = training.jit_step(training.make_train_step(loss, optimizer, gradients=gradients))
+        program = run.lower(state, batch).compile()
+    costs = read_costs(program.as_text(), dict(mesh.shape))
+    return program.memory_analysis().temp_size_in_bytes / 2**20, costs
+
+
+def row(args: argparse.Namespace, microbatches: int, repeats: int, alone: float) -> str:
+    pipeline = sharding.Pipeline("stage", microbatches, repeats)
+    ticks = microbatches * repeats + args.stages - 1
+    gpipe, costs = step(args, pipeline)
+    early, _ = step(args, pipeline, training.one_f_one_b(**OPTIONS))
+    work = args.stages * costs.flops / (alone * microbatches)
+    moved = {kind: sum(one.bytes for one in costs.collectives if one.kind == kind) for kind in KINDS}
+    travels = "  ".join(f"{moved[kind] / 2**20:6.1f}" for kind in KINDS)
+    idle = (args.stages - 1) / ticks
+    return f"{microbatches:12}  {repeats:7}  {ticks:5}  {idle:4.0%}  {work:5.2f}  {gpipe:6.1f}  {early:6.1f}  {travels}"
+
+
+KINDS = ("all-to-all", "collective-permute")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=(8, 16, 32))
+    parser.add_argument("--repeats", type=int, nargs="+", default=(1, 2, 4))
     args = parser.parse_args()
-    print(f"{args.stages} stages, temporary MiB per device\nmicrobatches  idle   GPipe    1F1B")
-    for microbatches in (4, 8, 16, 32):
-        idle = (args.stages - 1) / (microbatches + args.stages - 1)
-        plain, interleaved = (temporary(args, microbatches, kind) for kind in (False, True))
-        print(f"{microbatches:12}  {idle:4.0%}  {plain:6.1f}  {interleaved:6.1f}", flush=True)
+    alone = step(args, sharding.Pipeline("stage", 1), stages=1)[1].flops
+    print(
+        f"{args.layers} layers on {args.stages} stages. work: arithmetic of all devices over that of one that is alone; "
+        f"GPipe, 1F1B: temporary MiB per device; GPipe's {' and '.join(KINDS)}, MiB\n"
+        "microbatches  repeats  ticks  idle   work   GPipe    1F1B  to-all  permute"
+    )
+    for microbatches in args.microbatches:
+        for repeats in args.repeats:
+            print(row(args, microbatches, repeats, alone), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Decoding against the full forward pass, batches against single prompts, a mesh against one device."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from flax import nnx
 
 from maxlib import inference, nn, ops, sharding
 from maxlib.inference import Generator, Sampler, stream_text
+from maxlib.inference.generate import right_padded
 from maxlib.ops.rope import DynamicNTK, Rope
 from tests.nn.tiny import LLAMA, tiny_llama
 
@@ -136,6 +139,12 @@ def test_streamed_text_is_whole_characters(generator):
 def test_bad_prompts_are_refused(generator, prompts, options, message):
     with pytest.raises(ValueError, match=message):
         generator.generate(prompts, **{"max_new_tokens": 4} | options)
+
+
+def test_ids_in_place_of_prompts_are_refused():
+    check = inspect.unwrap(right_padded)  # without the annotations' check, which users do not have
+    with pytest.raises(ValueError, match="prompts must be a list of prompts"):
+        check([1, 2, 3], LLAMA.vocab)
 
 
 def test_sliding_layers_generate_past_their_window():

@@ -100,9 +100,9 @@ def test_layers_are_what_they_are_in_transformers(fields):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Llama4TextConfig(**BASE | fields)
     ours = llama4.Config.from_hf(HFConfig({"model_type": "llama4_text"} | BASE | fields))
-    assert [int(turned) for turned in ours.turned] == theirs.no_rope_layers
-    assert list(ours.types) == theirs.layer_types
-    assert [i for i, sparse in enumerate(ours.experts) if sparse] == theirs.moe_layers
+    assert [int(kind.rotated) for kind in ours.layers] == theirs.no_rope_layers
+    assert [kind.layer_type for kind in ours.layers] == theirs.layer_types
+    assert [i for i, kind in enumerate(ours.layers) if kind.sparse] == theirs.moe_layers
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
 
 

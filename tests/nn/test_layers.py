@@ -1,5 +1,8 @@
 """Linear layers, norms and MLPs against float64 formulas; their initial scale; what a summary says."""
 
+import inspect
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,6 +85,49 @@ def test_layer_norm(bias):
     centred = x - x.mean(-1, keepdims=True)
     want = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * value(norm.scale) + shift
     np.testing.assert_allclose(norm(X), want, atol=1e-5)
+
+
+NARROW = jnp.zeros((1, 2, 6))
+
+
+@pytest.mark.parametrize(
+    ("layer", "ends"),
+    [
+        (nn.Attention(8, num_heads=2, head_dim=4, rngs=nnx.Rngs(0)), "D=8 for the weight of '...D,NHD->...NH'"),
+        (nn.Attention(8, num_heads=2, head_dim=4, rngs=nnx.Rngs(0)).o, "N=2, H=4 for the weight of"),
+        (nn.Embed(3, 8, rngs=nnx.Rngs(0)).logits, "D=8 for the embedding"),
+        (nn.RMSNorm(8), "D=8 for the norm"),
+        (nn.LayerNorm(8), "D=8 for the norm"),
+    ],
+)
+def test_another_width_is_refused(layer, ends):
+    with pytest.raises(ValueError, match=re.escape(f"must be {ends}") + r".*got x of shape \(1, 2, 6\)"):
+        layer(NARROW)
+
+
+@pytest.mark.parametrize("decoder", [nn.Decoder, nn.VisionDecoder])
+@pytest.mark.parametrize(
+    ("tokens", "got"),
+    [
+        (jnp.zeros(5, jnp.int32), r"int32 of shape \(5,\)"),
+        (np.zeros((2, 5), np.float32), r"float32 of shape \(2, 5\)"),
+        ([[1, 2]], "list"),
+    ],
+    ids=["one row", "floats", "list"],
+)
+def test_tokens_that_are_no_rows_of_ids_are_refused(decoder, tokens, got):
+    call = inspect.unwrap(decoder.__call__)  # without the annotations' check, which users do not have
+    with pytest.raises(ValueError, match=f"tokens must be an array of integers.*got {got}"):
+        call(None, tokens)
+
+
+def test_inputs_of_another_shape_than_the_tokens_are_refused():
+    for name, dtype in (("positions", int), ("segment_ids", int), ("valid", bool)):
+        with pytest.raises(ValueError, match=rf"{name} must have the shape of the tokens, \(2, 5\), got \(5, 2\)"):
+            nn.context(2, 5, **{name: jnp.zeros((5, 2), dtype)})
+    cache = nn.Cache([], jnp.zeros(3, jnp.int32), 8)
+    with pytest.raises(ValueError, match="as many rows as the tokens, 2, got 3"):
+        nn.context(2, 5, cache=cache)
 
 
 def test_mlps():

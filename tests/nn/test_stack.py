@@ -82,6 +82,26 @@ def test_aux_rows_come_in_layer_order():
     assert scanned(x, 0.0)[2]["load"].shape == (3,)
 
 
+def test_layers_on_trust_are_traced_once_and_are_the_same():
+    made = []
+
+    def make(i, rngs):
+        made.append(i)
+        return Same(i, rngs=rngs)
+
+    describe = lambda: jax.eval_shape(lambda: nn.Stack(make, 9, prefix=1, period=2, rngs=nnx.Rngs(3)))
+    checked = describe()
+    assert sorted({*made}) == [*range(9)]
+    made.clear()
+    with nn.trusted_layers():
+        trusted = describe()
+    assert made == [0, 1, 2]
+    assert jax.tree.structure(trusted) == jax.tree.structure(checked)
+    assert jax.tree.leaves(trusted) == jax.tree.leaves(checked)
+    with pytest.raises(ValueError, match="layer 1 differs from layer 0"):  # no longer
+        build(Layer, 0, 1)
+
+
 def test_layers_that_differ_are_refused():
     with pytest.raises(ValueError, match=r"layer 1 differs from layer 0"):
         build(Layer, 0, 1)

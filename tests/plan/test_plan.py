@@ -169,9 +169,13 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 def test_llama2_7b_on_four_chips_is_no_larger_than_the_peer():
     got = plan.plan("llama2-7b", "v5p-8")
     assert got.peak <= 29.04 * 2**30 and got.analytic.total == pytest.approx(got.peak, rel=0.1)
-    assert {(one.kind, one.axes) for one in got.costs.collectives} == {
-        (kind, ("fsdp",)) for kind in ("all-gather", "reduce-scatter", "all-reduce")
-    }
+    # Weights come twice and their gradients go once, in bfloat16. What else travels is rows: of lookups, to the head.
+    moved = {one.kind: one.bytes for one in got.costs.collectives}
+    weights = 2 * got.num_parameters
+    assert {one.axes for one in got.costs.collectives} == {("fsdp",)}
+    assert moved.pop("all-gather") == pytest.approx(2 * weights, rel=0.02)
+    assert moved.pop("reduce-scatter") == pytest.approx(weights, rel=0.05)
+    assert sum(moved.values()) < 0.02 * weights
     assert jnp.isfinite(got.estimate.mfu)
 
 

@@ -1,7 +1,7 @@
 """Layers over devices: what passes through stages is what one device computes, and only neighbours talk."""
 
 import functools
-import re
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,24 +11,43 @@ from flax import nnx
 
 from maxlib import nn, ops, sharding, training
 from maxlib.models import deepseek, gemma2, gemma3, gpt2
+from maxlib.plan.hlo import read_costs
 from tests.nn.tiny import tiny_llama
 from tests.sharding.test_context import batch
+from tests.training.tiny import QUICKLY
 
 PP = {"layers": sharding.Pipeline("stage", microbatches=4)}
+AROUND = {"layers": sharding.Pipeline("stage", microbatches=4, repeats=2)}
 
 
 def llama(num_layers=4):
     return tiny_llama(num_layers=num_layers, vocab=64)
 
 
-def gemma():
-    size = {"vocab": 64, "num_layers": 8, "dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+def gemma(num_layers=8):
+    size = {
+        "vocab": 64,
+        "num_layers": num_layers,
+        "dim": 32,
+        "mlp_dim": 48,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+    }
     return gemma2.Gemma2(gemma2.Config(**size, window=9, rope=ops.Rope(8)), rngs=nnx.Rngs(0))
 
 
-def experts():
-    """A dense layer, then four with experts, and latent attention."""
-    size = {"vocab": 64, "num_layers": 5, "num_dense": 1, "dim": 32, "mlp_dim": 48, "expert_dim": 24, "num_heads": 4}
+def experts(num_layers=5):
+    """A dense layer, then those with experts, and latent attention."""
+    size = {
+        "vocab": 64,
+        "num_layers": num_layers,
+        "num_dense": 1,
+        "dim": 32,
+        "mlp_dim": 48,
+        "expert_dim": 24,
+        "num_heads": 4,
+    }
     latent = {"q_rank": 16, "kv_rank": 16, "nope_dim": 8, "v_dim": 8, "rope": ops.Rope(4)}
     routing = {"num_experts": 4, "num_shared": 1, "top_k": 2, "renormalize": True}
     return deepseek.DeepSeek(deepseek.Config(version=3, **size, **latent, **routing), rngs=nnx.Rngs(0))
@@ -44,24 +63,30 @@ def loss_and_gradients(params, rest, data, remat=None):
     return jax.value_and_grad(loss)(params)
 
 
+VOCAB = {"vocab": "stage", "act_vocab": "stage"}
+LONG = {"stage": 2, "context": 2, "expert": 2}
 CASES = {
-    "dense": (llama, {"stage": 4, "fsdp": 2}, sharding.FSDP, None),
-    "a period of two": (gemma, {"stage": 4, "tensor": 2}, sharding.TP, "full"),
-    "a prefix, experts, long sequences": (
-        experts,
-        {"stage": 2, "context": 2, "expert": 2},
-        sharding.EP | sharding.CP_RING,
-        None,
-    ),
+    "dense": (llama, {"stage": 4, "fsdp": 2}, sharding.FSDP | PP, None),
+    "a period of two": (gemma, {"stage": 4, "tensor": 2}, sharding.TP | PP, "full"),
+    "a prefix, experts, long sequences": (experts, LONG, sharding.EP | sharding.CP_RING | PP, None),
+    "uneven, twice around": (lambda: llama(7), {"stage": 4, "fsdp": 2}, sharding.FSDP | AROUND, "full"),
 }
+MORE = {
+    "uneven, experts, long sequences": (lambda: experts(6), LONG, sharding.EP | sharding.CP_RING | PP, None),
+    "a prefix, experts, long sequences, twice around": (experts, LONG, sharding.EP | sharding.CP_RING | AROUND, None),
+    "uneven, a period of two": (lambda: gemma(10), {"stage": 4, "tensor": 2}, sharding.FSDP_TP | PP, "minimal"),
+    "a period of two, twice around": (lambda: gemma(16), {"stage": 4, "tensor": 2}, sharding.TP | AROUND, "minimal"),
+}
+MORE["a vocabulary over stages"] = (llama, {"stage": 4, "fsdp": 2}, sharding.FSDP | PP | VOCAB, "full")
+BOTH = [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", BOTH)
 def test_loss_and_gradients_are_those_of_one_device(case):
-    build, degrees, rules, remat = CASES[case]
+    build, degrees, rules, remat = (CASES | MORE)[case]
     model, data = jax.jit(build)(), rows(8)
     want = loss_and_gradients(*nn.partition(model), data)
-    mesh, rules = sharding.make_mesh(**degrees), rules | PP
+    mesh = sharding.make_mesh(**degrees)
     spread = jax.device_put(model, sharding.shardings(model, mesh, rules))
     with sharding.use(mesh, rules):
         got = loss_and_gradients(*nn.partition(spread), data, remat=remat)
@@ -69,30 +94,78 @@ def test_loss_and_gradients_are_those_of_one_device(case):
     for path, gradient in want[1].items():
         np.testing.assert_allclose(got[1][path], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=path)
     weight = nn.variables(spread)["layers.body.0.attn.o.w"].get_value()
-    assert weight.addressable_shards[0].data.shape[0] == weight.shape[0] // mesh.shape["stage"]
+    others = {axis for place in sharding.spec(("heads", "head_dim", "embed"), rules) for axis in np.ravel(place or ())}
+    split = mesh.shape["stage"] * math.prod(mesh.shape[axis] for axis in others)
+    assert weight.addressable_shards[0].data.size == weight.size // split
+
+
+def planned(num_layers, rules):
+    """A model on four stages, without its arrays."""
+    mesh = sharding.make_mesh(stage=4, devices=jax.devices()[:4])
+    model = jax.eval_shape(lambda: llama(num_layers))
+    placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    return mesh, jax.tree.map(placed, model, sharding.shardings(model, mesh, rules))
+
+
+def forward_costs(num_layers, rules):
+    """What the stages hand each other in a forward pass, by kind."""
+    mesh, model = planned(num_layers, rules)
+    with sharding.use(mesh, rules):
+        hidden = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).hidden)
+        program = hidden.lower(model, rows(8)["tokens"]).compile(compiler_options=QUICKLY)
+    found = read_costs(program.as_text(), dict(mesh.shape)).collectives
+    return {one.kind: one for one in found if one.axes}
+
+
+ROWS = 2 * 32 * 32 * 4  # bytes of a microbatch: rows x T x D
 
 
 def test_only_activations_move():
-    """Weights stay where they are; every tick activations move on by one stage, and those of the last one go to all."""
-    model, data = jax.jit(llama)(), rows(8)
-    mesh, rules = sharding.make_mesh(stage=4, devices=jax.devices()[:4]), sharding.DP | PP
-    spread = jax.device_put(model, sharding.shardings(model, mesh, rules))
-    with sharding.use(mesh, rules):
-        hidden = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).hidden)
-        text = hidden.lower(spread, data["tokens"]).compile().as_text()
-    moved = re.findall(r"= (\S+) (all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(", text)
-    assert {kind for _, kind in moved} == {"collective-permute", "all-reduce"}, moved
-    assert all("32,32]" in shape for shape, _ in moved), moved  # T x D of a microbatch
+    """Weights stay where they are; every tick activations move on by one stage, at the end those of the last to all."""
+    found = forward_costs(4, sharding.DP | PP)
+    assert found.keys() == {"collective-permute", "all-reduce"}
+    assert found["collective-permute"].runs == 7 and found["collective-permute"].bytes == 7 * ROWS
+    assert found["all-reduce"].runs == 1 and found["all-reduce"].bytes == 4 * ROWS
 
 
-def test_layers_and_rows_must_divide():
+def test_twice_around_layers_travel_once():
+    """As often as there are stacked matrices and scales, to the stages that compute them."""
+    found = forward_costs(7, sharding.DP | AROUND)
+    assert found.keys() == {"collective-permute", "all-reduce", "all-to-all"}
+    assert found["collective-permute"].runs == 11 and found["collective-permute"].bytes == 11 * ROWS
+    assert found["all-reduce"].runs == 1 and found["all-reduce"].bytes == 4 * ROWS
+    model = jax.eval_shape(lambda: llama(7))
+    stacked = [x.get_value() for path, x in nn.variables(model).items() if ".body." in path]
+    assert found["all-to-all"].runs == len(stacked)
+    assert found["all-to-all"].bytes == sum(x.size for x in stacked) * 4 * 8 / 7 / 4  # one of 8 places is idle
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("remat", [None, "full"])
+def test_going_around_takes_no_more_memory(remat):
+    """The backward pass finds each chunk's weights where they are, not in every tick; and ticks are shorter."""
+
+    def temporaries(rules):
+        mesh, model = planned(8, rules)
+        with sharding.use(mesh, rules):
+            program = loss_and_gradients.lower(*nn.partition(model), rows(8), remat=remat).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(sharding.DP | AROUND) < 1.1 * temporaries(sharding.DP | PP)
+
+
+def test_what_does_not_fit_is_said():
     mesh = sharding.make_mesh(stage=4, data=2)
-    with pytest.raises(ValueError, match=r"axis 'layers' of size 6 does not divide"):
-        sharding.create(lambda: llama(6), mesh, PP)
+    with pytest.raises(ValueError, match="3 repeats of layers cannot be cut into 4 stages"):
+        sharding.create(lambda: llama(3), mesh, PP)
+    with pytest.raises(ValueError, match=r"up to 3 of 9 repeats .* repeats=2 .* take one of \[1, 3\]"):
+        sharding.create(lambda: llama(9), mesh, AROUND)
+    trace = lambda num_layers, rows: jax.eval_shape(lambda: llama(num_layers)(jnp.zeros((rows, 8), jnp.int32)))
     with sharding.use(mesh, PP), pytest.raises(ValueError, match="6 rows cannot be cut into 4 microbatches"):
-        llama()(jnp.zeros((6, 8), jnp.int32))
-    with sharding.use(mesh, PP), pytest.raises(ValueError, match="6 repeats of layers cannot be cut into 4"):
-        llama(6)(jnp.zeros((4, 8), jnp.int32))
+        trace(4, 6)
+    six = {"layers": sharding.Pipeline("stage", microbatches=6, repeats=2)}
+    with sharding.use(mesh, six), pytest.raises(ValueError, match="a multiple of the 4 stages, got 6"):
+        trace(8, 6)
     with pytest.raises(ValueError, match="at least one microbatch"):
         sharding.Pipeline("stage", microbatches=0)
 
@@ -113,13 +186,13 @@ def one_f_one_b(params, rest, data, remat=None):
     return mean * stats.tokens, jax.tree.map(lambda g: g * stats.tokens, grads), stats.sums
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", BOTH)
 def test_one_f_one_b_gives_the_loss_and_gradients_of_one_device(case):
-    build, degrees, rules, remat = CASES[case]
+    build, degrees, rules, remat = (CASES | MORE)[case]
     model, data = jax.jit(build)(), rows(8)
     data["targets"][:3, :9] = -1  # microbatches with other numbers of targets
     want = loss_and_gradients(*nn.partition(model), data)
-    mesh, rules = sharding.make_mesh(**degrees), rules | PP
+    mesh = sharding.make_mesh(**degrees)
     spread = jax.device_put(model, sharding.shardings(model, mesh, rules))
     with sharding.use(mesh, rules):
         got = one_f_one_b(*nn.partition(spread), data, remat=remat)

@@ -76,9 +76,22 @@ def test_presets_join_by_name():
     pipeline = {"layers": sharding.Pipeline("stage", microbatches=16)}
     assert sharding.preset("fsdp + cp_heads + pp:16") == sharding.FSDP | sharding.CP_HEADS | pipeline
     assert sharding.preset("pp")["layers"] == sharding.Pipeline("stage", microbatches=8)
-    for name in ("zero9", "fsdp+", "fsdp:3", "pp:x", "pp:0"):
+    assert sharding.preset("pp:16x2")["layers"] == sharding.Pipeline("stage", microbatches=16, repeats=2)
+    for name in ("zero9", "fsdp+", "fsdp:3", "pp:x", "pp:0", "pp:8x", "pp:8x2x2"):
         with pytest.raises(ValueError, match="rules must be one of dp, zero1|at least one microbatch"):
             sharding.preset(name)
+
+
+def test_layers_that_stages_do_not_hold_in_order_are_split_otherwise():
+    mesh = sharding.make_mesh(stage=4, fsdp=2)
+    spec = lambda shape, repeats=1: sharding.parameter_spec(
+        ("embed", "mlp"), shape, sharding.FSDP | {"layers": sharding.Pipeline("stage", 4, repeats)}, mesh
+    )
+    assert spec((8, 16, 64)) == P("stage", "fsdp")
+    assert spec((8, 16, 64), repeats=2) == spec((7, 16, 64)) == P(None, "fsdp", "stage")
+    assert spec((7, 64, 6)) == P(None, ("fsdp", "stage"))
+    assert spec((7, 6, 6)) == P(None, "fsdp")  # nothing that they divide
+    assert spec((16, 64)) == P("fsdp")  # of no stack
 
 
 def test_sequence_sharding_changes_no_result():

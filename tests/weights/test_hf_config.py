@@ -291,6 +291,9 @@ def test_ropes_that_cannot_be_written_are_refused():
     for rope in (Rope(8, max_length=8), Rope(16, interleaved=True, max_length=8)):
         with pytest.raises(ValueError, match="turns whole heads in halves: the rope must have dim=16"):
             rope_to_hf(rope, head_dim=16, whole_heads=True)
+    with pytest.raises(ValueError, match="turns heads in interleaved pairs: the rope must have interleaved=True"):
+        rope_to_hf(Rope(8, max_length=8), head_dim=16, interleaved=True)
+    assert rope_to_hf(Rope(8, interleaved=True, max_length=8), head_dim=8, interleaved=True)["rope_theta"] == 1e4
 
 
 # --- transformers ---------------------------------------------------------------------------------------------------
@@ -415,3 +418,6 @@ def test_missing_files_are_named(tmp_path):
         read_config(tmp_path)
     with pytest.raises(FileNotFoundError, match="no such directory"):
         read_config(tmp_path / "absent")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(FileNotFoundError, match="model.safetensors is a file: name its directory"):
+        read_config(tmp_path / "model.safetensors")

@@ -217,6 +217,14 @@ def test_configs_that_cannot_be_right_are_refused(change, message, copied):
         maxlib.from_pretrained(path)
 
 
+def test_arguments_that_do_not_exist_are_named(exported):
+    for given, meant in (("num_layer", "num_layers"), ("dtpye", "dtype")):
+        with pytest.raises(TypeError, match=rf"the fields of llama's .*got {given}=1: did you mean {meant}\?"):
+            maxlib.from_pretrained(exported, **{given: 1})
+    with pytest.raises(TypeError, match=r"takes mesh, rules, dtype, family and .*\(vocab, .*got quantize=True\."):
+        maxlib.from_pretrained(exported, quantize=True)
+
+
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +253,8 @@ def test_existing_directories(model, tmp_path):
     maxlib.save_pretrained(model, path, max_shard_bytes=10_000)
     with pytest.raises(FileExistsError, match="holds an export already. .* overwrite=True"):
         maxlib.save_pretrained(model, path)
+    for name in ("tokenizer.json", "processor_config.json"):  # what one adds to an export
+        (path / name).touch()
     maxlib.save_pretrained(model, path, overwrite=True)
     assert sorted(p.name for p in path.iterdir()) == ["config.json", "model.safetensors"]
     (path / "notes.txt").write_text("mine")
