@@ -73,6 +73,7 @@ from maxlib.nn.tree import Filter as Filter
 from maxlib.nn.tree import axes as axes
 from maxlib.nn.tree import cast as cast
 from maxlib.nn.tree import combine as combine
+from maxlib.nn.tree import is_repeated as is_repeated
 from maxlib.nn.tree import is_trainable as is_trainable
 from maxlib.nn.tree import logical_path as logical_path
 from maxlib.nn.tree import num_parameters as num_parameters

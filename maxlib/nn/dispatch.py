@@ -76,6 +76,12 @@ def dropless(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: 
     return Dropless(order, place.reshape(experts.shape), kept, counts)
 
 
+def sorted_rows(counts: Int[Array, " E"], size: int) -> Dropless:
+    """Of `size` rows that lie sorted by expert already; what is behind the last one belongs to none."""
+    order = jnp.arange(size, dtype=jnp.int32)
+    return Dropless(order, order[:, None], (order < counts.sum())[:, None], counts)
+
+
 def padded(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int, capacity: int) -> Padded:
     order, place, counts = _sort(experts, valid, num_experts)
     first = jnp.cumsum(counts) - counts

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlib.nn.remat import Policy, remat_policy
 from maxlib.nn.tree import variables
-from maxlib.sharding import LAYER_INPUT, pipelined, stages
+from maxlib.sharding import LAYER_INPUT, pipelined, stages, to_device
 
 Aux = dict[str, jax.Array]
 _trusted = contextvars.ContextVar("trusted", default=False)
@@ -94,7 +94,7 @@ class Stack(nnx.Module):
         path, repeat = self.where(i)
         kind, slot = path.split(".")
         layer = getattr(self, kind)[int(slot)]
-        return layer if repeat is None else jax.tree.map(lambda a: a[repeat], layer)
+        return layer if repeat is None else jax.tree.map(lambda a: to_device(a)[repeat], layer)
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(self.num_layers))
@@ -232,9 +232,9 @@ def _run(x, ctx, layers, caches, policy, prevent_cse: bool = True):
     """Applies `layers` one by one."""
     new_caches, auxes = [], []
     for i, layer in enumerate(layers):
-        apply = lambda layer, x, cache: layer(x, ctx, cache)
+        apply = lambda layer, x, cache: to_device(layer)(x, ctx, cache)
         if policy is not None:
-            apply = lambda layer, x, cache: jax.tree.map(_held, layer)(x, ctx, cache)
+            apply = lambda layer, x, cache: jax.tree.map(_held, to_device(layer))(x, ctx, cache)
             apply = jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)
             x = jax.tree.map(lambda a: checkpoint_name(a, LAYER_INPUT), x)
         x, new, aux = apply(layer, x, None if caches is None else caches[i])

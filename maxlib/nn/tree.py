@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 Filter = Callable[[str, nnx.Variable], bool]
+_REPEATED = re.compile(r"(^|\.)body\.\d+\.")
 _STACKED = re.compile(r"(^|\.)(prefix|body|suffix)\.\d+(?=\.|$)")
 
 
@@ -36,6 +37,11 @@ def summed_axes(model: Any) -> dict[str, tuple[str, ...]]:
 def logical_path(path: str) -> str:
     """`path` without a stack's layout: `"layers.body.0.attn.q.w"` becomes `"layers.attn.q.w"`."""
     return _STACKED.sub("", path).lstrip(".")
+
+
+def is_repeated(path: str) -> bool:
+    """Whether a path is of layers that a stack repeats, whose arrays have a leading axis of layers."""
+    return _REPEATED.search(path) is not None
 
 
 def is_trainable(path: str, variable: nnx.Variable) -> bool:

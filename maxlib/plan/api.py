@@ -88,7 +88,7 @@ def _plan(job: Job, described: dict[str, Any], compiled: Compiled | None, costs:
         compiled=compiled is not None,
         num_parameters=described["parameters"],
         rows=rows,
-        **described["bytes"],
+        **described["bytes"] | ({"host": compiled.host} if compiled else {}),
         gradients=analytic.gradients,
         temporaries=compiled.temporaries if compiled else analytic.temporaries,
         code=compiled.code if compiled else None,

@@ -112,7 +112,7 @@ class _Program:
                 self.bytes += times * self._traffic(one, computation)
 
     def _cheapest(self, branches: list[str], times: float, in_fusion: bool) -> None:
-        """The branch that moves and computes least: the others are there for what is unusual, such as one busy
+        """The branch that computes and moves least: the others are there for what is unusual, such as one busy
         expert.
         """
         tried = []
@@ -120,7 +120,8 @@ class _Program:
             alone = copy.copy(self)
             alone.flops, alone.bytes, alone.collectives, alone.chains = 0.0, 0.0, {}, set(self.chains)
             alone.visit(branch, times, in_fusion=in_fusion)
-            tried.append((sum(size for *_, size in alone.collectives.values()), alone.flops, alone.bytes, len(tried)))
+            moved = sum(size for *_, size in alone.collectives.values())
+            tried.append((alone.flops, moved, alone.bytes, len(tried)))
         if tried:
             self.visit(branches[min(tried)[-1]], times, in_fusion=in_fusion)
 
@@ -152,6 +153,8 @@ class _Program:
                 return
             self.chains.add(chain[0])
         size = sum(_bytes(computation[operand].type) for operand in one.operands if operand in computation)
+        if kind == "ragged-all-to-all":  # what comes in is as much as goes out, on average: the smaller of both buffers
+            size = min(_bytes(computation[operand].type) for operand in one.operands[:2])
         if kind == "all-gather":
             size = max(_bytes(one.type) - (size if one.opcode.endswith("-start") else 0), size)
         if name.startswith("all-reduce-scatter"):

@@ -15,13 +15,15 @@ from maxlib.training.losses import ROWS_AT_ONCE, vocab_axes
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. gradients are those of all parameters at once; activations what the backward pass keeps;
-    layer what the layer at work needs besides; loss what the loss needs, when there are no gradients yet."""
+    """Bytes on one device. gradients are those of all parameters at once, of which those of parameters on the host are
+    `away` during the backward pass; activations what that keeps; layer what the layer at work needs besides; loss what
+    the loss needs, when there are no gradients yet."""
 
     parameters: float
     optimizer: float
     batch: float
     gradients: float
+    away: float
     activations: float
     layer: float
     loss: float
@@ -32,7 +34,7 @@ class Memory:
 
     @property
     def temporaries(self) -> float:
-        return self.activations + max(self.gradients + self.layer, self.loss)
+        return max(self.gradients, self.activations + max(self.gradients - self.away + self.layer, self.loss))
 
     @property
     def total(self) -> float:
@@ -48,15 +50,13 @@ def estimate_memory(program: Program) -> Memory:
         path: sharding.optimizer_spec(nn.axes(state.rest)[path], x.shape, rules, mesh)
         for path, x in state.trainable.items()
     }
-    gradients = sum(
-        part_bytes(x.shape, x.dtype.itemsize, spec, mesh)
-        for (path, x) in state.trainable.items()
-        for spec in [own[path]]
-    )
+    size = lambda path: part_bytes((x := state.trainable[path]).shape, x.dtype.itemsize, own[path], mesh)
+    gradients = sum(map(size, own))
+    away = sum(size(path) for path in own if sharding.is_on_host(state.trainable[path]))
     rows = max(1, program.rows // program.job.accumulate // parts_of(rules.get("batch"), mesh))
     activations, transient = _residuals(program, rows)
     layer, loss = _layer_weights(program) + transient + _whole_sequences(program, rows), _loss(program, rows)
-    return Memory(parameters, optimizer, bytes_on_device(program.batch), gradients, activations, layer, loss)
+    return Memory(parameters, optimizer, bytes_on_device(program.batch), gradients, away, activations, layer, loss)
 
 
 def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> float:

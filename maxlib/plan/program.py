@@ -110,14 +110,18 @@ def _state(model: Any, optimizer: Any, mesh: Any, rules: sharding.Rules) -> trai
     trainable, rest = nn.partition(model)
     names, whole = nn.axes(rest), NamedSharding(mesh, P())
 
-    def put(path, leaf):
+    def put(path, leaf, born):
+        kind = "pinned_host" if born.memory_space == jax.memory.Space.Host else None
         for name in (getattr(part, "key", None) for part in path):
             if name in trainable and leaf.shape == trainable[name].shape:
                 spec = sharding.optimizer_spec(names[name], leaf.shape, rules, mesh, what=name)
-                return _at(leaf, NamedSharding(mesh, spec))
+                return _at(leaf, NamedSharding(mesh, spec, memory_kind=kind))
         return _at(leaf, whole)
 
-    moments = jax.tree_util.tree_map_with_path(put, jax.eval_shape(optimizer.init, trainable))
+    with sharding.use(mesh, rules):
+        traced, shapes = jax.make_jaxpr(optimizer.init, return_shape=True)(trainable)
+    born = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
+    moments = jax.tree_util.tree_map_with_path(put, shapes, born)
     state = jax.eval_shape(lambda model: training.make_state(model, optimizer), model)
     own = (trainable, rest, moments, _at(state.step, whole), _at(state.key, whole))
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(own))
@@ -153,8 +157,13 @@ def axes_of(place: Any) -> tuple[str, ...]:
 
 
 def bytes_on_device(tree: Any) -> int:
-    """What one device holds of these shapes."""
-    return sum(_bytes(x) for x in jax.tree.leaves(tree))
+    """What one device holds of these shapes in its own memory."""
+    return sum(_bytes(x) for x in jax.tree.leaves(tree) if not sharding.is_on_host(x))
+
+
+def bytes_on_host(tree: Any) -> int:
+    """What the host holds of these shapes for one device."""
+    return sum(_bytes(x) for x in jax.tree.leaves(tree) if sharding.is_on_host(x))
 
 
 def _bytes(x: Any) -> int:

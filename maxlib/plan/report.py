@@ -18,8 +18,9 @@ from maxlib.plan.targets import GIB, Target
 class Plan:
     """What a training step needs on a target. Sizes are bytes on one device.
 
-    gradients are part of temporaries. code is None unless the compiler ran to its end. costs and estimate come from
-    the compiled program, or from the analytic model where `compiled` is False.
+    gradients are part of temporaries. host: what the host holds for the device, such as moments. code is None unless
+    the compiler ran to its end. costs and estimate come from the compiled program, or from the analytic model where
+    `compiled` is False.
     """
 
     job: Job
@@ -31,6 +32,7 @@ class Plan:
     parameters: float
     optimizer: float
     batch: float
+    host: float
     gradients: float
     temporaries: float
     code: float | None
@@ -87,6 +89,8 @@ def _memory(plan: Plan) -> Table:
     table.add_row("code", show(plan.code), "" if plan.code is not None else "needs a full compilation (--full)")
     table.add_row("peak", show(plan.peak), "compiled" if plan.compiled else "analytic model only")
     table.add_row("capacity", show(plan.target.chip.memory), "")
+    if plan.host:
+        table.add_row("on the host", show(plan.host), "not in the peak; what travels to and from it is not estimated")
     return table
 
 

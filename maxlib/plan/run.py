@@ -22,10 +22,15 @@ _BUFFERS = "*jit_step*.after_optimizations-buffer-assignment.txt"
 _PROGRAM = "*jit_step*.after_optimizations.txt"
 
 
+_HOST = "5"
+ON_DEVICE = ("parameters", "optimizer", "batch")
+
+
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler said. Sizes are bytes on a device; code is None where no machine code was made, and costs
-    where the program's text could not be had. exceeded: the compiler's words when it found no room."""
+    """What the compiler said. Sizes are bytes on a device, host those that the host holds for it; code is None where no
+    machine code was made, and costs where the program's text could not be had. exceeded: the compiler's words when it
+    found no room."""
 
     described: dict[str, Any]
     lower_seconds: float
@@ -34,6 +39,7 @@ class Compiled:
     temporaries: float
     code: float | None
     peak: float
+    host: float
     costs: Costs | None
     exceeded: str | None
 
@@ -105,8 +111,8 @@ def _raise(failed: dict[str, Any]) -> None:
 
 def _read(job: Job, news: dict[str, dict[str, Any]], dump: Path, seconds: float) -> Compiled:
     described, lowered, compiled = (news.get(stage, {}) for stage in ("described", "lowered", "compiled"))
-    arguments, temporaries = _assigned(dump)
-    arguments = compiled.get("arguments", arguments) or sum(described["bytes"].values())
+    arguments, temporaries, host = _assigned(dump)
+    arguments = compiled.get("arguments", arguments) or sum(described["bytes"][name] for name in ON_DEVICE)
     temporaries = compiled.get("temporaries", temporaries)
     exceeded = news.get("failed", {}).get("message")
     if exceeded and (used := _used(exceeded)):
@@ -120,17 +126,22 @@ def _read(job: Job, news: dict[str, dict[str, Any]], dump: Path, seconds: float)
         temporaries,
         compiled.get("code"),
         peak,
+        compiled.get("host", host) or described["bytes"]["host"],
         _costs(job, dump, described["mesh"], lowered.get("attention_trips", 1)),
         exceeded,
     )
 
 
-def _assigned(dump: Path) -> tuple[float, float]:
-    """Arguments and temporaries in main memory, as the compiler assigned them; other memories have a color."""
+def _assigned(dump: Path) -> tuple[float, float, float]:
+    """Arguments and temporaries in main memory, and both in the host's, as the compiler assigned them; memories other
+    than the main one have a color.
+    """
     text = next((path.read_text() for path in dump.glob(_BUFFERS)), "")
-    kinds = re.findall(r"^allocation \d+: size (\d+), (?!color)(.*)$", text, re.MULTILINE)
-    total = lambda word: float(sum(int(size) for size, kind in kinds if word in kind))
-    return total("parameter "), total("preallocated-temp")
+    kinds = re.findall(r"^allocation \d+: size (\d+), (?:color (\d+), )?(.*)$", text, re.MULTILINE)
+    total = lambda color, *words: float(
+        sum(int(size) for size, own, kind in kinds if own == color and any(word in kind for word in words))
+    )
+    return total("", "parameter "), total("", "preallocated-temp"), total(_HOST, "parameter ", "preallocated-temp")
 
 
 def _used(message: str) -> float | None:

@@ -16,7 +16,7 @@ import jax
 from maxlib import nn
 from maxlib.plan.job import MARK, Job, from_json
 from maxlib.plan.memory import estimate_memory
-from maxlib.plan.program import Program, bytes_on_device, causal_trips, make_program
+from maxlib.plan.program import Program, bytes_on_device, bytes_on_host, causal_trips, make_program
 from maxlib.plan.roofline import link_speeds
 from maxlib.plan.targets import parse_target
 
@@ -35,6 +35,7 @@ def describe(job: Job) -> tuple[Program, dict[str, Any]]:
             "parameters": bytes_on_device((state.trainable, state.rest)),
             "optimizer": bytes_on_device((state.opt_state, state.step, state.key)),
             "batch": bytes_on_device(program.batch),
+            "host": bytes_on_host(state),
         },
         "analytic": dataclasses.asdict(estimate_memory(program)),
         "model_flops": program.model_flops,
@@ -63,8 +64,14 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
         arguments=sizes.argument_size_in_bytes,
         temporaries=sizes.temp_size_in_bytes,
         code=sizes.generated_code_size_in_bytes,
-        peak=getattr(sizes, "peak_memory_in_bytes", 0),
+        # The compiler adds up both memories.
+        peak=0 if (host := _host(sizes)) else getattr(sizes, "peak_memory_in_bytes", 0),
+        host=host,
     )
+
+
+def _host(sizes: Any) -> int:
+    return sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding.rules import PRESETS, AnyMesh, Rules, check, fit, parameter_spec, use
+from maxlib.sharding.rules import PRESETS, AnyMesh, Rules, check, fit, memory_kind, parameter_spec, use
 
 Model = TypeVar("Model")
 # What axes are called: in the presets' rules, and besides in maxlib's layers.
@@ -46,7 +46,9 @@ def _warn_of_misspelt(rules: Rules, names: set[str]) -> None:
 
 
 def sharding_of(path: str, variable: nnx.Variable, mesh: AnyMesh, rules: Rules) -> NamedSharding:
-    """Where one parameter lives; its axis names bind to the trailing dimensions."""
+    """Where one parameter lives; its axis names bind to the trailing dimensions. The rule "layers_memory" is for the
+    matrices that a stack repeats.
+    """
     names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape
     partition = parameter_spec(names, shape, rules, mesh, what=path)
     _, uneven = fit(partition, shape, mesh)
@@ -56,7 +58,8 @@ def sharding_of(path: str, variable: nnx.Variable, mesh: AnyMesh, rules: Rules) 
             f"{path}: axis {name!r} of size {shape[uneven[0]]} does not divide over {partition[uneven[0]]!r} of the mesh "
             f"{dict(mesh.shape)}; change the mesh, or take rules with {name!r}: None"
         )
-    return NamedSharding(mesh, partition)
+    repeated = len(shape) > len(names) > 1  # a matrix of every layer of a stack
+    return NamedSharding(mesh, partition, memory_kind=memory_kind("layers_memory", rules) if repeated else None)
 
 
 def create(build: Callable[[], Model], mesh: Mesh, rules: Rules) -> Model:

@@ -44,10 +44,41 @@ class Pipeline:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What the rule "act_expert" may say in place of a mesh axis alone: over which axis tokens travel to their experts,
+    and how.
+
+    how: "ragged", in pieces as large as they are; "dense", in pieces of one size. Without this rule, what suits the
+    device.
+    """
+
+    axis: str
+    how: str
+
+    def __post_init__(self):
+        if self.how not in ("ragged", "dense"):
+            raise ValueError(f"tokens travel 'ragged' or 'dense', got {self.how!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What the rules "optimizer_memory" and "layers_memory" say: in which memory of their devices arrays live.
+
+    kind: "pinned_host", the host's memory, from which devices copy at full speed.
+    """
+
+    kind: str
+
+    def __post_init__(self):
+        if self.kind != "pinned_host":
+            raise ValueError(f"Memory must be 'pinned_host', the only one besides the devices' own; got {self.kind!r}")
+
+
 AnyMesh = Mesh | AbstractMesh
 Name = str | Spare | None
 Place = str | tuple[str, ...] | None
-Rules = Mapping[str, str | tuple[str, ...] | Spare | Pipeline | None]
+Rules = Mapping[str, str | tuple[str, ...] | Spare | Pipeline | Exchange | Memory | None]
 
 _BATCH = {"batch": ("data", "fsdp")}
 _FSDP = {"embed": "fsdp", "expert_embed": "fsdp", "rank": Spare("fsdp")}
@@ -79,6 +110,9 @@ EP: Rules = {
 }
 # Experts over the FSDP axis instead; each device gathers their weights.
 EP_FSDP: Rules = _BATCH | {"embed": "fsdp", "expert": "fsdp", "rank": Spare("fsdp")}
+# How tokens travel, beside EP.
+EXCHANGE_RAGGED: Rules = {"act_expert": Exchange("expert", "ragged")}
+EXCHANGE_DENSE: Rules = {"act_expert": Exchange("expert", "dense")}
 # The optimizer's state over the data axis too (arXiv:1910.02054); see `optimizer_spec`.
 ZERO1: Rules = {"optimizer": "data"}
 
@@ -88,6 +122,9 @@ CP_RING: Rules = {"seq": "context", "q_seq": "context", "kv_seq": "context"}
 CP_HEADS: Rules = {"seq": "context", "attn_heads": ("tensor", "context")}
 # Layers over devices, also beside any of these.
 PP: Rules = {"layers": Pipeline("stage", microbatches=8)}
+# On the host until the step needs them, also beside any of these: moments, and the layers that a stack repeats.
+OFFLOAD_OPTIMIZER: Rules = {"optimizer_memory": Memory("pinned_host")}
+OFFLOAD_LAYERS: Rules = {"layers_memory": Memory("pinned_host")}
 
 PRESETS: Mapping[str, Rules] = {
     "dp": DP,
@@ -104,7 +141,13 @@ PRESETS: Mapping[str, Rules] = {
     "cp_ring": CP_RING,
     "cp_heads": CP_HEADS,
     "pp": PP,
+    "exchange_ragged": EXCHANGE_RAGGED,
+    "exchange_dense": EXCHANGE_DENSE,
+    "offload_optimizer": OFFLOAD_OPTIMIZER,
+    "offload_layers": OFFLOAD_LAYERS,
 }
+
+_MEMORIES = ("optimizer_memory", "layers_memory")
 
 # Part of jit's cache key: a plain context variable would let a second mesh reuse the first one's program.
 _context = jax.make_user_context(None)
@@ -134,10 +177,14 @@ def _freeze(rules: Rules) -> tuple[tuple[str, Any], ...]:
 
 
 @contextmanager
-def use(mesh: Mesh, rules: Rules) -> Iterator[None]:
-    """Inside, `constrain` and the layers' kernels follow `rules` on `mesh`; outside there is no mesh at all."""
+def use(mesh: AnyMesh, rules: Rules) -> Iterator[None]:
+    """Inside, `constrain` and the layers' kernels follow `rules` on `mesh`; outside there is no mesh at all.
+
+    On an abstract mesh programs can be traced, not run.
+    """
     check(mesh, rules)
-    with jax.set_mesh(mesh), _context(_freeze(rules)):
+    entered = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
+    with entered, _context(_freeze(rules)):
         yield
 
 
@@ -149,14 +196,43 @@ def current() -> tuple[Any, dict[str, Any]] | None:
 
 
 def check(mesh: AnyMesh, rules: Rules) -> None:
-    """Raises ValueError when a rule names an axis that `mesh` does not have."""
+    """Raises ValueError when a rule names an axis that `mesh` does not have, or a memory that its devices lack."""
     for name, place in rules.items():
+        if name in _MEMORIES or isinstance(place, Memory):
+            _check_memory(mesh, rules, name)
         for axis in _as_tuple(place):
             if axis not in mesh.axis_names:
                 raise ValueError(
                     f"rule {name!r} -> {place!r} names the mesh axis {axis!r}, but the mesh has {mesh.axis_names}; "
                     "build it with sharding.make_mesh, or take rules that fit it"
                 )
+
+
+def _check_memory(mesh: AnyMesh, rules: Rules, name: str) -> None:
+    if not isinstance(rules[name], Memory | None) or name not in _MEMORIES:
+        raise ValueError(
+            f"a Memory is what the rules {' and '.join(_MEMORIES)} say, and nothing else; got {name!r} -> {rules[name]!r}"
+        )
+    if rules[name] is None:
+        return
+    if isinstance(rules.get("layers"), Pipeline):
+        raise ValueError(
+            f"{name!r}: what is taken from the host layer by layer cannot be cut into a pipeline's stages too"
+        )
+    if isinstance(mesh, Mesh):
+        device: Any = next(iter(mesh.local_devices or mesh.devices.flat))
+        kinds = sorted(memory.kind for memory in device.addressable_memories())
+        if (kind := memory_kind(name, rules)) not in kinds:
+            raise ValueError(
+                f"rule {name!r} wants the memory {kind!r}, but {device.device_kind} has only {kinds}: leave {name!r} out "
+                "of the rules"
+            )
+
+
+def memory_kind(name: str, rules: Rules) -> str | None:
+    """What a `Memory` rule says; None is the devices' own."""
+    memory = rules.get(name)
+    return memory.kind if isinstance(memory, Memory) else None
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
@@ -167,10 +243,12 @@ def mesh_axes(name: str) -> tuple[str, ...]:
     return tuple(axis for axis in _as_tuple(rules.get(name)) if mesh.shape[axis] > 1)
 
 
-def _as_tuple(place: Place | Spare | Pipeline) -> tuple[str, ...]:
+def _as_tuple(place: Place | Spare | Pipeline | Exchange | Memory) -> tuple[str, ...]:
+    if isinstance(place, Memory):
+        return ()
     if isinstance(place, Spare):
         place = place.axes
-    elif isinstance(place, Pipeline):
+    elif isinstance(place, Pipeline | Exchange):
         place = place.axis
     return () if place is None else (place,) if isinstance(place, str) else tuple(place)
 
@@ -186,7 +264,8 @@ def settle(names: Iterable[Name], rules: Rules) -> dict[Any, Any]:
 def _rule(name: Name, rules: Rules) -> Any:
     if isinstance(name, Spare):
         return Spare(_as_tuple(rules.get(str(name.axes))))
-    return None if name is None else rules.get(name)
+    place = None if name is None else rules.get(name)
+    return place.axis if isinstance(place, Exchange) else place
 
 
 def spec(names: tuple[Name, ...], rules: Rules, *, ndim: int | None = None, what: str = "array") -> P:

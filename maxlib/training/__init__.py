@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from maxlib.training.metrics import Writer as Writer
     from maxlib.training.metrics import read_jsonl as read_jsonl
     from maxlib.training.mtp import mtp_loss as mtp_loss
+    from maxlib.training.offload import by_layer as by_layer
     from maxlib.training.optimizers import adamw as adamw
     from maxlib.training.optimizers import clip_by_global_norm as clip_by_global_norm
     from maxlib.training.optimizers import decay_mask as decay_mask
@@ -65,6 +66,7 @@ _MODULES = {
     "losses": ("Stats", "next_token_loss"),
     "metrics": ("Console", "Csv", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
     "mtp": ("mtp_loss",),
+    "offload": ("by_layer",),
     "optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "width_factors", "width_scaled"),
     "pipelining": ("one_f_one_b",),
     "placement": ("own_model", "place_batch"),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from maxlib import nn
+from maxlib.training.offload import by_layer
 from maxlib.training.wrappers import in_bfloat16, in_float32
 
 Model = TypeVar("Model")
@@ -83,7 +84,7 @@ def muon(
 def _held_in(moments: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     if jnp.dtype(moments) not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"moments are held in float32 or bfloat16, got {jnp.dtype(moments).name}")
-    return in_bfloat16(optimizer) if jnp.dtype(moments) == jnp.bfloat16 else in_float32(optimizer)
+    return in_bfloat16(optimizer) if jnp.dtype(moments) == jnp.bfloat16 else by_layer(in_float32(optimizer))
 
 
 def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> optax.GradientTransformation:

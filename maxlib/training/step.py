@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
 from maxlib.training.losses import Batch, Stats
+from maxlib.training.offload import apply_updates, check_offloaded, update
 from maxlib.training.pipelining import Gradients
 
 Loss = Callable[[Any, Batch, Array], tuple[Array, Stats]]
@@ -45,17 +46,19 @@ def make_state(
 ) -> TrainState:
     """The state before the first step. It holds the model's own arrays: donating it deletes them in the model too.
 
-    Moments are born where their parameters live, or where the rule `optimizer` puts them (`sharding.ZERO1`), so call it
-    inside `sharding.use` if the steps run there. Raises ValueError when `filter` leaves nothing to train.
+    Moments are born where their parameters live, or where the rules put them (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
+    so call it inside `sharding.use` if the steps run there. Raises ValueError when `filter` leaves nothing to train,
+    and for moments that shall live on the host of an optimizer that keeps none there.
     """
     trainable, rest = nn.partition(model, filter)
     if not trainable:
         names = sorted({nn.logical_path(path) for path in nn.variables(model)})
         raise ValueError(f"filter must take at least one parameter to train, it takes none of {names}")
     seed = jax.random.key(key) if isinstance(key, int) else key
-    start = lambda params, key: (optimizer.init(params), jnp.zeros((), jnp.int32), key)
+    start = lambda params, key: (optimizer.init(sharding.to_device(params)), jnp.zeros((), jnp.int32), key)
     born = lambda params, key: _place(start(params, key), params, rest, optimizer=True)
     opt_state, step, own_key = jax.jit(born)(trainable, seed)
+    check_offloaded(opt_state, trainable)
     return TrainState(trainable, rest, opt_state, step, own_key)
 
 
@@ -94,8 +97,8 @@ def make_train_step(
             grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
         grads = _place(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable, value=loss)
-        trainable = _place(optax.apply_updates(state.trainable, updates), state.trainable, state.rest)
+        updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, value=loss)
+        trainable = _place(apply_updates(state.trainable, updates), state.trainable, state.rest)
         opt_state = _place(opt_state, state.trainable, state.rest, optimizer=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         metrics = {"loss": loss, "tokens": stats.tokens, "grad_norm": norm, "finite": finite} | means(stats)
@@ -135,7 +138,10 @@ def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accum
         loss, stats = loss_fn(nn.combine(trainable, state.rest), batch, key)
         return loss / jnp.maximum(stats.tokens, 1) if mean else loss, stats
 
-    gradient = jax.value_and_grad(loss_of, has_aux=True)
+    def gradient(*args):
+        value, grads = jax.value_and_grad(loss_of, has_aux=True)(*args)
+        return value, sharding.to_device(grads)  # those of parameters on the host are born there
+
     if accumulate == 1:
         (loss, stats), grads = gradient(state.trainable, batch, key, True)
         return grads, loss, stats

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -118,7 +117,7 @@ class Trainer:
     @property
     def model(self) -> Any:
         """The model as it is now, in arrays of its own."""
-        return jax.tree.map(jnp.copy, self.state.model)
+        return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), self.state.model)
 
     def restore(self, *, resume_from: str | Path | None = None, params_from: str | Path | None = None) -> str:
         """Takes up the first that there is, and says which: this run's newest complete checkpoint; `resume_from`, a

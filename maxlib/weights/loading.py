@@ -195,7 +195,8 @@ class _Leaf:
         for cut, devices in parts.values():
             part = self.read(cut)
             # Waiting bounds what lies in host memory to one part.
-            arrays += jax.block_until_ready([jax.device_put(part, device) for device in devices])
+            at = [jax.sharding.SingleDeviceSharding(device, memory_kind=place.memory_kind) for device in devices]
+            arrays += jax.block_until_ready([jax.device_put(part, one) for one in at])
         return jax.make_array_from_single_device_arrays(self.shape, place, arrays)
 
     def read(self, cut: Cut) -> np.ndarray:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxlib import nn
+from maxlib import nn, sharding
 from maxlib.weights.files import Header, is_float, shard, write_file, write_index
 from maxlib.weights.loading import assign, uncovered
 from maxlib.weights.resolve import Conversion, Plan, Tensor, resolve
@@ -113,7 +113,7 @@ class _Source:
         value = self._values[path]
         # Always a new array: one whose numpy value was asked for keeps it, and the whole model would come to lie in
         # memory.
-        value = jnp.copy(value) if index is None else value[index]
+        value = jnp.copy(value) if index is None else sharding.to_device(value)[index]
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = multihost_utils.process_allgather(value, tiled=True)
         return np.asarray(value)

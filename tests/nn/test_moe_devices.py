@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, sharding
+from maxlib.nn import exchange
 from tests.nn.experts import DIM, LOSSES, MLP, E, X, call, close, in_float64, inputs, moe, value_and_gradients
 
 MESHES = {
@@ -63,20 +64,66 @@ def test_experts_split_over_devices_equal_the_loop(name):
         close(jax.device_get(got), want)
 
 
-def test_dropless_whether_experts_share_evenly_or_two_get_everything():
+def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """What `jax.lax.ragged_all_to_all` says it does, which XLA has not for CPUs: everybody sees everything, and takes
+    the rows that are sent to it.
+    """
+    devices, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+    slices = len(input_offsets) // devices
+    mine = lambda a: jax.lax.dynamic_slice_in_dim(jax.lax.all_gather(a, axis_name), me * slices, slices, 1)
+    start, size, there = (jnp.expand_dims(mine(a), 2) for a in (input_offsets, send_sizes, output_offsets))
+    row = jnp.arange(operand.shape[0])[None, None]
+    rows = jax.vmap(lambda a, at: a[at])(jax.lax.all_gather(operand, axis_name), (start + row) % operand.shape[0])
+    at = jnp.where(row < size, there + row, output.shape[0])
+    return output.at[at.reshape(-1)].set(rows.reshape(-1, *operand.shape[1:]), mode="drop")
+
+
+@pytest.fixture(params=["dense", "ragged"])
+def exchanging(request, monkeypatch):
+    """The rules of an exchange; a ragged one on CPUs."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+    monkeypatch.setattr(exchange, "CAN_RAGGED", ("cpu",))
+    return sharding.EP | {"act_expert": sharding.Exchange("expert", request.param)}
+
+
+def test_dropless_whether_experts_share_evenly_or_two_get_everything(exchanging):
     """The usual exchange and the one for the worst case, in one program; which one runs is for the data to say."""
     layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)))
     mesh, x = sharding.make_mesh(expert=4, data=2), inputs(B=8, T=16)
-    split = jax.device_put(layer, sharding.shardings(layer, mesh, sharding.EP))
+    split = jax.device_put(layer, sharding.shardings(layer, mesh, exchanging))
     gradients = jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x)[0])), argnums=(0, 1)))
     looped = jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m.reference(x))), argnums=(0, 1)))
     for even in (True, False):
         for one in (layer, split):
             one.router.gate.w[...] = one.router.gate.w[...] * even  # equal scores: the first experts win everywhere
         assert (np.bincount(np.ravel(layer.router(x).experts)).max() == 8 * 16) != even
-        with sharding.use(mesh, sharding.EP):
+        with sharding.use(mesh, exchanging):
             got = gradients(split, x)
         close(jax.device_get(got), jax.device_get(looped(layer, x)))
+
+
+def test_a_ragged_exchange_moves_no_more_rows_than_there_are(monkeypatch):
+    """As lowered for a TPU: no dense exchange, and what leaves a device is a turn's choices, not padded ones."""
+    monkeypatch.setattr(exchange, "CAN_RAGGED", ("cpu",))
+    layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)))
+    mesh, x, rules = sharding.make_mesh(expert=8), inputs(B=8, T=16), sharding.EP | sharding.EXCHANGE_RAGGED
+    layer = jax.device_put(layer, sharding.shardings(layer, mesh, rules))
+    with sharding.use(mesh, rules):
+        traced = jax.jit(jax.grad(lambda m, x: m(x)[0].sum(), argnums=(0, 1))).trace(layer, x)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    found = re.findall(r"@ragged_all_to_all\(.*: \(tensor<(\d+)x16xf32>, tensor<(\d+)x16xf32>", text)
+    choices = 16 * X
+    rows = {(out, choices) for out in (choices // 2, choices // 8)}  # two turns, or as many as there are devices
+    assert {tuple(map(int, pair)) for pair in found} == rows | {pair[::-1] for pair in rows}
+    assert "all_to_all" not in text.replace("ragged_all_to_all", "")
+
+
+def test_an_exchange_that_cannot_be_is_said():
+    layer, mesh, rules = moe(), sharding.make_mesh(expert=2, data=4), sharding.EP | sharding.EXCHANGE_RAGGED
+    with sharding.use(mesh, rules), pytest.raises(ValueError, match="ragged on tpu and gpu, not on cpu"):
+        jax.eval_shape(layer, inputs(B=8))
+    with pytest.raises(ValueError, match="tokens travel 'ragged' or 'dense', got 'some'"):
+        sharding.Exchange("expert", "some")
 
 
 @pytest.mark.parametrize(("B", "degrees"), [(1, dict(data=4, tensor=2)), (4, dict(data=1, tensor=8))])

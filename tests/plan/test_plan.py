@@ -177,3 +177,11 @@ def test_llama2_7b_on_four_chips_is_no_larger_than_the_peer():
     assert moved.pop("reduce-scatter") == pytest.approx(weights, rel=0.05)
     assert sum(moved.values()) < 0.02 * weights
     assert jnp.isfinite(got.estimate.mfu)
+
+
+@needs_libtpu
+@pytest.mark.full
+def test_what_is_on_the_host_is_not_on_the_device():
+    usual, offloaded = (plan.plan("llama3.2-1b", "v5e-16", rules=rules) for rules in ("fsdp", "fsdp+offload_optimizer"))
+    assert usual.host == 0 and offloaded.host == pytest.approx(usual.optimizer, rel=0.01)
+    assert usual.peak - offloaded.peak > 0.95 * usual.optimizer

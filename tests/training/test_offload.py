@@ -1,0 +1,149 @@
+"""Moments and layers on the host: the same training, in another memory."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import maxlib
+from maxlib import ops, plan, sharding, training
+from maxlib.models import llama
+from maxlib.training import checkpoint
+from maxlib.training.restore import items_of
+from tests.plan.test_plan import CONFIG
+from tests.training import tiny
+
+BOTH = sharding.OFFLOAD_OPTIMIZER | sharding.OFFLOAD_LAYERS
+
+
+def two_devices():
+    return sharding.make_mesh(fsdp=2, devices=jax.devices()[:2])
+
+
+def start(rules, optimizer=None):
+    mesh, model = two_devices(), tiny.model()
+    model = jax.device_put(model, sharding.shardings(model, mesh, rules))
+    optimizer = tiny.optimizer(model) if optimizer is None else optimizer
+    with sharding.use(mesh, rules):
+        return training.make_state(model, optimizer), optimizer, mesh
+
+
+@functools.cache
+def trained(offload: bool):
+    """Three steps, the first of which starts from moments of zero."""
+    rules = sharding.FSDP | (BOTH if offload else {})
+    state, optimizer, mesh = start(rules)
+    with sharding.use(mesh, rules):
+        loss = functools.partial(tiny.loss, remat="full")
+        step = tiny.jit_step(training.make_train_step(loss, optimizer))
+        for seed in range(3):
+            state, metrics = step(state, training.place_batch(tiny.batch(seed=seed), mesh, rules))
+    return state, metrics
+
+
+def memories(tree):
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x.sharding.memory_kind for path, x in found}
+
+
+def test_training_is_the_same_and_stays_on_the_host():
+    (want, expected), (got, metrics) = trained(False), trained(True)
+    assert {*memories((want.trainable, want.opt_state)).values()} == {"device"}
+    where = memories((got.trainable, got.opt_state))
+    on_host = {name for name, kind in where.items() if kind == "pinned_host"}
+    moments = {name for name in where if ".mu." in name or ".nu." in name}
+    assert len(moments) == 2 * len(got.trainable)
+    assert on_host == moments | {f"0.layers.body.0.mlp.{part}.w" for part in ("up", "down")}
+
+    def same(a, b):
+        assert a.sharding.spec == b.sharding.spec
+        np.testing.assert_allclose(a, b, atol=1e-6, rtol=0)
+
+    jax.tree.map(same, (got.trainable, got.opt_state), (want.trainable, want.opt_state))
+    assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_checkpoints_do_not_know_the_memory(to_host, tmp_path):
+    saved = trained(not to_host)[0]
+    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.layouts = checkpoint.layouts(saved.rest)
+        checkpointer.save(3, items_of(saved))
+        checkpointer.wait()
+        like = items_of(start(sharding.FSDP | (BOTH if to_host else {}))[0])
+        restored = checkpointer.restore(like=like)
+    assert memories({name: restored[name] for name in like}) == memories(like)
+    jax.tree.map(np.testing.assert_array_equal, restored["opt"], saved.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, restored["params"], saved.trainable)
+
+
+def test_any_optimizer_that_treats_layers_by_themselves():
+    """Also one that keeps parameters, inside one that keeps scalars and decides over all of them."""
+    optimizer = training.skip_spikes(training.by_layer(training.averaged(optax.lion(1e-2))))
+    state, _, mesh = start(sharding.FSDP | BOTH, optimizer)
+    plain, _, _ = start(sharding.FSDP, optimizer)
+    assert {*memories(optax.tree.get(state.opt_state, "average")).values()} == {"pinned_host"}
+    update = jax.jit(optimizer.update, compiler_options=tiny.QUICKLY)
+    with sharding.use(mesh, sharding.FSDP | BOTH):
+        got = update(plain.trainable, state.opt_state, state.trainable, value=1.0)
+    with sharding.use(mesh, sharding.FSDP):
+        want = update(plain.trainable, plain.opt_state, plain.trainable, value=1.0)
+    assert memories(got[1]) == memories(state.opt_state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=0), got, want)
+
+
+def test_what_cannot_be_is_said():
+    mesh = two_devices()
+    with pytest.raises(ValueError, match="keeps all of them on the device: take training.adamw"):
+        start(sharding.FSDP | sharding.OFFLOAD_OPTIMIZER, optax.adam(1e-3))
+    rules = sharding.FSDP | sharding.OFFLOAD_LAYERS
+    state, optimizer, _ = start(rules, optax.adamw(1e-3))
+    with sharding.use(mesh, rules), pytest.raises(ValueError, match="from where this optimizer cannot take them"):
+        jax.eval_shape(training.make_train_step(tiny.loss, optimizer), state, tiny.batch())
+    for rule, words in {
+        "optimizer_memory": "and nothing else; got 'optimizer_memory' -> 'data'",
+        "embed": "a Memory is what the rules optimizer_memory and layers_memory say",
+    }.items():
+        wrong = {rule: "data" if rule == "optimizer_memory" else sharding.Memory("pinned_host")}
+        with pytest.raises(ValueError, match=words):
+            sharding.shardings(tiny.model(), mesh, wrong)
+    with pytest.raises(ValueError, match="cannot be cut into a pipeline's stages"):
+        sharding.shardings(tiny.model(), mesh, sharding.OFFLOAD_OPTIMIZER | sharding.PP)
+    with pytest.raises(ValueError, match="Memory must be 'pinned_host'"):
+        sharding.Memory("disk")
+
+
+def test_a_backend_without_that_memory_is_named(monkeypatch):
+    class Memory:
+        kind = "device"
+
+    mesh = two_devices()
+    monkeypatch.setattr(type(mesh.devices.flat[0]), "addressable_memories", lambda _: [Memory()])
+    with pytest.raises(ValueError, match=r"wants the memory 'pinned_host', but cpu has only \['device'\]"):
+        sharding.shardings(tiny.model(), mesh, sharding.OFFLOAD_OPTIMIZER)
+
+
+def test_plans_count_the_host_by_itself():
+    job = functools.partial(plan.Job, model=CONFIG, target="h100x8", sequence=16)
+    usual = plan.estimated(job())
+    offloaded = plan.estimated(job(rules="fsdp+offload_optimizer+offload_layers"))
+    assert usual.host == 0 and "on the host" not in str(usual) and "on the host" in str(offloaded)
+    total = lambda p: p.parameters + p.optimizer + p.host
+    assert total(offloaded) == total(usual) and offloaded.optimizer < 100 < usual.optimizer
+    assert offloaded.parameters < usual.parameters and offloaded.peak < usual.peak - usual.optimizer
+
+
+def test_files_do_not_know_the_memory(tmp_path):
+    cfg = dataclasses.replace(CONFIG, rope=ops.Rope(CONFIG.head_dim, max_length=64))
+    model = jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))()
+    maxlib.save_pretrained(model, tmp_path / "a")
+    got = maxlib.from_pretrained(tmp_path / "a", mesh=two_devices(), rules=sharding.FSDP | BOTH)
+    assert {path for path, kind in memories(got).items() if kind == "pinned_host" and ".body." not in path} == set()
+    assert "pinned_host" in memories(got).values()
+    maxlib.save_pretrained(got, tmp_path / "b")
+    name = "model.safetensors"
+    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
