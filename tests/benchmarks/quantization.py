@@ -1,7 +1,7 @@
 """Trains a small Llama and a small mixture of experts at full precision, int8 and fp8 for equal steps on the same
 batches of real text.
 
-    python -m tests.benchmarks.quantization [--steps 300 --dim 128 --layers 2] [--formats full int8 fp8] [--json
+    python -m tests.benchmarks.quantization [--steps 300 --dim 128 --layers 2 --seed 0] [--formats full int8 fp8] [--json
     out.json]
 
 Prints the validation loss of each, its difference from full precision, bytes of the parameters, the share of the matmul
@@ -65,8 +65,8 @@ def builders(args):
         tied=True,
     )
     return {
-        "llama": lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)),
-        "moe": lambda: Experts(args, rngs=nnx.Rngs(0)),
+        "llama": lambda: llama.Llama(cfg, rngs=nnx.Rngs(args.seed)),
+        "moe": lambda: Experts(args, rngs=nnx.Rngs(args.seed)),
     }
 
 
@@ -105,7 +105,7 @@ def run(build, preset, args, train, held_out):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"steps": 300, "batch": 8, "length": 128, "vocab": 1024, "layers": 2, "dim": 128, "experts": 4}
+    sizes = {"steps": 300, "batch": 8, "length": 128, "vocab": 1024, "layers": 2, "dim": 128, "experts": 4, "seed": 0}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
