@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding.rules import PRESETS, AnyMesh, Rules, check, fit, memory_kind, parameter_spec, use
+from maxlib.sharding.presets import PRESETS, Rules
+from maxlib.sharding.rules import AnyMesh, check, fit, memory_kind, parameter_spec, use
 
 Model = TypeVar("Model")
 # What axes are called: in the presets' rules, and besides in maxlib's layers.

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from maxlib.sharding.create import shardings
-from maxlib.sharding.rules import AnyMesh, Rules
+from maxlib.sharding.presets import Rules
+from maxlib.sharding.rules import AnyMesh
 
 LARGE = 16 * 2**20
 

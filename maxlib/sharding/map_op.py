@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding.rules import Rules, current, fit, settle, spec
+from maxlib.sharding.presets import Rules
+from maxlib.sharding.rules import current, fit, settle, spec
 
 Names = tuple[str | None, ...]
 

@@ -12,7 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding.chunks import Chunks, Schedule, Turn, chunks
-from maxlib.sharding.rules import Pipeline, current
+from maxlib.sharding.presets import Pipeline
+from maxlib.sharding.rules import current
 
 Tree = Any
 # Names for `jax.checkpoint`: what layers under remat are computed again from, and the weights of a chunk.

@@ -1,8 +1,7 @@
 """Trains a small Llama and a small mixture of experts at full precision, int8 and fp8 for equal steps on the same
 batches of real text.
 
-    python -m tests.benchmarks.quantization [--steps 300 --dim 128 --layers 2 --seed 0] [--formats full int8 fp8] [--json
-    out.json]
+    python -m tests.benchmarks.quantization [--steps 300 --dim 128 --seed 0] [--formats full int8 fp8] [--json out.json]
 
 Prints the validation loss of each, its difference from full precision, bytes of the parameters, the share of the matmul
 FLOPs of a training step whose operands are quantized, and the time of a step against full precision. `--steps 360 --dim
