@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from maxlib.training.pipelining import one_f_one_b as one_f_one_b
     from maxlib.training.placement import own_model as own_model
     from maxlib.training.placement import place_batch as place_batch
+    from maxlib.training.prefetch import Loader as Loader
     from maxlib.training.prefetch import Prefetch as Prefetch
     from maxlib.training.schedules import warmup_cosine as warmup_cosine
     from maxlib.training.schedules import warmup_linear as warmup_linear
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from maxlib.training.step import make_state as make_state
     from maxlib.training.step import make_train_step as make_train_step
     from maxlib.training.trainer import Diverged as Diverged
-    from maxlib.training.trainer import Loader as Loader
     from maxlib.training.trainer import Trainer as Trainer
     from maxlib.training.wrappers import averaged as averaged
     from maxlib.training.wrappers import averaged_model as averaged_model
@@ -70,10 +70,10 @@ _MODULES = {
     "optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "width_factors", "width_scaled"),
     "pipelining": ("one_f_one_b",),
     "placement": ("own_model", "place_batch"),
-    "prefetch": ("Prefetch",),
+    "prefetch": ("Loader", "Prefetch"),
     "schedules": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),
     "step": ("TrainState", "jit_step", "make_eval_step", "make_state", "make_train_step"),
-    "trainer": ("Diverged", "Loader", "Trainer"),
+    "trainer": ("Diverged", "Trainer"),
     "wrappers": ("averaged", "averaged_model", "in_bfloat16", "only", "scale_by_path", "skip_spikes"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

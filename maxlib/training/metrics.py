@@ -16,6 +16,8 @@ import numpy as np
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from maxlib import sharding
+
 Values = Mapping[str, Any]
 
 
@@ -70,6 +72,13 @@ class Reports(Protocol):
 def reported(part: object) -> Values:
     """The metrics of a part that has any."""
     return part.metrics() if isinstance(part, Reports) else {}
+
+
+def reported_by_all(part: object) -> Values:
+    """The same of counts, summed over processes, which all have to call this."""
+    everyone = sharding.of_all_processes(dict(reported(part)))
+    names = sorted({name for counts in everyone for name in counts})
+    return {name: sum(counts.get(name, 0) for counts in everyone) for name in names}
 
 
 class Jsonl:

@@ -1,15 +1,30 @@
-"""Batches that travel to the devices while the steps before them run."""
+"""Where batches come from, and batches that travel to the devices while the steps before them run."""
 
 import collections
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from jax.sharding import Mesh
 
 from maxlib import sharding
 from maxlib.training.losses import Batch
 from maxlib.training.metrics import reported
 from maxlib.training.placement import place_batch
+
+
+@runtime_checkable
+class Loader(Protocol):
+    """This host's rows of every batch; `maxlib.data.Loader` is one. What a `metrics()` of it counts is written at every
+    step, or, summed, when several processes save and evaluate.
+    """
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
+    def __next__(self) -> dict[str, np.ndarray]: ...
+    def reset(self) -> None: ...
+    def get_state(self) -> dict[str, Any]: ...
+    def set_state(self, state: Any) -> None: ...
 
 
 class Prefetch:
@@ -23,7 +38,7 @@ class Prefetch:
     """
 
     def __init__(
-        self, loader: Any, *, mesh: Mesh | None = None, rules: sharding.Rules = sharding.FSDP_TP, size: int = 2
+        self, loader: Loader, *, mesh: Mesh | None = None, rules: sharding.Rules = sharding.FSDP_TP, size: int = 2
     ):
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")

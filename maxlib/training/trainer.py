@@ -4,10 +4,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -22,25 +21,13 @@ from maxlib.training.evaluation import evaluate
 from maxlib.training.export import Export
 from maxlib.training.interrupt import Interrupt, Interrupted, interrupts
 from maxlib.training.losses import Batch, next_token_loss
-from maxlib.training.metrics import Console, Jsonl, Meter, Writers, reported
+from maxlib.training.metrics import Console, Jsonl, Meter, Writers, reported, reported_by_all
 from maxlib.training.pipelining import Gradients
 from maxlib.training.placement import host_rows, own_model, place_batch
+from maxlib.training.prefetch import Loader
 from maxlib.training.restore import Origin, initial_state
 from maxlib.training.saving import Saving
 from maxlib.training.step import Loss, jit_step, make_eval_step, make_state, make_train_step
-
-
-@runtime_checkable
-class Loader(Protocol):
-    """This host's rows of every batch; `maxlib.data.Loader` is one. What a `metrics()` of it counts is written at every
-    step, or, summed, when several processes save and evaluate.
-    """
-
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
-    def __next__(self) -> dict[str, np.ndarray]: ...
-    def reset(self) -> None: ...
-    def get_state(self) -> dict[str, Any]: ...
-    def set_state(self, state: Any) -> None: ...
 
 
 class Diverged(FloatingPointError):
@@ -249,9 +236,8 @@ class Trainer:
             return
         self._counts_at = self.step
         with deadline(self.timeout, "the other processes' counts of their data"):
-            everyone = sharding.of_all_processes(dict(reported(self.loader)))
-        names = sorted({name for counts in everyone for name in counts})
-        self.writers.write(self.step, {name: sum(counts.get(name, 0) for counts in everyone) for name in names})
+            counts = reported_by_all(self.loader)
+        self.writers.write(self.step, counts)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step > 0 and self.step % every == 0
