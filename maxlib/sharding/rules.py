@@ -44,6 +44,8 @@ def current() -> tuple[Any, dict[str, Any]] | None:
 
 def check(mesh: AnyMesh, rules: Rules) -> None:
     """Raises ValueError when a rule names an axis that `mesh` does not have, or a memory that its devices lack."""
+    if isinstance(rules, str):
+        raise TypeError(f"rules must be a table, got {rules!r}; sharding.preset({rules!r}) makes one of a name")
     for name, place in rules.items():
         if name in _MEMORIES or isinstance(place, Memory):
             _check_memory(mesh, rules, name)

@@ -1,6 +1,7 @@
 """Placement by names: what goes where, what is refused, and that results do not change."""
 
 import dataclasses
+import inspect
 import warnings
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, ops, sharding
 from maxlib.models import llama
+from maxlib.sharding.rules import check
 from tests.nn.tiny import LLAMA, tokens
 
 RULES = sharding.FSDP_TP | {"vocab": None}  # 61 tokens do not divide
@@ -119,3 +121,5 @@ def test_mistakes_name_the_culprit():
         sharding.create(build, mesh, {"vocab": "data", "embed": "data"})
     with pytest.raises(ValueError, match=r"names the mesh axis 'model', but the mesh has"):
         sharding.create(build, mesh, {"embed": "model"})
+    with pytest.raises(TypeError, match=r"sharding.preset\('fsdp'\) makes one of a name"):
+        inspect.unwrap(check)(mesh, "fsdp")  # past the types, which only tests check
