@@ -16,7 +16,7 @@ from maxlib.training import flops
 from maxlib.training.checkpoint import Checkpointer, Tiers
 from maxlib.training.deadlines import deadline
 from maxlib.training.diagnostics.clock import Clock
-from maxlib.training.diagnostics.memory import memory_use
+from maxlib.training.diagnostics.memory import Sampled, memory_use
 from maxlib.training.evaluation import evaluate
 from maxlib.training.export import Export
 from maxlib.training.interrupt import Interrupt, Interrupted, interrupts
@@ -94,7 +94,7 @@ class Trainer:
         options = {"accumulate": accumulate, "schedule": schedule, "gradients": gradients}
         self.train_step = jit_step(make_train_step(loss, optimizer, **options))
         self._eval_step = jax.jit(make_eval_step(loss))
-        self._meter = Meter()
+        self._meter, self._memory = Meter(), Sampled(memory_use)
         self._counted = False
         self._last: dict[str, Any] = {}
         self._evaluated: int | None = None
@@ -225,7 +225,7 @@ class Trainer:
             self.step += 1
             if not self._counted:  # while the first step runs
                 self._count_flops(batch)
-            ready = self._meter.push(self.step, metrics | memory_use(), **here)
+            ready = self._meter.push(self.step, metrics | self._memory(), **here)
         self._report(ready)
 
     def _write_counts(self) -> None:

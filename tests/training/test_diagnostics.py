@@ -23,6 +23,7 @@ from maxlib.training import trainer as trainer_module
 from maxlib.training.__main__ import main
 from maxlib.training.diagnostics import corruption, taps
 from maxlib.training.diagnostics.html import Run, page
+from maxlib.training.diagnostics.memory import Sampled
 from tests.training import ticking, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -322,3 +323,9 @@ def test_os_signals_stay_as_they_were():
     with diagnostics.dump_stacks(os.devnull):
         pass
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_slow_reading_is_taken_now_and_then():
+    asked = iter(range(10))
+    often, rarely = (Sampled(lambda: {"n": next(asked)}, seconds) for seconds in (0, 3600))
+    assert [often()["n"], often()["n"], rarely()["n"], rarely()["n"]] == [0, 1, 2, 2]

@@ -1,7 +1,10 @@
 """What memory is used, and for what."""
 
 import collections
+import math
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -11,11 +14,23 @@ def memory_use() -> dict[str, int]:
     """Peak bytes of this process (`memory/host_bytes`) and of its fullest device (`memory/device_bytes`, where the
     backend says).
 
-    Asks no device to wait; the Trainer adds it to every step's metrics.
+    Asks no device to wait. Systems may take a millisecond to answer, so the Trainer asks once a second (`Sampled`).
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
     return _host() | ({"memory/device_bytes": max(peaks)} if peaks else {})
+
+
+class Sampled:
+    """What `read` says, asked anew when its answer is `seconds` old."""
+
+    def __init__(self, read: Callable[[], dict[str, int]], seconds: float = 1.0):
+        self._read, self._seconds, self._at, self._last = read, seconds, -math.inf, {}
+
+    def __call__(self) -> dict[str, int]:
+        if (now := time.monotonic()) - self._at >= self._seconds:
+            self._at, self._last = now, self._read()
+        return self._last
 
 
 def memory_profile(directory: str | Path) -> Path:
