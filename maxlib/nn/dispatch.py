@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib import ops
 from maxlib.nn.matmul import Exact, Matmul
 from maxlib.nn.pytree import pytree, static
+from maxlib.ops.gates import NAMES
 from maxlib.ops.grouped_matmul.glu import add_bias
 
 Linear = tuple[Matmul, Any, Float[Array, "E O"] | None]
@@ -66,8 +67,7 @@ Plan = Dropless | Padded
 
 
 def _gated(plan: Plan, rows, gate: Linear, up: Linear, combine: Callable, layout: ops.Layout):
-    parts = (("expert_gate", gate), ("expert_up", up))
-    return combine(*(checkpoint_name(plan.linear(rows, linear, layout), name) for name, linear in parts))
+    return combine(*map(checkpoint_name, (plan.linear(rows, linear, layout) for linear in (gate, up)), NAMES))
 
 
 def dropless(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int) -> Dropless:

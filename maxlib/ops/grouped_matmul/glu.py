@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib.ops.cost import counted
-from maxlib.ops.gates import swiglu
+from maxlib.ops.gates import NAMES, swiglu
 from maxlib.ops.grouped_matmul.api import Implementation, Layout, check, check_kernel, chosen, grouped_matmul
 from maxlib.ops.grouped_matmul.mosaic_gpu import glu
 from maxlib.ops.grouped_matmul.reference import owners
@@ -56,7 +56,7 @@ def _unfused(rows, gate, up, rows_per_expert, biases, *, combine, **how):
     found = [grouped_matmul(rows, w, rows_per_expert, **how) for w in (gate, up)]
     if biases:
         found = [add_bias(y, b, rows_per_expert) for y, b in zip(found, biases, strict=True)]
-    return combine(checkpoint_name(found[0], "expert_gate"), checkpoint_name(found[1], "expert_up"))
+    return combine(*map(checkpoint_name, found, NAMES))
 
 
 def add_bias(

@@ -14,9 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Num
 
 from maxlib.ops.attention.mosaic_gpu.api import HOPPER
+from maxlib.ops.gates import NAMES
 from maxlib.ops.grouped_matmul.reference import owners
-
-NAMES = "expert_gate", "expert_up"  # as in `unfused`
 
 
 def refuses(rows, weights, layout: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
