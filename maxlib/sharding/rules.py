@@ -252,7 +252,7 @@ def axis_of(name: str) -> str | None:
 def constrain(x: jax.Array, *names: Name) -> jax.Array:
     """Places an activation by its axis names; without `use(...)` it returns `x` as it is.
 
-    A dimension that its mesh axes do not divide (a batch of one at decoding) stays whole.
+    Of its mesh axes a dimension takes the first ones that divide it: a batch of one, at decoding, stays whole.
     """
     if len(names) != x.ndim:
         raise ValueError(
