@@ -160,7 +160,7 @@ class GLM4MoE(nn.MTPDecoder):
         self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         layer = lambda i, rngs: Block(cfg, dense=i < cfg.num_dense, rngs=rngs)
-        self.layers = nn.Stack(layer, cfg.num_layers, prefix=min(cfg.num_dense, cfg.num_layers), rngs=rngs)
+        self.layers = nn.Stack(layer, cfg.num_layers, lead=min(cfg.num_dense, cfg.num_layers), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         module = lambda: nn.MTP(cfg.dim, block=Block(cfg, dense=False, rngs=rngs), eps=cfg.norm_eps, rngs=rngs)

@@ -78,6 +78,7 @@ from maxlib.nn.tree import is_trainable as is_trainable
 from maxlib.nn.tree import logical_path as logical_path
 from maxlib.nn.tree import num_parameters as num_parameters
 from maxlib.nn.tree import partition as partition
+from maxlib.nn.tree import repeated_part as repeated_part
 from maxlib.nn.tree import summed_axes as summed_axes
 from maxlib.nn.tree import variables as variables
 from maxlib.nn.vision import Llama4Vision as Llama4Vision

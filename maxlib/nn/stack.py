@@ -3,7 +3,7 @@
 import contextvars
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,54 +32,83 @@ def trusted_layers() -> Iterator[None]:
         _trusted.reset(token)
 
 
+class Part(NamedTuple):
+    """Layers of a stack that are stored alike: `slots` of them in turn, from layer `first` on.
+
+    repeats: how many layers lie in a slot, on a leading axis; None where each slot is a layer that stands alone.
+    """
+
+    first: int
+    slots: int
+    repeats: int | None = None
+
+    @property
+    def end(self) -> int:
+        return self.first + self.slots * (1 if self.repeats is None else self.repeats)
+
+    def layers(self, slot: int) -> range:
+        """The numbers of the layers in a slot."""
+        return range(self.first + slot, self.end, self.slots)
+
+
 class Stack(nnx.Module):
     """Layers `make(0, rngs) ... make(num_layers - 1, rngs)`, each `layer(x, ctx, cache) -> (x, cache, aux)`.
 
-    The first `prefix` layers stand alone. The rest repeats every `period` layers and is stored with a leading repeat
-    axis, so that one `lax.scan` applies it; what does not fill a period stands alone at the end. Layer `i` gets the
-    stack's key folded with `i`: neither `prefix` nor `period` changes its initial values. `make` may depend on `i`
-    only through the layer's structure. Raises ValueError when a layer differs from the one whose place in the period
-    it shares.
+    The first `lead` layers are alike, and are scanned among themselves; `prefix` layers stand alone after them. The
+    rest repeats every `period` layers and is stored with a leading repeat axis, so that one `lax.scan` applies it; what
+    does not fill a period stands alone at the end. Layer `i` gets the stack's key folded with `i`: the layout does not
+    change its initial values. `make` may depend on `i` only through the layer's structure. Raises ValueError when a
+    layer differs from one whose place it shares.
     """
+
+    lead: nnx.List
+    prefix: nnx.List
+    body: nnx.List
+    suffix: nnx.List
 
     def __init__(
         self,
         make: Callable[[int, nnx.Rngs], nnx.Module],
         num_layers: int,
         *,
+        lead: int = 0,
         prefix: int = 0,
         period: int = 1,
         rngs: nnx.Rngs,
     ):
-        if period < 1 or not 0 <= prefix <= num_layers:
-            raise ValueError(
-                f"period must be at least 1 and prefix between 0 and num_layers; "
-                f"got period={period}, prefix={prefix}, num_layers={num_layers}"
-            )
+        layout = _settled(num_layers, lead, prefix, period)
         key = rngs.params()
         one = lambda i, key: make(i, nnx.Rngs(key))
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_layers))
-        repeats = (num_layers - prefix) // period
-        if repeats == 1:  # nothing repeats: keep the layers as they are
-            prefix, repeats = prefix + period, 0
-        suffix = prefix + repeats * period
-        slots = range(prefix, prefix + period) if repeats else ()
         if not _trusted.get():
-            _check_alike(one, keys, slots, suffix, period)
-        self.num_layers, self.period = num_layers, period
-        self.prefix = nnx.List([one(i, keys[i]) for i in range(prefix)])
-        self.body = nnx.List([jax.vmap(lambda key, i=i: one(i, key))(keys[i:suffix:period]) for i in slots])
-        self.suffix = nnx.List([one(i, keys[i]) for i in range(suffix, num_layers)])
+            _check_alike(one, keys, layout)
+        alone = lambda layers: one(layers[0], keys[layers[0]])
+        stacked = lambda layers: jax.vmap(lambda key: one(layers[0], key))(
+            keys[layers.start : layers.stop : layers.step]
+        )
+        self._lay_out(layout, alone, stacked)
+
+    def _lay_out(self, layout: dict[str, int], alone: Callable, stacked: Callable) -> None:
+        """Stores the layers of every slot, as the functions make them of their numbers."""
+        self.num_layers, self.period, self.num_lead = layout["num_layers"], layout["period"], layout.get("lead", 0)
+        for name, part in parts(**layout).items():
+            made = alone if part.repeats is None else stacked
+            setattr(self, name, nnx.List([made(part.layers(slot)) for slot in range(part.slots)]))
 
     @property
     def layout(self) -> dict[str, int]:
-        """`num_layers`, `prefix` and `period` as they are stored."""
-        return {"num_layers": self.num_layers, "prefix": len(self.prefix), "period": self.period}
+        """`num_layers`, `prefix` and `period` as they are stored, and `lead` where there is one."""
+        return _layout(self.num_layers, self.num_lead, len(self.prefix), self.period)
 
     @property
     def repeats(self) -> int:
         """How many periods are scanned."""
-        return (self.num_layers - len(self.prefix)) // self.period
+        return self.parts["body"].repeats or 0
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """What `lead`, `prefix`, `body` and `suffix` hold, in the order in which they run."""
+        return parts(**self.layout)
 
     def where(self, i: int) -> tuple[str, int | None]:
         """Layer `i`'s path below this stack and its index on the repeat axis (None if it stands alone)."""
@@ -102,17 +131,16 @@ class Stack(nnx.Module):
     def __call__(self, x: Any, ctx: Any = None, cache: Any = None, *, remat: Policy = None) -> tuple[Any, Any, Aux]:
         """Applies all layers. `cache` is what `init_cache` made; `aux` entries come back with one row per layer that
         reports them."""
-        prefix, body, suffix = cache if cache is not None else (None, None, None)
-        x, prefix, first = _run(x, ctx, self.prefix, prefix, remat_policy(remat))
-        x, body, middle = self._body(x, ctx, body, remat)
-        x, suffix, last = _run(x, ctx, self.suffix, suffix, remat_policy(remat))
-        aux = _in_layer_order(first, middle, last)
-        return x, None if cache is None else (prefix, body, suffix), aux
+        caches = (None,) * 4 if cache is None else cache
+        x, lead, first = periods(self.lead, x, ctx, caches[0], remat=remat)
+        x, prefix, second = _run(x, ctx, self.prefix, caches[1], remat_policy(remat))
+        x, body, third = self._body(x, ctx, caches[2], remat)
+        x, suffix, last = _run(x, ctx, self.suffix, caches[3], remat_policy(remat))
+        aux = _in_layer_order(self.parts.values(), (first, second, third, last))
+        return x, None if cache is None else (lead, prefix, body, suffix), aux
 
     def _body(self, x, ctx, caches, remat):
-        if not len(self.body):
-            return x, caches, []
-        if caches is not None or stages() == 1:
+        if caches is not None or stages() == 1 or not len(self.body):
             return periods(self.body, x, ctx, caches, remat=remat)
 
         def stage(body, works, x, ctx):
@@ -122,36 +150,34 @@ class Stack(nnx.Module):
         x, aux = pipelined(stage, self.body, x, ctx, remat=remat_policy(remat))
         return x, None, aux
 
-    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> tuple[list, list, list]:
-        """An empty cache of every layer, laid out like the layers."""
-        empty = lambda layers: [layer.init_cache(batch, capacity, dtype) for layer in layers]
-        repeat = lambda cache: jax.tree.map(lambda a: jnp.repeat(a[None], self.repeats, axis=0), cache)
-        return empty(self.prefix), [repeat(c) for c in empty(self.body)], empty(self.suffix)
+    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> tuple[list, list, list, list]:
+        """An empty cache of every layer, laid out like the layers: `lead`, `prefix`, `body`, `suffix`."""
+        repeat = lambda cache, n: jax.tree.map(lambda a: jnp.repeat(a[None], n, axis=0), cache)
+        found = []
+        for name, part in self.parts.items():
+            caches = [layer.init_cache(batch, capacity, dtype) for layer in getattr(self, name)]
+            found.append(caches if part.repeats is None else [repeat(cache, part.repeats) for cache in caches])
+        return tuple(found)
 
-    def relaid(self, *, prefix: int, period: int) -> "Stack":
+    def relaid(self, *, lead: int = 0, prefix: int, period: int) -> "Stack":
         """The same layers in another layout. Layers that come to share a place must be alike."""
-        layers, repeats = list(self), (self.num_layers - prefix) // period
-        if repeats == 1:
-            prefix, repeats = prefix + period, 0
-        suffix = prefix + repeats * period
-        slots = range(prefix, prefix + period) if repeats else ()
-        new = jax.tree.map(lambda a: a, self)
-        new.period, new.prefix, new.suffix = period, nnx.List(layers[:prefix]), nnx.List(layers[suffix:])
-        new.body = nnx.List([jax.tree.map(lambda *a: jnp.stack(a), *layers[i:suffix:period]) for i in slots])
+        layers, new = list(self), jax.tree.map(lambda a: a, self)
+        stacked = lambda numbers: jax.tree.map(lambda *a: jnp.stack(a), *(layers[i] for i in numbers))
+        new._lay_out(_settled(len(layers), lead, prefix, period), lambda numbers: layers[numbers[0]], stacked)
         return new
 
     def unstacked(self) -> "Stack":
         """The same layers, each standing alone: faster to decode with, slower to compile."""
-        new = jax.tree.map(lambda a: a, self)
-        new.prefix, new.body, new.suffix = nnx.List(list(self)), nnx.List([]), nnx.List([])
-        return new
+        return self.relaid(prefix=self.num_layers, period=self.period)
 
 
 def periods(
     body: Any, x: Any, ctx: Any, caches: Any = None, *, remat: Policy = None, works: jax.Array | None = None
 ) -> tuple[Any, Any, list[Aux]]:
-    """Scans the repeating layers of a stack, which may be some of all repeats; aux is that of each place in the
+    """Scans the `body` (or `lead`) of a stack, which may be some of all repeats; aux is that of each place in the
     period. Repeats for which `works` is False change nothing and report zeros."""
+    if not len(body):
+        return x, caches, []
 
     def step(x, period):
         layers, caches, works = period
@@ -178,8 +204,22 @@ def unstack(model: Any) -> Any:
 
 
 def layout_for(kinds: Iterable[Hashable]) -> dict[str, int]:
-    """The `prefix` and `period` that scan the most, given what distinguishes each layer (its mask, say)."""
+    """The `prefix` and `period` that scan the most, given what distinguishes each layer (its mask, say).
+
+    With a `lead` where that scans more: of first layers that are of a kind which does not come again.
+    """
     kinds = tuple(kinds)
+    own = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
+    traced, prefix, period = _scanned(kinds)
+    if own > 1:
+        rest, after, every = _scanned(kinds[own:])
+        if 1 + rest < traced and kinds[0] not in kinds[own:]:
+            return {"lead": own, "prefix": after, "period": every}
+    return {"prefix": prefix, "period": period}
+
+
+def _scanned(kinds: tuple[Hashable, ...]) -> tuple[int, int, int]:
+    """How many layers are traced at least, and with which prefix and period."""
     n = len(kinds)
 
     def repeats(prefix: int, period: int) -> bool:
@@ -188,35 +228,64 @@ def layout_for(kinds: Iterable[Hashable]) -> dict[str, int]:
 
     traced = lambda prefix, period: prefix + period + (n - prefix) % period
     layouts = [(traced(a, p), a, p) for p in range(1, n + 1) for a in range(n - p + 1) if repeats(a, p)]
-    _, prefix, period = min(layouts, default=(0, 0, 1))
-    return {"prefix": prefix, "period": period}
+    return min(layouts, default=(0, 0, 1))
 
 
-def place_of(i: int, *, num_layers: int, prefix: int, period: int) -> tuple[str, int | None]:
+def parts(*, num_layers: int, prefix: int, period: int, lead: int = 0) -> dict[str, Part]:
+    """Which layers a stack with this layout keeps as its `lead`, `prefix`, `body` and `suffix`."""
+    start = lead + prefix
+    repeats = (num_layers - start) // period
+    end = start + repeats * period
+    return {
+        "lead": Part(0, min(lead, 1), lead),
+        "prefix": Part(lead, prefix),
+        "body": Part(start, period if repeats else 0, repeats),
+        "suffix": Part(end, num_layers - end),
+    }
+
+
+def place_of(i: int, **layout: int) -> tuple[str, int | None]:
     """Where layer `i` of a stack with this layout lies: its path, and its index on the repeat axis."""
-    if not 0 <= i < num_layers:
-        raise IndexError(f"layer {i} of a stack of {num_layers}")
-    repeats = (num_layers - prefix) // period
-    if i < prefix:
-        return f"prefix.{i}", None
-    if i < prefix + repeats * period:
-        return f"body.{(i - prefix) % period}", (i - prefix) // period
-    return f"suffix.{i - prefix - repeats * period}", None
+    for name, part in parts(**layout).items():
+        if part.first <= i < part.end:
+            repeat, slot = divmod(i - part.first, part.slots)
+            return f"{name}.{slot}", None if part.repeats is None else repeat
+    raise IndexError(f"layer {i} of a stack of {layout['num_layers']}")
 
 
-def _check_alike(one, keys, slots, suffix: int, period: int) -> None:
-    """Compares the structure of every scanned layer, static attributes included, with its place in the period."""
+def _layout(num_layers: int, lead: int, prefix: int, period: int) -> dict[str, int]:
+    """Without a lead what it was before there were any: checkpoints hold it."""
+    return {"num_layers": num_layers, "prefix": prefix, "period": period} | ({"lead": lead} if lead else {})
+
+
+def _settled(num_layers: int, lead: int, prefix: int, period: int) -> dict[str, int]:
+    """The layout in which what would be scanned once stands alone."""
+    if period < 1 or min(lead, prefix) < 0 or lead + prefix > num_layers:
+        raise ValueError(
+            "period must be at least 1, lead and prefix not negative, and lead + prefix between 0 and num_layers; "
+            f"got period={period}, lead={lead}, prefix={prefix}, num_layers={num_layers}"
+        )
+    if lead == 1:
+        lead, prefix = 0, prefix + 1
+    if (num_layers - lead - prefix) // period == 1:
+        prefix += period
+    return _layout(num_layers, lead, prefix, period)
+
+
+def _check_alike(one, keys, layout: dict[str, int]) -> None:
+    """Compares the structure of every scanned layer, static attributes included, with the first in its place."""
     shape = lambda i: jax.eval_shape(lambda: one(i, keys[i]))
-    for slot in slots:
-        first = shape(slot)
-        for i in range(slot + period, suffix, period):
+    scanned = [part for part in parts(**layout).values() if part.repeats]
+    for numbers in (part.layers(slot) for part in scanned for slot in range(part.slots)):
+        first = shape(numbers[0])
+        for i in numbers[1:]:
             other = shape(i)
             if jax.tree.structure(first) != jax.tree.structure(other) or jax.tree.leaves(first) != jax.tree.leaves(
                 other
             ):
                 raise ValueError(
-                    f"layer {i} differs from layer {slot}, whose place in the period of {period} it shares; choose prefix and "
-                    f"period so that layers in one place are alike. They differ in {_difference(first, other)}"
+                    f"layer {i} differs from layer {numbers[0]}, whose place it shares in the layout {layout}; choose lead, prefix "
+                    f"and period so that layers in one place are alike. They differ in {_difference(first, other)}"
                 )
 
 
@@ -258,19 +327,13 @@ def _(primals, tangents):
     return _held(*primals), *tangents
 
 
-def _in_layer_order(first: list[Aux], middle: list[Aux], last: list[Aux]) -> Aux:
+def _in_layer_order(parts: Iterable[Part], auxes: Iterable[list[Aux]]) -> Aux:
     """One array per name, a row for each layer that reports it."""
     rows: dict[str, list[tuple[np.ndarray, jax.Array]]] = {}
-    repeats = len(jax.tree.leaves(middle)[0]) if jax.tree.leaves(middle) else 0
-    for i, aux in enumerate(first):
-        for name, value in aux.items():
-            rows.setdefault(name, []).append((np.array([i]), jnp.asarray(value)[None]))
-    for slot, aux in enumerate(middle):
-        for name, value in aux.items():
-            rows.setdefault(name, []).append((len(first) + slot + len(middle) * np.arange(repeats), value))
-    for i, aux in enumerate(last):
-        for name, value in aux.items():
-            index = len(first) + len(middle) * repeats + i
-            rows.setdefault(name, []).append((np.array([index]), jnp.asarray(value)[None]))
+    for part, found in zip(parts, auxes, strict=True):
+        for slot, aux in enumerate(found):
+            for name, value in aux.items():
+                value = jnp.asarray(value)[None] if part.repeats is None else value
+                rows.setdefault(name, []).append((np.array(part.layers(slot)), value))
     join = lambda parts: jnp.concatenate([v for _, v in parts])[np.argsort(np.concatenate([i for i, _ in parts]))]
     return {name: join(parts) for name, parts in rows.items()}

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 Filter = Callable[[str, nnx.Variable], bool]
-_REPEATED = re.compile(r"(^|\.)body\.\d+\.")
-_STACKED = re.compile(r"(^|\.)(prefix|body|suffix)\.\d+(?=\.|$)")
+# Where a layer lies below its stack, and where several lie on a leading axis: see `nn.Stack`.
+PLACE = r"(?:lead|prefix|body|suffix)\.\d+"
+_STACKED = re.compile(rf"(^|\.){PLACE}(?=\.|$)")
+_REPEATED = re.compile(r"(?P<part>(?:.*?\.)??(?:lead|body))\.\d+\.")
 
 
 def is_variable(x: Any) -> bool:
@@ -39,9 +41,16 @@ def logical_path(path: str) -> str:
     return _STACKED.sub("", path).lstrip(".")
 
 
+def repeated_part(path: str) -> str | None:
+    """The part of a stack, such as `"layers.body"`, that keeps several layers in the array at `path`, on its leading
+    axis; None of other arrays."""
+    found = _REPEATED.match(path)
+    return found and found["part"]
+
+
 def is_repeated(path: str) -> bool:
     """Whether a path is of layers that a stack repeats, whose arrays have a leading axis of layers."""
-    return _REPEATED.search(path) is not None
+    return repeated_part(path) is not None
 
 
 def is_trainable(path: str, variable: nnx.Variable) -> bool:

@@ -26,13 +26,15 @@ def analytic_costs(program: Program, model_flops: float) -> Costs:
 
 def _local(program: Program) -> float:
     names, rules = nn.axes(program.state.rest), program.job.table
-    spec = lambda path, x: sharding.parameter_spec(names[path], x.shape, rules, program.mesh)
+    spec = lambda path, x: sharding.parameter_spec(names[path], x.shape, rules, program.mesh, path=path)
     return sum(part_bytes(x.shape, 4, spec(path, x), program.mesh) for path, x in program.state.trainable.items())
 
 
 def _layers(program: Program) -> int:
     stacked = [
-        x.shape[0] for path, x in program.state.trainable.items() if ".body." in path and path.endswith("norm.scale")
+        x.shape[0]
+        for path, x in program.state.trainable.items()
+        if nn.is_repeated(path) and path.endswith("norm.scale")
     ]
     return max(stacked, default=1)
 
@@ -49,7 +51,8 @@ def _of_weights(program: Program, width: int, again: int) -> list[Collective]:
             totals[key] = totals.get(key, 0.0) + size
 
     for path, x in program.state.trainable.items():
-        used = {axis for place in sharding.parameter_spec(names[path], x.shape, rules, mesh) for axis in axes_of(place)}
+        places = sharding.parameter_spec(names[path], x.shape, rules, mesh, path=path)
+        used = {axis for place in places for axis in axes_of(place)}
         others = math.prod(mesh.shape[axis] for axis in used - batch)
         whole = math.prod(x.shape) * width / others
         add("all-gather", used & batch, whole * (2 + again - 1 if again else 2))

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from maxlib import nn, sharding
 from maxlib.plan.program import Program, axes_of, bytes_on_device, parts_of
@@ -47,7 +48,7 @@ def estimate_memory(program: Program) -> Memory:
     parameters = bytes_on_device((state.trainable, state.rest))
     optimizer = bytes_on_device((state.opt_state, state.step, state.key))
     own = {
-        path: sharding.optimizer_spec(nn.axes(state.rest)[path], x.shape, rules, mesh)
+        path: sharding.optimizer_spec(nn.axes(state.rest)[path], x.shape, rules, mesh, path=path)
         for path, x in state.trainable.items()
     }
     size = lambda path: part_bytes((x := state.trainable[path]).shape, x.dtype.itemsize, own[path], mesh)
@@ -55,7 +56,8 @@ def estimate_memory(program: Program) -> Memory:
     away = sum(size(path) for path in own if sharding.is_on_host(state.trainable[path]))
     rows = max(1, program.rows // program.job.accumulate // parts_of(rules.get("batch"), mesh))
     activations, transient = _residuals(program, rows)
-    layer, loss = _layer_weights(program) + transient + _whole_sequences(program, rows), _loss(program, rows)
+    layer = _layer_weights(program) + transient + _whole_sequences(program, rows) + _travelling(program, rows)
+    loss = _loss(program, rows)
     return Memory(parameters, optimizer, bytes_on_device(program.batch), gradients, away, activations, layer, loss)
 
 
@@ -79,7 +81,7 @@ def _residuals(program: Program, rows: int) -> tuple[float, float]:
     weights = {x.shape for x in shapes.values()}
     count = lambda leaves: sum(_kept_bytes(x, weights, program) for x in leaves if x.shape not in weights)
     saved, all_ = count(kept(nn.kept_on_device(job.remat))), count(kept(None))
-    layers = max([x.shape[0] for path, x in shapes.items() if ".body." in path], default=1)
+    layers = max([x.shape[0] for path, x in shapes.items() if nn.is_repeated(path)], default=1)
     # Of the layer that runs backward the compiler keeps about half of what autodiff would: the rest is computed in
     # passing.
     again = 0.0 if job.remat is None else 0.5 * all_ / layers
@@ -104,14 +106,14 @@ def _layer_weights(program: Program) -> float:
     gathered = (
         dict(rules) | dict.fromkeys(("embed", "expert_embed", "rank", "layers")) | {"expert": rules.get("act_expert")}
     )
-    layer = []
+    layers: dict[str, list[float]] = {}
     for path, x in program.state.trainable.items():
-        if ".body." not in path or len(names[path]) < 2:
+        if (part := nn.repeated_part(path)) is None or len(names[path]) < 2:
             continue
         spec = sharding.spec(names[path], gathered, ndim=x.ndim)
-        layer.append(part_bytes(x.shape, width, spec, mesh) / x.shape[0])
-    waiting = sum(layer) if parse_target(program.job.target).slices > 1 else 0
-    return sum(layer) + max(layer, default=0) + waiting
+        layers.setdefault(part, []).append(part_bytes(x.shape, width, spec, mesh) / x.shape[0])
+    turns = 2 if parse_target(program.job.target).slices > 1 else 1
+    return max((turns * sum(layer) + max(layer) for layer in layers.values()), default=0)
 
 
 def _whole_sequences(program: Program, rows: int) -> float:
@@ -123,6 +125,15 @@ def _whole_sequences(program: Program, rows: int) -> float:
     own = math.prod(mesh.shape[axis] for axis in seq if axis not in gathered)
     whole = rows * job.sequence / own * program.head[1] * jnp.dtype(job.dtype).itemsize
     return 4 * whole if gathered else 0.0
+
+
+def _travelling(program: Program, rows: int) -> float:
+    """Tokens on their way to experts on other devices, one copy for each that they choose, at both ends."""
+    job, experts = program.job, [m for _, m in nnx.iter_modules(program.state.rest) if isinstance(m, nn.MoE)]
+    if parts_of(job.table.get("act_expert"), program.mesh) == 1:
+        return 0.0
+    copies = rows * job.sequence * max((m.router.top_k for m in experts), default=0)
+    return 2 * copies * program.head[1] * jnp.dtype(job.dtype).itemsize
 
 
 def _loss(program: Program, rows: int) -> float:

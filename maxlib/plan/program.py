@@ -114,7 +114,7 @@ def _state(model: Any, optimizer: Any, mesh: Any, rules: sharding.Rules) -> trai
         kind = "pinned_host" if born.memory_space == jax.memory.Space.Host else None
         for name in (getattr(part, "key", None) for part in path):
             if name in trainable and leaf.shape == trainable[name].shape:
-                spec = sharding.optimizer_spec(names[name], leaf.shape, rules, mesh, what=name)
+                spec = sharding.optimizer_spec(names[name], leaf.shape, rules, mesh, path=name)
                 return _at(leaf, NamedSharding(mesh, spec, memory_kind=kind))
         return _at(leaf, whole)
 
@@ -153,6 +153,7 @@ def parts_of(place: Any, mesh: Any) -> int:
 def axes_of(place: Any) -> tuple[str, ...]:
     """The mesh axes that a rule names."""
     place = place.axes if isinstance(place, sharding.Spare) else place
+    place = place.axis if isinstance(place, sharding.Exchange) else place
     return (place,) if isinstance(place, str) else tuple(place or ())
 
 

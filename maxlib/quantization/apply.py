@@ -108,11 +108,10 @@ def _in(tree: Any, prefix: str, rules, visit, change: Change) -> Any:
 def _in_stack(stack: nn.Stack, path: str, rules, visit, change: Change) -> nn.Stack:
     stack = _laid_out(stack, path, rules)
     new, count = jax.tree.map(lambda a: a, stack), stack.num_layers
-    for name in ("prefix", "body", "suffix"):
-        slots = []
+    for name, part in stack.parts.items():
+        slots, stacked = [], part.repeats is not None
         for slot, layer in enumerate(getattr(stack, name)):
-            mine = [i for i in range(count) if stack.where(i)[0] == f"{name}.{slot}"]
-            slots.append(_in_layer(layer, path, mine, count, rules, visit, change, stacked=name == "body"))
+            slots.append(_in_layer(layer, path, [*part.layers(slot)], count, rules, visit, change, stacked=stacked))
         setattr(new, name, nnx.List(slots))
     return new
 

@@ -93,7 +93,7 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
         if not isinstance(node, nn.Stack):
             return node
         layout = manifest["layouts"][_dotted(path)]
-        return node.relaid(prefix=layout["prefix"], period=layout["period"])
+        return node.relaid(**{name: number for name, number in layout.items() if name != "num_layers"})
 
     def quantize(path, site):
         name = _dotted(path)

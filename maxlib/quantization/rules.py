@@ -100,5 +100,5 @@ def unknown(model: Any) -> dict[str, nnx.Variable]:
 def _is_matrix(path: str, x: nnx.Variable) -> bool:
     """By the names of its axes, or, where it has none, by its dimensions but for a stack's."""
     axes, value = x.get_metadata().get("axes"), x.get_value()
-    rank = value.ndim - ("body" in path.split(".")) if axes is None else len(axes)
+    rank = value.ndim - nn.is_repeated(path) if axes is None else len(axes)
     return rank >= 2 and "position" not in (axes or ()) and jnp.issubdtype(value.dtype, jnp.floating)

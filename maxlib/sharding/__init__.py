@@ -49,6 +49,7 @@ from maxlib.sharding.rules import axis_of as axis_of
 from maxlib.sharding.rules import constrain as constrain
 from maxlib.sharding.rules import current as current
 from maxlib.sharding.rules import degree as degree
+from maxlib.sharding.rules import gather_once as gather_once
 from maxlib.sharding.rules import memory_kind as memory_kind
 from maxlib.sharding.rules import mesh_axes as mesh_axes
 from maxlib.sharding.rules import optimizer_spec as optimizer_spec

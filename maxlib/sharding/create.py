@@ -51,7 +51,7 @@ def sharding_of(path: str, variable: nnx.Variable, mesh: AnyMesh, rules: Rules) 
     matrices that a stack repeats.
     """
     names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape
-    partition = parameter_spec(names, shape, rules, mesh, what=path)
+    partition = parameter_spec(names, shape, rules, mesh, path=path)
     _, uneven = fit(partition, shape, mesh)
     if uneven:
         name = ("layers", *names)[uneven[0] - len(shape) + len(names) + 1]

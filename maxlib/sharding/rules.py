@@ -1,7 +1,9 @@
 """Layers name the axes of their arrays; a rules table says on which mesh axes those names live."""
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,6 +16,7 @@ from maxlib.sharding.presets import Exchange, Memory, Name, Pipeline, Place, Rul
 
 AnyMesh = Mesh | AbstractMesh
 _MEMORIES = ("optimizer_memory", "layers_memory")
+_LEAD = re.compile(r"(^|\.)lead\.\d+\.")  # of a stack: layers that run before the first stage
 
 # Part of jit's cache key: a plain context variable would let a second mesh reuse the first one's program.
 _context = jax.make_user_context(None)
@@ -169,32 +172,34 @@ def _partition(places: list[Any]) -> P:
 
 
 def parameter_spec(
-    names: tuple[Name, ...], shape: tuple[int, ...], rules: Rules, mesh: Any, *, what: str = "array"
+    names: tuple[Name, ...], shape: tuple[int, ...], rules: Rules, mesh: Any, *, path: str = "array"
 ) -> P:
-    """Where a parameter of this shape lives, as `spec` says.
+    """Where the parameter at `path`, of this shape, lives, as `spec` says.
 
     But for a stack whose stages do not hold equal, consecutive parts of it (`Pipeline.repeats`, or layers that the
-    stages do not divide): its layers stay together, and the stages share the longest dimension that they divide.
+    stages do not divide): its layers stay together, and the stages share the longest dimension that they divide. A
+    stack's `lead` belongs to no stage.
     """
+    rules = {**rules, "layers": None} if _LEAD.search(path) else rules
     pipeline = rules.get("layers")
     if not isinstance(pipeline, Pipeline) or not names or len(shape) != len(names) + 1:
-        return spec(names, rules, ndim=len(shape), what=what)
+        return spec(names, rules, ndim=len(shape), what=path)
     stages = mesh.shape[pipeline.axis]
     if stages == 1 or chunks(shape[0], stages, pipeline.repeats).in_order:
-        return spec(names, rules, ndim=len(shape), what=what)
-    own = spec(names, {**rules, "layers": None}, ndim=len(shape), what=what)
+        return spec(names, rules, ndim=len(shape), what=path)
+    own = spec(names, {**rules, "layers": None}, ndim=len(shape), what=path)
     return _split_further(own, shape, (pipeline.axis,), mesh)
 
 
 def optimizer_spec(
-    names: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules, mesh: Any, *, what: str = "array"
+    names: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules, mesh: Any, *, path: str = "array"
 ) -> P:
-    """Where the optimizer keeps what is like a parameter with these axis names (moments, and the gradient it reads).
+    """Where the optimizer keeps what is like the parameter at `path` (moments, and the gradient it reads).
 
     That is the parameter's own place; the rule `optimizer` names mesh axes that split it further, along the longest
     dimension that they divide (ZeRO-1 is `{"optimizer": "data"}`).
     """
-    own = parameter_spec(names, shape, rules, mesh, what=what)
+    own = parameter_spec(names, shape, rules, mesh, path=path)
     return _split_further(own, shape, _as_tuple(rules.get("optimizer")), mesh)
 
 
@@ -263,3 +268,29 @@ def constrain(x: jax.Array, *names: Name) -> jax.Array:
     mesh, rules = now
     partition, _ = fit(spec(names, rules, what=f"activation {x.shape}"), x.shape, mesh)
     return jax.lax.with_sharding_constraint(x, partition)
+
+
+def gather_once(weight: jax.Array, *names: Name) -> jax.Array:
+    """`weight`, in the dtype in which it travels, whole over the mesh axes that split the batch, by its axis names.
+
+    What the partitioner gathers by itself it gathers again for a use that is far away in the program, as the backward
+    pass of a layer is. Gradients stay where the partitioner wants them.
+    """
+    if (now := current()) is None:
+        return weight
+    mesh, rules = now
+    batch = _as_tuple(rules.get("batch"))
+    own, _ = fit(spec(names, rules, what=f"weight {weight.shape}"), weight.shape, mesh)
+    kept = [tuple(axis for axis in _as_tuple(place) if axis not in batch) or None for place in own]
+    return weight if _partition(kept) == own else _moved(weight, _partition(kept))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _moved(x: jax.Array, to: P) -> jax.Array:
+    """Behind a barrier: else the compiler moves what was cast as float32, and casts it there."""
+    return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(x), to)
+
+
+@_moved.defjvp
+def _(to, primals, tangents):
+    return _moved(*primals, to), *tangents

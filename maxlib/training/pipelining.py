@@ -39,8 +39,9 @@ def one_f_one_b(
         def before(outer):
             model = nn.combine(outer, rest)
             x, ctx = model.enter(model.embed_tokens(batch["tokens"], dtype), **_inputs(batch))
+            x, _, lead = nn.periods(model.layers.lead, x, ctx, remat=remat)
             x, aux = nn.ends(model.layers.prefix, x, ctx, remat=remat)
-            return (x, tokens * _own(aux)), ctx
+            return (x, tokens * _own(lead + aux)), ctx
 
         def stage(layers, fixed, works, x, data):
             x, _, aux = nn.periods(nn.combine(layers, fixed), x, data[0], remat=remat, works=works)

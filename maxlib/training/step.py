@@ -193,9 +193,9 @@ def _place(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = Fa
         spec = P()
         for name in (getattr(part, "key", None) for part in path):
             if name in params and leaf.shape == params[name].shape:
-                spec = sharding.parameter_spec(names[name], leaf.shape, rules, mesh, what=name)
+                spec = sharding.parameter_spec(names[name], leaf.shape, rules, mesh, path=name)
                 if optimizer:
-                    spec = sharding.optimizer_spec(names[name], leaf.shape, rules, mesh, what=name)
+                    spec = sharding.optimizer_spec(names[name], leaf.shape, rules, mesh, path=name)
         return jax.lax.with_sharding_constraint(leaf, spec)
 
     return jax.tree_util.tree_map_with_path(put, tree)

@@ -1,5 +1,7 @@
 """A stack's layout is storage, nothing else."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,8 @@ from flax import nnx
 
 from maxlib import nn
 
-LAYOUTS = [(0, 1), (2, 2), (1, 3), (7, 1)]
+# prefix, period, lead
+LAYOUTS = [(0, 1), (2, 2), (1, 3), (7, 1), (1, 2, 2), (0, 4, 3)]
 
 
 class Layer(nnx.Module):
@@ -32,29 +35,44 @@ class Same(Layer):
         super().__init__(1, rngs=rngs)
 
 
-def build(layer, prefix, period, num_layers=7):
-    return nn.Stack(lambda i, rngs: layer(i, rngs=rngs), num_layers, prefix=prefix, period=period, rngs=nnx.Rngs(3))
+class LedBy(Layer):
+    """Of another shape than what follows, in the first three layers."""
+
+    def __init__(self, i, *, rngs):
+        super().__init__(1, rngs=rngs)
+        self.more = nn.Einsum("...D,ED->...E", (4, 4), ("embed", "mlp"), rngs=rngs) if i < 3 else None
+
+    def __call__(self, x, ctx, cache):
+        x, cache, aux = super().__call__(x, ctx, cache)
+        return (x if self.more is None else self.more(x)), cache, aux | ({} if self.more is None else {"led": x[0, 0]})
+
+
+def build(layer, prefix, period, lead=0, *, num_layers=7):
+    layout = {"lead": lead, "prefix": prefix, "period": period}
+    return nn.Stack(lambda i, rngs: layer(i, rngs=rngs), num_layers, **layout, rngs=nnx.Rngs(3))
 
 
 def layout_of(layer):
-    return [(p, q) for p, q in LAYOUTS if layer is Same or q % 2 == 0 or p == 7]
+    if layer is LedBy:
+        return [(3, 2), (0, 1, 3), (1, 2, 2)]
+    return [(p, q) for p, q, *lead in LAYOUTS if not lead and (layer is Same or q % 2 == 0 or p == 7)]
 
 
-@pytest.mark.parametrize("layer", [Layer, Same])
+@pytest.mark.parametrize("layer", [Layer, Same, LedBy])
 def test_layout_changes_neither_values_nor_results(layer):
     x = jax.random.normal(jax.random.key(0), (2, 3, 4))
     results = []
-    for prefix, period in layout_of(layer):
-        stack = jax.jit(build, static_argnums=(0, 1, 2))(layer, prefix, period)
+    for layout in layout_of(layer):
+        stack = jax.jit(lambda layout=layout: build(layer, *layout))()
         y, cache, aux = stack(x, 0.1, stack.init_cache(2, 8, jnp.float32))
         caches = [leaf.reshape(-1) for leaf in jax.tree.leaves(cache)]
         weights = [np.asarray(stack[i].proj.w[...]) for i in range(7)]
-        results.append((weights, np.asarray(y), np.asarray(aux["load"]), np.sort(np.concatenate(caches))))
+        results.append((weights, np.asarray(y), np.sort(np.concatenate(caches)), aux))
     assert len(results) >= 2
     for other in results[1:]:
         np.testing.assert_array_equal(results[0][0], other[0])
-        for mine, theirs in zip(results[0][1:], other[1:], strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+        jax.tree.map(close, results[0][1:], other[1:])
 
 
 def test_eager_construction_is_layout_independent_too():
@@ -63,9 +81,9 @@ def test_eager_construction_is_layout_independent_too():
         np.testing.assert_array_equal(first[i].proj.w[...], second[i].proj.w[...])
 
 
-@pytest.mark.parametrize(("prefix", "period"), LAYOUTS)
-def test_where_points_at_each_layer(prefix, period):
-    stack = build(Same, prefix, period)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_points_at_each_layer(layout):
+    stack = build(Same, *layout)
     leaves = {path: v.get_value() for path, v in nn.variables(stack).items()}
     for i in range(7):
         path, repeat = stack.where(i)
@@ -108,8 +126,20 @@ def test_layers_that_differ_are_refused():
     wide = lambda i, rngs: nn.Einsum("...D,ED->...E", (4 + (i == 4), 4), ("a", "b"), rngs=rngs)
     with pytest.raises(ValueError, match=r"layer 4 differs from layer 0"):
         nn.Stack(wide, 6, period=2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="prefix between 0 and num_layers"):
-        build(Same, 9, 1)
+    with pytest.raises(ValueError, match=r"layer 2 differs from layer 0, whose place it shares .*'lead': 3"):
+        build(lambda i, rngs: LedBy(i + (i == 2), rngs=rngs), 0, 1, 3)
+    for wrong in ((9, 1), (5, 1, 3), (9, 1, -2)):
+        with pytest.raises(ValueError, match="prefix between 0 and num_layers"):
+            build(Same, *wrong)
+
+
+def test_a_lead_lies_in_one_place():
+    stack = build(LedBy, 0, 1, 3)
+    assert stack.layout == {"num_layers": 7, "lead": 3, "prefix": 0, "period": 1} and stack.repeats == 4
+    assert [len(part) for part in (stack.lead, stack.prefix, stack.body, stack.suffix)] == [1, 0, 1, 0]
+    assert stack.lead[0].more.w.shape == (3, 4, 4) and stack.where(2) == ("lead.0", 2)
+    assert build(LedBy, 2, 1, 1).layout == {"num_layers": 7, "prefix": 3, "period": 1}  # one alone repeats nothing
+    assert [stack.relaid(prefix=3, period=1).where(i)[0] for i in (0, 2, 3)] == ["prefix.0", "prefix.2", "body.0"]
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", ("h",), jax.checkpoint_policies.everything_saveable])
@@ -151,10 +181,14 @@ def test_unstacked_is_the_same_function():
         ("sfsfsf", (0, 2)),
         ("sfsfs", (0, 2)),  # one at the end stands alone
         ("sssfsssfsss", (0, 4)),
-        ("ffssss", (2, 1)),
+        ("ffssss", (0, 1, 2)),
         ("dsfsfsf", (1, 2)),
+        ("ddsfsfsf", (0, 2, 2)),
+        ("ddcsfsfsf", (1, 2, 2)),
+        ("ssfssfss", (0, 3)),
+        ("sssfssfssf", (1, 3)),  # what the periods have too is none of its own
         ("abcd", (0, 3)),  # nothing repeats, so any would do
     ],
 )
 def test_layout_for_scans_the_most(kinds, layout):
-    assert tuple(nn.layout_for(kinds).values()) == layout
+    assert nn.layout_for(kinds) == dict(zip(("prefix", "period", "lead"), layout, strict=False))

@@ -42,6 +42,14 @@ def test_filters_and_axes_see_logical_names():
     np.testing.assert_array_equal(hidden, model(tokens(1, 3), dtype=jnp.float32).hidden)
 
 
+def test_paths_tell_what_lies_on_an_axis_of_layers():
+    parts = {"layers.body.0.mlp.up.w": "layers.body", "lead.0.w": "lead", "a.b.lead.0.w": "a.b.lead"}
+    alone = dict.fromkeys(("layers.prefix.2.w", "layers.suffix.0.w", "embed.w", "a.mislead.0.w", "body.w"))
+    assert {path: nn.repeated_part(path) for path in parts | alone} == parts | alone
+    assert nn.is_repeated("lead.0.w") and not nn.is_repeated("layers.prefix.2.w")
+    assert {nn.logical_path(f"layers.{place}.0.w") for place in ("lead", "prefix", "body", "suffix")} == {"layers.w"}
+
+
 def test_combine_refuses_unknown_paths():
     trainable, rest = nn.partition(tiny_llama())
     with pytest.raises(KeyError, match=r"no place in the model for \['head.x'\]"):

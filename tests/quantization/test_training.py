@@ -137,6 +137,10 @@ def test_first_and_last_layers_stay_high_and_the_others_are_scanned():
     is_low = [isinstance(layer.attn.q.matmul, Quantized) for layer in jax.eval_shape(list, q.layers)]
     assert is_low == [False] + 6 * [True] + [False]
     assert q.layers.layout == {"num_layers": 8, "prefix": 1, "period": 2} and q.layers.repeats == 3
+    q = jax.eval_shape(lambda m: quant.for_training(m, [quant.high(0, 1, 2), quant.Rule(quant.TRAINING["int8"])]), m)
+    assert q.layers.layout == {"num_layers": 8, "lead": 3, "prefix": 0, "period": 1}
+    is_low = [isinstance(layer.attn.q.matmul, Quantized) for layer in jax.eval_shape(list, q.layers)]
+    assert is_low == 3 * [False] + 5 * [True]
 
 
 def test_laying_out_a_stack_anew_keeps_its_layers():

@@ -37,12 +37,12 @@ def gemma(num_layers=8):
     return gemma2.Gemma2(gemma2.Config(**size, window=9, rope=ops.Rope(8)), rngs=nnx.Rngs(0))
 
 
-def experts(num_layers=5):
-    """A dense layer, then those with experts, and latent attention."""
+def experts(num_layers=5, num_dense=1):
+    """Dense layers, then those with experts, and latent attention."""
     size = {
         "vocab": 64,
         "num_layers": num_layers,
-        "num_dense": 1,
+        "num_dense": num_dense,
         "dim": 32,
         "mlp_dim": 48,
         "expert_dim": 24,
@@ -68,7 +68,7 @@ LONG = {"stage": 2, "context": 2, "expert": 2}
 CASES = {
     "dense": (llama, {"stage": 4, "fsdp": 2}, sharding.FSDP | PP, None),
     "a period of two": (gemma, {"stage": 4, "tensor": 2}, sharding.TP | PP, "full"),
-    "a prefix, experts, long sequences": (experts, LONG, sharding.EP | sharding.CP_RING | PP, None),
+    "a lead, experts, long sequences": (lambda: experts(6, 2), LONG, sharding.EP | sharding.CP_RING | PP, None),
     "uneven, twice around": (lambda: llama(7), {"stage": 4, "fsdp": 2}, sharding.FSDP | AROUND, "full"),
 }
 MORE = {

@@ -84,14 +84,27 @@ def test_presets_join_by_name():
 
 def test_layers_that_stages_do_not_hold_in_order_are_split_otherwise():
     mesh = sharding.make_mesh(stage=4, fsdp=2)
-    spec = lambda shape, repeats=1: sharding.parameter_spec(
-        ("embed", "mlp"), shape, sharding.FSDP | {"layers": sharding.Pipeline("stage", 4, repeats)}, mesh
+    spec = lambda shape, repeats=1, path="layers.body.0.w": sharding.parameter_spec(
+        ("embed", "mlp"), shape, sharding.FSDP | {"layers": sharding.Pipeline("stage", 4, repeats)}, mesh, path=path
     )
     assert spec((8, 16, 64)) == P("stage", "fsdp")
     assert spec((8, 16, 64), repeats=2) == spec((7, 16, 64)) == P(None, "fsdp", "stage")
     assert spec((7, 64, 6)) == P(None, ("fsdp", "stage"))
     assert spec((7, 6, 6)) == P(None, "fsdp")  # nothing that they divide
     assert spec((16, 64)) == P("fsdp")  # of no stack
+    assert spec((8, 16, 64), path="layers.lead.0.w") == P(None, "fsdp")  # what runs before the first stage
+    assert spec((3, 16, 64), path="lead.0.w") == P(None, "fsdp")
+
+
+def test_a_weight_gathered_once_is_whole_where_the_batch_is_split():
+    mesh, w, x = sharding.make_mesh(fsdp=4, tensor=2), jnp.ones((8, 16)), jnp.ones((4, 8))
+    loss = lambda w: jnp.sum(x @ sharding.gather_once(w, "embed", "mlp"))
+    assert sharding.gather_once(w, "embed", "mlp") is w  # on one device
+    with sharding.use(mesh, sharding.FSDP_TP):
+        whole = jax.jit(lambda w: sharding.gather_once(w, "embed", "mlp"))(w)
+        assert whole.sharding.spec == P(None, "tensor")
+        np.testing.assert_array_equal(jax.jit(jax.grad(loss))(w), jax.grad(loss)(w))
+        assert sharding.gather_once(w, "vocab_of_none", "mlp") is w  # nothing of it is split like the batch
 
 
 def placed(shape, *names, rules, **degrees):

@@ -25,14 +25,14 @@ class Layer(nnx.Module):
 
 
 class Model(nnx.Module):
-    def __init__(self, prefix: int = 0, period: int = 1, num_layers: int = LAYERS):
+    def __init__(self, prefix: int = 0, period: int = 1, lead: int = 0, *, num_layers: int = LAYERS):
         make = lambda i, rngs: Layer(i, rngs=rngs)
-        self.layers = nn.Stack(make, num_layers, prefix=prefix, period=period, rngs=nnx.Rngs(0))
+        self.layers = nn.Stack(make, num_layers, lead=lead, prefix=prefix, period=period, rngs=nnx.Rngs(0))
         self.head = nnx.Param(jnp.zeros(8), axes=("embed",))
 
 
-def abstract_model(prefix: int = 0, period: int = 1, num_layers: int = LAYERS) -> Model:
-    return jax.eval_shape(lambda: Model(prefix, period, num_layers))
+def abstract_model(prefix: int = 0, period: int = 1, lead: int = 0, *, num_layers: int = LAYERS) -> Model:
+    return jax.eval_shape(lambda: Model(prefix, period, lead, num_layers=num_layers))
 
 
 def state_of(model: Model) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def state_of(model: Model) -> dict[str, Any]:
 
 
 def _fill(name: str, leaf: jax.ShapeDtypeStruct, model: Model) -> jax.Array:
-    match = re.fullmatch(r"(.*)\b((?:prefix|body|suffix)\W+\d+)\b(.*)", name)
+    match = re.fullmatch(r"(.*)\b((?:lead|prefix|body|suffix)\W+\d+)\b(.*)", name)
     if not match:
         return _values(name, leaf.shape, leaf.dtype)
     place = re.sub(r"\W+", ".", match[2])

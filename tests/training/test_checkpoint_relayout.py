@@ -1,4 +1,4 @@
-"""A stack's prefix and period are no part of a checkpoint's identity."""
+"""A stack's layout is no part of a checkpoint's identity."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ from maxlib.training.checkpoint import Checkpointer, relayout
 from tests.training.stacked import LAYERS, abstract_model, state_of
 from tests.training.test_checkpoint import assert_same
 
-LAYOUTS = [(0, 1), (0, 2), (1, 3), (2, 2), (7, 1)]
+LAYOUTS = [(0, 1), (0, 2), (1, 3), (2, 2), (7, 1)]  # prefix, period
+LED = (0, 1, 3)  # the first three scanned among themselves, as DeepSeek's, which once were (3, 1)
 
 
 def saved(tmp_path, model):
@@ -24,7 +25,10 @@ def saved(tmp_path, model):
 
 
 # Each layout once as the source and once as the target; 4 of 20 pairs, which include all kinds of place.
-@pytest.mark.parametrize(("old", "new"), list(zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True)), ids=str)
+PAIRS = [*zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True), ((3, 1), LED), (LED, (3, 1)), (LED, (1, 2, 2))]
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS, ids=str)
 def test_parameters_rest_and_moments_are_laid_anew(tmp_path, old, new):
     saved(tmp_path, abstract_model(*old))
     model = abstract_model(*new)
@@ -35,7 +39,7 @@ def test_parameters_rest_and_moments_are_laid_anew(tmp_path, old, new):
 
 @pytest.mark.full
 @pytest.mark.parametrize("new", [(p, q) for p in range(LAYERS + 1) for q in range(1, 4)], ids=str)
-@pytest.mark.parametrize("old", LAYOUTS, ids=str)
+@pytest.mark.parametrize("old", [*LAYOUTS, LED], ids=str)
 def test_every_pair_of_layouts(tmp_path, old, new):
     test_parameters_rest_and_moments_are_laid_anew(tmp_path, old, new)
 
@@ -144,11 +148,14 @@ def test_names_of_layers():
     layouts = {
         "layers": {"num_layers": 5, "prefix": 1, "period": 2},
         "vision.layers": {"num_layers": 2, "prefix": 2, "period": 1},
+        "led": {"num_layers": 6, "lead": 2, "prefix": 0, "period": 2},
     }
     names = lambda name: relayout.logical_names(name, layouts)
     assert names("layers.body.1.attn.q.w") == [("layers.2.attn.q.w", 0), ("layers.4.attn.q.w", 1)]
     assert names("1.0.mu.layers.prefix.0.w") == [("1.0.mu.layers.0.w", None)]
     assert names("vision.layers.prefix.1.w") == [("vision.layers.1.w", None)]
+    assert names("0.nu.led.lead.0.w") == [("0.nu.led.0.w", 0), ("0.nu.led.1.w", 1)]
+    assert names("led.body.1.w") == [("led.3.w", 0), ("led.5.w", 1)]
     assert names("my_layers.body.0.w") == [("my_layers.body.0.w", None)]
     assert names("embed.w") == [("embed.w", None)]
     assert relayout.logical_names("0.mu.body.0.w", {"": {"num_layers": 2, "prefix": 0, "period": 1}}) == [

@@ -18,13 +18,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, sharding, training
-from maxlib.training import diagnostics
+from maxlib.training import checkpoint, diagnostics
 from maxlib.training import trainer as trainer_module
 from maxlib.training.__main__ import main
 from maxlib.training.diagnostics import corruption, taps
 from maxlib.training.diagnostics.html import Run, page
 from maxlib.training.diagnostics.memory import Sampled
-from tests.training import ticking, tiny
+from tests.training import stacked, ticking, tiny
 
 ROOT = Path(__file__).parents[2]
 OPTIMIZER = training.adamw(1e-2, mask=training.decay_mask(tiny.model()))
@@ -223,6 +223,16 @@ def test_logits_and_entropy_of_attention():
     p /= p.sum(-1, keepdims=True)
     assert float(largest) == pytest.approx(logits.max(), rel=1e-5)
     assert float(entropy) == pytest.approx(-np.sum(p * np.log(np.where(p > 0, p, 1))) / 20, rel=1e-4)
+
+
+def test_layers_that_lead_a_stack_are_tapped_one_by_one():
+    model, _ = taps.tapped(stacked.Model(prefix=0, period=2, lead=3))
+    rows = {path: v.shape for path, v in nn.variables(model).items() if path.endswith(".0.tap")}
+    assert rows == {f"layers.{place}.0.tap": (n, len(taps.FIELDS)) for place, n in (("lead", 3), ("body", 2))}
+    order = ["layers.lead.0.w", "layers.lead.0", "layers.body.0", "layers.body.1", "norm"]
+    led = [(f"layers.lead.0{one}", row) for row in range(3) for one in (".w", "")]
+    body = [(f"layers.body.{slot}", row) for row in range(2) for slot in range(2)]
+    assert taps.in_order(order, checkpoint.layouts(model)) == [*led, *body, ("norm", None)]
 
 
 def test_the_first_layer_that_is_not_finite_is_named():

@@ -1,4 +1,4 @@
-"""Which stored leaves, or rows of them, make up a wanted one: stacks may have another prefix or period."""
+"""Which stored leaves, or rows of them, make up a wanted one: stacks may have another layout."""
 
 import dataclasses
 import re
@@ -8,6 +8,7 @@ import jax
 
 from maxlib import nn
 from maxlib.nn.stack import place_of
+from maxlib.nn.tree import PLACE
 from maxlib.training.checkpoint.errors import shorten
 
 Layouts = dict[str, dict[str, int]]
@@ -16,7 +17,8 @@ Piece = tuple[str, int | None]
 
 
 def layouts(model: Any) -> Layouts:
-    """`{path: {num_layers, prefix, period}}` of every stack of `model`, as a checkpoint's meta holds it."""
+    """`{path: {num_layers, prefix, period}}`, and `lead` where there is one, of every stack of `model`, as a
+    checkpoint's meta holds it."""
     is_stack = lambda x: isinstance(x, nn.Stack)
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_stack)
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
@@ -30,7 +32,7 @@ def logical_names(name: str, layouts: Layouts) -> list[Piece]:
     """
     for stack in sorted(layouts, key=len, reverse=True):
         here = rf"{re.escape(stack)}\." if stack else ""
-        match = re.search(rf"(?:^|\.){here}(?P<place>(?:prefix|body|suffix)\.\d+)(?=\.|$)", name)
+        match = re.search(rf"(?:^|\.){here}(?P<place>{PLACE})(?=\.|$)", name)
         if match:
             before, after = name[: match.start("place")], name[match.end("place") :]
             layers = _layers_at(match["place"], layouts[stack])
@@ -125,7 +127,7 @@ def _check_fit(where: str, missing: list[str], extra: list[str], differ: list[st
         raise ValueError(
             f"What is wanted must be what was saved, but {where} does not fit.\n{said}\nBuild the model and the optimizer as they were "
             "(the checkpoint's meta has what the run recorded), restore fewer items, pass cast=True if only dtypes differ, or "
-            "layouts= if only the stacks' prefix or period does."
+            "layouts= if only the stacks' lead, prefix or period does."
         )
 
 

@@ -9,7 +9,6 @@ callback from the device.
 
 import functools
 import itertools
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
+from maxlib.nn.stack import parts
 
 FIELDS = ("rms", "max", "nonfinite", "gradient_rms", "gradient_nonfinite")
 LOGITS = ("max_logit", "entropy")
@@ -45,26 +45,23 @@ def read(path: str, row: Any) -> dict[str, Any]:
 def in_order(order: Iterable[str], layouts: dict[str, dict[str, int]]) -> list[tuple[str, int | None]]:
     """The taps one by one, with their row on a stack's repeat axis, in the order in which their layers finish."""
     found: list[tuple[str, int | None]] = []
-    body = lambda path: match[1] if (match := re.match(r"(.*?)(?:^|(?<=\.))body\.\d+", path)) else None
-    for stack, paths in itertools.groupby(dict.fromkeys(order), key=body):
-        rows = [None] if stack is None else range(_repeats(layouts[stack.rstrip(".")]))
-        found += itertools.product(list(paths), rows) if stack is None else [(p, r) for r, p in _by_row(rows, paths)]
+    inside = lambda path: nn.repeated_part(f"{path}.")
+    for part, paths in itertools.groupby(dict.fromkeys(order), key=inside):
+        rows = [None] if part is None else range(_repeats(part, layouts))
+        found += [(path, row) for row, path in itertools.product(rows, list(paths))]
     return found
 
 
-def _by_row(rows: Any, paths: Any) -> Any:
-    return itertools.product(rows, list(paths))
-
-
-def _repeats(layout: dict[str, int]) -> int:
-    return (layout["num_layers"] - layout["prefix"]) // layout["period"]
+def _repeats(part: str, layouts: dict[str, dict[str, int]]) -> int:
+    stack, _, name = part.rpartition(".")
+    return parts(**layouts[stack])[name].repeats or 0
 
 
 def _attach(module: nnx.Module, path: str, repeats: tuple[int, ...], order: list[str]) -> None:
     """Taps below `module`; `repeats` are the leading axes that stacks around it give to every variable."""
     for name, child in _children(module):
         here = f"{path}.{name}" if path else name
-        inner = (*repeats, module.repeats) if isinstance(module, nn.Stack) and name.startswith("body.") else repeats
+        inner = (*repeats, *_rows(module, name))
         _attach(child, here, inner, order)
         if not isinstance(child, nn.Stack):
             # What is told apart by its path alone: equal classes with equal paths are equal to jit and scan.
@@ -74,6 +71,12 @@ def _attach(module: nnx.Module, path: str, repeats: tuple[int, ...], order: list
             if isinstance(child, nn.Attention):
                 child.logit_tap = Tap(jnp.zeros((*inner, len(LOGITS))))  # pyright: ignore[reportAttributeAccessIssue]
             child.tap_order = _Order(order)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _rows(module: nnx.Module, child: str) -> tuple[int, ...]:
+    """The leading axis that a stack gives to a child of several layers."""
+    part = module.parts[child.partition(".")[0]] if isinstance(module, nn.Stack) else None
+    return () if part is None or part.repeats is None else (part.repeats,)
 
 
 class _Order:
