@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib.nn.matmul import Exact, Matmul
-from maxlib.sharding import Spare, constrain
+from maxlib.sharding import Spare, constrain, gather_once
 
 Init = Callable[..., Array]
 
@@ -32,7 +32,8 @@ class Einsum(nnx.Module):
     `spec` reads like `"...D,FD->...F"`; `shape` and `axes` describe `w` dimension by dimension, the latter by the names
     that sharding rules use. The default initialization is truncated normal with variance 1 / fan-in, the fan-in being
     the product of the dimensions that the einsum sums over. `matmul` multiplies; `maxlib.quantization` puts another one
-    in its place.
+    in its place. once: for a small weight that a layer uses at its beginning, so that its recomputation and its
+    backward pass are far apart: over devices it is gathered for both together (`sharding.gather_once`).
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Einsum(nnx.Module):
         axes: tuple[str, ...],
         *,
         bias: bool = False,
+        once: bool = False,
         init: Init | None = None,
         rngs: nnx.Rngs,
     ):
@@ -50,7 +52,7 @@ class Einsum(nnx.Module):
         summed = [d for d, letter in enumerate(letters) if letter not in out]
         if init is None:
             init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=summed, out_axis=kept)
-        self.spec = spec
+        self.spec, self.once = spec, once
         self.matmul: Matmul = Exact()
         self.w = nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes, summed=tuple(axes[d] for d in summed))
         zeros = lambda: nnx.Param(jnp.zeros([shape[d] for d in kept]), axes=tuple(axes[d] for d in kept))
@@ -58,11 +60,17 @@ class Einsum(nnx.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         self._check(x)
-        y = self.matmul.einsum(self.spec, x, self.w)
+        y = self.matmul.einsum(self.spec, x, self._gathered(x) if self.once else self.w)
         if self.b is None:
             return y
         b = jnp.asarray(self.b[...], x.dtype)
         return y + jnp.expand_dims(b, range(y.ndim - b.ndim))
+
+    def _gathered(self, x: Float[Array, "..."]) -> Any:
+        """But for a single token, which is less than the weight; a quantized weight stays as it is."""
+        if not isinstance(self.w, nnx.Param) or x.shape[1:-1] == (1,):
+            return self.w
+        return gather_once(jnp.asarray(self.w[...], x.dtype), *self.w.get_metadata()["axes"])
 
     def _check(self, x: Float[Array, "..."]) -> None:
         of_x, of_w = self.spec.partition("->")[0].split(",")

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxlib import ops
+from maxlib import ops, sharding
 
 
 @runtime_checkable
@@ -37,7 +37,8 @@ class Exact:
 
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
         w = jnp.asarray(w[...], x.dtype)
-        return _as_matrix(spec, x, w) if _is_matrix(spec) else jnp.einsum(spec, x, w)
+        alone = sharding.current() is None  # on a mesh, merged dimensions may be gathered anew for every use
+        return _as_matrix(spec, x, w) if alone and _is_matrix(spec) else jnp.einsum(spec, x, w)
 
     def grouped(
         self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"], layout: ops.Layout = "EOI"

@@ -92,13 +92,13 @@ class MLA(nnx.Module):
             self.q_down, self.q_norm = None, None
             self.q_up = Einsum("...D,NHD->...NH", (N, H, D), wide, rngs=rngs)
         else:
-            self.q_down = Einsum("...D,RD->...R", (q_rank, D), ("rank", "embed"), rngs=rngs)
+            self.q_down = Einsum("...D,RD->...R", (q_rank, D), ("rank", "embed"), once=True, rngs=rngs)
             self.q_norm = RMSNorm(q_rank, eps=norm_eps)
-            self.q_up = Einsum("...R,NHR->...NH", (N, H, q_rank), heads, rngs=rngs)
-        self.kv_down = Einsum("...D,RD->...R", (R + rope.dim, D), ("rank", "embed"), rngs=rngs)
+            self.q_up = Einsum("...R,NHR->...NH", (N, H, q_rank), heads, once=True, rngs=rngs)
+        self.kv_down = Einsum("...D,RD->...R", (R + rope.dim, D), ("rank", "embed"), once=True, rngs=rngs)
         self.kv_norm = RMSNorm(R, eps=norm_eps)
-        self.k_up = Einsum("...R,NHR->...NH", (N, nope_dim, R), heads, rngs=rngs)
-        self.v_up = Einsum("...R,NHR->...NH", (N, v_dim, R), heads, rngs=rngs)
+        self.k_up = Einsum("...R,NHR->...NH", (N, nope_dim, R), heads, once=True, rngs=rngs)
+        self.v_up = Einsum("...R,NHR->...NH", (N, v_dim, R), heads, once=True, rngs=rngs)
         self.o = Einsum("...NH,DNH->...D", (D, N, v_dim), ("embed", "heads", "head_dim"), rngs=rngs)
         self.mask, self.rope, self.scale = mask, rope, H**-0.5 if scale is None else scale
         self.kv_rank, self.nope_dim, self.implementation = R, nope_dim, implementation
