@@ -16,7 +16,8 @@ from maxlib.training.losses import ROWS_AT_ONCE, vocab_axes
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes on one device. gradients are those of all parameters at once, of which those of parameters on the host are
-    `away` during the backward pass; activations what that keeps; layer what the layer at work needs besides; loss what
+    `away` during the backward pass; they come back while its last layer is at work, and clipping makes a `clipped` copy
+    of the largest; activations what that pass keeps; layer what the layer at work needs besides; loss what
     the loss needs, when there are no gradients yet. offloaded: activations on the host, which count nowhere else."""
 
     parameters: float
@@ -24,6 +25,7 @@ class Memory:
     batch: float
     gradients: float
     away: float
+    clipped: float
     activations: float
     layer: float
     loss: float
@@ -35,7 +37,8 @@ class Memory:
 
     @property
     def temporaries(self) -> float:
-        return max(self.gradients, self.activations + max(self.gradients - self.away + self.layer, self.loss))
+        back = self.gradients + self.clipped
+        return max(back, self.activations + max(self.gradients - self.away + self.layer, self.loss, back))
 
     @property
     def total(self) -> float:
@@ -53,12 +56,15 @@ def estimate_memory(program: Program) -> Memory:
     }
     size = lambda path: part_bytes((x := state.trainable[path]).shape, x.dtype.itemsize, own[path], mesh)
     gradients = sum(map(size, own))
-    away = sum(size(path) for path in own if sharding.is_on_host(state.trainable[path]))
+    away = [size(path) for path in own if sharding.is_on_host(state.trainable[path])]
     rows = max(1, program.rows // program.job.accumulate // parts_of(rules.get("batch"), mesh))
     activations, transient, offloaded = _residuals(program, rows)
     layer, loss = _layer_weights(program) + transient + _whole_sequences(program, rows), _loss(program, rows)
     batch = bytes_on_device(program.batch)
-    return Memory(parameters, optimizer, batch, gradients, away, activations, layer, loss, offloaded)
+    back = {"gradients": gradients, "away": sum(away), "clipped": max(away, default=0.0)}
+    return Memory(
+        parameters, optimizer, batch, **back, activations=activations, layer=layer, loss=loss, offloaded=offloaded
+    )
 
 
 def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> float:

@@ -17,7 +17,8 @@ class Chip:
     """One jax device, from the makers' data sheets. Rates are per second; a link is counted in one direction.
 
     memory: bytes that a program may use. links: of one torus dimension, both ends together (GPUs: of NVLink).
-    across: the slower network, per device. host: the link to the host. cores: how many cores a name such as v5p-128 counts for one chip.
+    across: the slower network, per device. host: the link to the host. cores: how many cores a name such as v5p-128
+    counts for one chip.
     """
 
     kind: str
@@ -31,9 +32,9 @@ class Chip:
     cores: int = 1
 
 
-# Links to the host. GPUs: PCIe 5 x16, half of the 128 GB/s that the data sheets give for both directions. TPUs: Google's
-# data sheets have none; "How to Scale Your Model" (jax-ml.github.io/scaling-book/tpus) has about 15 GB/s a chip, and 32
-# for v6e. That v4 has as much as v5e and v5p is assumed. The CPU's devices share one memory with the host.
+# Links to the host. GPUs: PCIe 5 x16, half of the 128 GB/s that the data sheets give for both directions. TPUs:
+# Google's data sheets have none; "How to Scale Your Model" (jax-ml.github.io/scaling-book/tpus) has about 15 GB/s a
+# chip, and 32 for v6e. That v4 has as much as v5e and v5p is assumed. CPU devices share one memory with the host.
 CHIPS = {
     "v4": Chip("TPU v4", 275e12, 31.75 * GIB, 1.23e12, 9e10, 6.25e9, 1.5e10, 3, cores=2),
     "v5e": Chip("TPU v5e", 197e12, 15.75 * GIB, 8.2e11, 9e10, 3.1e9, 1.5e10, 2),

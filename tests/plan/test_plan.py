@@ -116,6 +116,7 @@ def test_what_waits_on_the_host_takes_time_to_travel():
     assert moments.estimate.host == moments.host / 6.4e10 and "from the host" in str(moments)
     assert moments.estimate.serial == pytest.approx(plain.estimate.serial + moments.estimate.host, rel=1e-3)
     assert layers.costs.from_host - moments.host == 5 * (layers.host - moments.host)
+    assert layers.analytic.temporaries > layers.analytic.gradients + layers.analytic.activations
     assert activations.costs.to_host == 16 * 2048 * 2 * (2048 + 2 * 512)  # q, k, v in bfloat16
 
 
