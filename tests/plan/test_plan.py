@@ -144,7 +144,7 @@ MISTAKES = {
     "optimizer": (dict(optimizer="lion"), "optimizer must be 'adamw', 'sgd'"),
     "target": (dict(target="v5p-9"), "counts cores"),
     "none": (dict(target="h100x0"), "no hardware of 0 chips or slices"),
-    "two axes": (dict(rules={"embed": "fsdp", "mlp": "fsdp"}), "fsdp"),
+    "two axes": (dict(rules={"embed": "fsdp", "mlp": "fsdp"}), "put .embed. and .mlp. both on the mesh axis .fsdp."),
     "experts": (
         dict(model="mixtral-8x7b", mesh={"expert": 16}, target="h100x16", rules="ep"),
         "'expert' of size 8 does",
