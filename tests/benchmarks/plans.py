@@ -11,8 +11,9 @@ remat, scanned layers, one sequence per chip. The peer's figures: commit e591f30
 settings. --check ends with an error if a step needs more than the peer's, or the analytic model is off by more than a
 tenth. --published: the configurations of MaxText's tables of MFU (`published.py`), each beside what was measured;
 --check ends with an error if one does not fit, the analytic model is off by more than a tenth, or the roofline is lower
-than what was measured. --present: the networks that the same scripts build today, beside the peer's memory, --check as without. --remat: one
-model under every policy. --search: 30 layouts of an 8B model on 16 chips.
+than what was measured. --present: the networks that the same scripts build today, beside the peer's memory; --check
+ends with an error if one needs more. --remat: one model under every policy. --search: 30 layouts of an 8B model on 16
+chips.
 """
 
 import argparse
