@@ -115,7 +115,7 @@ def plans(session: nox.Session) -> None:
     """
     session.install("-e", ".[tests,tpu]")
     tables = (
-        [session.posargs] if session.posargs else [["--check"], ["--published", "--check"], ["--present", "--check"]]
+        [session.posargs] if session.posargs else [["--check"], ["--published", "--check"], ["--present"]]
     )
     for arguments in tables:
         session.run("python", "-m", "tests.benchmarks.plans", *arguments)

@@ -39,7 +39,7 @@ def kernel(body: Callable, *, out_type: Any, flops: int, exps: int = 0, **option
     def call(*operands):
         moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((operands, out_type)))
         estimate = pl.CostEstimate(flops=flops, transcendentals=exps, bytes_accessed=moved)
-        more = {"cost_estimate": estimate} if _TAKES_COST else {}
+        more: dict[str, Any] = {"cost_estimate": estimate} if _TAKES_COST else {}
         return plgpu.kernel(body, out_type=out_type, **options, **more)(*operands)
 
     return call
