@@ -23,6 +23,7 @@ def plan(
     dcn: Mapping[str, int] | None = None,
     rules: Any = "fsdp",
     remat: Any = "full",
+    attention: str | None = None,
     optimizer: Any = "adamw",
     dtype: str = "bfloat16",
     accumulate: int = 1,
@@ -47,6 +48,7 @@ def plan(
         dcn=dcn,
         rules=rules,
         remat=remat,
+        attention=attention,
         optimizer=optimizer,
         dtype=dtype,
         accumulate=accumulate,
@@ -69,7 +71,9 @@ def estimated(job: Job) -> Plan:
     from maxlib.plan.worker import describe
 
     program, described = describe(job)
-    return _plan(job, described, None, analytic_costs(program, described["model_flops"]))
+    return _plan(
+        job, described, None, analytic_costs(program, described["model_flops"], described["analytic"]["offloaded"])
+    )
 
 
 def _plan(job: Job, described: dict[str, Any], compiled: Compiled | None, costs: Any = None) -> Plan:

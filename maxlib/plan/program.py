@@ -14,12 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, sharding, training
 from maxlib.ops.attention.chunked import choose_blocks
-from maxlib.plan.job import Job, check_remat
+from maxlib.plan.job import Job, check_names
 from maxlib.plan.targets import devices_of, parse_target
 from maxlib.sharding.mesh import fill
 
 # The first call of attention in a lowered program: queries and keys as one device sees them.
-_ATTENTION = re.compile(r"ops\.attention\.api\._attention\w*\(%arg0: tensor<([\dx]+)x\w+>, %arg1: tensor<([\dx]+)x")
+_SIZES = r"tensor<(\d+x\d+x\d+x\d+)x"
+_ATTENTION = re.compile(rf"ops\.attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +46,11 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         step = training.make_train_step(self.loss, self.optimizer, accumulate=self.job.accumulate)
+        state = self.state
+        if self.job.attention is not None:  # only now: what is counted from shapes is counted as if on a CPU
+            state = dataclasses.replace(state, rest=nn.with_attention(state.rest, self.job.attention))
         with sharding.use(self.mesh, self.job.table):
-            return training.jit_step(step).lower(self.state, self.batch)
+            return training.jit_step(step).lower(state, self.batch)
 
     @property
     def model_flops(self) -> float:
@@ -59,7 +63,7 @@ class Program:
 def make_program(job: Job) -> Program:
     """Raises ValueError when mesh, rules, batch or remat do not fit the model or the devices, ImportError without the
     compiler."""
-    check_remat(job.remat)
+    check_names(job)
     mesh = _mesh(job)
     rules = job.table
     rows = _rows(job, mesh)
@@ -74,6 +78,8 @@ def _mesh(job: Job) -> Any:
     if unknown := set(job.mesh) - set(sharding.AXES):
         raise ValueError(f"the mesh names {sorted(unknown)}, but its axes are {', '.join(sharding.AXES)}")
     target = parse_target(job.target)
+    if job.dcn and target.slices == 1 and target.platform == "tpu":
+        raise ValueError(f"dcn={dict(job.dcn)} is for several slices, such as {target.name}x2; {target.name} is one")
     if target.platform != "cuda":
         return sharding.make_mesh(**job.mesh, dcn=job.dcn, devices=devices_of(target))
     degrees = fill({axis: job.mesh.get(axis, 1) for axis in sharding.AXES}, target.devices, "devices")
@@ -85,6 +91,13 @@ def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:
 
 
 def _rows(job: Job, mesh: Any) -> int:
+    """Of the global batch, which the mesh has to divide, as it has to divide a sequence."""
+    _check_sizes(job)
+    if job.sequence % (cut := parts_of(job.table.get("seq"), mesh)):
+        raise ValueError(
+            f"a sequence of {job.sequence} tokens does not divide into the {cut} parts that the rules and the mesh "
+            f"{dict(mesh.shape)} cut it into; change the sequence or the mesh"
+        )
     rows = job.batch_per_chip * mesh.size
     parts = parts_of(job.table.get("batch"), mesh)
     if rows != int(rows) or rows < 1 or rows % (parts * job.accumulate):
@@ -93,6 +106,12 @@ def _rows(job: Job, mesh: Any) -> int:
             f"mesh cuts a batch into, times accumulate={job.accumulate}; change batch_per_chip or the mesh {dict(mesh.shape)}"
         )
     return int(rows)
+
+
+def _check_sizes(job: Job) -> None:
+    sizes = {"sequence": job.sequence, "accumulate": job.accumulate, "batch_per_chip": job.batch_per_chip}
+    if wrong := {name: size for name, size in sizes.items() if not 0 < size < math.inf}:
+        raise ValueError(f"sequence, accumulate and batch_per_chip must be positive; got {wrong}")
 
 
 def _optimizer(job: Job, model: Any) -> Any:

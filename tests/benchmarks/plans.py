@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.plans [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --published [NAME ...] [--json out.json] [--check]
+    python -m tests.benchmarks.plans --present [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --remat
     python -m tests.benchmarks.plans --search
 
@@ -10,7 +11,9 @@ remat, scanned layers, one sequence per chip. The peer's figures: commit e591f30
 settings. --check ends with an error if a step needs more than the peer's, or the analytic model is off by more than a
 tenth. --published: the configurations of MaxText's tables of MFU (`published.py`), each beside what was measured;
 --check ends with an error if one does not fit, the analytic model is off by more than a tenth, or the roofline is lower
-than what was measured. --remat: one model under every policy. --search: 30 layouts of an 8B model on 16 chips.
+than what was measured. --present: the networks that the same scripts build today, beside the peer's memory; --check
+ends with an error if one needs more. --remat: one model under every policy. --search: 30 layouts of an 8B model on 16
+chips.
 """
 
 import argparse
@@ -20,8 +23,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from maxlib import nn, plan
-from tests.benchmarks.published import ROWS, Row
+from maxlib import nn, plan, xla_flags
+from tests.benchmarks.published import PRESENT, ROWS, Row
 
 GIB = 2**30
 EXPERTS_BY_NUMBER = {"rules": "ep_fsdp"}
@@ -31,6 +34,13 @@ CASES: dict[str, tuple[str, str, int, float | None, dict[str, Any]]] = {
     "llama2-7b": ("llama2-7b", "v5p-8", 2048, 29.04, {}),
     "llama3.1-8b": ("llama3.1-8b", "v5e-16", 2048, 9.32, {}),
     "llama3.1-8b offloaded": ("llama3.1-8b", "v5e-16", 2048, None, {"rules": "fsdp+offload_optimizer"}),
+    "llama3.1-8b offloaded layers": (
+        "llama3.1-8b",
+        "v5e-16",
+        2048,
+        None,
+        {"rules": "fsdp+offload_optimizer+offload_layers"},
+    ),
     "mixtral-8x7b": ("mixtral-8x7b", "v5p-128", 4096, 17.50, {}),
     "mixtral-8x22b": ("mixtral-8x22b", "v5p-128", 4096, 46.47, {}),
     "llama2-70b": ("llama2-70b", "v5p-128", 4096, 25.87, {}),
@@ -45,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=[])
     parser.add_argument("--json", type=Path)
-    for option in ("--check", "--published", "--remat", "--search"):
+    for option in ("--check", "--published", "--present", "--remat", "--search"):
         parser.add_argument(option, action="store_true")
     args = parser.parse_args()
     if importlib.util.find_spec("libtpu") is None:
@@ -55,7 +65,7 @@ def main() -> None:
     elif args.remat:
         remat_table()
     else:
-        table = published_table if args.published else compare
+        table = published_table if args.published else present_table if args.present else compare
         table(args.names, args.json, args.check)
 
 
@@ -74,6 +84,24 @@ def compare(names: list[str], out: Path | None, check: bool) -> None:
         if got.peak > (peer * GIB if peer else got.target.chip.memory) or abs(error(got)) > 0.1:
             wrong.append(name)
     finish(rows, out, wrong if check else [], "more than the peer, or the analytic model is off by more than a tenth")
+
+
+def present_table(names: list[str], out: Path | None, check: bool) -> None:
+    rows, wrong = [], []
+    print("| network, target | parameters | per chip | mesh, remat | peak GiB | flags | with them | peer |")
+    print("|---" * 8 + "|")
+    for name in names or PRESENT:
+        row, peer, flags = PRESENT[name]
+        usual = row.plan()
+        got = row.plan(options=xla_flags.options(*flags)) if flags else usual
+        mesh = " x ".join(f"{axis} {n}" for axis, n in got.mesh.items() if n > 1)
+        what = [f"{got.num_parameters / 1e9:.1f}B", f"{row.batch_per_chip}", f"{mesh}, `{row.remat}`"]
+        sizes = [f"{usual.peak / GIB:.2f}", " ".join(flags), f"{got.peak / GIB:.2f}", f"{peer:.2f}"]
+        print(f"| {name} | {' | '.join(what + sizes)} |", flush=True)
+        rows.append(numbers(name, got) | {"usual": usual.peak, "peer": peer * GIB})
+        if got.peak > peer * GIB:
+            wrong.append(name)
+    finish(rows, out, wrong if check else [], "more than the peer")
 
 
 def published_table(names: list[str], out: Path | None, check: bool) -> None:

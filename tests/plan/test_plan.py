@@ -100,6 +100,26 @@ def test_where_sequences_are_split_between_matmuls_a_layer_holds_them_whole():
     assert split.activations < 0.3 * whole.activations and 3.5 * rows < split.layer < whole.layer + 4 * rows
 
 
+def test_what_waits_on_the_host_takes_time_to_travel():
+    base = dict(model="llama3.2-1b", target="h100x8")
+    plain, moments, layers, activations = (
+        plan.estimated(plan.Job(**base, **more))
+        for more in (
+            {},
+            {"rules": "fsdp+offload_optimizer"},
+            {"rules": "fsdp+offload_optimizer+offload_layers"},
+            {"remat": "qkv_offload"},
+        )
+    )
+    assert plain.estimate.host == 0 and "host" not in str(plain)
+    assert moments.costs.from_host == moments.costs.to_host == moments.host
+    assert moments.estimate.host == moments.host / 6.4e10 and "from the host" in str(moments)
+    assert moments.estimate.serial == pytest.approx(plain.estimate.serial + moments.estimate.host, rel=1e-3)
+    assert layers.costs.from_host - moments.host == 5 * (layers.host - moments.host)
+    assert layers.analytic.temporaries > layers.analytic.gradients + layers.analytic.activations
+    assert activations.costs.to_host == 16 * 2048 * 2 * (2048 + 2 * 512)  # q, k, v in bfloat16
+
+
 PUBLISHED_BILLIONS = {16: 16.27, 32: 32.55, 64: 64.76, 128: 129.2, 256: 258.4, 512: 516.1, 1024: 1031}
 
 
@@ -119,9 +139,22 @@ MISTAKES = {
     "rule": (dict(rules={"embed": "model"}), "names the mesh axis 'model'"),
     "heads": (dict(mesh={"tensor": 8}, rules="tp"), "of size [24] does not divide over 'tensor'"),
     "batch": (dict(batch_per_chip=0.5), "4 in all, which must be a multiple of the 8 parts"),
+    "attention": (dict(attention="flash"), "attention must be one of .*, mosaic_tpu, .*; got 'flash'"),
     "remat": (dict(remat="some"), "remat must be None, one of"),
     "optimizer": (dict(optimizer="lion"), "optimizer must be 'adamw', 'sgd'"),
     "target": (dict(target="v5p-9"), "counts cores"),
+    "none": (dict(target="h100x0"), "no hardware of 0 chips or slices"),
+    "two axes": (dict(rules={"embed": "fsdp", "mlp": "fsdp"}), "put .embed. and .mlp. both on the mesh axis .fsdp."),
+    "experts": (
+        dict(model="mixtral-8x7b", mesh={"expert": 16}, target="h100x16", rules="ep"),
+        "'expert' of size 8 does",
+    ),
+    "layers": (dict(mesh={"stage": 8}, rules="pp:8"), "4 repeats of layers cannot be cut into 8 stages"),
+    "sequence": (
+        dict(mesh={"fsdp": 2, "context": 4}, rules="fsdp+cp_ring", sequence=18),
+        "of 18 tokens does not divide",
+    ),
+    "accumulate": (dict(accumulate=0), r"must be positive; got \{'accumulate': 0\}"),
 }
 
 
@@ -137,6 +170,19 @@ def test_the_command_says_what_is_wrong(capsys):
     assert "no preset is called 'llama9'" in capsys.readouterr().err
     assert command.main(["llama3.2-1b", "--target", "h100x8"]) == 0
     assert "fits:" in capsys.readouterr().out
+    assert command.main(["llama3-70b", "--target", "h100"]) == 1
+    assert "GiB too much" in capsys.readouterr().out
+    assert command.main(["llama3.2-1b", "--target", "h100x8", "--mesh", "fsdp=x"]) == 2
+    assert "a degree reads axis=number, such as fsdp=-1; got 'fsdp=x'" in capsys.readouterr().err
+
+
+def test_a_search_in_which_nothing_fits_ends_like_a_plan_that_does_not_fit(capsys, monkeypatch):
+    layouts = [({"fsdp": -1}, "fsdp")]
+    monkeypatch.setattr(
+        command, "search", functools.partial(plan.search, layouts=layouts, batches=(1,), remats=("full",))
+    )
+    assert command.main(["llama3-70b", "--target", "h100", "--search"]) == 1
+    assert "no layout fits h100" in capsys.readouterr().err
 
 
 def test_a_search_orders_what_fits_by_speed_and_draws():
@@ -181,7 +227,24 @@ def test_llama2_7b_on_four_chips_is_no_larger_than_the_peer():
 
 @needs_libtpu
 @pytest.mark.full
+def test_a_kernel_counts_about_what_blockwise_attention_does():
+    chunked, kernel = (
+        plan.plan(CONFIG, "v5p-8", batch_per_chip=1, sequence=4096, attention=name)
+        for name in ("chunked", "mosaic_tpu")
+    )
+    assert chunked.costs.unknown_loops > 0 and kernel.costs.unknown_loops == 0
+    # Four layers, forward, and backward what is named: of tiles of 1024 keys more are computed whole than of 256, and
+    # the two backward kernels compute scores and their gradients both.
+    pairs = 4096**2 / 2 * CONFIG.num_heads * 2 * CONFIG.head_dim * 2 * CONFIG.num_layers
+    extra = (kernel.costs.flops - chunked.costs.flops) / pairs
+    assert 1.0 < extra < 2.0
+
+
+@needs_libtpu
+@pytest.mark.full
 def test_what_is_on_the_host_is_not_on_the_device():
     usual, offloaded = (plan.plan("llama3.2-1b", "v5e-16", rules=rules) for rules in ("fsdp", "fsdp+offload_optimizer"))
     assert usual.host == 0 and offloaded.host == pytest.approx(usual.optimizer, rel=0.01)
     assert usual.peak - offloaded.peak > 0.95 * usual.optimizer
+    assert offloaded.costs.from_host == pytest.approx(offloaded.host, rel=0.01)
+    assert offloaded.costs.to_host == pytest.approx(offloaded.host, rel=0.01)
