@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from maxlib.plan.hlo_gpu import known_trips, library_flops
+
 WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
@@ -107,7 +109,7 @@ class _Program:
             elif kind in ("dot", "convolution"):
                 self.flops += times * _matmul_flops(one, computation)
             elif kind == "custom-call":
-                self.flops += times * _estimate(one)
+                self.flops += times * (_estimate(one) + _library_flops(one, computation))
             if not in_fusion:
                 self.bytes += times * self._traffic(one, computation)
 
@@ -129,6 +131,8 @@ class _Program:
         """From a condition `i < constant` and a body with `i + step`; loops begin at 0 unless another constant is
         seen.
         """
+        if (known := known_trips(loop.rest)) is not None:
+            return known
         condition = self.computations[_called(loop, "condition")]
         numbers = [value for one in condition.values() if (value := _constant(one)) is not None]
         if len(numbers) != 1:
@@ -365,6 +369,12 @@ def _meetings(left: int, window: int, out: int, low: int, stride: int, left_dila
     """How many pairs of an output position and a window element meet an element of the input, not padding."""
     at = np.arange(out)[:, None] * stride - low + np.arange(window)[None] * right_dilation
     return int(np.sum((at >= 0) & (at <= (left - 1) * left_dilation) & (at % left_dilation == 0)))
+
+
+def _library_flops(one: _Instruction, computation: dict[str, _Instruction]) -> float:
+    left = computation.get(one.operands[0]) if one.operands else None
+    shapes = [next(_shapes(each.type), None) for each in (left, one) if each is not None]
+    return library_flops(one.rest, *(shape[1] for shape in shapes if shape)) if all(shapes) and left else 0.0
 
 
 def _estimate(one: _Instruction) -> float:

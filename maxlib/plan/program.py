@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib import nn, sharding, training
 from maxlib.ops.attention.chunked import choose_blocks
 from maxlib.plan.job import Job, check_remat
-from maxlib.plan.targets import devices_of, parse_target
+from maxlib.plan.targets import devices_of, has_gpu_compiler, parse_target
 from maxlib.sharding.mesh import fill
 
 # The first call of attention in a lowered program: queries and keys as one device sees them.
@@ -74,7 +74,7 @@ def _mesh(job: Job) -> Any:
     if unknown := set(job.mesh) - set(sharding.AXES):
         raise ValueError(f"the mesh names {sorted(unknown)}, but its axes are {', '.join(sharding.AXES)}")
     target = parse_target(job.target)
-    if target.platform != "cuda":
+    if target.platform != "cuda" or has_gpu_compiler():
         return sharding.make_mesh(**job.mesh, dcn=job.dcn, devices=devices_of(target))
     degrees = fill({axis: job.mesh.get(axis, 1) for axis in sharding.AXES}, target.devices, "devices")
     return AbstractMesh(tuple(degrees.values()), sharding.AXES, axis_types=(AxisType.Auto,) * len(degrees))

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 GIB = 2**30
+HOST = 8  # GPUs of a host, which NVLink joins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ def parse_target(name: str) -> Target:
     if text == "cpu":
         return Target(text, CHIPS["cpu"], len(jax.devices("cpu")))
     if found := re.fullmatch(r"(h100|h200)(?:[x-](\d+))?", text):
-        return Target(text, CHIPS[found[1]], int(found[2] or 1))
+        return _gpus(text, found[1], int(found[2] or 1))
     if found := re.fullmatch(r"(v4|v5e|v5p|v6e):(\d+(?:x\d+)+)(?:\*(\d+))?", text):
         sides = tuple(map(int, found[2].split("x")))
         return _tpu(name, text, found[1], math.prod(sides), sides, int(found[3] or 1))
@@ -92,6 +93,14 @@ def parse_target(name: str) -> Target:
         f"no hardware is known as {name!r}; take v4-N, v5p-N (N cores), v5e-N, v6e-N (N chips), such as v5e-256, with xM for M slices, "
         "a topology such as v5p:4x4x8, h100xN, h200xN, or cpu"
     )
+
+
+def _gpus(name: str, kind: str, count: int) -> Target:
+    if count < 1 or (count > HOST and count % HOST):
+        raise ValueError(
+            f"{name}: GPUs come in hosts of {HOST}; take up to {HOST} of one, or a multiple of {HOST}, such as {kind}x{2 * HOST}; got {count}"
+        )
+    return Target(name, CHIPS[kind], count)
 
 
 def _tpu(name: str, text: str, kind: str, chips: int, sides: tuple[int, ...], slices: int) -> Target:
@@ -115,12 +124,15 @@ def _torus(name: str, chips: int, dims: int) -> tuple[int, ...]:
 
 
 def devices_of(target: Target) -> list[Any]:
-    """The devices of a described topology (one topology per process), or this machine's CPU devices.
+    """The devices of a described topology or this machine's CPU devices.
 
-    Raises ImportError when the compiler for that hardware is not installed, saying what to install.
+    Raises ImportError when the compiler for that hardware is not installed, saying what to install. Of GPUs a process
+    may describe several topologies, of TPUs one.
     """
     if target.platform == "cpu":
         return list(jax.devices("cpu"))
+    if target.platform == "cuda":
+        return _gpu_devices(target)
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             f'{target.name}: compiling for TPUs needs libtpu and no TPU; install it: pip install "maxlib[tpu]"'
@@ -137,3 +149,38 @@ def devices_of(target: Target) -> list[Any]:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=str(target.topology), **more).devices)
     except Exception as error:
         raise ValueError(f"{target.name}: libtpu knows no topology {target.topology}: {error}") from error
+
+
+def has_gpu_compiler() -> bool:
+    """Whether jax's plugin for CUDA is installed, which compiles without a GPU."""
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13))
+
+
+INSTALL_GPU_COMPILER = 'pip install "maxlib[cuda]" (no GPU is needed)'
+
+# What XLA must know of a Hopper that is not there. Accelerated features are what its kernels are made of (sm_90a).
+_HOPPER = """
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth:.0f} l2_cache_size: 52428800 device_memory_size: {memory:.0f}
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{kind}"
+"""
+
+
+def _gpu_devices(target: Target) -> list[Any]:
+    if not has_gpu_compiler():
+        raise ImportError(
+            f"{target.name}: compiling for GPUs needs jax's plugin for CUDA; install it: {INSTALL_GPU_COMPILER}"
+        )
+    from jax.experimental import topologies
+
+    chip, hosts = target.chip, math.ceil(target.devices / HOST)
+    about = _HOPPER.format(bandwidth=chip.bandwidth, memory=chip.memory, kind=chip.kind)
+    shape = f"1x{hosts}x{target.devices // hosts}"
+    return list(topologies.get_topology_desc(target.name, "cuda", target_config=about, topology=shape).devices)
