@@ -43,7 +43,10 @@ def current() -> tuple[Any, dict[str, Any]] | None:
 
 
 def check(mesh: AnyMesh, rules: Rules) -> None:
-    """Raises ValueError when a rule names an axis that `mesh` does not have, or a memory that its devices lack."""
+    """Raises ValueError when a rule names an axis that `mesh` does not have, or a memory that its devices lack, and
+    TypeError for names in place of either."""
+    if isinstance(mesh, str):
+        raise TypeError(f"mesh must be a mesh, got {mesh!r}; sharding.make_mesh(fsdp=-1) makes one of all devices")
     if isinstance(rules, str):
         raise TypeError(f"rules must be a table, got {rules!r}; sharding.preset({rules!r}) makes one of a name")
     for name, place in rules.items():

@@ -222,6 +222,13 @@ SMALL = 10_000  # bytes; a layer's activations are 65,536 at least, and numbers 
 DEFAULT = ("dense fsdp+tensor+ring", "experts expert+heads", "latent tensor+expert", "sliding expert+gather+stage")
 
 
+@pytest.fixture(autouse=True)
+def _programs_go():
+    """All of them in one process are more than it can map."""
+    yield
+    jax.clear_caches()
+
+
 def cases() -> Iterator[Any]:
     for name, one in itertools.product(MODELS, CASES):
         marks = () if f"{name} {one.name}" in DEFAULT else pytest.mark.full
