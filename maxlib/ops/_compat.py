@@ -4,13 +4,17 @@ Nothing else in `ops` asks which version of jax it runs on.
 """
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import jax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # From 0.11 on the compiler infers layouts by default; before that, the older lowering is the one that is complete.
 _OLD = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
 SEMANTICS = plgpu.LoweringSemantics.Lane if _OLD else plgpu.LoweringSemantics.Warpgroup
+_TAKES_COST = "cost_estimate" in inspect.signature(plgpu.kernel).parameters  # from 0.12 on
 _LOAD_TAKES_INDEX = inspect.signature(plgpu.load).parameters.get("idx") is not None
 
 
@@ -27,3 +31,15 @@ def transpose(ref):
 
 def compiler_params():
     return plgpu.CompilerParams(approx_math=True, lowering_semantics=SEMANTICS)
+
+
+def kernel(body: Callable, *, out_type: Any, flops: int, exps: int = 0, **options: Any) -> Callable:
+    """`plgpu.kernel`, which tells the compiler what it costs: operands and results travel once."""
+
+    def call(*operands):
+        moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((operands, out_type)))
+        estimate = pl.CostEstimate(flops=flops, transcendentals=exps, bytes_accessed=moved)
+        more = {"cost_estimate": estimate} if _TAKES_COST else {}
+        return plgpu.kernel(body, out_type=out_type, **options, **more)(*operands)
+
+    return call

@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
             dcn=dcn,
             rules=args.rules,
             remat=_remat(args.remat),
+            attention=args.attention,
             optimizer=args.optimizer,
             accumulate=args.accumulate,
             options=xla_flags.options(*args.flags),
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         default="full",
         help=f"none, {', '.join(POLICIES)}, or intermediates kept or sent to the host: q,k,v=offload (default full)",
     )
+    add("--attention", help="its implementation in all layers, such as mosaic_tpu (default: the best that may run)")
     add("--optimizer", default="adamw", help="adamw (default) or sgd")
     add("--accumulate", type=int, default=1, help="microbatches of a step (default 1)")
     add("--flags", nargs="*", default=[], help="sets of XLA flags, such as tpu-overlap (python -m maxlib.xla_flags)")

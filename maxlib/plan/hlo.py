@@ -109,7 +109,7 @@ class _Program:
             elif kind in ("dot", "convolution"):
                 self.flops += times * _matmul_flops(one, computation)
             elif kind == "custom-call":
-                self.flops += times * (_estimate(one) + _library_flops(one, computation))
+                self.flops += times * (_estimate(one, "flops") + _library_flops(one, computation))
             if not in_fusion:
                 self.bytes += times * self._traffic(one, computation)
 
@@ -183,6 +183,8 @@ class _Program:
             return 2 * _bytes(operands[1].type) if len(operands) > 1 else 0.0
         if one.opcode.endswith("-start"):
             return _bytes(one.type)  # which names operands and results
+        if own := _estimate(one, "bytes_accessed"):
+            return own
         if one.opcode != "fusion":
             return _bytes(one.type) + sum(_bytes(operand.type) for operand in operands)
         inner = self.computations[_called(one, "calls")]
@@ -371,15 +373,7 @@ def _meetings(left: int, window: int, out: int, low: int, stride: int, left_dila
     return int(np.sum((at >= 0) & (at <= (left - 1) * left_dilation) & (at % left_dilation == 0)))
 
 
-def _library_flops(one: _Instruction, computation: dict[str, _Instruction]) -> float:
-    left = computation.get(one.operands[0]) if one.operands else None
-    shapes = [next(_shapes(each.type), None) for each in (left, one) if each is not None]
-    return library_flops(one.rest, *(shape[1] for shape in shapes if shape)) if all(shapes) and left else 0.0
-
-
-def _estimate(one: _Instruction) -> float:
-    """A kernel's own `cost_estimate`."""
-    found = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', one.rest)
+                self.flops += times * (_estimate(one, "flops") + _library_flops(one, computation))
     return float(found[1]) if found else 0.0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from flax import nnx
 
 from maxlib import nn, sharding, weights
+from maxlib.ops.attention.dispatch import implementations
 
 MARK = "maxlib-plan "
 
@@ -20,8 +21,9 @@ class Job:
     model: the name of a preset, a `Config` of a known family, or a function of a module that builds the model.
     batch_per_chip: sequences of `sequence` tokens per device in one step (a fraction where several devices share one).
     mesh, dcn: as `sharding.make_mesh` takes them. rules: a name that `sharding.preset` knows, or rules. remat:
-    as the models take it. optimizer: "adamw", "sgd", or a function of a module, `optimizer(model) ->
-    optax.GradientTransformation`. options: of the compiler.
+    as the models take it. attention: the implementation of `ops.attention` in all layers, None for the best.
+    optimizer: "adamw", "sgd", or a function of a module, `optimizer(model) -> optax.GradientTransformation`. options:
+    of the compiler.
     """
 
     model: Any
@@ -32,6 +34,7 @@ class Job:
     dcn: Mapping[str, int] | None = None
     rules: Any = "fsdp"
     remat: Any = "full"
+    attention: str | None = None
     optimizer: Any = "adamw"
     dtype: str = "bfloat16"
     accumulate: int = 1
@@ -121,6 +124,9 @@ def _decode(value: Any) -> Any:
     return _find(value["name"])
 
 
-def check_remat(remat: Any) -> None:
-    """Raises ValueError for a policy that does not exist."""
-    nn.remat_policy(remat)
+def check_names(job: Job) -> None:
+    """Raises ValueError for a policy or an attention that does not exist."""
+    nn.remat_policy(job.remat)
+    names = [one.name for one in implementations()]
+    if job.attention is not None and job.attention not in names:
+        raise ValueError(f"attention must be one of {', '.join(names)}; got {job.attention!r}")

@@ -14,12 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, sharding, training
 from maxlib.ops.attention.chunked import choose_blocks
-from maxlib.plan.job import Job, check_remat
+from maxlib.plan.job import Job, check_names
 from maxlib.plan.targets import devices_of, has_gpu_compiler, parse_target
 from maxlib.sharding.mesh import fill
 
 # The first call of attention in a lowered program: queries and keys as one device sees them.
-_ATTENTION = re.compile(r"ops\.attention\.api\._attention\w*\(%arg0: tensor<([\dx]+)x\w+>, %arg1: tensor<([\dx]+)x")
+_SIZES = r"tensor<(\d+x\d+x\d+x\d+)x"
+_ATTENTION = re.compile(rf"ops\.attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +46,11 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         step = training.make_train_step(self.loss, self.optimizer, accumulate=self.job.accumulate)
+        state = self.state
+        if self.job.attention is not None:  # only now: what is counted from shapes is counted as if on a CPU
+            state = dataclasses.replace(state, rest=nn.with_attention(state.rest, self.job.attention))
         with sharding.use(self.mesh, self.job.table):
-            return training.jit_step(step).lower(self.state, self.batch)
+            return training.jit_step(step).lower(state, self.batch)
 
     @property
     def model_flops(self) -> float:
@@ -59,7 +63,7 @@ class Program:
 def make_program(job: Job) -> Program:
     """Raises ValueError when mesh, rules, batch or remat do not fit the model or the devices, ImportError without the
     compiler."""
-    check_remat(job.remat)
+    check_names(job)
     mesh = _mesh(job)
     rules = job.table
     rows = _rows(job, mesh)

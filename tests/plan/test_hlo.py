@@ -112,6 +112,23 @@ def test_groups_whose_devices_are_counted_in_another_order():
     assert found["all-to-all"] == ("fsdp",) and found["collective-permute"] == ()
 
 
+KERNEL = """
+HloModule jit_step
+
+ENTRY %main (q: bf16[8,64]) -> bf16[8,64] {
+  %q = bf16[8,64]{1,0} parameter(0)
+  ROOT %out = bf16[8,64]{1,0} custom-call(%q, %q), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"TUzv","cost_estimate":{"bytes_accessed":"5000","flops":"700","remote_bytes_transferred":"0","transcendentals":"30"},"needs_layout_passes":true}}
+}
+"""
+
+
+def test_a_kernel_counts_as_it_says():
+    costs = read_costs(KERNEL, {"fsdp": 1})
+    assert (costs.flops, costs.bytes) == (700, 5000)
+    silent = read_costs(KERNEL.replace("cost_estimate", "no_estimate"), {"fsdp": 1})
+    assert (silent.flops, silent.bytes) == (0, 3 * 8 * 64 * 2)
+
+
 BRANCHES = """
 HloModule jit_step
 

@@ -119,6 +119,7 @@ MISTAKES = {
     "rule": (dict(rules={"embed": "model"}), "names the mesh axis 'model'"),
     "heads": (dict(mesh={"tensor": 8}, rules="tp"), "of size [24] does not divide over 'tensor'"),
     "batch": (dict(batch_per_chip=0.5), "4 in all, which must be a multiple of the 8 parts"),
+    "attention": (dict(attention="flash"), "attention must be one of .*, mosaic_tpu, .*; got 'flash'"),
     "remat": (dict(remat="some"), "remat must be None, one of"),
     "optimizer": (dict(optimizer="lion"), "optimizer must be 'adamw', 'sgd'"),
     "target": (dict(target="v5p-9"), "counts cores"),
@@ -177,6 +178,21 @@ def test_llama2_7b_on_four_chips_is_no_larger_than_the_peer():
     assert moved.pop("reduce-scatter") == pytest.approx(weights, rel=0.05)
     assert sum(moved.values()) < 0.02 * weights
     assert jnp.isfinite(got.estimate.mfu)
+
+
+@needs_libtpu
+@pytest.mark.full
+def test_a_kernel_counts_about_what_blockwise_attention_does():
+    chunked, kernel = (
+        plan.plan(CONFIG, "v5p-8", batch_per_chip=1, sequence=4096, attention=name)
+        for name in ("chunked", "mosaic_tpu")
+    )
+    assert chunked.costs.unknown_loops > 0 and kernel.costs.unknown_loops == 0
+    # Four layers, forward, and backward what is named: of tiles of 1024 keys more are computed whole than of 256, and
+    # the two backward kernels compute scores and their gradients both.
+    pairs = 4096**2 / 2 * CONFIG.num_heads * 2 * CONFIG.head_dim * 2 * CONFIG.num_layers
+    extra = (kernel.costs.flops - chunked.costs.flops) / pairs
+    assert 1.0 < extra < 2.0
 
 
 @needs_libtpu

@@ -367,7 +367,6 @@ def _evaluate(closed, args):
 
 REDUCED = types.SimpleNamespace(reduce=lambda axis: None)
 PLGPU = types.SimpleNamespace(
-    kernel=kernel,
     SMEM=Spec,
     RefUnion=Union,
     Barrier=Barriers,
@@ -415,6 +414,7 @@ COMPAT = types.SimpleNamespace(
     load=lambda ref, layout: ref.read() if ref.index else ref.array.copy(),
     transpose=lambda ref: Ref(ref.array.T),
     compiler_params=lambda: None,
+    kernel=kernel,
 )
 
 

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from maxlib.ops.attention import explain_attention
 from maxlib.ops.attention.mosaic_tpu import config, mosaic_tpu, visits
 from maxlib.ops.attention.tiles import tiles
+from maxlib.training import forward_flops
 from tests.ops.attention import cases
 from tests.ops.attention.kernels import MASKS, check, some_masks, values
 
@@ -98,6 +99,48 @@ def test_every_kernel_compiles_within_its_memory(topology):
 
 
 # ------------------------------------------------------------------------------------------------ tables and blocks
+
+
+@pytest.mark.parametrize(("T", "S"), [(512, 512), (256, 512), (2, 700)])
+def test_kernels_tell_the_compiler_what_they_compute_under_a_causal_mask(T, S):
+    B, N, K, Hk, Hv = 2, 4, 2, 48, 32
+    q, k, v = (jax.ShapeDtypeStruct(sizes, jnp.float32) for sizes in ((B, T, N, Hk), (B, S, K, Hk), (B, S, K, Hv)))
+    end = np.broadcast_to((np.arange(T, dtype=np.int32) + 1) * S // T, (B, T))
+    attend = lambda *x: small(*x, k_start=jnp.zeros_like(end), k_end=jnp.asarray(end), scale=1.0)[0]
+    if T <= 16:  # decoding: every row meets all key heads of a full cache
+        assert forward_flops(attend, q, k, v) == B * 2 * (T * N) * (S * K) * (Hk + Hv)
+        return
+    cut = CHIP.forward
+    groups, rows = N // K, config.queries(cut, N // K, T)
+    padded = np.pad(end, ((0, 0), (0, -T % rows)), mode="edge")
+    visited, _ = tiles(jnp.zeros_like(padded), jnp.asarray(padded), S + -S % cut.keys, rows, cut.keys)
+    pairs = int(visited.sum()) * K * groups * rows * cut.keys
+    assert forward_flops(attend, q, k, v) == 2 * pairs * (Hk + Hv)
+    both = jax.grad(lambda *x: attend(*x).sum(), argnums=(0, 1, 2))
+    assert forward_flops(both, q, k, v) == 2 * pairs * ((Hk + Hv) + (2 * Hk + Hv) + (2 * Hk + 2 * Hv))
+
+
+def test_kernels_tell_the_compiler_what_they_read_and_write():
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
+    traced = jax.make_jaxpr(
+        lambda q, k, v: small(q, k, v, k_start=jnp.zeros((1, 256), int), k_end=jnp.ones((1, 256), int), scale=1.0)[0]
+    )(x, x, x)
+    (cost,) = [str(eqn.params["cost_estimate"]) for eqn in kernels_in(traced.jaxpr)]
+    block, vector = 128 * 64 * 4, 128 * 4
+    # Of each head two blocks of queries, outputs, bounds and log-sum-exps; keys and values of three tiles.
+    moved = 2 * (2 * (2 * block + 3 * vector) + 3 * 2 * block)
+    assert f"bytes_accessed={moved}" in cost and f"transcendentals={2 * 3 * 128 * 128}" in cost
+
+
+def kernels_in(jaxpr):
+    """The calls of Pallas, wherever they stand."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn
+            continue
+        for part in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "jaxpr")):
+            if hasattr(part, "jaxpr"):
+                yield from kernels_in(part.jaxpr)
 
 
 @pytest.mark.parametrize(("mask", "documents"), MASKS[2::5])

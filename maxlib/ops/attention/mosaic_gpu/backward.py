@@ -22,6 +22,7 @@ from maxlib.ops.attention.logits import Logits
 from maxlib.ops.attention.mosaic_gpu import intervals, memory
 from maxlib.ops.attention.mosaic_gpu.config import ROWS, Tiles
 from maxlib.ops.attention.mosaic_gpu.logits import hide, probabilities, settle, spread
+from maxlib.ops.attention.tiles import causal_tiles
 
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -38,6 +39,11 @@ class Given(NamedTuple):
     start: Any  # B P
     end: Any
 
+    def pairs(self, block_q: int, block_k: int) -> int:
+        """Of a query and a key that meet in blocks of such sizes, under a causal mask."""
+        (B, _, N, _), S, P = self.q.shape, self.k.shape[1], self.lse.shape[2]
+        return B * N * causal_tiles(-(-P // block_q), -(-S // block_k)) * block_q * block_k
+
 
 def _accumulate(totals, *products):
     """Adds a matmul to each of `totals` (in registers), all in flight together."""
@@ -53,8 +59,9 @@ def _zeros(width: int):
     return plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
 
 
-def _launch(name: str, kernel, out_type, scratch, grid, axes, tiles: Tiles):
-    return plgpu.kernel(
+def _launch(name: str, kernel, out_type, scratch, grid, axes, tiles: Tiles, *, pairs: int, width: int):
+    """pairs: of a query and a key that meet. width: of all matmuls together."""
+    return _compat.kernel(
         kernel,
         out_type=out_type,
         scratch_types=(scratch,),
@@ -64,6 +71,8 @@ def _launch(name: str, kernel, out_type, scratch, grid, axes, tiles: Tiles):
         thread_name="warpgroup",
         kernel_name="attention_" + name,
         compiler_params=_compat.compiler_params(),
+        flops=2 * pairs * width,
+        exps=pairs,
     )
 
 
@@ -92,7 +101,8 @@ def queries(given: Given, *, logits: Logits, tiles: Tiles) -> Float[Array, "B T 
     )
     kernel = functools.partial(_queries_kernel, logits=logits, tiles=tiles)
     out, grid = jax.ShapeDtypeStruct((B, T, N, Hk), given.q.dtype), (N, visits.shape[1], B)
-    return _launch("dq", kernel, out, scratch, grid, ("head", "tile", "batch"), tiles)(*given, visits)
+    cost = {"pairs": given.pairs(tiles.rows, tiles.columns), "width": 2 * Hk + Hv}
+    return _launch("dq", kernel, out, scratch, grid, ("head", "tile", "batch"), tiles, **cost)(*given, visits)
 
 
 def _queries_kernel(q, k, v, d_out, lse, delta, start, end, visits, dq, scratch, *, logits: Logits, tiles: Tiles):
@@ -172,7 +182,9 @@ def keys(given: Given, wanted: tuple[str, ...], *, logits: Logits, tiles: Tiles)
     out = tuple(jax.ShapeDtypeStruct(shape[name].shape, shape[name].dtype) for name in wanted)
     scratch = _key_scratch(given.q.dtype, Hk, Hv, wanted, tiles)
     name, grid = "_".join(wanted), (K, visits.shape[1], B)
-    return _launch(name, kernel, out, scratch, grid, ("kv_head", "tile", "batch"), tiles)(*given, visits)
+    widths = {"dk": Hk + Hv, "dv": Hv}  # beside the products of queries and keys
+    cost = {"pairs": given.pairs(tiles.columns, tiles.rows), "width": Hk + sum(widths[name] for name in wanted)}
+    return _launch(name, kernel, out, scratch, grid, ("kv_head", "tile", "batch"), tiles, **cost)(*given, visits)
 
 
 def _key_scratch(dtype, key_dim: int, value_dim: int, wanted: tuple[str, ...], tiles: Tiles):

@@ -20,6 +20,7 @@ from maxlib.ops.attention.logits import LOWEST, Logits
 from maxlib.ops.attention.mosaic_gpu import intervals, memory
 from maxlib.ops.attention.mosaic_gpu.config import ROWS, Tiles
 from maxlib.ops.attention.mosaic_gpu.logits import hide, spread
+from maxlib.ops.attention.tiles import causal_tiles
 
 
 class Scratch(NamedTuple):
@@ -52,7 +53,8 @@ def forward(
     visits = intervals.walk(*intervals.tiles(start, end, S, tiles.rows, tiles.columns))
     # An empty block of queries goes through one masked tile, so that the loop's first step needs no condition.
     visits = visits.at[..., 1].max(1)
-    call = plgpu.kernel(
+    pairs = B * N * causal_tiles(padded // tiles.rows, -(-S // tiles.columns)) * tiles.rows * tiles.columns
+    call = _compat.kernel(
         functools.partial(_kernel, logits=logits, tiles=tiles),
         out_type=(
             jax.ShapeDtypeStruct((B, T, N, Hv), q.dtype),
@@ -65,6 +67,8 @@ def forward(
         thread_name="warpgroup",
         kernel_name="attention_" + name,
         compiler_params=_compat.compiler_params(),
+        flops=2 * pairs * (Hk + Hv),
+        exps=pairs,
     )
     return call(q, k, v, start, end, visits, sinks)
 

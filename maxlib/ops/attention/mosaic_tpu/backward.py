@@ -17,9 +17,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from maxlib.ops.attention.logits import Logits
-from maxlib.ops.attention.mosaic_tpu.launch import launch, passing, staying
+from maxlib.ops.attention.mosaic_tpu.launch import Work, launch, passing, staying
 from maxlib.ops.attention.mosaic_tpu.logits import dot, hide
 from maxlib.ops.attention.mosaic_tpu.visits import Tile
+from maxlib.ops.attention.tiles import causal_tiles
 
 
 class Rows(NamedTuple):
@@ -31,6 +32,11 @@ class Rows(NamedTuple):
     delta: Any  # B K Q 1 R
     start: Any  # B 1 Q 1 R
     end: Any  # B 1 Q 1 R
+
+    def work(self, v, *, with_keys: int, with_values: int) -> Work:
+        """Of so many matmuls for each tile as wide as keys, and as wide as values."""
+        (B, _, Q, R, Hk), (C, c, Hv) = self.q.shape, v.shape[2:]
+        return Work(B * causal_tiles(Q, C), R * c * (with_keys * Hk + with_values * Hv), exps=R * c)
 
 
 def queries(
@@ -45,6 +51,7 @@ def queries(
         given=[*map(staying, rows), *map(passing, (k, v))],
         out=[staying(jax.ShapeDtypeStruct(rows.q.shape, rows.q.dtype))],
         scratch=[rows.q.shape[3:]],
+        work=rows.work(v, with_keys=2, with_values=1),
         vmem=vmem,
     )
     return dq
@@ -87,6 +94,7 @@ def keys(
         given=[*map(staying, (k, v)), *map(passing, rows)],
         out=[staying(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in (k, v)],
         scratch=[x.shape[3:] for x in (k, v)],
+        work=rows.work(v, with_keys=2, with_values=2),
         vmem=vmem,
     )
     return dk, dv

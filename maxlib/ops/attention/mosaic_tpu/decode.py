@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from maxlib.ops.attention.logits import LOG2_E, LOWEST, Logits
 from maxlib.ops.attention.merge import merge_parts
 from maxlib.ops.attention.mosaic_tpu import visits
-from maxlib.ops.attention.mosaic_tpu.launch import Block, launch
+from maxlib.ops.attention.mosaic_tpu.launch import Block, Work, launch
 from maxlib.ops.attention.mosaic_tpu.logits import dot
 from maxlib.ops.attention.tiles import tiles
 
@@ -43,15 +43,15 @@ def decode(
     row_head = jnp.tile(jnp.arange(N, dtype=jnp.int32) // (N // K), T)[:, None]
     place = jnp.arange(c, dtype=jnp.int32)[None]
     given = [
-        *(Block(x, (None, *x.shape[1:]), lambda part, tile: (tile.batch, 0, 0)) for x in by_row),
-        *(Block(x, x.shape, lambda part, tile: (0, 0)) for x in (row_head, place // K, place % K)),
+        *(Block(x, (None, *x.shape[1:]), lambda part, tile: (tile.batch, 0, 0), B) for x in by_row),
+        *(Block(x, x.shape, lambda part, tile: (0, 0), 1) for x in (row_head, place // K, place % K)),
         *(
             Block(x.reshape(B, S * K, -1), (None, c, x.shape[-1]), lambda part, tile: (tile.batch, tile.column, 0))
             for x in (k, v)
         ),
     ]
     out = [
-        Block(jax.ShapeDtypeStruct((parts, B, R, width), jnp.float32), (None, None, R, width), _of_part)
+        Block(jax.ShapeDtypeStruct((parts, B, R, width), jnp.float32), (None, None, R, width), _of_part, B)
         for width in (Hv, 1)
     ]
     visited, _ = tiles(start, end, S, T, block)
@@ -64,6 +64,7 @@ def decode(
         given=given,
         out=out,
         scratch=[(R, 1), (R, 1), (R, Hv)],
+        work=Work(B * visited.shape[-1] / parts, products=R * c * (Hk + Hv), exps=R * c),  # of a full cache
         vmem=vmem,
     )
     out, lse = merge_parts(out, lse[..., 0])

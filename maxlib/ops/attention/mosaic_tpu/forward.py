@@ -12,9 +12,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from maxlib.ops.attention.logits import LOWEST, Logits
-from maxlib.ops.attention.mosaic_tpu.launch import launch, passing, staying
+from maxlib.ops.attention.mosaic_tpu.launch import Work, launch, passing, staying
 from maxlib.ops.attention.mosaic_tpu.logits import dot, hide
 from maxlib.ops.attention.mosaic_tpu.visits import Tile
+from maxlib.ops.attention.tiles import causal_tiles
 
 
 def forward(
@@ -29,7 +30,7 @@ def forward(
     vmem: int,
 ) -> tuple[Float[Array, "B K Q R Hv"], Float[Array, "B K Q 1 R"]]:
     """The output, and the log-sum-exp of every row in base 2."""
-    B, K, Q, R, Hv = *q.shape[:4], v.shape[4]
+    (B, K, Q, R, Hk), (C, c, Hv) = q.shape, v.shape[2:]
     out = jax.ShapeDtypeStruct((B, K, Q, R, Hv), q.dtype)
     lse = jax.ShapeDtypeStruct((B, K, Q, 1, R), jnp.float32)
     out, lse = launch(
@@ -40,6 +41,7 @@ def forward(
         given=[*map(staying, (q, start, end)), *map(passing, (k, v))],
         out=[*map(staying, (out, lse))],
         scratch=[(R, 1), (R, 1), (R, Hv)],
+        work=Work(B * causal_tiles(Q, C), products=R * c * (Hk + Hv), exps=R * c),
         vmem=vmem,
     )
     return out, lse

@@ -4,6 +4,7 @@ Lanes are independent (heads, or parts of the work) and tiles come from a table 
 are fetched while this one is computed, and a block that stays is fetched once.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +17,34 @@ from maxlib.ops.attention.mosaic_tpu.visits import Table, Tile
 
 
 class Block(NamedTuple):
-    """How an array is cut: a block's shape (None: one, without an axis), and which block a lane's tile has."""
+    """How an array is cut: a block's shape (None: one, without an axis), and which block a lane's tile has.
+
+    fetched: how many blocks a lane has to fetch (or write), None for one with every tile.
+    """
 
     array: Any
     shape: tuple[int | None, ...]
     place: Callable[[Any, Tile], tuple[Any, ...]]
+    fetched: int | None = None
+
+
+class Work(NamedTuple):
+    """What is told to the compiler: how many tiles a lane visits, and for each the products of its matmuls and the
+    exponentials.
+    """
+
+    tiles: float
+    products: int
+    exps: int
+
+    def cost(self, lanes: int, blocks: Sequence[Block]) -> pl.CostEstimate:
+        moved = sum(_bytes(block) * (self.tiles if block.fetched is None else block.fetched) for block in blocks)
+        totals = self.tiles * 2 * self.products, self.tiles * self.exps, moved
+        return pl.CostEstimate(*(int(lanes * total) for total in totals))
+
+
+def _bytes(block: Block) -> int:
+    return math.prod(size for size in block.shape if size is not None) * block.array.dtype.itemsize
 
 
 def launch(
@@ -32,6 +56,7 @@ def launch(
     given: Sequence[Block],
     out: Sequence[Block],
     scratch: Sequence[tuple[int, ...]],
+    work: Work,
     vmem: int,
 ) -> Sequence[jax.Array]:
     """Runs `kernel(tile, *given, *out, *scratch)` for every tile.
@@ -58,13 +83,14 @@ def launch(
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem),
+        cost_estimate=work.cost(lanes, (*given, *out)),
         name="attention_" + name,
     )(codes.reshape(-1), *(block.array for block in given))
 
 
 def staying(x) -> Block:
     """A block of `B K blocks rows width` that belongs to a row of tiles; heads share it where K is 1."""
-    return _by_head(x, lambda tile: tile.row)
+    return _by_head(x, lambda tile: tile.row)._replace(fetched=x.shape[0] * x.shape[2])
 
 
 def passing(x) -> Block:

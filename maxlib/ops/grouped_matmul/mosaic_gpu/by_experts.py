@@ -46,7 +46,7 @@ def by_experts(
         free=memory.barrier(STAGES, WARPGROUPS),
         out=plgpu.SMEM((WARPGROUPS, OUTPUTS, INPUTS), dtype),
     )
-    call = plgpu.kernel(
+    call = _compat.kernel(
         _kernel,
         out_type=jax.ShapeDtypeStruct((E, O, I), dtype),
         scratch_types=(scratch,),
@@ -56,6 +56,7 @@ def by_experts(
         thread_name="warpgroup",
         kernel_name="grouped_matmul_d_weights",
         compiler_params=_compat.compiler_params(),
+        flops=2 * O * rows.size,
     )
     return call(d_out, rows, groups.bounds(rows_per_expert))
 

@@ -61,7 +61,7 @@ def by_rows(
         out=plgpu.SMEM((WARPGROUPS, ROWS, COLUMNS), dtype),
     )
     tiles = groups.tiles(rows_per_expert, M, WARPGROUPS * ROWS)
-    call = plgpu.kernel(
+    call = _compat.kernel(
         functools.partial(_kernel, turned=turned, combine=combine),
         out_type=(jax.ShapeDtypeStruct((M, width), dtype),) * (products if combine is None else 1),
         scratch_types=(scratch,),
@@ -71,6 +71,7 @@ def by_rows(
         thread_name="warpgroup",
         kernel_name="grouped_matmul_" + name,
         compiler_params=_compat.compiler_params(),
+        flops=2 * products * width * sum(x.size for x in rows),
     )
     return call(rows, weights, [groups.whole_blocks(b, COLUMNS) for b in biases], tiles)
 
