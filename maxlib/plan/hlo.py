@@ -373,7 +373,15 @@ def _meetings(left: int, window: int, out: int, low: int, stride: int, left_dila
     return int(np.sum((at >= 0) & (at <= (left - 1) * left_dilation) & (at % left_dilation == 0)))
 
 
-                self.flops += times * (_estimate(one, "flops") + _library_flops(one, computation))
+def _library_flops(one: _Instruction, computation: dict[str, _Instruction]) -> float:
+    left = computation.get(one.operands[0]) if one.operands else None
+    shapes = [next(_shapes(each.type), None) for each in (left, one) if each is not None]
+    return library_flops(one.rest, *(shape[1] for shape in shapes if shape)) if all(shapes) and left else 0.0
+
+
+def _estimate(one: _Instruction, what: str) -> float:
+    """From a kernel's own `cost_estimate`."""
+    found = re.search(rf'"cost_estimate":\s*\{{[^}}]*"{what}":\s*"?(\d+)', one.rest)
     return float(found[1]) if found else 0.0
 
 
