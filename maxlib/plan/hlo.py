@@ -318,8 +318,15 @@ def _shapes(type_: str) -> Iterator[tuple[str, list[int], str]]:
 
 
 def _types(type_: str) -> list[str]:
-    """Of the elements of a tuple."""
-    return [found[0] for found in _SHAPE.finditer(type_)]
+    """Of the elements of a tuple, which may be tuples."""
+    parts, depth = [""], 0
+    for sign in type_[1:-1]:
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return parts
 
 
 def _bytes(type_: str) -> float:
