@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from maxlib.plan.hlo_gpu import known_trips, library_flops
+from maxlib.plan.hlo_gpu import custom_flops, known_trips
+from maxlib.plan.loops import Trips, trips_of
 
 WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
@@ -49,7 +50,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Of one step on one device. unknown_loops: how many loops run as often as data says, taken as `unknown_trips`."""
+    """Of one step on one device. unknown_loops: how many loops run as often as data says, taken as `trips` say."""
 
     flops: float
     bytes: float
@@ -67,11 +68,18 @@ class _Instruction:
     root: bool
 
 
-def read_costs(text: str, mesh: Mapping[str, int], *, across: tuple[str, ...] = (), unknown_trips: float = 1) -> Costs:
+def read_costs(
+    text: str,
+    mesh: Mapping[str, int],
+    *,
+    across: tuple[str, ...] = (),
+    trips: Trips | None = None,
+    cache: float = 0,
+) -> Costs:
     """The costs of an optimized HLO module. `mesh` is the shape of the mesh, in its own order; `across` are the axes
-    that cross slices.
+    that cross slices. trips: of loops that depend on data. cache: bytes that stay on the chip between instructions.
     """
-    program = _Program(text, mesh, across, unknown_trips)
+    program = _Program(text, mesh, across, trips or {}, cache)
     program.visit(program.entry, 1.0, in_fusion=False)
     found = (
         Collective(kind, axes, int(n), runs, size) for (kind, axes), (n, runs, size) in program.collectives.items()
@@ -83,9 +91,9 @@ def read_costs(text: str, mesh: Mapping[str, int], *, across: tuple[str, ...] = 
 class _Program:
     """The computations of a module, and what a walk over them has added up."""
 
-    def __init__(self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], unknown_trips: float):
+    def __init__(self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], trips: Trips, cache: float):
         self.computations, self.entry = _parse(text)
-        self.mesh, self.across, self.unknown_trips = dict(mesh), across, unknown_trips
+        self.mesh, self.across, self.trips, self.cache = dict(mesh), across, trips, cache
         self.flops, self.bytes, self.unknown = 0.0, 0.0, 0
         self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
         self.chains: set[str] = set()
@@ -109,7 +117,7 @@ class _Program:
             elif kind in ("dot", "convolution"):
                 self.flops += times * _matmul_flops(one, computation)
             elif kind == "custom-call":
-                self.flops += times * (_estimate(one, "flops") + _library_flops(one, computation))
+                self.flops += times * (_estimate(one, "flops") + _custom_flops(one, computation))
             if not in_fusion:
                 self.bytes += times * self._traffic(one, computation)
 
@@ -137,7 +145,7 @@ class _Program:
         numbers = [value for one in condition.values() if (value := _constant(one)) is not None]
         if len(numbers) != 1:
             self.unknown += 1
-            return self.unknown_trips
+            return trips_of(loop.rest, self.trips)
         index = next((_index(one) for one in condition.values() if one.opcode == "get-tuple-element"), None)
         first = _constant(_element(computation, loop.operands[0], index)) or 0
         return max(1, math.ceil((numbers[0] - first) / self._step(self.computations[_called(loop, "body")], index)))
@@ -185,6 +193,8 @@ class _Program:
             return _bytes(one.type)  # which names operands and results
         if own := _estimate(one, "bytes_accessed"):
             return own
+        if _bytes(one.type) + sum(_bytes(operand.type) for operand in operands) <= self.cache:
+            return 0.0
         if one.opcode != "fusion":
             return _bytes(one.type) + sum(_bytes(operand.type) for operand in operands)
         inner = self.computations[_called(one, "calls")]
@@ -380,10 +390,10 @@ def _meetings(left: int, window: int, out: int, low: int, stride: int, left_dila
     return int(np.sum((at >= 0) & (at <= (left - 1) * left_dilation) & (at % left_dilation == 0)))
 
 
-def _library_flops(one: _Instruction, computation: dict[str, _Instruction]) -> float:
-    left = computation.get(one.operands[0]) if one.operands else None
-    shapes = [next(_shapes(each.type), None) for each in (left, one) if each is not None]
-    return library_flops(one.rest, *(shape[1] for shape in shapes if shape)) if all(shapes) and left else 0.0
+def _custom_flops(one: _Instruction, computation: dict[str, _Instruction]) -> float:
+    types = [computation[name].type for name in one.operands if name in computation]
+    operands = [sizes for type_ in types for _, sizes, _ in _shapes(type_)]
+    return custom_flops(one.rest, operands, [sizes for _, sizes, _ in _shapes(one.type)])
 
 
 def _estimate(one: _Instruction, what: str) -> float:

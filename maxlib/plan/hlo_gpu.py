@@ -1,12 +1,18 @@
-"""What only programs for GPUs say: how often a loop runs, and which matmul a library computes."""
+"""What only programs for GPUs say: how often a loop runs, what a library or one of our kernels computes, and which
+arrays stay in the cache."""
 
 import math
 import re
 from collections.abc import Sequence
 
-_GEMM = re.compile(r'custom_call_target="__cublas\$')
-_SUMMED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+Shapes = Sequence[Sequence[int]]
+
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_SUMMED = re.compile(r'custom_call_target="__cublas\$.*"lhs_contracting_dimensions":\[([^\]]*)\]')
+_KERNEL = re.compile(r'custom_call_target="mosaic_gpu\w*".*op_name="[^"]*\b(attention|grouped_matmul)_(\w+)/')
+# Matmuls of attention's kernels for each pair of a query and a key, in widths of keys and of values.
+_ATTENTION = {"forward": (1, 1), "dq": (2, 1), "dk": (2, 1), "dv": (1, 1), "dk_dv": (2, 2)}
+_TILE = 128
 
 
 def known_trips(rest: str) -> int | None:
@@ -15,9 +21,20 @@ def known_trips(rest: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def library_flops(rest: str, left: Sequence[int], out: Sequence[int]) -> float:
-    """Of a custom call of cuBLAS; 0 for others. left and out are the shapes of its first operand and result."""
-    summed = _SUMMED.search(rest) if _GEMM.search(rest) else None
-    if summed is None:
+def custom_flops(rest: str, operands: Shapes, results: Shapes) -> float:
+    """Of a custom call to cuBLAS or to a kernel of ours, from shapes; 0 for others.
+
+    Kernels of Mosaic GPU carry no estimate into the program before jax 0.12. Attention counts for a causal mask, the
+    tiles on its diagonal as a whole.
+    """
+    if found := _SUMMED.search(rest):
+        dims = [operands[0][int(d)] for d in re.findall(r"\d+", found[1])]
+        return 2.0 * math.prod(results[0]) * math.prod(dims)
+    if (found := _KERNEL.search(rest)) is None or '"cost_estimate"' in rest:
         return 0.0
-    return 2.0 * math.prod(out) * math.prod(left[int(d)] for d in re.findall(r"\d+", summed[1]))
+    if found[1] == "grouped_matmul":  # every row meets one expert of each matrix
+        matrices = [shape for shape in (*operands, *results) if len(shape) == 3]
+        return 2.0 * operands[0][0] * sum(math.prod(shape[1:]) for shape in matrices)
+    (B, T, N, Hk), (_, S, _, Hv) = operands[0], operands[2]
+    keys, values = _ATTENTION.get(found[2], (0, 0))
+    return 2.0 * B * N * T * min(S, (S + _TILE) / 2) * (keys * Hk + values * Hv)

@@ -125,7 +125,7 @@ def _work(plan: Plan) -> list[Any]:
     total, how = plan.costs.flops * plan.target.devices, "compiled" if plan.compiled else "estimated"
     lines.append(f"{how} FLOPs of a step: {total:.4g} ({total / plan.model_flops:.2f} times the model's)")
     if plan.costs.unknown_loops:
-        lines.append(f"{plan.costs.unknown_loops} loops depend on data (masked attention): counted for a causal mask")
+        lines.append(f"{plan.costs.unknown_loops} loops depend on data: counted for a causal mask, experts with equal shares")
     return [*lines, _collectives(plan.costs), *_estimate(plan.estimate), *_times(plan)]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from maxlib.plan.hlo import Costs, read_costs
 from maxlib.plan.job import MARK, Job, to_json
+from maxlib.plan.loops import Trips
 from maxlib.plan.targets import parse_target
 
 # Written when buffers are assigned, before the machine code is made, which takes most of the time.
@@ -132,7 +133,7 @@ def _read(job: Job, news: dict[str, dict[str, Any]], dump: Path, seconds: float)
         compiled.get("code"),
         peak,
         compiled.get("host", host) or described["bytes"]["host"],
-        _costs(job, dump, described["mesh"], lowered.get("attention_trips", 1)),
+        _costs(job, dump, described["mesh"], lowered.get("trips", {})),
         exceeded,
     )
 
@@ -155,7 +156,8 @@ def _used(message: str) -> float | None:
     return float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1) if found else None
 
 
-def _costs(job: Job, dump: Path, mesh: dict[str, int], attention_trips: float) -> Costs | None:
+def _costs(job: Job, dump: Path, mesh: dict[str, int], trips: Trips) -> Costs | None:
     paths = [*dump.glob("text"), *dump.glob(_PROGRAM)]
     across = tuple(axis for axis, degree in (job.dcn or {}).items() if degree != 1)
-    return read_costs(paths[0].read_text(), mesh, across=across, unknown_trips=attention_trips) if paths else None
+    cache = parse_target(job.target).chip.cache / 4
+    return read_costs(paths[0].read_text(), mesh, across=across, trips=trips, cache=cache) if paths else None

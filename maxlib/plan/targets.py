@@ -18,7 +18,8 @@ class Chip:
     """One jax device, from the makers' data sheets. Rates are per second; a link is counted in one direction.
 
     memory: bytes that a program may use. links: of one torus dimension, both ends together (GPUs: of NVLink).
-    across: the slower network, per device. cores: how many cores a name such as v5p-128 counts for one chip.
+    across: the slower network, per device. cores: how many cores a name such as v5p-128 counts for one chip. cache:
+    bytes of the last cache before the memory.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class Chip:
     across: float
     dims: int
     cores: int = 1
+    cache: float = 0
 
 
 CHIPS = {
@@ -36,8 +38,8 @@ CHIPS = {
     "v5e": Chip("TPU v5e", 197e12, 15.75 * GIB, 8.2e11, 9e10, 3.1e9, 2),
     "v5p": Chip("TPU v5p", 459e12, 95.74 * GIB, 2.765e12, 1.8e11, 6.25e9, 3, cores=2),
     "v6e": Chip("TPU v6e", 918e12, 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 2),
-    "h100": Chip("NVIDIA H100 SXM", 989e12, 79.1 * GIB, 3.35e12, 4.5e11, 5e10, 0),
-    "h200": Chip("NVIDIA H200 SXM", 989e12, 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 0),
+    "h100": Chip("NVIDIA H100 SXM", 989e12, 79.1 * GIB, 3.35e12, 4.5e11, 5e10, 0, cache=50 * 2**20),
+    "h200": Chip("NVIDIA H200 SXM", 989e12, 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 0, cache=50 * 2**20),
     "cpu": Chip("this machine's CPU devices", 1e11, 8 * GIB, 2e10, 1e10, 1e9, 0),
 }
 
@@ -167,7 +169,7 @@ gpu_device_info {{
   shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth:.0f} l2_cache_size: 52428800 device_memory_size: {memory:.0f}
+  memory_bandwidth: {bandwidth:.0f} l2_cache_size: {cache:.0f} device_memory_size: {memory:.0f}
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{kind}"
 """
@@ -181,6 +183,6 @@ def _gpu_devices(target: Target) -> list[Any]:
     from jax.experimental import topologies
 
     chip, hosts = target.chip, math.ceil(target.devices / HOST)
-    about = _HOPPER.format(bandwidth=chip.bandwidth, memory=chip.memory, kind=chip.kind)
+    about = _HOPPER.format(bandwidth=chip.bandwidth, memory=chip.memory, cache=chip.cache, kind=chip.kind)
     shape = f"1x{hosts}x{target.devices // hosts}"
     return list(topologies.get_topology_desc(target.name, "cuda", target_config=about, topology=shape).devices)

@@ -15,6 +15,7 @@ import jax
 
 from maxlib import nn
 from maxlib.plan.job import MARK, Job, from_json
+from maxlib.plan.loops import expert_trips
 from maxlib.plan.memory import estimate_memory
 from maxlib.plan.program import Program, bytes_on_device, bytes_on_host, causal_trips, make_program
 from maxlib.plan.roofline import link_speeds
@@ -49,7 +50,7 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
     tell("described", **news)
     begin = time.perf_counter()
     lowered = program.lower()
-    tell("lowered", seconds=time.perf_counter() - begin, attention_trips=causal_trips(lowered.as_text()))
+    tell("lowered", seconds=time.perf_counter() - begin, trips=_trips(lowered.as_text()))
     begin = time.perf_counter()
     dumps = {} if parse_target(job.target).platform == "cpu" else {"xla_dump_to": str(dump)}
     compiled = lowered.compile(compiler_options=_options(job) | dumps)
@@ -67,6 +68,10 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
         peak=0 if (host := _host(sizes)) else getattr(sizes, "peak_memory_in_bytes", 0),
         host=host,
     )
+
+
+def _trips(text: str) -> dict[str, float]:
+    return {"attention": causal_trips(text)} | expert_trips(text)
 
 
 def _options(job: Job) -> dict[str, Any]:

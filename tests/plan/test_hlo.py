@@ -83,7 +83,7 @@ def test_what_only_the_tpu_compiler_writes():
         "  %heads",
         "  %x3 = bf16[2048,4096,1]{1,0,2} bitcast(%p)\n  %w3 = bf16[32,128,4096]{2,1,0} bitcast(%p)\n  %heads",
     )
-    costs = read_costs(text, {"data": 2, "fsdp": 4}, unknown_trips=3)
+    costs = read_costs(text, {"data": 2, "fsdp": 4}, trips={"attention": 3})
     assert costs.flops == HEADS + 3 * BATCHED and costs.unknown_loops == 1
     found = {one.kind: (one.axes, one.written, one.bytes) for one in costs.collectives}
     whole = 32 * 4096 * 2
