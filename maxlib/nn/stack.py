@@ -16,7 +16,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from maxlib.nn.remat import Policy, remat_policy
 from maxlib.nn.tree import is_variable, variables
 from maxlib.ops.attention.dispatch import current_device
-from maxlib.sharding import LAYER_INPUT, map_op, pipelined, stages, to_device
+from maxlib.sharding import LAYER_INPUT, current, map_op, pipelined, stages, to_device
 
 Aux = dict[str, jax.Array]
 _trusted = contextvars.ContextVar("trusted", default=False)
@@ -247,8 +247,9 @@ def _run(x, ctx, layers, caches, policy, prevent_cse: bool = True):
 
 
 def _as_it_lies(layer: Any) -> Any:
-    """The same on a GPU, where XLA would lay out all layers' weights anew, before the loop, for the gathers of one."""
-    if current_device()[0] != "gpu":
+    """The same layer of a sharded stack, of which XLA for GPUs must not lay out all layers anew before the loop: it
+    would, in float32, since it gathers a layer's weights along the dimension that lies furthest apart."""
+    if current() is None or current_device()[0] != "gpu":
         return layer
 
     def keep(leaf):
@@ -263,7 +264,7 @@ def _as_it_lies(layer: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _in_order(weight: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Each device's part of it, its last dimension nearest."""
+    """The same: each device's part with its dimensions as they are written."""
     layout = Layout(tuple(range(weight.ndim)))
     return map_op(lambda w: with_layout_constraint(w, layout), [names], names)(weight)
 

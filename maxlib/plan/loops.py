@@ -8,7 +8,9 @@ from maxlib.ops.grouped_matmul.tiled import tile_sizes
 Trips = Mapping[str, float]
 
 _GROUPED = re.compile(r"grouped_matmul\.api\._grouped_matmul\w*\(%arg0: tensor<(\d+)x\d+x\w+>, %arg1: tensor<(\d+)x")
-_OVER_EXPERTS, _OVER_TILES = (re.compile(rf'op_name="[^"]*_grouped_\w+\){path}"') for path in ("/while", "/while/.*while"))
+_OVER_EXPERTS, _OVER_TILES = (
+    re.compile(rf'op_name="[^"]*_grouped_\w+\){path}"') for path in ("/while", "/while/.*while")
+)
 
 
 def expert_trips(text: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ from maxlib.plan.hlo import Costs
 from maxlib.plan.job import Job
 from maxlib.plan.memory import Memory
 from maxlib.plan.roofline import Estimate
-from maxlib.plan.targets import GIB, Target
+from maxlib.plan.targets import GIB, INSTALL_GPU_COMPILER, Target, has_gpu_compiler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,9 @@ def _work(plan: Plan) -> list[Any]:
     total, how = plan.costs.flops * plan.target.devices, "compiled" if plan.compiled else "estimated"
     lines.append(f"{how} FLOPs of a step: {total:.4g} ({total / plan.model_flops:.2f} times the model's)")
     if plan.costs.unknown_loops:
-        lines.append(f"{plan.costs.unknown_loops} loops depend on data: counted for a causal mask, experts with equal shares")
+        lines.append(
+            f"{plan.costs.unknown_loops} loops depend on data: counted for a causal mask, experts with equal shares"
+        )
     return [*lines, _collectives(plan.costs), *_estimate(plan.estimate), *_times(plan)]
 
 
@@ -155,6 +157,11 @@ def _estimate(estimate: Estimate) -> list[str]:
 
 def _times(plan: Plan) -> list[str]:
     if not plan.compiled:
-        return ["not compiled"]
+        missing = plan.target.platform == "cuda" and not has_gpu_compiler()
+        return [
+            f"not compiled: what compiles for GPUs is not installed, {INSTALL_GPU_COMPILER}"
+            if missing
+            else "not compiled"
+        ]
     end = "to the end" if plan.code is not None else "until buffers were assigned"
     return [f"lowered in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s ({end})"]

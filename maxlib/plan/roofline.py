@@ -85,7 +85,9 @@ def _assumptions(chip: Chip, links: Mapping[str, float], mesh: Mapping[str, int]
 
 
 def _of_cache(chip: Chip) -> list[str]:
-    return [f"what together takes a quarter of the {chip.cache / 2**20:.0f} MiB cache stays in it"] if chip.cache else []
+    return (
+        [f"what together takes a quarter of the {chip.cache / 2**20:.0f} MiB cache stays in it"] if chip.cache else []
+    )
 
 
 def _within_host(mesh: Any, number: int) -> int:
@@ -105,8 +107,8 @@ def _gpu_links(members: int, degree: int, chip: Chip) -> float:
 
 
 def link_speeds(mesh: Any, target: Target) -> dict[str, float]:
-    """Bytes per second of each mesh axis: the torus dimensions it runs through, NVLink, or the slower network, for which
-    a group has as many ways as members in a host."""
+    """Bytes per second of each mesh axis: the torus dimensions it runs through, NVLink, or the slower network, to
+    which a group has as many ways as members in a host."""
     names = mesh.axis_names
     if target.platform != "tpu":
         members = {axis: _within_host(mesh, number) for number, axis in enumerate(names)}
