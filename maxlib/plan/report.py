@@ -5,6 +5,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 
 from maxlib.plan.hlo import Costs
@@ -157,11 +158,8 @@ def _estimate(estimate: Estimate) -> list[str]:
 
 def _times(plan: Plan) -> list[str]:
     if not plan.compiled:
-        missing = plan.target.platform == "cuda" and not has_gpu_compiler()
-        return [
-            f"not compiled: what compiles for GPUs is not installed, {INSTALL_GPU_COMPILER}"
-            if missing
-            else "not compiled"
-        ]
+        if plan.target.platform != "cuda" or has_gpu_compiler():
+            return ["not compiled"]
+        return [f"not compiled: jax's plugin for CUDA is not installed; install it: {escape(INSTALL_GPU_COMPILER)}"]
     end = "to the end" if plan.code is not None else "until buffers were assigned"
     return [f"lowered in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s ({end})"]
