@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from maxlib import nn, sharding
 from maxlib.plan.hlo import Collective, Costs
 from maxlib.plan.memory import part_bytes
-from maxlib.plan.program import Program, axes_of, parts_of
+from maxlib.plan.program import Program, axes_of, bytes_on_host, parts_of
 
 
-def analytic_costs(program: Program, model_flops: float) -> Costs:
-    """Arithmetic, memory traffic and collectives that the rules make necessary; attention over a split sequence is
-    left out."""
+def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Costs:
+    """Arithmetic, memory traffic, collectives and copies to the host that the rules make necessary; attention over a
+    split sequence is left out. offloaded: bytes that the backward pass finds on the host."""
     job, mesh = program.job, program.mesh
     again = 1 if job.remat == "full" else 0  # forward passes that the backward pass repeats
     width = jnp.dtype(job.dtype).itemsize
@@ -21,7 +21,15 @@ def analytic_costs(program: Program, model_flops: float) -> Costs:
     collectives = _of_weights(program, width, again) + _of_activations(program, hidden, again)
     weights = sum(one.bytes for one in collectives if one.kind == "all-gather") or _local(program) / 2
     traffic = 2 * weights + 8 * _local(program) + 20 * (2 + again) * _layers(program) * hidden
-    return Costs(model_flops / mesh.size * (1 + again / 3), traffic, tuple(collectives), 0)
+    flops = model_flops / mesh.size * (1 + again / 3)
+    return Costs(flops, traffic, tuple(collectives), 0, *(way + offloaded for way in _copies(program)))
+
+
+def _copies(program: Program) -> tuple[float, float]:
+    """To the host and from it: moments both ways; weights come for both passes, for the optimizer and for what it
+    changes in them, and their gradients leave and come back."""
+    moments, weights = bytes_on_host(program.state.opt_state), bytes_on_host(program.state.trainable)
+    return moments + 2.0 * weights, moments + 5.0 * weights
 
 
 def _local(program: Program) -> float:

@@ -71,7 +71,9 @@ def estimated(job: Job) -> Plan:
     from maxlib.plan.worker import describe
 
     program, described = describe(job)
-    return _plan(job, described, None, analytic_costs(program, described["model_flops"]))
+    return _plan(
+        job, described, None, analytic_costs(program, described["model_flops"], described["analytic"]["offloaded"])
+    )
 
 
 def _plan(job: Job, described: dict[str, Any], compiled: Compiled | None, costs: Any = None) -> Plan:

@@ -50,12 +50,16 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Of one step on one device. unknown_loops: how many loops run as often as data says, taken as `trips` say."""
+    """Of one step on one device. unknown_loops: how many loops run as often as data says, taken as `trips` say.
+    to_host, from_host: bytes that are copied between its memory and the host's.
+    """
 
     flops: float
     bytes: float
     collectives: tuple[Collective, ...]
     unknown_loops: int
+    to_host: float = 0.0
+    from_host: float = 0.0
 
 
 @dataclasses.dataclass
@@ -85,7 +89,7 @@ def read_costs(
         Collective(kind, axes, int(n), runs, size) for (kind, axes), (n, runs, size) in program.collectives.items()
     )
     ordered = tuple(sorted(found, key=lambda one: -one.bytes))
-    return Costs(program.flops, program.bytes, ordered, program.unknown)
+    return Costs(program.flops, program.bytes, ordered, program.unknown, program.to_host, program.from_host)
 
 
 class _Program:
@@ -94,7 +98,7 @@ class _Program:
     def __init__(self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], trips: Trips, cache: float):
         self.computations, self.entry = _parse(text)
         self.mesh, self.across, self.trips, self.cache = dict(mesh), across, trips, cache
-        self.flops, self.bytes, self.unknown = 0.0, 0.0, 0
+        self.flops, self.bytes, self.unknown, self.to_host, self.from_host = 0.0, 0.0, 0, 0.0, 0.0
         self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
         self.chains: set[str] = set()
 
@@ -118,8 +122,24 @@ class _Program:
                 self.flops += times * _matmul_flops(one, computation)
             elif kind == "custom-call":
                 self.flops += times * (_estimate(one, "flops") + _custom_flops(one, computation))
+            self._copy(one, computation, times)
             if not in_fusion:
                 self.bytes += times * self._traffic(one, computation)
+
+    def _copy(self, one: _Instruction, computation: dict[str, _Instruction], times: float) -> None:
+        """Between the device and the host: of whole arrays, and of slices."""
+        operands = [computation[name].type for name in one.operands if name in computation]
+        if one.opcode == "dynamic-update-slice" and len(operands) > 1:
+            source, target, size = operands[1], one.type, _size(operands[1])
+        elif one.opcode in ("copy", "copy-start", "dynamic-slice") and operands:
+            source, target = operands[0], _types(one.type)[0]
+            size = _size(target)
+        else:
+            return
+        if _on_host(target) and not _on_host(source):
+            self.to_host += times * size
+        if _on_host(source) and not _on_host(target):
+            self.from_host += times * size
 
     def _cheapest(self, branches: list[str], times: float, in_fusion: bool) -> None:
         """The branch that computes and moves least: the others are there for what is unusual, such as one busy
@@ -137,17 +157,19 @@ class _Program:
 
     def _trips(self, loop: _Instruction, computation: dict[str, _Instruction]) -> float:
         """From a condition `i < constant` and a body with `i + step`; loops begin at 0 unless another constant is
-        seen.
+        seen. A loop may carry its limit along.
         """
         if (known := known_trips(loop.rest)) is not None:
             return known
         condition = self.computations[_called(loop, "condition")]
         numbers = [value for one in condition.values() if (value := _constant(one)) is not None]
+        index, *others = _compared(condition) or [None]
+        begin = lambda element: _constant(_element(computation, loop.operands[0], element))
+        numbers = numbers or [value for other in others if (value := begin(other)) is not None]
         if len(numbers) != 1:
             self.unknown += 1
             return trips_of(loop.rest, self.trips)
-        index = next((_index(one) for one in condition.values() if one.opcode == "get-tuple-element"), None)
-        first = _constant(_element(computation, loop.operands[0], index)) or 0
+        first = begin(index) or 0
         return max(1, math.ceil((numbers[0] - first) / self._step(self.computations[_called(loop, "body")], index)))
 
     def _step(self, body: dict[str, _Instruction], index: int | None) -> int:
@@ -182,13 +204,13 @@ class _Program:
     def _traffic(self, one: _Instruction, computation: dict[str, _Instruction]) -> float:
         """Bytes to and from the device's memory; those of scratch memories are free, and of a slice only the slice
         counts."""
-        if one.opcode in _FREE or one.opcode.endswith("-done") or one.opcode == "while":
-            return 0.0
+        if one.opcode in (*_FREE, "while", "async-start") or one.opcode.endswith("-done"):
+            return 0.0  # what is asynchronous counts inside
         operands = [computation[name] for name in one.operands if name in computation]
         if one.opcode == "dynamic-slice":
-            return 2 * _bytes(one.type)
+            return (1 if operands and _on_host(operands[0].type) else 2) * _bytes(one.type)
         if one.opcode == "dynamic-update-slice":
-            return 2 * _bytes(operands[1].type) if len(operands) > 1 else 0.0
+            return (1 if _on_host(one.type) else 2) * _bytes(operands[1].type) if len(operands) > 1 else 0.0
         if one.opcode.endswith("-start"):
             return _bytes(one.type)  # which names operands and results
         if own := _estimate(one, "bytes_accessed"):
@@ -242,6 +264,13 @@ def _element(computation: dict[str, _Instruction], name: str, index: int | None)
         return None
     part = computation.get(found.operands[index])
     return computation.get(part.operands[0]) if part is not None and part.opcode == "copy" else part
+
+
+def _compared(condition: dict[str, _Instruction]) -> list[int]:
+    """Which elements of a loop's state its condition compares, the counter first."""
+    ends = [condition[name] for name in _root(condition).operands if name in condition]
+    found = [_index(one) for one in ends if one.opcode == "get-tuple-element"]
+    return list(dict.fromkeys(found)) or [_index(one) for one in condition.values() if "get-tuple" in one.opcode][:1]
 
 
 def _parameter(index: int, inner: dict[str, _Instruction]) -> _Instruction | None:
@@ -342,6 +371,15 @@ def _types(type_: str) -> list[str]:
 def _bytes(type_: str) -> float:
     """Of what lies in the device's main memory (`S(n)` in a layout is another one)."""
     return sum(_width(name) * math.prod(sizes) for name, sizes, layout in _shapes(type_) if "S(" not in layout)
+
+
+def _size(type_: str) -> float:
+    """Of what lies in any memory."""
+    return sum(_width(name) * math.prod(sizes) for name, sizes, _ in _shapes(type_))
+
+
+def _on_host(type_: str) -> bool:
+    return "S(5)" in type_
 
 
 def _width(name: str) -> float:

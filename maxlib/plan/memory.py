@@ -16,17 +16,20 @@ from maxlib.training.losses import ROWS_AT_ONCE, vocab_axes
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes on one device. gradients are those of all parameters at once, of which those of parameters on the host are
-    `away` during the backward pass; activations what that keeps; layer what the layer at work needs besides; loss what
-    the loss needs, when there are no gradients yet."""
+    `away` during the backward pass; they come back while its last layer is at work, and clipping makes a `clipped` copy
+    of the largest; activations what that pass keeps; layer what the layer at work needs besides; loss what
+    the loss needs, when there are no gradients yet. offloaded: activations on the host, which count nowhere else."""
 
     parameters: float
     optimizer: float
     batch: float
     gradients: float
     away: float
+    clipped: float
     activations: float
     layer: float
     loss: float
+    offloaded: float
 
     @property
     def arguments(self) -> float:
@@ -34,7 +37,8 @@ class Memory:
 
     @property
     def temporaries(self) -> float:
-        return max(self.gradients, self.activations + max(self.gradients - self.away + self.layer, self.loss))
+        back = self.gradients + self.clipped
+        return max(back, self.activations + max(self.gradients - self.away + self.layer, self.loss, back))
 
     @property
     def total(self) -> float:
@@ -52,19 +56,24 @@ def estimate_memory(program: Program) -> Memory:
     }
     size = lambda path: part_bytes((x := state.trainable[path]).shape, x.dtype.itemsize, own[path], mesh)
     gradients = sum(map(size, own))
-    away = sum(size(path) for path in own if sharding.is_on_host(state.trainable[path]))
+    away = [size(path) for path in own if sharding.is_on_host(state.trainable[path])]
     rows = max(1, program.rows // program.job.accumulate // parts_of(rules.get("batch"), mesh))
-    activations, transient = _residuals(program, rows)
+    activations, transient, offloaded = _residuals(program, rows)
     layer, loss = _layer_weights(program) + transient + _whole_sequences(program, rows), _loss(program, rows)
-    return Memory(parameters, optimizer, bytes_on_device(program.batch), gradients, away, activations, layer, loss)
+    batch = bytes_on_device(program.batch)
+    back = {"gradients": gradients, "away": sum(away), "clipped": max(away, default=0.0)}
+    return Memory(
+        parameters, optimizer, batch, **back, activations=activations, layer=layer, loss=loss, offloaded=offloaded
+    )
 
 
 def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> float:
     return math.prod(shape) * width / math.prod(parts_of(place, mesh) for place in spec)
 
 
-def _residuals(program: Program, rows: int) -> tuple[float, float]:
-    """What the backward pass keeps of the forward pass, and what one layer makes when it is computed again."""
+def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
+    """What the backward pass keeps of the forward pass, what one layer makes when it is computed again, and what is
+    kept on the host."""
     job, trainable = program.job, program.state.trainable
     shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in trainable.items()}
     rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.state.rest)
@@ -78,12 +87,14 @@ def _residuals(program: Program, rows: int) -> tuple[float, float]:
 
     weights = {x.shape for x in shapes.values()}
     count = lambda leaves: sum(_kept_bytes(x, weights, program) for x in leaves if x.shape not in weights)
-    saved, all_ = count(kept(nn.kept_on_device(job.remat))), count(kept(None))
+    here = nn.kept_on_device(job.remat)
+    saved, all_ = count(kept(here)), count(kept(None))
+    offloaded = 0.0 if here == job.remat else count(kept(job.remat)) - saved
     layers = max([x.shape[0] for path, x in shapes.items() if ".body." in path], default=1)
     # Of the layer that runs backward the compiler keeps about half of what autodiff would: the rest is computed in
     # passing.
     again = 0.0 if job.remat is None else 0.5 * all_ / layers
-    return saved, again
+    return saved, again, offloaded
 
 
 def _kept_bytes(x: Any, weights: Any, program: Program) -> float:

@@ -91,7 +91,7 @@ def _memory(plan: Plan) -> Table:
     table.add_row("peak", show(plan.peak), "compiled" if plan.compiled else "analytic model only")
     table.add_row("capacity", show(plan.target.chip.memory), "")
     if plan.host:
-        table.add_row("on the host", show(plan.host), "not in the peak; what travels to and from it is not estimated")
+        table.add_row("on the host", show(plan.host), "not in the peak")
     return table
 
 
@@ -129,7 +129,13 @@ def _work(plan: Plan) -> list[Any]:
         lines.append(
             f"{plan.costs.unknown_loops} loops depend on data: counted for a causal mask, experts with equal shares"
         )
-    return [*lines, _collectives(plan.costs), *_estimate(plan.estimate), *_times(plan)]
+    return [*lines, _collectives(plan.costs), *_host(plan.costs), *_estimate(plan.estimate), *_times(plan)]
+
+
+def _host(costs: Costs) -> list[str]:
+    if not costs.to_host + costs.from_host:
+        return []
+    return [f"copies in a step: {costs.from_host / GIB:.3f} GiB from the host, {costs.to_host / GIB:.3f} GiB to it", ""]
 
 
 def _collectives(costs: Costs) -> Table | str:
@@ -147,8 +153,9 @@ def _collectives(costs: Costs) -> Table | str:
 
 
 def _estimate(estimate: Estimate) -> list[str]:
+    host = f", host {estimate.host:.4g} s" if estimate.host else ""
     return [
-        f"roofline: arithmetic {estimate.compute:.4g} s, memory {estimate.memory:.4g} s, network {estimate.network:.4g} s",
+        f"roofline: arithmetic {estimate.compute:.4g} s, memory {estimate.memory:.4g} s, network {estimate.network:.4g} s{host}",
         f"a step takes at least {estimate.seconds:.4g} s, bound by {estimate.bound}: {estimate.tokens_per_second:,.0f} tokens/s, "
         f"MFU {estimate.mfu:.1%}; with no overlap {estimate.serial:.4g} s, MFU {estimate.mfu_serial:.1%}",
         "MFU is the model's FLOPs over what the devices could do in that time; what runs twice for remat does not count",

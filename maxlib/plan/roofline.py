@@ -14,14 +14,16 @@ from maxlib.plan.targets import HOST, Chip, Target
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds of one step by the three resources of a device, and what follows for the step.
+    """Seconds of one step by the resources of a device, and what follows for the step.
 
-    seconds: all three overlap perfectly. serial: the network overlaps with nothing. mfu is that of `seconds`.
+    host: of its link to the host. seconds: all of them overlap perfectly. serial: network and host overlap with
+    nothing. mfu is that of `seconds`.
     """
 
     compute: float
     memory: float
     network: float
+    host: float
     seconds: float
     serial: float
     tokens_per_second: float
@@ -44,20 +46,22 @@ def estimate(
     chip = target.chip
     compute, memory = costs.flops / chip.flops, costs.bytes / chip.bandwidth
     network = sum(_seconds(one, mesh, links) for one in costs.collectives)
-    times = {"arithmetic": compute, "memory": memory, "network": network}
-    seconds, serial = max(times.values()), max(compute, memory) + network
+    host = max(costs.to_host, costs.from_host) / chip.host  # both ways at once
+    times = {"arithmetic": compute, "memory": memory, "network": network, "host": host}
+    seconds, serial = max(times.values()), max(compute, memory) + network + host
     useful = model_flops / (target.devices * chip.flops)
     return Estimate(
         compute,
         memory,
         network,
+        host,
         seconds,
         serial,
         tokens / seconds if seconds else 0.0,
         useful / seconds if seconds else 0.0,
         useful / serial if serial else 0.0,
         max(times, key=lambda name: times[name]),
-        _assumptions(chip, links, mesh),
+        _assumptions(chip, links, mesh, host > 0),
     )
 
 
@@ -73,14 +77,16 @@ def _seconds(one: Collective, mesh: Mapping[str, int], links: Mapping[str, float
     return moved / (min(speeds) if min(speeds) < max(speeds) / 4 else sum(speeds))
 
 
-def _assumptions(chip: Chip, links: Mapping[str, float], mesh: Mapping[str, int]) -> tuple[str, ...]:
+def _assumptions(chip: Chip, links: Mapping[str, float], mesh: Mapping[str, int], host: bool) -> tuple[str, ...]:
+    copies = (f"copies to and from the host at {chip.host / 1e9:.0f} GB/s each way, both at once",) if host else ()
     used = ", ".join(f"{axis} {links[axis] / 1e9:.0f} GB/s" for axis in mesh if mesh[axis] > 1) or "none used"
     return (
         f"matmuls at the peak of {chip.flops / 1e12:.4g} bfloat16 TFLOP/s a device; nothing else costs arithmetic",
         f"memory at {chip.bandwidth / 1e9:.0f} GB/s; every fusion reads and writes what its shapes say",
         *_of_cache(chip),
         f"collectives at full link speed, no latency: {used}",
-        "the estimate overlaps all three perfectly; 'no overlap' adds the network's time",
+        *copies,
+        f"the estimate overlaps all of these perfectly; 'no overlap' adds the network's{' and the host' * host} time",
     )
 
 

@@ -18,8 +18,8 @@ class Chip:
     """One jax device, from the makers' data sheets. Rates are per second; a link is counted in one direction.
 
     memory: bytes that a program may use. links: of one torus dimension, both ends together (GPUs: of NVLink).
-    across: the slower network, per device. cores: how many cores a name such as v5p-128 counts for one chip. cache:
-    bytes of the last cache before the memory.
+    across: the slower network, per device. host: the link to the host. cores: how many cores a name such as v5p-128
+    counts for one chip. cache: bytes of the last cache before the memory.
     """
 
     kind: str
@@ -28,19 +28,23 @@ class Chip:
     bandwidth: float
     links: float
     across: float
+    host: float
     dims: int
     cores: int = 1
     cache: float = 0
 
 
+# Links to the host. GPUs: PCIe 5 x16, half of the 128 GB/s that the data sheets give for both directions. TPUs:
+# Google's data sheets have none; "How to Scale Your Model" (jax-ml.github.io/scaling-book/tpus) has about 15 GB/s a
+# chip, and 32 for v6e. That v4 has as much as v5e and v5p is assumed. CPU devices share one memory with the host.
 CHIPS = {
-    "v4": Chip("TPU v4", 275e12, 31.75 * GIB, 1.23e12, 9e10, 6.25e9, 3, cores=2),
-    "v5e": Chip("TPU v5e", 197e12, 15.75 * GIB, 8.2e11, 9e10, 3.1e9, 2),
-    "v5p": Chip("TPU v5p", 459e12, 95.74 * GIB, 2.765e12, 1.8e11, 6.25e9, 3, cores=2),
-    "v6e": Chip("TPU v6e", 918e12, 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 2),
-    "h100": Chip("NVIDIA H100 SXM", 989e12, 79.1 * GIB, 3.35e12, 4.5e11, 5e10, 0, cache=50 * 2**20),
-    "h200": Chip("NVIDIA H200 SXM", 989e12, 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 0, cache=50 * 2**20),
-    "cpu": Chip("this machine's CPU devices", 1e11, 8 * GIB, 2e10, 1e10, 1e9, 0),
+    "v4": Chip("TPU v4", 275e12, 31.75 * GIB, 1.23e12, 9e10, 6.25e9, 1.5e10, 3, cores=2),
+    "v5e": Chip("TPU v5e", 197e12, 15.75 * GIB, 8.2e11, 9e10, 3.1e9, 1.5e10, 2),
+    "v5p": Chip("TPU v5p", 459e12, 95.74 * GIB, 2.765e12, 1.8e11, 6.25e9, 1.5e10, 3, cores=2),
+    "v6e": Chip("TPU v6e", 918e12, 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 3.2e10, 2),
+    "h100": Chip("NVIDIA H100 SXM", 989e12, 79.1 * GIB, 3.35e12, 4.5e11, 5e10, 6.4e10, 0, cache=50 * 2**20),
+    "h200": Chip("NVIDIA H200 SXM", 989e12, 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 6.4e10, 0, cache=50 * 2**20),
+    "cpu": Chip("this machine's CPU devices", 1e11, 8 * GIB, 2e10, 1e10, 1e9, 2e10, 0),
 }
 
 

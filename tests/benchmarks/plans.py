@@ -36,6 +36,13 @@ CASES: dict[str, tuple[str, str, int, float | None, dict[str, Any]]] = {
     "llama2-7b": ("llama2-7b", "v5p-8", 2048, 29.04, {}),
     "llama3.1-8b": ("llama3.1-8b", "v5e-16", 2048, 9.32, {}),
     "llama3.1-8b offloaded": ("llama3.1-8b", "v5e-16", 2048, None, {"rules": "fsdp+offload_optimizer"}),
+    "llama3.1-8b offloaded layers": (
+        "llama3.1-8b",
+        "v5e-16",
+        2048,
+        None,
+        {"rules": "fsdp+offload_optimizer+offload_layers"},
+    ),
     "mixtral-8x7b": ("mixtral-8x7b", "v5p-128", 4096, 17.50, {}),
     "mixtral-8x22b": ("mixtral-8x22b", "v5p-128", 4096, 46.47, {}),
     "llama2-70b": ("llama2-70b", "v5p-128", 4096, 25.87, {}),

@@ -129,6 +129,64 @@ def test_a_kernel_counts_as_it_says():
     assert (silent.flops, silent.bytes) == (0, 3 * 8 * 64 * 2)
 
 
+# Of 32 layers on the host one at a time comes and goes; the loop carries its limit along. Then one copy of all comes.
+HOST = """
+HloModule jit_step
+
+%fetched (all: f32[32,8,128], i: s32[]) -> f32[1,8,128] {
+  %all = f32[32,8,128]{2,1,0:T(8,128)S(5)} parameter(0)
+  %i = s32[]{:T(128)} parameter(1)
+  ROOT %one = f32[1,8,128]{2,1,0:T(8,128)} dynamic-slice(%all, %i), dynamic_slice_sizes={1,8,128}
+}
+
+%stored (all.1: f32[32,8,128], new: f32[1,8,128], i.1: s32[]) -> f32[32,8,128] {
+  %all.1 = f32[32,8,128]{2,1,0:T(8,128)S(5)} parameter(0)
+  %new = f32[1,8,128]{2,1,0:T(8,128)} parameter(1)
+  %i.1 = s32[]{:T(128)} parameter(2)
+  ROOT %whole = f32[32,8,128]{2,1,0:T(8,128)S(5)} dynamic-update-slice(%all.1, %new, %i.1)
+}
+
+%body (state: (s32[], f32[32,8,128], s32[])) -> (s32[], f32[32,8,128], s32[]) {
+  %state = (s32[]{:T(128)}, f32[32,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}) parameter(0)
+  %at = s32[]{:T(128)} get-tuple-element(%state), index=0
+  %moments = f32[32,8,128]{2,1,0:T(8,128)S(5)} get-tuple-element(%state), index=1
+  %limit = s32[]{:T(128)} get-tuple-element(%state), index=2
+  %slice-start = ((f32[32,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}), f32[1,8,128]{2,1,0:T(8,128)}, u32[]{:S(2)}) async-start(%moments, %at), calls=%fetched
+  %slice-done = f32[1,8,128]{2,1,0:T(8,128)} async-done(%slice-start)
+  %update-start = ((f32[32,8,128]{2,1,0:T(8,128)S(5)}, f32[1,8,128]{2,1,0:T(8,128)}, s32[]{:T(128)}), f32[32,8,128]{2,1,0:T(8,128)S(5)}, u32[]{:S(2)}) async-start(%moments, %slice-done, %at), calls=%stored
+  %update-done = f32[32,8,128]{2,1,0:T(8,128)S(5)} async-done(%update-start)
+  ROOT %next = (s32[]{:T(128)}, f32[32,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}) tuple(%at, %update-done, %limit)
+}
+
+%condition (state.1: (s32[], f32[32,8,128], s32[])) -> pred[] {
+  %state.1 = (s32[]{:T(128)}, f32[32,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}) parameter(0)
+  %to = s32[]{:T(128)} get-tuple-element(%state.1), index=2
+  %from = s32[]{:T(128)} get-tuple-element(%state.1), index=0
+  ROOT %less = pred[]{:T(512)} compare(%from, %to), direction=LT
+}
+
+ENTRY %main (p: f32[32,8,128]) -> f32[32,8,128] {
+  %p = f32[32,8,128]{2,1,0:T(8,128)S(5)} parameter(0)
+  %zero = s32[]{:T(128)} constant(0)
+  %all.2 = s32[]{:T(128)} constant(32)
+  %begin = (s32[]{:T(128)}, f32[32,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}) tuple(%zero, %p, %all.2)
+  %loop = (s32[]{:T(128)}, f32[32,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}) while(%begin), condition=%condition, body=%body
+  %held = f32[32,8,128]{2,1,0:T(8,128)S(5)} get-tuple-element(%loop), index=1
+  %copy-start = (f32[32,8,128]{2,1,0:T(8,128)}, f32[32,8,128]{2,1,0:T(8,128)S(5)}, u32[]{:S(2)}) copy-start(%held)
+  ROOT %copy-done = f32[32,8,128]{2,1,0:T(8,128)} copy-done(%copy-start)
+}
+"""
+
+
+def test_copies_between_device_and_host_count_as_often_as_they_run():
+    costs = read_costs(HOST, {"fsdp": 1}, unknown_trips=7)
+    whole = 32 * 8 * 128 * 4
+    assert (costs.from_host, costs.to_host, costs.unknown_loops) == (2 * whole, whole, 0)
+    assert costs.bytes == 3 * whole  # the device's own memory is written twice and read once
+    here = read_costs(HOST.replace("S(5)", ""), {"fsdp": 1})
+    assert (here.from_host, here.to_host) == (0, 0) and here.bytes == 6 * whole
+
+
 BRANCHES = """
 HloModule jit_step
 

@@ -102,6 +102,26 @@ def test_where_sequences_are_split_between_matmuls_a_layer_holds_them_whole():
     assert split.activations < 0.3 * whole.activations and 3.5 * rows < split.layer < whole.layer + 4 * rows
 
 
+def test_what_waits_on_the_host_takes_time_to_travel():
+    base = dict(model="llama3.2-1b", target="h100x8")
+    plain, moments, layers, activations = (
+        plan.estimated(plan.Job(**base, **more))
+        for more in (
+            {},
+            {"rules": "fsdp+offload_optimizer"},
+            {"rules": "fsdp+offload_optimizer+offload_layers"},
+            {"remat": "qkv_offload"},
+        )
+    )
+    assert plain.estimate.host == 0 and "host" not in str(plain)
+    assert moments.costs.from_host == moments.costs.to_host == moments.host
+    assert moments.estimate.host == moments.host / 6.4e10 and "from the host" in str(moments)
+    assert moments.estimate.serial == pytest.approx(plain.estimate.serial + moments.estimate.host, rel=1e-3)
+    assert layers.costs.from_host - moments.host == 5 * (layers.host - moments.host)
+    assert layers.analytic.temporaries > layers.analytic.gradients + layers.analytic.activations
+    assert activations.costs.to_host == 16 * 2048 * 2 * (2048 + 2 * 512)  # q, k, v in bfloat16
+
+
 PUBLISHED_BILLIONS = {16: 16.27, 32: 32.55, 64: 64.76, 128: 129.2, 256: 258.4, 512: 516.1, 1024: 1031}
 
 
@@ -241,3 +261,5 @@ def test_what_is_on_the_host_is_not_on_the_device():
     usual, offloaded = (plan.plan("llama3.2-1b", "v5e-16", rules=rules) for rules in ("fsdp", "fsdp+offload_optimizer"))
     assert usual.host == 0 and offloaded.host == pytest.approx(usual.optimizer, rel=0.01)
     assert usual.peak - offloaded.peak > 0.95 * usual.optimizer
+    assert offloaded.costs.from_host == pytest.approx(offloaded.host, rel=0.01)
+    assert offloaded.costs.to_host == pytest.approx(offloaded.host, rel=0.01)
