@@ -13,14 +13,14 @@ _OVER_EXPERTS, _OVER_TILES = (
 )
 
 
-def expert_trips(text: str) -> dict[str, float]:
+def expert_trips(text: str, room: float = 1) -> dict[str, float]:
     """Of the loops in a lowered program over experts, and over tiles of rows of each size, when experts get equal
-    shares."""
+    shares. room: for how many times the rows that come there is room."""
     if (found := _GROUPED.search(text)) is None:
         return {}
     rows, experts = map(int, found.groups())
     sizes = tile_sizes(rows, experts)
-    return {"experts": experts, "tiles": (rows / experts + sizes[-1] / 2) / sum(sizes)}
+    return {"experts": experts, "tiles": (rows / room / experts + sizes[-1] / 2) / sum(sizes)}
 
 
 def trips_of(rest: str, trips: Trips) -> float:

@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from maxlib import nn
+from maxlib import nn, sharding
+from maxlib.nn.exchange import ROOM
 from maxlib.plan.job import MARK, Job, from_json
 from maxlib.plan.loops import expert_trips
 from maxlib.plan.memory import estimate_memory
@@ -50,7 +51,7 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
     tell("described", **news)
     begin = time.perf_counter()
     lowered = program.lower()
-    tell("lowered", seconds=time.perf_counter() - begin, trips=_trips(lowered.as_text()))
+    tell("lowered", seconds=time.perf_counter() - begin, trips=_trips(program, lowered.as_text()))
     begin = time.perf_counter()
     dumps = {} if parse_target(job.target).platform == "cpu" else {"xla_dump_to": str(dump)}
     compiled = lowered.compile(compiler_options=_options(job) | dumps)
@@ -70,8 +71,10 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
     )
 
 
-def _trips(text: str) -> dict[str, float]:
-    return {"attention": causal_trips(text)} | expert_trips(text)
+def _trips(program: Program, text: str) -> dict[str, float]:
+    with sharding.use(program.mesh, program.job.table):
+        travel = sharding.degree("act_expert") > 1
+    return {"attention": causal_trips(text)} | expert_trips(text, ROOM if travel else 1)
 
 
 def _options(job: Job) -> dict[str, Any]:

@@ -7,7 +7,8 @@ ahead-of-time compile.
     python -m tests.benchmarks.plans --search
     python -m tests.benchmarks.plans --gpu [NAME ...] [--json out.json] [--check]
 
-Needs libtpu (`pip install "maxlib[tpu]"`), no TPU; --gpu jax's plugin for CUDA (`pip install "maxlib[cuda]"`), no GPU. float32 parameters and Adam moments, bfloat16 arithmetic, full
+Needs libtpu (`pip install "maxlib[tpu]"`), no TPU; --gpu needs jax's plugin for CUDA (`pip install "maxlib[cuda]"`), no
+GPU. float32 parameters and Adam moments, bfloat16 arithmetic, full
 remat, scanned layers, one sequence per chip. The peer's figures: commit e591f30, libtpu 0.0.51, flash kernel, the same
 settings. --check ends with an error if a step needs more than the peer's, or the analytic model is off by more than a
 tenth. --published: the configurations of MaxText's tables of MFU (`published.py`), each beside what was measured;

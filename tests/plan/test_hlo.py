@@ -179,7 +179,7 @@ ENTRY %main (p: f32[32,8,128]) -> f32[32,8,128] {
 
 
 def test_copies_between_device_and_host_count_as_often_as_they_run():
-    costs = read_costs(HOST, {"fsdp": 1}, unknown_trips=7)
+    costs = read_costs(HOST, {"fsdp": 1}, trips={"attention": 7})
     whole = 32 * 8 * 128 * 4
     assert (costs.from_host, costs.to_host, costs.unknown_loops) == (2 * whole, whole, 0)
     assert costs.bytes == 3 * whole  # the device's own memory is written twice and read once

@@ -120,4 +120,5 @@ def test_loops_over_experts_run_as_for_equal_shares():
     name = 'op_name="jit(step)/while/body/jit(maxlib.ops.grouped_matmul.api._grouped_matmul)/while{}" stack=1'
     assert trips_of(name.format(""), trips) == 8 and trips_of(name.format("/body/while"), trips) == trips["tiles"]
     assert trips_of('op_name="jit(step)/jit(_attention)/while/body/while"', trips | {"attention": 5}) == 5
+    assert expert_trips(call, room=2)["tiles"] * 960 == 512 + 32
     assert expert_trips("module @jit_step {}") == {}
