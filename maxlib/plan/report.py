@@ -11,8 +11,9 @@ from rich.table import Table
 from maxlib.plan.hlo import Costs
 from maxlib.plan.job import Job
 from maxlib.plan.memory import Memory
+from maxlib.plan.program import refused
 from maxlib.plan.roofline import Estimate
-from maxlib.plan.targets import GIB, INSTALL_GPU_COMPILER, Target, has_gpu_compiler
+from maxlib.plan.targets import GIB, Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,8 @@ def _memory(plan: Plan) -> Table:
     table.add_row("batch", show(plan.batch), "")
     table.add_row("gradients", show(plan.gradients), "by their shapes; the compiler counts them as temporaries")
     table.add_row("activations, temporaries", show(rest), "the compiler's temporaries without gradients")
-    table.add_row("code", show(plan.code), "" if plan.code is not None else "needs a full compilation (--full)")
+    unknown = "needs a full compilation (--full)" if plan.code is None else "the compiler does not say"
+    table.add_row("code", show(plan.code or None), "" if plan.code else unknown)
     table.add_row("peak", show(plan.peak), "compiled" if plan.compiled else "analytic model only")
     table.add_row("capacity", show(plan.target.chip.memory), "")
     if plan.host:
@@ -165,8 +167,7 @@ def _estimate(estimate: Estimate) -> list[str]:
 
 def _times(plan: Plan) -> list[str]:
     if not plan.compiled:
-        if plan.target.platform != "cuda" or has_gpu_compiler():
-            return ["not compiled"]
-        return [f"not compiled: jax's plugin for CUDA is not installed; install it: {escape(INSTALL_GPU_COMPILER)}"]
+        why = refused(plan.job) if plan.target.platform == "cuda" else None
+        return [f"not compiled: {escape(why)}" if why else "not compiled"]
     end = "to the end" if plan.code is not None else "until buffers were assigned"
     return [f"lowered in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s ({end})"]

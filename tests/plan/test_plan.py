@@ -13,6 +13,7 @@ from maxlib import nn, ops, plan, sharding, training
 from maxlib.models import llama
 from maxlib.plan import __main__ as command
 from maxlib.plan import job as jobs
+from maxlib.plan import program as programs
 from maxlib.plan import targets
 from maxlib.plan.program import causal_trips, make_program
 from maxlib.plan.roofline import link_speeds
@@ -235,6 +236,13 @@ def test_without_a_compiler_for_gpus_a_plan_estimates_and_says_what_to_install(m
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if "cuda" in name else find(name, *rest))
     text = str(plan.plan(CONFIG, "h100x8", sequence=16))
     assert "analytic model only" in text and 'pip install "maxlib[cuda]"' in text
+
+
+def test_what_gpus_send_to_the_host_is_estimated(monkeypatch):
+    monkeypatch.setattr(programs, "has_gpu_compiler", lambda: True)
+    for change in (dict(rules="fsdp+offload_optimizer"), dict(remat={"q": "offload"}), dict(remat="qkv_offload")):
+        assert "without the host's memory" in programs.refused(plan.Job(model=CONFIG, target="h100x8", **change))
+    assert programs.refused(plan.Job(model=CONFIG, target="h100x8", remat={"q": "keep"})) is None
 
 
 needs_cuda = pytest.mark.skipif(not targets.has_gpu_compiler(), reason="needs jax's plugin for CUDA: jax[cuda13]")
