@@ -37,8 +37,9 @@ def plan(
 
     See `Job` for the arguments. The compiler runs in a process of its own, and stops when it has assigned memory;
     `full` lets it make the machine code too (minutes). options: XLA's own, by name. keep: an empty folder for the
-    compiler's files, the program among them. Without jax's plugin for CUDA, GPUs are estimated from shapes, and
-    so is what they send to the host. Raises ValueError for what does not fit together, ImportError saying what to install, TimeoutError after `timeout` seconds.
+    compiler's files, the program among them. Without jax's plugin for CUDA, GPUs are estimated from shapes, and so is
+    what they send to the host. Raises ValueError for what does not fit together, ImportError saying what to install,
+    TimeoutError after `timeout` seconds.
     """
     job = Job(
         model=model,
