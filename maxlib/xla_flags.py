@@ -109,6 +109,11 @@ SETS = {
             "xla_latency_hiding_scheduler_rerun": 2,
         },
     ),
+    "tpu-memory": FlagSet(
+        "tpu",
+        "the next weights are not gathered within the matmuls before them: less memory, less overlap",
+        {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": False},
+    ),
     "tpu-vmem": FlagSet(
         "tpu",
         "larger tiles in fast memory for dense models on v6e, whose cores have 128 MiB of it",

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops
 from maxlib.nn.cache import LayerCache, kv_cache
 from maxlib.nn.context import Context, context
 from maxlib.nn.linear import Einsum
+from maxlib.nn.remat import mark_heads
 from maxlib.ops.attention import Causal, Mask
 from maxlib.ops.grid_rope import GridRope
 from maxlib.ops.rope import Rope, apply_rope
@@ -85,7 +85,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Without `ctx` each row is one document from position 0."""
         ctx = context(*x.shape[:2]) if ctx is None else ctx
-        q, k, v = map(checkpoint_name, self.project(x, ctx), ("q", "k", "v"))
+        q, k, v = map(mark_heads, self.project(x, ctx), ("q", "k", "v"))
         k_start, k_end = ctx.bounds(self.mask)
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)

@@ -13,6 +13,7 @@ from maxlib.nn.context import Context, context
 from maxlib.nn.linear import Einsum
 from maxlib.nn.norm import RMSNorm
 from maxlib.nn.pytree import pytree, static
+from maxlib.nn.remat import mark_heads
 from maxlib.ops.attention import Causal, Mask
 from maxlib.ops.rope import Rope, apply_rope
 from maxlib.sharding import constrain
@@ -111,7 +112,7 @@ class MLA(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LatentCache | QuantizedLatentCache | None]:
         """One new token attends to the latents themselves; several at once first grow keys and values out of them."""
         ctx = context(*x.shape[:2]) if ctx is None else ctx
-        q, latent = checkpoint_name(self.queries(x, ctx), "q"), checkpoint_name(self.latents(x, ctx), "latent")
+        q, latent = mark_heads(self.queries(x, ctx), "q"), checkpoint_name(self.latents(x, ctx), "latent")
         if cache is not None:
             cache = cache.extend(latent, ctx)
             latent = cache.latent
@@ -141,7 +142,7 @@ class MLA(nnx.Module):
         key = jnp.broadcast_to(key[:, :, None], (*k_nope.shape[:3], key.shape[-1]))
         k = constrain(jnp.concatenate([k_nope, key], axis=-1), "batch", "seq", "act_heads", None)
         v = constrain(v, "batch", "seq", "act_heads", None)
-        k, v = checkpoint_name(k, "k"), checkpoint_name(v, "v")
+        k, v = mark_heads(k, "k"), mark_heads(v, "v")
         options = {"scale": self.scale, "implementation": self.implementation, "balanced": ctx.balanced}
         return attend(q, k, v, *ctx.bounds(self.mask), **options)
 

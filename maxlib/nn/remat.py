@@ -1,9 +1,14 @@
 """Rematerialisation: what a layer's forward pass keeps for the backward pass, computes again, or sends to the host."""
 
+import contextvars
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array, Float
 
 Policy = str | Sequence[str] | Mapping[str, str] | Callable | None
 
@@ -59,9 +64,49 @@ def _named(choices: Mapping[str, str]) -> Callable:
     names = lambda wanted: [name for name, choice in choices.items() if choice == wanted]
     if not names("offload"):
         return jax.checkpoint_policies.save_only_these_names(*names("keep"))
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=names("keep"),
         names_which_can_be_offloaded=names("offload"),
         offload_src="device",
         offload_dst="pinned_host",
     )
+    return _Offloading(policy, frozenset(names("offload")))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Offloading:
+    """A `jax.checkpoint` policy that sends what has these names to the host."""
+
+    policy: Callable
+    names: frozenset[str]
+
+    def __call__(self, *args: Any, **params: Any) -> Any:
+        return self.policy(*args, **params)
+
+
+_offloaded: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("offloaded", default=frozenset())
+
+
+def rematerialised(fn: Callable, policy: Callable, *, prevent_cse: bool) -> Callable:
+    """`jax.checkpoint(fn)`, in which `mark_heads` knows what leaves for the host."""
+
+    def run(*args: Any) -> Any:
+        token = _offloaded.set(policy.names if isinstance(policy, _Offloading) else frozenset())
+        try:
+            return fn(*args)
+        finally:
+            _offloaded.reset(token)
+
+    return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
+
+
+def mark_heads(x: Float[Array, "B T N H"], name: str) -> Float[Array, "B T N H"]:
+    """`checkpoint_name`, and what leaves for the host lies there head by head.
+
+    Left alone, the TPU's compiler may choose one layout in the forward pass and another in the backward pass, and
+    bring all layers' values to the device at once to turn them.
+    """
+    if name not in _offloaded.get():
+        return checkpoint_name(x, name)
+    lay = lambda x: with_layout_constraint(x, Layout(major_to_minor=(0, 2, 1, 3)))
+    return lay(checkpoint_name(lay(x), name))

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from maxlib.nn.remat import Policy, remat_policy
+from maxlib.nn.remat import Policy, remat_policy, rematerialised
 from maxlib.nn.tree import is_variable, variables
 from maxlib.ops.attention.dispatch import current_device
 from maxlib.sharding import LAYER_INPUT, current, map_op, pipelined, stages, to_device
@@ -238,7 +238,7 @@ def _run(x, ctx, layers, caches, policy, prevent_cse: bool = True):
         apply = lambda layer, x, cache: to_device(layer)(x, ctx, cache)
         if policy is not None:
             apply = lambda layer, x, cache: _as_it_lies(jax.tree.map(_held, to_device(layer)))(x, ctx, cache)
-            apply = jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)
+            apply = rematerialised(apply, policy, prevent_cse=prevent_cse)
             x = jax.tree.map(lambda a: checkpoint_name(a, LAYER_INPUT), x)
         x, new, aux = apply(layer, x, None if caches is None else caches[i])
         new_caches.append(new)

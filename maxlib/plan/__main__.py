@@ -1,6 +1,7 @@
 """`python -m maxlib.plan llama3-70b --target v5p-128`."""
 
 import argparse
+import re
 import sys
 from typing import Any
 
@@ -8,30 +9,27 @@ import jax
 
 from maxlib import xla_flags
 from maxlib.nn import POLICIES
-from maxlib.plan import plan, search
+from maxlib.plan import Search, plan, search
 from maxlib.sharding import PRESETS
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a report; returns 0 when the step fits, 1 when it does not, 2 for bad input."""
     args = _parser().parse_args(arguments)
-    mesh = dict(_degree(word) for word in args.mesh)
-    dcn = dict(_degree(word) for word in args.dcn) or None
     try:
         if args.search:
             found = search(
                 args.model, args.target, sequence=args.sequence, optimizer=args.optimizer, compile=args.compile
             )
             print(found)
-            print(found.best)
-            return 0
+            return _best(found)
         result = plan(
             args.model,
             args.target,
             batch_per_chip=args.batch_per_chip,
             sequence=args.sequence,
-            mesh=mesh,
-            dcn=dcn,
+            mesh=_degrees(args.mesh),
+            dcn=_degrees(args.dcn) or None,
             rules=args.rules,
             remat=_remat(args.remat),
             attention=args.attention,
@@ -41,11 +39,20 @@ def main(arguments: list[str] | None = None) -> int:
             full=args.full,
             keep=args.keep,
         )
-    except (ValueError, ImportError, TimeoutError) as error:
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
         print(f"maxlib.plan: {error}", file=sys.stderr)
         return 2
     print(result)
     return 0 if result.fits else 1
+
+
+def _best(found: Search) -> int:
+    try:
+        print(found.best)
+    except ValueError as nothing_fits:
+        print(f"maxlib.plan: {nothing_fits}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,12 +99,10 @@ def _remat(text: str) -> Any:
     return text if text in POLICIES else {name: choice or "keep" for name, _, choice in words}
 
 
-def _degree(word: str) -> tuple[str, int]:
-    name, _, degree = word.partition("=")
-    try:
-        return name, int(degree)
-    except ValueError:
-        raise SystemExit(f"maxlib.plan: a degree reads axis=number, such as fsdp=-1; got {word!r}") from None
+def _degrees(words: list[str]) -> dict[str, int]:
+    if wrong := [word for word in words if not re.fullmatch(r"\w+=-?\d+", word)]:
+        raise ValueError(f"a degree reads axis=number, such as fsdp=-1; got {wrong[0]!r}")
+    return {name: int(degree) for name, _, degree in (word.partition("=") for word in words)}
 
 
 if __name__ == "__main__":

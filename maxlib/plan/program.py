@@ -87,6 +87,8 @@ def _mesh(job: Job) -> Any:
     if unknown := set(job.mesh) - set(sharding.AXES):
         raise ValueError(f"the mesh names {sorted(unknown)}, but its axes are {', '.join(sharding.AXES)}")
     target = parse_target(job.target)
+    if job.dcn and target.slices == 1 and target.platform == "tpu":
+        raise ValueError(f"dcn={dict(job.dcn)} is for several slices, such as {target.name}x2; {target.name} is one")
     if target.platform != "cuda" or not refused(job):
         return sharding.make_mesh(**job.mesh, dcn=job.dcn, devices=devices_of(target))
     degrees = fill({axis: job.mesh.get(axis, 1) for axis in sharding.AXES}, target.devices, "devices")
@@ -98,6 +100,13 @@ def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:
 
 
 def _rows(job: Job, mesh: Any) -> int:
+    """Of the global batch, which the mesh has to divide, as it has to divide a sequence."""
+    _check_sizes(job)
+    if job.sequence % (cut := parts_of(job.table.get("seq"), mesh)):
+        raise ValueError(
+            f"a sequence of {job.sequence} tokens does not divide into the {cut} parts that the rules and the mesh "
+            f"{dict(mesh.shape)} cut it into; change the sequence or the mesh"
+        )
     rows = job.batch_per_chip * mesh.size
     parts = parts_of(job.table.get("batch"), mesh)
     if rows != int(rows) or rows < 1 or rows % (parts * job.accumulate):
@@ -106,6 +115,12 @@ def _rows(job: Job, mesh: Any) -> int:
             f"mesh cuts a batch into, times accumulate={job.accumulate}; change batch_per_chip or the mesh {dict(mesh.shape)}"
         )
     return int(rows)
+
+
+def _check_sizes(job: Job) -> None:
+    sizes = {"sequence": job.sequence, "accumulate": job.accumulate, "batch_per_chip": job.batch_per_chip}
+    if wrong := {name: size for name, size in sizes.items() if not 0 < size < math.inf}:
+        raise ValueError(f"sequence, accumulate and batch_per_chip must be positive; got {wrong}")
 
 
 def _optimizer(job: Job, model: Any) -> Any:

@@ -82,6 +82,8 @@ class Target:
 def parse_target(name: str) -> Target:
     """Raises ValueError for hardware that does not exist, naming what does."""
     text = name.strip().lower()
+    if re.search(r"[-x*:]0+(?!\d)", text):
+        raise ValueError(f"{name}: there is no hardware of 0 chips or slices")
     if text == "cpu":
         return Target(text, CHIPS["cpu"], len(jax.devices("cpu")))
     if found := re.fullmatch(r"(h100|h200)(?:[x-](\d+))?", text):

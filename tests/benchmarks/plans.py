@@ -3,19 +3,20 @@ ahead-of-time compile.
 
     python -m tests.benchmarks.plans [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --published [NAME ...] [--json out.json] [--check]
+    python -m tests.benchmarks.plans --present [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --remat
     python -m tests.benchmarks.plans --search
     python -m tests.benchmarks.plans --gpu [NAME ...] [--json out.json] [--check]
 
 Needs libtpu (`pip install "maxlib[tpu]"`), no TPU; --gpu needs jax's plugin for CUDA (`pip install "maxlib[cuda]"`), no
-GPU. float32 parameters and Adam moments, bfloat16 arithmetic, full
-remat, scanned layers, one sequence per chip. The peer's figures: commit e591f30, libtpu 0.0.51, flash kernel, the same
-settings. --check ends with an error if a step needs more than the peer's, or the analytic model is off by more than a
+GPU. float32 parameters and Adam moments, bfloat16 arithmetic, full remat, scanned layers, one sequence per chip. The
+peer's figures: commit e591f30, libtpu 0.0.51, flash kernel, the same settings. --check ends with an error if a step needs more than the peer's, or the analytic model is off by more than a
 tenth. --published: the configurations of MaxText's tables of MFU (`published.py`), each beside what was measured;
 --check ends with an error if one does not fit, the analytic model is off by more than a tenth, or the roofline is lower
-than what was measured. --remat: one model under every policy. --search: 30 layouts of an 8B model on 16 chips. --gpu:
-steps for H100 and H200; --check ends with an error if one does not fit, the analytic model is off by more than a tenth,
-arithmetic is not 1.2 to 1.4 times the model's, or compiling takes two minutes.
+than what was measured. --present: the networks that the same scripts build today, beside the peer's memory, --check as
+without. --remat: one model under every policy. --search: 30 layouts of an 8B model on 16 chips. --gpu: steps for H100 and H200; --check ends with an error if one
+does not fit, the analytic model is off by more than a tenth, arithmetic is not 1.2 to 1.4 times the model's, or
+compiling takes two minutes.
 """
 
 import argparse
@@ -25,9 +26,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from maxlib import nn, plan
+from maxlib import nn, plan, xla_flags
 from maxlib.plan.targets import has_gpu_compiler
-from tests.benchmarks.published import ROWS, Row
+from tests.benchmarks.published import PRESENT, ROWS, Row
 
 GIB = 2**30
 EXPERTS_BY_NUMBER = {"rules": "ep_fsdp"}
@@ -69,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=[])
     parser.add_argument("--json", type=Path)
-    for option in ("--check", "--published", "--remat", "--search", "--gpu"):
+    for option in ("--check", "--published", "--present", "--remat", "--search", "--gpu"):
         parser.add_argument(option, action="store_true")
     args = parser.parse_args()
     if args.gpu and not has_gpu_compiler():
@@ -83,7 +84,7 @@ def main() -> None:
     elif args.remat:
         remat_table()
     else:
-        table = published_table if args.published else compare
+        table = published_table if args.published else present_table if args.present else compare
         table(args.names, args.json, args.check)
 
 
@@ -102,6 +103,24 @@ def compare(names: list[str], out: Path | None, check: bool) -> None:
         if got.peak > (peer * GIB if peer else got.target.chip.memory) or abs(error(got)) > 0.1:
             wrong.append(name)
     finish(rows, out, wrong if check else [], "more than the peer, or the analytic model is off by more than a tenth")
+
+
+def present_table(names: list[str], out: Path | None, check: bool) -> None:
+    rows, wrong = [], []
+    print("| network, target | parameters | per chip | mesh, remat | peak GiB | flags | with them | peer |")
+    print("|---" * 8 + "|")
+    for name in names or PRESENT:
+        row, peer, flags = PRESENT[name]
+        usual = row.plan()
+        got = row.plan(options=xla_flags.options(*flags)) if flags else usual
+        mesh = " x ".join(f"{axis} {n}" for axis, n in got.mesh.items() if n > 1)
+        what = [f"{got.num_parameters / 1e9:.1f}B", f"{row.batch_per_chip}", f"{mesh}, `{row.remat}`"]
+        sizes = [f"{usual.peak / GIB:.2f}", " ".join(flags), f"{got.peak / GIB:.2f}", f"{peer:.2f}"]
+        print(f"| {name} | {' | '.join(what + sizes)} |", flush=True)
+        rows.append(numbers(name, got) | {"usual": usual.peak, "peer": peer * GIB})
+        if got.peak > peer * GIB:
+            wrong.append(name)
+    finish(rows, out, wrong if check else [], "more than the peer")
 
 
 def published_table(names: list[str], out: Path | None, check: bool) -> None:

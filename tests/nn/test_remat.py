@@ -63,5 +63,10 @@ def test_what_lies_on_the_host_comes_back():
     gradient = lambda remat: jax.jit(jax.grad(lambda p: loss(p, rest, remat)), compiler_options=QUICKLY)
     got, want = gradient({"q": "offload", "k": "keep"}), gradient(None)
     assert "MemorySpace.Host" in str(got.trace(params).jaxpr)
+    # Only what leaves has its layout chosen: else the TPU's compiler may turn all layers' at once, on the device.
+    turned = [
+        str(gradient(remat).trace(params).jaxpr).count("layout_constraint") for remat in ({"q": "offload"}, "qkv")
+    ]
+    assert turned[0] > 0 and turned[1] == 0
     for path, g in want(params).items():
         np.testing.assert_allclose(got(params)[path], g, atol=1e-6 * np.abs(g).max(), err_msg=path)

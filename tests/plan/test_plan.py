@@ -146,6 +146,18 @@ MISTAKES = {
     "remat": (dict(remat="some"), "remat must be None, one of"),
     "optimizer": (dict(optimizer="lion"), "optimizer must be 'adamw', 'sgd'"),
     "target": (dict(target="v5p-9"), "counts cores"),
+    "none": (dict(target="h100x0"), "no hardware of 0 chips or slices"),
+    "two axes": (dict(rules={"embed": "fsdp", "mlp": "fsdp"}), "put .embed. and .mlp. both on the mesh axis .fsdp."),
+    "experts": (
+        dict(model="mixtral-8x7b", mesh={"expert": 16}, target="h100x16", rules="ep"),
+        "'expert' of size 8 does",
+    ),
+    "layers": (dict(mesh={"stage": 8}, rules="pp:8"), "4 repeats of layers cannot be cut into 8 stages"),
+    "sequence": (
+        dict(mesh={"fsdp": 2, "context": 4}, rules="fsdp+cp_ring", sequence=18),
+        "of 18 tokens does not divide",
+    ),
+    "accumulate": (dict(accumulate=0), r"must be positive; got \{'accumulate': 0\}"),
 }
 
 
@@ -161,6 +173,19 @@ def test_the_command_says_what_is_wrong(capsys):
     assert "no preset is called 'llama9'" in capsys.readouterr().err
     assert command.main(["llama3.2-1b", "--target", "h100x8"]) == 0
     assert "fits:" in capsys.readouterr().out
+    assert command.main(["llama3-70b", "--target", "h100"]) == 1
+    assert "GiB too much" in capsys.readouterr().out
+    assert command.main(["llama3.2-1b", "--target", "h100x8", "--mesh", "fsdp=x"]) == 2
+    assert "a degree reads axis=number, such as fsdp=-1; got 'fsdp=x'" in capsys.readouterr().err
+
+
+def test_a_search_in_which_nothing_fits_ends_like_a_plan_that_does_not_fit(capsys, monkeypatch):
+    layouts = [({"fsdp": -1}, "fsdp")]
+    monkeypatch.setattr(
+        command, "search", functools.partial(plan.search, layouts=layouts, batches=(1,), remats=("full",))
+    )
+    assert command.main(["llama3-70b", "--target", "h100", "--search"]) == 1
+    assert "no layout fits h100" in capsys.readouterr().err
 
 
 def test_a_search_orders_what_fits_by_speed_and_draws():
