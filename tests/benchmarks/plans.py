@@ -10,13 +10,14 @@ ahead-of-time compile.
 
 Needs libtpu (`pip install "maxlib[tpu]"`), no TPU; --gpu needs jax's plugin for CUDA (`pip install "maxlib[cuda]"`), no
 GPU. float32 parameters and Adam moments, bfloat16 arithmetic, full remat, scanned layers, one sequence per chip. The
-peer's figures: commit e591f30, libtpu 0.0.51, flash kernel, the same settings. --check ends with an error if a step needs more than the peer's, or the analytic model is off by more than a
-tenth. --published: the configurations of MaxText's tables of MFU (`published.py`), each beside what was measured;
---check ends with an error if one does not fit, the analytic model is off by more than a tenth, or the roofline is lower
-than what was measured. --present: the networks that the same scripts build today, beside the peer's memory, --check as
-without. --remat: one model under every policy. --search: 30 layouts of an 8B model on 16 chips. --gpu: steps for H100 and H200; --check ends with an error if one
-does not fit, the analytic model is off by more than a tenth, arithmetic is not 1.2 to 1.4 times the model's, or
-compiling takes two minutes.
+peer's figures: commit e591f30, libtpu 0.0.51, flash kernel, the same settings. --check ends with an error if a step
+needs more than the peer's, or the analytic model is off by more than a tenth. --published: the configurations of
+MaxText's tables of MFU (`published.py`), each beside what was measured; --check ends with an error if one does not fit,
+the analytic model is off by more than a tenth, or the roofline is lower than what was measured. --present: the networks
+that the same scripts build today, beside the peer's memory, --check as without. --remat: one model under every policy.
+--search: 30 layouts of an 8B model on 16 chips. --gpu: steps for H100 and H200; --check ends with an error if one does
+not fit, the analytic model is off by more than a tenth, arithmetic is not 1.2 to 1.4 times the model's, or compiling
+takes two minutes.
 """
 
 import argparse
