@@ -35,6 +35,6 @@ def custom_flops(rest: str, operands: Shapes, results: Shapes) -> float:
     if found[1] == "grouped_matmul":  # every row meets one expert of each matrix
         matrices = [shape for shape in (*operands, *results) if len(shape) == 3]
         return 2.0 * operands[0][0] * sum(math.prod(shape[1:]) for shape in matrices)
-    (B, T, N, Hk), (_, S, _, Hv) = operands[0], operands[2]
+    (*queries, Hk), (*_, S, _, Hv) = operands[0], operands[2]  # inside a pipeline with an axis of stages
     keys, values = _ATTENTION.get(found[2], (0, 0))
-    return 2.0 * B * N * T * min(S, (S + _TILE) / 2) * (keys * Hk + values * Hv)
+    return 2.0 * math.prod(queries) * min(S, (S + _TILE) / 2) * (keys * Hk + values * Hv)

@@ -104,7 +104,7 @@ def parse_target(name: str) -> Target:
 
 
 def _gpus(name: str, kind: str, count: int) -> Target:
-    if count < 1 or (count > HOST and count % HOST):
+    if count > HOST and count % HOST:
         raise ValueError(
             f"{name}: GPUs come in hosts of {HOST}; take up to {HOST} of one, or a multiple of {HOST}, such as {kind}x{2 * HOST}; got {count}"
         )

@@ -97,6 +97,10 @@ def test_attention_kernels_count_about_half_the_pairs(name, keys, values):
     assert custom_flops(kernel(f"attention_{name}"), shapes, [shapes[0]]) == pytest.approx(
         2 * 2 * 8 * (4096 * 4096 / 2) * (keys * 96 + values * 64), rel=0.04
     )
+    staged = [[3, *shape] for shape in shapes]
+    assert custom_flops(kernel(f"attention_{name}"), staged, staged) == 3 * custom_flops(
+        kernel(f"attention_{name}"), shapes, shapes
+    )
     assert custom_flops('custom_call_target="Sharding"', shapes, shapes) == 0
 
 
