@@ -123,6 +123,16 @@ def plans(session: nox.Session) -> None:
 
 
 @nox.session
+def plans_gpu(session: nox.Session) -> None:
+    """Training steps compiled for H100 and H200 that are not there (no GPU needed; downloads CUDA's compiler, several
+    GB).
+    """
+    session.install("-e", ".[tests,cuda]")
+    session.run("python", "-m", "tests.benchmarks.plans", "--gpu", *(session.posargs or ["--check"]))
+    session.run("pytest", "-m", "", "tests/plan", "-k", "gpu")
+
+
+@nox.session
 def kernels(session: nox.Session) -> None:
     """The GPU kernels compiled to machine code, and what spills (no GPU needed; downloads CUDA's compiler, several
     GB).

@@ -16,6 +16,7 @@ from maxlib.sharding import Exchange, current, stages
 
 # Where XLA has `ragged_all_to_all`, and where it is chosen.
 CAN_RAGGED, BEST_RAGGED = ("tpu", "gpu"), ("tpu",)
+ROOM = 2  # for so many times an even share
 Experts = Callable[[Float[Array, "R D"], dispatch.Plan], Float[Array, "R D"]]
 
 
@@ -47,7 +48,7 @@ def dropless(
     turns = lambda wanted: wanted if x.shape[0] % wanted == 0 else 1
     few, many = turns(2), turns(devices)
     each = devices if ragged else 1  # a capacity is of what a device gets in all, or from each other one
-    even = min(-(-2 * experts.size * each // (few * devices)), experts.size * each // few)
+    even = min(-(-ROOM * experts.size * each // (few * devices)), experts.size * each // few)
     usual = functools.partial(_turns, one, few, even)
     worst = functools.partial(_turns, one, many, experts.size * each // many)  # room for any choice
     busiest = _busiest(experts // (num_experts // devices), valid, few, devices, axis if ragged else None)

@@ -1,6 +1,7 @@
 """Layers applied in order, scanned where they are alike."""
 
 import contextvars
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxlib.nn.remat import Policy, remat_policy, rematerialised
-from maxlib.nn.tree import variables
-from maxlib.sharding import LAYER_INPUT, pipelined, stages, to_device
+from maxlib.nn.tree import is_variable, variables
+from maxlib.ops.attention.dispatch import current_device
+from maxlib.sharding import LAYER_INPUT, current, map_op, pipelined, stages, to_device
 
 Aux = dict[str, jax.Array]
 _trusted = contextvars.ContextVar("trusted", default=False)
@@ -303,13 +306,41 @@ def _run(x, ctx, layers, caches, policy, prevent_cse: bool = True):
     for i, layer in enumerate(layers):
         apply = lambda layer, x, cache: to_device(layer)(x, ctx, cache)
         if policy is not None:
-            apply = lambda layer, x, cache: jax.tree.map(_held, to_device(layer))(x, ctx, cache)
+            apply = lambda layer, x, cache: _as_it_lies(jax.tree.map(_held, to_device(layer)))(x, ctx, cache)
             apply = rematerialised(apply, policy, prevent_cse=prevent_cse)
             x = jax.tree.map(lambda a: checkpoint_name(a, LAYER_INPUT), x)
         x, new, aux = apply(layer, x, None if caches is None else caches[i])
         new_caches.append(new)
         auxes.append(aux)
     return x, None if caches is None else new_caches, auxes
+
+
+def _as_it_lies(layer: Any) -> Any:
+    """The same layer of a sharded stack, of which XLA for GPUs must not lay out all layers anew before the loop: it
+    would, in float32, since it gathers a layer's weights along the dimension that lies furthest apart."""
+    if current() is None or current_device()[0] != "gpu":
+        return layer
+
+    def keep(leaf):
+        names = leaf.get_metadata().get("axes", ()) if is_variable(leaf) else ()
+        value = leaf.get_value() if len(names) > 1 else None
+        if not isinstance(value, jax.Array) or len(names) != value.ndim:
+            return leaf
+        return leaf.replace(_in_order(value, names))
+
+    return jax.tree.map(keep, layer, is_leaf=is_variable)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _in_order(weight: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """The same: each device's part with its dimensions as they are written."""
+    layout = Layout(tuple(range(weight.ndim)))
+    return map_op(lambda w: with_layout_constraint(w, layout), [names], names)(weight)
+
+
+@_in_order.defjvp
+def _(names, primals, tangents):
+    return _in_order(*primals, names), *tangents
 
 
 @jax.custom_jvp

@@ -7,6 +7,7 @@ from typing import Any
 from maxlib.plan.analytic import analytic_costs
 from maxlib.plan.job import Job
 from maxlib.plan.memory import Memory
+from maxlib.plan.program import refused
 from maxlib.plan.report import Plan
 from maxlib.plan.roofline import estimate
 from maxlib.plan.run import Compiled, run
@@ -36,8 +37,9 @@ def plan(
 
     See `Job` for the arguments. The compiler runs in a process of its own, and stops when it has assigned memory;
     `full` lets it make the machine code too (minutes). options: XLA's own, by name. keep: an empty folder for the
-    compiler's files, the program among them. GPUs are estimated from shapes, without a compiler. Raises ValueError for
-    what does not fit together, ImportError saying what to install, TimeoutError after `timeout` seconds.
+    compiler's files, the program among them. Without jax's plugin for CUDA, GPUs are estimated from shapes, and so is
+    what they send to the host. Raises ValueError for what does not fit together, ImportError saying what to install,
+    TimeoutError after `timeout` seconds.
     """
     job = Job(
         model=model,
@@ -60,7 +62,7 @@ def plan(
 def plan_job(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout: float = 3600) -> Plan:
     """`plan` of a `Job`."""
     target = parse_target(job.target)
-    if target.platform == "cuda":
+    if target.platform == "cuda" and refused(job):
         return estimated(job)
     compiled = run(job, full=full, keep=keep, timeout=timeout)
     return _plan(job, compiled.described, compiled)

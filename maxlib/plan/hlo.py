@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from maxlib.plan.hlo_gpu import custom_flops, known_trips
+from maxlib.plan.loops import Trips, trips_of
+
 WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
@@ -47,7 +50,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Of one step on one device. unknown_loops: how many loops run as often as data says, taken as `unknown_trips`.
+    """Of one step on one device. unknown_loops: how many loops run as often as data says, taken as `trips` say.
     to_host, from_host: bytes that are copied between its memory and the host's.
     """
 
@@ -69,11 +72,18 @@ class _Instruction:
     root: bool
 
 
-def read_costs(text: str, mesh: Mapping[str, int], *, across: tuple[str, ...] = (), unknown_trips: float = 1) -> Costs:
+def read_costs(
+    text: str,
+    mesh: Mapping[str, int],
+    *,
+    across: tuple[str, ...] = (),
+    trips: Trips | None = None,
+    cache: float = 0,
+) -> Costs:
     """The costs of an optimized HLO module. `mesh` is the shape of the mesh, in its own order; `across` are the axes
-    that cross slices.
+    that cross slices. trips: of loops that depend on data. cache: bytes that stay on the chip between instructions.
     """
-    program = _Program(text, mesh, across, unknown_trips)
+    program = _Program(text, mesh, across, trips or {}, cache)
     program.visit(program.entry, 1.0, in_fusion=False)
     found = (
         Collective(kind, axes, int(n), runs, size) for (kind, axes), (n, runs, size) in program.collectives.items()
@@ -85,9 +95,9 @@ def read_costs(text: str, mesh: Mapping[str, int], *, across: tuple[str, ...] = 
 class _Program:
     """The computations of a module, and what a walk over them has added up."""
 
-    def __init__(self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], unknown_trips: float):
+    def __init__(self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], trips: Trips, cache: float):
         self.computations, self.entry = _parse(text)
-        self.mesh, self.across, self.unknown_trips = dict(mesh), across, unknown_trips
+        self.mesh, self.across, self.trips, self.cache = dict(mesh), across, trips, cache
         self.flops, self.bytes, self.unknown, self.to_host, self.from_host = 0.0, 0.0, 0, 0.0, 0.0
         self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
         self.chains: set[str] = set()
@@ -111,7 +121,7 @@ class _Program:
             elif kind in ("dot", "convolution"):
                 self.flops += times * _matmul_flops(one, computation)
             elif kind == "custom-call":
-                self.flops += times * _estimate(one, "flops")
+                self.flops += times * (_estimate(one, "flops") + _custom_flops(one, computation))
             self._copy(one, computation, times)
             if not in_fusion:
                 self.bytes += times * self._traffic(one, computation)
@@ -149,6 +159,8 @@ class _Program:
         """From a condition `i < constant` and a body with `i + step`; loops begin at 0 unless another constant is
         seen. A loop may carry its limit along.
         """
+        if (known := known_trips(loop.rest)) is not None:
+            return known
         condition = self.computations[_called(loop, "condition")]
         numbers = [value for one in condition.values() if (value := _constant(one)) is not None]
         index, *others = _compared(condition) or [None]
@@ -156,7 +168,7 @@ class _Program:
         numbers = numbers or [value for other in others if (value := begin(other)) is not None]
         if len(numbers) != 1:
             self.unknown += 1
-            return self.unknown_trips
+            return trips_of(loop.rest, self.trips)
         first = begin(index) or 0
         return max(1, math.ceil((numbers[0] - first) / self._step(self.computations[_called(loop, "body")], index)))
 
@@ -203,6 +215,8 @@ class _Program:
             return _bytes(one.type)  # which names operands and results
         if own := _estimate(one, "bytes_accessed"):
             return own
+        if _bytes(one.type) + sum(_bytes(operand.type) for operand in operands) <= self.cache:
+            return 0.0
         if one.opcode != "fusion":
             return _bytes(one.type) + sum(_bytes(operand.type) for operand in operands)
         inner = self.computations[_called(one, "calls")]
@@ -343,8 +357,15 @@ def _shapes(type_: str) -> Iterator[tuple[str, list[int], str]]:
 
 
 def _types(type_: str) -> list[str]:
-    """Of the elements of a tuple."""
-    return [found[0] for found in _SHAPE.finditer(type_)]
+    """Of the elements of a tuple, which may be tuples."""
+    parts, depth = [""], 0
+    for sign in type_[1:-1]:
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return parts
 
 
 def _bytes(type_: str) -> float:
@@ -405,6 +426,12 @@ def _meetings(left: int, window: int, out: int, low: int, stride: int, left_dila
     """How many pairs of an output position and a window element meet an element of the input, not padding."""
     at = np.arange(out)[:, None] * stride - low + np.arange(window)[None] * right_dilation
     return int(np.sum((at >= 0) & (at <= (left - 1) * left_dilation) & (at % left_dilation == 0)))
+
+
+def _custom_flops(one: _Instruction, computation: dict[str, _Instruction]) -> float:
+    types = [computation[name].type for name in one.operands if name in computation]
+    operands = [sizes for type_ in types for _, sizes, _ in _shapes(type_)]
+    return custom_flops(one.rest, operands, [sizes for _, sizes, _ in _shapes(one.type)])
 
 
 def _estimate(one: _Instruction, what: str) -> float:

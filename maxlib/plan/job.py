@@ -55,6 +55,13 @@ class Job:
         return sharding.preset(self.rules) if isinstance(self.rules, str) else self.rules
 
     @property
+    def offloads(self) -> bool:
+        """Whether it sends arrays to the host's memory."""
+        remat = nn.POLICIES.get(self.remat) if isinstance(self.remat, str) else self.remat
+        away = isinstance(remat, Mapping) and "offload" in remat.values()
+        return away or any(isinstance(place, sharding.Memory) for place in self.table.values())
+
+    @property
     def title(self) -> str:
         if isinstance(self.model, str):
             return self.model

@@ -110,7 +110,8 @@ def _kept_bytes(x: Any, weights: Any, program: Program) -> float:
 
 def _layer_weights(program: Program) -> float:
     """Whole weights of a layer (gathered, in the compute dtype), and one gradient before it is split; experts to which
-    tokens travel stay where they are. Slices exchange a layer's gradients beside the next layer: all of them wait."""
+    tokens travel stay where they are. Slices exchange a layer's gradients beside the next layer: all of them wait. XLA
+    for GPUs scatters those of a layer together."""
     rules, mesh, names = program.job.table, program.mesh, nn.axes(program.state.rest)
     width = jnp.dtype(program.job.dtype).itemsize
     gathered = (
@@ -122,8 +123,10 @@ def _layer_weights(program: Program) -> float:
             continue
         spec = sharding.spec(names[path], gathered, ndim=x.ndim)
         layers.setdefault(part, []).append(part_bytes(x.shape, width, spec, mesh) / x.shape[0])
-    turns = 2 if parse_target(program.job.target).slices > 1 else 1
-    return max((turns * sum(layer) + max(layer) for layer in layers.values()), default=0)
+    target = parse_target(program.job.target)
+    turns = 2 if target.slices > 1 else 1
+    last = sum if target.platform == "cuda" else max  # of the gradients that are being scattered
+    return max((turns * sum(layer) + last(layer) for layer in layers.values()), default=0)
 
 
 def _whole_sequences(program: Program, rows: int) -> float:
@@ -148,7 +151,7 @@ def _travelling(program: Program, rows: int) -> float:
 
 def _loss(program: Program, rows: int) -> float:
     """The head's weight, the sum of its gradients in float32, and a chunk's logits and their gradient; the rows, where
-    they travel."""
+    they travel. On GPUs the weight is gone when the sum is turned round."""
     job, mesh, (vocab, dim) = program.job, program.mesh, program.head
     width = jnp.dtype(job.dtype).itemsize
     hidden = jax.ShapeDtypeStruct((program.rows // job.accumulate, job.sequence, dim), jnp.dtype(job.dtype))
@@ -159,4 +162,5 @@ def _loss(program: Program, rows: int) -> float:
     parts, travel = math.prod(mesh.shape[a] for a in axes + more), math.prod(mesh.shape[a] for a in more)
     tokens = rows * job.sequence * travel
     logits = min(ROWS_AT_ONCE * travel, tokens) * (vocab / parts) * 4
-    return (vocab / parts) * dim * (width + 2 * 4) + 2 * logits + (2 * tokens * dim * width if more else 0)
+    weight = 0 if parse_target(job.target).platform == "cuda" else width
+    return (vocab / parts) * dim * (weight + 2 * 4) + 2 * logits + (2 * tokens * dim * width if more else 0)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib import nn, sharding, training
 from maxlib.ops.attention.chunked import choose_blocks
 from maxlib.plan.job import Job, check_names
-from maxlib.plan.targets import devices_of, parse_target
+from maxlib.plan.targets import INSTALL_GPU_COMPILER, devices_of, has_gpu_compiler, parse_target
 from maxlib.sharding.mesh import fill
 
 # The first call of attention in a lowered program: queries and keys as one device sees them.
@@ -74,13 +74,22 @@ def make_program(job: Job) -> Program:
     return Program(job, mesh, model, _state(model, optimizer, mesh, rules), _batch(job, mesh, rows), optimizer, rows)
 
 
+def refused(job: Job) -> str | None:
+    """Why a job for GPUs can only be estimated, or None."""
+    if not has_gpu_compiler():
+        return f"jax's plugin for CUDA is not installed; install it: {INSTALL_GPU_COMPILER}"
+    if job.offloads:
+        return "GPUs are described without the host's memory, to which this job sends arrays"
+    return None
+
+
 def _mesh(job: Job) -> Any:
     if unknown := set(job.mesh) - set(sharding.AXES):
         raise ValueError(f"the mesh names {sorted(unknown)}, but its axes are {', '.join(sharding.AXES)}")
     target = parse_target(job.target)
     if job.dcn and target.slices == 1 and target.platform == "tpu":
         raise ValueError(f"dcn={dict(job.dcn)} is for several slices, such as {target.name}x2; {target.name} is one")
-    if target.platform != "cuda":
+    if target.platform != "cuda" or not refused(job):
         return sharding.make_mesh(**job.mesh, dcn=job.dcn, devices=devices_of(target))
     degrees = fill({axis: job.mesh.get(axis, 1) for axis in sharding.AXES}, target.devices, "devices")
     return AbstractMesh(tuple(degrees.values()), sharding.AXES, axis_types=(AxisType.Auto,) * len(degrees))

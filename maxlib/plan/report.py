@@ -5,11 +5,13 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 
 from maxlib.plan.hlo import Costs
 from maxlib.plan.job import Job
 from maxlib.plan.memory import Memory
+from maxlib.plan.program import refused
 from maxlib.plan.roofline import Estimate
 from maxlib.plan.targets import GIB, Target
 
@@ -86,7 +88,8 @@ def _memory(plan: Plan) -> Table:
     table.add_row("batch", show(plan.batch), "")
     table.add_row("gradients", show(plan.gradients), "by their shapes; the compiler counts them as temporaries")
     table.add_row("activations, temporaries", show(rest), "the compiler's temporaries without gradients")
-    table.add_row("code", show(plan.code), "" if plan.code is not None else "needs a full compilation (--full)")
+    unknown = "needs a full compilation (--full)" if plan.code is None else "the compiler does not say"
+    table.add_row("code", show(plan.code or None), "" if plan.code else unknown)
     table.add_row("peak", show(plan.peak), "compiled" if plan.compiled else "analytic model only")
     table.add_row("capacity", show(plan.target.chip.memory), "")
     if plan.host:
@@ -125,7 +128,9 @@ def _work(plan: Plan) -> list[Any]:
     total, how = plan.costs.flops * plan.target.devices, "compiled" if plan.compiled else "estimated"
     lines.append(f"{how} FLOPs of a step: {total:.4g} ({total / plan.model_flops:.2f} times the model's)")
     if plan.costs.unknown_loops:
-        lines.append(f"{plan.costs.unknown_loops} loops depend on data (masked attention): counted for a causal mask")
+        lines.append(
+            f"{plan.costs.unknown_loops} loops depend on data: counted for a causal mask, experts with equal shares"
+        )
     return [*lines, _collectives(plan.costs), *_host(plan.costs), *_estimate(plan.estimate), *_times(plan)]
 
 
@@ -162,6 +167,7 @@ def _estimate(estimate: Estimate) -> list[str]:
 
 def _times(plan: Plan) -> list[str]:
     if not plan.compiled:
-        return ["not compiled"]
+        why = refused(plan.job) if plan.target.platform == "cuda" else None
+        return [f"not compiled: {escape(why)}" if why else "not compiled"]
     end = "to the end" if plan.code is not None else "until buffers were assigned"
     return [f"lowered in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s ({end})"]

@@ -5,8 +5,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from jax.sharding import Mesh
+
 from maxlib.plan.hlo import Collective, Costs
-from maxlib.plan.targets import Chip, Target
+from maxlib.plan.targets import HOST, Chip, Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,19 +83,42 @@ def _assumptions(chip: Chip, links: Mapping[str, float], mesh: Mapping[str, int]
     return (
         f"matmuls at the peak of {chip.flops / 1e12:.4g} bfloat16 TFLOP/s a device; nothing else costs arithmetic",
         f"memory at {chip.bandwidth / 1e9:.0f} GB/s; every fusion reads and writes what its shapes say",
+        *_of_cache(chip),
         f"collectives at full link speed, no latency: {used}",
         *copies,
         f"the estimate overlaps all of these perfectly; 'no overlap' adds the network's{' and the host' * host} time",
     )
 
 
+def _of_cache(chip: Chip) -> list[str]:
+    return (
+        [f"what together takes a quarter of the {chip.cache / 2**20:.0f} MiB cache stays in it"] if chip.cache else []
+    )
+
+
+def _within_host(mesh: Any, number: int) -> int:
+    """How many GPUs of a host one group over this axis has."""
+    sizes = tuple(mesh.shape.values())
+    if isinstance(mesh, Mesh):
+        hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    else:  # the last axes lie within a host
+        hosts = np.arange(math.prod(sizes)).reshape(sizes) // HOST
+    line = hosts.swapaxes(0, number).reshape(sizes[number], -1)[:, 0]
+    return sizes[number] // len(set(line.tolist()))
+
+
+def _gpu_links(members: int, degree: int, chip: Chip) -> float:
+    """Each GPU has a way to the network of its own, and a ring over several hosts uses those of all its members."""
+    return chip.links if members == degree else min(chip.links, members * chip.across)
+
+
 def link_speeds(mesh: Any, target: Target) -> dict[str, float]:
-    """Bytes per second of each mesh axis: the torus dimensions it runs through, NVLink, or the slower network."""
+    """Bytes per second of each mesh axis: the torus dimensions it runs through, NVLink, or the slower network, to
+    which a group has as many ways as members in a host."""
     names = mesh.axis_names
-    if target.platform != "tpu":  # eight GPUs to a host, the last axes within it
-        sizes = [mesh.shape[axis] for axis in names]
-        near = {axis: math.prod(sizes[i:]) <= 8 for i, axis in enumerate(names)}
-        return {axis: target.chip.links if near[axis] else target.chip.across for axis in names}
+    if target.platform != "tpu":
+        members = {axis: _within_host(mesh, number) for number, axis in enumerate(names)}
+        return {axis: _gpu_links(members[axis], mesh.shape[axis], target.chip) for axis in names}
     speeds = {}
     for number, axis in enumerate(names):
         line = mesh.devices.swapaxes(0, number).reshape(mesh.devices.shape[number], -1)[:, 0]

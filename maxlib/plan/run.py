@@ -15,11 +15,17 @@ from typing import Any
 
 from maxlib.plan.hlo import Costs, read_costs
 from maxlib.plan.job import MARK, Job, to_json
+from maxlib.plan.loops import Trips
+from maxlib.plan.targets import parse_target
 
 # Written when buffers are assigned, before the machine code is made, which takes most of the time.
-_ASSIGNED = "*jit_step*.after_optimizations_after_buffer_assignment.txt"
-_BUFFERS = "*jit_step*.after_optimizations-buffer-assignment.txt"
-_PROGRAM = "*jit_step*.after_optimizations.txt"
+_ASSIGNED = {
+    "tpu": "*jit_step*.after_optimizations_after_buffer_assignment.txt",
+    "cuda": "*jit_step*after_optimizations-memory-usage-report.txt",
+    "cpu": "never",
+}
+_BUFFERS = "*jit_step*after_optimizations-buffer-assignment.txt"
+_PROGRAM = "*jit_step*after_optimizations.txt"
 
 
 _HOST = "5"
@@ -64,7 +70,7 @@ def run(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout
 def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str, dict[str, Any]], float]:
     """What the process told, by stage, and how long it compiled."""
     news: dict[str, dict[str, Any]] = {}
-    began = time.monotonic()
+    began, assigned = time.monotonic(), _ASSIGNED[parse_target(job.target).platform]
     command = [sys.executable, "-m", "maxlib.plan.worker", str(dump)]
     with subprocess.Popen(
         command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -78,12 +84,12 @@ def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str,
             if time.monotonic() - began > timeout:
                 process.kill()
                 raise TimeoutError(f"compiling for {job.target} took more than {timeout:g} s; it was at {[*news][-1:]}")
-            if not full and any(dump.glob(_ASSIGNED)):
+            if not full and any(dump.glob(assigned)):
                 time.sleep(1)  # the last files of that moment
                 process.kill()
             time.sleep(0.2)
         reader.join(timeout=10)
-    if not news or ("compiled" not in news and "failed" not in news and not any(dump.glob(_ASSIGNED))):
+    if not news or ("compiled" not in news and "failed" not in news and not any(dump.glob(assigned))):
         raise RuntimeError(
             f"the compiler's process ended with code {process.returncode} at {[*news][-1:]}, and said nothing"
         )
@@ -127,7 +133,7 @@ def _read(job: Job, news: dict[str, dict[str, Any]], dump: Path, seconds: float)
         compiled.get("code"),
         peak,
         compiled.get("host", host) or described["bytes"]["host"],
-        _costs(job, dump, described["mesh"], lowered.get("attention_trips", 1)),
+        _costs(job, dump, described["mesh"], lowered.get("trips", {})),
         exceeded,
     )
 
@@ -150,7 +156,8 @@ def _used(message: str) -> float | None:
     return float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1) if found else None
 
 
-def _costs(job: Job, dump: Path, mesh: dict[str, int], attention_trips: float) -> Costs | None:
+def _costs(job: Job, dump: Path, mesh: dict[str, int], trips: Trips) -> Costs | None:
     paths = [*dump.glob("text"), *dump.glob(_PROGRAM)]
     across = tuple(axis for axis, degree in (job.dcn or {}).items() if degree != 1)
-    return read_costs(paths[0].read_text(), mesh, across=across, unknown_trips=attention_trips) if paths else None
+    cache = parse_target(job.target).chip.cache / 4
+    return read_costs(paths[0].read_text(), mesh, across=across, trips=trips, cache=cache) if paths else None

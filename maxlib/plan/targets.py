@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 GIB = 2**30
+HOST = 8  # GPUs of a host, which NVLink joins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Chip:
 
     memory: bytes that a program may use. links: of one torus dimension, both ends together (GPUs: of NVLink).
     across: the slower network, per device. host: the link to the host. cores: how many cores a name such as v5p-128
-    counts for one chip.
+    counts for one chip. cache: bytes of the last cache before the memory.
     """
 
     kind: str
@@ -30,6 +31,7 @@ class Chip:
     host: float
     dims: int
     cores: int = 1
+    cache: float = 0
 
 
 # Links to the host. GPUs: PCIe 5 x16, half of the 128 GB/s that the data sheets give for both directions. TPUs:
@@ -40,8 +42,8 @@ CHIPS = {
     "v5e": Chip("TPU v5e", 197e12, 15.75 * GIB, 8.2e11, 9e10, 3.1e9, 1.5e10, 2),
     "v5p": Chip("TPU v5p", 459e12, 95.74 * GIB, 2.765e12, 1.8e11, 6.25e9, 1.5e10, 3, cores=2),
     "v6e": Chip("TPU v6e", 918e12, 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 3.2e10, 2),
-    "h100": Chip("NVIDIA H100 SXM", 989e12, 79.1 * GIB, 3.35e12, 4.5e11, 5e10, 6.4e10, 0),
-    "h200": Chip("NVIDIA H200 SXM", 989e12, 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 6.4e10, 0),
+    "h100": Chip("NVIDIA H100 SXM", 989e12, 79.1 * GIB, 3.35e12, 4.5e11, 5e10, 6.4e10, 0, cache=50 * 2**20),
+    "h200": Chip("NVIDIA H200 SXM", 989e12, 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 6.4e10, 0, cache=50 * 2**20),
     "cpu": Chip("this machine's CPU devices", 1e11, 8 * GIB, 2e10, 1e10, 1e9, 2e10, 0),
 }
 
@@ -85,7 +87,7 @@ def parse_target(name: str) -> Target:
     if text == "cpu":
         return Target(text, CHIPS["cpu"], len(jax.devices("cpu")))
     if found := re.fullmatch(r"(h100|h200)(?:[x-](\d+))?", text):
-        return Target(text, CHIPS[found[1]], int(found[2] or 1))
+        return _gpus(text, found[1], int(found[2] or 1))
     if found := re.fullmatch(r"(v4|v5e|v5p|v6e):(\d+(?:x\d+)+)(?:\*(\d+))?", text):
         sides = tuple(map(int, found[2].split("x")))
         return _tpu(name, text, found[1], math.prod(sides), sides, int(found[3] or 1))
@@ -99,6 +101,14 @@ def parse_target(name: str) -> Target:
         f"no hardware is known as {name!r}; take v4-N, v5p-N (N cores), v5e-N, v6e-N (N chips), such as v5e-256, with xM for M slices, "
         "a topology such as v5p:4x4x8, h100xN, h200xN, or cpu"
     )
+
+
+def _gpus(name: str, kind: str, count: int) -> Target:
+    if count > HOST and count % HOST:
+        raise ValueError(
+            f"{name}: GPUs come in hosts of {HOST}; take up to {HOST} of one, or a multiple of {HOST}, such as {kind}x{2 * HOST}; got {count}"
+        )
+    return Target(name, CHIPS[kind], count)
 
 
 def _tpu(name: str, text: str, kind: str, chips: int, sides: tuple[int, ...], slices: int) -> Target:
@@ -122,12 +132,15 @@ def _torus(name: str, chips: int, dims: int) -> tuple[int, ...]:
 
 
 def devices_of(target: Target) -> list[Any]:
-    """The devices of a described topology (one topology per process), or this machine's CPU devices.
+    """The devices of a described topology or this machine's CPU devices.
 
-    Raises ImportError when the compiler for that hardware is not installed, saying what to install.
+    Raises ImportError when the compiler for that hardware is not installed, saying what to install. Of GPUs a process
+    may describe several topologies, of TPUs one.
     """
     if target.platform == "cpu":
         return list(jax.devices("cpu"))
+    if target.platform == "cuda":
+        return _gpu_devices(target)
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             f'{target.name}: compiling for TPUs needs libtpu and no TPU; install it: pip install "maxlib[tpu]"'
@@ -144,3 +157,38 @@ def devices_of(target: Target) -> list[Any]:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=str(target.topology), **more).devices)
     except Exception as error:
         raise ValueError(f"{target.name}: libtpu knows no topology {target.topology}: {error}") from error
+
+
+def has_gpu_compiler() -> bool:
+    """Whether jax's plugin for CUDA is installed, which compiles without a GPU."""
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13))
+
+
+INSTALL_GPU_COMPILER = 'pip install "maxlib[cuda]" (no GPU is needed)'
+
+# What XLA must know of a Hopper that is not there. Accelerated features are what its kernels are made of (sm_90a).
+_HOPPER = """
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth:.0f} l2_cache_size: {cache:.0f} device_memory_size: {memory:.0f}
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{kind}"
+"""
+
+
+def _gpu_devices(target: Target) -> list[Any]:
+    if not has_gpu_compiler():
+        raise ImportError(
+            f"{target.name}: compiling for GPUs needs jax's plugin for CUDA; install it: {INSTALL_GPU_COMPILER}"
+        )
+    from jax.experimental import topologies
+
+    chip, hosts = target.chip, math.ceil(target.devices / HOST)
+    about = _HOPPER.format(bandwidth=chip.bandwidth, memory=chip.memory, cache=chip.cache, kind=chip.kind)
+    shape = f"1x{hosts}x{target.devices // hosts}"
+    return list(topologies.get_topology_desc(target.name, "cuda", target_config=about, topology=shape).devices)

@@ -13,8 +13,10 @@ from typing import Any
 
 import jax
 
-from maxlib import nn
+from maxlib import nn, sharding
+from maxlib.nn.exchange import ROOM
 from maxlib.plan.job import MARK, Job, from_json
+from maxlib.plan.loops import expert_trips
 from maxlib.plan.memory import estimate_memory
 from maxlib.plan.program import Program, bytes_on_device, bytes_on_host, causal_trips, make_program
 from maxlib.plan.roofline import link_speeds
@@ -49,13 +51,12 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
     tell("described", **news)
     begin = time.perf_counter()
     lowered = program.lower()
-    tell("lowered", seconds=time.perf_counter() - begin, attention_trips=causal_trips(lowered.as_text()))
+    tell("lowered", seconds=time.perf_counter() - begin, trips=_trips(program, lowered.as_text()))
     begin = time.perf_counter()
-    is_tpu = parse_target(job.target).platform == "tpu"
-    options = dict(job.options) | ({"xla_dump_to": str(dump)} if is_tpu else {})
-    compiled = lowered.compile(compiler_options=options)
+    dumps = {} if parse_target(job.target).platform == "cpu" else {"xla_dump_to": str(dump)}
+    compiled = lowered.compile(compiler_options=_options(job) | dumps)
     seconds = time.perf_counter() - begin
-    if not is_tpu:
+    if not dumps:
         (dump / "text").write_text(compiled.as_text() or "")
     sizes: Any = compiled.memory_analysis()
     tell(
@@ -68,6 +69,18 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
         peak=0 if (host := _host(sizes)) else getattr(sizes, "peak_memory_in_bytes", 0),
         host=host,
     )
+
+
+def _trips(program: Program, text: str) -> dict[str, float]:
+    with sharding.use(program.mesh, program.job.table):
+        travel = sharding.degree("act_expert") > 1
+    return {"attention": causal_trips(text)} | expert_trips(text, ROOM if travel else 1)
+
+
+def _options(job: Job) -> dict[str, Any]:
+    """The compiler for GPUs would like to time its choices on one."""
+    absent = {"xla_gpu_autotune_level": 0} if parse_target(job.target).platform == "cuda" else {}
+    return absent | dict(job.options)
 
 
 def _host(sizes: Any) -> int:

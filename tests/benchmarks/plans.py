@@ -1,19 +1,23 @@
-"""Memory and collectives of training steps on TPUs that are not there, beside MaxText's own ahead-of-time compile.
+"""Memory and collectives of training steps on TPUs and GPUs that are not there, on TPUs beside MaxText's own
+ahead-of-time compile.
 
     python -m tests.benchmarks.plans [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --published [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --present [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --remat
     python -m tests.benchmarks.plans --search
+    python -m tests.benchmarks.plans --gpu [NAME ...] [--json out.json] [--check]
 
-Needs libtpu (`pip install "maxlib[tpu]"`), no TPU. float32 parameters and Adam moments, bfloat16 arithmetic, full
-remat, scanned layers, one sequence per chip. The peer's figures: commit e591f30, libtpu 0.0.51, flash kernel, the same
-settings. --check ends with an error if a step needs more than the peer's, or the analytic model is off by more than a
-tenth. --published: the configurations of MaxText's tables of MFU (`published.py`), each beside what was measured;
---check ends with an error if one does not fit, the analytic model is off by more than a tenth, or the roofline is lower
-than what was measured. --present: the networks that the same scripts build today, beside the peer's memory; --check
-ends with an error if one needs more. --remat: one model under every policy. --search: 30 layouts of an 8B model on 16
-chips.
+Needs libtpu (`pip install "maxlib[tpu]"`), no TPU; --gpu needs jax's plugin for CUDA (`pip install "maxlib[cuda]"`), no
+GPU. float32 parameters and Adam moments, bfloat16 arithmetic, full remat, scanned layers, one sequence per chip. The
+peer's figures: commit e591f30, libtpu 0.0.51, flash kernel, the same settings. --check ends with an error if a step
+needs more than the peer's, or the analytic model is off by more than a tenth. --published: the configurations of
+MaxText's tables of MFU (`published.py`), each beside what was measured; --check ends with an error if one does not fit,
+the analytic model is off by more than a tenth, or the roofline is lower than what was measured. --present: the networks
+that the same scripts build today, beside the peer's memory; --check ends with an error if one needs more. --remat: one model under every policy.
+--search: 30 layouts of an 8B model on 16 chips. --gpu: steps for H100 and H200; --check ends with an error if one does
+not fit, the analytic model is off by more than a tenth, arithmetic is not 1.2 to 1.4 times the model's, or compiling
+takes two minutes.
 """
 
 import argparse
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlib import nn, plan, xla_flags
+from maxlib.plan.targets import has_gpu_compiler
 from tests.benchmarks.published import PRESENT, ROWS, Row
 
 GIB = 2**30
@@ -49,16 +54,31 @@ CASES: dict[str, tuple[str, str, int, float | None, dict[str, Any]]] = {
     "deepseek-v3 ep8": (*DEEPSEEK, 71.53, {"mesh": {"fsdp": 32, "expert": 8}, "rules": "ep"}),
     "deepseek-v3 ep64": (*DEEPSEEK, None, {"mesh": {"fsdp": 4, "expert": 64}, "rules": "ep"}),
 }
+# preset, target, sequences per GPU, sequence, other settings; attention by our kernels for Hopper where not said.
+GPU_CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
+    "llama2-7b": ("llama2-7b", "h100x8", 1, 4096, {}),
+    "llama2-7b blockwise": ("llama2-7b", "h100x8", 1, 4096, {"attention": None}),
+    "llama2-7b batch 4": ("llama2-7b", "h100x8", 4, 4096, {}),
+    "llama3.1-8b": ("llama3.1-8b", "h100x8", 2, 8192, {}),
+    "llama3-70b h200x16": ("llama3-70b", "h200x16", 1, 8192, {}),
+    "llama3-70b": ("llama3-70b", "h100x128", 2, 8192, {}),
+    "mixtral-8x7b": ("mixtral-8x7b", "h100x16", 1, 4096, {}),
+    "mixtral-8x7b ep8": ("mixtral-8x7b", "h100x32", 1, 4096, {"mesh": {"fsdp": 4, "expert": 8}, "rules": "ep"}),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=[])
     parser.add_argument("--json", type=Path)
-    for option in ("--check", "--published", "--present", "--remat", "--search"):
+    for option in ("--check", "--published", "--present", "--remat", "--search", "--gpu"):
         parser.add_argument(option, action="store_true")
     args = parser.parse_args()
-    if importlib.util.find_spec("libtpu") is None:
+    if args.gpu and not has_gpu_compiler():
+        print('skipped: plans for GPUs need jax\'s plugin for CUDA, pip install "maxlib[cuda]"')
+    elif args.gpu:
+        gpu_table(args.names, args.json, args.check)
+    elif importlib.util.find_spec("libtpu") is None:
         print('skipped: plans for TPUs need libtpu, pip install "maxlib[tpu]"')
     elif args.search:
         print(plan.search("llama3.1-8b", "v5e-16", batches=(1, 2), remats=("full", "qkv", "dots")))
@@ -131,12 +151,52 @@ def beside(row: Row, got: plan.Plan) -> list[str]:
         f"{mesh}, `{row.remat}`",
         f"{got.peak / GIB:.2f}",
         analytic(got),
-        f"{got.costs.flops * devices / got.model_flops - 1:.0%}",
+        f"{again(got):.0%}",
         f"{guess.seconds:.2f}",
         f"{measured:.2f}",
         *[f"{share:.1%}" for share in (guess.mfu, guess.mfu_serial, row.mfu)],
         f"{row.mfu / guess.mfu:.0%}",
     ]
+
+
+def gpu_table(names: list[str], out: Path | None, check: bool) -> None:
+    rows, wrong = [], []
+    print("| model, target | sequences per GPU | mesh, attention | peak GiB | analytic | again | arithmetic s", end=" ")
+    print("| memory s | network s | MFU | no overlap | lower s | compile s |")
+    print("|---" * 13 + "|")
+    for name in names or GPU_CASES:
+        preset, target, batch, sequence, more = GPU_CASES[name]
+        settings = {"attention": "mosaic_gpu"} | more
+        got = plan.plan(preset, target, batch_per_chip=batch, sequence=sequence, **settings)
+        print(f"| {preset}, {target} | {batch} x {sequence} | {' | '.join(on_gpus(got))} |", flush=True)
+        rows.append(numbers(name, got) | {"flops": again(got)})
+        fine = got.fits and abs(error(got)) <= 0.1 and 1.2 <= 1 + again(got) <= 1.4 and got.compile_seconds < 120
+        wrong += [] if fine else [name]
+    finish(
+        rows, out, wrong if check else [], "does not fit, or the analytic model, arithmetic or time to compile are off"
+    )
+
+
+def on_gpus(got: plan.Plan) -> list[str]:
+    assert got.estimate, "the program's text could not be read"
+    guess, attention = got.estimate, got.job.attention or "chunked"
+    mesh = " x ".join(f"{axis} {n}" for axis, n in got.mesh.items() if n > 1)
+    return [
+        f"{mesh}, `{attention}`",
+        f"{got.peak / GIB:.2f}",
+        analytic(got),
+        f"{again(got):.0%}",
+        *[f"{seconds:.3f}" for seconds in (guess.compute, guess.memory, guess.network)],
+        *[f"{share:.1%}" for share in (guess.mfu, guess.mfu_serial)],
+        f"{got.lower_seconds:.1f}",
+        f"{got.compile_seconds:.0f}",
+    ]
+
+
+def again(got: plan.Plan) -> float:
+    """Arithmetic beyond the model's, as a share of it."""
+    assert got.costs, "the program's text could not be read"
+    return got.costs.flops * got.target.devices / got.model_flops - 1
 
 
 def error(got: plan.Plan) -> float:

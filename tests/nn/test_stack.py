@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import nn
+from maxlib import nn, sharding
 
 # prefix, period, lead
 LAYOUTS = [(0, 1), (2, 2), (1, 3), (7, 1), (1, 2, 2), (0, 4, 3)]
@@ -148,6 +148,18 @@ def test_remat_changes_no_gradient(remat):
     loss = lambda stack, remat: jnp.sum(stack(x, 0.1, remat=remat)[0] ** 2)
     want, got = jax.grad(loss)(stack, None), jax.grad(loss)(stack, remat)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(a).max()), want, got)
+
+
+def test_on_gpus_layers_stay_as_they_lie_and_nothing_else_changes(monkeypatch):
+    mesh = sharding.make_mesh(fsdp=4, data=2)
+    with sharding.use(mesh, sharding.FSDP):
+        stack, x = sharding.create(lambda: build(Same, 1, 2), mesh, sharding.FSDP), jnp.ones((8, 3, 4))
+        gradient = lambda stack: jax.grad(lambda stack: jnp.sum(stack(x, 0.1, remat="full")[0] ** 2))(stack)
+        want = jax.jit(gradient)(stack)
+        monkeypatch.setattr("maxlib.nn.stack.current_device", lambda: ("gpu", "NVIDIA H100"))
+        lowered = jax.jit(lambda stack: gradient(stack)).lower(stack)
+        assert "LayoutConstraint" in lowered.as_text()
+        jax.tree.map(np.testing.assert_array_equal, want, lowered.compile()(stack))
 
 
 def test_remat_keeps_less():

@@ -23,34 +23,19 @@ os.environ |= {"MOSAIC_GPU_DUMP_TO": str(DUMP), "MOSAIC_GPU_DUMP_PTXAS": "1"}
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
 
 from maxlib.ops.attention.mosaic_gpu import config, mosaic_gpu  # noqa: E402
 from maxlib.ops.gates import ClampedSwiGLU, swiglu  # noqa: E402
 from maxlib.ops.grouped_matmul.mosaic_gpu import glu  # noqa: E402
 from maxlib.ops.grouped_matmul.mosaic_gpu import mosaic_gpu as grouped_matmul  # noqa: E402
+from maxlib.plan.targets import devices_of, parse_target  # noqa: E402
 
 WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
-
-# What XLA must know of a device that is not there.
-HOPPER = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 device_memory_size: 141000000000
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
-"""
 
 
 def compile_all(widths: tuple[int, int], softcap: float | None) -> list[dict]:
     """One row per kernel of a forward and backward pass, and of decoding."""
-    topology = topologies.get_topology_desc("h200", "cuda", target_config=HOPPER, topology="1x1x1")
-    here = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    here = jax.sharding.SingleDeviceSharding(devices_of(parse_target("h200"))[0])
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
     (Hk, Hv), (B, T, S, N, K) = widths, (2, 1000, 776, 8, 2)
     q, k, v = (array(jnp.bfloat16, *shape) for shape in ((B, T, N, Hk), (B, S, K, Hk), (B, S, K, Hv)))
@@ -77,8 +62,7 @@ def compile_all(widths: tuple[int, int], softcap: float | None) -> list[dict]:
 
 def compile_grouped_matmul() -> list[dict]:
     """One row per kernel, with float32 weights, as when training."""
-    topology = topologies.get_topology_desc("h200", "cuda", target_config=HOPPER, topology="1x1x1")
-    here = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    here = jax.sharding.SingleDeviceSharding(devices_of(parse_target("h200"))[0])
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
     M, I, O, E = 1000, 256, 384, 16
     rows, weights, d_out = array(jnp.bfloat16, M, I), array(jnp.float32, E, O, I), array(jnp.bfloat16, M, O)
@@ -96,8 +80,7 @@ def compile_grouped_matmul() -> list[dict]:
 
 def compile_glu(combine, biased: bool) -> list[dict]:
     """Gate and up together: joined in the kernel, as it is when training, and the gradient of the rows."""
-    topology = topologies.get_topology_desc("h200", "cuda", target_config=HOPPER, topology="1x1x1")
-    here = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    here = jax.sharding.SingleDeviceSharding(devices_of(parse_target("h200"))[0])
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
     M, I, O, E = 1000, 256, 384, 16
     rows, weights, counts = array(jnp.bfloat16, M, I), array(jnp.bfloat16, E, O, I), array(jnp.int32, E)

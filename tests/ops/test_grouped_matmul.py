@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
-from maxlib.ops.grouped_matmul.tiled import _for_each_expert, _for_each_tile, _tile_sizes
+from maxlib.ops.grouped_matmul.tiled import _for_each_expert, _for_each_tile, tile_sizes
 
 IMPLEMENTATIONS = ["tiled", "ragged_dot", "reference"]
 COUNTS = {
@@ -117,7 +117,7 @@ def test_bfloat16_accumulates_in_float32(implementation):
 
 @pytest.mark.parametrize("counts", [[256] * 16, [4000, *[6] * 15], [1] * 16])
 def test_cost_follows_the_rows(counts):
-    sizes = _tile_sizes(4096, 16)
+    sizes = tile_sizes(4096, 16)
     add = lambda tile, total: total + jnp.array([tile.size, 1])
     one = lambda expert, start, stop, total: _for_each_tile(add, start, stop, 4096, sizes, total)
     rows, tiles = _for_each_expert(one, jnp.array(counts), jnp.zeros(2, int))

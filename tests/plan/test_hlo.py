@@ -83,7 +83,7 @@ def test_what_only_the_tpu_compiler_writes():
         "  %heads",
         "  %x3 = bf16[2048,4096,1]{1,0,2} bitcast(%p)\n  %w3 = bf16[32,128,4096]{2,1,0} bitcast(%p)\n  %heads",
     )
-    costs = read_costs(text, {"data": 2, "fsdp": 4}, unknown_trips=3)
+    costs = read_costs(text, {"data": 2, "fsdp": 4}, trips={"attention": 3})
     assert costs.flops == HEADS + 3 * BATCHED and costs.unknown_loops == 1
     found = {one.kind: (one.axes, one.written, one.bytes) for one in costs.collectives}
     whole = 32 * 4096 * 2
@@ -179,7 +179,7 @@ ENTRY %main (p: f32[32,8,128]) -> f32[32,8,128] {
 
 
 def test_copies_between_device_and_host_count_as_often_as_they_run():
-    costs = read_costs(HOST, {"fsdp": 1}, unknown_trips=7)
+    costs = read_costs(HOST, {"fsdp": 1}, trips={"attention": 7})
     whole = 32 * 8 * 128 * 4
     assert (costs.from_host, costs.to_host, costs.unknown_loops) == (2 * whole, whole, 0)
     assert costs.bytes == 3 * whole  # the device's own memory is written twice and read once

@@ -13,7 +13,10 @@ from maxlib import nn, ops, plan, sharding, training
 from maxlib.models import llama
 from maxlib.plan import __main__ as command
 from maxlib.plan import job as jobs
-from maxlib.plan.program import causal_trips
+from maxlib.plan import program as programs
+from maxlib.plan import targets
+from maxlib.plan.program import causal_trips, make_program
+from maxlib.plan.roofline import link_speeds
 from maxlib.plan.search import pareto
 from tests.benchmarks.published import ROWS, Net
 from tests.nn.tiny import LLAMA
@@ -88,7 +91,7 @@ def test_jobs_travel_as_text():
 
 
 def test_a_model_that_does_not_fit_says_by_how_much():
-    text = str(plan.plan("llama3-70b", "h100x8", sequence=8192, remat=None))
+    text = str(plan.estimated(plan.Job(model="llama3-70b", target="h100x8", sequence=8192, remat=None)))
     assert "does not fit" in text and "GiB too much" in text and "remat='full'" in text
     assert "analytic model only" in text and "not compiled" in text
 
@@ -238,6 +241,51 @@ def test_a_kernel_counts_about_what_blockwise_attention_does():
     pairs = 4096**2 / 2 * CONFIG.num_heads * 2 * CONFIG.head_dim * 2 * CONFIG.num_layers
     extra = (kernel.costs.flops - chunked.costs.flops) / pairs
     assert 1.0 < extra < 2.0
+
+
+def test_gpus_are_linked_within_a_host_and_each_has_a_way_out_of_it():
+    def speeds(**mesh):
+        job = plan.Job(model=CONFIG, target="h100x16", sequence=16, mesh=mesh, rules="dp")
+        return make_program(job).mesh, plan.parse_target("h100x16")
+
+    near, out = 4.5e11, 5e10
+    whole = link_speeds(*speeds(fsdp=16))
+    assert whole["fsdp"] == 8 * out and whole["tensor"] == near
+    mixed = link_speeds(*speeds(data=4, tensor=4))
+    assert mixed["data"] == 2 * out and mixed["tensor"] == near
+    assert link_speeds(*speeds(data=2, fsdp=8))["data"] == out
+
+
+def test_without_a_compiler_for_gpus_a_plan_estimates_and_says_what_to_install(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if "cuda" in name else find(name, *rest))
+    text = str(plan.plan(CONFIG, "h100x8", sequence=16))
+    assert "analytic model only" in text and 'pip install "maxlib[cuda]"' in text
+
+
+def test_what_gpus_send_to_the_host_is_estimated(monkeypatch):
+    monkeypatch.setattr(programs, "has_gpu_compiler", lambda: True)
+    for change in (dict(rules="fsdp+offload_optimizer"), dict(remat={"q": "offload"}), dict(remat="qkv_offload")):
+        assert "without the host's memory" in programs.refused(plan.Job(model=CONFIG, target="h100x8", **change))
+    assert programs.refused(plan.Job(model=CONFIG, target="h100x8", remat={"q": "keep"})) is None
+
+
+needs_cuda = pytest.mark.skipif(not targets.has_gpu_compiler(), reason="needs jax's plugin for CUDA: jax[cuda13]")
+
+
+@needs_cuda
+@pytest.mark.full
+@pytest.mark.parametrize("attention", [None, "mosaic_gpu"])
+def test_a_step_compiles_for_gpus_that_are_not_there(attention):
+    got = plan.plan("llama2-7b", "h100x16", sequence=2048, attention=attention)
+    assert got.compiled and got.fits and got.analytic.total == pytest.approx(got.peak, rel=0.1)
+    assert 1.15 < got.costs.flops * 16 / got.model_flops < 1.35
+    # Weights come twice and their gradients go once, in bfloat16; rows travel to embedding and head.
+    moved = {one.kind: one.bytes for one in got.costs.collectives}
+    layers = 2 * (got.num_parameters - 2 * 32_000 * 4096)
+    assert {one.axes for one in got.costs.collectives} == {("fsdp",)}
+    assert moved["all-gather"] == pytest.approx(2 * layers, rel=0.1)
+    assert moved["reduce-scatter"] == pytest.approx(layers, rel=0.1)
 
 
 @needs_libtpu

@@ -19,6 +19,8 @@ from maxlib.plan import targets
         ("v5p:4x4x12", 192, "v5p:4x4x12"),
         ("v5e-256x2", 512, "v5e:16x16"),
         ("h100x8", 8, None),
+        ("h100-16", 16, None),
+        ("h200x3", 3, None),
         ("h200", 1, None),
         ("cpu", 8, None),
     ],
@@ -44,6 +46,7 @@ def test_topologies_close_to_rings_where_the_hardware_does():
         ("v5e-12", "12 chips is no power of two; give the topology"),
         ("v5e-1024", "2 dimensions of at most 16 chips each; got 32x32"),
         ("v5p:4x4", "comes in 3 dimensions"),
+        ("h100x12", "GPUs come in hosts of 8; take up to 8 of one, or a multiple of 8, such as h100x16; got 12"),
     ],
 )
 def test_hardware_that_does_not_exist(name, words):
@@ -55,3 +58,10 @@ def test_without_libtpu_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'v5p-8: .* pip install "maxlib\[tpu\]"'):
         targets.devices_of(plan.parse_target("v5p-8"))
+
+
+def test_without_the_plugin_for_cuda_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    assert not targets.has_gpu_compiler()
+    with pytest.raises(ImportError, match=r'h100x8: .* pip install "maxlib\[cuda\]"'):
+        targets.devices_of(plan.parse_target("h100x8"))

@@ -73,7 +73,7 @@ _tiled.defvjp(_forward, _backward)
 
 def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any = None):
     """Rows times their expert's matrix, over the axis `contract` of `weights`."""
-    sizes = _tile_sizes(len(rows), weights.shape[0])
+    sizes = tile_sizes(len(rows), weights.shape[0])
     dtype = out_dtype or rows.dtype
 
     def step(expert, start, stop, out):
@@ -93,7 +93,7 @@ def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any 
 
 def _outer(d_out, rows, rows_per_expert, dtype):
     """Each expert's sum of outer products: the gradient of the weights."""
-    sizes, exact = _tile_sizes(len(rows), len(rows_per_expert)), summed_in(rows.dtype)
+    sizes, exact = tile_sizes(len(rows), len(rows_per_expert)), summed_in(rows.dtype)
     shape = (len(rows_per_expert), d_out.shape[1], rows.shape[1])
 
     def add(tile: Tile, total):
@@ -140,7 +140,7 @@ def _for_each_tile(step: Callable, start, stop, num_rows: int, sizes: list[int],
     return out
 
 
-def _tile_sizes(M: int, E: int) -> list[int]:
+def tile_sizes(M: int, E: int) -> list[int]:
     """Largest first. Reading a matrix costs about as much as 30 rows: few tiles matter as much as little rounding."""
     if M <= 64 * E:
         sizes = [64, 16]
