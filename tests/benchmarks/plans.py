@@ -14,10 +14,10 @@ peer's figures: commit e591f30, libtpu 0.0.51, flash kernel, the same settings. 
 needs more than the peer's, or the analytic model is off by more than a tenth. --published: the configurations of
 MaxText's tables of MFU (`published.py`), each beside what was measured; --check ends with an error if one does not fit,
 the analytic model is off by more than a tenth, or the roofline is lower than what was measured. --present: the networks
-that the same scripts build today, beside the peer's memory; --check ends with an error if one needs more. --remat: one model under every policy.
---search: 30 layouts of an 8B model on 16 chips. --gpu: steps for H100 and H200; --check ends with an error if one does
-not fit, the analytic model is off by more than a tenth, arithmetic is not 1.2 to 1.4 times the model's, or compiling
-takes two minutes.
+that the same scripts build today, beside the peer's memory; --check ends with an error if one needs more. --remat: one
+model under every policy. --search: 30 layouts of an 8B model on 16 chips. --gpu: steps for H100 and H200; --check ends
+with an error if one does not fit, the analytic model is off by more than a tenth, arithmetic is not 1.2 to 1.4 times
+the model's, or compiling takes two minutes.
 """
 
 import argparse
