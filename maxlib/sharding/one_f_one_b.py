@@ -29,6 +29,7 @@ from maxlib.sharding.pipeline import (
     placed,
     planned,
 )
+from maxlib.sharding.rules import in_a_stage
 
 
 class _Flow(NamedTuple):
@@ -83,7 +84,7 @@ def one_f_one_b(
     plan = planned(layers, x)
     x, ctx = (jax.tree.map(lambda a: deal(a, plan.schedule.microbatches), tree) for tree in (x, ctx))
     held = in_stages(layers, plan), in_stages(fixed, plan), idle(plan)
-    parts = _Parts(lambda held, x, ctx: stage(*held, x, ctx), loss, held, head, x, ctx, plan)
+    parts = _Parts(lambda held, x, ctx: stage(*held, x, ctx), _on_all_stages(loss), held, head, x, ctx, plan)
     flow, lead, ticks = _empty(parts), plan.schedule.lead, plan.schedule.ticks
     tick = functools.partial(_tick, parts)
     flow, _ = lax.scan(functools.partial(tick, backward=False), flow, jnp.arange(lead))
@@ -93,6 +94,16 @@ def one_f_one_b(
     aux = jax.tree.map(lambda a: a / plan.schedule.microbatches, flow.aux)
     came = jax.tree.map(gather_in, of_stage(flow.came, 0))
     return (value, stats, in_order(aux, plan)), (in_order(flow.layers, plan), flow.head, came)
+
+
+def _on_all_stages(loss):
+    """A microbatch has too few rows for the stages to share."""
+
+    def run(*args):
+        with in_a_stage():
+            return loss(*args)
+
+    return run
 
 
 def _tick(parts, flow, t, *, forward=True, backward=True):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding.chunks import Chunks, Schedule, Turn, chunks
 from maxlib.sharding.presets import Pipeline
-from maxlib.sharding.rules import current
+from maxlib.sharding.rules import current, fit, in_a_stage, spec
 
 Tree = Any
 # Names for `jax.checkpoint`: what layers under remat are computed again from, and the weights of a chunk.
@@ -163,7 +163,12 @@ def idle(plan: Plan) -> jax.Array | None:
 
 def each_stage(run: Callable[..., Tree], plan: Plan) -> Callable[..., Tree]:
     """`run(chunk, ...)` on every stage at once, with the chunk of `held` whose turn it is."""
-    return jax.vmap(lambda held, repeat, *args: run(_chunk(held, repeat), *args), spmd_axis_name=plan.axis)
+
+    def one(held, repeat, *args):
+        with in_a_stage():
+            return run(_chunk(held, repeat), *args)
+
+    return jax.vmap(one, spmd_axis_name=plan.axis)
 
 
 def _chunk(held: Tree, repeat: jax.Array) -> Tree:
@@ -209,7 +214,12 @@ def of_stage(tree: Tree, stage: int) -> Tree:
 
 
 def deal(a: jax.Array, parts: int) -> jax.Array:
-    """Part `i` takes every `parts`-th row, so that rows that are spread over devices stay so in each part."""
+    """Part `i` takes every `parts`-th row, so that rows that are spread over devices stay so in each part; those that
+    the stages have shared come to all of them."""
+    with in_a_stage():
+        mesh, rules = current() or (None, {})
+        rows, _ = fit(spec(("batch",), rules), a.shape, mesh)
+    a = lax.with_sharding_constraint(a, P(*(*rows, None)[:1], *[P.UNCONSTRAINED] * (a.ndim - 1)))
     return jnp.swapaxes(a.reshape(a.shape[0] // parts, parts, *a.shape[1:]), 0, 1)
 
 
