@@ -21,7 +21,8 @@ class Job:
     batch_per_chip: sequences of `sequence` tokens per device in one step (a fraction where several devices share one).
     mesh, dcn: as `sharding.make_mesh` takes them. rules: a name that `sharding.preset` knows, or rules. remat:
     as the models take it. optimizer: "adamw", "sgd", or a function of a module, `optimizer(model) ->
-    optax.GradientTransformation`. options: of the compiler.
+    optax.GradientTransformation`. gradients: None, or "1f1b" for a pipeline by `training.one_f_one_b`. options: of the
+    compiler.
     """
 
     model: Any
@@ -35,6 +36,7 @@ class Job:
     optimizer: Any = "adamw"
     dtype: str = "bfloat16"
     accumulate: int = 1
+    gradients: str | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def build(self) -> Any:
@@ -121,6 +123,8 @@ def _decode(value: Any) -> Any:
     return _find(value["name"])
 
 
-def check_remat(remat: Any) -> None:
-    """Raises ValueError for a policy that does not exist."""
-    nn.remat_policy(remat)
+def check(job: Job) -> None:
+    """Raises ValueError for a policy, or a way to find gradients, that does not exist."""
+    nn.remat_policy(job.remat)
+    if job.gradients not in (None, "1f1b"):
+        raise ValueError(f"gradients must be None (autodiff) or '1f1b'; got {job.gradients!r}")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, sharding, training
 from maxlib.ops.attention.chunked import choose_blocks
-from maxlib.plan.job import Job, check_remat
+from maxlib.plan.job import Job, check
 from maxlib.plan.targets import devices_of, parse_target
 from maxlib.sharding.mesh import fill
 
@@ -44,7 +44,11 @@ class Program:
         return jax.eval_shape(lambda model: model.head_weight(), self.model).shape
 
     def lower(self) -> jax.stages.Lowered:
-        step = training.make_train_step(self.loss, self.optimizer, accumulate=self.job.accumulate)
+        options = {"dtype": jnp.dtype(self.job.dtype), "remat": self.job.remat}
+        gradients = training.one_f_one_b(**options) if self.job.gradients == "1f1b" else None
+        step = training.make_train_step(
+            self.loss, self.optimizer, accumulate=self.job.accumulate, gradients=gradients
+        )
         with sharding.use(self.mesh, self.job.table):
             return training.jit_step(step).lower(self.state, self.batch)
 
@@ -59,7 +63,7 @@ class Program:
 def make_program(job: Job) -> Program:
     """Raises ValueError when mesh, rules, batch or remat do not fit the model or the devices, ImportError without the
     compiler."""
-    check_remat(job.remat)
+    check(job)
     mesh = _mesh(job)
     rules = job.table
     rows = _rows(job, mesh)
@@ -135,7 +139,8 @@ def causal_trips(text: str) -> float:
     found = _ATTENTION.search(text)
     if found is None:
         return 1.0
-    q, k = (jax.ShapeDtypeStruct(tuple(map(int, sizes.split("x"))), jnp.bfloat16) for sizes in found.groups())
+    # Inside a pipeline there is an axis of the stages before these four.
+    q, k = (jax.ShapeDtypeStruct(tuple(map(int, sizes.split("x")))[-4:], jnp.bfloat16) for sizes in found.groups())
     return (k.shape[1] / choose_blocks(q, k, 1.0).block_k + 1) / 2
 
 
