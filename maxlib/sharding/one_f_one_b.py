@@ -2,8 +2,8 @@
 
 In every tick each stage computes a chunk of its layers for one microbatch forward and, for an earlier one, backward.
 In between it keeps what entered, for at most `2 S V - 1` pairs of microbatch and chunk (`S` stages, `V` repeats)
-however many there are. No stage goes backward in the first `S V - 1` ticks nor forward in the last, so these are loops
-of their own, and all of it takes the time of two passes of `pipelined`.
+however many there are: the chunk, or each of its layers. No stage goes backward in the first `S V - 1` ticks nor
+forward in the last, so these are loops of their own, and all of it takes the time of two passes of `pipelined`.
 """
 
 import functools
@@ -13,12 +13,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding.pipeline import (
     Plan,
     Tree,
     add_up,
     deal,
+    each_part,
     each_stage,
     enter,
     gather_in,
@@ -50,11 +52,13 @@ class _Flow(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What all ticks share. stage: `(held, x, ctx) -> (x, more, aux)`. held: layers, and what else a stage is made
-    of."""
+    """What all ticks share, and what they call: `through(held, x, ctx) -> (x, more, aux, kept)`, `back(held, kept, ctx,
+    d) -> (gradients of layers, d)`, `loss(head, x, ctx) -> (loss, stats, gradients of the head, d)`. held: layers, and
+    what else a stage is made of."""
 
-    stage: Callable[..., tuple[Tree, jax.Array, Tree]]
-    loss: Callable[..., tuple[jax.Array, Tree]]
+    through: Callable[..., Tree]
+    back: Callable[..., Tree]
+    loss: Callable[..., Tree]
     held: tuple[Tree, ...]
     head: Tree
     x: Tree
@@ -70,20 +74,29 @@ def one_f_one_b(
     head: Tree,
     x: Tree,
     ctx: Tree,
+    *,
+    by_layer: bool = False,
+    by_row: bool = False,
 ) -> tuple[tuple[jax.Array, Tree, Tree], tuple[Tree, Tree, Tree]]:
     """The loss over a batch and its gradients, in the pipeline of the rules in use.
 
     stage: `(layers, fixed, works, x, ctx) -> (x, more, aux)`, with a scalar `more` that adds to the loss. loss: `(head,
     x, ctx) -> (sum, stats)` of a microbatch that has left the last stage. layers, works, x and ctx: as in `pipelined`;
     every array of ctx has a leading batch axis. fixed: what else layers are made of, with the same leading axis and no
-    gradient. Returns `(loss, stats, aux)`, sums over microbatches but for aux, their mean; and the gradients of
-    `(layers, head, x)`. Raises ValueError for layers, rows and microbatches that do not fit the stages, and without a
-    pipeline.
+    gradient. by_layer: keep what enters each layer from the forward to the backward tick, where only a layer at a time
+    is computed again; else what enters a chunk. by_row: whether all that stage and loss make of a row depends on that
+    row only, and sums over rows; gradients are then summed over the data axes once. Returns `(loss, stats, aux)`, sums
+    over microbatches but for aux, their mean; and the gradients of `(layers, head, x)`. Raises ValueError for layers,
+    rows and microbatches that do not fit the stages, and without a pipeline.
     """
     plan = planned(layers, x)
-    x, ctx = (jax.tree.map(lambda a: deal(a, plan.schedule.microbatches), tree) for tree in (x, ctx))
-    held = in_stages(layers, plan), in_stages(fixed, plan), idle(plan)
-    parts = _Parts(lambda held, x, ctx: stage(*held, x, ctx), loss, held, head, x, ctx, plan)
+    plan = plan if by_row else plan._replace(parts=())
+    x, ctx = (jax.tree.map(lambda a: deal(a, plan), tree) for tree in (x, ctx))
+    pieces = plan.chunks.size if by_layer else 1
+    cut = lambda a: a.reshape(*a.shape[:2], pieces, -1, *a.shape[3:])
+    held = jax.tree.map(cut, (in_stages(layers, plan), in_stages(fixed, plan), idle(plan)))
+    calls = _through(stage, plan), _back(stage, plan), _loss_of(loss, plan)
+    parts = _Parts(*calls, held, head, x, ctx, plan)
     flow, lead, ticks = _empty(parts), plan.schedule.lead, plan.schedule.ticks
     tick = functools.partial(_tick, parts)
     flow, _ = lax.scan(functools.partial(tick, backward=False), flow, jnp.arange(lead))
@@ -91,8 +104,73 @@ def one_f_one_b(
     flow, _ = lax.scan(functools.partial(tick, forward=False), flow, jnp.arange(ticks, ticks + lead))
     value, stats = flow.loss
     aux = jax.tree.map(lambda a: a / plan.schedule.microbatches, flow.aux)
-    came = jax.tree.map(gather_in, of_stage(flow.came, 0))
-    return (value, stats, in_order(aux, plan)), (in_order(flow.layers, plan), flow.head, came)
+    came = jax.tree.map(lambda a: gather_in(a, plan), of_stage(flow.came, 0))
+    whole = lambda a: a.reshape(*a.shape[:2], -1, *a.shape[4:])
+    grads = jax.tree.map(whole, _sum_parts(flow.layers, 2, plan))
+    return (value, stats, in_order(aux, plan)), (in_order(grads, plan), _sum_parts(flow.head, 0, plan), came)
+
+
+def _through(stage, plan):
+    """A chunk, piece by piece."""
+
+    def run(held, x, ctx):
+        def step(x, held):
+            new, more, aux = stage(*held, x, ctx)
+            return new, (more, aux, x)
+
+        x, (more, aux, kept) = lax.scan(step, x, held)
+        return x, jnp.sum(more), jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux), kept
+
+    on_parts = each_part(run, plan, (None, 0, 0))
+
+    def through(held, x, ctx):
+        x, more, aux, kept = on_parts(held, x, ctx)
+        return x, jnp.sum(more), aux, kept
+
+    return through
+
+
+def _back(stage, plan):
+    """The gradients of a chunk, from its last piece to its first."""
+
+    def run(held, kept, ctx, d):
+        def step(d, piece):
+            (layers, *others), x = piece
+            (_, more), pull = jax.vjp(lambda layers, x: stage(layers, *others, x, ctx)[:2], layers, x)
+            layers, d = pull((d, jnp.ones_like(more)))
+            return d, layers
+
+        d, layers = lax.scan(step, d, (held, kept), reverse=True)
+        return layers, d
+
+    return each_part(run, plan, (None, 0, 0, 0))
+
+
+def _loss_of(loss, plan):
+    def run(head, x, ctx):
+        value, pull, stats = jax.vjp(lambda head, x: loss(head, x, ctx), head, x, has_aux=True)
+        return (value, stats), *pull(jnp.ones_like(value))
+
+    on_parts = each_part(run, plan, (None, 0, 0))
+
+    def run_and_sum(head, x, ctx):
+        new, head, d = on_parts(head, x, ctx)
+        return _sum_parts(new, 0, plan), _placed_parts(head, 0, plan), d
+
+    return run_and_sum
+
+
+def _sum_parts(tree: Tree, axis: int, plan: Plan) -> Tree:
+    return jax.tree.map(lambda a: jnp.sum(a, axis, dtype=a.dtype), tree) if plan.parts else tree
+
+
+def _placed_parts(tree: Tree, axis: int, plan: Plan) -> Tree:
+    """Sums of gradients, on the devices of each part."""
+    if not plan.parts:
+        return tree
+    rest = P.UNCONSTRAINED
+    put = lambda a: lax.with_sharding_constraint(a, P(*[rest] * axis, plan.parts, *[rest] * (a.ndim - axis - 1)))
+    return jax.tree.map(put, tree)
 
 
 def _tick(parts, flow, t, *, forward=True, backward=True):
@@ -110,15 +188,13 @@ def _forward(parts, flow, t):
     plan, schedule = parts.plan, parts.plan.schedule
     turn, first = schedule.forward(t, schedule.all), schedule.forward(t, 0).microbatch
     new = jax.tree.map(lambda a: a[first][None], parts.x)
-    entering = placed(enter(flow.passed, new, turn), plan.axis)
-    kept = jax.tree.map(lambda k, a: k.at[:, t % schedule.kept].set(a), flow.kept, entering)
+    entering = placed(enter(flow.passed, new, turn), plan)
     ctx = jax.tree.map(lambda a: a[turn.microbatch], parts.ctx)
-    passed, more, aux = each_stage(parts.stage, plan)(parts.held, turn.repeat, entering, ctx)
+    passed, more, aux, kept = each_stage(parts.through, plan)(parts.held, turn.repeat, entering, ctx)
+    kept = jax.tree.map(lambda k, a: k.at[:, t % schedule.kept].set(a), flow.kept, placed(kept, plan))
     value, stats = flow.loss
     value = value + jnp.sum(jnp.where(turn.works, more, 0))
-    return flow._replace(
-        passed=placed(passed, plan.axis), kept=kept, aux=add_up(flow.aux, aux, turn), loss=(value, stats)
-    )
+    return flow._replace(passed=placed(passed, plan), kept=kept, aux=add_up(flow.aux, aux, turn), loss=(value, stats))
 
 
 def _loss(parts, flow, t):
@@ -127,11 +203,7 @@ def _loss(parts, flow, t):
     turn = schedule.forward(t, schedule.stages - 1)
     left = of_stage(flow.passed, schedule.stages - 1)
     ctx = jax.tree.map(lambda a: a[turn.microbatch], parts.ctx)
-
-    def run(left):
-        value, pull, stats = jax.vjp(lambda head, x: parts.loss(head, x, ctx), parts.head, left, has_aux=True)
-        return (value, stats), *pull(jnp.ones_like(value))
-
+    run = lambda left: parts.loss(parts.head, left, ctx)
     if schedule.repeats == 1:
         new, head, came = run(left)
     else:  # most of the time it goes around again
@@ -147,29 +219,28 @@ def _backward(parts, flow, came, t):
     lost = (schedule.all == schedule.stages - 1) & (turn.repeat == schedule.repeats - 1)
     along = lambda a: lost.reshape(-1, *[1] * (a.ndim - 1))
     join = lambda a, b: jnp.where(along(a), b[None], jnp.roll(a, -1, axis=0))
-    came = placed(jax.tree.map(join, flow.returned, came), plan.axis)
-    entered = jax.vmap(lambda kept, at: jax.tree.map(lambda k: k[at], kept))(flow.kept, turn.entered % schedule.kept)
+    came = placed(jax.tree.map(join, flow.returned, came), plan)
+    kept = jax.vmap(lambda kept, at: jax.tree.map(lambda k: k[at], kept))(flow.kept, turn.entered % schedule.kept)
     ctx = jax.tree.map(lambda a: a[turn.microbatch], parts.ctx)
-
-    def pull(held, x, ctx, d):
-        (_, more), pull = jax.vjp(lambda layers, x: parts.stage((layers, *held[1:]), x, ctx)[:2], held[0], x)
-        return pull((d, jnp.ones_like(more)))
-
-    layers, returned = each_stage(pull, plan)(parts.held, turn.repeat, placed(entered, plan.axis), ctx, came)
+    layers, returned = each_stage(parts.back, plan)(parts.held, turn.repeat, placed(kept, plan), ctx, came)
     # Chunks are met from the last to the first, which overwrites what came before.
     came = jax.tree.map(lambda c, a: c.at[:, first].set(a), flow.came, returned)
-    total = placed(add_up(flow.layers, layers, turn), plan.axis)
-    return flow._replace(layers=total, returned=placed(returned, plan.axis), came=placed(came, plan.axis))
+    total = _placed_parts(placed(add_up(flow.layers, layers, turn), plan), 2, plan)
+    return flow._replace(layers=total, returned=placed(returned, plan), came=placed(came, plan))
 
 
 def _empty(parts) -> _Flow:
-    schedule = parts.plan.schedule
-    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
-    some = lambda tree, *lead: jax.tree.map(lambda a: jnp.zeros((schedule.stages, *lead, *a.shape[1:]), a.dtype), tree)
+    plan, schedule = parts.plan, parts.plan.schedule
+    zeros = lambda tree, *lead: jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), tree)
     first = lambda tree: jax.tree.map(lambda a: a[0], tree)
-    run, repeat = each_stage(parts.stage, parts.plan), jnp.zeros(schedule.stages, int)
-    _, _, aux = jax.eval_shape(run, parts.held, repeat, some(parts.x), some(parts.ctx))
-    value = zeros(jax.eval_shape(parts.loss, parts.head, first(parts.x), first(parts.ctx)))
-    new = some(parts.x), some(parts.x, schedule.kept), some(parts.x, schedule.microbatches), zeros(parts.held[0])
-    x, kept, came, layers = placed(new, parts.plan.axis)
-    return _Flow(x, kept, x, came, layers, some(aux, schedule.repeats), zeros(parts.head), value)
+    stages, (chunk, *ready) = schedule.stages, jax.eval_shape(
+        lambda: (jax.tree.map(lambda a: a[0, 0], parts.held), first(parts.x), first(parts.ctx))
+    )
+    passed, _, aux, kept = jax.eval_shape(parts.through, chunk, *ready)
+    layers, _ = jax.eval_shape(parts.back, chunk, kept, ready[1], passed)
+    loss, head, _ = jax.eval_shape(parts.loss, parts.head, *ready)
+    x, came = zeros(passed, stages), zeros(passed, stages, schedule.microbatches)
+    kept, total = zeros(kept, stages, schedule.kept), zeros(layers, stages, schedule.repeats)
+    x, kept, came, total = placed((x, kept, came, total), plan)
+    total, head = _placed_parts(total, 2, plan), _placed_parts(zeros(head), 0, plan)
+    return _Flow(x, kept, x, came, total, zeros(aux, stages, schedule.repeats), head, zeros(loss))

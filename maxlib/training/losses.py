@@ -77,7 +77,9 @@ def cross_entropy(
     axes, more, changes, chunk = (), (), None, None
     if (now := sharding.current()) is not None:
         split = {name: sharding.mesh_axes(name) for name in ("vocab", "batch", "embed")}
+        split["vocab"] = _with_stages(split, weight.shape[0], now[0])
         axes, more = vocab_axes(hidden, weight.shape, now[0], **split)
+        changes = {"vocab": axes}
         if more:  # with as many logits at once as the whole vocabulary would have
             changes = {"vocab": axes + more, "batch": tuple(axis for axis in split["batch"] if axis not in more)}
             chunk = ROWS_AT_ONCE * math.prod(now[0].shape[axis] for axis in more)
@@ -92,6 +94,13 @@ def cross_entropy(
     mapped = sharding.map_op(op, [(*rows, None), ("vocab", None), rows], (rows, rows, rows), changes=changes)
     loss, nll, correct = (jnp.sum(x) for x in mapped(hidden, weight, targets))
     return loss, {"nll": nll, "accuracy": correct}
+
+
+def _with_stages(split: dict[str, Axes], vocab: int, mesh: Any) -> Axes:
+    """The mesh axes of the vocabulary, and those of a pipeline's stages: all have the same rows."""
+    used = {axis for axes in split.values() for axis in axes}
+    axes = split["vocab"] + tuple(axis for axis in sharding.mesh_axes("layers") if axis not in used)
+    return axes if vocab % math.prod(mesh.shape[axis] for axis in axes) == 0 else split["vocab"]
 
 
 @jax.custom_vjp
