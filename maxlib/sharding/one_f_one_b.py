@@ -28,6 +28,7 @@ from maxlib.sharding.pipeline import (
     in_order,
     in_stages,
     of_stage,
+    parts_in,
     placed,
     planned,
 )
@@ -52,8 +53,8 @@ class _Flow(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What all ticks share, and what they call: `through(held, x, ctx) -> (x, more, aux, kept)`, `back(held, kept, ctx,
-    d) -> (gradients of layers, d)`, `loss(head, x, ctx) -> (loss, stats, gradients of the head, d)`. held: layers, and
+    """What all ticks share, and what they call: `through(held, x, ctx) -> (x, more, aux, kept)`, `back(held, total,
+    kept, ctx, d, works) -> (total with the gradients of layers, d)`, `loss(head, x, ctx) -> (loss, stats, gradients of the head, d)`. held: layers, and
     what else a stage is made of."""
 
     through: Callable[..., Tree]
@@ -106,7 +107,7 @@ def one_f_one_b(
     aux = jax.tree.map(lambda a: a / plan.schedule.microbatches, flow.aux)
     came = jax.tree.map(lambda a: gather_in(a, plan), of_stage(flow.came, 0))
     whole = lambda a: a.reshape(*a.shape[:2], -1, *a.shape[4:])
-    grads = jax.tree.map(whole, _sum_parts(flow.layers, 2, plan))
+    grads = jax.tree.map(whole, _sum_parts(flow.layers, 1, plan))
     return (value, stats, in_order(aux, plan)), (in_order(grads, plan), _sum_parts(flow.head, 0, plan), came)
 
 
@@ -131,19 +132,20 @@ def _through(stage, plan):
 
 
 def _back(stage, plan):
-    """The gradients of a chunk, from its last piece to its first."""
+    """The gradients of a chunk, from its last piece to its first, each added to its `total` where that lies."""
 
-    def run(held, kept, ctx, d):
-        def step(d, piece):
-            (layers, *others), x = piece
+    def run(held, total, kept, ctx, d, at, works):
+        def step(flow, piece):
+            (total, d), ((layers, *others), x, i) = flow, piece
             (_, more), pull = jax.vjp(lambda layers, x: stage(layers, *others, x, ctx)[:2], layers, x)
-            layers, d = pull((d, jnp.ones_like(more)))
-            return d, layers
+            new, d = pull((d, jnp.ones_like(more)))
+            add = lambda s, a: s.at[at, i].add(jnp.where(works, a, 0))
+            return (jax.tree.map(add, total, new), d), None
 
-        d, layers = lax.scan(step, d, (held, kept), reverse=True)
-        return layers, d
+        pieces = jnp.arange(jax.tree.leaves(kept)[0].shape[0])
+        return lax.scan(step, (total, d), (held, kept, pieces), reverse=True)[0]
 
-    return each_part(run, plan, (None, 0, 0, 0))
+    return each_part(run, plan, (None, 0, 0, 0, 0, None, None))
 
 
 def _loss_of(loss, plan):
@@ -222,10 +224,11 @@ def _backward(parts, flow, came, t):
     came = placed(jax.tree.map(join, flow.returned, came), plan)
     kept = jax.vmap(lambda kept, at: jax.tree.map(lambda k: k[at], kept))(flow.kept, turn.entered % schedule.kept)
     ctx = jax.tree.map(lambda a: a[turn.microbatch], parts.ctx)
-    layers, returned = each_stage(parts.back, plan)(parts.held, turn.repeat, placed(kept, plan), ctx, came)
+    args = flow.layers, placed(kept, plan), ctx, came, turn.repeat, turn.works
+    total, returned = each_stage(parts.back, plan)(parts.held, turn.repeat, *args)
     # Chunks are met from the last to the first, which overwrites what came before.
     came = jax.tree.map(lambda c, a: c.at[:, first].set(a), flow.came, returned)
-    total = _placed_parts(placed(add_up(flow.layers, layers, turn), plan), 2, plan)
+    total = _placed_parts(placed(total, plan), 1, plan)
     return flow._replace(layers=total, returned=placed(returned, plan), came=placed(came, plan))
 
 
@@ -237,10 +240,10 @@ def _empty(parts) -> _Flow:
         lambda: (jax.tree.map(lambda a: a[0, 0], parts.held), first(parts.x), first(parts.ctx))
     )
     passed, _, aux, kept = jax.eval_shape(parts.through, chunk, *ready)
-    layers, _ = jax.eval_shape(parts.back, chunk, kept, ready[1], passed)
     loss, head, _ = jax.eval_shape(parts.loss, parts.head, *ready)
     x, came = zeros(passed, stages), zeros(passed, stages, schedule.microbatches)
-    kept, total = zeros(kept, stages, schedule.kept), zeros(layers, stages, schedule.repeats)
-    x, kept, came, total = placed((x, kept, came, total), plan)
-    total, head = _placed_parts(total, 2, plan), _placed_parts(zeros(head), 0, plan)
-    return _Flow(x, kept, x, came, total, zeros(aux, stages, schedule.repeats), head, zeros(loss))
+    kept, lead = zeros(kept, stages, schedule.kept), (parts_in(plan.parts),) if plan.parts else ()
+    layers = jax.tree.map(lambda a: jnp.zeros((stages, *lead, *a.shape[1:]), a.dtype), parts.held[0])
+    x, kept, came, layers = placed((x, kept, came, layers), plan)
+    layers, head = _placed_parts(layers, 1, plan), _placed_parts(zeros(head), 0, plan)
+    return _Flow(x, kept, x, came, layers, zeros(aux, stages, schedule.repeats), head, zeros(loss))

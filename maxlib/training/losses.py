@@ -66,13 +66,19 @@ def next_token_loss(
 
 
 def cross_entropy(
-    hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], targets: Int[Array, "B T"], **options: Any
+    hidden: Float[Array, "B T D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    *,
+    one_of_many: bool = False,
+    **options: Any,
 ) -> tuple[Array, dict[str, Array]]:
     """Each device takes its own rows, and its own part of the vocabulary where the rules split that.
 
     A head that is split over its width, like a batch over its rows, has to be gathered and its gradient summed; where
     rows are fewer than the vocabulary is large, the rows travel instead, and each device takes a part of the
-    vocabulary for all of them.
+    vocabulary for all of them. one_of_many: whether gradients of several calls are added up, which can then stay where
+    they are made until the end.
     """
     axes, more, changes, chunk = (), (), None, None
     if (now := sharding.current()) is not None:
@@ -89,7 +95,8 @@ def cross_entropy(
         sums = out.loss, -jnp.sum(out.log_prob), jnp.sum(out.correct, dtype=jnp.float32)
         return tuple(x.reshape(1, 1) for x in sums)
 
-    hidden, weight = _reduced_first(hidden, weight)
+    if not one_of_many:
+        hidden, weight = _reduced_first(hidden, weight)
     rows = ("batch", "seq")
     mapped = sharding.map_op(op, [(*rows, None), ("vocab", None), rows], (rows, rows, rows), changes=changes)
     loss, nll, correct = (jnp.sum(x) for x in mapped(hidden, weight, targets))

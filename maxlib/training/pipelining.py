@@ -28,7 +28,7 @@ def one_f_one_b(
     one layer's intermediates are there at once. The options are those of `next_token_loss`. Raises TypeError for a model that is no `nn.Decoder`, ValueError for a batch
     with images and where the rules have no pipeline.
     """
-    options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+    options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "one_of_many": True}
 
     def gradients(trainable: dict[str, Any], rest: Any, batch: Batch, key: Array):
         if not isinstance(rest, nn.Decoder) or not len(rest.layers.body):
@@ -51,7 +51,7 @@ def one_f_one_b(
             model, (ctx, targets) = nn.combine(outer, rest), data
             x, aux = nn.ends(model.layers.suffix, x, ctx, remat=remat)
             hidden = model.leave(x, ctx)
-            loss, sums = cross_entropy(hidden, model.head_weight(), targets, softcap=model.softcap, **options)
+            loss, sums = cross_entropy(hidden, model.head_weight(), targets, **options, softcap=model.softcap)
             return loss + _count(data) * _own(aux), jax.lax.stop_gradient(sums)
 
         (x, more), pull, ctx = jax.vjp(before, outer, has_aux=True)

@@ -72,6 +72,8 @@ CASES = {
     "uneven, twice around": (lambda: llama(7), {"stage": 4, "fsdp": 2}, sharding.FSDP | AROUND, "full"),
 }
 MORE = {
+    "batches over data too": (llama, {"stage": 2, "data": 2, "fsdp": 2}, sharding.FSDP | PP, None),
+    "uneven, twice around, data": (lambda: llama(7), {"stage": 4, "data": 2}, sharding.DP | AROUND, "full"),
     "uneven, experts, long sequences": (lambda: experts(6), LONG, sharding.EP | sharding.CP_RING | PP, None),
     "a prefix, experts, long sequences, twice around": (experts, LONG, sharding.EP | sharding.CP_RING | AROUND, None),
     "uneven, a period of two": (lambda: gemma(10), {"stage": 4, "tensor": 2}, sharding.FSDP_TP | PP, "minimal"),
