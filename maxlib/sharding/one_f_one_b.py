@@ -1,8 +1,8 @@
 """The pipeline in which backward passes begin before the forward passes have ended (1F1B, arXiv:1806.03377).
 
 In every tick each stage computes a chunk of its layers for one microbatch forward and, for an earlier one, backward.
-In between it keeps what entered, for at most `2 S V - 1` pairs of microbatch and chunk (`S` stages, `V` repeats)
-however many there are: the chunk, or each of its layers. No stage goes backward in the first `S V - 1` ticks nor
+In between it keeps what entered each layer, for at most `2 S V - 1` pairs of microbatch and chunk (`S` stages, `V`
+repeats) however many there are, and computes one layer at a time again. No stage goes backward in the first `S V - 1` ticks nor
 forward in the last, so these are loops of their own, and all of it takes the time of two passes of `pipelined`.
 """
 
@@ -76,7 +76,6 @@ def one_f_one_b(
     x: Tree,
     ctx: Tree,
     *,
-    by_layer: bool = False,
     by_row: bool = False,
 ) -> tuple[tuple[jax.Array, Tree, Tree], tuple[Tree, Tree, Tree]]:
     """The loss over a batch and its gradients, in the pipeline of the rules in use.
@@ -84,18 +83,15 @@ def one_f_one_b(
     stage: `(layers, fixed, works, x, ctx) -> (x, more, aux)`, with a scalar `more` that adds to the loss. loss: `(head,
     x, ctx) -> (sum, stats)` of a microbatch that has left the last stage. layers, works, x and ctx: as in `pipelined`;
     every array of ctx has a leading batch axis. fixed: what else layers are made of, with the same leading axis and no
-    gradient. by_layer: keep what enters each layer from the forward to the backward tick, where only a layer at a time
-    is computed again; else what enters a chunk. by_row: whether all that stage and loss make of a row depends on that
-    row only, and sums over rows; gradients are then summed over the data axes once. Returns `(loss, stats, aux)`, sums
-    over microbatches but for aux, their mean; and the gradients of `(layers, head, x)`. Raises ValueError for layers,
-    rows and microbatches that do not fit the stages, and without a pipeline.
+    gradient. by_row: whether all that stage and loss make of a row depends on that row only, and sums over rows;
+    gradients are then summed over the data axes once. Returns `(loss, stats, aux)`, sums over microbatches but for aux,
+    their mean; and the gradients of `(layers, head, x)`. Raises ValueError for layers, rows and microbatches that do
+    not fit the stages, and without a pipeline.
     """
     plan = planned(layers, x)
     plan = plan if by_row else plan._replace(parts=())
     x, ctx = (jax.tree.map(lambda a: deal(a, plan), tree) for tree in (x, ctx))
-    pieces = plan.chunks.size if by_layer else 1
-    cut = lambda a: a.reshape(*a.shape[:2], pieces, -1, *a.shape[3:])
-    held = jax.tree.map(cut, (in_stages(layers, plan), in_stages(fixed, plan), idle(plan)))
+    held = in_stages(layers, plan), in_stages(fixed, plan), idle(plan)
     calls = _through(stage, plan), _back(stage, plan), _loss_of(loss, plan)
     parts = _Parts(*calls, held, head, x, ctx, plan)
     flow, lead, ticks = _empty(parts), plan.schedule.lead, plan.schedule.ticks
@@ -106,21 +102,25 @@ def one_f_one_b(
     value, stats = flow.loss
     aux = jax.tree.map(lambda a: a / plan.schedule.microbatches, flow.aux)
     came = jax.tree.map(lambda a: gather_in(a, plan), of_stage(flow.came, 0))
-    whole = lambda a: a.reshape(*a.shape[:2], -1, *a.shape[4:])
-    grads = jax.tree.map(whole, _sum_parts(flow.layers, 1, plan))
-    return (value, stats, in_order(aux, plan)), (in_order(grads, plan), _sum_parts(flow.head, 0, plan), came)
+    grads = in_order(_sum_parts(flow.layers, 1, plan), plan), _sum_parts(flow.head, 0, plan), came
+    return (value, stats, in_order(aux, plan)), grads
+
+
+def _one(tree: Tree) -> Tree:
+    """Some layers, of which there is one."""
+    return jax.tree.map(lambda a: a[None], tree)
 
 
 def _through(stage, plan):
-    """A chunk, piece by piece."""
+    """A chunk, layer by layer."""
 
     def run(held, x, ctx):
         def step(x, held):
-            new, more, aux = stage(*held, x, ctx)
-            return new, (more, aux, x)
+            new, more, aux = stage(*_one(held), x, ctx)
+            return new, (more, jax.tree.map(lambda a: a[0], aux), x)
 
         x, (more, aux, kept) = lax.scan(step, x, held)
-        return x, jnp.sum(more), jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux), kept
+        return x, jnp.sum(more), aux, kept
 
     on_parts = each_part(run, plan, (None, 0, 0))
 
@@ -132,18 +132,18 @@ def _through(stage, plan):
 
 
 def _back(stage, plan):
-    """The gradients of a chunk, from its last piece to its first, each added to its `total` where that lies."""
+    """The gradients of a chunk, from its last layer to its first, each added to its `total` where that lies."""
 
     def run(held, total, kept, ctx, d, at, works):
-        def step(flow, piece):
-            (total, d), ((layers, *others), x, i) = flow, piece
-            (_, more), pull = jax.vjp(lambda layers, x: stage(layers, *others, x, ctx)[:2], layers, x)
+        def step(flow, layer):
+            (total, d), ((layer, *others), x, i) = flow, layer
+            (_, more), pull = jax.vjp(lambda layer, x: stage(*_one((layer, *others)), x, ctx)[:2], layer, x)
             new, d = pull((d, jnp.ones_like(more)))
             add = lambda s, a: s.at[at, i].add(jnp.where(works, a, 0))
             return (jax.tree.map(add, total, new), d), None
 
-        pieces = jnp.arange(jax.tree.leaves(kept)[0].shape[0])
-        return lax.scan(step, (total, d), (held, kept, pieces), reverse=True)[0]
+        number = jnp.arange(plan.chunks.size)
+        return lax.scan(step, (total, d), (held, kept, number), reverse=True)[0]
 
     return each_part(run, plan, (None, 0, 0, 0, 0, None, None))
 

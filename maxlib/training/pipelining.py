@@ -23,9 +23,9 @@ def one_f_one_b(
     (arXiv:1806.03377).
 
     Where autodiff keeps what the backward pass needs of every microbatch, this keeps the inputs of at most `2 S V - 1`
-    chunks for S stages and V repeats, and computes each chunk again. With `remat`, whichever it is, it keeps the inputs
-    of all their layers, and computes one layer (one period of the stack) at a time again: as much arithmetic, and only
-    one layer's intermediates are there at once. The options are those of `next_token_loss`. Raises TypeError for a model that is no `nn.Decoder`, ValueError for a batch
+    chunks' layers (periods of the stack, where it has some) for S stages and V repeats, and computes one of them at a
+    time again: as much arithmetic as with "full". remat: what layers before and after the pipeline keep. The options
+    are those of `next_token_loss`. Raises TypeError for a model that is no `nn.Decoder`, ValueError for a batch
     with images and where the rules have no pipeline.
     """
     options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "one_of_many": True}
@@ -63,7 +63,6 @@ def one_f_one_b(
             outer,
             x,
             (ctx, batch["targets"]),
-            by_layer=remat is not None,
             by_row=not _reports(nn.combine(trainable, rest).layers, x, ctx),
         )
         d_before = pull((d_x, jnp.ones_like(more)))[0]
