@@ -83,7 +83,7 @@ def cross_entropy(
     axes, more, changes, chunk = (), (), None, None
     if (now := sharding.current()) is not None:
         split = {name: sharding.mesh_axes(name) for name in ("vocab", "batch", "embed")}
-        split["vocab"] = _with_stages(split, weight.shape[0], now[0])
+        split["vocab"] = with_stages(split, weight.shape[0], now[0])
         axes, more = vocab_axes(hidden, weight.shape, now[0], **split)
         changes = {"vocab": axes}
         if more:  # with as many logits at once as the whole vocabulary would have
@@ -103,7 +103,7 @@ def cross_entropy(
     return loss, {"nll": nll, "accuracy": correct}
 
 
-def _with_stages(split: dict[str, Axes], vocab: int, mesh: Any) -> Axes:
+def with_stages(split: dict[str, Axes], vocab: int, mesh: Any) -> Axes:
     """The mesh axes of the vocabulary, and those of a pipeline's stages: all have the same rows."""
     used = {axis for axes in split.values() for axis in axes}
     axes = split["vocab"] + tuple(axis for axis in sharding.mesh_axes("layers") if axis not in used)
