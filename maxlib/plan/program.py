@@ -46,9 +46,7 @@ class Program:
     def lower(self) -> jax.stages.Lowered:
         options = {"dtype": jnp.dtype(self.job.dtype), "remat": self.job.remat}
         gradients = training.one_f_one_b(**options) if self.job.gradients == "1f1b" else None
-        step = training.make_train_step(
-            self.loss, self.optimizer, accumulate=self.job.accumulate, gradients=gradients
-        )
+        step = training.make_train_step(self.loss, self.optimizer, accumulate=self.job.accumulate, gradients=gradients)
         with sharding.use(self.mesh, self.job.table):
             return training.jit_step(step).lower(self.state, self.batch)
 

@@ -236,8 +236,9 @@ def _empty(parts) -> _Flow:
     plan, schedule = parts.plan, parts.plan.schedule
     zeros = lambda tree, *lead: jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), tree)
     first = lambda tree: jax.tree.map(lambda a: a[0], tree)
-    stages, (chunk, *ready) = schedule.stages, jax.eval_shape(
-        lambda: (jax.tree.map(lambda a: a[0, 0], parts.held), first(parts.x), first(parts.ctx))
+    stages, (chunk, *ready) = (
+        schedule.stages,
+        jax.eval_shape(lambda: (jax.tree.map(lambda a: a[0, 0], parts.held), first(parts.x), first(parts.ctx))),
     )
     passed, _, aux, kept = jax.eval_shape(parts.through, chunk, *ready)
     loss, head, _ = jax.eval_shape(parts.loss, parts.head, *ready)

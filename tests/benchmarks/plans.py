@@ -174,7 +174,9 @@ def pipelines(names: list[str], check: bool) -> None:
     """idle: the theoretical share. Bytes are those of one device in a step, in GiB: activations to the next stage, all
     else that goes over stages, weights that are gathered, and the rest, which is gradients but for what experts get."""
     wrong = []
-    print("| plan | peak GiB | idle | FLOPs / the model's | to the next stage | over stages | gathered | other |", end="")
+    print(
+        "| plan | peak GiB | idle | FLOPs / the model's | to the next stage | over stages | gathered | other |", end=""
+    )
     print(" MFU, no overlap | compile s |")
     print("|---" * 10 + "|")
     for name in names or PIPELINES:
@@ -186,7 +188,10 @@ def pipelines(names: list[str], check: bool) -> None:
         mfu = f"{got.estimate.mfu_serial:.1%}" if got.estimate else "-"
         idle = f"{(stages - 1) / (turns + stages - 1):.0%}"
         sizes = " | ".join(f"{size / GIB:.2f}" for size in travels(got))
-        print(f"| {name} | {got.peak / GIB:.2f} | {idle} | {flops:.2f} | {sizes} | {mfu} | {got.compile_seconds:.0f} |", flush=True)
+        print(
+            f"| {name} | {got.peak / GIB:.2f} | {idle} | {flops:.2f} | {sizes} | {mfu} | {got.compile_seconds:.0f} |",
+            flush=True,
+        )
         if not got.fits:
             wrong.append(name)
     finish([], None, wrong if check else [], "does not fit")
