@@ -114,8 +114,10 @@ class MoE(nnx.Module):
         is dropped.
 
         With a capacity also `moe/dropped`, the share of choices without room. Padding (`ctx.valid`) goes to no expert
-        and counts nowhere.
+        and counts nowhere. Raises ValueError for an `x` that is not rows of tokens.
         """
+        if x.ndim != 3:
+            raise ValueError(f"x must be rows of tokens `B T D`, got x of shape {x.shape}; one row is x[None]")
         valid = None if ctx is None else ctx.valid
         routing = self.router(x)
         y, kept = self._mix(x, routing, jnp.ones(x.shape[:2], bool) if valid is None else valid)

@@ -36,7 +36,7 @@ def map_op(
     """`op` under `jax.shard_map`, its arrays split by axis names as the rules in use say; `op` itself without rules.
 
     An argument that is None has names None. An axis with a `Spare` place takes what no axis of any array here takes. A
-    name whose dimension does not divide, in any argument, is left whole in all of them, so that all parts match.
+    name takes those of its mesh axes only that divide it in every argument, so that all parts match.
     `out_names` is a pytree of name tuples. `changes` replace some of the rules in use, for this call.
     """
 
@@ -110,6 +110,6 @@ def _dividing(args, in_names, mesh, rules):
     for arg, names in zip(args, in_names, strict=True):
         if arg is not None:
             for one in _each(names):
-                _, uneven = fit(spec(one, rules), arg.shape, mesh)
-                rules.update({one[d]: None for d in uneven})
+                fitting, uneven = fit(spec(one, rules), arg.shape, mesh)
+                rules.update({one[d]: fitting[d] for d in uneven})
     return rules

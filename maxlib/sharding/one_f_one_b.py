@@ -32,6 +32,7 @@ from maxlib.sharding.pipeline import (
     placed,
     planned,
 )
+from maxlib.sharding.rules import in_a_stage
 
 
 class _Flow(NamedTuple):
@@ -149,8 +150,12 @@ def _back(stage, plan):
 
 
 def _loss_of(loss, plan):
+    def once(head, x, ctx):
+        with in_a_stage():  # a microbatch has too few rows for the stages to share
+            return loss(head, x, ctx)
+
     def run(head, x, ctx):
-        value, pull, stats = jax.vjp(lambda head, x: loss(head, x, ctx), head, x, has_aux=True)
+        value, pull, stats = jax.vjp(lambda head, x: once(head, x, ctx), head, x, has_aux=True)
         return (value, stats), *pull(jnp.ones_like(value))
 
     on_parts = each_part(run, plan, (None, 0, 0))

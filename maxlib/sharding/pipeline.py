@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding.chunks import Chunks, Schedule, Turn, chunks
 from maxlib.sharding.presets import Pipeline
-from maxlib.sharding.rules import current, in_parts, replicated_over
+from maxlib.sharding.rules import current, fit, in_a_stage, in_parts, replicated_over, spec
 
 Tree = Any
 # Names for `jax.checkpoint`: what layers under remat are computed again from, and the weights of a chunk.
@@ -178,7 +178,12 @@ def idle(plan: Plan) -> jax.Array | None:
 
 def each_stage(run: Callable[..., Tree], plan: Plan) -> Callable[..., Tree]:
     """`run(chunk, ...)` on every stage at once, with the chunk of `held` whose turn it is."""
-    return jax.vmap(lambda held, repeat, *args: run(_chunk(held, repeat), *args), spmd_axis_name=plan.axis)
+
+    def one(held, repeat, *args):
+        with in_a_stage():
+            return run(_chunk(held, repeat), *args)
+
+    return jax.vmap(one, spmd_axis_name=plan.axis)
 
 
 def each_part(run: Callable[..., Tree], plan: Plan, in_axes: tuple[Any, ...]) -> Callable[..., Tree]:
@@ -252,13 +257,19 @@ def of_stage(tree: Tree, stage: int) -> Tree:
 
 
 def deal(a: jax.Array, plan: Plan) -> jax.Array:
-    """Microbatch `i` takes every `n`-th row, so that rows that are spread over devices stay so in each: `[microbatches,
-    parts, rows, ...]`, without the second axis if there are no parts."""
+    """Microbatch `i` takes every `n`-th row, so that rows that are spread over devices stay so in each, and those that
+    the stages have shared come to all of them: `[microbatches, parts, rows, ...]`, without the second axis if there are
+    no parts."""
+    rest = P.UNCONSTRAINED
+    with in_a_stage():
+        mesh, rules = current() or (None, {})
+        rows, _ = fit(spec(("batch",), rules), a.shape, mesh)
+    a = lax.with_sharding_constraint(a, P(*(*rows, None)[:1], *[rest] * (a.ndim - 1)))
     dealt = jnp.swapaxes(a.reshape(-1, plan.schedule.microbatches, *a.shape[1:]), 0, 1)
     if not plan.parts:
         return dealt
     cut = dealt.reshape(len(dealt), parts_in(plan.parts), -1, *a.shape[1:])
-    return lax.with_sharding_constraint(cut, P(P.UNCONSTRAINED, plan.parts, *[P.UNCONSTRAINED] * a.ndim))
+    return lax.with_sharding_constraint(cut, P(rest, plan.parts, *[rest] * a.ndim))
 
 
 def gather_in(a: jax.Array, plan: Plan) -> jax.Array:

@@ -27,11 +27,30 @@ def _freeze(rules: Rules) -> tuple[tuple[str, Any], ...]:
 def use(mesh: AnyMesh, rules: Rules) -> Iterator[None]:
     """Inside, `constrain` and the layers' kernels follow `rules` on `mesh`; outside there is no mesh at all.
 
-    On an abstract mesh programs can be traced, not run.
+    On an abstract mesh programs can be traced, not run. With a `Pipeline`, what is not in a stage is split over the
+    stages by rows of the batch, unless a rule gives them something else to split.
     """
     check(mesh, rules)
     entered = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
-    with entered, _context(_freeze(rules)):
+    with entered, _context(_freeze(_rows_over_stages(rules))):
+        yield
+
+
+def _rows_over_stages(rules: Rules) -> Rules:
+    pipeline = rules.get("layers")
+    others = [place for name, place in rules.items() if name not in ("layers", "optimizer")]
+    if not isinstance(pipeline, Pipeline) or any(pipeline.axis in _as_tuple(place) for place in others):
+        return rules
+    return {**rules, "batch": (*_as_tuple(rules.get("batch")), pipeline.axis)}
+
+
+@contextmanager
+def in_a_stage() -> Iterator[None]:
+    """Inside, nothing is split over the stages of the pipeline in use."""
+    _, rules = current() or (None, {})
+    axis = rules["layers"].axis
+    without = lambda place: tuple(one for one in place if one != axis) if isinstance(place, tuple) else place
+    with _context(_freeze({name: without(place) for name, place in rules.items()})):
         yield
 
 
@@ -43,7 +62,10 @@ def current() -> tuple[Any, dict[str, Any]] | None:
 
 
 def check(mesh: AnyMesh, rules: Rules) -> None:
-    """Raises ValueError when a rule names an axis that `mesh` does not have, or a memory that its devices lack."""
+    """Raises ValueError when a rule names an axis that `mesh` does not have, or a memory that its devices lack, and
+    TypeError for names in place of either."""
+    if isinstance(mesh, str):
+        raise TypeError(f"mesh must be a mesh, got {mesh!r}; sharding.make_mesh(fsdp=-1) makes one of all devices")
     if isinstance(rules, str):
         raise TypeError(f"rules must be a table, got {rules!r}; sharding.preset({rules!r}) makes one of a name")
     for name, place in rules.items():
@@ -208,9 +230,19 @@ def _split_further(own: P, shape: tuple[int, ...], axes: tuple[str, ...], mesh: 
 
 
 def fit(partition: P, shape: tuple[int, ...], mesh: Any) -> tuple[P, list[int]]:
-    """`partition` with those dimensions left whole that their mesh axes do not divide, and their indices."""
-    uneven = [d for d, place in enumerate(partition) if shape[d] % _size(mesh, place)]
-    return P(*[None if d in uneven else place for d, place in enumerate(partition)]), uneven
+    """`partition` without the mesh axes that do not divide a dimension, and the indices of those dimensions.
+
+    Of several axes the first ones stay that divide it.
+    """
+    places = [_dividing(_as_tuple(place), size, mesh) for place, size in zip(partition, shape, strict=False)]
+    uneven = [d for d, place in enumerate(partition) if places[d] != _as_tuple(place)]
+    return P(*[places[d] or None if d in uneven else place for d, place in enumerate(partition)]), uneven
+
+
+def _dividing(axes: tuple[str, ...], size: int, mesh: Any) -> tuple[str, ...]:
+    while size % _size(mesh, axes):
+        axes = axes[:-1]
+    return axes
 
 
 def _size(mesh: Any, place: Any) -> int:
@@ -238,7 +270,7 @@ def axis_of(name: str) -> str | None:
 def constrain(x: jax.Array, *names: Name) -> jax.Array:
     """Places an activation by its axis names; without `use(...)` it returns `x` as it is.
 
-    A dimension that its mesh axes do not divide (a batch of one at decoding) stays whole.
+    Of its mesh axes a dimension takes the first ones that divide it: a batch of one, at decoding, stays whole.
     """
     if len(names) != x.ndim:
         raise ValueError(

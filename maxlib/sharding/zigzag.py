@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxlib.sharding.rules import axis_of, current, spec
+from maxlib.sharding.rules import axis_of, current, fit, spec
 
 
 def can_zigzag(length: int) -> bool:
@@ -41,7 +41,7 @@ def _exchange(x: jax.Array, names: tuple[str | None, ...], local: Callable[..., 
     now, axis = current(), axis_of("q_seq")
     assert now is not None and axis is not None  # `can_zigzag` was asked before
     mesh, rules = now
-    place = spec(names, dict(rules) | {"seq": axis}, what=f"activation {x.shape}")
+    place, _ = fit(spec(names, dict(rules) | {"seq": axis}, what=f"activation {x.shape}"), x.shape, mesh)
     run = lambda x: local(x, names.index("seq"), axis)
     return jax.shard_map(run, mesh=mesh, in_specs=(place,), out_specs=place, check_vma=False)(x)
 

@@ -100,6 +100,8 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
         known = ", ".join(sorted(t for f in families() for t in f.model_types))
         what = f"the model_type {kind!r} of {Path(directory) / 'config.json'}"
         family = _the([f for f in families() if kind in f.model_types], what, known)
+    elif isinstance(family, str):
+        raise TypeError(f"family must be a Family, got {family!r}; such as maxlib.models.{family}.FAMILY")
     fields = HFConfig(data)
     cfg = family.config.from_hf(fields)
     fields.done()

@@ -1,6 +1,7 @@
 """Mixture of experts: the layer, its losses and corrections; every dispatch against the loop over experts."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,11 @@ from tests.nn.experts import (
 def test_equals_the_definition_in_float64():
     layer, x, ctx = moe(bias=True), inputs(), lengths(7, 4, 0, 1)
     close(call(layer, x, ctx)[0], in_float64(layer, x, np.asarray(ctx.valid))[0])
+
+
+def test_a_batch_without_rows_is_refused():
+    with pytest.raises(ValueError, match=r"x must be rows of tokens `B T D`, got x of shape \(4, 8\)"):
+        inspect.unwrap(nn.MoE.__call__)(moe(), jnp.zeros((4, 8)))  # past the types, which only tests check
 
 
 VARIANTS = {

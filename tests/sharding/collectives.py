@@ -14,6 +14,8 @@ import sys
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
+import jax
+
 from tests.sharding import test_covering as covering
 
 
@@ -27,6 +29,7 @@ def main() -> None:
         print(
             f"{row['case']}: matrices / {matrices:.2f}, temporaries / {temporaries:.2f}, {error:.1e}", file=sys.stderr
         )
+        jax.clear_caches()  # a process can map so many programs only
 
 
 def not_by_default(case: tuple[str, covering.Case]) -> bool:

@@ -123,9 +123,11 @@ ROWS = 2 * 32 * 32 * 4  # bytes of a microbatch: rows x T x D
 
 
 def test_only_activations_move():
-    """Weights stay where they are; every tick activations move on by one stage, at the end those of the last to all."""
+    """Weights stay where they are. Rows that the stages share come to all of them once; every tick activations move on
+    by one stage, at the end those of the last to all."""
     found = forward_costs(4, sharding.DP | PP)
-    assert found.keys() == {"collective-permute", "all-reduce"}
+    assert found.keys() == {"collective-permute", "all-reduce", "all-gather"}
+    assert found["all-gather"].runs == 1 and found["all-gather"].bytes == 4 * ROWS
     assert found["collective-permute"].runs == 7 and found["collective-permute"].bytes == 7 * ROWS
     assert found["all-reduce"].runs == 1 and found["all-reduce"].bytes == 4 * ROWS
 
@@ -133,7 +135,8 @@ def test_only_activations_move():
 def test_twice_around_layers_travel_once():
     """As often as there are stacked matrices and scales, to the stages that compute them."""
     found = forward_costs(7, sharding.DP | AROUND)
-    assert found.keys() == {"collective-permute", "all-reduce", "all-to-all"}
+    assert found.keys() == {"collective-permute", "all-reduce", "all-gather", "all-to-all"}
+    assert found["all-gather"].runs == 1 and found["all-gather"].bytes == 4 * ROWS
     assert found["collective-permute"].runs == 11 and found["collective-permute"].bytes == 11 * ROWS
     assert found["all-reduce"].runs == 1 and found["all-reduce"].bytes == 4 * ROWS
     model = jax.eval_shape(lambda: llama(7))

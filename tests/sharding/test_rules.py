@@ -94,6 +94,26 @@ def test_layers_that_stages_do_not_hold_in_order_are_split_otherwise():
     assert spec((16, 64)) == P("fsdp")  # of no stack
 
 
+def placed(shape, *names, rules, **degrees):
+    """Where an activation lies."""
+    with sharding.use(sharding.make_mesh(**degrees), rules):
+        return jax.jit(lambda: sharding.constrain(jnp.zeros(shape), *names))().sharding.spec
+
+
+def test_a_batch_takes_those_of_its_axes_that_divide_it():
+    axes = functools.partial(placed, rules=sharding.FSDP, data=2, fsdp=4)
+    assert axes((8, 3), "batch", None) == P(("data", "fsdp"))
+    assert axes((2, 3), "batch", None) == P("data")
+    assert axes((3, 3), "batch", None) == P()
+
+
+def test_stages_share_the_rows_that_no_stage_has():
+    axes = functools.partial(placed, fsdp=4, stage=2)
+    assert axes((8, 3), "batch", None, rules=sharding.FSDP | sharding.PP) == P(("fsdp", "stage"))
+    vocabulary = {"vocab": "stage", "act_vocab": "stage"}
+    assert axes((8, 4), "batch", "act_vocab", rules=sharding.FSDP | sharding.PP | vocabulary) == P("fsdp", "stage")
+
+
 def test_sequence_sharding_changes_no_result():
     model = jax.jit(lambda: llama.Llama(dataclasses.replace(LLAMA, num_layers=1), rngs=nnx.Rngs(0)))()
     weigh = jax.random.normal(

@@ -123,3 +123,5 @@ def test_mistakes_name_the_culprit():
         sharding.create(build, mesh, {"embed": "model"})
     with pytest.raises(TypeError, match=r"sharding.preset\('fsdp'\) makes one of a name"):
         inspect.unwrap(check)(mesh, "fsdp")  # past the types, which only tests check
+    with pytest.raises(TypeError, match=r"mesh must be a mesh, got 'fsdp'"):
+        inspect.unwrap(check)("fsdp", sharding.FSDP)

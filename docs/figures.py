@@ -1,0 +1,152 @@
+"""Draws the figures of scale.md, from the rules, schedules and tables themselves: `python docs/figures.py`."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from matplotlib.patches import Patch, Rectangle
+
+from maxlib import sharding
+from maxlib.sharding.chunks import Schedule
+
+HERE = Path(__file__).parent
+COLOURS = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]
+WHOLE = "#bbbbbb"
+# What lies downwards and what lies to the right; of several axes the one that is split.
+ARRAYS = {
+    "tokens' vectors\nbatch x seq": (("batch",), ("seq",)),
+    "hidden of an MLP\nbatch or seq x mlp": (("batch", "seq"), ("act_mlp",)),
+    "an MLP's weights\nmlp x embed": (("mlp",), ("embed",)),
+    "experts' weights\nexpert x mlp or embed": (("expert",), ("mlp", "expert_embed")),
+    "layers": (("layers",), ()),
+}
+KINDS = {
+    "DP": ("data", sharding.DP),
+    "FSDP": ("fsdp", sharding.FSDP),
+    "TP": ("tensor", sharding.TP),
+    "TP | SP": ("tensor", sharding.TP | sharding.SP),
+    "EP": ("expert", sharding.EP),
+    "DP | CP_RING": ("context", sharding.DP | sharding.CP_RING),
+    "DP | PP": ("stage", sharding.DP | {"layers": sharding.Pipeline("stage", 8)}),
+}
+
+
+def draw_parallelisms() -> Any:
+    """Which of four devices holds what, for every kind of parallelism by itself."""
+    figure, axes = plt.subplots(len(KINDS), len(ARRAYS), figsize=(9, 10.5))
+    for row, (name, (axis, rules)) in zip(axes, KINDS.items(), strict=True):
+        mesh = sharding.make_mesh(**{axis: 4})
+        for ax, (title, names) in zip(row, ARRAYS.items(), strict=True):
+            draw_parts(ax, NamedSharding(mesh, placed(names, rules, axis)))
+            ax.set_title(title if ax in axes[0] else "", fontsize=9)
+        row[0].set_ylabel(f"{name}\n({axis} 4)", rotation=0, ha="right", va="center", fontsize=10)
+    keys = [Patch(fc=colour, label=f"device {i}") for i, colour in enumerate(COLOURS)]
+    figure.legend(handles=[*keys, Patch(fc=WHOLE, label="whole on each")], loc="lower center", ncols=5, frameon=False)
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    return figure
+
+
+def placed(names: tuple[tuple[str, ...], ...], rules: sharding.Rules, axis: str) -> P:
+    """The two dimensions of a picture, each by that of its axes which lies over `axis`."""
+    flat = [name for group in names for name in group]
+    pipeline = rules["layers"].axis if "layers" in rules else None
+    places = dict(zip(flat, sharding.spec(tuple(flat), rules | {"layers": pipeline}), strict=False))
+    over = lambda place: axis == place or (isinstance(place, tuple) and axis in place)
+    return P(*[axis if any(over(places.get(name)) for name in group) else None for group in names])
+
+
+def draw_parts(ax: Any, place: NamedSharding) -> None:
+    for device, index in place.devices_indices_map((4, 4)).items():
+        (top, bottom), (left, right) = [part.indices(4)[:2] for part in index]
+        colour = WHOLE if place.is_fully_replicated else COLOURS[device.id]
+        ax.add_patch(Rectangle((left, top), right - left, bottom - top, fc=colour, ec="white", lw=2))
+    ax.set(xlim=(0, 4), ylim=(4, 0), xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+
+
+SCHEDULES = {
+    "GPipe, 8 microbatches": (Schedule(4, 8, 1), False),
+    "GPipe, 8 microbatches, repeats=2": (Schedule(4, 8, 2), False),
+    "1F1B, 8 microbatches": (Schedule(4, 8, 1), True),
+}
+
+
+def draw_schedules() -> Any:
+    """What four stages do when: a chunk's backward pass takes twice the time of its forward pass."""
+    figure, axes = plt.subplots(len(SCHEDULES), 1, figsize=(11, 6), sharex=True)
+    for ax, (name, (schedule, early)) in zip(axes, SCHEDULES.items(), strict=True):
+        unit = 1 / schedule.repeats
+        (draw_early if early else draw_in_turn)(ax, schedule, unit)
+        ax.set(ylim=(schedule.stages, 0), yticks=schedule.all + 0.5, yticklabels=[f"stage {s}" for s in schedule.all])
+        ax.set_title(name, loc="left", fontsize=10)
+        ax.spines[["top", "right", "bottom"]].set_visible(False)
+    axes[-1].set(xlim=(0, 3 * SCHEDULES["GPipe, 8 microbatches"][0].ticks), xlabel="time, in forward passes of a stage")
+    names = {"forward": "#4477aa", "forward, second time around": "#88bbee", "backward": "#228833"}
+    keys = [Patch(fc=colour, label=name) for name, colour in names.items()]
+    keys.append(Patch(fc="#77bb77", label="backward, of the second time around"))
+    figure.legend(handles=keys, loc="lower center", ncols=4, frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    return figure
+
+
+def draw_in_turn(ax: Any, schedule: Schedule, unit: float) -> None:
+    """All microbatches forward, then the same ticks backward."""
+    end = schedule.ticks * unit
+    for t in range(schedule.ticks):
+        turn = schedule.forward(jnp.asarray(t), schedule.all)
+        boxes(ax, turn, t * unit, unit, ("#4477aa", "#88bbee"))
+        boxes(ax, turn, end + 2 * (end - (t + 1) * unit), 2 * unit, ("#228833", "#77bb77"))
+
+
+def draw_early(ax: Any, schedule: Schedule, unit: float) -> None:
+    at = 0.0
+    for t in range(schedule.ticks + schedule.lead):
+        if t < schedule.ticks:
+            boxes(ax, schedule.forward(jnp.asarray(t), schedule.all), at, unit, ("#4477aa", "#88bbee"))
+            at += unit
+        if t >= schedule.lead:
+            boxes(ax, schedule.backward(jnp.asarray(t), schedule.all), at, 2 * unit, ("#228833", "#77bb77"))
+            at += 2 * unit
+
+
+def boxes(ax: Any, turn: Any, at: float, width: float, colours: tuple[str, str]) -> None:
+    for stage in np.flatnonzero(turn.works):
+        ax.add_patch(Rectangle((at, stage), width, 1, fc=colours[int(turn.repeat[stage])], ec="white", lw=0.8))
+        ax.text(at + width / 2, stage + 0.55, int(turn.microbatch[stage]), ha="center", va="center", fontsize=7, c="w")
+
+
+def draw_memory() -> Any:
+    """The table "Memory, measured" of scale.md."""
+    table = (HERE / "scale.md").read_text().split("## Memory, measured")[1].split("## The published")[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if " **" in line]
+    rows = [(name, [float(re.findall(r"[\d.]+", one)[0]) for one in rest[1:4]]) for name, *rest in cells]
+    figure, ax = plt.subplots(figsize=(9, 5))
+    for i, (label, colour) in enumerate(
+        {"maxlib": COLOURS[0], "its analytic model": "#99bbdd", "MaxText": WHOLE}.items()
+    ):
+        ax.barh(np.arange(len(rows)) + 0.27 * (i - 1), [sizes[i] for _, sizes in rows], 0.25, color=colour, label=label)
+    ax.set(yticks=range(len(rows)), yticklabels=[name.replace("`", "") for name, _ in rows], xlabel="GiB on one chip")
+    ax.axvline(95.74, color="#ee6677", lw=1, label="a v5p chip")
+    ax.axvline(15.75, color="#ee6677", lw=1, ls=":", label="a v5e chip")
+    ax.invert_yaxis()
+    ax.legend(frameon=False, loc="upper right")
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    return figure
+
+
+def main() -> None:
+    for name, draw in {"parallelisms": draw_parallelisms, "schedules": draw_schedules, "memory": draw_memory}.items():
+        draw().savefig(HERE / f"{name}.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
