@@ -2,8 +2,9 @@
 
 In every tick each stage computes a chunk of its layers for one microbatch forward and, for an earlier one, backward.
 In between it keeps what entered each layer, for at most `2 S V - 1` pairs of microbatch and chunk (`S` stages, `V`
-repeats) however many there are, and computes one layer at a time again. No stage goes backward in the first `S V - 1` ticks nor
-forward in the last, so these are loops of their own, and all of it takes the time of two passes of `pipelined`.
+repeats) however many there are, and computes one layer at a time again. No stage goes backward in the first `S V - 1`
+ticks nor forward in the last, so these are loops of their own, and all of it takes the time of two passes of
+`pipelined`.
 """
 
 import functools
@@ -53,10 +54,12 @@ class _Flow(NamedTuple):
     loss: Tree
 
 
-class _Parts(NamedTuple):
-    """What all ticks share, and what they call: `through(held, x, ctx) -> (x, more, aux, kept)`, `back(held, total,
-    kept, ctx, d, works) -> (total with the gradients of layers, d)`, `loss(head, x, ctx) -> (loss, stats, gradients of the head, d)`. held: layers, and
-    what else a stage is made of."""
+class _Work(NamedTuple):
+    """What all ticks share, and what they call. held: layers, and what else a stage is made of.
+
+    through: `(held, x, ctx) -> (x, more, aux, kept)`. back: `(held, total, kept, ctx, d, repeat, works) -> (total with
+    the gradients of layers, d)`. loss: `(head, x, ctx) -> (loss and stats, gradients of the head, d)`.
+    """
 
     through: Callable[..., Tree]
     back: Callable[..., Tree]
@@ -94,9 +97,9 @@ def one_f_one_b(
     x, ctx = (jax.tree.map(lambda a: deal(a, plan), tree) for tree in (x, ctx))
     held = in_stages(layers, plan), in_stages(fixed, plan), idle(plan)
     calls = _through(stage, plan), _back(stage, plan), _loss_of(loss, plan)
-    parts = _Parts(*calls, held, head, x, ctx, plan)
-    flow, lead, ticks = _empty(parts), plan.schedule.lead, plan.schedule.ticks
-    tick = functools.partial(_tick, parts)
+    work = _Work(*calls, held, head, x, ctx, plan)
+    flow, lead, ticks = _empty(work), plan.schedule.lead, plan.schedule.ticks
+    tick = functools.partial(_tick, work)
     flow, _ = lax.scan(functools.partial(tick, backward=False), flow, jnp.arange(lead))
     flow, _ = lax.scan(tick, flow, jnp.arange(lead, ticks))
     flow, _ = lax.scan(functools.partial(tick, forward=False), flow, jnp.arange(ticks, ticks + lead))
@@ -180,37 +183,37 @@ def _placed_parts(tree: Tree, axis: int, plan: Plan) -> Tree:
     return jax.tree.map(put, tree)
 
 
-def _tick(parts, flow, t, *, forward=True, backward=True):
+def _tick(work, flow, t, *, forward=True, backward=True):
     if forward:
-        flow = _forward(parts, flow, t)
+        flow = _forward(work, flow, t)
     if not backward:
         return flow, None
     came = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), flow.passed)
     if forward:
-        flow, came = _loss(parts, flow, t)
-    return _backward(parts, flow, came, t), None
+        flow, came = _loss(work, flow, t)
+    return _backward(work, flow, came, t), None
 
 
-def _forward(parts, flow, t):
-    plan, schedule = parts.plan, parts.plan.schedule
+def _forward(work, flow, t):
+    plan, schedule = work.plan, work.plan.schedule
     turn, first = schedule.forward(t, schedule.all), schedule.forward(t, 0).microbatch
-    new = jax.tree.map(lambda a: a[first][None], parts.x)
+    new = jax.tree.map(lambda a: a[first][None], work.x)
     entering = placed(enter(flow.passed, new, turn), plan)
-    ctx = jax.tree.map(lambda a: a[turn.microbatch], parts.ctx)
-    passed, more, aux, kept = each_stage(parts.through, plan)(parts.held, turn.repeat, entering, ctx)
+    ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
+    passed, more, aux, kept = each_stage(work.through, plan)(work.held, turn.repeat, entering, ctx)
     kept = jax.tree.map(lambda k, a: k.at[:, t % schedule.kept].set(a), flow.kept, placed(kept, plan))
     value, stats = flow.loss
     value = value + jnp.sum(jnp.where(turn.works, more, 0))
     return flow._replace(passed=placed(passed, plan), kept=kept, aux=add_up(flow.aux, aux, turn), loss=(value, stats))
 
 
-def _loss(parts, flow, t):
+def _loss(work, flow, t):
     """The loss of what leaves the last stage in this tick for good, and its gradient."""
-    schedule = parts.plan.schedule
+    schedule = work.plan.schedule
     turn = schedule.forward(t, schedule.stages - 1)
     left = of_stage(flow.passed, schedule.stages - 1)
-    ctx = jax.tree.map(lambda a: a[turn.microbatch], parts.ctx)
-    run = lambda left: parts.loss(parts.head, left, ctx)
+    ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
+    run = lambda left: work.loss(work.head, left, ctx)
     if schedule.repeats == 1:
         new, head, came = run(left)
     else:  # most of the time it goes around again
@@ -220,36 +223,36 @@ def _loss(parts, flow, t):
     return flow._replace(head=add(flow.head, head), loss=add(flow.loss, new)), came
 
 
-def _backward(parts, flow, came, t):
-    plan, schedule = parts.plan, parts.plan.schedule
+def _backward(work, flow, came, t):
+    plan, schedule = work.plan, work.plan.schedule
     turn, first = schedule.backward(t, schedule.all), schedule.backward(t, 0).microbatch
     lost = (schedule.all == schedule.stages - 1) & (turn.repeat == schedule.repeats - 1)
     along = lambda a: lost.reshape(-1, *[1] * (a.ndim - 1))
     join = lambda a, b: jnp.where(along(a), b[None], jnp.roll(a, -1, axis=0))
     came = placed(jax.tree.map(join, flow.returned, came), plan)
     kept = jax.vmap(lambda kept, at: jax.tree.map(lambda k: k[at], kept))(flow.kept, turn.entered % schedule.kept)
-    ctx = jax.tree.map(lambda a: a[turn.microbatch], parts.ctx)
+    ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
     args = flow.layers, placed(kept, plan), ctx, came, turn.repeat, turn.works
-    total, returned = each_stage(parts.back, plan)(parts.held, turn.repeat, *args)
+    total, returned = each_stage(work.back, plan)(work.held, turn.repeat, *args)
     # Chunks are met from the last to the first, which overwrites what came before.
     came = jax.tree.map(lambda c, a: c.at[:, first].set(a), flow.came, returned)
     total = _placed_parts(placed(total, plan), 1, plan)
     return flow._replace(layers=total, returned=placed(returned, plan), came=placed(came, plan))
 
 
-def _empty(parts) -> _Flow:
-    plan, schedule = parts.plan, parts.plan.schedule
+def _empty(work) -> _Flow:
+    plan, schedule = work.plan, work.plan.schedule
     zeros = lambda tree, *lead: jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), tree)
     first = lambda tree: jax.tree.map(lambda a: a[0], tree)
     stages, (chunk, *ready) = (
         schedule.stages,
-        jax.eval_shape(lambda: (jax.tree.map(lambda a: a[0, 0], parts.held), first(parts.x), first(parts.ctx))),
+        jax.eval_shape(lambda: (jax.tree.map(lambda a: a[0, 0], work.held), first(work.x), first(work.ctx))),
     )
-    passed, _, aux, kept = jax.eval_shape(parts.through, chunk, *ready)
-    loss, head, _ = jax.eval_shape(parts.loss, parts.head, *ready)
+    passed, _, aux, kept = jax.eval_shape(work.through, chunk, *ready)
+    loss, head, _ = jax.eval_shape(work.loss, work.head, *ready)
     x, came = zeros(passed, stages), zeros(passed, stages, schedule.microbatches)
     kept, lead = zeros(kept, stages, schedule.kept), (parts_in(plan.parts),) if plan.parts else ()
-    layers = jax.tree.map(lambda a: jnp.zeros((stages, *lead, *a.shape[1:]), a.dtype), parts.held[0])
+    layers = jax.tree.map(lambda a: jnp.zeros((stages, *lead, *a.shape[1:]), a.dtype), work.held[0])
     x, kept, came, layers = placed((x, kept, came, layers), plan)
     layers, head = _placed_parts(layers, 1, plan), _placed_parts(zeros(head), 0, plan)
     return _Flow(x, kept, x, came, layers, zeros(aux, stages, schedule.repeats), head, zeros(loss))

@@ -50,7 +50,6 @@ PIPELINES: dict[str, tuple[tuple[str, str, int, int], dict[str, Any]]] = {
     "8B GPipe, twice around": (EIGHT, {"mesh": SMALL, "rules": "fsdp+pp:16x2"}),
     "8B 1F1B": (EIGHT, {"mesh": SMALL, "rules": "fsdp+pp:16", "gradients": "1f1b"}),
     "8B 1F1B, twice around": (EIGHT, {"mesh": SMALL, "rules": "fsdp+pp:16x2", "gradients": "1f1b"}),
-    "8B 1F1B, no remat": (EIGHT, {"mesh": SMALL, "rules": "fsdp+pp:16", "gradients": "1f1b", "remat": None}),
     "8B GPipe, whole": (EIGHT, {"mesh": {"stage": 4, "data": 4}, "rules": "zero1+pp:16"}),
     "8B 1F1B, whole": (EIGHT, {"mesh": {"stage": 4, "data": 4}, "rules": "zero1+pp:16", "gradients": "1f1b"}),
     "70B GPipe": (SEVENTY, {"mesh": LARGE, "rules": "fsdp+pp:16"}),
@@ -182,7 +181,7 @@ def pipelines(names: list[str], check: bool) -> None:
     for name in names or PIPELINES:
         (model, target, sequence, batch), more = PIPELINES[name]
         got = plan.plan(model, target, sequence=sequence, batch_per_chip=batch, **more)
-        pipeline = got.job.table["layers"]
+        pipeline: Any = got.job.table["layers"]
         turns, stages = pipeline.microbatches * pipeline.repeats, got.mesh["stage"]
         flops = got.costs.flops * got.target.devices / got.model_flops if got.costs else float("nan")
         mfu = f"{got.estimate.mfu_serial:.1%}" if got.estimate else "-"

@@ -1,6 +1,8 @@
 """A run that goes on in another pipeline, or in none: checkpoints know nothing of pipelines."""
 
+import math
 import shutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ AROUND = {
     "rules": sharding.DP | {"layers": sharding.Pipeline("stage", 4, repeats=2)},
     "gradients": training.one_f_one_b(dtype=jnp.float32),
 }
-ONE = {"mesh": {"devices": 1}, "rules": sharding.DP}
+ONE = {"mesh": {"data": 1}, "rules": sharding.DP}
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +29,16 @@ def _quickly(monkeypatch):
     monkeypatch.setattr(trainer_module, "jit_step", tiny.jit_step)
 
 
-def run(directory, mesh, rules, layers, **options):
+def run(directory, mesh, rules, layers, **options: Any):
     """A trainer that goes on where the last one of this directory stopped."""
-    mesh = {name: jax.devices()[:degree] if name == "devices" else degree for name, degree in mesh.items()}
+    devices = jax.devices()[: math.prod(mesh.values())]
     make = lambda: tiny.llama(num_layers=layers)
-    options |= {"mesh": sharding.make_mesh(**mesh), "rules": rules, "loss": tiny.loss, "loader": tiny.Loader()}
+    options |= {
+        "mesh": sharding.make_mesh(**mesh, devices=devices),
+        "rules": rules,
+        "loss": tiny.loss,
+        "loader": tiny.Loader(),
+    }
     checkpointer = training.Checkpointer(directory, layouts=checkpoint.layouts(jax.eval_shape(make)))
     optimizer = tiny.optimizer(jax.eval_shape(make))
     ours = training.Trainer(make, optimizer=optimizer, checkpointer=checkpointer, **options)

@@ -26,7 +26,7 @@ def ragged_dot(
     # last group differs between platforms.
     used = (jnp.arange(rows.shape[0]) < rows_per_expert.sum())[:, None]
     rows, dtype = jnp.where(used, rows, jnp.zeros_like(rows)), accumulator(rows.dtype) if out_dtype else rows.dtype
-    out = _multiply(rows, weights if out_dtype else weights.astype(rows.dtype), rows_per_expert, layout, dtype)
+    out: Any = _multiply(rows, weights if out_dtype else weights.astype(rows.dtype), rows_per_expert, layout, dtype)
     return jnp.where(used, out, 0).astype(out_dtype or rows.dtype)
 
 
@@ -56,8 +56,9 @@ def _forward(rows, weights, rows_per_expert, layout, dtype):
 def _backward(layout, dtype, kept, d):
     rows, weights, rows_per_expert = kept
     turned = layout.translate(str.maketrans("IO", "OI"))
-    pair = (d, rows) if layout == "EOI" else (rows, d)
-    return _multiply(d, weights, rows_per_expert, turned, dtype), _general(*pair, rows_per_expert, _OUTER, dtype), None
+    one, other = (d, rows) if layout == "EOI" else (rows, d)
+    d_weights = _general(one, other, rows_per_expert, _OUTER, dtype)
+    return _multiply(d, weights, rows_per_expert, turned, dtype), d_weights, None
 
 
 _multiply.defvjp(_forward, _backward)
