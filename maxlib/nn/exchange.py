@@ -52,7 +52,7 @@ def dropless(
     usual = functools.partial(_turns, one, few, even)
     worst = functools.partial(_turns, one, many, experts.size * each // many)  # room for any choice
     busiest = _busiest(experts // (num_experts // devices), valid, few, devices, axis if ragged else None)
-    y = lax.cond(busiest <= even, usual, worst, tokens) if few < devices else worst(tokens)
+    y = lax.cond(_of_all(busiest) <= even, usual, worst, tokens) if few < devices else worst(tokens)
     return y, jnp.broadcast_to(valid[:, None], experts.shape)
 
 
@@ -80,6 +80,18 @@ def _busiest(
     counts = jnp.sum(ids[:, :, None] == jnp.arange(devices)[None, None], axis=1)
     counts = counts if axis is None else lax.psum(counts, axis)
     return lax.pmax(counts.max(), jax.sharding.get_abstract_mesh().axis_names)
+
+
+@jax.custom_batching.custom_vmap
+def _of_all(busiest: Int[Array, ""]) -> Int[Array, ""]:
+    """The same; the most of all stages, where a pipeline computes them at once. They choose together: under vmap a
+    choice of each by itself would be computed both ways."""
+    return busiest
+
+
+@_of_all.def_vmap
+def _(stages: int, is_batched: list[bool], busiest: Int[Array, "..."]) -> tuple[Int[Array, "..."], bool]:
+    return (jnp.max(busiest, axis=0) if is_batched[0] else busiest), False
 
 
 def _turns(one: Callable[..., Array], turns: int, capacity: int, tokens: Any) -> Float[Array, "M D"]:

@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
             attention=args.attention,
             optimizer=args.optimizer,
             accumulate=args.accumulate,
+            gradients=args.gradients,
             options=xla_flags.options(*args.flags),
             full=args.full,
             keep=args.keep,
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--attention", help="its implementation in all layers, such as mosaic_tpu (default: the best that may run)")
     add("--optimizer", default="adamw", help="adamw (default) or sgd")
     add("--accumulate", type=int, default=1, help="microbatches of a step (default 1)")
+    add("--gradients", choices=["1f1b"], help="1f1b for pipelines (default: autodiff, which makes them GPipe)")
     add("--flags", nargs="*", default=[], help="sets of XLA flags, such as tpu-overlap (python -m maxlib.xla_flags)")
     add("--full", action="store_true", help="also make the machine code, which takes minutes")
     add("--keep", help="an empty folder for the compiler's files")

@@ -28,6 +28,7 @@ def plan(
     optimizer: Any = "adamw",
     dtype: str = "bfloat16",
     accumulate: int = 1,
+    gradients: str | None = None,
     options: Mapping[str, Any] | None = None,
     full: bool = False,
     keep: str | Path | None = None,
@@ -54,6 +55,7 @@ def plan(
         optimizer=optimizer,
         dtype=dtype,
         accumulate=accumulate,
+        gradients=gradients,
         options=options or {},
     )
     return plan_job(job, full=full, keep=keep, timeout=timeout)

@@ -110,7 +110,7 @@ class _Program:
                 self.visit(_called(one, "body"), times * self._trips(one, computation), in_fusion=False)
                 continue
             if kind == "send" and (sent := _MEGASCALE.search(one.rest)):
-                kind = sent[1].lower().replace("_", "-")
+                kind = "collective-permute" if sent[1] == "ONE_TO_ONE" else sent[1].lower().replace("_", "-")
             if kind in COLLECTIVES:
                 self._collective(one, kind, computation, name, times)
             elif kind in ("fusion", "call", "async"):

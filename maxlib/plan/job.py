@@ -22,8 +22,8 @@ class Job:
     batch_per_chip: sequences of `sequence` tokens per device in one step (a fraction where several devices share one).
     mesh, dcn: as `sharding.make_mesh` takes them. rules: a name that `sharding.preset` knows, or rules. remat:
     as the models take it. attention: the implementation of `ops.attention` in all layers, None for the best.
-    optimizer: "adamw", "sgd", or a function of a module, `optimizer(model) -> optax.GradientTransformation`. options:
-    of the compiler.
+    optimizer: "adamw", "sgd", or a function of a module, `optimizer(model) -> optax.GradientTransformation`. gradients:
+    None, or "1f1b" for a pipeline by `training.one_f_one_b`. options: of the compiler.
     """
 
     model: Any
@@ -38,6 +38,7 @@ class Job:
     optimizer: Any = "adamw"
     dtype: str = "bfloat16"
     accumulate: int = 1
+    gradients: str | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def build(self) -> Any:
@@ -132,8 +133,10 @@ def _decode(value: Any) -> Any:
 
 
 def check_names(job: Job) -> None:
-    """Raises ValueError for a policy or an attention that does not exist."""
+    """Raises ValueError for a policy, an attention, or a way to find gradients, that does not exist."""
     nn.remat_policy(job.remat)
     names = [one.name for one in implementations()]
     if job.attention is not None and job.attention not in names:
         raise ValueError(f"attention must be one of {', '.join(names)}; got {job.attention!r}")
+    if job.gradients not in (None, "1f1b"):
+        raise ValueError(f"gradients must be None (autodiff) or '1f1b'; got {job.gradients!r}")

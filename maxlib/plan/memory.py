@@ -11,7 +11,7 @@ from flax import nnx
 from maxlib import nn, sharding
 from maxlib.plan.program import Program, axes_of, bytes_on_device, parts_of
 from maxlib.plan.targets import parse_target
-from maxlib.training.losses import ROWS_AT_ONCE, vocab_axes
+from maxlib.training.losses import ROWS_AT_ONCE, vocab_axes, with_stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +59,34 @@ def estimate_memory(program: Program) -> Memory:
     gradients = sum(map(size, own))
     away = [size(path) for path in own if sharding.is_on_host(state.trainable[path])]
     rows = max(1, program.rows // program.job.accumulate // parts_of(rules.get("batch"), mesh))
-    activations, transient, offloaded = _residuals(program, rows)
-    layer = _layer_weights(program) + transient + _whole_sequences(program, rows) + _travelling(program, rows)
-    batch, loss = bytes_on_device(program.batch), _loss(program, rows)
-    back = {"gradients": gradients, "away": sum(away), "clipped": max(away, default=0.0)}
+    at_once, held, ends = _in_pipeline(program, rows)
+    kept, transient, offloaded = _residuals(program, at_once)
+    layer = _layer_weights(program) + transient + _whole_sequences(program, at_once) + _travelling(program, at_once)
+    loss = _loss(program, rows if program.job.gradients is None else at_once)
     return Memory(
-        parameters, optimizer, batch, **back, activations=activations, layer=layer, loss=loss, offloaded=offloaded
+        parameters,
+        optimizer,
+        bytes_on_device(program.batch),
+        gradients,
+        away=sum(away),
+        clipped=max(away, default=0.0),
+        activations=kept * held + ends,
+        layer=layer,
+        loss=loss,
+        offloaded=offloaded * held,
     )
+
+
+def _in_pipeline(program: Program, rows: int) -> tuple[int, float, float]:
+    """Rows of a microbatch, of how many times all layers a stage keeps residuals, and the bytes of what enters and
+    leaves the pipeline; without one, all rows once."""
+    job, pipeline = program.job, program.job.table.get("layers")
+    if not isinstance(pipeline, sharding.Pipeline) or (stages := program.mesh.shape[pipeline.axis]) == 1:
+        return rows, 1.0, 0.0
+    chunks = stages * pipeline.repeats
+    ticks = pipeline.microbatches * pipeline.repeats + stages - 1 if job.gradients is None else 2 * chunks - 1
+    hidden = rows * job.sequence * program.head[1] * jnp.dtype(job.dtype).itemsize
+    return max(1, rows // pipeline.microbatches), ticks / chunks, 3.0 * hidden
 
 
 def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> float:
@@ -88,13 +109,14 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
 
     weights = {x.shape for x in shapes.values()}
     count = lambda leaves: sum(_kept_bytes(x, weights, program) for x in leaves if x.shape not in weights)
-    here = nn.kept_on_device(job.remat)
+    remat = job.remat if job.gradients is None else "full"  # 1F1B keeps what enters a layer
+    here = nn.kept_on_device(remat)
     saved, all_ = count(kept(here)), count(kept(None))
-    offloaded = 0.0 if here == job.remat else count(kept(job.remat)) - saved
+    offloaded = 0.0 if here == remat else count(kept(remat)) - saved
     layers = max([x.shape[0] for path, x in shapes.items() if nn.is_repeated(path)], default=1)
     # Of the layer that runs backward the compiler keeps about half of what autodiff would: the rest is computed in
     # passing.
-    again = 0.0 if job.remat is None else 0.5 * all_ / layers
+    again = 0.0 if remat is None else 0.5 * all_ / layers
     return saved, again, offloaded
 
 
@@ -156,9 +178,10 @@ def _loss(program: Program, rows: int) -> float:
     width = jnp.dtype(job.dtype).itemsize
     hidden = jax.ShapeDtypeStruct((program.rows // job.accumulate, job.sequence, dim), jnp.dtype(job.dtype))
     split = lambda name: tuple(a for a in axes_of(job.table.get(name)) if mesh.shape[a] > 1)
-    axes, more = vocab_axes(
-        hidden, (vocab, dim), mesh, vocab=split("vocab"), batch=split("batch"), embed=split("embed")
-    )
+    axes = {name: split(name) for name in ("vocab", "batch", "embed")}
+    with sharding.use(mesh, job.table):
+        axes["vocab"] = with_stages(axes, vocab, mesh)
+    axes, more = vocab_axes(hidden, (vocab, dim), mesh, **axes)
     parts, travel = math.prod(mesh.shape[a] for a in axes + more), math.prod(mesh.shape[a] for a in more)
     tokens = rows * job.sequence * travel
     logits = min(ROWS_AT_ONCE * travel, tokens) * (vocab / parts) * 4

@@ -45,7 +45,9 @@ class Program:
         return jax.eval_shape(lambda model: model.head_weight(), self.model).shape
 
     def lower(self) -> jax.stages.Lowered:
-        step = training.make_train_step(self.loss, self.optimizer, accumulate=self.job.accumulate)
+        options = {"dtype": jnp.dtype(self.job.dtype), "remat": self.job.remat}
+        gradients = training.one_f_one_b(**options) if self.job.gradients == "1f1b" else None
+        step = training.make_train_step(self.loss, self.optimizer, accumulate=self.job.accumulate, gradients=gradients)
         state = self.state
         if self.job.attention is not None:  # only now: what is counted from shapes is counted as if on a CPU
             state = dataclasses.replace(state, rest=nn.with_attention(state.rest, self.job.attention))
@@ -163,7 +165,8 @@ def causal_trips(text: str) -> float:
     found = _ATTENTION.search(text)
     if found is None:
         return 1.0
-    q, k = (jax.ShapeDtypeStruct(tuple(map(int, sizes.split("x"))), jnp.bfloat16) for sizes in found.groups())
+    # Inside a pipeline there is an axis of the stages before these four.
+    q, k = (jax.ShapeDtypeStruct(tuple(map(int, sizes.split("x")))[-4:], jnp.bfloat16) for sizes in found.groups())
     return (k.shape[1] / choose_blocks(q, k, 1.0).block_k + 1) / 2
 
 

@@ -66,7 +66,7 @@ class Plan:
 def _report(plan: Plan) -> list[Any]:
     job = plan.job
     mesh = ", ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one device"
-    rules = job.rules if isinstance(job.rules, str) else "own rules"
+    rules = (job.rules if isinstance(job.rules, str) else "own rules") + (f"; {job.gradients}" if job.gradients else "")
     head = [
         f"{job.title}, {plan.num_parameters / 1e9:.2f} billion parameters, on {plan.target}",
         f"mesh: {mesh}; rules: {rules}; remat: {job.remat}; optimizer: {getattr(job.optimizer, '__name__', job.optimizer)}",

@@ -1,9 +1,10 @@
 """The pipeline in which backward passes begin before the forward passes have ended (1F1B, arXiv:1806.03377).
 
 In every tick each stage computes a chunk of its layers for one microbatch forward and, for an earlier one, backward.
-In between it keeps what entered, for at most `2 S V - 1` pairs of microbatch and chunk (`S` stages, `V` repeats)
-however many there are. No stage goes backward in the first `S V - 1` ticks nor forward in the last, so these are loops
-of their own, and all of it takes the time of two passes of `pipelined`.
+In between it keeps what entered each layer, for at most `2 S V - 1` pairs of microbatch and chunk (`S` stages, `V`
+repeats) however many there are, and computes one layer at a time again. No stage goes backward in the first `S V - 1`
+ticks nor forward in the last, so these are loops of their own, and all of it takes the time of two passes of
+`pipelined`.
 """
 
 import functools
@@ -13,12 +14,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding.pipeline import (
     Plan,
     Tree,
     add_up,
     deal,
+    each_part,
     each_stage,
     enter,
     gather_in,
@@ -26,6 +29,7 @@ from maxlib.sharding.pipeline import (
     in_order,
     in_stages,
     of_stage,
+    parts_in,
     placed,
     planned,
 )
@@ -50,12 +54,16 @@ class _Flow(NamedTuple):
     loss: Tree
 
 
-class _Parts(NamedTuple):
-    """What all ticks share. stage: `(held, x, ctx) -> (x, more, aux)`. held: layers, and what else a stage is made
-    of."""
+class _Work(NamedTuple):
+    """What all ticks share, and what they call. held: layers, and what else a stage is made of.
 
-    stage: Callable[..., tuple[Tree, jax.Array, Tree]]
-    loss: Callable[..., tuple[jax.Array, Tree]]
+    through: `(held, x, ctx) -> (x, more, aux, kept)`. back: `(held, total, kept, ctx, d, repeat, works) -> (total with
+    the gradients of layers, d)`. loss: `(head, x, ctx) -> (loss and stats, gradients of the head, d)`.
+    """
+
+    through: Callable[..., Tree]
+    back: Callable[..., Tree]
+    loss: Callable[..., Tree]
     held: tuple[Tree, ...]
     head: Tree
     x: Tree
@@ -71,78 +79,141 @@ def one_f_one_b(
     head: Tree,
     x: Tree,
     ctx: Tree,
+    *,
+    by_row: bool = False,
 ) -> tuple[tuple[jax.Array, Tree, Tree], tuple[Tree, Tree, Tree]]:
     """The loss over a batch and its gradients, in the pipeline of the rules in use.
 
     stage: `(layers, fixed, works, x, ctx) -> (x, more, aux)`, with a scalar `more` that adds to the loss. loss: `(head,
     x, ctx) -> (sum, stats)` of a microbatch that has left the last stage. layers, works, x and ctx: as in `pipelined`;
     every array of ctx has a leading batch axis. fixed: what else layers are made of, with the same leading axis and no
-    gradient. Returns `(loss, stats, aux)`, sums over microbatches but for aux, their mean; and the gradients of
-    `(layers, head, x)`. Raises ValueError for layers, rows and microbatches that do not fit the stages, and without a
-    pipeline.
+    gradient. by_row: whether all that stage and loss make of a row depends on that row only, and sums over rows;
+    gradients are then summed over the data axes once. Returns `(loss, stats, aux)`, sums over microbatches but for aux,
+    their mean; and the gradients of `(layers, head, x)`. Raises ValueError for layers, rows and microbatches that do
+    not fit the stages, and without a pipeline.
     """
     plan = planned(layers, x)
-    x, ctx = (jax.tree.map(lambda a: deal(a, plan.schedule.microbatches), tree) for tree in (x, ctx))
+    plan = plan if by_row else plan._replace(parts=())
+    x, ctx = (jax.tree.map(lambda a: deal(a, plan), tree) for tree in (x, ctx))
     held = in_stages(layers, plan), in_stages(fixed, plan), idle(plan)
-    parts = _Parts(lambda held, x, ctx: stage(*held, x, ctx), _on_all_stages(loss), held, head, x, ctx, plan)
-    flow, lead, ticks = _empty(parts), plan.schedule.lead, plan.schedule.ticks
-    tick = functools.partial(_tick, parts)
+    calls = _through(stage, plan), _back(stage, plan), _loss_of(loss, plan)
+    work = _Work(*calls, held, head, x, ctx, plan)
+    flow, lead, ticks = _empty(work), plan.schedule.lead, plan.schedule.ticks
+    tick = functools.partial(_tick, work)
     flow, _ = lax.scan(functools.partial(tick, backward=False), flow, jnp.arange(lead))
     flow, _ = lax.scan(tick, flow, jnp.arange(lead, ticks))
     flow, _ = lax.scan(functools.partial(tick, forward=False), flow, jnp.arange(ticks, ticks + lead))
     value, stats = flow.loss
     aux = jax.tree.map(lambda a: a / plan.schedule.microbatches, flow.aux)
-    came = jax.tree.map(gather_in, of_stage(flow.came, 0))
-    return (value, stats, in_order(aux, plan)), (in_order(flow.layers, plan), flow.head, came)
+    came = jax.tree.map(lambda a: gather_in(a, plan), of_stage(flow.came, 0))
+    grads = in_order(_sum_parts(flow.layers, 1, plan), plan), _sum_parts(flow.head, 0, plan), came
+    return (value, stats, in_order(aux, plan)), grads
 
 
-def _on_all_stages(loss):
-    """A microbatch has too few rows for the stages to share."""
-
-    def run(*args):
-        with in_a_stage():
-            return loss(*args)
-
-    return run
+def _one(tree: Tree) -> Tree:
+    """Some layers, of which there is one."""
+    return jax.tree.map(lambda a: a[None], tree)
 
 
-def _tick(parts, flow, t, *, forward=True, backward=True):
+def _through(stage, plan):
+    """A chunk, layer by layer."""
+
+    def run(held, x, ctx):
+        def step(x, held):
+            new, more, aux = stage(*_one(held), x, ctx)
+            return new, (more, jax.tree.map(lambda a: a[0], aux), x)
+
+        x, (more, aux, kept) = lax.scan(step, x, held)
+        return x, jnp.sum(more), aux, kept
+
+    on_parts = each_part(run, plan, (None, 0, 0))
+
+    def through(held, x, ctx):
+        x, more, aux, kept = on_parts(held, x, ctx)
+        return x, jnp.sum(more), aux, kept
+
+    return through
+
+
+def _back(stage, plan):
+    """The gradients of a chunk, from its last layer to its first, each added to its `total` where that lies."""
+
+    def run(held, total, kept, ctx, d, at, works):
+        def step(flow, layer):
+            (total, d), ((layer, *others), x, i) = flow, layer
+            (_, more), pull = jax.vjp(lambda layer, x: stage(*_one((layer, *others)), x, ctx)[:2], layer, x)
+            new, d = pull((d, jnp.ones_like(more)))
+            add = lambda s, a: s.at[at, i].add(jnp.where(works, a, 0))
+            return (jax.tree.map(add, total, new), d), None
+
+        number = jnp.arange(plan.chunks.size)
+        return lax.scan(step, (total, d), (held, kept, number), reverse=True)[0]
+
+    return each_part(run, plan, (None, 0, 0, 0, 0, None, None))
+
+
+def _loss_of(loss, plan):
+    def once(head, x, ctx):
+        with in_a_stage():  # a microbatch has too few rows for the stages to share
+            return loss(head, x, ctx)
+
+    def run(head, x, ctx):
+        value, pull, stats = jax.vjp(lambda head, x: once(head, x, ctx), head, x, has_aux=True)
+        return (value, stats), *pull(jnp.ones_like(value))
+
+    on_parts = each_part(run, plan, (None, 0, 0))
+
+    def run_and_sum(head, x, ctx):
+        new, head, d = on_parts(head, x, ctx)
+        return _sum_parts(new, 0, plan), _placed_parts(head, 0, plan), d
+
+    return run_and_sum
+
+
+def _sum_parts(tree: Tree, axis: int, plan: Plan) -> Tree:
+    return jax.tree.map(lambda a: jnp.sum(a, axis, dtype=a.dtype), tree) if plan.parts else tree
+
+
+def _placed_parts(tree: Tree, axis: int, plan: Plan) -> Tree:
+    """Sums of gradients, on the devices of each part."""
+    if not plan.parts:
+        return tree
+    rest = P.UNCONSTRAINED
+    put = lambda a: lax.with_sharding_constraint(a, P(*[rest] * axis, plan.parts, *[rest] * (a.ndim - axis - 1)))
+    return jax.tree.map(put, tree)
+
+
+def _tick(work, flow, t, *, forward=True, backward=True):
     if forward:
-        flow = _forward(parts, flow, t)
+        flow = _forward(work, flow, t)
     if not backward:
         return flow, None
     came = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), flow.passed)
     if forward:
-        flow, came = _loss(parts, flow, t)
-    return _backward(parts, flow, came, t), None
+        flow, came = _loss(work, flow, t)
+    return _backward(work, flow, came, t), None
 
 
-def _forward(parts, flow, t):
-    plan, schedule = parts.plan, parts.plan.schedule
+def _forward(work, flow, t):
+    plan, schedule = work.plan, work.plan.schedule
     turn, first = schedule.forward(t, schedule.all), schedule.forward(t, 0).microbatch
-    new = jax.tree.map(lambda a: a[first][None], parts.x)
-    entering = placed(enter(flow.passed, new, turn), plan.axis)
-    kept = jax.tree.map(lambda k, a: k.at[:, t % schedule.kept].set(a), flow.kept, entering)
-    ctx = jax.tree.map(lambda a: a[turn.microbatch], parts.ctx)
-    passed, more, aux = each_stage(parts.stage, plan)(parts.held, turn.repeat, entering, ctx)
+    new = jax.tree.map(lambda a: a[first][None], work.x)
+    entering = placed(enter(flow.passed, new, turn), plan)
+    ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
+    passed, more, aux, kept = each_stage(work.through, plan)(work.held, turn.repeat, entering, ctx)
+    kept = jax.tree.map(lambda k, a: k.at[:, t % schedule.kept].set(a), flow.kept, placed(kept, plan))
     value, stats = flow.loss
     value = value + jnp.sum(jnp.where(turn.works, more, 0))
-    return flow._replace(
-        passed=placed(passed, plan.axis), kept=kept, aux=add_up(flow.aux, aux, turn), loss=(value, stats)
-    )
+    return flow._replace(passed=placed(passed, plan), kept=kept, aux=add_up(flow.aux, aux, turn), loss=(value, stats))
 
 
-def _loss(parts, flow, t):
+def _loss(work, flow, t):
     """The loss of what leaves the last stage in this tick for good, and its gradient."""
-    schedule = parts.plan.schedule
+    schedule = work.plan.schedule
     turn = schedule.forward(t, schedule.stages - 1)
     left = of_stage(flow.passed, schedule.stages - 1)
-    ctx = jax.tree.map(lambda a: a[turn.microbatch], parts.ctx)
-
-    def run(left):
-        value, pull, stats = jax.vjp(lambda head, x: parts.loss(head, x, ctx), parts.head, left, has_aux=True)
-        return (value, stats), *pull(jnp.ones_like(value))
-
+    ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
+    run = lambda left: work.loss(work.head, left, ctx)
     if schedule.repeats == 1:
         new, head, came = run(left)
     else:  # most of the time it goes around again
@@ -152,35 +223,36 @@ def _loss(parts, flow, t):
     return flow._replace(head=add(flow.head, head), loss=add(flow.loss, new)), came
 
 
-def _backward(parts, flow, came, t):
-    plan, schedule = parts.plan, parts.plan.schedule
+def _backward(work, flow, came, t):
+    plan, schedule = work.plan, work.plan.schedule
     turn, first = schedule.backward(t, schedule.all), schedule.backward(t, 0).microbatch
     lost = (schedule.all == schedule.stages - 1) & (turn.repeat == schedule.repeats - 1)
     along = lambda a: lost.reshape(-1, *[1] * (a.ndim - 1))
     join = lambda a, b: jnp.where(along(a), b[None], jnp.roll(a, -1, axis=0))
-    came = placed(jax.tree.map(join, flow.returned, came), plan.axis)
-    entered = jax.vmap(lambda kept, at: jax.tree.map(lambda k: k[at], kept))(flow.kept, turn.entered % schedule.kept)
-    ctx = jax.tree.map(lambda a: a[turn.microbatch], parts.ctx)
-
-    def pull(held, x, ctx, d):
-        (_, more), pull = jax.vjp(lambda layers, x: parts.stage((layers, *held[1:]), x, ctx)[:2], held[0], x)
-        return pull((d, jnp.ones_like(more)))
-
-    layers, returned = each_stage(pull, plan)(parts.held, turn.repeat, placed(entered, plan.axis), ctx, came)
+    came = placed(jax.tree.map(join, flow.returned, came), plan)
+    kept = jax.vmap(lambda kept, at: jax.tree.map(lambda k: k[at], kept))(flow.kept, turn.entered % schedule.kept)
+    ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
+    args = flow.layers, placed(kept, plan), ctx, came, turn.repeat, turn.works
+    total, returned = each_stage(work.back, plan)(work.held, turn.repeat, *args)
     # Chunks are met from the last to the first, which overwrites what came before.
     came = jax.tree.map(lambda c, a: c.at[:, first].set(a), flow.came, returned)
-    total = placed(add_up(flow.layers, layers, turn), plan.axis)
-    return flow._replace(layers=total, returned=placed(returned, plan.axis), came=placed(came, plan.axis))
+    total = _placed_parts(placed(total, plan), 1, plan)
+    return flow._replace(layers=total, returned=placed(returned, plan), came=placed(came, plan))
 
 
-def _empty(parts) -> _Flow:
-    schedule = parts.plan.schedule
-    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
-    some = lambda tree, *lead: jax.tree.map(lambda a: jnp.zeros((schedule.stages, *lead, *a.shape[1:]), a.dtype), tree)
+def _empty(work) -> _Flow:
+    plan, schedule = work.plan, work.plan.schedule
+    zeros = lambda tree, *lead: jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), tree)
     first = lambda tree: jax.tree.map(lambda a: a[0], tree)
-    run, repeat = each_stage(parts.stage, parts.plan), jnp.zeros(schedule.stages, int)
-    _, _, aux = jax.eval_shape(run, parts.held, repeat, some(parts.x), some(parts.ctx))
-    value = zeros(jax.eval_shape(parts.loss, parts.head, first(parts.x), first(parts.ctx)))
-    new = some(parts.x), some(parts.x, schedule.kept), some(parts.x, schedule.microbatches), zeros(parts.held[0])
-    x, kept, came, layers = placed(new, parts.plan.axis)
-    return _Flow(x, kept, x, came, layers, some(aux, schedule.repeats), zeros(parts.head), value)
+    stages, (chunk, *ready) = (
+        schedule.stages,
+        jax.eval_shape(lambda: (jax.tree.map(lambda a: a[0, 0], work.held), first(work.x), first(work.ctx))),
+    )
+    passed, _, aux, kept = jax.eval_shape(work.through, chunk, *ready)
+    loss, head, _ = jax.eval_shape(work.loss, work.head, *ready)
+    x, came = zeros(passed, stages), zeros(passed, stages, schedule.microbatches)
+    kept, lead = zeros(kept, stages, schedule.kept), (parts_in(plan.parts),) if plan.parts else ()
+    layers = jax.tree.map(lambda a: jnp.zeros((stages, *lead, *a.shape[1:]), a.dtype), work.held[0])
+    x, kept, came, layers = placed((x, kept, came, layers), plan)
+    layers, head = _placed_parts(layers, 1, plan), _placed_parts(zeros(head), 0, plan)
+    return _Flow(x, kept, x, came, layers, zeros(aux, stages, schedule.repeats), head, zeros(loss))

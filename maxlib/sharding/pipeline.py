@@ -2,6 +2,7 @@
 (GPipe, arXiv:1811.06965) or several times around (arXiv:2104.04473)."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding.chunks import Chunks, Schedule, Turn, chunks
 from maxlib.sharding.presets import Pipeline
-from maxlib.sharding.rules import current, fit, in_a_stage, spec
+from maxlib.sharding.rules import current, fit, in_a_stage, in_parts, replicated_over, spec
 
 Tree = Any
 # Names for `jax.checkpoint`: what layers under remat are computed again from, and the weights of a chunk.
@@ -23,11 +24,15 @@ _CHEAP = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_
 
 
 class Plan(NamedTuple):
-    """A pipeline for one stack and batch."""
+    """A pipeline for one stack and batch.
+
+    parts: mesh axes over which every device computes its own part of a microbatch, as if there was no other.
+    """
 
     axis: str
     schedule: Schedule
     chunks: Chunks
+    parts: tuple[str, ...] = ()
 
 
 class _Flow(NamedTuple):
@@ -59,32 +64,36 @@ def pipelined(
     for layers, rows and microbatches that do not fit the stages, and without a pipeline.
     """
     plan, rows = planned(layers, x), jax.tree.leaves(x)[0].shape[0]
-    rowwise = lambda a: deal(a, plan.schedule.microbatches)
+    # What layers report is of all rows of a microbatch.
+    if jax.tree.leaves(jax.eval_shape(lambda *args: stage(layers, None, *args)[1], x, ctx)):
+        plan = plan._replace(parts=())
     is_row = lambda a: a.ndim > 0 and a.shape[0] == rows
-    ctx = jax.tree.map(lambda a: rowwise(a) if is_row(a) else jnp.expand_dims(a, 0), ctx)
+    common = jax.tree.map(lambda a: 0 if is_row(a) else None, ctx)
+    ctx = jax.tree.map(lambda a: deal(a, plan) if is_row(a) else jnp.expand_dims(a, 0), ctx)
     # Each stage has a copy, so that gradients are summed over stages once, not in every tick.
     copies = lambda a: jnp.broadcast_to(a[None], (plan.schedule.stages, *a.shape))
-    x = placed(jax.tree.map(lambda a: copies(rowwise(a)), x), plan.axis)
-    held = in_stages(layers, plan), idle(plan)
-    on_stages = each_stage(lambda held, x, ctx: stage(*held, x, ctx), plan)
+    x = placed(jax.tree.map(lambda a: copies(deal(a, plan)), x), plan)
+    held = _in_parts(in_stages(layers, plan), plan), idle(plan)
+    on_parts = each_part(stage, plan, (0, None, 0, common))
+    on_stages = each_stage(lambda held, x, ctx: on_parts(*held, x, ctx), plan)
     run = lambda held, turn, x, ctx: on_stages(held, turn.repeat, x, _rows_of(ctx, turn.microbatch))
     if plan.schedule.repeats > 1:
         run = jax.checkpoint(run, policy=_kept(remat), prevent_cse=False)
     tick, flow = functools.partial(_tick, run, held, x, ctx, plan), _empty(run, held, x, ctx, plan)
     flow, _ = lax.scan(tick, flow, jnp.arange(plan.schedule.ticks))
-    out = jax.tree.map(gather_in, of_stage(flow.out, plan.schedule.stages - 1))
+    out = jax.tree.map(lambda a: gather_in(a, plan), of_stage(flow.out, plan.schedule.stages - 1))
     return out, in_order(jax.tree.map(lambda a: a / plan.schedule.microbatches, flow.aux), plan)
 
 
 def _tick(run, held, x, ctx, plan, flow, t):
     schedule, turn = plan.schedule, plan.schedule.forward(t, plan.schedule.all)
     new = jax.tree.map(lambda a: a[:, schedule.forward(t, 0).microbatch], x)
-    entering = placed(enter(flow.passed, new, turn), plan.axis)
+    entering = placed(enter(flow.passed, new, turn), plan)
     passed, aux = run(held, turn, entering, ctx)
     # The last time around overwrites what came before; nothing leaves a stage's devices before the end.
     leaving = schedule.forward(t, schedule.stages - 1).microbatch
     out = jax.tree.map(lambda o, a: o.at[:, leaving].set(a), flow.out, passed)
-    return _Flow(placed(passed, plan.axis), placed(out, plan.axis), add_up(flow.aux, aux, turn)), None
+    return _Flow(placed(passed, plan), placed(out, plan), add_up(flow.aux, aux, turn)), None
 
 
 def _rows_of(ctx: Tree, microbatch: jax.Array) -> Tree:
@@ -93,8 +102,8 @@ def _rows_of(ctx: Tree, microbatch: jax.Array) -> Tree:
 
 def _empty(run, held, x, ctx, plan) -> _Flow:
     number, turn = plan.schedule.stages, plan.schedule.forward(jnp.zeros((), int), plan.schedule.all)
-    passed = placed(jax.tree.map(lambda a: jnp.zeros_like(a[:, 0]), x), plan.axis)
-    out = placed(jax.tree.map(jnp.zeros_like, x), plan.axis)
+    passed = placed(jax.tree.map(lambda a: jnp.zeros_like(a[:, 0]), x), plan)
+    out = placed(jax.tree.map(jnp.zeros_like, x), plan)
     _, aux = jax.eval_shape(run, held, turn, passed, ctx)
     total = lambda a: jnp.zeros((number, plan.schedule.repeats, *a.shape[1:]), a.dtype)
     return _Flow(passed, out, jax.tree.map(total, aux))
@@ -127,7 +136,13 @@ def planned(layers: Tree, x: Tree) -> Plan:
             f"with repeats={pipeline.repeats}, microbatches must be a multiple of the {number} stages, got "
             f"{pipeline.microbatches}: they go around in groups of that size"
         )
-    return Plan(pipeline.axis, Schedule(number, pipeline.microbatches, pipeline.repeats), cut)
+    axes = replicated_over()
+    parts = axes if rows // pipeline.microbatches % parts_in(axes) == 0 else ()
+    return Plan(pipeline.axis, Schedule(number, pipeline.microbatches, pipeline.repeats), cut, parts)
+
+
+def parts_in(axes: tuple[str, ...]) -> int:
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
 
 
 def in_stages(tree: Tree, plan: Plan) -> Tree:
@@ -138,8 +153,8 @@ def in_stages(tree: Tree, plan: Plan) -> Tree:
     """
     shape = (plan.chunks.stages, plan.chunks.repeats, plan.chunks.size)
     if plan.chunks.in_order:
-        return placed(jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), tree), plan.axis)
-    return placed(jax.tree.map(lambda a: _whole(a[plan.chunks.index], 3), tree), plan.axis)
+        return placed(jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), tree), plan)
+    return placed(jax.tree.map(lambda a: _whole(a[plan.chunks.index], 3), tree), plan)
 
 
 def in_order(tree: Tree, plan: Plan) -> Tree:
@@ -158,7 +173,7 @@ def _whole(a: jax.Array, dims: int) -> jax.Array:
 def idle(plan: Plan) -> jax.Array | None:
     """Which places of the chunks work, as `in_stages` lays them; None if all do."""
     works = plan.chunks.works
-    return None if works.all() else placed(jnp.asarray(works), plan.axis)
+    return None if works.all() else placed(jnp.asarray(works), plan)
 
 
 def each_stage(run: Callable[..., Tree], plan: Plan) -> Callable[..., Tree]:
@@ -169,6 +184,34 @@ def each_stage(run: Callable[..., Tree], plan: Plan) -> Callable[..., Tree]:
             return run(_chunk(held, repeat), *args)
 
     return jax.vmap(one, spmd_axis_name=plan.axis)
+
+
+def each_part(run: Callable[..., Tree], plan: Plan, in_axes: tuple[Any, ...]) -> Callable[..., Tree]:
+    """`run` on each part of a microbatch by itself, so that nothing is summed over their devices in every tick.
+
+    in_axes: as in `jax.vmap`. Without parts it is `run`.
+    """
+    if not plan.parts:
+        return run
+
+    def parts(*args):
+        with in_parts(plan.parts):
+            return jax.vmap(run, in_axes=in_axes, spmd_axis_name=plan.parts)(*args)
+
+    return parts
+
+
+def _in_parts(tree: Tree, plan: Plan) -> Tree:
+    """Layers that lie in stages, a copy for each part: its gradients are summed over parts once."""
+    if not plan.parts:
+        return tree
+    number, rest = parts_in(plan.parts), P.UNCONSTRAINED
+
+    def copies(a):
+        a = jnp.broadcast_to(a[:, :, None], (*a.shape[:2], number, *a.shape[2:]))
+        return lax.with_sharding_constraint(a, P(plan.axis, rest, plan.parts, *[rest] * (a.ndim - 3)))
+
+    return jax.tree.map(copies, tree)
 
 
 def _chunk(held: Tree, repeat: jax.Array) -> Tree:
@@ -213,23 +256,30 @@ def of_stage(tree: Tree, stage: int) -> Tree:
     return jax.tree.map(only, tree)
 
 
-def deal(a: jax.Array, parts: int) -> jax.Array:
-    """Part `i` takes every `parts`-th row, so that rows that are spread over devices stay so in each part; those that
-    the stages have shared come to all of them."""
+def deal(a: jax.Array, plan: Plan) -> jax.Array:
+    """Microbatch `i` takes every `n`-th row, so that rows that are spread over devices stay so in each, and those that
+    the stages have shared come to all of them: `[microbatches, parts, rows, ...]`, without the second axis if there are
+    no parts."""
+    rest = P.UNCONSTRAINED
     with in_a_stage():
         mesh, rules = current() or (None, {})
         rows, _ = fit(spec(("batch",), rules), a.shape, mesh)
-    a = lax.with_sharding_constraint(a, P(*(*rows, None)[:1], *[P.UNCONSTRAINED] * (a.ndim - 1)))
-    return jnp.swapaxes(a.reshape(a.shape[0] // parts, parts, *a.shape[1:]), 0, 1)
+    a = lax.with_sharding_constraint(a, P(*(*rows, None)[:1], *[rest] * (a.ndim - 1)))
+    dealt = jnp.swapaxes(a.reshape(-1, plan.schedule.microbatches, *a.shape[1:]), 0, 1)
+    if not plan.parts:
+        return dealt
+    cut = dealt.reshape(len(dealt), parts_in(plan.parts), -1, *a.shape[1:])
+    return lax.with_sharding_constraint(cut, P(rest, plan.parts, *[rest] * a.ndim))
 
 
-def gather_in(a: jax.Array) -> jax.Array:
-    """The rows of all parts in their own order again."""
+def gather_in(a: jax.Array, plan: Plan) -> jax.Array:
+    """The opposite of `deal`."""
+    a = a.reshape(len(a), -1, *a.shape[3:]) if plan.parts else a
     return jnp.swapaxes(a, 0, 1).reshape(-1, *a.shape[2:])
 
 
-def placed(tree: Tree, axis: str) -> Tree:
+def placed(tree: Tree, plan: Plan) -> Tree:
     """Stage by stage on the devices of the axis; all else is as it was."""
     rest = P.UNCONSTRAINED
-    put = lambda a: lax.with_sharding_constraint(a, P(axis, *[rest] * (a.ndim - 1)))
+    put = lambda a: lax.with_sharding_constraint(a, P(plan.axis, *[rest] * (a.ndim - 1)))
     return jax.tree.map(put, tree)

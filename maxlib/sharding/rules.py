@@ -117,6 +117,24 @@ def mesh_axes(name: str) -> tuple[str, ...]:
     return tuple(axis for axis in _as_tuple(rules.get(name)) if mesh.shape[axis] > 1)
 
 
+def replicated_over() -> tuple[str, ...]:
+    """The mesh axes of more than one device over which the rules in use split the batch and nothing that is trained;
+    none where another axis of the batch comes first."""
+    batch, rules = mesh_axes("batch"), (current() or (None, {}))[1]
+    others = {axis for name in rules if name not in ("batch", "optimizer") for axis in mesh_axes(name)}
+    axes = tuple(axis for axis in batch if axis not in others)
+    return axes if axes == batch[: len(axes)] else ()
+
+
+@contextmanager
+def in_parts(axes: tuple[str, ...]) -> Iterator[None]:
+    """Inside, the rules in use split a batch that is a part already: what lies on one device of these mesh axes."""
+    _, rules = current() or (None, {})
+    batch = tuple(axis for axis in _as_tuple(rules.get("batch")) if axis not in axes)
+    with _context(_freeze({**rules, "batch": batch})):
+        yield
+
+
 def _as_tuple(place: Place | Spare | Pipeline | Exchange | Memory) -> tuple[str, ...]:
     if isinstance(place, Memory):
         return ()

@@ -66,18 +66,26 @@ def next_token_loss(
 
 
 def cross_entropy(
-    hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], targets: Int[Array, "B T"], **options: Any
+    hidden: Float[Array, "B T D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    *,
+    one_of_many: bool = False,
+    **options: Any,
 ) -> tuple[Array, dict[str, Array]]:
     """Each device takes its own rows, and its own part of the vocabulary where the rules split that.
 
     A head that is split over its width, like a batch over its rows, has to be gathered and its gradient summed; where
     rows are fewer than the vocabulary is large, the rows travel instead, and each device takes a part of the
-    vocabulary for all of them.
+    vocabulary for all of them. one_of_many: whether gradients of several calls are added up, which can then stay where
+    they are made until the end.
     """
     axes, more, changes, chunk = (), (), None, None
     if (now := sharding.current()) is not None:
         split = {name: sharding.mesh_axes(name) for name in ("vocab", "batch", "embed")}
+        split["vocab"] = with_stages(split, weight.shape[0], now[0])
         axes, more = vocab_axes(hidden, weight.shape, now[0], **split)
+        changes = {"vocab": axes}
         if more:  # with as many logits at once as the whole vocabulary would have
             changes = {"vocab": axes + more, "batch": tuple(axis for axis in split["batch"] if axis not in more)}
             chunk = ROWS_AT_ONCE * math.prod(now[0].shape[axis] for axis in more)
@@ -87,11 +95,19 @@ def cross_entropy(
         sums = out.loss, -jnp.sum(out.log_prob), jnp.sum(out.correct, dtype=jnp.float32)
         return tuple(x.reshape(1, 1) for x in sums)
 
-    hidden, weight = _reduced_first(hidden, weight)
+    if not one_of_many:
+        hidden, weight = _reduced_first(hidden, weight)
     rows = ("batch", "seq")
     mapped = sharding.map_op(op, [(*rows, None), ("vocab", None), rows], (rows, rows, rows), changes=changes)
     loss, nll, correct = (jnp.sum(x) for x in mapped(hidden, weight, targets))
     return loss, {"nll": nll, "accuracy": correct}
+
+
+def with_stages(split: dict[str, Axes], vocab: int, mesh: Any) -> Axes:
+    """The mesh axes of the vocabulary, and those of a pipeline's stages: all have the same rows."""
+    used = {axis for axes in split.values() for axis in axes}
+    axes = split["vocab"] + tuple(axis for axis in sharding.mesh_axes("layers") if axis not in used)
+    return axes if vocab % math.prod(mesh.shape[axis] for axis in axes) == 0 else split["vocab"]
 
 
 @jax.custom_vjp

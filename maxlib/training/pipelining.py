@@ -23,11 +23,12 @@ def one_f_one_b(
     (arXiv:1806.03377).
 
     Where autodiff keeps what the backward pass needs of every microbatch, this keeps the inputs of at most `2 S V - 1`
-    chunks for S stages and V repeats, and computes each chunk again; with `remat`, its layers once more after that. The
-    options are those of `next_token_loss`. Raises TypeError for a model that is no `nn.Decoder`, ValueError for a batch
+    chunks' layers (periods of the stack, where it has some) for S stages and V repeats, and computes one of them at a
+    time again: as much arithmetic as with "full". remat: what layers before and after the pipeline keep. The options
+    are those of `next_token_loss`. Raises TypeError for a model that is no `nn.Decoder`, ValueError for a batch
     with images and where the rules have no pipeline.
     """
-    options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+    options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "one_of_many": True}
 
     def gradients(trainable: dict[str, Any], rest: Any, batch: Batch, key: Array):
         if not isinstance(rest, nn.Decoder) or not len(rest.layers.body):
@@ -44,19 +45,26 @@ def one_f_one_b(
             return (x, tokens * _own(lead + aux)), ctx
 
         def stage(layers, fixed, works, x, data):
-            x, _, aux = nn.periods(nn.combine(layers, fixed), x, data[0], remat=remat, works=works)
+            x, _, aux = nn.periods(nn.combine(layers, fixed), x, data[0], works=works)
             return x, _count(data) * _own(aux), _reported(aux)
 
         def after(outer, x, data):
             model, (ctx, targets) = nn.combine(outer, rest), data
             x, aux = nn.ends(model.layers.suffix, x, ctx, remat=remat)
             hidden = model.leave(x, ctx)
-            loss, sums = cross_entropy(hidden, model.head_weight(), targets, softcap=model.softcap, **options)
+            loss, sums = cross_entropy(hidden, model.head_weight(), targets, **options, softcap=model.softcap)
             return loss + _count(data) * _own(aux), jax.lax.stop_gradient(sums)
 
         (x, more), pull, ctx = jax.vjp(before, outer, has_aux=True)
         (loss, sums, aux), (d_body, d_outer, d_x) = sharding.one_f_one_b(
-            stage, after, body, rest.layers.body, outer, x, (ctx, batch["targets"])
+            stage,
+            after,
+            body,
+            rest.layers.body,
+            outer,
+            x,
+            (ctx, batch["targets"]),
+            by_row=not _reports(nn.combine(trainable, rest).layers, x, ctx),
         )
         d_before = pull((d_x, jnp.ones_like(more)))[0]
         grads = {_BODY + path: g for path, g in d_body.items()} | jax.tree.map(jnp.add, d_outer, d_before)
@@ -83,6 +91,12 @@ def _own(auxes: list[dict[str, Array]]) -> Array:
     """What layers add to the loss, per target."""
     values = [jnp.sum(v) for aux in auxes for name, v in aux.items() if name.startswith("loss/")]
     return sum(values, start=jnp.zeros(()))
+
+
+def _reports(layers: nn.Stack, x: Array, ctx: Any) -> bool:
+    """Whether layers say anything of all rows of a microbatch, such as how even a router is."""
+    auxes = lambda x: (nn.periods(layers.body, x, ctx)[2], nn.ends(layers.suffix, x, ctx)[1])
+    return bool(jax.tree.leaves(jax.eval_shape(auxes, x)))
 
 
 def _reported(auxes: list[dict[str, Array]]) -> dict[str, Array]:

@@ -5,6 +5,7 @@ ahead-of-time compile.
     python -m tests.benchmarks.plans --published [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --present [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --remat
+    python -m tests.benchmarks.plans --pipelines [NAME ...] [--check]
     python -m tests.benchmarks.plans --search
     python -m tests.benchmarks.plans --gpu [NAME ...] [--json out.json] [--check]
 
@@ -15,9 +16,9 @@ needs more than the peer's, or the analytic model is off by more than a tenth. -
 MaxText's tables of MFU (`published.py`), each beside what was measured; --check ends with an error if one does not fit,
 the analytic model is off by more than a tenth, or the roofline is lower than what was measured. --present: the networks
 that the same scripts build today, beside the peer's memory; --check ends with an error if one needs more. --remat: one
-model under every policy. --search: 30 layouts of an 8B model on 16 chips. --gpu: steps for H100 and H200; --check ends
-with an error if one does not fit, the analytic model is off by more than a tenth, arithmetic is not 1.2 to 1.4 times
-the model's, or compiling takes two minutes.
+model under every policy. --pipelines: `PIPELINES`; --check ends with an error if one does not fit. --search: 30 layouts
+of an 8B model on 16 chips. --gpu: steps for H100 and H200; --check ends with an error if one does not fit, the analytic
+model is off by more than a tenth, arithmetic is not 1.2 to 1.4 times the model's, or compiling takes two minutes.
 """
 
 import argparse
@@ -65,13 +66,38 @@ GPU_CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "mixtral-8x7b": ("mixtral-8x7b", "h100x16", 1, 4096, {}),
     "mixtral-8x7b ep8": ("mixtral-8x7b", "h100x32", 1, 4096, {"mesh": {"fsdp": 4, "expert": 8}, "rules": "ep"}),
 }
+DEEPSEEK_LONG, LONG = (*DEEPSEEK, 2), {"stage": 4, "expert": 64}
+EIGHT, SEVENTY = ("llama3-8b", "v5p-32", 4096, 4), ("llama2-70b", "v5p-128", 4096, 4)
+SMALL, LARGE = {"stage": 4, "fsdp": 4}, {"stage": 4, "fsdp": 16}
+# model, target, sequence, sequences per chip; mesh, rules and other settings
+PIPELINES: dict[str, tuple[tuple[str, str, int, int], dict[str, Any]]] = {
+    "8B GPipe": (EIGHT, {"mesh": SMALL, "rules": "fsdp+pp:16"}),
+    "8B GPipe, twice around": (EIGHT, {"mesh": SMALL, "rules": "fsdp+pp:16x2"}),
+    "8B 1F1B": (EIGHT, {"mesh": SMALL, "rules": "fsdp+pp:16", "gradients": "1f1b"}),
+    "8B 1F1B, twice around": (EIGHT, {"mesh": SMALL, "rules": "fsdp+pp:16x2", "gradients": "1f1b"}),
+    "8B GPipe, whole": (EIGHT, {"mesh": {"stage": 4, "data": 4}, "rules": "zero1+pp:16"}),
+    "8B 1F1B, whole": (EIGHT, {"mesh": {"stage": 4, "data": 4}, "rules": "zero1+pp:16", "gradients": "1f1b"}),
+    "70B GPipe": (SEVENTY, {"mesh": LARGE, "rules": "fsdp+pp:16"}),
+    "70B 1F1B": (SEVENTY, {"mesh": LARGE, "rules": "fsdp+pp:16", "gradients": "1f1b"}),
+    "70B 1F1B, twice around": (SEVENTY, {"mesh": LARGE, "rules": "fsdp+pp:16x2", "gradients": "1f1b"}),
+    "70B 1F1B, two slices": (
+        ("llama2-70b", "v5p-128x2", 4096, 2),
+        {"mesh": {"fsdp": -1}, "dcn": {"stage": 2}, "rules": "fsdp+pp:4", "gradients": "1f1b"},
+    ),
+    "Mixtral 1F1B": (
+        ("mixtral-8x7b", "v5p-128", 4096, 4),
+        {"mesh": {"stage": 4, "fsdp": 4, "expert": 4}, "rules": "ep+pp:16", "gradients": "1f1b"},
+    ),
+    "DeepSeek-V3 GPipe, uneven": (DEEPSEEK_LONG, {"mesh": LONG, "rules": "ep+pp:8"}),
+    "DeepSeek-V3 1F1B, uneven": (DEEPSEEK_LONG, {"mesh": LONG, "rules": "ep+pp:8", "gradients": "1f1b"}),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=[])
     parser.add_argument("--json", type=Path)
-    for option in ("--check", "--published", "--present", "--remat", "--search", "--gpu"):
+    for option in ("--check", "--published", "--present", "--remat", "--pipelines", "--search", "--gpu"):
         parser.add_argument(option, action="store_true")
     args = parser.parse_args()
     if args.gpu and not has_gpu_compiler():
@@ -84,6 +110,8 @@ def main() -> None:
         print(plan.search("llama3.1-8b", "v5e-16", batches=(1, 2), remats=("full", "qkv", "dots")))
     elif args.remat:
         remat_table()
+    elif args.pipelines:
+        pipelines(args.names, args.check)
     else:
         table = published_table if args.published else present_table if args.present else compare
         table(args.names, args.json, args.check)
@@ -226,6 +254,42 @@ def remat_table() -> None:
         got = plan.plan("llama3.1-8b", "v5p-16", sequence=4096, remat=remat)
         flops = got.costs.flops * got.target.devices / got.model_flops if got.costs else float("nan")
         print(f"| {remat} | {got.peak / GIB:.2f} | {got.analytic.activations / GIB:.2f} | {flops:.2f} |", flush=True)
+
+
+def pipelines(names: list[str], check: bool) -> None:
+    """idle: the theoretical share. Bytes are those of one device in a step, in GiB: activations to the next stage, all
+    else that goes over stages, weights that are gathered, and the rest, which is gradients but for what experts get."""
+    wrong = []
+    print(
+        "| plan | peak GiB | idle | FLOPs / the model's | to the next stage | over stages | gathered | other |", end=""
+    )
+    print(" MFU, no overlap | compile s |")
+    print("|---" * 10 + "|")
+    for name in names or PIPELINES:
+        (model, target, sequence, batch), more = PIPELINES[name]
+        got = plan.plan(model, target, sequence=sequence, batch_per_chip=batch, **more)
+        pipeline: Any = got.job.table["layers"]
+        turns, stages = pipeline.microbatches * pipeline.repeats, got.mesh["stage"]
+        flops = got.costs.flops * got.target.devices / got.model_flops if got.costs else float("nan")
+        mfu = f"{got.estimate.mfu_serial:.1%}" if got.estimate else "-"
+        idle = f"{(stages - 1) / (turns + stages - 1):.0%}"
+        sizes = " | ".join(f"{size / GIB:.2f}" for size in travels(got))
+        print(
+            f"| {name} | {got.peak / GIB:.2f} | {idle} | {flops:.2f} | {sizes} | {mfu} | {got.compile_seconds:.0f} |",
+            flush=True,
+        )
+        if not got.fits:
+            wrong.append(name)
+    finish([], None, wrong if check else [], "does not fit")
+
+
+def travels(got: plan.Plan) -> list[float]:
+    found = got.costs.collectives if got.costs else ()
+    over = lambda one: "stage" in one.axes
+    on = lambda one: over(one) and one.kind in ("collective-permute", "send")
+    kinds = (on, lambda one: over(one) and not on(one), lambda one: not over(one) and one.kind == "all-gather")
+    sizes = [sum(one.bytes for one in found if is_one(one)) for is_one in kinds]
+    return [*sizes, sum(one.bytes for one in found) - sum(sizes)]
 
 
 if __name__ == "__main__":

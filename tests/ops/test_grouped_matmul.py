@@ -141,6 +141,22 @@ def test_inside_scan_checkpoint_and_vmap():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want)
 
 
+def test_tpus_get_no_ragged_dot_with_a_batch():
+    """Which their compiler refuses; a pipeline's stages are one. Gradients are those of each by itself."""
+    rows, weights = (jnp.stack([a, 2 * a]) for a in arrays(24, 6, 6, 3)[:2])
+    counts = jnp.array([[5, 0, 19], [8, 8, 2]])
+    one = lambda *args: jnp.sum(jnp.sin(ops.grouped_matmul(*args, implementation="ragged_dot")))
+    inside, outside = jax.vmap(jax.grad(one, (0, 1))), jax.grad(lambda *args: jax.vmap(one)(*args).sum(), (0, 1))
+    each = [jax.grad(one, (0, 1))(rows[i], weights[i], counts[i]) for i in range(2)]
+    want = jax.tree.map(lambda *a: jnp.stack(a), *each)
+    for both in (inside, outside):
+        got = both(rows, weights, counts)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want)
+        text = jax.jit(both).trace(rows, weights, counts).lower(lowering_platforms=("tpu",)).as_text()
+        found = [line for line in text.splitlines() if "ragged_dot" in line and "tensor<24x6xf32>" in line]
+        assert len(found) >= 6 and not any("tensor<2x24x6xf32>" in line for line in found)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(check_vma):
     rows, weights, d_out = arrays(8 * 12, 5, 7, 3)

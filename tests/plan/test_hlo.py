@@ -300,6 +300,13 @@ def test_a_collective_spread_over_fusions_counts_once():
     assert costs.flops == 9 * 2 * 64 * 128 * 128
 
 
+def test_what_slices_send_each_other_is_a_permutation_or_what_it_says():
+    for said, kind in (("ONE_TO_ONE", "collective-permute"), ("ALL_GATHER", "all-gather")):
+        costs = read_costs(SPREAD.replace("ALL_REDUCE", said), {"stage": 2, "fsdp": 4}, across=("stage",))
+        sizes = {one.kind: one.bytes for one in costs.collectives if one.axes == ("stage",)}
+        assert sizes.keys() == {kind} and sizes[kind] >= 2 * 64 * 128
+
+
 def test_fusions_move_the_slices_they_look_at_and_not_what_they_hand_on():
     costs = read_costs(SPREAD, {"data": 2, "fsdp": 4}, across=("data",))
     rows, layer, part, whole = 2 * 64 * 128, 2 * 128 * 128, 2 * 8 * 1024, 2 * 32 * 1024

@@ -72,6 +72,8 @@ CASES = {
     "uneven, twice around": (lambda: llama(7), {"stage": 4, "fsdp": 2}, sharding.FSDP | AROUND, "full"),
 }
 MORE = {
+    "batches over data too": (llama, {"stage": 2, "data": 2, "fsdp": 2}, sharding.FSDP | PP, None),
+    "uneven, twice around, data": (lambda: llama(7), {"stage": 4, "data": 2}, sharding.DP | AROUND, "full"),
     "uneven, experts, long sequences": (lambda: experts(6), LONG, sharding.EP | sharding.CP_RING | PP, None),
     "a prefix, experts, long sequences, twice around": (experts, LONG, sharding.EP | sharding.CP_RING | AROUND, None),
     "uneven, a period of two": (lambda: gemma(10), {"stage": 4, "tensor": 2}, sharding.FSDP_TP | PP, "minimal"),
@@ -203,6 +205,26 @@ def test_one_f_one_b_gives_the_loss_and_gradients_of_one_device(case):
     assert got[1].keys() == want[1].keys()
     for path, gradient in want[1].items():
         np.testing.assert_allclose(got[1][path], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=path)
+
+
+def test_stages_choose_together_how_tokens_travel():
+    """One of both ways is computed; a choice of each stage by itself would be a select of both."""
+    mesh, rules = sharding.make_mesh(stage=2, expert=4), sharding.EP | PP
+    model = jax.eval_shape(experts)
+    with sharding.use(mesh, rules):
+        hidden = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).hidden)
+        assert hidden.lower(model, rows(8)["tokens"]).as_text().count("stablehlo.case") == 1
+
+
+def test_gradients_are_summed_over_data_once():
+    """As often as there are arrays, and not in every tick."""
+    mesh, rules = sharding.make_mesh(stage=2, data=2, devices=jax.devices()[:4]), sharding.DP | PP
+    params, rest = nn.partition(jax.eval_shape(llama))
+    with sharding.use(mesh, rules):
+        program = loss_and_gradients.lower(params, rest, rows(8)).compile(compiler_options=QUICKLY)
+    found = [one for one in read_costs(program.as_text(), dict(mesh.shape)).collectives if "data" in one.axes]
+    assert {one.kind for one in found} == {"all-reduce"} and sum(one.runs for one in found) <= len(params) + 4
+    assert sum(one.bytes for one in found) < 1.1 * sum(x.size for x in params.values()) * 4
 
 
 def scaled():

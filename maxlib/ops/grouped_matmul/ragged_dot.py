@@ -1,5 +1,6 @@
 """XLA's ragged dot: a grouped kernel on TPU, dense (every row with every expert) on other platforms."""
 
+import functools
 from typing import Any
 
 import jax
@@ -20,22 +21,12 @@ def ragged_dot(
     layout: str = "EOI",
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
-    dimensions = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(([1], [layout.index("I")]), ([], [])),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[0],
-    )
     # The result's own dtype, not float32: the kernel sums in float32 anyway, and the gradient of the weights takes this
     # dtype too, which in float32 was twice as large as anything else of a layer. What XLA leaves in rows beyond the
     # last group differs between platforms.
     used = (jnp.arange(rows.shape[0]) < rows_per_expert.sum())[:, None]
-    out = jax.lax.ragged_dot_general(
-        jnp.where(used, rows, jnp.zeros_like(rows)),
-        weights if out_dtype else weights.astype(rows.dtype),
-        rows_per_expert,
-        dimensions,
-        preferred_element_type=accumulator(rows.dtype) if out_dtype else rows.dtype,
-    )
+    rows, dtype = jnp.where(used, rows, jnp.zeros_like(rows)), accumulator(rows.dtype) if out_dtype else rows.dtype
+    out: Any = _multiply(rows, weights if out_dtype else weights.astype(rows.dtype), rows_per_expert, layout, dtype)
     return jnp.where(used, out, 0).astype(out_dtype or rows.dtype)
 
 
@@ -44,5 +35,46 @@ def ragged_outer(
 ) -> Float[Array, "E O I"]:
     used = (jnp.arange(rows.shape[0]) < rows_per_expert.sum())[:, None]
     d, x = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d_out, rows))
-    out = jax.lax.ragged_dot_general(d, x, rows_per_expert, _OUTER, preferred_element_type=accumulator(rows.dtype))
-    return out.astype(summed_in(rows.dtype))
+    return _general(d, x, rows_per_expert, _OUTER, accumulator(rows.dtype)).astype(summed_in(rows.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _multiply(rows, weights, rows_per_expert, layout: str, dtype: Any):
+    """Each row with its expert's matrix, over the dimension of `weights` that `layout` calls I."""
+    dimensions = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(([1], [layout.index("I")]), ([], [])),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    return _general(rows, weights, rows_per_expert, dimensions, dtype)
+
+
+def _forward(rows, weights, rows_per_expert, layout, dtype):
+    return _multiply(rows, weights, rows_per_expert, layout, dtype), (rows, weights, rows_per_expert)
+
+
+def _backward(layout, dtype, kept, d):
+    rows, weights, rows_per_expert = kept
+    turned = layout.translate(str.maketrans("IO", "OI"))
+    one, other = (d, rows) if layout == "EOI" else (rows, d)
+    d_weights = _general(one, other, rows_per_expert, _OUTER, dtype)
+    return _multiply(d, weights, rows_per_expert, turned, dtype), d_weights, None
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _general(rows, others, rows_per_expert, dimensions, dtype: Any):
+    """`jax.lax.ragged_dot_general`; under vmap one after another, as TPUs have none with a batch: the stages of a
+    pipeline, of which a device has one."""
+
+    @jax.custom_batching.custom_vmap
+    def one(*arrays):
+        return jax.lax.ragged_dot_general(*arrays, dimensions, preferred_element_type=dtype)
+
+    @one.def_vmap
+    def _(size, is_batched, *arrays):
+        pick = lambda i: [a[i] if batched else a for a, batched in zip(arrays, is_batched, strict=True)]
+        return jnp.stack([one(*pick(i)) for i in range(size)]), True
+
+    return one(rows, others, rows_per_expert)

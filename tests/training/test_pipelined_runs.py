@@ -1,0 +1,75 @@
+"""A run that goes on in another pipeline, or in none: checkpoints know nothing of pipelines."""
+
+import math
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib import sharding, training
+from maxlib.training import checkpoint
+from maxlib.training import trainer as trainer_module
+from tests.training import tiny
+
+FSDP = {"mesh": {"fsdp": 8}, "rules": sharding.FSDP}
+EVEN = {"mesh": {"stage": 2, "fsdp": 4}, "rules": sharding.FSDP | {"layers": sharding.Pipeline("stage", 2)}}
+AROUND = {
+    "mesh": {"stage": 4, "data": 2},
+    "rules": sharding.DP | {"layers": sharding.Pipeline("stage", 4, repeats=2)},
+    "gradients": training.one_f_one_b(dtype=jnp.float32),
+}
+ONE = {"mesh": {"data": 1}, "rules": sharding.DP}
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch):
+    monkeypatch.setattr(trainer_module, "jit_step", tiny.jit_step)
+
+
+def run(directory, mesh, rules, layers, **options: Any):
+    """A trainer that goes on where the last one of this directory stopped."""
+    devices = jax.devices()[: math.prod(mesh.values())]
+    make = lambda: tiny.llama(num_layers=layers)
+    options |= {
+        "mesh": sharding.make_mesh(**mesh, devices=devices),
+        "rules": rules,
+        "loss": tiny.loss,
+        "loader": tiny.Loader(),
+    }
+    checkpointer = training.Checkpointer(directory, layouts=checkpoint.layouts(jax.eval_shape(make)))
+    optimizer = tiny.optimizer(jax.eval_shape(make))
+    ours = training.Trainer(make, optimizer=optimizer, checkpointer=checkpointer, **options)
+    ours.restore()
+    return ours
+
+
+def numbers(trainer):
+    return jax.device_get(jax.tree.leaves((trainer.state.trainable, trainer.state.opt_state)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("one", "other", "layers"),
+    [
+        (AROUND, FSDP, 7),
+        (FSDP, AROUND, 7),
+        (EVEN, ONE, 4),
+        (ONE, EVEN | {"gradients": AROUND["gradients"]}, 4),
+        (EVEN, AROUND, 8),
+    ],
+)
+def test_a_run_goes_on_in_another_layout(tmp_path, one, other, layers):
+    """The state is that of the checkpoint, number by number, and the next losses are those of the first layout."""
+    first = run(tmp_path / "one", **one, layers=layers)
+    first.fit(2)
+    saved = numbers(first)
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    want = [float(first.fit(step)["loss"]) for step in (3, 4)]
+    second = run(tmp_path / "other", **other, layers=layers)
+    assert second.step == 2
+    for a, b in zip(numbers(second), saved, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [float(second.fit(step)["loss"]) for step in (3, 4)] == pytest.approx(want, rel=1e-5)
