@@ -69,8 +69,8 @@ def _general(rows, others, rows_per_expert, dimensions, dtype: Any):
     pipeline, of which a device has one."""
 
     @jax.custom_batching.custom_vmap
-    def one(*arrays):
-        return jax.lax.ragged_dot_general(*arrays, dimensions, preferred_element_type=dtype)
+    def one(rows, others, rows_per_expert):
+        return jax.lax.ragged_dot_general(rows, others, rows_per_expert, dimensions, preferred_element_type=dtype)
 
     @one.def_vmap
     def _(size, is_batched, *arrays):
