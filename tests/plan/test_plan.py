@@ -297,7 +297,7 @@ def test_a_1f1b_pipeline_needs_less_memory_and_no_more_arithmetic():
     assert early.peak < 0.8 * gpipe.peak and early.analytic.total == pytest.approx(early.peak, rel=0.1)
     for got in (gpipe, early):
         assert got.costs.flops * 16 / got.model_flops < 1.26 * 19 / 16
-        assert sum(one.bytes for one in got.costs.collectives if "stage" in one.axes) < 7 * 2**30
+        assert sum(one.bytes for one in got.costs.collectives if "stage" in one.axes) < 8 * 2**30
         activations = sum(
             one.bytes for one in got.costs.collectives if one.axes == ("stage",) and "permute" in one.kind
         )

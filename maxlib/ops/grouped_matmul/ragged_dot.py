@@ -58,13 +58,14 @@ def _backward(layout, dtype, kept, d):
     turned = layout.translate(str.maketrans("IO", "OI"))
     one, other = (d, rows) if layout == "EOI" else (rows, d)
     d_weights = _general(one, other, rows_per_expert, _OUTER, dtype)
-    return _multiply(d, weights, rows_per_expert, turned, dtype), d_weights, None
+    d_rows: Any = _multiply(d, weights, rows_per_expert, turned, dtype)
+    return d_rows, d_weights, None
 
 
 _multiply.defvjp(_forward, _backward)
 
 
-def _general(rows, others, rows_per_expert, dimensions, dtype: Any):
+def _general(rows, others, rows_per_expert, dimensions: Any, dtype: Any) -> Any:
     """`jax.lax.ragged_dot_general`; under vmap one after another, as TPUs have none with a batch: the stages of a
     pipeline, of which a device has one."""
 
