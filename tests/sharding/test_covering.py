@@ -103,7 +103,9 @@ class Case:
         """Kinds of collectives, and the mesh axis over which they may go."""
         axis = {"gather": "context", "ring": "context", "heads": "context", "sequence": "tensor"}
         pairs = {(found, axis.get(kind, kind)) for kind in self.kinds for found in MAY[kind]}
-        return pairs | {(found, "fsdp") for found in MAY["fsdp"] if "expert" in self.kinds}  # which takes both
+        pairs |= {(found, "fsdp") for found in MAY["fsdp"] if "expert" in self.kinds}  # which takes both
+        # Vectors of tokens leave the embedding cut by width, and are dealt out by rows over these axes and stages.
+        return pairs | {("collective-permute", axis) for axis in ("fsdp", "expert") if "stage" in self.kinds}
 
     @property
     def num_layers(self) -> int:
