@@ -44,6 +44,7 @@ from maxlib.nn.mtp import look_ahead as look_ahead
 from maxlib.nn.norm import LayerNorm as LayerNorm
 from maxlib.nn.norm import RMSNorm as RMSNorm
 from maxlib.nn.norm import UnitRMSNorm as UnitRMSNorm
+from maxlib.nn.places import layout_for as layout_for
 from maxlib.nn.positions import LearnedPositions as LearnedPositions
 from maxlib.nn.pytree import pytree as pytree
 from maxlib.nn.pytree import static as static
@@ -64,7 +65,6 @@ from maxlib.nn.router import SwitchBalance as SwitchBalance
 from maxlib.nn.router import update_router_bias as update_router_bias
 from maxlib.nn.stack import Stack as Stack
 from maxlib.nn.stack import ends as ends
-from maxlib.nn.stack import layout_for as layout_for
 from maxlib.nn.stack import periods as periods
 from maxlib.nn.stack import trusted_layers as trusted_layers
 from maxlib.nn.stack import unstack as unstack

@@ -2,9 +2,9 @@
 
 import contextvars
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from maxlib.nn.places import Part, as_layout, parts, place_of, settled
 from maxlib.nn.remat import Policy, remat_policy, rematerialised
 from maxlib.nn.tree import is_variable, variables
 from maxlib.ops.attention.dispatch import current_device
@@ -33,25 +34,6 @@ def trusted_layers() -> Iterator[None]:
         yield
     finally:
         _trusted.reset(token)
-
-
-class Part(NamedTuple):
-    """Layers of a stack that are stored alike: `slots` of them in turn, from layer `first` on.
-
-    repeats: how many layers lie in a slot, on a leading axis; None where each slot is a layer that stands alone.
-    """
-
-    first: int
-    slots: int
-    repeats: int | None = None
-
-    @property
-    def end(self) -> int:
-        return self.first + self.slots * (1 if self.repeats is None else self.repeats)
-
-    def layers(self, slot: int) -> range:
-        """The numbers of the layers in a slot."""
-        return range(self.first + slot, self.end, self.slots)
 
 
 class Stack(nnx.Module):
@@ -79,7 +61,7 @@ class Stack(nnx.Module):
         period: int = 1,
         rngs: nnx.Rngs,
     ):
-        layout = _settled(num_layers, lead, prefix, period)
+        layout = settled(num_layers, lead, prefix, period)
         key = rngs.params()
         one = lambda i, key: make(i, nnx.Rngs(key))
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_layers))
@@ -101,7 +83,7 @@ class Stack(nnx.Module):
     @property
     def layout(self) -> dict[str, int]:
         """`num_layers`, `prefix` and `period` as they are stored, and `lead` where there is one."""
-        return _layout(self.num_layers, self.num_lead, len(self.prefix), self.period)
+        return as_layout(self.num_layers, self.num_lead, len(self.prefix), self.period)
 
     @property
     def repeats(self) -> int:
@@ -166,7 +148,7 @@ class Stack(nnx.Module):
         """The same layers in another layout. Layers that come to share a place must be alike."""
         layers, new = list(self), jax.tree.map(lambda a: a, self)
         stacked = lambda numbers: jax.tree.map(lambda *a: jnp.stack(a), *(layers[i] for i in numbers))
-        new._lay_out(_settled(len(layers), lead, prefix, period), lambda numbers: layers[numbers[0]], stacked)
+        new._lay_out(settled(len(layers), lead, prefix, period), lambda numbers: layers[numbers[0]], stacked)
         return new
 
     def unstacked(self) -> "Stack":
@@ -204,75 +186,6 @@ def unstack(model: Any) -> Any:
     """`model` with the layers of all its stacks standing alone."""
     is_stack = lambda x: isinstance(x, Stack)
     return jax.tree.map(lambda x: x.unstacked() if is_stack(x) else x, model, is_leaf=is_stack)
-
-
-def layout_for(kinds: Iterable[Hashable]) -> dict[str, int]:
-    """The `prefix` and `period` that scan the most, given what distinguishes each layer (its mask, say).
-
-    With a `lead` where that scans more: of first layers that are of a kind which does not come again.
-    """
-    kinds = tuple(kinds)
-    own = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
-    traced, prefix, period = _scanned(kinds)
-    if own > 1:
-        rest, after, every = _scanned(kinds[own:])
-        if 1 + rest < traced and kinds[0] not in kinds[own:]:
-            return {"lead": own, "prefix": after, "period": every}
-    return {"prefix": prefix, "period": period}
-
-
-def _scanned(kinds: tuple[Hashable, ...]) -> tuple[int, int, int]:
-    """How many layers are traced at least, and with which prefix and period."""
-    n = len(kinds)
-
-    def repeats(prefix: int, period: int) -> bool:
-        end = n - (n - prefix) % period
-        return kinds[prefix : end - period] == kinds[prefix + period : end]
-
-    traced = lambda prefix, period: prefix + period + (n - prefix) % period
-    layouts = [(traced(a, p), a, p) for p in range(1, n + 1) for a in range(n - p + 1) if repeats(a, p)]
-    return min(layouts, default=(0, 0, 1))
-
-
-def parts(*, num_layers: int, prefix: int, period: int, lead: int = 0) -> dict[str, Part]:
-    """Which layers a stack with this layout keeps as its `lead`, `prefix`, `body` and `suffix`."""
-    start = lead + prefix
-    repeats = (num_layers - start) // period
-    end = start + repeats * period
-    return {
-        "lead": Part(0, min(lead, 1), lead),
-        "prefix": Part(lead, prefix),
-        "body": Part(start, period if repeats else 0, repeats),
-        "suffix": Part(end, num_layers - end),
-    }
-
-
-def place_of(i: int, **layout: int) -> tuple[str, int | None]:
-    """Where layer `i` of a stack with this layout lies: its path, and its index on the repeat axis."""
-    for name, part in parts(**layout).items():
-        if part.first <= i < part.end:
-            repeat, slot = divmod(i - part.first, part.slots)
-            return f"{name}.{slot}", None if part.repeats is None else repeat
-    raise IndexError(f"layer {i} of a stack of {layout['num_layers']}")
-
-
-def _layout(num_layers: int, lead: int, prefix: int, period: int) -> dict[str, int]:
-    """Without a lead what it was before there were any: checkpoints hold it."""
-    return {"num_layers": num_layers, "prefix": prefix, "period": period} | ({"lead": lead} if lead else {})
-
-
-def _settled(num_layers: int, lead: int, prefix: int, period: int) -> dict[str, int]:
-    """The layout in which what would be scanned once stands alone."""
-    if period < 1 or min(lead, prefix) < 0 or lead + prefix > num_layers:
-        raise ValueError(
-            "period must be at least 1, lead and prefix not negative, and lead + prefix between 0 and num_layers; "
-            f"got period={period}, lead={lead}, prefix={prefix}, num_layers={num_layers}"
-        )
-    if lead == 1:
-        lead, prefix = 0, prefix + 1
-    if (num_layers - lead - prefix) // period == 1:
-        prefix += period
-    return _layout(num_layers, lead, prefix, period)
 
 
 def _check_alike(one, keys, layout: dict[str, int]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from maxlib import nn
-from maxlib.nn.stack import place_of
+from maxlib.nn.places import place_of
 from maxlib.nn.tree import PLACE
 from maxlib.training.checkpoint.errors import shorten
 

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.nn.stack import parts
+from maxlib.nn.places import parts
 
 FIELDS = ("rms", "max", "nonfinite", "gradient_rms", "gradient_nonfinite")
 LOGITS = ("max_logit", "entropy")
