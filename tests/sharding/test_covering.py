@@ -243,8 +243,7 @@ def test_a_mesh_is_one_device_spread(name, one):
     assert not wrong
     # Of several axes one may leave small matrices whole: those that make or read a latent, a router's.
     assert want.matrices / got.matrices > 0.8 * one.ways
-    # Stages idle in bubbles, and tensor parallelism alone splits no norm's input.
-    assert want.temporaries / got.temporaries > (0.35 if "stage" in one.kinds else 0.55) * one.devices
+    assert want.temporaries / got.temporaries > least(name, one) * one.devices
     large = [key.split() for key, (_, size) in got.collectives.items() if size > SMALL]
     kinds = {(kind, axis) for kind, *axes in large for axis in axes}
     assert {pair for pair in kinds if pair[0] not in ("all-reduce", "reduce-scatter")} <= one.may_talk
@@ -252,6 +251,16 @@ def test_a_mesh_is_one_device_spread(name, one):
         pytest.skip("its collectives are not counted yet: python -m tests.sharding.collectives")
     if jax.__version__.startswith(COUNTED_WITH):
         no_more_than(counts, got.collectives)
+
+
+def least(name: str, one: Case) -> float:
+    """Which part of a device's share in memory has to be saved.
+
+    Stages idle in bubbles. Tensor parallelism alone splits no norm's input, nor the rows that go to experts, which are
+    twice as wide here as what these make of them.
+    """
+    alone = one.kinds == ("data", "tensor") and name in ("experts", "latent")
+    return 0.35 if "stage" in one.kinds else 0.4 if alone else 0.55
 
 
 def no_more_than(counts: dict[str, list[int]], got: dict[str, list[int]]) -> None:
