@@ -1,0 +1,47 @@
+"""Between which devices a collective of a compiled program goes."""
+
+import math
+import re
+
+import numpy as np
+
+
+def axes_of_group(rest: str, mesh: dict[str, int]) -> tuple[str, ...]:
+    """The mesh axes over which the devices of one group differ."""
+    ids = _group(rest, math.prod(mesh.values()))
+    if ids is None:
+        return ("?",)
+    places = np.array(np.unravel_index(ids, tuple(mesh.values())))
+    differ = (places != places[:, :1]).any(axis=1)
+    return tuple(axis for axis, is_over in zip(mesh, differ, strict=True) if is_over)
+
+
+def _group(rest: str, count: int) -> list[int] | None:
+    if pairs := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", rest):
+        found = [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", pairs[1] + "}")]
+        return next((list(pair) for pair in found if pair[0] != pair[1]), [0])  # to itself only
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
+        return [int(n) for n in found[1].split(",")]
+    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        ids = _turned(int(found[1]) * int(found[2]), found[3], found[4])
+        return ids.reshape(int(found[1]), int(found[2]))[0].tolist()
+    order = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]" + order + r" \{([^}]*)\}", rest):
+        return _named_group(found[1], found[4], _turned(count, found[2], found[3]))
+    return list(range(count)) if re.search(r"replica_groups=\{\}", rest) else None
+
+
+def _turned(count: int, sizes: str | None, order: str | None) -> np.ndarray:
+    """The devices in the order in which a program counts them."""
+    ids = np.arange(count)
+    ids = ids if sizes is None else ids.reshape([int(n) for n in sizes.split(",")])
+    return ids if order is None else ids.transpose([int(n) for n in order.split(",")])
+
+
+def _named_group(sizes: str, named: str, devices: np.ndarray) -> list[int] | None:
+    known = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
+    chosen = re.findall(r"'([^']+)'(?!:)", named)
+    if not known or not set(chosen) <= set(known) or ":" in named:
+        return None
+    ids = devices.reshape(tuple(known.values()))
+    return ids[tuple(slice(None) if name in chosen else 0 for name in known)].flatten().tolist()
