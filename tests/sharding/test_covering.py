@@ -105,7 +105,11 @@ class Case:
         pairs = {(found, axis.get(kind, kind)) for kind in self.kinds for found in MAY[kind]}
         pairs |= {(found, "fsdp") for found in MAY["fsdp"] if "expert" in self.kinds}  # which takes both
         # Vectors of tokens leave the embedding cut by width, and are dealt out by rows over these axes and stages.
-        return pairs | {("collective-permute", axis) for axis in ("fsdp", "expert") if "stage" in self.kinds}
+        pairs |= {("collective-permute", axis) for axis in ("fsdp", "expert") if "stage" in self.kinds}
+        # A router's matrix and those that make a latent: the compiler works on parts of them over one axis, and hands
+        # these to the other (1.7 KiB each).
+        both = {"tensor", "expert"} <= set(self.kinds)
+        return pairs | {("collective-permute", axis) for axis in ("tensor", "expert") if both}
 
     @property
     def num_layers(self) -> int:
