@@ -114,7 +114,11 @@ def plans(session: nox.Session) -> None:
     the roofline against published MFU (minutes).
     """
     session.install("-e", ".[tests,tpu]")
-    tables = [session.posargs] if session.posargs else [["--check"], ["--published", "--check"], ["--present"]]
+    tables = (
+        [session.posargs]
+        if session.posargs
+        else [["--check"], ["--published", "--check"], ["--pipelines", "--check"], ["--present"]]
+    )
     for arguments in tables:
         session.run("python", "-m", "tests.benchmarks.plans", *arguments)
     session.run("pytest", "-m", "full", "tests/plan")

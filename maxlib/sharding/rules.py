@@ -49,7 +49,7 @@ def _rows_over_stages(rules: Rules) -> Rules:
 
 @contextmanager
 def in_a_stage() -> Iterator[None]:
-    """Inside, nothing is split over the stages of the pipeline in use."""
+    """Inside, the stages of the pipeline in use share no rows: each has those of its own microbatch."""
     _, rules = current() or (None, {})
     axis = rules["layers"].axis
     without = lambda place: tuple(one for one in place if one != axis) if isinstance(place, tuple) else place

@@ -30,14 +30,15 @@ def dense(num_layers: int):
 
 
 def experts(num_layers: int):
-    cfg = mixtral.Config(**GROUPED, num_layers=num_layers, expert_dim=16, num_experts=8, top_k=2)
+    """As wide as Mixtral's are: 3.5 times the vectors that go to them, which tensor parallelism leaves whole."""
+    cfg = mixtral.Config(**GROUPED, num_layers=num_layers, expert_dim=112, num_experts=8, top_k=2)
     return mixtral.Mixtral(cfg, rngs=nnx.Rngs(0))
 
 
 def latent(num_layers: int):
     """Latent attention; a dense layer, then experts beside a shared one."""
     ranks = {"q_rank": 16, "kv_rank": 16, "nope_dim": 8, "v_dim": 8, "rope": ops.Rope(4)}
-    sizes = {"num_layers": num_layers + 1, "num_dense": 1, "mlp_dim": 64, "expert_dim": 16}
+    sizes = {"num_layers": num_layers + 1, "num_dense": 1, "mlp_dim": 64, "expert_dim": 64}
     routing = {"num_experts": 8, "num_shared": 1, "top_k": 2, "renormalize": True}
     return deepseek.DeepSeek(deepseek.Config(version=3, **SIZE, **ranks, **sizes, **routing), rngs=nnx.Rngs(0))
 
@@ -247,7 +248,8 @@ def test_a_mesh_is_one_device_spread(name, one):
     assert not wrong
     # Of several axes one may leave small matrices whole: those that make or read a latent, a router's.
     assert want.matrices / got.matrices > 0.8 * one.ways
-    assert want.temporaries / got.temporaries > least(name, one) * one.devices
+    # Stages idle in bubbles, and tensor parallelism alone splits no norm's input.
+    assert want.temporaries / got.temporaries > (0.35 if "stage" in one.kinds else 0.55) * one.devices
     large = [key.split() for key, (_, size) in got.collectives.items() if size > SMALL]
     kinds = {(kind, axis) for kind, *axes in large for axis in axes}
     assert {pair for pair in kinds if pair[0] not in ("all-reduce", "reduce-scatter")} <= one.may_talk
@@ -255,16 +257,6 @@ def test_a_mesh_is_one_device_spread(name, one):
         pytest.skip("its collectives are not counted yet: python -m tests.sharding.collectives")
     if jax.__version__.startswith(COUNTED_WITH):
         no_more_than(counts, got.collectives)
-
-
-def least(name: str, one: Case) -> float:
-    """Which part of a device's share in memory has to be saved.
-
-    Stages idle in bubbles. Tensor parallelism alone splits no norm's input, nor the rows that go to experts, which are
-    twice as wide here as what these make of them.
-    """
-    alone = one.kinds == ("data", "tensor") and name in ("experts", "latent")
-    return 0.35 if "stage" in one.kinds else 0.4 if alone else 0.55
 
 
 def no_more_than(counts: dict[str, list[int]], got: dict[str, list[int]]) -> None:

@@ -70,7 +70,8 @@ def copies(host: int, directory: str) -> None:
             ck.save(step, {"params": items})
         ck.wait()
         storage._read, storage.read_here = counted(storage._read), counted(storage.read_here)
-        got = ck.restore(like={"params": items})
+        with jax.set_mesh(items["w"].sharding.mesh):  # as a Trainer does
+            got = ck.restore(like={"params": items})
         counts = dict(sorted(reads.items()))
         ck.save(9, {"params": items})  # the hosts are in step with each other
     check(got["params"], COPIES | {"own": VALUES})

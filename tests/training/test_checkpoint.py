@@ -236,3 +236,19 @@ def test_an_error_in_the_with_block_is_the_one_seen(tmp_path, caplog):
         ck.save(1, {"params": {"x": jnp.zeros(2)}})
         _ = 1 / 0
     assert ck.steps() == [1]  # what was under way is finished
+
+
+def test_what_a_killed_save_left_goes_once_and_before_anything_is_saved(tmp_path):
+    def left(step: int) -> None:
+        for i in range(100):
+            (tmp_path / f"{step}.orbax-checkpoint-tmp" / str(i)).mkdir(parents=True)
+
+    left(1)
+    assert Checkpointer(tmp_path).latest() is None  # somebody looks, and another one begins at once
+    with Checkpointer(tmp_path) as ck:
+        assert not list(tmp_path.glob("1.*"))
+        left(2)  # as if `ck` were saving it
+        assert Checkpointer(tmp_path).latest() is None and list(tmp_path.glob("2.*"))
+        ck.save(3, {"params": {"w": jnp.ones(3)}})
+    with Checkpointer(tmp_path) as ck:
+        assert ck.steps() == [3] and not list(tmp_path.glob("2.*"))

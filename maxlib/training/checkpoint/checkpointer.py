@@ -54,7 +54,7 @@ class Checkpointer:
         self._verify, self._replace, self._metrics = verify, replace, {}
         try:
             self._owner = owner.Claim(self.directory)
-            self._steps = storage.Steps(self.directory)
+            self._steps = storage.Steps(self.directory, clean=self._owner.first)
         except OSError as error:
             raise SaveError(f"Checkpoints cannot be written to {self.directory}: {error}", step=0) from error
         self._thread = ThreadPoolExecutor(1, "maxlib-checkpoint")

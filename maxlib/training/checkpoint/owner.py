@@ -32,7 +32,7 @@ class Claim:
 
     A file says which process it is and changes every `BEAT` seconds. A process of the same machine is looked up; of
     another machine, three beats are waited for. No file system is trusted to lock: whoever finds another's name later
-    gives way.
+    gives way. `first`: this process did not hold it already, by another object.
 
     Raises:
       InUseError: another living process holds it.
@@ -40,12 +40,13 @@ class Claim:
 
     def __init__(self, directory: epath.Path):
         self._file = directory / FILE
-        first = jax.process_index() == 0
+        leads = jax.process_index() == 0
         with sharding.first_process_first(f"whose {directory} is"):  # it may wait longer than a collective does
-            error = self._take() if first else None
+            error = self._take() if leads else None
         _agree(error, directory)
         _check_same(self._file)
-        if first:
+        self.first = str(self._file) not in _held
+        if leads:
             self.release = weakref.finalize(self, _release, self._file)  # at the latest when the process ends
             _held[str(self._file)] = _held.get(str(self._file), 0) + 1
             _beats()

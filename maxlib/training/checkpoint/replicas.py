@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Arrays = dict[str, Any]
 Read = Callable[[Arrays], Arrays]
+NO_MESH = Mesh(np.empty((), object), ())
 
 
 class PeerError(RuntimeError):
@@ -53,19 +54,19 @@ def _load_once(read_here: Read, abstract: Arrays, mesh: Mesh, axis: int) -> Arra
     first = sorted(_hosts(mesh, axis)[0])
     one = Mesh(np.take(mesh.devices, [0], axis), mesh.axis_names)
     there = {n: _on(leaf, one) for n, leaf in abstract.items()}
-    leaves, error = {}, None
-    if jax.process_index() in first:
-        try:
-            leaves = read_here(there)
-        except Exception as failed:  # whatever tensorstore and orbax say of a broken file
-            error = failed
+    stacked, error = {}, None
+    try:
+        leaves = read_here(there) if jax.process_index() in first else {}
+        stacked = {name: _stacked(leaves.pop(name, None), leaf, axis) for name, leaf in abstract.items()}
+    except Exception as failed:  # whatever tensorstore and orbax say of a broken file
+        error = failed
     if np.any(multihost_utils.process_allgather(np.array(error is not None))):
         raise error or PeerError(f"the hosts {first} could not read {list(abstract)[:3]} ...")
-    return {name: _spread(leaves.get(name), leaf, axis) for name, leaf in abstract.items()}
+    return {name: _merge(leaf.sharding, leaf.dtype)(stacked[name]) for name, leaf in abstract.items()}
 
 
-def _spread(source: jax.Array | None, leaf: jax.ShapeDtypeStruct, axis: int) -> jax.Array:
-    """The array on all devices; `source` is that of the first replica, on its hosts."""
+def _stacked(source: jax.Array | None, leaf: jax.ShapeDtypeStruct, axis: int) -> jax.Array:
+    """Bits [replicas, *shape] on all devices: those of `source`, the first replica on its hosts, and zeros."""
     assert isinstance(leaf.sharding, NamedSharding) and isinstance(
         leaf.sharding.mesh, Mesh
     )  # `replica_axis` has seen to it
@@ -74,11 +75,12 @@ def _spread(source: jax.Array | None, leaf: jax.ShapeDtypeStruct, axis: int) -> 
     shape = (mesh.devices.shape[axis], *leaf.shape)
     have = {} if source is None else {shard.device: shard.data for shard in source.addressable_shards}
     size, bits = leaf.sharding.shard_shape(leaf.shape), _bits(leaf.dtype)
-    pieces = [
-        _to_bits(have[d])[None] if d in have else jax.device_put(np.zeros((1, *size), bits), d)
-        for d in stacked.addressable_devices
-    ]
-    return _merge(leaf.sharding, leaf.dtype)(jax.make_array_from_single_device_arrays(shape, stacked, pieces))
+    with jax.set_mesh(NO_MESH):  # each piece is on one device, whichever mesh the caller is in
+        pieces = [
+            _to_bits(have[d])[None] if d in have else jax.device_put(np.zeros((1, *size), bits), d)
+            for d in stacked.addressable_devices
+        ]
+    return jax.make_array_from_single_device_arrays(shape, stacked, pieces)
 
 
 @functools.lru_cache(maxsize=64)

@@ -21,11 +21,13 @@ Arrays = dict[str, Any]
 
 
 class Steps:
-    """The steps of one run's directory. One save runs at a time."""
+    """The steps of one run's directory. One save runs at a time. clean: remove saves that were killed."""
 
-    def __init__(self, directory: epath.Path):
+    def __init__(self, directory: epath.Path, *, clean: bool):
         self.directory = directory
-        self._orbax = ocp.training.Checkpointer(directory, context=_context(), cleanup_tmp_directories=True)
+        if clean and jax.process_index() == 0:
+            _remove_unfinished(directory)  # orbax would in the background, where a second one fails all later saves
+        self._orbax = ocp.training.Checkpointer(directory, context=_context())
 
     def save(self, step: int, arrays: dict[str, Arrays], texts: dict[str, Callable[[], str]]) -> None:
         """Writes `arrays` by item and the texts, called in the background, to `<name>/<name>.json`; all or nothing."""
@@ -94,6 +96,18 @@ def steps(directory: epath.Path) -> list[int]:
     return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(directory))
 
 
+def _remove_unfinished(directory: epath.Path) -> None:
+    """Where a directory can be renamed the name tells, else what is no complete step has not been written to the
+    end.
+    """
+    complete, renames = {str(step) for step in steps(directory)}, "://" not in str(directory)
+    for path in directory.iterdir() if directory.is_dir() else ():
+        number, _, rest = path.name.partition(".")
+        killed = rest.startswith("orbax-checkpoint-tmp") or not (rest or renames or path.name in complete)
+        if number.isdigit() and killed:
+            path.rmtree(missing_ok=True)
+
+
 def load(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
     """Reads leaves of one item: a `jax.ShapeDtypeStruct` with a sharding says where to, without one it is read to
     numpy.
@@ -131,7 +145,7 @@ def _piece(store: Any, leaf: jax.ShapeDtypeStruct) -> Any:
 
 
 def unreadable(directory: epath.Path, item: str, abstract: Arrays) -> list[str]:
-    """The leaves that cannot be read by themselves."""
+    """The leaves that cannot be read by themselves. All hosts call it together, or none."""
     return [name for name, leaf in abstract.items() if not _readable(directory, item, name, leaf)]
 
 
