@@ -73,7 +73,41 @@ def make_program(job: Job) -> Program:
     places = sharding.shardings(model, mesh, rules)
     optimizer = _optimizer(job, model)
     model = jax.tree.map(lambda x, place: _at(x, place), model, places)
-    return Program(job, mesh, model, _state(model, optimizer, mesh, rules), _batch(job, mesh, rows), optimizer, rows)
+    state, batch = _state(model, optimizer, mesh, rules), _batch(job, mesh, rows)
+    program = Program(job, mesh, model, state, batch, optimizer, rows)
+    _check_marked(program)
+    return program
+
+
+def _check_marked(program: Program) -> None:
+    """Raises ValueError if remat names what neither maxlib's layers nor the model's own mark."""
+    remat = program.job.remat
+    if remat is None or isinstance(remat, str) or callable(remat) or set(remat) <= set(nn.INTERMEDIATES):
+        return
+    marked = _marked(program)
+    if unknown := sorted(set(remat) - set(nn.INTERMEDIATES) - marked):
+        known = ", ".join(
+            name for name in (*nn.INTERMEDIATES, *sorted(marked - set(nn.INTERMEDIATES))) if name in marked
+        )
+        raise ValueError(
+            f"remat names {', '.join(map(repr, unknown))}, which no layer marks; this model's mark {known}"
+        )
+
+
+def _marked(program: Program) -> set[str]:
+    """The names that the model's layers give to intermediates, as a policy of `jax.checkpoint` gets to see them."""
+    found = set()
+
+    def note(primitive: Any, *_: Any, **params: Any) -> bool:
+        found.update([params["name"]] if primitive.name == "name" else [])
+        return False
+
+    row = jnp.zeros((1, program.job.sequence), jnp.int32)
+    loss = lambda params: nn.combine(params, program.state.rest)(row, remat=note).hidden.sum()
+    jax.eval_shape(
+        jax.grad(loss), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.state.trainable)
+    )
+    return found
 
 
 def refused(job: Job) -> str | None:

@@ -144,6 +144,7 @@ MISTAKES = {
     "batch": (dict(batch_per_chip=0.5), "4 in all, which must be a multiple of the 8 parts"),
     "attention": (dict(attention="flash"), "attention must be one of .*, mosaic_tpu, .*; got 'flash'"),
     "remat": (dict(remat="some"), "remat must be None, one of"),
+    "name": (dict(remat=("latent", "queue")), "names 'queue', which no layer marks; this model's mark q, k, v"),
     "optimizer": (dict(optimizer="lion"), "optimizer must be 'adamw', 'sgd'"),
     "target": (dict(target="v5p-9"), "counts cores"),
     "none": (dict(target="h100x0"), "no hardware of 0 chips or slices"),
