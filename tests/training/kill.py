@@ -105,7 +105,7 @@ class Kills:
 
 def killed_run(directory: Path, kills: Kills, left: int, untouched: Path) -> int:
     """Kills one run at most `left` times until it is done, and checks it; gives how many kills there were."""
-    begin, count, stopped_at = time.monotonic(), 0, None
+    begin, count, stopped_at, stops = time.monotonic(), 0, None, set()
     while not (directory / "final.json").exists():
         plan = kills.plan() if count < left else None
         status, doing, said = fork(directory, plan)
@@ -114,6 +114,7 @@ def killed_run(directory: Path, kills: Kills, left: int, untouched: Path) -> int
             stopped_at = None
         if status == 128 + signal.SIGTERM:
             stopped_at = _stopped_at(said)
+            stops.add(stopped_at)
         assert "is damaged" not in said and "NOT SAVED" not in said, said
         if doing is None:
             assert status == 0, said
@@ -121,7 +122,7 @@ def killed_run(directory: Path, kills: Kills, left: int, untouched: Path) -> int
             count += 1
             kills.count(plan, doing)
             assert status in (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM, 0), said
-    status, said = apart(directory, lambda: check(directory, untouched, begin))
+    status, said = apart(directory, lambda: check(directory, untouched, begin, stops))
     assert status == 0, said
     return count
 
@@ -130,15 +131,16 @@ def _stopped_at(said: str) -> str:
     return next(line.split()[-1] for line in said.splitlines() if line.startswith("stopped at "))
 
 
-def check(directory: Path, untouched: Path, begin: float) -> None:
-    """Whether a run came to the same end."""
+def check(directory: Path, untouched: Path, begin: float, stops: set[str]) -> None:
+    """Whether a run came to the same end. stops: steps after which it was asked to end, which it saved in all tiers."""
     final, wanted = (json.loads((path / "final.json").read_text()) for path in (directory, untouched))
     assert final["state"] == wanted["state"]
     for name in ("exports", "parameters"):
         assert files(directory / name) == files(untouched / name), name
     for root, newest in (("near", 1), ("checkpoints", 2), ("parameters", 2)):
         steps = names(directory / root)  # the best one too, unless it was being written when it was killed
-        assert steps[-newest:] == names(untouched / root)[-newest:] and len(steps) <= newest + 1, (root, steps)
+        expected = set(names(untouched / root)[-newest:]) | (stops if root == "checkpoints" else set())
+        assert steps[-newest:] == sorted(expected, key=int)[-newest:] and len(steps) <= newest + 1, (root, steps)
         assert [bad for step in steps for bad in checkpoint.verify(directory / root / step)] == []
     assert losses(directory) == losses(untouched)
     account, wall = diagnostics.goodput(directory), final["ended"] - begin
