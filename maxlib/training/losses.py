@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops, sharding
+from maxlib.sharding.rules import fit
 
 Batch = dict[str, Any]
 Extra = Callable[[Any, nn.Output, Batch], tuple[Array, dict[str, Array]]]
@@ -108,6 +110,18 @@ def with_stages(split: dict[str, Axes], vocab: int, mesh: Any) -> Axes:
     used = {axis for axes in split.values() for axis in axes}
     axes = split["vocab"] + tuple(axis for axis in sharding.mesh_axes("layers") if axis not in used)
     return axes if vocab % math.prod(mesh.shape[axis] for axis in axes) == 0 else split["vocab"]
+
+
+def head_gradient(gradient: Float[Array, "V D"]) -> Float[Array, "V D"]:
+    """The gradient of a head, on its way from the parts of the vocabulary in which `cross_entropy` made it to where the
+    head lies: by width within a stage's part. Left alone, the partitioner gathers all of it on each device.
+    """
+    if (now := sharding.current()) is None:
+        return gradient
+    split = {name: sharding.mesh_axes(name) for name in ("vocab", "batch", "embed")}
+    places = with_stages(split, gradient.shape[0], now[0]), split["embed"]
+    to, _ = fit(PartitionSpec(*places), gradient.shape, now[0])
+    return jax.lax.with_sharding_constraint(gradient, to)
 
 
 @jax.custom_vjp

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxlib import nn, sharding
-from maxlib.training.losses import Batch, Stats, cross_entropy
+from maxlib.sharding.rules import in_a_stage
+from maxlib.training.losses import Batch, Stats, cross_entropy, head_gradient
 
 Gradients = Callable[[dict[str, Any], Any, Batch, Array], tuple[dict[str, Any], Array, Stats]]
 _BODY = "layers.body."
@@ -35,7 +36,7 @@ def one_f_one_b(
             raise TypeError(f"a 1F1B pipeline needs an nn.Decoder whose layers repeat, got {type(rest).__name__}")
         body = {path.removeprefix(_BODY): w for path, w in trainable.items() if path.startswith(_BODY)}
         outer = {path: w for path, w in trainable.items() if not path.startswith(_BODY)}
-        tokens = jnp.sum(batch["targets"] >= 0).astype(jnp.float32)
+        names, tokens = nn.axes(rest), jnp.sum(batch["targets"] >= 0).astype(jnp.float32)
 
         def before(outer):
             model = nn.combine(outer, rest)
@@ -66,6 +67,9 @@ def one_f_one_b(
             (ctx, batch["targets"]),
             by_row=not _reports(nn.combine(trainable, rest).layers, x, ctx),
         )
+        heads = (path for path in d_outer if names[path] == ("vocab", "embed"))
+        with in_a_stage():  # as the loss was
+            d_outer |= {path: head_gradient(d_outer[path]) for path in heads}
         d_before = pull((d_x, jnp.ones_like(more)))[0]
         grads = {_BODY + path: g for path, g in d_body.items()} | jax.tree.map(jnp.add, d_outer, d_before)
         count = jnp.maximum(tokens, 1)

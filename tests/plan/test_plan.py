@@ -219,12 +219,13 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 def test_llama2_7b_on_four_chips_is_no_larger_than_the_peer():
     got = plan.plan("llama2-7b", "v5p-8")
     assert got.peak <= 29.04 * 2**30 and got.analytic.total == pytest.approx(got.peak, rel=0.1)
-    # Weights come twice and their gradients go once, in bfloat16. What else travels is rows: of lookups, to the head.
+    # Layers' weights come twice and their gradients go once, in bfloat16. What else travels is rows: of lookups, and to
+    # the head.
     moved = {one.kind: one.bytes for one in got.costs.collectives}
-    weights = 2 * got.num_parameters
+    weights = 2 * (got.num_parameters - 2 * 32_000 * 4096)
     assert {one.axes for one in got.costs.collectives} == {("fsdp",)}
-    assert moved.pop("all-gather") == pytest.approx(2 * weights, rel=0.02)
-    assert moved.pop("reduce-scatter") == pytest.approx(weights, rel=0.05)
+    assert moved.pop("all-gather") == pytest.approx(2 * weights, rel=0.005)
+    assert moved.pop("reduce-scatter") == pytest.approx(weights, rel=0.01)
     assert sum(moved.values()) < 0.02 * weights
     assert jnp.isfinite(got.estimate.mfu)
 
@@ -298,7 +299,7 @@ def test_a_1f1b_pipeline_needs_less_memory_and_no_more_arithmetic():
     assert early.peak < 0.8 * gpipe.peak and early.analytic.total == pytest.approx(early.peak, rel=0.1)
     for got in (gpipe, early):
         assert got.costs.flops * 16 / got.model_flops < 1.26 * 19 / 16
-        assert sum(one.bytes for one in got.costs.collectives if "stage" in one.axes) < 8 * 2**30
+        assert sum(one.bytes for one in got.costs.collectives if "stage" in one.axes) < 7 * 2**30
         activations = sum(
             one.bytes for one in got.costs.collectives if one.axes == ("stage",) and "permute" in one.kind
         )
