@@ -19,7 +19,7 @@ from maxlib.plan.targets import INSTALL_GPU_COMPILER, devices_of, has_gpu_compil
 from maxlib.sharding.mesh import fill
 
 # The first call of attention in a lowered program: queries and keys as one device sees them.
-_SIZES = r"tensor<((?:\d+x){4,5})"
+_SIZES = r"tensor<((?:\d+x){4,})"
 _ATTENTION = re.compile(rf"ops\.attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
 
 
@@ -199,7 +199,7 @@ def causal_trips(text: str) -> float:
     found = _ATTENTION.search(text)
     if found is None:
         return 1.0
-    # Inside a pipeline there is an axis of the stages before these four.
+    # Inside a pipeline there are axes of stages, and of parts of the data, before these four.
     q, k = (jax.ShapeDtypeStruct(tuple(map(int, sizes[:-1].split("x")))[-4:], jnp.bfloat16) for sizes in found.groups())
     return (k.shape[1] / choose_blocks(q, k, 1.0).block_k + 1) / 2
 

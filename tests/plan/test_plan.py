@@ -74,7 +74,8 @@ def test_the_report_reads():
 
 @pytest.mark.parametrize(("heads", "visited"), [(8, (2048 / 256 + 1) / 2), (16, (2048 / 128 + 1) / 2)])
 def test_a_causal_mask_leaves_about_half_the_blocks_that_a_device_cuts(heads, visited):
-    for attention, more in ((ops.attention, ()), (jax.vmap(ops.attention), (2,))):  # as in a pipeline's stages
+    staged = jax.vmap(ops.attention)
+    for attention, more in ((ops.attention, ()), (staged, (2,)), (jax.vmap(staged), (2, 2))):  # stages, parts of data
         x = jax.ShapeDtypeStruct((*more, 1, 2048, heads, 8), jnp.bfloat16)
         assert causal_trips(jax.jit(attention).lower(x, x, x).as_text()) == visited
     assert causal_trips("module @jit_step {}") == 1
