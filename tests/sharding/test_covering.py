@@ -30,8 +30,8 @@ def dense(num_layers: int):
 
 
 def experts(num_layers: int):
-    """As wide as Mixtral's are: 3.5 times the vectors that go to them, which tensor parallelism leaves whole."""
-    cfg = mixtral.Config(**GROUPED, num_layers=num_layers, expert_dim=112, num_experts=8, top_k=2)
+    """About as wide as Mixtral's are: 3 times the vectors that go to them, which tensor parallelism leaves whole."""
+    cfg = mixtral.Config(**GROUPED, num_layers=num_layers, expert_dim=96, num_experts=8, top_k=2)
     return mixtral.Mixtral(cfg, rngs=nnx.Rngs(0))
 
 
