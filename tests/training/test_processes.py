@@ -67,13 +67,13 @@ def assert_same_run(directory: Path, want: Path) -> None:
         trained
     ) == STEPS * distributed.ROWS
     assert trajectory(directory)[0] == trajectory(want)[0]
-    np.testing.assert_allclose(trajectory(directory)[1], trajectory(want)[1], rtol=1e-5)
+    np.testing.assert_allclose(trajectory(directory)[1], trajectory(want)[1], rtol=1e-6)
     states = [checkpoint.load(path / "checkpoints", items=["params", "opt"]) for path in (directory, want)]
     for item in ("params", "opt"):
         ours, theirs = (state[item] for state in states)
         assert ours.keys() == theirs.keys()
         for name in ours:
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-6, err_msg=name)
     counts = [
         [line for line in training.read_jsonl(p / "metrics.jsonl") if "data/tokens/web" in line]
         for p in (directory, want)
