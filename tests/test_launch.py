@@ -1,15 +1,24 @@
 """The files in examples/launch are well formed, and what they set is what `sharding.initialize` reads."""
 
+import argparse
 import inspect
 import os
 import re
+import runpy
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 import yaml
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding
 
+from maxlib import sharding
+from maxlib.models import llama
 from maxlib.sharding import distributed
+from maxlib.sharding.mesh import AXES
 
 LAUNCH = Path(__file__).parents[1] / "examples" / "launch"
 SBATCH, JOBSET = LAUNCH / "pretrain.sbatch", LAUNCH / "jobset.yaml"
@@ -42,7 +51,7 @@ def test_sbatch_starts_the_example_and_requeues_what_fails(tmp_path):
     assert subprocess.run(["bash", "-n", str(SBATCH)]).returncode == 0
     status, called = run_sbatch(tmp_path, 137, SLURM_RESTART_COUNT="4")
     assert status == 137 and called[1] == "scontrol requeue 7"
-    assert called[0].endswith("python examples/pretrain.py --out runs/pretrain --steps 5")
+    assert called[0].endswith("python examples/pretrain.py --out runs/pretrain --batch 96 --dim 768 --steps 5")
 
 
 @pytest.mark.parametrize(("status", "restarts"), [(0, "0"), (137, "5")])
@@ -51,9 +60,13 @@ def test_sbatch_ends_when_done_and_in_the_end(tmp_path, status, restarts):
     assert ended == status and [line.split()[0] for line in called] == ["srun"]
 
 
+def asked_of_slurm() -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", SBATCH.read_text(), re.MULTILINE))
+
+
 def test_sbatch_asks_for_one_process_a_node():
     """And for all the node's GPUs, which `initialize` then gives it."""
-    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", SBATCH.read_text(), re.MULTILINE))
+    asked = asked_of_slurm()
     assert asked["ntasks-per-node"] == "1" and asked["signal"].startswith("TERM@") and "requeue" in asked
 
 
@@ -87,3 +100,51 @@ def test_the_programs_that_are_started_exist(job):
     command = job["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
     for program in (command[1], re.search(r"python (\S+)", SBATCH.read_text())[1]):
         assert (LAUNCH.parents[1] / program).exists()
+
+
+@pytest.fixture
+def pretrain():
+    return SimpleNamespace(**runpy.run_path(str(LAUNCH.parent / "pretrain.py")))
+
+
+def parsed(pretrain, command: list[str], monkeypatch) -> argparse.Namespace:
+    monkeypatch.setattr("sys.argv", command[command.index("examples/pretrain.py") :])
+    return pretrain.arguments()
+
+
+def check_divides(pretrain, args: argparse.Namespace, devices: int) -> None:
+    """Raises ValueError where `pretrain.main` would on so many devices, by shapes alone."""
+    sizes = [devices if axis == "fsdp" else 1 for axis in AXES]
+    mesh = AbstractMesh(tuple(sizes), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+    model = jax.eval_shape(lambda: llama.Llama(pretrain.config(args.vocab, args), rngs=nnx.Rngs(0)))
+    sharding.shardings(model, mesh, sharding.FSDP)
+    rows = NamedSharding(mesh, sharding.spec(("batch", "seq"), sharding.FSDP))
+    rows.shard_shape((args.batch, args.length))
+
+
+def test_sbatch_trains_on_each_number_of_nodes(pretrain, tmp_path, monkeypatch):
+    fewest, most = map(int, asked_of_slurm()["nodes"].split("-"))
+    args = parsed(pretrain, run_sbatch(tmp_path, 0)[1][0].split(), monkeypatch)
+    assert (fewest, most) == (1, 4) and args.steps == 5
+    for nodes in range(fewest, most + 1):
+        check_divides(pretrain, args, nodes * int(asked_of_slurm()["gpus-per-node"]))
+
+
+def test_jobset_trains_on_each_number_of_nodes(pretrain, job, monkeypatch):
+    (container,) = job["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    args = parsed(pretrain, container["command"], monkeypatch)
+    for nodes in range(1, 5):
+        check_divides(pretrain, args, nodes * container["resources"]["limits"]["nvidia.com/gpu"])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--dim=448", "'embed' of size 448 does not divide"),
+        ("--batch=32", "partitioned 24 times, but the dimension size is 32"),
+    ],
+)
+def test_sizes_that_three_nodes_do_not_divide_are_noticed(pretrain, option, message, monkeypatch):
+    args = parsed(pretrain, ["examples/pretrain.py", "--batch=96", "--dim=768", option], monkeypatch)
+    with pytest.raises(ValueError, match=message):
+        check_divides(pretrain, args, 24)

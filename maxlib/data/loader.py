@@ -34,9 +34,9 @@ class Loader:
 
     What a shard yields depends on `num_shards` alone, never on the hosts, so a run may continue on another number of
     hosts with identical global batches. `num_shards` (default: the greatest common divisor of `batch_size` and 8) is
-    fixed for a run; where it is less than the number of hosts, several read the same shard, and each hands out its own
-    rows of it. `shards` are those of this host (default: `host_shards`); where the mesh lays a batch out in another
-    order than that of the processes, use `shards_of`.
+    fixed for a run; where the hosts do not divide it, several read the same shard, and each hands out its own rows of
+    it. `shards` are those of this host (default: `host_shards`), of which it then hands out all rows; where the mesh
+    lays a batch out in another order than that of the processes, use `shards_of`.
 
     Iteration ends when every shard has run out, or after `num_batches`; a shard that runs out earlier gives rows of
     padding. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the same
@@ -70,7 +70,7 @@ class Loader:
         self._rows_of_shard, self._batch_size, self.num_shards = rows_of_shard, batch_size, num_shards
         self._num_batches, self._prefetch, self._timeout = num_batches, prefetch, timeout
         held = np.arange(batch_size).reshape(num_shards, -1)[self.shards].reshape(-1)
-        self._own = slice(None) if shards is not None else _own_rows(held, batch_size, num_shards)
+        self._own = slice(None) if shards is not None else _own_rows(held, batch_size)
         self.rows = held[self._own]
         self.wait_seconds, self._quarantine = 0.0, quarantine
         self._readers: dict[int, _Reader] = {}
@@ -226,12 +226,12 @@ class Loader:
 
 
 def host_shards(num_shards: int, *, host: int | None = None, num_hosts: int | None = None) -> range:
-    """The consecutive virtual shards of one host (default: this process among jax's): its own, or those in which its
-    rows lie.
+    """The consecutive virtual shards in which the rows of one host (default: this process among jax's) lie.
+
+    Where the hosts do not divide the shards, some are in the range of two or more hosts.
     """
     host, num_hosts = _position(host, num_hosts)
-    end = (host + 1) * num_shards
-    return range(host * num_shards // num_hosts, end // num_hosts if num_shards >= num_hosts else -(-end // num_hosts))
+    return range(host * num_shards // num_hosts, -(-(host + 1) * num_shards // num_hosts))
 
 
 def _position(host: int | None, num_hosts: int | None) -> tuple[int, int]:
@@ -242,11 +242,9 @@ def _position(host: int | None, num_hosts: int | None) -> tuple[int, int]:
     return jax.process_index(), jax.process_count()
 
 
-def _own_rows(held: np.ndarray, batch_size: int, num_shards: int) -> slice:
+def _own_rows(held: np.ndarray, batch_size: int) -> slice:
     """Which of the held rows are this host's: all, unless other hosts read the same shards."""
     host, num_hosts = _position(None, None)
-    if num_shards >= num_hosts:
-        return slice(None)
     begin, end = (n * batch_size // num_hosts - int(held[0]) for n in (host, host + 1))
     return slice(begin, end)
 

@@ -14,6 +14,8 @@ import jax
 from maxlib.sharding.roll_call import roll_call
 
 PORT = 8476
+_ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_COUNT, _OWN = ("JAX_NUM_PROCESSES", "NNODES"), ("JAX_PROCESS_ID", "NODE_RANK", "JOB_COMPLETION_INDEX")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +47,8 @@ def initialize(
     `JAX_PROCESS_ID` (or `NODE_RANK`); a Kubernetes JobSet; SLURM; Open MPI; TPU pods. Finding nothing it leaves this
     process alone and returns None. Later on, a process that an exception ends leaves at once, and one that is silent
     for `heartbeat` seconds counts as dead; both end all others. Raises ValueError for incomplete addresses and numbers
-    that do not fit together, and TimeoutError, naming who is missing, when a process does not arrive in `timeout`
-    seconds.
+    that do not fit together, OSError when process 0's port is taken, and TimeoutError, naming who is missing, when a
+    process does not arrive in `timeout` seconds.
     """
     cluster = find(coordinator, num_processes, process_id, timeout=timeout)
     if cluster is None:
@@ -98,7 +100,10 @@ def find(
     if any(value is not None for value in given):
         return _complete("arguments", *given)
     env = os.environ
-    return _addresses(env) or _job_set(env) or _one_task_a_node(env) or _open_mpi(env) or _known_to_jax(timeout)
+    found = _addresses(env) or _job_set(env) or _one_task_a_node(env) or _open_mpi(env) or _known_to_jax(timeout)
+    if found is None and any(env.get(name) for name in _ADDRESSES):
+        raise _incomplete(env)  # alone, each of the processes would write the same run
+    return found
 
 
 def _complete(found: str, coordinator: str | None, num_processes: int | None, process_id: int | None) -> Cluster:
@@ -109,24 +114,48 @@ def _complete(found: str, coordinator: str | None, num_processes: int | None, pr
         )
     if not 0 <= process_id < num_processes:
         raise ValueError(f"{found}: process {process_id} of {num_processes}; processes count from 0")
-    address = coordinator if re.search(r"\]?:\d+$", coordinator) else f"{coordinator}:{PORT}"
-    return Cluster(found, address, num_processes, process_id)
+    return Cluster(found, _with_port(found, coordinator), num_processes, process_id)
+
+
+def _with_port(found: str, coordinator: str) -> str:
+    if coordinator and (":" not in coordinator or coordinator.endswith("]")):
+        return f"{coordinator}:{PORT}"
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"{found}: the coordinator's address must be a host, or host:port with a port from 1 to 65535; got {coordinator!r}, "
+            f"which is host {host!r} and port {port!r}"
+        )
+    return coordinator
 
 
 def _number(env: Mapping[str, str], *names: str) -> int | None:
-    return next((int(env[name]) for name in names if env.get(name, "").isdecimal()), None)
+    """The first of these that is set, None where that is no number."""
+    value = next((env[name] for name in names if env.get(name)), "")
+    return int(value) if value.isdecimal() else None
 
 
 def _addresses(env: Mapping[str, str]) -> Cluster | None:
-    count = _number(env, "JAX_NUM_PROCESSES", "NNODES")
-    if "JAX_COORDINATOR_ADDRESS" not in env or count is None:
+    address, count, own = _address(env), _number(env, *_COUNT), _number(env, *_OWN)
+    if address is None or count is None:
         return None  # an address alone overrides only that of another engine
-    own = _number(env, "JAX_PROCESS_ID", "NODE_RANK", "JOB_COMPLETION_INDEX")
-    return _complete("addresses in the environment", _address(env), count, own)
+    if own is None:
+        raise _incomplete(env)
+    return _complete("addresses in the environment", address, count, own)
+
+
+def _incomplete(env: Mapping[str, str]) -> ValueError:
+    found = " ".join(f"{name}={env[name]!r}" for name in ("JAX_COORDINATOR_ADDRESS", *_COUNT, *_OWN) if env.get(name))
+    lacking = [] if _address(env) else ["an address in JAX_COORDINATOR_ADDRESS"]
+    lacking += [f"a number in {' or '.join(names[:2])}" for names in (_COUNT, _OWN) if _number(env, *names) is None]
+    return ValueError(
+        f"addresses in the environment: found {found}, which lacks {' and '.join(lacking)}; set JAX_COORDINATOR_ADDRESS="
+        "host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID (0, 1, ...) for every process, or none of them for one alone"
+    )
 
 
 def _address(env: Mapping[str, str]) -> str | None:
-    address, port = env.get("JAX_COORDINATOR_ADDRESS"), env.get("JAX_COORDINATOR_PORT")
+    address, port = env.get("JAX_COORDINATOR_ADDRESS") or None, env.get("JAX_COORDINATOR_PORT")
     return f"{address}:{port}" if address and port and ":" not in address else address
 
 
@@ -138,7 +167,7 @@ def _job_set(env: Mapping[str, str]) -> Cluster | None:
     if not all(name in env for name in names) or pods is None or "TPU_WORKER_HOSTNAMES" in env:
         return None
     job_set, replicated, index = (env[name] for name in names)
-    port = env.get("JAX_COORDINATOR_PORT", PORT)
+    port = env.get("JAX_COORDINATOR_PORT") or PORT
     own = (_number(env, "JOB_INDEX") or 0) * pods + int(index)
     address = _address(env) or f"{job_set}-{replicated}-0-0.{job_set}:{port}"
     return _complete(f"JobSet {job_set}", address, pods * jobs, own)

@@ -14,7 +14,8 @@ def roll_call(address: str, num_processes: int, process_id: int, *, timeout: flo
     """Process 0 listens at `address` (`host:port`) until all others have come, then all of them go on.
 
     Raises TimeoutError in every process that came, naming those that did not, and ValueError in one whose number
-    another has too, or that was started for another number of processes. The port is free again afterwards.
+    another has too, or that was started for another number of processes, and OSError when process 0 may not have the
+    port. The port is free again afterwards.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout
@@ -27,7 +28,7 @@ def roll_call(address: str, num_processes: int, process_id: int, *, timeout: flo
 def _host(address: str, port: int, num_processes: int, deadline: float, timeout: float) -> None:
     came: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(_listen(port))
+        server = stack.enter_context(_listen(address, port))
         while len(came) < num_processes - 1 and time.monotonic() < deadline:
             server.settimeout(max(0.01, deadline - time.monotonic()))
             with contextlib.suppress(TimeoutError):
@@ -39,8 +40,15 @@ def _host(address: str, port: int, num_processes: int, deadline: float, timeout:
             raise TimeoutError(_late(missing, num_processes, address, timeout))
 
 
-def _listen(port: int) -> socket.socket:
-    return socket.create_server(("", port), backlog=1024, reuse_port=False)
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server(("", port), backlog=1024, reuse_port=False)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"process 0 cannot wait for the others at {address} ({error.strerror}): end what holds port {port}, perhaps a "
+            "process that an earlier run left, or give all processes an address with another port",
+        ) from error
 
 
 def _receive(caller: socket.socket, came: dict[int, socket.socket], num_processes: int) -> None:

@@ -137,9 +137,9 @@ def test_seed_and_epoch_decide_the_order():
 
 
 def test_rows_of_hosts_are_the_whole_batch():
-    rows = [loader(host=i, hosts=4).rows for i in range(4)]
+    rows = [loader(host=i, hosts=3).rows for i in range(3)]
     np.testing.assert_array_equal(np.concatenate(rows), np.arange(BATCH))
-    assert [len(r) for r in rows] == [2, 4, 2, 4]
+    assert [len(r) for r in rows] == [4, 4, 4]
     np.testing.assert_array_equal(_rows([4, 1]), [2, 3, 8, 9])
 
 
@@ -153,15 +153,16 @@ def test_shards_of_a_sharding():
     assert data.shards_of(everything, batch_size=8, num_shards=4) == [0, 1, 2, 3]
 
 
-def test_more_hosts_than_shards_share_them(monkeypatch):
-    """Every host hands out its own rows of the shards it reads with others, all to the same end; each shard is counted
-    once.
+def test_hosts_that_do_not_divide_the_shards_share_them(monkeypatch):
+    """Every host hands out its own rows of the shards it reads with others, as many as any other, all to the same end;
+    each shard is counted once.
     """
     docs = data.in_memory(documents())
     make = lambda: data.Loader(partial(shard_rows, docs=docs), batch_size=BATCH, num_shards=num_shards, timeout=60.0)
-    for num_shards, hosts in ((1, 2), (2, 3), (2, 4)):
+    for num_shards, hosts in ((1, 2), (2, 3), (2, 4), (4, 3), (6, 4)):
         num_shards_held = [len(data.host_shards(num_shards, host=i, num_hosts=hosts)) for i in range(hosts)]
-        assert num_shards_held == {(1, 2): [1, 1], (2, 3): [1, 2, 1], (2, 4): [1] * 4}[num_shards, hosts]
+        held = {(1, 2): [1, 1], (2, 3): [1, 2, 1], (2, 4): [1] * 4, (4, 3): [2] * 3, (6, 4): [2] * 4}
+        assert num_shards_held == held[num_shards, hosts]
         loaders = []
         for host in range(hosts):
             monkeypatch.setattr(jax, "process_index", lambda host=host: host)
@@ -169,6 +170,7 @@ def test_more_hosts_than_shards_share_them(monkeypatch):
             loaders.append(make())
         monkeypatch.undo()
         whole = make()
+        assert {len(one.rows) for one in loaders} == {BATCH // hosts}
         for _ in range(3):
             want, got = next(whole), [next(one) for one in loaders]
             for name in want:

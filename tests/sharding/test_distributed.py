@@ -77,6 +77,49 @@ def test_arguments_come_first_and_must_be_complete(monkeypatch):
         distributed.find()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"JAX_NUM_PROCESSES": ""}, "JAX_PROCESS_ID='2', which lacks a number in JAX_NUM_PROCESSES or NNODES; set"),
+        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES='two' .* lacks a number in JAX_NUM_PROCESSES or NNODES; set"),
+        ({"JAX_PROCESS_ID": "two"}, "JAX_PROCESS_ID='two', which lacks a number in JAX_PROCESS_ID or NODE_RANK; set"),
+        ({"JAX_COORDINATOR_ADDRESS": ""}, "JAX_PROCESS_ID='2', which lacks an address in JAX_COORDINATOR_ADDRESS; set"),
+        (
+            {"JAX_NUM_PROCESSES": "", "JAX_PROCESS_ID": ""},
+            "found JAX_COORDINATOR_ADDRESS='head:99', which lacks .* and ",
+        ),
+    ],
+)
+def test_incomplete_addresses_are_no_single_process(change, message, monkeypatch):
+    """Each of the processes would write the same run; a cluster that knows what is missing is another matter."""
+    for name, value in (JAX | change).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        distributed.find()
+    monkeypatch.delenv("JAX_PROCESS_ID")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "")
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+    found = distributed.find()
+    assert found is not None and (found.num_processes, found.process_id) == (4, 2)
+
+
+@pytest.mark.parametrize("given", ["here", "[::1]", "[::1]:99", "here:99"])
+def test_a_coordinator_has_a_port_or_gets_one(given):
+    found = distributed.find(given, 2, 1)
+    assert found is not None and found.coordinator == (
+        given if given.endswith(":99") else f"{given}:{distributed.PORT}"
+    )
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:bad", "here:", "here:65536", ":99"])
+def test_a_port_that_is_none_is_named(address):
+    host, port = address.split(":")
+    with pytest.raises(ValueError, match=f"arguments: .* got {address!r}, which is host {host!r} and port {port!r}"):
+        distributed.find(address, 2, 1)
+
+
 def port() -> str:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"127.0.0.1:{server.getsockname()[1]}"
@@ -122,6 +165,13 @@ def test_roll_call_turns_wrong_numbers_away():
 def test_roll_call_names_an_absent_coordinator():
     (error,) = call("127.0.0.1:1", 2, [1], timeout=0.3)
     assert "process 1 did not reach process 0 at 127.0.0.1:1 within 0.3 s" in error
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(OSError, match=f"wait for the others at {address} .*in use.* an address with another port"):
+            roll_call(address, 2, 0, timeout=1)
 
 
 RUN = """
