@@ -17,6 +17,7 @@ from maxlib.plan.hlo import Costs, read_costs
 from maxlib.plan.job import MARK, Job, to_json
 from maxlib.plan.loops import Trips
 from maxlib.plan.targets import parse_target
+from maxlib.xla_flags import WITHOUT_TPU
 
 # Written when buffers are assigned, before the machine code is made, which takes most of the time.
 _ASSIGNED = {
@@ -98,9 +99,9 @@ def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str,
 
 
 def _environment() -> dict[str, str]:
-    quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
     paths = os.pathsep.join(path for path in sys.path if path)
-    return quiet | dict(os.environ) | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "PYTHONPATH": paths}
+    own = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "PYTHONPATH": paths}
+    return WITHOUT_TPU | dict(os.environ) | own
 
 
 def _collect(stream: Any, news: dict[str, dict[str, Any]]) -> None:

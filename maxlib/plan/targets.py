@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from maxlib.xla_flags import WITHOUT_TPU
+
 GIB = 2**30
 HOST = 8  # GPUs of a host, which NVLink joins
 
@@ -147,10 +149,8 @@ def devices_of(target: Target) -> list[Any]:
         )
     from jax.experimental import topologies
 
-    # Without these, libtpu looks for a TPU around it and waits.
-    for key, value in {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}.items():
+    for key, value in WITHOUT_TPU.items():
         os.environ.setdefault(key, value)
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     wrap = (*target.wrap, False)[:3]  # the compiler counts three dimensions, and of some chips the last is 1
     more: dict[str, Any] = {"wrap": wrap} | ({"num_slices": target.slices} if target.slices > 1 else {})
     try:
