@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from maxlib.plan.hlo import Costs, read_costs
 from maxlib.plan.job import MARK, Job, to_json
@@ -29,6 +29,7 @@ _BUFFERS = "*jit_step*after_optimizations-buffer-assignment.txt"
 _PROGRAM = "*jit_step*after_optimizations.txt"
 
 
+_TAIL = 2000  # bytes of what the compiler wrote last, for an error
 _HOST = "5"
 ON_DEVICE = ("parameters", "optimizer", "batch")
 
@@ -73,9 +74,11 @@ def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str,
     news: dict[str, dict[str, Any]] = {}
     began, assigned = time.monotonic(), _ASSIGNED[parse_target(job.target).platform]
     command = [sys.executable, "-m", "maxlib.plan.worker", str(dump)]
-    with subprocess.Popen(
-        command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(command, env=_environment(), stdin=pipe, stdout=pipe, stderr=errors, text=True) as process,
+    ):
         assert process.stdin and process.stdout
         process.stdin.write(to_json(job))
         process.stdin.close()
@@ -90,12 +93,21 @@ def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str,
                 process.kill()
             time.sleep(0.2)
         reader.join(timeout=10)
-    if not news or ("compiled" not in news and "failed" not in news and not any(dump.glob(assigned))):
-        raise RuntimeError(
-            f"the compiler's process ended with code {process.returncode} at {[*news][-1:]}, and said nothing"
-        )
+        if not news or ("compiled" not in news and "failed" not in news and not any(dump.glob(assigned))):
+            raise RuntimeError(_ended(process.returncode, list(news), errors))
     since = news.get("lowered", {}).get("at", began)
     return news, news.get("compiled", {}).get("seconds", time.monotonic() - since)
+
+
+def _ended(code: int, stages: list[str], errors: IO[bytes]) -> str:
+    """What is known of a process that ended without a word to us."""
+    errors.seek(max(0, errors.seek(0, os.SEEK_END) - _TAIL))
+    said = errors.read().decode(errors="replace").strip()
+    killed = ": killed, most often by the system when memory runs out" if code == -9 else ""
+    where = f"after it had {stages[-1]} the step" if stages else "before it had described the step"
+    return f"the compiler's process ended with code {code}{killed}, {where}, and " + (
+        f"said at last:\n{said}" if said else "said nothing"
+    )
 
 
 def _environment() -> dict[str, str]:

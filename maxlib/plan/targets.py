@@ -156,7 +156,12 @@ def devices_of(target: Target) -> list[Any]:
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=str(target.topology), **more).devices)
     except Exception as error:
-        raise ValueError(f"{target.name}: libtpu knows no topology {target.topology}: {error}") from error
+        kind, _, sides = str(target.topology).partition(":")
+        whole = "x".join(str(1 << int(side).bit_length() - 1) for side in sides.split("x"))
+        raise ValueError(
+            f"{target.name}: there is no topology {target.topology}, as hosts have 2x2 chips; take for example "
+            f"{kind}:{whole} (libtpu: {error})"
+        ) from error
 
 
 def has_gpu_compiler() -> bool:
