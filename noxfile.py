@@ -110,15 +110,12 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def plans(session: nox.Session) -> None:
-    """Training steps of up to 1031 billion parameters compiled for TPUs that are not there: memory against the peer's,
-    the roofline against published MFU (minutes).
+    """Training steps of up to 1031 billion parameters compiled for TPUs that are not there: memory and collectives
+    against the peer's, the roofline against published MFU, pipelines, remat, a search (about half an hour).
     """
     session.install("-e", ".[tests,tpu]")
-    tables = (
-        [session.posargs]
-        if session.posargs
-        else [["--check"], ["--published", "--check"], ["--pipelines", "--check"], ["--present"]]
-    )
+    checked = [["--check"], *([f"--{table}", "--check"] for table in ("published", "pipelines", "present", "search"))]
+    tables = [session.posargs] if session.posargs else [*checked, ["--remat"]]
     for arguments in tables:
         session.run("python", "-m", "tests.benchmarks.plans", *arguments)
     session.run("pytest", "-m", "full", "tests/plan")

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 
 VARIABLES = {"cpu": "XLA_FLAGS", "gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"}
+# Without these in the environment, libtpu looks for a TPU around it and waits.
+WITHOUT_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +154,7 @@ def check(name: str) -> str | None:
     Sets for TPUs need libtpu (raises ImportError without it), but no TPU; those for GPUs no GPU.
     """
     chosen = _find(name)
-    quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
-    env = os.environ | (quiet if chosen.platform == "tpu" else {}) | {"JAX_PLATFORMS": "cpu"}
+    env = os.environ | (WITHOUT_TPU if chosen.platform == "tpu" else {}) | {"JAX_PLATFORMS": "cpu"}
     env |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", VARIABLES[chosen.platform]: str(chosen)}
     done = subprocess.run([sys.executable, "-c", _START[chosen.platform]], env=env, capture_output=True, text=True)
     if "No module named 'libtpu'" in done.stderr:

@@ -9,7 +9,7 @@ import jax
 
 from maxlib import xla_flags
 from maxlib.nn import POLICIES
-from maxlib.plan import Search, plan, search
+from maxlib.plan import parse_target, plan, search
 from maxlib.sharding import PRESETS
 
 
@@ -17,43 +17,87 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints a report; returns 0 when the step fits, 1 when it does not, 2 for bad input."""
     args = _parser().parse_args(arguments)
     try:
-        if args.search:
-            found = search(
-                args.model, args.target, sequence=args.sequence, optimizer=args.optimizer, compile=args.compile
-            )
-            print(found)
-            return _best(found)
-        result = plan(
-            args.model,
-            args.target,
-            batch_per_chip=args.batch_per_chip,
-            sequence=args.sequence,
-            mesh=_degrees(args.mesh),
-            dcn=_degrees(args.dcn) or None,
-            rules=args.rules,
-            remat=_remat(args.remat),
-            attention=args.attention,
-            optimizer=args.optimizer,
-            accumulate=args.accumulate,
-            gradients=args.gradients,
-            options=xla_flags.options(*args.flags),
-            full=args.full,
-            keep=args.keep,
-        )
+        return _search(args) if args.search else _plan(args)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
-        print(f"maxlib.plan: {error}", file=sys.stderr)
+        _say(f"maxlib.plan: {error}", file=sys.stderr)
         return 2
-    print(result)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    if args.compile is not None:
+        raise ValueError("--compile is for --search: without it the one plan is compiled")
+    result = plan(
+        args.model,
+        args.target,
+        batch_per_chip=1 if args.batch_per_chip is None else args.batch_per_chip,
+        mesh=_degrees("--mesh", args.mesh),
+        rules=args.rules or "fsdp",
+        remat=_remat(args.remat or "full"),
+        full=args.full,
+        keep=args.keep,
+        **_settings(args),
+    )
+    _say(result)
     return 0 if result.fits else 1
 
 
-def _best(found: Search) -> int:
+def _search(args: argparse.Namespace) -> int:
+    """What the command line names is not searched over."""
+    if args.full or args.keep:
+        raise ValueError("--search takes no --full and no --keep: plan the layout that it finds again, with them")
+    fixed: dict[str, Any] = {}
+    if args.mesh or args.rules:
+        fixed["layouts"] = [(_degrees("--mesh", args.mesh) or {"fsdp": -1}, args.rules or "fsdp")]
+    if args.remat:
+        fixed["remats"] = [_remat(args.remat)]
+    if args.batch_per_chip is not None:
+        fixed["batches"] = [args.batch_per_chip]
+    if args.compile is not None:
+        fixed["compile"] = args.compile
+    found = search(args.model, args.target, **fixed, **_settings(args))
+    _say(found)
     try:
-        print(found.best)
+        _say(found.best)
     except ValueError as nothing_fits:
-        print(f"maxlib.plan: {nothing_fits}", file=sys.stderr)
+        _say(f"maxlib.plan: {nothing_fits}", file=sys.stderr)
         return 1
     return 0
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What a plan and all plans of a search take alike."""
+    slices, dcn = parse_target(args.target).slices, _degrees("--dcn", args.dcn)
+    if slices > 1 and not dcn:
+        raise ValueError(
+            f"{args.target} has {slices} slices, which a slower network joins: say which axis crosses it, for example "
+            "--dcn data=-1"
+        )
+    return {
+        "sequence": args.sequence,
+        "dcn": dcn or None,
+        "attention": args.attention,
+        "optimizer": args.optimizer,
+        "accumulate": args.accumulate,
+        "gradients": args.gradients,
+        "options": xla_flags.options(*args.flags),
+    }
+
+
+# What Python's users write, and what one writes here instead.
+_HERE = {
+    "change a degree, let one be -1, or pass devices=": "change a degree of --mesh or --dcn, or let one be -1",
+    "batch_per_chip": "--batch-per-chip",
+    "accumulate=": "--accumulate ",
+    "remat='full'": "--remat full",
+    "plan.search": "--search",
+}
+
+
+def _say(text: Any, file: Any = None) -> None:
+    text = str(text)
+    for python, here in _HERE.items():
+        text = text.replace(python, here)
+    print(text, file=file)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,18 +111,16 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="v5e-256, v5p-128 (cores: 64 chips), v6e-64, v5p:4x4x8, v5e-256x2 (two slices), h100x8, cpu",
     )
-    add("--batch-per-chip", type=float, default=1, help="sequences per chip in a step (default 1)")
+    add("--batch-per-chip", type=float, help="sequences per chip in a step (default 1)")
     add("--sequence", type=int, default=2048, help="tokens of a sequence (default 2048)")
-    add("--mesh", nargs="*", default=["fsdp=-1"], help="degrees, such as fsdp=-1 tensor=4 (default fsdp=-1)")
+    add("--mesh", nargs="*", default=[], help="degrees, such as fsdp=-1 tensor=4 (default fsdp=-1)")
     add("--dcn", nargs="*", default=[], help="degrees across slices, such as data=-1")
     add(
         "--rules",
-        default="fsdp",
         help=f"{', '.join(PRESETS)}, or several: fsdp_tp+cp_ring+pp:16x2, 16 microbatches twice around (default fsdp)",
     )
     add(
         "--remat",
-        default="full",
         help=f"none, {', '.join(POLICIES)}, or intermediates kept or sent to the host: q,k,v=offload (default full)",
     )
     add("--attention", help="its implementation in all layers, such as mosaic_tpu (default: the best that may run)")
@@ -88,8 +130,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--flags", nargs="*", default=[], help="sets of XLA flags, such as tpu-overlap (python -m maxlib.xla_flags)")
     add("--full", action="store_true", help="also make the machine code, which takes minutes")
     add("--keep", help="an empty folder for the compiler's files")
-    add("--search", action="store_true", help="try layouts x remat x batch instead, and report the best")
-    add("--compile", type=int, default=3, help="how many of them to compile (default 3)")
+    add(
+        "--search",
+        action="store_true",
+        help="try layouts x remat x batch instead, but what is given of them, and report the best",
+    )
+    add("--compile", type=int, help="how many of a search to compile (default 3)")
     return parser
 
 
@@ -101,9 +147,12 @@ def _remat(text: str) -> Any:
     return text if text in POLICIES else {name: choice or "keep" for name, _, choice in words}
 
 
-def _degrees(words: list[str]) -> dict[str, int]:
+def _degrees(option: str, words: list[str]) -> dict[str, int]:
     if wrong := [word for word in words if not re.fullmatch(r"\w+=-?\d+", word)]:
         raise ValueError(f"a degree reads axis=number, such as fsdp=-1; got {wrong[0]!r}")
+    names = [word.partition("=")[0] for word in words]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"{option} must name an axis once; got {twice.pop()} twice, in {' '.join(words)}")
     return {name: int(degree) for name, _, degree in (word.partition("=") for word in words)}
 
 

@@ -11,12 +11,13 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from maxlib.plan.hlo import Costs, read_costs
 from maxlib.plan.job import MARK, Job, to_json
 from maxlib.plan.loops import Trips
 from maxlib.plan.targets import parse_target
+from maxlib.xla_flags import WITHOUT_TPU
 
 # Written when buffers are assigned, before the machine code is made, which takes most of the time.
 _ASSIGNED = {
@@ -28,6 +29,7 @@ _BUFFERS = "*jit_step*after_optimizations-buffer-assignment.txt"
 _PROGRAM = "*jit_step*after_optimizations.txt"
 
 
+_TAIL = 2000  # bytes of what the compiler wrote last, for an error
 _HOST = "5"
 ON_DEVICE = ("parameters", "optimizer", "batch")
 
@@ -72,9 +74,11 @@ def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str,
     news: dict[str, dict[str, Any]] = {}
     began, assigned = time.monotonic(), _ASSIGNED[parse_target(job.target).platform]
     command = [sys.executable, "-m", "maxlib.plan.worker", str(dump)]
-    with subprocess.Popen(
-        command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(command, env=_environment(), stdin=pipe, stdout=pipe, stderr=errors, text=True) as process,
+    ):
         assert process.stdin and process.stdout
         process.stdin.write(to_json(job))
         process.stdin.close()
@@ -89,18 +93,27 @@ def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str,
                 process.kill()
             time.sleep(0.2)
         reader.join(timeout=10)
-    if not news or ("compiled" not in news and "failed" not in news and not any(dump.glob(assigned))):
-        raise RuntimeError(
-            f"the compiler's process ended with code {process.returncode} at {[*news][-1:]}, and said nothing"
-        )
+        if not news or ("compiled" not in news and "failed" not in news and not any(dump.glob(assigned))):
+            raise RuntimeError(_ended(process.returncode, list(news), errors))
     since = news.get("lowered", {}).get("at", began)
     return news, news.get("compiled", {}).get("seconds", time.monotonic() - since)
 
 
+def _ended(code: int, stages: list[str], errors: IO[bytes]) -> str:
+    """What is known of a process that ended without a word to us."""
+    errors.seek(max(0, errors.seek(0, os.SEEK_END) - _TAIL))
+    said = errors.read().decode(errors="replace").strip()
+    killed = ": killed, most often by the system when memory runs out" if code == -9 else ""
+    where = f"after it had {stages[-1]} the step" if stages else "before it had described the step"
+    return f"the compiler's process ended with code {code}{killed}, {where}, and " + (
+        f"said at last:\n{said}" if said else "said nothing"
+    )
+
+
 def _environment() -> dict[str, str]:
-    quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
     paths = os.pathsep.join(path for path in sys.path if path)
-    return quiet | dict(os.environ) | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "PYTHONPATH": paths}
+    own = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "PYTHONPATH": paths}
+    return WITHOUT_TPU | dict(os.environ) | own
 
 
 def _collect(stream: Any, news: dict[str, dict[str, Any]]) -> None:

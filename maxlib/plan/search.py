@@ -2,11 +2,12 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -24,8 +25,8 @@ SLACK = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """All layouts tried, the best first: those that were compiled, then those that were not. refused: why others
-    cannot be."""
+    """All layouts tried, the best first: those that were compiled, then those that were not. refused: others, and why
+    they cannot be, as they do not divide or did not compile."""
 
     plans: tuple[Plan, ...]
     refused: tuple[tuple[str, str], ...]
@@ -60,9 +61,14 @@ class Search:
         tried = (
             f"{len(self.plans)} layouts in {self.seconds:.0f} s, {sum(plan.compiled for plan in self.plans)} compiled"
         )
-        return f"{tried}; {len(self.refused)} do not divide\n{capture.get()}"
+        return f"{tried}; {len(self.refused)} refused\n{capture.get()}{self._reasons()}"
 
     __repr__ = __str__
+
+    def _reasons(self) -> str:
+        """A line for each reason, with the first layout that it refused."""
+        first = {why: words for words, why in reversed(self.refused)}
+        return "".join(f"refused: {words}: {why}\n" for why, words in reversed(first.items()))
 
     def draw(self, *, ax: Any = None) -> Any:
         """Tokens per second against memory, with the Pareto front; returns the matplotlib axes."""
@@ -93,7 +99,12 @@ def search(
     batches: Sequence[float] = (1, 2, 4),
     remats: Sequence[Any] = ("full", "dots", None),
     layouts: Iterable[tuple[Mapping[str, int], Any]] | None = None,
+    dcn: Mapping[str, int] | None = None,
+    attention: str | None = None,
     optimizer: Any = "adamw",
+    accumulate: int = 1,
+    gradients: str | None = None,
+    options: Mapping[str, Any] | None = None,
     compile: int = 3,
     workers: int | None = None,
     timeout: float = 3600,
@@ -101,9 +112,12 @@ def search(
     """Estimates every layout x remat x batch, drops what cannot fit, and compiles the `compile` most promising.
 
     layouts: pairs of a mesh and rules; by default FSDP with every degree of tensor parallelism up to 16. batches are
-    per chip. workers: compilers at a time (default: one for two cores). Raises ValueError when not one layout divides
-    the model and the devices.
+    per chip. dcn, attention, optimizer, accumulate, gradients and options are those of `plan`, for every layout.
+    workers: compilers at a time (default: one for two cores). A layout that cannot be planned is among the `refused`.
+    Raises ValueError when that is all of them, ImportError without the compiler.
     """
+    if compile < 0:
+        raise ValueError(f"compile must be at least 0, the number of layouts to compile; got {compile}")
     begin = time.monotonic()
     layouts = list(layouts or _default_layouts(parse_target(target).devices))
     jobs = [
@@ -113,23 +127,28 @@ def search(
             batch_per_chip=batch,
             sequence=sequence,
             mesh=mesh,
+            dcn=dcn,
             rules=rules,
             remat=remat,
+            attention=attention,
             optimizer=optimizer,
+            accumulate=accumulate,
+            gradients=gradients,
+            options=options or {},
         )
         for (mesh, rules), remat, batch in itertools.product(layouts, remats, batches)
     ]
-    plans, refused = _estimate_all(jobs)
-    if not plans:
-        raise ValueError(f"none of {len(jobs)} layouts divides: {refused[0][0]}: {refused[0][1]}")
-    hopeful = [plan for plan in plans if plan.peak <= SLACK * plan.target.chip.memory][:compile]
+    estimates, refused = _sorted(_attempt(estimated, job) for job in jobs)
+    hopeful = [plan for plan in estimates if plan.peak <= SLACK * plan.target.chip.memory][:compile]
     workers = workers or max(1, (os.cpu_count() or 2) // 2)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        compiled = list(pool.map(lambda plan: plan_job(plan.job, timeout=timeout), hopeful))
+        attempt = lambda plan: _attempt(functools.partial(plan_job, timeout=timeout), plan.job)
+        compiled, failed = _sorted(pool.map(attempt, hopeful))
     done = {id(plan) for plan in hopeful}
-    rest = [plan for plan in plans if id(plan) not in done]
-    ordered = (*sorted(compiled, key=_rank), *rest)
-    return Search(ordered, tuple(refused), time.monotonic() - begin)
+    plans, refused = (*compiled, *(plan for plan in estimates if id(plan) not in done)), (*refused, *failed)
+    if not plans:
+        raise ValueError(f"none of {len(jobs)} layouts can be planned: {refused[0][0]}: {refused[0][1]}")
+    return Search(plans, refused, time.monotonic() - begin)
 
 
 def pareto(plans: Iterable[Plan]) -> list[Plan]:
@@ -146,14 +165,21 @@ def _default_layouts(devices: int) -> list[tuple[Mapping[str, int], Any]]:
     return [({"fsdp": -1, "tensor": n}, "fsdp_tp_sp") if n > 1 else ({"fsdp": -1}, "fsdp") for n in degrees]
 
 
-def _estimate_all(jobs: list[Job]) -> tuple[list[Plan], list[tuple[str, str]]]:
-    plans, refused = [], []
-    for job in jobs:
-        try:
-            plans.append(estimated(job))
-        except ValueError as error:
-            refused.append((f"{dict(job.mesh)} x {job.batch_per_chip}", str(error)))
-    return sorted(plans, key=_rank), refused
+def _attempt(make: Callable[[Job], Plan], job: Job) -> Plan | tuple[str, str]:
+    """The plan, or what could not be planned and why: one layout, or a bug that it meets, does not end a search."""
+    try:
+        return make(job)
+    except ImportError:
+        raise  # no compiler: no layout could be
+    except Exception as error:
+        return f"{dict(job.mesh)}, remat {job.remat}, {job.batch_per_chip:g} per chip", str(error) or repr(error)
+
+
+def _sorted(attempts: Iterable[Plan | tuple[str, str]]) -> tuple[list[Plan], tuple[tuple[str, str], ...]]:
+    """The plans, the best first, and what was refused."""
+    attempts = list(attempts)
+    plans = [one for one in attempts if isinstance(one, Plan)]
+    return sorted(plans, key=_rank), tuple(one for one in attempts if not isinstance(one, Plan))
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:

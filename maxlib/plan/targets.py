@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from maxlib.xla_flags import WITHOUT_TPU
+
 GIB = 2**30
 HOST = 8  # GPUs of a host, which NVLink joins
 
@@ -147,16 +149,19 @@ def devices_of(target: Target) -> list[Any]:
         )
     from jax.experimental import topologies
 
-    # Without these, libtpu looks for a TPU around it and waits.
-    for key, value in {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}.items():
+    for key, value in WITHOUT_TPU.items():
         os.environ.setdefault(key, value)
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     wrap = (*target.wrap, False)[:3]  # the compiler counts three dimensions, and of some chips the last is 1
     more: dict[str, Any] = {"wrap": wrap} | ({"num_slices": target.slices} if target.slices > 1 else {})
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=str(target.topology), **more).devices)
     except Exception as error:
-        raise ValueError(f"{target.name}: libtpu knows no topology {target.topology}: {error}") from error
+        kind, _, sides = str(target.topology).partition(":")
+        whole = "x".join(str(1 << int(side).bit_length() - 1) for side in sides.split("x"))
+        raise ValueError(
+            f"{target.name}: there is no topology {target.topology}, as hosts have 2x2 chips; take for example "
+            f"{kind}:{whole} (libtpu: {error})"
+        ) from error
 
 
 def has_gpu_compiler() -> bool:

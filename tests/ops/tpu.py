@@ -14,9 +14,10 @@ import os
 import sys
 from pathlib import Path
 
+from maxlib.xla_flags import WITHOUT_TPU
+
 # Before jax is imported: no TPU is looked for, and another process may have libtpu too.
-os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-os.environ |= {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+os.environ |= WITHOUT_TPU | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,129 @@
+"""The command line of plans, and what a search and a plan say when something goes wrong."""
+
+import dataclasses
+import functools
+import importlib
+
+import pytest
+
+from maxlib import plan
+from maxlib.plan import __main__ as command
+from maxlib.plan import run, targets
+from tests.nn.tiny import LLAMA
+
+CONFIG = dataclasses.replace(LLAMA, vocab=64, num_layers=4)
+JOB = plan.Job(model=CONFIG, target="h100x8", sequence=16)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the command hands to `search`."""
+    calls = []
+
+    def search(*names, **settings):
+        calls.append(settings)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(command, "search", search)
+    return calls
+
+
+def test_a_search_takes_what_the_command_line_fixes(asked):
+    words = "llama3-8b --target v5e-16x2 --search --mesh fsdp=4 tensor=4 --dcn data=-1 --rules fsdp_tp --remat none"
+    more = "--batch-per-chip 2 --attention mosaic_tpu --accumulate 2 --gradients 1f1b --flags tpu-vmem --compile 0"
+    assert command.main([*words.split(), *more.split()]) == 2
+    (got,) = asked
+    assert got["layouts"] == [({"fsdp": 4, "tensor": 4}, "fsdp_tp")] and got["dcn"] == {"data": -1}
+    assert got["remats"] == [None] and got["batches"] == [2] and got["compile"] == 0
+    assert got["attention"] == "mosaic_tpu" and got["accumulate"] == 2 and got["gradients"] == "1f1b"
+    assert got["options"] == {"xla_tpu_scoped_vmem_limit_kib": 98304}
+    command.main(["llama3-8b", "--target", "v5e-16", "--search"])
+    assert not {"layouts", "remats", "batches", "compile"} & asked[1].keys()
+
+
+def test_a_search_plans_what_it_was_told():
+    """Each setting reaches every plan: one that it cannot be refuses them all."""
+    take = functools.partial(plan.search, CONFIG, "h100x8", sequence=16, layouts=[({"fsdp": -1}, "fsdp")], compile=0)
+    (one,) = take(batches=(1,), remats=("full",), dcn={"data": 1}, attention="chunked").plans
+    assert one.job == dataclasses.replace(JOB, dcn={"data": 1}, attention="chunked")
+    for wrong in ({"attention": "flash"}, {"accumulate": 3}, {"gradients": "2f2b"}, {"optimizer": "lion"}):
+        with pytest.raises(ValueError, match="layouts can be planned: {'fsdp': -1}, remat full, 1 per chip: "):
+            take(batches=(1,), remats=("full",), **wrong)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--search --full", "--search takes no --full and no --keep"),
+        ("--search --keep folder", "--search takes no --full and no --keep"),
+        ("--search --compile -3", "compile must be at least 0, the number of layouts to compile; got -3"),
+        ("--compile 2", "--compile is for --search"),
+        ("--mesh fsdp=2 fsdp=8", "--mesh must name an axis once; got fsdp twice, in fsdp=2 fsdp=8"),
+        ("--mesh fsdp=3", "change a degree of --mesh or --dcn, or let one be -1"),
+        ("--batch-per-chip 0.3", "change --batch-per-chip or the mesh"),
+    ],
+)
+def test_mistakes_are_named_as_options(words, said, capsys):
+    assert command.main(["llama3.2-1b", "--target", "h100x8", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--search"]])
+def test_of_several_slices_it_says_which_option_joins_them(more, capsys):
+    assert command.main(["llama3.2-1b", "--target", "v5e-8x2", *more]) == 2
+    error = capsys.readouterr().err
+    assert "v5e-8x2 has 2 slices" in error and error.endswith("--dcn data=-1\n") and "make_mesh" not in error
+
+
+def test_a_report_names_options(capsys):
+    assert command.main(["llama3.2-1b", "--target", "h100x8"]) == 0
+    out = capsys.readouterr().out
+    assert "--search compares" in out and "plan.search" not in out
+
+
+def test_a_layout_that_does_not_compile_does_not_end_a_search(monkeypatch):
+    def plan_job(job, **_):
+        if job.mesh == {"fsdp": -1}:
+            raise AssertionError("a bug of the compiler")
+        return dataclasses.replace(plan.estimated(job), compiled=True)
+
+    monkeypatch.setattr(importlib.import_module("maxlib.plan.search"), "plan_job", plan_job)
+    take = functools.partial(plan.search, CONFIG, "h100x8", sequence=16, batches=(1,), remats=("full",))
+    both = [({"fsdp": -1}, "fsdp"), ({"data": -1}, "dp")]
+    found = take(layouts=both)
+    assert [one.job.mesh for one in found.plans] == [{"data": -1}] and found.best.compiled
+    assert found.refused == (("{'fsdp': -1}, remat full, 1 per chip", "a bug of the compiler"),)
+    assert "1 refused" in str(found) and "remat full, 1 per chip: a bug of the compiler" in str(found)
+    with pytest.raises(ValueError, match="none of 1 layouts can be planned: .*a bug of the compiler"):
+        take(layouts=both[:1])
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ("kill -9 $$", "code -9: killed, most often by the system when memory runs out, before it had described"),
+        ("exit 3", "code 3, before it had described the step"),
+    ],
+)
+def test_a_compiler_that_dies_leaves_its_last_words(last, words, tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\ncat > /dev/null\nyes | head -c 5000 >&2\necho 'terminate: no room' >&2\n{last}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(run.sys, "executable", str(script))
+    with pytest.raises(RuntimeError) as error:
+        run.run(dataclasses.replace(JOB, target="cpu"))
+    said = str(error.value)
+    assert words in said and said.endswith("y\nterminate: no room") and len(said) < 2200
+
+
+def test_a_topology_that_does_not_exist_comes_with_one_that_does():
+    pytest.importorskip("libtpu")
+    with pytest.raises(ValueError, match="v5p:5x5x5: there is no topology v5p:5x5x5, .* take for example v5p:4x4x4 "):
+        targets.devices_of(plan.parse_target("v5p:5x5x5"))
+
+
+def test_the_environment_of_the_compiler_keeps_the_users_own(monkeypatch):
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    env = run._environment()
+    assert (env["TPU_WORKER_HOSTNAMES"], env["TPU_SKIP_MDS_QUERY"], env["JAX_PLATFORMS"]) == ("mine", "1", "cpu")
