@@ -66,6 +66,29 @@ def test_what_hosts_share_is_read_by_one_and_sent_to_the_others(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
+def test_what_one_host_cannot_read_or_write_concerns_all(tmp_path):
+    assert both(tmp_path, "faults") == ["1 True [1, 3] True"] * 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_an_error_of_one_host_is_seen_though_the_others_do_not_have_it(tmp_path):
+    assert both(tmp_path, "raises") == ["gone with it", "of this host alone"]
+    assert Checkpointer(tmp_path).latest() == 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_an_export_that_one_host_cannot_write_stops_none(tmp_path):
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "precious.txt").touch()
+    assert both(tmp_path, "export") == ["5", "5"]
+    assert [path.name for path in (tmp_path / "2").iterdir()] == ["precious.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "5"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
 def test_sigterm_for_one_host_stops_all_after_the_same_step(tmp_path):
     one, other = both(tmp_path, "sigterm")
     code, step, steps = one.split(maxsplit=2)
