@@ -114,7 +114,7 @@ def raises(host: int, directory: str) -> None:
     try:
         trainer.fit(500)
     except Exception as error:
-        print(error if host == 1 else "gone with it", flush=True)
+        print(error, flush=True)
         os._exit(0)  # as `sharding.initialize` would have it
 
 
