@@ -43,6 +43,8 @@ from maxlib.sharding.presets import Pipeline as Pipeline
 from maxlib.sharding.presets import Rules as Rules
 from maxlib.sharding.presets import Spare as Spare
 from maxlib.sharding.presets import preset as preset
+from maxlib.sharding.processes import PeerError as PeerError
+from maxlib.sharding.processes import all_or_none as all_or_none
 from maxlib.sharding.processes import first_process_first as first_process_first
 from maxlib.sharding.processes import of_all_processes as of_all_processes
 from maxlib.sharding.rules import axis_of as axis_of

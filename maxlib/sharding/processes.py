@@ -37,6 +37,29 @@ def _wait_for_all(what: str, timeout: float) -> None:
         client.wait_at_barrier(f"maxlib {what} {next(_barriers)}", int(timeout * 1000))
 
 
+class PeerError(RuntimeError):
+    """Another process could not do its part of what all do together."""
+
+
+@contextmanager
+def all_or_none(what: str) -> Iterator[None]:
+    """The body ends well in all processes or raises in all of them: PeerError, naming `what`, where only another's did.
+
+    All have to come to its end, so a body in which one fails must not let the others wait for it.
+    """
+    error = None
+    try:
+        yield
+    except Exception as failed:
+        error = failed
+    said = of_all_processes(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for process, text in enumerate(said):
+        if text is not None:
+            raise PeerError(f"{what} failed in process {process}: {text}")
+
+
 def of_all_processes(value: Any) -> list[Any]:
     """Everybody's `value`, of JSON's types, in the order of the processes; all of them have to call it."""
     if jax.process_count() == 1:

@@ -38,7 +38,7 @@ def initial_state(
     """
     if checkpointer is not None:
         checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
-        if checkpointer.latest() is not None:
+        if any(step is not None for step in sharding.of_all_processes(checkpointer.latest())):
             restored = checkpointer.restore(like=_make_room(state))
             return _resumed(state, restored, f"this run's own checkpoint in {checkpointer.directory}")
     layouts = checkpoint.layouts(state.rest)

@@ -61,6 +61,11 @@ class Saving:
             if part is not None:
                 self._try(part.wait, "the last checkpoint or export to be written")
 
+    def settle(self) -> None:
+        """Waits for this process's part of the last checkpoint, after an error that other processes need not have."""
+        if self.checkpointer is not None:
+            self._try(self.checkpointer.settle, "this process's part of the last checkpoint to be written")
+
     def last_good(self) -> str:
         """Which checkpoint to go back to, in words."""
         if self.checkpointer is None:

@@ -183,12 +183,16 @@ class Trainer:
     def _running(self, steps: int) -> Iterator[None]:
         if jax.process_index() == 0:
             self.console.start(self.step, steps)
+        end = self._saving.wait
         try:
             with interrupts() as self._interrupt:
                 yield
+        except (Exception, KeyboardInterrupt):  # perhaps of this process alone: others would not meet it at the end
+            end = end if jax.process_count() == 1 else self._saving.settle
+            raise
         finally:
             self.writers.close()
-            self._saving.wait()
+            end()
             self.clock.close()
 
     def _loop(self, steps: int) -> None:

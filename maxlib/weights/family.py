@@ -1,5 +1,6 @@
 """Model families: what a model file declares, how they are found, and Hugging Face directories through them."""
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -15,7 +16,6 @@ from typing import Any, Protocol
 
 import jax
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from maxlib import sharding
@@ -168,17 +168,17 @@ def save_pretrained(
     )
     config = model.cfg.to_hf()
     table = family.table(model.cfg)
-    if jax.process_index() != 0:
-        write_weights(model, table, Path(directory), dtype=dtype, max_shard_bytes=max_shard_bytes)
-    else:
-        with whole_directory(directory, overwrite=overwrite) as part:
-            stored = write_weights(model, table, part, dtype=dtype, max_shard_bytes=max_shard_bytes)
-            # Without these, transformers takes the ids of the published models for granted.
-            tokens = {f"{kind}_token_id": (generation or {}).get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
-            write_json(part / "config.json", config | tokens | {"dtype": stored.name, "torch_dtype": stored.name})
-            if generation is not None:
-                write_json(part / "generation_config.json", generation)
-            if tokenizer is not None:
-                write_tokenizer(tokenizer, part)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("maxlib.save_pretrained")
+    what, first = f"saving in {directory}", jax.process_index() == 0
+    with sharding.all_or_none(what), contextlib.ExitStack() as stack:
+        with sharding.all_or_none(what):  # before others wait for this one to gather with them
+            part = stack.enter_context(whole_directory(directory, overwrite=overwrite)) if first else Path(directory)
+        stored = write_weights(model, table, part, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        if not first:
+            return
+        # Without these, transformers takes the ids of the published models for granted.
+        tokens = {f"{kind}_token_id": (generation or {}).get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+        write_json(part / "config.json", config | tokens | {"dtype": stored.name, "torch_dtype": stored.name})
+        if generation is not None:
+            write_json(part / "generation_config.json", generation)
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, part)

@@ -1,6 +1,7 @@
 """A model into a Hugging Face directory, one tensor in memory at a time."""
 
 import functools
+import itertools
 import json
 import shutil
 import uuid
@@ -50,13 +51,13 @@ def write_weights(
     source = _Source(model, table, dtype)
     headers = source.headers()
     files = shard(headers, max_shard_bytes)
-    for name, members in files.items():
-        tensors = (source.tensor(header.name) for header in members)
-        if jax.process_index() == 0:
-            write_file(directory / name, members, tensors)
-        else:  # takes part in gathering what is spread over hosts
-            for _ in tensors:
-                pass
+    tensors = (source.tensor(header.name) for members in files.values() for header in members)
+    try:
+        for name, members in files.items() if jax.process_index() == 0 else ():
+            write_file(directory / name, members, itertools.islice(tensors, len(members)))
+    finally:  # all hosts gather what is spread over them, also when the disk of the one that writes is full
+        for _ in tensors if jax.process_count() > 1 else ():
+            pass
     if len(files) > 1 and jax.process_index() == 0:
         write_index(directory, files)
     sizes = {d: sum(h.nbytes for h in headers if h.dtype == d) for d in {h.dtype for h in headers}}

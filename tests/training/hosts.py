@@ -4,7 +4,13 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import jax
 import ml_dtypes
@@ -12,8 +18,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlib import sharding, training
-from maxlib.training.checkpoint import Checkpointer, InUseError, storage
+from maxlib import ops, sharding, training
+from maxlib.training.checkpoint import Checkpointer, InUseError, SaveError, records, storage
 from tests.training import tiny
 
 VALUES = np.random.default_rng(0).normal(size=(8, 600)).astype(np.float32)
@@ -31,7 +37,8 @@ def main(port: str, host: int, directory: str, what: str) -> None:
     faulthandler.dump_traceback_later(150, exit=True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=host)
-    {"save": save, "restore": restore, "copies": copies, "sigterm": sigterm, "in_use": in_use}[what](host, directory)
+    known = (save, restore, copies, faults, raises, export, sigterm, in_use)
+    {function.__name__: function for function in known}[what](host, directory)
 
 
 def place(values: np.ndarray, spec: P, *axes: tuple[str, int]) -> jax.Array:
@@ -85,23 +92,94 @@ def check(got: dict, wanted: dict) -> None:
             assert np.asarray(shard.data).tobytes() == wanted[name][shard.index].tobytes(), name
 
 
-def sigterm(host: int, directory: str) -> None:
-    """One host of two is told to go; both stop after the same step, which is saved."""
-    tell = lambda trainer: os.kill(os.getpid(), signal.SIGTERM) if host == 1 and trainer.step == 3 else None
-    trainer = training.Trainer(
-        tiny.model,
+def small(model: Any, **more: Any) -> training.Trainer:
+    return training.Trainer(
+        model,
         optimizer=training.adamw(1e-2, mask=None),
         loader=tiny.Loader(rows=4),
         loss=tiny.loss,
         mesh=sharding.make_mesh(data=4),
-        checkpointer=Checkpointer(directory),
-        callbacks=[(1, tell)],
+        **more,
     )
+
+
+def raises(host: int, directory: str) -> None:
+    """An error of one host while a checkpoint is written."""
+
+    def fail(trainer: training.Trainer) -> None:
+        if host == 1 and trainer.step == 3:
+            raise RuntimeError("of this host alone")
+
+    trainer = small(tiny.model, checkpointer=Checkpointer(directory, every=2), callbacks=[(1, fail)])
+    try:
+        trainer.fit(500)
+    except Exception as error:
+        print(error, flush=True)
+        os._exit(0)  # as `sharding.initialize` would have it
+
+
+def export(host: int, directory: str) -> None:
+    """The host that writes is refused, when the others are ready to gather with it."""
+    model = lambda: tiny.llama(rope=ops.Rope(12, max_length=64))
+    trainer = small(model, exports=[training.HuggingFaceExport(directory, every=2)])
+    trainer.fit(5)
+    print(trainer.step)
+
+
+def sigterm(host: int, directory: str) -> None:
+    """One host of two is told to go; both stop after the same step, which is saved."""
+    tell = lambda trainer: os.kill(os.getpid(), signal.SIGTERM) if host == 1 and trainer.step == 3 else None
+    trainer = small(tiny.model, checkpointer=Checkpointer(directory), callbacks=[(1, tell)])
     try:
         trainer.fit(500)
     except training.Interrupted as stopped:
         trainer.checkpointer.close()
         print(stopped.code, trainer.step, trainer.checkpointer.steps())
+
+
+def faults(host: int, directory: str) -> None:
+    """What one host alone meets concerns both."""
+    items = {"params": {"w": place(VALUES, P("data"), ("data", 4))}}
+    with Checkpointer(directory) as ck:
+        for step in (1, 2, 3):
+            ck.save(step, items)
+        with mock.patch("os.mkdir", side_effect=OSError(28, "disk full")) if host == 0 else nullcontext():
+            said = failure(lambda: ck.save(4, items))
+        if host == 0:
+            cut(Path(directory) / "2", VALUES[4:6].tobytes())  # the other host's
+        with mock.patch.object(records, "read", without(3)) if host == 1 else nullcontext():
+            step = ck.restore(like=items)["meta"]["step"]
+        time.sleep(host)  # the first host is ahead
+        ck.save(3, items)
+    with Checkpointer(directory, replace=True) as ck:
+        time.sleep(host)
+        ck.save(3, items)
+    print(step, "disk full" in said, ck.steps(), (Path(directory) / "3.damaged").exists())
+
+
+def failure(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except SaveError as error:
+        return str(error)
+    return ""
+
+
+def cut(directory: Path, part: bytes) -> None:
+    for file in (f for f in directory.rglob("*") if f.is_file() and part in f.read_bytes()):
+        file.write_bytes(file.read_bytes()[:100])
+
+
+def without(step: int) -> Callable[[Any], Any]:
+    """`records.read` of a host that cannot read this step's."""
+    read = records.read
+
+    def refused(path: Any) -> Any:
+        if path.parent.parent.name == str(step):
+            raise records.Damaged(f"{path} cannot be read")
+        return read(path)
+
+    return refused
 
 
 def in_use(host: int, directory: str) -> None:

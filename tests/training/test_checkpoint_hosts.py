@@ -17,14 +17,18 @@ from tests.training import hosts
 ROOT = Path(__file__).parents[2]
 
 
-def both(directory: Path, what: str) -> list[str]:
+def start(directory: Path, what: str) -> list[subprocess.Popen]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "tests.training.hosts", port]
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, "env": environment}
-    running = [subprocess.Popen([*command, host, directory, what], **pipes) for host in "01"]
+    return [subprocess.Popen([*command, host, directory, what], **pipes) for host in "01"]
+
+
+def both(directory: Path, what: str) -> list[str]:
+    running = start(directory, what)
     try:
         said = [child.communicate(timeout=200) for child in running]
     finally:
@@ -62,6 +66,34 @@ def test_what_hosts_share_is_read_by_one_and_sent_to_the_others(tmp_path):
     for file in (f for f in (tmp_path / "2" / "params").rglob("*") if f.is_file() and f.stat().st_size > 1000):
         file.write_bytes(file.read_bytes()[:900])  # only the host that reads can see it
     assert [line.split()[0] for line in both(tmp_path, "copies")] == ["1", "1"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_what_one_host_cannot_read_or_write_concerns_all(tmp_path):
+    assert both(tmp_path, "faults") == ["1 True [1, 3] True"] * 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_an_error_of_one_host_is_seen_though_the_others_do_not_have_it(tmp_path):
+    first, second = start(tmp_path, "raises")
+    try:
+        assert last_line(second.communicate(timeout=200)[0]) == "of this host alone"
+    finally:
+        first.kill()  # it would end by itself, when the other one is missed
+        first.communicate()
+    assert Checkpointer(tmp_path).latest() == 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_an_export_that_one_host_cannot_write_stops_none(tmp_path):
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "precious.txt").touch()
+    assert both(tmp_path, "export") == ["5", "5"]
+    assert [path.name for path in (tmp_path / "2").iterdir()] == ["precious.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "5"]
 
 
 @pytest.mark.full

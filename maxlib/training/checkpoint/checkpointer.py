@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -66,6 +66,9 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is not None and jax.process_count() > 1:
+            self.settle()
+            return self._owner.release()
         try:
             self.close()
         except SaveError as failed:
@@ -101,7 +104,7 @@ class Checkpointer:
           InUseError: another run has taken the directory over.
         """
         failed = self._finish()
-        if step in self._own:
+        if step in self._own - self._damaged:
             self._prune()  # a run that was killed before it could, and has no other step to save
             return _raise(failed)
         self._owner.check()
@@ -160,6 +163,11 @@ class Checkpointer:
         """Waits until the last save is on disk. Raises SaveError if it has failed."""
         _raise(self._finish())
 
+    def settle(self) -> None:
+        """Waits for the last save without a word to the other hosts: after an error that they need not have."""
+        if self._saving is not None:
+            wait([self._saving[1]])
+
     def close(self) -> None:
         """Waits for the last save and ends. Raises SaveError if it has failed."""
         failed = self._finish()
@@ -197,7 +205,8 @@ class Checkpointer:
             return None
         step, completed = saving
         try:
-            bad = completed.result()
+            with sharding.all_or_none("writing it"):
+                bad = completed.result()
         except Exception as error:  # of orbax, tensorstore or the system
             return self._failed(step, error)
         if restore.anywhere(bad):
@@ -237,10 +246,10 @@ class Checkpointer:
 
     def _make_way(self, step: int) -> None:
         """Sets damaged steps aside that stand where the run goes now. Good ones are never touched."""
-        if self._replace and step in self.steps():
-            self._steps.delete([step])
-            self._steps.reload()
-        ahead = [s for s in self.steps() if s >= step and not self._replace]
+        held = sharding.of_all_processes(self.steps())[0]  # one list for all: the first host is about to change it
+        if self._replace and step in held:
+            self._steps.make_room(step)
+        ahead = [s for s in held if s >= step and not self._replace]
         good = [s for s in ahead if s not in self._damaged]
         if good:
             raise ValueError(

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from maxlib.training.checkpoint.replicas import NO_MESH
+
 _MIX = tuple(np.uint32(c) for c in (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F))
 
 
@@ -17,9 +19,8 @@ def digest(x: Any) -> tuple[jax.Array, jax.Array]:
     numbers per device travel. For a given place the hash is one to one: a change of one element is never missed, any
     other one with a chance of 2^-64. Runs where `x` lives, asynchronously; a later donation of `x` waits for it.
     """
-    if isinstance(x, jax.Array):
-        return _digest(_on_device(x))
-    return _digest(_words_on_host(np.asarray(x)))
+    with jax.set_mesh(NO_MESH):  # `x` may be on one device, whichever mesh the caller is in
+        return _digest(_on_device(x) if isinstance(x, jax.Array) else _words_on_host(np.asarray(x)))
 
 
 def to_hex(sums: tuple[jax.Array, jax.Array]) -> str:

@@ -12,28 +12,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxlib.sharding import all_or_none
 
 Arrays = dict[str, Any]
 Read = Callable[[Arrays], Arrays]
 NO_MESH = Mesh(np.empty((), object), ())
 
 
-class PeerError(RuntimeError):
-    """Another host could not read what it was to send here."""
-
-
 def load(read: Read, read_here: Read, abstract: Arrays) -> Arrays:
-    """All leaves of `abstract`. All hosts call `read` together; `read_here` gives what this host holds, whatever others
-    do.
+    """All leaves of `abstract`, on all hosts or on none: PeerError where only another could not read.
+
+    `read` and `read_here` both give what this host holds, without a wait for others.
     """
     groups: dict[tuple[Mesh, int], list[str]] = {}
     for name, leaf in abstract.items():
         if (axis := replica_axis(leaf)) is not None:
             groups.setdefault((leaf.sharding.mesh, axis), []).append(name)
     together = {name for names in groups.values() for name in names}
-    loaded = read({name: leaf for name, leaf in abstract.items() if name not in together})
+    with all_or_none("reading a checkpoint"):
+        loaded = read({name: leaf for name, leaf in abstract.items() if name not in together})
     for (mesh, axis), names in groups.items():
         loaded |= _load_once(read_here, {name: abstract[name] for name in names}, mesh, axis)
     return loaded
@@ -54,14 +53,9 @@ def _load_once(read_here: Read, abstract: Arrays, mesh: Mesh, axis: int) -> Arra
     first = sorted(_hosts(mesh, axis)[0])
     one = Mesh(np.take(mesh.devices, [0], axis), mesh.axis_names)
     there = {n: _on(leaf, one) for n, leaf in abstract.items()}
-    stacked, error = {}, None
-    try:
+    with all_or_none(f"reading {list(abstract)[:3]} ..."):
         leaves = read_here(there) if jax.process_index() in first else {}
         stacked = {name: _stacked(leaves.pop(name, None), leaf, axis) for name, leaf in abstract.items()}
-    except Exception as failed:  # whatever tensorstore and orbax say of a broken file
-        error = failed
-    if np.any(multihost_utils.process_allgather(np.array(error is not None))):
-        raise error or PeerError(f"the hosts {first} could not read {list(abstract)[:3]} ...")
     return {name: _merge(leaf.sharding, leaf.dtype)(stacked[name]) for name, leaf in abstract.items()}
 
 

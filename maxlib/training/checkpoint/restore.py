@@ -12,7 +12,8 @@ from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxlib.training.checkpoint import manifest, records, storage, trees
+from maxlib.sharding import PeerError, all_or_none, of_all_processes
+from maxlib.training.checkpoint import manifest, records, replicas, storage, trees
 from maxlib.training.checkpoint.errors import DamagedError, shorten
 from maxlib.training.checkpoint.relayout import Layouts, Target, plan
 
@@ -106,7 +107,7 @@ class Stored:
 def newest(directory: epath.Path, wanted: Wanted, found_damaged: set[int] | None = None) -> dict[str, Any]:
     """Reads the newest undamaged step; adds the others to `found_damaged`."""
     problems: list[str] = []
-    for step in reversed(storage.steps(directory)):
+    for step in reversed(of_all_processes(storage.steps(directory))[0]):  # one list for all hosts
         try:
             restored = read(directory / str(step), wanted)
         except DamagedError as error:
@@ -143,14 +144,24 @@ def open_step(directory: epath.Path) -> Stored:
 
 def read(directory: epath.Path, wanted: Wanted) -> dict[str, Any]:
     """Reads one step."""
-    stored = open_step(directory)
+    stored = _open_everywhere(directory)
     names = _items(directory, stored, wanted)
     restored: dict[str, Any] = {}
     for item in names:
         like = None if wanted.like is None else wanted.like[item]
-        leaves = _read_item(directory, item, stored, like, wanted)
+        with jax.set_mesh(replicas.NO_MESH):  # leaves may go to one device, whichever mesh the caller is in
+            leaves = _read_item(directory, item, stored, like, wanted)
         restored[item] = leaves if like is None else trees.unflatten(like, leaves)
     return {**restored, "data": stored.data, "meta": stored.meta}
+
+
+def _open_everywhere(directory: epath.Path) -> Stored:
+    """`open_step` on all hosts or on none, lest they go on with different steps."""
+    try:
+        with all_or_none("reading its records"):
+            return open_step(directory)
+    except PeerError as error:
+        raise _damaged(directory, [f"seen on another host: {error}"]) from error
 
 
 def _read_item(directory: epath.Path, item: str, stored: Stored, like: Any, wanted: Wanted) -> dict[str, Any]:

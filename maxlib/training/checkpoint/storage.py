@@ -13,8 +13,8 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import tensorstore
 from etils import epath
-from jax.experimental import multihost_utils
 
+from maxlib.sharding import all_or_none
 from maxlib.training.checkpoint import replicas
 
 Arrays = dict[str, Any]
@@ -31,16 +31,28 @@ class Steps:
 
     def save(self, step: int, arrays: dict[str, Arrays], texts: dict[str, Callable[[], str]]) -> None:
         """Writes `arrays` by item and the texts, called in the background, to `<name>/<name>.json`; all or nothing."""
+        if jax.process_count() > 1:
+            self._check_writable(step)
         items = {name: leaves for name, leaves in arrays.items() if leaves}  # orbax refuses an empty one
         files = {name: _Text(f"{name}.json", make) for name, make in texts.items()}
         self._orbax.save_checkpointables_async(step, items | files, force=True)
+
+    def _check_writable(self, step: int) -> None:
+        """Raises on all hosts or on none: orbax lets the others wait for one that cannot make the directory."""
+        with all_or_none("making its directory"):
+            if jax.process_index() == 0:
+                probe = self.directory / f"{step}.orbax-checkpoint-tmp-probe"
+                probe.mkdir(parents=True, exist_ok=True)
+                probe.rmtree()
 
     def wait(self) -> None:
         """Waits for the save that runs, if any, and raises what went wrong in it. For any thread."""
         self._orbax.wait()
 
-    def reload(self) -> None:
-        """Looks at the directory anew."""
+    def make_room(self, step: int) -> None:
+        """Deletes a step that shall be saved anew. All hosts call it."""
+        with all_or_none(f"deleting step {step}"):
+            self.delete([step])
         self._orbax.reload()
 
     def close(self) -> None:
@@ -69,15 +81,14 @@ class Steps:
                 (self.directory / str(step)).rmtree(missing_ok=True)
 
     def set_aside(self, step: int) -> epath.Path:
-        """Renames a step so that it is none any more."""
+        """Renames a step so that it is none any more. All hosts call it."""
         aside = self.directory / f"{step}.damaged"
-        if jax.process_index() == 0:
-            if aside.exists():
-                aside.rmtree()
-            (self.directory / str(step)).rename(aside)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"maxlib set aside {step}")
-        self.reload()
+        with all_or_none(f"renaming step {step}"):
+            if jax.process_index() == 0:
+                if aside.exists():
+                    aside.rmtree()
+                (self.directory / str(step)).rename(aside)
+        self._orbax.reload()
         return aside
 
 
@@ -122,12 +133,16 @@ def _read(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
     want = {
         name: leaf if leaf.sharding is not None else np.empty(leaf.shape, leaf.dtype) for name, leaf in abstract.items()
     }
-    with _context():
+    context = _context()
+    # Orbax's own wait for the other hosts says nothing of those that failed; `replicas.load` asks them.
+    context.multiprocessing.primary_host = jax.process_index()
+    context.multiprocessing.active_processes = {jax.process_index()}
+    with context:
         return dict(ocp.load_checkpointables(directory, {item: want})[item])
 
 
 def read_here(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
-    """Reads what this host holds of each leaf, whatever other hosts do: orbax's loads wait for those of all hosts."""
+    """Reads what this host holds of each leaf, whatever other hosts do."""
     base = urllib.parse.quote(str(directory / item), safe="/:")
     kvstore = {"driver": "ocdbt", "base": f"{base}/" if "://" in base else f"file://{base}/"}
     spec = lambda name: {"driver": "zarr3", "kvstore": kvstore | {"path": f"{name}/"}}

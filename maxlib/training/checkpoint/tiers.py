@@ -100,6 +100,10 @@ class Tiers:
         """Waits until the last saves are on disk. Raises SaveError if one has failed."""
         self._each(Checkpointer.wait, self.tiers)
 
+    def settle(self) -> None:
+        """Waits for the last saves without a word to the other hosts; see `Checkpointer.settle`."""
+        self._each(Checkpointer.settle, self.tiers)
+
     def close(self) -> None:
         """Waits for the last saves and ends. Raises SaveError if one has failed."""
         self._each(Checkpointer.close, self.tiers)
