@@ -15,7 +15,7 @@ from maxlib.nn.remat import mark_heads
 from maxlib.ops.attention import Causal, Mask
 from maxlib.ops.grid_rope import GridRope
 from maxlib.ops.rope import Rope, apply_rope
-from maxlib.sharding import axis_of, constrain, degree, map_op, natural_order
+from maxlib.sharding import axis_of, constrain, degree, map_op, mesh_axes, natural_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,8 @@ def attend(
 
     They decide by the axes `q_seq` and `kv_seq` how a split sequence comes together. Only `q_seq` is split: keys are
     gathered. Both are split: keys travel around a ring. Neither is: heads are split instead (`attn_heads`), and
-    all-to-alls exchange the two (Ulysses). balanced: tokens stand in the order of `sharding.zigzag`.
+    all-to-alls exchange the two (Ulysses). balanced: tokens stand in the order of `sharding.zigzag`. Raises ValueError
+    for heads that cannot be split where tokens are to be exchanged for them.
     """
     ring = axis_of("kv_seq") if k.shape[1] % degree("kv_seq") == 0 else None
     parts = degree("q_seq") if balanced else 1
@@ -163,6 +164,21 @@ def attend(
     if q.shape[2] % copies == 0 and copies > k.shape[2] and copies % k.shape[2] == 0:
         # Fewer key heads than devices: each takes a copy of its own.
         k, v = (jnp.repeat(x, copies // x.shape[2], axis=2) for x in (k, v))
+    _check_exchange(q, k)
     queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
     names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",)]
     return own(map_op(op, names, queries)(q, k, v, k_start, k_end, sinks))
+
+
+def _check_exchange(q: Array, k: Array) -> None:
+    """Where tokens are split over devices and heads shall be: left alone, each device would gather all of both. A token
+    at decoding is not split.
+    """
+    exchanged = {*mesh_axes("seq")} & {*mesh_axes("attn_heads")} - {*mesh_axes("act_heads")}  # `SP` exchanges nothing
+    parts, heads = degree("attn_heads"), (q.shape[2], k.shape[2])
+    if exchanged and q.shape[1] % degree("seq") == 0 and any(count % parts for count in heads):
+        raise ValueError(
+            f"the rule attn_heads exchanges tokens for heads over {mesh_axes('attn_heads')} of the mesh, {parts} devices, which "
+            f"must divide the query heads, and divide or be a multiple of the key heads; got {heads[0]} and {heads[1]}. Take "
+            "fewer devices for it, or sharding.CP_RING or CP_GATHER"
+        )

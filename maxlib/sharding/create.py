@@ -16,17 +16,18 @@ from maxlib.sharding.rules import AnyMesh, check, fit, memory_kind, parameter_sp
 
 Model = TypeVar("Model")
 # What axes are called: in the presets' rules, and besides in maxlib's layers.
-_NAMES = {*itertools.chain(*PRESETS.values()), "head_dim", "norm", "position", "act_embed"}
+_PATCH = ("channel", "patch_row", "patch_column")
+_NAMES = {*itertools.chain(*PRESETS.values()), "head_dim", "norm", "position", "router", "act_embed", *_PATCH}
 
 
 def shardings(model: Model, mesh: AnyMesh, rules: Rules) -> Model:
     """`model` (or its `jax.eval_shape`) with every array replaced by the `NamedSharding` that `rules` give it.
 
     Variables without axis names are replicated. Raises ValueError, naming the parameter, when a mesh axis does not
-    divide a dimension or two names share a mesh axis; warns of a rule whose name looks like a misspelt one.
+    divide a dimension or two names share a mesh axis; warns of a rule that no axis is named after.
     """
     check(mesh, rules)
-    names = set(_NAMES)
+    names = set()
 
     def place(path, leaf):
         if not isinstance(leaf, nnx.Variable):
@@ -35,15 +36,19 @@ def shardings(model: Model, mesh: AnyMesh, rules: Rules) -> Model:
         return leaf.replace(sharding_of(jax.tree_util.keystr(path, simple=True, separator="."), leaf, mesh, rules))
 
     placed = jax.tree_util.tree_map_with_path(place, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    _warn_of_misspelt(rules, names)
+    _warn_of_unknown(rules, set(filter(None, names)))
     return placed
 
 
-def _warn_of_misspelt(rules: Rules, names: set[str]) -> None:
+def _warn_of_unknown(rules: Rules, names: set[str]) -> None:
     """A name that is not known may be of an activation in a layer from elsewhere, so it is no error."""
-    for name in rules.keys() - names:
-        if close := difflib.get_close_matches(name, sorted(filter(None, names)), 1, cutoff=0.8):
-            warnings.warn(f"no axis is named {name!r}, which the rules have; is {close[0]!r} meant?", stacklevel=4)
+    for name in sorted(rules.keys() - names - _NAMES):
+        close = difflib.get_close_matches(name, sorted(names | _NAMES), 1)
+        meant = f"is {close[0]!r} meant?" if close else f"the model's parameters have {sorted(names)}"
+        warnings.warn(
+            f"no axis is named {name!r}, which the rules have, unless a layer of your own calls an activation so: {meant}",
+            stacklevel=4,
+        )
 
 
 def sharding_of(path: str, variable: nnx.Variable, mesh: AnyMesh, rules: Rules) -> NamedSharding:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +38,11 @@ class Parameter:
         """Whether each of several devices holds all of it."""
         return self.devices > 1 and self.bytes_per_device == self.bytes
 
+    @property
+    def copies(self) -> int:
+        """How many devices hold each part of it."""
+        return self.devices * self.bytes_per_device // self.bytes if self.bytes else 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Description:
@@ -53,10 +59,12 @@ class Description:
         table.add_column("parameter", footer="total", overflow="fold")
         for name in ("shape", "axes", "dtype", "place"):
             table.add_column(name, overflow="fold")
+        table.add_column("copies", justify="right")
         table.add_column("per device", justify="right", footer=size(self.bytes_per_device))
         for one in self.parameters:
             shape = " ".join(map(str, one.shape)) or "scalar"
-            table.add_row(one.path, shape, " ".join(one.axes), one.dtype, one.place, size(one.bytes_per_device))
+            copies, held = str(one.copies), size(one.bytes_per_device)
+            table.add_row(one.path, shape, " ".join(one.axes), one.dtype, one.place, copies, held)
         console = Console(width=140)
         with console.capture() as capture:
             console.print(table)
@@ -69,7 +77,8 @@ def describe(model: Any, mesh: AnyMesh | None = None, rules: Rules | None = None
     """Shape, axis names, place and bytes per device of every parameter; print it.
 
     `model` holds arrays or, with `mesh` and `rules`, may be its `jax.eval_shape`. Warns about parameters of at least
-    `large` bytes that several devices hold whole.
+    `large` bytes that are held more often than others of the model, or whole by every device. One copy for each part
+    of the mesh axis `data` is what plain data parallelism means, and no reason to warn.
     """
     places = jax.tree.map(_sharding, model) if mesh is None or rules is None else shardings(model, mesh, rules)
     is_variable = lambda x: isinstance(x, nnx.Variable)
@@ -79,12 +88,28 @@ def describe(model: Any, mesh: AnyMesh | None = None, rules: Rules | None = None
         for (path, leaf), place in zip(leaves, jax.tree.leaves(places, is_leaf=is_variable), strict=True)
         if is_variable(leaf)
     ]
-    if whole := [f"{one.path} ({size(one.bytes)})" for one in found if one.replicated and one.bytes >= large]:
-        warnings.warn(
-            f"every device holds all of {', '.join(whole)}: name their axes in the rules if that is not wanted",
-            stacklevel=2,
-        )
+    _warn_of_copies([one for one in found if one.devices > 1], large, _data_parallel(places))
     return Description(tuple(found))
+
+
+def _data_parallel(places: Any) -> int:
+    """How many copies there are by plain data parallelism."""
+    meshes = [place.mesh for place in jax.tree.leaves(places) if isinstance(place, NamedSharding)]
+    return max((mesh.shape.get("data", 1) for mesh in meshes), default=1)
+
+
+def _warn_of_copies(found: list[Parameter], large: int, meant: int) -> None:
+    fewest = min((one.copies for one in found), default=1)
+    whole = [one for one in found if one.bytes >= large and one.replicated and one.copies > min(meant, fewest)]
+    more = [one for one in found if one.bytes >= large and not one.replicated and one.copies > fewest]
+    listed = lambda those: ", ".join(f"{one.path} ({size(one.bytes)}, {one.copies} copies)" for one in those)
+    wanted = "name their axes in the rules if that is not wanted"
+    if whole:
+        warnings.warn(f"every device holds all of {listed(whole)}: {wanted}", stacklevel=3)
+    if more:
+        warnings.warn(
+            f"held more often than others of the model ({fewest} of each part): {listed(more)}; {wanted}", stacklevel=3
+        )
 
 
 def _sharding(x: Any) -> Any:

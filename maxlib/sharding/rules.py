@@ -16,6 +16,8 @@ from maxlib.sharding.presets import Exchange, Memory, Name, Pipeline, Place, Rul
 
 AnyMesh = Mesh | AbstractMesh
 _MEMORIES = ("optimizer_memory", "layers_memory")
+_PLACES = (str, tuple, list, Spare)
+_KINDS = {"layers": Pipeline, "act_expert": (*_PLACES, Exchange)} | dict.fromkeys(_MEMORIES, Memory)
 _LEAD = re.compile(r"(^|\.)lead\.\d+\.")  # of a stack: layers that run before the first stage
 
 # Part of jit's cache key: a plain context variable would let a second mesh reuse the first one's program.
@@ -65,14 +67,15 @@ def current() -> tuple[Any, dict[str, Any]] | None:
 
 
 def check(mesh: AnyMesh, rules: Rules) -> None:
-    """Raises ValueError when a rule names an axis that `mesh` does not have, or a memory that its devices lack, and
-    TypeError for names in place of either."""
+    """Raises ValueError when a rule names an axis that `mesh` does not have or a memory that its devices lack, or says
+    what only another can, such as a `Pipeline`; TypeError for names in place of mesh or rules."""
     if isinstance(mesh, str):
         raise TypeError(f"mesh must be a mesh, got {mesh!r}; sharding.make_mesh(fsdp=-1) makes one of all devices")
     if isinstance(rules, str):
         raise TypeError(f"rules must be a table, got {rules!r}; sharding.preset({rules!r}) makes one of a name")
     for name, place in rules.items():
-        if name in _MEMORIES or isinstance(place, Memory):
+        _check_kind(name, place)
+        if isinstance(place, Memory):
             _check_memory(mesh, rules, name)
         for axis in _as_tuple(place):
             if axis not in mesh.axis_names:
@@ -82,13 +85,16 @@ def check(mesh: AnyMesh, rules: Rules) -> None:
                 )
 
 
-def _check_memory(mesh: AnyMesh, rules: Rules, name: str) -> None:
-    if not isinstance(rules[name], Memory | None) or name not in _MEMORIES:
+def _check_kind(name: str, place: Any) -> None:
+    if place is not None and not isinstance(place, _KINDS.get(name, _PLACES)):
         raise ValueError(
-            f"a Memory is what the rules {' and '.join(_MEMORIES)} say, and nothing else; got {name!r} -> {rules[name]!r}"
+            "a rule names mesh axes, but for a few: a Pipeline such as Pipeline('stage', microbatches=8) is what the rule "
+            "layers says, an Exchange what act_expert may say, a Memory is what the rules "
+            f"{' and '.join(_MEMORIES)} say, and nothing else; got {name!r} -> {place!r}"
         )
-    if rules[name] is None:
-        return
+
+
+def _check_memory(mesh: AnyMesh, rules: Rules, name: str) -> None:
     if isinstance(rules.get("layers"), Pipeline):
         raise ValueError(
             f"{name!r}: what is taken from the host layer by layer cannot be cut into a pipeline's stages too"

@@ -1,5 +1,6 @@
 """The training step: a pure function from state and batch to state and metrics."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -76,7 +77,8 @@ def make_train_step(
     accumulate: how many microbatches a batch is computed in; they are weighted by their numbers of targets, so the mean
     is that of the whole batch. schedule: only reported, as `learning_rate`. gradients: what finds the gradient in place
     of autodiff of `loss_fn`, such as `one_f_one_b`: `(trainable, rest, batch, key) -> (gradients of the mean, mean,
-    Stats)`. Raises ValueError for both `gradients` and `accumulate`.
+    Stats)`. Raises ValueError for both `gradients` and `accumulate`; the step does for a batch whose rows (of each
+    microbatch) or sequence the mesh does not divide by the sharding rules in use.
 
     Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient
     is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
@@ -89,6 +91,7 @@ def make_train_step(
     optimizer = optax.with_extra_args_support(optimizer)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        jax.tree.map(lambda x: _check_divides(x, accumulate), batch)
         key = jax.random.fold_in(state.key, state.step)
         batch = jax.tree.map(_by_rows, batch)
         if gradients is None:
@@ -174,8 +177,29 @@ def _microbatches(x: Array, count: int) -> Array:
 
 
 def _by_rows(x: Array) -> Array:
-    names = ("batch", "seq") if x.ndim == 2 else ("batch",) + (None,) * (x.ndim - 1)
-    return sharding.constrain(x, *names[: x.ndim])
+    return sharding.constrain(x, *_names(x))
+
+
+def _names(x: Array) -> tuple[str | None, ...]:
+    return ("batch", "seq") if x.ndim == 2 else ("batch", *[None] * x.ndim)[: x.ndim]
+
+
+def _check_divides(x: Array, accumulate: int) -> None:
+    """What does not divide, `constrain` leaves whole, as decoding wants it: each device would train on all of it."""
+    if (now := sharding.current()) is None:
+        return
+    mesh, stages = now[0], sharding.mesh_axes("layers")  # which share the rows where they can
+    places = zip(_names(x), sharding.spec(_names(x), now[1], what="batch"), x.shape, (accumulate, 1), strict=False)
+    for name, place, size, cut in places:
+        axes = (place,) if isinstance(place, str) else place or ()
+        degrees = {axis: mesh.shape[axis] for axis in axes if axis not in stages and mesh.shape[axis] > 1}
+        if size % (parts := cut * math.prod(degrees.values())):
+            times = f", times accumulate={cut}" if cut > 1 else ""
+            raise ValueError(
+                f"a batch of shape {x.shape} does not divide over the mesh: its {size} {'rows' if name == 'batch' else 'tokens'} "
+                f"must be a multiple of {parts}, as the rule {name!r} splits them over {degrees}{times}; change the batch, the "
+                "mesh or that rule"
+            )
 
 
 def _place(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = False) -> Any:

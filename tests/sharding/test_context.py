@@ -61,6 +61,26 @@ def test_each_scheme_talks_as_it_should():
     assert "collective-permute" not in found["heads"]
 
 
+def attended(rules, query_heads, key_heads, queries=16, **mesh):
+    """The traced result of attention to 16 keys."""
+    q, k = (jnp.zeros((1, *sizes, 8)) for sizes in ((queries, query_heads), (16, key_heads)))
+    bound = jnp.zeros((1, queries), jnp.int32)
+    with sharding.use(sharding.make_mesh(**mesh), rules):
+        return jax.eval_shape(nn.attend, q, k, k, bound, bound)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (12, 4), (24, 3)])
+def test_tokens_are_exchanged_for_heads_only_where_these_divide(heads):
+    with pytest.raises(ValueError, match=rf"8 devices, which .* got {heads[0]} and {heads[1]}. Take .*CP_RING"):
+        attended(sharding.CP_HEADS, *heads, context=8)
+    with pytest.raises(ValueError, match=r"over \('tensor', 'context'\) of the mesh, 8 devices"):
+        attended(sharding.TP | sharding.CP_HEADS, *heads, context=4, tensor=2)
+    attended(sharding.CP_RING, *heads, context=8)
+    attended(sharding.CP_HEADS, *heads, queries=1, context=8)  # decoding: nothing is split that could be exchanged
+    attended(sharding.TP | sharding.SP, *heads, tensor=8)
+    attended(sharding.CP_HEADS, 8, 2, context=8)
+
+
 @pytest.mark.parametrize("parts", [2, 4])
 def test_zigzag_gives_each_device_an_early_and_a_late_chunk(parts):
     mesh = sharding.make_mesh(context=parts, devices=jax.devices()[:parts])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from types import SimpleNamespace
 
 import jax
@@ -195,9 +196,20 @@ def test_describe_counts_bytes_and_warns_of_copies():
     by = {one.path: one for one in seen.parameters}
     up = by["layers.body.0.mlp.up.w"]
     assert up.bytes_per_device * 4 == up.bytes and up.place == "- - fsdp" and not up.replicated
-    assert up.path in str(seen) and "mlp embed" in str(seen)
+    assert up.path in str(seen) and "mlp embed" in str(seen) and up.copies == 2
     with pytest.warns(UserWarning, match=r"every device holds all of embed.w \("):
         sharding.describe(model, mesh, sharding.DP, large=1)
+
+
+def test_describe_warns_of_what_is_held_more_often_than_others():
+    model, large = jax.eval_shape(build), 1000  # above norms
+    with pytest.warns(UserWarning, match=r"others of the model \(2 of each part\): embed.w \(.*, 4 copies\);"):
+        sharding.describe(model, sharding.make_mesh(data=2, fsdp=2, tensor=2), RULES, large=large)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # copies that parallelism over data, or over the sequence, means
+        sharding.describe(model, sharding.make_mesh(data=8), sharding.DP, large=large)
+        sharding.describe(model, sharding.make_mesh(data=4, fsdp=2), sharding.FSDP, large=large)
+        sharding.describe(model, sharding.make_mesh(context=4, fsdp=2), sharding.FSDP | sharding.CP_RING, large=large)
 
 
 def test_draw_shows_each_part_once():

@@ -1,6 +1,7 @@
 """One training step: against autodiff written out, against itself in parts, and on every mesh."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,31 @@ def test_accumulation_is_the_big_batch(accumulate):
 def test_accumulation_must_divide_the_batch():
     with pytest.raises(ValueError, match="accumulate=3 must divide the batch's 8 rows"):
         steps(tiny.model(), tiny.batch(), accumulate=3)
+
+
+@pytest.mark.parametrize(
+    ("rules", "mesh", "sizes", "words"),
+    [
+        ("fsdp", {"fsdp": 8}, (6, 12), r"its 6 rows must be a multiple of 8, .* over \{'fsdp': 8\}; change the batch"),
+        ("fsdp", {"data": 2, "fsdp": 2}, (8, 12, 4), r"its 8 rows must be a multiple of 16, .*, times accumulate=4"),
+        ("fsdp+cp_ring", {"context": 8}, (8, 33), r"its 33 tokens must be a multiple of 8, as the rule 'seq'"),
+        ("tp_sp", {"tensor": 8}, (8, 33), r"its 33 tokens must be a multiple of 8, as the rule 'seq'"),
+        ("dp+pp:2", {"data": 2, "stage": 2}, (6, 12), None),  # of which stages share rows only where they can
+        ("fsdp", {"fsdp": 1}, (3, 33), None),
+    ],
+)
+def test_a_mesh_divides_what_is_trained_on(rules, mesh, sizes, words):
+    rows, length, accumulate = (*sizes, 1)[:3]
+    mesh = sharding.make_mesh(**mesh, devices=jax.devices()[: math.prod(mesh.values())])
+    step = training.make_train_step(tiny.loss, SGD, accumulate=accumulate)
+    with sharding.use(mesh, sharding.preset(rules)):
+        state = jax.eval_shape(lambda: training.make_state(tiny.model(), SGD))
+        run = lambda: jax.eval_shape(step, state, tiny.batch(rows, length))
+        if words is None:
+            assert run()[1]["loss"].shape == ()
+        else:
+            with pytest.raises(ValueError, match=words):
+                run()
 
 
 @pytest.mark.parametrize(
