@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import AbstractMesh
+
 from maxlib.plan.analytic import analytic_costs
 from maxlib.plan.job import Job
 from maxlib.plan.memory import Memory
-from maxlib.plan.program import refused
+from maxlib.plan.program import across_hosts, refused
 from maxlib.plan.report import Plan
-from maxlib.plan.roofline import estimate
+from maxlib.plan.roofline import estimate, link_speeds
 from maxlib.plan.run import Compiled, run
 from maxlib.plan.targets import parse_target
 
@@ -75,6 +77,9 @@ def estimated(job: Job) -> Plan:
     from maxlib.plan.worker import describe
 
     program, described = describe(job)
+    if job.dcn and isinstance(program.mesh, AbstractMesh):
+        target = parse_target(job.target)
+        described["links"] = link_speeds(program.mesh, target, across_hosts(job, target))
     return _plan(
         job, described, None, analytic_costs(program, described["model_flops"], described["analytic"]["offloaded"])
     )

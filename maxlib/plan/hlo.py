@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from maxlib.plan.hlo_flops import custom_call_flops, estimate_of, matmul_flops
@@ -59,7 +59,7 @@ class Collective:
 @dataclasses.dataclass(frozen=True)
 class Costs:
     """Of one step on one device. unknown_loops: how many loops run as often as data says, taken as `trips` say.
-    to_host, from_host: bytes that are copied between its memory and the host's.
+    to_host, from_host: bytes that are copied between its memory and the host's. assumes: what was taken for granted.
     """
 
     flops: float
@@ -68,6 +68,7 @@ class Costs:
     unknown_loops: int
     to_host: float = 0.0
     from_host: float = 0.0
+    assumes: tuple[str, ...] = ()
 
 
 def read_costs(
@@ -87,7 +88,23 @@ def read_costs(
         Collective(kind, axes, int(n), runs, size) for (kind, axes), (n, runs, size) in program.collectives.items()
     )
     ordered = tuple(sorted(found, key=lambda one: -one.bytes))
-    return Costs(program.flops, program.bytes, ordered, program.unknown, program.to_host, program.from_host)
+    return Costs(
+        program.flops,
+        program.bytes,
+        ordered,
+        program.unknown,
+        program.to_host,
+        program.from_host,
+        tuple(_assumed(program.chosen, cache)),
+    )
+
+
+def _assumed(chosen: int, cache: float) -> Iterator[str]:
+    yield "every fusion reads and writes what its shapes say"
+    if cache:
+        yield f"what together takes up to {cache / 2**20:.4g} MiB stays in the cache"
+    if chosen:
+        yield f"of {chosen} choices that data makes the one that computes and moves least: experts with about equal shares"
 
 
 class _Program:
@@ -97,6 +114,7 @@ class _Program:
         self.computations, self.entry = parse(text)
         self.mesh, self.across, self.trips, self.cache = dict(mesh), across, trips, cache
         self.flops, self.bytes, self.unknown, self.to_host, self.from_host = 0.0, 0.0, 0, 0.0, 0.0
+        self.chosen = 0  # conditionals of whose branches the cheapest is counted
         self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
         self.chains: set[str] = set()
 
@@ -150,6 +168,7 @@ class _Program:
             alone.visit(branch, times, in_fusion=in_fusion)
             moved = sum(size for *_, size in alone.collectives.values())
             tried.append((alone.flops, moved, alone.bytes, len(tried)))
+        self.chosen += len({what[:2] for what in tried}) > 1
         if tried:
             self.visit(branches[min(tried)[-1]], times, in_fusion=in_fusion)
 

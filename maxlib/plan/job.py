@@ -10,6 +10,7 @@ from flax import nnx
 
 from maxlib import nn, sharding, weights
 from maxlib.ops.attention.dispatch import implementations
+from maxlib.plan.targets import parse_target
 
 MARK = "maxlib-plan "
 
@@ -132,11 +133,35 @@ def _decode(value: Any) -> Any:
     return _find(value["name"])
 
 
+# Beginnings of the names of options that the compiler for a platform does not know.
+_TPU = ("xla_tpu_", "xla_sc_")
+_FOREIGN = {"tpu": ("xla_gpu_",), "cuda": _TPU, "cpu": _TPU}
+
+
 def check_names(job: Job) -> None:
-    """Raises ValueError for a policy, an attention, or a way to find gradients, that does not exist."""
+    """Raises ValueError for a policy, an attention, a way to find gradients, or options, that do not exist, or not for
+    the target."""
     nn.remat_policy(job.remat)
-    names = [one.name for one in implementations()]
-    if job.attention is not None and job.attention not in names:
-        raise ValueError(f"attention must be one of {', '.join(names)}; got {job.attention!r}")
+    _check_attention(job)
     if job.gradients not in (None, "1f1b"):
         raise ValueError(f"gradients must be None (autodiff) or '1f1b'; got {job.gradients!r}")
+    foreign = _FOREIGN[parse_target(job.target).platform]
+    if wrong := sorted(name for name in job.options if name.startswith(foreign)):
+        raise ValueError(
+            f"the compiler for {job.target} has no option {wrong[0]}, which is another platform's: leave it out, or take --flags "
+            "for this one (python -m maxlib.xla_flags shows them)"
+        )
+
+
+def _check_attention(job: Job) -> None:
+    known = {one.name: one.platforms for one in implementations()}
+    if job.attention is None:
+        return
+    if job.attention not in known:
+        raise ValueError(f"attention must be one of {', '.join(known)}; got {job.attention!r}")
+    platform = parse_target(job.target).platform.replace("cuda", "gpu")
+    if platform not in (where := known[job.attention] or {platform}):
+        can = ", ".join(name for name, places in known.items() if places is None or platform in places)
+        raise ValueError(
+            f"--attention {job.attention} runs on {' and '.join(sorted(where))}, not on {job.target}; take one of {can}"
+        )

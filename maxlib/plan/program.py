@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from maxlib import nn, sharding, training
 from maxlib.ops.attention.chunked import choose_blocks
 from maxlib.plan.job import Job, check_names
-from maxlib.plan.targets import INSTALL_GPU_COMPILER, devices_of, has_gpu_compiler, parse_target
+from maxlib.plan.targets import HOST, INSTALL_GPU_COMPILER, Target, devices_of, has_gpu_compiler, parse_target
+from maxlib.sharding.chunks import Schedule
 from maxlib.sharding.mesh import fill
 
 # The first call of attention in a lowered program: queries and keys as one device sees them.
@@ -127,8 +128,19 @@ def _mesh(job: Job) -> Any:
         raise ValueError(f"dcn={dict(job.dcn)} is for several slices, such as {target.name}x2; {target.name} is one")
     if target.platform != "cuda" or not refused(job):
         return sharding.make_mesh(**job.mesh, dcn=job.dcn, devices=devices_of(target))
-    degrees = fill({axis: job.mesh.get(axis, 1) for axis in sharding.AXES}, target.devices, "devices")
-    return AbstractMesh(tuple(degrees.values()), sharding.AXES, axis_types=(AxisType.Auto,) * len(degrees))
+    across = across_hosts(job, target)
+    inside = {axis: job.mesh.get(axis, 1) for axis in sharding.AXES}
+    inside = fill(inside, target.devices // math.prod(across.values()), "devices")
+    degrees = tuple(across[axis] * inside[axis] for axis in sharding.AXES)
+    return AbstractMesh(degrees, sharding.AXES, axis_types=(AxisType.Auto,) * len(degrees))
+
+
+def across_hosts(job: Job, target: Target) -> dict[str, int]:
+    """The degrees of `dcn` on GPUs, as `sharding.make_mesh` fills them; all 1 without it."""
+    if unknown := set(job.dcn or {}) - set(sharding.AXES):
+        raise ValueError(f"dcn names {sorted(unknown)}, but the axes of a mesh are {', '.join(sharding.AXES)}")
+    hosts = math.ceil(target.devices / HOST) if job.dcn else 1
+    return fill({axis: (job.dcn or {}).get(axis, 1) for axis in sharding.AXES}, hosts, "hosts")
 
 
 def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:
@@ -138,6 +150,7 @@ def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:
 def _rows(job: Job, mesh: Any) -> int:
     """Of the global batch, which the mesh has to divide, as it has to divide a sequence."""
     _check_sizes(job)
+    _check_pipeline(job, mesh)
     if job.sequence % (cut := parts_of(job.table.get("seq"), mesh)):
         raise ValueError(
             f"a sequence of {job.sequence} tokens does not divide into the {cut} parts that the rules and the mesh "
@@ -150,7 +163,40 @@ def _rows(job: Job, mesh: Any) -> int:
             f"{job.batch_per_chip} sequences per chip are {rows:g} in all, which must be a multiple of the {parts} parts that the "
             f"mesh cuts a batch into, times accumulate={job.accumulate}; change batch_per_chip or the mesh {dict(mesh.shape)}"
         )
+    if int(rows) // job.accumulate % (microbatches := schedule_of(job, mesh).microbatches):
+        raise ValueError(
+            f"{rows:g} sequences, by accumulate={job.accumulate}, cannot be cut into the pipeline's {microbatches} microbatches; "
+            f"change their number, as in --rules fsdp+pp:8 --mesh stage={schedule_of(job, mesh).stages}, or batch_per_chip"
+        )
     return int(rows)
+
+
+def schedule_of(job: Job, mesh: Any) -> Schedule:
+    """The pipeline's; that of a single stage without one."""
+    rule = job.table.get("layers")
+    if not isinstance(rule, sharding.Pipeline) or mesh.shape.get(rule.axis, 1) == 1:
+        return Schedule(1, 1, 1)
+    return Schedule(mesh.shape[rule.axis], rule.microbatches, rule.repeats)
+
+
+def _check_pipeline(job: Job, mesh: Any) -> None:
+    """Raises ValueError where gradients want another pipeline than there is, or its microbatches cannot go around."""
+    stages, microbatches, repeats = schedule_of(job, mesh)
+    if job.gradients is not None and stages == 1:
+        raise ValueError(
+            f"gradients={job.gradients!r} need a pipeline of more than one stage: give --rules fsdp+pp:8 --mesh stage=4 fsdp=-1, "
+            "or leave --gradients out"
+        )
+    if job.gradients is not None and job.accumulate > 1:
+        raise ValueError(
+            f"gradients={job.gradients!r} take the whole batch: leave out accumulate={job.accumulate}, a pipeline cuts "
+            "microbatches by itself (--rules fsdp+pp:8)"
+        )
+    if repeats > 1 and microbatches % stages:
+        raise ValueError(
+            f"{microbatches} microbatches go around {repeats} times in groups of {stages} stages, of which they must be a multiple; "
+            f"change the rules, such as --rules fsdp+pp:{2 * stages}x{repeats}, or the stages, --mesh stage={microbatches}"
+        )
 
 
 def _check_sizes(job: Job) -> None:
@@ -218,7 +264,7 @@ def parts_of(place: Any, mesh: Any) -> int:
 def axes_of(place: Any) -> tuple[str, ...]:
     """The mesh axes that a rule names."""
     place = place.axes if isinstance(place, sharding.Spare) else place
-    place = place.axis if isinstance(place, sharding.Exchange) else place
+    place = place.axis if isinstance(place, sharding.Exchange | sharding.Pipeline) else place
     return (place,) if isinstance(place, str) else tuple(place or ())
 
 

@@ -131,7 +131,13 @@ def _work(plan: Plan) -> list[Any]:
         lines.append(
             f"{plan.costs.unknown_loops} loops depend on data: counted for a causal mask, experts with equal shares"
         )
-    return [*lines, _collectives(plan.costs), *_host(plan.costs), *_estimate(plan.estimate), *_times(plan)]
+    return [
+        *lines,
+        _collectives(plan.costs, plan.compiled),
+        *_host(plan.costs),
+        *_estimate(plan.estimate),
+        *_times(plan),
+    ]
 
 
 def _host(costs: Costs) -> list[str]:
@@ -140,17 +146,18 @@ def _host(costs: Costs) -> list[str]:
     return [f"copies in a step: {costs.from_host / GIB:.3f} GiB from the host, {costs.to_host / GIB:.3f} GiB to it", ""]
 
 
-def _collectives(costs: Costs) -> Table | str:
+def _collectives(costs: Costs, compiled: bool) -> Table | str:
     if not costs.collectives:
         return "no collectives"
-    table = Table(box=box.SIMPLE, title="collectives of one device in a step", title_justify="left")
+    title = "collectives of one device in a step" if compiled else "a device's collectives, estimated"
+    table = Table(box=box.SIMPLE, title=title, title_justify="left")
     for name in ("kind", "mesh axes"):
         table.add_column(name)
-    for name in ("written", "run", "GiB"):
+    for name in ("written", "run", "GiB") if compiled else ("GiB",):
         table.add_column(name, justify="right")
     for one in costs.collectives:
-        row = one.kind, " ".join(one.axes) or "-", str(one.written), f"{one.runs:g}", f"{one.bytes / GIB:.3f}"
-        table.add_row(*row)
+        counts = [str(one.written), f"{one.runs:g}"] if compiled else []
+        table.add_row(one.kind, " ".join(one.axes) or "-", *counts, f"{one.bytes / GIB:.3f}")
     return table
 
 

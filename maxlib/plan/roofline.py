@@ -61,7 +61,7 @@ def estimate(
         useful / seconds if seconds else 0.0,
         useful / serial if serial else 0.0,
         max(times, key=lambda name: times[name]),
-        _assumptions(chip, links, mesh, host > 0),
+        _assumptions(costs, chip, links, mesh, host > 0),
     )
 
 
@@ -77,22 +77,18 @@ def _seconds(one: Collective, mesh: Mapping[str, int], links: Mapping[str, float
     return moved / (min(speeds) if min(speeds) < max(speeds) / 4 else sum(speeds))
 
 
-def _assumptions(chip: Chip, links: Mapping[str, float], mesh: Mapping[str, int], host: bool) -> tuple[str, ...]:
+def _assumptions(
+    costs: Costs, chip: Chip, links: Mapping[str, float], mesh: Mapping[str, int], host: bool
+) -> tuple[str, ...]:
     copies = (f"copies to and from the host at {chip.host / 1e9:.0f} GB/s each way, both at once",) if host else ()
     used = ", ".join(f"{axis} {links[axis] / 1e9:.0f} GB/s" for axis in mesh if mesh[axis] > 1) or "none used"
     return (
         f"matmuls at the peak of {chip.flops / 1e12:.4g} bfloat16 TFLOP/s a device; nothing else costs arithmetic",
-        f"memory at {chip.bandwidth / 1e9:.0f} GB/s; every fusion reads and writes what its shapes say",
-        *_of_cache(chip),
+        f"memory at {chip.bandwidth / 1e9:.0f} GB/s",
+        *costs.assumes,
         f"collectives at full link speed, no latency: {used}",
         *copies,
         f"the estimate overlaps all of these perfectly; 'no overlap' adds the network's{' and the host' * host} time",
-    )
-
-
-def _of_cache(chip: Chip) -> list[str]:
-    return (
-        [f"what together takes a quarter of the {chip.cache / 2**20:.0f} MiB cache stays in it"] if chip.cache else []
     )
 
 
@@ -112,10 +108,14 @@ def _gpu_links(members: int, degree: int, chip: Chip) -> float:
     return chip.links if members == degree else min(chip.links, members * chip.across)
 
 
-def link_speeds(mesh: Any, target: Target) -> dict[str, float]:
+def link_speeds(mesh: Any, target: Target, across: Mapping[str, int] | None = None) -> dict[str, float]:
     """Bytes per second of each mesh axis: the torus dimensions it runs through, NVLink, or the slower network, to
-    which a group has as many ways as members in a host."""
+    which a group has as many ways as members in a host. across: over how many hosts axes of GPUs go, where `dcn` says
+    so and the mesh is abstract."""
     names = mesh.axis_names
+    if across:
+        members = {axis: mesh.shape[axis] // across[axis] for axis in names}
+        return {axis: _gpu_links(members[axis], mesh.shape[axis], target.chip) for axis in names}
     if target.platform != "tpu":
         members = {axis: _within_host(mesh, number) for number, axis in enumerate(names)}
         return {axis: _gpu_links(members[axis], mesh.shape[axis], target.chip) for axis in names}

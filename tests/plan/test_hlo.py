@@ -210,8 +210,12 @@ ENTRY %main (p: f32[8,8], q: pred[]) -> f32[8,8] {
 
 
 def test_of_branches_the_cheapest_counts():
-    (one,) = read_costs(BRANCHES, {"expert": 2}).collectives
+    costs = read_costs(BRANCHES, {"expert": 2})
+    (one,) = costs.collectives
     assert (one.written, one.runs, one.bytes) == (1, 1, 8 * 8 * 4)
+    assert "of 1 choices that data makes the one that computes and moves least" in costs.assumes[-1]
+    same = read_costs(BRANCHES.replace("true_computation=%worst", "true_computation=%usual"), {"expert": 2})
+    assert len(same.assumes) == 1
 
 
 def test_text_without_a_program():

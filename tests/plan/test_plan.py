@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxlib import nn, ops, plan, sharding, training
-from maxlib.models import llama
+from maxlib import nn, ops, plan, sharding, training, xla_flags
+from maxlib.models import llama, mixtral
+from maxlib.nn.exchange import ROOM
 from maxlib.plan import __main__ as command
 from maxlib.plan import job as jobs
 from maxlib.plan import program as programs
@@ -161,6 +162,21 @@ MISTAKES = {
         "of 18 tokens does not divide",
     ),
     "accumulate": (dict(accumulate=0), r"must be positive; got \{'accumulate': 0\}"),
+    "hosts": (dict(dcn={"bogus": 7}), r"dcn names \['bogus'\], but the axes"),
+    "too many hosts": (dict(dcn={"data": 3}, target="h100x16"), "needs 3 hosts, but there are 2"),
+    "microbatches": (
+        dict(mesh={"stage": 4, "fsdp": 2}, rules="fsdp+pp:3"),
+        "cannot be cut into the pipeline's 3 micro",
+    ),
+    "around": (dict(mesh={"stage": 4, "fsdp": 2}, rules="fsdp+pp:2x2"), "groups of 4 stages"),
+    "no pipeline": (dict(gradients="1f1b"), "give --rules fsdp.pp:8 --mesh stage=4"),
+    "both": (
+        dict(gradients="1f1b", accumulate=2, mesh={"stage": 4, "fsdp": 2}, rules="fsdp+pp:4"),
+        "leave out accumulate=2",
+    ),
+    "kernel": (dict(attention="mosaic_tpu"), "runs on tpu, not on h100x8; take one of mosaic_gpu"),
+    "options": (dict(options=xla_flags.options("tpu-overlap")), "the compiler for h100x8 has no option xla_tpu_"),
+    "gpu options": (dict(options=xla_flags.options("gpu-overlap"), target="v5e-16"), "v5e-16 has no option xla_gpu_"),
 }
 
 
@@ -211,6 +227,75 @@ def test_remat_and_tensor_parallelism_shrink_the_analytic_model():
     assert full.activations == pytest.approx(layer_inputs, rel=0.2) and none.activations > 10 * full.activations
     split = plan.estimated(plan.Job(**base, mesh={"fsdp": 2, "tensor": 4}, rules="fsdp_tp_sp")).analytic
     assert split.parameters == pytest.approx(full.parameters, rel=1e-3) and math.isfinite(split.total)
+
+
+def moved(got):
+    return {(one.kind, " ".join(one.axes)): one.bytes for one in got.costs.collectives}
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "room"), [("", "all-to-all", ROOM), ("+exchange_ragged", "ragged-all-to-all", 1)]
+)
+def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
+    """libtpu's program for Mixtral-8x7B, 8 experts x context 2, moves 12.000 GiB ragged, as its estimate says."""
+    sizes = dict(vocab=64, num_layers=4, dim=32, expert_dim=48, num_heads=4, num_kv_heads=2, head_dim=8)
+    cfg = mixtral.Config(**sizes, rope=ops.Rope(8), num_experts=8, top_k=2)
+    got = plan.estimated(plan.Job(model=cfg, target="h100x8", sequence=16, mesh={"expert": 8}, rules="ep" + how))
+    found, experts = moved(got), 4 * 8 * 3 * 32 * 48
+    # Out and back, in the forward pass, again, and backward, two bytes a number.
+    assert found[kind, "expert"] == 6 * 4 * room * 2 * (16 * 32 * 2)
+    assert found["all-gather", "expert"] == 2 * found["reduce-scatter", "expert"]
+    assert found["all-gather", "expert"] <= 2 * 2 * (got.num_parameters - experts)
+
+
+def test_a_pipeline_that_idles_is_estimated_to():
+    """libtpu counts 1.59 times the model's arithmetic for Llama3.2-1B in pp:8 on 4 stages, the estimate 1.67."""
+    base = dict(model=CONFIG, target="h100x8", batch_per_chip=2, sequence=16, mesh={"stage": 4, "fsdp": 2})
+    long, short, early = (
+        plan.estimated(plan.Job(**base, **more))
+        for more in ({"rules": "fsdp+pp:8"}, {"rules": "fsdp+pp:1"}, {"rules": "fsdp+pp:8", "gradients": "1f1b"})
+    )
+    head = 6 * 64 * 32 * (16 * 16) / 8
+    assert (short.costs.flops - head) / (long.costs.flops - head) == pytest.approx(4 / (11 / 8))
+    assert early.costs.flops == long.costs.flops
+    hidden = 8 * 16 * 32 * 2
+    for got, ticks in ((long, 11 / 8), (short, 4)):
+        assert moved(got)["collective-permute", "stage"] == 2 * ticks * hidden
+    gathered = [moved(got)["all-gather", "fsdp"] for got in (long, short)]
+    outside = 2 * 2 * (64 * 32 * 2)  # embedding and head, once in each pass
+    assert (gathered[0] - outside) / (gathered[1] - outside) == pytest.approx(11 / 4, rel=0.02)
+
+
+def test_keys_and_values_of_a_split_sequence_are_estimated():
+    """libtpu's programs hold the same permutes: two bfloat16 arrays in each pass, and two float32 ones backward."""
+    base = dict(model=CONFIG, target="h100x8", batch_per_chip=1 / 4, sequence=64, mesh={"fsdp": 2, "context": 4})
+    found = {
+        way: moved(plan.estimated(plan.Job(**base, rules=f"fsdp+cp_{way}"))) for way in ("ring", "gather", "heads")
+    }
+    keys, queries = 4 * (2 * 2 * 12) * 16 * 2, 4 * (2 * 4 * 12) * 16 * 2  # layers, numbers of a token, tokens, bytes
+    assert found["ring"]["collective-permute", "context"] == (3 + 2) * 4 * keys
+    assert found["gather"]["all-gather", "context"] == 2 * found["gather"]["reduce-scatter", "context"] == 2 * 4 * keys
+    assert found["heads"]["all-to-all", "context"] == 3 * (queries + keys)
+    for one in found.values():
+        assert one["all-reduce", "context"] == one["reduce-scatter", "fsdp"] / 2  # their own part of the gradients
+
+
+def test_an_estimate_says_that_nothing_was_compiled():
+    text = str(plan.estimated(plan.Job(model=CONFIG, target="h100x8", sequence=16)))
+    assert "as nothing was compiled" in text and "not counted are" in text and "every fusion" not in text
+    assert "written" not in text and "every fusion" in str(compiled()) and "nothing was compiled" not in str(compiled())
+
+
+def test_a_mesh_of_gpus_spreads_over_hosts_as_dcn_says():
+    def estimated(**degrees):
+        return plan.estimated(plan.Job(model=CONFIG, target="h100x16", sequence=16, rules="dp", **degrees))
+
+    got = estimated(mesh={"fsdp": 8}, dcn={"data": -1})
+    assert (got.mesh["data"], got.mesh["fsdp"]) == (2, 8)
+    inner = estimated(mesh={"data": 2, "fsdp": 4}, dcn={"fsdp": 2})
+    assert (inner.mesh["data"], inner.mesh["fsdp"]) == (2, 8)
+    words = "data 450 GB/s, fsdp 200 GB/s"  # four ways out of a host
+    assert words in str(inner) and "data 50 GB/s, fsdp 450 GB/s" in str(got)
 
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
