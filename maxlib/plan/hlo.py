@@ -205,11 +205,11 @@ class _Program:
             if chain[0] in self.chains:
                 return
             self.chains.add(chain[0])
-        size = sum(bytes_of(computation[operand].type) for operand in one.operands if operand in computation)
+        size = sum(size_of(computation[operand].type) for operand in one.operands if operand in computation)
         if kind == "ragged-all-to-all":  # what comes in is as much as goes out, on average: the smaller of both buffers
-            size = min(bytes_of(computation[operand].type) for operand in one.operands[:2])
+            size = min(size_of(computation[operand].type) for operand in one.operands[:2])
         if kind == "all-gather":
-            size = max(bytes_of(one.type) - (size if one.opcode.endswith("-start") else 0), size)
+            size = max(size_of(one.type) - (size if one.opcode.endswith("-start") else 0), size)
         if name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # how the TPU compiler writes it
         if not size:
