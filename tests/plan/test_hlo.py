@@ -71,7 +71,8 @@ ENTRY %main (p: bf16[32,4096], q: f32[32,128,128]) -> bf16[32,1024] {
   %x = bf16[2048,4096,1]{1,0,2} bitcast(%p)
   %w = bf16[32,128,4096]{2,1,0} bitcast(%p)
   %heads = bf16[2048,32,128]{0,2,1:T(8,128)(2,1)} convolution(%x, %w), window={size=32 pad=31_31 rhs_reversal=1}, dim_labels=bf0_0oi->b0f
-  %sent = bf16[32,4096]{1,0:T(8,128)(2,1)} collective-permute(%p), source_target_pairs={{0,4},{1,5},{4,0},{5,1}}
+  %near = bf16[32,4096]{1,0:T(8,128)(2,1)S(1)} copy(%p)
+  %sent = bf16[32,4096]{1,0:T(8,128)(2,1)S(1)} collective-permute(%near), source_target_pairs={{0,4},{1,5},{4,0},{5,1}}
   %turned = bf16[32,4096]{1,0:T(8,128)(2,1)} all-to-all(%p), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
   ROOT %mine = bf16[32,1024]{1,0:T(8,128)(2,1)} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
 }
