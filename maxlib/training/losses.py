@@ -98,6 +98,8 @@ def cross_entropy(
         return tuple(x.reshape(1, 1) for x in sums)
 
     if not one_of_many:
+        # Over devices the weight travels, and its gradient is summed, in the dtype of `hidden`: as those of layers.
+        weight = weight if now is None else weight.astype(hidden.dtype)
         hidden, weight = _reduced_first(hidden, weight)
     rows = ("batch", "seq")
     mapped = sharding.map_op(op, [(*rows, None), ("vocab", None), rows], (rows, rows, rows), changes=changes)
@@ -152,5 +154,5 @@ def vocab_axes(
     more = tuple(axis for axis in embed if axis in batch and axis not in axes)
     width, others = hidden.dtype.itemsize, parts(tuple(axis for axis in batch if axis not in more))
     rows = 2 * width * math.prod(hidden.shape) / others  # there, and their gradients back
-    weights = (width + 4) * math.prod(weight) / parts(axes)  # there, and a float32 gradient back
+    weights = (width + 4) * math.prod(weight) / parts(axes)  # there, and a gradient that is made in float32
     return axes, more if rows < weights and weight[0] % parts(axes + more) == 0 else ()

@@ -8,14 +8,14 @@ from maxlib.plan.hlo import Collective, Costs
 from tests.benchmarks import plans as bench
 
 
-def test_the_bench_counts_collectives_by_kind():
+def test_the_bench_compares_collectives_and_what_they_move():
     kinds = {"all-gather": 16, "all-reduce": 3, "reduce-scatter": 8, "all-to-all": 3, "collective-permute": 1}
-    collectives = tuple(Collective(kind, ("fsdp",), count, count, 1.0) for kind, count in kinds.items())
+    collectives = tuple(Collective(kind, ("fsdp",), count, count, count * 2.0**30) for kind, count in kinds.items())
     got = types.SimpleNamespace(costs=Costs(1.0, 1.0, collectives, 0))
-    assert bench.written(got) == (16, 11, 4)
-    assert bench.Peer(1.0, 16, 11, 4).excess(got) == [] == bench.Peer(None).excess(got)
-    assert bench.Peer(1.0, 15, 12, 9).excess(got) == ["all-gather: 16 for 15"]
-    assert bench.Peer(1.0, 16, 10, 4).excess(got) == ["reductions: 11 for 10", "all: 31 for 30"]
+    assert (bench.written(got), bench.moved(got)) == (31, 31.0)
+    assert bench.Peer(1.0, 31, 31.0).excess(got) == [] == bench.Peer(None).excess(got)
+    assert bench.Peer(1.0, 30, 40.0).excess(got) == ["31 collectives for 30"]
+    assert bench.Peer(1.0, 31, 30.99).excess(got) == ["31.00 GiB moved for 30.99"]
     assert [bench.theirs(peer) for peer in (None, bench.Peer(None), bench.Peer(9.3))] == [
         "not measured",
         "does not fit",
