@@ -43,7 +43,7 @@ class Steps:
             if jax.process_index() == 0:
                 probe = self.directory / f"{step}.orbax-checkpoint-tmp-probe"
                 probe.mkdir(parents=True, exist_ok=True)
-                probe.rmtree()
+                probe.rmtree(missing_ok=True)  # where directories are names of objects there may be none
 
     def wait(self) -> None:
         """Waits for the save that runs, if any, and raises what went wrong in it. For any thread."""
