@@ -22,6 +22,7 @@ _LEAD = re.compile(r"(^|\.)lead\.\d+\.")  # of a stack: layers that run before t
 
 # Part of jit's cache key: a plain context variable would let a second mesh reuse the first one's program.
 _context = jax.make_user_context(None)
+_stage = jax.make_user_context(False)
 
 
 def _freeze(rules: Rules) -> tuple[tuple[str, Any], ...]:
@@ -55,8 +56,13 @@ def in_a_stage() -> Iterator[None]:
     _, rules = current() or (None, {})
     axis = rules["layers"].axis
     without = lambda place: tuple(one for one in place if one != axis) if isinstance(place, tuple) else place
-    with _context(_freeze({name: without(place) for name, place in rules.items()})):
+    with _context(_freeze({name: without(place) for name, place in rules.items()})), _stage(True):
         yield
+
+
+def is_in_a_stage() -> bool:
+    """Whether this is traced for one microbatch in a pipeline's stage (`in_a_stage`)."""
+    return bool(_stage.value)
 
 
 def current() -> tuple[Any, dict[str, Any]] | None:
