@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from maxlib import sharding
-from maxlib.training._losses import Batch
+from maxlib.training._objectives.objective import Batch
 
 
 def place_batch(batch: dict[str, Any], mesh: Mesh | None, rules: sharding.Rules) -> Batch:

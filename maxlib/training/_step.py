@@ -11,11 +11,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
-from maxlib.training._losses import Batch, Stats
+from maxlib.training._objectives.objective import Batch, Loss, Stats
 from maxlib.training._offload import apply_updates, check_offloaded, update
 from maxlib.training._pipelining import Gradients
 
-Loss = Callable[[Any, Batch, Array], tuple[Array, Stats]]
 Metrics = dict[str, Any]
 
 
@@ -73,14 +72,15 @@ def make_train_step(
 ) -> Step:
     """`step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
-    loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean.
+    loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows the
+    gradient of the mean.
     accumulate: how many microbatches a batch is computed in; they are weighted by their numbers of targets, so the mean
     is that of the whole batch. schedule: only reported, as `learning_rate`. gradients: what finds the gradient in place
     of autodiff of `loss_fn`, such as `one_f_one_b`: `(trainable, rest, batch, key) -> (gradients of the mean, mean,
     Stats)`. Raises ValueError for both `gradients` and `accumulate`; the step does for a batch whose rows (of each
     microbatch) or sequence the mesh does not divide by the sharding rules in use.
 
-    Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient
+    Metrics: `loss` (what is minimized), `num_targets`, `grad_norm` (before clipping), `finite` (False when loss or gradient
     is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
     """
     if gradients is not None and accumulate > 1:
@@ -104,7 +104,7 @@ def make_train_step(
         trainable = _place(apply_updates(state.trainable, updates), state.trainable, state.rest)
         opt_state = _place(opt_state, state.trainable, state.rest, optimizer=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        metrics = {"loss": loss, "tokens": stats.tokens, "grad_norm": norm, "finite": finite} | means(stats)
+        metrics = {"loss": loss, "num_targets": stats.num_targets, "grad_norm": norm, "finite": finite} | means(stats)
         if (skipped := optax.tree.get(opt_state, "skipped")) is not None:  # `skip_spikes`
             metrics |= {"skipped": skipped.astype(jnp.float32), "finite": finite | skipped}
         if schedule is not None:
@@ -119,7 +119,7 @@ def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
 
     def step(state: TrainState, batch: Batch) -> Stats:
         loss, stats = loss_fn(state.model, jax.tree.map(_by_rows, batch), state.key)
-        return _everywhere(Stats(stats.tokens, {"loss": loss} | stats.sums))
+        return _everywhere(Stats(stats.num_targets, {"loss": loss} | stats.sums))
 
     return step
 
@@ -130,8 +130,8 @@ def jit_step(step: Step) -> Step:
 
 
 def means(stats: Stats) -> Metrics:
-    """A loss's sums per target token."""
-    return {name: value / jnp.maximum(stats.tokens, 1) for name, value in stats.sums.items()}
+    """Divides a loss's sums by the number of targets."""
+    return {name: value / jnp.maximum(stats.num_targets, 1) for name, value in stats.sums.items()}
 
 
 def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accumulate: int) -> tuple[Any, Array, Stats]:
@@ -139,7 +139,7 @@ def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accum
 
     def loss_of(trainable, batch, key, mean: bool):
         loss, stats = loss_fn(nn.combine(trainable, state.rest), batch, key)
-        return loss / jnp.maximum(stats.tokens, 1) if mean else loss, stats
+        return loss / jnp.maximum(stats.num_targets, 1) if mean else loss, stats
 
     def gradient(*args):
         value, grads = jax.value_and_grad(loss_of, has_aux=True)(*args)
@@ -161,7 +161,7 @@ def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accum
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.trainable)
     start = (_place(zeros, state.trainable, state.rest), jnp.zeros(()), jax.tree.map(_zeros_like, stats))
     (grads, loss, stats), _ = jax.lax.scan(add, start, xs)
-    count = jnp.maximum(stats.tokens, 1)
+    count = jnp.maximum(stats.num_targets, 1)
     return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, state.trainable), loss / count, stats
 
 

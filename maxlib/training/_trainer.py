@@ -21,13 +21,14 @@ from maxlib.observability._memory import Sampled, memory_use
 from maxlib.observability._metrics import Console, Jsonl, Meter, Writers, reported, reported_by_all
 from maxlib.training._evaluation import evaluate
 from maxlib.training._export import Export
-from maxlib.training._losses import Batch, next_token_loss
+from maxlib.training._objectives.next_token import next_token_loss
+from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._pipelining import Gradients
 from maxlib.training._placement import host_rows, own_model, place_batch
 from maxlib.training._prefetch import StatefulLoader
 from maxlib.training._restore import Origin, initial_state
 from maxlib.training._saving import Saving
-from maxlib.training._step import Loss, jit_step, make_eval_step, make_state, make_train_step
+from maxlib.training._step import jit_step, make_eval_step, make_state, make_train_step
 
 
 class Diverged(FloatingPointError):
@@ -40,7 +41,7 @@ class Trainer:
     model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall
     live. loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` and
     `goodput.jsonl` go. mesh, rules: how everything is sharded (default rules: `sharding.FSDP_TP`). gradients: what
-    finds the gradient in place of autodiff of `loss`, such as `one_f_one_b`; `loss` is then that of evaluation. filter:
+    finds the gradient in place of autodiff of `loss`, such as `one_f_one_b(loss)`; `loss` is then that of evaluation. filter:
     what is trained. schedule: only reported. eval_loader: read from its start to its end every `eval_every` steps and
     at the end. exports: such as `HuggingFaceExport`; also made at the end, and at the start where the run before was
     killed in one. callbacks: pairs `(n, f)`; `f(trainer)` runs after every `n` steps, and its time counts as training

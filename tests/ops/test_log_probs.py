@@ -82,9 +82,7 @@ def test_the_same_numbers_as_the_loss():
     np.testing.assert_array_equal(got.correct, want.correct)
     by_token = lambda h, w: -jnp.sum(weights * linear_log_probs(h, w, targets, softcap=2.0, chunk=4).log_prob)
     grads = jax.grad(by_token, (0, 1))(hidden, weight)
-    jax.tree.map(
-        lambda a, b: close(a, b, 1e-6), grads, jax.grad(lambda h, w: loss(h, w).loss, (0, 1))(hidden, weight)
-    )
+    jax.tree.map(lambda a, b: close(a, b, 1e-6), grads, jax.grad(lambda h, w: loss(h, w).loss, (0, 1))(hidden, weight))
 
 
 def test_ignored_tokens_are_zero_and_have_no_gradient():

@@ -18,7 +18,7 @@ EVEN = {"mesh": {"stage": 2, "fsdp": 4}, "rules": sharding.FSDP | {"layers": sha
 AROUND = {
     "mesh": {"stage": 4, "data": 2},
     "rules": sharding.DP | {"layers": sharding.Pipeline("stage", 4, repeats=2)},
-    "gradients": training.one_f_one_b(dtype=jnp.float32),
+    "gradients": training.one_f_one_b(tiny.loss),
 }
 ONE = {"mesh": {"data": 1}, "rules": sharding.DP}
 

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from maxlib.training._losses import Batch
+from maxlib.training._objectives.objective import Batch
 from maxlib.training._step import Loss, jit_step, make_state, make_train_step
 from maxlib.training.probes._layers import observe
 
