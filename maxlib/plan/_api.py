@@ -31,6 +31,8 @@ def plan(
     dtype: str = "bfloat16",
     accumulate: int = 1,
     gradients: str | None = None,
+    loss: Any = None,
+    batch: Any = None,
     options: Mapping[str, Any] | None = None,
     full: bool = False,
     keep: str | Path | None = None,
@@ -58,6 +60,8 @@ def plan(
         dtype=dtype,
         accumulate=accumulate,
         gradients=gradients,
+        loss=loss,
+        batch=batch,
         options=options or {},
     )
     return plan_job(job, full=full, keep=keep, timeout=timeout)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import nn, sharding
+from maxlib.nn._head import ROWS_AT_ONCE, head_split
 from maxlib.plan._program import Program, axes_of, bytes_on_device, parts_of
 from maxlib.plan._targets import parse_target
-from maxlib.training._losses import ROWS_AT_ONCE, vocab_axes, with_stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,13 +177,11 @@ def _loss(program: Program, rows: int) -> float:
     job, mesh, (vocab, dim) = program.job, program.mesh, program.head
     width = jnp.dtype(job.dtype).itemsize
     hidden = jax.ShapeDtypeStruct((program.rows // job.accumulate, job.sequence, dim), jnp.dtype(job.dtype))
-    split = lambda name: tuple(a for a in axes_of(job.table.get(name)) if mesh.shape[a] > 1)
-    axes = {name: split(name) for name in ("vocab", "batch", "embed")}
     with sharding.use(mesh, job.table):
-        axes["vocab"] = with_stages(axes, vocab, mesh)
-    axes, more = vocab_axes(hidden, (vocab, dim), mesh, **axes)
-    parts, travel = math.prod(mesh.shape[a] for a in axes + more), math.prod(mesh.shape[a] for a in more)
+        split = head_split(hidden, (vocab, dim))
+    parts = math.prod(mesh.shape[a] for a in split.vocab + split.more)
+    travel = math.prod(mesh.shape[a] for a in split.more)
     tokens = rows * job.sequence * travel
     logits = min(ROWS_AT_ONCE * travel, tokens) * (vocab / parts) * 4
     weight = 0 if parse_target(job.target).platform == "cuda" else width
-    return (vocab / parts) * dim * (weight + 2 * 4) + 2 * logits + (2 * tokens * dim * width if more else 0)
+    return (vocab / parts) * dim * (weight + 2 * 4) + 2 * logits + (2 * tokens * dim * width if split.more else 0)

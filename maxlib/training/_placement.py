@@ -14,16 +14,22 @@ from maxlib import sharding
 from maxlib.training._objectives.objective import Batch
 
 
+def batch_names(x: Any) -> tuple[str | None, ...]:
+    """Names the axes of an array of a batch: rows, then tokens where there are two axes."""
+    return ("batch", "seq") if x.ndim == 2 else ("batch", *[None] * x.ndim)[: x.ndim]
+
+
 def place_batch(batch: dict[str, Any], mesh: Mesh | None, rules: sharding.Rules) -> Batch:
-    """This host's rows as the part of a global batch that its devices hold. What is in its place already stays as it
-    is.
+    """Makes this host's rows the part of a global batch that its devices hold. What is in its place stays as it is.
+
+    batch: arrays with rows first, `B T` for what belongs to tokens, in dictionaries of any depth.
     """
     if mesh is None:
         return jax.device_put(batch)
 
-    def put(name: str, x: Any) -> jax.Array:
-        names = ("batch", "seq") if x.ndim == 2 else ("batch",) + (None,) * (x.ndim - 1)
-        place = NamedSharding(mesh, sharding.spec(names, rules, what=name))
+    def put(path: Any, x: Any) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        place = NamedSharding(mesh, sharding.spec(batch_names(x), rules, what=name))
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(place, x.ndim):
             return x
         try:
@@ -34,7 +40,7 @@ def place_batch(batch: dict[str, Any], mesh: Mesh | None, rules: sharding.Rules)
                 "says: choose a batch size that is a multiple of those degrees, or another mesh"
             ) from error
 
-    return {name: put(name, x) for name, x in batch.items()}
+    return jax.tree_util.tree_map_with_path(put, batch)
 
 
 def host_rows(batch: Batch) -> Batch:

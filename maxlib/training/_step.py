@@ -14,6 +14,7 @@ from maxlib import nn, sharding
 from maxlib.training._objectives.objective import Batch, Loss, Stats
 from maxlib.training._offload import apply_updates, check_offloaded, update
 from maxlib.training._pipelining import Gradients
+from maxlib.training._placement import batch_names
 
 Metrics = dict[str, Any]
 
@@ -70,18 +71,25 @@ def make_train_step(
     schedule: optax.Schedule | None = None,
     gradients: Gradients | None = None,
 ) -> Step:
-    """`step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
+    """Makes `step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
-    loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows the
-    gradient of the mean.
-    accumulate: how many microbatches a batch is computed in; they are weighted by their numbers of targets, so the mean
-    is that of the whole batch. schedule: only reported, as `learning_rate`. gradients: what finds the gradient in place
-    of autodiff of `loss_fn`, such as `one_f_one_b`: `(trainable, rest, batch, key) -> (gradients of the mean, mean,
-    Stats)`. Raises ValueError for both `gradients` and `accumulate`; the step does for a batch whose rows (of each
-    microbatch) or sequence the mesh does not divide by the sharding rules in use.
+    Metrics: `loss` (what is minimized), `num_targets`, `grad_norm` (before clipping), `finite` (False when loss or
+    gradient is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's
+    own sums.
 
-    Metrics: `loss` (what is minimized), `num_targets`, `grad_norm` (before clipping), `finite` (False when loss or gradient
-    is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
+    Args:
+        loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step
+            follows the gradient of the mean.
+        optimizer: any of optax.
+        accumulate: how many microbatches a batch is computed in; they are weighted by their numbers of targets, so the
+            mean is that of the whole batch.
+        schedule: only reported, as `learning_rate`.
+        gradients: finds the gradient in place of autodiff of `loss_fn`, as `one_f_one_b(loss_fn)` does: `(trainable,
+            rest, batch, key) -> (gradients of the mean, mean, Stats)`.
+
+    Raises:
+        ValueError: for both `gradients` and `accumulate`; the step raises it for a batch whose rows (of each
+            microbatch) or sequence the mesh does not divide by the sharding rules in use.
     """
     if gradients is not None and accumulate > 1:
         raise ValueError(
@@ -177,11 +185,7 @@ def _microbatches(x: Array, count: int) -> Array:
 
 
 def _by_rows(x: Array) -> Array:
-    return sharding.constrain(x, *_names(x))
-
-
-def _names(x: Array) -> tuple[str | None, ...]:
-    return ("batch", "seq") if x.ndim == 2 else ("batch", *[None] * x.ndim)[: x.ndim]
+    return sharding.constrain(x, *batch_names(x))
 
 
 def _check_divides(x: Array, accumulate: int) -> None:
@@ -189,7 +193,9 @@ def _check_divides(x: Array, accumulate: int) -> None:
     if (now := sharding.current()) is None:
         return
     mesh, stages = now[0], sharding.mesh_axes("layers")  # which share the rows where they can
-    places = zip(_names(x), sharding.spec(_names(x), now[1], what="batch"), x.shape, (accumulate, 1), strict=False)
+    places = zip(
+        batch_names(x), sharding.spec(batch_names(x), now[1], what="batch"), x.shape, (accumulate, 1), strict=False
+    )
     for name, place, size, cut in places:
         axes = (place,) if isinstance(place, str) else place or ()
         degrees = {axis: mesh.shape[axis] for axis in axes if axis not in stages and mesh.shape[axis] > 1}

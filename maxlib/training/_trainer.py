@@ -41,10 +41,10 @@ class Trainer:
     model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall
     live. loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` and
     `goodput.jsonl` go. mesh, rules: how everything is sharded (default rules: `sharding.FSDP_TP`). gradients: what
-    finds the gradient in place of autodiff of `loss`, such as `one_f_one_b(loss)`; `loss` is then that of evaluation. filter:
-    what is trained. schedule: only reported. eval_loader: read from its start to its end every `eval_every` steps and
-    at the end. exports: such as `HuggingFaceExport`; also made at the end, and at the start where the run before was
-    killed in one. callbacks: pairs `(n, f)`; `f(trainer)` runs after every `n` steps, and its time counts as training
+    finds the gradient in place of autodiff of `loss`, such as `one_f_one_b(loss)`; `loss` is then that of evaluation.
+    filter: what is trained. schedule: only reported. eval_loader: read from its start to its end every `eval_every`
+    steps and at the end. exports: such as `HuggingFaceExport`; also made at the end, and at the start where the run
+    before was killed in one. callbacks: pairs `(n, f)`; `f(trainer)` runs after every `n` steps, and its time counts as training
     only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
     ends the process and says what it waited for.
 

@@ -12,7 +12,7 @@ P = jax.sharding.PartitionSpec
 
 
 def truth(hidden, weight, targets, d_log_prob, d_entropy, softcap, temperature, ignore_index=-1):
-    """Results, and gradients of hidden and weight, in float64: `d log p_y / dz = onehot - p`, `dH/dz = -p (log p + H)`."""
+    """Results and gradients of both in float64: `d log p_y / dz = onehot - p`, `dH/dz = -p (log p + H)`."""
     h, w, y = np.asarray(hidden, np.float64), np.asarray(weight, np.float64), np.asarray(targets)
     valid = y != ignore_index
     raw = np.where(valid[..., None], h, 0) @ w.T
