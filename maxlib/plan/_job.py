@@ -188,15 +188,24 @@ def check_names(job: Job) -> None:
     not for the target."""
     nn.remat.remat_policy(job.remat)
     _check_attention(job)
-    job.loss_fn(remat=job.remat)
+    loss = job.loss_fn(remat=job.remat)
     if job.gradients not in (None, "1f1b"):
         raise ValueError(f"gradients must be None (autodiff) or '1f1b'; got {job.gradients!r}")
+    if job.gradients == "1f1b":
+        _check_divides(loss)
     foreign = _FOREIGN[parse_target(job.target).platform]
     if wrong := sorted(name for name in job.options if name.startswith(foreign)):
         raise ValueError(
             f"the compiler for {job.target} has no option {wrong[0]}, which is another platform's: leave it out, or take --flags "
             "for this one (python -m maxlib.distributed.xla_flags shows them)"
         )
+
+
+def _check_divides(loss: Any) -> None:
+    try:
+        training.one_f_one_b(loss)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 def _check_attention(job: Job) -> None:

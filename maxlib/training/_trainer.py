@@ -44,9 +44,9 @@ class Trainer:
     finds the gradient in place of autodiff of `loss`, such as `one_f_one_b(loss)`; `loss` is then that of evaluation.
     filter: what is trained. schedule: only reported. eval_loader: read from its start to its end every `eval_every`
     steps and at the end. exports: such as `HuggingFaceExport`; also made at the end, and at the start where the run
-    before was killed in one. callbacks: pairs `(n, f)`; `f(trainer)` runs after every `n` steps, and its time counts as training
-    only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
-    ends the process and says what it waited for.
+    before was killed in one. callbacks: pairs `(n, f)`; `f(trainer)` runs after every `n` steps, and its time counts
+    as training only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as
+    hung, which ends the process and says what it waited for.
 
     Attributes: `state` (live; the next step deletes its arrays), `model` (a copy), `step` (how many are done), `batch`
     (of that step, where it was put), `train_step` (compiled), `writers` (more may be appended), `console`, `clock`
