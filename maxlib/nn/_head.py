@@ -69,7 +69,7 @@ def token_log_probs(
 
     names = _ROWS, _ROWS, _ROWS if entropy else None
     out = _on_parts(op, split, hidden, head_weight, targets, out_names=names)
-    return TokenLogProbs(*(None if x is None else sharding.constrain(x, *_ROWS) for x in out))
+    return TokenLogProbs(*jax.tree.map(lambda x: sharding.constrain(x, *_ROWS), out))
 
 
 def cross_entropy(
@@ -129,7 +129,7 @@ class HeadSplit(NamedTuple):
         return self.vocab + self.more or None
 
 
-def head_split(hidden: Any, weight: tuple[int, int]) -> HeadSplit:
+def head_split(hidden: Any, weight: tuple[int, ...]) -> HeadSplit:
     """Decides how `hidden` (an array or its shape, `B T D`) meets a head of the shape `V D` on the mesh in use.
 
     A head that is split over its width, like a batch over its rows, has to be gathered and its gradient summed. Where

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jaxtyping import Array, Float
 
@@ -112,7 +113,7 @@ def _targets_by_row(from_hidden: Callable, head: Any, x: Array, batch: Batch) ->
     if of_hidden:
         raise ValueError("Stats.num_targets must be a function of the batch alone, that of this loss uses `hidden`")
     consts = [const for const, used in zip(traced.consts, consts, strict=True) if used]
-    run = lambda *rows: jax.core.eval_jaxpr(jaxpr, consts, *(a[None] for a in rows))[0]
+    run = lambda *rows: eval_jaxpr(jaxpr, consts, *(a[None] for a in rows))[0]
     rows = [a for a, used in zip(jax.tree.leaves(batch), of_batch, strict=True) if used]
     return jax.vmap(run)(*rows) if rows else jnp.full(len(x), run())
 

@@ -114,8 +114,8 @@ def _per_token(rows, weight, targets, options: Options):
 
 def _per_token_backward(options: Options, residuals, d_terms: Terms):
     rows, weight, targets = residuals
-    whole = lambda d: None if d is None else _whole(d, options.axis_name)
-    grads = Cotangents(*(whole(d) for d in (d_terms.token_loss, d_terms.log_prob, d_terms.lse, d_terms.entropy)))
+    grads = Cotangents(d_terms.token_loss, d_terms.log_prob, d_terms.lse, d_terms.entropy)
+    grads = jax.tree.map(lambda d: _whole(d, options.axis_name), grads)
     _, d_rows, d_weight = _gradients(rows, weight, targets, grads, options)
     return d_rows, d_weight, None
 

@@ -25,6 +25,12 @@ def next_token_loss(
         z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
         label_smoothing: probability mass spread evenly over the vocabulary.
     """
-    targets, options = batch["targets"], {"z_loss": z_loss, "label_smoothing": label_smoothing}
-    loss, sums = nn.cross_entropy(hidden, head.head_weight(), targets, softcap=head.softcap, **options)
-    return loss, Stats(jnp.sum(targets >= 0).astype(jnp.float32), sums)
+    loss, sums = nn.cross_entropy(
+        hidden,
+        head.head_weight(),
+        batch["targets"],
+        softcap=head.softcap,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+    )
+    return loss, Stats(jnp.sum(batch["targets"] >= 0).astype(jnp.float32), sums)

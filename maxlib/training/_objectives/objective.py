@@ -48,8 +48,8 @@ class Objective:
 
     def __init__(self, from_hidden: Callable[..., tuple[Array, Stats]], *, by_row: bool = True):
         self.from_hidden, self.by_row = from_hidden, by_row
-        functools.update_wrapper(self, from_hidden)
-        del self.__wrapped__
+        self.__name__, self.__qualname__ = from_hidden.__name__, from_hidden.__qualname__
+        self.__module__, self.__doc__ = from_hidden.__module__, from_hidden.__doc__
         self.__signature__ = _signature(from_hidden)
 
     def __call__(
