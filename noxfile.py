@@ -71,7 +71,9 @@ def smoke(session: nox.Session) -> None:
 
 @nox.session
 def tests_changed(session: nox.Session) -> None:
-    """The full tests that a change touches, and another fifth of the rest for each commit; `-- BASE` to compare with."""
+    """The full tests that a change touches, and another fifth of the rest for each commit; `-- BASE` names another
+    start.
+    """
     install_for_tests(session)
     files = session.run("python", "-m", "tests.changed", *session.posargs, silent=True)
     session.run("pytest", "-m", "full or slow", *PARALLEL, *str(files).split())

@@ -1,8 +1,8 @@
 """Chooses test files with `full` tests: those that a change touches, and another fifth of the rest for each commit.
 
-`python -m tests.changed [BASE]` prints them; BASE is where the commit left origin/main, or the one before. `nox -s tests_changed` runs their full
-tests. A test is touched by the files that it uses, directly or through others; a facade passes on what is named of it
-only.
+`python -m tests.changed [BASE]` prints them; BASE is where the commit left origin/main, or the one before. `nox -s
+tests_changed` runs their full tests. A test is touched by the files that it uses, directly or through others; a facade
+passes on what is named of it only.
 """
 
 import ast
