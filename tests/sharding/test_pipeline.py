@@ -173,6 +173,9 @@ def test_what_does_not_fit_is_said():
         trace(8, 6)
     with pytest.raises(ValueError, match="at least one microbatch"):
         sharding.Pipeline("stage", microbatches=0)
+    with pytest.raises(ValueError, match="one repeat, got 1 and 0"):
+        sharding.Pipeline("stage", microbatches=1, repeats=0)
+    sharding.Pipeline("stage", microbatches=1, repeats=1)
 
 
 def test_experts_report_the_mean_over_microbatches():
