@@ -88,6 +88,24 @@ def tests_full(session: nox.Session) -> None:
 
 
 @nox.session
+def coverage(session: nox.Session) -> None:
+    """Which lines of maxlib the default tests run, also in processes that they start."""
+    install_for_tests(session)
+    session.install("coverage>=7.10")
+    session.run("coverage", "erase")
+    session.run("coverage", "run", "-m", "pytest", *PARALLEL, *session.posargs)
+    session.run("coverage", "combine", "--quiet")
+    session.run("coverage", "report", "--skip-covered", "--sort=miss")
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Small changes to maxlib that its tests ought to notice, 200 of them (hours); `-- --number 20` for fewer."""
+    install_for_tests(session)
+    session.run("python", "-m", "tests.mutants", *session.posargs)
+
+
+@nox.session
 def kill(session: nox.Session) -> None:
     """A training killed 200 times, at every kind of moment, against one that nobody touched; `-- --times 20` for
     fewer.
