@@ -232,10 +232,7 @@ COUNTS = Path(__file__).with_suffix(".jsonl").with_stem("collectives")
 # bytes and kinds are checked with all.
 COUNTED_WITH = "0.10."
 SMALL = 10_000  # bytes; a layer's activations are 65,536 at least, and numbers of documents go anywhere
-DEFAULT = (
-    *("dense fsdp", "dense data+ring", "dense data+stage"),
-    *("dense fsdp+tensor+ring", "experts expert+heads", "latent tensor+expert", "sliding expert+gather+stage"),
-)
+DEFAULT = (*("dense fsdp", "dense fsdp+tensor+ring", "experts expert+heads", "sliding expert+gather+stage"),)
 
 
 @pytest.fixture(autouse=True)
