@@ -131,9 +131,9 @@ def _check_drafts(model: Any, capacity: int) -> None:
     if not isinstance(model, nn.SupportsDrafting):
         raise ValueError(f"{type(model).__name__} does not draft: it lacks the methods of nn.SupportsDrafting")
     caches = jax.eval_shape(lambda: (model.init_cache(1, capacity), model.init_draft_cache(1, capacity)))
-    is_ring = lambda x: isinstance(x, nn.cache.RingCache)
-    if any(is_ring(leaf) for leaf in jax.tree.leaves(caches, is_leaf=is_ring)):
+    if not all(nn.cache.can_rewind(cache.layers) for cache in caches):
+        kept = {type(one).__name__ for cache in caches for one in nn.cache.layer_caches(cache.layers)}
         raise ValueError(
-            f"{type(model).__name__} has layers that keep a window only, from which a refused draft cannot be taken back; "
-            "use generator.generate"
+            f"{type(model).__name__} has layers that keep only a window or a state ({', '.join(sorted(kept))}), from which "
+            "a refused draft cannot be taken back; use generator.generate"
         )

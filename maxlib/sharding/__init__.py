@@ -6,6 +6,11 @@ from maxlib.sharding._create import shardings as shardings
 from maxlib.sharding._describe import Description as Description
 from maxlib.sharding._describe import describe as describe
 from maxlib.sharding._describe import draw as draw
+from maxlib.sharding._layer_axes import LAYERS as LAYERS
+from maxlib.sharding._layer_axes import LEAD_LAYERS as LEAD_LAYERS
+from maxlib.sharding._layer_axes import is_stacked as is_stacked
+from maxlib.sharding._layer_axes import num_layer_axes as num_layer_axes
+from maxlib.sharding._layer_axes import own_axes as own_axes
 from maxlib.sharding._memory import back_to as back_to
 from maxlib.sharding._memory import is_on_host as is_on_host
 from maxlib.sharding._memory import to_device as to_device

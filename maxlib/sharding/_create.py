@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxlib.sharding._layer_axes import is_stacked, own_axes
 from maxlib.sharding._presets import PRESETS, Rules
 from maxlib.sharding._rules import AnyMesh, check, drop_uneven, memory_kind, parameter_spec, use
 
@@ -52,20 +53,18 @@ def _warn_of_unknown(rules: Rules, names: set[str]) -> None:
 
 
 def sharding_of(path: str, variable: nnx.Variable, mesh: AnyMesh, rules: Rules) -> NamedSharding:
-    """Where one parameter lives; its axis names bind to the trailing dimensions. The rule "layers_memory" is for the
-    matrices that a stack repeats.
-    """
+    """Where one parameter lives, by its axis names. The rule "layers_memory" is for the matrices of scanned layers."""
     names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape
     partition = parameter_spec(names, shape, rules, mesh, path=path)
     _, uneven = drop_uneven(partition, shape, mesh)
     if uneven:
-        name = ("layers", *names)[uneven[0] - len(shape) + len(names) + 1]
+        name = names[uneven[0]]
         raise ValueError(
             f"{path}: axis {name!r} of size {shape[uneven[0]]} does not divide over {partition[uneven[0]]!r} of the mesh "
             f"{dict(mesh.shape)}; change the mesh, or take rules with {name!r}: None"
         )
-    repeated = len(shape) > len(names) > 1  # a matrix of every layer of a stack
-    return NamedSharding(mesh, partition, memory_kind=memory_kind("layers_memory", rules) if repeated else None)
+    is_layers = is_stacked(names) and len(own_axes(names)) > 1  # matrices of several layers
+    return NamedSharding(mesh, partition, memory_kind=memory_kind("layers_memory", rules) if is_layers else None)
 
 
 def create(build: Callable[[], Model], mesh: Mesh, rules: Rules) -> Model:

@@ -1,6 +1,5 @@
 """Layers name the axes of their arrays; a rules table says on which mesh axes those names live."""
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from maxlib.sharding._layer_axes import LAYERS, num_layer_axes
 from maxlib.sharding._pipeline_chunks import chunks
 from maxlib.sharding._presets import ExpertExchange, IfFree, Memory, Name, Pipeline, Place, Rules
 
@@ -18,7 +18,6 @@ AnyMesh = Mesh | AbstractMesh
 _MEMORIES = ("optimizer_memory", "layers_memory")
 _PLACES = (str, tuple, list, IfFree)
 _KINDS = {"layers": Pipeline, "act_expert": (*_PLACES, ExpertExchange)} | dict.fromkeys(_MEMORIES, Memory)
-_LEAD = re.compile(r"(^|\.)lead\.\d+\.")  # of a stack: layers that run before the first stage
 
 # Part of jit's cache key: a plain context variable would let a second mesh reuse the first one's program.
 _context = jax.make_user_context(None)
@@ -166,14 +165,17 @@ def _rule(name: Name, rules: Rules) -> Any:
     return place.axis if isinstance(place, ExpertExchange) else place
 
 
-def spec(names: tuple[Name, ...], rules: Rules, *, ndim: int | None = None, what: str = "array") -> P:
-    """The partition spec of an array whose trailing dimensions bear `names`.
+def spec(names: tuple[Name, ...], rules: Rules, *, what: str = "array") -> P:
+    """The partition spec of an array whose dimensions bear `names`.
 
-    A dimension before them, a stack's repeat axis, is split if the rule "layers" names a `Pipeline`. Raises ValueError
-    when two names of one array land on one mesh axis; `what` says in the message which array it was.
+    The layer axis of a stack is split if the rule "layers" names a `Pipeline`; that of a stack inside a scanned layer
+    stays whole. Raises ValueError when two names of one array land on one mesh axis; `what` says in the message which
+    array it was.
     """
-    settled = resolve(names, rules)
-    places = [settled[name] if name is not None else None for name in names]
+    inner = num_layer_axes(names) - 1
+    names = (*names[:1], *[None] * inner, *names[1 + inner :]) if inner > 0 else names
+    found = resolve(names, rules)
+    places = [found[name] if name is not None else None for name in names]
     used: dict[str, Name] = {}
     for name, place in zip(names, places, strict=True):
         for axis in _as_tuple(place):
@@ -183,9 +185,7 @@ def spec(names: tuple[Name, ...], rules: Rules, *, ndim: int | None = None, what
                     f"an array can use a mesh axis once, so change one of the rules {dict(rules)}"
                 )
             used[axis] = name
-    lead = 0 if ndim is None or not names else ndim - len(names)
-    repeats = [*_as_tuple(rules.get("layers"))] if lead == 1 else [None] * lead
-    return _partition((repeats or [None]) + places if lead else places)
+    return _partition([place.axis if isinstance(place, Pipeline) else place for place in places])
 
 
 def _partition(places: list[Any]) -> P:
@@ -202,16 +202,17 @@ def parameter_spec(
 
     But for a stack whose stages do not hold equal, consecutive parts of it (`Pipeline.repeats`, or layers that the
     stages do not divide): its layers stay together, and the stages share the longest dimension that they divide. A
-    stack's `lead` belongs to no stage.
+    stack's `lead` belongs to no stage. Raises ValueError unless there is a name for each dimension, or none at all.
     """
-    rules = {**rules, "layers": None} if _LEAD.search(path) else rules
-    pipeline = rules.get("layers")
-    if not isinstance(pipeline, Pipeline) or not names or len(shape) != len(names) + 1:
-        return spec(names, rules, ndim=len(shape), what=path)
+    if names and len(names) != len(shape):
+        raise ValueError(f"{path}: its axes {names} must name each dimension of its shape {shape}, with None for some")
+    pipeline = rules.get(LAYERS)
+    if not isinstance(pipeline, Pipeline) or names[:1] != (LAYERS,):
+        return spec(names, rules, what=path)
     stages = mesh.shape[pipeline.axis]
     if stages == 1 or chunks(shape[0], stages, pipeline.repeats).in_order:
-        return spec(names, rules, ndim=len(shape), what=path)
-    own = spec(names, {**rules, "layers": None}, ndim=len(shape), what=path)
+        return spec(names, rules, what=path)
+    own = spec((None, *names[1:]), rules, what=path)
     return _split_further(own, shape, (pipeline.axis,), mesh)
 
 

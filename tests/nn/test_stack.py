@@ -139,7 +139,7 @@ def test_a_lead_lies_in_one_place():
     assert [len(part) for part in (stack.lead, stack.prefix, stack.body, stack.suffix)] == [1, 0, 1, 0]
     assert stack.lead[0].more.w.shape == (3, 4, 4) and stack.where(2) == ("lead.0", 2)
     assert build(LedBy, 2, 1, 1).layout == {"num_layers": 7, "prefix": 3, "period": 1}  # one alone repeats nothing
-    assert [stack.relaid(prefix=3, period=1).where(i)[0] for i in (0, 2, 3)] == ["prefix.0", "prefix.2", "body.0"]
+    assert [stack.with_layout(prefix=3, period=1).where(i)[0] for i in (0, 2, 3)] == ["prefix.0", "prefix.2", "body.0"]
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", ("h",), jax.checkpoint_policies.everything_saveable])
