@@ -45,8 +45,9 @@ def speculate(
     stop: Collection[int] = (),
     capacity: int | None = None,
 ) -> Speculated:
-    """What `generator.generate` writes greedily, in fewer passes: each also checks one draft of the model's first MTP
-    module.
+    """Generates what `generator.generate` does greedily, in fewer passes (Leviathan et al. 2023, arXiv:2211.17192).
+
+    Each pass also checks one draft of the model's first MTP module.
 
     Arguments are those of `Generator.stream`. Raises ValueError for a model that does not draft (DeepSeek: read it with
     `num_mtp=1`), and for one whose caches forget: a refused draft could not be taken back.
@@ -72,7 +73,7 @@ def speculate(
 
 
 class _Row:
-    """What one prompt has got so far."""
+    """Collects what one prompt has got so far."""
 
     def __init__(self, limit: int, stop: frozenset[int]):
         self.limit, self.stop = limit, stop

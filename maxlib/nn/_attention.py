@@ -90,7 +90,7 @@ class Attention(SequenceMixer):
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: AttentionCache | None = None
     ) -> tuple[Float[Array, "B T D"], AttentionCache | None]:
-        """Without `ctx` each row is one document from position 0."""
+        """Mixes the tokens of each document. Without `ctx` each row is one document from position 0."""
         ctx = context(*x.shape[:2]) if ctx is None else ctx
         q, k, v = map(mark_heads, self.project(x, ctx), ("q", "k", "v"))
         k_start, k_end = ctx.bounds(self.mask)

@@ -53,7 +53,7 @@ def attention_kind(model: Any) -> str:
 
 
 def features(model: Any) -> tuple[str, ...]:
-    """What distinguishes its decoder, from positions to head; of a tower for images nothing but that it is there."""
+    """Lists what distinguishes its decoder, from positions to head; of a tower only that it is there."""
     stacks = _stacks(model)
     found = [
         *_positions(model),
@@ -69,7 +69,7 @@ def features(model: Any) -> tuple[str, ...]:
 
 
 def takes_images(model: Any) -> bool:
-    """Whether its call has `images`, and it a tower (layers within a child of its own) to see them with."""
+    """Tells whether its call has `images`, and it a tower (layers within a child of its own) to see them with."""
     children = [child for child in vars(model).values() if isinstance(child, nnx.Module)]
     towers = [child for child in children if not isinstance(child, Stack | nnx.List) and _all(Stack, child)]
     return bool(towers) and "images" in inspect.signature(type(model).__call__).parameters
@@ -93,7 +93,7 @@ def _stacks(model: Any) -> list[Stack]:
 
 
 def _static(kind: type[Kind], stacks: list[Stack]) -> list[Kind]:
-    """What layers keep of `kind` beside their weights, such as masks."""
+    """Collects what layers keep of `kind` beside their weights, such as masks."""
     return [value for part in _all(nnx.Module, *stacks) for value in vars(part).values() if isinstance(value, kind)]
 
 

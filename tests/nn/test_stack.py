@@ -204,3 +204,24 @@ def test_unstacked_is_the_same_function():
 )
 def test_layout_for_scans_the_most(kinds, layout):
     assert nn.layout_for(kinds) == dict(zip(("prefix", "period", "lead"), layout, strict=False))
+
+
+class Adds(nnx.Module):
+    """Adds what it is given for itself, and hands on how much that was so far, beside x."""
+
+    def __init__(self, i: int, *, rngs: nnx.Rngs):
+        self.w = nnx.Param(jnp.ones(()), axes=())
+
+    def __call__(self, x, ctx, cache, own):
+        x, total = x
+        return (x + own * self.w[...], total + own.max()), cache, {}
+
+
+@pytest.mark.parametrize(("prefix", "period", "lead"), [(0, 1, 0), (1, 2, 0), (7, 1, 0), (0, 2, 3)])
+@pytest.mark.parametrize("remat", [None, "full"])
+def test_layers_get_their_own_row_and_carry_more_than_x(prefix, period, lead, remat):
+    stack = build(lambda i, rngs: Adds(i, rngs=rngs), prefix, period, lead)
+    own, weights = jnp.arange(7.0)[:, None] * jnp.ones((7, 3)), 10.0 ** np.arange(7)
+    (x, total), _, _ = stack((jnp.zeros(3), jnp.zeros(())), layer_inputs=own * weights[:, None], remat=remat)
+    np.testing.assert_array_equal(x, np.full(3, 6543210.0))
+    assert float(total) == 6543210
