@@ -114,14 +114,15 @@ def test_eight_devices_are_one(rules):
     rules, tokens = sharding.FSDP | getattr(sharding, rules), ids()
     mesh = sharding.make_mesh(fsdp=2, tensor=2, context=2)
     want = hidden(hybrid(), tokens)
-    placed = sharding.create(hybrid, mesh, rules)
-    with sharding.use(mesh, rules):
+    layout = sharding.Layout(mesh, rules)
+    placed = sharding.create(hybrid, layout)
+    with sharding.use(layout):
         got = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).hidden)(placed, tokens)
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
 def test_zigzag_order_is_refused():
-    rules, mesh = sharding.CP_RING, sharding.make_mesh(context=8)
+    layout = sharding.Layout(sharding.make_mesh(context=8), sharding.CP_RING)
     model = hybrid()
     assert not model.layers.is_reorderable
 

@@ -11,7 +11,7 @@ from maxlib.nn._pytree import pytree, static
 from maxlib.ops._attention import Mask, Tokens, key_intervals
 from maxlib.ops._grid_rope import GridRope
 from maxlib.ops._rope import Rope
-from maxlib.sharding import can_zigzag, unzigzag, zigzag
+from maxlib.sharding.layers import can_zigzag, unzigzag, zigzag
 
 
 @pytree
@@ -36,7 +36,7 @@ class Context:
         rope_length: The static length that length-dependent rotary scalings assume.
         masks: Masks whose intervals were computed ahead.
         ropes: Rotary embeddings whose tables were computed ahead.
-        zigzag: True if tokens stand in the order of `sharding.zigzag`.
+        zigzag: True if tokens stand in the order of `sharding.layers.zigzag`.
     """
 
     positions: Int[Array, "B T *R"]

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from maxlib.sharding import is_stacked
+from maxlib.sharding.layers import is_stacked
 
 Tree = TypeVar("Tree")
 

@@ -18,16 +18,10 @@ from maxlib.nn._stack_layout import Segment, as_layout, normalized_layout, place
 from maxlib.nn.remat import Policy, remat_policy, rematerialised
 from maxlib.nn.tree import StackedLayers, is_variable, variables
 from maxlib.ops._attention.dispatch import current_device
-from maxlib.sharding import (
-    LAYER_INPUT,
-    LAYERS,
-    LEAD_LAYERS,
-    current,
-    pipelined,
-    shard_map_by_name,
-    stages,
-    to_device,
-)
+from maxlib.sharding import current, shard_map_by_name
+from maxlib.sharding.layers import LAYERS, LEAD_LAYERS
+from maxlib.sharding.memory import to_device
+from maxlib.sharding.pipelining import LAYER_INPUT, pipelined, stages
 
 Aux = dict[str, jax.Array]
 _AXES = {"lead": LEAD_LAYERS, "body": LAYERS}

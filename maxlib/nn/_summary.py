@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from maxlib.nn.tree import axes, own_axes, pattern_paths, variables
-from maxlib.sharding import num_layer_axes
+from maxlib.sharding.layers import num_layer_axes
 
 
 def summary(model: Any) -> str:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib.nn._stack_layout import Layout, Segment
-from maxlib.sharding import is_stacked as _is_stacked
-from maxlib.sharding import own_axes as own_axes
+from maxlib.sharding.layers import is_stacked as _is_stacked
+from maxlib.sharding.layers import own_axes as own_axes
 
 Filter = Callable[[str, nnx.Variable], bool]
 

@@ -100,5 +100,5 @@ def unknown(model: Any) -> dict[str, nnx.Variable]:
 def _is_matrix(x: nnx.Variable) -> bool:
     """Tells by the names of its axes, or, where it has none, by its dimensions but for a stack's."""
     axes, value = x.get_metadata().get("axes"), x.get_value()
-    rank = value.ndim if axes is None else len(axes) - sharding.num_layer_axes(axes)
+    rank = value.ndim if axes is None else len(axes) - sharding.layers.num_layer_axes(axes)
     return rank >= 2 and "position" not in (axes or ()) and jnp.issubdtype(value.dtype, jnp.floating)

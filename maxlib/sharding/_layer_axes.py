@@ -5,6 +5,7 @@ A stack of three layers stores their weights `(heads, head_dim, embed)` as one a
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 LAYERS = "layers"  # scanned layers, which a `Pipeline` splits into stages
 LEAD_LAYERS = "lead_layers"  # scanned layers that run before the first stage
@@ -16,7 +17,7 @@ def is_stacked(axes: Sequence[str | None]) -> bool:
     return len(axes) > 0 and axes[0] in _LAYER_AXES
 
 
-def num_layer_axes(axes: Sequence[str | None]) -> int:
+def num_layer_axes(axes: Sequence[Any]) -> int:
     """Counts the leading axes of layers: 0 for a layer that stands alone, 2 for a stack inside a scanned layer."""
     return next((d for d, name in enumerate(axes) if name not in _LAYER_AXES), len(axes))
 

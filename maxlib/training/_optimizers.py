@@ -99,7 +99,7 @@ def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]
     for path, summed in nn.tree.summed_axes(model).items():
         variable = nn.variables(model)[path]
         names = variable.get_metadata()["axes"]
-        own = range(sharding.num_layer_axes(names), len(names))  # without a stack's axis of layers
+        own = range(sharding.layers.num_layer_axes(names), len(names))  # without a stack's axis of layers
         inputs = tuple(d for d in own if names[d] in summed)
         outputs = tuple(d for d in own if names[d] not in summed and names[d] != "expert")
         if inputs and outputs and ".router." not in path:

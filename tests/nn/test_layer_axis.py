@@ -59,7 +59,7 @@ def test_a_stack_inside_a_layer_has_two_axes_and_one_pattern():
     path = "layers.body.0.blocks.body.0.w"
     assert nn.tree.axes(model)[path] == ("layers", "layers", "embed", "mlp")
     assert nn.tree.pattern_paths(model)[path] == "layers.blocks.w"
-    assert sharding.num_layer_axes(nn.tree.axes(model)[path]) == 2
+    assert sharding.layers.num_layer_axes(nn.tree.axes(model)[path]) == 2
     assert nn.tree.own_axes(nn.tree.axes(model)[path]) == ("embed", "mlp")
     layer = jax.eval_shape(lambda model: model.layers[1], model)
     assert nn.tree.axes(layer)["blocks.body.0.w"] == ("layers", "embed", "mlp")
@@ -98,16 +98,14 @@ def test_optimizers_count_the_dimensions_of_one_layer():
 
 
 def test_layers_memory_is_for_layers():
-    rules = sharding.FSDP | {"layers_memory": sharding.Memory("unpinned_host")}
-    mesh = sharding.make_mesh(fsdp=8)
-    place = lambda path: sharding.sharding_of(path, nn.variables(own())[path], mesh, rules).memory_kind
-    assert place(STACKED) == "unpinned_host" and place(MINE) != "unpinned_host"
+    layout = sharding.Layout(sharding.make_mesh(fsdp=8), sharding.FSDP | sharding.OFFLOAD_LAYERS)
+    place = lambda path: layout.sharding(path, nn.variables(own())[path]).memory_kind
+    assert place(STACKED) == "pinned_host" and place(MINE) != "pinned_host"
 
 
 def test_stages_split_layers_and_nothing_else():
-    mesh = sharding.make_mesh(stage=8)
-    rules = {"layers": sharding.Pipeline("stage", microbatches=8)}
-    spec = lambda axes, shape: tuple(sharding.parameter_spec(axes, shape, rules, mesh, path="w"))
+    layout = sharding.Layout(sharding.make_mesh(stage=8), sharding.Pipeline("stage", microbatches=8))
+    spec = lambda axes, shape: tuple(layout.parameter_spec(axes, shape, path="w"))
     assert spec(("layers", "mlp", "embed"), (8, 4, 4)) == ("stage",)
     assert spec(("lead_layers", "mlp", "embed"), (8, 4, 4)) == spec(("mlp", "embed"), (8, 4)) == ()
     assert spec(("layers", "layers", "mlp"), (8, 8, 4)) == ("stage",)

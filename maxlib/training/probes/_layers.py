@@ -139,7 +139,7 @@ def _watched(loss: Loss, filter: nn.Filter) -> Callable[..., _Found]:
 
 def _norms(params: dict[str, Any], axes: dict[str, tuple[str | None, ...]]) -> dict[str, Array]:
     """Computes one norm per array, or one per layer for arrays that store several."""
-    return {path: _norm(x, x.ndim - sharding.num_layer_axes(axes.get(path, ()))) for path, x in params.items()}
+    return {path: _norm(x, x.ndim - sharding.layers.num_layer_axes(axes.get(path, ()))) for path, x in params.items()}
 
 
 def _norm(x: Array, rank: int) -> Array:
