@@ -202,7 +202,7 @@ def compiled(model: Any, mesh: Any) -> Run:
     names = nn.tree.axes(rest)
     held = {path: x.addressable_shards[0].data.nbytes for path, x in params.items()}
     layers = {path: size for path, size in held.items() if ".body." in path}
-    matrices = sum(size for path, size in layers.items() if len(names[path]) > 1)
+    matrices = sum(size for path, size in layers.items() if len(nn.tree.own_axes(names[path])) > 1)
     sizes: Any = program.memory_analysis()
     costs = read_costs(program.as_text(), mesh)
     parameters = sum(held.values()), sum(layers.values()), matrices
