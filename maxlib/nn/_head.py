@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import ops, sharding
 from maxlib.nn._pytree import pytree
-from maxlib.sharding._rules import drop_uneven, is_in_a_stage
+from maxlib.sharding.layers import drop_uneven
+from maxlib.sharding.pipelining import is_in_a_stage
 
 Axes = tuple[str, ...]
 ROWS_AT_ONCE = 1024
@@ -136,13 +137,13 @@ def head_split(hidden: Any, weight: tuple[int, ...]) -> HeadSplit:
     rows are fewer than the vocabulary is large, the rows travel instead, and each device takes a part of the vocabulary
     for all of them.
     """
-    if (now := sharding.current()) is None:
+    if (layout := sharding.current()) is None:
         return HeadSplit()
-    mesh, batch = now[0], sharding.mesh_axes("batch")
+    mesh, batch = layout.mesh, layout.mesh_axes("batch")
     parts = lambda axes: math.prod(mesh.shape[axis] for axis in axes)
-    vocab = _vocab_axes(weight[0], mesh)
+    vocab = _vocab_axes(weight[0], layout)
     vocab = vocab if weight[0] % parts(vocab) == 0 else ()
-    more = tuple(axis for axis in sharding.mesh_axes("embed") if axis in batch and axis not in vocab)
+    more = tuple(axis for axis in layout.mesh_axes("embed") if axis in batch and axis not in vocab)
     left = tuple(axis for axis in batch if axis not in more)
     width = hidden.dtype.itemsize
     rows = 2 * width * math.prod(hidden.shape) / parts(left)  # bytes there, and of their gradients back
@@ -153,12 +154,12 @@ def head_split(hidden: Any, weight: tuple[int, ...]) -> HeadSplit:
     return HeadSplit(vocab, more, left, ROWS_AT_ONCE * parts(more))
 
 
-def _vocab_axes(vocab: int, mesh: Any) -> Axes:
+def _vocab_axes(vocab: int, layout: sharding.Layout) -> Axes:
     """The mesh axes of the vocabulary, and those of a pipeline's stages where all of them have the same rows."""
-    own = sharding.mesh_axes("vocab")
-    used = {axis for name in ("vocab", "batch", "embed") for axis in sharding.mesh_axes(name)}
-    axes = own + tuple(axis for axis in sharding.mesh_axes("layers") if axis not in used)
-    return axes if vocab % math.prod(mesh.shape[axis] for axis in axes) == 0 else own
+    own = layout.mesh_axes("vocab")
+    used = {axis for name in ("vocab", "batch", "embed") for axis in layout.mesh_axes(name)}
+    axes = own + tuple(axis for axis in layout.mesh_axes("layers") if axis not in used)
+    return axes if vocab % math.prod(layout.mesh.shape[axis] for axis in axes) == 0 else own
 
 
 def _on_parts(op: Callable, split: HeadSplit, hidden: Array, weight: Array, *rows: Array | None, out_names: Any) -> Any:
@@ -178,10 +179,10 @@ def head_gradient(gradient: Float[Array, "V D"]) -> Float[Array, "V D"]:
 
     That is by width within a stage's part. Left alone, the partitioner gathers all of it on each device.
     """
-    if (now := sharding.current()) is None:
+    if (layout := sharding.current()) is None:
         return gradient
-    places = _vocab_axes(gradient.shape[0], now[0]), sharding.mesh_axes("embed")
-    to, _ = drop_uneven(PartitionSpec(*places), gradient.shape, now[0])
+    places = _vocab_axes(gradient.shape[0], layout), layout.mesh_axes("embed")
+    to, _ = drop_uneven(PartitionSpec(*places), gradient.shape, layout.mesh)
     return jax.lax.with_sharding_constraint(gradient, to)
 
 

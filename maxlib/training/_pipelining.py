@@ -11,20 +11,19 @@ from jax.core import eval_jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jaxtyping import Array, Float
 
-from maxlib import nn, sharding
+from maxlib import nn
 from maxlib.nn._head import head_gradient
-from maxlib.sharding._rules import in_a_stage
+from maxlib.sharding import pipelining
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Loss, Stats, own_losses, split_options, with_reports
 
 Gradients = Callable[[dict[str, Any], Any, Batch, Array], tuple[dict[str, Any], Array, Stats]]
-_BODY = "layers.body."
 
 
 def one_f_one_b(loss: Loss = next_token_loss) -> Gradients:
     """Makes `gradients` for `make_train_step` and `Trainer`: those of `loss` in a 1F1B pipeline (arXiv:1806.03377).
 
-    The model is an `nn.Decoder`, the pipeline that of the rules in use. Where autodiff keeps what the backward pass
+    The model has the methods of `nn.SupportsPipelining`, the pipeline is that of the layout in use. Where autodiff keeps what the backward pass
     needs of every microbatch, this keeps the inputs of at most `2 S V - 1` chunks' layers (periods of the stack, where
     it has some) for S stages and V repeats, and computes one of them at a time again: as much arithmetic as with remat
     "full". The loss runs in the last stage, on one microbatch at a time.
@@ -34,48 +33,52 @@ def one_f_one_b(loss: Loss = next_token_loss) -> Gradients:
             that of the forward pass, `remat` says what layers before and after the pipeline keep.
 
     Raises:
-        TypeError: the loss is another function; or, when called, the model is no `nn.Decoder` whose layers repeat.
+        TypeError: the loss is another function; or, when called, the model is no `nn.SupportsPipelining` whose layers repeat.
         ValueError: when called, for a batch with images or an array without the batch's rows, or without a pipeline.
     """
     goal, options = split_options(loss)
     dtype, remat = options.pop("dtype", jnp.bfloat16), options.pop("remat", None)
 
     def gradients(trainable: dict[str, Any], rest: Any, batch: Batch, key: Array):
-        if not isinstance(rest, nn.Decoder) or not len(rest.layers.body):
-            raise TypeError(f"a 1F1B pipeline needs an nn.Decoder whose layers repeat, got {type(rest).__name__}")
+        if not isinstance(rest, nn.SupportsPipelining) or not len(rest.layers.body):
+            raise TypeError(
+                "a 1F1B pipeline needs a model with the methods of nn.SupportsPipelining, such as an nn.Decoder, whose "
+                f"layers repeat; got {type(rest).__name__}"
+            )
         _check_rows(batch)
         # Trained layers inside the pipeline, and all other parameters: embedding, first and last layers, norm, head.
-        body = {path.removeprefix(_BODY): w for path, w in trainable.items() if path.startswith(_BODY)}
-        outer = {path: w for path, w in trainable.items() if not path.startswith(_BODY)}
+        inside = nn.tree.path_of(rest, rest.layers.body) + "."
+        body = {path.removeprefix(inside): w for path, w in trainable.items() if path.startswith(inside)}
+        outer = {path: w for path, w in trainable.items() if not path.startswith(inside)}
         from_hidden = lambda head, hidden, batch: goal.from_hidden(head, hidden, batch, **options)
 
         def before(outer):
             model = nn.combine(outer, rest)
             x, ctx = model.enter(model.embed_tokens(batch["tokens"], dtype), **_inputs(batch))
-            x, _, lead = nn.periods(model.layers.lead, x, ctx, remat=remat)
-            x, aux = nn.ends(model.layers.prefix, x, ctx, remat=remat)
+            x, _, lead = nn.scan_segment(model.layers.lead, x, ctx, remat=remat)
+            x, _, aux = nn.run_segment(model.layers.prefix, x, ctx, remat=remat)
             targets = _targets_by_row(from_hidden, model, x, batch)
             return (x, jnp.sum(targets) * _own(lead + aux)), (ctx, targets)
 
         def stage(layers, fixed, works, x, data):
             ctx, targets, _ = data
-            x, _, aux = nn.periods(nn.combine(layers, fixed), x, ctx, works=works)
+            x, _, aux = nn.scan_segment(nn.combine(layers, fixed), x, ctx, works=works)
             return x, jnp.sum(targets) * _own(aux), _reported(aux)
 
         def after(outer, x, data):
             model, (ctx, targets, batch) = nn.combine(outer, rest), data
-            x, aux = nn.ends(model.layers.suffix, x, ctx, remat=remat)
+            x, _, aux = nn.run_segment(model.layers.suffix, x, ctx, remat=remat)
             loss, stats = from_hidden(model, model.leave(x, ctx), batch)
             return loss + jnp.sum(targets) * _own(aux), jax.lax.stop_gradient(stats)
 
         (x, more), pull, (ctx, targets) = jax.vjp(before, outer, has_aux=True)
         by_row = goal.by_row and not _reports(nn.combine(trainable, rest).layers, x, ctx)
-        (loss, stats, aux), (d_body, d_outer, d_x) = sharding.one_f_one_b(
+        (loss, stats, aux), (d_body, d_outer, d_x) = pipelining.one_f_one_b(
             stage, after, body, rest.layers.body, outer, x, (ctx, targets, batch), by_row=by_row
         )
         d_before = pull((d_x, jnp.ones_like(more)))[0]
         d_outer = jax.tree.map(jnp.add, _head_gradients(d_outer, rest), d_before)
-        grads = {_BODY + path: g for path, g in d_body.items()} | d_outer
+        grads = {inside + path: g for path, g in d_body.items()} | d_outer
         count = jnp.maximum(stats.num_targets, 1)
         return jax.tree.map(lambda g: g / count, grads), (loss + more) / count, with_reports(stats, aux)
 
@@ -122,7 +125,7 @@ def _head_gradients(gradients: dict[str, Array], model: Any) -> dict[str, Array]
     """Lays out those of heads and embeddings where these are; they were made in parts of the vocabulary."""
     names = nn.tree.axes(model)
     heads = [path for path in gradients if names[path] == ("vocab", "embed")]
-    with in_a_stage():  # as the loss was
+    with pipelining.in_a_stage():  # as the loss was
         return gradients | {path: head_gradient(gradients[path]) for path in heads}
 
 
@@ -131,8 +134,8 @@ def _own(auxes: list[dict[str, Array]]) -> Array:
 
 
 def _reports(layers: nn.Stack, x: Array, ctx: Any) -> bool:
-    """Returns whether layers say anything of all rows of a microbatch, such as how even a router is."""
-    auxes = lambda x: (nn.periods(layers.body, x, ctx)[2], nn.ends(layers.suffix, x, ctx)[1])
+    """Whether layers say anything of all rows of a microbatch, such as how even a router is."""
+    auxes = lambda x: (nn.scan_segment(layers.body, x, ctx)[2], nn.run_segment(layers.suffix, x, ctx)[2])
     return bool(jax.tree.leaves(jax.eval_shape(auxes, x)))
 
 

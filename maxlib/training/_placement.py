@@ -19,17 +19,18 @@ def batch_names(x: Any) -> tuple[str | None, ...]:
     return ("batch", "seq") if x.ndim == 2 else ("batch", *[None] * x.ndim)[: x.ndim]
 
 
-def place_batch(batch: dict[str, Any], mesh: Mesh | None, rules: sharding.Rules) -> Batch:
+def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
     """Makes this host's rows the part of a global batch that its devices hold. What is in its place stays as it is.
 
     batch: arrays with rows first, `B T` for what belongs to tokens, in dictionaries of any depth.
     """
-    if mesh is None:
+    if layout is None:
         return jax.device_put(batch)
+    mesh = layout.mesh
 
     def put(path: Any, x: Any) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        place = NamedSharding(mesh, sharding.spec(batch_names(x), rules, what=name))
+        place = NamedSharding(mesh, layout.spec(*batch_names(x), what=name))
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(place, x.ndim):
             return x
         try:
@@ -55,11 +56,11 @@ def host_rows(batch: Batch) -> Batch:
     return jax.tree.map(rows, batch)
 
 
-def own_model(model: nnx.Module | Callable[[], nnx.Module], mesh: Mesh | None, rules: sharding.Rules) -> Any:
+def own_model(model: nnx.Module | Callable[[], nnx.Module], layout: sharding.Layout | None) -> Any:
     """A model that nobody else holds: built in its place, or copied there."""
     if not isinstance(model, nnx.Module):
-        return jax.jit(model)() if mesh is None else sharding.create(model, mesh, rules)
-    if mesh is None:
+        return jax.jit(model)() if layout is None else sharding.create(model, layout)
+    if layout is None:
         return jax.tree.map(jnp.copy, model)
-    places = sharding.shardings(model, mesh, rules)
+    places = sharding.shardings(model, layout)
     return jax.tree.map(lambda x, place: jax.device_put(x, place, may_alias=False), model, places)
