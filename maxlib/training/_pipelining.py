@@ -23,17 +23,18 @@ Gradients = Callable[[dict[str, Any], Any, Batch, Array], tuple[dict[str, Any], 
 def one_f_one_b(loss: Loss = next_token_loss) -> Gradients:
     """Makes `gradients` for `make_train_step` and `Trainer`: those of `loss` in a 1F1B pipeline (arXiv:1806.03377).
 
-    The model has the methods of `nn.SupportsPipelining`, the pipeline is that of the layout in use. Where autodiff keeps what the backward pass
-    needs of every microbatch, this keeps the inputs of at most `2 S V - 1` chunks' layers (periods of the stack, where
-    it has some) for S stages and V repeats, and computes one of them at a time again: as much arithmetic as with remat
-    "full". The loss runs in the last stage, on one microbatch at a time.
+    The model has the methods of `nn.SupportsPipelining`, the pipeline is that of the layout in use. Where autodiff
+    keeps what the backward pass needs of every microbatch, this keeps the inputs of at most `2 S V - 1` chunks' layers
+    (periods of the stack, where it has some) for S stages and V repeats, and computes one of them at a time again: as
+    much arithmetic as with remat "full". The loss runs in the last stage, on one microbatch at a time.
 
     Args:
         loss: one that `objective` made, such as `next_token_loss`, or `functools.partial` of it. Its option `dtype` is
             that of the forward pass, `remat` says what layers before and after the pipeline keep.
 
     Raises:
-        TypeError: the loss is another function; or, when called, the model is no `nn.SupportsPipelining` whose layers repeat.
+        TypeError: the loss is another function; or, when called, the model is no `nn.SupportsPipelining` whose layers
+            repeat.
         ValueError: when called, for a batch with images or an array without the batch's rows, or without a pipeline.
     """
     goal, options = split_options(loss)

@@ -50,7 +50,7 @@ def test_the_step_of_a_plan_is_that_of_the_loss():
 
 
 def test_a_plan_compiles_an_outside_loss_in_a_pipeline():
-    rules = sharding.FSDP | {"layers": sharding.Pipeline("stage", microbatches=4)}
+    rules = sharding.FSDP | sharding.Pipeline("stage", microbatches=4)
     options = {"sequence": 16, "mesh": {"stage": 4, "fsdp": 2}, "rules": rules, "dtype": "float32"}
     found = plan.plan(CONFIG, "cpu", gradients="1f1b", **options, **PAIRS)
     assert found.compiled and found.costs is not None and found.costs.flops * 8 > found.model_flops

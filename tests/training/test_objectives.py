@@ -14,7 +14,7 @@ from tests.nn.tiny import tiny_llama
 from tests.training import objectives, tiny
 
 ROWS, T = 8, 32
-PP = {"layers": sharding.Pipeline("stage", microbatches=4)}
+PP = sharding.Pipeline("stage", microbatches=4)
 LOSSES = {
     "focal": functools.partial(objectives.focal, gamma=1.5, dtype=jnp.float32),
     "pairs in a row": functools.partial(objectives.preferred, beta=0.3, dtype=jnp.float32, remat="full"),
@@ -105,15 +105,15 @@ MESHES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_on_a_mesh_as_on_one_device(name, mesh):
     degrees, rules = MESHES[mesh]
-    devices = sharding.make_mesh(**degrees)
-    spread = jax.device_put(model(), sharding.shardings(model(), devices, rules))
-    with sharding.use(devices, rules):
+    layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
+    spread = jax.device_put(model(), sharding.shardings(model(), layout))
+    with sharding.use(layout):
         check(run(by_autodiff(LOSSES[name]), spread, batch()), alone(name))
 
 
 PIPELINES = {
     "fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | PP),
-    "data x tensor": ({"stage": 2, "data": 2, "tensor": 2}, sharding.TP | {"batch": "data"} | PP),
+    "data x tensor": ({"stage": 2, "data": 2, "tensor": 2}, sharding.TP | PP),
 }
 
 
@@ -121,9 +121,9 @@ PIPELINES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_in_a_1f1b_pipeline_as_on_one_device(name, mesh):
     degrees, rules = PIPELINES[mesh]
-    devices = sharding.make_mesh(**degrees)
-    spread = jax.device_put(model(), sharding.shardings(model(), devices, rules))
-    with sharding.use(devices, rules):
+    layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
+    spread = jax.device_put(model(), sharding.shardings(model(), layout))
+    with sharding.use(layout):
         check(run(training.one_f_one_b(LOSSES[name]), spread, batch()), alone(name))
 
 
@@ -175,8 +175,8 @@ def test_a_frozen_reference_beside_the_policy_trains_as_one_in_the_batch(mesh, m
             data = super().__next__()
             return data | {"reference": np.asarray(score(model(), data))}
 
-    mesh = None if mesh is None else sharding.make_mesh(**mesh)
-    options = {"optimizer": optax.sgd(0.3), "mesh": mesh, "rules": sharding.FSDP}
+    layout = None if mesh is None else sharding.Layout(sharding.make_mesh(**mesh), sharding.FSDP)
+    options = {"optimizer": optax.sgd(0.3), "layout": layout}
     both = WithReference(model(), model())
     frozen = training.Trainer(
         both, loader=Pairs(), loss=against_reference, filter=training.trainable_only("policy.*"), **options
@@ -204,16 +204,16 @@ def test_a_plain_loss_may_run_the_model_twice_on_nested_batches():
     data = {half: tiny.batch(ROWS, 12, vocab=64, seed=seed) for seed, half in enumerate(("chosen", "rejected"))}
     optimizer = optax.sgd(1.0)
 
-    def step(mesh=None, accumulate=1):
+    def step(layout=None, accumulate=1):
         run = tiny.jit_step(training.make_train_step(objectives.contrast, optimizer, accumulate=accumulate))
-        own = training.own_model(model(), mesh, sharding.FSDP)
+        own = training.own_model(model(), layout)
         state = training.make_state(own, optimizer)
-        return jax.device_get(run(state, training.place_batch(data, mesh, sharding.FSDP)))
+        return jax.device_get(run(state, training.place_batch(data, layout)))
 
     whole, metrics = step()
-    mesh = sharding.make_mesh(fsdp=4, devices=jax.devices()[:4])
-    with sharding.use(mesh, sharding.FSDP):
-        spread = step(mesh, accumulate=2)
+    layout = sharding.Layout(sharding.make_mesh(fsdp=4, devices=jax.devices()[:4]), sharding.FSDP)
+    with sharding.use(layout):
+        spread = step(layout, accumulate=2)
     assert metrics["num_targets"] == ROWS
     for name in ("loss", "margin", "grad_norm"):
         np.testing.assert_allclose(spread[1][name], metrics[name], rtol=1e-5)
@@ -231,7 +231,7 @@ def test_what_a_pipeline_cannot_divide_is_refused():
 
     mesh = sharding.make_mesh(stage=2, devices=jax.devices()[:2])
     args = (*nn.partition(jax.eval_shape(model)), batch(), jax.random.key(0))
-    with sharding.use(mesh, sharding.DP | PP):
+    with sharding.use(sharding.Layout(mesh, sharding.DP | PP)):
         with pytest.raises(ValueError, match="num_targets must be a function of the batch alone"):
             jax.eval_shape(training.one_f_one_b(counted), *args)
         args[2]["lengths"] = np.zeros(3, np.int32)
