@@ -70,7 +70,7 @@ class ModelConfig:
             place.check(getattr(self, name), self)
 
     @classmethod
-    def from_hf(cls, fields: HFConfig) -> typing.Self:
+    def from_hf(cls, fields: HFConfig) -> Any:
         """Reads config.json. Raises ValueError for values that the family does not compute."""
         if cls.model_types:
             fields.require("model_type", *cls.model_types)
