@@ -125,7 +125,7 @@ def _longrope(short: tuple[float, ...], long: tuple[float, ...]) -> Rope:
     return Rope(96, 10_000.0, LongRope(short, long, 4096, factor=32.0), max_length=131_072)
 
 
-# LongRoPE's factors of the releases, by pair of dimensions.
+# LongRoPE's factors by pair of dimensions: of Phi-3's first release (3), of Phi-3.5, of Phi-4-mini.
 # fmt: off
 _LONG_3 = _float32(
     """
