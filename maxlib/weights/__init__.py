@@ -11,7 +11,6 @@ from maxlib.weights._hf_config import REQUIRED as REQUIRED
 from maxlib.weights._hf_config import HFConfig as HFConfig
 from maxlib.weights._hf_config import read_config as read_config
 from maxlib.weights._hf_config import rope_to_hf as rope_to_hf
-from maxlib.weights._hf_config import written as written
 from maxlib.weights._hf_fields import ModelConfig as ModelConfig
 from maxlib.weights._hf_fields import hf as hf
 from maxlib.weights._hf_fields import hf_fields as hf_fields
