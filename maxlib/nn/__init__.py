@@ -19,6 +19,7 @@ from maxlib.nn._context import context as context
 from maxlib.nn._decoder import Decoder as Decoder
 from maxlib.nn._decoder import MTPDecoder as MTPDecoder
 from maxlib.nn._decoder import VisionDecoder as VisionDecoder
+from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed
 from maxlib.nn._mixer import SequenceMixer as SequenceMixer
