@@ -34,7 +34,7 @@ BOS, EOS, PROMPT = "<bos>", "<eos>", "The"
 
 def main() -> None:
     args = arguments()
-    distributed.initialize()
+    distributed.initialize(exit_on_error=True)  # an error in one process ends it at once, and with it the others
     args.dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
     args.out.mkdir(parents=True, exist_ok=True)
     text = data.files(args.files, document="paragraph") if args.files else data.python_text()
@@ -49,7 +49,7 @@ def main() -> None:
     build = (lambda: quantization.for_training(plain(), args.quantize)) if args.quantize else plain
     trainer = training.Trainer(
         build,
-        optimizer=training.adamw(schedule, mask=training.decay_mask(jax.eval_shape(build))),
+        optimizer=training.adamw(schedule),
         loader=loader,
         loss=functools.partial(training.next_token_loss, dtype=args.dtype),
         directory=args.out,
@@ -59,6 +59,7 @@ def main() -> None:
         eval_loader=eval_loader,
         eval_every=max(args.steps // 4, 1),
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
+        timeout=1800,  # ends a process that hangs, so that whoever started it can start it again
     )
     if args.quantize:
         trainer.log(quantization.report(trainer.state.model).summary)

@@ -3,7 +3,6 @@ continue.
 """
 
 import atexit
-import ctypes
 import math
 import queue
 import sys
@@ -275,7 +274,8 @@ class _Reader:
     """Reads one shard ahead in a daemon thread, into `ready`: (batch, state and counts after it), (None, state, counts)
     at the end, or an error.
 
-    Own thread rather than grain's prefetch, whose wait has no deadline.
+    grain's own prefetch (0.2.18) waits without a limit and joins its thread when closed, so a source that hangs would
+    hang the loader: no error could name it, and nothing could be read on once it answers.
     """
 
     def __init__(self, dataset: Callable[[], grain.IterDataset], state: Any, prefetch: int):
@@ -318,14 +318,13 @@ _running: set[_Reader] = set()
 
 @atexit.register
 def _end_threads(patience: float = 5.0) -> None:
-    """Ends all readers before the interpreter goes: a daemon thread that it cuts off inside native code aborts the
-    process.
+    """Lets all readers end before the interpreter goes, which may abort where it cuts a thread off in native code.
+
+    Each ends after the batch that it reads; one that takes longer than `patience` seconds is left behind.
     """
     readers = {str(i): reader for i, reader in enumerate(tuple(_running))}
     threads = [reader.thread for reader in readers.values()]
     _stop(readers)
-    for thread in threads:  # not only between batches, of which one may take seconds
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
     deadline = time.perf_counter() + patience
     for thread in threads:
         thread.join(max(0.0, deadline - time.perf_counter()))

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-LOCK, JOURNAL = "supervise.lock", "supervise.jsonl"
+LOCK, JOURNAL = "launch.lock", "launch.jsonl"
 _ON_REQUEST = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # after saving, as the others are about to
 _ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_EXIT_ON_ERROR = {"MAXLIB_EXIT_ON_ERROR": "1"}  # what `initialize` reads; importing it here would import jax
 
 
 class Locked(RuntimeError):
-    """Somebody else looks after the run in this directory."""
+    """Another launcher runs in this directory."""
 
 
 def launch(
@@ -37,7 +38,7 @@ def launch(
     has died.
 
     SIGTERM and Ctrl-C are passed on, so that the run saves and ends; a second one kills it. Raises Locked when another
-    supervisor, or what is left of its processes, uses `directory`, and ValueError for numbers that do not fit.
+    launcher, or what is left of its processes, uses `directory`, and ValueError for numbers that do not fit.
     """
     _check(processes, retries)
     for count in processes:
@@ -103,11 +104,12 @@ class _Attempt:
         base = {name: value for name, value in os.environ.items() if name not in _ADDRESSES}
         if count > 1:
             base |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(count)}
+            base |= _EXIT_ON_ERROR
         start = lambda i: subprocess.Popen(
             command,
             env=base | ({"JAX_PROCESS_ID": str(i)} if count > 1 else {}) | _share(count, i),
-            pass_fds=[lock],  # held as long as one of them lives, also when the supervisor is killed
-            start_new_session=True,  # Ctrl-C comes to the supervisor only
+            pass_fds=[lock],  # held as long as one of them lives, also when the launcher is killed
+            start_new_session=True,  # Ctrl-C comes to the launcher only
         )
         self.children = [start(i) for i in range(count)]
         _note(directory, event="start", processes=count, pids=[child.pid for child in self.children])
@@ -181,11 +183,11 @@ def _locked(directory: Path) -> Iterator[int]:
         except OSError:
             file.seek(0)
             raise Locked(
-                f"{directory} is in the hands of {file.read() or 'another supervisor'}, or of processes that it started; end "
+                f"{directory} is locked by {file.read() or 'another launcher'}, or by processes that it started; end "
                 f"those first (their numbers are in {directory / JOURNAL}), or use another directory"
             ) from None
         file.truncate(0)
-        file.write(f"the supervisor with process number {os.getpid()} on {socket.gethostname()}")
+        file.write(f"the launcher with process number {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield file.fileno()
 
@@ -209,4 +211,4 @@ def _note(directory: Path, **line: Any) -> None:
 
 
 def _log(text: str) -> None:
-    print(f"maxlib supervise: {text}", flush=True)
+    print(f"maxlib launch: {text}", flush=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -77,7 +76,7 @@ class Clock:
     def close(self) -> None:
         """Writes what is not written yet. The next span goes on, and the time between counts as idle."""
         self.flush()
-        _ticking.discard(self)
+        _ticker.stop(self)
 
     def flush(self, *, older_than: float = 0.0) -> None:
         """Writes the account up to now, if the last line is that many seconds old."""
@@ -90,8 +89,7 @@ class Clock:
         with self._lock:
             self._charge()
             change()
-        if self._path is not None and self not in _ticking:
-            self._open()
+        self._open()
 
     def _charge(self) -> None:
         now = time.monotonic()
@@ -105,8 +103,7 @@ class Clock:
             return
         if more:
             self._write(at=self._at, **more)
-        _ticking.add(self)
-        _ticker()
+        _ticker.start(self)
 
     def _write(self, *, seconds: dict[str, float] | None = None, **line: Any) -> None:
         """One write of one whole line, which a kill cannot cut. What cannot be written (a full disk) waits for the next
@@ -124,23 +121,42 @@ class Clock:
         self._unwritten = {}
 
 
-_ticking: "weakref.WeakSet[Clock]" = weakref.WeakSet()
-_clocks = itertools.count()
+class _Ticker:
+    """Writes for all open clocks from one thread, also while their own threads are busy; it ends with the last one."""
 
+    def __init__(self):
+        self._clocks: weakref.WeakSet[Clock] = weakref.WeakSet()
+        self._lock, self._wake, self._runs = threading.Lock(), threading.Event(), False
 
-@functools.cache
-def _ticker() -> threading.Thread:
-    """One thread writes for all clocks, also while their own threads are busy for long."""
-    thread = threading.Thread(target=_tick, daemon=True, name="maxlib-goodput")
-    thread.start()
-    return thread
+    def start(self, clock: Clock) -> None:
+        if clock in self._clocks:
+            return
+        with self._lock:
+            self._clocks.add(clock)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, daemon=True, name="maxlib-goodput").start()
 
+    def stop(self, clock: Clock) -> None:
+        self._clocks.discard(clock)
+        self._wake.set()
 
-def _tick() -> None:
-    while True:
-        time.sleep(0.5)
-        for clock in list(_ticking):
+    def _run(self) -> None:
+        while self._round():
+            self._wake.wait(0.5)
+            self._wake.clear()
+
+    def _round(self) -> bool:
+        with self._lock:
+            clocks = list(self._clocks)  # held no longer than this call, so that a forgotten clock goes
+            self._runs = bool(clocks)
+        for clock in clocks:
             clock.flush(older_than=clock._every)
+        return bool(clocks)
+
+
+_ticker = _Ticker()
+_clocks = itertools.count()
 
 
 def _append(path: Path, text: str) -> None:

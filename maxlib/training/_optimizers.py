@@ -6,7 +6,7 @@ one by one.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -19,12 +19,23 @@ from maxlib.training._optimizer_wrappers import in_bfloat16, in_float32
 
 Model = TypeVar("Model")
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
+VECTORS = ("b", "bias", "scale", "sinks")  # names of parameters that are vectors in every layer
+
+
+def decay_by_name(params: Mapping[str, Any]) -> dict[str, bool]:
+    """Chooses what decays by path and shape: matrices and embeddings, not biases, norm scales and sinks.
+
+    A vector of a layer of your own counts as one by its shape, unless a stack holds several layers of it in one array;
+    `decay_mask(model)` knows its axes.
+    """
+    decays = lambda path, x: len(getattr(x, "shape", ())) >= 2 and path.rpartition(".")[2] not in VECTORS
+    return {path: decays(path, x) for path, x in params.items()}
 
 
 def adamw(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    mask: Mask | dict[str, bool] | None,
+    mask: Mask | dict[str, bool] | None = decay_by_name,
     weight_decay: float = 0.1,
     b1: float = 0.9,
     b2: float = 0.95,
@@ -32,10 +43,18 @@ def adamw(
     clip: float | None = 1.0,
     moments: Any = jnp.float32,
 ) -> optax.GradientTransformation:
-    """AdamW (arXiv:1711.05101) after clipping the gradient's global norm to `clip`.
+    """Returns AdamW (arXiv:1711.05101) after clipping the gradient's global norm to `clip`.
 
-    mask: what decays, usually `decay_mask(model)`; None decays everything. moments: what they are held in, float32 or
-    bfloat16 (see `in_bfloat16`), whatever the dtype of the parameters.
+    Args:
+      learning_rate: a number, or a schedule from step to number.
+      mask: from paths to what decays. The default takes matrices and embeddings by their names; `decay_mask(model)`
+        takes them by their axes; None decays everything.
+      weight_decay: share of the learning rate by which weights shrink at each step.
+      b1: decay of the mean of gradients.
+      b2: decay of the mean of their squares.
+      eps: added to the root of the latter.
+      clip: largest global norm of a gradient; None clips nothing.
+      moments: dtype of the moments, float32 or bfloat16 (see `in_bfloat16`), whatever that of the parameters.
     """
     adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask)
     return _clipped(_held_in(moments, adam), clip)

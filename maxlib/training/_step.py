@@ -14,6 +14,7 @@ from maxlib import nn, sharding
 from maxlib.training._losses import Batch, Stats
 from maxlib.training._offload import apply_updates, check_offloaded, update
 from maxlib.training._pipelining import Gradients
+from maxlib.training._placement import own_model
 
 Loss = Callable[[Any, Batch, Array], tuple[Array, Stats]]
 Metrics = dict[str, Any]
@@ -43,24 +44,47 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def make_state(
-    model: Any, optimizer: optax.GradientTransformation, *, filter: nn.Filter = nn.is_trainable, key: Array | int = 0
+    model: Any | Callable[[], Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    filter: nn.Filter = nn.is_trainable,
+    key: Array | int = 0,
 ) -> TrainState:
-    """The state before the first step. It holds the model's own arrays: donating it deletes them in the model too.
+    """Makes the state before the first step. It holds a model's own arrays: donating it deletes them in the model too.
 
     Moments are born where their parameters live, or where the rules put them (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
-    so call it inside `sharding.use` if the steps run there. Raises ValueError when `filter` leaves nothing to train,
-    and for moments that shall live on the host of an optimizer that keeps none there.
+    so call it inside `sharding.use` if the steps run there.
+
+    Args:
+      model: a model, or a function that builds one, which is compiled and run where the parameters shall live.
+      optimizer: of `{path: array}`.
+      filter: what is trained; all else is frozen.
+      key: of the random numbers of the whole run.
+
+    Raises:
+      ValueError: nothing is left to train, or moments shall live on the host of an optimizer that keeps none there.
     """
+    if callable(model) and not nn.variables(model):
+        model = own_model(model, *(sharding.current() or (None, {})))
     trainable, rest = nn.partition(model, filter)
     if not trainable:
-        names = sorted({nn.tree.pattern_path(path) for path in nn.variables(model)})
-        raise ValueError(f"filter must take at least one parameter to train, it takes none of {names}")
+        raise ValueError(_nothing_to_train(model))
     seed = jax.random.key(key) if isinstance(key, int) else key
     start = lambda params, key: (optimizer.init(sharding.to_device(params)), jnp.zeros((), jnp.int32), key)
     born = lambda params, key: _place(start(params, key), params, rest, optimizer=True)
     opt_state, step, own_key = jax.jit(born)(trainable, seed)
     check_offloaded(opt_state, trainable)
     return TrainState(trainable, rest, opt_state, step, own_key)
+
+
+def _nothing_to_train(model: Any) -> str:
+    if not (found := nn.variables(model)):
+        return f"a model must have parameters to train, got {type(model).__name__} {model!r:.80} without any"
+    names = sorted({nn.tree.pattern_path(path) for path in found})
+    return (
+        f"filter must take at least one parameter to train, it takes none of these {len(names)}: {', '.join(names)}; "
+        "patterns such as those of trainable_only are matched with these names"
+    )
 
 
 def make_train_step(

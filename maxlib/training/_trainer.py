@@ -71,7 +71,7 @@ class Trainer:
         checkpointer: Checkpointer | Tiers | None = None,
         exports: Sequence[Export] = (),
         callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]]] = (),
-        timeout: float = 1800.0,
+        timeout: float | None = None,
     ):
         if mesh is None and jax.process_count() > 1:
             raise ValueError(
