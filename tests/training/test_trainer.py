@@ -337,7 +337,7 @@ def test_what_the_loader_counts_is_written():
 
 
 def test_what_hangs_dies_and_says_what_it_waited_for():
-    code = "import time; from maxlib.training import hard_timeout\nwith hard_timeout(0.3, 'Godot'): time.sleep(60)"
+    code = "import time; from maxlib.distributed import hard_timeout\nwith hard_timeout(0.3, 'Godot'): time.sleep(60)"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 75
