@@ -9,7 +9,6 @@ import argparse
 import functools
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 

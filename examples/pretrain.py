@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
@@ -128,14 +129,23 @@ def finish(tokenizer: Tokenizer, entropy: float, args) -> None:
     for piece in generate(generator, tokenizer, PROMPT, sampler=sampler):
         print(piece, end="", flush=True)
         sample.append(piece)
-    observability.plot_loss(args.out, levels={"unigram entropy": entropy}).figure.savefig(
-        args.out / "loss.png", dpi=120
-    )
+    plot_loss(args.out, entropy)
     observability.write_config(args.out, **vars(args))
     observability.add_sample(args.out, args.steps, "".join(sample), prompt=PROMPT)
     print(f"\n\nThe loss curve is {args.out / 'loss.png'}; open it with any viewer.")
     print(f"The report on the run is {observability.report(args.out)}; open it with any browser.")
     print(f"The model is {export}; open it with transformers.AutoModelForCausalLM.from_pretrained({str(export)!r}).")
+
+
+def plot_loss(directory: Path, entropy: float) -> None:
+    rows, axes = observability.read_jsonl(directory / "metrics.jsonl"), plt.subplots(layout="constrained")[1]
+    for name, label, style in (("nll", "training", "-"), ("eval/nll", "validation", "o-")):
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.axhline(entropy, color="grey", linestyle="--", label=f"unigram entropy {entropy:.2f}")
+    axes.set(xlabel="step", ylabel="nats per token")
+    axes.legend()
+    axes.figure.savefig(directory / "loss.png", dpi=120)
 
 
 if __name__ == "__main__":

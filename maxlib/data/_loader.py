@@ -61,6 +61,11 @@ class Loader:
         timeout: float = 300.0,
         quarantine: SkipBadRecords | None = None,
     ):
+        if not callable(rows_of_shard):
+            raise TypeError(
+                "rows_of_shard must be a function from a slice to rows, such as lambda part: pack(documents[part], length=512), "
+                f"got {type(rows_of_shard).__name__}."
+            )
         num_shards = math.gcd(batch_size, 8) if num_shards is None else num_shards
         self.shards = list(host_shards(num_shards) if shards is None else sorted(shards))
         _check(batch_size, num_shards, self.shards)

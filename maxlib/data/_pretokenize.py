@@ -15,6 +15,7 @@ import grain
 import numpy as np
 from tokenizers import Tokenizer
 
+from maxlib._utils.files import write_atomically
 from maxlib.data._bad_records import SkipBadRecords
 from maxlib.data._sources import Document
 
@@ -80,8 +81,8 @@ def write_tokens(
     if not total.documents:
         raise ValueError(f"No document could be tokenized; see {directory / BAD}.")
     manifest = {**job, "bad_records": len(quarantine), "total": dataclasses.asdict(total), "files": files}
-    _write(directory / TOKENIZER, tokenizer.to_str(pretty=True))
-    _write(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    write_atomically(directory / TOKENIZER, tokenizer.to_str(pretty=True))
+    write_atomically(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
@@ -155,7 +156,7 @@ def _check_job(directory: Path, job: dict) -> None:
         if other:
             said = ", ".join(f"{name} was {a!r} and is now {b!r}" for name, (a, b) in other.items())
             raise ValueError(f"{directory} was begun otherwise: {said}. Use another directory, or remove this one.")
-    _write(path, json.dumps(job, indent=1) + "\n")
+    write_atomically(path, json.dumps(job, indent=1) + "\n")
 
 
 def _write_file(
@@ -180,7 +181,7 @@ def _write_file(
         counts += Counts(len(records), sum(sizes), sum(map(len, texts)), max(sizes, default=0))
         progress(counts)
     writer.close()
-    _write(_counts_path(path), json.dumps(dataclasses.asdict(counts)))
+    write_atomically(_counts_path(path), json.dumps(dataclasses.asdict(counts)))
     begun.replace(path)
     return counts
 
@@ -243,9 +244,3 @@ def _read_counts(path: Path) -> Counts | None:
 
 def _counts_path(path: Path) -> Path:
     return path.with_suffix(".json")
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

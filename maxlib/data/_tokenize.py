@@ -24,6 +24,8 @@ def tokenize(
     The tokenizer's own template of special tokens is not applied, so what stands at a document's ends is only what is
     named here.
     """
+    if isinstance(tokenizer, str):
+        raise TypeError(f"tokenizer must be one, such as Tokenizer.from_file('tokenizer.json'), got the name {tokenizer!r}.")
     return documents.map(partial(_with_tokens, tokenizer=tokenizer, bos_id=bos_id, eos_id=eos_id))
 
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from maxlib._utils.tables import to_text
 from maxlib.nn.tree import axes, pattern_path, variables
 
 
@@ -29,10 +29,7 @@ def summary(model: Any) -> str:
         text = " ".join(map(str, shape)) or "scalar"
         text = f"{count} x {text}" if count > 1 else text
         table.add_row(path, text, " ".join(axis_names), dtype, _scaled(sum(a.size for a in group)))
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(table)
-    return f"{type(model).__name__}\n{capture.get().strip(chr(10))}"
+    return f"{type(model).__name__}\n{to_text(table)}"
 
 
 def _grouped(rows: dict[str, Any], names: dict[str, tuple[str, ...]]) -> dict[tuple, list[Any]]:

@@ -12,23 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from maxlib.hardware import chip_of
 from maxlib.ops._cost import FORMULAS
-
-# Dense bfloat16 FLOP/s of one jax device, from the makers' data sheets; the first that begins a device kind's name
-# counts.
-PEAKS = {
-    "TPU v6": 918e12,
-    "TPU v5p": 459e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v4": 275e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA A100": 312e12,
-}
 
 Counts = list[tuple[float, Any]]
 
@@ -70,15 +55,15 @@ def forward_flops(fn: Callable[..., Any], *args: Any) -> float:
 
 
 def peak_flops() -> float | None:
-    """FLOP/s of all devices together: from a table, measured on a CPU, None for kinds that are not in the table.
+    """Returns the FLOP/s of all devices together: from `maxlib.hardware`, on a CPU measured; None for unknown kinds.
 
     Accelerators in dense bfloat16. A CPU's is that of a float32 matmul, and counts once per process.
     """
     device = jax.devices()[0]
     if device.platform == "cpu":
         return _measured_peak() * jax.process_count()
-    peak = next((peak for kind, peak in PEAKS.items() if device.device_kind.startswith(kind)), None)
-    return None if peak is None else peak * jax.device_count()
+    chip = chip_of(device.device_kind)
+    return None if chip is None else chip.flops * jax.device_count()
 
 
 @functools.cache

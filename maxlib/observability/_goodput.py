@@ -266,21 +266,3 @@ def _gap(before: list[dict[str, Any]], after: dict[str, Any]) -> float:
     if same:
         return max(0.0, after["begin"] - before[-1]["at"])
     return max(0.0, after["time"] - (after["at"] - after.get("begin", after["at"])) - before[-1]["time"])
-
-
-def plot_goodput(account: Account, path: str | Path) -> None:
-    """One bar for the whole time, and what it consists of. Needs matplotlib."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 0.6 + 0.35 * len(account.seconds)), layout="constrained")
-    names = [NAMES.get(name, name) for name in account.seconds]
-    share = [100 * value / account.wall for value in account.seconds.values()]
-    bars = axes.barh(names, share, color=["#2a78d6" if name == "step" else "#b9b8b2" for name in account.seconds])
-    axes.bar_label(
-        bars, [f"{s:.1f}%  {v:,.0f} s" for s, v in zip(share, account.seconds.values(), strict=True)], padding=4
-    )
-    axes.invert_yaxis()
-    axes.set(xlim=(0, 125), xticks=[], title=f"goodput {account.goodput:.1%} of {account.wall:,.0f} s")
-    axes.spines[:].set_visible(False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -5,7 +5,6 @@ from maxlib.sharding._create import sharding_of as sharding_of
 from maxlib.sharding._create import shardings as shardings
 from maxlib.sharding._describe import Description as Description
 from maxlib.sharding._describe import describe as describe
-from maxlib.sharding._describe import draw as draw
 from maxlib.sharding._memory import back_to as back_to
 from maxlib.sharding._memory import is_on_host as is_on_host
 from maxlib.sharding._memory import to_device as to_device

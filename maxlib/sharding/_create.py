@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxlib._utils.paths import dotted
 from maxlib.sharding._presets import PRESETS, Rules
 from maxlib.sharding._rules import AnyMesh, check, drop_uneven, memory_kind, parameter_spec, use
 
@@ -33,7 +34,7 @@ def shardings(model: Model, mesh: AnyMesh, rules: Rules) -> Model:
         if not isinstance(leaf, nnx.Variable):
             return NamedSharding(mesh, P())
         names.update(leaf.get_metadata().get("axes", ()))
-        return leaf.replace(sharding_of(jax.tree_util.keystr(path, simple=True, separator="."), leaf, mesh, rules))
+        return leaf.replace(sharding_of(dotted(path), leaf, mesh, rules))
 
     placed = jax.tree_util.tree_map_with_path(place, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
     _warn_of_unknown(rules, set(filter(None, names)))

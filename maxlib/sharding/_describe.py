@@ -6,13 +6,13 @@ from math import prod
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from maxlib._utils.paths import dotted
+from maxlib._utils.tables import to_text
 from maxlib.sharding._create import shardings
 from maxlib.sharding._presets import Rules
 from maxlib.sharding._rules import AnyMesh
@@ -65,10 +65,7 @@ class Description:
             shape = " ".join(map(str, one.shape)) or "scalar"
             copies, held = str(one.copies), size(one.bytes_per_device)
             table.add_row(one.path, shape, " ".join(one.axes), one.dtype, one.place, copies, held)
-        console = Console(width=140)
-        with console.capture() as capture:
-            console.print(table)
-        return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
+        return to_text(table, width=140)
 
     __repr__ = __str__
 
@@ -84,7 +81,7 @@ def describe(model: Any, mesh: AnyMesh | None = None, rules: Rules | None = None
     is_variable = lambda x: isinstance(x, nnx.Variable)
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
     found = [
-        _parameter(jax.tree_util.keystr(path, simple=True, separator="."), leaf, place)
+        _parameter(dotted(path), leaf, place)
         for (path, leaf), place in zip(leaves, jax.tree.leaves(places, is_leaf=is_variable), strict=True)
         if is_variable(leaf)
     ]
@@ -138,57 +135,3 @@ def size(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:,.2f} GiB"
-
-
-def draw(x: Any, *, ax: Any = None) -> Any:
-    """A picture of which devices hold which part of an array, by the two dimensions that are cut most; returns the
-    matplotlib axes.
-
-    `x` is an array, a parameter, or a `jax.ShapeDtypeStruct` with a sharding. Parts on the same devices share a colour.
-    """
-    import matplotlib.pyplot as plt  # an extra
-    from matplotlib.patches import Rectangle
-
-    value = x.get_value() if isinstance(x, nnx.Variable) else x
-    if value.sharding is None:
-        raise ValueError("draw needs an array that has a sharding; got one without (create it on a mesh first)")
-    shape = tuple(value.shape) or (1,)
-    cells = _cells(value)
-    cuts = [len({index[d] for index in cells}) for d in range(len(shape))] if value.shape else [1]
-    order = sorted(range(len(shape)), key=lambda d: -cuts[d])[:2]
-    first, second = min(order), max(order) if len(order) == 2 else None
-    ax = plt.subplots(figsize=(5, 4))[1] if ax is None else ax
-    colours = plt.get_cmap("tab20")
-    for number, (box_, devices) in enumerate(_projected(cells, first, second).items()):
-        (top, bottom), (left, right) = box_
-        ax.add_patch(Rectangle((left, top), right - left, bottom - top, fc=colours(number % 20), ec="white"))
-        ax.text((left + right) / 2, (top + bottom) / 2, _ids(devices), ha="center", va="center", fontsize=8)
-    ax.set(xlim=(0, 1 if second is None else shape[second]), ylim=(shape[first], 0))
-    ax.set(ylabel=f"dimension {first}", xlabel="" if second is None else f"dimension {second}")
-    ax.set_title(f"{tuple(value.shape)} {getattr(value.sharding, 'spec', '')}")
-    return ax
-
-
-def _cells(value: Any) -> dict[tuple[tuple[int, int], ...], list[int]]:
-    """The devices that hold each part, by the part's bounds in every dimension."""
-    cells: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for device, index in value.sharding.devices_indices_map(tuple(value.shape)).items():
-        bounds = tuple(part.indices(n)[:2] for part, n in zip(index, value.shape, strict=True))
-        cells.setdefault(bounds, []).append(device.id)
-    return cells
-
-
-def _projected(cells, first: int, second: int | None) -> dict[tuple[tuple[int, int], tuple[int, int]], list[int]]:
-    boxes: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
-
-    def side(bounds: tuple[tuple[int, int], ...], d: int | None) -> tuple[int, int]:
-        return (0, 1) if d is None or not bounds else bounds[d]
-
-    for bounds, devices in cells.items():
-        boxes.setdefault((side(bounds, first), side(bounds, second)), []).extend(devices)
-    return boxes
-
-
-def _ids(devices: list[int]) -> str:
-    shown = np.sort(devices)
-    return ", ".join(map(str, shown)) if len(shown) <= 4 else f"{shown[0]}, {shown[1]} … {shown[-1]} ({len(shown)})"

@@ -6,11 +6,13 @@ one by one.
 
 import functools
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from maxlib import nn
@@ -56,6 +58,10 @@ def adamw(
       clip: largest global norm of a gradient; None clips nothing.
       moments: dtype of the moments, float32 or bfloat16 (see `in_bfloat16`), whatever that of the parameters.
     """
+    if not callable(learning_rate) and not isinstance(learning_rate, numbers.Real | np.ndarray | jax.Array):
+        raise TypeError(f"learning_rate must be a number or a schedule from step to number, got {learning_rate!r}")
+    if mask is not None and not callable(mask) and not isinstance(mask, Mapping):
+        raise TypeError(f"mask must be None, a dictionary or a function from parameters to one, got {mask!r}")
     adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask)
     return _clipped(_held_in(moments, adam), clip)
 
@@ -107,6 +113,8 @@ def _held_in(moments: Any, optimizer: optax.GradientTransformation) -> optax.Gra
 
 
 def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> optax.GradientTransformation:
+    if clip is not None and clip <= 0:
+        raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
     return optimizer if clip is None else optax.chain(clip_by_global_norm(clip), optimizer)
 
 

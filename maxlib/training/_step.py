@@ -64,6 +64,12 @@ def make_state(
     Raises:
       ValueError: nothing is left to train, or moments shall live on the host of an optimizer that keeps none there.
     """
+    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
+        raise TypeError(
+            f"optimizer must be a transformation as optax has them, such as training.adamw(1e-3), got {optimizer!r:.80}"
+        )
+    if not callable(filter):
+        raise TypeError(f"filter must be a function of path and variable, such as trainable_only('head.w'), got {filter!r:.80}")
     if callable(model) and not nn.variables(model):
         model = own_model(model, *(sharding.current() or (None, {})))
     trainable, rest = nn.partition(model, filter)
@@ -162,7 +168,7 @@ def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accum
     """The gradient of the mean loss, that mean, and the statistics of the whole batch."""
 
     def loss_of(trainable, batch, key, mean: bool):
-        loss, stats = loss_fn(nn.combine(trainable, state.rest), batch, key)
+        loss, stats = _checked(loss_fn(nn.combine(trainable, state.rest), batch, key))
         return loss / jnp.maximum(stats.tokens, 1) if mean else loss, stats
 
     def gradient(*args):
@@ -187,6 +193,13 @@ def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accum
     (grads, loss, stats), _ = jax.lax.scan(add, start, xs)
     count = jnp.maximum(stats.tokens, 1)
     return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, state.trainable), loss / count, stats
+
+
+def _checked(result: Any) -> tuple[Array, Stats]:
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Stats):
+        kinds = ", ".join(type(x).__name__ for x in (result if isinstance(result, tuple) else (result,)))
+        raise TypeError(f"a loss must return its sum over the target tokens and a training.Stats, got ({kinds})")
+    return result
 
 
 def _zeros_like(x: Any) -> Array:

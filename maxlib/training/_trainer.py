@@ -73,6 +73,7 @@ class Trainer:
         callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]]] = (),
         timeout: float | None = None,
     ):
+        _check(model, loader, eval_loader, eval_every, checkpointer, callbacks)
         if mesh is None and jax.process_count() > 1:
             raise ValueError(
                 f"{jax.process_count()} processes without a mesh would train as many models: pass mesh=, for example "
@@ -313,3 +314,22 @@ class Trainer:
             )
         except Exception as error:  # an estimate must not end a run
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
+
+
+def _check(model: Any, loader: Any, eval_loader: Any, eval_every: int, checkpointer: Any, callbacks: Any) -> None:
+    """Names what is not what it has to be, before anything is computed."""
+    if not callable(model):
+        raise TypeError(f"model must be an nnx.Module or a function that builds one, got {type(model).__name__}")
+    for name, one in (("loader", loader), ("eval_loader", eval_loader)):
+        if one is not None and not isinstance(one, StatefulLoader):
+            lacking = [n for n in ("__next__", "reset", "get_state", "set_state") if not hasattr(one, n)]
+            raise TypeError(
+                f"{name} must be a loader with a state, such as data.Loader; {type(one).__name__} lacks {', '.join(lacking)}"
+            )
+    if eval_every and eval_loader is None:
+        raise ValueError(f"eval_every={eval_every} needs an eval_loader, whose batches are evaluated")
+    if checkpointer is not None and not hasattr(checkpointer, "should_save"):
+        raise TypeError(f"checkpointer must be a checkpoint.Checkpointer(directory) or Tiers, got {checkpointer!r}")
+    for one in callbacks:
+        if not isinstance(one, tuple) or len(one) != 2 or not callable(one[1]):
+            raise TypeError(f"callbacks must be pairs (every, function), such as (1, f), got {one!r}")

@@ -69,8 +69,6 @@ def test_every_second_is_accounted_for_through_kills_and_a_wall_clock_that_goes_
     assert account.seconds["step"] == pytest.approx(sum(best.values()), abs=0.5)
     assert account.goodput == pytest.approx(account.seconds["step"] / account.wall)
     assert "steps done again" in str(account)
-    observability.plot_goodput(account, tmp_path / "goodput.png")
-    assert (tmp_path / "goodput.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_spans_are_exclusive(monkeypatch):

@@ -210,14 +210,3 @@ def test_describe_warns_of_what_is_held_more_often_than_others():
         sharding.describe(model, sharding.make_mesh(data=8), sharding.DP, large=large)
         sharding.describe(model, sharding.make_mesh(data=4, fsdp=2), sharding.FSDP, large=large)
         sharding.describe(model, sharding.make_mesh(context=4, fsdp=2), sharding.FSDP | sharding.CP_RING, large=large)
-
-
-def test_draw_shows_each_part_once():
-    mesh = sharding.make_mesh(data=2, fsdp=4)
-    table = jax.device_put(jnp.zeros((6, 8)), jax.NamedSharding(mesh, P(None, "fsdp")))
-    (seen,) = sharding.describe({"table": nnx.Param(table)}).parameters
-    assert (seen.path, seen.place, seen.bytes_per_device) == ("table", "- fsdp", 48)
-    ax = sharding.draw(table)
-    assert len(ax.patches) == 4 and {t.get_text() for t in ax.texts} == {f"{i}, {i + 4}" for i in range(4)}
-    with pytest.raises(ValueError, match="draw needs an array that has a sharding"):
-        sharding.draw(jax.ShapeDtypeStruct((2, 2), jnp.float32))

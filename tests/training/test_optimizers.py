@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, training, weights
-from maxlib.training._optimizers import decay_by_name
+from maxlib.training import _optimizers as optimizers
 from tests.training import tiny
 
 
@@ -39,7 +39,7 @@ def assert_decays_as_by_axes(family):
     with nn.skip_layer_check():
         model = jax.eval_shape(lambda: family.model(preset, rngs=nnx.Rngs(0)))
     params, _ = nn.partition(model)
-    assert decay_by_name(params) == training.decay_mask(model)(params)
+    assert optimizers.decay_by_name(params) == training.decay_mask(model)(params)
 
 
 def test_adamw_alone_decays_matrices():
@@ -116,7 +116,7 @@ def test_muon_makes_every_matrix_of_every_layer_and_expert_orthogonal():
     optimizer = training.muon(0.1, model=jax.eval_shape(build), weight_decay=0.0, clip=None)
     grads = {path: jax.random.normal(jax.random.key(i), p.shape) for i, (path, p) in enumerate(params.items())}
     updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(grads, params)
-    dims = training.optimizers.muon_dimensions(jax.eval_shape(build))
+    dims = optimizers.muon_dimensions(jax.eval_shape(build))
     rest = {nn.tree.pattern_path(path) for path in params} - {nn.tree.pattern_path(path) for path in dims}
     norms = {"llama.norm.scale", "llama.layers.attn_norm.scale", "llama.layers.mlp_norm.scale"}
     assert rest == {"llama.embed.w", "llama.head.w", "moe.router.gate.w"} | norms
