@@ -12,9 +12,10 @@ import grain
 class SkipBadRecords:
     """Leaves bad documents out, and stops the run when there are more than `limit` of them.
 
-        quarantine = SkipBadRecords(limit=100, path="runs/1/bad_records.jsonl") documents =
-        quarantine.guard(tokenize(array_record("corpus"), tokenizer), name="corpus") Loader(lambda part:
-        pack(documents.shuffle(seed=0).repeat()[part], length=512), batch_size=8, quarantine=quarantine)
+        quarantine = SkipBadRecords(limit=100, path="runs/1/bad_records.jsonl")
+        documents = quarantine.guard(tokenize(text_files("corpus"), tokenizer), name="corpus")
+        shuffled = documents.shuffle(seed=0).repeat()
+        Loader(lambda part: pack(shuffled[part], length=512), batch_size=8, quarantine=quarantine)
 
     `path` gets a line of JSON for each: `source`, `record` (its index) and `error`. Where the file exists already, its
     records are counted too, so a resumed run goes on counting. Several hosts need a path each. Files that are missing

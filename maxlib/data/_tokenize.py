@@ -25,7 +25,9 @@ def tokenize(
     named here.
     """
     if isinstance(tokenizer, str):
-        raise TypeError(f"tokenizer must be one, such as Tokenizer.from_file('tokenizer.json'), got the name {tokenizer!r}.")
+        raise TypeError(
+            f"tokenizer must be one, such as Tokenizer.from_file('tokenizer.json'), got the name {tokenizer!r}."
+        )
     return documents.map(partial(_with_tokens, tokenizer=tokenizer, bos_id=bos_id, eos_id=eos_id))
 
 

@@ -74,7 +74,9 @@ class Attention(nnx.Module):
                 "arrays of booleans have no place in it"
             )
         if not isinstance(rope, Rope | GridRope | None):
-            raise TypeError(f"rope must be an ops.Rope, such as Rope(head_dim), or None; got {type(rope).__name__} {rope!r:.40}")
+            raise TypeError(
+                f"rope must be an ops.Rope, such as Rope(head_dim), or None; got {type(rope).__name__} {rope!r:.40}"
+            )
         if rope is not None and rope.dim > H:
             raise ValueError(f"the rotary dimensions ({rope.dim}) must not exceed head_dim ({H})")
         self.q = Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)

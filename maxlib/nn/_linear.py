@@ -29,7 +29,9 @@ def check_ends(x: Any, letters: str, shape: tuple[int, ...], what: str) -> None:
 def draw_key(rngs: Any) -> Array:
     """Draws the key of one parameter. Raises TypeError unless `rngs` is an `nnx.Rngs`."""
     if not isinstance(rngs, nnx.Rngs):
-        raise TypeError(f"rngs must be an nnx.Rngs, got {type(rngs).__name__} {rngs!r:.40}; nnx.Rngs(0) makes one of a seed")
+        raise TypeError(
+            f"rngs must be an nnx.Rngs, got {type(rngs).__name__} {rngs!r:.40}; nnx.Rngs(0) makes one of a seed"
+        )
     return rngs.params()
 
 

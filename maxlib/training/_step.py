@@ -69,7 +69,9 @@ def make_state(
             f"optimizer must be a transformation as optax has them, such as training.adamw(1e-3), got {optimizer!r:.80}"
         )
     if not callable(filter):
-        raise TypeError(f"filter must be a function of path and variable, such as trainable_only('head.w'), got {filter!r:.80}")
+        raise TypeError(
+            f"filter must be a function of path and variable, such as trainable_only('head.w'), got {filter!r:.80}"
+        )
     if callable(model) and not nn.variables(model):
         model = own_model(model, *(sharding.current() or (None, {})))
     trainable, rest = nn.partition(model, filter)

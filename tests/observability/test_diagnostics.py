@@ -168,12 +168,13 @@ def test_a_trainer_with_everything_attached(tmp_path, monkeypatch, capsys):
 
 
 def test_a_report_compares_runs_and_takes_what_there_is(tmp_path, monkeypatch, capsys):
-    run = lambda name, rows, **config: Run(name, rows, None, config, [])
-    a = run("first", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}], rate=1, depth=2)
+    run = lambda name, rows, **config: Run(name, rows, None, config, [{"step": 1, "text": f"<i>{name}</i>"}])
+    a = run("<first>", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}], rate=1, depth=2)
     b = run("second", [{"step": 1, "loss": 1.5, "moe/load": [[0.5, 0.5], [1.0, 0.0]]}], rate=3, depth=2)
     html = page([a, b])
     assert '<tr class="differs"><th>rate</th><td>1</td><td>3</td></tr>' in html
     assert "<tr><th>depth</th><td>2</td><td>2</td></tr>" in html
+    assert "<i>" not in html and html.count("&lt;first&gt;") == 7 and "&lt;i&gt;second&lt;/i&gt;" in html
     assert html.count("<svg") == 2 and "Busiest expert" in html
     monkeypatch.setattr(sys, "argv", ["maxlib.training", "report", str(tmp_path)])
     assert main() == 2 and "has no metrics.jsonl" in capsys.readouterr().err
