@@ -32,13 +32,11 @@ class SkipBadRecords:
             self._seen = {(line["source"], line["record"]) for line in lines}
 
     def __len__(self) -> int:
-        """How many bad records there are."""
+        """Returns the number of bad records."""
         return len(self._seen)
 
     def guard(self, documents: grain.MapDataset, *, name: str = "") -> grain.MapDataset:
-        """The documents without those that raise an error, in this dataset or before it. To be called before
-        `shuffle`.
-        """
+        """Leaves out the documents that raise an error, in this dataset or before it. Call it before `shuffle`."""
         return _Guarded(documents, self, name)
 
     def add(self, source: str, record: int, error: Exception) -> None:

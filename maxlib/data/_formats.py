@@ -25,7 +25,7 @@ class Table(Protocol):
 
 
 def records(table: Table, *, field: str = "text") -> grain.MapDataset[Document]:
-    """Documents from a table of records by number, for example a Hugging Face `Dataset` or a `tfds.data_source`.
+    """Reads documents from a table of records by number, for example a Hugging Face `Dataset` or a `tfds.data_source`.
 
     What `field` holds decides what the document has: text (or UTF-8 bytes) `"text"`, integers `"tokens"`, objects with
     a role `"messages"`. Nothing is read here: a bad record is an error when it is reached, naming its number.
@@ -36,7 +36,7 @@ def records(table: Table, *, field: str = "text") -> grain.MapDataset[Document]:
 
 
 def parquet(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
-    """Documents from the column `field` of Parquet files, as in `records`. Needs pyarrow, of the extra `parquet`.
+    """Reads documents from the column `field` of Parquet files, as in `records`. Needs pyarrow, of the extra `parquet`.
 
     Random access reads a whole row group for a document; the last few are kept. Shuffled at large, tokenize ahead of
     time.
@@ -45,7 +45,7 @@ def parquet(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
 
 
 def files(paths: Paths, *, field: str = "text", document: Piece = "file") -> grain.MapDataset[Document]:
-    """Documents from files and folders of any of the formats, by the files' endings.
+    """Reads documents from files and folders of any of the formats, by the files' endings.
 
     `.jsonl`, `.parquet` and `.array_record` (records of JSON) have theirs in `field`; other files are
     text, of which one document is a "file", a "line" or a "paragraph" (see `text_files`).
@@ -76,13 +76,13 @@ class HFStream:
         self._transforms: tuple[Callable[[Document], Document], ...] = ()
 
     def map(self, transform: Callable[[Document], Document]) -> "HFStream":
-        """The stream with each document transformed."""
+        """Transforms each document of the stream."""
         new = copy.copy(self)
         new._transforms = (*self._transforms, transform)
         return new
 
     def __getitem__(self, part: slice) -> grain.IterDataset[Document]:
-        """The documents of one of the loader's shards."""
+        """Reads the documents of one of the loader's shards."""
         dataset: grain.IterDataset = _Stream(self._dataset, self._field, self._epochs, part)
         for transform in self._transforms:
             dataset = dataset.map(transform)
@@ -201,7 +201,7 @@ def _parquet_file(path: Path) -> Any:
 
 
 def _as_fields(record: Any, field: str, at: str) -> Document:
-    """The document that a record's field holds."""
+    """Makes a document of what a record's field holds."""
     value = record.get(field) if isinstance(record, Mapping) else None
     if isinstance(value, bytes):
         try:

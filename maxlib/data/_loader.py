@@ -26,22 +26,30 @@ State = dict[str, Any]
 class Loader:
     """Iterates over this host's rows of the global batches.
 
-    The global batch of `batch_size` rows is cut into `num_shards` virtual shards of equally many rows.
-    `rows_of_shard(part)` makes the rows of one shard; `part` is the `slice` of the documents that belongs to it:
+    The global batch of `batch_size` rows is cut into `num_shards` virtual shards of equally many rows. `rows_of_shard(part)`
+    makes the rows of one shard; `part` is the `slice` of the documents that belongs to it:
 
         Loader(lambda part: pack(documents[part], length=512), batch_size=8)
 
-    What a shard yields depends on `num_shards` alone, never on the hosts, so a run may continue on another number of
-    hosts with identical global batches. `num_shards` (default: the greatest common divisor of `batch_size` and 8) is
-    fixed for a run; where the hosts do not divide it, several read the same shard, and each hands out its own rows of
-    it. `shards` are those of this host (default: `host_shards`), of which it then hands out all rows; where the mesh
-    lays a batch out in another order than that of the processes, use `shards_of`.
+    What a shard yields depends on `num_shards` alone, never on the hosts, so a run may continue on another number of hosts
+    with identical global batches. Where the hosts do not divide `num_shards`, several read the same shard, and each hands
+    out its own rows of it.
 
     Iteration ends when every shard has run out, or after `num_batches`; a shard that runs out earlier gives rows of
-    padding. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the same
-    end, or `num_batches`. Each shard is read ahead by one thread, by up to `prefetch` batches, for packing gives rows
-    in bursts; a batch that does not come within `timeout` seconds is a `TimeoutError` that says where the reading
-    stands. `quarantine` is one that the documents go through, to be counted in `metrics()`.
+    padding. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the same end,
+    or `num_batches`. Each shard is read ahead by one thread, for packing gives rows in bursts. At the end of the program
+    the threads are told to stop, never killed.
+
+    Args:
+      rows_of_shard: from a shard's slice to its rows.
+      batch_size: rows of the global batch.
+      num_shards: fixed for a run; by default the greatest common divisor of `batch_size` and 8.
+      shards: those of this host, of which it hands out all rows; by default `host_shards`. Where the mesh lays a batch
+        out in another order than that of the processes, use `shards_of`.
+      num_batches: after which iteration ends; None goes on to the end of the data.
+      prefetch: batches that each shard is read ahead, at most.
+      timeout: seconds in which a batch must come; else a `TimeoutError` says where the reading stands.
+      quarantine: what the documents go through, to be counted in `metrics()`.
 
     Attributes:
       rows: the global rows that this host's batches hold, in order.
@@ -101,7 +109,7 @@ class Loader:
         return batch
 
     def metrics(self) -> dict[str, float]:
-        """What this host's shards have read for the batches handed out, since the beginning of the data.
+        """Counts what this host's shards have read for the batches handed out, since the beginning of the data.
 
         For example `data/tokens/web` of a mixture, `data/dropped_documents` of packing, `data/bad_records` of a
         quarantine. Packing reads ahead, so counts may be ahead of the batches; a resumed run counts as if never
@@ -115,7 +123,7 @@ class Loader:
         return {f"data/{name}": count for name, count in counts.items()}
 
     def get_state(self) -> dict[str, State]:
-        """The position after the last batch handed out: per shard of this host a dict that JSON can hold.
+        """Returns the position after the last batch handed out: per shard of this host a dict that JSON can hold.
 
         The states of all hosts together, `a | b | ...`, are the state of the run.
         """
@@ -180,7 +188,7 @@ class Loader:
         return lambda: rows(part).batch(size, drop_remainder=False)
 
     def _check_end(self) -> None:
-        """Every shard of this host has run out: ends the iteration, or leaves padding to be handed out."""
+        """Ends the iteration when every shard of this host has run out, or leaves padding to be handed out."""
         everything = len(self.shards) == self.num_shards
         if self._num_batches is None and everything and self.batches > 0:
             raise StopIteration
@@ -197,7 +205,7 @@ class Loader:
             )
 
     def _join(self, parts: list[Batch | None]) -> Batch:
-        """One batch of all shards, filled up with rows of padding."""
+        """Joins one batch of all shards, filled up with rows of padding."""
         size = self._batch_size // self.num_shards
         example = next((part for part in parts if part is not None), None)
         blank = self._blank if example is None else {name: _padding(name, a[:1]) for name, a in example.items()}
@@ -230,7 +238,7 @@ class Loader:
 
 
 def host_shards(num_shards: int, *, host: int | None = None, num_hosts: int | None = None) -> range:
-    """The consecutive virtual shards in which the rows of one host (default: this process among jax's) lie.
+    """Returns the consecutive virtual shards in which the rows of one host (default: this process among jax's) lie.
 
     Where the hosts do not divide the shards, some are in the range of two or more hosts.
     """
@@ -247,14 +255,14 @@ def _position(host: int | None, num_hosts: int | None) -> tuple[int, int]:
 
 
 def _own_rows(held: np.ndarray, batch_size: int) -> slice:
-    """Which of the held rows are this host's: all, unless other hosts read the same shards."""
+    """Selects this host's rows of those it holds: all, unless other hosts read the same shards."""
     host, num_hosts = _position(None, None)
     begin, end = (n * batch_size // num_hosts - int(held[0]) for n in (host, host + 1))
     return slice(begin, end)
 
 
 def shards_of(sharding: Any, *, batch_size: int, num_shards: int) -> list[int]:
-    """The virtual shards whose rows this process holds under a `jax.sharding.NamedSharding` of the batch.
+    """Returns the virtual shards whose rows this process holds under a `jax.sharding.NamedSharding` of the batch.
 
     Raises:
       ValueError: a shard's rows lie partly on this process.
@@ -292,7 +300,7 @@ class _Reader:
         self.thread.start()
 
     def where(self) -> str:
-        """The innermost lines of code that the thread stands at."""
+        """Returns the innermost lines of code that the thread stands at."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         return "".join(traceback.format_stack(frame)[-4:]) if frame else "  (the thread has ended)\n"
 
@@ -374,7 +382,7 @@ def _fill(array: np.ndarray, blank: np.ndarray, size: int) -> np.ndarray:
 
 
 def _to_json(state: Any) -> Any:
-    """A copy in JSON's types. JSON turns tuples into lists, with which grain would resume elsewhere: they are
+    """Copies a state into JSON's types. JSON turns tuples into lists, with which grain would resume elsewhere: they are
     marked.
     """
     match state:

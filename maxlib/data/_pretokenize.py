@@ -25,7 +25,7 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What files of tokens hold. `a + b` adds up, the longest document aside."""
+    """Counts of what files of tokens hold. `a + b` adds up, the longest document aside."""
 
     documents: int = 0
     tokens: int = 0
@@ -87,7 +87,7 @@ def write_tokens(
 
 
 def tokenized(directory: str | Path) -> grain.MapDataset[Document]:
-    """The documents `{"tokens": int32 array}` that `write_tokens` (`python -m maxlib.data tokenize`) wrote.
+    """Reads the documents `{"tokens": int32 array}` that `write_tokens` (`python -m maxlib.data tokenize`) wrote.
 
     Raises:
       FileNotFoundError: there is no manifest, or a file of it is missing.
@@ -110,7 +110,7 @@ def tokenized(directory: str | Path) -> grain.MapDataset[Document]:
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
-    """What was tokenized, how, and how much of it there is."""
+    """Reads what was tokenized, how, and how much of it there is."""
     path = Path(directory) / MANIFEST
     if not path.exists():
         raise FileNotFoundError(
@@ -131,7 +131,7 @@ def _decode(data: bytes, *, dtype: str) -> Document:
 
 
 def _job(documents: Any, tokenizer: Tokenizer, bos_id: Any, eos_id: Any, per_file: int, description: str) -> dict:
-    """What decides the files' contents, apart from the documents themselves."""
+    """Collects what decides the files' contents, apart from the documents themselves."""
     if documents is None or len(documents) == 0:
         raise ValueError("There is no document to tokenize.")
     return {
@@ -206,7 +206,7 @@ def _records(batches: Iterator[list[str]], tokenizer: Tokenizer, job: dict) -> I
 
 
 def _ahead(items: Iterator[Any], size: int = 4) -> Iterator[Any]:
-    """The same items, made by a thread of their own."""
+    """Yields the same items, made by a thread of their own."""
     ready: queue.Queue = queue.Queue(size)
     stop = threading.Event()
 
@@ -238,7 +238,7 @@ def _ahead(items: Iterator[Any], size: int = 4) -> Iterator[Any]:
 
 
 def _read_counts(path: Path) -> Counts | None:
-    """The counts of a file that is complete."""
+    """Reads the counts of a file that is complete."""
     return Counts(**json.loads(_counts_path(path).read_text(encoding="utf-8"))) if path.exists() else None
 
 

@@ -11,7 +11,7 @@ from maxlib.data._sources import Document
 
 @runtime_checkable
 class Encodes(Protocol):
-    """What `tokenizers.Tokenizer` and every Hugging Face tokenizer have in common."""
+    """Tokenizer: `tokenizers.Tokenizer`, or any of Hugging Face's."""
 
     def encode(self, text: Any, /, *, add_special_tokens: bool) -> Any: ...
 

@@ -21,7 +21,7 @@ _COUNT, _OWN = ("JAX_NUM_PROCESSES", "NNODES"), ("JAX_PROCESS_ID", "NODE_RANK", 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """What `initialize` found: by what, where process 0 waits, how many processes there are, and which one this is."""
+    """Processes of a run: by what they were found, where process 0 waits, how many there are, and which one this is."""
 
     found: str
     coordinator: str
@@ -111,7 +111,7 @@ def find(
     *,
     timeout: float = 300,
 ) -> Cluster | None:
-    """What `initialize` would use, without starting anything."""
+    """Finds what `initialize` would use, without starting anything."""
     given = (coordinator, num_processes, process_id)
     if any(value is not None for value in given):
         return _complete("arguments", *given)
@@ -146,7 +146,7 @@ def _with_port(found: str, coordinator: str) -> str:
 
 
 def _number(env: Mapping[str, str], *names: str) -> int | None:
-    """The first of these that is set, None where that is no number."""
+    """Reads the first of these that is set, None where that is no number."""
     value = next((env[name] for name in names if env.get(name)), "")
     return int(value) if value.isdecimal() else None
 
@@ -176,8 +176,9 @@ def _address(env: Mapping[str, str]) -> str | None:
 
 
 def _job_set(env: Mapping[str, str]) -> Cluster | None:
-    """From the names that a JobSet's pods bear, so that no Kubernetes API is asked (TPU pods know more by
-    themselves)."""
+    """Reads the names that a JobSet's pods bear, so that no Kubernetes API is asked (TPU pods know more by
+    themselves).
+    """
     names = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_COMPLETION_INDEX")
     pods, jobs = _number(env, "JAX_PROCESSES_PER_JOB", "NNODES"), _number(env, "JOBSET_REPLICAS") or 1
     if not all(name in env for name in names) or pods is None or "TPU_WORKER_HOSTNAMES" in env:
@@ -190,7 +191,7 @@ def _job_set(env: Mapping[str, str]) -> Cluster | None:
 
 
 def _one_task_a_node(env: Mapping[str, str]) -> Cluster | None:
-    """SLURM with one task on each node, which owns all of the node's GPUs: jax would leave it one."""
+    """Finds SLURM with one task on each node, which owns all of the node's GPUs: jax would leave it one."""
     gpus = _number(env, "SLURM_GPUS_ON_NODE")
     if gpus is None or not env.get("SLURM_NTASKS") or env["SLURM_NTASKS"] != env.get("SLURM_STEP_NUM_NODES"):
         return None
@@ -199,7 +200,7 @@ def _one_task_a_node(env: Mapping[str, str]) -> Cluster | None:
 
 
 def _open_mpi(env: Mapping[str, str]) -> Cluster | None:
-    """Open MPI 5, which no longer sets the variable that jax reads."""
+    """Finds Open MPI 5, which no longer sets the variable that jax reads."""
     count, own = _number(env, "OMPI_COMM_WORLD_SIZE"), _number(env, "OMPI_COMM_WORLD_RANK")
     if count is None or own is None or "OMPI_MCA_orte_hnp_uri" in env:
         return None

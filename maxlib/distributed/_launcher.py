@@ -30,15 +30,23 @@ class Locked(RuntimeError):
 def launch(
     command: Sequence[str], directory: Path, *, processes: Sequence[int], retries: int = 1, grace: float = 10.0
 ) -> int:
-    """Runs `command` as several processes until all of them end well; returns the status to exit with.
+    """Runs `command` as several processes until all of them end well. SIGTERM and Ctrl-C are passed on, so that the run
+    saves and ends; a second one kills it.
 
-    directory: the run's own, for the lock and a journal; the steps in its `metrics.jsonl` show whether the run comes
-    forward. processes: how many to start. After `retries` restarts in succession that brought the run no further, one
-    does not come back, and the next number is tried. grace: seconds that the others have to end by themselves when one
-    has died.
+    Args:
+      command: what each process runs.
+      directory: the run's own, for the lock and a journal; the steps in its `metrics.jsonl` show whether it comes
+        forward.
+      processes: how many to start, and how many when one does not come back: falling numbers.
+      retries: restarts in succession without progress before the next number is tried.
+      grace: seconds that the others have to end by themselves when one has died.
 
-    SIGTERM and Ctrl-C are passed on, so that the run saves and ends; a second one kills it. Raises Locked when another
-    launcher, or what is left of its processes, uses `directory`, and ValueError for numbers that do not fit.
+    Returns:
+      The status to exit with.
+
+    Raises:
+      Locked: another launcher, or what is left of its processes, uses `directory`.
+      ValueError: the numbers do not fit.
     """
     _check(processes, retries)
     for count in processes:
@@ -62,7 +70,7 @@ def launch(
 
 
 def furthest(directory: Path) -> int:
-    """The last step that `metrics.jsonl` knows, -1 without any."""
+    """Returns the last step that `metrics.jsonl` knows, -1 without any."""
     path = directory / "metrics.jsonl"
     if not path.exists():
         return -1
@@ -73,7 +81,7 @@ def furthest(directory: Path) -> int:
 
 
 def _step(line: bytes) -> int | None:
-    """None for a line that was cut short."""
+    """Reads the step of a line; None for one that was cut short."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -82,7 +90,7 @@ def _step(line: bytes) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How an attempt ended: `process` is the first that did not end well, None if all did."""
+    """End of an attempt: `process` is the first that did not end well, None if all did."""
 
     process: int | None = None
     status: int = 0
@@ -137,12 +145,12 @@ class _Attempt:
         return ended if ended.process is not None else self._first_failure()
 
     def _first_failure(self) -> Ended:
-        """A process that was killed before one that ended because of that."""
+        """Finds the process that failed first: one that was killed comes before one that ended because of that."""
         bad = [(child.returncode >= 0, i) for i, child in enumerate(self.children) if child.poll()]
         return Ended(min(bad)[1], self.children[min(bad)[1]].returncode) if bad else Ended()
 
     def _send(self, number: int) -> None:
-        """To each process and what it has started."""
+        """Sends a signal to each process and what it has started."""
         for child in self.children:
             if child.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -159,7 +167,7 @@ def _check(processes: Sequence[int], retries: int) -> None:
 
 
 def _share(count: int, process: int) -> dict[str, str]:
-    """The GPUs of one process: an equal part of those in CUDA_VISIBLE_DEVICES, where that is set."""
+    """Gives one process an equal part of the GPUs in CUDA_VISIBLE_DEVICES, where that is set."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = listed.split(",") if listed else []
     if len(devices) % count:
@@ -175,7 +183,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[int]:
-    """The descriptor of the lock; whoever inherits it holds the lock too."""
+    """Locks the directory. Yields the descriptor of the lock; whoever inherits it holds the lock too."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("a+") as file:
         try:
@@ -194,7 +202,7 @@ def _locked(directory: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The numbers of the signals that ask for an end, as they come."""
+    """Collects the numbers of the signals that ask for an end, as they come."""
     asked: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, lambda number, frame: asked.append(number)) for number in numbers]

@@ -19,7 +19,8 @@ Counts = list[tuple[float, Any]]
 
 
 def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any) -> float:
-    """Model FLOPs of one training step: three times those of the loss (a backward pass has two matmuls for each one).
+    """Counts the model FLOPs of one training step: three times those of the loss (a backward pass has two matmuls for
+    each one).
 
     Recomputation by remat and whatever is no matmul do not count, and frozen parameters count like others. For a
     decoder this is `6 N T + 6 L pairs heads (Hk + Hv)`: N weights in matmuls, T tokens, L layers, pairs of a query and
@@ -30,7 +31,7 @@ def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any) -> float
 
 
 def forward_flops(fn: Callable[..., Any], *args: Any) -> float:
-    """FLOPs of the matmuls and convolutions in `fn(*args)`: two for each multiplication with its addition.
+    """Counts the FLOPs of the matmuls and convolutions in `fn(*args)`: two for each multiplication with its addition.
 
     The body of a `lax.scan` counts as often as it runs, of a `lax.cond` the dearest branch. Attention counts the pairs
     that its masks leave; documents count where `args` hold the integers that mark them, while a `jax.ShapeDtypeStruct`
@@ -68,7 +69,7 @@ def peak_flops() -> float | None:
 
 @functools.cache
 def _measured_peak(size: int = 1024, rounds: int = 8) -> float:
-    """The best of a few square matmuls, which take about 0.3 s in all."""
+    """Measures the best of a few square matmuls, which take about 0.3 s in all."""
     x = jnp.ones((size, size), jnp.float32)
     dot = jax.jit(jnp.dot).lower(x, x).compile()
     seconds = []
@@ -100,7 +101,7 @@ def _walk(traced: Any, known: Sequence[Any], times: float, counts: Counts) -> li
 
 
 def _count(eqn: Any, known: list[Any], times: float, counts: Counts) -> list[Any]:
-    """One equation. Its outputs are known (not None) where they are integers that follow from known ones."""
+    """Counts one equation. Its outputs are known (not None) where they are integers that follow from known ones."""
     name, params, unknown = eqn.primitive.name, eqn.params, [None] * len(eqn.outvars)
     if name in _RULES:
         _RULES[name](eqn, known, times, counts)
@@ -133,7 +134,7 @@ def _dot(eqn, known, times, counts):
 
 
 def _ragged_dot(eqn, known, times, counts):
-    """Every row meets one group, whether the rows are kept or summed over."""
+    """Counts each row with one group, whether the rows are kept or summed over."""
     dims = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = dims.dot_dimension_numbers
     lhs, out = eqn.invars[0].aval.shape, math.prod(eqn.outvars[0].aval.shape)
@@ -177,12 +178,12 @@ def _cond(eqn, known, times, counts):
 
 
 def _shard_map(eqn, known, times, counts):
-    """Every device of the mesh does what the body says."""
+    """Counts the body once for every device of the mesh."""
     _walk(eqn.params["jaxpr"], [None] * len(known), times * eqn.params["mesh"].size, counts)
 
 
 def _pallas_call(eqn, known, times, counts):
-    """By the kernel's own estimate: its body says nothing about how often a tile is skipped."""
+    """Takes the kernel's own estimate: its body says nothing about how often a tile is skipped."""
     estimate = eqn.params.get("cost_estimate")
     if estimate is None:
         warnings.warn(

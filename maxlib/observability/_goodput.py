@@ -53,7 +53,7 @@ class Clock:
 
     @contextlib.contextmanager
     def span(self, name: str | None) -> Iterator[None]:
-        """The body's time counts as `name`, but for the spans inside it. None: as what surrounds it."""
+        """Counts the body's time as `name`, but for the spans inside it. None: as what surrounds it."""
         if name is None:
             yield
             return
@@ -65,9 +65,7 @@ class Clock:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around all that step `number` does. Its time counts as `redone` where a run before this one had come as
-        far.
-        """
+        """Counts all that step `number` does; as `redone` where a run before this one had come as far."""
         with self.span("step" if number > self._before else "redone"):
             self._base = "idle"
             yield
@@ -106,8 +104,8 @@ class Clock:
         _ticker.start(self)
 
     def _write(self, *, seconds: dict[str, float] | None = None, **line: Any) -> None:
-        """One write of one whole line, which a kill cannot cut. What cannot be written (a full disk) waits for the next
-        time.
+        """Writes one whole line at once, which a kill cannot cut. What cannot be written (a full disk) waits for the
+        next time.
         """
         self._written = time.monotonic()
         if self._path is not None:
@@ -172,7 +170,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def _position(path: Path | None) -> tuple[int, int]:
-    """The number of the session that begins now, and the highest step that those before it had finished."""
+    """Returns the number of the session that begins now, and the highest step that those before it had finished."""
     lines = [] if path is None else _lines(path)
     session = max((line["session"] for line in lines), default=-1) + 1
     return session, max((line.get("step", 0) for line in lines), default=0)
@@ -197,7 +195,7 @@ def _boot() -> str | None:
 
 
 def _age() -> float:
-    """For how long this program has run, for its first clock; sessions with a prompt begin with the clock."""
+    """Returns for how long this program has run, for its first clock; sessions with a prompt begin with the clock."""
     if next(_clocks) or getattr(sys, "ps1", None) or "ipykernel" in sys.modules:
         return 0.0
     try:
@@ -226,7 +224,7 @@ class Account:
 
     @property
     def goodput(self) -> float:
-        """The share of the time in which the run came forward."""
+        """Returns the share of the time in which the run came forward."""
         return self.seconds.get("step", 0.0) / self.wall if self.wall else 0.0
 
     def __str__(self) -> str:
@@ -236,7 +234,7 @@ class Account:
 
 
 def goodput(directory: str | Path) -> Account:
-    """The account of the run in `directory`, from the begin of its first process to the last line of its last.
+    """Adds up the account of the run in `directory`, from the begin of its first process to the last line of its last.
 
     Time within a process is monotonic, and so is the time between two processes of one boot: setting the wall clock
     changes nothing. Between two boots or machines the wall clock counts, and a jump back counts as no time. Raises

@@ -26,7 +26,7 @@ class Writer(Protocol):
     """Takes metrics: numbers, or small arrays such as one number per layer."""
 
     def resume(self, step: int) -> None:
-        """Training goes on after `step`: forget what was written for later ones."""
+        """Forgets what was written after `step`, from which training goes on."""
         ...
 
     def write(self, step: int, values: Values) -> None: ...
@@ -70,12 +70,12 @@ class Reports(Protocol):
 
 
 def reported(part: object) -> Values:
-    """The metrics of a part that has any."""
+    """Returns the metrics of a part that has any."""
     return part.metrics() if isinstance(part, Reports) else {}
 
 
 def reported_by_all(part: object) -> Values:
-    """The same of counts, summed over processes, which all have to call this."""
+    """Sums the counts that a part reports over all processes, each of which has to call this."""
     everyone = distributed.allgather_json(dict(reported(part)))
     names = sorted({name for counts in everyone for name in counts})
     return {name: sum(counts.get(name, 0) for counts in everyone) for name in names}
@@ -118,7 +118,7 @@ class Jsonl:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """All lines that a `Jsonl` wrote, without a last one that was cut short."""
+    """Reads all lines that a `Jsonl` wrote, without a last one that was cut short."""
     return [json.loads(line) for line in Path(path).read_text().splitlines() if _step(line) is not None]
 
 
@@ -167,7 +167,7 @@ class Console:
             self._bar.start()
 
     def log(self, text: str) -> None:
-        """A line of its own."""
+        """Prints a line of its own."""
         self.terminal.print(text, markup=False, highlight=False)
 
     def resume(self, step: int) -> None: ...
@@ -250,7 +250,7 @@ def _summary(values: Values) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON's types, with null for what JSON cannot say."""
+    """Turns a value into JSON's types, with null for what JSON cannot say."""
     value = np.asarray(value)
     if value.dtype.kind == "b" or value.dtype.kind in "iu":
         return value.tolist()
@@ -268,7 +268,7 @@ def _names(values: Values) -> tuple[str, ...]:
 
 
 def _step(line: str) -> int | None:
-    """The step of a whole line; None for one that was cut short."""
+    """Reads the step of a whole line; None for one that was cut short."""
     try:
         return json.loads(line)["step"]
     except (json.JSONDecodeError, KeyError, TypeError):

@@ -42,7 +42,7 @@ class Chart:
 def lines(
     title: str, what: str, series: list[Series], *, log: bool = False, zero: bool = False, x: str = "step"
 ) -> Chart | None:
-    """One line per run, with its moving mean where there are many points; None when there is nothing to draw."""
+    """Draws one line per run, with its moving mean where there are many points; None when there is nothing to draw."""
     if not any(np.isfinite(values).any() for _, values in series):
         return None
     figure, axes = _axes(x)
@@ -56,7 +56,7 @@ def lines(
 
 
 def loss(pairs: list[tuple[Series, Series]]) -> Chart | None:
-    """Training loss, faint as it is and strong as a moving mean, and the validation loss as points."""
+    """Draws the training loss, faint as it is and strong as a moving mean, and the validation loss as points."""
     if not any(np.isfinite(values).any() for pair in pairs for _, values in pair):
         return None
     figure, axes = _axes("step")
@@ -75,7 +75,7 @@ def _line(axes, i: int, series: Series) -> None:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """A moving mean over the 2% of the values around each one, without what is not finite."""
+    """Averages over the 2% of the values around each one, without what is not finite."""
     half = len(values) // 100
     good = np.isfinite(values)
     total = np.concatenate([np.zeros(1), np.cumsum(np.where(good, values, 0.0))])
@@ -87,7 +87,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def binned(steps: np.ndarray, values: np.ndarray, most: int = 500) -> Series:
-    """At most `most` points, each the mean of its neighbours."""
+    """Returns at most `most` points, each the mean of its neighbours."""
     if len(values) <= most:
         return steps, values
     parts = np.array_split(np.arange(len(values)), most)
@@ -104,7 +104,7 @@ def _colour(i: int) -> str:
 
 
 def _decades(axes) -> None:
-    """A logarithmic axis with plain numbers."""
+    """Sets a logarithmic axis with plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_yscale("log")

@@ -37,7 +37,7 @@ LAYERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run's directory holds."""
+    """Contents of a run's directory."""
 
     name: str
     rows: list[dict[str, Any]]
@@ -46,24 +46,30 @@ class Run:
     samples: list[dict[str, Any]]
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a metric that is a number; NaN where it was not finite."""
+        """Returns steps and values of a metric that is a number; NaN where it was not finite."""
         found = [(row["step"], row[name]) for row in self.rows if name in row and not isinstance(row[name], list)]
         steps, values = zip(*found, strict=True) if found else ((), ())
         return np.array(steps, float), np.array([np.nan if v is None else v for v in values], float)
 
     def arrays(self, name: str) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Steps and values of a metric that is an array."""
+        """Returns steps and values of a metric that is an array."""
         found = [(row["step"], np.array(row[name], float)) for row in self.rows if isinstance(row.get(name), list)]
         return np.array([step for step, _ in found], float), [value for _, value in found]
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
-    """Writes one page about `runs`, directories that a Trainer wrote to: loss, speed, goodput, memory, samples,
-    configuration.
+    """Writes one page about runs: loss, speed, goodput, memory, samples, configuration. Needs matplotlib.
 
-    out: default is `report.html` in the first of them. It takes what it finds: `metrics.jsonl` must be there,
-    `goodput.jsonl`, `config.json` and `samples.jsonl` may. Needs matplotlib. Raises FileNotFoundError for a directory
-    without metrics.
+    Args:
+      runs: directories that a Trainer wrote to. `metrics.jsonl` must be there; `goodput.jsonl`, `config.json` and
+        `samples.jsonl` may.
+      out: file to write; by default `report.html` in the first run.
+
+    Returns:
+      The file.
+
+    Raises:
+      FileNotFoundError: a directory has no metrics.
     """
     if not runs:
         raise ValueError("report needs at least one run's directory")
@@ -190,7 +196,7 @@ def _settings(runs: list[Run]) -> dict[str, list[str]]:
 
 
 def _loss_name(run: Run, prefix: str) -> str:
-    """The cross-entropy alone where it is known, else what is minimized."""
+    """Names the cross-entropy alone where it is known, else what is minimized."""
     return next((prefix + n for n in ("nll", "loss") if any(prefix + n in row for row in run.rows)), prefix + "loss")
 
 
@@ -219,7 +225,7 @@ def _last(values: np.ndarray) -> float | None:
 
 
 def _compact(number: float) -> str:
-    """Three digits and a unit: 16.4M."""
+    """Writes three digits and a unit: 16.4M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"

@@ -72,7 +72,7 @@ def save_tokenizer(
 
 
 def _with_template(tokenizer: Tokenizer, bos_token: str | None) -> Tokenizer:
-    """A copy whose encoding begins with `bos_token`."""
+    """Copies a tokenizer so that its encoding begins with `bos_token`."""
     copy = Tokenizer.from_str(tokenizer.to_str())
     if bos_token is not None and copy.post_processor is None:
         copy.post_processor = processors.TemplateProcessing(

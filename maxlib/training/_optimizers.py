@@ -79,13 +79,23 @@ def muon(
     clip: float | None = 1.0,
     moments: Any = jnp.float32,
 ) -> optax.GradientTransformation:
-    """Muon for the matrices inside layers, AdamW for the rest: embeddings, head, routers, norms, biases
-    (arXiv:2502.16982).
+    """Returns Muon (arXiv:2502.16982) for the matrices inside layers, and AdamW for embeddings, head, routers, norms,
+    biases.
 
-    model: gives the axes; `jax.eval_shape` of a model does. Each matrix is made orthogonal as inputs x outputs, heads
-    together, every layer and every expert by itself. Its update is scaled to the size of Adam's, so `learning_rate` and
-    `weight_decay` mean what they mean there. adam_learning_rate: for the rest, if it shall differ. moments: as in
-    `adamw`.
+    Each matrix is made orthogonal as inputs x outputs, heads together, every layer and every expert by itself. Its
+    update is scaled to the size of Adam's, so `learning_rate` and `weight_decay` mean what they mean there.
+
+    Args:
+      learning_rate: a number, or a schedule from step to number.
+      model: gives the axes; `jax.eval_shape` of a model does.
+      adam_learning_rate: that of AdamW; None is the same.
+      weight_decay: as in `adamw`.
+      beta: decay of Muon's momentum.
+      b1: as in `adamw`.
+      b2: as in `adamw`.
+      eps: as in `adamw`.
+      clip: as in `adamw`.
+      moments: as in `adamw`.
     """
     dims = muon_dimensions(model)
 
@@ -119,7 +129,7 @@ def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> opt
 
 
 def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]:
-    """Which dimensions of each matrix are its inputs and which its outputs, by path; all before them are counted
+    """Finds which dimensions of each matrix are its inputs and which its outputs, by path; all before them are counted
     through.
     """
     found = {}
@@ -150,7 +160,7 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
 
 def decay_mask(model: Any) -> Mask:
-    """Weights with two or more axes decay, embeddings among them; norm scales, biases and sinks do not.
+    """Chooses weights with two or more axes, embeddings among them, and no norm scales, biases or sinks.
 
     Axes are counted by their names (`nn.tree.axes`), so a norm scale that a stack holds as a matrix is still a
     vector. Works on `jax.eval_shape` of a model too.
@@ -162,8 +172,8 @@ def decay_mask(model: Any) -> Mask:
 
 
 def width_factors(model: Any, base: Any) -> dict[str, float]:
-    """By how much Adam's learning rate shrinks per weight from `base` to the wider `model`, for `scale_by_path` (muP,
-    arXiv:2203.03466).
+    """Computes by how much Adam's learning rate shrinks per weight from `base` to the wider `model`, for
+    `scale_by_path` (muP, arXiv:2203.03466).
 
     model, base: the same model in two widths; `jax.eval_shape` of them does. What sums over its inputs, layers'
     matrices and a head of its own, gets base inputs / inputs; embeddings, norms and biases keep their rate. A rate that
@@ -180,8 +190,8 @@ def width_factors(model: Any, base: Any) -> dict[str, float]:
 
 
 def width_scaled(model: Model, base: Any) -> Model:
-    """`model`, fresh, with initial values as muP wants them: a head of its own is base inputs / inputs as large. See
-    `width_factors`.
+    """Scales the initial values of a fresh `model` as muP wants them: a head of its own is base inputs / inputs as
+    large. See `width_factors`.
 
     All other default initial values have the right size already: 1 / sqrt(inputs) in matrices, the same at all widths
     in embeddings.
@@ -193,7 +203,7 @@ def width_scaled(model: Model, base: Any) -> Model:
 
 
 def _inputs(model: Any, summed: dict[str, tuple[str, ...]]) -> dict[str, int]:
-    """How many inputs each matrix sums over, by logical path."""
+    """Counts the inputs that each matrix sums over, by pattern path."""
     sizes = {}
     for path, variable in nn.variables(model).items():
         names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape

@@ -36,7 +36,7 @@ class TrainState:
 
     @property
     def model(self) -> Any:
-        """The model, made of this state's own arrays."""
+        """Combines the model of this state's own arrays."""
         return nn.combine(self.trainable, self.rest)
 
 
@@ -103,17 +103,24 @@ def make_train_step(
     schedule: optax.Schedule | None = None,
     gradients: Gradients | None = None,
 ) -> Step:
-    """`step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
-
-    loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean.
-    accumulate: how many microbatches a batch is computed in; they are weighted by their numbers of targets, so the mean
-    is that of the whole batch. schedule: only reported, as `learning_rate`. gradients: what finds the gradient in place
-    of autodiff of `loss_fn`, such as `one_f_one_b`: `(trainable, rest, batch, key) -> (gradients of the mean, mean,
-    Stats)`. Raises ValueError for both `gradients` and `accumulate`; the step does for a batch whose rows (of each
-    microbatch) or sequence the mesh does not divide by the sharding rules in use.
+    """Makes `step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
     Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient
-    is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
+      is
+    not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
+
+    Args:
+      loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean.
+      optimizer: of `{path: array}`.
+      accumulate: number of microbatches that a batch is computed in; they are weighted by their numbers of targets, so
+        the mean is that of the whole batch.
+      schedule: only reported, as `learning_rate`.
+      gradients: finds the gradient in place of autodiff of `loss_fn`, as `one_f_one_b` does: `(trainable, rest, batch,
+        key) -> (gradients of the mean, mean, Stats)`.
+
+    Raises:
+      ValueError: both `gradients` and `accumulate` are given; by the step, for a batch whose rows (of each microbatch)
+        or sequence the mesh does not divide by the sharding rules in use.
     """
     if gradients is not None and accumulate > 1:
         raise ValueError(
@@ -147,7 +154,7 @@ def make_train_step(
 
 
 def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
-    """`step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`."""
+    """Makes `step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`."""
 
     def step(state: TrainState, batch: Batch) -> Stats:
         loss, stats = loss_fn(state.model, jax.tree.map(_by_rows, batch), state.key)
@@ -157,17 +164,17 @@ def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
 
 
 def jit_step(step: Step) -> Step:
-    """`step` compiled, with its state donated: after a call only the state it returned exists."""
+    """Compiles `step` with its state donated: after a call only the state it returned exists."""
     return jax.jit(step, donate_argnums=0)
 
 
 def means(stats: Stats) -> Metrics:
-    """A loss's sums per target token."""
+    """Divides a loss's sums by the number of target tokens."""
     return {name: value / jnp.maximum(stats.tokens, 1) for name, value in stats.sums.items()}
 
 
 def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accumulate: int) -> tuple[Any, Array, Stats]:
-    """The gradient of the mean loss, that mean, and the statistics of the whole batch."""
+    """Computes the gradient of the mean loss, that mean, and the statistics of the whole batch."""
 
     def loss_of(trainable, batch, key, mean: bool):
         loss, stats = _checked(loss_fn(nn.combine(trainable, state.rest), batch, key))
@@ -209,7 +216,9 @@ def _zeros_like(x: Any) -> Array:
 
 
 def _microbatches(x: Array, count: int) -> Array:
-    """Microbatch `i` takes every `count`-th row: rows that are spread over devices stay evenly spread."""
+    """Splits a batch: microbatch `i` takes every `count`-th row, so rows that are spread over devices stay evenly
+    spread.
+    """
     if x.shape[0] % count:
         raise ValueError(f"accumulate={count} must divide the batch's {x.shape[0]} rows; change one of them")
     return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
@@ -224,7 +233,9 @@ def _names(x: Array) -> tuple[str | None, ...]:
 
 
 def _check_divides(x: Array, accumulate: int) -> None:
-    """What does not divide, `constrain` leaves whole, as decoding wants it: each device would train on all of it."""
+    """Refuses what does not divide: `constrain` leaves it whole, as decoding wants it, and each device would train on
+    all of it.
+    """
     if (now := sharding.current()) is None:
         return
     mesh, stages = now[0], sharding.mesh_axes("layers")  # which share the rows where they can
@@ -265,7 +276,7 @@ def _place(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = Fa
 
 
 def _everywhere(tree: Any) -> Any:
-    """On every device, so that every host can read it."""
+    """Replicates on every device, so that every host can read it."""
     if sharding.current() is None:
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), tree)

@@ -35,21 +35,42 @@ class Diverged(FloatingPointError):
 
 
 class Trainer:
-    """Trains `model` on `loader` and owns what it trains: the model it was given stays as it is.
+    """Loop around `make_train_step` that restores, saves, evaluates, measures and stops.
 
-    model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall
-    live. loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` and
-    `goodput.jsonl` go. mesh, rules: how everything is sharded (default rules: `sharding.FSDP_TP`). gradients: what
-    finds the gradient in place of autodiff of `loss`, such as `one_f_one_b`; `loss` is then that of evaluation. filter:
-    what is trained. schedule: only reported. eval_loader: read from its start to its end every `eval_every` steps and
-    at the end. exports: such as `HuggingFaceExport`; also made at the end, and at the start where the run before was
-    killed in one. callbacks: pairs `(n, f)`; `f(trainer)` runs after every `n` steps, and its time counts as training
-    only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
-    ends the process and says what it waited for.
+    It owns what it trains: the model it was given stays as it is.
 
-    Attributes: `state` (live; the next step deletes its arrays), `model` (a copy), `step` (how many are done), `batch`
-    (of that step, where it was put), `train_step` (compiled), `writers` (more may be appended), `console`, `clock`
-    (where time goes).
+    Args:
+      model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall
+        live.
+      optimizer: of `{path: array}`, such as `adamw(1e-3)`.
+      loader: this host's rows of every batch, with a state; see `StatefulLoader`.
+      loss: see `make_train_step`; give options with `functools.partial`.
+      directory: where `metrics.jsonl` and `goodput.jsonl` go.
+      mesh, rules: how everything is sharded (default rules: `sharding.FSDP_TP`).
+      accumulate: number of microbatches that a batch is computed in.
+      gradients: finds the gradient in place of autodiff of `loss`, as `one_f_one_b` does; `loss` is then that of
+        evaluation.
+      filter: what is trained.
+      schedule: only reported, as `learning_rate`.
+      eval_loader: read from its start to its end every `eval_every` steps and at the end.
+      eval_every: steps between evaluations; 0 evaluates at the end only.
+      checkpointer: saves by its own policy, and at the end.
+      exports: such as `HuggingFaceExport`; also made at the end, and at the start where the run before was killed in
+        one.
+      callbacks: pairs `(n, f)`; `f(trainer)` runs after every `n` steps, and its time counts as training only if n is
+        1.
+      timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which ends the process
+        with status 75 after printing what it waited for and every thread's stack. None, the default, ends nothing.
+
+    Attributes:
+      state: live; the next step deletes its arrays.
+      model: a copy.
+      step: number of steps done.
+      batch: that of the last step, where it was put.
+      train_step: compiled.
+      writers: where metrics go; more may be appended.
+      console: the terminal.
+      clock: where time goes.
     """
 
     def __init__(
@@ -104,7 +125,7 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The model as it is now, in arrays of its own."""
+        """Copies the model as it is now, in arrays of its own."""
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), self.state.model)
 
     def restore(self, *, resume_from: str | Path | None = None, params_from: str | Path | None = None) -> str:
@@ -149,7 +170,7 @@ class Trainer:
         return self._last
 
     def evaluate(self) -> dict[str, Any]:
-        """The metrics over the whole of `eval_loader`, written as `eval/...`."""
+        """Computes the metrics over the whole of `eval_loader`, written as `eval/...`."""
         if self.eval_loader is None:
             raise ValueError("this trainer has no eval_loader; give it one, or call training.evaluate")
         self._flush()
@@ -173,12 +194,12 @@ class Trainer:
         self._saving.start(self.step, self.state, self.loader.get_state(), self._last, urgent=urgent)
 
     def log(self, text: str) -> None:
-        """A line on the terminal of the first process."""
+        """Prints a line on the terminal of the first process."""
         if jax.process_index() == 0:
             self.console.log(text)
 
     def sharded(self) -> contextlib.AbstractContextManager:
-        """The context in which this trainer's computations run: its mesh and rules."""
+        """Returns the context in which this trainer's computations run: its mesh and rules."""
         return contextlib.nullcontext() if self.mesh is None else sharding.use(self.mesh, self.rules)
 
     @contextlib.contextmanager
@@ -235,8 +256,8 @@ class Trainer:
         self._report(ready)
 
     def _write_counts(self) -> None:
-        """What the loaders of several processes count, summed where these meet; of one, every step's metrics hold
-        it.
+        """Writes what the loaders of several processes count, summed where these meet; of one, every step's metrics
+        hold it.
         """
         if jax.process_count() == 1 or self._counts_at == self.step:
             return
@@ -249,7 +270,7 @@ class Trainer:
         return every > 0 and self.step > 0 and self.step % every == 0
 
     def _in_between(self) -> None:
-        """What is due after this step."""
+        """Runs what is due after this step."""
         for every, callback in self.callbacks:
             if self._due(every):
                 if every > 1:  # what is rare may be slow: its time is not that of a step
@@ -291,9 +312,7 @@ class Trainer:
                 )
 
     def _make_up(self) -> None:
-        """What was due after the restored step and was cut short: its evaluation, its exports, and checkpoints in tiers
-        slower than the one it came from.
-        """
+        """Runs the evaluation, exports and slower tiers' checkpoints that the restored step still owed."""
         if self._due(self.eval_every) and not any(name.startswith("eval/") for name in self._last):
             self.evaluate()
         self._saving.export(self.step, self.state, missing=True)
@@ -306,7 +325,7 @@ class Trainer:
             self._saving.wait()
 
     def _count_flops(self, batch: Batch) -> None:
-        """What a step costs, by this host's rows of its first batch."""
+        """Counts what a step costs, by this host's rows of its first batch."""
         self._counted = True
         try:
             self._meter.flops = jax.process_count() * flops.training_flops(
