@@ -26,19 +26,19 @@ State = dict[str, Any]
 class Loader:
     """Iterates over this host's rows of the global batches.
 
-    The global batch of `batch_size` rows is cut into `num_shards` virtual shards of equally many rows. `rows_of_shard(part)`
-    makes the rows of one shard; `part` is the `slice` of the documents that belongs to it:
+    The global batch of `batch_size` rows is cut into `num_shards` virtual shards of equally many rows.
+    `rows_of_shard(part)` makes the rows of one shard; `part` is the `slice` of the documents that belongs to it:
 
         Loader(lambda part: pack(documents[part], length=512), batch_size=8)
 
-    What a shard yields depends on `num_shards` alone, never on the hosts, so a run may continue on another number of hosts
-    with identical global batches. Where the hosts do not divide `num_shards`, several read the same shard, and each hands
-    out its own rows of it.
+    What a shard yields depends on `num_shards` alone, never on the hosts, so a run may continue on another number of
+    hosts with identical global batches. Where the hosts do not divide `num_shards`, several read the same shard, and
+    each hands out its own rows of it.
 
     Iteration ends when every shard has run out, or after `num_batches`; a shard that runs out earlier gives rows of
-    padding. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the same end,
-    or `num_batches`. Each shard is read ahead by one thread, for packing gives rows in bursts. At the end of the program
-    the threads are told to stop, never killed.
+    padding. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the same
+    end, or `num_batches`. Each shard is read ahead by one thread, for packing gives rows in bursts. At the end of the
+    program the threads are told to stop, never killed.
 
     Args:
       rows_of_shard: from a shard's slice to its rows.
