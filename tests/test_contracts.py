@@ -77,10 +77,11 @@ def test_it_is_sharded(rules):
     rules = getattr(sharding, rules)
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     _, want = trained(outside(), 3)
-    placed = sharding.create(lambda: Outside(rngs=nnx.Rngs(0)), mesh, rules)
-    with sharding.use(mesh, rules):
+    layout = sharding.Layout(mesh, rules)
+    placed = sharding.create(lambda: Outside(rngs=nnx.Rngs(0)), layout)
+    with sharding.use(layout):
         state, got = trained(placed, 3)
     np.testing.assert_allclose(got, want, rtol=2e-5)
-    for path, place in sharding.shardings(nn.variables(placed), mesh, rules).items():
+    for path, place in sharding.shardings(nn.variables(placed), layout).items():
         if path in state.trainable:
             assert state.trainable[path].sharding.is_equivalent_to(place.get_value(), state.trainable[path].ndim)

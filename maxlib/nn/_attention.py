@@ -15,7 +15,8 @@ from maxlib.nn.remat import mark_heads
 from maxlib.ops._attention import Causal, Mask
 from maxlib.ops._grid_rope import GridRope
 from maxlib.ops._rope import Rope, apply_rope
-from maxlib.sharding import axis_of, axis_size, constrain, mesh_axes, natural_order, shard_map_by_name
+from maxlib.sharding import constrain, shard_map_by_name
+from maxlib.sharding.layers import axis_of, axis_size, mesh_axes, natural_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,12 +148,12 @@ def attend(
     implementation: str | None = None,
     zigzag: bool = False,
 ) -> Float[Array, "B T N Hv"]:
-    """`ops.attention` on each device's own rows, heads and queries, by the sharding rules in use.
+    """`ops.attention` on each device's own rows, heads and queries, by the layout in use.
 
     They decide by the axes `q_seq` and `kv_seq` how a split sequence comes together. Only `q_seq` is split: keys are
     gathered. Both are split: keys travel around a ring. Neither is: heads are split instead (`attn_heads`), and
-    all-to-alls exchange the two (Ulysses). zigzag: tokens stand in the order of `sharding.zigzag`. Raises ValueError
-    for heads that cannot be split where tokens are to be exchanged for them.
+    all-to-alls exchange the two (Ulysses). zigzag: tokens stand in the order of `sharding.layers.zigzag`. Raises
+    ValueError for heads that cannot be split where tokens are to be exchanged for them.
     """
     ring = axis_of("kv_seq") if k.shape[1] % axis_size("kv_seq") == 0 else None
     parts = axis_size("q_seq") if zigzag else 1

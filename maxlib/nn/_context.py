@@ -11,7 +11,7 @@ from maxlib.nn._pytree import pytree, static
 from maxlib.ops._attention import Mask, Tokens, key_intervals
 from maxlib.ops._grid_rope import GridRope
 from maxlib.ops._rope import Rope
-from maxlib.sharding import can_zigzag, unzigzag, zigzag
+from maxlib.sharding.layers import can_zigzag, unzigzag, zigzag
 
 
 @pytree
@@ -36,7 +36,7 @@ class Context:
     rope_length: int | None = static(default=None)
     masks: tuple[Mask, ...] = static(default=())
     ropes: tuple[Rope | GridRope, ...] = static(default=())
-    zigzag: bool = static(default=False)  # tokens stand in the order of `sharding.zigzag`
+    zigzag: bool = static(default=False)  # tokens stand in the order of `sharding.layers.zigzag`
 
     def bounds(self, mask: Mask) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
         """The key interval of every query under `mask`."""

@@ -20,7 +20,8 @@ from maxlib.nn._router import Router, Routing, SigmoidInputRouter, expert_counts
 from maxlib.nn.matmul import Exact, Matmul
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.ops._glu import swiglu
-from maxlib.sharding import AllGatherArg, axis_of, axis_size, constrain, shard_map_by_name
+from maxlib.sharding import constrain, shard_map_by_name
+from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size
 
 
 @runtime_checkable

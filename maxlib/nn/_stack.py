@@ -17,7 +17,9 @@ from maxlib.nn._stack_layout import Part, as_layout, parts, place_of, settled
 from maxlib.nn.remat import Policy, remat_policy, rematerialised
 from maxlib.nn.tree import is_variable, variables
 from maxlib.ops._attention.dispatch import current_device
-from maxlib.sharding import LAYER_INPUT, current, pipelined, shard_map_by_name, stages, to_device
+from maxlib.sharding import current, shard_map_by_name
+from maxlib.sharding.memory import to_device
+from maxlib.sharding.pipelining import LAYER_INPUT, pipelined, stages
 
 Aux = dict[str, jax.Array]
 _skip_check = contextvars.ContextVar("trusted", default=False)

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlib import nn, sharding
+from maxlib import nn
 from maxlib.nn._expert_parallel import BEST_RAGGED, ROOM
 from maxlib.plan._hlo import Collective, Costs
 from maxlib.plan._memory import part_bytes
-from maxlib.plan._program import Program, axes_of, bytes_on_host, parts_of, schedule_of
+from maxlib.plan._program import Program, bytes_on_host, schedule_of
 from maxlib.plan._targets import parse_target
-from maxlib.sharding._pipeline_chunks import chunks
+from maxlib.sharding._axes import mesh_axes_of
+from maxlib.sharding.pipelining import chunks
 
 ASSUMES = (
     "what shapes and rules say, as nothing was compiled: weights gathered and gradients summed, tensor parallelism's sums, keys "
@@ -52,7 +53,7 @@ class _Step(NamedTuple):
 
     def axes(self, name: str) -> tuple[str, ...]:
         """The mesh axes of more than one device that a rule names."""
-        return tuple(axis for axis in axes_of(self.program.job.table.get(name)) if self.program.mesh.shape[axis] > 1)
+        return self.program.layout.mesh_axes(name)
 
     def parts(self, axes: Any) -> int:
         return math.prod(self.program.mesh.shape[axis] for axis in axes)
@@ -84,8 +85,8 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
 
 
 def _step(program: Program) -> _Step:
-    job, mesh, schedule = program.job, program.mesh, schedule_of(program.job, program.mesh)
-    rows = max(1, program.rows // parts_of(job.table.get("batch"), mesh))
+    job, schedule = program.job, schedule_of(program.layout)
+    rows = max(1, program.rows // program.layout.axis_size("batch"))
     stacks = _stacks(program)
     size = chunks(max(stacks), schedule.stages, schedule.repeats).size
     share = schedule.ticks * size / (schedule.microbatches * max(stacks))
@@ -107,8 +108,8 @@ def _copies(program: Program) -> tuple[float, float]:
 
 
 def _local(program: Program) -> float:
-    names, rules = nn.tree.axes(program.state.rest), program.job.table
-    spec = lambda path, x: sharding.parameter_spec(names[path], x.shape, rules, program.mesh, path=path)
+    names = nn.tree.axes(program.state.rest)
+    spec = lambda path, x: program.layout.parameter_spec(names[path], x.shape, path=path)
     return sum(part_bytes(x.shape, 4, spec(path, x), program.mesh) for path, x in program.state.trainable.items())
 
 
@@ -126,10 +127,10 @@ def _weights(step: _Step) -> Iterator[tuple[set[str], set[str], float, float]]:
     device then has, and how often: in every tick of a pipeline. What is split like the batch is gathered, but not
     experts to which tokens travel."""
     program = step.program
-    mesh, rules, names = program.mesh, program.job.table, nn.tree.axes(program.state.rest)
+    mesh, names = program.mesh, nn.tree.axes(program.state.rest)
     for path, x in program.state.trainable.items():
-        places = sharding.parameter_spec(names[path], x.shape, rules, mesh, path=path)
-        used = {axis for place in places for axis in axes_of(place) if mesh.shape[axis] > 1}
+        places = program.layout.parameter_spec(names[path], x.shape, path=path)
+        used = {axis for place in places for axis in mesh_axes_of(place) if mesh.shape[axis] > 1}
         stay = step.axes("act_expert") if "expert" in names[path] else ()
         moving = (used & {*step.axes("batch")}) - {*stay}
         turns = step.schedule.ticks / step.schedule.repeats if nn.tree.is_repeated(path) else 1.0
@@ -188,9 +189,9 @@ def _attentions(program: Program) -> Iterator[tuple[int, int, int]]:
 def _of_experts(step: _Step) -> Iterator[tuple[str, Any, float]]:
     """A copy of a token travels to each expert that it chooses, and comes back. Without a capacity, turns are always
     computed again; where pieces have one size, all their room travels."""
-    job, rule = step.program.job, step.program.job.table.get("act_expert")
+    job, experts = step.program.job, step.program.layout.experts
     ragged = parse_target(job.target).platform in BEST_RAGGED and step.schedule.stages == 1
-    ragged = rule.how == "ragged" if isinstance(rule, sharding.ExpertExchange) else ragged
+    ragged = experts.how == "ragged" if experts is not None and experts.how is not None else ragged
     for _, m in nnx.iter_modules(step.program.model):
         if isinstance(m, nn.MoE):
             room = m.capacity_factor or (1 if ragged else ROOM)

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
 from maxlib import nn, sharding, weights
 from maxlib._utils.paths import dotted
@@ -45,11 +44,10 @@ def save(model: Any, directory: str | Path, *, overwrite: bool = False) -> None:
 def load(
     directory: str | Path,
     *,
-    mesh: Mesh | None = None,
-    rules: sharding.Rules = sharding.FSDP_TP,
+    layout: sharding.Layout | None = None,
     family: weights.Family | None = None,
 ) -> Any:
-    """The model that `save` wrote. mesh, rules: where its arrays go. family: needed only for models that are not
+    """The model that `save` wrote. layout: where its arrays go. family: needed only for models that are not
     registered.
 
     Raises FileNotFoundError and ValueError, which say what is wrong with the directory.
@@ -60,7 +58,7 @@ def load(
     stored, wanted = find_tensors(directory), nn.variables(abstract)
     if wrong := _differences(stored, wanted):
         raise ValueError(f"{directory} does not hold the model that its {MANIFEST} describes: {'; '.join(wrong[:10])}")
-    at = {path: None if mesh is None else sharding.sharding_of(path, v, mesh, rules) for path, v in wanted.items()}
+    at = {path: None if layout is None else layout.sharding(path, v) for path, v in wanted.items()}
     arrays = {path: jax.device_put(np.array(stored[path].view()), at[path]) for path in wanted}
     return nn.combine(arrays, abstract)
 

@@ -1,4 +1,4 @@
-"""What lies where: a model's parameters as a table, an array as a picture."""
+"""A model's parameters as a table: what lies where."""
 
 import dataclasses
 import warnings
@@ -14,8 +14,7 @@ from rich.table import Table
 from maxlib._utils.paths import dotted
 from maxlib._utils.tables import to_text
 from maxlib.sharding._create import shardings
-from maxlib.sharding._presets import Rules
-from maxlib.sharding._rules import AnyMesh
+from maxlib.sharding._layout import Layout
 
 LARGE = 16 * 2**20
 
@@ -70,14 +69,14 @@ class Description:
     __repr__ = __str__
 
 
-def describe(model: Any, mesh: AnyMesh | None = None, rules: Rules | None = None, *, large: int = LARGE) -> Description:
+def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) -> Description:
     """Shape, axis names, place and bytes per device of every parameter; print it.
 
-    `model` holds arrays or, with `mesh` and `rules`, may be its `jax.eval_shape`. Warns about parameters of at least
+    `model` holds arrays or, with `layout`, may be its `jax.eval_shape`. Warns about parameters of at least
     `large` bytes that are held more often than others of the model, or whole by every device. One copy for each part
     of the mesh axis `data` is what plain data parallelism means, and no reason to warn.
     """
-    places = jax.tree.map(_sharding, model) if mesh is None or rules is None else shardings(model, mesh, rules)
+    places = jax.tree.map(_sharding, model) if layout is None else shardings(model, layout)
     is_variable = lambda x: isinstance(x, nnx.Variable)
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
     found = [

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxlib import nn, sharding
-from maxlib.sharding._rules import in_a_stage
+from maxlib import nn
+from maxlib.sharding import pipelining
 from maxlib.training._losses import Batch, Stats, cross_entropy, head_gradient
 
 Gradients = Callable[[dict[str, Any], Any, Batch, Array], tuple[dict[str, Any], Array, Stats]]
@@ -20,14 +20,14 @@ _BODY = "layers.body."
 def one_f_one_b(
     *, dtype: Any = jnp.bfloat16, remat: nn.remat.Policy = None, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> Gradients:
-    """For `make_train_step(gradients=...)`: `next_token_loss` of an `nn.Decoder` in the pipeline of the rules in use
+    """For `make_train_step(gradients=...)`: `next_token_loss` of an `nn.Decoder` in the pipeline of the layout in use
     (arXiv:1806.03377).
 
     Where autodiff keeps what the backward pass needs of every microbatch, this keeps the inputs of at most `2 S V - 1`
     chunks' layers (periods of the stack, where it has some) for S stages and V repeats, and computes one of them at a
     time again: as much arithmetic as with "full". remat: what layers before and after the pipeline keep. The options
     are those of `next_token_loss`. Raises TypeError for a model that is no `nn.Decoder`, ValueError for a batch
-    with images and where the rules have no pipeline.
+    with images and where the layout has no pipeline.
     """
     options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "one_of_many": True}
 
@@ -57,7 +57,7 @@ def one_f_one_b(
             return loss + _count(data) * _own(aux), jax.lax.stop_gradient(sums)
 
         (x, more), pull, ctx = jax.vjp(before, outer, has_aux=True)
-        (loss, sums, aux), (d_body, d_outer, d_x) = sharding.one_f_one_b(
+        (loss, sums, aux), (d_body, d_outer, d_x) = pipelining.one_f_one_b(
             stage,
             after,
             body,
@@ -68,7 +68,7 @@ def one_f_one_b(
             by_row=not _reports(nn.combine(trainable, rest).layers, x, ctx),
         )
         heads = (path for path in d_outer if names[path] == ("vocab", "embed"))
-        with in_a_stage():  # as the loss was
+        with pipelining.in_a_stage():  # as the loss was
             d_outer |= {path: head_gradient(d_outer[path]) for path in heads}
         d_before = pull((d_x, jnp.ones_like(more)))[0]
         grads = {_BODY + path: g for path, g in d_body.items()} | jax.tree.map(jnp.add, d_outer, d_before)

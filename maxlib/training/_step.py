@@ -52,7 +52,7 @@ def make_state(
 ) -> TrainState:
     """Makes the state before the first step. It holds a model's own arrays: donating it deletes them in the model too.
 
-    Moments are born where their parameters live, or where the rules put them (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
+    Moments are born where their parameters live, or where the layout puts them (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
     so call it inside `sharding.use` if the steps run there.
 
     Args:
@@ -73,12 +73,12 @@ def make_state(
             f"filter must be a function of path and variable, such as trainable_only('head.w'), got {filter!r:.80}"
         )
     if callable(model) and not nn.variables(model):
-        model = own_model(model, *(sharding.current() or (None, {})))
+        model = own_model(model, sharding.current())
     trainable, rest = nn.partition(model, filter)
     if not trainable:
         raise ValueError(_nothing_to_train(model))
     seed = jax.random.key(key) if isinstance(key, int) else key
-    start = lambda params, key: (optimizer.init(sharding.to_device(params)), jnp.zeros((), jnp.int32), key)
+    start = lambda params, key: (optimizer.init(sharding.memory.to_device(params)), jnp.zeros((), jnp.int32), key)
     born = lambda params, key: _place(start(params, key), params, rest, optimizer=True)
     opt_state, step, own_key = jax.jit(born)(trainable, seed)
     check_offloaded(opt_state, trainable)
@@ -106,8 +106,7 @@ def make_train_step(
     """Makes `step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
     Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient
-      is
-    not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
+    is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
 
     Args:
       loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean.
@@ -120,7 +119,7 @@ def make_train_step(
 
     Raises:
       ValueError: both `gradients` and `accumulate` are given; by the step, for a batch whose rows (of each microbatch)
-        or sequence the mesh does not divide by the sharding rules in use.
+        or sequence the mesh does not divide by the layout in use.
     """
     if gradients is not None and accumulate > 1:
         raise ValueError(
@@ -182,7 +181,7 @@ def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accum
 
     def gradient(*args):
         value, grads = jax.value_and_grad(loss_of, has_aux=True)(*args)
-        return value, sharding.to_device(grads)  # those of parameters on the host are born there
+        return value, sharding.memory.to_device(grads)  # those of parameters on the host are born there
 
     if accumulate == 1:
         (loss, stats), grads = gradient(state.trainable, batch, key, True)
@@ -236,10 +235,10 @@ def _check_divides(x: Array, accumulate: int) -> None:
     """Refuses what does not divide: `constrain` leaves it whole, as decoding wants it, and each device would train on
     all of it.
     """
-    if (now := sharding.current()) is None:
+    if (layout := sharding.current()) is None:
         return
-    mesh, stages = now[0], sharding.mesh_axes("layers")  # which share the rows where they can
-    places = zip(_names(x), sharding.spec(_names(x), now[1], what="batch"), x.shape, (accumulate, 1), strict=False)
+    mesh, stages = layout.mesh, layout.mesh_axes("layers")  # which share the rows where they can
+    places = zip(_names(x), layout.spec(*_names(x), what="batch"), x.shape, (accumulate, 1), strict=False)
     for name, place, size, cut in places:
         axes = (place,) if isinstance(place, str) else place or ()
         degrees = {axis: mesh.shape[axis] for axis in axes if axis not in stages and mesh.shape[axis] > 1}
@@ -258,18 +257,17 @@ def _place(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = Fa
 
     Without this XLA chooses, and may gather a gradient or turn a donated buffer into another layout.
     """
-    if (now := sharding.current()) is None:
+    if (layout := sharding.current()) is None:
         return tree
-    mesh, rules = now
     names = nn.tree.axes(rest)
 
     def put(path, leaf):
         spec = P()
         for name in (getattr(part, "key", None) for part in path):
             if name in params and leaf.shape == params[name].shape:
-                spec = sharding.parameter_spec(names[name], leaf.shape, rules, mesh, path=name)
+                spec = layout.parameter_spec(names[name], leaf.shape, path=name)
                 if optimizer:
-                    spec = sharding.optimizer_spec(names[name], leaf.shape, rules, mesh, path=name)
+                    spec = layout.optimizer_spec(names[name], leaf.shape, path=name)
         return jax.lax.with_sharding_constraint(leaf, spec)
 
     return jax.tree_util.tree_map_with_path(put, tree)

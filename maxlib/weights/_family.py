@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 from maxlib import distributed, sharding
 from maxlib.weights._hf_config import HFConfig, read_config
@@ -111,15 +110,14 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
 def from_pretrained(
     directory: str | Path,
     *,
-    mesh: Mesh | None = None,
-    rules: sharding.Rules | None = None,
+    layout: sharding.Layout | None = None,
     dtype: Any = None,
     family: Family | None = None,
     **changes: Any,
 ) -> Any:
     """The model in a Hugging Face directory: config.json and safetensors, one file or several with an index.
 
-    mesh, rules: every device reads its own part only (default rules: `sharding.FSDP_TP`). dtype: of the weights; None
+    layout: every device reads its own part only, as `sharding.Layout(mesh)` places it. dtype: of the weights; None
     keeps what is stored, training wants `jnp.float32`. family: needed only for models that are not registered.
     changes: fields of its configuration that shall be others than config.json says (`num_mtp=1`).
     Raises ValueError or FileNotFoundError, which say what is wrong with the directory, before weights are read, and
@@ -129,7 +127,7 @@ def from_pretrained(
     _check_known(changes, cfg, family)
     cfg = dataclasses.replace(cfg, **changes)
     build = lambda: family.model(cfg, rngs=nnx.Rngs(0))
-    return load(build, family.table(cfg), directory, mesh=mesh, rules=rules, dtype=dtype)
+    return load(build, family.table(cfg), directory, layout=layout, dtype=dtype)
 
 
 def _check_known(changes: Mapping[str, Any], cfg: Any, family: Family) -> None:

@@ -96,7 +96,7 @@ class Conformance:
     windows: ClassVar[dict[str, set[int]]] = {}  # slots of the caches of a case; all others keep everything
     depths: ClassVar[tuple[int, int]] = (1, 2)  # numbers of layers from whose sizes all others follow
     slot_axis: ClassVar[int] = -3  # of the arrays in a cache
-    rules: ClassVar[sharding.Rules] = sharding.FSDP_TP | {"vocab": None}
+    rules: ClassVar[sharding.Strategy] = sharding.FSDP_TP | {"vocab": None}
 
     def pytest_generate_tests(self, metafunc):
         if "name" in metafunc.fixturenames:
@@ -266,8 +266,8 @@ class Conformance:
     def test_eight_devices_equal_one(self, made):
         """Read onto data x fsdp x tensor by the rules; a vocabulary that does not divide stays whole."""
         case, directory, model = made(next(iter(self.cases)))
-        mesh, rules = sharding.make_mesh(data=2, fsdp=2, tensor=2), self.rules
-        spread, tokens = maxlib.from_pretrained(directory, mesh=mesh, rules=rules), np.tile(case["tokens"], (4, 1))
-        with sharding.use(mesh, rules):
+        layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), self.rules)
+        spread, tokens = maxlib.from_pretrained(directory, layout=layout), np.tile(case["tokens"], (4, 1))
+        with sharding.use(layout):
             got = _logits(spread, tokens)
         assert_close(got, _logits(model, tokens))

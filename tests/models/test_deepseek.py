@@ -49,7 +49,7 @@ REFUSED = {
 class DeepSeek(Conformance):
     family = "deepseek"
     base = BASE
-    rules = dict(Conformance.rules) | {"expert": "data"}
+    rules = Conformance.rules | {"expert": "data"}
     depths = (3, 4)  # the first have no experts
     slot_axis = -2
     presets = {

@@ -220,10 +220,10 @@ def test_prefill_and_decode_equal_the_full_pass(model):
 
 
 def test_eight_devices_equal_one(theirs, model):
-    mesh, rules = sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP
+    layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP)
     tokens, images = (np.concatenate([x] * 4) for x in inputs())
-    spread = maxlib.from_pretrained(theirs[0], mesh=mesh, rules=rules)
-    with sharding.use(mesh, rules):
+    spread = maxlib.from_pretrained(theirs[0], layout=layout)
+    with sharding.use(layout):
         got = jax.device_get(logits_of(spread, tokens, images))
     assert_close(got, np.tile(logits_of(model, *inputs()), (4, 1, 1)))
 

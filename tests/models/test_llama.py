@@ -125,7 +125,7 @@ def test_export_is_bit_exact(name, tmp_path):
     path = parity.directory(tmp_path / "hf", case)
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     rules = sharding.FSDP  # neither odd vocabularies nor single heads divide over a tensor axis
-    for where in ({}, {"mesh": mesh, "rules": rules | {"embed": None} if name == "odd_sizes" else rules}):
+    for where in ({}, {"layout": sharding.Layout(mesh, rules | {"embed": None} if name == "odd_sizes" else rules)}):
         model = maxlib.from_pretrained(path, **where)
         with expected(name):
             maxlib.save_pretrained(model, tmp_path / "out", max_shard_bytes=20_000, overwrite=True)
@@ -161,9 +161,11 @@ def test_every_field_matters(name, fields, tmp_path):
 
 def test_logits_on_eight_devices(tmp_path):
     case = parity.golden("llama")["gqa"]
-    mesh, rules = sharding.make_mesh(data=2, fsdp=2, tensor=2), {**sharding.FSDP_TP, "vocab": None, "act_vocab": None}
-    model = maxlib.from_pretrained(parity.directory(tmp_path / "hf", case), mesh=mesh, rules=rules)
-    with sharding.use(mesh, rules):
+    layout = sharding.Layout(
+        sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP | {"vocab": None, "act_vocab": None}
+    )
+    model = maxlib.from_pretrained(parity.directory(tmp_path / "hf", case), layout=layout)
+    with sharding.use(layout):
         logits = parity.logits(model, case["tokens"])
     assert np.abs(logits - case["logits"]).max() < 1e-4 * case["logits"].std()
 

@@ -23,7 +23,7 @@ class TestMixtral(Conformance):
         "windowed": {"sliding_window": 5, "head_dim": 10, "num_experts_per_tok": 3, "vocab_size": 53},
         "tied": {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 8, "rope_parameters": YARN},
     }
-    rules = dict(Conformance.rules) | {"expert": "data"}
+    rules = Conformance.rules | {"expert": "data"}
     windows = {"windowed": {5}}
     matters = {
         "sliding_window": 6,

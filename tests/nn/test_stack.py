@@ -152,8 +152,9 @@ def test_remat_changes_no_gradient(remat):
 
 def test_on_gpus_layers_stay_as_they_lie_and_nothing_else_changes(monkeypatch):
     mesh = sharding.make_mesh(fsdp=4, data=2)
-    with sharding.use(mesh, sharding.FSDP):
-        stack, x = sharding.create(lambda: build(Same, 1, 2), mesh, sharding.FSDP), jnp.ones((8, 3, 4))
+    layout = sharding.Layout(mesh, sharding.FSDP)
+    with sharding.use(layout):
+        stack, x = sharding.create(lambda: build(Same, 1, 2), layout), jnp.ones((8, 3, 4))
         gradient = lambda stack: jax.grad(lambda stack: jnp.sum(stack(x, 0.1, remat="full")[0] ** 2))(stack)
         want = jax.jit(gradient)(stack)
         monkeypatch.setattr("maxlib.nn._stack.current_device", lambda: ("gpu", "NVIDIA H100"))

@@ -98,10 +98,10 @@ def test_what_contains_matmuls_is_looked_into():
 
 
 def test_a_mesh_does_the_same_work_together():
-    mesh, rules = sharding.make_mesh(data=4, tensor=2), sharding.TP
+    layout = sharding.Layout(sharding.make_mesh(data=4, tensor=2), sharding.TP)
     q = SHAPE((4, 12, 4, 8), jnp.float32)
     attend = lambda q: nn.attend(q, q, q, *nn.context(4, 12).bounds(ops.Full()))
-    with sharding.use(mesh, rules):
+    with sharding.use(layout):
         inside = observability.forward_flops(attend, q)
     assert inside == observability.forward_flops(attend, q)
 

@@ -59,7 +59,7 @@ RULES = {
     "gather": sharding.CP_GATHER,
     "ring": sharding.CP_RING,
     "heads": sharding.CP_ULYSSES,
-    "stage": {"layers": sharding.Pipeline("stage", microbatches=2)},
+    "stage": sharding.Pipeline("stage", microbatches=2),
 }
 
 
@@ -122,12 +122,9 @@ class Case:
         return 4 if dict(self.degrees).get("stage", 1) == 4 else 2
 
     @property
-    def rules(self) -> sharding.Rules:
-        """All tables together; where two name the same axis, it takes the mesh axes of both."""
-        joined: dict[str, Any] = {}
-        for kind in self.kinds:
-            joined |= RULES[kind]
-        return joined
+    def layout(self) -> sharding.Layout:
+        """All kinds together."""
+        return sharding.Layout(self.mesh, sharding.strategies.join(*(RULES[kind] for kind in self.kinds)))
 
 
 def case(*kinds: str, **degrees: int) -> Case:
@@ -219,9 +216,9 @@ def alone(name: str, num_layers: int) -> tuple[Any, Run]:
 
 
 def spread(name: str, one: Case) -> Run:
-    model, mesh = alone(name, one.num_layers)[0], one.mesh
-    with sharding.use(mesh, one.rules):
-        return compiled(jax.device_put(model, sharding.shardings(model, mesh, one.rules)), dict(mesh.shape))
+    model, layout = alone(name, one.num_layers)[0], one.layout
+    with sharding.use(layout):
+        return compiled(jax.device_put(model, sharding.shardings(model, layout)), dict(layout.mesh.shape))
 
 
 def errors(got: Run, want: Run) -> dict[str, float]:
