@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
+from maxlib.ops._xla_workarounds import run_once_later
 from maxlib.sharding import memory
 
 Update = Callable[..., Any]
@@ -120,10 +121,8 @@ def _joined(whole: Any, part: Any, params: dict[str, Any]) -> Any:
 
 
 def _whole(step: Update, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    """Updates in a loop that runs once, which the compiler cannot know: else it fetches moments before the backward
-    pass.
-    """
-    once, updates = lax.optimization_barrier((jnp.int32(1), updates))
+    """Updates what no stack repeats, in a loop that runs once."""
+    once, updates = run_once_later(updates)
 
     def one(_, carry: Any) -> Any:
         updates, state = carry
