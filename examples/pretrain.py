@@ -137,14 +137,15 @@ def finish(tokenizer: Tokenizer, entropy: float, args) -> None:
 
 
 def plot_loss(directory: Path, entropy: float) -> None:
-    rows, axes = observability.read_jsonl(directory / "metrics.jsonl"), plt.subplots(layout="constrained")[1]
+    rows = observability.read_jsonl(directory / "metrics.jsonl")
+    figure, axes = plt.subplots(layout="constrained")
     for name, label, style in (("nll", "training", "-"), ("eval/nll", "validation", "o-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
         axes.plot(*zip(*points, strict=True), style, label=label)
     axes.axhline(entropy, color="grey", linestyle="--", label=f"unigram entropy {entropy:.2f}")
     axes.set(xlabel="step", ylabel="nats per token")
     axes.legend()
-    axes.figure.savefig(directory / "loss.png", dpi=120)
+    figure.savefig(directory / "loss.png", dpi=120)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,8 @@ def make_state(
             f"filter must be a function of path and variable, such as trainable_only('head.w'), got {filter!r:.80}"
         )
     if callable(model) and not nn.variables(model):
-        model = own_model(model, sharding.current())
+        build: Any = model
+        model = own_model(build, sharding.current())
     trainable, rest = nn.partition(model, filter)
     if not trainable:
         raise ValueError(_nothing_to_train(model))
