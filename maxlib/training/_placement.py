@@ -15,8 +15,8 @@ from maxlib.training._losses import Batch
 
 
 def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
-    """This host's rows as the part of a global batch that its devices hold. What is in its place already stays as it
-    is.
+    """Places this host's rows as the part of a global batch that its devices hold. What is in its place already stays
+    as it is.
     """
     if layout is None:
         return jax.device_put(batch)
@@ -39,7 +39,7 @@ def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
 
 
 def host_rows(batch: Batch) -> Batch:
-    """This host's rows of a batch, whether or not `place_batch` has seen it."""
+    """Returns this host's rows of a batch, whether or not `place_batch` has seen it."""
 
     def rows(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
@@ -51,7 +51,7 @@ def host_rows(batch: Batch) -> Batch:
 
 
 def own_model(model: nnx.Module | Callable[[], nnx.Module], layout: sharding.Layout | None) -> Any:
-    """A model that nobody else holds: built in its place, or copied there."""
+    """Makes a model that nobody else holds: built in its place, or copied there."""
     if not isinstance(model, nnx.Module):
         return jax.jit(model)() if layout is None else sharding.create(model, layout)
     if layout is None:
