@@ -13,9 +13,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, observability, sharding, training
+from maxlib.hardware import GPUS_PER_HOST
 from maxlib.ops._attention.chunked import choose_blocks
 from maxlib.plan._job import Job, check_names
-from maxlib.plan._targets import HOST, INSTALL_GPU_COMPILER, Target, devices_of, has_gpu_compiler, parse_target
+from maxlib.plan._targets import INSTALL_GPU_COMPILER, Target, devices_of, has_gpu_compiler, parse_target
 from maxlib.sharding._mesh import fill
 from maxlib.sharding.pipelining import Schedule
 from maxlib.training._placement import batch_names
@@ -141,7 +142,7 @@ def across_hosts(job: Job, target: Target) -> dict[str, int]:
     """The degrees of `dcn` on GPUs, as `sharding.make_mesh` fills them; all 1 without it."""
     if unknown := set(job.dcn or {}) - set(sharding.MESH_AXES):
         raise ValueError(f"dcn names {sorted(unknown)}, but the axes of a mesh are {', '.join(sharding.MESH_AXES)}")
-    hosts = math.ceil(target.devices / HOST) if job.dcn else 1
+    hosts = math.ceil(target.devices / GPUS_PER_HOST) if job.dcn else 1
     return fill({axis: (job.dcn or {}).get(axis, 1) for axis in sharding.MESH_AXES}, hosts, "hosts")
 
 

@@ -9,9 +9,10 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from maxlib._utils.paths import dotted
+from maxlib._utils.tables import to_text
 from maxlib.sharding._create import shardings
 from maxlib.sharding._layout import Layout
 
@@ -63,10 +64,7 @@ class Description:
             shape = " ".join(map(str, one.shape)) or "scalar"
             copies, held = str(one.copies), size(one.bytes_per_device)
             table.add_row(one.path, shape, " ".join(one.axes), one.dtype, one.place, copies, held)
-        console = Console(width=140)
-        with console.capture() as capture:
-            console.print(table)
-        return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
+        return to_text(table, width=140)
 
     __repr__ = __str__
 
@@ -82,7 +80,7 @@ def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) ->
     is_variable = lambda x: isinstance(x, nnx.Variable)
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
     found = [
-        _parameter(jax.tree_util.keystr(path, simple=True, separator="."), leaf, place)
+        _parameter(dotted(path), leaf, place)
         for (path, leaf), place in zip(leaves, jax.tree.leaves(places, is_leaf=is_variable), strict=True)
         if is_variable(leaf)
     ]

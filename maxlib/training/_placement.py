@@ -20,9 +20,12 @@ def batch_names(x: Any) -> tuple[str | None, ...]:
 
 
 def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
-    """Makes this host's rows the part of a global batch that its devices hold. What is in its place stays as it is.
+    """Places this host's rows as the part of a global batch that its devices hold. What is in its place already stays
+    as it is.
 
-    batch: arrays with rows first, `B T` for what belongs to tokens, in dictionaries of any depth.
+    Args:
+      batch: arrays with rows first, `B T` for what belongs to tokens, in dictionaries of any depth.
+      layout: of the global batch; None for the default device.
     """
     if layout is None:
         return jax.device_put(batch)
@@ -45,7 +48,7 @@ def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
 
 
 def host_rows(batch: Batch) -> Batch:
-    """This host's rows of a batch, whether or not `place_batch` has seen it."""
+    """Returns this host's rows of a batch, whether or not `place_batch` has seen it."""
 
     def rows(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
@@ -57,7 +60,7 @@ def host_rows(batch: Batch) -> Batch:
 
 
 def own_model(model: nnx.Module | Callable[[], nnx.Module], layout: sharding.Layout | None) -> Any:
-    """A model that nobody else holds: built in its place, or copied there."""
+    """Makes a model that nobody else holds: built in its place, or copied there."""
     if not isinstance(model, nnx.Module):
         return jax.jit(model)() if layout is None else sharding.create(model, layout)
     if layout is None:

@@ -14,7 +14,7 @@ from maxlib import nn, sharding
 from maxlib.training._objectives.objective import Batch, Loss, Stats
 from maxlib.training._offload import apply_updates, check_offloaded, update
 from maxlib.training._pipelining import Gradients
-from maxlib.training._placement import batch_names
+from maxlib.training._placement import batch_names, own_model
 
 Metrics = dict[str, Any]
 
@@ -35,7 +35,7 @@ class TrainState:
 
     @property
     def model(self) -> Any:
-        """The model, made of this state's own arrays."""
+        """Combines the model of this state's own arrays."""
         return nn.combine(self.trainable, self.rest)
 
 
@@ -43,24 +43,56 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def make_state(
-    model: Any, optimizer: optax.GradientTransformation, *, filter: nn.Filter = nn.is_trainable, key: Array | int = 0
+    model: Any | Callable[[], Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    filter: nn.Filter = nn.is_trainable,
+    key: Array | int = 0,
 ) -> TrainState:
-    """The state before the first step. It holds the model's own arrays: donating it deletes them in the model too.
+    """Makes the state before the first step. It holds a model's own arrays: donating it deletes them in the model too.
 
     Moments are born where their parameters live, or where the layout puts them (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
-    so call it inside `sharding.use` if the steps run there. Raises ValueError when `filter` leaves nothing to train,
-    and for moments that shall live on the host of an optimizer that keeps none there.
+    so call it inside `sharding.use` if the steps run there.
+
+    Args:
+      model: a model, or a function that builds one, which is compiled and run where the parameters shall live.
+      optimizer: of `{path: array}`.
+      filter: what is trained; all else is frozen.
+      key: of the random numbers of the whole run.
+
+    Raises:
+      ValueError: nothing is left to train, or moments shall live on the host of an optimizer that keeps none there.
     """
+    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
+        raise TypeError(
+            f"optimizer must be a transformation as optax has them, such as training.adamw(1e-3), got {optimizer!r:.80}"
+        )
+    if not callable(filter):
+        raise TypeError(
+            f"filter must be a function of path and variable, such as trainable_only('head.w'), got {filter!r:.80}"
+        )
+    if callable(model) and not nn.variables(model):
+        build: Any = model
+        model = own_model(build, sharding.current())
     trainable, rest = nn.partition(model, filter)
     if not trainable:
-        names = sorted({*nn.tree.pattern_paths(model).values()})
-        raise ValueError(f"filter must take at least one parameter to train, it takes none of {names}")
+        raise ValueError(_nothing_to_train(model))
     seed = jax.random.key(key) if isinstance(key, int) else key
     start = lambda params, key: (optimizer.init(sharding.memory.to_device(params)), jnp.zeros((), jnp.int32), key)
     born = lambda params, key: _place(start(params, key), params, rest, optimizer=True)
     opt_state, step, own_key = jax.jit(born)(trainable, seed)
     check_offloaded(opt_state, trainable)
     return TrainState(trainable, rest, opt_state, step, own_key)
+
+
+def _nothing_to_train(model: Any) -> str:
+    if not nn.variables(model):
+        return f"a model must have parameters to train, got {type(model).__name__} {model!r:.80} without any"
+    names = sorted({*nn.tree.pattern_paths(model).values()})
+    return (
+        f"filter must take at least one parameter to train, it takes none of these {len(names)}: {', '.join(names)}; "
+        "patterns such as those of trainable_only are matched with these names"
+    )
 
 
 def make_train_step(
@@ -78,18 +110,18 @@ def make_train_step(
     own sums.
 
     Args:
-        loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step
-            follows the gradient of the mean.
-        optimizer: any of optax.
-        accumulate: how many microbatches a batch is computed in; they are weighted by their numbers of targets, so the
-            mean is that of the whole batch.
-        schedule: only reported, as `learning_rate`.
-        gradients: finds the gradient in place of autodiff of `loss_fn`, as `one_f_one_b(loss_fn)` does: `(trainable,
-            rest, batch, key) -> (gradients of the mean, mean, Stats)`.
+      loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows
+        the gradient of the mean.
+      optimizer: of `{path: array}`.
+      accumulate: number of microbatches that a batch is computed in; they are weighted by their numbers of targets, so
+        the mean is that of the whole batch.
+      schedule: only reported, as `learning_rate`.
+      gradients: finds the gradient in place of autodiff of `loss_fn`, as `one_f_one_b(loss_fn)` does:
+        `(trainable, rest, batch, key) -> (gradients of the mean, mean, Stats)`.
 
     Raises:
-        ValueError: for both `gradients` and `accumulate`; the step raises it for a batch whose rows (of each
-            microbatch) or sequence the mesh does not divide by the sharding rules in use.
+      ValueError: both `gradients` and `accumulate` are given; by the step, for a batch whose rows (of each microbatch)
+        or sequence the mesh does not divide by the layout in use.
     """
     if gradients is not None and accumulate > 1:
         raise ValueError(
@@ -124,7 +156,7 @@ def make_train_step(
 
 
 def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
-    """`step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`."""
+    """Makes `step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`."""
 
     def step(state: TrainState, batch: Batch) -> Stats:
         loss, stats = loss_fn(state.model, jax.tree.map(_by_rows, batch), state.key)
@@ -134,7 +166,7 @@ def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
 
 
 def jit_step(step: Step) -> Step:
-    """`step` compiled, with its state donated: after a call only the state it returned exists."""
+    """Compiles `step` with its state donated: after a call only the state it returned exists."""
     return jax.jit(step, donate_argnums=0)
 
 
@@ -144,10 +176,10 @@ def means(stats: Stats) -> Metrics:
 
 
 def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accumulate: int) -> tuple[Any, Array, Stats]:
-    """The gradient of the mean loss, that mean, and the statistics of the whole batch."""
+    """Computes the gradient of the mean loss, that mean, and the statistics of the whole batch."""
 
     def loss_of(trainable, batch, key, mean: bool):
-        loss, stats = loss_fn(nn.combine(trainable, state.rest), batch, key)
+        loss, stats = _checked(loss_fn(nn.combine(trainable, state.rest), batch, key))
         return loss / jnp.maximum(stats.num_targets, 1) if mean else loss, stats
 
     def gradient(*args):
@@ -174,12 +206,21 @@ def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accum
     return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, state.trainable), loss / count, stats
 
 
+def _checked(result: Any) -> tuple[Array, Stats]:
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Stats):
+        kinds = ", ".join(type(x).__name__ for x in (result if isinstance(result, tuple) else (result,)))
+        raise TypeError(f"a loss must return its sum over the targets and a training.Stats, got ({kinds})")
+    return result
+
+
 def _zeros_like(x: Any) -> Array:
     return jnp.zeros(x.shape, x.dtype)
 
 
 def _microbatches(x: Array, count: int) -> Array:
-    """Microbatch `i` takes every `count`-th row: rows that are spread over devices stay evenly spread."""
+    """Splits a batch: microbatch `i` takes every `count`-th row, so rows that are spread over devices stay evenly
+    spread.
+    """
     if x.shape[0] % count:
         raise ValueError(f"accumulate={count} must divide the batch's {x.shape[0]} rows; change one of them")
     return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
@@ -190,7 +231,9 @@ def _by_rows(x: Array) -> Array:
 
 
 def _check_divides(x: Array, accumulate: int) -> None:
-    """What does not divide, `constrain` leaves whole, as decoding wants it: each device would train on all of it."""
+    """Refuses what does not divide: `constrain` leaves it whole, as decoding wants it, and each device would train on
+    all of it.
+    """
     if (layout := sharding.current()) is None:
         return
     mesh, stages = layout.mesh, layout.mesh_axes("layers")  # which share the rows where they can
@@ -231,7 +274,7 @@ def _place(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = Fa
 
 
 def _everywhere(tree: Any) -> Any:
-    """On every device, so that every host can read it."""
+    """Replicates on every device, so that every host can read it."""
     if sharding.current() is None:
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), tree)

@@ -352,7 +352,7 @@ def test_data_has_a_deadline(monkeypatch):
             return super().__next__()
 
     died, waited_for = threading.Event(), []
-    monkeypatch.setattr(deadlines, "_die", lambda seconds, what: (waited_for.append(what), died.set()))
+    monkeypatch.setattr(deadlines, "_report", lambda limit: (waited_for.append(limit.what), died.set()))
     ours = trainer(loader=Hangs(1))
     ours.timeout = 0.1
     ours._next(ours.loader, "training")
