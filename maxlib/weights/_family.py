@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 from maxlib import distributed, sharding
 from maxlib.weights._hf_config import HFConfig, read_config
@@ -120,8 +119,7 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
 def from_pretrained(
     directory: str | Path,
     *,
-    mesh: Mesh | None = None,
-    rules: sharding.Rules | None = None,
+    layout: sharding.Layout | None = None,
     dtype: Any = None,
     family: Family | None = None,
     **changes: Any,
@@ -130,8 +128,7 @@ def from_pretrained(
 
     Args:
         directory: The directory.
-        mesh: Devices; each reads its own part only.
-        rules: Layout over `mesh`, by default `sharding.FSDP_TP`.
+        layout: Placement over a mesh, by which every device reads its own part only; None reads onto one device.
         dtype: The dtype of the weights; None keeps what is stored, training wants `jnp.float32`.
         family: Needed only for models that are not registered.
         **changes: Fields of the configuration that shall be others than config.json says (`num_mtp=1`).
@@ -148,7 +145,7 @@ def from_pretrained(
     _check_known(changes, cfg, family)
     cfg = dataclasses.replace(cfg, **changes)
     build = lambda: family.model(cfg, rngs=nnx.Rngs(0))
-    return load(build, family.table(cfg), directory, mesh=mesh, rules=rules, dtype=dtype)
+    return load(build, family.table(cfg), directory, layout=layout, dtype=dtype)
 
 
 def _check_known(changes: Mapping[str, Any], cfg: Any, family: Family) -> None:

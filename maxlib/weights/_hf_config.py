@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from maxlib._utils.files import without_duplicates
 from maxlib.ops._rope import Rope
 from maxlib.weights._fp8 import is_block_fp8
 from maxlib.weights._hf_rope import read_rope, rope_to_hf
@@ -251,7 +252,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
             f"{path} must exist: a Hugging Face model directory has a config.json beside its safetensors. {found}"
         )
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
             f"{path} must be JSON in UTF-8, but it cannot be read ({error}). Download it again."
@@ -262,13 +263,4 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} must hold a JSON object of fields, got {_short(data)}.")
     if "auto_map" in data:
         logger.warning("%s points to code of its own (auto_map); maxlib never runs it and reads the fields only.", path)
-    return data
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"the fields {', '.join(twice)} are given more than once; keep one of each.")
     return data

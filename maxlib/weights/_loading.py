@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from maxlib import nn, sharding
 from maxlib.weights._files import Stored, find_tensors, is_float
@@ -26,8 +25,7 @@ def load(
     table: Table,
     directory: str | Path,
     *,
-    mesh: Mesh | None = None,
-    rules: sharding.Rules | None = None,
+    layout: sharding.Layout | None = None,
     dtype: Any = None,
 ) -> Model:
     """Loads the weights of `directory` into the model that `build()` describes.
@@ -36,8 +34,7 @@ def load(
         build: Returns a model; it is traced and never run, but for leaves that `table` declares absent.
         table: Their names and ours.
         directory: Has the safetensors, one file or several with an index.
-        mesh: Devices; each reads its own part only.
-        rules: Layout over `mesh`, by default `sharding.FSDP_TP`.
+        layout: Placement over a mesh, by which every device reads its own part only; None reads onto one device.
         dtype: The dtype of the floating weights; None keeps what is stored.
 
     Returns:
@@ -50,9 +47,8 @@ def load(
     stored, plan = _renamed(with_scales(find_tensors(directory)), table), resolve(abstract, table)
     plan = _applicable(plan, stored)
     _check(abstract, plan, stored, table, directory)
-    rules = sharding.FSDP_TP if rules is None else rules
     leaves = nn.variables(abstract)
-    at = {path: None if mesh is None else sharding.sharding_of(path, v, mesh, rules) for path, v in leaves.items()}
+    at = {path: None if layout is None else layout.sharding(path, v) for path, v in leaves.items()}
     arrays = _initial(build, {path: at[path] for path in plan.absent}, dtype)
     for path, variable in leaves.items():
         if path not in plan.absent:

@@ -49,7 +49,7 @@ REFUSED = {
 class DeepSeek(Conformance):
     family = "deepseek"
     base = BASE
-    rules = dict(Conformance.rules) | {"expert": "data"}
+    rules = Conformance.rules | {"expert": "data"}
     depths = (3, 4)  # the first have no experts
     slot_axis = -2
     presets = {
@@ -123,10 +123,12 @@ def modules(tmp_path_factory):
     return mtp.released(transformers.DeepseekV3Config(**fields), tmp_path_factory.mktemp("mtp"))
 
 
+@pytest.mark.full
 def test_prediction_modules_are_those_of_transformers(modules):
     mtp.check_predictions(*modules)
 
 
+@pytest.mark.full
 def test_prediction_modules_are_left_out_unless_asked_for(modules, tmp_path):
     mtp.check_export(modules[-1], tmp_path)
 

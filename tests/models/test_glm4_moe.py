@@ -52,7 +52,7 @@ class TestGLM4MoE(Conformance):
     }
     refused = Conformance.refused | {"sliding_window": 5, "scoring_func": "softmax", "mlp_bias": True}
     presets = {"glm-4.5-air": 106.852, "glm-4.5": 352.798, "glm-4.6": 352.798}  # 110.5 and 358.3 with the module
-    rules = dict(Conformance.rules) | {"expert": "data"}
+    rules = Conformance.rules | {"expert": "data"}
     depths = (4, 5)  # the first have no experts
 
 
@@ -67,10 +67,12 @@ def modules(tmp_path_factory):
     return mtp.released(transformers.Glm4MoeConfig(**fields), tmp_path_factory.mktemp("mtp"))
 
 
+@pytest.mark.full
 def test_prediction_modules_are_those_of_transformers(modules):
     mtp.check_predictions(*modules)
 
 
+@pytest.mark.full
 def test_prediction_modules_are_left_out_unless_asked_for(modules, tmp_path):
     mtp.check_export(modules[-1], tmp_path)
 

@@ -33,7 +33,7 @@ class TestQwen3MoE(Conformance):
             "rope_parameters": YARN,
         },
     }
-    rules = dict(Conformance.rules) | {"expert": "data"}
+    rules = Conformance.rules | {"expert": "data"}
     windows = {"dense_among_sparse": {7}}
     matters = {
         "sliding_window": 6,
