@@ -87,9 +87,9 @@ def make_state(
 
 
 def _nothing_to_train(model: Any) -> str:
-    if not (found := nn.variables(model)):
+    if not nn.variables(model):
         return f"a model must have parameters to train, got {type(model).__name__} {model!r:.80} without any"
-    names = sorted({nn.tree.pattern_path(path) for path in found})
+    names = sorted({*nn.tree.pattern_paths(model).values()})
     return (
         f"filter must take at least one parameter to train, it takes none of these {len(names)}: {', '.join(names)}; "
         "patterns such as those of trainable_only are matched with these names"
@@ -139,7 +139,8 @@ def make_train_step(
             grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
         grads = _place(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, value=loss)
+        extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # by_layer takes those layer by layer
+        updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, **extra)
         trainable = _place(apply_updates(state.trainable, updates), state.trainable, state.rest)
         opt_state = _place(opt_state, state.trainable, state.rest, optimizer=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from flax import nnx
@@ -28,28 +28,29 @@ logger = logging.getLogger(__name__)
 ENTRY_POINTS = "maxlib.models"
 
 
-class Config(Protocol):
-    """A frozen dataclass that also has `from_hf(fields: HFConfig) -> Config` as a class method."""
-
-    def to_hf(self) -> dict[str, Any]:
-        """The fields of config.json, `model_type` and `architectures` among them."""
-        ...
-
-
 @dataclass(frozen=True)
 class Family:
     """Models that share a file: `FAMILY = Family(...)` at its end is all that makes them known.
 
-    model_types: the `model_type`s of config.json it reads. model: `model(cfg, *, rngs)`, which keeps `cfg`. config:
-    the class of `cfg`, see `Config`. table: the weights of such a `cfg`. presets: published configurations by name.
+    Attributes:
+        name: Name of the family.
+        model: `model(cfg, *, rngs)`, which keeps `cfg`.
+        config: Class of `cfg`: a `weights.ModelConfig`, or any dataclass with `from_hf(fields)` and `to_hf()`.
+        table: Function from a `cfg` to the table of its weights.
+        presets: Published configurations by name.
+        model_types: Values of `model_type` in config.json that it reads; by default those of `config`.
     """
 
     name: str
-    model_types: tuple[str, ...]
     model: Callable[..., Any]
     config: Any
     table: Callable[[Any], Table]
     presets: Mapping[str, Any] = field(default_factory=dict)
+    model_types: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        types = self.model_types or getattr(self.config, "model_types", ())
+        object.__setattr__(self, "model_types", types)
 
 
 @functools.cache
