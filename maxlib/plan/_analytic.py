@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlib import nn
+from maxlib import nn, sharding
 from maxlib.nn._expert_parallel import BEST_RAGGED, ROOM
 from maxlib.nn._stack_layout import segments as segments_of
 from maxlib.plan._hlo import Collective, Costs
