@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec as P
@@ -9,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib.sharding._axes import Table, mesh_axes_of
 from maxlib.sharding._pipeline_chunks import chunks
 from maxlib.sharding._rules import partition, split_further
-from maxlib.sharding._strategy import Strategy
+from maxlib.sharding._strategy import Step, Strategy, Traffic
 
 _LEAD = re.compile(r"(^|\.)lead\.\d+\.")  # of a stack: layers that run before the first stage
 
@@ -45,15 +46,15 @@ class Pipeline(Strategy):
         return {**rules, "layers": self.axis}
 
     def apply_running(self, rules: Table) -> Table:
-        """What is in no stage is split over the stages by rows, unless a rule gives them something else to split."""
+        """Splits what is in no stage over the stages by rows, unless a rule gives them something else to split."""
         if any(self.axis in mesh_axes_of(place) for name, place in rules.items() if name != "layers"):
             return rules
         return {**rules, "batch": (*mesh_axes_of(rules.get("batch")), self.axis)}
 
     def place_parameter(self, own: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
-        """Layers lie in stages where every stage holds equal, consecutive parts of a stack. Else (`repeats`, or layers
-        that the stages do not divide) they stay together, and the stages share the longest dimension that they divide.
-        A stack's `lead` belongs to no stage.
+        """Puts layers into stages where every stage holds an equal, consecutive part of a stack. Else (`repeats`, or
+        layers that the stages do not divide) they stay together, and the stages share the longest dimension that they
+        divide. A stack's `lead` belongs to no stage.
         """
         if not names or len(shape) != len(names) + 1:
             return own
@@ -63,3 +64,7 @@ class Pipeline(Strategy):
         if stages == 1 or chunks(shape[0], stages, self.repeats).in_order:
             return own
         return split_further(whole, shape, (self.axis,), mesh)
+
+    def traffic(self, step: Step) -> Iterator[Traffic]:
+        """Counts a microbatch that goes on to the next stage in every tick, and its gradient that comes back."""
+        yield "collective-permute", step.axes("layers"), 2 * step.ticks * step.hidden
