@@ -94,10 +94,15 @@ class Config:
         }
 
 
-class Attention(nnx.Module):
+class Attention(nn.SequenceMixer):
     """Multi-head attention whose weights lie as [in, out], GPT-2's way (`nn.Attention` has [out, in], as all
     others).
     """
+
+    op = "attention"
+    reorderable = True
+    quantizable_cache = True
+    probes_scores = True
 
     def __init__(self, cfg: Config, scale: float, *, rngs: nnx.Rngs):
         D, N, H = cfg.dim, cfg.num_heads, cfg.dim // cfg.num_heads
@@ -105,13 +110,15 @@ class Attention(nnx.Module):
         self.q, self.k, self.v = wide("heads"), wide("kv_heads"), wide("kv_heads")
         self.o = nn.Einsum("...NH,NHD->...D", (N, H, D), ("heads", "head_dim", "embed"), bias=True, rngs=rngs)
         self.mask, self.scale, self.num_heads, self.head_dim = MASK, scale, N, H
+        self.implementation: str | None = None
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        q, k, v = (constrain(part(x), "batch", "seq", "act_heads", None) for part in (self.q, self.k, self.v))
+        (q, k), v = self.queries_and_keys(x, ctx), constrain(self.v(x), "batch", "seq", "act_heads", None)
         k_start, k_end = ctx.bounds(self.mask)
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
-        out = nn.attend(q, k, v, k_start, k_end, scale=self.scale, zigzag=ctx.zigzag)
+        options = {"scale": self.scale, "implementation": self.implementation, "zigzag": ctx.zigzag}
+        out = nn.attend(q, k, v, k_start, k_end, **options)
         return self.o(out), cache
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16):
@@ -119,6 +126,18 @@ class Attention(nnx.Module):
         return nn.cache.kv_cache(
             batch, capacity, num_kv_heads=heads, k_dim=width, v_dim=width, ring=self.mask.ring, dtype=dtype
         )
+
+    def queries_and_keys(self, x: Float[Array, "B T D"], ctx: nn.Context) -> tuple[Array, Array]:
+        q, k = (constrain(part(x), "batch", "seq", "act_heads", None) for part in (self.q, self.k))  # B T N H each
+        return q, k
+
+    def traffic(self, split: nn.SplitSequence) -> dict[str, float]:
+        both = 2 * self.num_heads * self.head_dim
+        return nn.attention_traffic(split, queries=both, keys=both)
+
+    @property
+    def kind(self) -> str:
+        return "MHA"
 
 
 class MLP(nnx.Module):

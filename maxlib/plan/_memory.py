@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import nn, sharding
+from maxlib.nn._stack_layout import segment_at
 from maxlib.plan._program import Program, bytes_on_device
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._rules import parts, spec
@@ -115,7 +116,8 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
     here = nn.remat.kept_on_device(remat)
     saved, all_ = count(kept(here)), count(kept(None))
     offloaded = 0.0 if here == remat else count(kept(remat)) - saved
-    layers = max([x.shape[0] for path, x in shapes.items() if nn.tree.is_repeated(path)], default=1)
+    stacked = nn.tree.stacked_paths(program.state.rest)
+    layers = max([x.shape[0] for path, x in shapes.items() if path in stacked], default=1)
     # Of the layer that runs backward the compiler keeps about half of what autodiff would: the rest is computed in
     # passing.
     again = 0.0 if remat is None else 0.5 * all_ / layers
@@ -138,11 +140,12 @@ def _layer_weights(program: Program) -> float:
         dict(rules) | dict.fromkeys(("embed", "expert_embed", "rank", "layers")) | {"expert": rules.get("act_expert")}
     )
     layers: dict[str, list[float]] = {}
+    layouts = nn.tree.layouts(program.state.rest)
     for path, x in program.state.trainable.items():
-        if (part := nn.tree.repeated_part(path)) is None or len(names[path]) < 2:
+        if (found := segment_at(path, layouts)) is None or found[1].repeats is None or len(names[path]) < 3:
             continue
-        own = spec(names[path], gathered, ndim=x.ndim)
-        layers.setdefault(part, []).append(part_bytes(x.shape, width, own, mesh) / x.shape[0])
+        own = spec(names[path], gathered)
+        layers.setdefault(found[0], []).append(part_bytes(x.shape, width, own, mesh) / x.shape[0])
     target = parse_target(program.job.target)
     turns = 2 if target.slices > 1 else 1
     last = sum if target.platform == "cuda" else max  # of the gradients that are being scattered

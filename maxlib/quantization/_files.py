@@ -12,6 +12,8 @@ import numpy as np
 from flax import nnx
 
 from maxlib import nn, sharding, weights
+from maxlib.checkpoint._migrations import current_names
+from maxlib.nn._layer_axis import map_layers
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
 from maxlib.quantization._matmul import Quantized
@@ -54,7 +56,8 @@ def load(
     manifest = _read(Path(directory) / MANIFEST)
     family, cfg = weights.read_model(directory, family=family)
     abstract = jax.eval_shape(lambda: _as_saved(family.model(cfg, rngs=nnx.Rngs(0)), manifest))
-    stored, wanted = find_tensors(directory), nn.variables(abstract)
+    wanted = nn.variables(abstract)
+    stored = current_names(find_tensors(directory), wanted)
     if wrong := _differences(stored, wanted):
         raise ValueError(f"{directory} does not hold the model that its {MANIFEST} describes: {'; '.join(wrong[:10])}")
     at = {path: None if layout is None else layout.sharding(path, v) for path, v in wanted.items()}
@@ -91,7 +94,7 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
         if not isinstance(node, nn.Stack):
             return node
         layout = manifest["layouts"][_dotted(path)]
-        return node.relaid(**{name: number for name, number in layout.items() if name != "num_layers"})
+        return node.with_layout(**{name: number for name, number in layout.items() if name != "num_layers"})
 
     def quantize(path, site):
         name = _dotted(path)
@@ -99,8 +102,7 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
             return site
         format, dtype = Format(**manifest["formats"][name]), np.dtype(manifest["dtypes"][name])
         make = lambda site: store(jax.tree.map(lambda a: a.astype(dtype), site), format, name)
-        stacked = site.w.get_value().ndim > len(site.w.get_metadata()["axes"])
-        return jax.vmap(make)(site) if stacked else make(site)
+        return map_layers(make, site)
 
     model = jax.tree_util.tree_map_with_path(lay_out, model, is_leaf=lambda x: isinstance(x, nn.Stack))
     return jax.tree_util.tree_map_with_path(quantize, model, is_leaf=lambda x: isinstance(x, SITES))

@@ -22,6 +22,7 @@ ARRAY_AXES: dict[str, str] = {
     "patch_row": "rows of an image patch",
     "patch_column": "columns of an image patch",
     "layers": "layers that a stack repeats; only a `Pipeline` says where they lie",
+    "lead_layers": "layers that a stack repeats before the first stage; they lie in none",
     # Activations.
     "batch": "rows of a batch",
     "seq": "tokens of a row, between the operations of a layer",

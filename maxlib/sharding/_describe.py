@@ -125,7 +125,7 @@ def _parameter(path: str, variable: nnx.Variable, place: Any) -> Parameter:
     spec = getattr(sharding, "spec", None)
     words = "one device" if spec is None else " ".join(map(_word, spec)) or "whole"
     devices = 1 if sharding is None else sharding.num_devices
-    axes = tuple(variable.get_metadata().get("axes", ()))
+    axes = tuple(name or "-" for name in variable.get_metadata().get("axes", ()))
     return Parameter(path, shape, str(value.dtype), axes, words, whole, part, devices)
 
 

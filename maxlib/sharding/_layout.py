@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib.sharding import _rules
 from maxlib.sharding._axes import Name, Table, mesh_axes_of
 from maxlib.sharding._experts import ExpertParallel
+from maxlib.sharding._layer_axes import is_stacked, own_axes
 from maxlib.sharding._offload import HOST, Offload
 from maxlib.sharding._pipeline import Pipeline
 from maxlib.sharding._presets import FSDP_TP
@@ -99,22 +100,27 @@ class Layout:
         """Returns the mesh axes of more than one device that split the axis `name`."""
         return tuple(axis for axis in mesh_axes_of(self.rules.get(name)) if self.mesh.shape[axis] > 1)
 
-    def spec(self, *names: Name, ndim: int | None = None, what: str = "array") -> P:
-        """Returns the partition spec of an array whose trailing dimensions bear `names`.
+    def spec(self, *names: Name, what: str = "array") -> P:
+        """Returns the partition spec of an array whose dimensions bear `names`.
 
         Args:
-            names: one for each of these dimensions; None for one that is whole.
-            ndim: the array's rank. One dimension before the named ones is the repeat axis of a stack.
+            names: one for each dimension; None for one that is whole.
             what: it is, for messages.
 
         Raises:
             ValueError: for a name that nobody declared, and when two names of one array land on one mesh axis.
         """
-        return _rules.spec(names, self.rules, ndim=ndim, what=what)
+        return _rules.spec(names, self.rules, what=what)
 
     def parameter_spec(self, names: tuple[str | None, ...], shape: tuple[int, ...], *, path: str = "array") -> P:
-        """Returns where the parameter at `path`, of this shape, lives: as `spec` says, or as a strategy says."""
-        own = self.spec(*names, ndim=len(shape), what=path)
+        """Returns where the parameter at `path`, of this shape, lives: as `spec` says, or as a strategy says.
+
+        Raises:
+            ValueError: unless there is a name (or None) for each dimension, or none at all; and as `spec` does.
+        """
+        if names and len(names) != len(shape):
+            raise ValueError(f"{path}: its axes {names} must name each dimension of its shape {shape}, None for some")
+        own = self.spec(*names, what=path)
         place = lambda own, one: one.place_parameter(own, names, shape, path, self.mesh)
         return functools.reduce(place, self.strategies, own)
 
@@ -127,7 +133,7 @@ class Layout:
         return functools.reduce(lambda own, one: one.place_optimizer(own, shape, self.mesh), self.strategies, own)
 
     def sharding(self, path: str, variable: nnx.Variable) -> NamedSharding:
-        """Returns where the parameter at `path` lives; its axis names bind to the trailing dimensions.
+        """Returns where the parameter at `path` lives, by the names of its axes.
 
         Raises:
             ValueError: naming the parameter, when a mesh axis does not divide a dimension.
@@ -136,13 +142,13 @@ class Layout:
         own = self.parameter_spec(names, shape, path=path)
         _, uneven = _rules.drop_uneven(own, shape, self.mesh)
         if uneven:
-            name = ("layers", *names)[uneven[0] - len(shape) + len(names) + 1]
+            name = names[uneven[0]]
             raise ValueError(
                 f"{path}: axis {name!r} of size {shape[uneven[0]]} does not divide over {own[uneven[0]]!r} of the mesh "
                 f"{dict(self.mesh.shape)}; change the mesh, or take rules with {name!r}: None"
             )
-        repeated = len(shape) > len(names) > 1  # a matrix of every layer of a stack
-        return NamedSharding(self.mesh, own, memory_kind=HOST if repeated and self.offload.layers else None)
+        is_layers = is_stacked(names) and len(own_axes(names)) > 1  # matrices of several layers
+        return NamedSharding(self.mesh, own, memory_kind=HOST if is_layers and self.offload.layers else None)
 
 
 def _check_axes_of(mesh: AnyMesh, name: str, place: Any) -> None:

@@ -1,18 +1,16 @@
 """Pipeline parallelism: a stack's layers over the stages, through which microbatches pass."""
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding._axes import Table, mesh_axes_of
+from maxlib.sharding._layer_axes import LAYERS
 from maxlib.sharding._pipeline_chunks import chunks
 from maxlib.sharding._rules import partition, split_further
 from maxlib.sharding._strategy import Step, Strategy, Traffic
-
-_LEAD = re.compile(r"(^|\.)lead\.\d+\.")  # of a stack: layers that run before the first stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Pipeline(Strategy):
             )
 
     def apply(self, rules: Table) -> Table:
-        return {**rules, "layers": self.axis}
+        return {**rules, LAYERS: self.axis}
 
     def apply_running(self, rules: Table) -> Table:
         """Splits what is in no stage over the stages by rows, unless a rule gives them something else to split."""
@@ -54,13 +52,11 @@ class Pipeline(Strategy):
     def place_parameter(self, own: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
         """Puts layers into stages where every stage holds an equal, consecutive part of a stack. Else (`repeats`, or
         layers that the stages do not divide) they stay together, and the stages share the longest dimension that they
-        divide. A stack's `lead` belongs to no stage.
+        divide. A stack's `lead` belongs to no stage: its axis has another name.
         """
-        if not names or len(shape) != len(names) + 1:
+        if names[:1] != (LAYERS,):
             return own
         stages, whole = mesh.shape[self.axis], partition([None, *own[1:]])
-        if _LEAD.search(path):
-            return whole
         if stages == 1 or chunks(shape[0], stages, self.repeats).in_order:
             return own
         return split_further(whole, shape, (self.axis,), mesh)

@@ -7,6 +7,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding._axes import IfFree, Name, Place, Table, check_axes, mesh_axes_of
+from maxlib.sharding._layer_axes import num_layer_axes
 
 
 def resolve(names: Iterable[Name], rules: Table) -> dict[Any, Any]:
@@ -23,21 +24,23 @@ def _rule(name: Name, rules: Table) -> Place:
     return None if name is None else rules.get(name)
 
 
-def spec(names: tuple[Name, ...], rules: Table, *, ndim: int | None = None, what: str = "array") -> P:
-    """Returns the partition spec of an array whose trailing dimensions bear `names`.
+def spec(names: tuple[Name, ...], rules: Table, *, what: str = "array") -> P:
+    """Returns the partition spec of an array whose dimensions bear `names`.
 
     Args:
-        names: of its axes; None for those without.
+        names: of its axes; None for those without. Of several axes of layers (a stack inside a scanned layer) the
+            first one counts.
         rules: from axis name to mesh axes.
-        ndim: its rank. One dimension before the named ones is the repeat axis of a stack, "layers".
         what: it is, for messages.
 
     Raises:
         ValueError: for a name that nobody declared, and when two names land on one mesh axis.
     """
     check_axes(names, what)
-    settled = resolve(names, rules)
-    places = [settled[name] if name is not None else None for name in names]
+    inner = num_layer_axes(names) - 1
+    names = (*names[:1], *[None] * inner, *names[1 + inner :]) if inner > 0 else names
+    found = resolve(names, rules)
+    places = [found[name] if name is not None else None for name in names]
     used: dict[str, Name] = {}
     for name, place in zip(names, places, strict=True):
         for axis in mesh_axes_of(place):
@@ -47,9 +50,7 @@ def spec(names: tuple[Name, ...], rules: Table, *, ndim: int | None = None, what
                     f"an array can use a mesh axis once, so change one of the rules {dict(rules)}"
                 )
             used[axis] = name
-    before = 0 if ndim is None or not names else ndim - len(names)
-    layers = [rules.get("layers")] if before == 1 else [None] * before
-    return partition(layers + places)
+    return partition(places)
 
 
 def partition(places: list[Any]) -> P:

@@ -1,7 +1,7 @@
 """Moments that wait on the host, and an update that takes them to the device layer by layer."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Int
 
-from maxlib import nn, sharding
+from maxlib import sharding
 from maxlib.sharding import memory
 
 Update = Callable[..., Any]
@@ -19,6 +19,8 @@ Update = Callable[..., Any]
 def by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """`optimizer`, whose moments are born on the host where the layout says so
     (`sharding.OFFLOAD_OPTIMIZER`); a loop over the layers of a stack takes each layer's to the device and back.
+    `update` is told the paths that store several layers, `stacked=nn.tree.stacked_paths(model)`, as
+    `make_train_step` does; all others are taken whole.
 
     It has to treat each layer of a parameter by itself, as Adam does, and clipping by a norm of all gradients does not.
     Without that nothing changes.
@@ -28,12 +30,12 @@ def by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransform
     def init(params):
         return _wait(inner.init(memory.to_device(params)), params)
 
-    def update(updates, state, params=None, **extra):
+    def update(updates, state, params=None, *, stacked: Collection[str] = (), **extra):
         step = functools.partial(inner.update, **extra)
         if not any(map(memory.is_on_host, jax.tree.leaves((state, params)))):
             return step(updates, state, params)
         changes, after = {}, state
-        for repeats, paths in _groups(updates):
+        for repeats, paths in _groups(updates, stacked):
             part = (_only(tree, paths, updates) for tree in (updates, state, params))
             moved, new = _whole(step, *part) if repeats is None else _scanned(step, repeats, *part)
             changes, after = changes | moved, _joined(after, new, updates)
@@ -97,11 +99,11 @@ def _by_path(node: Any, params: Iterable[str]) -> bool:
     return isinstance(node, dict) and bool(node) and set(node) <= set(params)
 
 
-def _groups(params: dict[str, Any]) -> list[tuple[int | None, list[str]]]:
-    """Paths of layers that repeat equally often, and of what stands alone (None)."""
+def _groups(params: dict[str, Any], stacked: Collection[str]) -> list[tuple[int | None, list[str]]]:
+    """Returns the paths of equally many layers, and of what stands alone (None)."""
     found: dict[int | None, list[str]] = {}
     for path, leaf in params.items():
-        repeats = jax.tree.leaves(leaf)[0].shape[0] if nn.tree.is_repeated(path) and jax.tree.leaves(leaf) else None
+        repeats = jax.tree.leaves(leaf)[0].shape[0] if path in stacked and jax.tree.leaves(leaf) else None
         found.setdefault(repeats, []).append(path)
     return list(found.items())
 

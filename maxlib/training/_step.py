@@ -53,7 +53,7 @@ def make_state(
     """
     trainable, rest = nn.partition(model, filter)
     if not trainable:
-        names = sorted({nn.tree.pattern_path(path) for path in nn.variables(model)})
+        names = sorted({*nn.tree.pattern_paths(model).values()})
         raise ValueError(f"filter must take at least one parameter to train, it takes none of {names}")
     seed = jax.random.key(key) if isinstance(key, int) else key
     start = lambda params, key: (optimizer.init(sharding.memory.to_device(params)), jnp.zeros((), jnp.int32), key)
@@ -100,7 +100,8 @@ def make_train_step(
             grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
         grads = _place(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, value=loss)
+        extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # by_layer takes those layer by layer
+        updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, **extra)
         trainable = _place(apply_updates(state.trainable, updates), state.trainable, state.rest)
         opt_state = _place(opt_state, state.trainable, state.rest, optimizer=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)

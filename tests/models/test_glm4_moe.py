@@ -67,10 +67,12 @@ def modules(tmp_path_factory):
     return mtp.released(transformers.Glm4MoeConfig(**fields), tmp_path_factory.mktemp("mtp"))
 
 
+@pytest.mark.full
 def test_prediction_modules_are_those_of_transformers(modules):
     mtp.check_predictions(*modules)
 
 
+@pytest.mark.full
 def test_prediction_modules_are_left_out_unless_asked_for(modules, tmp_path):
     mtp.check_export(modules[-1], tmp_path)
 

@@ -200,6 +200,7 @@ def test_presets_are_the_released_configs(name, text):
     fields.done()
 
 
+@pytest.mark.full
 def test_a_sequence_over_devices_equals_one_device(tmp_path):
     """Tokens stand in another order there; chunks and the temperature of queries go by their place in the text."""
     case = parity.golden("llama4")["scout"]

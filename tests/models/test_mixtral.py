@@ -45,6 +45,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
     assert mixtral.Config.from_hf(HFConfig(short)) == mixtral.Config.from_hf(HFConfig(theirs.to_dict()))
 
 
+@pytest.mark.full
 def test_balance_loss_is_that_of_transformers(tmp_path):
     """But for the factor: theirs is `top_k` times as large. It takes all layers together, so there is one here."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

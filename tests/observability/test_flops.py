@@ -20,7 +20,7 @@ def matmul_weights(model, but=("embed.w",)):
     """The numbers of weights that every token is multiplied with."""
     names = nn.tree.axes(model)
     sizes = {path: v.get_value().size for path, v in nn.variables(model).items()}
-    return sum(size for path, size in sizes.items() if len(names[path]) > 1 and path not in but)
+    return sum(size for path, size in sizes.items() if len(nn.tree.own_axes(names[path])) > 1 and path not in but)
 
 
 def triangle(n, window=None):

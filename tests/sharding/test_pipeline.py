@@ -67,11 +67,11 @@ VOCAB = {"vocab": "stage", "act_vocab": "stage"}
 LONG = {"stage": 2, "context": 2, "expert": 2}
 CASES = {
     "dense": (llama, {"stage": 4, "fsdp": 2}, sharding.FSDP | PP, None),
-    "a period of two": (gemma, {"stage": 4, "tensor": 2}, sharding.TP | PP, "full"),
-    "a lead, experts, long sequences": (lambda: experts(6, 2), LONG, sharding.EP | sharding.CP_RING | PP, None),
     "uneven, twice around": (lambda: llama(7), {"stage": 4, "fsdp": 2}, sharding.FSDP | AROUND, "full"),
 }
 MORE = {
+    "a period of two": (gemma, {"stage": 4, "tensor": 2}, sharding.TP | PP, "full"),
+    "a lead, experts, long sequences": (lambda: experts(6, 2), LONG, sharding.EP | sharding.CP_RING | PP, None),
     "batches over data too": (llama, {"stage": 2, "data": 2, "fsdp": 2}, sharding.FSDP | PP, None),
     "uneven, twice around, data": (lambda: llama(7), {"stage": 4, "data": 2}, sharding.DP | AROUND, "full"),
     "uneven, experts, long sequences": (lambda: experts(6), LONG, sharding.EP | sharding.CP_RING | PP, None),
@@ -176,6 +176,9 @@ def test_what_does_not_fit_is_said():
         trace(8, 6)
     with pytest.raises(ValueError, match="at least one microbatch"):
         sharding.Pipeline("stage", microbatches=0)
+    with pytest.raises(ValueError, match="one repeat, got 1 and 0"):
+        sharding.Pipeline("stage", microbatches=1, repeats=0)
+    sharding.Pipeline("stage", microbatches=1, repeats=1)
 
 
 def test_experts_report_the_mean_over_microbatches():
@@ -245,7 +248,7 @@ def positioned():
     return gpt2.GPT2(cfg, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("build", [scaled, positioned])
+@pytest.mark.parametrize("build", [pytest.param(scaled, marks=pytest.mark.full), positioned])
 def test_one_f_one_b_enters_as_the_model_does(build):
     model, data = jax.jit(build)(), rows(8)
     want = loss_and_gradients(*nn.partition(model), data)

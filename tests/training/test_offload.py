@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import maxlib
-from maxlib import checkpoint, ops, plan, sharding, training
+from maxlib import checkpoint, nn, ops, plan, sharding, training
 from maxlib.models import llama
 from maxlib.training._restore import items_of
 from tests.plan.test_plan import CONFIG
@@ -88,7 +88,8 @@ def test_any_optimizer_that_treats_layers_by_themselves():
     state, _, mesh = start(sharding.FSDP | BOTH, optimizer)
     plain, _, _ = start(sharding.FSDP, optimizer)
     assert {*memories(optax.tree.get(state.opt_state, "average")).values()} == {"pinned_host"}
-    update = jax.jit(optimizer.update, compiler_options=tiny.QUICKLY)
+    stacked = nn.tree.stacked_paths(state.rest)
+    update = jax.jit(functools.partial(optimizer.update, stacked=stacked), compiler_options=tiny.QUICKLY)
     with sharding.use(sharding.Layout(mesh, sharding.FSDP | BOTH)):
         got = update(plain.trainable, state.opt_state, state.trainable, value=1.0)
     with sharding.use(sharding.Layout(mesh, sharding.FSDP)):

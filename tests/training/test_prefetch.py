@@ -41,5 +41,6 @@ def test_it_goes_on_where_its_state_was_taken():
     assert same(next(again), 3)
     again.reset()
     assert same(next(again), 1)
+    assert same(next(training.Prefetch(tiny.Loader(), size=1)), 1)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         training.Prefetch(tiny.Loader(), size=0)
