@@ -23,7 +23,7 @@ from maxlib.training._placement import batch_names
 
 # The first call of attention in a lowered program: queries and keys as one device sees them.
 _SIZES = r"tensor<((?:\d+x){4,})"
-_ATTENTION = re.compile(rf"ops\.attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
+_ATTENTION = re.compile(rf"ops\._attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """Those that were joined, in the order in which they apply."""
+        """Lists the strategies that were joined, in the order in which they apply."""
         return parts_of(self.strategy)
 
     @functools.cached_property
@@ -81,12 +81,12 @@ class Layout:
 
     @property
     def experts(self) -> ExpertParallel | None:
-        """How tokens travel to experts, if they do."""
+        """Names the way tokens travel to experts, if they do."""
         return self._find(ExpertParallel)
 
     @property
     def offload(self) -> Offload:
-        """What waits in the host's memory."""
+        """Says which arrays wait in the host's memory."""
         return self._find(Offload) or Offload()
 
     def _find(self, kind: type) -> Any:
@@ -180,7 +180,7 @@ def use(layout: Layout) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=256)
 def _running(layout: Layout) -> Layout:
-    """Without devices: programs for meshes of the same shape are the same."""
+    """Returns the layout of a running program, without devices: meshes of the same shape share programs."""
     mesh = layout.mesh.abstract_mesh if isinstance(layout.mesh, Mesh) else layout.mesh
     rules = functools.reduce(lambda rules, one: one.apply_running(rules), layout.strategies, layout.rules)
     changed = {name: place for name, place in rules.items() if layout.rules.get(name) != place}

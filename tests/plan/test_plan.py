@@ -89,7 +89,7 @@ def test_jobs_travel_as_text():
         model=CONFIG, target="cpu", mesh={"fsdp": -1}, remat=("attn", "mlp"), rules=sharding.FSDP | sharding.SP
     )
     again = jobs.from_json(jobs.to_json(job))
-    assert again.model == CONFIG and again.remat == job.remat and dict(again.rules) == dict(job.rules)
+    assert again.model == CONFIG and again.remat == job.remat and again.rules == job.rules
     assert jobs.from_json(jobs.to_json(dataclasses.replace(job, model=bigram))).model is bigram
     with pytest.raises(ValueError, match="cannot be found by name in another process"):
         jobs.to_json(dataclasses.replace(job, model=lambda: None))
@@ -272,12 +272,12 @@ def test_keys_and_values_of_a_split_sequence_are_estimated():
     """libtpu's programs hold the same permutes: two bfloat16 arrays in each pass, and two float32 ones backward."""
     base = dict(model=CONFIG, target="h100x8", batch_per_chip=1 / 4, sequence=64, mesh={"fsdp": 2, "context": 4})
     found = {
-        way: moved(plan.estimated(plan.Job(**base, rules=f"fsdp+cp_{way}"))) for way in ("ring", "gather", "heads")
+        way: moved(plan.estimated(plan.Job(**base, rules=f"fsdp+cp_{way}"))) for way in ("ring", "gather", "ulysses")
     }
     keys, queries = 4 * (2 * 2 * 12) * 16 * 2, 4 * (2 * 4 * 12) * 16 * 2  # layers, numbers of a token, tokens, bytes
     assert found["ring"]["collective-permute", "context"] == (3 + 2) * 4 * keys
     assert found["gather"]["all-gather", "context"] == 2 * found["gather"]["reduce-scatter", "context"] == 2 * 4 * keys
-    assert found["heads"]["all-to-all", "context"] == 3 * (queries + keys)
+    assert found["ulysses"]["all-to-all", "context"] == 3 * (queries + keys)
     for one in found.values():
         assert one["all-reduce", "context"] == one["reduce-scatter", "fsdp"] / 2  # their own part of the gradients
 
