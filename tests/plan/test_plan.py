@@ -131,6 +131,7 @@ def test_what_waits_on_the_host_takes_time_to_travel():
 PUBLISHED_BILLIONS = {16: 16.27, 32: 32.55, 64: 64.76, 128: 129.2, 256: 258.4, 512: 516.1, 1024: 1031}
 
 
+@pytest.mark.full
 def test_the_published_networks_have_their_published_sizes_and_travel():
     for scale in (16, 64, 1024):
         assert nn.num_parameters(jax.eval_shape(Net(scale))) / 1e9 == pytest.approx(PUBLISHED_BILLIONS[scale], rel=1e-3)
