@@ -8,8 +8,8 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-# From the axis that communicates least to the one that communicates most, as devices next to each other in the last
-# axes have the fastest links: tensor parallelism sums activations in every layer, a pipeline sends one to its neighbour per tick.
+# From the axis that communicates least to the one that communicates most, as neighbours in the last axes have the
+# fastest links. Tensor parallelism sums activations in every layer; a pipeline sends them once per tick.
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 
