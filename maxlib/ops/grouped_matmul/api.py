@@ -9,18 +9,19 @@ from jaxtyping import Array, Float, Int, Num
 
 from maxlib.ops.attention.dispatch import current_device
 from maxlib.ops.cost import counted
+from maxlib.ops.grouped_matmul.megablox import megablox, megablox_outer
 from maxlib.ops.grouped_matmul.mosaic_gpu import mosaic_gpu, refuses
 from maxlib.ops.grouped_matmul.ragged_dot import ragged_dot, ragged_outer
 from maxlib.ops.grouped_matmul.reference import reference, reference_outer
 from maxlib.ops.grouped_matmul.tiled import tiled, tiled_outer
 
-Implementation = Literal["ragged_dot", "tiled", "mosaic_gpu", "reference"]
+Implementation = Literal["megablox", "ragged_dot", "tiled", "mosaic_gpu", "reference"]
 Layout = Literal["EOI", "EIO"]
 
-_RUN = {"ragged_dot": ragged_dot, "mosaic_gpu": mosaic_gpu, "tiled": tiled, "reference": reference}
-_OUTER = {"ragged_dot": ragged_outer, "tiled": tiled_outer, "reference": reference_outer}
+_RUN = {"megablox": megablox, "ragged_dot": ragged_dot, "mosaic_gpu": mosaic_gpu, "tiled": tiled, "reference": reference}
+_OUTER = {"megablox": megablox_outer, "ragged_dot": ragged_outer, "tiled": tiled_outer, "reference": reference_outer}
 # Elsewhere XLA computes ragged_dot densely: every row with every expert.
-_BEST = {"tpu": "ragged_dot"}
+_BEST = {"tpu": "megablox"}
 
 
 def grouped_matmul(
