@@ -9,6 +9,7 @@ from maxlib.sharding.describe import draw as draw
 from maxlib.sharding.distributed import Cluster as Cluster
 from maxlib.sharding.distributed import initialize as initialize
 from maxlib.sharding.map_op import Gathered as Gathered
+from maxlib.sharding.map_op import gathers_last as gathers_last
 from maxlib.sharding.map_op import map_op as map_op
 from maxlib.sharding.memory import back_to as back_to
 from maxlib.sharding.memory import is_on_host as is_on_host

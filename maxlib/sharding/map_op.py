@@ -1,6 +1,7 @@
 """Runs an op on each device's own part of its arrays."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib.sharding.presets import Rules
 from maxlib.sharding.rules import current, fit, settle, spec
 
+LANES = 128  # entries of a TPU's vector register
 Names = tuple[str | None, ...]
 
 
@@ -24,6 +26,20 @@ class Gathered:
 
     kept: Names
     wanted: Names
+
+
+def gathers_last(names: Gathered, shape: Sequence[int]) -> bool:
+    """Returns whether a device lacks parts of the last dimension, and they fill no whole registers.
+
+    Parts of whole registers (of 128 entries) lie side by side as they arrive. Others have to be copied.
+    """
+    if (now := current()) is None:
+        return False
+    kept, wanted = _places(names, lambda own: spec(own, now[1]))
+    degree = lambda axes: math.prod(now[0].shape[axis] for axis in axes)
+    last = len(shape) - 1
+    lacking = _axes(kept, last)[len(_axes(wanted, last)) :]
+    return degree(lacking) > 1 and shape[last] // degree(_axes(kept, last)) % LANES != 0
 
 
 def map_op(

@@ -45,11 +45,10 @@ def test_equals_a_loop_over_experts(layout, interpreted):
 
 def test_several_tiles_along_every_dimension(interpreted, monkeypatch):
     monkeypatch.setattr(tiling, "VMEM", 2**20)
-    sizes = Sizes(400, 330, 520, 3, 4, 4, transposed=False)
-    tiles = choose_tiles.__wrapped__(sizes)
-    assert tiles.rows < 400 and tiles.summed < 330 and tiles.out < 520
+    tiles = choose_tiles.__wrapped__(Sizes(400, 1100, 900, 3, 4, 4, transposed=False))
+    assert tiles.rows < 400 and tiles.summed < 1100 and tiles.out < 900
     monkeypatch.setattr(module, "choose_tiles", choose_tiles.__wrapped__)
-    rows, weights, d_out = arrays(400, 330, 520, 3)
+    rows, weights, d_out = arrays(400, 1100, 900, 3)
     counts = [130, 0, 200]
     got = value_and_gradients(rows, weights, jnp.array(counts), d_out)
     close(got, loop(rows, weights, counts, d_out))
@@ -150,5 +149,5 @@ def test_tiles_fit_and_waste_little(sizes, width, transposed):
     assert all(tile % 128 == 0 or tile == full for tile, full in ((tiles.summed, I), (tiles.out, O)))
     assert tiles.rows % 16 == 0
     computed = -(-I // tiles.summed) * tiles.summed * -(-O // tiles.out) * tiles.out
-    assert computed <= 1.1 * I * O
+    assert computed <= (1.1 if width == 2 else 1.3) * I * O
     assert tiles.visits(of) * tiles.rows <= 1.5 * M or tiles.rows <= 128
