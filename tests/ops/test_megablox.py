@@ -11,10 +11,10 @@ from jax.experimental.pallas.ops.tpu.megablox import ops as _  # noqa: F401  loa
 from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
-from maxlib.ops.grouped_matmul import api, tiling
-from maxlib.ops.grouped_matmul import megablox as module
-from maxlib.ops.grouped_matmul.megablox import megablox, megablox_outer
-from maxlib.ops.grouped_matmul.tiling import VMEM, Sizes, choose_tiles
+from maxlib.ops._grouped_matmul import api, tiling
+from maxlib.ops._grouped_matmul import megablox as module
+from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer
+from maxlib.ops._grouped_matmul.tiling import VMEM, Sizes, choose_tiles
 from tests.ops.test_grouped_matmul import COUNTS, arrays, close, loop
 
 KERNELS = sys.modules["jax.experimental.pallas.ops.tpu.megablox.gmm"]
