@@ -149,5 +149,5 @@ def test_tiles_fit_and_waste_little(sizes, width, transposed):
     assert all(tile % 128 == 0 or tile == full for tile, full in ((tiles.summed, I), (tiles.out, O)))
     assert tiles.rows % 16 == 0
     computed = -(-I // tiles.summed) * tiles.summed * -(-O // tiles.out) * tiles.out
-    assert computed <= (1.1 if width == 2 else 1.3) * I * O
+    assert computed <= 1.2 * I * O
     assert tiles.visits(of) * tiles.rows <= 1.5 * M or tiles.rows <= 128

@@ -18,7 +18,13 @@ from maxlib.ops._grouped_matmul.tiled import tiled, tiled_outer
 Implementation = Literal["megablox", "ragged_dot", "tiled", "mosaic_gpu", "reference"]
 Layout = Literal["EOI", "EIO"]
 
-_RUN = {"megablox": megablox, "ragged_dot": ragged_dot, "mosaic_gpu": mosaic_gpu, "tiled": tiled, "reference": reference}
+_RUN = {
+    "megablox": megablox,
+    "ragged_dot": ragged_dot,
+    "mosaic_gpu": mosaic_gpu,
+    "tiled": tiled,
+    "reference": reference,
+}
 _OUTER = {"megablox": megablox_outer, "ragged_dot": ragged_outer, "tiled": tiled_outer, "reference": reference_outer}
 # Elsewhere XLA computes ragged_dot densely: every row with every expert.
 _BEST = {"tpu": "megablox"}

@@ -77,7 +77,9 @@ def _rows(rows, weights, rows_per_expert, *, transpose: bool):
     tiles = choose_tiles(Sizes(M, K, N, len(weights), width, width, transposed=False))
 
     def one(rows, weights, rows_per_expert):
-        kernel = functools.partial(gmm, preferred_element_type=rows.dtype, tiling=_sizes(tiles), transpose_rhs=transpose)
+        kernel = functools.partial(
+            gmm, preferred_element_type=rows.dtype, tiling=_sizes(tiles), transpose_rhs=transpose
+        )
         out = kernel(_padded(rows, tiles), weights, rows_per_expert)[:M]
         return _used(out, rows_per_expert)  # what the kernel leaves beyond the last expert's rows is anything
 
