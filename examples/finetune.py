@@ -30,23 +30,23 @@ KEPT = (
 
 def main() -> None:
     args = arguments()
-    mesh = sharding.make_mesh(fsdp=-1) if jax.device_count() > 1 else None
+    layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP) if jax.device_count() > 1 else None
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     train, held_out = loaders(tokenizer, args)
-    model = maxlib.from_pretrained(args.model, dtype=jnp.float32, mesh=mesh, rules=sharding.FSDP)
+    model = maxlib.from_pretrained(args.model, dtype=jnp.float32, layout=layout)
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=args.steps // 10)
     trainer = training.Trainer(
         model,
-        optimizer=training.adamw(schedule, mask=training.decay_mask(model)),
+        optimizer=training.adamw(schedule),
         loader=train,
         loss=functools.partial(training.next_token_loss, dtype=DTYPE, remat="full"),
         directory=args.out,
-        mesh=mesh,
-        rules=sharding.FSDP,
+        layout=layout,
         accumulate=args.accumulate,
         schedule=schedule,
         eval_loader=held_out,
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
+        timeout=1800,  # ends a process that hangs, so that whoever started it can start it again
     )
     del model  # the trainer has a copy
     trainer.restore()

@@ -1,6 +1,11 @@
-"""What holds for every test: eight CPU devices, no network, checked shapes, no silent broadcasting."""
+"""What holds for every test: eight CPU devices, no network, checked shapes, no silent broadcasting, and compiled
+programs that the processes of a run share.
+"""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Before jax is imported. A test that starts a process of its own inherits these.
 _ON_A_GPU = os.environ.get("MAXLIB_TEST_GPU") == "1"
@@ -20,6 +25,11 @@ for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ[_name] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("MPLBACKEND", "agg")
+# Workers, and processes that tests start, inherit the first process's directory.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="maxlib-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import gc  # noqa: E402
 import importlib.util  # noqa: E402

@@ -20,11 +20,22 @@ from maxlib.distributed import raise_on_all
 Arrays = dict[str, Any]
 
 
+class _OnceOnly(logging.Filter):
+    """Drops the stack traces that orbax logs in every thread of a failed save: the error is raised as well."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "_SignalingThread.run() raised" not in str(record.msg)
+
+
+_once_only = _OnceOnly()
+
+
 class Steps:
     """The steps of one run's directory. One save runs at a time. clean: remove saves that were killed."""
 
     def __init__(self, directory: epath.Path, *, clean: bool):
         self.directory = directory
+        logging.getLogger("absl").addFilter(_once_only)  # importing this module changes no logger
         if clean and jax.process_index() == 0:
             _remove_unfinished(directory)  # orbax would in the background, where a second one fails all later saves
         self._orbax = ocp.training.Checkpointer(directory, context=_context())
@@ -198,13 +209,3 @@ class _Text:
 
     async def load(self, directory: Any) -> Any:
         raise NotImplementedError("read it with records.read")
-
-
-class _OnceOnly(logging.Filter):
-    """Drops the stack traces that orbax logs in every thread of a failed save: the error is raised as well."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "_SignalingThread.run() raised" not in str(record.msg)
-
-
-logging.getLogger("absl").addFilter(_OnceOnly())

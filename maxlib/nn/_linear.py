@@ -8,7 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib.nn.matmul import Exact, Matmul
-from maxlib.sharding import IfFree, constrain, gather_once
+from maxlib.sharding import IfFree, constrain
+from maxlib.sharding.layers import gather_once
 
 Init = Callable[..., Array]
 
@@ -26,6 +27,15 @@ def check_ends(x: Any, letters: str, shape: tuple[int, ...], what: str) -> None:
         )
 
 
+def draw_key(rngs: Any) -> Array:
+    """Draws the key of one parameter. Raises TypeError unless `rngs` is an `nnx.Rngs`."""
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(
+            f"rngs must be an nnx.Rngs, got {type(rngs).__name__} {rngs!r:.40}; nnx.Rngs(0) makes one of a seed"
+        )
+    return rngs.params()
+
+
 class Einsum(nnx.Module):
     """`einsum(spec, x, w)`, plus a bias over the axes of `w` that reach the output.
 
@@ -33,7 +43,7 @@ class Einsum(nnx.Module):
     that sharding rules use. The default initialization is truncated normal with variance 1 / fan-in, the fan-in being
     the product of the dimensions that the einsum sums over. `matmul` multiplies; `maxlib.quantization` puts another one
     in its place. gather_once: for a small weight that a layer uses at its beginning, so that its recomputation and its
-    backward pass are far apart: over devices it is gathered for both together (`sharding.gather_once`).
+    backward pass are far apart: over devices it is gathered for both together (`sharding.layers.gather_once`).
     """
 
     def __init__(
@@ -54,7 +64,7 @@ class Einsum(nnx.Module):
             init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=summed, out_axis=kept)
         self.spec, self.gather_once = spec, gather_once
         self.matmul: Matmul = Exact()
-        self.w = nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes, summed=tuple(axes[d] for d in summed))
+        self.w = nnx.Param(init(draw_key(rngs), shape, jnp.float32), axes=axes, summed=tuple(axes[d] for d in summed))
         zeros = lambda: nnx.Param(jnp.zeros([shape[d] for d in kept]), axes=tuple(axes[d] for d in kept))
         self.b = zeros() if bias else None
 
@@ -95,7 +105,7 @@ class Embed(nnx.Module):
 
     def __init__(self, vocab: int, dim: int, *, init: Init | None = None, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02) if init is None else init
-        self.w = nnx.Param(init(rngs.params(), (vocab, dim), jnp.float32), axes=("vocab", "embed"))
+        self.w = nnx.Param(init(draw_key(rngs), (vocab, dim), jnp.float32), axes=("vocab", "embed"))
 
     def __call__(self, tokens: Int[Array, "..."], *, dtype=jnp.bfloat16) -> Float[Array, "... D"]:
         """Ids must lie in `[0, vocab)`; inside jit they cannot be checked."""

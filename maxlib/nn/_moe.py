@@ -15,12 +15,13 @@ from maxlib import ops
 from maxlib.nn import _expert_dispatch as dispatch
 from maxlib.nn import _expert_parallel as exchange
 from maxlib.nn._context import Context
-from maxlib.nn._linear import Init
+from maxlib.nn._linear import Init, draw_key
 from maxlib.nn._router import Router, Routing, SigmoidInputRouter, expert_counts
 from maxlib.nn.matmul import Exact, Matmul
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.ops._glu import swiglu
-from maxlib.sharding import AllGatherArg, axis_of, axis_size, constrain, gathers_odd_parts, shard_map_by_name
+from maxlib.sharding import constrain, shard_map_by_name
+from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size, gathers_odd_parts
 
 
 @runtime_checkable
@@ -53,7 +54,7 @@ class ExpertLinear(nnx.Module):
             init = nnx.initializers.variance_scaling(
                 1.0, "fan_in", "truncated_normal", in_axis=2, out_axis=1, batch_axis=0
             )
-        values, own = init(rngs.params(), (num_experts, *shape), jnp.float32), ("expert", *axes)
+        values, own = init(draw_key(rngs), (num_experts, *shape), jnp.float32), ("expert", *axes)
         if layout == "EIO":
             values, own = jnp.swapaxes(values, 1, 2), ("expert", *axes[::-1])
         self.w = nnx.Param(values, axes=own, summed=axes[1:])
@@ -217,19 +218,16 @@ def _matrices(linear: ExpertLinear, split: str, dtype: Any) -> _Matrices:
 
 
 def _placed(w: Any, weight: Any) -> Any:
-    """Where the rules put the weight, so that devices exchange the cast one: half the bytes, and half the
+    """Constrains the weight to its place, so that devices exchange the cast one: half the bytes, and half the
     gradient's.
     """
-    if not isinstance(w, jax.Array):  # quantized
-        return w
-    names = weight.get_metadata().get("axes", ())
-    return constrain(w, *names) if len(names) == w.ndim else w
+    return constrain(w, *weight.get_metadata()["axes"]) if isinstance(w, jax.Array) else w  # else quantized
 
 
 def _names(w: Any, weight: Any, names: tuple) -> list[Any]:
     """How every array of `w` is split: a quantized one has scales too, with a single entry along some axes."""
-    if isinstance(w, jax.Array) and len(kept := weight.get_metadata().get("axes", ())) == w.ndim:
-        return [AllGatherArg(kept, names)]
+    if isinstance(w, jax.Array):
+        return [AllGatherArg(weight.get_metadata()["axes"], names)]
     return [tuple(None if n == 1 else name for n, name in zip(a.shape, names, strict=True)) for a in jax.tree.leaves(w)]
 
 

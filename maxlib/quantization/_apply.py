@@ -9,6 +9,8 @@ import jax
 from flax import nnx
 
 from maxlib import nn
+from maxlib._utils.paths import dotted
+from maxlib.nn._layer_axis import map_layers
 from maxlib.quantization._formats import INFERENCE, TRAINING, Format, check_backend
 from maxlib.quantization._matmul import Quantized
 from maxlib.quantization._rules import SITES, Rule, Rules, Where, as_rules, axes_of, decide, kind_of, unknown
@@ -66,7 +68,8 @@ def _apply(model: Any, rules: Sequence[Rule], change: Change) -> Any:
 
 def _look_at_unknown(model: Any, rules: Sequence[Rule], visit: Callable[[Where, Any], Format | None]) -> None:
     """Warns of matrices that no rule leaves on purpose."""
-    found = [Where(path, "unknown") for path in dict.fromkeys(map(nn.tree.pattern_path, unknown(model)))]
+    short = nn.tree.pattern_paths(model)
+    found = [Where(path, "unknown") for path in dict.fromkeys(short[path] for path in unknown(model))]
     if wrong := [where.path for where in found if visit(where, None) is not None]:
         raise ValueError(f"{wrong} belong to no layer that can be quantized; make it of nn.Einsum or nn.ExpertLinear")
     if left := [where.path for where in found if decide(rules, where) is None]:
@@ -94,7 +97,7 @@ def _in(tree: Any, prefix: str, rules, visit, change: Change) -> Any:
     """`tree`, at the dotted path `prefix` of the model, with its matmuls changed."""
 
     def one(path, node):
-        full = ".".join(filter(None, (prefix, _dotted(path))))
+        full = ".".join(filter(None, (prefix, dotted(path))))
         if isinstance(node, nn.Stack):
             return _in_stack(node, full, rules, visit, change)
         if not isinstance(node, SITES):
@@ -108,24 +111,24 @@ def _in(tree: Any, prefix: str, rules, visit, change: Change) -> Any:
 def _in_stack(stack: nn.Stack, path: str, rules, visit, change: Change) -> nn.Stack:
     stack = _laid_out(stack, path, rules)
     new, count = jax.tree.map(lambda a: a, stack), stack.num_layers
-    for name, part in stack.parts.items():
-        slots, stacked = [], part.repeats is not None
+    for name, segment in stack.segments.items():
+        slots = []
         for slot, layer in enumerate(getattr(stack, name)):
-            slots.append(_in_layer(layer, path, [*part.layers(slot)], count, rules, visit, change, stacked=stacked))
+            slots.append(_in_layer(layer, path, [*segment.layers(slot)], count, visit, change))
         setattr(new, name, nnx.List(slots))
     return new
 
 
-def _in_layer(layer, path: str, numbers: list[int], count: int, rules, visit, change: Change, *, stacked: bool):
-    """A layer, or several on a repeat axis, for all of which the rules decide alike."""
+def _in_layer(layer, path: str, numbers: list[int], count: int, visit, change: Change):
+    """Changes a layer, or several on a leading axis, for all of which the rules decide alike."""
 
     def one(inner, site):
-        full = f"{path}.{_dotted(inner)}"
+        full = f"{path}.{dotted(inner)}"
         formats = [visit(Where(full, kind_of(site), i, count), site) for i in numbers]
         if formats[0] is None:
             return site
         made = functools.partial(_changed_by, change, formats[0], full)
-        return jax.vmap(made)(site) if stacked else made(site)
+        return map_layers(made, site)
 
     return jax.tree_util.tree_map_with_path(
         lambda p, s: one(p, s) if isinstance(s, SITES) else s, layer, is_leaf=_is_place
@@ -144,12 +147,12 @@ def _laid_out(stack: nn.Stack, path: str, rules: Sequence[Rule]) -> nn.Stack:
     if len(set(zip(place, kinds, strict=True))) == len(set(place)):
         return stack
     shapes = [(jax.tree.structure(layer), tuple(jax.tree.leaves(layer))) for layer in layers]
-    return stack.relaid(**nn.layout_for(zip(shapes, kinds, strict=True)))
+    return stack.with_layout(**nn.layout_for(zip(shapes, kinds, strict=True)))
 
 
 def _treatment(layer: Any, path: str, i: int, count: int, rules: Sequence[Rule]) -> tuple[int | None, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(layer, is_leaf=_is_place)
-    sites = [(f"{path}.{_dotted(inner)}", site) for inner, site in leaves if isinstance(site, SITES)]
+    sites = [(f"{path}.{dotted(inner)}", site) for inner, site in leaves if isinstance(site, SITES)]
     return tuple(decide(rules, Where(full, kind_of(site), i, count)) for full, site in sites)
 
 
@@ -207,13 +210,9 @@ def _changed(site: Any, **parts: Any) -> Any:
 
 
 def _map_sites(model: Any, f: Callable[[str, Any], Any]) -> Any:
-    one = lambda path, site: f(_dotted(path), site) if isinstance(site, SITES) else site
+    one = lambda path, site: f(dotted(path), site) if isinstance(site, SITES) else site
     return jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda x: isinstance(x, SITES))
 
 
 def _is_place(x: Any) -> bool:
     return isinstance(x, (*SITES, nn.Stack))
-
-
-def _dotted(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -12,10 +12,11 @@ import numpy as np
 from jax.extend import core
 from jaxtyping import Array, Int
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from maxlib import nn
+from maxlib._utils.paths import dotted
+from maxlib._utils.tables import to_text
 from maxlib.ops._cost import FORMULAS
 from maxlib.quantization._matmul import Quantized
 from maxlib.quantization._rules import SITES, Kind, kind_of, unknown
@@ -52,7 +53,7 @@ class Report:
 
     @property
     def share(self) -> float:
-        """Of the numbers in matmuls, how many are in one that is quantized."""
+        """Returns the share of the numbers in matmuls that are quantized."""
         total = sum(row.numbers for row in self.rows)
         return sum(row.numbers for row in self.rows if row.format is not None) / max(total, 1)
 
@@ -82,18 +83,16 @@ class Report:
             format = row.format or "full precision"
             table.add_row(row.path, row.kind, format, f"{row.before:,}", f"{row.after:,}")
         table.add_row("norms, biases and the like", "", "full precision", f"{self.others:,}", f"{self.others:,}")
-        console = Console(width=120)
-        with console.capture() as capture:
-            console.print(table)
-        return capture.get().strip("\n")
+        return to_text(table)
 
 
 def report(model: Any) -> Report:
-    """What is quantized in `model`, which may be abstract (`jax.eval_shape`). Layers that share a place in a stack
-    share a row.
+    """Lists what is quantized in `model`, which may be abstract (`jax.eval_shape`).
+
+    Layers that share a place in a stack share a row.
     """
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, SITES))
-    sites = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves if isinstance(x, SITES)]
+    sites = [(dotted(path), x) for path, x in leaves if isinstance(x, SITES)]
     rows = [_row(path, site) for path, site in sites] + [_unknown_row(path, x) for path, x in unknown(model).items()]
     total = sum(_bytes(leaf) for leaf in jax.tree.leaves(model))
     return Report(tuple(rows), total - sum(row.after for row in rows))
@@ -120,7 +119,7 @@ def _bytes(array: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """How far a quantized model is from the one in full precision, on the same text.
+    """Distances of a quantized model from the one in full precision, on the same text.
 
     perplexity, quantized_perplexity: of the next tokens. logit_error: root mean square of the difference, relative to
     that of the logits around their mean. divergence: KL(full || quantized) in nats per token. agreement: how often both

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding._presets import Rules
-from maxlib.sharding._rules import current, drop_uneven, resolve, spec
+from maxlib.sharding._axes import Table, check_axes, mesh_axes_of
+from maxlib.sharding._layout import current
+from maxlib.sharding._rules import drop_uneven, resolve, spec
 
 LANES = 128  # entries of a TPU's vector register
 Names = tuple[str | None, ...]
@@ -33,13 +34,13 @@ def gathers_odd_parts(names: AllGatherArg, shape: Sequence[int]) -> bool:
 
     Parts of whole registers (of 128 entries) lie side by side as they arrive. Others have to be copied.
     """
-    if (now := current()) is None:
+    if (layout := current()) is None:
         return False
-    kept, wanted = _places(names, lambda own: spec(own, now[1]))
-    degree = lambda axes: math.prod(now[0].shape[axis] for axis in axes)
+    kept, wanted = _places(names, lambda own: spec(own, layout.rules))
+    size = lambda axes: math.prod(layout.mesh.shape[axis] for axis in axes)
     last = len(shape) - 1
     lacking = _axes(kept, last)[len(_axes(wanted, last)) :]
-    return degree(lacking) > 1 and shape[last] // degree(_axes(kept, last)) % LANES != 0
+    return size(lacking) > 1 and shape[last] // size(_axes(kept, last)) % LANES != 0
 
 
 def shard_map_by_name(
@@ -47,7 +48,7 @@ def shard_map_by_name(
     in_names: Sequence[Names | AllGatherArg | None],
     out_names: Any,
     *,
-    changes: Rules | None = None,
+    changes: Table | None = None,
 ) -> Callable[..., Any]:
     """`op` under `jax.shard_map`, its arrays split by axis names as the rules in use say; `op` itself without rules.
 
@@ -57,10 +58,12 @@ def shard_map_by_name(
     """
 
     def run(*args):
-        if (now := current()) is None:
+        names = _flat(in_names, out_names)
+        check_axes(names, "shard_map_by_name")
+        if (layout := current()) is None:
             return op(*args)
-        mesh, rules = now[0], {**now[1], **(changes or {})}
-        rules = _dividing(args, in_names, mesh, resolve(_flat(in_names, out_names), rules))
+        mesh = layout.mesh
+        rules = _dividing(args, in_names, mesh, resolve(names, {**layout.rules, **(changes or {})}))
         place = lambda names: spec(names, rules)
         pairs = enumerate(zip(args, in_names, strict=True))
         present = [(i, a, _places(n, place)) for i, (a, n) in pairs if a is not None and n is not None]
@@ -104,8 +107,7 @@ def _gather(x: jax.Array, kept: P, wanted: P) -> jax.Array:
 
 
 def _axes(place: P, d: int) -> tuple[str, ...]:
-    entry = place[d] if d < len(place) else None
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return mesh_axes_of(place[d] if d < len(place) else None)
 
 
 def _each(names: Names | AllGatherArg | None) -> list[Names]:

@@ -30,11 +30,17 @@ def skip_spikes(
     memory: float = 0.98,
     after: int = 100,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, but a step changes nothing if its gradient or its loss is not finite or far above the recent ones.
+    """Wraps `optimizer`: a step changes nothing if its gradient or loss is not finite or far above the recent ones.
 
-    norm, loss: how many times the running mean counts as far. memory: of these means, per step. after: steps before
-    which only what is not finite is skipped. A skipped step does not enter the means; `make_train_step` reports it as
-    `skipped`.
+    A skipped step does not enter the means; `make_train_step` reports it as `skipped`.
+
+    Args:
+      optimizer: what updates otherwise.
+      norm: times the running mean above which a gradient's norm counts as far.
+      loss: the same of the loss.
+      memory: decay of the running means, per step.
+      after: steps before which only what is not finite is skipped. The means remember the start of a run for some
+        `1 / (1 - memory)` steps, in which a loss that has fallen may rise without being noticed.
     """
     inner = optax.with_extra_args_support(optimizer)
 
@@ -73,7 +79,7 @@ class LowState(NamedTuple):
 
 
 def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, computed in float32, which holds its moments in bfloat16; parameters may be bfloat16 too
+    """Wraps `optimizer`, computed in float32, to hold its moments in bfloat16; parameters may be bfloat16 too
     (`nn.cast`).
 
     What is held is rounded up or down by chance, with the right mean: changes of less than 1/256, which rounding to the
@@ -103,7 +109,7 @@ def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransf
 
 
 def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, which sees parameters and gradients in float32 whatever they are, so that its moments are
+    """Wraps `optimizer` to see parameters and gradients in float32 whatever they are, so that its moments are
     float32.
     """
     inner = optax.with_extra_args_support(optimizer)
@@ -116,7 +122,7 @@ def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
 
 
 def _like(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
-    """Whether a leaf of an optimizer's state is of a parameter: a moment."""
+    """Tells whether a leaf of an optimizer's state is of a parameter: a moment."""
     shapes = {path: x.shape for path, x in params.items() if not isinstance(x, optax.MaskedNode)}
 
     def like(path: Any, leaf: Any) -> bool:
@@ -127,7 +133,9 @@ def _like(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
 
 
 def _by_chance(x: Float[Array, "..."], key: Array) -> Array:
-    """bfloat16 below or above `x`, the nearer the likelier. Noise below the last bit that is kept, then cut off."""
+    """Rounds to bfloat16 below or above `x`, the nearer the likelier: noise below the last bit that is kept, then cut
+    off.
+    """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     kept = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
@@ -135,7 +143,7 @@ def _by_chance(x: Float[Array, "..."], key: Array) -> Array:
 
 
 def _held_changes(params: Any, changes: Any, key: Array) -> Any:
-    """What changes bfloat16 parameters to values that bfloat16 holds."""
+    """Rounds the updated parameter stochastically to bfloat16 and returns the difference as the update."""
 
     def one(parameter: Array, change: Array, key: Array) -> Array:
         if parameter.dtype != jnp.bfloat16:
@@ -155,7 +163,7 @@ class AverageState(NamedTuple):
 
 
 def averaged(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, which also keeps an exponential moving average of the parameters in float32; see `averaged_model`.
+    """Wraps `optimizer` to keep an exponential moving average of the parameters in float32; see `averaged_model`.
 
     The average begins at the initial parameters. It costs one more copy of them, sharded as they are.
     """
@@ -175,7 +183,8 @@ def averaged(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -
 
 
 def averaged_model(state: Any) -> Any:
-    """The model of a `TrainState` with the averages that `averaged` keeps in place of its parameters, in their dtypes.
+    """Builds the model of a `TrainState` with the averages that `averaged` keeps in place of its parameters, in their
+    dtypes.
 
     Raises ValueError if its optimizer keeps none.
     """
@@ -186,20 +195,27 @@ def averaged_model(state: Any) -> Any:
     return nn.combine(cast, state.rest)
 
 
-def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
+def scale_by_path(factors: Mapping[str, float], *, model: Any) -> optax.GradientTransformation:
     """Multiplies updates, and so learning rates, by path.
 
-    `optax.chain(optimizer, scale_by_path({"embed.*": 0.1}))` lets embeddings learn at a tenth of the rate. factors:
-    from patterns, as those of a shell, on logical paths ("layers.attn.q.w"); the first that fits counts, and what none
-    fits is left as it is. Raises ValueError, at `init`, for a pattern that fits no parameter.
+    `optax.chain(optimizer, scale_by_path({"embed.*": 0.1}, model=model))` lets embeddings learn at a tenth of the rate.
+
+    Args:
+        factors: By patterns, as those of a shell, on paths without the layouts of stacks ("layers.attn.q.w"); the
+            first that fits counts, and what none fits is left as it is.
+        model: Tells which paths are of a stack; `jax.eval_shape` of a model does.
+
+    Raises:
+        ValueError: At `init`, a pattern fits no parameter.
     """
+    short = nn.tree.pattern_paths(model)
 
     def factor(path: str) -> float:
-        name = nn.tree.pattern_path(path)
+        name = short[path]
         return next((f for pattern, f in factors.items() if fnmatch.fnmatchcase(name, pattern)), 1.0)
 
     def init(params):
-        names = [nn.tree.pattern_path(path) for path in params]
+        names = [short[path] for path in params]
         if unused := [pattern for pattern in factors if not fnmatch.filter(names, pattern)]:
             raise ValueError(f"each pattern must fit a parameter, {unused} fit none; there are {sorted(set(names))}")
         return optax.EmptyState()
@@ -213,7 +229,7 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
 
 
 def trainable_only(*patterns: str) -> nn.Filter:
-    """A filter for `make_state` and `Trainer`: what these patterns fit is trained, all else is frozen and has no
+    """Makes a filter for `make_state` and `Trainer`: what these patterns fit is trained, all else is frozen and has no
     moments.
 
     Patterns as in `scale_by_path`, `trainable_only("layers.attn.*", "head.w")`; one that fits nothing is found by

@@ -27,7 +27,7 @@ class Saving:
         exports: Sequence[Export],
         *,
         clock: Clock,
-        timeout: float,
+        timeout: float | None,
         log: Callable[[str], Any],
     ):
         self.checkpointer, self.exports = checkpointer, list(exports)

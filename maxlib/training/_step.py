@@ -14,6 +14,7 @@ from maxlib import nn, sharding
 from maxlib.training._losses import Batch, Stats
 from maxlib.training._offload import apply_updates, check_offloaded, update
 from maxlib.training._pipelining import Gradients
+from maxlib.training._placement import own_model
 
 Loss = Callable[[Any, Batch, Array], tuple[Array, Stats]]
 Metrics = dict[str, Any]
@@ -35,7 +36,7 @@ class TrainState:
 
     @property
     def model(self) -> Any:
-        """The model, made of this state's own arrays."""
+        """Combines the model of this state's own arrays."""
         return nn.combine(self.trainable, self.rest)
 
 
@@ -43,24 +44,56 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def make_state(
-    model: Any, optimizer: optax.GradientTransformation, *, filter: nn.Filter = nn.is_trainable, key: Array | int = 0
+    model: Any | Callable[[], Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    filter: nn.Filter = nn.is_trainable,
+    key: Array | int = 0,
 ) -> TrainState:
-    """The state before the first step. It holds the model's own arrays: donating it deletes them in the model too.
+    """Makes the state before the first step. It holds a model's own arrays: donating it deletes them in the model too.
 
-    Moments are born where their parameters live, or where the rules put them (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
-    so call it inside `sharding.use` if the steps run there. Raises ValueError when `filter` leaves nothing to train,
-    and for moments that shall live on the host of an optimizer that keeps none there.
+    Moments are born where their parameters live, or where the layout puts them (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
+    so call it inside `sharding.use` if the steps run there.
+
+    Args:
+      model: a model, or a function that builds one, which is compiled and run where the parameters shall live.
+      optimizer: of `{path: array}`.
+      filter: what is trained; all else is frozen.
+      key: of the random numbers of the whole run.
+
+    Raises:
+      ValueError: nothing is left to train, or moments shall live on the host of an optimizer that keeps none there.
     """
+    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
+        raise TypeError(
+            f"optimizer must be a transformation as optax has them, such as training.adamw(1e-3), got {optimizer!r:.80}"
+        )
+    if not callable(filter):
+        raise TypeError(
+            f"filter must be a function of path and variable, such as trainable_only('head.w'), got {filter!r:.80}"
+        )
+    if callable(model) and not nn.variables(model):
+        build: Any = model
+        model = own_model(build, sharding.current())
     trainable, rest = nn.partition(model, filter)
     if not trainable:
-        names = sorted({nn.tree.pattern_path(path) for path in nn.variables(model)})
-        raise ValueError(f"filter must take at least one parameter to train, it takes none of {names}")
+        raise ValueError(_nothing_to_train(model))
     seed = jax.random.key(key) if isinstance(key, int) else key
-    start = lambda params, key: (optimizer.init(sharding.to_device(params)), jnp.zeros((), jnp.int32), key)
+    start = lambda params, key: (optimizer.init(sharding.memory.to_device(params)), jnp.zeros((), jnp.int32), key)
     born = lambda params, key: _place(start(params, key), params, rest, optimizer=True)
     opt_state, step, own_key = jax.jit(born)(trainable, seed)
     check_offloaded(opt_state, trainable)
     return TrainState(trainable, rest, opt_state, step, own_key)
+
+
+def _nothing_to_train(model: Any) -> str:
+    if not nn.variables(model):
+        return f"a model must have parameters to train, got {type(model).__name__} {model!r:.80} without any"
+    names = sorted({*nn.tree.pattern_paths(model).values()})
+    return (
+        f"filter must take at least one parameter to train, it takes none of these {len(names)}: {', '.join(names)}; "
+        "patterns such as those of trainable_only are matched with these names"
+    )
 
 
 def make_train_step(
@@ -71,17 +104,23 @@ def make_train_step(
     schedule: optax.Schedule | None = None,
     gradients: Gradients | None = None,
 ) -> Step:
-    """`step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
-
-    loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean.
-    accumulate: how many microbatches a batch is computed in; they are weighted by their numbers of targets, so the mean
-    is that of the whole batch. schedule: only reported, as `learning_rate`. gradients: what finds the gradient in place
-    of autodiff of `loss_fn`, such as `one_f_one_b`: `(trainable, rest, batch, key) -> (gradients of the mean, mean,
-    Stats)`. Raises ValueError for both `gradients` and `accumulate`; the step does for a batch whose rows (of each
-    microbatch) or sequence the mesh does not divide by the sharding rules in use.
+    """Makes `step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
     Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient
     is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
+
+    Args:
+      loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean.
+      optimizer: of `{path: array}`.
+      accumulate: number of microbatches that a batch is computed in; they are weighted by their numbers of targets, so
+        the mean is that of the whole batch.
+      schedule: only reported, as `learning_rate`.
+      gradients: finds the gradient in place of autodiff of `loss_fn`, as `one_f_one_b` does: `(trainable, rest, batch,
+        key) -> (gradients of the mean, mean, Stats)`.
+
+    Raises:
+      ValueError: both `gradients` and `accumulate` are given; by the step, for a batch whose rows (of each microbatch)
+        or sequence the mesh does not divide by the layout in use.
     """
     if gradients is not None and accumulate > 1:
         raise ValueError(
@@ -100,7 +139,8 @@ def make_train_step(
             grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
         grads = _place(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, value=loss)
+        extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # by_layer takes those layer by layer
+        updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, **extra)
         trainable = _place(apply_updates(state.trainable, updates), state.trainable, state.rest)
         opt_state = _place(opt_state, state.trainable, state.rest, optimizer=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -115,7 +155,7 @@ def make_train_step(
 
 
 def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
-    """`step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`."""
+    """Makes `step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`."""
 
     def step(state: TrainState, batch: Batch) -> Stats:
         loss, stats = loss_fn(state.model, jax.tree.map(_by_rows, batch), state.key)
@@ -125,25 +165,25 @@ def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
 
 
 def jit_step(step: Step) -> Step:
-    """`step` compiled, with its state donated: after a call only the state it returned exists."""
+    """Compiles `step` with its state donated: after a call only the state it returned exists."""
     return jax.jit(step, donate_argnums=0)
 
 
 def means(stats: Stats) -> Metrics:
-    """A loss's sums per target token."""
+    """Divides a loss's sums by the number of target tokens."""
     return {name: value / jnp.maximum(stats.tokens, 1) for name, value in stats.sums.items()}
 
 
 def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accumulate: int) -> tuple[Any, Array, Stats]:
-    """The gradient of the mean loss, that mean, and the statistics of the whole batch."""
+    """Computes the gradient of the mean loss, that mean, and the statistics of the whole batch."""
 
     def loss_of(trainable, batch, key, mean: bool):
-        loss, stats = loss_fn(nn.combine(trainable, state.rest), batch, key)
+        loss, stats = _checked(loss_fn(nn.combine(trainable, state.rest), batch, key))
         return loss / jnp.maximum(stats.tokens, 1) if mean else loss, stats
 
     def gradient(*args):
         value, grads = jax.value_and_grad(loss_of, has_aux=True)(*args)
-        return value, sharding.to_device(grads)  # those of parameters on the host are born there
+        return value, sharding.memory.to_device(grads)  # those of parameters on the host are born there
 
     if accumulate == 1:
         (loss, stats), grads = gradient(state.trainable, batch, key, True)
@@ -165,12 +205,21 @@ def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accum
     return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, state.trainable), loss / count, stats
 
 
+def _checked(result: Any) -> tuple[Array, Stats]:
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Stats):
+        kinds = ", ".join(type(x).__name__ for x in (result if isinstance(result, tuple) else (result,)))
+        raise TypeError(f"a loss must return its sum over the target tokens and a training.Stats, got ({kinds})")
+    return result
+
+
 def _zeros_like(x: Any) -> Array:
     return jnp.zeros(x.shape, x.dtype)
 
 
 def _microbatches(x: Array, count: int) -> Array:
-    """Microbatch `i` takes every `count`-th row: rows that are spread over devices stay evenly spread."""
+    """Splits a batch: microbatch `i` takes every `count`-th row, so rows that are spread over devices stay evenly
+    spread.
+    """
     if x.shape[0] % count:
         raise ValueError(f"accumulate={count} must divide the batch's {x.shape[0]} rows; change one of them")
     return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
@@ -185,11 +234,13 @@ def _names(x: Array) -> tuple[str | None, ...]:
 
 
 def _check_divides(x: Array, accumulate: int) -> None:
-    """What does not divide, `constrain` leaves whole, as decoding wants it: each device would train on all of it."""
-    if (now := sharding.current()) is None:
+    """Refuses what does not divide: `constrain` leaves it whole, as decoding wants it, and each device would train on
+    all of it.
+    """
+    if (layout := sharding.current()) is None:
         return
-    mesh, stages = now[0], sharding.mesh_axes("layers")  # which share the rows where they can
-    places = zip(_names(x), sharding.spec(_names(x), now[1], what="batch"), x.shape, (accumulate, 1), strict=False)
+    mesh, stages = layout.mesh, layout.mesh_axes("layers")  # which share the rows where they can
+    places = zip(_names(x), layout.spec(*_names(x), what="batch"), x.shape, (accumulate, 1), strict=False)
     for name, place, size, cut in places:
         axes = (place,) if isinstance(place, str) else place or ()
         degrees = {axis: mesh.shape[axis] for axis in axes if axis not in stages and mesh.shape[axis] > 1}
@@ -208,25 +259,24 @@ def _place(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = Fa
 
     Without this XLA chooses, and may gather a gradient or turn a donated buffer into another layout.
     """
-    if (now := sharding.current()) is None:
+    if (layout := sharding.current()) is None:
         return tree
-    mesh, rules = now
     names = nn.tree.axes(rest)
 
     def put(path, leaf):
         spec = P()
         for name in (getattr(part, "key", None) for part in path):
             if name in params and leaf.shape == params[name].shape:
-                spec = sharding.parameter_spec(names[name], leaf.shape, rules, mesh, path=name)
+                spec = layout.parameter_spec(names[name], leaf.shape, path=name)
                 if optimizer:
-                    spec = sharding.optimizer_spec(names[name], leaf.shape, rules, mesh, path=name)
+                    spec = layout.optimizer_spec(names[name], leaf.shape, path=name)
         return jax.lax.with_sharding_constraint(leaf, spec)
 
     return jax.tree_util.tree_map_with_path(put, tree)
 
 
 def _everywhere(tree: Any) -> Any:
-    """On every device, so that every host can read it."""
+    """Replicates on every device, so that every host can read it."""
     if sharding.current() is None:
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), tree)

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 
 from maxlib import nn, sharding
 from maxlib.checkpoint import Checkpointer, Tiers
@@ -35,21 +34,42 @@ class Diverged(FloatingPointError):
 
 
 class Trainer:
-    """Trains `model` on `loader` and owns what it trains: the model it was given stays as it is.
+    """Loop around `make_train_step` that restores, saves, evaluates, measures and stops.
 
-    model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall
-    live. loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` and
-    `goodput.jsonl` go. mesh, rules: how everything is sharded (default rules: `sharding.FSDP_TP`). gradients: what
-    finds the gradient in place of autodiff of `loss`, such as `one_f_one_b`; `loss` is then that of evaluation. filter:
-    what is trained. schedule: only reported. eval_loader: read from its start to its end every `eval_every` steps and
-    at the end. exports: such as `HuggingFaceExport`; also made at the end, and at the start where the run before was
-    killed in one. callbacks: pairs `(n, f)`; `f(trainer)` runs after every `n` steps, and its time counts as training
-    only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
-    ends the process and says what it waited for.
+    It owns what it trains: the model it was given stays as it is.
 
-    Attributes: `state` (live; the next step deletes its arrays), `model` (a copy), `step` (how many are done), `batch`
-    (of that step, where it was put), `train_step` (compiled), `writers` (more may be appended), `console`, `clock`
-    (where time goes).
+    Args:
+      model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall
+        live.
+      optimizer: of `{path: array}`, such as `adamw(1e-3)`.
+      loader: this host's rows of every batch, with a state; see `StatefulLoader`.
+      loss: see `make_train_step`; give options with `functools.partial`.
+      directory: where `metrics.jsonl` and `goodput.jsonl` go.
+      layout: how everything lies on devices, such as `sharding.Layout(mesh)`.
+      accumulate: number of microbatches that a batch is computed in.
+      gradients: finds the gradient in place of autodiff of `loss`, as `one_f_one_b` does; `loss` is then that of
+        evaluation.
+      filter: what is trained.
+      schedule: only reported, as `learning_rate`.
+      eval_loader: read from its start to its end every `eval_every` steps and at the end.
+      eval_every: steps between evaluations; 0 evaluates at the end only.
+      checkpointer: saves by its own policy, and at the end.
+      exports: such as `HuggingFaceExport`; also made at the end, and at the start where the run before was killed in
+        one.
+      callbacks: pairs `(n, f)`; `f(trainer)` runs after every `n` steps, and its time counts as training only if n is
+        1.
+      timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which ends the process
+        with status 75 after printing what it waited for and every thread's stack. None, the default, ends nothing.
+
+    Attributes:
+      state: live; the next step deletes its arrays.
+      model: a copy.
+      step: number of steps done.
+      batch: that of the last step, where it was put.
+      train_step: compiled.
+      writers: where metrics go; more may be appended.
+      console: the terminal.
+      clock: where time goes.
     """
 
     def __init__(
@@ -60,8 +80,7 @@ class Trainer:
         loader: StatefulLoader,
         loss: Loss = next_token_loss,
         directory: str | Path | None = None,
-        mesh: Mesh | None = None,
-        rules: sharding.Rules = sharding.FSDP_TP,
+        layout: sharding.Layout | None = None,
         accumulate: int = 1,
         gradients: Gradients | None = None,
         filter: nn.Filter = nn.is_trainable,
@@ -71,15 +90,16 @@ class Trainer:
         checkpointer: Checkpointer | Tiers | None = None,
         exports: Sequence[Export] = (),
         callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]]] = (),
-        timeout: float = 1800.0,
+        timeout: float | None = None,
     ):
-        if mesh is None and jax.process_count() > 1:
+        _check(model, loader, eval_loader, eval_every, checkpointer, callbacks)
+        if layout is None and jax.process_count() > 1:
             raise ValueError(
-                f"{jax.process_count()} processes without a mesh would train as many models: pass mesh=, for example "
-                "sharding.make_mesh(fsdp=-1)"
+                f"{jax.process_count()} processes without a layout would train as many models: pass layout=, for example "
+                "sharding.Layout(sharding.make_mesh(fsdp=-1))"
             )
         self.clock = Clock(directory if jax.process_index() == 0 else None)
-        self.mesh, self.rules, self.timeout = mesh, rules, timeout
+        self.layout, self.timeout = layout, timeout
         self.loader, self.eval_loader, self.eval_every = loader, eval_loader, (0 if eval_loader is None else eval_every)
         self.loss, self.checkpointer, self.callbacks = loss, checkpointer, list(callbacks)
         self._saving = Saving(checkpointer, exports, clock=self.clock, timeout=timeout, log=self.log)
@@ -89,7 +109,7 @@ class Trainer:
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
         with self.sharded(), hard_timeout(timeout, "the model's parameters and moments"):
-            self.state = jax.block_until_ready(make_state(own_model(model, mesh, rules), optimizer, filter=filter))
+            self.state = jax.block_until_ready(make_state(own_model(model, layout), optimizer, filter=filter))
         self.step, self.batch, self._batch_before = 0, None, None
         options = {"accumulate": accumulate, "schedule": schedule, "gradients": gradients}
         self.train_step = jit_step(make_train_step(loss, optimizer, **options))
@@ -103,7 +123,7 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The model as it is now, in arrays of its own."""
+        """Copies the model as it is now, in arrays of its own."""
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), self.state.model)
 
     def restore(self, *, resume_from: str | Path | None = None, params_from: str | Path | None = None) -> str:
@@ -115,7 +135,7 @@ class Trainer:
         """
         with self.clock.span("restore"), self.sharded(), hard_timeout(self.timeout, "the checkpoint to be restored"):
             self.state, origin = initial_state(
-                self.state, self.checkpointer, resume_from, params_from, mesh=self.mesh, rules=self.rules
+                self.state, self.checkpointer, resume_from, params_from, layout=self.layout
             )
         self._origin, self.step, self._last = origin, int(self.state.step), dict(origin.metrics)
         if origin.data_state is not None:
@@ -148,7 +168,7 @@ class Trainer:
         return self._last
 
     def evaluate(self) -> dict[str, Any]:
-        """The metrics over the whole of `eval_loader`, written as `eval/...`."""
+        """Computes the metrics over the whole of `eval_loader`, written as `eval/...`."""
         if self.eval_loader is None:
             raise ValueError("this trainer has no eval_loader; give it one, or call training.evaluate")
         self._flush()
@@ -172,13 +192,13 @@ class Trainer:
         self._saving.start(self.step, self.state, self.loader.get_state(), self._last, urgent=urgent)
 
     def log(self, text: str) -> None:
-        """A line on the terminal of the first process."""
+        """Prints a line on the terminal of the first process."""
         if jax.process_index() == 0:
             self.console.log(text)
 
     def sharded(self) -> contextlib.AbstractContextManager:
-        """The context in which this trainer's computations run: its mesh and rules."""
-        return contextlib.nullcontext() if self.mesh is None else sharding.use(self.mesh, self.rules)
+        """Returns the context in which this trainer's computations run: its layout."""
+        return contextlib.nullcontext() if self.layout is None else sharding.use(self.layout)
 
     @contextlib.contextmanager
     def _running(self, steps: int) -> Iterator[None]:
@@ -225,7 +245,7 @@ class Trainer:
         """Starts one more step, and reports the one before it."""
         with hard_timeout(self.timeout, f"step {self.step + 1} to be compiled and started, the one before to end"):
             with self.sharded(), self.clock.span(None if self._counted else "compile"):
-                self._batch_before, self.batch = self.batch, place_batch(batch, self.mesh, self.rules)
+                self._batch_before, self.batch = self.batch, place_batch(batch, self.layout)
                 self.state, metrics = self.train_step(self.state, self.batch)
             self.step += 1
             if not self._counted:  # while the first step runs
@@ -234,8 +254,8 @@ class Trainer:
         self._report(ready)
 
     def _write_counts(self) -> None:
-        """What the loaders of several processes count, summed where these meet; of one, every step's metrics hold
-        it.
+        """Writes what the loaders of several processes count, summed where these meet; of one, every step's metrics
+        hold it.
         """
         if jax.process_count() == 1 or self._counts_at == self.step:
             return
@@ -248,7 +268,7 @@ class Trainer:
         return every > 0 and self.step > 0 and self.step % every == 0
 
     def _in_between(self) -> None:
-        """What is due after this step."""
+        """Runs what is due after this step."""
         for every, callback in self.callbacks:
             if self._due(every):
                 if every > 1:  # what is rare may be slow: its time is not that of a step
@@ -268,7 +288,7 @@ class Trainer:
     def _batches(self, loader: StatefulLoader) -> Iterator[Batch]:
         while (batch := self._next(loader, "evaluation")) is not None:
             self._interrupt.check()
-            yield place_batch(batch, self.mesh, self.rules)
+            yield place_batch(batch, self.layout)
 
     def _flush(self) -> None:
         """Waits for the steps under way and reports them."""
@@ -290,9 +310,7 @@ class Trainer:
                 )
 
     def _make_up(self) -> None:
-        """What was due after the restored step and was cut short: its evaluation, its exports, and checkpoints in tiers
-        slower than the one it came from.
-        """
+        """Runs the evaluation, exports and slower tiers' checkpoints that the restored step still owed."""
         if self._due(self.eval_every) and not any(name.startswith("eval/") for name in self._last):
             self.evaluate()
         self._saving.export(self.step, self.state, missing=True)
@@ -305,7 +323,7 @@ class Trainer:
             self._saving.wait()
 
     def _count_flops(self, batch: Batch) -> None:
-        """What a step costs, by this host's rows of its first batch."""
+        """Counts what a step costs, by this host's rows of its first batch."""
         self._counted = True
         try:
             self._meter.flops = jax.process_count() * flops.training_flops(
@@ -313,3 +331,22 @@ class Trainer:
             )
         except Exception as error:  # an estimate must not end a run
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
+
+
+def _check(model: Any, loader: Any, eval_loader: Any, eval_every: int, checkpointer: Any, callbacks: Any) -> None:
+    """Names what is not what it has to be, before anything is computed."""
+    if not callable(model):
+        raise TypeError(f"model must be an nnx.Module or a function that builds one, got {type(model).__name__}")
+    for name, one in (("loader", loader), ("eval_loader", eval_loader)):
+        if one is not None and not isinstance(one, StatefulLoader):
+            lacking = [n for n in ("__next__", "reset", "get_state", "set_state") if not hasattr(one, n)]
+            raise TypeError(
+                f"{name} must be a loader with a state, such as data.Loader; {type(one).__name__} lacks {', '.join(lacking)}"
+            )
+    if eval_every and eval_loader is None:
+        raise ValueError(f"eval_every={eval_every} needs an eval_loader, whose batches are evaluated")
+    if checkpointer is not None and not hasattr(checkpointer, "should_save"):
+        raise TypeError(f"checkpointer must be a checkpoint.Checkpointer(directory) or Tiers, got {checkpointer!r}")
+    for one in callbacks:
+        if not isinstance(one, tuple) or len(one) != 2 or not callable(one[1]):
+            raise TypeError(f"callbacks must be pairs (every, function), such as (1, f), got {one!r}")

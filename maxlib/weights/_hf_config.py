@@ -11,17 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from maxlib._utils.files import without_duplicates
 from maxlib.ops._rope import Rope
 from maxlib.weights._fp8 import is_block_fp8
 from maxlib.weights._hf_rope import read_rope, rope_to_hf
 
-__all__ = ["HFConfig", "Names", "read_config", "rope_to_hf", "written"]
+__all__ = ["HFConfig", "read_config", "rope_to_hf"]
 
 logger = logging.getLogger(__name__)
 
 REQUIRED: Any = object()
-# Our names of fields, theirs, and what a config means by leaving one out, if it may.
-Names = Mapping[str, str | tuple[str, Any]]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -127,12 +126,6 @@ class HFConfig:
             )
         return value
 
-    def read(self, names: Names) -> dict[str, Any]:
-        """By our name, every field that `names` lists; one without a default is an integer that must be given."""
-        pairs = {ours: (theirs, REQUIRED) if isinstance(theirs, str) else theirs for ours, theirs in names.items()}
-        kind = lambda default: int if default is REQUIRED else None
-        return {ours: self.take(theirs, default, kind=kind(default)) for ours, (theirs, default) in pairs.items()}
-
     def ignore(self, *names: str) -> None:
         """Marks fields as harmless for this architecture; say why in a comment."""
         self._taken.update(names)
@@ -215,11 +208,6 @@ class HFConfig:
             )
 
 
-def written(cfg: Any, names: Names) -> dict[str, Any]:
-    """The inverse of `HFConfig.read`: the fields of `cfg` under their names."""
-    return {theirs if isinstance(theirs, str) else theirs[0]: getattr(cfg, ours) for ours, theirs in names.items()}
-
-
 def _checked(value: Any, kind: type, where: str) -> Any:
     good = isinstance(value, int | float if kind is float else kind)
     if isinstance(value, bool) and kind in (int, float):
@@ -249,7 +237,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
             f"{path} must exist: a Hugging Face model directory has a config.json beside its safetensors. {found}"
         )
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
             f"{path} must be JSON in UTF-8, but it cannot be read ({error}). Download it again."
@@ -260,13 +248,4 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} must hold a JSON object of fields, got {_short(data)}.")
     if "auto_map" in data:
         logger.warning("%s points to code of its own (auto_map); maxlib never runs it and reads the fields only.", path)
-    return data
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"the fields {', '.join(twice)} are given more than once; keep one of each.")
     return data

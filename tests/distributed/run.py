@@ -66,8 +66,7 @@ def run(directory: Path, steps: int, callbacks: Sequence[Any] = ()) -> training.
         loader=loader,
         loss=tiny.loss,
         directory=directory,
-        mesh=sharding.make_mesh(fsdp=-1) if jax.process_count() > 1 else None,
-        rules=sharding.FSDP,
+        layout=sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP) if jax.process_count() > 1 else None,
         eval_loader=held_out,
         eval_every=3,
         checkpointer=checkpoint.Checkpointer(directory / "checkpoints", every=2),
@@ -94,7 +93,7 @@ def main(directory: Path, steps: int, die_after: int = 0, process: int = 0) -> N
         and died.read_text() == f"{os.environ.get('JAX_PROCESS_ID')} {os.environ.get('JAX_NUM_PROCESSES')}"
     ):
         sys.exit(7)
-    distributed.initialize(timeout=120, heartbeat=20)
+    distributed.initialize(timeout=120, heartbeat=20, exit_on_error=True)
 
     def die(trainer) -> None:
         if trainer.step == die_after and jax.process_index() == process and not died.exists():

@@ -72,6 +72,7 @@ def step(model, tokens, cache):
     return model.logits(out.hidden), out.cache
 
 
+@pytest.mark.full
 def test_factors_are_chosen_once_for_the_whole_text(tmp_path):
     """A cache with room beyond the first training's length has the long factors from its first token on."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

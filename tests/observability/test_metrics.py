@@ -105,21 +105,6 @@ def test_jsonl_is_strict_json(tmp_path):
     }
 
 
-def test_csv_widens_and_resumes(tmp_path):
-    path = tmp_path / "run" / "metrics.csv"
-    writer = observability.Csv(path)
-    writer.write(1, {"loss": jnp.float32(2.5), "loads": np.ones(3)})
-    writer.write(2, {"loss": np.nan, "eval/loss": 3})
-    with path.open("a") as file:
-        file.write("3,1.")  # the process was killed here
-    again = observability.Csv(path)
-    again.resume(2)
-    again.write(3, {"eval/loss": 1.5, "lr": 0.5})
-    assert path.read_text().split() == ["step,loss,eval/loss,lr", "1,2.5,,", "2,,3,", "3,,1.5,0.5"]
-    again.resume(1)
-    assert path.read_text().split() == ["step,loss,eval/loss,lr", "1,2.5,,"]
-
-
 def test_a_writer_that_raises_is_reported_once_and_the_others_go_on(tmp_path):
     class Unreachable:
         def resume(self, step):

@@ -39,8 +39,9 @@ def compiled():
 def test_a_compiled_plan_counts_what_training_holds():
     got = compiled()
     mesh = sharding.make_mesh(data=2, fsdp=4)
-    model = sharding.create(lambda: llama.Llama(CONFIG, rngs=tiny.nnx.Rngs(0)), mesh, sharding.FSDP)
-    with sharding.use(mesh, sharding.FSDP):
+    layout = sharding.Layout(mesh, sharding.FSDP)
+    model = sharding.create(lambda: llama.Llama(CONFIG, rngs=tiny.nnx.Rngs(0)), layout)
+    with sharding.use(layout):
         state = training.make_state(model, training.adamw(1e-4, mask=training.decay_mask(model)))
     local = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
     assert got.compiled and got.fits and got.num_parameters == nn.num_parameters(state.trainable)
@@ -208,7 +209,7 @@ def test_a_search_in_which_nothing_fits_ends_like_a_plan_that_does_not_fit(capsy
     assert "no layout fits h100" in capsys.readouterr().err
 
 
-def test_a_search_orders_what_fits_by_speed_and_draws():
+def test_a_search_orders_what_fits_by_speed():
     layouts = [({"fsdp": -1}, "fsdp"), ({"fsdp": 2, "tensor": 4}, "fsdp_tp_sp"), ({"fsdp": 3}, "fsdp")]
     found = plan.search("llama3-8b", "h100x8", layouts=layouts, batches=(1, 64), remats=("full",), sequence=4096)
     assert found.best.fits and len(found.plans) == 4 and len(found.refused) == 2
@@ -216,7 +217,7 @@ def test_a_search_orders_what_fits_by_speed_and_draws():
     assert speeds == sorted(speeds, reverse=True) and any(not p.fits for p in found.plans)
     front = pareto(found.plans)
     assert [p.peak for p in front] == sorted(p.peak for p in front)
-    assert len(found.draw().collections) == 2 and "layouts in" in str(found)
+    assert "layouts in" in str(found)
     with pytest.raises(ValueError, match=r"no layout fits h100: .* GiB more than there is"):
         _ = plan.search("llama3-70b", "h100", layouts=layouts[:1], batches=(1,), remats=("full",)).best
 

@@ -7,19 +7,49 @@ import optax
 import pytest
 from flax import nnx
 
-from maxlib import nn, training
+from maxlib import nn, training, weights
+from maxlib.training import _optimizers as optimizers
 from tests.training import tiny
 
 
 def test_matrices_decay_and_nothing_else():
     model = jax.eval_shape(lambda: tiny.llama(attention_bias=True, mlp_bias=True))
     mask = training.decay_mask(model)(nn.partition(model)[0])
-    decayed = {nn.tree.pattern_path(path) for path, decays in mask.items() if decays}
-    kept = {nn.tree.pattern_path(path) for path, decays in mask.items() if not decays}
+    short = nn.tree.pattern_paths(model)
+    decayed = {short[path] for path, decays in mask.items() if decays}
+    kept = {short[path] for path, decays in mask.items() if not decays}
     names = ["attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down"]
     assert decayed == {"embed.w", "head.w"} | {f"layers.{name}.w" for name in names}
     scales = {"norm.scale", "layers.attn_norm.scale", "layers.mlp_norm.scale"}
     assert kept == scales | {f"layers.{name}.b" for name in names}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])  # biases everywhere, those of experts, and sinks
+def test_without_a_mask_the_same_decays_by_name(family):
+    assert_decays_as_by_axes(next(found for found in weights.families() if found.name == family))
+
+
+@pytest.mark.full
+def test_without_a_mask_the_same_decays_in_every_family():
+    for family in weights.families():
+        assert_decays_as_by_axes(family)
+
+
+def assert_decays_as_by_axes(family):
+    preset = next(iter(family.presets.values()))
+    with nn.skip_layer_check():
+        model = jax.eval_shape(lambda: family.model(preset, rngs=nnx.Rngs(0)))
+    params, _ = nn.partition(model)
+    assert optimizers.decay_by_name(params) == training.decay_mask(model)(params)
+
+
+def test_adamw_alone_decays_matrices():
+    params, _ = nn.partition(tiny.llama(attention_bias=True))
+    optimizer = training.adamw(0.1, weight_decay=0.5)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates = jax.jit(lambda p: optimizer.update(zeros, optimizer.init(p), p)[0])(params)
+    shrinks = {path for path, update in updates.items() if np.any(np.asarray(update))}
+    assert shrinks == {path for path in params if path.endswith(".w")}
 
 
 def test_decay_follows_the_mask_and_clipping_comes_first():
@@ -87,8 +117,9 @@ def test_muon_makes_every_matrix_of_every_layer_and_expert_orthogonal():
     optimizer = training.muon(0.1, model=jax.eval_shape(build), weight_decay=0.0, clip=None)
     grads = {path: jax.random.normal(jax.random.key(i), p.shape) for i, (path, p) in enumerate(params.items())}
     updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(grads, params)
-    dims = training.optimizers.muon_dimensions(jax.eval_shape(build))
-    rest = {nn.tree.pattern_path(path) for path in params} - {nn.tree.pattern_path(path) for path in dims}
+    dims = optimizers.muon_dimensions(jax.eval_shape(build))
+    short = nn.tree.pattern_paths(build())
+    rest = {short[path] for path in params} - {short[path] for path in dims}
     norms = {"llama.norm.scale", "llama.layers.attn_norm.scale", "llama.layers.mlp_norm.scale"}
     assert rest == {"llama.embed.w", "llama.head.w", "moe.router.gate.w"} | norms
     for path, (inputs, outputs) in dims.items():
@@ -110,6 +141,6 @@ def test_rates_fall_with_the_inputs_of_a_weight():
     assert factors["layers.attn.q.w"] == factors["layers.attn.o.w"] == factors["head.w"] == 1 / 4
     assert factors["layers.mlp.down.w"] == 1 / 4
     assert factors.keys().isdisjoint({"embed.w", "norm.scale"})
-    training.scale_by_path(factors).init(nn.partition(make(64))[0])
+    training.scale_by_path(factors, model=make(64)).init(nn.partition(make(64))[0])
     with pytest.raises(ValueError, match=r"only one has \['head.w'\]"):
         training.width_factors(make(64), make(16, tied=True))

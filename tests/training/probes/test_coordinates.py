@@ -27,7 +27,9 @@ BASE = jax.eval_shape(lambda: build(WIDTHS[0]))
 def check(mup: bool) -> probes.CoordinateCheck:
     def optimizer(model):
         factors = training.width_factors(model, BASE) if mup else {}
-        return optax.chain(training.adamw(2e-2, mask=None, weight_decay=0.0), training.scale_by_path(factors))
+        return optax.chain(
+            training.adamw(2e-2, mask=None, weight_decay=0.0), training.scale_by_path(factors, model=model)
+        )
 
     start = (lambda width: training.width_scaled(build(width), BASE)) if mup else build
     return probes.mup_coord_check(start, WIDTHS, optimizer=optimizer, batches=BATCHES, loss=tiny.loss)
@@ -43,13 +45,9 @@ def test_flat_with_the_factors_and_growing_without():
     assert all(abs(free.growth(0)[name]) < 0.1 for name in blocks)  # nothing has learnt yet
 
 
-def test_the_table_and_the_picture():
+def test_the_table():
     found = check(True)
     assert "width 256" in str(found) and f"{found.growth()['logits']:+.2f}" in str(found)
-    axes = probes.plot_coordinates(found, match="layers.?", steps=(0, -1))
-    assert [ax.get_title() for ax in axes] == ["after 0 steps", "after 4 steps"]
-    assert [line.get_label() for line in axes[0].get_lines()] == ["layers.0", "layers.1", "layers.2"]
-    assert axes[1].get_lines()[0].get_ydata()[1] == found.sizes["layers.0"][1, -1]
 
 
 def test_what_cannot_be_compared():
