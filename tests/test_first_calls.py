@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MISTAKES = {
     "nn.Attention(64, num_heads=4)": "missing 2 required keyword-only arguments: 'head_dim' and 'rngs'",
-    "nn.Attention(64, num_heads=4, head_dim=16, rngs=0)": "rngs must be an nnx.Rngs, got int 0; nnx.Rngs(0)",
-    "nn.Attention(64, num_heads=4, head_dim=16, mask='causal', rngs=rngs)": "such as Causal() & SlidingWindow(8), got str",
+    "nn.Attention(64, num_heads=4, head_dim=16, rngs=0)": "rngs must be an nnx.Rngs, got int 0; nnx.Rngs.0.",
+    "nn.Attention(64, num_heads=4, head_dim=16, mask='causal', rngs=rngs)": "such as Causal.. & SlidingWindow.8., got str",
     "nn.Attention(64, num_heads=4, head_dim=16, rope=1e4, rngs=rngs)": "rope must be an ops.Rope, .*got float 10000.0",
     "nn.MLP(64, 128, rngs=jax.random.key(0))": "rngs must be an nnx.Rngs, got PRNGKeyArray",
     "nn.Embed(64, 128, rngs=None)": "rngs must be an nnx.Rngs, got NoneType",

@@ -230,7 +230,7 @@ class Meter:
     def _with_speed(self, values: dict[str, Any]) -> dict[str, Any]:
         if self._smooth is None:
             return values
-        values["tokens_per_second"] = float(values["tokens"]) / self._smooth
+        values["tokens_per_second"] = float(values["num_targets"]) / self._smooth
         if self.flops is not None:
             values["model_tflops_per_second"] = self.flops / self._smooth / 1e12
         if self.flops is not None and self.peak is not None:

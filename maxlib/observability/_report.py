@@ -121,11 +121,12 @@ def _name(run: Path, runs: Iterable[str | Path]) -> str:
 def _facts(run: Run) -> dict[str, str]:
     loss, held_out = _loss_name(run, ""), _loss_name(run, "eval/")
     last = lambda name: _last(run.series(name)[1])
-    speed, tokens = run.series("tokens_per_second")[1], run.series("tokens")[1]
+    speed = run.series("tokens_per_second")[1]
+    targets = [*run.series("num_targets")[1], *run.series("tokens")[1]]  # runs of 0.1.0.dev0 wrote "tokens"
     form = lambda value, text: "-" if value is None or not np.isfinite(value) else text.format(value)
     return {
         "steps": f"{int(max((row['step'] for row in run.rows), default=0)):,}",
-        "tokens": _compact(np.nansum(tokens)) if len(tokens) else "-",
+        "targets": _compact(np.nansum(targets)) if targets else "-",
         "loss, smoothed": form(_last(plots.smooth(run.series(loss)[1])), "{:.4f}"),
         "eval loss": form(last(held_out), "{:.4f}"),
         "tokens/s": form(np.nanmedian(speed) if len(speed) else None, "{:,.0f}"),

@@ -82,6 +82,8 @@ def search(
     optimizer: Any = "adamw",
     accumulate: int = 1,
     gradients: str | None = None,
+    loss: Any = None,
+    batch: Any = None,
     options: Mapping[str, Any] | None = None,
     compile: int = 3,
     workers: int | None = None,
@@ -90,7 +92,7 @@ def search(
     """Estimates every layout x remat x batch, drops what cannot fit, and compiles the `compile` most promising.
 
     layouts: pairs of a mesh and rules; by default FSDP with every degree of tensor parallelism up to 16. batches are
-    per chip. dcn, attention, optimizer, accumulate, gradients and options are those of `plan`, for every layout.
+    per chip. All else is that of `plan`, for every layout.
     workers: compilers at a time (default: one for two cores). A layout that cannot be planned is among the `refused`.
     Raises ValueError when that is all of them, ImportError without the compiler.
     """
@@ -102,7 +104,7 @@ def search(
         Job(
             model=model,
             target=target,
-            batch_per_chip=batch,
+            batch_per_chip=per_chip,
             sequence=sequence,
             mesh=mesh,
             dcn=dcn,
@@ -112,9 +114,11 @@ def search(
             optimizer=optimizer,
             accumulate=accumulate,
             gradients=gradients,
+            loss=loss,
+            batch=batch,
             options=options or {},
         )
-        for (mesh, rules), remat, batch in itertools.product(layouts, remats, batches)
+        for (mesh, rules), remat, per_chip in itertools.product(layouts, remats, batches)
     ]
     estimates, refused = _sorted(_attempt(estimated, job) for job in jobs)
     hopeful = [plan for plan in estimates if plan.peak <= SLACK * plan.target.chip.memory][:compile]

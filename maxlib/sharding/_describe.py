@@ -34,12 +34,12 @@ class Parameter:
 
     @property
     def replicated(self) -> bool:
-        """Whether each of several devices holds all of it."""
+        """Tells whether each of several devices holds all of it."""
         return self.devices > 1 and self.bytes_per_device == self.bytes
 
     @property
     def copies(self) -> int:
-        """How many devices hold each part of it."""
+        """Counts the devices that hold each part of it."""
         return self.devices * self.bytes_per_device // self.bytes if self.bytes else 1
 
 
@@ -70,11 +70,15 @@ class Description:
 
 
 def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) -> Description:
-    """Shape, axis names, place and bytes per device of every parameter; print it.
+    """Lists shape, axis names, place and bytes per device of every parameter; print it.
 
-    `model` holds arrays or, with `layout`, may be its `jax.eval_shape`. Warns about parameters of at least
-    `large` bytes that are held more often than others of the model, or whole by every device. One copy for each part
-    of the mesh axis `data` is what plain data parallelism means, and no reason to warn.
+    Warns about large parameters that are held more often than others of the model, or whole by every device. One copy
+    for each part of the mesh axis `data` is what plain data parallelism means, and no reason to warn.
+
+    Args:
+        model: holds arrays; with `layout` it may be its `jax.eval_shape`.
+        layout: where parameters would lie; without it, where they do.
+        large: bytes from which a parameter is worth a warning.
     """
     places = jax.tree.map(_sharding, model) if layout is None else shardings(model, layout)
     is_variable = lambda x: isinstance(x, nnx.Variable)
@@ -89,7 +93,7 @@ def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) ->
 
 
 def _data_parallel(places: Any) -> int:
-    """How many copies there are by plain data parallelism."""
+    """Counts the copies that plain data parallelism makes."""
     meshes = [place.mesh for place in jax.tree.leaves(places) if isinstance(place, NamedSharding)]
     return max((mesh.shape.get("data", 1) for mesh in meshes), default=1)
 

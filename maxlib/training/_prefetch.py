@@ -9,7 +9,7 @@ import numpy as np
 
 from maxlib import sharding
 from maxlib.observability._metrics import reported
-from maxlib.training._losses import Batch
+from maxlib.training._objectives.objective import Batch
 from maxlib.training._placement import place_batch
 
 

@@ -11,12 +11,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
-from maxlib.training._losses import Batch, Stats
+from maxlib.training._objectives.objective import Batch, Loss, Stats
 from maxlib.training._offload import apply_updates, check_offloaded, update
 from maxlib.training._pipelining import Gradients
-from maxlib.training._placement import own_model
+from maxlib.training._placement import batch_names, own_model
 
-Loss = Callable[[Any, Batch, Array], tuple[Array, Stats]]
 Metrics = dict[str, Any]
 
 
@@ -106,17 +105,19 @@ def make_train_step(
 ) -> Step:
     """Makes `step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
-    Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient
-    is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
+    Metrics: `loss` (what is minimized), `num_targets`, `grad_norm` (before clipping), `finite` (False when loss or
+    gradient is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's
+    own sums.
 
     Args:
-      loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean.
+      loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows
+        the gradient of the mean.
       optimizer: of `{path: array}`.
       accumulate: number of microbatches that a batch is computed in; they are weighted by their numbers of targets, so
         the mean is that of the whole batch.
       schedule: only reported, as `learning_rate`.
-      gradients: finds the gradient in place of autodiff of `loss_fn`, as `one_f_one_b` does: `(trainable, rest, batch,
-        key) -> (gradients of the mean, mean, Stats)`.
+      gradients: finds the gradient in place of autodiff of `loss_fn`, as `one_f_one_b(loss_fn)` does:
+        `(trainable, rest, batch, key) -> (gradients of the mean, mean, Stats)`.
 
     Raises:
       ValueError: both `gradients` and `accumulate` are given; by the step, for a batch whose rows (of each microbatch)
@@ -144,7 +145,7 @@ def make_train_step(
         trainable = _place(apply_updates(state.trainable, updates), state.trainable, state.rest)
         opt_state = _place(opt_state, state.trainable, state.rest, optimizer=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        metrics = {"loss": loss, "tokens": stats.tokens, "grad_norm": norm, "finite": finite} | means(stats)
+        metrics = {"loss": loss, "num_targets": stats.num_targets, "grad_norm": norm, "finite": finite} | means(stats)
         if (skipped := optax.tree.get(opt_state, "skipped")) is not None:  # `skip_spikes`
             metrics |= {"skipped": skipped.astype(jnp.float32), "finite": finite | skipped}
         if schedule is not None:
@@ -159,7 +160,7 @@ def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
 
     def step(state: TrainState, batch: Batch) -> Stats:
         loss, stats = loss_fn(state.model, jax.tree.map(_by_rows, batch), state.key)
-        return _everywhere(Stats(stats.tokens, {"loss": loss} | stats.sums))
+        return _everywhere(Stats(stats.num_targets, {"loss": loss} | stats.sums))
 
     return step
 
@@ -170,8 +171,8 @@ def jit_step(step: Step) -> Step:
 
 
 def means(stats: Stats) -> Metrics:
-    """Divides a loss's sums by the number of target tokens."""
-    return {name: value / jnp.maximum(stats.tokens, 1) for name, value in stats.sums.items()}
+    """Divides a loss's sums by the number of targets."""
+    return {name: value / jnp.maximum(stats.num_targets, 1) for name, value in stats.sums.items()}
 
 
 def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accumulate: int) -> tuple[Any, Array, Stats]:
@@ -179,7 +180,7 @@ def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accum
 
     def loss_of(trainable, batch, key, mean: bool):
         loss, stats = _checked(loss_fn(nn.combine(trainable, state.rest), batch, key))
-        return loss / jnp.maximum(stats.tokens, 1) if mean else loss, stats
+        return loss / jnp.maximum(stats.num_targets, 1) if mean else loss, stats
 
     def gradient(*args):
         value, grads = jax.value_and_grad(loss_of, has_aux=True)(*args)
@@ -201,14 +202,14 @@ def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accum
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.trainable)
     start = (_place(zeros, state.trainable, state.rest), jnp.zeros(()), jax.tree.map(_zeros_like, stats))
     (grads, loss, stats), _ = jax.lax.scan(add, start, xs)
-    count = jnp.maximum(stats.tokens, 1)
+    count = jnp.maximum(stats.num_targets, 1)
     return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, state.trainable), loss / count, stats
 
 
 def _checked(result: Any) -> tuple[Array, Stats]:
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Stats):
         kinds = ", ".join(type(x).__name__ for x in (result if isinstance(result, tuple) else (result,)))
-        raise TypeError(f"a loss must return its sum over the target tokens and a training.Stats, got ({kinds})")
+        raise TypeError(f"a loss must return its sum over the targets and a training.Stats, got ({kinds})")
     return result
 
 
@@ -226,11 +227,7 @@ def _microbatches(x: Array, count: int) -> Array:
 
 
 def _by_rows(x: Array) -> Array:
-    return sharding.constrain(x, *_names(x))
-
-
-def _names(x: Array) -> tuple[str | None, ...]:
-    return ("batch", "seq") if x.ndim == 2 else ("batch", *[None] * x.ndim)[: x.ndim]
+    return sharding.constrain(x, *batch_names(x))
 
 
 def _check_divides(x: Array, accumulate: int) -> None:
@@ -240,7 +237,8 @@ def _check_divides(x: Array, accumulate: int) -> None:
     if (layout := sharding.current()) is None:
         return
     mesh, stages = layout.mesh, layout.mesh_axes("layers")  # which share the rows where they can
-    places = zip(_names(x), layout.spec(*_names(x), what="batch"), x.shape, (accumulate, 1), strict=False)
+    names = batch_names(x)
+    places = zip(names, layout.spec(*names, what="batch"), x.shape, (accumulate, 1), strict=False)
     for name, place, size, cut in places:
         axes = (place,) if isinstance(place, str) else place or ()
         degrees = {axis: mesh.shape[axis] for axis in axes if axis not in stages and mesh.shape[axis] > 1}

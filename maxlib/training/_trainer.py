@@ -20,13 +20,14 @@ from maxlib.observability._memory import Sampled, memory_use
 from maxlib.observability._metrics import Console, Jsonl, Meter, Writers, reported, reported_by_all
 from maxlib.training._evaluation import evaluate
 from maxlib.training._export import Export
-from maxlib.training._losses import Batch, next_token_loss
+from maxlib.training._objectives.next_token import next_token_loss
+from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._pipelining import Gradients
 from maxlib.training._placement import host_rows, own_model, place_batch
 from maxlib.training._prefetch import StatefulLoader
 from maxlib.training._restore import Origin, initial_state
 from maxlib.training._saving import Saving
-from maxlib.training._step import Loss, jit_step, make_eval_step, make_state, make_train_step
+from maxlib.training._step import jit_step, make_eval_step, make_state, make_train_step
 
 
 class Diverged(FloatingPointError):
@@ -47,7 +48,7 @@ class Trainer:
       directory: where `metrics.jsonl` and `goodput.jsonl` go.
       layout: how everything lies on devices, such as `sharding.Layout(mesh)`.
       accumulate: number of microbatches that a batch is computed in.
-      gradients: finds the gradient in place of autodiff of `loss`, as `one_f_one_b` does; `loss` is then that of
+      gradients: finds the gradient in place of autodiff of `loss`, as `one_f_one_b(loss)` does; `loss` is then that of
         evaluation.
       filter: what is trained.
       schedule: only reported, as `learning_rate`.

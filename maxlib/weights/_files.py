@@ -218,5 +218,5 @@ def write_index(directory: Path, files: Mapping[str, Sequence[Header]]) -> None:
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether `dtype` is floating, those of ml_dtypes included."""
+    """Returns True for a floating dtype, those of ml_dtypes included."""
     return bool(jnp.issubdtype(dtype, jnp.floating))

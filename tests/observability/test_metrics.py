@@ -68,7 +68,7 @@ def test_console_on_a_terminal_draws_a_bar():
 
 def test_the_meter_reads_one_step_late():
     meter = observability.Meter(flops=1e12, peak=1e15)
-    steps = [{"loss": jnp.float32(i), "tokens": jnp.float32(10)} for i in range(4)]
+    steps = [{"loss": jnp.float32(i), "num_targets": jnp.float32(10)} for i in range(4)]
     assert meter.push(1, steps[0], data_seconds=0.5) == []
     [(step, values)] = meter.push(2, steps[1])
     assert step == 1 and values["data_seconds"] == 0.5 and "seconds" not in values

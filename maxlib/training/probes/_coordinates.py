@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 
 from maxlib._utils.tables import to_text
-from maxlib.training._losses import Batch
+from maxlib.training._objectives.objective import Batch
 from maxlib.training._step import Loss, jit_step, make_state, make_train_step
 from maxlib.training.probes._layers import observe
 
