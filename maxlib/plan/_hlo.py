@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -102,7 +101,7 @@ def read_costs(
         program.to_host,
         program.from_host,
         tuple(_assumed(program.chosen, cache)),
-        tuple(program.arithmetic.most_common(_COSTLIEST)),
+        tuple(sorted(program.arithmetic.items(), key=lambda one: -one[1])[:_COSTLIEST]),
     )
 
 
@@ -124,7 +123,7 @@ class _Program:
         self.chosen = 0  # conditionals of whose branches the cheapest is counted
         self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
         self.chains: set[str] = set()
-        self.arithmetic: Counter[str] = Counter()  # FLOPs by instruction
+        self.arithmetic: dict[str, float] = {}  # FLOPs by instruction
 
     def visit(self, name: str, times: float, *, in_fusion: bool) -> None:
         computation = self.computations[name]
@@ -152,7 +151,8 @@ class _Program:
 
     def _compute(self, one: Instruction, flops: float) -> None:
         self.flops += flops
-        self.arithmetic[f"{one.name} {_SHAPES.sub('', one.type)} {_origin(one)}"] += flops
+        name = f"{one.name} {_SHAPES.sub('', one.type)} {_origin(one)}"
+        self.arithmetic[name] = self.arithmetic.get(name, 0.0) + flops
 
     def _copy(self, one: Instruction, computation: dict[str, Instruction], times: float) -> None:
         """Between the device and the host: of whole arrays, and of slices."""
@@ -177,7 +177,7 @@ class _Program:
         for branch in branches:
             alone = copy.copy(self)
             alone.flops, alone.bytes, alone.collectives, alone.chains = 0.0, 0.0, {}, set(self.chains)
-            alone.arithmetic = Counter()
+            alone.arithmetic = {}
             alone.visit(branch, times, in_fusion=in_fusion)
             moved = sum(size for *_, size in alone.collectives.values())
             tried.append((alone.flops, moved, alone.bytes, len(tried)))

@@ -1,5 +1,7 @@
 """What is read from the text of programs, against counts by hand."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,7 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import sharding
-from maxlib.plan._hlo import read_costs
+from maxlib.plan._hlo import Costs, read_costs
+from maxlib.plan._report import _excess
 from tests.training.tiny import QUICKLY
 
 
@@ -334,7 +337,18 @@ def test_a_grouped_matmul_reads_an_experts_matrix_once():
     """Whatever its own estimate says; with one tile along K and N, all else is read and written once, too."""
     costs = read_costs(GROUPED, {"fsdp": 1})
     assert costs.flops == 2 * 1024 * 256 * 512
-    visited = (1024 // 128 + 3) * 128  # where an expert's rows begin inside a tile, both neighbours read it
+    visited = (
+        1024 // 512 + 3
+    ) * 512  # tiles of 512 rows; where an expert's rows begin inside a tile, both neighbours read it
     assert costs.bytes == 2 * (visited * 256 + 4 * 512 * 256 + 1024 * 512)
     ((name, flops),) = costs.costliest
     assert name == "gmm.1 bf16[1024,512] jit(step)/jit(gmm)/pallas_call" and flops == costs.flops
+
+
+def test_far_more_flops_than_the_models_are_a_warning():
+    costs = Costs(
+        10.0, 1.0, (), 0, costliest=(("convolution.1 bf16[128,2048,768] while/body/ragged_dot_general", 9.0),)
+    )
+    warning, costliest = _excess(types.SimpleNamespace(flops_factor=21.28, costs=costs))
+    assert warning.startswith("WARNING: 21.28 times the model's FLOPs") and "90% convolution.1" in costliest
+    assert _excess(types.SimpleNamespace(flops_factor=1.45, costs=costs)) == []
