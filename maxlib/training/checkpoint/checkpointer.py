@@ -1,5 +1,6 @@
 """The checkpoints of one run."""
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -10,7 +11,7 @@ from etils import epath
 
 from maxlib import sharding
 from maxlib.training.checkpoint import manifest, owner, policy, records, restore, storage, trees
-from maxlib.training.checkpoint.errors import DamagedError, SaveError, shorten
+from maxlib.training.checkpoint.errors import DamagedError, InUseError, SaveError, UnsavedError, shorten, summary
 from maxlib.training.checkpoint.relayout import Layouts
 
 _log = logging.getLogger(__name__)
@@ -44,18 +45,22 @@ class Checkpointer:
         verify: bool = True,
         replace: bool = False,
         layouts: Layouts | None = None,
+        max_failed_saves: int | None = 3,
+        max_unsaved_seconds: float | None = 3600.0,
     ):
         counts = {"every": every, "seconds": seconds, "keep": keep, "keep_every": keep_every, "best.n": best and best.n}
+        counts |= {"max_failed_saves": max_failed_saves, "max_unsaved_seconds": max_unsaved_seconds}
         if wrong := {name: value for name, value in counts.items() if value is not None and not value > 0}:
             raise ValueError(f"All of {', '.join(counts)} must be positive, got {wrong}.")
         self.directory = storage.absolute(directory)
         self.layouts = layouts or {}
         self._when, self._keep = policy.When(every, seconds), policy.Keep(keep, keep_every, best)
         self._verify, self._replace, self._metrics = verify, replace, {}
+        self._failures, self._last_error = policy.Failures(max_failed_saves, max_unsaved_seconds), ""
         try:
-            self._owner = owner.Claim(self.directory)
+            self._owner = owner.RunLock(self.directory)
             self._steps = storage.Steps(self.directory, clean=self._owner.first)
-        except OSError as error:
+        except (OSError, sharding.PeerError) as error:
             raise SaveError(f"Checkpoints cannot be written to {self.directory}: {error}", step=0) from error
         self._thread = ThreadPoolExecutor(1, "maxlib-checkpoint")
         self._saving: tuple[int, Future] | None = None
@@ -107,8 +112,7 @@ class Checkpointer:
         if step in self._own - self._damaged:
             self._prune()  # a run that was killed before it could, and has no other step to save
             return _raise(failed)
-        self._owner.check()
-        self._make_way(step)
+        self._prepare(step)
         meta = {**(meta or {}), "format": manifest.FORMAT, "step": step, "layouts": self.layouts}
         meta |= {} if metrics is None else {"metrics": dict(metrics)}
         texts = {"meta": _text("meta", meta), "data": _text("data", _of_all_hosts(dict(data or {})))}
@@ -176,6 +180,37 @@ class Checkpointer:
         self._owner.release()
         _raise(failed)
 
+    def unsaved(self) -> UnsavedError | None:
+        """Returns the error to end the run with if too many saves in a row have failed, else None.
+
+        By `max_failed_saves` and `max_unsaved_seconds`. A `Trainer` asks after every failed save. All hosts call it.
+        """
+        if not self._failures.too_many():
+            return None
+        last = self._last_good()
+        return UnsavedError(
+            f"{self._failures.count} saves in a row have failed, the last with: {self._last_error}; {_say_good(last)}. "
+            "Mend the cause and start again, or raise max_failed_saves= and max_unsaved_seconds= of the Checkpointer "
+            "(None for no limit) to train on unsaved.",
+            last_good=last,
+        )
+
+    def _prepare(self, step: int) -> None:
+        """Makes sure that the directory is still this run's, and makes way for `step`."""
+        try:
+            self._make_way(step, self._held())
+        except (OSError, sharding.PeerError) as error:  # the directory cannot be read, or not changed
+            raise self._failed(step, error) from error
+
+    def _held(self) -> list[int]:
+        """The complete steps, one list for all hosts. Raises InUseError if another run has taken them over."""
+        with sharding.all_or_none("reading its directory"):
+            here = self._owner.taken(), self.steps()
+        taken, steps = sharding.of_all_processes(here)[0]
+        if taken is not None:
+            raise InUseError(taken)
+        return steps
+
     def _start(self, step: int, items: dict[str, dict[str, Any]], texts: dict[str, str]) -> None:
         raws = {item: {n: trees.snapshot(leaf) for n, leaf in leaves.items()} for item, leaves in items.items()}
         described = manifest.describe(items, raws)
@@ -208,9 +243,12 @@ class Checkpointer:
             with sharding.all_or_none("writing it"):
                 bad = completed.result()
         except Exception as error:  # of orbax, tensorstore or the system
+            with contextlib.suppress(OSError, sharding.PeerError):
+                self._held()  # another run may have cleaned away what this one was writing
             return self._failed(step, error)
         if restore.anywhere(bad):
             return self._refused(step, bad)
+        self._failures.ended()
         if jax.process_count() > 1:
             self._prune()
         return None
@@ -223,30 +261,38 @@ class Checkpointer:
     def _failed(self, step: int, error: Exception) -> SaveError:
         self._own.discard(step)
         self._steps.clean(step)
-        last = self.latest()
-        good = "there is no earlier one" if last is None else f"step {last} is the last good one"
-        failed = SaveError(f"Step {step} could not be saved to {self.directory} ({error}); {good}.", step=step)
+        self._failures.add()
+        self._last_error = summary(error)
+        where = f"Step {step} could not be saved to {self.directory}"
+        failed = SaveError(f"{where} ({self._last_error}); {_say_good(self._last_good())}.", step=step)
         failed.__cause__ = error
         return failed
 
+    def _last_good(self) -> int | None:
+        """The newest step that is known to be good, without a look at the disk where possible: it may be the cause."""
+        known = self._own - self._damaged
+        return max(known) if known else self.latest()
+
     def _prune(self) -> None:
         """Deletes the steps that need not be kept; the damaged ones never count as kept."""
-        steps = self.steps()
-        good = [step for step in steps if step not in self._damaged]
-        for step in good:
-            if self._keep.best and step not in self._metrics:
-                self._metrics[step] = restore.metrics(self.directory / str(step))
-        keep = self._keep(good, self._metrics)
-        self._steps.delete([step for step in steps if step < max(good, default=0) and step not in keep])
+        try:
+            steps = self.steps()
+            good = [step for step in steps if step not in self._damaged]
+            for step in good:
+                if self._keep.best and step not in self._metrics:
+                    self._metrics[step] = restore.metrics(self.directory / str(step))
+            keep = self._keep(good, self._metrics)
+            self._steps.delete([step for step in steps if step < max(good, default=0) and step not in keep])
+        except OSError as error:  # the new step is good all the same
+            _log.warning("Old steps of %s could not be deleted: %s.", self.directory, summary(error))
 
     def _wait_quietly(self) -> None:
         failed = self._finish()
         if failed:
             _log.error("%s", failed)
 
-    def _make_way(self, step: int) -> None:
+    def _make_way(self, step: int, held: list[int]) -> None:
         """Sets damaged steps aside that stand where the run goes now. Good ones are never touched."""
-        held = sharding.of_all_processes(self.steps())[0]  # one list for all: the first host is about to change it
         if self._replace and step in held:
             self._steps.make_room(step)
         ahead = [s for s in held if s >= step and not self._replace]
@@ -287,6 +333,10 @@ class Checkpointer:
 def _raise(failed: SaveError | None) -> None:
     if failed is not None:
         raise failed
+
+
+def _say_good(step: int | None) -> str:
+    return "there is no earlier one" if step is None else f"step {step} is the last good one"
 
 
 def _text(name: str, content: Any) -> str:

@@ -1,5 +1,7 @@
 """What can go wrong with a checkpoint, by name."""
 
+import re
+
 
 class SaveError(RuntimeError):
     """A step could not be written; the steps before it are as they were.
@@ -11,6 +13,18 @@ class SaveError(RuntimeError):
     def __init__(self, message: str, *, step: int):
         super().__init__(message)
         self.step = step
+
+
+class UnsavedError(RuntimeError):
+    """Too many saves in a row have failed for a run to go on.
+
+    Attributes:
+      last_good: the newest step that is on disk, None without one.
+    """
+
+    def __init__(self, message: str, *, last_good: int | None):
+        super().__init__(message)
+        self.last_good = last_good
 
 
 class InUseError(RuntimeError):
@@ -28,6 +42,18 @@ class DamagedError(RuntimeError):
     def __init__(self, message: str, *, step: int | None = None, leaves: tuple[str, ...] = ()):
         super().__init__(message)
         self.step, self.leaves = step, leaves
+
+
+def summary(error: BaseException, most: int = 300) -> str:
+    """Returns what went wrong in one line: the first error of a group, the system's own words where tensorstore's
+    message carries them.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = " ".join(str(error).split()) or type(error).__name__
+    if found := re.search(r"([^:]+) \[os_error_code='(\d+)'\]", text):
+        return f"[Errno {found[2]}] {found[1].strip()}"
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
 def shorten(names: list[str], most: int = 12) -> str:

@@ -42,6 +42,32 @@ def _best(best: Best, steps: Sequence[int], metrics: Mapping[int, Mapping[str, A
     return set(sorted(ranked, key=found.__getitem__)[: best.n])
 
 
+class Failures:
+    """Counts the saves in a row that failed.
+
+    Args:
+      most: how many are too many; None for any number.
+      seconds: for how long, from the first of them; None for ever.
+    """
+
+    def __init__(self, most: int | None, seconds: float | None):
+        self._most, self._seconds = most or math.inf, math.inf if seconds is None else seconds
+        self.ended()
+
+    def ended(self) -> None:
+        """Begins anew, after a save that went well."""
+        self.count, self._since = 0, math.inf
+
+    def add(self) -> None:
+        """Counts one more."""
+        self.count, self._since = self.count + 1, min(self._since, time.monotonic())
+
+    def too_many(self) -> bool:
+        """Returns whether a limit is reached, by the first host's clock. All hosts call it."""
+        late = self.count > 0 and time.monotonic() - self._since >= self._seconds
+        return self.count >= self._most or _of_first_host(late, 0)[0]
+
+
 class When:
     """Says when a save is due: every `every` steps, and `seconds` after the save before."""
 

@@ -1,8 +1,10 @@
 """All that touches orbax: steps on disk, written in the background and read in pieces."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
+import os
 import time
 import urllib.parse
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from etils import epath
 
 from maxlib.sharding import all_or_none
 from maxlib.training.checkpoint import replicas
+from maxlib.training.checkpoint.barrier import SaveBarrier
 
 Arrays = dict[str, Any]
 
@@ -27,27 +30,34 @@ class Steps:
         self.directory = directory
         if clean and jax.process_index() == 0:
             _remove_unfinished(directory)  # orbax would in the background, where a second one fails all later saves
-        self._orbax = ocp.training.Checkpointer(directory, context=_context())
+        self._barrier = SaveBarrier()
+        self._orbax = ocp.training.Checkpointer(directory, context=_context(self._barrier))
+        self._response: Any = None  # of the save that runs; it holds a thread and three descriptors until it is asked
 
     def save(self, step: int, arrays: dict[str, Arrays], texts: dict[str, Callable[[], str]]) -> None:
         """Writes `arrays` by item and the texts, called in the background, to `<name>/<name>.json`; all or nothing."""
-        if jax.process_count() > 1:
-            self._check_writable(step)
+        self._check_possible(step)
+        self._barrier.start()
         items = {name: leaves for name, leaves in arrays.items() if leaves}  # orbax refuses an empty one
         files = {name: _Text(f"{name}.json", make) for name, make in texts.items()}
-        self._orbax.save_checkpointables_async(step, items | files, force=True)
+        self._response = self._orbax.save_checkpointables_async(step, items | files, force=True)
 
-    def _check_writable(self, step: int) -> None:
-        """Raises on all hosts or on none: orbax lets the others wait for one that cannot make the directory."""
+    def _check_possible(self, step: int) -> None:
+        """Raises on all hosts or on none: orbax lets the others wait for one that cannot make the directory, and leaves
+        half-made event loops behind where it runs out of file descriptors.
+        """
         with all_or_none("making its directory"):
-            if jax.process_index() == 0:
+            _check_descriptors()
+            if jax.process_index() == 0 and jax.process_count() > 1:
                 probe = self.directory / f"{step}.orbax-checkpoint-tmp-probe"
                 probe.mkdir(parents=True, exist_ok=True)
                 probe.rmtree(missing_ok=True)  # where directories are names of objects there may be none
 
     def wait(self) -> None:
         """Waits for the save that runs, if any, and raises what went wrong in it. For any thread."""
-        self._orbax.wait()
+        response, self._response = self._response, None
+        if response is not None:
+            response.result()  # ends its event loop and thread, whatever the result
 
     def make_room(self, step: int) -> None:
         """Deletes a step that shall be saved anew. All hosts call it."""
@@ -56,14 +66,21 @@ class Steps:
         self._orbax.reload()
 
     def close(self) -> None:
+        """Ends the save that runs, if any, and orbax's threads. What a save has raised is not raised again."""
+        self._settle()
         self._orbax.close()
+
+    def _settle(self) -> None:
+        """Waits without a word, also for a save that could not be started: orbax tells an error once to each thread."""
+        for wait in (self.wait, self._orbax.wait):
+            with contextlib.suppress(Exception):
+                wait()
 
     def clean(self, step: int, patience: float = 10.0) -> None:
         """Removes what a failed save of `step` has left, which may be what fills the disk; other threads of it may
         still write.
         """
-        with contextlib.suppress(Exception):
-            self._orbax.wait()  # raises: orbax tells an error once to each thread
+        self._settle()
         end = time.monotonic() + patience
         while jax.process_index() == 0 and time.monotonic() < end:
             left = list(self.directory.glob(f"{step}.orbax-checkpoint-tmp*")) if self.directory.is_dir() else []
@@ -172,8 +189,11 @@ def _readable(directory: epath.Path, item: str, name: str, leaf: jax.ShapeDtypeS
     return True
 
 
-def _context() -> ocp.Context:
+def _context(barrier: SaveBarrier | None = None) -> ocp.Context:
     context = ocp.Context()
+    if barrier is not None:  # orbax's first version of these options has the barrier, its present one hides it
+        plain = context.asynchronous.v0
+        context.asynchronous.v0 = lambda: dataclasses.replace(plain(), barrier_sync_fn=barrier)
     # A directory that cannot be made is an error of the save at once, not of five threads that wait for it for minutes.
     context.asynchronous.create_directories_asynchronously = False
     context.pytree.loading.partial_load = True
@@ -200,11 +220,28 @@ class _Text:
         raise NotImplementedError("read it with records.read")
 
 
-class _OnceOnly(logging.Filter):
+def _check_descriptors(needed: int = 48) -> None:
+    """Raises OSError unless the process may open as many more files as a save does at once."""
+    opened: list[int] = []
+    try:
+        for _ in range(needed):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"a save opens some {needed} files at once, and this process may open only {len(opened)} more: raise the "
+            "limit (ulimit -n), or close what is open",
+        ) from None
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+class _WithoutTraces(logging.Filter):
     """Drops the stack traces that orbax logs in every thread of a failed save: the error is raised as well."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return "_SignalingThread.run() raised" not in str(record.msg)
+        return not ("orbax" in record.pathname and (record.exc_info or "run() raised" in str(record.msg)))
 
 
-logging.getLogger("absl").addFilter(_OnceOnly())
+logging.getLogger("absl").addFilter(_WithoutTraces())

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxlib.training.checkpoint.checkpointer import Checkpointer
-from maxlib.training.checkpoint.errors import DamagedError, SaveError, shorten
+from maxlib.training.checkpoint.errors import DamagedError, SaveError, UnsavedError, shorten
 from maxlib.training.checkpoint.relayout import Layouts
 
 _log = logging.getLogger(__name__)
@@ -103,6 +103,11 @@ class Tiers:
     def settle(self) -> None:
         """Waits for the last saves without a word to the other hosts; see `Checkpointer.settle`."""
         self._each(Checkpointer.settle, self.tiers)
+
+    def unsaved(self) -> UnsavedError | None:
+        """Returns the error to end the run with if no tier can be written any more; see `Checkpointer.unsaved`."""
+        errors = [tier.unsaved() for tier in self.tiers]
+        return errors[-1] if all(errors) else None
 
     def close(self) -> None:
         """Waits for the last saves and ends. Raises SaveError if one has failed."""
