@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from matplotlib.patches import Patch, Rectangle
 
 from maxlib import sharding
-from maxlib.sharding.chunks import Schedule
+from maxlib.sharding._pipeline_chunks import Schedule
 
 HERE = Path(__file__).parent
 COLOURS = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]

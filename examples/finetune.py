@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import data, inference, sharding, training
+from maxlib import checkpoint, data, inference, sharding, training
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
 KEPT = (
@@ -46,13 +46,13 @@ def main() -> None:
         accumulate=args.accumulate,
         schedule=schedule,
         eval_loader=held_out,
-        checkpointer=training.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
+        checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
     )
     del model  # the trainer has a copy
     trainer.restore()
     if trainer.step == 0:
-        trainer.say(f"before: {trainer.evaluate()['eval/nll']:.3f} nats per token of held-out text")
-    trainer.say(f"after: {trainer.fit(args.steps)['eval/nll']:.3f} nats per token of held-out text")
+        trainer.log(f"before: {trainer.evaluate()['eval/nll']:.3f} nats per token of held-out text")
+    trainer.log(f"after: {trainer.fit(args.steps)['eval/nll']:.3f} nats per token of held-out text")
     model = trainer.model
     export(model, args)
     show_sample(model, tokenizer, args)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import inference
+from maxlib import inference, tokenization
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
 
@@ -104,7 +104,7 @@ def convert(gguf: Path, directory: Path) -> None:
 def chat_prompt(directory: Path, tokenizer: Tokenizer, text: str) -> str | list[int]:
     """The text as a user's turn; as it is where the model is not made for chats."""
     try:
-        template = inference.ChatTemplate.from_directory(directory)
+        template = tokenization.ChatTemplate.from_directory(directory)
     except FileNotFoundError:
         return text
     turn = template([{"role": "user", "content": text}])

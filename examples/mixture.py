@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlib import data, ops, training
+from maxlib import checkpoint, data, observability, ops, tokenization, training
 from maxlib.models import llama
 
 LENGTH, ROWS = 64, 8
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--steps", metavar="N", type=int, default=60, help="optimizer steps in all (%(default)s)")
     args = parser.parse_args()
     sources = documents()
-    tokenizer = data.train_bpe((text for texts in sources.values() for text in texts), vocab_size=512)
+    tokenizer = tokenization.train_bpe((text for texts in sources.values() for text in texts), vocab_size=512)
     tokens = {name: data.tokenize(data.in_memory(texts), tokenizer, eos_id=1) for name, texts in sources.items()}
     mixture = data.Mixture(
         tokens,
@@ -42,10 +42,10 @@ def main() -> None:
         loader=loader,
         loss=functools.partial(training.next_token_loss, dtype=jnp.float32),
         directory=args.out,
-        checkpointer=training.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
+        checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
     )
     trainer.fit(args.steps)
-    for row in training.read_jsonl(args.out / "metrics.jsonl")[:: max(args.steps // 6, 1)]:
+    for row in observability.read_jsonl(args.out / "metrics.jsonl")[:: max(args.steps // 6, 1)]:
         read = "  ".join(f"{name} {row.get(f'data/tokens/{name}', 0):7,.0f}" for name in tokens)
         print(f"step {row['step']:4}  loss {row['loss']:.3f}  tokens read: {read}")
 

@@ -15,21 +15,31 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import data, inference, ops, quantization, sharding, training
+from maxlib import (
+    checkpoint,
+    data,
+    distributed,
+    inference,
+    observability,
+    ops,
+    quantization,
+    sharding,
+    tokenization,
+    training,
+)
 from maxlib.models import llama
-from maxlib.training import diagnostics
 
 BOS, EOS, PROMPT = "<bos>", "<eos>", "The"
 
 
 def main() -> None:
     args = arguments()
-    sharding.initialize()
+    distributed.initialize()
     args.dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
     args.out.mkdir(parents=True, exist_ok=True)
     text = data.files(args.files, document="paragraph") if args.files else data.python_text()
     train, held_out = data.split(text, validation=0.05)
-    with sharding.first_process_first("tokenizer"):
+    with distributed.main_process_first("tokenizer"):
         tokenizer = load_tokenizer(args.out / "tokenizer", train, args.vocab)
     ids = {"bos_id": tokenizer.token_to_id(BOS), "eos_id": tokenizer.token_to_id(EOS)}
     train, held_out = (data.tokenize(part, tokenizer, **ids) for part in (train, held_out))
@@ -48,12 +58,12 @@ def main() -> None:
         schedule=schedule,
         eval_loader=eval_loader,
         eval_every=max(args.steps // 4, 1),
-        checkpointer=training.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
+        checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
     )
     if args.quantize:
-        trainer.say(quantization.report(trainer.state.model).summary)
+        trainer.log(quantization.report(trainer.state.model).summary)
     loss, entropy = trainer.fit(args.steps)["eval/nll"], unigram(held_out)
-    trainer.say(f"\nvalidation loss {loss:.3f} nats per token; unigram entropy of the same tokens {entropy:.3f}")
+    trainer.log(f"\nvalidation loss {loss:.3f} nats per token; unigram entropy of the same tokens {entropy:.3f}")
     tokens = {"bos_token_id": ids["bos_id"], "eos_token_id": ids["eos_id"]}
     maxlib.save_pretrained(trainer.model, args.out / "model", generation=tokens, overwrite=True)  # all processes
     if jax.process_index() == 0:
@@ -82,8 +92,8 @@ def arguments() -> argparse.Namespace:
 def load_tokenizer(directory: Path, train, vocab: int) -> Tokenizer:
     if not (directory / "tokenizer.json").exists():
         texts = (document["text"] for document in train)
-        tokenizer = data.train_bpe(texts, vocab_size=vocab, special_tokens=(BOS, EOS))
-        data.save_tokenizer(tokenizer, directory, bos_token=BOS, eos_token=EOS)
+        tokenizer = tokenization.train_bpe(texts, vocab_size=vocab, special_tokens=(BOS, EOS))
+        tokenization.save_tokenizer(tokenizer, directory, bos_token=BOS, eos_token=EOS)
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
@@ -109,7 +119,7 @@ def unigram(documents) -> float:
 
 def finish(tokenizer: Tokenizer, entropy: float, args) -> None:
     export, sample = args.out / "model", []
-    data.save_tokenizer(tokenizer, export, bos_token=BOS, eos_token=EOS)
+    tokenization.save_tokenizer(tokenizer, export, bos_token=BOS, eos_token=EOS)
     generate = functools.partial(inference.stream_text, max_new_tokens=80, stop=[tokenizer.get_vocab()[EOS]])
     print(f"\nA sample: {PROMPT}", end="")
     generator = inference.Generator(maxlib.from_pretrained(export), dtype=args.dtype)
@@ -117,11 +127,13 @@ def finish(tokenizer: Tokenizer, entropy: float, args) -> None:
     for piece in generate(generator, tokenizer, PROMPT, sampler=sampler):
         print(piece, end="", flush=True)
         sample.append(piece)
-    diagnostics.plot_loss(args.out, levels={"unigram entropy": entropy}).figure.savefig(args.out / "loss.png", dpi=120)
-    diagnostics.write_config(args.out, **vars(args))
-    diagnostics.add_sample(args.out, args.steps, "".join(sample), prompt=PROMPT)
+    observability.plot_loss(args.out, levels={"unigram entropy": entropy}).figure.savefig(
+        args.out / "loss.png", dpi=120
+    )
+    observability.write_config(args.out, **vars(args))
+    observability.add_sample(args.out, args.steps, "".join(sample), prompt=PROMPT)
     print(f"\n\nThe loss curve is {args.out / 'loss.png'}; open it with any viewer.")
-    print(f"The report on the run is {diagnostics.report(args.out)}; open it with any browser.")
+    print(f"The report on the run is {observability.report(args.out)}; open it with any browser.")
     print(f"The model is {export}; open it with transformers.AutoModelForCausalLM.from_pretrained({str(export)!r}).")
 
 

@@ -1,23 +1,26 @@
 """Composable LLM building blocks on JAX and Flax NNX.
 
-The rooms are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `weights`, `data`, `training`, `inference`,
-`quantization`, `plan` and `towers` (for images). Importing `maxlib` imports none of them: each is imported when it is
-first named.
+The subpackages are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `distributed`, `weights`,
+`tokenization`, `data`, `training`, `checkpoint`, `observability`, `inference`, `quantization` and `plan`. Importing
+`maxlib` imports none of them: each is imported when it is first named.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from maxlib import checkpoint as checkpoint
     from maxlib import data as data
+    from maxlib import distributed as distributed
     from maxlib import inference as inference
     from maxlib import models as models
     from maxlib import nn as nn
+    from maxlib import observability as observability
     from maxlib import ops as ops
     from maxlib import plan as plan
     from maxlib import quantization as quantization
     from maxlib import sharding as sharding
-    from maxlib import towers as towers
+    from maxlib import tokenization as tokenization
     from maxlib import training as training
     from maxlib import weights as weights
     from maxlib.weights import from_pretrained as from_pretrained
@@ -25,16 +28,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-_ROOMS = (
+_SUBPACKAGES = (
+    "checkpoint",
     "data",
+    "distributed",
     "inference",
     "models",
     "nn",
+    "observability",
     "ops",
     "plan",
     "quantization",
     "sharding",
-    "towers",
+    "tokenization",
     "training",
     "weights",
 )
@@ -42,12 +48,12 @@ _FUNCTIONS = ("from_pretrained", "save_pretrained")
 
 
 def __getattr__(name: str):
-    if name in _ROOMS:
+    if name in _SUBPACKAGES:
         return importlib.import_module(f"maxlib.{name}")
     if name in _FUNCTIONS:
         return getattr(importlib.import_module("maxlib.weights"), name)
-    raise AttributeError(f"module 'maxlib' has no attribute {name!r}; it has {', '.join(_ROOMS + _FUNCTIONS)}")
+    raise AttributeError(f"module 'maxlib' has no attribute {name!r}; it has {', '.join(_SUBPACKAGES + _FUNCTIONS)}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ROOMS, *_FUNCTIONS])
+    return sorted([*globals(), *_SUBPACKAGES, *_FUNCTIONS])

@@ -50,7 +50,7 @@ def test_it_trains_and_what_must_not_be_trained_is_not():
 
 def test_it_saves_and_restores_in_another_layout(tmp_path):
     """Saved with prefix 1 and period 2, continued with every layer on its own: the same run."""
-    from maxlib.training.checkpoint import Checkpointer, layouts
+    from maxlib.checkpoint import Checkpointer, layouts
 
     model, other = outside(prefix=1, period=2), outside(prefix=5, period=1)
     state, _ = trained(model, 3)
@@ -62,7 +62,7 @@ def test_it_saves_and_restores_in_another_layout(tmp_path):
     restored = nn.combine(items["params"], fresh.rest)
     for i in range(5):
         jax.tree.map(np.testing.assert_array_equal, restored.blocks[i], state.model.blocks[i])
-    mu = lambda opt: {nn.logical_path(p): v for p, v in opt[1][0].mu.items() if "embed" in p}
+    mu = lambda opt: {nn.tree.pattern_path(p): v for p, v in opt[1][0].mu.items() if "embed" in p}
     jax.tree.map(np.testing.assert_array_equal, mu(items["opt"]), mu(state.opt_state))
 
 

@@ -1,4 +1,4 @@
-"""The files in examples/launch are well formed, and what they set is what `sharding.initialize` reads."""
+"""The files in examples/launch are well formed, and what they set is what `distributed.initialize` reads."""
 
 import argparse
 import inspect
@@ -16,9 +16,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
 from maxlib import sharding
+from maxlib.distributed import _initialize as distributed
 from maxlib.models import llama
-from maxlib.sharding import distributed
-from maxlib.sharding.mesh import AXES
+from maxlib.sharding._mesh import AXES
 
 LAUNCH = Path(__file__).parents[1] / "examples" / "launch"
 SBATCH, JOBSET = LAUNCH / "pretrain.sbatch", LAUNCH / "jobset.yaml"

@@ -9,7 +9,20 @@ import pytest
 
 import maxlib
 
-ROOMS = ("data", "inference", "models", "nn", "ops", "sharding", "training", "weights")
+ROOMS = (
+    "checkpoint",
+    "data",
+    "distributed",
+    "inference",
+    "models",
+    "nn",
+    "observability",
+    "ops",
+    "sharding",
+    "tokenization",
+    "training",
+    "weights",
+)
 
 
 def run(code: str) -> str:

@@ -37,15 +37,15 @@ class Row:
 
 
 def row(family: weights.Family, preset: str) -> Row:
-    with nn.trusted_layers():
+    with nn.skip_layer_check():
         model = jax.eval_shape(lambda: family.model(family.presets[preset], rngs=nnx.Rngs(0)))
     kind = (
-        nn.attention_kind(model),
-        ", ".join(nn.features(model)),
-        " and ".join(nn.cache_kinds(model)),
-        "yes" if nn.takes_images(model) else "",
+        nn.describe.attention_kind(model),
+        ", ".join(nn.describe.features(model)),
+        " and ".join(nn.describe.cache_kinds(model)),
+        "yes" if nn.describe.takes_images(model) else "",
     )
-    return Row(family.name, preset, nn.num_parameters(model), nn.num_active_parameters(model), kind)
+    return Row(family.name, preset, nn.num_parameters(model), nn.describe.num_active_parameters(model), kind)
 
 
 def short(number: int) -> str:

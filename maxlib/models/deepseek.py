@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops.rope import Rope, Yarn
+from maxlib.ops._rope import Rope, Yarn
 from maxlib.sharding import constrain
 from maxlib.weights import Family, HFConfig, Table, Weight, names, rope_to_hf, written
 
@@ -57,9 +57,9 @@ _V3_FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 class Config:
     """What distinguishes one DeepSeek from another; `PRESETS` has the published ones.
 
-    version: 2 scores experts by softmax and groups by their best expert; 3 by sigmoid, with a correction that balances
+    version: 2 scores experts by softmax and groups by their best expert; 3 by sigmoid, with a expert_bias that balances
     the load, and groups by their best two. num_dense: how many first layers have a plain MLP. losses: what the routers
-    report for training. num_mtp: how many modules look further ahead than the next token (`look_ahead`), of
+    report for training. num_mtp: how many modules look further ahead than the next token (`predict_ahead`), of
     `stored_mtp` that the checkpoint has.
     """
 
@@ -162,7 +162,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
         renormalize=cfg.renormalize,
         scale=cfg.routed_scale,
         groups=groups if cfg.top_groups < cfg.num_groups else None,
-        correction=cfg.version == 3,
+        expert_bias=cfg.version == 3,
         rngs=rngs,
     )
     shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)

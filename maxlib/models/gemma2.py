@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
-from maxlib.ops.rope import Rope
+from maxlib.ops._rope import Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Family, HFConfig, Table, Weight, names, rope_to_hf
 

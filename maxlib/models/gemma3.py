@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
-from maxlib.ops.rope import LinearScaling, Rope
+from maxlib.models import _gemma3_vision as sight
+from maxlib.ops._rope import LinearScaling, Rope
 from maxlib.sharding import constrain
-from maxlib.towers import gemma3 as sight
 from maxlib.weights import Family, HFConfig, Renamed, Table, Weight, names, rope_to_hf, written
 
 Vision = sight.Vision
@@ -167,7 +167,7 @@ class Gemma3(nn.VisionDecoder):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
         # The window also limits what the tokens of one image see of each other.
-        both_ways = ops.Causal() | ops.Spans()
+        both_ways = ops.Causal() | ops.BidirectionalBlocks()
         kinds = {LOCAL: (both_ways & ops.SlidingWindow(cfg.window), cfg.local_rope), GLOBAL: (both_ways, cfg.rope)}
         self.masks, self.ropes = zip(*kinds.values(), strict=True)
         make = lambda i, rngs: Block(cfg, *kinds[cfg.types[i]], rngs=rngs)

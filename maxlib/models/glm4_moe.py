@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops.rope import Rope
+from maxlib.ops._rope import Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Family, HFConfig, Table, names, rope_to_hf, written
 
@@ -46,7 +46,7 @@ class Config:
 
     num_dense: how many first layers have a plain MLP. qk_norm: whether queries and keys are normed head by head.
     losses: what the routers report for training. num_mtp: how many modules look further ahead than the next token
-    (`look_ahead`), of `stored_mtp` that the checkpoint has.
+    (`predict_ahead`), of `stored_mtp` that the checkpoint has.
     """
 
     vocab: int
@@ -126,7 +126,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
         renormalize=cfg.renormalize,
         scale=cfg.routed_scale,
         groups=nn.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None,
-        correction=True,
+        expert_bias=True,
         rngs=rngs,
     )
     shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)

@@ -111,12 +111,12 @@ class Attention(nnx.Module):
         k_start, k_end = ctx.bounds(self.mask)
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
-        out = nn.attend(q, k, v, k_start, k_end, scale=self.scale, balanced=ctx.balanced)
+        out = nn.attend(q, k, v, k_start, k_end, scale=self.scale, zigzag=ctx.zigzag)
         return self.o(out), cache
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16):
         heads, width = self.num_heads, self.head_dim
-        return nn.kv_cache(
+        return nn.cache.kv_cache(
             batch, capacity, num_kv_heads=heads, k_dim=width, v_dim=width, ring=self.mask.ring, dtype=dtype
         )
 

@@ -12,9 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops.rope import Rope, Yarn
+from maxlib.ops._rope import Rope, Yarn
 from maxlib.sharding import constrain
-from maxlib.weights import Convert, Family, HFConfig, Table, Weight, mxfp4, names, rope_to_hf
+from maxlib.weights import Convert, Family, HFConfig, Table, Weight, names, rope_to_hf
+from maxlib.weights import _mxfp4 as mxfp4
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Our sizes, and what config.json calls them.
@@ -141,7 +142,7 @@ class Block(nnx.Module):
             cfg.dim,
             cfg.expert_dim,
             router=nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, bias=True, rngs=rngs),
-            combine=nn.ClampedSwiGLU(cfg.act_alpha, cfg.act_limit),
+            activation=nn.ClampedSwiGLU(cfg.act_alpha, cfg.act_limit),
             bias=True,
             losses=cfg.losses,
             rngs=rngs,

@@ -9,9 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops.rope import Llama3Scaling, Rope
+from maxlib.models import _llama4_vision as sight
+from maxlib.ops._rope import Llama3Scaling, Rope
 from maxlib.sharding import constrain
-from maxlib.towers import llama4 as sight
 from maxlib.weights import Family, HFConfig, Ignore, Renamed, Table, Weight, names, rope_to_hf, written
 
 Vision = sight.Vision
@@ -162,7 +162,7 @@ def _read_kinds(fields: HFConfig, cfg: Config) -> tuple[Kind, ...]:
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    router = nn.InputRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
+    router = nn.SigmoidInputRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
     shared = nn.GatedMLP(cfg.dim, cfg.expert_dim, rngs=rngs)
     parts = {"router": router, "shared": shared, "losses": cfg.losses}
     return nn.MoE(cfg.dim, cfg.expert_dim, **parts, layout="EIO", rngs=rngs)  # as they lie in files

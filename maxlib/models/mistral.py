@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops.rope import Rope
+from maxlib.ops._rope import Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Family, HFConfig, Table, names, rope_to_hf
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import qwix
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
-from maxlib.nn.context import Context
-from maxlib.nn.pytree import pytree, static
+from maxlib.nn._context import Context
+from maxlib.nn._pytree import pytree, static
 
 Extended = tuple["LayerCache", Array, Array, Array, Array]
 
@@ -106,6 +106,50 @@ class QuantizedCache:
         assert not isinstance(values, QuantizedCache) and not isinstance(scales, QuantizedCache)
         keys, vals = ((q.astype(jnp.float32) * s).astype(k.dtype) for q, s in zip(whole, factors, strict=True))
         return QuantizedCache(values, scales), keys, vals, start, end
+
+
+@pytree
+class LatentCache:
+    """The normed latent of each token beside its rotated key part: `kv_rank + rope.dim` numbers, whatever the heads."""
+
+    latent: Float[Array, "B S R"]
+
+    def extend(self, latent: Array, ctx: Context) -> "LatentCache":
+        return LatentCache(_put_rows(self.latent, latent, ctx))
+
+
+@pytree
+class QuantizedLatentCache:
+    """The same rounded to int8 or a float8 when it comes. scales: of each token's latent and of its key part, which
+    differ in size.
+    """
+
+    values: Num[Array, "B S R"]
+    scales: Float[Array, "B S 2"]
+    kv_rank: int = static()
+
+    def extend(self, latent: Array, ctx: Context) -> "QuantizedLatentCache":
+        parts = jnp.split(latent.astype(jnp.float32), [self.kv_rank], axis=-1)
+        low = [qwix.quantize(x, self.values.dtype, channelwise_axes=(0, 1)) for x in parts]
+        values, scales = (
+            jnp.concatenate(both, axis=-1) for both in zip(*((q.qvalue, q.scale) for q in low), strict=True)
+        )
+        return QuantizedLatentCache(
+            _put_rows(self.values, values, ctx), _put_rows(self.scales, scales, ctx), self.kv_rank
+        )
+
+    @property
+    def latent(self) -> Float[Array, "B S R"]:
+        sizes = jnp.array([self.kv_rank, self.values.shape[-1] - self.kv_rank])
+        scales = jnp.repeat(self.scales, sizes, axis=-1, total_repeat_length=self.values.shape[-1])
+        return self.values.astype(jnp.float32) * scales
+
+
+def _put_rows(old: Num[Array, "B S R"], new: Num[Array, "B T R"], ctx: Context) -> Num[Array, "B S R"]:
+    if new.shape[1] > old.shape[1]:
+        raise ValueError(f"{new.shape[1]} new tokens do not fit a cache of capacity {old.shape[1]}; make a larger one")
+    put = jax.vmap(lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=0))
+    return put(old, new.astype(old.dtype), ctx.length)
 
 
 LayerCache = KVCache | RingCache | QuantizedCache

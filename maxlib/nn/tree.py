@@ -36,7 +36,7 @@ def summed_axes(model: Any) -> dict[str, tuple[str, ...]]:
     return {path: tuple(names) for path, names in named.items() if names is not None}
 
 
-def logical_path(path: str) -> str:
+def pattern_path(path: str) -> str:
     """`path` without a stack's layout: `"layers.body.0.attn.q.w"` becomes `"layers.attn.q.w"`."""
     return _STACKED.sub("", path).lstrip(".")
 
@@ -61,7 +61,7 @@ def is_trainable(path: str, variable: nnx.Variable) -> bool:
 
 def partition(model: Any, filter: Filter = is_trainable) -> tuple[dict[str, Any], Any]:
     """Splits `model` into `{path: array}` of what `filter(logical path, variable)` takes, and all the rest."""
-    trainable = {path: v.get_value() for path, v in variables(model).items() if filter(logical_path(path), v)}
+    trainable = {path: v.get_value() for path, v in variables(model).items() if filter(pattern_path(path), v)}
 
     def keep(path, leaf):
         return leaf.replace(None) if _dotted(path) in trainable else leaf

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from maxlib.nn.attention import Attention
-from maxlib.nn.context import Context, context
-from maxlib.nn.linear import Einsum
-from maxlib.nn.mlp import MLP
-from maxlib.nn.norm import LayerNorm
+from maxlib.nn._attention import Attention
+from maxlib.nn._context import Context, context
+from maxlib.nn._linear import Einsum
+from maxlib.nn._mlp import MLP
+from maxlib.nn._norm import LayerNorm
+from maxlib.nn._stack import Stack
 from maxlib.nn.remat import Policy
-from maxlib.nn.stack import Stack
-from maxlib.ops.attention import Full
-from maxlib.ops.grid_rope import GridRope
+from maxlib.ops._attention import Full
+from maxlib.ops._grid_rope import GridRope
 from maxlib.sharding import constrain
 
 

@@ -3,12 +3,12 @@
 python -m maxlib.plan llama3-70b --target v5p-128
 """
 
-from maxlib.plan.api import estimated as estimated
-from maxlib.plan.api import plan as plan
-from maxlib.plan.api import plan_job as plan_job
-from maxlib.plan.job import Job as Job
-from maxlib.plan.report import Plan as Plan
-from maxlib.plan.search import Search as Search
-from maxlib.plan.search import search as search
-from maxlib.plan.targets import Target as Target
-from maxlib.plan.targets import parse_target as parse_target
+from maxlib.plan._api import estimated as estimated
+from maxlib.plan._api import plan as plan
+from maxlib.plan._api import plan_job as plan_job
+from maxlib.plan._job import Job as Job
+from maxlib.plan._report import Plan as Plan
+from maxlib.plan._search import Search as Search
+from maxlib.plan._search import search as search
+from maxlib.plan._targets import Target as Target
+from maxlib.plan._targets import parse_target as parse_target

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from maxlib import xla_flags
-from maxlib.nn import POLICIES
+from maxlib.distributed import xla_flags
+from maxlib.nn.remat import POLICIES
 from maxlib.plan import parse_target, plan, search
 from maxlib.sharding import PRESETS
 
@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _search(args) if args.search else _plan(args)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
-        _say(f"maxlib.plan: {error}", file=sys.stderr)
+        _log(f"maxlib.plan: {error}", file=sys.stderr)
         return 2
 
 
@@ -37,7 +37,7 @@ def _plan(args: argparse.Namespace) -> int:
         keep=args.keep,
         **_settings(args),
     )
-    _say(result)
+    _log(result)
     return 0 if result.fits else 1
 
 
@@ -55,11 +55,11 @@ def _search(args: argparse.Namespace) -> int:
     if args.compile is not None:
         fixed["compile"] = args.compile
     found = search(args.model, args.target, **fixed, **_settings(args))
-    _say(found)
+    _log(found)
     try:
-        _say(found.best)
+        _log(found.best)
     except ValueError as nothing_fits:
-        _say(f"maxlib.plan: {nothing_fits}", file=sys.stderr)
+        _log(f"maxlib.plan: {nothing_fits}", file=sys.stderr)
         return 1
     return 0
 
@@ -93,7 +93,7 @@ _HERE = {
 }
 
 
-def _say(text: Any, file: Any = None) -> None:
+def _log(text: Any, file: Any = None) -> None:
     text = str(text)
     for python, here in _HERE.items():
         text = text.replace(python, here)
@@ -127,7 +127,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", default="adamw", help="adamw (default) or sgd")
     add("--accumulate", type=int, default=1, help="microbatches of a step (default 1)")
     add("--gradients", choices=["1f1b"], help="1f1b for pipelines (default: autodiff, which makes them GPipe)")
-    add("--flags", nargs="*", default=[], help="sets of XLA flags, such as tpu-overlap (python -m maxlib.xla_flags)")
+    add(
+        "--flags",
+        nargs="*",
+        default=[],
+        help="sets of XLA flags, such as tpu-overlap (python -m maxlib.distributed.xla_flags)",
+    )
     add("--full", action="store_true", help="also make the machine code, which takes minutes")
     add("--keep", help="an empty folder for the compiler's files")
     add(

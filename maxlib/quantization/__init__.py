@@ -1,18 +1,18 @@
 """Matmuls in fewer bits, by qwix, applied to a model from outside: in training, and in its weights after training."""
 
-from maxlib.quantization.apply import for_inference as for_inference
-from maxlib.quantization.apply import for_training as for_training
-from maxlib.quantization.apply import full_precision as full_precision
-from maxlib.quantization.files import load as load
-from maxlib.quantization.files import save as save
-from maxlib.quantization.formats import INFERENCE as INFERENCE
-from maxlib.quantization.formats import TRAINING as TRAINING
-from maxlib.quantization.formats import Format as Format
-from maxlib.quantization.report import Errors as Errors
-from maxlib.quantization.report import Report as Report
-from maxlib.quantization.report import compare as compare
-from maxlib.quantization.report import matmuls as matmuls
-from maxlib.quantization.report import report as report
-from maxlib.quantization.rules import Rule as Rule
-from maxlib.quantization.rules import Rules as Rules
-from maxlib.quantization.rules import high as high
+from maxlib.quantization._apply import for_inference as for_inference
+from maxlib.quantization._apply import for_training as for_training
+from maxlib.quantization._apply import full_precision as full_precision
+from maxlib.quantization._files import load as load
+from maxlib.quantization._files import save as save
+from maxlib.quantization._formats import INFERENCE as INFERENCE
+from maxlib.quantization._formats import TRAINING as TRAINING
+from maxlib.quantization._formats import Format as Format
+from maxlib.quantization._report import Errors as Errors
+from maxlib.quantization._report import Report as Report
+from maxlib.quantization._report import compare as compare
+from maxlib.quantization._report import matmuls as matmuls
+from maxlib.quantization._report import report as report
+from maxlib.quantization._rules import Rule as Rule
+from maxlib.quantization._rules import Rules as Rules
+from maxlib.quantization._rules import high as high

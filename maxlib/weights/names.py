@@ -9,7 +9,7 @@ Entries of a layer are relative to it. What a model lacks (biases, norms of head
 import dataclasses
 from collections.abc import Sequence
 
-from maxlib.weights.table import Copy, Entry, Ignore, Weight
+from maxlib.weights._table import Copy, Entry, Ignore, Weight
 
 _PARTS = ("gate", "up", "down")
 
@@ -41,10 +41,10 @@ ATTENTION = (
     Weight("self_attn.k_norm.weight", "attn.k_norm.scale"),
 )
 MLP = tuple(entry for part in _PARTS for entry in linear(f"mlp.{part}_proj", f"mlp.{part}"))
-# Experts with a tensor each, a router that may have a correction, and shared experts, as DeepSeek calls them.
+# Experts with a tensor each, a router that may have a expert_bias, and shared experts, as DeepSeek calls them.
 MOE = (
     Weight("mlp.gate.weight", "moe.router.gate.w"),
-    Weight("mlp.gate.e_score_correction_bias", "moe.router.correction"),
+    Weight("mlp.gate.e_score_correction_bias", "moe.router.expert_bias"),
     *[Weight(f"mlp.experts.{{e}}.{part}_proj.weight", f"moe.{part}.w", "O I -> e O I") for part in _PARTS],
     *[Weight(f"mlp.shared_experts.{part}_proj.weight", f"moe.shared.{part}.w") for part in _PARTS],
 )

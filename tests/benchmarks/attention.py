@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from maxlib.ops.attention import attention
+from maxlib.ops._attention import attention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from maxlib.ops.attention import attention
+from maxlib.ops._attention import attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Decoding:
         options = {"key_value_seq_lengths": length, "query_seq_lengths": jnp.ones_like(length)}
         theirs = lambda name: lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options, implementation=name)
         return {
-            "maxlib split": ours("split"),
+            "maxlib split_kv": ours("split_kv"),
             "maxlib chunked": ours("chunked"),
             "maxlib mosaic_gpu": ours("mosaic_gpu"),
             "cuDNN": theirs("cudnn"),

@@ -17,7 +17,9 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from maxlib.training.checkpoint import Checkpointer, checksum, manifest
+from maxlib.checkpoint import Checkpointer
+from maxlib.checkpoint import _checksum as checksum
+from maxlib.checkpoint import _manifest as manifest
 
 STEPS = ("save returns", "on disk", "restored")
 

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from maxlib.ops.cross_entropy import linear_cross_entropy
+from maxlib.ops._cross_entropy import linear_cross_entropy
 
 
 def plain_loss(hidden, weight, targets):

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from maxlib import data
+from maxlib import data, tokenization
 
 LENGTH, ROWS, BATCH = 1024, 16, 256
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--tokens-per-second", type=float, default=200_000)
     args = parser.parse_args()
     texts = [document["text"] for document in data.python_text()]
-    tokenizer = data.train_bpe(texts, vocab_size=4096)
+    tokenizer = tokenization.train_bpe(texts, vocab_size=4096)
     size = sum(map(len, texts))
     texts = (texts * max(1, round(args.megabytes * 1e6 / size)))[
         : max(1, round(len(texts) * args.megabytes * 1e6 / size))

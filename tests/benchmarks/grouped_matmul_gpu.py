@@ -20,8 +20,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from maxlib.ops.gates import swiglu
-from maxlib.ops.grouped_matmul import grouped_glu, grouped_matmul
+from maxlib.ops._glu import swiglu
+from maxlib.ops._grouped_matmul import grouped_glu, grouped_matmul
 from tests.benchmarks.attention_gpu import attempt, take_turns
 
 M, E, I, O = 8192, 16, 4096, 2048

@@ -22,7 +22,7 @@ from flax import nnx
 
 from maxlib import ops, sharding, training
 from maxlib.models import llama
-from maxlib.plan.hlo import Costs, read_costs
+from maxlib.plan._hlo import Costs, read_costs
 
 OPTIONS = {"dtype": jnp.float32, "remat": "full"}
 

@@ -35,9 +35,10 @@ from typing import Any
 
 import jax
 
-from maxlib import nn, plan, weights, xla_flags
-from maxlib.plan.program import make_program
-from maxlib.plan.targets import has_gpu_compiler
+from maxlib import nn, plan, weights
+from maxlib.distributed import xla_flags
+from maxlib.plan._program import make_program
+from maxlib.plan._targets import has_gpu_compiler
 from tests.benchmarks.published import PRESENT, ROWS, Row
 
 GIB = 2**30
@@ -341,7 +342,7 @@ def finish(rows: list[dict[str, Any]], out: Path | None, wrong: list[str], why: 
 def remat_table() -> None:
     print("| remat | peak GiB | kept for the backward pass, GiB | compiled FLOPs / the model's |")
     print("|---|---|---|---|")
-    for remat in (*nn.POLICIES, None):
+    for remat in (*nn.remat.POLICIES, None):
         got = plan.plan("llama3.1-8b", "v5p-16", sequence=4096, remat=remat)
         flops = got.costs.flops * got.target.devices / got.model_flops if got.costs else float("nan")
         print(f"| {remat} | {got.peak / GIB:.2f} | {got.analytic.activations / GIB:.2f} | {flops:.2f} |", flush=True)

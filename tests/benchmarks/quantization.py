@@ -22,7 +22,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from maxlib import data, nn, ops, quantization, training
+from maxlib import data, nn, ops, quantization, tokenization, training
 from maxlib.models import llama
 
 
@@ -73,7 +73,7 @@ def batches(args):
     """The training batches of every run, and those it is judged by."""
     train, held_out = data.split(data.python_text(), validation=0.05)
     texts = (document["text"] for document in train)
-    tokenizer = data.train_bpe(texts, vocab_size=args.vocab, special_tokens=("<bos>", "<eos>"))
+    tokenizer = tokenization.train_bpe(texts, vocab_size=args.vocab, special_tokens=("<bos>", "<eos>"))
     make = lambda documents: data.tokenize(documents, tokenizer, bos_id=0, eos_id=1)
     rows = lambda tokens: lambda part: data.pack(tokens[part], length=args.length)
     loader = data.Loader(rows(make(train).shuffle(seed=0).repeat()), batch_size=args.batch)

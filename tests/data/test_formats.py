@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxlib import data
-from maxlib.data import formats
+from maxlib.data import _formats as formats
 
 
 def texts(documents):
@@ -105,7 +105,7 @@ def test_a_stream_resumes_exactly_on_other_hosts(tmp_path, shards):
         (tmp_path / f"{i}.jsonl").write_text("\n".join(lines) + "\n")
     names = [str(tmp_path / f"{i}.jsonl") for i in range(4)]
     hub = datasets.load_dataset("json", data_files=names, split="train", streaming=True, cache_dir=str(tmp_path))
-    source = data.stream(hub, epochs=2).map(lambda d: {"tokens": np.array([int(x) for x in d["text"].split()])})
+    source = data.HFStream(hub, epochs=2).map(lambda d: {"tokens": np.array([int(x) for x in d["text"].split()])})
     every = [int(d["tokens"][0]) for k in range(shards) for d in source[k::shards]]
     assert sorted(every) == sorted(2 * [100 * i + j for i in range(4) for j in range(12)])
 

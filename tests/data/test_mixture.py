@@ -180,7 +180,7 @@ def test_bad_records_are_set_aside_and_counted_up_to_the_limit(tmp_path):
         return document
 
     path = tmp_path / "bad.jsonl"
-    bad = data.Quarantine(limit=2, path=path)
+    bad = data.SkipBadRecords(limit=2, path=path)
     web = bad.guard(SOURCES["web"].map(fails), name="web")
     reading = loader(data.Mixture({"web": web}, epochs=2, seed=0), quarantine=bad)
     tokens = Counter(int(t) // 1000 for batch in reading for t in batch["tokens"][batch["segment_ids"] > 0])
@@ -189,9 +189,9 @@ def test_bad_records_are_set_aside_and_counted_up_to_the_limit(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert sorted(line["record"] for line in lines) == [2, 4]
     assert lines[0]["source"] == "web" and lines[0]["error"] == "ValueError: no such token"
-    again = data.Quarantine(limit=1, path=path)
+    again = data.SkipBadRecords(limit=1, path=path)
     assert len(again) == 2
-    strict = data.Quarantine(limit=1)
+    strict = data.SkipBadRecords(limit=1)
     with pytest.raises(
         ValueError, match=r"2 bad records, more than limit=1; the last, record 4 of 'web': no such token"
     ):

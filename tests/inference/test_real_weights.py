@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 import maxlib
 from maxlib import data, ops
-from maxlib.inference import ChatTemplate, Generator
+from maxlib.inference import Generator
+from maxlib.tokenization import ChatTemplate
 from tests.test_examples import EXAMPLES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

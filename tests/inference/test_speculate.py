@@ -54,7 +54,7 @@ def test_the_drafts_are_those_of_look_ahead(generator, drafted):
 
     @jax.jit
     def drafts(model, ids):
-        (first,) = model.look_ahead(model(ids, dtype=jnp.float32).hidden, ids)
+        (first,) = model.predict_ahead(model(ids, dtype=jnp.float32).hidden, ids)
         return jnp.argmax(model.logits(first.hidden), axis=-1)
 
     texts = [prompt + new for prompt, new in zip(PROMPTS, drafted.texts, strict=True)]

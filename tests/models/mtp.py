@@ -43,7 +43,7 @@ def check_predictions(main: Any, theirs: Any, path: Path) -> None:
     import torch
 
     model, tokens = maxlib.from_pretrained(path, num_mtp=2), parity.tokens(61, 24)
-    run = jax.jit(lambda model, tokens: model.look_ahead(model(tokens, dtype=jnp.float32).hidden, tokens))
+    run = jax.jit(lambda model, tokens: model.predict_ahead(model(tokens, dtype=jnp.float32).hidden, tokens))
     with torch.no_grad():
         ids = torch.from_numpy(tokens).long()
         hidden, positions = main.model(ids).last_hidden_state, torch.arange(24)[None]

@@ -1,4 +1,4 @@
-"""GLM-4.5 against transformers: heads turned in part, groups of experts, a correction, norms and biases or none."""
+"""GLM-4.5 against transformers: heads turned in part, groups of experts, a expert_bias, norms and biases or none."""
 
 import pytest
 

@@ -128,7 +128,7 @@ def test_prefill_and_decode_equal_the_full_pass(name, chunks):
 
 
 def test_windows_hold_a_ring():
-    assert isinstance(build(MASKS["window"]).init_cache(1, 64), nn.RingCache)
+    assert isinstance(build(MASKS["window"]).init_cache(1, 64), nn.cache.RingCache)
     assert build(MASKS["window"]).init_cache(1, 64).k.shape == (1, 5, 2, 6)
     assert build(MASKS["chunked"]).init_cache(1, 64).k.shape == (1, 4, 2, 6)
     assert isinstance(build(MASKS["causal"]).init_cache(1, 64), nn.KVCache)

@@ -73,7 +73,7 @@ def test_a_quantized_latent_cache_is_near_the_exact_one(dtype):
         x = X[:, start : start + size]
         (want, exact), (got, low) = layer(x, ctx, exact), layer(x, ctx, low)
         assert 0 < jnp.linalg.norm(got - want) < 0.05 * jnp.linalg.norm(want)
-    assert isinstance(low, nn.QuantizedLatentCache) and low.values.dtype == dtype
+    assert isinstance(low, nn.cache.QuantizedLatentCache) and low.values.dtype == dtype
     held, whole = low.latent[:, :6], exact.latent[:, :6]
     for part in (slice(0, 10), slice(10, 14)):  # each has a scale of its own
         assert jnp.linalg.norm(held[..., part] - whole[..., part]) < 0.03 * jnp.linalg.norm(whole[..., part])

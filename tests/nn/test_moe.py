@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from maxlib import nn
-from maxlib.nn import dispatch
-from maxlib.training.flops import forward_flops
+from maxlib.nn import _expert_dispatch as dispatch
+from maxlib.observability._flops import forward_flops
 from tests.nn.experts import (
     DIM,
     LOSSES,
@@ -42,7 +42,7 @@ def test_a_batch_without_rows_is_refused():
 
 
 VARIANTS = {
-    "biases, shared": {"bias": True, "combine": nn.ClampedSwiGLU(limit=1.0), "shared": True},
+    "biases, shared": {"bias": True, "activation": nn.ClampedSwiGLU(limit=1.0), "shared": True},
     "weights on the input, matrices the other way": {"make_router": input_router, "layout": "EIO"},
 }
 
@@ -165,12 +165,12 @@ def test_balanced_routing_costs_the_weight():
         np.testing.assert_allclose(loss(flat, None), 0.5, rtol=1e-6)
 
 
-# Correction without a loss
+# ExpertBias without a loss
 
 
 class Block(nnx.Module):
     def __init__(self, i, *, rngs):
-        make = lambda: nn.Router(DIM, E, top_k=1, score=jax.nn.sigmoid, correction=True, rngs=rngs)
+        make = lambda: nn.Router(DIM, E, top_k=1, score=jax.nn.sigmoid, expert_bias=True, rngs=rngs)
         self.mlp = nn.GatedMLP(DIM, MLP, rngs=rngs) if i == 0 else nn.MoE(DIM, MLP, router=make(), rngs=rngs)
 
     def __call__(self, x, ctx, cache):
@@ -182,18 +182,18 @@ class Block(nnx.Module):
 def test_router_bias_update_finds_every_layer(prefix, period):
     make = lambda i, rngs: Block(i, rngs=rngs)
     stack = filled(lambda: nn.Stack(make, 6, prefix=prefix, period=period, rngs=nnx.Rngs(0)))
-    assert not any("correction" in path for path in nn.partition(stack)[0])
+    assert not any("expert_bias" in path for path in nn.partition(stack)[0])
     load = np.random.default_rng(0).dirichlet(np.ones(E), size=5).astype(np.float32)  # layer 0 has no experts
     new = jax.jit(functools.partial(nn.update_router_bias, rate=0.1))(stack, load)
     for i in range(1, 6):
-        moved = new[i].mlp.router.correction[...] - stack[i].mlp.router.correction[...]
+        moved = new[i].mlp.router.expert_bias[...] - stack[i].mlp.router.expert_bias[...]
         np.testing.assert_allclose(moved, 0.1 * np.sign(1 / E - load[i - 1]), atol=1e-6)
-    with pytest.raises(ValueError, match="5 router corrections"):
+    with pytest.raises(ValueError, match="5 router expert biases"):
         nn.update_router_bias(stack, jnp.asarray(load[1:]), rate=0.1)
 
 
 def test_router_bias_update_balances():
-    layer, x = moe(make_router=lambda: router(score=jax.nn.sigmoid, correction=True)), inputs(T=64)
+    layer, x = moe(make_router=lambda: router(score=jax.nn.sigmoid, expert_bias=True)), inputs(T=64)
     worst = []
     for _ in range(40):
         _, aux = call(layer, x)
@@ -203,9 +203,9 @@ def test_router_bias_update_balances():
 
 
 def test_correction_picks_but_does_not_weigh():
-    plain, x = router(score=jax.nn.sigmoid, renormalize=False, correction=True), inputs()
+    plain, x = router(score=jax.nn.sigmoid, renormalize=False, expert_bias=True), inputs()
     pushed = jax.tree.map(lambda a: a, plain)
-    pushed.correction[...] = jnp.zeros(E).at[3].set(10.0)
+    pushed.expert_bias[...] = jnp.zeros(E).at[3].set(10.0)
     routing = pushed(x)
     assert (routing.experts == 3).any(axis=-1).all()
     scores = jax.nn.sigmoid(plain(x).logits)

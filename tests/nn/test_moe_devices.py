@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, sharding
-from maxlib.nn import exchange
+from maxlib.nn import _expert_parallel as exchange
 from tests.nn.experts import DIM, LOSSES, MLP, E, X, call, close, in_float64, inputs, moe, value_and_gradients
 
 MESHES = {
@@ -83,7 +83,7 @@ def exchanging(request, monkeypatch):
     """The rules of an exchange; a ragged one on CPUs."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     monkeypatch.setattr(exchange, "CAN_RAGGED", ("cpu",))
-    return sharding.EP | {"act_expert": sharding.Exchange("expert", request.param)}
+    return sharding.EP | {"act_expert": sharding.ExpertExchange("expert", request.param)}
 
 
 def test_dropless_whether_experts_share_evenly_or_two_get_everything(exchanging):
@@ -123,7 +123,7 @@ def test_an_exchange_that_cannot_be_is_said():
     with sharding.use(mesh, rules), pytest.raises(ValueError, match="ragged on tpu and gpu, not on cpu"):
         jax.eval_shape(layer, inputs(B=8))
     with pytest.raises(ValueError, match="tokens travel 'ragged' or 'dense', got 'some'"):
-        sharding.Exchange("expert", "some")
+        sharding.ExpertExchange("expert", "some")
 
 
 @pytest.mark.parametrize(("B", "degrees"), [(1, dict(data=4, tensor=2)), (4, dict(data=1, tensor=8))])

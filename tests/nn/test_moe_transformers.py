@@ -72,7 +72,7 @@ ROUTERS = {
         "DeepseekV3Config",
         "DeepseekV3TopkRouter",
         {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
-        {"score": jax.nn.sigmoid, "scale": 2.5, "groups": nn.GroupLimit(3, 2), "correction": True},
+        {"score": jax.nn.sigmoid, "scale": 2.5, "groups": nn.GroupLimit(3, 2), "expert_bias": True},
     ),
     "GPT-OSS": ("gpt_oss", "GptOssConfig", "GptOssTopKRouter", {}, {"bias": True}),
     "Llama 4": ("llama4", "Llama4TextConfig", "Llama4Router", {}, None),
@@ -89,7 +89,7 @@ def test_router_equals_transformers(name):
     if mine.gate.b is not None:
         mine.gate.b[...] = values["bias"]
     if "e_score_correction_bias" in values:
-        mine.correction[...] = values["e_score_correction_bias"]
+        mine.expert_bias[...] = values["e_score_correction_bias"]
     x = inputs(B=8, T=50)
     np.testing.assert_allclose(shares(jax.jit(lambda m, x: m(x))(mine, x)), hf_shares(theirs, x), rtol=1e-4, atol=1e-6)
 
@@ -140,17 +140,17 @@ def test_block_equals_transformers(name):
 def loaded(values, gate, make_router, is_gpt_oss):
     width = next((w.shape[0] for name, w in values.items() if "shared" in name and "up_proj" in name), None)
     shared = lambda: None if width is None else nn.GatedMLP(DIM, width, rngs=nnx.Rngs(0))
-    combine = nn.ClampedSwiGLU() if is_gpt_oss else nn.swiglu
+    activation = nn.ClampedSwiGLU() if is_gpt_oss else nn.swiglu
     layer = filled(
         lambda: nn.MoE(
-            DIM, MLP, router=make_router(), shared=shared(), combine=combine, bias=is_gpt_oss, rngs=nnx.Rngs(0)
+            DIM, MLP, router=make_router(), shared=shared(), activation=activation, bias=is_gpt_oss, rngs=nnx.Rngs(0)
         )
     )
     layer.router.gate.w[...] = values[f"{gate}.weight"]
     if layer.router.gate.b is not None:
         layer.router.gate.b[...] = values[f"{gate}.bias"]
-    if getattr(layer.router, "correction", None) is not None:
-        layer.router.correction[...] = values[f"{gate}.e_score_correction_bias"]
+    if getattr(layer.router, "expert_bias", None) is not None:
+        layer.router.expert_bias[...] = values[f"{gate}.e_score_correction_bias"]
     gate_up, down = values["experts.gate_up_proj"], values["experts.down_proj"]
     if gate_up.shape[1] == DIM:  # GPT-OSS and Llama 4 keep them the other way round
         gate_up, down = gate_up.swapaxes(1, 2), down.swapaxes(1, 2)

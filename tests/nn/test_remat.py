@@ -53,9 +53,9 @@ def test_each_intermediate_has_a_choice_of_its_own():
     assert saved(("gate", "attn")) - saved("full") == LLAMA.mlp_dim + LLAMA.dim
     assert saved({"gate": "keep", "attn": "recompute", "mlp": "recompute"}) - saved("full") == LLAMA.mlp_dim
     assert saved({"q": "offload"}) - saved("full") == HEADS  # on the host
-    assert nn.kept_on_device("qkv_offload") == {"q": "recompute", "k": "recompute", "v": "recompute"}
+    assert nn.remat.kept_on_device("qkv_offload") == {"q": "recompute", "k": "recompute", "v": "recompute"}
     with pytest.raises(ValueError, match=r"'keep', 'offload' or 'recompute' for a name; got \{'q': 'host'\}"):
-        nn.remat_policy({"q": "host"})
+        nn.remat.remat_policy({"q": "host"})
 
 
 def test_what_lies_on_the_host_comes_back():

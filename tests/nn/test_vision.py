@@ -17,37 +17,37 @@ def test_features_go_to_placeholders_in_order():
     x, features = jnp.zeros((2, 6, 3)), jnp.arange(1.0, 22.0).reshape(7, 1, 3)
     want = np.zeros((2, 6, 3))
     want[np.asarray(INSIDE)] = np.asarray(features).reshape(7, 3)
-    np.testing.assert_array_equal(jax.jit(nn.place_features)(x, INSIDE, features), want)
+    np.testing.assert_array_equal(jax.jit(nn.vision.place_features)(x, INSIDE, features), want)
 
 
 @pytest.mark.parametrize("count", [6, 8])
 def test_too_few_or_too_many_features_show(count):
-    placed = jax.jit(nn.place_features)(jnp.zeros((2, 6, 3)), INSIDE, jnp.ones((count, 1, 3)))
+    placed = jax.jit(nn.vision.place_features)(jnp.zeros((2, 6, 3)), INSIDE, jnp.ones((count, 1, 3)))
     np.testing.assert_array_equal(jnp.isnan(placed[..., 0]), INSIDE)
-    nn.check_placeholders(INSIDE, 7)
+    nn.vision.check_placeholders(INSIDE, 7)
     with pytest.raises(ValueError, match=f"hold 7 image placeholders, but the images given make {count} vectors"):
-        nn.check_placeholders(INSIDE, count)
+        nn.vision.check_placeholders(INSIDE, count)
 
 
 def test_spans_are_runs_within_documents():
-    start, stop = nn.spans(INSIDE)
+    start, stop = nn.bidirectional_blocks(INSIDE)
     np.testing.assert_array_equal(start, [[0, 1, 1, 3, 4, 5], [0, 0, 0, 0, 4, 5]])
     np.testing.assert_array_equal(stop, [[1, 3, 3, 4, 5, 6], [4, 4, 4, 4, 5, 6]])
     segments = jnp.asarray([[1, 1, 2, 2, 2, 0], [1, 1, 1, 2, 2, 2]], jnp.int32)  # the last of row 0 is padding
-    start, stop = nn.spans(INSIDE, segment_ids=segments)
+    start, stop = nn.bidirectional_blocks(INSIDE, segment_ids=segments)
     np.testing.assert_array_equal(start, [[0, 1, 2, 3, 4, 5], [0, 0, 0, 3, 4, 5]])
     np.testing.assert_array_equal(stop, [[1, 2, 3, 4, 5, 6], [3, 3, 3, 4, 5, 6]])
 
 
 def test_spans_count_what_is_cached():
-    start, stop = nn.spans(INSIDE, cache=nn.Cache(None, jnp.asarray([10, 20], jnp.int32)))
+    start, stop = nn.bidirectional_blocks(INSIDE, cache=nn.Cache(None, jnp.asarray([10, 20], jnp.int32)))
     np.testing.assert_array_equal(start, [[10, 11, 11, 13, 14, 15], [20, 20, 20, 20, 24, 25]])
     np.testing.assert_array_equal(stop, [[11, 13, 13, 14, 15, 16], [24, 24, 24, 24, 25, 26]])
 
 
 def test_pooling_takes_squares():
     """Of a 4 x 4 grid of patches numbered row by row, the means of its 2 x 2 corners."""
-    model = nn.PoolProjector(1, 1, pool=2, norm=jnp.asarray, rngs=nnx.Rngs(0))
+    model = nn.vision.PoolProjector(1, 1, pool=2, norm=jnp.asarray, rngs=nnx.Rngs(0))
     model.proj.w[...] = jnp.ones((1, 1))
     got = model(jnp.arange(16.0).reshape(1, 16, 1))
     np.testing.assert_array_equal(got.reshape(-1), [2.5, 4.5, 10.5, 12.5])
@@ -55,14 +55,14 @@ def test_pooling_takes_squares():
 
 def test_shuffling_puts_squares_side_by_side():
     """Of a 4 x 4 grid of patches numbered row by row, the upper left square holds 0, 1, 4 and 5, in this order."""
-    model = nn.ShuffleProjector(1, 4, 1, shuffle=2, rngs=nnx.Rngs(0))
+    model = nn.vision.ShuffleProjector(1, 4, 1, shuffle=2, rngs=nnx.Rngs(0))
     model.down.w[...], model.proj.w[...] = jnp.eye(4), jnp.array([[1.0, 10.0, 100.0, 1000.0]])
     model.up.w[...] = jnp.eye(4)
     got = model(64 * jnp.arange(16.0).reshape(1, 16, 1))  # so far from zero GELU is the identity
     np.testing.assert_allclose(got.reshape(-1) / 64, [5410, 7632, 14_298, 16_520], rtol=1e-6)
 
 
-@pytest.mark.parametrize("tower", [nn.SigLIP, nn.Llama4Vision])
+@pytest.mark.parametrize("tower", [nn.vision.SigLIP, nn.vision.Llama4Vision])
 @pytest.mark.parametrize("sizes", [{"patch_size": 5}, {"num_heads": 3}])
 def test_sizes_that_do_not_divide_are_refused(tower, sizes):
     with pytest.raises(ValueError, match="patch_size must divide image_size, and num_heads dim"):

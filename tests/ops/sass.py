@@ -24,11 +24,11 @@ os.environ |= {"MOSAIC_GPU_DUMP_TO": str(DUMP), "MOSAIC_GPU_DUMP_PTXAS": "1"}
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from maxlib.ops.attention.mosaic_gpu import config, mosaic_gpu  # noqa: E402
-from maxlib.ops.gates import ClampedSwiGLU, swiglu  # noqa: E402
-from maxlib.ops.grouped_matmul.mosaic_gpu import glu  # noqa: E402
-from maxlib.ops.grouped_matmul.mosaic_gpu import mosaic_gpu as grouped_matmul  # noqa: E402
-from maxlib.plan.targets import devices_of, parse_target  # noqa: E402
+from maxlib.ops._attention.mosaic_gpu import config, mosaic_gpu  # noqa: E402
+from maxlib.ops._glu import ClampedSwiGLU, swiglu  # noqa: E402
+from maxlib.ops._grouped_matmul.mosaic_gpu import glu  # noqa: E402
+from maxlib.ops._grouped_matmul.mosaic_gpu import mosaic_gpu as grouped_matmul  # noqa: E402
+from maxlib.plan._targets import devices_of, parse_target  # noqa: E402
 
 WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
 
@@ -78,7 +78,7 @@ def compile_grouped_matmul() -> list[dict]:
     return [{"Hk": 0, "Hv": 0} | _read(note.read_text()) for note in sorted(DUMP.glob("*.ptxas"))]
 
 
-def compile_glu(combine, biased: bool) -> list[dict]:
+def compile_glu(activation, biased: bool) -> list[dict]:
     """Gate and up together: joined in the kernel, as it is when training, and the gradient of the rows."""
     here = jax.sharding.SingleDeviceSharding(devices_of(parse_target("h200"))[0])
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
@@ -87,7 +87,7 @@ def compile_glu(combine, biased: bool) -> list[dict]:
     biases = (array(jnp.bfloat16, E, O),) * 2 if biased else ()
 
     def run(rows, gate, up, counts, biases):
-        call = lambda rows: glu(rows, gate, up, counts, biases, "EOI", combine)
+        call = lambda rows: glu(rows, gate, up, counts, biases, "EOI", activation)
         out, vjp = jax.vjp(call, rows)
         return call(rows), vjp(out)
 

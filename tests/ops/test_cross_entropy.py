@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxlib.ops.cross_entropy import CrossEntropy, linear_cross_entropy
+from maxlib.ops._cross_entropy import CrossEntropy, linear_cross_entropy
 
 B, T, D, V = 3, 7, 8, 29
 FIELDS = ("token_loss", "log_prob", "lse")

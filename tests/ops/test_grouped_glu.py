@@ -13,9 +13,9 @@ from flax import nnx
 from jax import export
 
 from maxlib import nn, ops
-from maxlib.ops.grouped_matmul import api
-from maxlib.ops.grouped_matmul.mosaic_gpu import by_experts, by_rows, glu
-from maxlib.training.flops import forward_flops
+from maxlib.observability._flops import forward_flops
+from maxlib.ops._grouped_matmul import api
+from maxlib.ops._grouped_matmul.mosaic_gpu import by_experts, by_rows, glu
 from tests.ops.attention import emulator
 from tests.ops.test_grouped_matmul import close, loop
 from tests.ops.test_grouped_mosaic_gpu import COUNTS, I, M, O, gpu, no_gpu
@@ -37,7 +37,7 @@ def arrays(M, I, O, E, dtype=np.float32, *, layout="EOI", biased=False):
     return draw(M, I), 0.1 * draw(*shape), 0.1 * draw(*shape), biases, draw(M, O)
 
 
-def in_float64(rows, gate, up, biases, d_out, counts, combine, layout="EOI"):
+def in_float64(rows, gate, up, biases, d_out, counts, activation, layout="EOI"):
     """The result and the gradients of rows, gate, up and biases, from a loop over experts for each matmul."""
     turn = lambda w: np.asarray(w, np.float64).swapaxes(*((1, 2) if layout == "EIO" else (1, 1)))
     own = np.arange(len(rows)) < np.cumsum(counts)[:, None]
@@ -46,7 +46,7 @@ def in_float64(rows, gate, up, biases, d_out, counts, combine, layout="EOI"):
     found = [loop(given[0], w, counts, d_out)[0] for w in given[1:]]
     found = [y + own.T @ np.asarray(b, np.float64) for y, b in zip(found, biases, strict=True)] if biases else found
     with jax.enable_x64(True):
-        out, pull = jax.vjp(combine, *found)
+        out, pull = jax.vjp(activation, *found)
         d_gate, d_up = map(np.asarray, pull(np.where(own.any(0)[:, None], np.asarray(d_out, np.float64), 0)))
     (_, one, of_gate), (_, other, of_up) = (
         loop(given[0], w, counts, d) for w, d in zip(given[1:], (d_gate, d_up), strict=True)
@@ -67,13 +67,13 @@ def by_op(counts, **options):
     )
 
 
-def by_kernel(counts, layout, combine):
-    return lambda rows, gate, up, biases: glu(rows, gate, up, counts, biases, layout, combine)
+def by_kernel(counts, layout, activation):
+    return lambda rows, gate, up, biases: glu(rows, gate, up, counts, biases, layout, activation)
 
 
 @pytest.mark.parametrize("implementation", ["tiled", "ragged_dot", "reference"])
 def test_equals_the_formula(implementation):
-    options = {"combine": nn.ClampedSwiGLU(limit=1.0), "layout": "EIO"}
+    options = {"activation": nn.ClampedSwiGLU(limit=1.0), "layout": "EIO"}
     given, counts = arrays(70, 5, 7, 3, layout="EIO", biased=True), [33, 0, 21]
     run = by_op(jnp.array(counts), implementation=implementation, **options)
     close(jax.jit(functools.partial(value_and_gradients, run))(*given), in_float64(*given, counts, **options))
@@ -91,13 +91,13 @@ def emulated(monkeypatch):
 @pytest.mark.parametrize(("name", "layout", "biased"), [("silu", "EOI", False), ("clamped", "EIO", True)])
 def test_the_kernels_code_equals_the_formula(emulated, name, layout, biased):
     """Values alone are joined in the kernel; with gradients it writes gate and up."""
-    given, combine = arrays(M, I, O, 4, layout=layout, biased=biased), COMBINES[name]
-    kernel = lambda counts: by_kernel(counts, layout, emulator.in_numpy(combine))
+    given, activation = arrays(M, I, O, 4, layout=layout, biased=biased), COMBINES[name]
+    kernel = lambda counts: by_kernel(counts, layout, emulator.in_numpy(activation))
     alone = jax.jit(lambda counts, *given: kernel(counts)(*given))
     both = jax.jit(lambda counts, *given: value_and_gradients(kernel(counts), *given))
     for about in COUNTS if name == "silu" else ["uneven"]:
         counts = COUNTS[about]
-        want = in_float64(*given, counts, combine, layout)
+        want = in_float64(*given, counts, activation, layout)
         spoiled = given[0].at[sum(counts) :].set(jnp.nan), *given[1:]  # rows of no expert need not be finite
         if about in ("uneven", "less than a tile each", "nothing"):
             close([alone(jnp.array(counts), *spoiled[:4])], want[:1])
@@ -144,7 +144,9 @@ def test_its_gradients_lower():
 @no_gpu
 @pytest.mark.parametrize(("policy", "runs"), [("minimal", 1), ("full", 2)])
 def test_remat_decides_what_is_kept(policy, runs):
-    run = jax.checkpoint(by_kernel(jnp.array([500, 0, 300, 100]), "EOI", nn.swiglu), policy=nn.remat_policy(policy))
+    run = jax.checkpoint(
+        by_kernel(jnp.array([500, 0, 300, 100]), "EOI", nn.swiglu), policy=nn.remat.remat_policy(policy)
+    )
     loss = lambda *given: (run(*given).astype(jnp.float32) ** 2).sum()
     text = lowered(jax.grad(loss, argnums=(0, 1, 2)), *shapes()[:4])
     assert text.count("@mosaic_gpu_v2(") == runs + 3  # the gradients of rows, gate and up
@@ -153,13 +155,13 @@ def test_remat_decides_what_is_kept(policy, runs):
 def test_a_name_never_falls_back():
     rows, gate, up, _, _ = arrays(8, 64, 64, 2)
     with pytest.raises(ValueError, match=r"grouped_glu: mosaic_gpu is for NVIDIA's Hopper .* Pass implementation=None"):
-        ops.grouped_glu(rows, gate, up, jnp.array([4, 4]), combine=nn.swiglu, implementation="mosaic_gpu")
+        ops.grouped_glu(rows, gate, up, jnp.array([4, 4]), activation=nn.swiglu, implementation="mosaic_gpu")
 
 
 def test_clear_errors():
     unchecked = inspect.unwrap(ops.grouped_glu)  # the shape checker of the tests would be first
     rows, gate, up, (bias, _), _ = arrays(8, 5, 7, 2, biased=True)
-    call = functools.partial(unchecked, rows, gate, combine=nn.swiglu)
+    call = functools.partial(unchecked, rows, gate, activation=nn.swiglu)
     with pytest.raises(ValueError, match="same shape, got .*7, 5.* and .*6, 5"):
         call(up[:, :6], jnp.array([4, 4]))
     with pytest.raises(ValueError, match=r"'E O', here \(2, 7\), or both None, got None and \(2, 7\)"):
@@ -171,16 +173,16 @@ def test_clear_errors():
 # ---------------------------------------------------------------------------------------------- who calls it
 
 
-def mixture(implementation, combine=nn.swiglu):
-    layer = nn.MoE(64, 64, router=nn.Router(64, 4, top_k=2, rngs=nnx.Rngs(0)), combine=combine, rngs=nnx.Rngs(0))
+def mixture(implementation, activation=nn.swiglu):
+    layer = nn.MoE(64, 64, router=nn.Router(64, 4, top_k=2, rngs=nnx.Rngs(0)), activation=activation, rngs=nnx.Rngs(0))
     for part in (layer.gate, layer.up, layer.down):
-        part.matmul = nn.Exact(implementation)
+        part.matmul = nn.matmul.Exact(implementation)
     return layer
 
 
 @no_gpu
 def test_a_mixture_of_experts_uses_it(emulated, monkeypatch):
-    monkeypatch.setattr(api, "refuses", lambda *call: None)  # there is no GPU
+    monkeypatch.setattr(api, "unsupported_reason", lambda *call: None)  # there is no GPU
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 10, 64)), jnp.float32)
 
     def run(layer):
@@ -200,10 +202,10 @@ def test_a_mixture_of_experts_uses_it(emulated, monkeypatch):
 def test_on_a_gpu_the_kernel_equals_the_formula(dtype):
     tol = 4 * float(jnp.finfo(dtype).eps)
     # Where a value is clamped, rounding decides on a whole derivative: here none is.
-    for combine, layout, biased in ((nn.swiglu, "EOI", False), (nn.ClampedSwiGLU(limit=50.0), "EIO", True)):
+    for activation, layout, biased in ((nn.swiglu, "EOI", False), (nn.ClampedSwiGLU(limit=50.0), "EIO", True)):
         given = arrays(M, I, O, 4, dtype, layout=layout, biased=biased)
         for counts in COUNTS.values():
-            run = by_kernel(jnp.array(counts), layout, combine)
-            want = in_float64(*given, counts, combine, layout)
+            run = by_kernel(jnp.array(counts), layout, activation)
+            want = in_float64(*given, counts, activation, layout)
             close([jax.jit(run)(*given[:4])], want[:1], tol)
             close(jax.jit(functools.partial(value_and_gradients, run))(*given), want, tol)

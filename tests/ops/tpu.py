@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from maxlib.xla_flags import WITHOUT_TPU
+from maxlib.distributed.xla_flags import WITHOUT_TPU
 
 # Before jax is imported: no TPU is looked for, and another process may have libtpu too.
 os.environ |= WITHOUT_TPU | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from maxlib.ops.attention.mosaic_tpu import config, mosaic_tpu
+from maxlib.ops._attention.mosaic_tpu import config, mosaic_tpu
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 MIB = 2**20

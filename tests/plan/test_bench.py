@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from maxlib.plan.hlo import Collective, Costs
+from maxlib.plan._hlo import Collective, Costs
 from tests.benchmarks import plans as bench
 
 

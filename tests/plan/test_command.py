@@ -8,7 +8,8 @@ import pytest
 
 from maxlib import plan
 from maxlib.plan import __main__ as command
-from maxlib.plan import run, targets
+from maxlib.plan import _run as run
+from maxlib.plan import _targets as targets
 from tests.nn.tiny import LLAMA
 
 CONFIG = dataclasses.replace(LLAMA, vocab=64, num_layers=4)
@@ -87,7 +88,7 @@ def test_a_layout_that_does_not_compile_does_not_end_a_search(monkeypatch):
             raise AssertionError("a bug of the compiler")
         return dataclasses.replace(plan.estimated(job), compiled=True)
 
-    monkeypatch.setattr(importlib.import_module("maxlib.plan.search"), "plan_job", plan_job)
+    monkeypatch.setattr(importlib.import_module("maxlib.plan._search"), "plan_job", plan_job)
     take = functools.partial(plan.search, CONFIG, "h100x8", sequence=16, batches=(1,), remats=("full",))
     both = [({"fsdp": -1}, "fsdp"), ({"data": -1}, "dp")]
     found = take(layouts=both)

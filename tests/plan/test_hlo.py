@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import sharding
-from maxlib.plan.hlo import read_costs
+from maxlib.plan._hlo import read_costs
 from tests.training.tiny import QUICKLY
 
 

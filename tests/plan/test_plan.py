@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxlib import nn, ops, plan, sharding, training, xla_flags
+from maxlib import nn, ops, plan, sharding, training
+from maxlib.distributed import xla_flags
 from maxlib.models import llama, mixtral
-from maxlib.nn.exchange import ROOM
+from maxlib.nn._expert_parallel import ROOM
 from maxlib.plan import __main__ as command
-from maxlib.plan import job as jobs
-from maxlib.plan import program as programs
-from maxlib.plan import targets
-from maxlib.plan.program import causal_trips, make_program
-from maxlib.plan.roofline import link_speeds
-from maxlib.plan.search import pareto
+from maxlib.plan import _job as jobs
+from maxlib.plan import _program as programs
+from maxlib.plan import _targets as targets
+from maxlib.plan._program import causal_trips, make_program
+from maxlib.plan._roofline import link_speeds
+from maxlib.plan._search import pareto
 from tests.benchmarks.published import ROWS, Net
 from tests.nn.tiny import LLAMA
 from tests.training import tiny

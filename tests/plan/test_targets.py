@@ -3,7 +3,7 @@
 import pytest
 
 from maxlib import plan
-from maxlib.plan import targets
+from maxlib.plan import _targets as targets
 
 
 @pytest.mark.parametrize(

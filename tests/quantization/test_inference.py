@@ -24,7 +24,7 @@ FORMATS = {
 
 def values(qtype: str, group: int | None, shape=(4, 3, 32)):
     w = jax.random.normal(jax.random.key(0), shape)
-    return w, nn.QuantizedWeight(w, qtype=qtype, outputs=(0, 1), group=group, axes=("a", "b", "c"))
+    return w, nn.quantized.QuantizedWeight(w, qtype=qtype, outputs=(0, 1), group=group, axes=("a", "b", "c"))
 
 
 @pytest.mark.parametrize(
@@ -96,20 +96,20 @@ def test_generates_with_quantized_weights_and_cache():
 @pytest.mark.parametrize("ring", [None, 6])
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
 def test_cache_gives_back_nearly_what_it_was_given(ring, dtype):
-    make = lambda dtype: nn.kv_cache(2, 16, num_kv_heads=2, k_dim=8, v_dim=4, ring=ring, dtype=dtype)
+    make = lambda dtype: nn.cache.kv_cache(2, 16, num_kv_heads=2, k_dim=8, v_dim=4, ring=ring, dtype=dtype)
     k, v = jax.random.normal(jax.random.key(0), (2, 5, 2, 8)), jax.random.normal(jax.random.key(1), (2, 5, 2, 4))
     ctx = nn.context(2, 5, cache=nn.Cache(None, jnp.zeros(2, jnp.int32)))
     bounds = jnp.zeros((2, 5), jnp.int32), jnp.ones((2, 5), jnp.int32)
     extend = jax.jit(lambda cache: cache.extend(k, v, ctx, *bounds))
     (low, *got), (_, *want) = extend(make(dtype)), extend(make(jnp.float32))
-    assert isinstance(low, nn.QuantizedCache) and low.values.k.dtype == dtype
+    assert isinstance(low, nn.cache.QuantizedCache) and low.values.k.dtype == dtype
     for a, b in zip(got, want, strict=True):
         assert jnp.linalg.norm((a - b).astype(jnp.float32)) <= 0.04 * jnp.linalg.norm(b.astype(jnp.float32))
 
 
 def test_caches_that_cannot_be_quantized():
     with pytest.raises(ValueError, match="floating dtype or int8, got int16"):
-        nn.kv_cache(1, 8, num_kv_heads=1, k_dim=4, v_dim=4, ring=None, dtype=jnp.int16)
+        nn.cache.kv_cache(1, 8, num_kv_heads=1, k_dim=4, v_dim=4, ring=None, dtype=jnp.int16)
 
 
 def test_saves_and_loads(tmp_path):

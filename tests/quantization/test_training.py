@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, ops, sharding, training
 from maxlib import quantization as quant
-from maxlib.quantization.matmul import Quantized
+from maxlib.quantization._matmul import Quantized
 from tests.quantization.tiny import loss, model
 from tests.training import tiny
 
@@ -206,7 +206,7 @@ def test_matrices_of_unknown_layers_are_never_left_silently():
 
 
 def test_dtypes_that_the_backend_lacks(monkeypatch):
-    from maxlib.quantization import formats
+    from maxlib.quantization import _formats as formats
 
     assert formats._problem("int4", "int4", "cpu") is not None  # this compiler says so itself
     monkeypatch.setattr(formats, "_problem", lambda a, b, backend: "no such dot")

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib import nn, sharding, training
 from tests.nn.tiny import tiny_llama
 
-SCHEMES = {"gather": sharding.CP_GATHER, "ring": sharding.CP_RING, "heads": sharding.CP_HEADS}
+SCHEMES = {"gather": sharding.CP_GATHER, "ring": sharding.CP_RING, "heads": sharding.CP_ULYSSES}
 SEQ = 32
 
 
@@ -72,13 +72,13 @@ def attended(rules, query_heads, key_heads, queries=16, **mesh):
 @pytest.mark.parametrize("heads", [(4, 4), (12, 4), (24, 3)])
 def test_tokens_are_exchanged_for_heads_only_where_these_divide(heads):
     with pytest.raises(ValueError, match=rf"8 devices, which .* got {heads[0]} and {heads[1]}. Take .*CP_RING"):
-        attended(sharding.CP_HEADS, *heads, context=8)
+        attended(sharding.CP_ULYSSES, *heads, context=8)
     with pytest.raises(ValueError, match=r"over \('tensor', 'context'\) of the mesh, 8 devices"):
-        attended(sharding.TP | sharding.CP_HEADS, *heads, context=4, tensor=2)
+        attended(sharding.TP | sharding.CP_ULYSSES, *heads, context=4, tensor=2)
     attended(sharding.CP_RING, *heads, context=8)
-    attended(sharding.CP_HEADS, *heads, queries=1, context=8)  # decoding: nothing is split that could be exchanged
+    attended(sharding.CP_ULYSSES, *heads, queries=1, context=8)  # decoding: nothing is split that could be exchanged
     attended(sharding.TP | sharding.SP, *heads, tensor=8)
-    attended(sharding.CP_HEADS, 8, 2, context=8)
+    attended(sharding.CP_ULYSSES, 8, 2, context=8)
 
 
 @pytest.mark.parametrize("parts", [2, 4])

@@ -18,7 +18,7 @@ from flax import nnx
 
 from maxlib import nn, ops, sharding, training
 from maxlib.models import deepseek, gemma2, llama, mixtral
-from maxlib.plan.hlo import Costs, read_costs
+from maxlib.plan._hlo import Costs, read_costs
 from tests.training.tiny import QUICKLY
 
 SIZE = {"vocab": 64, "dim": 32, "num_heads": 8}
@@ -58,7 +58,7 @@ RULES = {
     "expert": sharding.EP,
     "gather": sharding.CP_GATHER,
     "ring": sharding.CP_RING,
-    "heads": sharding.CP_HEADS,
+    "heads": sharding.CP_ULYSSES,
     "stage": {"layers": sharding.Pipeline("stage", microbatches=2)},
 }
 
@@ -70,7 +70,7 @@ MAY = {
     "tensor": {"all-to-all"},
     "sequence": {"all-gather"},
     "expert": {"all-gather", "all-to-all"},
-    "gather": {"all-gather", "collective-permute"},  # keys and values; the balanced order
+    "gather": {"all-gather", "collective-permute"},  # keys and values; the zigzag order
     "ring": {"collective-permute"},
     "heads": {"all-to-all", "all-gather"},  # the latter of numbers of documents, for windows (11 KB of seven)
     "stage": {"collective-permute", "all-gather", "all-to-all"},  # the next stage; rows, as all else shares them
@@ -202,7 +202,7 @@ def compiled(model: Any, mesh: Any) -> Run:
     run = jax.jit(loss_and_gradients, out_shardings=places).lower(params, rest, batch())
     program = run.compile(compiler_options=QUICKLY)
     loss, gradients = jax.device_get(program(params, rest, batch()))
-    names = nn.axes(rest)
+    names = nn.tree.axes(rest)
     held = {path: x.addressable_shards[0].data.nbytes for path, x in params.items()}
     layers = {path: size for path, size in held.items() if ".body." in path}
     matrices = sum(size for path, size in layers.items() if len(names[path]) > 1)

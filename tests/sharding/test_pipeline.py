@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxlib import nn, ops, sharding, training
 from maxlib.models import deepseek, gemma2, gemma3, gpt2
-from maxlib.plan.hlo import read_costs
+from maxlib.plan._hlo import read_costs
 from tests.nn.tiny import tiny_llama
 from tests.sharding.test_context import batch
 from tests.training.tiny import QUICKLY

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, sharding, training
 from maxlib.models import llama
-from maxlib.sharding import mesh as mesh_module
+from maxlib.sharding import _mesh as mesh_module
 from tests.nn.tiny import LLAMA, tokens
 from tests.sharding.test_sharding import RULES, build
 from tests.training.tiny import QUICKLY, Bigram, batch, loss
@@ -67,7 +67,7 @@ def test_spare_takes_what_is_left():
     rules = sharding.FSDP_TP | sharding.SP
     assert sharding.spec(("batch", "seq", "act_embed"), rules) == P(("data", "fsdp"), "tensor")
     assert sharding.spec(("batch", "seq", "act_heads", None), rules) == P(("data", "fsdp"), None, "tensor")
-    both = {"seq": sharding.Spare(("context", "tensor")), "act_mlp": "tensor"}
+    both = {"seq": sharding.IfFree(("context", "tensor")), "act_mlp": "tensor"}
     assert sharding.spec(("seq", "act_mlp"), both) == P(("context",), "tensor")
 
 
@@ -75,7 +75,7 @@ def test_presets_join_by_name():
     assert sharding.preset("ep") == sharding.EP
     assert sharding.preset("fsdp_tp+cp_ring") == sharding.FSDP_TP | sharding.CP_RING
     pipeline = {"layers": sharding.Pipeline("stage", microbatches=16)}
-    assert sharding.preset("fsdp + cp_heads + pp:16") == sharding.FSDP | sharding.CP_HEADS | pipeline
+    assert sharding.preset("fsdp + cp_ulysses + pp:16") == sharding.FSDP | sharding.CP_ULYSSES | pipeline
     assert sharding.preset("pp")["layers"] == sharding.Pipeline("stage", microbatches=8)
     assert sharding.preset("pp:16x2")["layers"] == sharding.Pipeline("stage", microbatches=16, repeats=2)
     for name in ("zero9", "fsdp+", "fsdp:3", "pp:x", "pp:0", "pp:8x", "pp:8x2x2"):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, ops, sharding
 from maxlib.models import llama
-from maxlib.sharding.rules import check
+from maxlib.sharding._rules import check
 from tests.nn.tiny import LLAMA, tokens
 
 RULES = sharding.FSDP_TP | {"vocab": None}  # 61 tokens do not divide
@@ -122,7 +122,7 @@ def test_a_rule_that_nothing_is_named_after_is_warned_of():
 
 def test_what_only_a_few_rules_say():
     mesh, check_any = sharding.make_mesh(fsdp=4, stage=2), inspect.unwrap(check)  # past the types
-    pipeline, exchange = sharding.Pipeline("stage", microbatches=8), sharding.Exchange("fsdp", "dense")
+    pipeline, exchange = sharding.Pipeline("stage", microbatches=8), sharding.ExpertExchange("fsdp", "dense")
     for rules in ({"layers": "stage"}, {"embed": pipeline}, {"expert": exchange}, {"layers": exchange}, {"embed": 3}):
         with pytest.raises(ValueError, match="Pipeline.* is what the rule layers says, .* and nothing else; got"):
             check_any(mesh, rules)

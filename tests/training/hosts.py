@@ -18,8 +18,11 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlib import ops, sharding, training
-from maxlib.training.checkpoint import Checkpointer, InUseError, SaveError, owner, records, storage
+from maxlib import distributed, ops, sharding, training
+from maxlib.checkpoint import Checkpointer, InUseError, SaveError
+from maxlib.checkpoint import _checksummed_json as records
+from maxlib.checkpoint import _lock as owner
+from maxlib.checkpoint import _storage as storage
 from tests.training import tiny
 
 VALUES = np.random.default_rng(0).normal(size=(8, 600)).astype(np.float32)
@@ -115,7 +118,7 @@ def raises(host: int, directory: str) -> None:
         trainer.fit(500)
     except Exception as error:
         print(error, flush=True)
-        os._exit(0)  # as `sharding.initialize` would have it
+        os._exit(0)  # as `distributed.initialize` would have it
 
 
 def export(host: int, directory: str) -> None:
@@ -132,7 +135,7 @@ def sigterm(host: int, directory: str) -> None:
     trainer = small(tiny.model, checkpointer=Checkpointer(directory), callbacks=[(1, tell)])
     try:
         trainer.fit(500)
-    except training.Interrupted as stopped:
+    except distributed.Interrupted as stopped:
         trainer.checkpointer.close()
         print(stopped.code, trainer.step, trainer.checkpointer.steps())
 

@@ -25,8 +25,8 @@ from typing import Any
 
 import jax
 
-from maxlib import weights
-from maxlib.training import checkpoint, diagnostics, read_jsonl
+from maxlib import checkpoint, observability, weights
+from maxlib.observability import read_jsonl
 from tests.training import killable
 from tests.training.killable import MOMENTS, Plan
 
@@ -143,7 +143,7 @@ def check(directory: Path, untouched: Path, begin: float, stops: set[str]) -> No
         assert steps[-newest:] == sorted(expected, key=int)[-newest:] and len(steps) <= newest + 1, (root, steps)
         assert [bad for step in steps for bad in checkpoint.verify(directory / root / step)] == []
     assert losses(directory) == losses(untouched)
-    account, wall = diagnostics.goodput(directory), final["ended"] - begin
+    account, wall = observability.goodput(directory), final["ended"] - begin
     assert abs(account.wall - wall) < 0.02 * wall, f"goodput says {account.wall:.2f} s of {wall:.2f} s\n{account}"
     assert account.steps == killable.STEPS
 

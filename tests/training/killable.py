@@ -21,10 +21,10 @@ import jax
 import numpy as np
 from etils.epath import backend
 
-from maxlib import data, ops, training
-from maxlib.training import checkpoint
-from maxlib.training import trainer as trainer_module
-from maxlib.training.checkpoint import restore, storage
+from maxlib import checkpoint, data, distributed, ops, training
+from maxlib.checkpoint import _restore as restore
+from maxlib.checkpoint import _storage as storage
+from maxlib.training import _trainer as trainer_module
 from tests.training import tiny
 
 STEPS = 24
@@ -119,7 +119,7 @@ def run(directory: Path, plan: Plan | None, pipe: int) -> None:
     print(f"began at {trainer.step}: {told}", flush=True)
     try:
         trainer.fit(STEPS)
-    except training.Interrupted:
+    except distributed.Interrupted:
         print(f"stopped at {trainer.step}", flush=True)
         raise
     ended = time.monotonic()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from maxlib.training.checkpoint import Checkpointer
+from maxlib.checkpoint import Checkpointer
 
 STEPS, EVERY, SIZE = 24, 4, 1 << 20
 TX = optax.adam(1e-2)
@@ -32,7 +32,7 @@ def update(state: dict, batch: jax.Array) -> dict:
 step_fn = jax.jit(update, donate_argnums=0)
 
 
-def train(directory: str, say: Callable[[str], None] = lambda _: None) -> tuple[dict, int]:
+def train(directory: str, log: Callable[[str], None] = lambda _: None) -> tuple[dict, int]:
     """The final state, and the step it began with."""
     data = np.random.default_rng(0)
     with Checkpointer(directory, keep=2, every=EVERY) as ck:
@@ -43,10 +43,10 @@ def train(directory: str, say: Callable[[str], None] = lambda _: None) -> tuple[
             data.bit_generator.state = restored["data"]["0"]
         for step in range(begin + 1, STEPS + 1):
             state = step_fn(state, jnp.asarray(data.normal(size=8), jnp.float32))
-            say(f"step {step}")
+            log(f"step {step}")
             if ck.should_save(step):
                 ck.save(step, state, data={"0": data.bit_generator.state})
-                say(f"saving {step}")
+                log(f"saving {step}")
     return state, begin
 
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, sharding
-from maxlib.training import losses
+from maxlib.training import _losses as losses
 from tests.outside import outside
 from tests.training import tiny
 

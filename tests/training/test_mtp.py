@@ -68,7 +68,7 @@ def documents():
 @jax.jit
 def run(model, tokens, segment_ids):
     out = model(tokens, segment_ids=segment_ids, dtype=jnp.float32)
-    modules = model.look_ahead(out.hidden, tokens, segment_ids=segment_ids)
+    modules = model.predict_ahead(out.hidden, tokens, segment_ids=segment_ids)
     return out, modules, [model.logits(h) for h in (out.hidden, *(m.hidden for m in modules))]
 
 
@@ -150,7 +150,7 @@ def test_the_balance_of_experts_covers_the_modules(model, batch):
     np.testing.assert_allclose(load.sum(axis=1), 1, rtol=1e-5)
     moved = nn.update_router_bias(model, load, rate=0.1)
     np.testing.assert_allclose(
-        moved.mtp[1].block.moe.router.correction[...], 0.1 * np.sign(0.25 - np.asarray(load[2])), atol=1e-6
+        moved.mtp[1].block.moe.router.expert_bias[...], 0.1 * np.sign(0.25 - np.asarray(load[2])), atol=1e-6
     )
 
 

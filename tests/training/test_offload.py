@@ -10,10 +10,9 @@ import pytest
 from flax import nnx
 
 import maxlib
-from maxlib import ops, plan, sharding, training
+from maxlib import checkpoint, ops, plan, sharding, training
 from maxlib.models import llama
-from maxlib.training import checkpoint
-from maxlib.training.restore import items_of
+from maxlib.training._restore import items_of
 from tests.plan.test_plan import CONFIG
 from tests.training import tiny
 

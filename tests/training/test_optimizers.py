@@ -14,8 +14,8 @@ from tests.training import tiny
 def test_matrices_decay_and_nothing_else():
     model = jax.eval_shape(lambda: tiny.llama(attention_bias=True, mlp_bias=True))
     mask = training.decay_mask(model)(nn.partition(model)[0])
-    decayed = {nn.logical_path(path) for path, decays in mask.items() if decays}
-    kept = {nn.logical_path(path) for path, decays in mask.items() if not decays}
+    decayed = {nn.tree.pattern_path(path) for path, decays in mask.items() if decays}
+    kept = {nn.tree.pattern_path(path) for path, decays in mask.items() if not decays}
     names = ["attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down"]
     assert decayed == {"embed.w", "head.w"} | {f"layers.{name}.w" for name in names}
     scales = {"norm.scale", "layers.attn_norm.scale", "layers.mlp_norm.scale"}
@@ -88,7 +88,7 @@ def test_muon_makes_every_matrix_of_every_layer_and_expert_orthogonal():
     grads = {path: jax.random.normal(jax.random.key(i), p.shape) for i, (path, p) in enumerate(params.items())}
     updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(grads, params)
     dims = training.optimizers.muon_dimensions(jax.eval_shape(build))
-    rest = {nn.logical_path(path) for path in params} - {nn.logical_path(path) for path in dims}
+    rest = {nn.tree.pattern_path(path) for path in params} - {nn.tree.pattern_path(path) for path in dims}
     norms = {"llama.norm.scale", "llama.layers.attn_norm.scale", "llama.layers.mlp_norm.scale"}
     assert rest == {"llama.embed.w", "llama.head.w", "moe.router.gate.w"} | norms
     for path, (inputs, outputs) in dims.items():

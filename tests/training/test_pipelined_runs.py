@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib import sharding, training
-from maxlib.training import checkpoint
-from maxlib.training import trainer as trainer_module
+from maxlib import checkpoint, sharding, training
+from maxlib.training import _trainer as trainer_module
 from tests.training import tiny
 
 FSDP = {"mesh": {"fsdp": 8}, "rules": sharding.FSDP}
@@ -39,7 +38,7 @@ def run(directory, mesh, rules, layers, **options: Any):
         "loss": tiny.loss,
         "loader": tiny.Loader(),
     }
-    checkpointer = training.Checkpointer(directory, layouts=checkpoint.layouts(jax.eval_shape(make)))
+    checkpointer = checkpoint.Checkpointer(directory, layouts=checkpoint.layouts(jax.eval_shape(make)))
     optimizer = tiny.optimizer(jax.eval_shape(make))
     ours = training.Trainer(make, optimizer=optimizer, checkpointer=checkpointer, **options)
     ours.restore()

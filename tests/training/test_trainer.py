@@ -14,9 +14,9 @@ import numpy as np
 import optax
 import pytest
 
-from maxlib import nn, ops, sharding, training, weights
-from maxlib.training import checkpoint, deadlines
-from maxlib.training import trainer as trainer_module
+from maxlib import checkpoint, distributed, nn, observability, ops, sharding, training, weights
+from maxlib.distributed import _timeouts as deadlines
+from maxlib.training import _trainer as trainer_module
 from tests.training import tiny
 
 OPTIMIZER = training.adamw(1e-2, mask=training.decay_mask(tiny.model()))
@@ -58,7 +58,7 @@ def test_it_is_the_bare_loop_and_leaves_the_model_alone(tmp_path):
     assert last["loss"] == metrics["loss"] and 1.0 < last["eval/loss"] < 6.0 and last["eval/tokens"] == 3 * 8 * 12
     assert same(before, {path: v.get_value() for path, v in nn.variables(model).items()})
     assert not same(nn.partition(kept)[0], state.trainable)
-    rows = training.read_jsonl(tmp_path / "metrics.jsonl")
+    rows = observability.read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if "eval/loss" in row] == [3, 4, 6]
     assert seen == [1, 2, 3, 4, 5, -5, 6]
@@ -96,7 +96,7 @@ def test_in_a_1f1b_pipeline():
 
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
     make = lambda loader: trainer(
-        directory=tmp_path, loader=loader, checkpointer=training.Checkpointer(tmp_path / "checkpoints", every=2)
+        directory=tmp_path, loader=loader, checkpointer=checkpoint.Checkpointer(tmp_path / "checkpoints", every=2)
     )
     first = make(tiny.Loader())
     first.fit(3)
@@ -107,23 +107,23 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
     assert same(state.trainable, second.state.trainable)
     for a, b in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(second.state.opt_state), strict=True):
         assert np.array_equal(a, b)
-    rows = training.read_jsonl(tmp_path / "metrics.jsonl")
+    rows = observability.read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert np.float32(rows[-1]["loss"]) == np.float32(metrics["loss"])
     assert np.float32(make(tiny.Loader()).fit(6)["loss"]) == np.float32(metrics["loss"])  # nothing is left to do
 
 
 def test_where_a_run_begins(tmp_path, capsys):
-    source = trainer(checkpointer=training.Checkpointer(tmp_path / "a", every=2))
+    source = trainer(checkpointer=checkpoint.Checkpointer(tmp_path / "a", every=2))
     source.fit(2)
     assert trainer().restore().startswith("a fresh start, ")
-    full = trainer(checkpointer=training.Checkpointer(tmp_path / "b"))
+    full = trainer(checkpointer=checkpoint.Checkpointer(tmp_path / "b"))
     assert full.restore(resume_from=tmp_path / "a").startswith("step 2 of the checkpoint in")
     assert full.step == 2 and full.loader.next == 2 and same(full.state.trainable, source.state.trainable)
     params = trainer()
     assert params.restore(params_from=tmp_path / "a").startswith("parameters from ")
     assert params.step == 0 and params.loader.next == 0 and same(params.state.trainable, source.state.trainable)
-    own = trainer(checkpointer=training.Checkpointer(tmp_path / "a"))
+    own = trainer(checkpointer=checkpoint.Checkpointer(tmp_path / "a"))
     assert "own" in own.restore(resume_from=tmp_path / "nowhere", params_from=tmp_path / "nowhere")
     assert "parameters from" in capsys.readouterr().out
 
@@ -151,7 +151,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(tmp_
         return value * jnp.where(batch["tokens"][0, 0] == bad, jnp.nan, 1.0), stats
 
     bad = [tiny.batch(seed=i)["tokens"][0, 0] for i in range(1, 6)][4]
-    checkpointer = training.Checkpointer(tmp_path / "checkpoints", every=2)
+    checkpointer = checkpoint.Checkpointer(tmp_path / "checkpoints", every=2)
     ours = trainer(loss=loss, directory=tmp_path, checkpointer=checkpointer)
     with pytest.raises(training.Diverged, match=r"step 5: loss nan.*last good checkpoint is that of step 4") as error:
         ours.fit(8)
@@ -159,11 +159,11 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(tmp_
         error.value
     )
     assert checkpointer.steps() == [2, 4]
-    assert training.read_jsonl(tmp_path / "metrics.jsonl")[-1]["loss"] is None
+    assert observability.read_jsonl(tmp_path / "metrics.jsonl")[-1]["loss"] is None
 
 
 def test_a_save_that_fails_is_said_and_training_goes_on(tmp_path, capsys, monkeypatch):
-    checkpointer = training.Checkpointer(tmp_path / "checkpoints", every=2)
+    checkpointer = checkpoint.Checkpointer(tmp_path / "checkpoints", every=2)
     good = checkpointer.save
 
     def full_disk(step, *args, **kwargs):
@@ -186,17 +186,17 @@ def test_the_first_layer_that_is_not_finite_is_named(tmp_path):
         return tiny.loss(nn.combine(params | {up: params[up].at[1].multiply(bad)}, rest), batch)
 
     third = tiny.batch(seed=3)["tokens"][0, 0]
-    ours = trainer(loss=loss, checkpointer=training.Checkpointer(tmp_path, every=1))
+    ours = trainer(loss=loss, checkpointer=checkpoint.Checkpointer(tmp_path, every=1))
     with pytest.raises(training.Diverged, match=r"(?s)step 3.*forward: first the output of layers.2.mlp"):
         ours.fit(5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_first(tmp_path, number):
-    checkpointer = training.Checkpointer(tmp_path / "checkpoints")
+    checkpointer = checkpoint.Checkpointer(tmp_path / "checkpoints")
     ours = trainer(checkpointer=checkpointer, callbacks=[(3, lambda _: os.kill(os.getpid(), number))])
     before = signal.getsignal(number)
-    with pytest.raises(training.Interrupted) as stopped:
+    with pytest.raises(distributed.Interrupted) as stopped:
         ours.fit(100)
     assert stopped.value.code == 128 + number
     assert checkpointer.steps() == [3] and ours.loader.next == 3
@@ -211,8 +211,8 @@ def test_a_signal_while_waiting_for_data_does_not_wait_on(tmp_path):
                 pytest.fail("the wait goes on")
             return super().__next__()
 
-    ours = trainer(loader=Slow(), checkpointer=training.Checkpointer(tmp_path / "checkpoints"))
-    with pytest.raises(training.Interrupted):
+    ours = trainer(loader=Slow(), checkpointer=checkpoint.Checkpointer(tmp_path / "checkpoints"))
+    with pytest.raises(distributed.Interrupted):
         ours.fit(100)
     assert ours.checkpointer.steps() == [2]
 
@@ -226,8 +226,8 @@ def test_a_batch_that_a_signal_cuts_off_is_not_lost(tmp_path, handed_out):
                 os.kill(os.getpid(), signal.SIGTERM)
             return batch or super().__next__()
 
-    ours = trainer(loader=Cut(), checkpointer=training.Checkpointer(tmp_path / "checkpoints"))
-    with pytest.raises(training.Interrupted):
+    ours = trainer(loader=Cut(), checkpointer=checkpoint.Checkpointer(tmp_path / "checkpoints"))
+    with pytest.raises(distributed.Interrupted):
         ours.fit(100)
     assert ours.checkpointer.steps() == [ours.step] and ours.loader.next == ours.step
 
@@ -241,12 +241,16 @@ def test_sigterm_cuts_an_evaluation_short_and_again_is_as_once(tmp_path):
             assert self.next < 4
             return super().__next__()
 
-    options = {"directory": tmp_path, "checkpointer": training.Checkpointer(tmp_path / "checkpoints"), "eval_every": 3}
-    with pytest.raises(training.Interrupted) as stopped:
+    options = {
+        "directory": tmp_path,
+        "checkpointer": checkpoint.Checkpointer(tmp_path / "checkpoints"),
+        "eval_every": 3,
+    }
+    with pytest.raises(distributed.Interrupted) as stopped:
         trainer(**options, eval_loader=Long()).fit(100)
     assert stopped.value.code == 128 + signal.SIGTERM and options["checkpointer"].steps() == [3]
     trainer(**options, eval_loader=tiny.Loader(1)).fit(4)  # makes up for it
-    rows = training.read_jsonl(tmp_path / "metrics.jsonl")
+    rows = observability.read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval/loss" in row] == [3, 4]
 
 
@@ -261,7 +265,7 @@ def test_exports_are_made_in_the_background_and_made_up_for(tmp_path, capsys):
         optimizer=training.adamw(1e-3, mask=None),
         loader=tiny.Loader(),
         loss=tiny.loss,
-        checkpointer=training.Checkpointer(tmp_path / "checkpoints", every=2),
+        checkpointer=checkpoint.Checkpointer(tmp_path / "checkpoints", every=2),
         exports=exports(),
     )
     ours = make()
@@ -294,7 +298,7 @@ def test_an_export_that_fails_is_said_and_training_goes_on(tmp_path, capsys):
 def test_the_best_checkpoint_stays(tmp_path):
     best = checkpoint.Best("eval/loss")
     ours = trainer(
-        checkpointer=training.Checkpointer(tmp_path, every=1, keep=1, best=best),
+        checkpointer=checkpoint.Checkpointer(tmp_path, every=1, keep=1, best=best),
         eval_loader=tiny.Loader(1),
         eval_every=1,
     )
@@ -333,7 +337,7 @@ def test_what_the_loader_counts_is_written():
 
 
 def test_what_hangs_dies_and_says_what_it_waited_for():
-    code = "import time; from maxlib.training import deadline\nwith deadline(0.3, 'Godot'): time.sleep(60)"
+    code = "import time; from maxlib.training import hard_timeout\nwith hard_timeout(0.3, 'Godot'): time.sleep(60)"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 75

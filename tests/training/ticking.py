@@ -12,7 +12,7 @@ from pathlib import Path
 
 time.time = lambda: 1e9 - 100 * time.monotonic()
 
-from maxlib.training.diagnostics import Clock  # noqa: E402
+from maxlib.observability import Clock  # noqa: E402
 
 STEPS, EVERY = 60, 10
 

@@ -14,7 +14,7 @@ import maxlib
 from maxlib import nn, ops, sharding
 from maxlib.models import deepseek
 from maxlib.weights import HFConfig
-from maxlib.weights.files import Header, write_file
+from maxlib.weights._files import Header, write_file
 
 QUANTIZATION = {
     "activation_scheme": "dynamic",
@@ -106,7 +106,7 @@ def test_on_eight_devices(directories):
 
 
 def test_factors_that_do_not_fit_are_refused(directories, tmp_path):
-    tensors = {n: t.view() for n, t in maxlib.weights.files.find_tensors(directories / "fp8").items()}
+    tensors = {n: t.view() for n, t in maxlib.weights._files.find_tensors(directories / "fp8").items()}
     name = "model.layers.0.mlp.gate_proj.weight"
     tensors[name + "_scale_inv"] = np.ones((3, 1), np.float32)
     write(tmp_path / "bad", tensors, json.loads((directories / "fp8" / "config.json").read_text()))

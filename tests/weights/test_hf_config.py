@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from maxlib.ops.rope import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Proportional, Rope, Yarn
-from maxlib.weights.hf_config import HARMLESS, HARMLESS_VALUES, HFConfig, read_config, rope_to_hf
+from maxlib.ops._rope import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Proportional, Rope, Yarn
+from maxlib.weights._hf_config import HARMLESS, HARMLESS_VALUES, HFConfig, read_config, rope_to_hf
 
 HEAD = 16
 SHORT = tuple(1.0 + 0.1 * i for i in range(HEAD // 2))

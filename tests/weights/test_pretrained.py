@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import maxlib
 from maxlib import nn, ops, sharding, weights
 from maxlib.models import llama
-from maxlib.weights import family as family_module
-from maxlib.weights import files as files_module
+from maxlib.weights import _family as family_module
+from maxlib.weights import _files as files_module
 from tests.nn.tiny import LLAMA
 from tests.weights import zoo
 

@@ -6,7 +6,16 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 
-from maxlib.ops.attention import Causal, Chunked, Full, Prefix, SlidingWindow, Spans, Tokens, key_intervals
+from maxlib.ops._attention import (
+    BidirectionalBlocks,
+    Causal,
+    Chunked,
+    Full,
+    Prefix,
+    SlidingWindow,
+    Tokens,
+    key_intervals,
+)
 
 FACTORS = {
     "heads": [(4, 4), (4, 2), (3, 1)],  # N, K
@@ -24,7 +33,7 @@ MASKS = {
     "both sides": SlidingWindow(5),
     "chunk": Causal() & Chunked(6),
     "prefix": Causal() | Prefix(9),
-    "spans": (Causal() & SlidingWindow(7)) | Spans(),
+    "spans": (Causal() & SlidingWindow(7)) | BidirectionalBlocks(),
 }
 DOCUMENTS = ["one", "packed", "padded"]
 

@@ -19,8 +19,8 @@ import numpy as np
 import scipy.special
 from jax.extend.core import Literal
 
-from maxlib.ops.attention import logits as any_logits
-from maxlib.ops.attention.mosaic_gpu import backward, forward, logits, memory
+from maxlib.ops._attention import logits as any_logits
+from maxlib.ops._attention.mosaic_gpu import backward, forward, logits, memory
 
 # ---------------------------------------------------------------------------------------------- warpgroups
 

@@ -6,7 +6,7 @@ import zlib
 import jax
 import numpy as np
 
-from maxlib.ops.attention.reference import reference
+from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases
 
 MASKS = list(itertools.product(cases.MASKS, cases.DOCUMENTS))

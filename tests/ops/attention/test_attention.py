@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib.ops.attention import attention
-from maxlib.ops.attention.chunked import chunked
-from maxlib.ops.attention.dispatch import implementations
-from maxlib.ops.attention.reference import reference
-from maxlib.ops.attention.split import split
+from maxlib.ops._attention import attention
+from maxlib.ops._attention.chunked import chunked
+from maxlib.ops._attention.dispatch import implementations
+from maxlib.ops._attention.reference import reference
+from maxlib.ops._attention.split_kv import split_kv
 from tests.ops.attention import cases
 
 # Blocks smaller than the test's sequences, so that there are many tiles, and partial ones at every edge.
@@ -20,7 +20,9 @@ RUNS = {
     **{one.name: one.run for one in EVERYWHERE if one.name != "reference"},
     "chunked 8x16": functools.partial(chunked, block_q=8, block_k=16),
     "chunked 16x8": functools.partial(chunked, block_q=16, block_k=8),
-    "split 16/4": functools.partial(split, wave=16, part=4),  # it runs everywhere, but is chosen on GPUs and TPUs only
+    "split_kv 16/4": functools.partial(
+        split_kv, wave=16, part=4
+    ),  # it runs everywhere, but is chosen on GPUs and TPUs only
 }
 NAMES = [one.name for one in EVERYWHERE]
 KERNELS = [name for name in NAMES if name != "reference"]
@@ -58,7 +60,7 @@ def test_equals_the_reference(case, float64):
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "chunked 8x16"])
 def test_every_implementation_equals_the_reference(name, float64):
-    bias = None if name.startswith("split") else (True, True)
+    bias = None if name.startswith("split_kv") else (True, True)
     check(name, cases.Case((4, 2), (8, 6), (37, 37), 2.0, True, bias))
 
 

@@ -10,9 +10,9 @@ from jax.ad_checkpoint import checkpoint_policies
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from maxlib.ops.attention import attention
-from maxlib.ops.attention.chunked import _attend, _attend_bwd, choose_blocks, chunked
-from maxlib.ops.attention.reference import reference
+from maxlib.ops._attention import attention
+from maxlib.ops._attention.chunked import _attend, _attend_bwd, choose_blocks, chunked
+from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases
 
 T = 48

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxlib.ops.attention import attention, capabilities, dispatch, explain_attention
-from maxlib.ops.attention.reference import reference
+from maxlib.ops._attention import attention, capabilities, dispatch, explain_attention
+from maxlib.ops._attention.reference import reference
 
 f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
 i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -31,10 +31,10 @@ def test_chunked_is_chosen_everywhere(device):
 
 @pytest.mark.parametrize("device", [GPU, ("tpu", "TPU v5p")])
 def test_few_queries_are_split_over_keys_on_wide_machines(device):
-    assert explain_attention(Q, K, K, device=device).chosen == "split"
+    assert explain_attention(Q, K, K, device=device).chosen == "split_kv"
     assert explain_attention(Q, K, K, device=("cpu", "cpu")).chosen == "chunked"
     many = explain_attention(f32(2, 17, 4, 8), K, K, device=device)
-    assert many.refused["split"] == "is for at most 16 queries at a time, not 17"
+    assert many.refused["split_kv"] == "is for at most 16 queries at a time, not 17"
     assert explain_attention(Q, K, K, bias=f32(2, 4, 5, 7), device=device).chosen == "chunked"
 
 
@@ -43,7 +43,7 @@ def test_the_best_that_can_is_chosen(fast):
     assert explain_attention(q, k, k, device=GPU).chosen == "fast"
     assert explain_attention(q, k, k, softcap=5.0, device=GPU).chosen == "chunked"
     assert explain_attention(q, k, k, device=("cpu", "cpu")).chosen == "chunked"
-    assert explain_attention(Q, K, K, device=GPU).chosen == "split"
+    assert explain_attention(Q, K, K, device=GPU).chosen == "split_kv"
 
 
 def test_the_explanation_says_why(fast):
@@ -58,7 +58,7 @@ def test_a_name_never_falls_back(fast):
     q, k = jnp.ones(Q.shape), jnp.ones(K.shape)
     with pytest.raises(ValueError, match="fast was asked for and runs on gpu, not on cpu; chunked can run it"):
         attention(q, k, k, implementation="fast")
-    with pytest.raises(ValueError, match=r"one of \['chunked', 'fast', .*'reference', 'split'\], got 'quick'"):
+    with pytest.raises(ValueError, match=r"one of \['chunked', 'fast', .*'reference', 'split_kv'\], got 'quick'"):
         attention(q, k, k, implementation="quick")
 
 
@@ -79,7 +79,14 @@ def test_the_device_is_that_of_the_mesh_in_context():
 def test_the_table_has_every_implementation_and_feature(fast):
     head, _, *rows = capabilities().splitlines()
     assert all(name in head for name in dispatch.FEATURES)
-    assert [row.split("`")[1] for row in rows] == ["fast", "mosaic_gpu", "mosaic_tpu", "split", "chunked", "reference"]
+    assert [row.split("`")[1] for row in rows] == [
+        "fast",
+        "mosaic_gpu",
+        "mosaic_tpu",
+        "split_kv",
+        "chunked",
+        "reference",
+    ]
     assert rows[0].count("yes") == rows[4].count("yes") - 1
 
 

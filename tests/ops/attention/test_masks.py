@@ -6,7 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib.ops.attention import Causal, Chunked, Full, Prefix, SlidingWindow, Spans, key_intervals, query_intervals
+from maxlib.ops._attention import (
+    BidirectionalBlocks,
+    Causal,
+    Chunked,
+    Full,
+    Prefix,
+    SlidingWindow,
+    key_intervals,
+    query_intervals,
+)
 from tests.ops.attention import cases
 
 LENGTHS = [(37, 37), (1, 33), (18, 35)]
@@ -93,4 +102,4 @@ def test_sizes_below_one_are_refused(spec):
 def test_specs_are_values():
     assert Causal() & SlidingWindow(4) == Causal() & SlidingWindow(4)
     assert hash(Causal() | Prefix(3)) == hash(Causal() | Prefix(3))
-    assert Full() != Spans()
+    assert Full() != BidirectionalBlocks()

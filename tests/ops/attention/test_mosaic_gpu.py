@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import export
 
-from maxlib.ops.attention import attention, explain_attention
-from maxlib.ops.attention.mosaic_gpu import config, intervals, memory, mosaic_gpu
+from maxlib.ops._attention import attention, explain_attention
+from maxlib.ops._attention.mosaic_gpu import config, intervals, memory, mosaic_gpu
 from tests.ops.attention import cases, emulator
 from tests.ops.attention.kernels import MASKS, check, everything, some_masks, values
 
@@ -23,7 +23,7 @@ FACTORS = {
     "bias": [None],
 }
 CASES = cases.pairwise(FACTORS)
-FEW = [  # every width, and the rest in turn
+MAX_QUERIES = [  # every width, and the rest in turn
     cases.Case(*(values[i % len(values)] for values in list(FACTORS.values())[:3]), *rest, None)
     for i, rest in enumerate(
         itertools.islice(itertools.cycle([(None, True), (2.0, False), (2.0, True), (None, False)]), 7)
@@ -44,7 +44,7 @@ def emulated(monkeypatch):
 
 
 @no_gpu
-@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.parametrize("case", MAX_QUERIES, ids=str)
 def test_the_kernels_code_equals_the_reference(case, emulated):
     check(mosaic_gpu, case, some_masks(case, 2), jnp.float32, 1e-5)
 

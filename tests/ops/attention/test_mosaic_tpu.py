@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from maxlib.ops.attention import explain_attention
-from maxlib.ops.attention.mosaic_tpu import config, mosaic_tpu, visits
-from maxlib.ops.attention.tiles import tiles
+from maxlib.ops._attention import explain_attention
+from maxlib.ops._attention.mosaic_tpu import config, mosaic_tpu, visits
+from maxlib.ops._attention.tiles import tiles
 from maxlib.training import forward_flops
 from tests.ops.attention import cases
 from tests.ops.attention.kernels import MASKS, check, some_masks, values
@@ -28,7 +28,7 @@ FACTORS = {
     "sinks": [False, True],
     "bias": [None],
 }
-FEW = [
+MAX_QUERIES = [
     cases.Case((4, 2), (64, 64), (200, 330), 2.0, True, None),
     cases.Case((3, 1), (80, 80), (137, 137), None, False, None),
     cases.Case((2, 2), (192, 128), (1, 33), None, True, None),
@@ -55,9 +55,9 @@ def interpreted(monkeypatch):
 
 
 @no_tpu
-@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.parametrize("case", MAX_QUERIES, ids=str)
 def test_the_kernels_equal_the_reference(case, interpreted):
-    check(small, case, MASKS if case == FEW[0] else some_masks(case, 4), jnp.float32, 1e-5)
+    check(small, case, MASKS if case == MAX_QUERIES[0] else some_masks(case, 4), jnp.float32, 1e-5)
 
 
 @no_tpu

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from maxlib.ops.attention.reference import reference
+from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases
 
 CASE = cases.Case(heads=(4, 2), widths=(6, 4), lengths=(9, 14), softcap=2.0, sinks=True, bias=(True, True))

@@ -1,0 +1,135 @@
+"""Which stored leaves, or rows of them, make up a wanted one: stacks may have another layout."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+
+from maxlib import nn
+from maxlib.checkpoint._errors import shorten
+from maxlib.nn._stack_layout import place_of
+from maxlib.nn.tree import PLACE
+
+Layouts = dict[str, dict[str, int]]
+# A leaf of one layer: the stored leaf it is in, and its row there (None: it is all of it).
+Piece = tuple[str, int | None]
+
+
+def layouts(model: Any) -> Layouts:
+    """`{path: {num_layers, prefix, period}}`, and `lead` where there is one, of every stack of `model`, as a
+    checkpoint's meta holds it."""
+    is_stack = lambda x: isinstance(x, nn.Stack)
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_stack)
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    return {name(path): stack.layout for path, stack in leaves if is_stack(stack)}
+
+
+def layer_path(name: str, layouts: Layouts) -> list[Piece]:
+    """The leaf `name` layer by layer: `layers.body.0.w` is `layers.1.w` row 0, `layers.3.w` row 1, ...
+
+    The stack may lie under any path: an optimizer's moments are named `0.mu.layers.body.0.w`.
+    """
+    for stack in sorted(layouts, key=len, reverse=True):
+        here = rf"{re.escape(stack)}\." if stack else ""
+        match = re.search(rf"(?:^|\.){here}(?P<place>{PLACE})(?=\.|$)", name)
+        if match:
+            before, after = name[: match.start("place")], name[match.end("place") :]
+            layers = _layers_at(match["place"], layouts[stack])
+            return [(f"{before}{i}{after}", row) for i, row in layers] or [(name, None)]
+    return [(name, None)]
+
+
+def _layers_at(place: str, layout: dict[str, int]) -> list[tuple[int, int | None]]:
+    """The layers stored at `place`, with their rows, in the order of the rows."""
+    everywhere = [(i, *place_of(i, **layout)) for i in range(layout["num_layers"])]
+    return [(i, row) for i, path, row in everywhere if path == place]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A leaf to be: what it shall be like, and what it is made of; with `rows`, a piece for each index of its first
+    axis.
+    """
+
+    raw: jax.ShapeDtypeStruct
+    pieces: tuple[Piece, ...]
+    rows: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """One layer's part of a stored leaf."""
+
+    piece: Piece
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: str
+
+    def __str__(self) -> str:
+        return _show(self.shape, self.dtype)
+
+
+def plan(
+    entries: dict[str, dict[str, Any]],
+    old: Layouts,
+    wanted: dict[str, jax.ShapeDtypeStruct],
+    new: Layouts,
+    *,
+    where: str,
+    cast: bool,
+) -> dict[str, Target]:
+    """Finds every layer of every wanted leaf among a manifest's `entries`. Raises ValueError with all that does not
+    fit.
+    """
+    source = _layers_of(entries, old)
+    targets, missing, differ, used = {}, [], [], set()
+    for name, raw in wanted.items():
+        layers, rows = _split(name, raw.shape, new)
+        shape = raw.shape[1:] if rows else raw.shape
+        here = _show(shape, str(raw.dtype))
+        found = {logical: source[logical] for logical, _ in layers if logical in source}
+        used |= set(found)
+        missing += [f"{logical} {here}" for logical, _ in layers if logical not in source]
+        bad = {n: it for n, it in found.items() if it.shape != shape or (it.dtype != str(raw.dtype) and not cast)}
+        differ += [f"{logical}: saved {it}, wanted {here}" for logical, it in bad.items()]
+        if not rows and len({it.checksum for it in found.values()}) > 1:
+            differ.append(f"{name}: one for the layers {list(found)}, for which different ones were saved")
+        targets[name] = Target(raw, tuple(it.piece for it in found.values()), rows)
+    _check_fit(where, missing, [f"{name} {it}" for name, it in source.items() if name not in used], differ)
+    return targets
+
+
+def _layers_of(entries: dict[str, dict[str, Any]], layouts: Layouts) -> dict[str, _Layer]:
+    found = {}
+    for name, entry in entries.items():
+        layers, rows = _split(name, entry["shape"], layouts)
+        shape = tuple(entry["shape"][1:] if rows else entry["shape"])
+        for logical, row in layers:
+            found[logical] = _Layer((name, row), shape, entry["dtype"], entry["checksum"])
+    return found
+
+
+def _split(name: str, shape: Any, layouts: Layouts) -> tuple[list[Piece], bool]:
+    """The layers of a leaf, and whether each has a row. An optimizer's placeholder has none: it stands for all of
+    them.
+    """
+    layers = layer_path(name, layouts)
+    if layers[0][1] is None or (len(shape) > 0 and shape[0] == len(layers)):
+        return layers, layers[0][1] is not None
+    return [(logical, None) for logical, _ in layers], False
+
+
+def _check_fit(where: str, missing: list[str], extra: list[str], differ: list[str]) -> None:
+    found = (("it lacks", missing), ("nothing takes", extra), ("these differ", differ))
+    said = "\n".join(f"{what}:{shorten(names)}" for what, names in found if names)
+    if said:
+        raise ValueError(
+            f"What is wanted must be what was saved, but {where} does not fit.\n{said}\nBuild the model and the optimizer as they were "
+            "(the checkpoint's meta has what the run recorded), restore fewer items, pass cast=True if only dtypes differ, or "
+            "layouts= if only the stacks' lead, prefix or period does."
+        )
+
+
+def _show(shape: tuple[int, ...], dtype: str) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"

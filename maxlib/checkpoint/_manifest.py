@@ -1,0 +1,50 @@
+"""What a step holds, leaf by leaf, and how to tell whether it still does."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlib.checkpoint import _checksum as checksum
+from maxlib.checkpoint import _checksummed_json as records
+from maxlib.checkpoint import _flatten as trees
+
+FORMAT = 1
+
+
+def describe(items: dict[str, dict[str, Any]], raws: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Shape, dtype and the running `checksum.digest` of every leaf, which is stored as its raw; `finish` waits for the
+    digests.
+    """
+    return {item: {n: _entry(leaf, raws[item][n]) for n, leaf in leaves.items()} for item, leaves in items.items()}
+
+
+def finish(described: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The manifest's text."""
+    to_hex = lambda entry: {**entry, "checksum": checksum.to_hex(entry["checksum"])}
+    items = {item: {name: to_hex(e) for name, e in leaves.items()} for item, leaves in described.items()}
+    return records.to_text({"format": FORMAT, "items": items})
+
+
+def abstract(entry: dict[str, Any], sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """The leaf as it is stored."""
+    return jax.ShapeDtypeStruct(tuple(entry["shape"]), trees.stored_dtype(jnp.dtype(entry["dtype"])), sharding=sharding)
+
+
+def damaged(entries: dict[str, dict[str, Any]], leaves: dict[str, Any]) -> list[str]:
+    """The names of the leaves whose content is not what was saved."""
+    sums = {name: checksum.digest(leaf) for name, leaf in leaves.items()}  # all at once, then wait
+    return [name for name, found in sums.items() if checksum.to_hex(found) != entries[name]["checksum"]]
+
+
+def is_stored(entry: dict[str, Any]) -> bool:
+    """Orbax has no arrays of no size: the manifest alone knows them."""
+    return 0 not in entry["shape"]
+
+
+def _entry(leaf: Any, raw: Any) -> dict[str, Any]:
+    entry = {"shape": list(np.shape(raw)), "dtype": str(raw.dtype), "checksum": checksum.digest(raw)}
+    if trees.is_key(leaf):
+        return entry | {"key": str(jax.random.key_impl(leaf))}
+    return entry | {"dtype": str(getattr(leaf, "dtype", raw.dtype))}

@@ -1,0 +1,322 @@
+"""From a step on disk to arrays in their places: verified, laid anew, cast."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxlib.checkpoint import _checksummed_json as records
+from maxlib.checkpoint import _flatten as trees
+from maxlib.checkpoint import _manifest as manifest
+from maxlib.checkpoint import _replicas as replicas
+from maxlib.checkpoint import _storage as storage
+from maxlib.checkpoint._errors import DamagedError, shorten
+from maxlib.checkpoint._layout import Layouts, Target, plan
+from maxlib.distributed import PeerError, allgather_json, raise_on_all
+
+_log = logging.getLogger(__name__)
+_RECORDS = ("manifest", "meta", "data")
+
+
+def load(
+    path: Any,
+    like: dict[str, Any] | None = None,
+    *,
+    items: tuple[str, ...] | list[str] | None = None,
+    layouts: Layouts | None = None,
+    cast: bool = False,
+) -> dict[str, Any]:
+    """What a checkpoint holds: `{item: ..., "data": ..., "meta": ...}`; `meta["step"]` is its step.
+
+    `path` is a step's directory, or a run's, of which the newest undamaged step is taken. `like` gives for each item
+    wanted a pytree of arrays or `jax.ShapeDtypeStruct`s, whose shardings say where to put the leaves (none: the default
+    device; numpy arrays stay on the host). Without it, `items` (default: all) come as `{path: numpy array}`. `layouts`,
+    of the present model's stacks (`layouts(model)`), lays anew what was saved under another prefix or period. `cast`
+    permits a dtype other than the saved one.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint.
+      DamagedError: leaves are not as they were saved; it names them.
+      ValueError: the checkpoint is of another model; the message lists what differs.
+    """
+    path = storage.absolute(path)
+    wanted = Wanted(like, None if items is None else tuple(items), layouts, cast)
+    if storage.steps(path):
+        return newest(path, wanted)
+    if not any((path / name).exists() for name in _RECORDS):
+        held = sorted(p.name for p in path.iterdir()) if path.is_dir() else "nothing: it is no directory"
+        raise FileNotFoundError(
+            f"{path} is neither a complete step of a checkpoint nor a directory of steps; it holds {held}."
+        )
+    return read(path, wanted)
+
+
+def verify(path: Any) -> list[str]:
+    """Reads all of a step's directory and names what is damaged, such as `"params: layers.body.0.attn.q.w"`."""
+    return damaged_leaves(storage.absolute(path), host=0, hosts=1)
+
+
+def damaged_leaves(directory: epath.Path, *, host: int | None = None, hosts: int | None = None) -> list[str]:
+    """What `verify` finds in this host's share of the leaves. Talks to no other host, so it may run in the
+    background.
+    """
+    host = jax.process_index() if host is None else host
+    hosts = hosts or jax.process_count()
+    try:
+        stored = open_step(directory)
+    except DamagedError as error:
+        return list(error.leaves)
+    bad: list[str] = []
+    for item, entries in stored.items.items():
+        names = [name for name, entry in sorted(entries.items()) if manifest.is_stored(entry)][host::hosts]
+        for part in _parts(names, entries):
+            bad += [f"{item}: {name}" for name in _damaged_of(directory, item, {n: entries[n] for n in part})]
+    return bad
+
+
+def metrics(directory: epath.Path) -> dict[str, Any]:
+    """The metrics that a step was saved with; none of one whose records are damaged."""
+    try:
+        return records.read(directory / "meta" / "meta.json").get("metrics", {})
+    except records.Damaged:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What to restore, and as what."""
+
+    like: dict[str, Any] | None = None
+    items: tuple[str, ...] | None = None
+    layouts: Layouts | None = None
+    cast: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A step's records: its manifest's entries by item and leaf, its meta and its data state."""
+
+    items: dict[str, dict[str, dict[str, Any]]]
+    meta: dict[str, Any]
+    data: Any
+
+
+def newest(directory: epath.Path, wanted: Wanted, found_damaged: set[int] | None = None) -> dict[str, Any]:
+    """Reads the newest undamaged step; adds the others to `found_damaged`."""
+    problems: list[str] = []
+    for step in reversed(allgather_json(storage.steps(directory))[0]):  # one list for all hosts
+        try:
+            restored = read(directory / str(step), wanted)
+        except DamagedError as error:
+            _log.warning("%s\nTrying the step before.", error)
+            problems.append(str(error))
+            if found_damaged is not None:
+                found_damaged.add(step)
+            continue
+        if problems:
+            _log.warning("Restored step %d of %s; newer ones are damaged.", step, directory)
+        return restored
+    if problems:
+        raise DamagedError(f"{directory} has no undamaged step left:{shorten(problems)}")
+    raise FileNotFoundError(f"{directory} holds no complete step of a checkpoint.")
+
+
+def open_step(directory: epath.Path) -> Stored:
+    """Reads a step's records and looks whether its items are there. Raises DamagedError."""
+    found, bad = {}, []
+    for name in _RECORDS:
+        try:
+            found[name] = records.read(directory / name / f"{name}.json")
+        except records.Damaged as error:
+            bad.append(f"{name}: {error}")
+    if not bad:
+        _check_format(directory, found["manifest"])
+        for item, entries in found["manifest"]["items"].items():
+            if any(map(manifest.is_stored, entries.values())) and not (directory / item).is_dir():
+                bad.append(f"{item}: all of it is missing")
+    if bad:
+        raise _damaged(directory, bad)
+    return Stored(found["manifest"]["items"], found["meta"], found["data"])
+
+
+def read(directory: epath.Path, wanted: Wanted) -> dict[str, Any]:
+    """Reads one step."""
+    stored = _open_everywhere(directory)
+    names = _items(directory, stored, wanted)
+    restored: dict[str, Any] = {}
+    for item in names:
+        like = None if wanted.like is None else wanted.like[item]
+        with jax.set_mesh(replicas.NO_MESH):  # leaves may go to one device, whichever mesh the caller is in
+            leaves = _read_item(directory, item, stored, like, wanted)
+        restored[item] = leaves if like is None else trees.unflatten(like, leaves)
+    return {**restored, "data": stored.data, "meta": stored.meta}
+
+
+def _open_everywhere(directory: epath.Path) -> Stored:
+    """`open_step` on all hosts or on none, lest they go on with different steps."""
+    try:
+        with raise_on_all("reading its records"):
+            return open_step(directory)
+    except PeerError as error:
+        raise _damaged(directory, [f"seen on another host: {error}"]) from error
+
+
+def _read_item(directory: epath.Path, item: str, stored: Stored, like: Any, wanted: Wanted) -> dict[str, Any]:
+    entries = stored.items[item]
+    if like is None:
+        leaves = _load(directory, item, entries, {})
+        return {name: leaf.astype(jnp.dtype(entries[name]["dtype"])) for name, leaf in leaves.items()}
+    leaves = trees.flatten(like)
+    raws = {name: _raw(leaf) for name, leaf in leaves.items()}
+    old, new = stored.meta["layouts"], wanted.layouts
+    if not new or new == old:  # leaf by leaf
+        old = new = {}
+    targets = plan(entries, old, raws, new, where=f"item {item!r} of {directory}", cast=wanted.cast)
+    loaded = _load(directory, item, entries, _shardings(targets))
+    made = {name: _cast(_assemble(target, loaded), target.raw) for name, target in targets.items()}
+    return {name: _as(leaf, leaves[name], entries, targets[name]) for name, leaf in made.items()}
+
+
+def _shardings(targets: dict[str, Target]) -> dict[str, Any]:
+    """Where each stored leaf goes on its way to the first target that needs it."""
+    found: dict[str, Any] = {}
+    for target in targets.values():
+        for name, row in target.pieces:
+            found.setdefault(name, _with_rows(target.raw.sharding, target.rows, row is not None))
+    return found
+
+
+def _with_rows(sharding: Any, has: bool, needs: bool) -> Any:
+    """The sharding of the same leaf with or without the axis of its layers."""
+    if not isinstance(sharding, NamedSharding) or (not has and not needs):
+        return sharding
+    one = tuple(sharding.spec)[1:] if has else tuple(sharding.spec)
+    spec = PartitionSpec(None, *one) if needs else PartitionSpec(*one)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def _load(directory: epath.Path, item: str, entries: dict, shardings: dict[str, Any]) -> dict[str, Any]:
+    """All leaves of an item as they were saved, verified; without a sharding to numpy."""
+    want = {n: manifest.abstract(e, shardings.get(n)) for n, e in entries.items() if manifest.is_stored(e)}
+    try:
+        leaves = storage.load(directory, item, want)
+    except Exception:
+        bad = storage.unreadable(directory, item, want)
+        if not anywhere(bad):
+            raise  # every leaf can be read: the reason is another one
+    else:
+        bad = manifest.damaged(entries, leaves)
+        if not anywhere(bad):
+            empty = {n: np.zeros(e["shape"], manifest.abstract(e).dtype) for n, e in entries.items() if n not in leaves}
+            return {n: _put(leaf, shardings.get(n)) for n, leaf in empty.items()} | leaves
+    raise _damaged(directory, [f"{item}: {name}" for name in bad] or [f"{item}: seen on another host"])
+
+
+def anywhere(bad: list[str]) -> bool:
+    """Whether any host has found something: all of them raise, or none. All call it."""
+    if jax.process_count() == 1:
+        return bool(bad)
+    return bool(np.any(multihost_utils.process_allgather(np.array(len(bad)))))
+
+
+def _assemble(target: Target, loaded: dict[str, Any]) -> Any:
+    """The target's layers, picked from the stored leaves; a leaf that is stored as it is wanted is passed on."""
+    name, row = target.pieces[0]
+    if row is None and not target.rows:
+        return loaded[name]
+    if row is not None and target.rows and list(target.pieces) == [(name, i) for i in range(loaded[name].shape[0])]:
+        return loaded[name]
+    names = sorted({name for name, _ in target.pieces})
+    picks = [(names.index(name), row) for name, row in target.pieces]
+    np_or_jnp = np if target.raw.sharding is None else jnp
+
+    def pick(arrays):
+        layers = [arrays[i] if row is None else arrays[i][row] for i, row in picks]
+        return np_or_jnp.stack(layers) if target.rows else layers[0]
+
+    pick = pick if target.raw.sharding is None else jax.jit(pick, out_shardings=target.raw.sharding)
+    return pick([loaded[name] for name in names])
+
+
+def _cast(leaf: Any, raw: jax.ShapeDtypeStruct) -> Any:
+    leaf = leaf if leaf.dtype == raw.dtype else leaf.astype(raw.dtype)
+    return leaf if raw.sharding is None else jax.device_put(leaf, raw.sharding)
+
+
+def _as(leaf: Any, like: Any, entries: dict, target: Target) -> Any:
+    """A typed key, where one is wanted."""
+    if not trees.is_key(like):
+        return leaf
+    key = jax.random.wrap_key_data(leaf, impl=entries[target.pieces[0][0]].get("key"))
+    if key.dtype != like.dtype:
+        raise ValueError(
+            f"The random key was saved as {key.dtype} and is wanted as {like.dtype}: make it with that impl=."
+        )
+    return key
+
+
+def _raw(leaf: Any) -> jax.ShapeDtypeStruct:
+    """What the leaf `like` asks for, in the form that is stored."""
+    if not hasattr(leaf, "shape") or isinstance(leaf, np.ndarray | np.generic):
+        host = np.asarray(leaf)
+        return jax.ShapeDtypeStruct(host.shape, host.dtype)
+    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    plain = jax.eval_shape(jax.random.key_data, leaf) if trees.is_key(leaf) else leaf
+    return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=sharding)
+
+
+def _put(leaf: np.ndarray, sharding: Any) -> Any:
+    return leaf if sharding is None else jax.device_put(leaf, sharding)
+
+
+def _items(directory: epath.Path, stored: Stored, wanted: Wanted) -> list[str]:
+    names = list(wanted.items or wanted.like or stored.items)
+    for where, has in ((directory, stored.items), ("like", wanted.like or stored.items)):
+        lacking = [name for name in names if name not in has]
+        if lacking:
+            raise ValueError(f"The items {lacking} are wanted, but {where} has only {sorted(has)}.")
+    return names
+
+
+def _check_format(directory: epath.Path, found: dict) -> None:
+    if found["format"] > manifest.FORMAT:
+        raise ValueError(
+            f"{directory} has format {found['format']}, this maxlib reads up to {manifest.FORMAT}: use a newer one."
+        )
+
+
+def _damaged(directory: epath.Path, leaves: list[str]) -> DamagedError:
+    step = int(directory.name) if directory.name.isdecimal() else None
+    what = f"Step {step} in {directory.parent}" if step is not None else f"The checkpoint {directory}"
+    return DamagedError(f"{what} is damaged, not as it was saved:{shorten(leaves)}", step=step, leaves=tuple(leaves))
+
+
+def _parts(names: list[str], entries: dict, most: int = 1 << 28) -> Iterator[list[str]]:
+    """Names in portions of so many bytes, for the host's memory."""
+    part, size = [], 0
+    for name in names:
+        leaf = manifest.abstract(entries[name])
+        if part and size + leaf.size * leaf.dtype.itemsize > most:
+            yield part
+            part, size = [], 0
+        part, size = [*part, name], size + leaf.size * leaf.dtype.itemsize
+    if part:
+        yield part
+
+
+def _damaged_of(directory: epath.Path, item: str, entries: dict) -> list[str]:
+    try:
+        leaves = storage.read_here(directory, item, {n: manifest.abstract(e) for n, e in entries.items()})
+    except Exception:  # whatever tensorstore says of a broken file
+        if len(entries) == 1:
+            return list(entries)
+        return [name for n, entry in entries.items() for name in _damaged_of(directory, item, {n: entry})]
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # the others are busy
+        return manifest.damaged(entries, leaves)

@@ -1,0 +1,247 @@
+"""All that touches orbax: steps on disk, written in the background and read in pieces."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import time
+import urllib.parse
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+import tensorstore
+from etils import epath
+
+from maxlib.checkpoint import _replicas as replicas
+from maxlib.checkpoint._barrier import SaveBarrier
+from maxlib.distributed import raise_on_all
+
+Arrays = dict[str, Any]
+
+
+class Steps:
+    """The steps of one run's directory. One save runs at a time. clean: remove saves that were killed."""
+
+    def __init__(self, directory: epath.Path, *, clean: bool):
+        self.directory = directory
+        if clean and jax.process_index() == 0:
+            _remove_unfinished(directory)  # orbax would in the background, where a second one fails all later saves
+        self._barrier = SaveBarrier()
+        self._orbax = ocp.training.Checkpointer(directory, context=_context(self._barrier))
+        self._response: Any = None  # of the save that runs; it holds a thread and three descriptors until it is asked
+
+    def save(self, step: int, arrays: dict[str, Arrays], texts: dict[str, Callable[[], str]]) -> None:
+        """Writes `arrays` by item and the texts, called in the background, to `<name>/<name>.json`; all or nothing."""
+        self._check_possible(step)
+        self._barrier.start()
+        items = {name: leaves for name, leaves in arrays.items() if leaves}  # orbax refuses an empty one
+        files = {name: _Text(f"{name}.json", make) for name, make in texts.items()}
+        self._response = self._orbax.save_checkpointables_async(step, items | files, force=True)
+
+    def _check_possible(self, step: int) -> None:
+        """Raises on all hosts or on none: orbax lets the others wait for one that cannot make the directory, and leaves
+        half-made event loops behind where it runs out of file descriptors.
+        """
+        with raise_on_all("making its directory"):
+            _check_descriptors()
+            if jax.process_index() == 0 and jax.process_count() > 1:
+                probe = self.directory / f"{step}.orbax-checkpoint-tmp-probe"
+                probe.mkdir(parents=True, exist_ok=True)
+                probe.rmtree(missing_ok=True)  # where directories are names of objects there may be none
+
+    def wait(self) -> None:
+        """Waits for the save that runs, if any, and raises what went wrong in it. For any thread."""
+        response, self._response = self._response, None
+        if response is not None:
+            response.result()  # ends its event loop and thread, whatever the result
+
+    def make_room(self, step: int) -> None:
+        """Deletes a step that shall be saved anew. All hosts call it."""
+        with raise_on_all(f"deleting step {step}"):
+            self.delete([step])
+        self._orbax.reload()
+
+    def close(self) -> None:
+        """Ends the save that runs, if any, and orbax's threads. What a save has raised is not raised again."""
+        self._settle()
+        self._orbax.close()
+
+    def _settle(self) -> None:
+        """Waits without a word, also for a save that could not be started: orbax tells an error once to each thread."""
+        for wait in (self.wait, self._orbax.wait):
+            with contextlib.suppress(Exception):
+                wait()
+
+    def clean(self, step: int, patience: float = 10.0) -> None:
+        """Removes what a failed save of `step` has left, which may be what fills the disk; other threads of it may
+        still write.
+        """
+        self._settle()
+        end = time.monotonic() + patience
+        while jax.process_index() == 0 and time.monotonic() < end:
+            left = list(self.directory.glob(f"{step}.orbax-checkpoint-tmp*")) if self.directory.is_dir() else []
+            if not left:
+                return
+            for path in left:
+                with contextlib.suppress(OSError):
+                    path.rmtree(missing_ok=True)
+            time.sleep(0.05)
+
+    def delete(self, steps: list[int]) -> None:
+        """Deletes whole steps, for orbax's own policies would do so before the new step has been read again."""
+        if jax.process_index() == 0:
+            for step in steps:
+                (self.directory / str(step)).rmtree(missing_ok=True)
+
+    def set_aside(self, step: int) -> epath.Path:
+        """Renames a step so that it is none any more. All hosts call it."""
+        aside = self.directory / f"{step}.damaged"
+        with raise_on_all(f"renaming step {step}"):
+            if jax.process_index() == 0:
+                if aside.exists():
+                    aside.rmtree()
+                (self.directory / str(step)).rename(aside)
+        self._orbax.reload()
+        return aside
+
+
+def absolute(path: Any) -> epath.Path:
+    """`path` from the root of its file system. A URL such as "gs://bucket/run" is so already, which `resolve` does not
+    know.
+    """
+    found = epath.Path(path)
+    return found if "://" in str(found) else found.resolve()
+
+
+def steps(directory: epath.Path) -> list[int]:
+    """The steps that were written to the end, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(directory))
+
+
+def _remove_unfinished(directory: epath.Path) -> None:
+    """Where a directory can be renamed the name tells, else what is no complete step has not been written to the
+    end.
+    """
+    complete, renames = {str(step) for step in steps(directory)}, "://" not in str(directory)
+    for path in directory.iterdir() if directory.is_dir() else ():
+        number, _, rest = path.name.partition(".")
+        killed = rest.startswith("orbax-checkpoint-tmp") or not (rest or renames or path.name in complete)
+        if number.isdigit() and killed:
+            path.rmtree(missing_ok=True)
+
+
+def load(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
+    """Reads leaves of one item: a `jax.ShapeDtypeStruct` with a sharding says where to, without one it is read to
+    numpy.
+    """
+    everywhere, here = functools.partial(_read, directory, item), functools.partial(read_here, directory, item)
+    return replicas.load(everywhere, here, abstract)
+
+
+def _read(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
+    if not abstract:
+        return {}
+    want = {
+        name: leaf if leaf.sharding is not None else np.empty(leaf.shape, leaf.dtype) for name, leaf in abstract.items()
+    }
+    context = _context()
+    # Orbax's own wait for the other hosts says nothing of those that failed; `replicas.load` asks them.
+    context.multiprocessing.primary_host = jax.process_index()
+    context.multiprocessing.active_processes = {jax.process_index()}
+    with context:
+        return dict(ocp.load_checkpointables(directory, {item: want})[item])
+
+
+def read_here(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
+    """Reads what this host holds of each leaf, whatever other hosts do."""
+    base = urllib.parse.quote(str(directory / item), safe="/:")
+    kvstore = {"driver": "ocdbt", "base": f"{base}/" if "://" in base else f"file://{base}/"}
+    spec = lambda name: {"driver": "zarr3", "kvstore": kvstore | {"path": f"{name}/"}}
+    stores = {name: tensorstore.open(spec(name), open=True) for name in abstract}
+    return {name: _piece(stores[name].result(), leaf) for name, leaf in abstract.items()}
+
+
+def _piece(store: Any, leaf: jax.ShapeDtypeStruct) -> Any:
+    if leaf.sharding is None:
+        return store.read().result()
+    places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    reads = {device: store[index].read() for device, index in places.items()}
+    pieces = [jax.device_put(read.result(), device) for device, read in reads.items()]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
+
+
+def unreadable(directory: epath.Path, item: str, abstract: Arrays) -> list[str]:
+    """The leaves that cannot be read by themselves. All hosts call it together, or none."""
+    return [name for name, leaf in abstract.items() if not _readable(directory, item, name, leaf)]
+
+
+def _readable(directory: epath.Path, item: str, name: str, leaf: jax.ShapeDtypeStruct) -> bool:
+    try:
+        load(directory, item, {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)})
+    except Exception:  # tensorstore raises ValueError, orbax nearly anything
+        return False
+    return True
+
+
+def _context(barrier: SaveBarrier | None = None) -> ocp.Context:
+    context = ocp.Context()
+    if barrier is not None:  # orbax's first version of these options has the barrier, its present one hides it
+        plain = context.asynchronous.v0
+        context.asynchronous.v0 = lambda: dataclasses.replace(plain(), barrier_sync_fn=barrier)
+    # A directory that cannot be made is an error of the save at once, not of five threads that wait for it for minutes.
+    context.asynchronous.create_directories_asynchronously = False
+    context.pytree.loading.partial_load = True
+    context.array.saving.use_compression = False  # weights hardly shrink: 8 % for a third more time
+    context.array.saving.array_metadata_store = None  # files without use here, whose damage orbax would not forgive
+    return context
+
+
+class _Text:
+    """A file of its own within a step. Its text is made when it is written, so it may wait for the devices."""
+
+    def __init__(self, name: str, make: Callable[[], str]):
+        self._name, self._make = name, make
+
+    async def save(self, directory: Any) -> Any:
+        return self._write(directory)
+
+    async def _write(self, directory: Any) -> None:
+        directory = await directory.await_creation()
+        if jax.process_index() == 0:
+            (directory / self._name).write_text(self._make())
+
+    async def load(self, directory: Any) -> Any:
+        raise NotImplementedError("read it with records.read")
+
+
+def _check_descriptors(needed: int = 48) -> None:
+    """Raises OSError unless the process may open as many more files as a save does at once."""
+    opened: list[int] = []
+    try:
+        for _ in range(needed):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"a save opens some {needed} files at once, and this process may open only {len(opened)} more: raise the "
+            "limit (ulimit -n), or close what is open",
+        ) from None
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+class _WithoutTraces(logging.Filter):
+    """Drops the stack traces that orbax logs in every thread of a failed save: the error is raised as well."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not ("orbax" in record.pathname and (record.exc_info or "run() raised" in str(record.msg)))
+
+
+logging.getLogger("absl").addFilter(_WithoutTraces())

@@ -1,0 +1,125 @@
+"""A run's checkpoints in several places: a fast one near by, and one that stays."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from maxlib.checkpoint._checkpointer import Checkpointer
+from maxlib.checkpoint._errors import DamagedError, SaveError, UnsavedError, shorten
+from maxlib.checkpoint._layout import Layouts
+
+_log = logging.getLogger(__name__)
+
+
+class Tiers:
+    """Several `Checkpointer`s that act as one, the fastest first; each with policies of its own and all with the same
+    files.
+
+        Tiers(Checkpointer("/dev/shm/run", every=50, keep=1), Checkpointer("gs://bucket/run", every=1000))
+
+    What is restored is the newest undamaged step of all, from the first tier that has it. In a job of several hosts
+    every tier must be one directory that all of them see.
+    """
+
+    def __init__(self, *tiers: Checkpointer):
+        if not tiers:
+            raise ValueError("Tiers needs at least one Checkpointer.")
+        self.tiers = tiers
+        self._due: tuple[int, list[Checkpointer]] | None = None
+
+    def __enter__(self) -> "Tiers":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        for tier in self.tiers:
+            tier.__exit__(kind, error, trace)
+
+    @property
+    def directory(self) -> str:
+        """All of them, for people to read."""
+        return ", ".join(str(tier.directory) for tier in self.tiers)
+
+    @property
+    def layouts(self) -> Layouts:
+        return self.tiers[0].layouts
+
+    @layouts.setter
+    def layouts(self, layouts: Layouts) -> None:
+        for tier in self.tiers:
+            tier.layouts = layouts
+
+    def should_save(self, step: int) -> bool:
+        """Whether `step` is due in any tier; the next `save` of it goes to those only."""
+        due = [tier for tier in self.tiers if tier.should_save(step)]
+        self._due = (step, due) if due else None  # a save that no tier was due for goes to all
+        return bool(due)
+
+    def save(self, step: int, items: Mapping[str, Any], **more: Any) -> None:
+        """Saves to the tiers that `should_save` has found, without it (at the end of a run) to all; see
+        `Checkpointer.save`.
+        """
+        due, self._due = self._due, None
+        into = due[1] if due is not None and due[0] == step else self.tiers
+        self._each(lambda tier: tier.save(step, items, **more), into)
+
+    def restore(self, step: int | None = None, like: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+        """Restores `step`, or the newest undamaged one with a warning for each that is not; see
+        `Checkpointer.restore`.
+        """
+        held = [(s, -i) for i, tier in enumerate(self.tiers) for s in tier.steps() if step is None or s == step]
+        problems: list[str] = []
+        for s, i in sorted(held, reverse=True):
+            try:
+                restored = self.tiers[-i].restore(s, like, **more)
+            except DamagedError as error:
+                _log.warning("%s\nTrying the one before.", error)
+                problems.append(str(error))
+                continue
+            if problems:
+                _log.warning("Restored step %d of %s; newer ones are damaged.", s, self.tiers[-i].directory)
+            for tier in self.tiers:
+                tier.adopt(s)
+            return restored
+        if problems:
+            raise DamagedError(f"{self.directory} have no undamaged step left:{shorten(problems)}")
+        raise FileNotFoundError(f"{self.directory} hold no complete step {'' if step is None else step}.")
+
+    def steps(self) -> list[int]:
+        """The complete steps of any tier, oldest first."""
+        return sorted({step for tier in self.tiers for step in tier.steps()})
+
+    def latest(self) -> int | None:
+        """The newest complete step of any tier; see `Checkpointer.latest`."""
+        return max((step for tier in self.tiers if (step := tier.latest()) is not None), default=None)
+
+    def verify(self, step: int) -> list[str]:
+        """Reads all of a step in every tier that has it and names the damaged leaves."""
+        return [bad for tier in self.tiers if step in tier.steps() for bad in tier.verify(step)]
+
+    def wait(self) -> None:
+        """Waits until the last saves are on disk. Raises SaveError if one has failed."""
+        self._each(Checkpointer.wait, self.tiers)
+
+    def settle(self) -> None:
+        """Waits for the last saves without a word to the other hosts; see `Checkpointer.settle`."""
+        self._each(Checkpointer.settle, self.tiers)
+
+    def unsaved(self) -> UnsavedError | None:
+        """Returns the error to end the run with if no tier can be written any more; see `Checkpointer.unsaved`."""
+        errors = [tier.unsaved() for tier in self.tiers]
+        return errors[-1] if all(errors) else None
+
+    def close(self) -> None:
+        """Waits for the last saves and ends. Raises SaveError if one has failed."""
+        self._each(Checkpointer.close, self.tiers)
+
+    def _each(self, call: Any, tiers: Any) -> None:
+        """A tier that fails keeps no other from being written."""
+        failed: list[SaveError] = []
+        for tier in tiers:
+            try:
+                call(tier)
+            except SaveError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]

@@ -1,0 +1,82 @@
+"""Records that cannot be read or tokenized: set aside and counted, up to a limit."""
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import grain
+
+
+class SkipBadRecords:
+    """Leaves bad documents out, and stops the run when there are more than `limit` of them.
+
+        quarantine = SkipBadRecords(limit=100, path="runs/1/bad_records.jsonl") documents =
+        quarantine.guard(tokenize(array_record("corpus"), tokenizer), name="corpus") Loader(lambda part:
+        pack(documents.shuffle(seed=0).repeat()[part], length=512), batch_size=8, quarantine=quarantine)
+
+    `path` gets a line of JSON for each: `source`, `record` (its index) and `error`. Where the file exists already, its
+    records are counted too, so a resumed run goes on counting. Several hosts need a path each. Files that are missing
+    or disks that fail are no bad records: such errors are raised as they are.
+    """
+
+    def __init__(self, *, limit: int, path: str | os.PathLike | None = None):
+        if limit < 0:
+            raise ValueError(f"limit must be at least 0, got {limit}.")
+        self._limit, self._path, self._lock = limit, None if path is None else Path(path), threading.Lock()
+        self._seen: set[tuple[str, int]] = set()
+        if self._path is not None and self._path.exists():
+            lines = [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
+            self._seen = {(line["source"], line["record"]) for line in lines}
+
+    def __len__(self) -> int:
+        """How many bad records there are."""
+        return len(self._seen)
+
+    def guard(self, documents: grain.MapDataset, *, name: str = "") -> grain.MapDataset:
+        """The documents without those that raise an error, in this dataset or before it. To be called before
+        `shuffle`.
+        """
+        return _Guarded(documents, self, name)
+
+    def add(self, source: str, record: int, error: Exception) -> None:
+        """Sets a record aside; once, however often it is read. Raises ValueError over the limit."""
+        with self._lock:
+            if (source, record) in self._seen:
+                return
+            self._seen.add((source, record))
+            if self._path is not None:
+                self._append({"source": source, "record": record, "error": f"{type(error).__name__}: {error}"})
+        if len(self) > self._limit:
+            listed = "" if self._path is None else f" All are listed in {self._path}."
+            raise ValueError(
+                f"{len(self)} bad records, more than limit={self._limit}; the last, record {record} of {source!r}: "
+                f"{error}{listed} Repair the data, or raise the limit."
+            ) from error
+
+    def _append(self, line: dict[str, Any]) -> None:
+        assert self._path is not None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class _Guarded(grain.MapDataset):
+    def __init__(self, parent: grain.MapDataset, quarantine: SkipBadRecords, name: str):
+        super().__init__(parent)
+        self._quarantine, self._name = quarantine, name
+
+    def __len__(self) -> int:
+        return len(self._parent)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        try:
+            return self._parent[index]
+        except OSError:
+            raise
+        except Exception as error:
+            self._quarantine.add(self._name, index % len(self), error)
+            return None

@@ -1,0 +1,108 @@
+"""Chats to tokens, with targets on the turns that are to be learned."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import grain
+import numpy as np
+
+from maxlib.data._sources import Document
+from maxlib.tokenization._chat_template import ChatTemplate, Message, Span
+
+Chooses = Callable[[int, Sequence[Message]], bool]
+
+
+def tokenize_chats(
+    documents: grain.MapDataset[Document],
+    tokenizer: Any,
+    template: ChatTemplate,
+    *,
+    learn: Literal["assistant", "last"] | Chooses = "assistant",
+) -> grain.MapDataset[Document]:
+    """Adds `"tokens"` and `"targets"` to every document with `"messages"`, -1 where a turn is not to be learned.
+
+    `learn` names the turns: all of the assistant, the last of the assistant, or those for which `learn(i, messages)` is
+    true. A turn is what the template marks with `{% generation %}`; where it marks nothing, what follows the prompt for
+    the turn, to the turn's end (its end-of-turn token included). The template writes all special tokens, and is given a
+    document's `"tools"` and `"documents"`.
+
+    `tokenizer` is a `tokenizers.Tokenizer`, or a Hugging Face tokenizer with one as its `backend_tokenizer`. What goes
+    wrong is a ValueError that names the record.
+    """
+    if not callable(learn) and learn not in ("assistant", "last"):
+        raise ValueError(f"learn must be 'assistant', 'last' or a function of (i, messages), got {learn!r}.")
+    tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    return documents.map_with_index(
+        partial(_tokenized, tokenizer=tokenizer, template=template, learn=learn, count=len(documents))
+    )
+
+
+def _tokenized(
+    index: int, document: Document, *, tokenizer: Any, template: ChatTemplate, learn: str | Chooses, count: int
+) -> Document:
+    record = document.get("record", f"chat {index % count}")
+    try:
+        return {**document, **_with_targets(document, tokenizer, template, learn)}
+    except Exception as error:  # jinja raises many kinds
+        raise ValueError(f"{record}: {type(error).__name__}: {error}") from error
+
+
+def _with_targets(document: Document, tokenizer: Any, template: ChatTemplate, learn: str | Chooses) -> Document:
+    if "messages" not in document:
+        raise ValueError(f"a chat needs 'messages', got {sorted(document)}")
+    messages = document["messages"]
+    chosen = _chosen(messages, learn)
+    if not chosen:
+        raise ValueError(f"no turn to learn (learn={learn!r}) among the roles {[m['role'] for m in messages]}")
+    variables = {name: document[name] for name in ("tools", "documents") if name in document}
+    text, spans = _rendered(template, messages, chosen, variables)
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    tokens = np.array(encoded.ids, np.int32)
+    targets = np.where(_learned(encoded.offsets, spans)[1:], tokens[1:], np.int32(-1))
+    if not (targets >= 0).any():
+        raise ValueError("the chosen turns hold no token")
+    return {"tokens": tokens, "targets": np.append(targets, np.int32(-1))}
+
+
+def _chosen(messages: Sequence[Message], learn: str | Chooses) -> list[int]:
+    if callable(learn):
+        return [i for i in range(len(messages)) if learn(i, messages)]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return turns[-1:] if learn == "last" else turns
+
+
+def _rendered(
+    template: ChatTemplate, messages: Sequence[Message], chosen: list[int], variables: Mapping[str, Any]
+) -> tuple[str, list[Span]]:
+    """The text, and the characters of the chosen turns."""
+    if not template.marks_generation or any(messages[i]["role"] != "assistant" for i in chosen):
+        text = template(messages, add_generation_prompt=False, **variables)
+        return text, [_span(template, messages, i, text, variables) for i in chosen]
+    text, spans = template.generated(messages, **variables)
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(spans) != len(turns):
+        raise ValueError(f"the template marks {len(spans)} generations, the chat has {len(turns)} assistant turns")
+    return text, [span for i, span in zip(turns, spans, strict=True) if i in chosen]
+
+
+def _span(template: ChatTemplate, messages: Sequence[Message], i: int, text: str, variables: Mapping[str, Any]) -> Span:
+    """The characters that message `i` adds to the chat so far."""
+    prompt = messages[i]["role"] == "assistant"
+    before = template(messages[:i], add_generation_prompt=prompt, **variables) if i else ""
+    after = template(messages[: i + 1], add_generation_prompt=False, **variables)
+    if not (after.startswith(before) and text.startswith(after)):
+        raise ValueError(
+            f"the template renders the messages up to {i} otherwise when more follow, so it cannot be said where the turn "
+            "stands: mark it in the template with {% generation %}, or learn='last'"
+        )
+    return len(before), len(after)
+
+
+def _learned(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
+    """Whether each token begins within one of the spans."""
+    begins = np.array([begin for begin, _ in offsets], np.int64)
+    learned = np.zeros(len(begins), bool)
+    for begin, end in spans:
+        learned |= (begins >= begin) & (begins < end)
+    return learned

@@ -1,0 +1,363 @@
+"""Sources in other formats: Parquet, TFRecord, tables of records, Hugging Face streams, folders of anything."""
+
+import bisect
+import copy
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import grain
+import numpy as np
+
+from maxlib.data._sources import Document, Paths, Piece, array_record, find_files, jsonl, text_files
+
+
+@runtime_checkable
+class Table(Protocol):
+    """Records by number: a Hugging Face `Dataset`, a `tfds.data_source(...)`, a list of dicts."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def records(table: Table, *, field: str = "text") -> grain.MapDataset[Document]:
+    """Documents from a table of records by number, for example a Hugging Face `Dataset` or a `tfds.data_source`.
+
+    What `field` holds decides what the document has: text (or UTF-8 bytes) `"text"`, integers `"tokens"`, objects with
+    a role `"messages"`. Nothing is read here: a bad record is an error when it is reached, naming its number.
+    """
+    if len(table) == 0:
+        raise ValueError("There is no record in the table.")
+    return grain.MapDataset.source(_Records(table, field))
+
+
+def parquet(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
+    """Documents from the column `field` of Parquet files, as in `records`. Needs pyarrow, of the extra `parquet`.
+
+    Random access reads a whole row group for a document; the last few are kept. Shuffled at large, tokenize ahead of
+    time.
+    """
+    return grain.MapDataset.source(_Parquet(find_files(paths), field))
+
+
+def tfrecord(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
+    """Documents from TFRecord files of `tf.train.Example`, whose feature `field` holds text or tokens. No TensorFlow.
+
+    Only the records' lengths are read here, and checked by their checksums; a record that is no Example is an error
+    when it is reached, naming its file and byte.
+    """
+    return grain.MapDataset.source(_TFRecords(find_files(paths), field))
+
+
+def files(paths: Paths, *, field: str = "text", document: Piece = "file") -> grain.MapDataset[Document]:
+    """Documents from files and folders of any of the formats, by the files' endings.
+
+    `.jsonl`, `.parquet`, `.tfrecord` and `.array_record` (records of JSON) have theirs in `field`; other files are
+    text, of which one document is a "file", a "line" or a "paragraph" (see `text_files`).
+    """
+    by_ending: dict[str, list[Path]] = {}
+    for path in find_files(paths):
+        ending = path.suffix if path.suffix in _FORMATS else ""
+        by_ending.setdefault(ending, []).append(path)
+    parts = [
+        _FORMATS[e](group, field=field) if e else text_files(group, document=document) for e, group in by_ending.items()
+    ]
+    return parts[0] if len(parts) == 1 else grain.MapDataset.concatenate(parts)
+
+
+class HFStream:
+    """Documents from a Hugging Face `IterableDataset`, read as it comes. Needs the extra `hf`.
+
+        source = HFStream(datasets.load_dataset("name", split="train", streaming=True), field="text")
+        Loader(lambda part: pack(source.map(tokenize_one)[part], length=512), batch_size=8)
+
+    A loader's shards divide the stream's own files where their number allows it; else each shard reads all of it and
+    keeps every n-th record. `epochs=None` repeats without end. Resuming is exact, except where the stream shuffles in a
+    buffer of its own, whose contents datasets does not save.
+    """
+
+    def __init__(self, dataset: Any, *, field: str = "text", epochs: int | None = 1):
+        self._dataset, self._field, self._epochs = dataset, field, epochs
+        self._transforms: tuple[Callable[[Document], Document], ...] = ()
+
+    def map(self, transform: Callable[[Document], Document]) -> "HFStream":
+        """The stream with each document transformed."""
+        new = copy.copy(self)
+        new._transforms = (*self._transforms, transform)
+        return new
+
+    def __getitem__(self, part: slice) -> grain.IterDataset[Document]:
+        """The documents of one of the loader's shards."""
+        dataset: grain.IterDataset = _Stream(self._dataset, self._field, self._epochs, part)
+        for transform in self._transforms:
+            dataset = dataset.map(transform)
+        return dataset
+
+
+class _Stream(grain.IterDataset):
+    def __init__(self, dataset: Any, field: str, epochs: int | None, part: slice):
+        super().__init__()
+        self._of = (dataset, field, epochs, part)
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _StreamIterator(*self._of)
+
+
+class _StreamIterator(grain.DatasetIterator):
+    def __init__(self, dataset: Any, field: str, epochs: int | None, part: slice):
+        super().__init__()
+        first, every = part.start or 0, part.step or 1
+        divides = dataset.num_shards % every == 0
+        with _copying:
+            own = dataset.shard(num_shards=every, index=first) if divides else dataset.shard(num_shards=1, index=0)
+        self._dataset, self._first, self._every = own, 0 if divides else first, 1 if divides else every
+        self._field, self._epochs = field, epochs
+        self._begin(epoch=0)
+
+    def __next__(self) -> Document:
+        while self._epochs is None or self._epoch < self._epochs:
+            for record in self._reading:
+                self._count += 1
+                if (self._count - 1) % self._every == self._first:
+                    return _as_fields(record, self._field, f"record {self._count - 1} of epoch {self._epoch}")
+            if self._count == 0:
+                raise ValueError("The stream holds no record.")
+            self._begin(self._epoch + 1)
+        raise StopIteration
+
+    def get_state(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "count": self._count, "dataset": copy.deepcopy(self._dataset.state_dict())}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._begin(state["epoch"])
+        self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+        self._reading, self._count = iter(self._dataset), state["count"]
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch, self._count = epoch, 0
+        self._dataset.set_epoch(epoch)
+        self._reading: Iterator[Mapping[str, Any]] = iter(self._dataset)
+
+
+_copying = threading.Lock()  # a dataset of datasets' is not to be copied by two threads at once
+
+
+class _Records:
+    def __init__(self, table: Table, field: str):
+        self._table, self._field = table, field
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: Any) -> Document:
+        return _as_fields(self._table[int(index)], self._field, f"record {index}")
+
+
+class _Parquet:
+    """Rows by number; keeps the row groups read last."""
+
+    def __init__(self, paths: list[Path], field: str, keep: int = 8):
+        self._paths, self._field, self._keep = paths, field, keep
+        self._files = [_parquet_file(path) for path in paths]
+        for path, file in zip(paths, self._files, strict=True):
+            names = file.schema_arrow.names
+            if field not in names:
+                raise ValueError(f"{path}: there is no column {field!r}, only {names}: name the right field=.")
+        self._groups = [(f, g) for f, file in enumerate(self._files) for g in range(file.metadata.num_row_groups)]
+        rows = (self._files[f].metadata.row_group(g).num_rows for f, g in self._groups)
+        self._begins = [0, *accumulate(rows)]
+        if not self._begins[-1]:
+            raise ValueError(f"There is no row in {', '.join(map(str, paths))}.")
+        self._cache: OrderedDict[int, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def __getitem__(self, index: Any) -> Document:
+        group = bisect.bisect_right(self._begins, index) - 1
+        row = int(index) - self._begins[group]
+        value = self._column(group)[row].as_py()
+        file, number = self._groups[group]
+        at = f"{self._paths[file]}: row group {number}, row {row}"
+        return _as_fields({self._field: value}, self._field, at)
+
+    def _column(self, group: int) -> Any:
+        with self._lock:  # a file of pyarrow's is read by one thread at a time
+            if group not in self._cache:
+                file, number = self._groups[group]
+                self._cache[group] = self._files[file].read_row_group(number, columns=[self._field]).column(0)
+            self._cache.move_to_end(group)
+            while len(self._cache) > self._keep:
+                self._cache.popitem(last=False)
+            return self._cache[group]
+
+
+def _parquet_file(path: Path) -> Any:
+    try:
+        from pyarrow import lib
+        from pyarrow import parquet as pq
+    except ImportError as error:
+        raise ImportError('Parquet files need pyarrow: pip install "maxlib[parquet]"') from error
+    try:
+        return pq.ParquetFile(path)
+    except lib.ArrowInvalid as error:
+        raise ValueError(f"{path}: this is no Parquet file: {error}") from error
+
+
+class _TFRecords:
+    """Records by number, each at a byte of a file."""
+
+    def __init__(self, paths: list[Path], field: str):
+        self._paths, self._field = paths, field
+        spans = [(i, start, size) for i, path in enumerate(paths) for start, size in _record_spans(path)]
+        if not spans:
+            raise ValueError(f"There is no record in {', '.join(map(str, paths))}.")
+        self._spans = np.array(spans, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, index: Any) -> Document:
+        number, start, size = self._spans[index].tolist()
+        with self._paths[number].open("rb") as file:
+            file.seek(start)
+            data = file.read(size)
+        at = f"{self._paths[number]}: byte {start}"
+        try:
+            features = _example(data)
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"{at}: the record is no tf.train.Example ({error}).") from error
+        return _as_fields(features, self._field, at)
+
+
+def _record_spans(path: Path) -> Iterator[tuple[int, int]]:
+    """(first byte, size) of the data of every record: between a length, its checksum, and the data's."""
+    end, at = path.stat().st_size, 0
+    with path.open("rb") as file:
+        while at < end:
+            file.seek(at)
+            head = file.read(12)
+            size, check = struct.unpack("<QI", head) if len(head) == 12 else (0, -1)
+            if check != _masked_crc(head[:8]) or at + 16 + size > end:
+                raise ValueError(f"{path}: byte {at}: this is no TFRecord, or one that was cut short or damaged.")
+            yield at + 12, size
+            at += 16 + size
+
+
+def _masked_crc(data: bytes) -> int:
+    """CRC-32C as TFRecord stores it."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _crc_table()[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+@cache
+def _crc_table() -> tuple[int, ...]:
+    table = []
+    for crc in range(256):
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+        table.append(crc)
+    return tuple(table)
+
+
+def _example(data: bytes) -> dict[str, Any]:
+    """The features of a serialized tf.train.Example: one text as bytes, integers as an array."""
+    features = {}
+    for _, feature_map in _fields(data):
+        for _, entry in _fields(feature_map):
+            parts = dict(_fields(entry))
+            features[parts[1].decode()] = _feature(parts.get(2, b""))
+    return features
+
+
+def _feature(data: bytes) -> Any:
+    for kind, values in _fields(data):
+        if kind == 1:
+            texts = [text for _, text in _fields(values)]
+            return texts[0] if len(texts) == 1 else texts
+        if kind == 3:
+            parts = [_varints(v) if isinstance(v, bytes) else np.array([v]) for _, v in _fields(values)]
+            return np.concatenate(parts) if parts else np.array([], np.int64)
+    return None
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """(number, value) of every field of a protocol buffer's message; fixed-width numbers are passed over."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        number, wire = key >> 3, key & 7
+        if wire == 0:
+            value, at = _varint(data, at)
+            yield number, value
+        elif wire == 2:
+            size, at = _varint(data, at)
+            if at + size > len(data):
+                raise ValueError("a field is cut short")
+            yield number, data[at : at + size]
+            at += size
+        elif wire in (1, 5):
+            at += 8 if wire == 1 else 4
+        else:
+            raise ValueError(f"unknown wire type {wire}")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
+        if byte < 128:
+            return value, at
+
+
+def _varints(data: bytes) -> np.ndarray:
+    """All the numbers of a packed field at once."""
+    array = np.frombuffer(data, np.uint8)
+    if not array.size:
+        return np.array([], np.int64)
+    ends = np.flatnonzero(array < 128)
+    begins = np.concatenate([[0], ends[:-1] + 1])
+    place = np.arange(len(array)) - np.repeat(begins, ends - begins + 1)
+    parts = (array & 127).astype(np.uint64) << (7 * place).astype(np.uint64)
+    return np.add.reduceat(parts, begins).view(np.int64)
+
+
+def _as_fields(record: Any, field: str, at: str) -> Document:
+    """The document that a record's field holds."""
+    value = record.get(field) if isinstance(record, Mapping) else None
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{at}: {field!r} must be UTF-8 ({error}).") from error
+    if isinstance(value, str) and value.strip():
+        return {"text": value}
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        rest = {name: x for name, x in record.items() if name != field}
+        return {**rest, "messages": value, "record": at}
+    tokens = np.asarray([] if value is None or isinstance(value, str) else value)
+    if tokens.ndim == 1 and tokens.size and tokens.dtype.kind in "iu":
+        return {"tokens": tokens.astype(np.int32)}
+    found = sorted(record) if isinstance(record, Mapping) else type(record).__name__
+    raise ValueError(
+        f"{at}: the field {field!r} must hold text, integers or messages, and not be empty, got {value!r}; the record has "
+        f"{found}."
+    )
+
+
+_FORMATS: dict[str, Callable[..., grain.MapDataset]] = {
+    ".jsonl": jsonl,
+    ".parquet": parquet,
+    ".tfrecord": tfrecord,
+    ".array_record": partial(array_record),
+}

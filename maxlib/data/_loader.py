@@ -1,0 +1,398 @@
+"""The loader: this host's rows of every global batch, read ahead, with a state that any number of hosts can
+continue.
+"""
+
+import atexit
+import ctypes
+import math
+import queue
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from maxlib.data import _counting as counting
+from maxlib.data._bad_records import SkipBadRecords
+
+Batch = dict[str, np.ndarray]
+State = dict[str, Any]
+
+
+class Loader:
+    """Iterates over this host's rows of the global batches.
+
+    The global batch of `batch_size` rows is cut into `num_shards` virtual shards of equally many rows.
+    `rows_of_shard(part)` makes the rows of one shard; `part` is the `slice` of the documents that belongs to it:
+
+        Loader(lambda part: pack(documents[part], length=512), batch_size=8)
+
+    What a shard yields depends on `num_shards` alone, never on the hosts, so a run may continue on another number of
+    hosts with identical global batches. `num_shards` (default: the greatest common divisor of `batch_size` and 8) is
+    fixed for a run; where the hosts do not divide it, several read the same shard, and each hands out its own rows of
+    it. `shards` are those of this host (default: `host_shards`), of which it then hands out all rows; where the mesh
+    lays a batch out in another order than that of the processes, use `shards_of`.
+
+    Iteration ends when every shard has run out, or after `num_batches`; a shard that runs out earlier gives rows of
+    padding. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the same
+    end, or `num_batches`. Each shard is read ahead by one thread, by up to `prefetch` batches, for packing gives rows
+    in bursts; a batch that does not come within `timeout` seconds is a `TimeoutError` that says where the reading
+    stands. `quarantine` is one that the documents go through, to be counted in `metrics()`.
+
+    Attributes:
+      rows: the global rows that this host's batches hold, in order.
+      batches: how many batches have been handed out since the beginning of the data.
+      wait_seconds: how long `next` has waited for data since construction.
+    """
+
+    def __init__(
+        self,
+        rows_of_shard: Callable[[slice], grain.IterDataset],
+        *,
+        batch_size: int,
+        num_shards: int | None = None,
+        shards: Sequence[int] | None = None,
+        num_batches: int | None = None,
+        prefetch: int = 8,
+        timeout: float = 300.0,
+        quarantine: SkipBadRecords | None = None,
+    ):
+        num_shards = math.gcd(batch_size, 8) if num_shards is None else num_shards
+        self.shards = list(host_shards(num_shards) if shards is None else sorted(shards))
+        _check(batch_size, num_shards, self.shards)
+        if prefetch < 1 or timeout <= 0:
+            raise ValueError(f"prefetch must be at least 1 and timeout positive, got {prefetch} and {timeout}.")
+        self._rows_of_shard, self._batch_size, self.num_shards = rows_of_shard, batch_size, num_shards
+        self._num_batches, self._prefetch, self._timeout = num_batches, prefetch, timeout
+        held = np.arange(batch_size).reshape(num_shards, -1)[self.shards].reshape(-1)
+        self._own = slice(None) if shards is not None else _own_rows(held, batch_size)
+        self.rows = held[self._own]
+        self.wait_seconds, self._quarantine = 0.0, quarantine
+        self._readers: dict[int, _Reader] = {}
+        weakref.finalize(self, _stop, self._readers)  # a forgotten loader stops its threads
+        self.reset()
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> Batch:
+        if self._num_batches is not None and self.batches >= self._num_batches:
+            raise StopIteration
+        self._collect()
+        parts = [self._ready[s][0] for s in self.shards]
+        self._counts = {s: self._ready[s][2] for s in self.shards}
+        if all(part is None for part in parts):
+            self._check_end()
+        batch = self._join(parts)
+        self._states = {s: self._ready[s][1] for s in self.shards}
+        for s in [s for s, ready in self._ready.items() if ready[0] is not None]:
+            del self._ready[s]
+            self._readers[s].room.release()  # only now: threads that read would keep this one from the interpreter
+        self.batches += 1
+        return batch
+
+    def metrics(self) -> dict[str, float]:
+        """What this host's shards have read for the batches handed out, since the beginning of the data.
+
+        For example `data/tokens/web` of a mixture, `data/dropped_documents` of packing, `data/bad_records` of a
+        quarantine. Packing reads ahead, so counts may be ahead of the batches; a resumed run counts as if never
+        stopped.
+        """
+        size = self._batch_size // self.num_shards
+        # A shard that several hosts read is counted by the one with its first row.
+        counts: dict[str, float] = {**counting.total(c for s, c in self._counts.items() if s * size in self.rows)}
+        if self._quarantine is not None:
+            counts["bad_records"] = len(self._quarantine)
+        return {f"data/{name}": count for name, count in counts.items()}
+
+    def get_state(self) -> dict[str, State]:
+        """The position after the last batch handed out: per shard of this host a dict that JSON can hold.
+
+        The states of all hosts together, `a | b | ...`, are the state of the run.
+        """
+        common = {"num_shards": self.num_shards, "batch_size": self._batch_size, "batches": self.batches}
+        return {str(s): {**common, "iterator": self._states[s]} for s in self.shards}
+
+    def set_state(self, state: Mapping[str, State]) -> None:
+        """Continues where `state` was taken; it may hold shards of other hosts.
+
+        Raises:
+          ValueError: a shard of this host is missing, the shards stand at different batches, or the state is one of
+            another `num_shards` or `batch_size`.
+        """
+        self._start(*self._checked(state))
+
+    def reset(self) -> None:
+        """Goes back to the first batch."""
+        self._start(0, dict.fromkeys(self.shards))
+
+    def close(self) -> None:
+        """Stops reading ahead. The loader stays where it is and reads on when asked for a batch."""
+        _stop(self._readers)
+        self._ready = {}
+
+    def _start(self, batches: int, states: dict[int, Any]) -> None:
+        self.close()
+        self.batches, self._states = batches, states
+        self._counts: dict[int, dict[str, int]] = {}
+        self._blank: Batch | None = None
+
+    def _collect(self) -> None:
+        """Waits until every shard of this host has its next batch; what has come stays when the wait is cut short."""
+        if not self._readers:
+            for s in self.shards:
+                self._readers[s] = _Reader(self._shard_batches(s), self._states[s], self._prefetch)
+        begin = time.perf_counter()
+        try:
+            for s in self.shards:
+                if s not in self._ready:
+                    self._ready[s] = self._wait(s, begin + self._timeout)
+        finally:
+            self.wait_seconds += time.perf_counter() - begin
+
+    def _wait(self, shard: int, deadline: float) -> tuple[Batch | None, Any, dict[str, int]]:
+        reader = self._readers[shard]
+        try:
+            item = reader.ready.get(timeout=max(0.0, deadline - time.perf_counter()))
+        except queue.Empty:
+            raise TimeoutError(
+                f"No data within {self._timeout:g} s: waited for batch {self.batches} of shard {shard} of "
+                f"{self.num_shards}. Its reader stands at\n{reader.where()}"
+                "If the data is slow rather than stuck, raise timeout= or prefetch=."
+            ) from None
+        if isinstance(item, BaseException):
+            self.close()
+            item.add_note(f"While reading batch {self.batches} of data shard {shard} of {self.num_shards}.")
+            raise item
+        return item
+
+    def _shard_batches(self, shard: int) -> Callable[[], grain.IterDataset]:
+        rows, part, size = self._rows_of_shard, slice(shard, None, self.num_shards), self._batch_size // self.num_shards
+        return lambda: rows(part).batch(size, drop_remainder=False)
+
+    def _check_end(self) -> None:
+        """Every shard of this host has run out: ends the iteration, or leaves padding to be handed out."""
+        everything = len(self.shards) == self.num_shards
+        if self._num_batches is None and everything and self.batches > 0:
+            raise StopIteration
+        if self._blank is None:
+            raise ValueError(
+                f"The shards {self.shards} of {self.num_shards} hold no row: their documents are used up, empty or all "
+                "filtered out. Use fewer shards or more documents."
+            )
+        if self._num_batches is None:
+            raise RuntimeError(
+                f"This host's shards {self.shards} have run out after {self.batches} batches while other hosts may go "
+                "on: repeat the documents, or give num_shards=1, which every host reads to the same end, or num_batches=, "
+                "up to which a host that has run out gives rows of padding."
+            )
+
+    def _join(self, parts: list[Batch | None]) -> Batch:
+        """One batch of all shards, filled up with rows of padding."""
+        size = self._batch_size // self.num_shards
+        example = next((part for part in parts if part is not None), None)
+        blank = self._blank if example is None else {name: _padding(name, a[:1]) for name, a in example.items()}
+        assert blank is not None  # _check_end has seen to it
+        self._blank = blank
+        rows = [blank if part is None else part for part in parts]
+        whole = lambda name: np.concatenate([_fill(part[name], blank[name], size) for part in rows])
+        return {name: whole(name)[self._own] for name in blank}
+
+    def _checked(self, state: Mapping[str, State]) -> tuple[int, dict[int, Any]]:
+        missing = [s for s in self.shards if str(s) not in state]
+        if missing:
+            raise ValueError(
+                f"The data state lacks the shards {missing} of {self.num_shards}; it has {sorted(state)}. The number of "
+                "shards is fixed for a run: use the num_shards it began with, and join the states of all hosts."
+            )
+        mine = [state[str(s)] for s in self.shards]
+        for name, here in (("batch_size", self._batch_size), ("num_shards", self.num_shards)):
+            if any(shard[name] != here for shard in mine):
+                raise ValueError(
+                    f"The data state is one of {name}={mine[0][name]}, this loader has {name}={here}: a run goes on with what "
+                    "it began with; start another one in a directory of its own."
+                )
+        batches = {shard["batches"] for shard in mine}
+        if len(batches) > 1:
+            raise ValueError(
+                f"The shards of the data state stand at different batches {sorted(batches)}: take one step's."
+            )
+        return batches.pop(), {s: state[str(s)]["iterator"] for s in self.shards}
+
+
+def host_shards(num_shards: int, *, host: int | None = None, num_hosts: int | None = None) -> range:
+    """The consecutive virtual shards in which the rows of one host (default: this process among jax's) lie.
+
+    Where the hosts do not divide the shards, some are in the range of two or more hosts.
+    """
+    host, num_hosts = _position(host, num_hosts)
+    return range(host * num_shards // num_hosts, -(-(host + 1) * num_shards // num_hosts))
+
+
+def _position(host: int | None, num_hosts: int | None) -> tuple[int, int]:
+    if host is not None and num_hosts is not None:
+        return host, num_hosts
+    import jax
+
+    return jax.process_index(), jax.process_count()
+
+
+def _own_rows(held: np.ndarray, batch_size: int) -> slice:
+    """Which of the held rows are this host's: all, unless other hosts read the same shards."""
+    host, num_hosts = _position(None, None)
+    begin, end = (n * batch_size // num_hosts - int(held[0]) for n in (host, host + 1))
+    return slice(begin, end)
+
+
+def shards_of(sharding: Any, *, batch_size: int, num_shards: int) -> list[int]:
+    """The virtual shards whose rows this process holds under a `jax.sharding.NamedSharding` of the batch.
+
+    Raises:
+      ValueError: a shard's rows lie partly on this process.
+    """
+    import jax
+
+    rows_only = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:1]))
+    held = np.zeros(batch_size, bool)
+    for index in rows_only.addressable_devices_indices_map((batch_size,)).values():
+        held[index] = True
+    by_shard = held.reshape(num_shards, -1)
+    partly = np.flatnonzero(by_shard.any(1) & ~by_shard.all(1))
+    if partly.size:
+        raise ValueError(
+            f"The rows of the shards {partly.tolist()} of {num_shards} lie partly on this process: choose num_shards as a "
+            "multiple of the number of processes that the batch axis spans."
+        )
+    return np.flatnonzero(by_shard.all(1)).tolist()
+
+
+class _Reader:
+    """Reads one shard ahead in a daemon thread, into `ready`: (batch, state and counts after it), (None, state, counts)
+    at the end, or an error.
+
+    Own thread rather than grain's prefetch, whose wait has no deadline.
+    """
+
+    def __init__(self, dataset: Callable[[], grain.IterDataset], state: Any, prefetch: int):
+        self.ready: queue.SimpleQueue = queue.SimpleQueue()
+        self.room = threading.Semaphore(prefetch)  # taken before a batch is read, given back when one is handed out
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(dataset, state), daemon=True, name="maxlib-data")
+        _running.add(self)
+        self.thread.start()
+
+    def where(self) -> str:
+        """The innermost lines of code that the thread stands at."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        return "".join(traceback.format_stack(frame)[-4:]) if frame else "  (the thread has ended)\n"
+
+    def _run(self, dataset: Callable, state: Any) -> None:
+        try:
+            self._read(dataset, state)
+        except BaseException as error:  # it is raised where the batch is awaited
+            if not self.stop.is_set():
+                self.ready.put(error)
+        finally:
+            _running.discard(self)
+
+    def _read(self, dataset: Callable, state: Any) -> None:
+        with counting.collected() as stages:
+            iterator = iter(dataset())
+        if state is not None:
+            _restore(iterator, state)
+        while self.room.acquire() and not self.stop.is_set():
+            batch = next(iterator, None)
+            state = _to_json(iterator.get_state()) if batch is not None else state
+            self.ready.put((batch, state, counting.total(stage.counts for stage in stages)))
+            if batch is None:
+                return
+
+
+_running: set[_Reader] = set()
+
+
+@atexit.register
+def _end_threads(patience: float = 5.0) -> None:
+    """Ends all readers before the interpreter goes: a daemon thread that it cuts off inside native code aborts the
+    process.
+    """
+    readers = {str(i): reader for i, reader in enumerate(tuple(_running))}
+    threads = [reader.thread for reader in readers.values()]
+    _stop(readers)
+    for thread in threads:  # not only between batches, of which one may take seconds
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    deadline = time.perf_counter() + patience
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.perf_counter()))
+
+
+def _restore(iterator: grain.DatasetIterator, state: Any) -> None:
+    try:
+        iterator.set_state(_from_json(state))
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"The data state does not fit this pipeline ({error!r}): resume with the pipeline that it was taken from. "
+            f"It is {state}."
+        ) from error
+
+
+def _stop(readers: dict) -> None:
+    """Tells the threads to end; does not wait for them."""
+    for reader in readers.values():
+        reader.stop.set()
+        reader.room.release()
+    readers.clear()
+
+
+def _check(batch_size: int, num_shards: int, shards: list[int]) -> None:
+    if num_shards < 1 or batch_size < 1 or batch_size % num_shards:
+        raise ValueError(
+            f"batch_size must be a positive multiple of num_shards, got batch_size={batch_size} and "
+            f"num_shards={num_shards}: every shard owns the same number of rows."
+        )
+    if not shards or len(set(shards)) != len(shards) or shards[0] < 0 or shards[-1] >= num_shards:
+        raise ValueError(f"shards must be distinct numbers from 0 to {num_shards - 1}, at least one, got {shards}.")
+
+
+def _padding(name: str, row: np.ndarray) -> np.ndarray:
+    return np.full_like(row, -1 if name == "targets" else 0)
+
+
+def _fill(array: np.ndarray, blank: np.ndarray, size: int) -> np.ndarray:
+    """Fills up to `size` rows with blank ones."""
+    short = size - len(array)
+    return np.concatenate([array, np.repeat(blank, short, axis=0)]) if short else array
+
+
+def _to_json(state: Any) -> Any:
+    """A copy in JSON's types. JSON turns tuples into lists, with which grain would resume elsewhere: they are
+    marked.
+    """
+    match state:
+        case None | bool() | int() | float() | str():
+            return state
+        case np.integer() | np.floating() | np.bool_():
+            return state.item()
+        case tuple():
+            return {"tuple": [_to_json(x) for x in state]}
+        case list():
+            return [_to_json(x) for x in state]
+        case dict() if all(isinstance(key, str) for key in state) and set(state) != {"tuple"}:
+            return {key: _to_json(value) for key, value in state.items()}
+    raise TypeError(f"An iterator's state must consist of JSON's types, got {state!r}.")
+
+
+def _from_json(state: Any) -> Any:
+    match state:
+        case {"tuple": items, **rest} if not rest:
+            return tuple(_from_json(x) for x in items)
+        case dict():
+            return {key: _from_json(value) for key, value in state.items()}
+        case list():
+            return [_from_json(x) for x in state]
+    return state

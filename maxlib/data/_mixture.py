@@ -1,0 +1,273 @@
+"""Several sources as one stream of documents, in given shares."""
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import grain
+
+from maxlib.data._counting import CountingIterator
+from maxlib.data._sources import Document
+
+Weights = Mapping[str, float]
+
+
+@runtime_checkable
+class Sliceable(Protocol):
+    """What a loader's shard can take its part of: a `grain.MapDataset`, a stream, or another mixture."""
+
+    def __getitem__(self, part: slice, /) -> Any: ...
+
+
+class Mixture:
+    """Documents of several sources in the shares that `weights` names.
+
+        mixture = Mixture({"web": web, "code": code}, weights={"web": 3, "code": 1}, seed=0)
+        Loader(lambda part: pack(mixture[part], length=512), batch_size=8)
+
+    The next document always comes from the source that lags furthest behind its share, counted in tokens (documents
+    with `by="documents"`): shares hold within one document at every moment, without chance, in each of the loader's
+    shards. Each document brings its source's name under `"source"`.
+
+    Weights are relative (default: by size). For a curriculum they are a function of the step, and may be zero there. A
+    shard counts steps by the tokens it has handed out, `tokens_per_step` in all shards together: packing that reads
+    ahead (`first_fit`: `bins` rows) sees a change that much earlier than training.
+
+    `epochs` says how often a source is read, all or by name; None (the default) is without end, unless the source
+    itself ends. A source that is used up leaves its share to the others, and the mixture ends with the last one. `seed`
+    shuffles each source anew in every epoch.
+
+    Raises:
+      ValueError: a source is empty, or names or weights do not fit.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Sliceable],
+        weights: Weights | Callable[[int], Weights] | None = None,
+        *,
+        by: Literal["tokens", "documents"] = "tokens",
+        epochs: int | Mapping[str, int | None] | None = None,
+        seed: int | None = None,
+        tokens_per_step: int | None = None,
+    ):
+        _check_sources(sources)
+        if by not in ("tokens", "documents"):
+            raise ValueError(f"by must be 'tokens' or 'documents', got {by!r}.")
+        if callable(weights) and not (tokens_per_step and tokens_per_step > 0):
+            raise ValueError(
+                "Weights that depend on the step need tokens_per_step=, batch_size * length, to count steps by."
+            )
+        self.names, self._by, self._tokens_per_step = tuple(sources), by, tokens_per_step
+        weights = _sizes(sources) if weights is None else weights
+        self._weights = weights if callable(weights) else _constant(_checked(weights, self.names, positive=True))
+        epochs = epochs if isinstance(epochs, Mapping) else dict.fromkeys(sources, epochs)
+        _check_names("epochs", epochs, self.names)
+        self._sources = {
+            name: _epochs(name, source, epochs.get(name), None if seed is None else seed + i)
+            for i, (name, source) in enumerate(sources.items())
+        }
+        self._lengths = {name: _length(source) for name, source in sources.items()}
+
+    def __getitem__(self, part: slice) -> grain.IterDataset[Document]:
+        """The documents of one of the loader's shards."""
+        return _MixedDataset(self, part)
+
+    def __repr__(self) -> str:
+        return f"Mixture of {', '.join(self.names)}"
+
+    def open(self, part: slice) -> list[grain.DatasetIterator]:
+        """An iterator over this part of every source."""
+        readers = []
+        for name, source in self._sources.items():
+            documents = source[part]
+            if isinstance(documents, grain.MapDataset):
+                readers.append(_Reading(documents, patience=20 * self._lengths[name]))
+            else:
+                readers.append(iter(documents))
+        return readers
+
+    def weights_at(self, tokens: int) -> tuple[float, ...]:
+        """The weights once `tokens` tokens have been handed out by all shards."""
+        step = tokens // self._tokens_per_step if self._tokens_per_step else 0
+        return tuple(_checked(self._weights(step), self.names, positive=False, at=f" at step {step}").values())
+
+    def size(self, document: Document) -> int:
+        """What a document takes of its source's share."""
+        return len(document["tokens"]) if self._by == "tokens" else 1
+
+
+class _MixedDataset(grain.IterDataset):
+    def __init__(self, mixture: Mixture, part: slice):
+        super().__init__()
+        self._mixture, self._part_of = mixture, part
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _MixedIterator(self._mixture, self._part_of)
+
+
+class _MixedIterator(CountingIterator):
+    """Every document adds to each source's credit its share, and costs its own source what it takes: the most credit is
+    next.
+    """
+
+    def __init__(self, mixture: Mixture, part: slice):
+        readers = mixture.open(part)
+        super().__init__(readers)
+        self._mixture, self._readers, self._shards = mixture, readers, part.step or 1
+        self._credit, self._ended, self._tokens = [0.0] * len(readers), [False] * len(readers), 0
+
+    def __next__(self) -> Document:
+        while not all(self._ended):
+            shares = self._shares()
+            i = max((i for i, share in enumerate(shares) if share), key=lambda i: (self._credit[i], shares[i]))
+            name = self._mixture.names[i]
+            document = self._read(i, name)
+            if document is not None:
+                self._account(i, name, document, shares)
+                return {**document, "source": name}
+        raise StopIteration
+
+    def get_state(self) -> dict[str, Any]:
+        return {
+            "names": list(self._mixture.names),
+            "readers": [reader.get_state() for reader in self._readers],
+            "credit": list(self._credit),
+            "ended": list(self._ended),
+            "tokens": self._tokens,
+            "counts": [[name, count] for name, count in self.counts.items()],
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if state["names"] != list(self._mixture.names):
+            raise ValueError(
+                f"The data state is one of a mixture of {state['names']}, this one has {list(self._mixture.names)}: resume "
+                "with the same sources in the same order. To leave one out from here on, give it weight 0 at later steps."
+            )
+        for reader, one in zip(self._readers, state["readers"], strict=True):
+            reader.set_state(one)
+        self._credit, self._ended, self._tokens = list(state["credit"]), list(state["ended"]), state["tokens"]
+        self.counts.clear()
+        self.counts.update(dict(state["counts"]))
+
+    def _shares(self) -> list[float]:
+        """What each source is due of the next document; nothing when it is used up."""
+        weights = self._mixture.weights_at(self._tokens * self._shards)
+        left = [0.0 if ended else weight for weight, ended in zip(weights, self._ended, strict=True)]
+        if not sum(left):
+            waiting = [name for name, ended in zip(self._mixture.names, self._ended, strict=True) if not ended]
+            raise ValueError(
+                f"All sources with a weight are used up after {self._tokens} tokens of this shard, while {waiting} have "
+                "weight 0: give the others more epochs, or these a weight."
+            )
+        return [weight / sum(left) for weight in left]
+
+    def _read(self, i: int, name: str) -> Document | None:
+        try:
+            return next(self._readers[i])
+        except StopIteration:
+            self._ended[i] = True
+            return None
+        except Exception as error:
+            error.add_note(f"While reading the source {name!r} of the mixture.")
+            raise
+
+    def _account(self, i: int, name: str, document: Document, shares: list[float]) -> None:
+        if "tokens" not in document:
+            raise ValueError(f"The source {name!r} has documents without 'tokens', {sorted(document)}: use tokenize().")
+        size = self._mixture.size(document)
+        for j, share in enumerate(shares):
+            self._credit[j] += share * size
+        self._credit[i] -= size
+        self._tokens += len(document["tokens"])
+        self.counts[f"tokens/{name}"] += len(document["tokens"])
+        self.counts[f"documents/{name}"] += 1
+
+
+class _Reading(grain.DatasetIterator):
+    """A dataset in order; its state is the next index. Gives up after `patience` indices without a document."""
+
+    def __init__(self, dataset: grain.MapDataset, *, patience: int):
+        super().__init__()
+        self._dataset, self._next, self._patience = dataset, 0, patience
+
+    def __next__(self) -> Document:
+        for _ in range(self._patience + 1):
+            if self._next >= len(self._dataset):
+                raise StopIteration
+            document = self._dataset[self._next]
+            self._next += 1
+            if document is not None:
+                return document
+        raise ValueError(
+            f"No document in {self._patience} reads: this part of the source is empty, or all of it is filtered out."
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._next = state["next"]
+
+
+def _epochs(name: str, source: Sliceable, epochs: int | None, seed: int | None) -> Sliceable:
+    """The source as often as is asked for, shuffled anew each time."""
+    if not isinstance(source, grain.MapDataset):
+        if epochs is not None:
+            raise ValueError(
+                f"The source {name!r} is a {type(source).__name__}, which sets its own epochs: leave it out."
+            )
+        return source
+    if len(source) == sys.maxsize:
+        if epochs is not None or seed is not None:
+            raise ValueError(
+                f"The source {name!r} repeats already: give it without .repeat() to set epochs= and seed=."
+            )
+        return source
+    if epochs is not None and epochs < 1:
+        raise ValueError(f"epochs must be at least 1, got {epochs} for the source {name!r}.")
+    return (source if seed is None else source.shuffle(seed=seed)).repeat(epochs)
+
+
+def _length(source: Sliceable) -> int:
+    return len(source) if isinstance(source, grain.MapDataset) else 0
+
+
+def _sizes(sources: Mapping[str, Sliceable]) -> Weights:
+    sizes = {name: _length(source) for name, source in sources.items()}
+    unknown = [name for name, size in sizes.items() if size in (0, sys.maxsize)]
+    if unknown:
+        raise ValueError(f"The sizes of {unknown} are not known: name weights=.")
+    return sizes
+
+
+def _constant(weights: Weights) -> Callable[[int], Weights]:
+    return lambda step: weights
+
+
+def _checked(weights: Weights, names: tuple[str, ...], *, positive: bool, at: str = "") -> Weights:
+    """The weights in the order of the sources."""
+    _check_names(f"weights{at}", weights, names)
+    missing = [name for name in names if name not in weights]
+    bad = {name: w for name, w in weights.items() if not math.isfinite(w) or w < 0 or (positive and w == 0)}
+    if missing or bad or not any(weights.values()):
+        raise ValueError(
+            f"weights{at} must name a {'positive' if positive else 'non-negative'} number for every source of {names}, "
+            f"not all zero, got {dict(weights)}."
+        )
+    return {name: float(weights[name]) for name in names}
+
+
+def _check_names(what: str, given: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise ValueError(f"{what} names {unknown}, which are not among the sources {list(names)}.")
+
+
+def _check_sources(sources: Mapping[str, Sliceable]) -> None:
+    if not sources:
+        raise ValueError("A mixture needs at least one source, got none.")
+    for name, source in sources.items():
+        if isinstance(source, grain.MapDataset) and len(source) == 0:
+            raise ValueError(f"The source {name!r} of the mixture is empty: leave it out, or check its paths.")

@@ -1,0 +1,203 @@
+"""Documents of any length to rows of one length."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import grain
+import numpy as np
+from grain.experimental import (
+    ConcatThenSplitIterDataset,
+    DatasetOptions,
+    FirstFitPackIterDataset,
+    WithOptionsIterDataset,
+)
+from jaxtyping import Int32
+
+from maxlib.data._counting import CountingIterator
+from maxlib.data._sources import Document
+
+Long = Literal["split", "truncate", "drop", "error"]
+Policies = Long | Mapping[str, Long]
+Row = dict[str, np.ndarray]
+
+
+def pack(
+    documents: grain.MapDataset[Document] | grain.IterDataset[Document],
+    *,
+    length: int,
+    strategy: Literal["first_fit", "concat_then_split"] = "first_fit",
+    bins: int = 64,
+    long: Policies = "split",
+) -> grain.IterDataset[Row]:
+    """Packs documents with `"tokens"` into rows of int32 arrays `tokens targets segment_ids positions`, each `length`
+    long.
+
+    `targets` is the next token of the same document and -1 where there is none: at a document's last token and on
+    padding. A document longer than a row goes on in another row, and the target at the cut is the next row's first
+    token, so every token but a document's first is predicted exactly once. `segment_ids` number the pieces of a row
+    from 1, 0 is padding; `positions` count from 0 in each piece.
+
+    `long` is another policy for documents longer than a row: "truncate" keeps the first row's worth, "drop" leaves them
+    out, "error" stops; or a policy per source of a `Mixture`, by name. Whatever is not "split" is counted in the
+    loader's metrics (`truncated_documents`, `truncated_tokens`, `dropped_documents`, `dropped_tokens`, each also per
+    source).
+
+    `first_fit` cuts only documents longer than a row and fills `bins` rows at a time (more bins, less padding, a longer
+    restore); `concat_then_split` has padding in the last row only and cuts a document at the end of every row.
+    A document may bring its own `"targets"`, for example with -1 where nothing is to be learned.
+    """
+    if length < 2:
+        raise ValueError(f"length must be at least 2, one token and its target, got {length}.")
+    if strategy not in ("first_fit", "concat_then_split"):
+        raise ValueError(f"strategy must be 'first_fit' or 'concat_then_split', got {strategy!r}.")
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, got {bins}.")
+    _check_policies(long)
+    lengths = {"tokens": length, "targets": length}
+    pieces = _Segments(_in_order(documents), length, long, cut=strategy == "first_fit")
+    if strategy == "concat_then_split":
+        return ConcatThenSplitIterDataset(pieces, length_struct=lengths).map(_as_row)
+    return FirstFitPackIterDataset(pieces, length_struct=lengths, num_packing_bins=bins).map(_as_row)
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What rows hold. `a + b` adds up."""
+
+    rows: int = 0
+    slots: int = 0
+    tokens: int = 0
+    targets: int = 0
+    pieces: int = 0
+    documents: int = 0
+
+    @property
+    def padding(self) -> float:
+        """The fraction of slots without a token."""
+        return 1 - self.tokens / self.slots if self.slots else 0.0
+
+    def __add__(self, other: "Statistics") -> "Statistics":
+        return Statistics(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+
+def statistics(batch: Mapping[str, Int32[np.ndarray, "B T"]]) -> Statistics:
+    """Counts what a batch holds; `documents` are those that end in it, `pieces` all segments."""
+    segments, targets = batch["segment_ids"], batch["targets"]
+    used = segments > 0
+    following = np.concatenate([segments[:, 1:], np.zeros_like(segments[:, :1])], axis=1)
+    last = used & (segments != following)
+    return Statistics(
+        rows=segments.shape[0],
+        slots=segments.size,
+        tokens=int(used.sum()),
+        targets=int((targets >= 0).sum()),
+        pieces=int(last.sum()),
+        documents=int((last & (targets < 0)).sum()),
+    )
+
+
+class _Segments(grain.IterDataset):
+    """Documents with targets, each in as many pieces as the policy and the packing ask for."""
+
+    def __init__(self, parent: grain.IterDataset, length: int, long: Policies, *, cut: bool):
+        super().__init__(parent)
+        self._length, self._cut = length, cut
+        self._long: Policies = long
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _PiecesIterator(iter(self._parent), self._length, self._long, cut=self._cut)
+
+
+class _PiecesIterator(CountingIterator):
+    """Its state is that before the document under way, and how many of its pieces have been handed out."""
+
+    def __init__(self, parent: grain.DatasetIterator, length: int, long: Policies, *, cut: bool):
+        super().__init__(parent)
+        self._length, self._cut = length, cut
+        self._long: Policies = long
+        self._pieces: list[Row] = []
+        self._given, self._before = 0, (parent.get_state(), Counter(self.counts))
+
+    def __next__(self) -> Row:
+        while self._given >= len(self._pieces):
+            self._before = (self._parent.get_state(), Counter(self.counts))
+            self._pieces, self._given = self._of(next(self._parent)), 0
+        self._given += 1
+        return self._pieces[self._given - 1]
+
+    def get_state(self) -> dict[str, Any]:
+        parent, counts = self._before
+        return {"parent": parent, "counts": [[name, n] for name, n in counts.items()], "given": self._given}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state["parent"])
+        self.counts.clear()
+        self.counts.update(dict(state["counts"]))
+        self._before = (state["parent"], Counter(self.counts))
+        self._given = state["given"]
+        self._pieces = self._of(next(self._parent)) if self._given else []
+
+    def _of(self, document: Document) -> list[Row]:
+        row = self._kept(_with_targets(document), document.get("source"))
+        size = len(row["tokens"])
+        starts = range(0, size, self._length if self._cut else max(size, 1))
+        return [{name: array[i : i + starts.step] for name, array in row.items()} for i in starts]
+
+    def _kept(self, row: Row, source: str | None) -> Row:
+        """What the policy leaves of a document."""
+        size = len(row["tokens"])
+        policy = self._long if isinstance(self._long, str) else self._long.get(source or "", "split")
+        if size <= self._length or policy == "split":
+            return row
+        if policy == "error":
+            of = "" if source is None else f" of the source {source!r}"
+            raise ValueError(
+                f'A document{of} has {size} tokens, a row {self._length}, and long="error" allows none longer.'
+            )
+        keep = self._length if policy == "truncate" else 0
+        self._count("truncated" if keep else "dropped", size - keep, source)
+        return {name: array[:keep] for name, array in row.items()}
+
+    def _count(self, what: str, tokens: int, source: str | None) -> None:
+        for end in ("",) if source is None else ("", f"/{source}"):
+            self.counts[f"{what}_documents{end}"] += 1
+            self.counts[f"{what}_tokens{end}"] += tokens
+
+
+def _check_policies(long: Policies) -> None:
+    for policy in (long,) if isinstance(long, str) else long.values():
+        if policy not in get_args(Long):
+            raise ValueError(f"long must be one of {get_args(Long)}, or one of them per source, got {policy!r}.")
+
+
+def _in_order(documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
+    """Reads in the calling thread: a read that hangs in a pool's thread would keep the process from ending."""
+    if isinstance(documents, grain.IterDataset):
+        return documents
+    read = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    # `split` filters most documents out on purpose.
+    return WithOptionsIterDataset(documents.to_iter_dataset(read), DatasetOptions(filter_warn_threshold_ratio=None))
+
+
+def _with_targets(document: Document) -> Row:
+    if "tokens" not in document:
+        raise ValueError(
+            f"To be packed, documents need 'tokens', got {sorted(document)}: use tokenize() or in_memory()."
+        )
+    tokens = np.asarray(document["tokens"], np.int32)
+    targets = np.asarray(document.get("targets", np.append(tokens[1:], -1)), np.int32)
+    if len(targets) != len(tokens):
+        raise ValueError(f"A document's 'targets' must be as long as 'tokens', got {len(targets)} and {len(tokens)}.")
+    return {"tokens": tokens, "targets": targets}
+
+
+def _as_row(packed: Row) -> Row:
+    segment_ids = packed["tokens_segment_ids"]
+    return {
+        "tokens": packed["tokens"],
+        "targets": np.where(segment_ids == 0, np.int32(-1), packed["targets"]),
+        "segment_ids": segment_ids,
+        "positions": packed["tokens_positions"],
+    }

@@ -1,0 +1,251 @@
+"""Tokenization ahead of time: documents to ArrayRecord files of tokens, with a manifest, and back."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+from tokenizers import Tokenizer
+
+from maxlib.data._bad_records import SkipBadRecords
+from maxlib.data._sources import Document
+
+MANIFEST, TOKENIZER, BAD = "manifest.json", "tokenizer.json", "bad_records.jsonl"
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What files of tokens hold. `a + b` adds up, the longest document aside."""
+
+    documents: int = 0
+    tokens: int = 0
+    characters: int = 0
+    longest: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        longest = max(self.longest, other.longest)
+        tokens, characters = self.tokens + other.tokens, self.characters + other.characters
+        return Counts(self.documents + other.documents, tokens, characters, longest)
+
+
+def write_tokens(
+    documents: grain.MapDataset[Document],
+    directory: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+    documents_per_file: int = 50_000,
+    batch: int = 256,
+    bad_records: int = 0,
+    description: str = "",
+    progress: Callable[[Counts], Any] = lambda counts: None,
+) -> dict[str, Any]:
+    """Tokenizes documents with `"text"` into ArrayRecord files, to be read with `tokenized(directory)`; returns the
+    manifest.
+
+    tokenizers' own threads encode `batch` documents at a time while others read and write. Every file is written under
+    another name and then renamed, so a run that was stopped goes on with the first file that is missing. Up to
+    `bad_records` documents that fail are left out and listed in `bad_records.jsonl`. `progress` hears of every batch.
+    `description` says in the manifest what the documents are; a run that goes on must have the same.
+
+    Raises:
+      ValueError: the directory holds tokens of other documents, another tokenizer or other options.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    job = _job(documents, tokenizer, bos_id, eos_id, documents_per_file, description)
+    _check_job(directory, job)
+    quarantine = SkipBadRecords(limit=bad_records, path=directory / BAD)
+    texts = quarantine.guard(documents.map(_text))
+    files, total = [], Counts()
+    for number, first in enumerate(range(0, len(documents), documents_per_file)):
+        path = directory / f"tokens-{number:05}.array_record"
+        counts = _read_counts(path)
+        if counts is None:
+            part = range(first, min(first + documents_per_file, len(documents)))
+            counts = _write_file(texts, part, path, tokenizer, job, batch, _added(progress, total))
+        total += counts
+        progress(total)
+        files.append({"name": path.name, "bytes": path.stat().st_size, **dataclasses.asdict(counts)})
+    if not total.documents:
+        raise ValueError(f"No document could be tokenized; see {directory / BAD}.")
+    manifest = {**job, "bad_records": len(quarantine), "total": dataclasses.asdict(total), "files": files}
+    _write(directory / TOKENIZER, tokenizer.to_str(pretty=True))
+    _write(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    return manifest
+
+
+def tokenized(directory: str | Path) -> grain.MapDataset[Document]:
+    """The documents `{"tokens": int32 array}` that `write_tokens` (`python -m maxlib.data tokenize`) wrote.
+
+    Raises:
+      FileNotFoundError: there is no manifest, or a file of it is missing.
+      ValueError: a file is not the one that was written.
+    """
+    manifest, directory = read_manifest(directory), Path(directory)
+    files = [file for file in manifest["files"] if file["documents"]]
+    for file in files:
+        path = directory / file["name"]
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path} is missing; the manifest beside it names it. Tokenize again to replace it."
+            )
+        if path.stat().st_size != file["bytes"]:
+            raise ValueError(
+                f"{path} has {path.stat().st_size} bytes, the manifest says {file['bytes']}: it was damaged."
+            )
+    source: Any = grain.sources.ArrayRecordDataSource([str(directory / file["name"]) for file in files])
+    return grain.MapDataset.source(source).map(partial(_decode, dtype=manifest["dtype"]))
+
+
+def read_manifest(directory: str | Path) -> dict[str, Any]:
+    """What was tokenized, how, and how much of it there is."""
+    path = Path(directory) / MANIFEST
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist: tokenization has not been run there, or has not been finished."
+        )
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"{path} is of format {manifest['format']}, this maxlib reads {FORMAT}: tokenize again.")
+    return manifest
+
+
+def _added(progress: Callable[[Counts], Any], before: Counts) -> Callable[[Counts], Any]:
+    return lambda now: progress(before + now)
+
+
+def _decode(data: bytes, *, dtype: str) -> Document:
+    return {"tokens": np.frombuffer(data, dtype).astype(np.int32)}
+
+
+def _job(documents: Any, tokenizer: Tokenizer, bos_id: Any, eos_id: Any, per_file: int, description: str) -> dict:
+    """What decides the files' contents, apart from the documents themselves."""
+    if documents is None or len(documents) == 0:
+        raise ValueError("There is no document to tokenize.")
+    return {
+        "format": FORMAT,
+        "description": description,
+        "records": len(documents),
+        "tokenizer": hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest(),
+        "vocab_size": tokenizer.get_vocab_size(),
+        "dtype": "<u2" if tokenizer.get_vocab_size() <= 2**16 else "<i4",
+        "bos_id": bos_id,
+        "eos_id": eos_id,
+        "documents_per_file": per_file,
+    }
+
+
+def _check_job(directory: Path, job: dict) -> None:
+    """Refuses to go on with what another job began."""
+    path = directory / "job.json"
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        other = {name: (before.get(name), job[name]) for name in job if before.get(name) != job[name]}
+        if other:
+            said = ", ".join(f"{name} was {a!r} and is now {b!r}" for name, (a, b) in other.items())
+            raise ValueError(f"{directory} was begun otherwise: {said}. Use another directory, or remove this one.")
+    _write(path, json.dumps(job, indent=1) + "\n")
+
+
+def _write_file(
+    documents: grain.MapDataset,
+    part: range,
+    path: Path,
+    tokenizer: Tokenizer,
+    job: dict,
+    batch: int,
+    progress: Callable,
+) -> Counts:
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    begun = path.with_name(path.name + ".part")
+    writer = ArrayRecordWriter(str(begun), "group_size:1")
+    counts = Counts()
+    for texts, records in _ahead(_records(_ahead(_texts(documents, part, batch)), tokenizer, job)):
+        for record in records:
+            writer.write(record)
+        width = np.dtype(job["dtype"]).itemsize
+        sizes = [len(record) // width for record in records]
+        counts += Counts(len(records), sum(sizes), sum(map(len, texts)), max(sizes, default=0))
+        progress(counts)
+    writer.close()
+    _write(_counts_path(path), json.dumps(dataclasses.asdict(counts)))
+    begun.replace(path)
+    return counts
+
+
+def _texts(documents: grain.MapDataset, part: range, batch: int) -> Iterator[list[str]]:
+    for first in part[::batch]:
+        read = (documents[i] for i in range(first, min(first + batch, part.stop)))
+        yield [text for text in read if text is not None]
+
+
+def _text(document: Document) -> str:
+    if "text" not in document:
+        raise ValueError(f"To be tokenized ahead of time, documents need 'text', got {sorted(document)}.")
+    return document["text"]
+
+
+def _records(batches: Iterator[list[str]], tokenizer: Tokenizer, job: dict) -> Iterator[tuple[list[str], list[bytes]]]:
+    begin, end = ([] if job[name] is None else [job[name]] for name in ("bos_id", "eos_id"))
+    for texts in batches:
+        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        yield texts, [np.array(begin + e.ids + end, job["dtype"]).tobytes() for e in encoded]
+
+
+def _ahead(items: Iterator[Any], size: int = 4) -> Iterator[Any]:
+    """The same items, made by a thread of their own."""
+    ready: queue.Queue = queue.Queue(size)
+    stop = threading.Event()
+
+    def put(item: Any) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=0.1)
+                return
+
+    def run() -> None:
+        try:
+            for item in items:
+                put((item, None))
+            put((None, StopIteration()))
+        except BaseException as error:  # it is raised where the items are awaited
+            put((None, error))
+
+    threading.Thread(target=run, daemon=True, name="maxlib-tokenize").start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        stop.set()
+
+
+def _read_counts(path: Path) -> Counts | None:
+    """The counts of a file that is complete."""
+    return Counts(**json.loads(_counts_path(path).read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def _counts_path(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)

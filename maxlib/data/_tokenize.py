@@ -1,0 +1,36 @@
+"""Text to tokens."""
+
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import grain
+import numpy as np
+
+from maxlib.data._sources import Document
+
+
+@runtime_checkable
+class Encodes(Protocol):
+    """What `tokenizers.Tokenizer` and every Hugging Face tokenizer have in common."""
+
+    def encode(self, text: Any, /, *, add_special_tokens: bool) -> Any: ...
+
+
+def tokenize(
+    documents: grain.MapDataset[Document], tokenizer: Encodes, *, bos_id: int | None = None, eos_id: int | None = None
+) -> grain.MapDataset[Document]:
+    """Adds `"tokens"`, int32, to every document with `"text"`, between `bos_id` and `eos_id` where given.
+
+    The tokenizer's own template of special tokens is not applied, so what stands at a document's ends is only what is
+    named here.
+    """
+    return documents.map(partial(_with_tokens, tokenizer=tokenizer, bos_id=bos_id, eos_id=eos_id))
+
+
+def _with_tokens(document: Document, *, tokenizer: Encodes, bos_id: int | None, eos_id: int | None) -> Document:
+    encoded = tokenizer.encode(document["text"], add_special_tokens=False)
+    ids = list(getattr(encoded, "ids", encoded))
+    if not ids:
+        raise ValueError(f"The tokenizer made no token of the document {document['text'][:80]!r}: remove it.")
+    ends = ([] if bos_id is None else [bos_id], [] if eos_id is None else [eos_id])
+    return {**document, "tokens": np.array(ends[0] + ids + ends[1], np.int32)}

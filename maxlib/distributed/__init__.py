@@ -1,0 +1,39 @@
+"""Runs of several processes: starting them, meeting, stopping together, time limits, launching, XLA flags.
+
+Nothing here shards arrays; `maxlib.sharding` does.
+"""
+
+from typing import TYPE_CHECKING
+
+from maxlib._lazy import lazy
+
+if TYPE_CHECKING:
+    from maxlib.distributed import xla_flags as xla_flags
+    from maxlib.distributed._initialize import Cluster as Cluster
+    from maxlib.distributed._initialize import initialize as initialize
+    from maxlib.distributed._launcher import launch as launch
+    from maxlib.distributed._preemption import Interrupt as Interrupt
+    from maxlib.distributed._preemption import Interrupted as Interrupted
+    from maxlib.distributed._preemption import interrupts as interrupts
+    from maxlib.distributed._processes import PeerError as PeerError
+    from maxlib.distributed._processes import allgather_json as allgather_json
+    from maxlib.distributed._processes import main_process_first as main_process_first
+    from maxlib.distributed._processes import raise_on_all as raise_on_all
+    from maxlib.distributed._rendezvous import rendezvous as rendezvous
+    from maxlib.distributed._timeouts import hard_timeout as hard_timeout
+    from maxlib.distributed._watchdog import Watchdog as Watchdog
+    from maxlib.distributed._watchdog import dump_stacks as dump_stacks
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "": ("xla_flags",),
+        "_initialize": ("Cluster", "initialize"),
+        "_launcher": ("launch",),
+        "_preemption": ("Interrupt", "Interrupted", "interrupts"),
+        "_processes": ("PeerError", "allgather_json", "main_process_first", "raise_on_all"),
+        "_rendezvous": ("rendezvous",),
+        "_timeouts": ("hard_timeout",),
+        "_watchdog": ("Watchdog", "dump_stacks"),
+    },
+)

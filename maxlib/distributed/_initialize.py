@@ -1,0 +1,218 @@
+"""Starts `jax.distributed` from arguments or from what the cluster left in the environment."""
+
+import dataclasses
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from maxlib.distributed._rendezvous import rendezvous
+
+PORT = 8476
+_ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_COUNT, _OWN = ("JAX_NUM_PROCESSES", "NNODES"), ("JAX_PROCESS_ID", "NODE_RANK", "JOB_COMPLETION_INDEX")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """What `initialize` found: by what, where process 0 waits, how many processes there are, and which one this is."""
+
+    found: str
+    coordinator: str
+    num_processes: int
+    process_id: int
+    local_device_ids: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.found}: process {self.process_id} of {self.num_processes}, coordinator {self.coordinator}"
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: Sequence[int] | None = None,
+    timeout: float = 300,
+    heartbeat: float = 100,
+) -> Cluster | None:
+    """Joins the processes of a run, and says what it found; call it before anything that touches devices.
+
+    Looks for, in this order: the arguments; `JAX_COORDINATOR_ADDRESS` with `JAX_NUM_PROCESSES` (or `NNODES`) and
+    `JAX_PROCESS_ID` (or `NODE_RANK`); a Kubernetes JobSet; SLURM; Open MPI; TPU pods. Finding nothing it leaves this
+    process alone and returns None. Later on, a process that an exception ends leaves at once, and one that is silent
+    for `heartbeat` seconds counts as dead; both end all others. Raises ValueError for incomplete addresses and numbers
+    that do not fit together, OSError when process 0's port is taken, and TimeoutError, naming who is missing, when a
+    process does not arrive in `timeout` seconds.
+    """
+    cluster = find(coordinator, num_processes, process_id, timeout=timeout)
+    if cluster is None:
+        print("maxlib: a single process (no addresses, JobSet, SLURM, Open MPI or TPU pod in the environment)")
+        return None
+    print(f"maxlib: {cluster}", flush=True)
+    begin = time.monotonic()
+    # jax aborts the process when somebody is late, and does not say who.
+    rendezvous(cluster.coordinator, cluster.num_processes, cluster.process_id, timeout=timeout)
+    ids = cluster.local_device_ids if local_device_ids is None else local_device_ids
+    jax.distributed.initialize(
+        cluster.coordinator,
+        cluster.num_processes,
+        cluster.process_id,
+        local_device_ids=None if ids is None else list(ids),
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(10, int(timeout - (time.monotonic() - begin))),
+        heartbeat_timeout_seconds=int(heartbeat),
+    )
+    _leave_at_once_when_failing()
+    return cluster
+
+
+def _leave_at_once_when_failing() -> None:
+    """A process that an exception ends would wait at its exit for all others (five minutes), who wait for it
+    meanwhile.
+    """
+    before = sys.excepthook
+
+    def hook(*error: Any) -> None:
+        before(*error)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    sys.excepthook = hook
+
+
+def find(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout: float = 300,
+) -> Cluster | None:
+    """What `initialize` would use, without starting anything."""
+    given = (coordinator, num_processes, process_id)
+    if any(value is not None for value in given):
+        return _complete("arguments", *given)
+    env = os.environ
+    found = _addresses(env) or _job_set(env) or _one_task_a_node(env) or _open_mpi(env) or _known_to_jax(timeout)
+    if found is None and any(env.get(name) for name in _ADDRESSES):
+        raise _incomplete(env)  # alone, each of the processes would write the same run
+    return found
+
+
+def _complete(found: str, coordinator: str | None, num_processes: int | None, process_id: int | None) -> Cluster:
+    if coordinator is None or num_processes is None or process_id is None:
+        raise ValueError(
+            f"{found}: coordinator address, number of processes and this process's number are needed together; got "
+            f"{coordinator!r}, {num_processes!r} and {process_id!r}"
+        )
+    if not 0 <= process_id < num_processes:
+        raise ValueError(f"{found}: process {process_id} of {num_processes}; processes count from 0")
+    return Cluster(found, _with_port(found, coordinator), num_processes, process_id)
+
+
+def _with_port(found: str, coordinator: str) -> str:
+    if coordinator and (":" not in coordinator or coordinator.endswith("]")):
+        return f"{coordinator}:{PORT}"
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"{found}: the coordinator's address must be a host, or host:port with a port from 1 to 65535; got {coordinator!r}, "
+            f"which is host {host!r} and port {port!r}"
+        )
+    return coordinator
+
+
+def _number(env: Mapping[str, str], *names: str) -> int | None:
+    """The first of these that is set, None where that is no number."""
+    value = next((env[name] for name in names if env.get(name)), "")
+    return int(value) if value.isdecimal() else None
+
+
+def _addresses(env: Mapping[str, str]) -> Cluster | None:
+    address, count, own = _address(env), _number(env, *_COUNT), _number(env, *_OWN)
+    if address is None or count is None:
+        return None  # an address alone overrides only that of another engine
+    if own is None:
+        raise _incomplete(env)
+    return _complete("addresses in the environment", address, count, own)
+
+
+def _incomplete(env: Mapping[str, str]) -> ValueError:
+    found = " ".join(f"{name}={env[name]!r}" for name in ("JAX_COORDINATOR_ADDRESS", *_COUNT, *_OWN) if env.get(name))
+    lacking = [] if _address(env) else ["an address in JAX_COORDINATOR_ADDRESS"]
+    lacking += [f"a number in {' or '.join(names[:2])}" for names in (_COUNT, _OWN) if _number(env, *names) is None]
+    return ValueError(
+        f"addresses in the environment: found {found}, which lacks {' and '.join(lacking)}; set JAX_COORDINATOR_ADDRESS="
+        "host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID (0, 1, ...) for every process, or none of them for one alone"
+    )
+
+
+def _address(env: Mapping[str, str]) -> str | None:
+    address, port = env.get("JAX_COORDINATOR_ADDRESS") or None, env.get("JAX_COORDINATOR_PORT")
+    return f"{address}:{port}" if address and port and ":" not in address else address
+
+
+def _job_set(env: Mapping[str, str]) -> Cluster | None:
+    """From the names that a JobSet's pods bear, so that no Kubernetes API is asked (TPU pods know more by
+    themselves)."""
+    names = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_COMPLETION_INDEX")
+    pods, jobs = _number(env, "JAX_PROCESSES_PER_JOB", "NNODES"), _number(env, "JOBSET_REPLICAS") or 1
+    if not all(name in env for name in names) or pods is None or "TPU_WORKER_HOSTNAMES" in env:
+        return None
+    job_set, replicated, index = (env[name] for name in names)
+    port = env.get("JAX_COORDINATOR_PORT") or PORT
+    own = (_number(env, "JOB_INDEX") or 0) * pods + int(index)
+    address = _address(env) or f"{job_set}-{replicated}-0-0.{job_set}:{port}"
+    return _complete(f"JobSet {job_set}", address, pods * jobs, own)
+
+
+def _one_task_a_node(env: Mapping[str, str]) -> Cluster | None:
+    """SLURM with one task on each node, which owns all of the node's GPUs: jax would leave it one."""
+    gpus = _number(env, "SLURM_GPUS_ON_NODE")
+    if gpus is None or not env.get("SLURM_NTASKS") or env["SLURM_NTASKS"] != env.get("SLURM_STEP_NUM_NODES"):
+        return None
+    found = _known_to_jax(timeout=0)
+    return found and dataclasses.replace(found, local_device_ids=tuple(range(gpus)))
+
+
+def _open_mpi(env: Mapping[str, str]) -> Cluster | None:
+    """Open MPI 5, which no longer sets the variable that jax reads."""
+    count, own = _number(env, "OMPI_COMM_WORLD_SIZE"), _number(env, "OMPI_COMM_WORLD_RANK")
+    if count is None or own is None or "OMPI_MCA_orte_hnp_uri" in env:
+        return None
+    local = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE") == count
+    launcher = re.match(r"pr(?:te|terun)-(.+)-(\d+)@", env.get("PMIX_NAMESPACE", ""))
+    host = "127.0.0.1" if local else launcher and launcher[1]
+    port = env.get("JAX_COORDINATOR_PORT") or 61440 + int(launcher[2] if launcher else 0) % 4096
+    address = _address(env) or (host and f"{host}:{port}")
+    if address is None:
+        raise ValueError(
+            "Open MPI: no host for process 0 was found; set JAX_COORDINATOR_ADDRESS=host:port for all ranks"
+        )
+    return dataclasses.replace(_complete("Open MPI", address, count, own), local_device_ids=_own_gpu(env))
+
+
+def _own_gpu(env: Mapping[str, str]) -> tuple[int, ...] | None:
+    rank = _number(env, "OMPI_COMM_WORLD_LOCAL_RANK")
+    return None if rank is None else (rank,)
+
+
+def _known_to_jax(timeout: float) -> Cluster | None:
+    from jax._src.clusters.cluster import ClusterEnv  # has no public name; what it finds is needed before jax starts
+
+    engine = next((e for e in ClusterEnv._cluster_types if not e.opt_in_only_method and e.is_env_present()), None)
+    if engine is None:
+        return None
+    address, count, own, ids = ClusterEnv.auto_detect_unset_distributed_params(
+        _address(os.environ), None, None, None, engine.name or None, int(timeout)
+    )
+    names = {"slurm": "SLURM", "ompi": "Open MPI", "gketpu": "TPU pod (GKE)", "gcetpu": "TPU pod", "": "Kubernetes"}
+    found = _complete(names.get(engine.name) or engine.__name__, address, count, own)
+    return dataclasses.replace(found, local_device_ids=None if ids is None else tuple(ids))

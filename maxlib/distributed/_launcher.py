@@ -1,0 +1,212 @@
+"""Keeps a run of several processes on this machine going: a dead process ends the others, and the run is started again.
+
+Across machines SLURM's requeue and a JobSet's failure policy do this; see docs/scale.md.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+LOCK, JOURNAL = "supervise.lock", "supervise.jsonl"
+_ON_REQUEST = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # after saving, as the others are about to
+_ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+class Locked(RuntimeError):
+    """Somebody else looks after the run in this directory."""
+
+
+def launch(
+    command: Sequence[str], directory: Path, *, processes: Sequence[int], retries: int = 1, grace: float = 10.0
+) -> int:
+    """Runs `command` as several processes until all of them end well; returns the status to exit with.
+
+    directory: the run's own, for the lock and a journal; the steps in its `metrics.jsonl` show whether the run comes
+    forward. processes: how many to start. After `retries` restarts in succession that brought the run no further, one
+    does not come back, and the next number is tried. grace: seconds that the others have to end by themselves when one
+    has died.
+
+    SIGTERM and Ctrl-C are passed on, so that the run saves and ends; a second one kills it. Raises Locked when another
+    supervisor, or what is left of its processes, uses `directory`, and ValueError for numbers that do not fit.
+    """
+    _check(processes, retries)
+    for count in processes:
+        _share(count, 0)  # raises now rather than when it is needed
+    with _locked(directory) as lock, _signals() as asked:
+        best, ended = furthest(directory), None
+        for count in processes:
+            failures = 0
+            while failures <= retries:
+                ended = _Attempt(command, directory, count, lock, grace).run(asked)
+                reached = furthest(directory)
+                _note(directory, event="end", step=reached, **dataclasses.asdict(ended))
+                if ended.process is None or asked:
+                    return 128 + asked[0] if asked else 0
+                failures = 0 if reached > best else failures + 1
+                best = max(best, reached)
+                _log(f"{ended} after step {max(reached, 0)}")
+        assert ended is not None
+        _log(f"giving up: {retries + 1} starts in succession brought the run no further than step {max(best, 0)}")
+        return ended.exit_status
+
+
+def furthest(directory: Path) -> int:
+    """The last step that `metrics.jsonl` knows, -1 without any."""
+    path = directory / "metrics.jsonl"
+    if not path.exists():
+        return -1
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 65536))
+        lines = file.read().splitlines()
+    return max((step for step in map(_step, lines) if step is not None), default=-1)
+
+
+def _step(line: bytes) -> int | None:
+    """None for a line that was cut short."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How an attempt ended: `process` is the first that did not end well, None if all did."""
+
+    process: int | None = None
+    status: int = 0
+
+    def __str__(self) -> str:
+        how = f"was killed by {signal.Signals(-self.status).name}" if self.status < 0 else f"ended with {self.status}"
+        return f"process {self.process} {how}"
+
+    @property
+    def exit_status(self) -> int:
+        return 128 - self.status if self.status < 0 else self.status
+
+
+class _Attempt:
+    """One start of all processes."""
+
+    def __init__(self, command: Sequence[str], directory: Path, count: int, lock: int, grace: float):
+        self._grace, self._deadline = grace, float("inf")
+        base = {name: value for name, value in os.environ.items() if name not in _ADDRESSES}
+        if count > 1:
+            base |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(count)}
+        start = lambda i: subprocess.Popen(
+            command,
+            env=base | ({"JAX_PROCESS_ID": str(i)} if count > 1 else {}) | _share(count, i),
+            pass_fds=[lock],  # held as long as one of them lives, also when the supervisor is killed
+            start_new_session=True,  # Ctrl-C comes to the supervisor only
+        )
+        self.children = [start(i) for i in range(count)]
+        _note(directory, event="start", processes=count, pids=[child.pid for child in self.children])
+        _log(f"{count} process{'es' if count > 1 else ''}: {' '.join(command)}")
+
+    def run(self, asked: list[int]) -> Ended:
+        """Waits for the end of all. What still runs when the grace is over, or at a second signal, is killed."""
+        ended, told = Ended(), False
+        try:
+            while any(child.poll() is None for child in self.children):
+                if ended.process is None:
+                    ended = self._first_failure()
+                    if ended.process is not None and ended.status not in _ON_REQUEST and not asked:
+                        self._deadline = time.monotonic() + self._grace
+                if asked and not told:
+                    told = True
+                    self._send(signal.SIGTERM)
+                if time.monotonic() > self._deadline or len(asked) > 1:
+                    self._send(signal.SIGKILL)
+                time.sleep(0.1)
+        finally:
+            self._send(signal.SIGKILL)
+            for child in self.children:
+                child.wait()
+        return ended if ended.process is not None else self._first_failure()
+
+    def _first_failure(self) -> Ended:
+        """A process that was killed before one that ended because of that."""
+        bad = [(child.returncode >= 0, i) for i, child in enumerate(self.children) if child.poll()]
+        return Ended(min(bad)[1], self.children[min(bad)[1]].returncode) if bad else Ended()
+
+    def _send(self, number: int) -> None:
+        """To each process and what it has started."""
+        for child in self.children:
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, number)
+
+
+def _check(processes: Sequence[int], retries: int) -> None:
+    falling = all(a > b for a, b in itertools.pairwise(processes))
+    if not processes or min(processes) < 1 or not falling or retries < 0:
+        raise ValueError(
+            f"processes must be numbers from 1 on that fall, such as 4,2,1, and retries at least 0; got {list(processes)} "
+            f"and {retries}"
+        )
+
+
+def _share(count: int, process: int) -> dict[str, str]:
+    """The GPUs of one process: an equal part of those in CUDA_VISIBLE_DEVICES, where that is set."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = listed.split(",") if listed else []
+    if len(devices) % count:
+        raise ValueError(f"CUDA_VISIBLE_DEVICES={listed} does not divide over {count} processes")
+    each = len(devices) // count
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[process * each :][:each])} if devices else {}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[int]:
+    """The descriptor of the lock; whoever inherits it holds the lock too."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise Locked(
+                f"{directory} is in the hands of {file.read() or 'another supervisor'}, or of processes that it started; end "
+                f"those first (their numbers are in {directory / JOURNAL}), or use another directory"
+            ) from None
+        file.truncate(0)
+        file.write(f"the supervisor with process number {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield file.fileno()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The numbers of the signals that ask for an end, as they come."""
+    asked: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, lambda number, frame: asked.append(number)) for number in numbers]
+    try:
+        yield asked
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _note(directory: Path, **line: Any) -> None:
+    with (directory / JOURNAL).open("a") as file:
+        file.write(json.dumps({"time": time.time(), **line}) + "\n")
+
+
+def _log(text: str) -> None:
+    print(f"maxlib supervise: {text}", flush=True)

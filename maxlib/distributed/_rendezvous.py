@@ -1,0 +1,120 @@
+"""Waits until every process of a run is there, and says who is not."""
+
+import contextlib
+import re
+import socket
+import time
+from collections.abc import Iterable
+
+_HELLO = "maxlib roll call"
+_WRONG = "wrong: "
+
+
+def rendezvous(address: str, num_processes: int, process_id: int, *, timeout: float) -> None:
+    """Process 0 listens at `address` (`host:port`) until all others have come, then all of them go on.
+
+    Raises TimeoutError in every process that came, naming those that did not, and ValueError in one whose number
+    another has too, or that was started for another number of processes, and OSError when process 0 may not have the
+    port. The port is free again afterwards.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout
+    if process_id == 0:
+        _host(address, int(port), num_processes, deadline, timeout)
+    else:
+        _join(host.strip("[]"), int(port), address, process_id, num_processes, deadline, timeout)
+
+
+def _host(address: str, port: int, num_processes: int, deadline: float, timeout: float) -> None:
+    came: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(_listen(address, port))
+        while len(came) < num_processes - 1 and time.monotonic() < deadline:
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            with contextlib.suppress(TimeoutError):
+                _receive(stack.enter_context(server.accept()[0]), came, num_processes)
+        missing = set(range(1, num_processes)) - set(came)
+        for caller in came.values():
+            _answer(caller, _words(missing) or "go")
+        if missing:
+            raise TimeoutError(_late(missing, num_processes, address, timeout))
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server(("", port), backlog=1024, reuse_port=False)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"process 0 cannot wait for the others at {address} ({error.strerror}): end what holds port {port}, perhaps a "
+            "process that an earlier run left, or give all processes an address with another port",
+        ) from error
+
+
+def _receive(caller: socket.socket, came: dict[int, socket.socket], num_processes: int) -> None:
+    """Notes who calls, or tells them why not."""
+    number, count = _greeting(caller)
+    if number is None:
+        return
+    if count != num_processes or not 0 < number < num_processes:
+        _answer(caller, f"{_WRONG}process {number} of {count}, but this run has {num_processes}")
+        return
+    if number in came:  # it may have been started anew: the last one counts
+        _answer(came[number], f"{_WRONG}another process {number} has come: each needs a number of its own")
+    came[number] = caller
+
+
+def _answer(caller: socket.socket, text: str) -> None:
+    with contextlib.suppress(OSError):
+        caller.sendall(text.encode())
+
+
+def _greeting(caller: socket.socket) -> tuple[int | None, int]:
+    """The number a caller gives and how many processes it knows of; no number for one that is none of ours."""
+    caller.settimeout(5)
+    try:
+        words = caller.recv(64).decode(errors="replace")
+    except OSError:
+        return None, 0
+    found = re.fullmatch(rf"{_HELLO} (\d+) of (\d+)", words)
+    return (int(found[1]), int(found[2])) if found else (None, 0)
+
+
+def _join(
+    host: str, port: int, address: str, process_id: int, num_processes: int, deadline: float, timeout: float
+) -> None:
+    reason = "no answer"
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, port), timeout=max(0.01, deadline - time.monotonic())) as line:
+                line.sendall(f"{_HELLO} {process_id} of {num_processes}".encode())
+                line.settimeout(max(0.01, deadline + 5 - time.monotonic()))  # process 0 answers at its own deadline
+                answer = line.recv(4096).decode()
+        except OSError as error:
+            reason, answer = str(error), ""
+        if answer == "go":
+            return
+        if answer.startswith(_WRONG):
+            raise ValueError(f"process {process_id} was turned away at {address}: {answer.removeprefix(_WRONG)}")
+        if answer:
+            raise TimeoutError(
+                f"process {process_id} came to {address}, but within {timeout:g} s these did not: {answer}"
+            )
+        time.sleep(0.1)
+    raise TimeoutError(
+        f"process {process_id} did not reach process 0 at {address} within {timeout:g} s ({reason}): is it running, is the "
+        "address right, may its port be reached?"
+    )
+
+
+def _late(missing: Iterable[int], num_processes: int, address: str, timeout: float) -> str:
+    return (
+        f"{_words(missing)} of {num_processes} did not come to {address} within {timeout:g} s: look into their logs, and check "
+        "that they were started with this address and this number of processes"
+    )
+
+
+def _words(numbers: Iterable[int]) -> str:
+    listed = sorted(numbers)
+    shown = ", ".join(map(str, listed[:20])) + (f" … ({len(listed)} in all)" if len(listed) > 20 else "")
+    return f"process{'es' if len(listed) > 1 else ''} {shown}" if listed else ""

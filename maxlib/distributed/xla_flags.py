@@ -1,0 +1,215 @@
+"""XLA's flags as named sets, by platform and goal, applied from Python before jax starts.
+
+`python -m maxlib.distributed.xla_flags` prints them, and with `--check` says whether the installed compilers know
+them all.
+"""
+
+import argparse
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+VARIABLES = {"cpu": "XLA_FLAGS", "gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"}
+# Without these in the environment, libtpu looks for a TPU around it and waits.
+WITHOUT_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagSet:
+    """Flags for one `platform` (cpu, gpu, tpu) and one `goal`; also what `plan(options=...)` takes for TPUs."""
+
+    platform: str
+    goal: str
+    flags: Mapping[str, bool | int | str]
+
+    def __str__(self) -> str:
+        return " ".join(_word(name, value) for name, value in self.flags.items())
+
+
+MIB = 1 << 20
+SETS = {
+    "cpu-quick-compile": FlagSet(
+        "cpu",
+        "tests: programs compile in less time and run slower",
+        {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    ),
+    "gpu-overlap": FlagSet(
+        "gpu",
+        "collectives run beside matmuls, and across the iterations of a scan over layers (FSDP, data parallelism)",
+        {
+            "xla_gpu_enable_latency_hiding_scheduler": True,
+            "xla_gpu_enable_pipelined_all_gather": True,
+            "xla_gpu_enable_pipelined_reduce_scatter": True,
+            "xla_gpu_enable_pipelined_all_reduce": True,
+            "xla_gpu_enable_while_loop_double_buffering": True,
+            "xla_gpu_all_gather_combine_threshold_bytes": 1024 * MIB,
+            "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * MIB,
+            "xla_gpu_all_reduce_combine_threshold_bytes": 1024 * MIB,
+        },
+    ),
+    "gpu-deterministic": FlagSet(
+        "gpu",
+        "the same bits in every run, at some speed; `probes.Recompute` needs it",
+        {"xla_gpu_deterministic_ops": True, "xla_gpu_exclude_nondeterministic_ops": True},
+    ),
+    "gpu-fail-fast": FlagSet(
+        "gpu",
+        "a process whose peer has died ends with an error instead of waiting in a collective",
+        {
+            "xla_gpu_nccl_terminate_on_error": True,
+            "xla_gpu_nccl_termination_timeout_seconds": 300,
+            "xla_gpu_first_collective_call_terminate_timeout_seconds": 600,
+        },
+    ),
+    "tpu-overlap": FlagSet(
+        "tpu",
+        "all-gathers and reductions run beside matmuls (FSDP within a slice)",
+        {
+            "xla_tpu_enable_async_collective_fusion": True,
+            "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+            "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+            "xla_tpu_overlap_compute_collective_tc": True,
+            "xla_enable_async_all_gather": True,
+        },
+    ),
+    "tpu-data": FlagSet(
+        "tpu",
+        "gradients' all-reduces run beside the backward pass (data parallelism, across slices too)",
+        {
+            "xla_tpu_enable_data_parallel_all_reduce_opt": True,
+            "xla_tpu_data_parallel_opt_different_sized_ops": True,
+        },
+    ),
+    "tpu-sparsecore": FlagSet(
+        "tpu",
+        "SparseCores (v5p, v6e) carry out the collectives, TensorCores only compute; instead of tpu-overlap",
+        {
+            "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
+            "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": False,
+            "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+            "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+            "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+            "xla_tpu_use_tc_device_shape_on_sc": True,
+            "xla_sc_disable_megacore_partitioning": True,
+        },
+    ),
+    "tpu-offload": FlagSet(
+        "tpu",
+        "copies to and from the host run beside computing (remat that offloads, optimizer state on the host)",
+        {
+            "xla_tpu_enable_all_experimental_scheduler_features": True,
+            "xla_tpu_enable_scheduler_memory_pressure_tracking": True,
+            "xla_tpu_host_transfer_overlap_limit": 24,
+            "xla_tpu_aggressive_opt_barrier_removal": "ENABLED",
+            "xla_lhs_prioritize_async_depth_over_stall": "ENABLED",
+            "xla_tpu_enable_ag_backward_pipelining": True,
+            "xla_should_allow_loop_variant_parameter_in_chain": "ENABLED",
+            "xla_should_add_loop_invariant_op_in_chain": "ENABLED",
+            "xla_max_concurrent_host_send_recv": 100,
+            "xla_tpu_scheduler_percent_shared_memory_limit": 100,
+            "xla_latency_hiding_scheduler_rerun": 2,
+        },
+    ),
+    "tpu-memory": FlagSet(
+        "tpu",
+        "the next weights are not gathered within the matmuls before them: less memory, less overlap",
+        {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": False},
+    ),
+    "tpu-vmem": FlagSet(
+        "tpu",
+        "larger tiles in fast memory for dense models on v6e, whose cores have 128 MiB of it",
+        {"xla_tpu_scoped_vmem_limit_kib": 98304},
+    ),
+}
+
+
+def apply(*names: str) -> None:
+    """Adds the flags of these sets to the environment, for this process and those that it starts.
+
+    A flag that is set there already stays as it is. Raises RuntimeError when jax has started its backends and would not
+    see them, and ValueError for unknown sets or two that want different values.
+    """
+    chosen = {name: _find(name) for name in names}
+    if "jax" in sys.modules and _started():
+        raise RuntimeError(
+            f"the flags {', '.join(names)} come too late: jax has started its devices. Call xla_flags.apply before anything that "
+            "computes, or asks for devices"
+        )
+    for variable in sorted({VARIABLES[each.platform] for each in chosen.values()}):
+        flags = _merged({name: each for name, each in chosen.items() if VARIABLES[each.platform] == variable})
+        have = os.environ.get(variable, "").split()
+        own = {word.lstrip("-").partition("=")[0] for word in have}
+        os.environ[variable] = " ".join(have + [_word(*flag) for flag in flags.items() if flag[0] not in own])
+
+
+def options(*names: str) -> dict[str, bool | int | str]:
+    """The same as compiler options of one program: `lowered.compile(compiler_options=...)`, `plan(options=...)`."""
+    return _merged({name: _find(name) for name in names})
+
+
+def check(name: str) -> str | None:
+    """What the installed compiler says against a set, in a process of its own; None for nothing.
+
+    Sets for TPUs need libtpu (raises ImportError without it), but no TPU; those for GPUs no GPU.
+    """
+    chosen = _find(name)
+    env = os.environ | (WITHOUT_TPU if chosen.platform == "tpu" else {}) | {"JAX_PLATFORMS": "cpu"}
+    env |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", VARIABLES[chosen.platform]: str(chosen)}
+    done = subprocess.run([sys.executable, "-c", _START[chosen.platform]], env=env, capture_output=True, text=True)
+    if "No module named 'libtpu'" in done.stderr:
+        raise ImportError(f'{name} needs libtpu to be checked: pip install "maxlib[tpu]"')
+    said = (done.stderr + done.stdout).strip()
+    return None if done.returncode == 0 else said.splitlines()[-1] if said else f"status {done.returncode}"
+
+
+_CPU = "import jax; jax.devices()"
+_TPU = "import libtpu; from jax.experimental import topologies as t; t.get_topology_desc(platform='tpu', topology_name='v5e:2x2')"
+_START = {"cpu": _CPU, "gpu": _CPU, "tpu": _TPU}
+
+
+def _find(name: str) -> FlagSet:
+    if name not in SETS:
+        raise ValueError(f"no set of XLA flags is called {name!r}; there are {', '.join(SETS)}")
+    return SETS[name]
+
+
+def _merged(sets: Mapping[str, FlagSet]) -> dict[str, bool | int | str]:
+    flags: dict[str, bool | int | str] = {}
+    for name, each in sets.items():
+        for flag, value in each.flags.items():
+            if flags.setdefault(flag, value) != value:
+                raise ValueError(
+                    f"{name} wants {flag}={value}, another of {list(sets)} {flags[flag]}: choose one of them"
+                )
+    return flags
+
+
+def _started() -> bool:
+    from jax._src import xla_bridge  # jax.distributed.initialize asks the same; there is no public name
+
+    return xla_bridge.backends_are_initialized()
+
+
+def _word(name: str, value: bool | int | str) -> str:
+    return f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m maxlib.distributed.xla_flags", description=__doc__)
+    parser.add_argument("sets", metavar="SET", nargs="*", help=f"of {', '.join(SETS)} (default: all)")
+    parser.add_argument("--check", action="store_true", help="whether the installed compilers know these flags")
+    args, bad = parser.parse_args(), 0
+    for name in args.sets or SETS:
+        chosen = SETS[name] if name in SETS else parser.error(f"no set is called {name!r}")
+        print(f"{name}: {chosen.goal}\n  {VARIABLES[chosen.platform]}='{chosen}'")
+        if args.check:
+            said = check(name)
+            bad += said is not None
+            print(f"  {said or 'known to the installed compiler'}")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

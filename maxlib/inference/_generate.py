@@ -1,0 +1,209 @@
+"""Prefill and decode over any model that keeps the contract of docs/decisions/0001."""
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from maxlib import nn
+from maxlib.inference._sampling import GREEDY, Sampler
+
+Prompts = Sequence[Sequence[int]]
+Images = Float[Array | np.ndarray, "I C H W"]
+
+
+class Generator:
+    """A model made ready to decode: its layers laid out one by one and its matrices cast to `dtype`, once.
+
+    cache_dtype: of keys and values, by default `dtype`; int8 and float8 come with scales.
+    Parallel work: call inside `sharding.use(mesh, rules)` and parameters, caches and steps follow the rules.
+    """
+
+    def __init__(self, model: Any, *, dtype: Any = jnp.bfloat16, cache_dtype: Any = None):
+        self.model = _cast_matrices(nn.unstack(model), dtype)
+        self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
+        self.vocab = jax.eval_shape(lambda m: m.head_weight(), model).shape[0]
+
+    def generate(
+        self,
+        prompts: Prompts,
+        *,
+        max_new_tokens: int,
+        images: Images | None = None,
+        sampler: Sampler = GREEDY,
+        stop: Collection[int] = (),
+        key: Key[Array, ""] | None = None,
+        capacity: int | None = None,
+    ) -> list[list[int]]:
+        """The new tokens of each prompt, up to and without the first of `stop`. The arguments are those of `stream`."""
+        texts: list[list[int]] = [[] for _ in prompts]
+        steps = self.stream(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            images=images,
+            sampler=sampler,
+            stop=stop,
+            key=key,
+            capacity=capacity,
+        )
+        for tokens in steps:
+            for text, token in zip(texts, tokens, strict=True):
+                if token is not None:
+                    text.append(token)
+        return texts
+
+    def stream(
+        self,
+        prompts: Prompts,
+        *,
+        max_new_tokens: int,
+        images: Images | None = None,
+        sampler: Sampler = GREEDY,
+        stop: Collection[int] = (),
+        key: Key[Array, ""] | None = None,
+        capacity: int | None = None,
+    ) -> Iterator[list[int | None]]:
+        """Yields, step by step, each prompt's next token; None for a prompt that has stopped.
+
+        prompts: token ids, of any lengths. images: for models that see, all images of all prompts in the order of their
+        placeholders, prompt after prompt; what Hugging Face's processors call pixel_values. stop: ids that end a
+        prompt's text; they are not part of it. key: for sampling (default: seed 0). capacity: tokens a cache row holds,
+        by default what is needed, rounded up so that similar calls share a program. Raises ValueError for empty
+        prompts, ids outside the vocabulary, prompts that do not fit `capacity`, images for a model that does not see,
+        and images that are not those of the placeholders.
+        """
+        tokens, valid = right_padded(prompts, self.vocab)
+        needed = max(map(len, prompts)) + max_new_tokens
+        capacity = shared_capacity(needed) if capacity is None else capacity
+        check_room(prompts, max_new_tokens, capacity)
+        seen = _seen(self.model, tokens, images)
+        capacity = max(capacity, tokens.shape[1])
+        return self._steps(tokens, valid, seen, max_new_tokens, sampler, frozenset(stop), key, capacity)
+
+    def _steps(self, tokens, valid, seen, max_new_tokens, sampler, stop, key, capacity):
+        rows = len(tokens)
+        keys = jax.random.split(jax.random.key(0) if key is None else key, rows)
+        start = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype, "cache_dtype": self.cache_dtype}
+        token, cache = _prefill(self.model, tokens, valid, seen, keys, **start)
+        running = [True] * rows
+        for step in range(1, max_new_tokens + 1):
+            last = token
+            if step < max_new_tokens:  # asked for before `last` is looked at: the device need not wait for the host
+                token, cache = _decode(self.model, cache, last, keys, step, sampler=sampler, dtype=self.dtype)
+            new = [int(t) for t in np.asarray(last)]
+            running = [alive and t not in stop for alive, t in zip(running, new, strict=True)]
+            if not any(running):
+                return
+            yield [t if alive else None for alive, t in zip(running, new, strict=True)]
+
+
+def generate(
+    model: Any,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    images: Images | None = None,
+    sampler: Sampler = GREEDY,
+    stop: Collection[int] = (),
+    key: Key[Array, ""] | None = None,
+    dtype: Any = jnp.bfloat16,
+) -> list[list[int]]:
+    """One call for a few prompts; keep a `Generator` to decode often. See `Generator.stream` for the arguments."""
+    return Generator(model, dtype=dtype).generate(
+        prompts, max_new_tokens=max_new_tokens, images=images, sampler=sampler, stop=stop, key=key
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("sampler", "capacity", "dtype", "cache_dtype"))
+def _prefill(
+    model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], seen, keys, *, sampler, capacity, dtype, cache_dtype
+):
+    cache = model.init_cache(tokens.shape[0], capacity, dtype=cache_dtype)
+    out = model(tokens, valid=valid, cache=cache, dtype=dtype, **seen)
+    last = jnp.take_along_axis(out.hidden, (valid.sum(axis=1) - 1)[:, None, None], axis=1)
+    return _draw(model, last, keys, 0, sampler), out.cache
+
+
+@functools.partial(jax.jit, static_argnames=("sampler", "dtype"), donate_argnames="cache")
+def _decode(model, cache, token: Int[Array, " B"], keys, step, *, sampler, dtype):
+    out = model(token[:, None], cache=cache, dtype=dtype)
+    return _draw(model, out.hidden, keys, step, sampler), out.cache
+
+
+def _draw(model, hidden, keys, step, sampler: Callable):
+    keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
+    return sampler(model.logits(hidden)[:, 0], keys)
+
+
+def _cast_matrices(model: Any, dtype: Any) -> Any:
+    """Casts what multiplies activations, unless it is quantized; norm scales and biases stay as they are, so they act
+    as in training.
+    """
+
+    def cast(variable):
+        axes, value = variable.get_metadata().get("axes", ()), variable.get_value()
+        is_matrix = isinstance(variable, nnx.Param) and len(axes) > 1 and jnp.issubdtype(value.dtype, jnp.floating)
+        return variable.replace(value.astype(dtype)) if is_matrix else variable
+
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    return jax.tree.map(lambda x: cast(x) if is_variable(x) else x, model, is_leaf=is_variable)
+
+
+def _seen(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Images]:
+    """What the model is given besides tokens. Checked here, because under jit the ids are hidden."""
+    if isinstance(model, nn.VisionModel):
+        model.check_images(tokens, images)
+    elif images is not None:
+        raise ValueError(f"{type(model).__name__} reads text only: call it without images")
+    return {} if images is None else {"images": images}
+
+
+def right_padded(prompts: Prompts, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as one array whose rows begin with the real tokens, its length rounded up to share programs."""
+    if not len(prompts):
+        raise ValueError("there must be at least one prompt, got none")
+    if any(np.ndim(p) == 0 and not isinstance(p, str) for p in prompts):
+        raise ValueError(
+            "prompts must be a list of prompts, each of which is a list of ids; got ids: put them in a list"
+        )
+    if not all(len(p) for p in prompts):
+        raise ValueError("every prompt needs at least one token; begin an empty one with the tokenizer's BOS id")
+    length = _round_up(max(map(len, prompts)), 16)
+    tokens, valid = np.zeros((len(prompts), length), np.int32), np.zeros((len(prompts), length), bool)
+    for row, prompt in enumerate(prompts):
+        ids = np.asarray(prompt)
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"prompt {row} must hold ids, which are integers, got {ids.dtype}: encode text first")
+        if ids.min() < 0 or ids.max() >= vocab:
+            raise ValueError(
+                f"prompt {row} holds the id {ids.min() if ids.min() < 0 else ids.max()}, the model's vocabulary is "
+                f"[0, {vocab}); is this the tokenizer the model was trained with?"
+            )
+        tokens[row, : len(ids)], valid[row, : len(ids)] = ids, True
+    return tokens, valid
+
+
+def check_room(prompts: Prompts, max_new_tokens: int, capacity: int) -> None:
+    """Raises ValueError for prompts that leave no room in the cache."""
+    longest = max(map(len, prompts))
+    if max_new_tokens < 1 or longest + max_new_tokens > capacity:
+        raise ValueError(
+            f"the longest prompt ({longest} tokens) and max_new_tokens ({max_new_tokens}, at least 1) "
+            f"must fit the capacity of the cache ({capacity}); shorten one or enlarge capacity"
+        )
+
+
+def shared_capacity(needed: int) -> int:
+    """A power of two or a multiple of 128: what models are made for at most is one too, and similar calls share a
+    program.
+    """
+    return max(16, 1 << (needed - 1).bit_length()) if needed <= 128 else _round_up(needed, 128)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

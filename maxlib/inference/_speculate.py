@@ -1,0 +1,139 @@
+"""Speculative decoding (Leviathan et al. 2023, arXiv:2211.17192) with the model's own drafts (DeepSeek V3,
+arXiv:2412.19437).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from maxlib import nn
+from maxlib.inference._generate import Generator, Prompts, check_room, right_padded, shared_capacity
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculated:
+    """texts: the new tokens of each prompt. acceptance: the share of drafts that were taken. steps: passes after the
+    prompt's.
+    """
+
+    texts: list[list[int]]
+    acceptance: float
+    steps: int
+
+
+@nn.pytree
+class _State:
+    """Between two passes: `token` is decided and not cached yet, `draft` is what may follow it."""
+
+    cache: nn.Cache
+    draft_cache: nn.Cache
+    token: Int[Array, " B"]
+    draft: Int[Array, " B"]
+
+
+def speculate(
+    generator: Generator,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    stop: Collection[int] = (),
+    capacity: int | None = None,
+) -> Speculated:
+    """What `generator.generate` writes greedily, in fewer passes: each also checks one draft of the model's first MTP
+    module.
+
+    Arguments are those of `Generator.stream`. Raises ValueError for a model that does not draft (DeepSeek: read it with
+    `num_mtp=1`), and for one whose caches forget: a refused draft could not be taken back.
+    """
+    model, dtype = generator.model, generator.dtype
+    tokens, valid = right_padded(prompts, generator.vocab)
+    capacity = shared_capacity(max(map(len, prompts)) + max_new_tokens + 1) if capacity is None else capacity
+    check_room(prompts, max_new_tokens + 1, capacity)  # a refused draft takes a place, too
+    capacity = max(capacity, tokens.shape[1])
+    _check_drafts(model, capacity)
+    state = _start(model, tokens, valid, capacity=capacity, dtype=dtype)
+    rows = [_Row(max_new_tokens, frozenset(stop)) for _ in prompts]
+    steps, new, taken = 0, np.asarray(state.token)[:, None], np.zeros(len(rows), bool)
+    for row, found in zip(rows, new, strict=True):
+        row.add(found)
+    while any(row.running for row in rows):
+        state, new, taken = _step(model, state, dtype=dtype)
+        steps += 1
+        for row, found, took in zip(rows, np.asarray(new), np.asarray(taken), strict=True):
+            row.check(found, bool(took))
+    drafts, accepted = sum(row.drafts for row in rows), sum(row.accepted for row in rows)
+    return Speculated([row.text for row in rows], accepted / max(drafts, 1), steps)
+
+
+class _Row:
+    """What one prompt has got so far."""
+
+    def __init__(self, limit: int, stop: frozenset[int]):
+        self.limit, self.stop = limit, stop
+        self.text: list[int] = []
+        self.running, self.drafts, self.accepted = True, 0, 0
+
+    def check(self, found: np.ndarray, took: bool) -> None:
+        """One pass: its first token, and the one behind the draft if that was taken."""
+        if self.running:
+            self.drafts, self.accepted = self.drafts + 1, self.accepted + took
+            self.add(found[: 1 + took])
+
+    def add(self, found: np.ndarray) -> None:
+        for token in map(int, found):
+            if self.running and token not in self.stop:
+                self.text.append(token)
+            self.running = self.running and token not in self.stop and len(self.text) < self.limit
+
+
+@functools.partial(jax.jit, static_argnames=("capacity", "dtype"))
+def _start(model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], *, capacity, dtype) -> _State:
+    cache = model.init_cache(tokens.shape[0], capacity, dtype=dtype)
+    out = model(tokens, valid=valid, cache=cache, dtype=dtype)
+    last = valid.sum(axis=1) - 1
+    token = _best(model, _at(out.hidden, last))
+    after = jnp.roll(tokens, -1, axis=1)
+    after = jnp.where(jnp.arange(tokens.shape[1])[None] == last[:, None], token[:, None], after)
+    drafts = model.init_draft_cache(tokens.shape[0], capacity, dtype=dtype)
+    hidden, drafts = model.draft(out.hidden, after, valid=valid, cache=drafts)
+    return _State(out.cache, drafts, token, _best(model, _at(hidden, last)))
+
+
+@functools.partial(jax.jit, static_argnames="dtype", donate_argnames="state")
+def _step(model, state: _State, *, dtype) -> tuple[_State, Int[Array, "B 2"], Bool[Array, " B"]]:
+    """The token behind `state.token` and behind its draft, and whether the draft was the former."""
+    out = model(jnp.stack([state.token, state.draft], axis=1), cache=state.cache, dtype=dtype)
+    new = jnp.argmax(model.logits(out.hidden), axis=-1).astype(jnp.int32)
+    taken = new[:, 0] == state.draft
+    cache = dataclasses.replace(out.cache, length=state.cache.length + 1 + taken)  # what is behind is written anew
+    valid = jnp.stack([jnp.ones_like(taken), taken], axis=1)
+    hidden, drafts = model.draft(out.hidden, new, valid=valid, cache=state.draft_cache)
+    last = taken.astype(jnp.int32)
+    token = jnp.take_along_axis(new, last[:, None], axis=1)[:, 0]
+    return _State(cache, drafts, token, _best(model, _at(hidden, last))), new, taken
+
+
+def _at(hidden, place):
+    return jnp.take_along_axis(hidden, place[:, None, None], axis=1)
+
+
+def _best(model, hidden) -> Int[Array, " B"]:
+    return jnp.argmax(model.logits(hidden)[:, 0], axis=-1).astype(jnp.int32)
+
+
+def _check_drafts(model: Any, capacity: int) -> None:
+    if not isinstance(model, nn.SupportsDrafting):
+        raise ValueError(f"{type(model).__name__} does not draft: it lacks the methods of nn.SupportsDrafting")
+    caches = jax.eval_shape(lambda: (model.init_cache(1, capacity), model.init_draft_cache(1, capacity)))
+    is_ring = lambda x: isinstance(x, nn.cache.RingCache)
+    if any(is_ring(leaf) for leaf in jax.tree.leaves(caches, is_leaf=is_ring)):
+        raise ValueError(
+            f"{type(model).__name__} has layers that keep a window only, from which a refused draft cannot be taken back; "
+            "use generator.generate"
+        )

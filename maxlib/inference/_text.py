@@ -1,0 +1,45 @@
+"""Text in, text out: generation with a tokenizer."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from maxlib.inference._generate import Generator, Images
+from maxlib.inference._sampling import GREEDY, Sampler
+
+
+def stream_text(
+    generator: Generator,
+    tokenizer: Any,
+    prompt: str | Sequence[int],
+    *,
+    max_new_tokens: int = 256,
+    images: Images | None = None,
+    sampler: Sampler = GREEDY,
+    stop: Collection[int] = (),
+    key: Key[Array, ""] | None = None,
+) -> Iterator[str]:
+    """Yields the continuation of `prompt` piece by piece, whole characters only.
+
+    tokenizer: a `tokenizers.Tokenizer`, or any object with `encode(str)` and `decode(ids)`. prompt: text, or its token
+    ids, which a chat's should be: its template has the special tokens already.
+    """
+    ids = encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+    steps = generator.stream([ids], max_new_tokens=max_new_tokens, images=images, sampler=sampler, stop=stop, key=key)
+    done, shown, text = list(ids), len(tokenizer.decode(ids)), ""
+    for (token,) in steps:
+        assert token is not None  # a stream of one prompt ends with it
+        done.append(token)
+        text = tokenizer.decode(done)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the token ends inside a character: wait for the rest
+            yield text[shown:]
+            shown = len(text)
+    if text[shown:]:
+        yield text[shown:]
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of `text`, from a `tokenizers.Tokenizer` or a Hugging Face one."""
+    encoded = tokenizer.encode(text)
+    return list(getattr(encoded, "ids", encoded))

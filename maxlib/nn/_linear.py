@@ -1,0 +1,113 @@
+"""The modules that own a matmul weight. Every projection in maxlib is an `Einsum`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from maxlib.nn.matmul import Exact, Matmul
+from maxlib.sharding import IfFree, constrain, gather_once
+
+Init = Callable[..., Array]
+
+
+def check_ends(x: Any, letters: str, shape: tuple[int, ...], what: str) -> None:
+    """Raises ValueError unless `shape` is that of the last axes of `x`, which `letters` call by name.
+
+    Shapes are known while tracing: a compiled program has nothing of it.
+    """
+    if x.shape[-len(shape) :] != shape:
+        wanted = ", ".join(f"{letter}={size}" for letter, size in zip(letters, shape, strict=True))
+        raise ValueError(
+            f"the last axes of x must be {wanted} for {what}, got x of shape {x.shape}. Give the layer what it was built "
+            "for, or build it for this width."
+        )
+
+
+class Einsum(nnx.Module):
+    """`einsum(spec, x, w)`, plus a bias over the axes of `w` that reach the output.
+
+    `spec` reads like `"...D,FD->...F"`; `shape` and `axes` describe `w` dimension by dimension, the latter by the names
+    that sharding rules use. The default initialization is truncated normal with variance 1 / fan-in, the fan-in being
+    the product of the dimensions that the einsum sums over. `matmul` multiplies; `maxlib.quantization` puts another one
+    in its place. gather_once: for a small weight that a layer uses at its beginning, so that its recomputation and its
+    backward pass are far apart: over devices it is gathered for both together (`sharding.gather_once`).
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        *,
+        bias: bool = False,
+        gather_once: bool = False,
+        init: Init | None = None,
+        rngs: nnx.Rngs,
+    ):
+        letters, out = _weight_letters(spec, shape, axes)
+        kept = [d for d, letter in enumerate(letters) if letter in out]
+        summed = [d for d, letter in enumerate(letters) if letter not in out]
+        if init is None:
+            init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=summed, out_axis=kept)
+        self.spec, self.gather_once = spec, gather_once
+        self.matmul: Matmul = Exact()
+        self.w = nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes, summed=tuple(axes[d] for d in summed))
+        zeros = lambda: nnx.Param(jnp.zeros([shape[d] for d in kept]), axes=tuple(axes[d] for d in kept))
+        self.b = zeros() if bias else None
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        self._check(x)
+        y = self.matmul.einsum(self.spec, x, self._gathered(x) if self.gather_once else self.w)
+        if self.b is None:
+            return y
+        b = jnp.asarray(self.b[...], x.dtype)
+        return y + jnp.expand_dims(b, range(y.ndim - b.ndim))
+
+    def _gathered(self, x: Float[Array, "..."]) -> Any:
+        """But for a single token, which is less than the weight; a quantized weight stays as it is."""
+        if not isinstance(self.w, nnx.Param) or x.shape[1:-1] == (1,):
+            return self.w
+        return gather_once(jnp.asarray(self.w[...], x.dtype), *self.w.get_metadata()["axes"])
+
+    def _check(self, x: Float[Array, "..."]) -> None:
+        of_x, of_w = self.spec.partition("->")[0].split(",")
+        letters, sizes = of_x.removeprefix("..."), dict(zip(of_w, self.w.shape, strict=True))
+        if sizes.keys() >= set(letters):
+            check_ends(x, letters, tuple(sizes[letter] for letter in letters), f"the weight of {self.spec!r}")
+
+
+def _weight_letters(spec: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str]:
+    inputs, _, out = spec.partition("->")
+    letters = inputs.partition(",")[2]
+    if not letters or not len(letters) == len(shape) == len(axes):
+        raise ValueError(
+            f"spec must read 'x,w->y' with one letter, size and axis name per dimension of w; "
+            f"got spec {spec!r}, shape {shape}, axes {axes}"
+        )
+    return letters, out
+
+
+class Embed(nnx.Module):
+    """A table of token vectors. `logits` reads it backwards, so tying embeddings means calling both methods."""
+
+    def __init__(self, vocab: int, dim: int, *, init: Init | None = None, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(0.02) if init is None else init
+        self.w = nnx.Param(init(rngs.params(), (vocab, dim), jnp.float32), axes=("vocab", "embed"))
+
+    def __call__(self, tokens: Int[Array, "..."], *, dtype=jnp.bfloat16) -> Float[Array, "... D"]:
+        """Ids must lie in `[0, vocab)`; inside jit they cannot be checked."""
+        if tokens.ndim != 2:
+            return jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype)
+        # Devices that hold different parts of the width look up each other's rows, then exchange rows for width: so
+        # neither the table nor its gradient is ever whole.
+        names = IfFree("batch"), IfFree("seq"), "embed"
+        tokens = constrain(tokens[..., None], *names)[..., 0]
+        return constrain(jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype), *names)
+
+    def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Scores in float32, whatever the dtype of `x`."""
+        check_ends(x, "D", self.w.shape[1:], "the embedding")
+        return jnp.einsum("...D,VD->...V", x, jnp.asarray(self.w[...], x.dtype), preferred_element_type=jnp.float32)

@@ -1,0 +1,41 @@
+"""Feed-forward layers."""
+
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from maxlib.nn._linear import Einsum
+from maxlib.sharding import constrain
+
+
+def _constrain_hidden(h: Float[Array, "... F"]) -> Float[Array, "... F"]:
+    return constrain(h, "batch", "seq", "act_mlp") if h.ndim == 3 else h
+
+
+class GatedMLP(nnx.Module):
+    """`down(act(gate(x)) * up(x))` (Shazeer 2020): SwiGLU with silu, GeGLU with gelu."""
+
+    def __init__(self, dim: int, mlp_dim: int, *, act: Callable = jax.nn.silu, bias: bool = False, rngs: nnx.Rngs):
+        self.gate = Einsum("...D,FD->...F", (mlp_dim, dim), ("mlp", "embed"), bias=bias, rngs=rngs)
+        self.up = Einsum("...D,FD->...F", (mlp_dim, dim), ("mlp", "embed"), bias=bias, rngs=rngs)
+        self.down = Einsum("...F,DF->...D", (dim, mlp_dim), ("embed", "mlp"), bias=bias, rngs=rngs)
+        self.act = act
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        gate, up = checkpoint_name(self.gate(x), "gate"), checkpoint_name(self.up(x), "up")
+        return self.down(_constrain_hidden(self.act(gate) * up))
+
+
+class MLP(nnx.Module):
+    """`down(act(up(x)))`."""
+
+    def __init__(self, dim: int, mlp_dim: int, *, act: Callable = jax.nn.gelu, bias: bool = True, rngs: nnx.Rngs):
+        self.up = Einsum("...D,FD->...F", (mlp_dim, dim), ("mlp", "embed"), bias=bias, rngs=rngs)
+        self.down = Einsum("...F,DF->...D", (dim, mlp_dim), ("embed", "mlp"), bias=bias, rngs=rngs)
+        self.act = act
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        return self.down(_constrain_hidden(self.act(checkpoint_name(self.up(x), "up"))))

@@ -1,0 +1,281 @@
+"""Mixture of experts: every token goes through the few gated MLPs that a router chooses for it."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from maxlib import ops
+from maxlib.nn import _expert_dispatch as dispatch
+from maxlib.nn import _expert_parallel as exchange
+from maxlib.nn._context import Context
+from maxlib.nn._linear import Init
+from maxlib.nn._router import Router, Routing, SigmoidInputRouter, expert_counts
+from maxlib.nn.matmul import Exact, Matmul
+from maxlib.nn.quantized import QuantizedWeight
+from maxlib.ops._glu import swiglu
+from maxlib.sharding import AllGatherArg, axis_of, axis_size, constrain, shard_map_by_name
+
+
+@runtime_checkable
+class RouterLoss(Protocol):
+    """A loss on the router's decisions; `name` begins with `loss/`."""
+
+    name: str
+
+    def __call__(self, routing: Routing, valid: Bool[Array, "B T"] | None) -> Float[Array, ""]: ...
+
+
+class ExpertLinear(nnx.Module):
+    """One matrix per expert, and a bias `E O`; `MoE` applies them.
+
+    shape, axes: of a matrix `O I`. layout: how the matrices are stored, `EOI` or `EIO`; values are the same either way.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        shape: tuple[int, int],
+        axes: tuple[str, str],
+        *,
+        bias: bool = False,
+        layout: ops.Layout = "EOI",
+        init: Init | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if init is None:
+            init = nnx.initializers.variance_scaling(
+                1.0, "fan_in", "truncated_normal", in_axis=2, out_axis=1, batch_axis=0
+            )
+        values, own = init(rngs.params(), (num_experts, *shape), jnp.float32), ("expert", *axes)
+        if layout == "EIO":
+            values, own = jnp.swapaxes(values, 1, 2), ("expert", *axes[::-1])
+        self.w = nnx.Param(values, axes=own, summed=axes[1:])
+        self.b = nnx.Param(jnp.zeros((num_experts, shape[0])), axes=("expert", axes[0])) if bias else None
+        self.matmul: Matmul = Exact()
+        self.layout: ops.Layout = layout
+
+    def stored(self, dtype: Any) -> Array | QuantizedWeight:
+        """The matrices to multiply with: in `dtype`, or as they are if they are quantized."""
+        return self.w if isinstance(self.w, QuantizedWeight) else jnp.asarray(self.w[...], dtype)
+
+    def one(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
+        """`x` through a single expert, whose parameters have no expert axis."""
+        y = self.matmul.einsum(f"BTI,{self.layout[1:]}->BTO", x, self.w)
+        return y if self.b is None else y + jnp.broadcast_to(jnp.asarray(self.b[...], x.dtype), y.shape)
+
+
+class MoE(nnx.Module):
+    """`sum over the chosen experts of weight * down(activation(gate(x), up(x)))`, plus `shared(x)`.
+
+    router: `Router`, `SigmoidInputRouter` or one of your own: `router(x) -> Routing`, with `num_experts` and `top_k`.
+    activation:
+    joins an expert's gate and up projections. shared: a layer that every token passes. capacity_factor: None computes
+    every choice (dropless). A number gives each expert room for `ceil(capacity_factor * T * top_k / E)` tokens of each
+    row of the batch; who comes later in the row is dropped, so that no token's result depends on a later one or on
+    another row. losses: what to report for training. layout: of the experts' matrices, see `ExpertLinear`: that of the
+    files they are read from.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mlp_dim: int,
+        *,
+        router: Router | SigmoidInputRouter | Any,
+        activation: Callable[[Array, Array], Array] = swiglu,
+        bias: bool = False,
+        shared: nnx.Module | None = None,
+        capacity_factor: float | None = None,
+        losses: Sequence[RouterLoss] = (),
+        layout: ops.Layout = "EOI",
+        init: Init | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if capacity_factor is not None and capacity_factor <= 0:
+            raise ValueError(f"capacity_factor must be positive, or None to drop nothing, got {capacity_factor}")
+        E, into, out = router.num_experts, (mlp_dim, dim), (dim, mlp_dim)
+        self.router, self.shared = router, shared
+        parts: dict[str, Any] = {"bias": bias, "layout": layout, "init": init, "rngs": rngs}
+        self.gate = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts)
+        self.up = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts)
+        self.down = ExpertLinear(E, out, ("expert_embed", "mlp"), **parts)
+        self.activation, self.capacity_factor, self.losses = activation, capacity_factor, tuple(losses)
+        self.layout: ops.Layout = layout
+
+    def __call__(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None
+    ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        """The result and, by name, the router's losses and `moe/load`: each expert's share of the choices, before any
+        is dropped.
+
+        With a capacity also `moe/dropped`, the share of choices without room. Padding (`ctx.valid`) goes to no expert
+        and counts nowhere. Raises ValueError for an `x` that is not rows of tokens.
+        """
+        if x.ndim != 3:
+            raise ValueError(f"x must be rows of tokens `B T D`, got x of shape {x.shape}; one row is x[None]")
+        valid = None if ctx is None else ctx.valid
+        routing = self.router(x)
+        y, kept = self._mix(x, routing, jnp.ones(x.shape[:2], bool) if valid is None else valid)
+        y = self._add_output_bias(y, routing, kept)
+        return y if self.shared is None else y + self.shared(x), self._aux(routing, valid, kept)
+
+    def capacity(self, seq: int) -> int | None:
+        """How many tokens of one row an expert takes; None means all."""
+        if self.capacity_factor is None:
+            return None
+        even = self.capacity_factor * seq * self.router.top_k / self.router.num_experts
+        return min(seq, math.ceil(even))
+
+    def _mix(self, x, routing: Routing, valid):
+        """The weighted sum without the output's bias, and which choices were computed; each device takes its own
+        rows.
+        """
+        capacity = self.capacity(x.shape[1])
+        E, tokens = self.router.num_experts, ("batch", "seq" if capacity is None else None)
+        axis = axis_of("act_expert") if E % axis_size("act_expert") == 0 else None
+        rows, biased = (*tokens, None), ("act_expert", "mlp")
+        into, out = ({"E": "act_expert", letter: "mlp"} for letter in "OI")
+        parts = (self.gate, self.up, self.down)
+        stored = [_placed(m.stored(x.dtype), m.w) for m in parts]
+        w, tree = jax.tree.flatten(stored)
+        b = [None if m.b is None else jnp.asarray(m.b[...], x.dtype) for m in (self.gate, self.up)]
+        matmuls = tuple(m.matmul for m in parts)
+        how = {"activation": self.activation, "layout": self.layout}
+        options = {**how, "capacity": capacity, "num_experts": E, "axis": axis}
+        run = functools.partial(_run, matmuls=matmuls, tree=tree, **options)
+        axes = [tuple(names.get(letter) for letter in self.layout) for names in (into, into, out)]
+        wanted = zip(stored, [m.w for m in parts], axes, strict=True)
+        split = [names for m, weight, own in wanted for names in _names(m, weight, own)]
+        # A device that has a part of the width computes a part of the sum.
+        names = [rows, rows, rows, rows, tokens, biased, biased, *split]
+        mapped = shard_map_by_name(run, names, (("mlp", *rows), rows))
+        y, kept = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *b, *w)
+        return y.sum(axis=0), kept
+
+    def _add_output_bias(self, y, routing: Routing, kept):
+        if self.down.b is None:
+            return y
+        weights = jnp.where(kept, routing.weights, 0)
+        share = jnp.einsum("...X,...XE->...E", weights, jax.nn.one_hot(routing.experts, self.router.num_experts))
+        return y + jnp.einsum("...E,ED->...D", share.astype(y.dtype), jnp.asarray(self.down.b[...], y.dtype))
+
+    def _aux(self, routing: Routing, valid, kept) -> dict[str, Array]:
+        counts = expert_counts(routing.experts, valid, self.router.num_experts)
+        total = jnp.maximum(counts.sum(), 1)
+        aux = {loss.name: loss(routing, valid) for loss in self.losses} | {"moe/load": counts / total}
+        if self.capacity_factor is not None:
+            aux["moe/dropped"] = jnp.maximum(counts.sum() - kept.sum(), 0) / total
+        return aux
+
+    def reference(self, x: Float[Array, "B T D"], ctx: Context | None = None) -> Float[Array, "B T D"]:
+        """The result of a call that drops nothing, by a plain loop in which every expert computes every token: the
+        specification.
+        """
+        routing = self.router(x)
+
+        def add(y, expert):
+            e, gate, up, down = expert
+            chosen = routing.experts == e
+            chosen = chosen if ctx is None or ctx.valid is None else chosen & ctx.valid[..., None]
+            total = lambda values: jnp.where(chosen, values, 0).sum(axis=-1, keepdims=True)
+            scaled = x if routing.input_weights is None else (total(routing.input_weights) * x).astype(x.dtype)
+            h = self.activation(gate.one(scaled), up.one(scaled))
+            return y + (total(routing.weights) * down.one(h)).astype(x.dtype), None
+
+        y = jnp.zeros_like(x) if self.shared is None else self.shared(x)
+        experts = (jnp.arange(self.router.num_experts), self.gate, self.up, self.down)
+        return jax.lax.scan(add, y, experts)[0]
+
+
+def _placed(w: Any, weight: Any) -> Any:
+    """Where the rules put the weight, so that devices exchange the cast one: half the bytes, and half the
+    gradient's.
+    """
+    if not isinstance(w, jax.Array):  # quantized
+        return w
+    names = weight.get_metadata().get("axes", ())
+    return constrain(w, *names) if len(names) == w.ndim else w
+
+
+def _names(w: Any, weight: Any, names: tuple) -> list[Any]:
+    """How every array of `w` is split: a quantized one has scales too, with a single entry along some axes."""
+    if isinstance(w, jax.Array) and len(kept := weight.get_metadata().get("axes", ())) == w.ndim:
+        return [AllGatherArg(kept, names)]
+    return [tuple(None if n == 1 else name for n, name in zip(a.shape, names, strict=True)) for a in jax.tree.leaves(w)]
+
+
+def _run(
+    x,
+    experts,
+    weights,
+    input_weights,
+    valid,
+    *rest,
+    activation,
+    layout,
+    capacity,
+    matmuls,
+    tree,
+    num_experts: int,
+    axis,
+):
+    """The experts' part of one device. Without a capacity all its tokens are one group, else each row is."""
+    biases, matrices = rest[:2], jax.tree.unflatten(tree, rest[2:])
+    linears = [*zip(matmuls, matrices, (*biases, None), strict=True)]
+    apply = functools.partial(_apply, linears=linears, activation=activation, layout=layout)
+    split = {"apply": apply, "num_experts": num_experts, "axis": axis}
+    if capacity is not None:
+        y, kept = _run_rows(x, experts, weights, input_weights, valid, capacity=capacity, **split)
+    else:
+        flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, experts, weights, input_weights, valid))
+        y, kept = _run_all(*flat, **split)
+    return y.reshape(1, *x.shape), kept.reshape(experts.shape)
+
+
+def _run_all(x, experts, weights, input_weights, valid, *, apply, num_experts: int, axis: str | None):
+    if axis is None:
+        return _mixed(x, weights, input_weights, dispatch.dropless(experts, valid, num_experts), apply)
+    tokens = (x, experts, weights, input_weights, valid)
+    return exchange.dropless(*tokens, apply=apply, num_experts=num_experts, axis=axis)
+
+
+def _run_rows(x, experts, weights, input_weights, valid, *, apply, capacity: int, num_experts: int, axis: str | None):
+    plan = jax.vmap(lambda experts, valid: dispatch.padded(experts, valid, num_experts, capacity))(experts, valid)
+    if axis is None:
+        return jax.vmap(functools.partial(_mixed, apply=apply))(x, weights, input_weights, plan)
+    held = num_experts // jax.lax.axis_size(axis)
+    own = dataclasses.replace(jax.tree.map(lambda a: a[0], plan), num_experts=held)
+
+    def here(rows):
+        return apply(rows.reshape(-1, rows.shape[-1]), own).reshape(rows.shape)
+
+    rows = exchange.with_capacity(jax.vmap(_rows)(x, input_weights, plan), here, num_experts=num_experts, axis=axis)
+    return jax.vmap(_weighted)(rows, weights, plan, x)
+
+
+def _mixed(x, weights, input_weights, plan: dispatch.Plan, apply):
+    return _weighted(apply(_rows(x, input_weights, plan), plan), weights, plan, x)
+
+
+def _rows(x, input_weights, plan: dispatch.Plan):
+    rows = dispatch.spread(x, plan)
+    if input_weights is None:
+        return rows
+    return (rows * dispatch.spread_choices(input_weights, plan)).astype(x.dtype)
+
+
+def _apply(rows, plan: dispatch.Plan, *, linears, activation, layout):
+    gate, up, down = linears
+    return plan.linear(plan.gated(rows, gate, up, activation, layout), down, layout)
+
+
+def _weighted(rows, weights, plan: dispatch.Plan, x):
+    y = jnp.einsum("MXD,MX->MD", dispatch.collect(rows, plan), jnp.where(plan.kept, weights, 0))
+    return y.astype(x.dtype), plan.kept

@@ -1,0 +1,58 @@
+"""Norms over the last axis, computed in float32."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxlib.nn._linear import check_ends
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm (Zhang & Sennrich 2019). `plus_one` scales by `1 + w`, as Gemma stores its weights."""
+
+    def __init__(self, dim: int, *, eps: float = 1e-6, plus_one: bool = False):
+        self.scale = nnx.Param(jnp.zeros(dim) if plus_one else jnp.ones(dim), axes=("norm",))
+        self.eps, self.plus_one = eps, plus_one
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        check_ends(x, "D", self.scale.shape, "the norm")
+        x32 = _to_unit(x, self.eps)
+        scale = jnp.asarray(self.scale[...], x32.dtype) + (1.0 if self.plus_one else 0.0)
+        return (x32 * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitRMSNorm:
+    """Root-mean-square norm without a weight (Llama 4's norm of queries and keys)."""
+
+    eps: float = 1e-6
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        return _to_unit(x, self.eps).astype(x.dtype)
+
+
+def _to_unit(x, eps: float):
+    """`x` in float32 or wider, its mean square one."""
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+
+
+class LayerNorm(nnx.Module):
+    """Mean and variance norm (Ba et al. 2016), with an optional bias."""
+
+    def __init__(self, dim: int, *, eps: float = 1e-5, bias: bool = True):
+        self.scale = nnx.Param(jnp.ones(dim), axes=("norm",))
+        self.bias = nnx.Param(jnp.zeros(dim), axes=("norm",)) if bias else None
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        check_ends(x, "D", self.scale.shape, "the norm")
+        x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        wide = lambda w: jnp.expand_dims(jnp.asarray(w[...], x32.dtype), range(x.ndim - 1))
+        x32 = x32 * wide(self.scale)
+        return (x32 if self.bias is None else x32 + wide(self.bias)).astype(x.dtype)

@@ -1,0 +1,51 @@
+"""A model as a table."""
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from maxlib.nn.tree import axes, pattern_path, variables
+
+
+def summary(model: Any) -> str:
+    """Every parameter of `model` with shape, axis names, dtype and size, and the total; print it.
+
+    Layers that a stack scans share a row: `26 x` before the shape counts them. Works on `jax.eval_shape` of a model
+    too.
+    """
+    table = Table(box=box.SIMPLE, show_footer=True)
+    names, rows = axes(model), {p: v.get_value() for p, v in variables(model).items()}
+    total = sum(a.size for a in rows.values())
+    size = sum(a.size * a.dtype.itemsize for a in rows.values())
+    table.add_column("parameter", footer="total")
+    table.add_column("shape")
+    table.add_column("axes")
+    table.add_column("dtype", footer=_scaled(size, "B"))
+    table.add_column("numbers", justify="right", footer=_scaled(total))
+    for (path, shape, axis_names, dtype), group in _grouped(rows, names).items():
+        count = sum(a.shape[0] if a.ndim > len(shape) else 1 for a in group)
+        text = " ".join(map(str, shape)) or "scalar"
+        text = f"{count} x {text}" if count > 1 else text
+        table.add_row(path, text, " ".join(axis_names), dtype, _scaled(sum(a.size for a in group)))
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(table)
+    return f"{type(model).__name__}\n{capture.get().strip(chr(10))}"
+
+
+def _grouped(rows: dict[str, Any], names: dict[str, tuple[str, ...]]) -> dict[tuple, list[Any]]:
+    """Arrays by logical path and by the shape that their axis names describe."""
+    groups: dict[tuple, list[Any]] = {}
+    for path, array in rows.items():
+        shape = array.shape[array.ndim - len(names[path]) :] if names[path] else array.shape
+        groups.setdefault((pattern_path(path), shape, names[path], str(array.dtype)), []).append(array)
+    return groups
+
+
+def _scaled(number: float, unit: str = "") -> str:
+    suffixes = ["", "k", "M", "G", "T"]
+    while number >= 1000 and len(suffixes) > 1:
+        number, suffixes = number / 1000, suffixes[1:]
+    return f"{number:.4g} {suffixes[0]}{unit}".rstrip()

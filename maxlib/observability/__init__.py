@@ -1,0 +1,57 @@
+"""Records what a run does and where its time goes: metrics, goodput, memory, profiles, slow hosts, reports.
+
+Each part works in a loop of your own and attaches to a `Trainer` from outside. Every name is loaded on first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from maxlib._lazy import lazy
+
+if TYPE_CHECKING:
+    from maxlib.observability._curve import plot_loss as plot_loss
+    from maxlib.observability._flops import forward_flops as forward_flops
+    from maxlib.observability._flops import peak_flops as peak_flops
+    from maxlib.observability._flops import training_flops as training_flops
+    from maxlib.observability._goodput import Account as Account
+    from maxlib.observability._goodput import Clock as Clock
+    from maxlib.observability._goodput import goodput as goodput
+    from maxlib.observability._goodput import plot_goodput as plot_goodput
+    from maxlib.observability._memory import live_arrays as live_arrays
+    from maxlib.observability._memory import memory_profile as memory_profile
+    from maxlib.observability._memory import memory_use as memory_use
+    from maxlib.observability._metrics import Console as Console
+    from maxlib.observability._metrics import Csv as Csv
+    from maxlib.observability._metrics import Jsonl as Jsonl
+    from maxlib.observability._metrics import Meter as Meter
+    from maxlib.observability._metrics import TensorBoard as TensorBoard
+    from maxlib.observability._metrics import Writer as Writer
+    from maxlib.observability._metrics import read_jsonl as read_jsonl
+    from maxlib.observability._profile import Op as Op
+    from maxlib.observability._profile import Profile as Profile
+    from maxlib.observability._profile import profile_summary as profile_summary
+    from maxlib.observability._profile import top_ops as top_ops
+    from maxlib.observability._program import DumpProgram as DumpProgram
+    from maxlib.observability._program import dump_program as dump_program
+    from maxlib.observability._report import report as report
+    from maxlib.observability._run import Samples as Samples
+    from maxlib.observability._run import add_sample as add_sample
+    from maxlib.observability._run import write_config as write_config
+    from maxlib.observability._stragglers import SlowHosts as SlowHosts
+    from maxlib.observability._stragglers import SlowSteps as SlowSteps
+    from maxlib.observability._stragglers import slow_hosts as slow_hosts
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "_curve": ("plot_loss",),
+        "_flops": ("forward_flops", "peak_flops", "training_flops"),
+        "_goodput": ("Account", "Clock", "goodput", "plot_goodput"),
+        "_memory": ("live_arrays", "memory_profile", "memory_use"),
+        "_metrics": ("Console", "Csv", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
+        "_profile": ("Op", "Profile", "profile_summary", "top_ops"),
+        "_program": ("DumpProgram", "dump_program"),
+        "_report": ("report",),
+        "_run": ("Samples", "add_sample", "write_config"),
+        "_stragglers": ("SlowHosts", "SlowSteps", "slow_hosts"),
+    },
+)

@@ -1,0 +1,220 @@
+"""How much arithmetic a model asks for, counted on its traced forward pass, and how much a device offers."""
+
+import functools
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from maxlib.ops._cost import FORMULAS
+
+# Dense bfloat16 FLOP/s of one jax device, from the makers' data sheets; the first that begins a device kind's name
+# counts.
+PEAKS = {
+    "TPU v6": 918e12,
+    "TPU v5p": 459e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v4": 275e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA A100": 312e12,
+}
+
+Counts = list[tuple[float, Any]]
+
+
+def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any) -> float:
+    """Model FLOPs of one training step: three times those of the loss (a backward pass has two matmuls for each one).
+
+    Recomputation by remat and whatever is no matmul do not count, and frozen parameters count like others. For a
+    decoder this is `6 N T + 6 L pairs heads (Hk + Hv)`: N weights in matmuls, T tokens, L layers, pairs of a query and
+    a key it sees.
+    """
+    model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
+    return 3 * forward_flops(loss_fn, model, batch, jax.random.key(0))
+
+
+def forward_flops(fn: Callable[..., Any], *args: Any) -> float:
+    """FLOPs of the matmuls and convolutions in `fn(*args)`: two for each multiplication with its addition.
+
+    The body of a `lax.scan` counts as often as it runs, of a `lax.cond` the dearest branch. Attention counts the pairs
+    that its masks leave; documents count where `args` hold the integers that mark them, while a `jax.ShapeDtypeStruct`
+    leaves them unknown (then every pair counts). Ops registered in `maxlib.ops._cost` go by their own formula. No float
+    is computed. Count without a mesh: call it outside `sharding.use`.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    traced = jax.make_jaxpr(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)))(*shapes)
+    known = [np.asarray(x) if _is_known(x) else None for x in leaves]
+    times: list[float] = []
+
+    def evaluate(known: list[Any]) -> list[jax.Array]:
+        counts: Counts = []
+        _walk(traced, known, 1.0, counts)
+        times[:] = [n for n, _ in counts]
+        return [jnp.asarray(count, jnp.float32) for _, count in counts]
+
+    # One small program computes the integers that masks depend on; all else in the trace is dead code to it.
+    counts = jax.device_get(jax.jit(evaluate)(known))
+    return float(sum(n * float(count) for n, count in zip(times, counts, strict=True)))
+
+
+def peak_flops() -> float | None:
+    """FLOP/s of all devices together: from a table, measured on a CPU, None for kinds that are not in the table.
+
+    Accelerators in dense bfloat16. A CPU's is that of a float32 matmul, and counts once per process.
+    """
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return _measured_peak() * jax.process_count()
+    peak = next((peak for kind, peak in PEAKS.items() if device.device_kind.startswith(kind)), None)
+    return None if peak is None else peak * jax.device_count()
+
+
+@functools.cache
+def _measured_peak(size: int = 1024, rounds: int = 8) -> float:
+    """The best of a few square matmuls, which take about 0.3 s in all."""
+    x = jnp.ones((size, size), jnp.float32)
+    dot = jax.jit(jnp.dot).lower(x, x).compile()
+    seconds = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        jax.block_until_ready(dot(x, x))
+        seconds.append(time.perf_counter() - begin)
+    return 2 * size**3 / min(seconds)
+
+
+def _is_known(x: Any) -> bool:
+    if isinstance(x, jax.ShapeDtypeStruct) or not jnp.issubdtype(x.dtype, jnp.integer):
+        return False
+    return getattr(x, "is_fully_addressable", True)
+
+
+def _walk(traced: Any, known: Sequence[Any], times: float, counts: Counts) -> list[Any]:
+    """Adds to `counts` what `traced` does `times` times, given those inputs that are known; returns its outputs
+    likewise.
+    """
+    jaxpr = getattr(traced, "jaxpr", traced)
+    values = dict(zip(jaxpr.constvars, getattr(traced, "consts", ()), strict=False))
+    values |= dict(zip(jaxpr.invars, known, strict=True))
+    look = lambda atom: jnp.asarray(atom.val) if isinstance(atom, core.Literal) else values.get(atom)
+    for eqn in jaxpr.eqns:
+        outputs = _count(eqn, [look(atom) for atom in eqn.invars], times, counts)
+        values |= dict(zip(eqn.outvars, outputs, strict=True))
+    return [look(atom) for atom in jaxpr.outvars]
+
+
+def _count(eqn: Any, known: list[Any], times: float, counts: Counts) -> list[Any]:
+    """One equation. Its outputs are known (not None) where they are integers that follow from known ones."""
+    name, params, unknown = eqn.primitive.name, eqn.params, [None] * len(eqn.outvars)
+    if name in _RULES:
+        _RULES[name](eqn, known, times, counts)
+        return unknown
+    if name in ("jit", "pjit") and params["name"] in FORMULAS:
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        given = [shape if value is None else value for shape, value in zip(shapes, known, strict=True)]
+        counts.append((times, FORMULAS[params["name"]](*given)))
+        return unknown
+    inner = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
+    if inner is not None:
+        return _walk(inner, known, times, counts)
+    if any(value is None for value in known) or not all(_is_integer(v.aval) for v in eqn.outvars):
+        return unknown
+    result = eqn.primitive.bind(*known, **params)
+    return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def _is_integer(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.integer) or aval.dtype == bool
+
+
+# ---------------------------------------------------------------------------------------------- rules
+
+
+def _dot(eqn, known, times, counts):
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    summed = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+    counts.append((times, 2 * summed * math.prod(eqn.outvars[0].aval.shape)))
+
+
+def _ragged_dot(eqn, known, times, counts):
+    """Every row meets one group, whether the rows are kept or summed over."""
+    dims = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = dims.dot_dimension_numbers
+    lhs, out = eqn.invars[0].aval.shape, math.prod(eqn.outvars[0].aval.shape)
+    groups = eqn.invars[2].aval.shape[-1] if dims.lhs_ragged_dimensions[0] in contracted else 1
+    counts.append((times, 2 * math.prod(lhs[d] for d in contracted) * out / groups))
+
+
+def _convolution(eqn, known, times, counts):
+    kernel, out = eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
+    features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    counts.append((times, 2 * math.prod(out) * math.prod(kernel) / features))
+
+
+def _scan(eqn, known, times, counts):
+    params = eqn.params
+    consts = params["num_consts"] if "num_consts" in params else len(list(params["ft_in"].unpack()[0]))  # from jax 0.12
+    changing = [None] * (len(known) - consts)
+    _walk(params["jaxpr"], known[:consts] + changing, times * params["length"], counts)
+
+
+def _while(eqn, known, times, counts):
+    body, skip, consts = (eqn.params[key] for key in ("body_jaxpr", "cond_nconsts", "body_nconsts"))
+    before = len(counts)
+    changing = [None] * (len(known) - skip - consts)
+    _walk(body, known[skip : skip + consts] + changing, times, counts)
+    if len(counts) > before:
+        warnings.warn(
+            "A loop with matmuls runs an unknown number of times; its FLOPs count once. Use lax.scan, or register the op "
+            "around it in maxlib.ops._cost.",
+            stacklevel=2,
+        )
+
+
+def _cond(eqn, known, times, counts):
+    totals = []
+    for branch in eqn.params["branches"]:
+        mine: Counts = []
+        _walk(branch, known[1:], times, mine)
+        totals.append(sum((jnp.asarray(n * count, jnp.float32) for n, count in mine), start=jnp.zeros(())))
+    counts.append((1.0, functools.reduce(jnp.maximum, totals)))
+
+
+def _shard_map(eqn, known, times, counts):
+    """Every device of the mesh does what the body says."""
+    _walk(eqn.params["jaxpr"], [None] * len(known), times * eqn.params["mesh"].size, counts)
+
+
+def _pallas_call(eqn, known, times, counts):
+    """By the kernel's own estimate: its body says nothing about how often a tile is skipped."""
+    estimate = eqn.params.get("cost_estimate")
+    if estimate is None:
+        warnings.warn(
+            "A Pallas kernel without cost_estimate counts no FLOPs; give it one, or register its op in maxlib.ops._cost.",
+            stacklevel=2,
+        )
+    else:
+        counts.append((times, estimate.flops))
+
+
+_RULES = {
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _convolution,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+    "pallas_call": _pallas_call,
+}

@@ -1,0 +1,320 @@
+"""Where metrics go: a JSONL or CSV file, TensorBoard, the terminal. A writer is anything with `resume`, `write` and
+`close`.
+"""
+
+import csv
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from maxlib import distributed
+
+Values = Mapping[str, Any]
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """Takes metrics: numbers, or small arrays such as one number per layer."""
+
+    def resume(self, step: int) -> None:
+        """Training goes on after `step`: forget what was written for later ones."""
+        ...
+
+    def write(self, step: int, values: Values) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Writers(list[Writer]):
+    """The writers of a run. One that raises is reported once; the others, and training, go on, and it is tried again
+    next time.
+    """
+
+    def __init__(self, writers: Iterable[Writer], *, log: Callable[[str], Any]):
+        super().__init__(writers)
+        self._log, self._failed = log, set()
+
+    def resume(self, step: int) -> None:
+        self._each(lambda writer: writer.resume(step))
+
+    def write(self, step: int, values: Values) -> None:
+        self._each(lambda writer: writer.write(step, values))
+
+    def close(self) -> None:
+        self._each(lambda writer: writer.close())
+
+    def _each(self, call: Callable[[Writer], None]) -> None:
+        for writer in self:
+            try:
+                call(writer)
+            except Exception as error:
+                if id(writer) not in self._failed:
+                    self._log(f"METRICS LOST: {type(writer).__name__} failed with {error!r}; training goes on")
+                self._failed.add(id(writer))
+
+
+@runtime_checkable
+class Reports(Protocol):
+    """A part of a run with metrics of its own, such as a loader that counts what it reads."""
+
+    def metrics(self) -> Values: ...
+
+
+def reported(part: object) -> Values:
+    """The metrics of a part that has any."""
+    return part.metrics() if isinstance(part, Reports) else {}
+
+
+def reported_by_all(part: object) -> Values:
+    """The same of counts, summed over processes, which all have to call this."""
+    everyone = distributed.allgather_json(dict(reported(part)))
+    names = sorted({name for counts in everyone for name in counts})
+    return {name: sum(counts.get(name, 0) for counts in everyone) for name in names}
+
+
+class Jsonl:
+    """One JSON object per line, `{"step": 10, "loss": 2.5, ...}`, readable at any moment. NaN and infinities become
+    null.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = None
+        self._have: set[tuple[int, tuple[str, ...]]] = set()
+
+    def resume(self, step: int) -> None:
+        """Keeps the lines up to `step`; where later ones exist, the whole file stays behind under the ending `.old`."""
+        self.close()
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        keep = [line for line in lines if (found := _step(line)) is not None and found <= step]
+        self._have = {(step, _names(json.loads(line))) for line in keep if _step(line) == step}
+        if len(keep) == len(lines):
+            return
+        new = self.path.with_suffix(self.path.suffix + ".new")
+        new.write_text("".join(line + "\n" for line in keep))
+        os.replace(self.path, self.path.with_suffix(self.path.suffix + ".old"))
+        os.replace(new, self.path)
+
+    def write(self, step: int, values: Values) -> None:
+        if (step, _names(values)) in self._have:  # the evaluation after the last step, once more
+            return
+        if self._file is None:
+            self._file = self.path.open("a")
+        self._file.write(json.dumps({"step": step} | {k: _plain(v) for k, v in values.items()}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """All lines that a `Jsonl` wrote, without a last one that was cut short."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines() if _step(line) is not None]
+
+
+class Csv:
+    """One row per call, one column per number, for spreadsheets; arrays are left out. A new name widens the whole
+    file.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._columns = next(csv.reader(self.path.read_text().splitlines()), []) if self.path.exists() else []
+
+    def resume(self, step: int) -> None:
+        """Keeps the rows up to `step`."""
+        rows = [row for row in self._rows() if row["step"].isdigit() and int(row["step"]) <= step]
+        self._rewrite(rows)
+
+    def write(self, step: int, values: Values) -> None:
+        row = {"step": step} | {name: _plain(value) for name, value in values.items() if np.ndim(value) == 0}
+        if new := [name for name in row if name not in self._columns]:
+            rows, self._columns = self._rows(), [*self._columns, *new]
+            self._rewrite(rows)
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(row)
+
+    def close(self) -> None: ...
+
+    def _rows(self) -> list[dict[str, str]]:
+        """The whole rows; one that was cut short is left out."""
+        if not self.path.exists():
+            return []
+        lines = self.path.read_text().splitlines(keepends=True)
+        return [
+            row for row in csv.DictReader(line for line in lines if line.endswith("\n")) if None not in row.values()
+        ]
+
+    def _rewrite(self, rows: Iterable[Values]) -> None:
+        new = self.path.with_suffix(self.path.suffix + ".new")
+        with new.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(new, self.path)
+
+
+class TensorBoard:
+    """Scalars for TensorBoard. Needs the extra `tensorboard`."""
+
+    def __init__(self, directory: str | Path):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ImportError('TensorBoard needs tensorboardX: pip install "maxlib[tensorboard]"') from error
+        self._make, self._writer = SummaryWriter, None
+        self._directory = str(directory)
+
+    def resume(self, step: int) -> None:
+        self.close()
+        self._writer = self._make(self._directory, purge_step=step + 1)
+
+    def write(self, step: int, values: Values) -> None:
+        if self._writer is None:
+            self._writer = self._make(self._directory)
+        for name, value in values.items():
+            if np.ndim(value) == 0:
+                self._writer.add_scalar(name, float(value), step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+
+class Console:
+    """A progress bar with loss, speed and remaining time; where there is no terminal, a line every `seconds`."""
+
+    def __init__(self, *, seconds: float = 10.0, terminal: Terminal | None = None):
+        self.terminal = Terminal(soft_wrap=True) if terminal is None else terminal
+        self._seconds, self._bar, self._last, self._total, self._unfinished = seconds, None, -math.inf, 0, ""
+
+    def start(self, step: int, total: int) -> None:
+        """Begins to show progress from `step` towards `total`."""
+        self._total = total
+        if self.terminal.is_terminal:
+            columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
+            self._bar = Progress(*columns, console=self.terminal)
+            self._task = self._bar.add_task("", total=total, completed=step, text="compiling")
+            self._bar.start()
+
+    def log(self, text: str) -> None:
+        """A line of its own."""
+        self.terminal.print(text, markup=False, highlight=False)
+
+    def resume(self, step: int) -> None: ...
+
+    def write(self, step: int, values: Values) -> None:
+        text = _summary(values)
+        if not text:
+            return
+        if "loss" not in values:
+            self.log(f"step {step}  {text}")
+        elif self._bar is not None:
+            self._bar.update(self._task, completed=step, text=text)
+        elif time.monotonic() - self._last >= self._seconds:
+            self._last, self._unfinished = time.monotonic(), ""
+            self.log(f"step {step}/{self._total}  {text}")
+        else:
+            self._unfinished = f"step {step}/{self._total}  {text}"
+
+    def close(self) -> None:
+        """Leaves the bar, or the last line, where it is."""
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._unfinished:
+            self.log(self._unfinished)
+        self._bar, self._unfinished, self._last = None, "", -math.inf
+
+
+class Meter:
+    """Reads metrics from the device one step late, so that the device is never left without work, and measures speed.
+
+    flops: model FLOPs of a step; peak: FLOP/s of all devices. `tokens_per_second` and what follows from it are smoothed
+    over some ten steps; `seconds` is that of one step.
+    """
+
+    def __init__(self, *, flops: float | None = None, peak: float | None = None):
+        self.flops, self.peak = flops, peak
+        self._waiting: tuple[int, dict[str, Any]] | None = None
+        self._read_at: float | None = None
+        self._smooth: float | None = None
+
+    def push(self, step: int, metrics: dict[str, Any], **here: float) -> list[tuple[int, dict[str, Any]]]:
+        """Takes the metrics of a step that was just started (`here`: known already), gives those of the one before
+        it.
+        """
+        before, self._waiting = self._waiting, (step, metrics | here)
+        if before is None:
+            return []
+        values, now = jax.device_get(before[1]), time.perf_counter()
+        if self._read_at is not None:
+            values["seconds"] = now - self._read_at
+            self._smooth = values["seconds"] if self._smooth is None else 0.9 * self._smooth + 0.1 * values["seconds"]
+        self._read_at = now
+        return [(before[0], self._with_speed(values))]
+
+    def flush(self) -> list[tuple[int, dict[str, Any]]]:
+        """Waits for the metrics that are still under way. The time until the next step does not count."""
+        before, self._waiting, self._read_at = self._waiting, None, None
+        return [] if before is None else [(before[0], self._with_speed(jax.device_get(before[1])))]
+
+    def _with_speed(self, values: dict[str, Any]) -> dict[str, Any]:
+        if self._smooth is None:
+            return values
+        values["tokens_per_second"] = float(values["tokens"]) / self._smooth
+        if self.flops is not None:
+            values["model_tflops_per_second"] = self.flops / self._smooth / 1e12
+        if self.flops is not None and self.peak is not None:
+            values["mfu"] = self.flops / self._smooth / self.peak
+        return values
+
+
+def _summary(values: Values) -> str:
+    shown = {
+        "loss": "loss {:.4f}",
+        "eval/loss": "eval loss {:.4f}",
+        "eval/accuracy": "accuracy {:.3f}",
+        "tokens_per_second": "{:,.0f} tokens/s",
+        "mfu": "MFU {:.1%}",
+    }
+    return "  ".join(form.format(float(values[name])) for name, form in shown.items() if name in values)
+
+
+def _plain(value: Any) -> Any:
+    """JSON's types, with null for what JSON cannot say."""
+    value = np.asarray(value)
+    if value.dtype.kind == "b" or value.dtype.kind in "iu":
+        return value.tolist()
+    return _finite(value.astype(np.float64).tolist())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return float(f"{value:.9g}") if math.isfinite(value) else None
+
+
+def _names(values: Values) -> tuple[str, ...]:
+    return tuple(sorted(name for name in values if name != "step"))
+
+
+def _step(line: str) -> int | None:
+    """The step of a whole line; None for one that was cut short."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return None

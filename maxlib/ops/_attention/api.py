@@ -1,0 +1,220 @@
+"""The public attention function: checks its arguments and chooses an implementation."""
+
+import math
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from maxlib.ops._attention import dispatch
+from maxlib.ops._attention.chunked import chunked
+from maxlib.ops._attention.mosaic_gpu import mosaic_gpu
+from maxlib.ops._attention.mosaic_gpu import unsupported_reason as mosaic_gpu_refuses
+from maxlib.ops._attention.mosaic_tpu import mosaic_tpu
+from maxlib.ops._attention.mosaic_tpu import unsupported_reason as mosaic_tpu_refuses
+from maxlib.ops._attention.reference import reference
+from maxlib.ops._attention.split_kv import split_kv
+from maxlib.ops._attention.split_kv import unsupported_reason as split_refuses
+from maxlib.ops._cost import counted
+
+Shaped = jax.Array | jax.ShapeDtypeStruct
+
+dispatch.register(
+    dispatch.Implementation(
+        "mosaic_gpu",
+        mosaic_gpu,
+        "Hopper kernels, masked tiles skipped in both passes",
+        platforms=frozenset({"gpu"}),
+        features=frozenset(dispatch.FEATURES) - {"bias", "float64"},
+        accepts=mosaic_gpu_refuses,
+        by_name="it has not run on a GPU yet",
+    )
+)
+dispatch.register(
+    dispatch.Implementation(
+        "mosaic_tpu",
+        mosaic_tpu,
+        "TPU kernels, masked tiles skipped in both passes",
+        platforms=frozenset({"tpu"}),
+        features=frozenset(dispatch.FEATURES) - {"bias", "float64"},
+        accepts=mosaic_tpu_refuses,
+        by_name="it has not run on a TPU yet",
+    )
+)
+dispatch.register(
+    dispatch.Implementation(
+        "split_kv",
+        split_kv,
+        "few queries: parts of the keys side by side in XLA",
+        platforms=frozenset(
+            {"gpu", "tpu"}
+        ),  # a CPU has no more cores than one block keeps busy: chunked is faster there
+        features=frozenset(dispatch.FEATURES) - {"bias"},
+        accepts=split_refuses,
+    )
+)
+dispatch.register(dispatch.Implementation("chunked", chunked, "blockwise XLA, memory linear in the sequence"))
+dispatch.register(dispatch.Implementation("reference", reference, "the definition, memory T x S"))
+
+
+@overload
+def attention(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B S K Hk"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    k_start: Int[Array, "B T"] | None = None,
+    k_end: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N T S"] | None = None,
+    implementation: str | None = None,
+    return_lse: Literal[False] = False,
+) -> Float[Array, "B T N Hv"]: ...
+
+
+@overload
+def attention(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B S K Hk"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    k_start: Int[Array, "B T"] | None = None,
+    k_end: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N T S"] | None = None,
+    implementation: str | None = None,
+    return_lse: Literal[True],
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...
+
+
+def attention(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B S K Hk"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    k_start: Int[Array, "B T"] | None = None,
+    k_end: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N T S"] | None = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Attends from each query `i` to the keys `[k_start[i], k_end[i])`: softmax(scale q k + bias) v.
+
+    The K key heads are shared by N / K query heads each. Bounds are indices into the key array (default: every key); an
+    empty interval gives zeros. `scale` defaults to `Hk ** -0.5`. The order is scale, soft-cap, bias. Accumulates in
+    float32 (float64 for float64 inputs) and returns `q`'s dtype. With `return_lse`, also returns the float32
+    log-sum-exp of every row's logits (sink included, `-inf` where there are none); both results are differentiable.
+
+    `implementation` None takes the best that can run, a name takes that one; `explain_attention` says which and why.
+
+    Raises ValueError for shapes that do not fit and for an implementation that cannot run the call.
+    """
+    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse)
+    out, lse = _attention(
+        q,
+        k,
+        v,
+        jnp.zeros(q.shape[:2], jnp.int32) if k_start is None else k_start,
+        jnp.full(q.shape[:2], k.shape[1], jnp.int32) if k_end is None else k_end,
+        sinks,
+        bias,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=softcap,
+        implementation=dispatch.choose(call, implementation).name,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _flops(q, k, v, k_start, k_end, *_) -> Any:
+    """Two matmuls over every pair of a query and a key it sees; over all pairs where the bounds are not known."""
+    pairs = math.prod(q.shape[:-2]) * k.shape[-3]
+    if not isinstance(k_start, jax.ShapeDtypeStruct) and not isinstance(k_end, jax.ShapeDtypeStruct):
+        seen = jnp.minimum(k_end, k.shape[-3]) - jnp.maximum(k_start, 0)
+        pairs = jnp.sum(jnp.maximum(seen, 0).astype(jnp.float32))
+    return 2.0 * q.shape[-2] * (q.shape[-1] + v.shape[-1]) * pairs
+
+
+@counted(_flops, static=("scale", "softcap", "implementation"))
+def _attention(q, k, v, k_start, k_end, sinks, bias, *, scale, softcap, implementation):
+    run = dispatch.by_name(implementation).run
+    return run(q, k, v, k_start=k_start, k_end=k_end, scale=scale, softcap=softcap, sinks=sinks, bias=bias)
+
+
+def explain_attention(
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
+    *,
+    k_start: Shaped | None = None,
+    k_end: Shaped | None = None,
+    softcap: float | None = None,
+    sinks: Shaped | None = None,
+    bias: Shaped | None = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
+    device: tuple[str, str] | None = None,
+) -> dispatch.Explanation:
+    """Says which implementation `attention` would run for these arguments, and why; prints readably.
+
+    Arrays may be `jax.ShapeDtypeStruct`s. `device` is a platform and a device kind, such as `("gpu", "NVIDIA H100")`;
+    by default the one that would be used here.
+    """
+    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, device)
+    return dispatch.explain(call, implementation)
+
+
+def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, device=None) -> dispatch.Call:
+    _check(q, k, v, k_start, k_end, softcap, sinks, bias)
+    (B, T, N, Hk), (S, K, Hv) = q.shape, v.shape[1:]
+    used = {
+        "gqa": K != N,
+        "value_dim": Hv != Hk,
+        "softcap": softcap is not None,
+        "sinks": sinks is not None,
+        "bias": bias is not None,
+        "lse": return_lse,
+        "float64": q.dtype == jnp.float64,
+    }
+    features = frozenset(name for name, is_used in used.items() if is_used)
+    return dispatch.Call(B, T, S, N, K, Hk, Hv, str(q.dtype), features, *(device or dispatch.current_device()))
+
+
+def _check(q, k, v, k_start, k_end, softcap, sinks, bias) -> None:
+    for name, x, axes in (("q", q, "B T N Hk"), ("k", k, "B S K Hk"), ("v", v, "B S K Hv")):
+        _require(len(x.shape) == 4, f"{name} must have the axes {axes}", f"shape {x.shape}")
+        _require(jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating point", str(x.dtype))
+    (B, T, N, Hk), (S, K) = q.shape, k.shape[1:3]
+    _require(k.shape[0] == B and v.shape[0] == B, "q, k and v must agree in B", _shapes(q=q, k=k, v=v))
+    _require(v.shape[1:3] == (S, K), "k and v must agree in S and K", _shapes(k=k, v=v))
+    _require(k.shape[3] == Hk, "q and k must agree in Hk", _shapes(q=q, k=k))
+    _require(K > 0 and N % K == 0, "the N query heads must be a multiple of the K key heads", f"N={N} and K={K}")
+    _require(T > 0 and S > 0, "attention needs at least one query and one key", f"T={T} and S={S}")
+    for name, ends in (("k_start", k_start), ("k_end", k_end)):
+        if ends is not None:
+            _require(ends.shape == (B, T), f"{name} must have the axes B T = {(B, T)}", f"shape {ends.shape}")
+            _require(jnp.issubdtype(ends.dtype, jnp.integer), f"{name} must hold integer key indices", str(ends.dtype))
+    if sinks is not None:
+        _require(sinks.shape == (N,), f"sinks must have one entry per query head, N={N}", f"shape {sinks.shape}")
+    if bias is not None:
+        fits = len(bias.shape) == 4 and bias.shape[0] in (1, B) and bias.shape[1] in (1, N) and bias.shape[2:] == (T, S)
+        _require(
+            fits, f"bias must have the axes B N T S = {(B, N, T, S)}, where B and N may be 1", f"shape {bias.shape}"
+        )
+    _require(softcap is None or softcap > 0, "softcap must be positive, or None for no cap", str(softcap))
+
+
+def _shapes(**arrays) -> str:
+    return ", ".join(f"{name} {x.shape}" for name, x in arrays.items())
+
+
+def _require(holds: bool, must: str, got: str) -> None:
+    if not holds:
+        raise ValueError(f"attention: {must}, got {got}")

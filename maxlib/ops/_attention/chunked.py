@@ -1,0 +1,295 @@
+"""Blockwise attention in plain XLA: every feature, any backend, memory linear in the sequence length.
+
+A tile is one block of queries against one block of keys. Queries are scanned block by block; each block visits only
+the key blocks between its rows' smallest `k_start` and largest `k_end`, so masked tiles cost nothing. The backward pass
+sweeps the same tiles in the same order and computes all gradients of a tile together, recomputing its
+probabilities from the log-sum-exp. Hence neither pass needs the intervals' ends to be monotone.
+
+Letters inside this file: Q query blocks, R the rows of one block (the G query heads of a key head, times t
+queries: grouped heads share a matmul and keys are never repeated), c the keys of one block.
+"""
+
+from typing import NamedTuple
+
+import einops
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from maxlib.ops._attention.sinks import merge_sinks
+from maxlib.ops._varying import vary_alike
+
+
+class Spec(NamedTuple):
+    """What is known when tracing: the maths, and how the work is cut. `rows` batch rows share a tile."""
+
+    scale: float
+    softcap: float | None
+    block_q: int
+    block_k: int
+    rows: int
+
+
+class Rows(NamedTuple):
+    """Everything about queries, in blocks: leading axis Q, then `B K R ...`; bounds are `Q B 1 R`."""
+
+    q: Array
+    start: Array
+    end: Array
+    bias: Array | None  # Q #B #K R S
+
+
+def chunked(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B S K Hk"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    k_start: Int[Array, "B T"],
+    k_end: Int[Array, "B T"],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N T S"] | None = None,
+    block_q: int | None = None,
+    block_k: int | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
+
+    Blocks are chosen from the shapes unless given. Differentiable once (reverse mode) in q, k, v, sinks and bias.
+    """
+    spec = choose_blocks(q, k, scale, softcap, block_q, block_k, whole_batch=bias is not None)
+    bias = None if bias is None else _fold_bias(bias, q.shape[2], k.shape[2], spec.block_q)
+    # Under shard_map all operands vary alike from here on; the transpose of this sums the gradients of replicated ones.
+    arrays = vary_alike((q, k, v, bias, k_start.astype(jnp.int32), k_end.astype(jnp.int32)))
+    out, lse = _attend(spec, *arrays)
+    return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
+
+
+def choose_blocks(q, k, scale, softcap=None, block_q=None, block_k=None, *, whole_batch=False) -> Spec:
+    """Measured on CPUs: tiles of at most 2 MiB stay in cache; small ones keep no core busy; few queries want long
+    blocks.
+    """
+    (B, T, N, _), S, budget = q.shape, k.shape[1], 2**19
+    block = 256 if T >= 2048 and budget >= N * 256 * 256 else 128
+    block_q = _even(T, block, 1) if block_q is None else min(block_q, T)
+    block_k = _even(S, block if T > 32 else 256, 16) if block_k is None else min(block_k, S)
+    fitting = max(1, budget // (N * block_q * block_k))
+    rows = B if whole_batch else max(r for r in range(1, B + 1) if B % r == 0 and r <= fitting)
+    return Spec(scale, softcap, block_q, block_k, rows)
+
+
+def _even(length: int, block: int, multiple: int) -> int:
+    """The smallest block that cuts `length` in as many pieces as `block` would, so that little is padded."""
+    pieces = -(-length // block)
+    even = -(-length // pieces)
+    return min(length, -(-even // multiple) * multiple)
+
+
+# ---------------------------------------------------------------------------------------------- the custom VJP
+
+
+def _attend(spec: Spec, q, k, v, bias, k_start, k_end):
+    return _by_rows(spec, _forward, q, k, v, bias, k_start, k_end)
+
+
+def _attend_fwd(spec: Spec, *args):
+    out, lse = _attend(spec, *args)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (out, lse), (args, out, lse)
+
+
+def _attend_bwd(spec: Spec, residuals, cotangents):
+    args, out, lse = residuals
+    d_out, d_lse = cotangents
+    delta = jnp.sum(d_out.astype(lse.dtype) * out.astype(lse.dtype), axis=-1) - d_lse
+    delta = jnp.where(jnp.isfinite(lse), delta, 0.0)
+    dq, dk, dv, d_bias = _by_rows(spec, _backward, *args, jnp.where(jnp.isfinite(lse), lse, 0.0), delta, d_out)
+    return dq, dk, dv, d_bias, None, None
+
+
+_attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _by_rows(spec: Spec, fn, *args):
+    """Runs `fn` on `spec.rows` batch rows at a time: each group skips by its own intervals and fits in cache."""
+    if spec.rows == args[0].shape[0]:
+        return fn(spec, *args)
+    split = jax.tree.map(lambda x: x.reshape(-1, spec.rows, *x.shape[1:]), args)
+    joined = lax.map(lambda group: fn(spec, *group), split)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), joined)
+
+
+# ---------------------------------------------------------------------------------------------- forward
+
+
+def _forward(spec: Spec, q, k, v, bias, k_start, k_end):
+    rows, keys, values = _cut(spec, q, k, v, bias, k_start, k_end)
+    _, (out, lse) = lax.scan(lambda _, row: (None, _forward_block(spec, row, keys, values)), None, rows)
+    return _unfold(out, *q.shape[1:3]), _unfold(lse[..., None], *q.shape[1:3])[..., 0]
+
+
+def _forward_block(spec: Spec, row: Rows, keys, values):
+    """One block of queries against all keys it can see, by the online softmax."""
+    compute, width = _compute_dtype(row.q), values.shape[-1]
+    zeros = _zeros(row.q.shape[:-1], compute, row.q)
+    # The smallest finite number, not -inf, so that rows which have seen nothing yet stay free of NaN.
+    init = zeros + jnp.finfo(compute).min, zeros, _zeros((*row.q.shape[:-1], width), compute, row.q)
+    step = lambda j, carry: _forward_tile(spec, row, keys, values, j, *carry)
+    peak, total, acc = lax.fori_loop(*_visited(row, keys), step, init)
+    seen = total > 0
+    safe = jnp.where(seen, total, 1.0)
+    return (acc / safe[..., None]).astype(row.q.dtype), jnp.where(seen, peak + jnp.log(safe), -jnp.inf)
+
+
+def _forward_tile(spec: Spec, row: Rows, keys, values, j, peak, total, acc):
+    logits, _ = _logits(spec, row, keys, j)
+    new_peak = jnp.maximum(peak, jnp.max(logits, axis=-1))
+    # The barrier keeps XLA from computing the exponentials twice, once for their sum.
+    probs = lax.optimization_barrier(jnp.exp(logits - new_peak[..., None]))
+    shrink = jnp.exp(peak - new_peak)
+    acc = acc * shrink[..., None] + _dot("BKRc,BKcH->BKRH", probs, values[j])
+    return new_peak, total * shrink + jnp.sum(probs, axis=-1), acc
+
+
+# ---------------------------------------------------------------------------------------------- backward
+
+
+def _backward(spec: Spec, q, k, v, bias, k_start, k_end, lse, delta, d_out):
+    rows, keys, values = _cut(spec, q, k, v, bias, k_start, k_end)
+    lse, delta = (_fold(x[..., None], k.shape[2], spec.block_q)[..., 0] for x in (lse, delta))
+    d_out = _fold(d_out, k.shape[2], spec.block_q)
+    block = lambda totals, xs: _backward_block(spec, keys, values, totals, *xs)
+    (dk, dv), (dq, d_bias) = lax.scan(block, (keys.zeros(rows.q), values.zeros(rows.q)), (rows, lse, delta, d_out))
+    return _unfold(dq, *q.shape[1:3]), _turn(dk).astype(k.dtype), _turn(dv).astype(v.dtype), d_bias
+
+
+def _backward_block(spec: Spec, keys, values, totals, row: Rows, lse, delta, d_out):
+    """One block of queries: its own dq and d_bias, and what it adds to the totals of dk and dv."""
+    zeros = lambda x: None if x is None else _zeros(x.shape, _compute_dtype(row.q), row.q)
+    init = *totals, zeros(row.q), zeros(row.bias)
+    step = lambda j, carry: _backward_tile(spec, row, keys, values, lse, delta, d_out, j, *carry)
+    dk, dv, dq, d_bias = lax.fori_loop(*_visited(row, keys), step, init)
+    return (dk, dv), (dq.astype(row.q.dtype), jax.tree.map(lambda d, bias: d.astype(bias.dtype), d_bias, row.bias))
+
+
+def _backward_tile(spec: Spec, row: Rows, keys, values, lse, delta, d_out, j, dk, dv, dq, d_bias):
+    logits, slope = _logits(spec, row, keys, j)
+    probs = jnp.exp(logits - lse[..., None])
+    d_logits = probs * (_dot("BKRH,BKcH->BKRc", d_out, values[j]) - delta[..., None])
+    d_scores = d_logits * slope
+    dq = dq + _dot("BKRc,BKcH->BKRH", d_scores, keys[j])
+    dk = keys.add(dk, j, _dot("BKRc,BKRH->BKcH", d_scores, row.q))
+    dv = values.add(dv, j, _dot("BKRc,BKRH->BKcH", probs, d_out))
+    if d_bias is not None:
+        axes = [a for a in (0, 1) if d_bias.shape[a] == 1]  # summed where the bias was broadcast
+        d_bias = _add_slice(d_bias, jnp.sum(d_logits, axis=axes, keepdims=True), keys.first(j), axis=-1)
+    return dk, dv, dq, d_bias
+
+
+# ---------------------------------------------------------------------------------------------- one tile
+
+
+def _visited(row: Rows, keys) -> tuple[Array, Array]:
+    """The key blocks `[first, last)` that any row of this query block can see; none when all rows are empty."""
+    seen = row.start < row.end
+    first = jnp.min(jnp.where(seen, row.start, keys.length))
+    last = jnp.max(jnp.where(seen, jnp.minimum(row.end, keys.length), 0))
+    return jnp.maximum(first, 0) // keys.block, (last + keys.block - 1) // keys.block
+
+
+def _logits(spec: Spec, row: Rows, keys, j) -> tuple[Array, Array | float]:
+    """The tile's logits, `-inf` where masked, and their derivative with respect to the bare dot products."""
+    logits, slope = _dot("BKRH,BKcH->BKRc", row.q, keys[j]) * spec.scale, spec.scale
+    if spec.softcap is not None:
+        bent = jnp.tanh(logits / spec.softcap)
+        logits, slope = spec.softcap * bent, spec.scale * (1.0 - bent * bent)
+    if row.bias is not None:
+        logits = logits + lax.dynamic_slice_in_dim(row.bias, keys.first(j), keys.block, axis=-1).astype(logits.dtype)
+    index = (keys.first(j) + jnp.arange(keys.block, dtype=jnp.int32))[None, None, None]
+    # The last block may reach back over keys of the one before it, which were counted there.
+    visible = (index >= jnp.maximum(row.start, j * keys.block)[..., None]) & (index < row.end[..., None])
+    return jnp.where(visible, logits, -jnp.inf), slope
+
+
+def _dot(spec: str, x, y):
+    """A matmul in y's precision, summed in at least float32."""
+    return jnp.einsum(spec, x.astype(y.dtype), y, preferred_element_type=_compute_dtype(y))
+
+
+def _add_slice(x, update, start, axis: int):
+    old = lax.dynamic_slice_in_dim(x, start, update.shape[axis], axis)
+    return lax.dynamic_update_slice_in_dim(x, old + update, start, axis)
+
+
+# ---------------------------------------------------------------------------------------------- layouts
+
+
+def _cut(spec: Spec, q, k, v, bias, k_start, k_end):
+    """The queries in blocks, and keys and values ready to be read in blocks."""
+    K, groups = k.shape[2], q.shape[2] // k.shape[2]
+    ends = (jnp.broadcast_to(e[:, :, None, None], (*e.shape, groups, 1)) for e in (k_start, k_end))
+    start, end = (_fold(e, 1, spec.block_q)[..., 0] for e in ends)
+    rows = Rows(_fold(q, K, spec.block_q), start, end, bias)
+    blocks = lambda x: _KeyBlocks(x, spec.block_k, turn=len(rows.q) > 1, dtype=q.dtype)
+    return rows, blocks(k), blocks(v)
+
+
+class _KeyBlocks:
+    """Keys or values, `B S K H`, read as blocks `B K c H` in the queries' dtype.
+
+    With `turn`, the whole array is laid out heads-first once. With a single query block (decoding) each block is turned
+    as it is read, so that a long cache is neither copied nor read beyond what is visible.
+    """
+
+    def __init__(self, x, block: int, turn: bool, dtype):
+        self.x, self.axis = (_turn(x), 2) if turn else (x, 1)
+        self.block, self.dtype, self.length = block, dtype, x.shape[1]
+        self.shape = (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
+
+    def first(self, j):
+        """The first key of block `j`. The last block is moved back to end with the array: keys are never padded."""
+        return jnp.minimum(j * self.block, self.length - self.block)
+
+    def __getitem__(self, j):
+        x = lax.dynamic_slice_in_dim(self.x, self.first(j), self.block, self.axis).astype(self.dtype)
+        return x if self.axis == 2 else _turn(x)
+
+    def zeros(self, like):
+        return _zeros(self.shape, _compute_dtype(like), like)
+
+    def add(self, total, j, update):
+        return _add_slice(total, update, self.first(j), axis=2)
+
+
+def _turn(x):
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _fold(x, num_kv_heads: int, block_q: int):
+    """`B T N H` to `Q B K (G t) H`; what is padded at the end has empty intervals and no gradient."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block_q), (0, 0), (0, 0)))
+    return einops.rearrange(x, "B (Q t) (K G) H -> Q B K (G t) H", t=block_q, K=num_kv_heads)
+
+
+def _unfold(x, num_queries: int, num_heads: int):
+    groups = num_heads // x.shape[2]
+    return einops.rearrange(x, "Q B K (G t) H -> B (Q t) (K G) H", G=groups)[:, :num_queries]
+
+
+def _fold_bias(bias, num_heads: int, num_kv_heads: int, block_q: int):
+    """`#B #N T S` to `Q #B #K (G t) S`; autodiff undoes it."""
+    groups = num_heads // num_kv_heads
+    if bias.shape[1] == 1:
+        bias = jnp.broadcast_to(bias, (bias.shape[0], groups, *bias.shape[2:]))
+    return _fold(jnp.swapaxes(bias, 1, 2), bias.shape[1] // groups, block_q)
+
+
+def _compute_dtype(x):
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _zeros(shape, dtype, like):
+    return vary_alike((jnp.zeros(shape, dtype), like))[0]

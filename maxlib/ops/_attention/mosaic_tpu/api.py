@@ -1,0 +1,181 @@
+"""The implementation that `ops.attention` calls: checks, layouts, and the custom gradient around the kernels.
+
+The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import einops
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from maxlib.ops._attention.dispatch import Call, current_device
+from maxlib.ops._attention.logits import LOG2_E, Logits
+from maxlib.ops._attention.mosaic_tpu import config, visits
+from maxlib.ops._attention.sinks import merge_sinks
+from maxlib.ops._attention.tiles import tiles
+
+
+def unsupported_reason(call: Call) -> str | None:
+    """Why these kernels cannot run `call`, or None."""
+    if call.dtype not in ("bfloat16", "float32"):
+        return f"takes queries in bfloat16 or float32, not in {call.dtype}"
+    chip = config.generation(call.device_kind)
+    for blocks in (chip.forward, chip.backward):
+        cut = _Cut.of(blocks, call.queries, call.keys, call.heads // call.kv_heads)
+        count = call.batch * -(-call.queries // cut.queries) * -(-call.keys // cut.keys)
+        if count > config.MOST_TILES:
+            return f"takes at most {config.MOST_TILES} tiles of {cut.queries} x {cut.keys}, not {count}: split batch or sequence"
+    return None
+
+
+class Spec(NamedTuple):
+    """What is known when tracing."""
+
+    scale: float
+    softcap: float | None
+    chip: config.Generation
+
+
+def mosaic_tpu(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B S K Hk"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    k_start: Int[Array, "B T"],
+    k_end: Int[Array, "B T"],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: None = None,
+    chip: config.Generation | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
+
+    Block sizes are those of `chip`, by default the device in use. Differentiable once (reverse mode) in q, k, v and
+    sinks.
+    """
+    if scale <= 0:  # the kernels take the maximum before they scale
+        q, scale = q * jnp.sign(jnp.asarray(scale, q.dtype)), abs(scale) or 1.0
+    spec = Spec(scale, softcap, chip or config.generation(current_device()[1]))
+    start, end = (jnp.clip(x.astype(jnp.int32), 0, k.shape[1]) for x in (k_start, k_end))
+    out, lse = _attend(spec, q, k, v, start, end)
+    return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
+
+
+# ---------------------------------------------------------------------------------------------- the custom VJP
+
+
+def _attend(spec: Spec, q, k, v, start, end):
+    """Without a gradient. Few queries have a kernel of their own, which does not lay the keys out anew."""
+    if not config.decodes(*q.shape[1:3]):
+        return _forward(spec, q, k, v, start, end)
+    from maxlib.ops._attention.mosaic_tpu.decode import decode
+
+    block = config.decode_keys(*k.shape[1:])
+    options = {"block": block, "parts": spec.chip.cores, "vmem": spec.chip.vmem}
+    return decode(q, k, v, start, end, logits=Logits(spec.scale, spec.softcap), **options)
+
+
+def _forward(spec: Spec, q, k, v, start, end):
+    from maxlib.ops._attention.mosaic_tpu.forward import forward
+
+    cut = _Cut.of(spec.chip.forward, q.shape[1], k.shape[1], q.shape[2] // k.shape[2])
+    keys, values = (cut.blocks(x.astype(q.dtype)) for x in (k, v))
+    given = cut.rows(q, k.shape[2]), keys, values, cut.ends(start), cut.ends(end)
+    logits, table = Logits(spec.scale, spec.softcap), visits.table(*cut.tiles(start, end))
+    out, lse = forward(*given, table, logits=logits, vmem=spec.chip.vmem)
+    return cut.unrows(out), cut.unrows(jnp.swapaxes(lse, -1, -2))[..., 0] / LOG2_E
+
+
+def _attend_fwd(spec: Spec, *args):
+    out, lse = _forward(spec, *args)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (out, lse), (args, out, lse)
+
+
+def _attend_bwd(spec: Spec, residuals, cotangents):
+    from maxlib.ops._attention.mosaic_tpu import backward
+
+    (q, k, v, start, end), out, lse = residuals
+    d_out, d_lse = cotangents
+    seen = jnp.isfinite(lse)
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_lse
+    delta = jnp.where(seen, delta, 0.0)
+    lse = jnp.where(seen, lse * LOG2_E, jnp.inf)  # rows that see nothing get probabilities of exp(-inf)
+
+    cut = _Cut.of(spec.chip.backward, q.shape[1], k.shape[1], q.shape[2] // k.shape[2])
+    vector = lambda x, fill: jnp.swapaxes(cut.rows(x[..., None], k.shape[2], fill), -1, -2)
+    rows = backward.Rows(
+        q=cut.rows(q, k.shape[2]),
+        d_out=cut.rows(d_out.astype(q.dtype), k.shape[2]),
+        lse=vector(lse, jnp.inf),
+        delta=vector(delta, 0.0),
+        start=cut.ends(start),
+        end=cut.ends(end),
+    )
+    options = {"logits": Logits(spec.scale, spec.softcap), "vmem": spec.chip.vmem}
+    keys, values = (cut.blocks(x.astype(q.dtype)) for x in (k, v))
+    visited, full = cut.tiles(start, end)
+    turned = visits.table(jnp.swapaxes(visited, 2, 3), jnp.swapaxes(full, 2, 3))
+    dq = backward.queries(rows, keys, values, visits.table(visited, full), **options)
+    dk, dv = backward.keys(rows, keys, values, turned, **options)
+    return cut.unrows(dq), cut.unblocks(dk).astype(k.dtype), cut.unblocks(dv).astype(v.dtype), None, None
+
+
+_attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+# ---------------------------------------------------------------------------------------------- layouts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """How T queries and S keys are cut into blocks. Query heads that share a key head are rows of one block."""
+
+    T: int
+    S: int
+    groups: int
+    queries: int
+    keys: int
+
+    @classmethod
+    def of(cls, blocks: config.Blocks, T: int, S: int, groups: int) -> "_Cut":
+        return cls(T, S, groups, config.queries(blocks, groups, T), config.keys(blocks, S))
+
+    def rows(self, x, num_kv_heads: int, fill: float = 0.0):
+        """`B T N H` to `B K Q (G t) H`."""
+        x = jnp.pad(x, ((0, 0), (0, -self.T % self.queries), (0, 0), (0, 0)), constant_values=fill)
+        return einops.rearrange(x, "B (Q t) (K G) H -> B K Q (G t) H", t=self.queries, K=num_kv_heads)
+
+    def unrows(self, x):
+        x = einops.rearrange(x, "B K Q (G t) H -> B (Q t) (K G) H", G=self.groups)
+        return x[:, : self.T]
+
+    def blocks(self, x):
+        """`B S K H` to `B K C c H`."""
+        x = jnp.pad(x, ((0, 0), (0, -self.S % self.keys), (0, 0), (0, 0)))
+        return einops.rearrange(x, "B (C c) K H -> B K C c H", c=self.keys)
+
+    def unblocks(self, x):
+        return einops.rearrange(x, "B K C c H -> B (C c) K H")[:, : self.S]
+
+    def pad(self, x):
+        """Queries added at the end repeat the last one, so that they neither widen a tile's range nor make it
+        partial.
+        """
+        return jnp.pad(x, ((0, 0), (0, -self.T % self.queries)), mode="edge")
+
+    def ends(self, x):
+        """`B T` to `B 1 Q 1 (G t)`."""
+        return einops.repeat(self.pad(x), "B (Q t) -> B 1 Q 1 (G t)", t=self.queries, G=self.groups)
+
+    def tiles(self, start, end):
+        """Those visited, and those that are full: `1 B Q C`."""
+        S = self.S + -self.S % self.keys
+        visited, full = tiles(self.pad(start), self.pad(end), S, self.queries, self.keys)
+        return visited[None], full[None]

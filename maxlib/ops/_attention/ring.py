@@ -1,0 +1,140 @@
+"""Attention over keys that are spread over devices: they travel around a ring, queries stay (Liu et al.,
+arXiv:2310.01889).
+
+Each device meets every part of the keys once, computes attention over that part with any implementation, and merges the
+results by their log-sum-exps. The gradient goes around once more, with the sums of dk and dv travelling along, so no
+device ever holds more than two parts. Parts that a query block cannot see cost nothing, as in one array: the intervals
+say so.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from maxlib.ops._attention.api import attention
+from maxlib.ops._attention.sinks import merge_sinks
+
+
+class _Ring(NamedTuple):
+    """What is known when tracing. pieces: see `ring_attention`."""
+
+    axis: str
+    pieces: int
+    options: tuple[tuple[str, Any], ...]
+
+
+def ring_attention(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B S K Hk"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    k_start: Int[Array, "B T"],
+    k_end: Int[Array, "B T"],
+    axis_name: str,
+    pieces: int = 1,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N Hv"]:
+    """`attention`, inside `jax.shard_map`, where every device of `axis_name` holds some queries and some keys.
+
+    k_start, k_end: indices into the whole key array. pieces: 1 if device `i` of `n` holds the `i`-th part of the keys,
+    2 if it holds the `i`-th and the `i`-th last of `2 n` (`sharding.zigzag`), which gives all of them the same work
+    under a causal mask. Differentiable once (reverse mode) in q, k, v and sinks. Raises ValueError for keys that
+    `pieces` does not divide.
+    """
+    if pieces not in (1, 2) or k.shape[1] % pieces:
+        raise ValueError(
+            f"ring_attention: pieces must be 1 or 2 and divide this device's keys, got {pieces} and {k.shape[1]}"
+        )
+    options = {"scale": scale, "softcap": softcap, "implementation": implementation}
+    ring = _Ring(axis_name, pieces, tuple(options.items()))
+    out, lse = _attend(ring, q, k, v, k_start, k_end)
+    return out if sinks is None else merge_sinks(out, lse, sinks)[0]
+
+
+def _attend(ring: _Ring, q, k, v, k_start, k_end):
+    def meet(step, carry):
+        k, v, out, lse = carry
+        following = _pass_on(ring, (k, v))  # on its way while this part is computed
+        out, lse = _merge((out, lse), _part(ring, step, q, k, v, k_start, k_end))
+        return *following, out, lse
+
+    none = jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
+    *_, out, lse = _around(ring, meet, (k, v, *none))
+    return out.astype(q.dtype), lse
+
+
+def _forward(ring: _Ring, q, k, v, k_start, k_end):
+    out, lse = _attend(ring, q, k, v, k_start, k_end)
+    return (out, lse), (q, k, v, k_start, k_end, out, lse)
+
+
+def _backward(ring: _Ring, residuals, cotangents):
+    q, k, v, k_start, k_end, out, lse = residuals
+    d_out, d_lse = (x.astype(jnp.float32) for x in cotangents)
+    delta = jnp.sum(d_out * out.astype(jnp.float32), axis=-1) - d_lse
+
+    def meet(step, carry):
+        k, v, dq, dk, dv = carry
+        following = _pass_on(ring, (k, v))
+        part = lambda q, k, v: _part(ring, step, q, k, v, k_start, k_end)
+        (own, own_lse), pull = jax.vjp(part, q, k, v)
+        # This part's softmax has the weight exp(own_lse - lse) in the whole one; delta carries what the others
+        # contribute.
+        weight = jnp.exp(jnp.where(own_lse > -jnp.inf, own_lse - lse, -jnp.inf))
+        d_own = weight[..., None] * d_out
+        d_own_lse = jnp.sum(d_own * own.astype(jnp.float32), axis=-1) - weight * delta
+        more = pull((d_own.astype(own.dtype), d_own_lse))
+        dq, dk, dv = (total + x.astype(jnp.float32) for total, x in zip((dq, dk, dv), more, strict=True))
+        return *following, dq, *_pass_on(ring, (dk, dv))
+
+    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
+    *_, dq, dk, dv = _around(ring, meet, (k, v, *zeros))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+
+_attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))
+_attend.defvjp(_forward, _backward)
+
+
+def _around(ring: _Ring, meet, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All steps of the ring; after them everything that travels is home again."""
+    return lax.fori_loop(0, lax.axis_size(ring.axis), meet, carry)
+
+
+def _pass_on(ring: _Ring, arrays):
+    n = lax.axis_size(ring.axis)
+    return lax.ppermute(arrays, ring.axis, [(i, (i + 1) % n) for i in range(n)])
+
+
+def _part(ring: _Ring, step, q, k, v, k_start, k_end) -> tuple[Array, Array]:
+    """Attention over the keys that have arrived at `step`, and its log-sum-exp."""
+    n, size = lax.axis_size(ring.axis), k.shape[1] // ring.pieces
+    owner = (lax.axis_index(ring.axis) - step) % n
+    parts = []
+    for piece, first in enumerate((owner, 2 * n - 1 - owner)[: ring.pieces]):
+        start, end = (jnp.clip(bound - first * size, 0, size) for bound in (k_start, k_end))
+        keys, values = (lax.slice_in_dim(x, piece * size, (piece + 1) * size, axis=1) for x in (k, v))
+        own = attention(q, keys, values, k_start=start, k_end=end, return_lse=True, **dict(ring.options))
+        parts.append(own)
+    return functools.reduce(_merge, parts)
+
+
+def _merge(a, b):
+    """Two softmaxes over different keys as one over all of them; differentiable, also where a row sees no key."""
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    peak = jnp.maximum(lse_a, lse_b)
+    peak = jnp.where(jnp.isfinite(peak), lax.stop_gradient(peak), 0.0)
+    weight_a, weight_b = (jnp.exp(lse - peak) for lse in (lse_a, lse_b))
+    total = weight_a + weight_b
+    safe = jnp.where(total > 0, total, 1.0)
+    out = (weight_a[..., None] * out_a.astype(jnp.float32) + weight_b[..., None] * out_b.astype(jnp.float32)) / safe[
+        ..., None
+    ]
+    return out, jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf)

@@ -1,0 +1,124 @@
+"""Few queries against many keys (decoding), in plain XLA: parts of the keys side by side, merged by their log-sum-exps.
+
+One query leaves a large machine idle if keys are visited one block after the other. Here a wave of many parts is
+computed at once, and as many waves run, one after the other, as there are keys to see: the cost follows the filled
+length of a cache, not its capacity.
+
+Letters inside this file: P parts of a wave, c keys of a part, G query heads of a key head.
+"""
+
+from typing import NamedTuple
+
+import einops
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from maxlib.ops._attention.chunked import chunked
+from maxlib.ops._attention.dispatch import Call
+from maxlib.ops._attention.merge import merge_parts
+from maxlib.ops._attention.sinks import merge_sinks
+
+MAX_QUERIES = 16  # queries
+WAVE, PART = 4096, 256
+
+
+class Spec(NamedTuple):
+    """What is known when tracing."""
+
+    scale: float
+    softcap: float | None
+    wave: int
+    part: int
+
+
+def unsupported_reason(call: Call) -> str | None:
+    """Why this is the wrong tool for `call`, or None."""
+    return (
+        None if call.queries <= MAX_QUERIES else f"is for at most {MAX_QUERIES} queries at a time, not {call.queries}"
+    )
+
+
+def split_kv(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B S K Hk"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    k_start: Int[Array, "B T"],
+    k_end: Int[Array, "B T"],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: None = None,
+    wave: int = WAVE,
+    part: int = PART,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
+
+    wave: keys computed at once; part: about how many keys make one part. The gradient is that of `chunked`.
+    """
+    wave = min(wave, k.shape[1])
+    spec = Spec(scale, softcap, wave, _divisor(wave, part))
+    out, lse = _attend(spec, q, k, v, k_start.astype(jnp.int32), k_end.astype(jnp.int32))
+    return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
+
+
+def _divisor(wave: int, part: int) -> int:
+    """The smallest divisor of `wave` that is no smaller than `part`."""
+    return next(size for size in range(min(part, wave), wave + 1) if wave % size == 0)
+
+
+def _attend(spec: Spec, q, k, v, k_start, k_end):
+    groups, compute = q.shape[2] // k.shape[2], jnp.promote_types(q.dtype, jnp.float32)
+    rows = einops.rearrange(q, "B T (K G) H -> B K G T H", G=groups)
+    start, end = jnp.maximum(k_start, 0), jnp.minimum(k_end, k.shape[1])
+    seen = start < end
+    first = jnp.min(jnp.where(seen, start, k.shape[1])) // spec.wave
+    last = -(-jnp.max(jnp.where(seen, end, 0)) // spec.wave)
+
+    def step(i, before):
+        parts = _wave(spec, rows, k, v, start, end, i)
+        return merge_parts(*(jnp.concatenate([x[None], y]) for x, y in zip(before, parts, strict=True)))
+
+    out = jnp.zeros_like(rows, shape=(*rows.shape[:-1], v.shape[-1]), dtype=compute)
+    nothing = out, jnp.full_like(rows, -jnp.inf, shape=rows.shape[:-1], dtype=compute)
+    out, lse = lax.fori_loop(first, last, step, nothing)
+    turn = lambda x: einops.rearrange(x, "B K G T H -> B T (K G) H")
+    return turn(out).astype(q.dtype), turn(lse[..., None])[..., 0]
+
+
+def _wave(spec: Spec, rows, k, v, start, end, i):
+    """Output and log-sum-exp of each part, with the leading axis P."""
+    # The last wave is moved back to end with the keys; those of the wave before it are not counted again.
+    first = jnp.minimum(i * spec.wave, k.shape[1] - spec.wave)
+    read = lambda x: lax.dynamic_slice_in_dim(x, first, spec.wave, axis=1).astype(rows.dtype)
+    keys, values = (einops.rearrange(read(x), "B (P c) K H -> P B K c H", c=spec.part) for x in (k, v))
+    exact = jnp.promote_types(rows.dtype, jnp.float32)
+    logits = spec.scale * jnp.einsum("BKGTH,PBKcH->PBKGTc", rows, keys, preferred_element_type=exact)
+    if spec.softcap is not None:
+        logits = spec.softcap * jnp.tanh(logits / spec.softcap)
+    index = (first + jnp.arange(spec.wave, dtype=jnp.int32)).reshape(-1, 1, 1, spec.part)  # P 1 1 c
+    visible = (index >= jnp.maximum(start, i * spec.wave)[None, ..., None]) & (index < end[None, ..., None])
+    logits = jnp.where(visible[:, :, None, None], logits, -jnp.inf)
+    peak = jnp.maximum(jnp.max(logits, axis=-1), jnp.finfo(exact).min)
+    probs = jnp.exp(logits - peak[..., None])
+    total = jnp.sum(probs, axis=-1)
+    safe = jnp.where(total > 0, total, 1.0)
+    out = jnp.einsum("PBKGTc,PBKcH->PBKGTH", probs.astype(rows.dtype), values, preferred_element_type=exact)
+    return out / safe[..., None], jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf)
+
+
+def _attend_fwd(spec: Spec, *args):
+    return _attend(spec, *args), args
+
+
+def _attend_bwd(spec: Spec, args, cotangents):
+    q, k, v, k_start, k_end = args
+    options = {"k_start": k_start, "k_end": k_end, "scale": spec.scale, "softcap": spec.softcap}
+    _, vjp = jax.vjp(lambda q, k, v: chunked(q, k, v, **options), q, k, v)
+    return *vjp(cotangents), None, None
+
+
+_attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))
+_attend.defvjp(_attend_fwd, _attend_bwd)

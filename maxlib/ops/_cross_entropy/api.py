@@ -1,0 +1,140 @@
+"""The public loss: checks its arguments, takes ignored tokens out, and chooses an implementation."""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from maxlib.ops._cross_entropy.chunked import chunked
+from maxlib.ops._cross_entropy.reference import reference
+from maxlib.ops._cross_entropy.terms import AxisName, Options
+
+Implementation = Literal["chunked", "reference"]
+
+
+class CrossEntropy(NamedTuple):
+    """What the loss returns. Everything is float32, differentiable and 0 (False) where the target is ignored."""
+
+    loss: Float[Array, ""]
+    """Sum over tokens of `weights * token_loss`; the fast one to differentiate."""
+    token_loss: Float[Array, "*B"]
+    """Smoothed negative log-probability plus `z_loss * lse**2`, in nats."""
+    log_prob: Float[Array, "*B"]
+    """Log-probability of the target, without smoothing or z-loss."""
+    lse: Float[Array, "*B"]
+    """Log-sum-exp of the logits."""
+    correct: Bool[Array, "*B"]
+    """Whether no other token has a higher logit than the target."""
+
+
+def linear_cross_entropy(
+    hidden: Float[Array, "*B D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, "*B"],
+    *,
+    weights: Float[Array, "*B"] | None = None,
+    ignore_index: int = -1,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    chunk: int | None = None,
+    axis_name: AxisName | None = None,
+    implementation: Implementation | None = None,
+) -> CrossEntropy:
+    """Cross-entropy of `hidden @ weight.T` against `targets`, a chunk of tokens at a time.
+
+    Gradients of `.loss` are formed during the forward pass, so the logits are computed once. Gradients of the
+    per-token fields are right too, but compute the logits a second time. To train, put the normalisation into
+    `weights` (for example `mask / mask.sum()`) and differentiate `.loss`.
+
+    Logits and the gradient of `weight` accumulate in float32. The matmuls run in the dtype of `hidden`; gradients
+    come back in the dtype of their argument. Temporary memory is `chunk * V` logits and one float32 `V D`.
+
+    Args:
+        hidden: the model's output after its final norm, with any leading axes.
+        weight: the unembedding, in Hugging Face's orientation.
+        targets: the next tokens, of the shape of `hidden` without its last axis.
+        weights: factor per token in `.loss`, 1 by default; for a mean divide by the number of targets here.
+        ignore_index: this target adds exactly 0 to the loss and to every gradient, even where `hidden` is not finite.
+            Any other target outside `[0, V)` is an error outside `jit`, and undefined inside.
+        softcap: logits become `softcap * tanh(logits / softcap)`.
+        z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
+        label_smoothing: probability mass spread evenly over the vocabulary.
+        chunk: tokens per chunk. More is faster where the accelerator's memory allows, and changes the result by
+            rounding only.
+        axis_name: inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split; `hidden`
+            and `targets` are equal along it, and so are the results. Other axes need no name: sum `.loss` over them.
+        implementation: "chunked" (the default) or "reference", which makes all logits and is the specification.
+
+    Raises:
+        ValueError: shapes disagree, an option is out of range, or (outside `jit`) a target is.
+    """
+    _check_shapes(hidden, weight, targets, weights)
+    _check_options(softcap, z_loss, label_smoothing, chunk)
+    if axis_name is None:
+        _check_targets(targets, weight.shape[0], ignore_index)
+    options = Options(softcap, z_loss, label_smoothing, axis_name)
+    run = _implementation(implementation, axis_name)
+
+    valid = targets != ignore_index
+    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    rows = jnp.where(valid[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
+    loss, *per_token = run(
+        rows,
+        weight,
+        jnp.where(valid, targets, 0).astype(jnp.int32).reshape(-1),
+        jnp.where(valid, weights, 0).reshape(-1),
+        chunk,
+        options,
+    )
+    return CrossEntropy(loss, *(jnp.where(valid, x.reshape(valid.shape), jnp.zeros((), x.dtype)) for x in per_token))
+
+
+def _implementation(name: str | None, axis_name: AxisName | None) -> Callable:
+    known = {None: chunked, "chunked": chunked, "reference": reference}
+    if name not in known:
+        raise ValueError(f"implementation must be 'chunked', 'reference' or None; got {name!r}")
+    if name == "reference" and axis_name is not None:
+        raise ValueError("implementation='reference' needs the whole weight; use 'chunked' with axis_name")
+    return known[name]
+
+
+def _check_shapes(hidden, weight, targets, weights) -> None:
+    if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be '*B D' and weight 'V D' with the same D; got hidden {hidden.shape}, weight {weight.shape}"
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"targets must have the shape '*B' of hidden '*B D', here {hidden.shape[:-1]}; got {targets.shape}"
+        )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"targets must be integers; got {targets.dtype}")
+    if weights is not None and weights.shape != targets.shape:
+        raise ValueError(f"weights must have the shape '*B' of targets, {targets.shape}; got {weights.shape}")
+
+
+def _check_options(softcap, z_loss, label_smoothing, chunk) -> None:
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive or None; got {softcap}")
+    if z_loss < 0:
+        raise ValueError(f"z_loss must not be negative; got {z_loss}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1]; got {label_smoothing}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be at least 1 token; got {chunk}")
+
+
+def _check_targets(targets, vocab: int, ignore_index: int) -> None:
+    """Only concrete targets can be looked at, and only those this process holds."""
+    if isinstance(targets, Tracer) or not getattr(targets, "is_fully_addressable", True):
+        return
+    host = np.asarray(targets)
+    bad = host[(host != ignore_index) & ((host < 0) | (host >= vocab))]
+    if bad.size:
+        raise ValueError(
+            f"targets must be in [0, {vocab}) or ignore_index={ignore_index}; {bad.size} are not, the first is {bad[0]}"
+        )

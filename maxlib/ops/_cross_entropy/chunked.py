@@ -1,0 +1,127 @@
+"""Cross-entropy chunk by chunk, with the gradients of the weighted sum formed in the forward pass."""
+
+import functools
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float, Int
+
+from maxlib.ops._cross_entropy.terms import AxisName, Cotangents, Options, logits_gradient, logits_of, terms_of
+
+DEFAULT_CHUNK = 1024
+
+
+def chunked(
+    rows: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, " M"],
+    weights: Float[Array, " M"],
+    chunk: int | None,
+    options: Options,
+) -> tuple[Array, ...]:
+    M = rows.shape[0]
+    count = max(1, -(-M // (chunk or DEFAULT_CHUNK)))
+    rows, weight, targets, weights = _vary_alike(rows, weight, targets, weights, options.axis_name)
+    out = _chunked(_split(rows, count), weight, _split(targets, count), _split(weights, count), options)
+    loss, *terms = cast(tuple[Array, ...], out)
+    return loss, *(x.T.reshape(-1)[:M] for x in terms)
+
+
+def _split(x: Array, count: int) -> Array:
+    """Chunk i takes every `count`-th row: rows that are sharded over devices stay evenly sharded in every chunk."""
+    size = -(-x.shape[0] // count)
+    x = jnp.pad(x, [(0, size * count - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(size, count, *x.shape[1:]).swapaxes(0, 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _chunked(rows, weight, targets, weights, options: Options):
+    w = weight.astype(rows.dtype)
+    terms = jax.lax.map(lambda x: terms_of(logits_of(x[0], w, options), x[1], options), (rows, targets))
+    return jnp.sum(weights * terms.token_loss), *terms
+
+
+def _forward(rows, weight, targets, weights, options: Options):
+    rows, weight, targets, weights = (x.value for x in (rows, weight, targets, weights))
+    zero = jnp.zeros_like(weights)
+    grads = Cotangents(token_loss=weights, log_prob=zero, lse=zero)
+    terms, d_rows, d_weight = _gradients(rows, weight, targets, grads, options)
+    residuals = (rows, weight, targets, weights, terms.token_loss, d_rows, d_weight)
+    return (jnp.sum(weights * terms.token_loss), *terms), residuals
+
+
+def _backward(options: Options, residuals, cotangents):
+    rows, weight, targets, weights, token_loss, d_rows, d_weight = residuals
+    d_loss, *d_terms = (None if isinstance(d, SymbolicZero) else d for d in cotangents[:4])
+    d_loss = jnp.zeros_like(token_loss, shape=()) if d_loss is None else d_loss
+    factor = _whole(d_loss, options.axis_name)
+    if all(d is None for d in d_terms):
+        return _scaled(d_rows, factor), _scaled(d_weight, factor), None, d_loss * token_loss
+    d_terms = [jnp.zeros_like(weights) if d is None else _whole(d, options.axis_name) for d in d_terms]
+    grads = Cotangents(d_terms[0] + factor * weights, *d_terms[1:])
+    _, d_rows, d_weight = _gradients(rows, weight, targets, grads, options)
+    return d_rows, d_weight, None, d_loss * token_loss
+
+
+def _scaled(x: Array, factor: Array) -> Array:
+    return (x * factor).astype(x.dtype)
+
+
+_chunked.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _gradients(rows, weight, targets, grads: Cotangents, options: Options):
+    """The results and, for the given gradients with respect to them, those of `rows` and `weight`."""
+    w = weight.astype(rows.dtype)
+
+    def step(d_weight, chunk):
+        h, y, grad = chunk
+        logits = logits_of(h, w, options)
+        terms = terms_of(logits, y, options)
+        d_logits = logits_gradient(logits, y, terms, grad, options).astype(h.dtype)
+        d_weight = d_weight + jax.lax.dot_general(
+            d_logits, h, (((0,), (0,)), ((), ())), preferred_element_type=d_weight.dtype
+        )
+        return d_weight, (terms, d_logits @ w)
+
+    start = jnp.zeros_like(weight, dtype=jnp.promote_types(rows.dtype, jnp.float32))
+    d_weight, (terms, d_rows) = jax.lax.scan(step, start, (rows, targets, grads))
+    return terms, d_rows, d_weight.astype(weight.dtype)
+
+
+def _vary_alike(rows, weight, targets, weights, axis_name: AxisName | None):
+    """Inside shard_map, mark operands as varying wherever another one does, so that JAX sums their gradients there."""
+    varying = [_varying(x) for x in (rows, weight, targets, weights)]
+    split = _axes(axis_name)
+    if _is_checked(split) and not split <= varying[1]:
+        raise ValueError(
+            f"axis_name={axis_name!r} must be where the rows of weight are split; it varies over {sorted(varying[1])}"
+        )
+    everywhere = frozenset().union(*varying)
+    along = everywhere - split
+    return _vary(rows, everywhere), _vary(weight, everywhere), _vary(targets, along), _vary(weights, along)
+
+
+def _whole(cotangent: Array, axis_name: AxisName | None) -> Array:
+    """Under check_vma=False each device holds a share of a replicated result's cotangent, as `psum` has it too."""
+    return cotangent if _is_checked(_axes(axis_name)) else jax.lax.psum(cotangent, axis_name)
+
+
+def _is_checked(axes: frozenset[str]) -> bool:
+    """Whether JAX keeps book of what varies over `axes`: its own index does, of all things."""
+    return all(axis in _varying(jax.lax.axis_index(axis)) for axis in axes)
+
+
+def _axes(name: AxisName | None) -> frozenset[str]:
+    return frozenset(() if name is None else (name,) if isinstance(name, str) else name)
+
+
+def _varying(x: Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _vary(x: Array, axes: frozenset[str]) -> Array:
+    missing = tuple(sorted(axes - _varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x

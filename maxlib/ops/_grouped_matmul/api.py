@@ -1,0 +1,128 @@
+"""The public grouped matmul and its transpose: they check their arguments and choose an implementation."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from maxlib.ops._attention.dispatch import current_device
+from maxlib.ops._cost import counted
+from maxlib.ops._grouped_matmul.mosaic_gpu import mosaic_gpu, unsupported_reason
+from maxlib.ops._grouped_matmul.ragged_dot import ragged_dot, ragged_outer
+from maxlib.ops._grouped_matmul.reference import reference, reference_outer
+from maxlib.ops._grouped_matmul.tiled import tiled, tiled_outer
+
+Implementation = Literal["ragged_dot", "tiled", "mosaic_gpu", "reference"]
+Layout = Literal["EOI", "EIO"]
+
+_RUN = {"ragged_dot": ragged_dot, "mosaic_gpu": mosaic_gpu, "tiled": tiled, "reference": reference}
+_OUTER = {"ragged_dot": ragged_outer, "tiled": tiled_outer, "reference": reference_outer}
+# Elsewhere XLA computes ragged_dot densely: every row with every expert.
+_BEST = {"tpu": "ragged_dot"}
+
+
+def grouped_matmul(
+    rows: Num[Array, "M I"],
+    weights: Num[Array, "E O I"] | Num[Array, "E I O"] | Any,
+    rows_per_expert: Int[Array, " E"],
+    *,
+    layout: Layout = "EOI",
+    out_dtype: Any = None,
+    implementation: Implementation | None = None,
+) -> Num[Array, "M O"]:
+    """Multiplies each run of rows with its own expert's matrix: `rows[start:end] @ weights[e].T`, the runs one after
+    another.
+
+    `rows` are sorted by expert and `rows_per_expert` counts them; rows beyond the sum of the counts give zeros, and so
+    do their gradients. Counts may be zero; their sum must not exceed M, which inside `jit` cannot be checked. Computes
+    in the dtype of `rows`, which is also the result's, and accumulates in float32 (float64 for float64). The gradient
+    of `weights` has their dtype and is never rounded to another one before.
+
+    layout: which dimensions `weights` have, in this order; "EIO" multiplies by `weights[e]` itself. weights: an array,
+    or a pytree of arrays with the leading axis E that has the matrices' `shape` and gives them by `weights[...]`, such
+    as `nn.quantized.QuantizedWeight`; it has no gradient. out_dtype: operands are multiplied as they are, in whatever
+    narrow dtypes, integers are accumulated in int32, and the result has this dtype; it has no gradient either.
+
+    implementation: "ragged_dot" (the default on TPU) is XLA's own; "tiled" (the default elsewhere) works through tiles
+    of rows, so that its cost follows the rows and not rows times experts; "mosaic_gpu", by name only until a GPU has
+    run it, is for NVIDIA's Hopper; "reference" is the specification, a loop over experts.
+
+    Raises ValueError for shapes that do not fit, for an unknown implementation or layout, and for an implementation
+    that cannot run the call.
+    """
+    check("grouped_matmul", rows, weights, rows_per_expert, layout)
+    name = chosen(implementation)
+    if name != "tiled" and not isinstance(weights, jax.Array):
+        weights = weights[...]
+    if name == "mosaic_gpu":
+        check_kernel("grouped_matmul", rows, weights, layout, out_dtype)
+    counts = rows_per_expert.astype(jnp.int32)
+    return _grouped_matmul(rows, weights, counts, implementation=name, layout=layout, out_dtype=out_dtype)
+
+
+def grouped_outer(
+    d_out: Num[Array, "M O"],
+    rows: Num[Array, "M I"],
+    rows_per_expert: Int[Array, " E"],
+    *,
+    implementation: Literal["ragged_dot", "tiled", "reference"] | None = None,
+) -> Float[Array, "E O I"]:
+    """The transpose of `grouped_matmul`, which gives the gradient of its weights: `d_out[start:end].T @
+    rows[start:end]` for each expert.
+
+    Operands are multiplied as they are, in whatever narrow dtypes; the result is float32 (float64 for float64). It has
+    no gradient itself. All else is as in `grouped_matmul`.
+    """
+    if d_out.shape[0] != rows.shape[0]:
+        raise ValueError(f"grouped_outer: both must have the same rows, got {d_out.shape} and {rows.shape}")
+    return _grouped_outer(d_out, rows, rows_per_expert.astype(jnp.int32), implementation=chosen(implementation, _OUTER))
+
+
+def chosen(implementation: str | None, known: Mapping[str, Any] = _RUN) -> str:
+    name = _BEST.get(current_device()[0], "tiled") if implementation is None else implementation
+    if name not in known:
+        raise ValueError(f"implementation must be None or one of {sorted(known)}, got {name!r}")
+    return name
+
+
+def check_kernel(op: str, rows, weights, layout: str, out_dtype: Any = None) -> None:
+    """Raises ValueError if the kernels for Hopper cannot run this."""
+    if (reason := unsupported_reason(rows, weights, layout, out_dtype, current_device())) is not None:
+        raise ValueError(f"{op}: mosaic_gpu {reason}. Pass implementation=None for the best one that can.")
+
+
+def _flops(rows, weights, *rest) -> float:
+    """As if every row had an expert."""
+    return 2.0 * rows.shape[0] * weights.shape[1] * weights.shape[2]
+
+
+@counted(_flops, static=("implementation", "layout", "out_dtype"))
+def _grouped_matmul(rows, weights, rows_per_expert, *, implementation, layout, out_dtype):
+    return _RUN[implementation](rows, weights, rows_per_expert, layout, out_dtype)
+
+
+def _outer_flops(d_out, rows, *rest) -> float:
+    return 2.0 * d_out.size * rows.shape[1]
+
+
+@counted(_outer_flops, static=("implementation",))
+def _grouped_outer(d_out, rows, rows_per_expert, *, implementation):
+    return _OUTER[implementation](d_out, rows, rows_per_expert)
+
+
+def check(op: str, rows, weights, rows_per_expert, layout) -> None:
+    """Raises ValueError for shapes that do not fit."""
+    if layout not in ("EOI", "EIO"):
+        raise ValueError(f"{op}: layout must be 'EOI' or 'EIO', got {layout!r}")
+    if rows.ndim != 2 or len(weights.shape) != 3 or rows.shape[1] != weights.shape[layout.index("I")]:
+        raise ValueError(
+            f"{op}: rows must be 'M I' and weights {' '.join(layout)!r} with the same I, "
+            f"got rows {rows.shape} and weights {weights.shape}"
+        )
+    if rows_per_expert.shape != weights.shape[:1] or not jnp.issubdtype(rows_per_expert.dtype, jnp.integer):
+        raise ValueError(
+            f"{op}: rows_per_expert must hold one integer per expert, here {weights.shape[0]}, "
+            f"got {rows_per_expert.dtype} {rows_per_expert.shape}"
+        )

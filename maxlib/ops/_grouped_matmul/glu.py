@@ -1,0 +1,88 @@
+"""The gated linear unit of experts: rows through their expert's gate and up projections, which are then joined."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from maxlib.ops._cost import counted
+from maxlib.ops._glu import NAMES, swiglu
+from maxlib.ops._grouped_matmul.api import Implementation, Layout, check, check_kernel, chosen, grouped_matmul
+from maxlib.ops._grouped_matmul.mosaic_gpu import glu
+from maxlib.ops._grouped_matmul.reference import owners
+
+
+def grouped_glu(
+    rows: Float[Array, "M I"],
+    gate: Float[Array, "E O I"] | Float[Array, "E I O"] | Any,
+    up: Float[Array, "E O I"] | Float[Array, "E I O"] | Any,
+    rows_per_expert: Int[Array, " E"],
+    *,
+    activation: Callable[[Array, Array], Array] = swiglu,
+    gate_bias: Float[Array, "E O"] | None = None,
+    up_bias: Float[Array, "E O"] | None = None,
+    layout: Layout = "EOI",
+    implementation: Implementation | None = None,
+) -> Float[Array, "M O"]:
+    """Joins two grouped matmuls of the same rows: `activation(x @ gate[e].T + gate_bias[e], x @ up[e].T + up_bias[e])`.
+
+    activation: an elementwise function of both, such as `nn.swiglu` or `nn.ClampedSwiGLU()`: hashable, and zero where
+    both are. Rows, counts, weights and layout are as in `grouped_matmul`.
+
+    implementation: as in `grouped_matmul`, and None chooses the same one. All but one are two matmuls, rounded to the
+    dtype of `rows`, and then `activation`. "mosaic_gpu", by name only until a GPU has run it, is one kernel for
+    NVIDIA's
+    Hopper that reads rows once and joins in float32 before anything is written; where a gradient is wanted it writes
+    gate and up, from which XLA makes the result and later the gradient. In all of them gate and up carry the names
+    "expert_gate" and "expert_up" for policies of `jax.checkpoint`.
+
+    Raises ValueError for shapes that do not fit, for an unknown implementation or layout, and for an implementation
+    that cannot run the call.
+    """
+    _check(rows, gate, up, rows_per_expert, (gate_bias, up_bias), layout)
+    biases = () if gate_bias is None else (gate_bias, up_bias)
+    if chosen(implementation) != "mosaic_gpu":
+        how = {"layout": layout, "implementation": implementation}
+        return _unfused(rows, gate, up, rows_per_expert, biases, activation=activation, **how)
+    gate, up = (w if isinstance(w, jax.Array) else w[...] for w in (gate, up))
+    check_kernel("grouped_glu", rows, gate, layout)
+    counts = rows_per_expert.astype(jnp.int32)
+    return _grouped_glu(rows, gate, up, counts, *biases, layout=layout, activation=activation)
+
+
+def _unfused(rows, gate, up, rows_per_expert, biases, *, activation, **how):
+    found = [grouped_matmul(rows, w, rows_per_expert, **how) for w in (gate, up)]
+    if biases:
+        found = [add_bias(y, b, rows_per_expert) for y, b in zip(found, biases, strict=True)]
+    return activation(*map(checkpoint_name, found, NAMES))
+
+
+def add_bias(
+    rows: Float[Array, "M O"], bias: Float[Array, "E O"], rows_per_expert: Int[Array, " E"]
+) -> Float[Array, "M O"]:
+    """Adds to each row the bias of its expert; to rows of none, nothing."""
+    return rows + bias.at[owners(rows_per_expert, len(rows))].get(mode="fill", fill_value=0)
+
+
+def _flops(rows, gate, *rest) -> float:
+    """Of the matmuls, as if every row had an expert."""
+    return 4.0 * rows.shape[0] * gate.shape[1] * gate.shape[2]
+
+
+@counted(_flops, static=("layout", "activation"))
+def _grouped_glu(rows, gate, up, rows_per_expert, *biases, layout, activation):
+    return glu(rows, gate, up, rows_per_expert, biases, layout, activation)
+
+
+def _check(rows, gate, up, rows_per_expert, biases, layout) -> None:
+    check("grouped_glu", rows, gate, rows_per_expert, layout)
+    if gate.shape != up.shape:
+        raise ValueError(f"grouped_glu: gate and up must have the same shape, got {gate.shape} and {up.shape}")
+    wanted = gate.shape[0], gate.shape[layout.index("O")]
+    if (found := [b if b is None else b.shape for b in biases]) not in ([None, None], [wanted, wanted]):
+        raise ValueError(
+            f"grouped_glu: biases must be 'E O', here {wanted}, or both None, got {found[0]} and {found[1]}"
+        )

@@ -1,0 +1,151 @@
+"""The implementations that `ops.grouped_matmul` and `ops.grouped_glu` call: checks, and the custom gradients around
+the kernels.
+
+The kernels are imported when they are first called, because Mosaic GPU takes longer to import than all of maxlib.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int, Num
+
+from maxlib.ops._attention.mosaic_gpu.api import HOPPER
+from maxlib.ops._glu import NAMES
+from maxlib.ops._grouped_matmul.reference import owners
+
+
+def unsupported_reason(rows, weights, layout: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
+    """Why these kernels cannot multiply these, or None."""
+    platform, kind = device
+    if platform != "gpu" or not HOPPER.search(kind):
+        return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {kind}"
+    if rows.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes rows in bfloat16 or float16, not in {rows.dtype}"
+    if out_dtype is not None:
+        return "gives rows of their own dtype"
+    for name, width in zip(layout, weights.shape, strict=True):
+        if name != "E" and width % 64:
+            return f"takes widths that are multiples of 64, not {name}={width}"
+    return None
+
+
+def mosaic_gpu(
+    rows: Num[Array, "M I"],
+    weights: Num[Array, "E O I"] | Num[Array, "E I O"],
+    rows_per_expert: Int[Array, " E"],
+    layout: str = "EOI",
+    out_dtype: None = None,
+) -> Num[Array, "M O"]:
+    """`tiled`, but that rows which are not finite may spoil the gradient of the next expert's weights, too."""
+    ours = lambda rows: _multiply(rows, weights, rows_per_expert, layout)
+    return _on_whole_tiles(ours, rows, rows_per_expert)
+
+
+def glu(
+    rows: Num[Array, "M I"],
+    gate: Num[Array, "E O I"] | Num[Array, "E I O"],
+    up: Num[Array, "E O I"] | Num[Array, "E I O"],
+    rows_per_expert: Int[Array, " E"],
+    biases: tuple[Float[Array, "E O"], ...],
+    layout: str,
+    activation: Callable[[Array, Array], Array],
+) -> Num[Array, "M O"]:
+    """Gate and up in one kernel, which reads rows once and joins both before they are rounded or written.
+
+    Where a gradient is wanted the kernel writes gate and up, and XLA joins them: they are what the gradient needs, and
+    they carry names, so that `jax.checkpoint` may keep them or run the kernel again.
+    """
+    ours = lambda rows: _glu(rows, gate, up, rows_per_expert, biases, layout, activation)
+    return _on_whole_tiles(ours, rows, rows_per_expert)
+
+
+def _on_whole_tiles(multiply, rows, rows_per_expert):
+    M = rows.shape[0]
+    rows = jnp.pad(rows, ((0, -M % 8), (0, 0)))  # the memory unit's tiles
+    # What lies behind the last expert's rows need not be finite, and what a kernel leaves there is anything.
+    return _used(multiply(_used(rows, rows_per_expert)), rows_per_expert)[:M]
+
+
+def _used(rows, rows_per_expert):
+    """Zeros in place of rows of no expert."""
+    used = (jnp.arange(len(rows)) < rows_per_expert.sum())[:, None]
+    return jnp.where(used, rows, jnp.zeros_like(rows))
+
+
+# ---------------------------------------------------------------------------------------------- one matrix
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _multiply(rows, weights, rows_per_expert, layout):
+    from maxlib.ops._grouped_matmul.mosaic_gpu.by_rows import by_rows
+
+    matrix, turned = weights.astype(rows.dtype), layout == "EOI"
+    return by_rows([rows], [[matrix]], rows_per_expert, turned=turned, name="forward")[0]
+
+
+def _forward(rows, weights, rows_per_expert, layout):
+    return _multiply(rows, weights, rows_per_expert, layout), (rows, weights, rows_per_expert)
+
+
+def _backward(layout, residuals, d_out):
+    rows, weights, rows_per_expert = residuals
+    d_rows, (d_weights,) = _gradients(layout, rows, [weights], rows_per_expert, [d_out])
+    return d_rows, d_weights, None
+
+
+def _gradients(layout, rows, weights, rows_per_expert, d_out):
+    """Of the rows, summed over several products of theirs, and of each product's weights."""
+    from maxlib.ops._grouped_matmul.mosaic_gpu.by_experts import by_experts
+    from maxlib.ops._grouped_matmul.mosaic_gpu.by_rows import by_rows
+
+    matrices, turned = [[w.astype(rows.dtype)] for w in weights], layout == "EIO"
+    (d_rows,) = by_rows(d_out, matrices, rows_per_expert, turned=turned, name="d_rows")
+    pairs = [(d, rows) if layout == "EOI" else (rows, d) for d in d_out]
+    d_weights = [by_experts(*pair, rows_per_expert, w.dtype) for pair, w in zip(pairs, weights, strict=True)]
+    return _used(d_rows, rows_per_expert), d_weights
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+# ---------------------------------------------------------------------------------------------- gate and up
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _glu(rows, gate, up, rows_per_expert, biases, layout, activation):
+    return _gate_up(rows, gate, up, rows_per_expert, biases, layout, activation=activation, name="glu")[0]
+
+
+def _gate_up(rows, gate, up, rows_per_expert, biases, layout, **how):
+    from maxlib.ops._grouped_matmul.mosaic_gpu.by_rows import by_rows
+
+    matrices = [w.astype(rows.dtype) for w in (gate, up)]
+    return by_rows([rows], [matrices], rows_per_expert, turned=layout == "EOI", biases=biases, **how)
+
+
+def _glu_forward(rows, gate, up, rows_per_expert, biases, layout, activation):
+    found = _gate_up(rows, gate, up, rows_per_expert, biases, layout, name="gate_up")
+    found = [checkpoint_name(x, name) for x, name in zip(found, NAMES, strict=True)]
+    return _joined(activation, rows.dtype)(*found), (rows, gate, up, rows_per_expert, biases, *found)
+
+
+def _joined(activation, dtype):
+    """In float32, as in the kernel."""
+    return lambda *products: activation(*(x.astype(jnp.float32) for x in products)).astype(dtype)
+
+
+def _glu_backward(layout, activation, residuals, d_out):
+    rows, gate, up, rows_per_expert, biases, *found = residuals
+    d_found = jax.vjp(_joined(activation, rows.dtype), *found)[1](d_out)
+    d_found = [_used(d, rows_per_expert) for d in d_found]
+    d_rows, d_weights = _gradients(layout, rows, (gate, up), rows_per_expert, d_found)
+    share = jax.nn.one_hot(owners(rows_per_expert, len(rows)), len(rows_per_expert), dtype=rows.dtype)
+    total = lambda d, b: jnp.einsum("ME,MO->EO", share, d, preferred_element_type=jnp.float32).astype(b.dtype)
+    return d_rows, *d_weights, None, tuple(map(total, d_found, biases))
+
+
+_glu.defvjp(_glu_forward, _glu_backward)

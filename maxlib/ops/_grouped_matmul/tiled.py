@@ -1,0 +1,150 @@
+"""Tiles of rows, each multiplied with one expert's matrix: the cost follows the rows, forward and backward.
+
+An expert's rows are cut into full tiles, what remains into smaller ones, the last of which is rounded up. One loop per
+size runs over just the tiles that exist. (A `switch` over the sizes would copy the whole result in every branch.)
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from maxlib.ops._grouped_matmul.reference import accumulator, summed_in
+from maxlib.ops._varying import vary_alike
+
+
+class Tile(NamedTuple):
+    """first: where its slice of rows begins, which stays inside the array. mine: which of these rows are the tile's."""
+
+    first: Int[Array, ""]
+    size: int
+    mine: Bool[Array, "S 1"]
+
+    def of(self, rows: Num[Array, "M I"]) -> Num[Array, "S I"]:
+        return jax.lax.dynamic_slice_in_dim(rows, self.first, self.size)
+
+
+def tiled(
+    rows: Num[Array, "M I"],
+    weights: Num[Array, "E O I"] | Num[Array, "E I O"] | Any,
+    rows_per_expert: Int[Array, " E"],
+    layout: str = "EOI",
+    out_dtype: Any = None,
+) -> Num[Array, "M O"]:
+    contract = layout.index("I")
+    if rows.shape[0] == 0:
+        return jnp.zeros((0, weights.shape[3 - contract]), out_dtype or rows.dtype)
+    if out_dtype is not None or not isinstance(weights, jax.Array):
+        return _by_expert(rows, weights, rows_per_expert, contract=contract, out_dtype=out_dtype)
+    return _tiled(*vary_alike((rows, weights, rows_per_expert)), contract)
+
+
+def tiled_outer(
+    d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
+) -> Float[Array, "E O I"]:
+    exact = summed_in(rows.dtype)
+    if rows.shape[0] == 0:
+        return jnp.zeros((len(rows_per_expert), d_out.shape[1], rows.shape[1]), exact)
+    d_out, rows, rows_per_expert = vary_alike((d_out, rows, rows_per_expert))
+    return _outer(d_out, rows, rows_per_expert, exact)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _tiled(rows, weights, rows_per_expert, contract):
+    return _by_expert(rows, weights, rows_per_expert, contract=contract)
+
+
+def _forward(rows, weights, rows_per_expert, contract):
+    return _tiled(rows, weights, rows_per_expert, contract), (rows, weights, rows_per_expert)
+
+
+def _backward(contract, residuals, d_out):
+    rows, weights, rows_per_expert = residuals
+    d_rows = _by_expert(d_out, weights, rows_per_expert, contract=3 - contract)
+    pair = (d_out, rows) if contract == 2 else (rows, d_out)
+    return d_rows, _outer(*pair, rows_per_expert, weights.dtype), None
+
+
+_tiled.defvjp(_forward, _backward)
+
+
+def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any = None):
+    """Rows times their expert's matrix, over the axis `contract` of `weights`."""
+    sizes = tile_sizes(len(rows), weights.shape[0])
+    dtype = out_dtype or rows.dtype
+
+    def step(expert, start, stop, out):
+        w = jax.tree.map(lambda a: a[expert], weights)[...]
+        w = w if out_dtype else w.astype(rows.dtype)
+
+        def multiply(tile: Tile, out):
+            y = _dot(tile.of(rows), w, 1, contract - 1).astype(dtype)
+            y = jnp.where(tile.mine, y, tile.of(out))
+            return jax.lax.dynamic_update_slice_in_dim(out, y, tile.first, axis=0)
+
+        return _for_each_tile(multiply, start, stop, len(rows), sizes, out)
+
+    out = jnp.zeros_like(rows, shape=(len(rows), weights.shape[3 - contract]), dtype=dtype)
+    return _for_each_expert(step, rows_per_expert, out)
+
+
+def _outer(d_out, rows, rows_per_expert, dtype):
+    """Each expert's sum of outer products: the gradient of the weights."""
+    sizes, exact = tile_sizes(len(rows), len(rows_per_expert)), summed_in(rows.dtype)
+    shape = (len(rows_per_expert), d_out.shape[1], rows.shape[1])
+
+    def add(tile: Tile, total):
+        # Both sides: rows of others, or of none, need not be finite.
+        d, x = (jnp.where(tile.mine, part, jnp.zeros_like(part)) for part in (tile.of(d_out), tile.of(rows)))
+        return total + _dot(d, x, 0, 0).astype(exact)
+
+    def step(expert, start, stop, out):
+        total = jnp.zeros_like(rows, shape=shape[1:], dtype=exact)
+        total = _for_each_tile(add, start, stop, len(rows), sizes, total)
+        return jax.lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), expert, axis=0)
+
+    return _for_each_expert(step, rows_per_expert, jnp.zeros_like(rows, shape=shape, dtype=dtype))
+
+
+def _dot(a, b, axis_a: int, axis_b: int):
+    contract = (((axis_a,), (axis_b,)), ((), ()))
+    return jax.lax.dot_general(a, b, contract, preferred_element_type=accumulator(a.dtype))
+
+
+def _for_each_expert(step: Callable, rows_per_expert: Int[Array, " E"], out: Array) -> Array:
+    """`out = step(expert, start, stop, out)` over the experts that have rows."""
+    stop = jnp.cumsum(rows_per_expert)
+    used = rows_per_expert > 0
+    first = jnp.argsort(~used, stable=True)
+    body = lambda i, out: step(first[i], stop[first[i]] - rows_per_expert[first[i]], stop[first[i]], out)
+    return jax.lax.fori_loop(0, used.sum(), body, out)
+
+
+def _for_each_tile(step: Callable, start, stop, num_rows: int, sizes: list[int], out: Array) -> Array:
+    """`out = step(tile, out)` over tiles of the rows `[start, stop)`, one loop for each size."""
+    for size in sizes:
+        left = stop - start
+        count = -(-left // size) if size == sizes[-1] else left // size
+
+        def body(i, out, start=start, size=size):
+            begin = start + i * size
+            first = jnp.minimum(begin, num_rows - size)
+            row = first + jnp.arange(size)
+            return step(Tile(first, size, ((row >= begin) & (row < stop))[:, None]), out)
+
+        out = jax.lax.fori_loop(0, count, body, out)
+        start = start + count * size
+    return out
+
+
+def tile_sizes(M: int, E: int) -> list[int]:
+    """Largest first. Reading a matrix costs about as much as 30 rows: few tiles matter as much as little rounding."""
+    if M <= 64 * E:
+        sizes = [64, 16]
+    else:
+        unit = 16 if M <= 128 * E else 32 if M <= 256 * E else 64
+        sizes = [8 * unit, 4 * unit, 2 * unit, unit]
+    return [size for size in sizes if size <= M] or [M]

@@ -1,4 +1,0 @@
-"""Cross-entropy from hidden states and the unembedding, without ever making all logits."""
-
-from maxlib.ops.cross_entropy.api import CrossEntropy as CrossEntropy
-from maxlib.ops.cross_entropy.api import linear_cross_entropy as linear_cross_entropy

@@ -1,6 +1,0 @@
-"""Grouped matmul: one public function, its transpose, gate and up together, and one file per implementation."""
-
-from maxlib.ops.grouped_matmul.api import Layout as Layout
-from maxlib.ops.grouped_matmul.api import grouped_matmul as grouped_matmul
-from maxlib.ops.grouped_matmul.api import grouped_outer as grouped_outer
-from maxlib.ops.grouped_matmul.glu import grouped_glu as grouped_glu

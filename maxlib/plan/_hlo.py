@@ -1,0 +1,305 @@
+"""What a compiled program does, read from its text: arithmetic, memory traffic and collectives, loops counted as often
+as they run."""
+
+import copy
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from maxlib.plan._hlo_flops import custom_call_flops, estimate_of, matmul_flops
+from maxlib.plan._hlo_gpu import known_trips
+from maxlib.plan._hlo_groups import axes_of_group
+from maxlib.plan._hlo_text import (
+    Instruction,
+    branches_of,
+    bytes_of,
+    computation_of,
+    constant_of,
+    index_of,
+    is_on_host,
+    parse,
+    size_of,
+    types_of,
+)
+from maxlib.plan._loops import Trips, trips_of
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+_CHAIN = re.compile(r'chain_id="\d+"')
+# How a program writes collectives between slices.
+_MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+# Within a fusion they are computed only where what follows looks.
+_VIEWS = ("bitcast", "convert", "copy", "pad", "reshape", "transpose")
+_FREE = (
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "iota",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A kind over some mesh axes: how many stand in the program, how many run in a step, and the bytes one device
+    hands in or gets (the larger) in all of them."""
+
+    kind: str
+    axes: tuple[str, ...]
+    written: int
+    runs: float
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Of one step on one device. unknown_loops: how many loops run as often as data says, taken as `trips` say.
+    to_host, from_host: bytes that are copied between its memory and the host's. assumes: what was taken for granted.
+    """
+
+    flops: float
+    bytes: float
+    collectives: tuple[Collective, ...]
+    unknown_loops: int
+    to_host: float = 0.0
+    from_host: float = 0.0
+    assumes: tuple[str, ...] = ()
+
+
+def read_costs(
+    text: str,
+    mesh: Mapping[str, int],
+    *,
+    across: tuple[str, ...] = (),
+    trips: Trips | None = None,
+    cache: float = 0,
+) -> Costs:
+    """The costs of an optimized HLO module. `mesh` is the shape of the mesh, in its own order; `across` are the axes
+    that cross slices. trips: of loops that depend on data. cache: bytes that stay on the chip between instructions.
+    """
+    program = _Program(text, mesh, across, trips or {}, cache)
+    program.visit(program.entry, 1.0, in_fusion=False)
+    found = (
+        Collective(kind, axes, int(n), runs, size) for (kind, axes), (n, runs, size) in program.collectives.items()
+    )
+    ordered = tuple(sorted(found, key=lambda one: -one.bytes))
+    return Costs(
+        program.flops,
+        program.bytes,
+        ordered,
+        program.unknown,
+        program.to_host,
+        program.from_host,
+        tuple(_assumed(program.chosen, cache)),
+    )
+
+
+def _assumed(chosen: int, cache: float) -> Iterator[str]:
+    yield "every fusion reads and writes what its shapes say"
+    if cache:
+        yield f"what together takes up to {cache / 2**20:.4g} MiB stays in the cache"
+    if chosen:
+        yield f"of {chosen} choices that data makes the one that computes and moves least: experts with about equal shares"
+
+
+class _Program:
+    """The computations of a module, and what a walk over them has added up."""
+
+    def __init__(self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], trips: Trips, cache: float):
+        self.computations, self.entry = parse(text)
+        self.mesh, self.across, self.trips, self.cache = dict(mesh), across, trips, cache
+        self.flops, self.bytes, self.unknown, self.to_host, self.from_host = 0.0, 0.0, 0, 0.0, 0.0
+        self.chosen = 0  # conditionals of whose branches the cheapest is counted
+        self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+        self.chains: set[str] = set()
+
+    def visit(self, name: str, times: float, *, in_fusion: bool) -> None:
+        computation = self.computations[name]
+        for one in computation.values():
+            kind = one.opcode.removesuffix("-start")
+            if one.opcode == "while":
+                self.visit(computation_of(one, "body"), times * self._trips(one, computation), in_fusion=False)
+                continue
+            if kind == "send" and (sent := _MEGASCALE.search(one.rest)):
+                kind = "collective-permute" if sent[1] == "ONE_TO_ONE" else sent[1].lower().replace("_", "-")
+            if kind in COLLECTIVES:
+                self._collective(one, kind, computation, name, times)
+            elif kind in ("fusion", "call", "async"):
+                for called in re.findall(r"calls=%([^\s,)]+)|to_apply=%([^\s,)]+)", one.rest):
+                    self.visit(called[0] or called[1], times, in_fusion=in_fusion or kind == "fusion")
+            elif kind == "conditional":
+                self._cheapest(branches_of(one), times, in_fusion)
+            elif kind in ("dot", "convolution"):
+                self.flops += times * matmul_flops(one, computation)
+            elif kind == "custom-call":
+                self.flops += times * (estimate_of(one, "flops") + custom_call_flops(one, computation))
+            self._copy(one, computation, times)
+            if not in_fusion:
+                self.bytes += times * self._traffic(one, computation)
+
+    def _copy(self, one: Instruction, computation: dict[str, Instruction], times: float) -> None:
+        """Between the device and the host: of whole arrays, and of slices."""
+        operands = [computation[name].type for name in one.operands if name in computation]
+        if one.opcode == "dynamic-update-slice" and len(operands) > 1:
+            source, target, size = operands[1], one.type, size_of(operands[1])
+        elif one.opcode in ("copy", "copy-start", "dynamic-slice") and operands:
+            source, target = operands[0], types_of(one.type)[0]
+            size = size_of(target)
+        else:
+            return
+        if is_on_host(target) and not is_on_host(source):
+            self.to_host += times * size
+        if is_on_host(source) and not is_on_host(target):
+            self.from_host += times * size
+
+    def _cheapest(self, branches: list[str], times: float, in_fusion: bool) -> None:
+        """The branch that computes and moves least: the others are there for what is unusual, such as one busy
+        expert.
+        """
+        tried = []
+        for branch in branches:
+            alone = copy.copy(self)
+            alone.flops, alone.bytes, alone.collectives, alone.chains = 0.0, 0.0, {}, set(self.chains)
+            alone.visit(branch, times, in_fusion=in_fusion)
+            moved = sum(size for *_, size in alone.collectives.values())
+            tried.append((alone.flops, moved, alone.bytes, len(tried)))
+        self.chosen += len({what[:2] for what in tried}) > 1
+        if tried:
+            self.visit(branches[min(tried)[-1]], times, in_fusion=in_fusion)
+
+    def _trips(self, loop: Instruction, computation: dict[str, Instruction]) -> float:
+        """From a condition `i < constant` and a body with `i + step`; loops begin at 0 unless another constant is
+        seen. A loop may carry its limit along.
+        """
+        if (known := known_trips(loop.rest)) is not None:
+            return known
+        condition = self.computations[computation_of(loop, "condition")]
+        numbers = [value for one in condition.values() if (value := constant_of(one)) is not None]
+        index, *others = _compared(condition) or [None]
+        begin = lambda element: constant_of(_element(computation, loop.operands[0], element))
+        numbers = numbers or [value for other in others if (value := begin(other)) is not None]
+        if len(numbers) != 1:
+            self.unknown += 1
+            return trips_of(loop.rest, self.trips)
+        first = begin(index) or 0
+        return max(
+            1, math.ceil((numbers[0] - first) / self._step(self.computations[computation_of(loop, "body")], index))
+        )
+
+    def _step(self, body: dict[str, Instruction], index: int | None) -> int:
+        """By how much the body raises the loop's counter: more than 1 in unrolled loops."""
+        raised = _element(body, _root(body).name, index)
+        if raised is None or raised.opcode != "add":
+            return 1
+        steps = [value for name in raised.operands if name in body and (value := constant_of(body[name])) is not None]
+        return max(1, steps[0]) if steps else 1
+
+    def _collective(self, one: Instruction, kind: str, computation: Any, name: str, times: float) -> None:
+        # The TPU compiler spreads a collective over several fusions, which bear its number, to compute beside it.
+        if chain := _CHAIN.search(one.rest):
+            if chain[0] in self.chains:
+                return
+            self.chains.add(chain[0])
+        size = sum(size_of(computation[operand].type) for operand in one.operands if operand in computation)
+        if kind == "ragged-all-to-all":  # what comes in is as much as goes out, on average: the smaller of both buffers
+            size = min(size_of(computation[operand].type) for operand in one.operands[:2])
+        if kind == "all-gather":
+            size = max(size_of(one.type) - (size if one.opcode.endswith("-start") else 0), size)
+        if name.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"  # how the TPU compiler writes it
+        if not size:
+            return
+        axes = self.across if one.opcode == "send" else axes_of_group(one.rest, self.mesh)
+        entry = self.collectives.setdefault((kind, axes), [0, 0.0, 0.0])
+        entry[0] += 1
+        entry[1] += times
+        entry[2] += times * size
+
+    def _traffic(self, one: Instruction, computation: dict[str, Instruction]) -> float:
+        """Bytes to and from the device's memory; those of scratch memories are free, and of a slice only the slice
+        counts."""
+        if one.opcode in (*_FREE, "while", "async-start") or one.opcode.endswith("-done"):
+            return 0.0  # what is asynchronous counts inside
+        operands = [computation[name] for name in one.operands if name in computation]
+        if one.opcode == "dynamic-slice":
+            return (1 if operands and is_on_host(operands[0].type) else 2) * bytes_of(one.type)
+        if one.opcode == "dynamic-update-slice":
+            return (1 if is_on_host(one.type) else 2) * bytes_of(operands[1].type) if len(operands) > 1 else 0.0
+        if one.opcode.endswith("-start"):
+            return bytes_of(one.type)  # which names operands and results
+        if own := estimate_of(one, "bytes_accessed"):
+            return own
+        if bytes_of(one.type) + sum(bytes_of(operand.type) for operand in operands) <= self.cache:
+            return 0.0
+        if one.opcode != "fusion":
+            return bytes_of(one.type) + sum(bytes_of(operand.type) for operand in operands)
+        inner = self.computations[computation_of(one, "calls")]
+        read = sum(
+            min(bytes_of(operand.type), self._read(_parameter(i, inner), inner)) for i, operand in enumerate(operands)
+        )
+        return read + self._written(_root(inner), inner, one.type)
+
+    def _read(self, own: Instruction | None, inner: dict[str, Instruction]) -> float:
+        """How much a fusion reads of its operand: less than all where it is sliced, updated in place, or handed on."""
+        if own is None:
+            return math.inf
+        return sum(self._used(own, user, inner) for user in inner.values() if own.name in user.operands)
+
+    def _used(self, own: Instruction, user: Instruction, inner: dict[str, Instruction]) -> float:
+        if user.opcode == "dynamic-slice":
+            return bytes_of(user.type)
+        if user.opcode == "dynamic-update-slice" and user.operands[0] == own.name:
+            return 0.0
+        if user.opcode in _VIEWS:
+            return self._read(user, inner)
+        if user.opcode == "fusion":
+            called = self.computations[computation_of(user, "calls")]
+            return self._read(_parameter(user.operands.index(own.name), called), called)
+        return 0.0 if _hands_on(user) else math.inf
+
+    def _written(self, root: Instruction, inner: dict[str, Instruction], type_: str) -> float:
+        """How much a fusion writes: of an updated slice only the slice, and nothing of an operand that it hands on."""
+        if root.opcode == "tuple":
+            parts = zip(root.operands, types_of(type_), strict=True)
+            return sum(self._written(inner[name], inner, part) for name, part in parts)
+        if root.opcode == "parameter" or _hands_on(root):
+            return 0.0
+        if root.opcode == "bitcast" and root.operands[0] in inner:
+            return self._written(inner[root.operands[0]], inner, type_)
+        if root.opcode == "dynamic-update-slice" and root.operands[1] in inner:
+            return min(bytes_of(type_), bytes_of(inner[root.operands[1]].type))
+        return bytes_of(type_)
+
+
+def _element(computation: dict[str, Instruction], name: str, index: int | None) -> Instruction | None:
+    """What a tuple has at `index`."""
+    found = computation.get(name)
+    if found is None or found.opcode != "tuple" or index is None or index >= len(found.operands):
+        return None
+    part = computation.get(found.operands[index])
+    return computation.get(part.operands[0]) if part is not None and part.opcode == "copy" else part
+
+
+def _compared(condition: dict[str, Instruction]) -> list[int]:
+    """Which elements of a loop's state its condition compares, the counter first."""
+    ends = [condition[name] for name in _root(condition).operands if name in condition]
+    found = [index_of(one) for one in ends if one.opcode == "get-tuple-element"]
+    return list(dict.fromkeys(found)) or [index_of(one) for one in condition.values() if "get-tuple" in one.opcode][:1]
+
+
+def _parameter(index: int, inner: dict[str, Instruction]) -> Instruction | None:
+    return next((one for one in inner.values() if one.opcode == "parameter" and one.rest.startswith(f"{index})")), None)
+
+
+def _root(inner: dict[str, Instruction]) -> Instruction:
+    return next(one for one in inner.values() if one.root)
+
+
+def _hands_on(one: Instruction) -> bool:
+    """Whether it only passes buffers on: a fusion's tuple, and a collective that other fusions have begun."""
+    return one.opcode == "tuple" or bool(_CHAIN.search(one.rest)) or "AsyncCollectiveDone" in one.rest

@@ -1,0 +1,60 @@
+"""How much an instruction of a compiled program computes."""
+
+import functools
+import math
+import re
+
+import numpy as np
+
+from maxlib.plan._hlo_gpu import custom_flops
+from maxlib.plan._hlo_text import Instruction, shapes_of
+
+
+def matmul_flops(one: Instruction, computation: dict[str, Instruction]) -> float:
+    types = [computation[name].type for name in one.operands[:2] if name in computation]
+    if len(types) < 2:
+        return 0.0
+    left, right = (next(shapes_of(type_))[1] for type_ in types)
+    out = next(shapes_of(one.type))[1]
+    if one.opcode == "dot":
+        summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
+        dims = [int(d) for d in summed[1].split(",") if d] if summed else []
+        return 2.0 * math.prod(out) * math.prod(left[d] for d in dims)
+    return _convolution_flops(one.rest, left, right, out)
+
+
+def _convolution_flops(rest: str, left: list[int], right: list[int], out: list[int]) -> float:
+    """The TPU compiler turns matmuls into convolutions, with batch dimensions as windows that mostly see padding."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
+    if labels is None:
+        return 0.0
+    lhs, rhs, result = labels.groups()
+    window = dict(re.findall(r"(\w+)=([\dx_\-]+)", (re.search(r"window=\{([^}]*)\}", rest) or [""])[0]))
+    count = 2.0 * out[result.index("b")] * out[result.index("f")] * right[rhs.index("i")]
+    for d in range(len(rhs) - 2):
+        pick = lambda key, default, d=d: window.get(key, "x".join([default] * (d + 1))).split("x")[d]
+        low = int(pick("pad", "0_0").split("_")[0])
+        steps = [int(pick(key, "1")) for key in ("stride", "lhs_dilate", "rhs_dilate")]
+        sizes = left[lhs.index(str(d))], right[rhs.index(str(d))], out[result.index(str(d))]
+        count *= _meetings(*sizes, low, *steps)
+    groups = re.search(r"batch_group_count=(\d+)", rest)
+    return count / (int(groups[1]) if groups else 1)
+
+
+@functools.cache
+def _meetings(left: int, window: int, out: int, low: int, stride: int, left_dilation: int, right_dilation: int) -> int:
+    """How many pairs of an output position and a window element meet an element of the input, not padding."""
+    at = np.arange(out)[:, None] * stride - low + np.arange(window)[None] * right_dilation
+    return int(np.sum((at >= 0) & (at <= (left - 1) * left_dilation) & (at % left_dilation == 0)))
+
+
+def custom_call_flops(one: Instruction, computation: dict[str, Instruction]) -> float:
+    types = [computation[name].type for name in one.operands if name in computation]
+    operands = [sizes for type_ in types for _, sizes, _ in shapes_of(type_)]
+    return custom_flops(one.rest, operands, [sizes for _, sizes, _ in shapes_of(one.type)])
+
+
+def estimate_of(one: Instruction, what: str) -> float:
+    """From a kernel's own `cost_estimate`."""
+    found = re.search(rf'"cost_estimate":\s*\{{[^}}]*"{what}":\s*"?(\d+)', one.rest)
+    return float(found[1]) if found else 0.0

@@ -1,0 +1,40 @@
+"""What only programs for GPUs log: how often a loop runs, what a library or one of our kernels computes, and which
+arrays stay in the cache."""
+
+import math
+import re
+from collections.abc import Sequence
+
+Shapes = Sequence[Sequence[int]]
+
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_SUMMED = re.compile(r'custom_call_target="__cublas\$.*"lhs_contracting_dimensions":\[([^\]]*)\]')
+_KERNEL = re.compile(r'custom_call_target="mosaic_gpu\w*".*op_name="[^"]*\b(attention|grouped_matmul)_(\w+)/')
+# Matmuls of attention's kernels for each pair of a query and a key, in widths of keys and of values.
+_ATTENTION = {"forward": (1, 1), "dq": (2, 1), "dk": (2, 1), "dv": (1, 1), "dk_dv": (2, 2)}
+_TILE = 128
+
+
+def known_trips(rest: str) -> int | None:
+    """How often a loop runs, where the compiler notes it; its condition lies in a fusion."""
+    found = _TRIPS.search(rest)
+    return int(found[1]) if found else None
+
+
+def custom_flops(rest: str, operands: Shapes, results: Shapes) -> float:
+    """Of a custom call to cuBLAS or to a kernel of ours, from shapes; 0 for others.
+
+    Kernels of Mosaic GPU carry no estimate into the program before jax 0.12. Attention counts for a causal mask, the
+    tiles on its diagonal as a whole.
+    """
+    if found := _SUMMED.search(rest):
+        dims = [operands[0][int(d)] for d in re.findall(r"\d+", found[1])]
+        return 2.0 * math.prod(results[0]) * math.prod(dims)
+    if (found := _KERNEL.search(rest)) is None or '"cost_estimate"' in rest:
+        return 0.0
+    if found[1] == "grouped_matmul":  # every row meets one expert of each matrix
+        matrices = [shape for shape in (*operands, *results) if len(shape) == 3]
+        return 2.0 * operands[0][0] * sum(math.prod(shape[1:]) for shape in matrices)
+    (*queries, Hk), (*_, S, _, Hv) = operands[0], operands[2]  # inside a pipeline with an axis of stages
+    keys, values = _ATTENTION.get(found[2], (0, 0))
+    return 2.0 * math.prod(queries) * min(S, (S + _TILE) / 2) * (keys * Hk + values * Hv)

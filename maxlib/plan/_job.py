@@ -1,0 +1,167 @@
+"""What to plan, as one value that travels to another process as JSON."""
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from maxlib import nn, sharding, weights
+from maxlib.ops._attention.dispatch import implementations
+from maxlib.plan._targets import parse_target
+
+MARK = "maxlib-plan "
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training step for a target.
+
+    model: the name of a preset, a `Config` of a known family, or a function of a module that builds the model.
+    batch_per_chip: sequences of `sequence` tokens per device in one step (a fraction where several devices share one).
+    mesh, dcn: as `sharding.make_mesh` takes them. rules: a name that `sharding.preset` knows, or rules. remat:
+    as the models take it. attention: the implementation of `ops.attention` in all layers, None for the best.
+    optimizer: "adamw", "sgd", or a function of a module, `optimizer(model) -> optax.GradientTransformation`. gradients:
+    None, or "1f1b" for a pipeline by `training.one_f_one_b`. options: of the compiler.
+    """
+
+    model: Any
+    target: str
+    batch_per_chip: float = 1
+    sequence: int = 2048
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
+    dcn: Mapping[str, int] | None = None
+    rules: Any = "fsdp"
+    remat: Any = "full"
+    attention: str | None = None
+    optimizer: Any = "adamw"
+    dtype: str = "bfloat16"
+    accumulate: int = 1
+    gradients: str | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def build(self) -> Any:
+        """The model; call it under `jax.eval_shape`. Raises ValueError for a model that nobody knows."""
+        if isinstance(self.model, str):
+            known = weights.presets()
+            if self.model not in known:
+                raise ValueError(f"no preset is called {self.model!r}; there are {', '.join(sorted(known))}")
+            return _from_config(known[self.model])
+        return self.model() if callable(self.model) else _from_config(self.model)
+
+    @property
+    def table(self) -> sharding.Rules:
+        """The rules. Raises ValueError for an unknown preset."""
+        return sharding.preset(self.rules) if isinstance(self.rules, str) else self.rules
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it sends arrays to the host's memory."""
+        remat = nn.remat.POLICIES.get(self.remat) if isinstance(self.remat, str) else self.remat
+        away = isinstance(remat, Mapping) and "offload" in remat.values()
+        return away or any(isinstance(place, sharding.Memory) for place in self.table.values())
+
+    @property
+    def title(self) -> str:
+        if isinstance(self.model, str):
+            return self.model
+        return getattr(self.model, "__qualname__", type(self.model).__module__)
+
+
+def _from_config(cfg: Any) -> Any:
+    family = next((f for f in weights.families() if type(cfg) is f.config), None)
+    if family is None:
+        raise ValueError(f"{type(cfg).__name__} is no Config of a known family; pass a function that builds the model")
+    return family.model(cfg, rngs=nnx.Rngs(0))
+
+
+def to_json(job: Job) -> str:
+    """Functions travel by name: they must lie in a module. Raises ValueError for what cannot travel."""
+    return json.dumps(_encode(job))
+
+
+def from_json(text: str) -> Job:
+    return _decode(json.loads(text))
+
+
+def _encode(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return {"tuple": [_encode(item) for item in value]}
+    if isinstance(value, Mapping):
+        return {"dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return {"new": _name(type(value)), "fields": fields}
+    return {"name": _name(value)}
+
+
+def _name(thing: Any) -> str:
+    name = f"{getattr(thing, '__module__', '?')}:{getattr(thing, '__qualname__', '?')}"
+    try:
+        found = _find(name)
+    except (ImportError, AttributeError):
+        found = None
+    if found is not thing or name.startswith("__main__:"):
+        raise ValueError(
+            f"{thing!r} cannot be found by name in another process; put it into a module of its own"
+            " (plan.estimated stays in this process)"
+        )
+    return name
+
+
+def _find(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "tuple" in value:
+        return tuple(_decode(item) for item in value["tuple"])
+    if "dict" in value:
+        return {_decode(key): _decode(item) for key, item in value["dict"]}
+    if "new" in value:
+        return _find(value["new"])(**{name: _decode(item) for name, item in value["fields"].items()})
+    return _find(value["name"])
+
+
+# Beginnings of the names of options that the compiler for a platform does not know.
+_TPU = ("xla_tpu_", "xla_sc_")
+_FOREIGN = {"tpu": ("xla_gpu_",), "cuda": _TPU, "cpu": _TPU}
+
+
+def check_names(job: Job) -> None:
+    """Raises ValueError for a policy, an attention, a way to find gradients, or options, that do not exist, or not for
+    the target."""
+    nn.remat.remat_policy(job.remat)
+    _check_attention(job)
+    if job.gradients not in (None, "1f1b"):
+        raise ValueError(f"gradients must be None (autodiff) or '1f1b'; got {job.gradients!r}")
+    foreign = _FOREIGN[parse_target(job.target).platform]
+    if wrong := sorted(name for name in job.options if name.startswith(foreign)):
+        raise ValueError(
+            f"the compiler for {job.target} has no option {wrong[0]}, which is another platform's: leave it out, or take --flags "
+            "for this one (python -m maxlib.distributed.xla_flags shows them)"
+        )
+
+
+def _check_attention(job: Job) -> None:
+    known = {one.name: one.platforms for one in implementations()}
+    if job.attention is None:
+        return
+    if job.attention not in known:
+        raise ValueError(f"attention must be one of {', '.join(known)}; got {job.attention!r}")
+    platform = parse_target(job.target).platform.replace("cuda", "gpu")
+    if platform not in (where := known[job.attention] or {platform}):
+        can = ", ".join(name for name, places in known.items() if places is None or platform in places)
+        raise ValueError(
+            f"--attention {job.attention} runs on {' and '.join(sorted(where))}, not on {job.target}; take one of {can}"
+        )

@@ -1,0 +1,189 @@
+"""An analytic memory model: what a step needs on a device, from shapes alone, in about a second."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxlib import nn, sharding
+from maxlib.plan._program import Program, axes_of, bytes_on_device, parts_of
+from maxlib.plan._targets import parse_target
+from maxlib.training._losses import ROWS_AT_ONCE, vocab_axes, with_stages
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device. gradients are those of all parameters at once, of which those of parameters on the host are
+    `away` during the backward pass; they come back while its last layer is at work, and clipping makes a `clipped` copy
+    of the largest; activations what that pass keeps; layer what the layer at work needs besides; loss what
+    the loss needs, when there are no gradients yet. offloaded: activations on the host, which count nowhere else."""
+
+    parameters: float
+    optimizer: float
+    batch: float
+    gradients: float
+    away: float
+    clipped: float
+    activations: float
+    layer: float
+    loss: float
+    offloaded: float
+
+    @property
+    def arguments(self) -> float:
+        return self.parameters + self.optimizer + self.batch
+
+    @property
+    def temporaries(self) -> float:
+        back = self.gradients + self.clipped
+        return max(back, self.activations + max(self.gradients - self.away + self.layer, self.loss, back))
+
+    @property
+    def total(self) -> float:
+        return self.arguments + self.temporaries
+
+
+def estimate_memory(program: Program) -> Memory:
+    """Of a program that nobody compiled; `docs/scale.md` compares it with the compiler."""
+    state, mesh, rules = program.state, program.mesh, program.job.table
+    parameters = bytes_on_device((state.trainable, state.rest))
+    optimizer = bytes_on_device((state.opt_state, state.step, state.key))
+    own = {
+        path: sharding.optimizer_spec(nn.tree.axes(state.rest)[path], x.shape, rules, mesh, path=path)
+        for path, x in state.trainable.items()
+    }
+    size = lambda path: part_bytes((x := state.trainable[path]).shape, x.dtype.itemsize, own[path], mesh)
+    gradients = sum(map(size, own))
+    away = [size(path) for path in own if sharding.is_on_host(state.trainable[path])]
+    rows = max(1, program.rows // program.job.accumulate // parts_of(rules.get("batch"), mesh))
+    at_once, held, ends = _in_pipeline(program, rows)
+    kept, transient, offloaded = _residuals(program, at_once)
+    layer = _layer_weights(program) + transient + _whole_sequences(program, at_once) + _travelling(program, at_once)
+    loss = _loss(program, rows if program.job.gradients is None else at_once)
+    return Memory(
+        parameters,
+        optimizer,
+        bytes_on_device(program.batch),
+        gradients,
+        away=sum(away),
+        clipped=max(away, default=0.0),
+        activations=kept * held + ends,
+        layer=layer,
+        loss=loss,
+        offloaded=offloaded * held,
+    )
+
+
+def _in_pipeline(program: Program, rows: int) -> tuple[int, float, float]:
+    """Rows of a microbatch, of how many times all layers a stage keeps residuals, and the bytes of what enters and
+    leaves the pipeline; without one, all rows once."""
+    job, pipeline = program.job, program.job.table.get("layers")
+    if not isinstance(pipeline, sharding.Pipeline) or (stages := program.mesh.shape[pipeline.axis]) == 1:
+        return rows, 1.0, 0.0
+    chunks = stages * pipeline.repeats
+    ticks = pipeline.microbatches * pipeline.repeats + stages - 1 if job.gradients is None else 2 * chunks - 1
+    hidden = rows * job.sequence * program.head[1] * jnp.dtype(job.dtype).itemsize
+    return max(1, rows // pipeline.microbatches), ticks / chunks, 3.0 * hidden
+
+
+def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> float:
+    return math.prod(shape) * width / math.prod(parts_of(place, mesh) for place in spec)
+
+
+def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
+    """What the backward pass keeps of the forward pass, what one layer makes when it is computed again, and what is
+    kept on the host."""
+    job, trainable = program.job, program.state.trainable
+    shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in trainable.items()}
+    rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.state.rest)
+    tokens = jax.ShapeDtypeStruct((rows, job.sequence), jnp.int32)
+
+    def kept(remat):
+        def hidden(params, rest, tokens):
+            return nn.combine(params, rest)(tokens, dtype=jnp.dtype(job.dtype), remat=remat).hidden
+
+        return jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(hidden, *args)[1], shapes, rest, tokens))
+
+    weights = {x.shape for x in shapes.values()}
+    count = lambda leaves: sum(_kept_bytes(x, weights, program) for x in leaves if x.shape not in weights)
+    remat = job.remat if job.gradients is None else "full"  # 1F1B keeps what enters a layer
+    here = nn.remat.kept_on_device(remat)
+    saved, all_ = count(kept(here)), count(kept(None))
+    offloaded = 0.0 if here == remat else count(kept(remat)) - saved
+    layers = max([x.shape[0] for path, x in shapes.items() if nn.tree.is_repeated(path)], default=1)
+    # Of the layer that runs backward the compiler keeps about half of what autodiff would: the rest is computed in
+    # passing.
+    again = 0.0 if remat is None else 0.5 * all_ / layers
+    return saved, again, offloaded
+
+
+def _kept_bytes(x: Any, weights: Any, program: Program) -> float:
+    """Activations of heads, width or vocabulary are split where the rules split those."""
+    rules, mesh = program.job.table, program.mesh
+    dim = program.head[1]
+    split = (
+        parts_of(rules.get("seq"), mesh) if x.ndim and x.shape[-1] == dim else parts_of(rules.get("act_heads"), mesh)
+    )
+    return x.size * x.dtype.itemsize / split
+
+
+def _layer_weights(program: Program) -> float:
+    """Whole weights of a layer (gathered, in the compute dtype), and one gradient before it is split; experts to which
+    tokens travel stay where they are. Slices exchange a layer's gradients beside the next layer: all of them wait. XLA
+    for GPUs scatters those of a layer together."""
+    rules, mesh, names = program.job.table, program.mesh, nn.tree.axes(program.state.rest)
+    width = jnp.dtype(program.job.dtype).itemsize
+    gathered = (
+        dict(rules) | dict.fromkeys(("embed", "expert_embed", "rank", "layers")) | {"expert": rules.get("act_expert")}
+    )
+    layers: dict[str, list[float]] = {}
+    for path, x in program.state.trainable.items():
+        if (part := nn.tree.repeated_part(path)) is None or len(names[path]) < 2:
+            continue
+        spec = sharding.spec(names[path], gathered, ndim=x.ndim)
+        layers.setdefault(part, []).append(part_bytes(x.shape, width, spec, mesh) / x.shape[0])
+    target = parse_target(program.job.target)
+    turns = 2 if target.slices > 1 else 1
+    last = sum if target.platform == "cuda" else max  # of the gradients that are being scattered
+    return max((turns * sum(layer) + last(layer) for layer in layers.values()), default=0)
+
+
+def _whole_sequences(program: Program, rows: int) -> float:
+    """What matmuls need of a sequence that is split between them only, over the axes of heads: the layer's input, the
+    gradients of its output and of its input, and a copy that lies the other way round for the weights' gradients.
+    """
+    job, mesh, seq = program.job, program.mesh, axes_of(program.job.table.get("seq"))
+    gathered = [axis for axis in seq if axis in axes_of(job.table.get("act_heads")) and mesh.shape[axis] > 1]
+    own = math.prod(mesh.shape[axis] for axis in seq if axis not in gathered)
+    whole = rows * job.sequence / own * program.head[1] * jnp.dtype(job.dtype).itemsize
+    return 4 * whole if gathered else 0.0
+
+
+def _travelling(program: Program, rows: int) -> float:
+    """Tokens on their way to experts on other devices, one copy for each that they choose, at both ends."""
+    job, experts = program.job, [m for _, m in nnx.iter_modules(program.state.rest) if isinstance(m, nn.MoE)]
+    if parts_of(job.table.get("act_expert"), program.mesh) == 1:
+        return 0.0
+    copies = rows * job.sequence * max((m.router.top_k for m in experts), default=0)
+    return 2 * copies * program.head[1] * jnp.dtype(job.dtype).itemsize
+
+
+def _loss(program: Program, rows: int) -> float:
+    """The head's weight, the sum of its gradients in float32, and a chunk's logits and their gradient; the rows, where
+    they travel. On GPUs the weight is gone when the sum is turned round."""
+    job, mesh, (vocab, dim) = program.job, program.mesh, program.head
+    width = jnp.dtype(job.dtype).itemsize
+    hidden = jax.ShapeDtypeStruct((program.rows // job.accumulate, job.sequence, dim), jnp.dtype(job.dtype))
+    split = lambda name: tuple(a for a in axes_of(job.table.get(name)) if mesh.shape[a] > 1)
+    axes = {name: split(name) for name in ("vocab", "batch", "embed")}
+    with sharding.use(mesh, job.table):
+        axes["vocab"] = with_stages(axes, vocab, mesh)
+    axes, more = vocab_axes(hidden, (vocab, dim), mesh, **axes)
+    parts, travel = math.prod(mesh.shape[a] for a in axes + more), math.prod(mesh.shape[a] for a in more)
+    tokens = rows * job.sequence * travel
+    logits = min(ROWS_AT_ONCE * travel, tokens) * (vocab / parts) * 4
+    weight = 0 if parse_target(job.target).platform == "cuda" else width
+    return (vocab / parts) * dim * (weight + 2 * 4) + 2 * logits + (2 * tokens * dim * width if more else 0)

@@ -1,0 +1,284 @@
+"""The training step of a job over shapes: nothing is allocated."""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlib import nn, observability, sharding, training
+from maxlib.ops._attention.chunked import choose_blocks
+from maxlib.plan._job import Job, check_names
+from maxlib.plan._targets import HOST, INSTALL_GPU_COMPILER, Target, devices_of, has_gpu_compiler, parse_target
+from maxlib.sharding._mesh import fill
+from maxlib.sharding._pipeline_chunks import Schedule
+
+# The first call of attention in a lowered program: queries and keys as one device sees them.
+_SIZES = r"tensor<((?:\d+x){4,})"
+_ATTENTION = re.compile(rf"ops\.attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A step with shapes for its arguments, each with its place. Rows are the global batch's."""
+
+    job: Job
+    mesh: Any  # a Mesh, or an AbstractMesh where the devices cannot be described
+    model: Any
+    state: training.TrainState
+    batch: dict[str, Any]
+    optimizer: optax.GradientTransformation
+    rows: int
+
+    @property
+    def loss(self) -> Any:
+        return functools.partial(training.next_token_loss, dtype=jnp.dtype(self.job.dtype), remat=self.job.remat)
+
+    @functools.cached_property
+    def head(self) -> tuple[int, int]:
+        """Vocabulary and width."""
+        return jax.eval_shape(lambda model: model.head_weight(), self.model).shape
+
+    def lower(self) -> jax.stages.Lowered:
+        options = {"dtype": jnp.dtype(self.job.dtype), "remat": self.job.remat}
+        gradients = training.one_f_one_b(**options) if self.job.gradients == "1f1b" else None
+        step = training.make_train_step(self.loss, self.optimizer, accumulate=self.job.accumulate, gradients=gradients)
+        state = self.state
+        if self.job.attention is not None:  # only now: what is counted from shapes is counted as if on a CPU
+            state = dataclasses.replace(state, rest=nn.with_attention(state.rest, self.job.attention))
+        with sharding.use(self.mesh, self.job.table):
+            return training.jit_step(step).lower(state, self.batch)
+
+    @property
+    def model_flops(self) -> float:
+        """Of one step on all devices, by `observability.training_flops`."""
+        row = jnp.zeros((1, self.job.sequence), jnp.int32)
+        loss = functools.partial(training.next_token_loss, dtype=jnp.dtype(self.job.dtype))
+        return self.rows * observability.training_flops(loss, self.model, {"tokens": row, "targets": row})
+
+
+def make_program(job: Job) -> Program:
+    """Raises ValueError when mesh, rules, batch or remat do not fit the model or the devices, ImportError without the
+    compiler."""
+    check_names(job)
+    mesh = _mesh(job)
+    rules = job.table
+    rows = _rows(job, mesh)
+    model = jax.eval_shape(job.build)
+    places = sharding.shardings(model, mesh, rules)
+    optimizer = _optimizer(job, model)
+    model = jax.tree.map(lambda x, place: _at(x, place), model, places)
+    state, batch = _state(model, optimizer, mesh, rules), _batch(job, mesh, rows)
+    program = Program(job, mesh, model, state, batch, optimizer, rows)
+    _check_marked(program)
+    return program
+
+
+def _check_marked(program: Program) -> None:
+    """Raises ValueError if remat names what neither maxlib's layers nor the model's own mark."""
+    remat = program.job.remat
+    if remat is None or isinstance(remat, str) or callable(remat) or set(remat) <= set(nn.remat.INTERMEDIATES):
+        return
+    marked = _marked(program)
+    if unknown := sorted(set(remat) - set(nn.remat.INTERMEDIATES) - marked):
+        known = ", ".join(
+            name for name in (*nn.remat.INTERMEDIATES, *sorted(marked - set(nn.remat.INTERMEDIATES))) if name in marked
+        )
+        raise ValueError(
+            f"remat names {', '.join(map(repr, unknown))}, which no layer marks; this model's mark {known}"
+        )
+
+
+def _marked(program: Program) -> set[str]:
+    """The names that the model's layers give to intermediates, as a policy of `jax.checkpoint` gets to see them."""
+    found = set()
+
+    def note(primitive: Any, *_: Any, **params: Any) -> bool:
+        found.update([params["name"]] if primitive.name == "name" else [])
+        return False
+
+    row = jnp.zeros((1, program.job.sequence), jnp.int32)
+    loss = lambda params: nn.combine(params, program.state.rest)(row, remat=note).hidden.sum()
+    jax.eval_shape(
+        jax.grad(loss), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.state.trainable)
+    )
+    return found
+
+
+def refused(job: Job) -> str | None:
+    """Why a job for GPUs can only be estimated, or None."""
+    if not has_gpu_compiler():
+        return f"jax's plugin for CUDA is not installed; install it: {INSTALL_GPU_COMPILER}"
+    if job.offloads:
+        return "GPUs are described without the host's memory, to which this job sends arrays"
+    return None
+
+
+def _mesh(job: Job) -> Any:
+    if unknown := set(job.mesh) - set(sharding.AXES):
+        raise ValueError(f"the mesh names {sorted(unknown)}, but its axes are {', '.join(sharding.AXES)}")
+    target = parse_target(job.target)
+    if job.dcn and target.slices == 1 and target.platform == "tpu":
+        raise ValueError(f"dcn={dict(job.dcn)} is for several slices, such as {target.name}x2; {target.name} is one")
+    if target.platform != "cuda" or not refused(job):
+        return sharding.make_mesh(**job.mesh, dcn=job.dcn, devices=devices_of(target))
+    across = across_hosts(job, target)
+    inside = {axis: job.mesh.get(axis, 1) for axis in sharding.AXES}
+    inside = fill(inside, target.devices // math.prod(across.values()), "devices")
+    degrees = tuple(across[axis] * inside[axis] for axis in sharding.AXES)
+    return AbstractMesh(degrees, sharding.AXES, axis_types=(AxisType.Auto,) * len(degrees))
+
+
+def across_hosts(job: Job, target: Target) -> dict[str, int]:
+    """The degrees of `dcn` on GPUs, as `sharding.make_mesh` fills them; all 1 without it."""
+    if unknown := set(job.dcn or {}) - set(sharding.AXES):
+        raise ValueError(f"dcn names {sorted(unknown)}, but the axes of a mesh are {', '.join(sharding.AXES)}")
+    hosts = math.ceil(target.devices / HOST) if job.dcn else 1
+    return fill({axis: (job.dcn or {}).get(axis, 1) for axis in sharding.AXES}, hosts, "hosts")
+
+
+def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+
+def _rows(job: Job, mesh: Any) -> int:
+    """Of the global batch, which the mesh has to divide, as it has to divide a sequence."""
+    _check_sizes(job)
+    _check_pipeline(job, mesh)
+    if job.sequence % (cut := parts_of(job.table.get("seq"), mesh)):
+        raise ValueError(
+            f"a sequence of {job.sequence} tokens does not divide into the {cut} parts that the rules and the mesh "
+            f"{dict(mesh.shape)} cut it into; change the sequence or the mesh"
+        )
+    rows = job.batch_per_chip * mesh.size
+    parts = parts_of(job.table.get("batch"), mesh)
+    if rows != int(rows) or rows < 1 or rows % (parts * job.accumulate):
+        raise ValueError(
+            f"{job.batch_per_chip} sequences per chip are {rows:g} in all, which must be a multiple of the {parts} parts that the "
+            f"mesh cuts a batch into, times accumulate={job.accumulate}; change batch_per_chip or the mesh {dict(mesh.shape)}"
+        )
+    if int(rows) // job.accumulate % (microbatches := schedule_of(job, mesh).microbatches):
+        raise ValueError(
+            f"{rows:g} sequences, by accumulate={job.accumulate}, cannot be cut into the pipeline's {microbatches} microbatches; "
+            f"change their number, as in --rules fsdp+pp:8 --mesh stage={schedule_of(job, mesh).stages}, or batch_per_chip"
+        )
+    return int(rows)
+
+
+def schedule_of(job: Job, mesh: Any) -> Schedule:
+    """The pipeline's; that of a single stage without one."""
+    rule = job.table.get("layers")
+    if not isinstance(rule, sharding.Pipeline) or mesh.shape.get(rule.axis, 1) == 1:
+        return Schedule(1, 1, 1)
+    return Schedule(mesh.shape[rule.axis], rule.microbatches, rule.repeats)
+
+
+def _check_pipeline(job: Job, mesh: Any) -> None:
+    """Raises ValueError where gradients want another pipeline than there is, or its microbatches cannot go around."""
+    stages, microbatches, repeats = schedule_of(job, mesh)
+    if job.gradients is not None and stages == 1:
+        raise ValueError(
+            f"gradients={job.gradients!r} need a pipeline of more than one stage: give --rules fsdp+pp:8 --mesh stage=4 fsdp=-1, "
+            "or leave --gradients out"
+        )
+    if job.gradients is not None and job.accumulate > 1:
+        raise ValueError(
+            f"gradients={job.gradients!r} take the whole batch: leave out accumulate={job.accumulate}, a pipeline cuts "
+            "microbatches by itself (--rules fsdp+pp:8)"
+        )
+    if repeats > 1 and microbatches % stages:
+        raise ValueError(
+            f"{microbatches} microbatches go around {repeats} times in groups of {stages} stages, of which they must be a multiple; "
+            f"change the rules, such as --rules fsdp+pp:{2 * stages}x{repeats}, or the stages, --mesh stage={microbatches}"
+        )
+
+
+def _check_sizes(job: Job) -> None:
+    sizes = {"sequence": job.sequence, "accumulate": job.accumulate, "batch_per_chip": job.batch_per_chip}
+    if wrong := {name: size for name, size in sizes.items() if not 0 < size < math.inf}:
+        raise ValueError(f"sequence, accumulate and batch_per_chip must be positive; got {wrong}")
+
+
+def _optimizer(job: Job, model: Any) -> Any:
+    if callable(job.optimizer):
+        return job.optimizer(model)
+    if job.optimizer == "adamw":
+        return training.adamw(1e-4, mask=training.decay_mask(model))
+    if job.optimizer == "sgd":
+        return optax.sgd(1e-4)
+    raise ValueError(f"optimizer must be 'adamw', 'sgd' or a function of a module; got {job.optimizer!r}")
+
+
+def _state(model: Any, optimizer: Any, mesh: Any, rules: sharding.Rules) -> training.TrainState:
+    """As `training.make_state` would make it."""
+    trainable, rest = nn.partition(model)
+    names, whole = nn.tree.axes(rest), NamedSharding(mesh, P())
+
+    def put(path, leaf, born):
+        kind = "pinned_host" if born.memory_space == jax.memory.Space.Host else None
+        for name in (getattr(part, "key", None) for part in path):
+            if name in trainable and leaf.shape == trainable[name].shape:
+                spec = sharding.optimizer_spec(names[name], leaf.shape, rules, mesh, path=name)
+                return _at(leaf, NamedSharding(mesh, spec, memory_kind=kind))
+        return _at(leaf, whole)
+
+    with sharding.use(mesh, rules):
+        traced, shapes = jax.make_jaxpr(optimizer.init, return_shape=True)(trainable)
+    born = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
+    moments = jax.tree_util.tree_map_with_path(put, shapes, born)
+    state = jax.eval_shape(lambda model: training.make_state(model, optimizer), model)
+    own = (trainable, rest, moments, _at(state.step, whole), _at(state.key, whole))
+    return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(own))
+
+
+def causal_trips(text: str) -> float:
+    """How many blocks of keys blockwise attention visits for a block of queries under a causal mask, on average.
+
+    text: the lowered program, in which the number depends on data. 1 where there is no attention.
+    """
+    found = _ATTENTION.search(text)
+    if found is None:
+        return 1.0
+    # Inside a pipeline there are axes of stages, and of parts of the data, before these four.
+    q, k = (jax.ShapeDtypeStruct(tuple(map(int, sizes[:-1].split("x")))[-4:], jnp.bfloat16) for sizes in found.groups())
+    return (k.shape[1] / choose_blocks(q, k, 1.0).block_k + 1) / 2
+
+
+def _batch(job: Job, mesh: Any, rows: int) -> dict[str, Any]:
+    place = NamedSharding(mesh, sharding.spec(("batch", "seq"), job.table))
+    shape = jax.ShapeDtypeStruct((rows, job.sequence), jnp.int32, sharding=place)
+    return {"tokens": shape, "targets": shape}
+
+
+def parts_of(place: Any, mesh: Any) -> int:
+    """Into how many parts a rule cuts an axis."""
+    return math.prod(mesh.shape[axis] for axis in axes_of(place))
+
+
+def axes_of(place: Any) -> tuple[str, ...]:
+    """The mesh axes that a rule names."""
+    place = place.axes if isinstance(place, sharding.IfFree) else place
+    place = place.axis if isinstance(place, sharding.ExpertExchange | sharding.Pipeline) else place
+    return (place,) if isinstance(place, str) else tuple(place or ())
+
+
+def bytes_on_device(tree: Any) -> int:
+    """What one device holds of these shapes in its own memory."""
+    return sum(_bytes(x) for x in jax.tree.leaves(tree) if not sharding.is_on_host(x))
+
+
+def bytes_on_host(tree: Any) -> int:
+    """What the host holds of these shapes for one device."""
+    return sum(_bytes(x) for x in jax.tree.leaves(tree) if sharding.is_on_host(x))
+
+
+def _bytes(x: Any) -> int:
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    width = 4 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
+    return math.prod(shape) * width

@@ -1,0 +1,180 @@
+"""The result of a plan, as numbers and as a report that reads."""
+
+import dataclasses
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+
+from maxlib.plan._hlo import Costs
+from maxlib.plan._job import Job
+from maxlib.plan._memory import Memory
+from maxlib.plan._program import refused
+from maxlib.plan._roofline import Estimate
+from maxlib.plan._targets import GIB, Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a training step needs on a target. Sizes are bytes on one device.
+
+    gradients are part of temporaries. host: what the host holds for the device, such as moments. code is None unless
+    the compiler ran to its end. costs and estimate come from the compiled program, or from the analytic model where
+    `compiled` is False.
+    """
+
+    job: Job
+    target: Target
+    mesh: dict[str, int]
+    compiled: bool
+    num_parameters: int
+    rows: int
+    parameters: float
+    optimizer: float
+    batch: float
+    host: float
+    gradients: float
+    temporaries: float
+    code: float | None
+    peak: float
+    analytic: Memory
+    model_flops: float
+    costs: Costs | None
+    estimate: Estimate | None
+    lower_seconds: float
+    compile_seconds: float
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.target.chip.memory
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.job.sequence
+
+    def __str__(self) -> str:
+        console = Console(width=118)
+        with console.capture() as capture:
+            console.print(Group(*_report(self)))
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    __repr__ = __str__
+
+
+def _report(plan: Plan) -> list[Any]:
+    job = plan.job
+    mesh = ", ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one device"
+    rules = (job.rules if isinstance(job.rules, str) else "own rules") + (f"; {job.gradients}" if job.gradients else "")
+    head = [
+        f"{job.title}, {plan.num_parameters / 1e9:.2f} billion parameters, on {plan.target}",
+        f"mesh: {mesh}; rules: {rules}; remat: {job.remat}; optimizer: {getattr(job.optimizer, '__name__', job.optimizer)}",
+        f"batch: {plan.rows} x {job.sequence} tokens ({job.batch_per_chip:g} per chip); {job.dtype} arithmetic",
+        "",
+    ]
+    return [*head, _memory(plan), verdict(plan), "", *_work(plan)]
+
+
+def _memory(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE, title="memory of one device", title_justify="left")
+    table.add_column("")
+    table.add_column("GiB", justify="right")
+    table.add_column("")
+    show = lambda size: "-" if size is None else f"{size / GIB:.2f}"
+    rest = max(0.0, plan.temporaries - plan.gradients)
+    table.add_row("parameters", show(plan.parameters), "")
+    table.add_row("optimizer", show(plan.optimizer), "")
+    table.add_row("batch", show(plan.batch), "")
+    table.add_row("gradients", show(plan.gradients), "by their shapes; the compiler counts them as temporaries")
+    table.add_row("activations, temporaries", show(rest), "the compiler's temporaries without gradients")
+    unknown = "needs a full compilation (--full)" if plan.code is None else "the compiler does not say"
+    table.add_row("code", show(plan.code or None), "" if plan.code else unknown)
+    table.add_row("peak", show(plan.peak), "compiled" if plan.compiled else "analytic model only")
+    table.add_row("capacity", show(plan.target.chip.memory), "")
+    if plan.host:
+        table.add_row("on the host", show(plan.host), "not in the peak")
+    return table
+
+
+_FILL = "A larger batch per chip or a lighter remat would use the rest, and raise MFU; plan.search compares."
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits; if not, by how much it exceeds and what would help."""
+    spare = plan.target.chip.memory - plan.peak
+    if plan.fits:
+        fits = f"fits: {spare / GIB:.2f} GiB to spare ({100 * plan.peak / plan.target.chip.memory:.0f}% used)"
+        return fits + (f". {_FILL}" if spare > plan.peak else "")
+    return f"does not fit: {-spare / GIB:.2f} GiB too much. {' '.join(_advice(plan))}"
+
+
+def _advice(plan: Plan) -> list[str]:
+    job, advice = plan.job, []
+    if plan.temporaries - plan.gradients > plan.peak / 3:
+        if job.remat != "full":
+            advice.append("remat='full' keeps only each layer's input.")
+        if job.batch_per_chip > 1 or job.sequence > 2048:
+            advice.append("A smaller batch per chip, accumulate, or a tensor axis cuts activations.")
+    if plan.parameters + plan.optimizer > plan.peak / 3:
+        advice.append("More devices on fsdp (or tensor, expert) split parameters and optimizer further.")
+    return advice or ["Take more devices, a smaller batch, or another layout (plan.search)."]
+
+
+def _work(plan: Plan) -> list[Any]:
+    lines = [f"model FLOPs of a step: {plan.model_flops:.4g} ({plan.model_flops / plan.tokens:.4g} a token)"]
+    if plan.costs is None or plan.estimate is None:
+        return [*lines, "the program's text could not be read: no collectives, no estimate", *_times(plan)]
+    total, how = plan.costs.flops * plan.target.devices, "compiled" if plan.compiled else "estimated"
+    lines.append(f"{how} FLOPs of a step: {total:.4g} ({total / plan.model_flops:.2f} times the model's)")
+    if plan.costs.unknown_loops:
+        lines.append(
+            f"{plan.costs.unknown_loops} loops depend on data: counted for a causal mask, experts with equal shares"
+        )
+    return [
+        *lines,
+        _collectives(plan.costs, plan.compiled),
+        *_host(plan.costs),
+        *_estimate(plan.estimate),
+        *_times(plan),
+    ]
+
+
+def _host(costs: Costs) -> list[str]:
+    if not costs.to_host + costs.from_host:
+        return []
+    return [f"copies in a step: {costs.from_host / GIB:.3f} GiB from the host, {costs.to_host / GIB:.3f} GiB to it", ""]
+
+
+def _collectives(costs: Costs, compiled: bool) -> Table | str:
+    if not costs.collectives:
+        return "no collectives"
+    title = "collectives of one device in a step" if compiled else "a device's collectives, estimated"
+    table = Table(box=box.SIMPLE, title=title, title_justify="left")
+    for name in ("kind", "mesh axes"):
+        table.add_column(name)
+    for name in ("written", "run", "GiB") if compiled else ("GiB",):
+        table.add_column(name, justify="right")
+    for one in costs.collectives:
+        counts = [str(one.written), f"{one.runs:g}"] if compiled else []
+        table.add_row(one.kind, " ".join(one.axes) or "-", *counts, f"{one.bytes / GIB:.3f}")
+    return table
+
+
+def _estimate(estimate: Estimate) -> list[str]:
+    host = f", host {estimate.host:.4g} s" if estimate.host else ""
+    return [
+        f"roofline: arithmetic {estimate.compute:.4g} s, memory {estimate.memory:.4g} s, network {estimate.network:.4g} s{host}",
+        f"a step takes at least {estimate.seconds:.4g} s, bound by {estimate.bound}: {estimate.tokens_per_second:,.0f} tokens/s, "
+        f"MFU {estimate.mfu:.1%}; with no overlap {estimate.serial:.4g} s, MFU {estimate.mfu_serial:.1%}",
+        "MFU is the model's FLOPs over what the devices could do in that time; what runs twice for remat does not count",
+        *[f"  assumes {line}" for line in estimate.assumptions],
+    ]
+
+
+def _times(plan: Plan) -> list[str]:
+    if not plan.compiled:
+        why = refused(plan.job) if plan.target.platform == "cuda" else None
+        return [f"not compiled: {escape(why)}" if why else "not compiled"]
+    end = "to the end" if plan.code is not None else "until buffers were assigned"
+    return [f"lowered in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s ({end})"]

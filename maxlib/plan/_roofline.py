@@ -1,0 +1,128 @@
+"""How long a step takes at best, from what it computes, reads and sends."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from maxlib.plan._hlo import Collective, Costs
+from maxlib.plan._targets import HOST, Chip, Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds of one step by the resources of a device, and what follows for the step.
+
+    host: of its link to the host. seconds: all of them overlap perfectly. serial: network and host overlap with
+    nothing. mfu is that of `seconds`.
+    """
+
+    compute: float
+    memory: float
+    network: float
+    host: float
+    seconds: float
+    serial: float
+    tokens_per_second: float
+    mfu: float
+    mfu_serial: float
+    bound: str
+    assumptions: tuple[str, ...]
+
+
+def estimate(
+    costs: Costs,
+    target: Target,
+    mesh: Mapping[str, int],
+    links: Mapping[str, float],
+    *,
+    tokens: float,
+    model_flops: float,
+) -> Estimate:
+    """links: bytes per second that a device sends and gets over each mesh axis."""
+    chip = target.chip
+    compute, memory = costs.flops / chip.flops, costs.bytes / chip.bandwidth
+    network = sum(_seconds(one, mesh, links) for one in costs.collectives)
+    host = max(costs.to_host, costs.from_host) / chip.host  # both ways at once
+    times = {"arithmetic": compute, "memory": memory, "network": network, "host": host}
+    seconds, serial = max(times.values()), max(compute, memory) + network + host
+    useful = model_flops / (target.devices * chip.flops)
+    return Estimate(
+        compute,
+        memory,
+        network,
+        host,
+        seconds,
+        serial,
+        tokens / seconds if seconds else 0.0,
+        useful / seconds if seconds else 0.0,
+        useful / serial if serial else 0.0,
+        max(times, key=lambda name: times[name]),
+        _assumptions(costs, chip, links, mesh, host > 0),
+    )
+
+
+def _seconds(one: Collective, mesh: Mapping[str, int], links: Mapping[str, float]) -> float:
+    axes = [axis for axis in one.axes if axis in mesh]
+    parts = math.prod(mesh[axis] for axis in axes) or 1
+    if parts == 1:
+        return 0.0
+    share = one.bytes * (parts - 1) / parts
+    moved = {"all-reduce": 2 * share, "collective-permute": one.bytes}.get(one.kind, share)
+    # A group over several axes uses the links of all of them, unless one of them crosses the slower network.
+    speeds = [links[axis] for axis in axes]
+    return moved / (min(speeds) if min(speeds) < max(speeds) / 4 else sum(speeds))
+
+
+def _assumptions(
+    costs: Costs, chip: Chip, links: Mapping[str, float], mesh: Mapping[str, int], host: bool
+) -> tuple[str, ...]:
+    copies = (f"copies to and from the host at {chip.host / 1e9:.0f} GB/s each way, both at once",) if host else ()
+    used = ", ".join(f"{axis} {links[axis] / 1e9:.0f} GB/s" for axis in mesh if mesh[axis] > 1) or "none used"
+    return (
+        f"matmuls at the peak of {chip.flops / 1e12:.4g} bfloat16 TFLOP/s a device; nothing else costs arithmetic",
+        f"memory at {chip.bandwidth / 1e9:.0f} GB/s",
+        *costs.assumes,
+        f"collectives at full link speed, no latency: {used}",
+        *copies,
+        f"the estimate overlaps all of these perfectly; 'no overlap' adds the network's{' and the host' * host} time",
+    )
+
+
+def _within_host(mesh: Any, number: int) -> int:
+    """How many GPUs of a host one group over this axis has."""
+    sizes = tuple(mesh.shape.values())
+    if isinstance(mesh, Mesh):
+        hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    else:  # the last axes lie within a host
+        hosts = np.arange(math.prod(sizes)).reshape(sizes) // HOST
+    line = hosts.swapaxes(0, number).reshape(sizes[number], -1)[:, 0]
+    return sizes[number] // len(set(line.tolist()))
+
+
+def _gpu_links(members: int, degree: int, chip: Chip) -> float:
+    """Each GPU has a way to the network of its own, and a ring over several hosts uses those of all its members."""
+    return chip.links if members == degree else min(chip.links, members * chip.across)
+
+
+def link_speeds(mesh: Any, target: Target, across: Mapping[str, int] | None = None) -> dict[str, float]:
+    """Bytes per second of each mesh axis: the torus dimensions it runs through, NVLink, or the slower network, to
+    which a group has as many ways as members in a host. across: over how many hosts axes of GPUs go, where `dcn` says
+    so and the mesh is abstract."""
+    names = mesh.axis_names
+    if across:
+        members = {axis: mesh.shape[axis] // across[axis] for axis in names}
+        return {axis: _gpu_links(members[axis], mesh.shape[axis], target.chip) for axis in names}
+    if target.platform != "tpu":
+        members = {axis: _within_host(mesh, number) for number, axis in enumerate(names)}
+        return {axis: _gpu_links(members[axis], mesh.shape[axis], target.chip) for axis in names}
+    speeds = {}
+    for number, axis in enumerate(names):
+        line = mesh.devices.swapaxes(0, number).reshape(mesh.devices.shape[number], -1)[:, 0]
+        far = len({getattr(device, "slice_index", 0) for device in line}) > 1
+        dims = sum(len(set(values)) > 1 for values in zip(*[device.coords for device in line], strict=True))
+        speeds[axis] = target.chip.across if far else target.chip.links * max(1, dims)
+    return speeds

@@ -1,0 +1,176 @@
+"""Runs the compiler in a process of its own, and reads what it leaves behind."""
+
+import builtins
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from maxlib.distributed.xla_flags import WITHOUT_TPU
+from maxlib.plan._hlo import Costs, read_costs
+from maxlib.plan._job import MARK, Job, to_json
+from maxlib.plan._loops import Trips
+from maxlib.plan._targets import parse_target
+
+# Written when buffers are assigned, before the machine code is made, which takes most of the time.
+_ASSIGNED = {
+    "tpu": "*jit_step*.after_optimizations_after_buffer_assignment.txt",
+    "cuda": "*jit_step*after_optimizations-memory-usage-report.txt",
+    "cpu": "never",
+}
+_BUFFERS = "*jit_step*after_optimizations-buffer-assignment.txt"
+_PROGRAM = "*jit_step*after_optimizations.txt"
+
+
+_TAIL = 2000  # bytes of what the compiler wrote last, for an error
+_HOST = "5"
+ON_DEVICE = ("parameters", "optimizer", "batch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler said. Sizes are bytes on a device, host those that the host holds for it; code is None where no
+    machine code was made, and costs where the program's text could not be had. exceeded: the compiler's words when it
+    found no room."""
+
+    described: dict[str, Any]
+    lower_seconds: float
+    compile_seconds: float
+    arguments: float
+    temporaries: float
+    code: float | None
+    peak: float
+    host: float
+    costs: Costs | None
+    exceeded: str | None
+
+
+def run(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout: float = 3600) -> Compiled:
+    """Compiles in another process until buffers are assigned, or to the end with `full`. keep: a folder for the
+    compiler's files.
+
+    Raises what that process raised, and TimeoutError.
+    """
+    with tempfile.TemporaryDirectory(prefix="maxlib-plan-") as folder:
+        dump = Path(keep or folder)
+        dump.mkdir(parents=True, exist_ok=True)
+        if any(dump.iterdir()):
+            raise ValueError(f"{dump} must be an empty folder: the compiler's files go there")
+        news, seconds = _listen(job, dump, full, timeout)
+        if "failed" in news and "RESOURCE_EXHAUSTED" not in news["failed"]["message"]:
+            _raise(news["failed"])
+        return _read(job, news, dump, seconds)
+
+
+def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str, dict[str, Any]], float]:
+    """What the process told, by stage, and how long it compiled."""
+    news: dict[str, dict[str, Any]] = {}
+    began, assigned = time.monotonic(), _ASSIGNED[parse_target(job.target).platform]
+    command = [sys.executable, "-m", "maxlib.plan._worker", str(dump)]
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(command, env=_environment(), stdin=pipe, stdout=pipe, stderr=errors, text=True) as process,
+    ):
+        assert process.stdin and process.stdout
+        process.stdin.write(to_json(job))
+        process.stdin.close()
+        reader = threading.Thread(target=_collect, args=(process.stdout, news), daemon=True)
+        reader.start()
+        while process.poll() is None:
+            if time.monotonic() - began > timeout:
+                process.kill()
+                raise TimeoutError(f"compiling for {job.target} took more than {timeout:g} s; it was at {[*news][-1:]}")
+            if not full and any(dump.glob(assigned)):
+                time.sleep(1)  # the last files of that moment
+                process.kill()
+            time.sleep(0.2)
+        reader.join(timeout=10)
+        if not news or ("compiled" not in news and "failed" not in news and not any(dump.glob(assigned))):
+            raise RuntimeError(_ended(process.returncode, list(news), errors))
+    since = news.get("lowered", {}).get("at", began)
+    return news, news.get("compiled", {}).get("seconds", time.monotonic() - since)
+
+
+def _ended(code: int, stages: list[str], errors: IO[bytes]) -> str:
+    """What is known of a process that ended without a word to us."""
+    errors.seek(max(0, errors.seek(0, os.SEEK_END) - _TAIL))
+    said = errors.read().decode(errors="replace").strip()
+    killed = ": killed, most often by the system when memory runs out" if code == -9 else ""
+    where = f"after it had {stages[-1]} the step" if stages else "before it had described the step"
+    return f"the compiler's process ended with code {code}{killed}, {where}, and " + (
+        f"said at last:\n{said}" if said else "said nothing"
+    )
+
+
+def _environment() -> dict[str, str]:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    own = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "PYTHONPATH": paths}
+    return WITHOUT_TPU | dict(os.environ) | own
+
+
+def _collect(stream: Any, news: dict[str, dict[str, Any]]) -> None:
+    for line in stream:
+        if line.startswith(MARK):
+            said = json.loads(line.removeprefix(MARK))
+            news[said.pop("stage")] = said | {"at": time.monotonic()}
+
+
+def _raise(failed: dict[str, Any]) -> None:
+    kind = getattr(builtins, failed["kind"], RuntimeError)
+    raise kind(failed["message"]) from RuntimeError(failed["trace"])
+
+
+def _read(job: Job, news: dict[str, dict[str, Any]], dump: Path, seconds: float) -> Compiled:
+    described, lowered, compiled = (news.get(stage, {}) for stage in ("described", "lowered", "compiled"))
+    arguments, temporaries, host = _assigned(dump)
+    arguments = compiled.get("arguments", arguments) or sum(described["bytes"][name] for name in ON_DEVICE)
+    temporaries = compiled.get("temporaries", temporaries)
+    exceeded = news.get("failed", {}).get("message")
+    if exceeded and (used := _used(exceeded)):
+        temporaries = used - arguments
+    peak = compiled.get("peak") or arguments + temporaries
+    return Compiled(
+        described,
+        lowered.get("seconds", 0.0),
+        seconds,
+        arguments,
+        temporaries,
+        compiled.get("code"),
+        peak,
+        compiled.get("host", host) or described["bytes"]["host"],
+        _costs(job, dump, described["mesh"], lowered.get("trips", {})),
+        exceeded,
+    )
+
+
+def _assigned(dump: Path) -> tuple[float, float, float]:
+    """Arguments and temporaries in main memory, and both in the host's, as the compiler assigned them; memories other
+    than the main one have a color.
+    """
+    text = next((path.read_text() for path in dump.glob(_BUFFERS)), "")
+    kinds = re.findall(r"^allocation \d+: size (\d+), (?:color (\d+), )?(.*)$", text, re.MULTILINE)
+    total = lambda color, *words: float(
+        sum(int(size) for size, own, kind in kinds if own == color and any(word in kind for word in words))
+    )
+    return total("", "parameter "), total("", "preallocated-temp"), total(_HOST, "parameter ", "preallocated-temp")
+
+
+def _used(message: str) -> float | None:
+    """From "Used 107.3G of 95.74G hbm"."""
+    found = re.search(r"Used ([\d.]+)([KMGT]) of", message)
+    return float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1) if found else None
+
+
+def _costs(job: Job, dump: Path, mesh: dict[str, int], trips: Trips) -> Costs | None:
+    paths = [*dump.glob("text"), *dump.glob(_PROGRAM)]
+    across = tuple(axis for axis, degree in (job.dcn or {}).items() if degree != 1)
+    cache = parse_target(job.target).chip.cache / 4
+    return read_costs(paths[0].read_text(), mesh, across=across, trips=trips, cache=cache) if paths else None

@@ -1,0 +1,214 @@
+"""Which layout is best: many are estimated, a few compiled."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from maxlib.plan._api import estimated, plan_job
+from maxlib.plan._job import Job
+from maxlib.plan._report import Plan
+from maxlib.plan._targets import GIB, parse_target
+
+# The analytic model errs; what it puts this much over the capacity may still fit.
+SLACK = 1.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """All layouts tried, the best first: those that were compiled, then those that were not. refused: others, and why
+    they cannot be, as they do not divide or did not compile."""
+
+    plans: tuple[Plan, ...]
+    refused: tuple[tuple[str, str], ...]
+    seconds: float
+
+    @property
+    def best(self) -> Plan:
+        """The fastest that was compiled and fits. Raises ValueError when there is none, with what came closest."""
+        good = [plan for plan in self.plans if plan.compiled and plan.fits] or [
+            plan for plan in self.plans if not plan.compiled and plan.fits and not any(p.compiled for p in self.plans)
+        ]
+        if good:
+            return good[0]
+        least = min(self.plans, key=lambda plan: plan.peak)
+        over = (least.peak - least.target.chip.memory) / GIB
+        raise ValueError(
+            f"no layout fits {least.target}: the smallest ({_words(least)}) needs {over:.2f} GiB more than there is; take more chips, "
+            "a smaller batch or a shorter sequence"
+        )
+
+    def __str__(self) -> str:
+        table = Table(box=box.SIMPLE)
+        for name in ("mesh", "rules", "remat"):
+            table.add_column(name)
+        for name in ("batch/chip", "peak GiB", "analytic GiB", "tokens/s", "MFU", ""):
+            table.add_column(name, justify="right")
+        for plan in self.plans:
+            table.add_row(*_row(plan))
+        console = Console(width=118)
+        with console.capture() as capture:
+            console.print(table)
+        tried = (
+            f"{len(self.plans)} layouts in {self.seconds:.0f} s, {sum(plan.compiled for plan in self.plans)} compiled"
+        )
+        return f"{tried}; {len(self.refused)} refused\n{capture.get()}{self._reasons()}"
+
+    __repr__ = __str__
+
+    def _reasons(self) -> str:
+        """A line for each reason, with the first layout that it refused."""
+        first = {why: words for words, why in reversed(self.refused)}
+        return "".join(f"refused: {words}: {why}\n" for why, words in reversed(first.items()))
+
+    def draw(self, *, ax: Any = None) -> Any:
+        """Tokens per second against memory, with the Pareto front; returns the matplotlib axes."""
+        import matplotlib.pyplot as plt  # an extra
+
+        ax = plt.subplots(figsize=(6, 4))[1] if ax is None else ax
+        for compiled, mark in ((True, "o"), (False, "x")):
+            some = [plan for plan in self.plans if plan.compiled == compiled]
+            ax.scatter(
+                [p.peak / GIB for p in some],
+                [_speed(p) for p in some],
+                marker=mark,
+                label="compiled" if compiled else "estimated",
+            )
+        front = pareto(self.plans)
+        ax.plot([p.peak / GIB for p in front], [_speed(p) for p in front], lw=1, label="Pareto front")
+        ax.axvline(self.plans[0].target.chip.memory / GIB, ls="--", color="grey", label="capacity")
+        ax.set(xlabel="peak GiB of a device", ylabel="tokens/s (roofline, no overlap)", title=str(self.plans[0].target))
+        ax.legend()
+        return ax
+
+
+def search(
+    model: Any,
+    target: str,
+    *,
+    sequence: int = 2048,
+    batches: Sequence[float] = (1, 2, 4),
+    remats: Sequence[Any] = ("full", "dots", None),
+    layouts: Iterable[tuple[Mapping[str, int], Any]] | None = None,
+    dcn: Mapping[str, int] | None = None,
+    attention: str | None = None,
+    optimizer: Any = "adamw",
+    accumulate: int = 1,
+    gradients: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    compile: int = 3,
+    workers: int | None = None,
+    timeout: float = 3600,
+) -> Search:
+    """Estimates every layout x remat x batch, drops what cannot fit, and compiles the `compile` most promising.
+
+    layouts: pairs of a mesh and rules; by default FSDP with every degree of tensor parallelism up to 16. batches are
+    per chip. dcn, attention, optimizer, accumulate, gradients and options are those of `plan`, for every layout.
+    workers: compilers at a time (default: one for two cores). A layout that cannot be planned is among the `refused`.
+    Raises ValueError when that is all of them, ImportError without the compiler.
+    """
+    if compile < 0:
+        raise ValueError(f"compile must be at least 0, the number of layouts to compile; got {compile}")
+    begin = time.monotonic()
+    layouts = list(layouts or _default_layouts(parse_target(target).devices))
+    jobs = [
+        Job(
+            model=model,
+            target=target,
+            batch_per_chip=batch,
+            sequence=sequence,
+            mesh=mesh,
+            dcn=dcn,
+            rules=rules,
+            remat=remat,
+            attention=attention,
+            optimizer=optimizer,
+            accumulate=accumulate,
+            gradients=gradients,
+            options=options or {},
+        )
+        for (mesh, rules), remat, batch in itertools.product(layouts, remats, batches)
+    ]
+    estimates, refused = _sorted(_attempt(estimated, job) for job in jobs)
+    hopeful = [plan for plan in estimates if plan.peak <= SLACK * plan.target.chip.memory][:compile]
+    workers = workers or max(1, (os.cpu_count() or 2) // 2)
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        attempt = lambda plan: _attempt(functools.partial(plan_job, timeout=timeout), plan.job)
+        compiled, failed = _sorted(pool.map(attempt, hopeful))
+    done = {id(plan) for plan in hopeful}
+    plans, refused = (*compiled, *(plan for plan in estimates if id(plan) not in done)), (*refused, *failed)
+    if not plans:
+        raise ValueError(f"none of {len(jobs)} layouts can be planned: {refused[0][0]}: {refused[0][1]}")
+    return Search(plans, refused, time.monotonic() - begin)
+
+
+def pareto(plans: Iterable[Plan]) -> list[Plan]:
+    """Those than which none is both smaller and faster, by memory."""
+    front: list[Plan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.peak, -_speed(plan))):
+        if not front or _speed(plan) > _speed(front[-1]):
+            front.append(plan)
+    return front
+
+
+def _default_layouts(devices: int) -> list[tuple[Mapping[str, int], Any]]:
+    degrees = [n for n in (1, 2, 4, 8, 16) if devices % n == 0 and n <= devices]
+    return [({"fsdp": -1, "tensor": n}, "fsdp_tp_sp") if n > 1 else ({"fsdp": -1}, "fsdp") for n in degrees]
+
+
+def _attempt(make: Callable[[Job], Plan], job: Job) -> Plan | tuple[str, str]:
+    """The plan, or what could not be planned and why: one layout, or a bug that it meets, does not end a search."""
+    try:
+        return make(job)
+    except ImportError:
+        raise  # no compiler: no layout could be
+    except Exception as error:
+        return f"{dict(job.mesh)}, remat {job.remat}, {job.batch_per_chip:g} per chip", str(error) or repr(error)
+
+
+def _sorted(attempts: Iterable[Plan | tuple[str, str]]) -> tuple[list[Plan], tuple[tuple[str, str], ...]]:
+    """The plans, the best first, and what was refused."""
+    attempts = list(attempts)
+    plans = [one for one in attempts if isinstance(one, Plan)]
+    return sorted(plans, key=_rank), tuple(one for one in attempts if not isinstance(one, Plan))
+
+
+def _rank(plan: Plan) -> tuple[bool, float]:
+    return not plan.fits, -_speed(plan)
+
+
+def _speed(plan: Plan) -> float:
+    """Tokens per second without overlap: what separates layouts that are all bound by arithmetic."""
+    return plan.tokens / plan.estimate.serial if plan.estimate and math.isfinite(plan.estimate.serial) else 0.0
+
+
+def _words(plan: Plan) -> str:
+    mesh = " x ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one device"
+    return f"{mesh}, remat {plan.job.remat}, {plan.job.batch_per_chip:g} per chip"
+
+
+def _row(plan: Plan) -> list[str]:
+    mesh = " x ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one device"
+    rules = plan.job.rules if isinstance(plan.job.rules, str) else "own"
+    mfu = f"{plan.estimate.mfu_serial:.1%}" if plan.estimate else "-"
+    state = ("compiled" if plan.compiled else "estimated") + ("" if plan.fits else ", does not fit")
+    sizes = [f"{size / GIB:.2f}" for size in (plan.peak, plan.analytic.total)]
+    return [
+        mesh,
+        rules,
+        str(plan.job.remat),
+        f"{plan.job.batch_per_chip:g}",
+        *sizes,
+        f"{_speed(plan):,.0f}",
+        mfu,
+        state,
+    ]

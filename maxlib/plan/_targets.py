@@ -1,0 +1,199 @@
+"""Hardware to plan for: what one device offers, and topologies described without the devices."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from typing import Any
+
+import jax
+
+from maxlib.distributed.xla_flags import WITHOUT_TPU
+
+GIB = 2**30
+HOST = 8  # GPUs of a host, which NVLink joins
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One jax device, from the makers' data sheets. Rates are per second; a link is counted in one direction.
+
+    memory: bytes that a program may use. links: of one torus dimension, both ends together (GPUs: of NVLink).
+    across: the slower network, per device. host: the link to the host. cores: how many cores a name such as v5p-128
+    counts for one chip. cache: bytes of the last cache before the memory.
+    """
+
+    kind: str
+    flops: float
+    memory: float
+    bandwidth: float
+    links: float
+    across: float
+    host: float
+    dims: int
+    cores: int = 1
+    cache: float = 0
+
+
+# Links to the host. GPUs: PCIe 5 x16, half of the 128 GB/s that the data sheets give for both directions. TPUs:
+# Google's data sheets have none; "How to Scale Your Model" (jax-ml.github.io/scaling-book/tpus) has about 15 GB/s a
+# chip, and 32 for v6e. That v4 has as much as v5e and v5p is assumed. CPU devices share one memory with the host.
+CHIPS = {
+    "v4": Chip("TPU v4", 275e12, 31.75 * GIB, 1.23e12, 9e10, 6.25e9, 1.5e10, 3, cores=2),
+    "v5e": Chip("TPU v5e", 197e12, 15.75 * GIB, 8.2e11, 9e10, 3.1e9, 1.5e10, 2),
+    "v5p": Chip("TPU v5p", 459e12, 95.74 * GIB, 2.765e12, 1.8e11, 6.25e9, 1.5e10, 3, cores=2),
+    "v6e": Chip("TPU v6e", 918e12, 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 3.2e10, 2),
+    "h100": Chip("NVIDIA H100 SXM", 989e12, 79.1 * GIB, 3.35e12, 4.5e11, 5e10, 6.4e10, 0, cache=50 * 2**20),
+    "h200": Chip("NVIDIA H200 SXM", 989e12, 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 6.4e10, 0, cache=50 * 2**20),
+    "cpu": Chip("this machine's CPU devices", 1e11, 8 * GIB, 2e10, 1e10, 1e9, 2e10, 0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a name such as `v5e-256`, `v5p-128`, `v5e:4x8`, `v5e-256x2` (two slices), `h100x8` or `cpu` stands for."""
+
+    name: str
+    chip: Chip
+    devices: int
+    topology: str | None = None
+    slices: int = 1
+
+    @property
+    def wrap(self) -> tuple[bool, ...]:
+        """Which dimensions of a TPU topology close to a ring: all of whole cubes of 4x4x4, and of 2-dimensional ones
+        the full 16.
+
+        The compiler wants to be told: over three dimensions it gathers on rings only, and else takes an all-reduce.
+        """
+        sides = [int(side) for side in (self.topology or "").partition(":")[2].split("x") if side]
+        cubes = all(side % 4 == 0 for side in sides)
+        return tuple(cubes if len(sides) == 3 else side == 16 for side in sides)
+
+    @property
+    def platform(self) -> str:
+        return "tpu" if self.topology else "cpu" if self.chip is CHIPS["cpu"] else "cuda"
+
+    def __str__(self) -> str:
+        slices = f" in {self.slices} slices" if self.slices > 1 else ""
+        shape = f" ({self.topology.partition(':')[2]})" if self.topology else ""
+        return f"{self.name}: {self.devices} x {self.chip.kind}{shape}{slices}, {self.chip.memory / GIB:.2f} GiB each"
+
+
+def parse_target(name: str) -> Target:
+    """Raises ValueError for hardware that does not exist, naming what does."""
+    text = name.strip().lower()
+    if re.search(r"[-x*:]0+(?!\d)", text):
+        raise ValueError(f"{name}: there is no hardware of 0 chips or slices")
+    if text == "cpu":
+        return Target(text, CHIPS["cpu"], len(jax.devices("cpu")))
+    if found := re.fullmatch(r"(h100|h200)(?:[x-](\d+))?", text):
+        return _gpus(text, found[1], int(found[2] or 1))
+    if found := re.fullmatch(r"(v4|v5e|v5p|v6e):(\d+(?:x\d+)+)(?:\*(\d+))?", text):
+        sides = tuple(map(int, found[2].split("x")))
+        return _tpu(name, text, found[1], math.prod(sides), sides, int(found[3] or 1))
+    if found := re.fullmatch(r"(v4|v5e|v5p|v6e)-(\d+)(?:x(\d+))?", text):
+        chip, count = CHIPS[found[1]], int(found[2])
+        if count % chip.cores:
+            raise ValueError(f"{name}: {found[1]}-N counts cores, {chip.cores} a chip, so N must be a multiple of that")
+        chips = count // chip.cores
+        return _tpu(name, text, found[1], chips, _torus(name, chips, chip.dims), int(found[3] or 1))
+    raise ValueError(
+        f"no hardware is known as {name!r}; take v4-N, v5p-N (N cores), v5e-N, v6e-N (N chips), such as v5e-256, with xM for M slices, "
+        "a topology such as v5p:4x4x8, h100xN, h200xN, or cpu"
+    )
+
+
+def _gpus(name: str, kind: str, count: int) -> Target:
+    if count > HOST and count % HOST:
+        raise ValueError(
+            f"{name}: GPUs come in hosts of {HOST}; take up to {HOST} of one, or a multiple of {HOST}, such as {kind}x{2 * HOST}; got {count}"
+        )
+    return Target(name, CHIPS[kind], count)
+
+
+def _tpu(name: str, text: str, kind: str, chips: int, sides: tuple[int, ...], slices: int) -> Target:
+    chip = CHIPS[kind]
+    limit = 16 if chip.dims == 2 else 28
+    if len(sides) != chip.dims or max(sides) > limit or chips < 1:
+        raise ValueError(
+            f"{name}: {chip.kind} comes in {chip.dims} dimensions of at most {limit} chips each; got {'x'.join(map(str, sides))}"
+        )
+    return Target(text, chip, chips * slices, f"{kind}:{'x'.join(map(str, sides))}", slices)
+
+
+def _torus(name: str, chips: int, dims: int) -> tuple[int, ...]:
+    """The most cubic shape of so many chips, with sides that are powers of two, as they are sold."""
+    if chips < 1 or chips & (chips - 1):
+        raise ValueError(f"{name}: {chips} chips is no power of two; give the topology, such as v5p:4x4x12")
+    power = chips.bit_length() - 1
+    if dims == 3 and power == 2:
+        return 2, 2, 1  # one host
+    return tuple(2 ** ((power + d) // dims) for d in range(dims))
+
+
+def devices_of(target: Target) -> list[Any]:
+    """The devices of a described topology or this machine's CPU devices.
+
+    Raises ImportError when the compiler for that hardware is not installed, saying what to install. Of GPUs a process
+    may describe several topologies, of TPUs one.
+    """
+    if target.platform == "cpu":
+        return list(jax.devices("cpu"))
+    if target.platform == "cuda":
+        return _gpu_devices(target)
+    if importlib.util.find_spec("libtpu") is None:
+        raise ImportError(
+            f'{target.name}: compiling for TPUs needs libtpu and no TPU; install it: pip install "maxlib[tpu]"'
+        )
+    from jax.experimental import topologies
+
+    for key, value in WITHOUT_TPU.items():
+        os.environ.setdefault(key, value)
+    wrap = (*target.wrap, False)[:3]  # the compiler counts three dimensions, and of some chips the last is 1
+    more: dict[str, Any] = {"wrap": wrap} | ({"num_slices": target.slices} if target.slices > 1 else {})
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=str(target.topology), **more).devices)
+    except Exception as error:
+        kind, _, sides = str(target.topology).partition(":")
+        whole = "x".join(str(1 << int(side).bit_length() - 1) for side in sides.split("x"))
+        raise ValueError(
+            f"{target.name}: there is no topology {target.topology}, as hosts have 2x2 chips; take for example "
+            f"{kind}:{whole} (libtpu: {error})"
+        ) from error
+
+
+def has_gpu_compiler() -> bool:
+    """Whether jax's plugin for CUDA is installed, which compiles without a GPU."""
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13))
+
+
+INSTALL_GPU_COMPILER = 'pip install "maxlib[cuda]" (no GPU is needed)'
+
+# What XLA must know of a Hopper that is not there. Accelerated features are what its kernels are made of (sm_90a).
+_HOPPER = """
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth:.0f} l2_cache_size: {cache:.0f} device_memory_size: {memory:.0f}
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{kind}"
+"""
+
+
+def _gpu_devices(target: Target) -> list[Any]:
+    if not has_gpu_compiler():
+        raise ImportError(
+            f"{target.name}: compiling for GPUs needs jax's plugin for CUDA; install it: {INSTALL_GPU_COMPILER}"
+        )
+    from jax.experimental import topologies
+
+    chip, hosts = target.chip, math.ceil(target.devices / HOST)
+    about = _HOPPER.format(bandwidth=chip.bandwidth, memory=chip.memory, cache=chip.cache, kind=chip.kind)
+    shape = f"1x{hosts}x{target.devices // hosts}"
+    return list(topologies.get_topology_desc(target.name, "cuda", target_config=about, topology=shape).devices)

@@ -1,0 +1,102 @@
+"""The process that compiles one job: `python -m maxlib.plan._worker DUMP < job.json`, a JSON object per line of news.
+
+Run by `maxlib.plan._run`; a process can describe one topology only.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxlib import nn, sharding
+from maxlib.nn._expert_parallel import ROOM
+from maxlib.plan._job import MARK, Job, from_json
+from maxlib.plan._loops import expert_trips
+from maxlib.plan._memory import estimate_memory
+from maxlib.plan._program import Program, bytes_on_device, bytes_on_host, causal_trips, make_program
+from maxlib.plan._roofline import link_speeds
+from maxlib.plan._targets import parse_target
+
+
+def describe(job: Job) -> tuple[Program, dict[str, Any]]:
+    """The program, and what is known of it without lowering."""
+    target = parse_target(job.target)
+    program = make_program(job)
+    state = program.state
+    news = {
+        "mesh": dict(program.mesh.shape),
+        "links": link_speeds(program.mesh, target),
+        "rows": program.rows,
+        "parameters": nn.num_parameters(program.model),
+        "bytes": {
+            "parameters": bytes_on_device((state.trainable, state.rest)),
+            "optimizer": bytes_on_device((state.opt_state, state.step, state.key)),
+            "batch": bytes_on_device(program.batch),
+            "host": bytes_on_host(state),
+        },
+        "analytic": dataclasses.asdict(estimate_memory(program)),
+        "model_flops": program.model_flops,
+    }
+    return program, news
+
+
+def compile_job(job: Job, dump: Path, tell: Any) -> None:
+    """Compiles `job` and tells what it learns; the compiler writes the optimized program into `dump`."""
+    program, news = describe(job)
+    tell("described", **news)
+    begin = time.perf_counter()
+    lowered = program.lower()
+    tell("lowered", seconds=time.perf_counter() - begin, trips=_trips(program, lowered.as_text()))
+    begin = time.perf_counter()
+    dumps = {} if parse_target(job.target).platform == "cpu" else {"xla_dump_to": str(dump)}
+    compiled = lowered.compile(compiler_options=_options(job) | dumps)
+    seconds = time.perf_counter() - begin
+    if not dumps:
+        (dump / "text").write_text(compiled.as_text() or "")
+    sizes: Any = compiled.memory_analysis()
+    tell(
+        "compiled",
+        seconds=seconds,
+        arguments=sizes.argument_size_in_bytes,
+        temporaries=sizes.temp_size_in_bytes,
+        code=sizes.generated_code_size_in_bytes,
+        # The compiler adds up both memories.
+        peak=0 if (host := _host(sizes)) else getattr(sizes, "peak_memory_in_bytes", 0),
+        host=host,
+    )
+
+
+def _trips(program: Program, text: str) -> dict[str, float]:
+    with sharding.use(program.mesh, program.job.table):
+        travel = sharding.axis_size("act_expert") > 1
+    return {"attention": causal_trips(text)} | expert_trips(text, ROOM if travel else 1)
+
+
+def _options(job: Job) -> dict[str, Any]:
+    """The compiler for GPUs would like to time its choices on one."""
+    absent = {"xla_gpu_autotune_level": 0} if parse_target(job.target).platform == "cuda" else {}
+    return absent | dict(job.options)
+
+
+def _host(sizes: Any) -> int:
+    return sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes
+
+
+def main() -> None:
+    def tell(stage: str, **news: Any) -> None:
+        print(MARK + json.dumps({"stage": stage} | news), flush=True)
+
+    try:
+        compile_job(from_json(sys.stdin.read()), Path(sys.argv[1]), tell)
+    except Exception as error:
+        tell("failed", kind=type(error).__name__, message=str(error), trace=traceback.format_exc())
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main()

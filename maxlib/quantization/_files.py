@@ -1,0 +1,128 @@
+"""Models with quantized weights on disk: config.json, safetensors, and quantization.json, which says what is stored
+how.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from maxlib import nn, sharding, weights
+from maxlib.quantization._apply import store
+from maxlib.quantization._formats import Format
+from maxlib.quantization._matmul import Quantized
+from maxlib.quantization._rules import SITES
+from maxlib.weights._files import Header, find_tensors, shard, write_file, write_index
+from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json
+
+MANIFEST = "quantization.json"
+_VERSION = 1
+
+
+def save(model: Any, directory: str | Path, *, overwrite: bool = False) -> None:
+    """Writes a model of `for_inference`, as it is in memory; nothing is there until all of it is. On one host.
+
+    Raises FileExistsError if there is something already, unless `overwrite` is given.
+    """
+    values = {path: v.get_value() for path, v in nn.variables(model).items()}
+    headers = [Header(path, np.dtype(v.dtype), v.shape) for path, v in values.items()]
+    with whole_directory(directory, overwrite=overwrite) as part:
+        write_json(part / "config.json", model.cfg.to_hf())
+        write_json(part / MANIFEST, _manifest(model))
+        files = shard(headers, MAX_SHARD_BYTES)
+        for name, members in files.items():
+            write_file(part / name, members, (np.asarray(values[header.name]) for header in members))
+        if len(files) > 1:
+            write_index(part, files)
+
+
+def load(
+    directory: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    rules: sharding.Rules = sharding.FSDP_TP,
+    family: weights.Family | None = None,
+) -> Any:
+    """The model that `save` wrote. mesh, rules: where its arrays go. family: needed only for models that are not
+    registered.
+
+    Raises FileNotFoundError and ValueError, which say what is wrong with the directory.
+    """
+    manifest = _read(Path(directory) / MANIFEST)
+    family, cfg = weights.read_model(directory, family=family)
+    abstract = jax.eval_shape(lambda: _as_saved(family.model(cfg, rngs=nnx.Rngs(0)), manifest))
+    stored, wanted = find_tensors(directory), nn.variables(abstract)
+    if wrong := _differences(stored, wanted):
+        raise ValueError(f"{directory} does not hold the model that its {MANIFEST} describes: {'; '.join(wrong[:10])}")
+    at = {path: None if mesh is None else sharding.sharding_of(path, v, mesh, rules) for path, v in wanted.items()}
+    arrays = {path: jax.device_put(np.array(stored[path].view()), at[path]) for path in wanted}
+    return nn.combine(arrays, abstract)
+
+
+def _manifest(model: Any) -> dict[str, Any]:
+    formats, dtypes = {}, {}
+    for path, site in _found(model, SITES):
+        if isinstance(site.w, nn.quantized.QuantizedWeight):
+            rounds = (
+                None if isinstance(site, nn.Embed) or not isinstance(site.matmul, Quantized) else site.matmul.format
+            )
+            formats[path] = dataclasses.asdict(rounds or Format(site.w.qtype, group=site.w.group))
+            dtypes[path] = np.dtype(site.w.dtype).name
+    layouts = {path: stack.layout for path, stack in _found(model, nn.Stack)}
+    return {"version": _VERSION, "formats": formats, "dtypes": dtypes, "layouts": layouts}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} must say how the weights are stored; maxlib.from_pretrained reads plain ones")
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    if manifest.get("version") != _VERSION:
+        raise ValueError(f"{path} must be of version {_VERSION}, got {manifest.get('version')}; take a newer maxlib")
+    return manifest
+
+
+def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
+    """A model with this configuration, laid out and quantized as the manifest says."""
+
+    def lay_out(path, node):
+        if not isinstance(node, nn.Stack):
+            return node
+        layout = manifest["layouts"][_dotted(path)]
+        return node.relaid(**{name: number for name, number in layout.items() if name != "num_layers"})
+
+    def quantize(path, site):
+        name = _dotted(path)
+        if not isinstance(site, SITES) or name not in manifest["formats"]:
+            return site
+        format, dtype = Format(**manifest["formats"][name]), np.dtype(manifest["dtypes"][name])
+        make = lambda site: store(jax.tree.map(lambda a: a.astype(dtype), site), format, name)
+        stacked = site.w.get_value().ndim > len(site.w.get_metadata()["axes"])
+        return jax.vmap(make)(site) if stacked else make(site)
+
+    model = jax.tree_util.tree_map_with_path(lay_out, model, is_leaf=lambda x: isinstance(x, nn.Stack))
+    return jax.tree_util.tree_map_with_path(quantize, model, is_leaf=lambda x: isinstance(x, SITES))
+
+
+def _differences(stored: Any, wanted: dict[str, Any]) -> list[str]:
+    missing = [f"{path} is missing" for path in wanted if path not in stored]
+    extra = [f"{name} is left over" for name in stored if name not in wanted]
+    shapes = [
+        f"{path} is {stored[path].shape}, should be {v.get_value().shape}"
+        for path, v in wanted.items()
+        if path in stored and stored[path].shape != v.get_value().shape
+    ]
+    return missing + extra + shapes
+
+
+def _found(model: Any, kinds: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, kinds))
+    return [(_dotted(path), x) for path, x in leaves if isinstance(x, kinds)]
+
+
+def _dotted(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -1,0 +1,129 @@
+"""Products of operands that are rounded to fewer bits, and their gradients."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import qwix
+from jaxtyping import Array, Float, Int
+
+from maxlib import nn, ops
+from maxlib.ops._grouped_matmul.reference import owners
+from maxlib.ops._varying import vary_alike
+from maxlib.quantization._formats import Format
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """Rounds weights and activations, each row and each output with a scale of its own, and multiplies what is rounded.
+
+    The gradient is that of the exact product (straight-through); with `format.gradients` its products are rounded in
+    the same way, each index that reaches the result with a scale of its own.
+    """
+
+    format: Format
+
+    def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
+        spec = _spelled_out(spec, x.ndim)
+        if isinstance(w, nn.quantized.QuantizedWeight):
+            return _product(spec, x, w.quantized(), self.format.activations, None)
+        return _einsum(x, jnp.asarray(w[...], x.dtype), spec, self.format)
+
+    def grouped(
+        self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"], layout: ops.Layout = "EOI"
+    ) -> Float[Array, "M O"]:
+        if isinstance(w, nn.quantized.QuantizedWeight):
+            return _grouped_product(rows, w.quantized(), rows_per_expert, layout, self.format.activations, None)
+        w = jnp.asarray(w[...], rows.dtype)
+        return _grouped(*vary_alike((rows, w, rows_per_expert)), layout, self.format)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _einsum(x, w, spec: str, format: Format):
+    return _product(spec, x, w, format.activations, format.weights)
+
+
+def _einsum_forward(x, w, spec, format):
+    return _einsum(x, w, spec, format), (x, w)
+
+
+def _einsum_backward(spec, format, residuals, d):
+    x, w = residuals
+    if format.gradients is None:
+        return jax.vjp(lambda x, w: jnp.einsum(spec, x, w), x, w)[1](d)
+    (of_x, of_w), of_y = spec.split("->")[0].split(","), spec.split("->")[1]
+    dx = _product(f"{of_y},{of_w}->{of_x}", d, w, format.gradients, format.weights)
+    dw = _product(f"{of_y},{of_x}->{of_w}", d, x, format.gradients, format.activations)
+    return dx, dw.astype(w.dtype)
+
+
+_einsum.defvjp(_einsum_forward, _einsum_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _grouped(rows, w, counts, layout: ops.Layout, format: Format):
+    return _grouped_product(rows, w, counts, layout, format.activations, format.weights)
+
+
+def _grouped_forward(rows, w, counts, layout, format):
+    return _grouped(rows, w, counts, layout, format), (rows, w, counts)
+
+
+def _grouped_backward(layout, format, residuals, d):
+    rows, w, counts = residuals
+    if format.gradients is None:
+        return *jax.vjp(lambda rows, w: ops.grouped_matmul(rows, w, counts, layout=layout), rows, w)[1](d), None
+    back: ops.Layout = "EIO" if layout == "EOI" else "EOI"
+    d_rows = _grouped_product(d, w, counts, back, format.gradients, format.weights)
+    return d_rows, _grouped_outer(d, rows, counts, layout, format).astype(w.dtype), None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _product(spec: str, a, b, a_type, b_type):
+    """The einsum of rounded operands in the dtype of `a`; what is rounded already comes as a `qwix.QArray`."""
+    letters, out = spec.split("->")
+    of_a, of_b = letters.split(",")
+    y = qwix.einsum(spec, _rounded(a, a_type, of_a, out), _rounded(b, b_type, of_b, out))
+    return y.astype(a.dtype)
+
+
+def _grouped_product(rows, w, counts, layout: ops.Layout, rows_type, w_type):
+    x, w = _rounded(rows, rows_type, "MI", "MO"), _rounded(w, w_type, layout, "EO")
+    y = ops.grouped_matmul(x.qvalue, w.qvalue, counts, layout=layout, out_dtype=jnp.float32)
+    expert = owners(counts, rows.shape[0])
+    scale = w.scale.squeeze(layout.index("I")).at[expert].get(mode="clip")
+    used = (expert < counts.shape[0])[:, None]  # rows of no expert may hold anything, and give zeros
+    return jnp.where(used, y * x.scale * scale, 0).astype(rows.dtype)
+
+
+def _grouped_outer(d, rows, counts, layout: ops.Layout, format: Format):
+    """The gradient of the experts' weights. All experts share the scale of a column: it must be the same along what is
+    summed.
+    """
+    used = (jnp.arange(len(rows)) < counts.sum())[:, None]  # others may hold anything
+    d, rows = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d, rows))
+    d, x = _rounded(d, format.gradients, "MO", "O"), _rounded(rows, format.activations, "MI", "I")
+    left, right = (d, x) if layout == "EOI" else (x, d)
+    y = ops.grouped_outer(left.qvalue, right.qvalue, counts)
+    return y * left.scale.reshape(1, -1, 1) * right.scale.reshape(1, 1, -1)
+
+
+def _rounded(x, kind: str | None, letters: str, kept: str) -> Any:
+    """`x` in `kind`, with a scale for each index that reaches the result; the scales are float32."""
+    if isinstance(x, qwix.QArray) or kind is None:
+        return x
+    own = [d for d, letter in enumerate(letters) if letter in kept]
+    return qwix.quantize(x.astype(jnp.float32), jnp.dtype(kind), channelwise_axes=own)
+
+
+def _spelled_out(spec: str, ndim: int) -> str:
+    """`spec` with letters in place of an ellipsis, which the first operand and the result have."""
+    if "..." not in spec:
+        return spec
+    named = len(spec.partition(",")[0].replace("...", ""))
+    free = [letter for letter in "abcdefghijklmnopqrstuvwxyz" if letter not in spec]
+    return spec.replace("...", "".join(free[: ndim - named]))

@@ -1,0 +1,221 @@
+"""What was quantized, what was not, and what it costs in accuracy."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jaxtyping import Array, Int
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from maxlib import nn
+from maxlib.ops._cost import FORMULAS
+from maxlib.quantization._matmul import Quantized
+from maxlib.quantization._rules import SITES, Kind, kind_of, unknown
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The weights of one matmul: path, kind, format (None: full precision), how many numbers, and their bytes before
+    and now.
+    """
+
+    path: str
+    kind: Kind
+    format: str | None
+    numbers: int
+    before: int
+    after: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Every matrix, and as `others` the bytes of what never is quantized: norms, biases, corrections, positions.
+
+    Print it. Attention's own products have no weights and stay in full precision; `matmuls` counts those too.
+    """
+
+    rows: tuple[Row, ...]
+    others: int
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The paths of the matmuls in full precision."""
+        return tuple(row.path for row in self.rows if row.format is None)
+
+    @property
+    def share(self) -> float:
+        """Of the numbers in matmuls, how many are in one that is quantized."""
+        total = sum(row.numbers for row in self.rows)
+        return sum(row.numbers for row in self.rows if row.format is not None) / max(total, 1)
+
+    @property
+    def bytes_before(self) -> int:
+        return self.others + sum(row.before for row in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        return self.others + sum(row.after for row in self.rows)
+
+    @property
+    def summary(self) -> str:
+        """Two lines: how much is quantized, and what is not."""
+        formats = ", ".join(dict.fromkeys(row.format for row in self.rows if row.format)) or "nothing"
+        bytes = f"{self.bytes_before:,} bytes" + f" -> {self.bytes_after:,}" * (self.bytes_after != self.bytes_before)
+        return f"quantized: {formats} in {self.share:.1%} of the weights, {bytes}\nin full precision: {', '.join(self.left)}"
+
+    def __str__(self) -> str:
+        table = Table(box=box.SIMPLE, show_footer=True)
+        table.add_column("matmul", footer=f"{self.share:.1%} of the numbers in matmuls are quantized")
+        table.add_column("kind")
+        table.add_column("format")
+        table.add_column("bytes before", justify="right", footer=f"{self.bytes_before:,}")
+        table.add_column("now", justify="right", footer=f"{self.bytes_after:,}")
+        for row in self.rows:
+            format = row.format or "full precision"
+            table.add_row(row.path, row.kind, format, f"{row.before:,}", f"{row.after:,}")
+        table.add_row("norms, biases and the like", "", "full precision", f"{self.others:,}", f"{self.others:,}")
+        console = Console(width=120)
+        with console.capture() as capture:
+            console.print(table)
+        return capture.get().strip("\n")
+
+
+def report(model: Any) -> Report:
+    """What is quantized in `model`, which may be abstract (`jax.eval_shape`). Layers that share a place in a stack
+    share a row.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, SITES))
+    sites = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves if isinstance(x, SITES)]
+    rows = [_row(path, site) for path, site in sites] + [_unknown_row(path, x) for path, x in unknown(model).items()]
+    total = sum(_bytes(leaf) for leaf in jax.tree.leaves(model))
+    return Report(tuple(rows), total - sum(row.after for row in rows))
+
+
+def _unknown_row(path: str, variable: Any) -> Row:
+    value = variable.get_value()
+    return Row(path, "unknown", None, value.size, _bytes(value), _bytes(value))
+
+
+def _row(path: str, site: Any) -> Row:
+    after = sum(_bytes(leaf) for leaf in jax.tree.leaves(site.w))
+    rounds = None if isinstance(site, nn.Embed) or not isinstance(site.matmul, Quantized) else str(site.matmul.format)
+    if not isinstance(site.w, nn.quantized.QuantizedWeight):
+        numbers = site.w.get_value().size
+        return Row(path, kind_of(site), rounds, numbers, after, after)
+    numbers = math.prod(site.w.shape)
+    return Row(path, kind_of(site), rounds or site.w.qtype, numbers, numbers * site.w.dtype.itemsize, after)
+
+
+def _bytes(array: Any) -> int:
+    return array.size * array.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """How far a quantized model is from the one in full precision, on the same text.
+
+    perplexity, quantized_perplexity: of the next tokens. logit_error: root mean square of the difference, relative to
+    that of the logits around their mean. divergence: KL(full || quantized) in nats per token. agreement: how often both
+    rank the same token first.
+    """
+
+    perplexity: float
+    quantized_perplexity: float
+    logit_error: float
+    divergence: float
+    agreement: float
+
+    def __str__(self) -> str:
+        change = self.quantized_perplexity / self.perplexity - 1
+        return (
+            f"perplexity {self.perplexity:.4f} -> {self.quantized_perplexity:.4f} ({change:+.2%}), "
+            f"logit error {self.logit_error:.2%}, KL {self.divergence:.2g} nats, same first token {self.agreement:.2%}"
+        )
+
+
+def compare(model: Any, quantized: Any, tokens: Int[Array, "B T"], *, dtype: Any = jnp.float32) -> Errors:
+    """The error of `quantized` against `model` on `tokens`, without padding; one row's logits are in memory at a
+    time.
+    """
+    sums = jax.device_get(_sums(model, quantized, tokens, dtype))
+    count = tokens.shape[0] * tokens.shape[1]
+    targets = tokens.shape[0] * (tokens.shape[1] - 1)
+    perplexity = lambda nll: float(np.exp(nll / targets))
+    return Errors(
+        perplexity(sums["nll"]),
+        perplexity(sums["quantized_nll"]),
+        float(np.sqrt(sums["difference"] / sums["spread"])),
+        float(sums["divergence"] / count),
+        float(sums["agreement"] / count),
+    )
+
+
+def _sums(model, quantized, tokens, dtype):
+    def row(models, tokens):
+        one, other = (m.logits(m(tokens[None], dtype=dtype).hidden)[0].astype(jnp.float32) for m in models)
+        p, q = jax.nn.log_softmax(one), jax.nn.log_softmax(other)
+        nll = lambda logp: -jnp.take_along_axis(logp[:-1], tokens[1:, None], axis=-1).sum()
+        return {
+            "nll": nll(p),
+            "quantized_nll": nll(q),
+            "difference": jnp.sum((one - other) ** 2),
+            "spread": jnp.sum((one - one.mean(axis=-1, keepdims=True)) ** 2),
+            "divergence": jnp.sum(jnp.exp(p) * (p - q)),
+            "agreement": jnp.sum(one.argmax(axis=-1) == other.argmax(axis=-1)),
+        }
+
+    run = jax.jit(lambda models, tokens: jax.tree.map(jnp.sum, jax.lax.map(lambda t: row(models, t), tokens)))
+    return run((model, quantized), tokens)
+
+
+def matmuls(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
+    """FLOPs of the matmuls in `fn(*args)` by the dtypes of their operands ("int8 x int8"); nothing is computed.
+
+    A scan's body counts as often as it runs. Ops of `maxlib.ops` count under their own name ("grouped_matmul int8 x
+    int8"); attention, whose FLOPs depend on its masks, as if every query saw every key.
+    """
+    found: dict[str, float] = collections.defaultdict(float)
+    _walk(jax.make_jaxpr(fn)(*args).jaxpr, 1.0, found)
+    return dict(found)
+
+
+def _walk(jaxpr: Any, times: float, found: dict[str, float]) -> None:
+    for eqn in jaxpr.eqns:
+        inputs = [x.aval for x in eqn.invars]
+        if (name := str(eqn.params.get("name"))) in FORMULAS and len(
+            inputs
+        ) > 2:  # not what is left of one in a backward pass
+            op = name.rpartition(".")[2].lstrip("_")
+            found[f"{op} {inputs[0].dtype} x {inputs[1].dtype}"] += times * _op_flops(op, inputs)
+        elif eqn.primitive.name == "dot_general":
+            (summed, _), _ = eqn.params["dimension_numbers"]
+            each = 2.0 * math.prod(inputs[0].shape[d] for d in summed)
+            found[f"{inputs[0].dtype} x {inputs[1].dtype}"] += times * each * eqn.outvars[0].aval.size
+        else:
+            inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+            for sub in _inside(eqn):
+                _walk(sub, inner, found)
+
+
+def _op_flops(op: str, inputs: list[Any]) -> float:
+    a, b = inputs[:2]
+    if op == "grouped_matmul":
+        return 2.0 * a.shape[0] * b.shape[1] * b.shape[2]
+    if op == "grouped_glu":
+        return 4.0 * a.shape[0] * b.shape[1] * b.shape[2]
+    if op == "grouped_outer":
+        return 2.0 * a.size * b.shape[1]
+    return 4.0 * a.size * b.shape[1] if op == "attention" else 2.0 * a.size * b.shape[0]
+
+
+def _inside(eqn: Any) -> list[Any]:
+    values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else [p])]
+    return [getattr(v, "jaxpr", v) for v in values if isinstance(v, core.ClosedJaxpr | core.Jaxpr)]

@@ -1,0 +1,194 @@
+"""What lies where: a model's parameters as a table, an array as a picture."""
+
+import dataclasses
+import warnings
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from maxlib.sharding._create import shardings
+from maxlib.sharding._presets import Rules
+from maxlib.sharding._rules import AnyMesh
+
+LARGE = 16 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter: its place (a partition spec in words), and bytes in all and on each device."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str, ...]
+    place: str
+    bytes: int
+    bytes_per_device: int
+    devices: int
+
+    @property
+    def replicated(self) -> bool:
+        """Whether each of several devices holds all of it."""
+        return self.devices > 1 and self.bytes_per_device == self.bytes
+
+    @property
+    def copies(self) -> int:
+        """How many devices hold each part of it."""
+        return self.devices * self.bytes_per_device // self.bytes if self.bytes else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """The parameters of a model; shows itself as a table."""
+
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def bytes_per_device(self) -> int:
+        return sum(one.bytes_per_device for one in self.parameters)
+
+    def __str__(self) -> str:
+        table = Table(box=box.SIMPLE, show_footer=True)
+        table.add_column("parameter", footer="total", overflow="fold")
+        for name in ("shape", "axes", "dtype", "place"):
+            table.add_column(name, overflow="fold")
+        table.add_column("copies", justify="right")
+        table.add_column("per device", justify="right", footer=size(self.bytes_per_device))
+        for one in self.parameters:
+            shape = " ".join(map(str, one.shape)) or "scalar"
+            copies, held = str(one.copies), size(one.bytes_per_device)
+            table.add_row(one.path, shape, " ".join(one.axes), one.dtype, one.place, copies, held)
+        console = Console(width=140)
+        with console.capture() as capture:
+            console.print(table)
+        return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
+
+    __repr__ = __str__
+
+
+def describe(model: Any, mesh: AnyMesh | None = None, rules: Rules | None = None, *, large: int = LARGE) -> Description:
+    """Shape, axis names, place and bytes per device of every parameter; print it.
+
+    `model` holds arrays or, with `mesh` and `rules`, may be its `jax.eval_shape`. Warns about parameters of at least
+    `large` bytes that are held more often than others of the model, or whole by every device. One copy for each part
+    of the mesh axis `data` is what plain data parallelism means, and no reason to warn.
+    """
+    places = jax.tree.map(_sharding, model) if mesh is None or rules is None else shardings(model, mesh, rules)
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
+    found = [
+        _parameter(jax.tree_util.keystr(path, simple=True, separator="."), leaf, place)
+        for (path, leaf), place in zip(leaves, jax.tree.leaves(places, is_leaf=is_variable), strict=True)
+        if is_variable(leaf)
+    ]
+    _warn_of_copies([one for one in found if one.devices > 1], large, _data_parallel(places))
+    return Description(tuple(found))
+
+
+def _data_parallel(places: Any) -> int:
+    """How many copies there are by plain data parallelism."""
+    meshes = [place.mesh for place in jax.tree.leaves(places) if isinstance(place, NamedSharding)]
+    return max((mesh.shape.get("data", 1) for mesh in meshes), default=1)
+
+
+def _warn_of_copies(found: list[Parameter], large: int, meant: int) -> None:
+    fewest = min((one.copies for one in found), default=1)
+    whole = [one for one in found if one.bytes >= large and one.replicated and one.copies > min(meant, fewest)]
+    more = [one for one in found if one.bytes >= large and not one.replicated and one.copies > fewest]
+    listed = lambda those: ", ".join(f"{one.path} ({size(one.bytes)}, {one.copies} copies)" for one in those)
+    wanted = "name their axes in the rules if that is not wanted"
+    if whole:
+        warnings.warn(f"every device holds all of {listed(whole)}: {wanted}", stacklevel=3)
+    if more:
+        warnings.warn(
+            f"held more often than others of the model ({fewest} of each part): {listed(more)}; {wanted}", stacklevel=3
+        )
+
+
+def _sharding(x: Any) -> Any:
+    return getattr(x, "sharding", None)
+
+
+def _parameter(path: str, variable: nnx.Variable, place: Any) -> Parameter:
+    value, sharding = variable.get_value(), place.get_value() if isinstance(place, nnx.Variable) else place
+    shape, whole = tuple(value.shape), prod(value.shape) * value.dtype.itemsize
+    part = whole if sharding is None else prod(sharding.shard_shape(shape)) * value.dtype.itemsize
+    spec = getattr(sharding, "spec", None)
+    words = "one device" if spec is None else " ".join(map(_word, spec)) or "whole"
+    devices = 1 if sharding is None else sharding.num_devices
+    axes = tuple(variable.get_metadata().get("axes", ()))
+    return Parameter(path, shape, str(value.dtype), axes, words, whole, part, devices)
+
+
+def _word(place: Any) -> str:
+    return "-" if place is None else place if isinstance(place, str) else "*".join(place)
+
+
+def size(count: float) -> str:
+    """Bytes in words, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"
+
+
+def draw(x: Any, *, ax: Any = None) -> Any:
+    """A picture of which devices hold which part of an array, by the two dimensions that are cut most; returns the
+    matplotlib axes.
+
+    `x` is an array, a parameter, or a `jax.ShapeDtypeStruct` with a sharding. Parts on the same devices share a colour.
+    """
+    import matplotlib.pyplot as plt  # an extra
+    from matplotlib.patches import Rectangle
+
+    value = x.get_value() if isinstance(x, nnx.Variable) else x
+    if value.sharding is None:
+        raise ValueError("draw needs an array that has a sharding; got one without (create it on a mesh first)")
+    shape = tuple(value.shape) or (1,)
+    cells = _cells(value)
+    cuts = [len({index[d] for index in cells}) for d in range(len(shape))] if value.shape else [1]
+    order = sorted(range(len(shape)), key=lambda d: -cuts[d])[:2]
+    first, second = min(order), max(order) if len(order) == 2 else None
+    ax = plt.subplots(figsize=(5, 4))[1] if ax is None else ax
+    colours = plt.get_cmap("tab20")
+    for number, (box_, devices) in enumerate(_projected(cells, first, second).items()):
+        (top, bottom), (left, right) = box_
+        ax.add_patch(Rectangle((left, top), right - left, bottom - top, fc=colours(number % 20), ec="white"))
+        ax.text((left + right) / 2, (top + bottom) / 2, _ids(devices), ha="center", va="center", fontsize=8)
+    ax.set(xlim=(0, 1 if second is None else shape[second]), ylim=(shape[first], 0))
+    ax.set(ylabel=f"dimension {first}", xlabel="" if second is None else f"dimension {second}")
+    ax.set_title(f"{tuple(value.shape)} {getattr(value.sharding, 'spec', '')}")
+    return ax
+
+
+def _cells(value: Any) -> dict[tuple[tuple[int, int], ...], list[int]]:
+    """The devices that hold each part, by the part's bounds in every dimension."""
+    cells: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for device, index in value.sharding.devices_indices_map(tuple(value.shape)).items():
+        bounds = tuple(part.indices(n)[:2] for part, n in zip(index, value.shape, strict=True))
+        cells.setdefault(bounds, []).append(device.id)
+    return cells
+
+
+def _projected(cells, first: int, second: int | None) -> dict[tuple[tuple[int, int], tuple[int, int]], list[int]]:
+    boxes: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
+
+    def side(bounds: tuple[tuple[int, int], ...], d: int | None) -> tuple[int, int]:
+        return (0, 1) if d is None or not bounds else bounds[d]
+
+    for bounds, devices in cells.items():
+        boxes.setdefault((side(bounds, first), side(bounds, second)), []).extend(devices)
+    return boxes
+
+
+def _ids(devices: list[int]) -> str:
+    shown = np.sort(devices)
+    return ", ".join(map(str, shown)) if len(shown) <= 4 else f"{shown[0]}, {shown[1]} … {shown[-1]} ({len(shown)})"

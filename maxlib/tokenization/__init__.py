@@ -1,0 +1,21 @@
+"""Tokenizers trained and saved as Hugging Face reads them, and the chat templates that come with models.
+
+Every name is loaded on first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from maxlib._lazy import lazy
+
+if TYPE_CHECKING:
+    from maxlib.tokenization._chat_template import ChatTemplate as ChatTemplate
+    from maxlib.tokenization._tokenizer import save_tokenizer as save_tokenizer
+    from maxlib.tokenization._tokenizer import train_bpe as train_bpe
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "_chat_template": ("ChatTemplate",),
+        "_tokenizer": ("save_tokenizer", "train_bpe"),
+    },
+)

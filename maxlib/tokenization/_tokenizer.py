@@ -1,0 +1,86 @@
+"""Tokenizers trained here, saved as Hugging Face ones."""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+
+def train_bpe(
+    texts: Iterable[str], *, vocab_size: int, special_tokens: Sequence[str] = ("<bos>", "<eos>")
+) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer, for which decode(encode(text)) is the text, whatever the text is.
+
+    The special tokens have the ids 0, 1, ... in their order. Small texts may give fewer than `vocab_size` tokens.
+
+    Raises:
+      ValueError: `vocab_size` has no room for the 256 bytes and the special tokens.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    least = len(alphabet) + len(special_tokens)
+    if vocab_size < least:
+        raise ValueError(f"vocab_size must be at least {least} (256 bytes + special tokens), got {vocab_size}.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(special_tokens), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_tokenizer(
+    tokenizer: Tokenizer,
+    directory: str | os.PathLike,
+    *,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+    pad_token: str | None = None,
+    max_length: int | None = None,
+) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json`, which `transformers.AutoTokenizer` opens.
+
+    With a `bos_token`, encoding there begins with it, as a prompt should.
+
+    Raises:
+      ValueError: a named special token is not in the vocabulary.
+    """
+    special = {"bos_token": bos_token, "eos_token": eos_token, "pad_token": pad_token}
+    special = {role: token for role, token in special.items() if token is not None}
+    for role, token in special.items():
+        if tokenizer.token_to_id(token) is None:
+            raise ValueError(
+                f"{role}={token!r} is not in the tokenizer's vocabulary: name one that is, or train with it."
+            )
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special,
+        "clean_up_tokenization_spaces": False,
+    }
+    if max_length is not None:
+        config["model_max_length"] = max_length
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    _write(directory / "tokenizer.json", _with_template(tokenizer, bos_token).to_str(pretty=True))
+    _write(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _with_template(tokenizer: Tokenizer, bos_token: str | None) -> Tokenizer:
+    """A copy whose encoding begins with `bos_token`."""
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    if bos_token is not None and copy.post_processor is None:
+        copy.post_processor = processors.TemplateProcessing(
+            single=f"{bos_token} $A", special_tokens=[(bos_token, copy.token_to_id(bos_token))]
+        )
+    return copy
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes the whole file or leaves the old one."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)

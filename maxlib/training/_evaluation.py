@@ -1,0 +1,29 @@
+"""The mean loss over held-out batches."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxlib.training._losses import Batch, Stats
+from maxlib.training._step import TrainState, means
+
+
+def evaluate(
+    eval_step: Callable[[TrainState, Batch], Stats], state: TrainState, batches: Iterable[Batch]
+) -> dict[str, Any]:
+    """The loss's sums over all `batches` per target token, and their number as `tokens`.
+
+    eval_step: `jax.jit(make_eval_step(loss_fn))`. The batches decide what is evaluated: every target weighs the same,
+    however they are divided into batches. Raises ValueError when there is no target at all.
+    """
+    total = None
+    for batch in batches:
+        stats = eval_step(state, batch)
+        total = stats if total is None else jax.tree.map(jnp.add, total, stats)
+    if total is None or float(total.tokens) == 0:
+        raise ValueError(
+            "evaluation needs at least one batch with a target; there was none. Give it more held-out data"
+        )
+    return {"tokens": float(total.tokens)} | jax.device_get(means(total))

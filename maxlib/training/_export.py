@@ -1,0 +1,111 @@
+"""Copies of the model for other uses than going on: Hugging Face directories, and checkpoints of parameters only."""
+
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from maxlib import checkpoint
+from maxlib.checkpoint import Checkpointer, SaveError
+from maxlib.training._restore import items_of
+from maxlib.training._step import TrainState
+
+
+@runtime_checkable
+class Export(Protocol):
+    """Writes the model of some steps, while training goes on."""
+
+    def due(self, step: int) -> bool: ...
+    def has(self, step: int) -> bool: ...
+    def save(self, step: int, state: TrainState) -> None: ...
+    def wait(self) -> None: ...
+
+
+class HuggingFaceExport:
+    """Writes `directory/STEP` in Hugging Face's format every `every` steps, in the background; the newest `keep` stay
+    (None: all).
+
+    `options` are those of `weights.save_pretrained`, such as `dtype` and `tokenizer`. A directory is there as a whole
+    or not at all. `save` copies the model to the host's memory. In a job of several hosts it does all of its work at
+    once, for they work together.
+    """
+
+    def __init__(self, directory: str | Path, *, every: int, keep: int | None = None, **options: Any):
+        if every < 1 or (keep is not None and keep < 1):
+            raise ValueError(f"every and keep must be at least 1, got every={every} and keep={keep}.")
+        self.directory, self.every, self.keep, self.options = Path(directory), every, keep, options
+        self._thread = ThreadPoolExecutor(1, "maxlib-export")
+        self._running: tuple[int, Future | None] = -1, None
+        if jax.process_index() == 0:
+            _clean(self.directory)
+
+    def due(self, step: int) -> bool:
+        """Whether `step` is one of every `every`."""
+        return step > 0 and step % self.every == 0
+
+    def has(self, step: int) -> bool:
+        """Whether this step's directory is there, or being written."""
+        there = self._running[0] == step or (self.directory / str(step)).exists()
+        return there if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.array(there)))
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Starts to write; waits for the export before, if that still runs. Raises SaveError if that one has failed."""
+        self.wait()
+        if jax.process_count() > 1:
+            self._write(step, state.model)
+        else:
+            model = jax.tree.map(np.array, state.model)  # the next step deletes the arrays
+            self._running = step, self._thread.submit(self._write, step, model)
+
+    def wait(self) -> None:
+        """Waits until the last export is on disk. Raises SaveError if it has failed."""
+        (_, running), self._running = self._running, (-1, None)
+        if running is not None:
+            running.result()
+
+    def _write(self, step: int, model: Any) -> None:
+        from maxlib import weights
+
+        try:
+            weights.save_pretrained(model, self.directory / str(step), overwrite=True, **self.options)
+        except Exception as error:
+            raise SaveError(f"Step {step} could not be exported to {self.directory} ({error}).", step=step) from error
+        if jax.process_index() == 0 and self.keep is not None:
+            for old in sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdecimal())[: -self.keep]:
+                shutil.rmtree(self.directory / str(old))
+
+
+class ParameterExport:
+    """Writes checkpoints of the model alone, `directory/STEP`, every `every` steps, in the background; the newest
+    `keep` stay (None: all).
+
+    They hold the items `params` and `rest`, a third of what training needs to go on; `Trainer.restore(params_from=...)`
+    and `checkpoint.load` read them.
+    """
+
+    def __init__(self, directory: Any, *, every: int, keep: int | None = None):
+        self._checkpointer = Checkpointer(directory, every=every, keep=keep, replace=True)
+        self.due, self.wait = self._checkpointer.should_save, self._checkpointer.wait
+
+    def has(self, step: int) -> bool:
+        """Whether this step is there, or being written."""
+        return self._checkpointer.has(step)
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Starts to write; waits for the export before, if that still runs. Raises SaveError if that one has failed."""
+        self._checkpointer.layouts = checkpoint.layouts(state.rest)
+        items = {name: item for name, item in items_of(state).items() if name != "opt"}
+        self._checkpointer.save(step, items)
+
+
+def _clean(directory: Path) -> None:
+    """What a killed export has left: half a directory, or a whole one that was about to be replaced."""
+    for old in directory.glob(".*.old-*"):
+        there = directory / old.name[1:].rpartition(".old-")[0]
+        shutil.rmtree(old) if there.exists() else old.rename(there)
+    for part in directory.glob(".*.part-*"):
+        shutil.rmtree(part)

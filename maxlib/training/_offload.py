@@ -1,0 +1,168 @@
+"""Moments that wait on the host, and an update that takes them to the device layer by layer."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Int
+
+from maxlib import nn, sharding
+
+Update = Callable[..., Any]
+
+
+def by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`optimizer`, whose moments are born on the host where the rule "optimizer_memory" says so
+    (`sharding.OFFLOAD_OPTIMIZER`); a loop over the layers of a stack takes each layer's to the device and back.
+
+    It has to treat each layer of a parameter by itself, as Adam does, and clipping by a norm of all gradients does not.
+    Without the rule nothing changes.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params):
+        return _wait(inner.init(sharding.to_device(params)), params)
+
+    def update(updates, state, params=None, **extra):
+        step = functools.partial(inner.update, **extra)
+        if not any(map(sharding.is_on_host, jax.tree.leaves((state, params)))):
+            return step(updates, state, params)
+        changes, after = {}, state
+        for repeats, paths in _groups(updates):
+            part = (_only(tree, paths, updates) for tree in (updates, state, params))
+            moved, new = _whole(step, *part) if repeats is None else _scanned(step, repeats, *part)
+            changes, after = changes | moved, _joined(after, new, updates)
+        return changes, after
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def update(
+    optimizer: optax.GradientTransformationExtraArgs, updates: Any, state: Any, params: Any, **extra: Any
+) -> Any:
+    """`optimizer.update`. Raises ValueError if parameters are on the host and the optimizer cannot take them from
+    there.
+    """
+    try:
+        return optimizer.update(updates, state, params, **extra)
+    except ValueError as error:
+        if "memory_space" not in str(error) or not any(map(sharding.is_on_host, jax.tree.leaves(params))):
+            raise
+        raise ValueError(
+            "the rule 'layers_memory' keeps parameters on the host, from where this optimizer cannot take them: take "
+            "training.adamw with float32 moments, wrap all that reads parameters in training.by_layer, or leave the rule out"
+        ) from error
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """optax's, in place and layer by layer for parameters that wait on the host."""
+
+    def one(p: Array, u: Array) -> Any:
+        if not sharding.is_on_host(p):
+            return optax.apply_updates(p, u)
+        layer = lambda i, p: _put(p, sharding.to_host(optax.apply_updates(sharding.to_device(_at(p, i)), _at(u, i))), i)
+        return lax.fori_loop(0, p.shape[0], layer, p)
+
+    return jax.tree.map(one, params, updates)
+
+
+def check_offloaded(state: Any, params: dict[str, Any]) -> None:
+    """Raises ValueError if the rules want moments on the host and all of them are on the device."""
+    if (now := sharding.current()) is None or sharding.memory_kind("optimizer_memory", now[1]) is None:
+        return
+    shapes = {x.shape for x in params.values()}
+    moments = [x for x in jax.tree.leaves(state) if x.shape in shapes]
+    if moments and not any(map(sharding.is_on_host, moments)):
+        raise ValueError(
+            "the rule 'optimizer_memory' wants moments on the host, but this optimizer keeps all of them on the device: take "
+            "training.adamw with float32 moments, wrap one that treats each layer by itself in training.by_layer, or leave "
+            "the rule out"
+        )
+
+
+def _wait(state: Any, params: dict[str, Any]) -> Any:
+    """Puts what is kept by path into the memory that the rule says."""
+    if (now := sharding.current()) is None or sharding.memory_kind("optimizer_memory", now[1]) is None:
+        return state
+    put = lambda node: sharding.to_host(node) if _by_path(node, params) else node
+    return jax.tree.map(put, state, is_leaf=lambda node: _by_path(node, params))
+
+
+def _by_path(node: Any, params: Iterable[str]) -> bool:
+    return isinstance(node, dict) and bool(node) and set(node) <= set(params)
+
+
+def _groups(params: dict[str, Any]) -> list[tuple[int | None, list[str]]]:
+    """Paths of layers that repeat equally often, and of what stands alone (None)."""
+    found: dict[int | None, list[str]] = {}
+    for path, leaf in params.items():
+        repeats = jax.tree.leaves(leaf)[0].shape[0] if nn.tree.is_repeated(path) and jax.tree.leaves(leaf) else None
+        found.setdefault(repeats, []).append(path)
+    return list(found.items())
+
+
+def _only(tree: Any, paths: list[str], params: dict[str, Any]) -> Any:
+    """`tree` as if there were no parameters but these."""
+    is_node = functools.partial(_by_path, params=params)
+    cut = lambda node: {path: node[path] for path in paths if path in node} if is_node(node) else node
+    return jax.tree.map(cut, tree, is_leaf=is_node)
+
+
+def _joined(whole: Any, part: Any, params: dict[str, Any]) -> Any:
+    """`whole` with what `part` has in its place."""
+    is_node = functools.partial(_by_path, params=params)
+    return jax.tree.map(lambda old, new: old | new if is_node(old) else new, whole, part, is_leaf=is_node)
+
+
+def _whole(step: Update, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    """In a loop that runs once, which the compiler cannot know: else it fetches moments before the backward pass."""
+    once, updates = lax.optimization_barrier((jnp.int32(1), updates))
+
+    def one(_, carry: Any) -> Any:
+        updates, state = carry
+        changes, new = step(updates, *sharding.to_device((state, params)))
+        return changes, sharding.back_to(state, new)
+
+    return lax.fori_loop(0, once, one, (_as_changes(step, updates, state, params), state))
+
+
+def _scanned(step: Update, repeats: int, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    """Works in place: moments where they lie, and changes where the gradients were."""
+    is_node = functools.partial(_by_path, params=updates)
+    nodes, tree = jax.tree.flatten(state, is_leaf=is_node)
+    held, common = [n if is_node(n) else None for n in nodes], [None if is_node(n) else n for n in nodes]
+
+    def one(i: Int[Array, ""], carry: Any) -> Any:
+        updates, held, _ = carry
+        here = sharding.to_device(_at(held, i))
+        mixed = [common[k] if h is None else h for k, h in enumerate(here)]
+        changes, new = step(_at(updates, i), jax.tree.unflatten(tree, mixed), sharding.to_device(_at(params, i)))
+        new = jax.tree.flatten(new, is_leaf=is_node)[0]
+        back = [None if h is None else new[k] for k, h in enumerate(held)]
+        return (
+            _put(updates, changes, i),
+            _put(held, sharding.back_to(held, back), i),
+            [new[k] if h is None else None for k, h in enumerate(held)],
+        )
+
+    start = _as_changes(step, updates, state, params), held, common
+    changes, held, common = lax.fori_loop(0, repeats, one, start)
+    return changes, jax.tree.unflatten(tree, [c if h is None else h for h, c in zip(held, common, strict=True)])
+
+
+def _at(tree: Any, i: Int[Array, ""]) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+
+
+def _put(tree: Any, layer: Any, i: Int[Array, ""]) -> Any:
+    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, i, 0), tree, layer)
+
+
+def _as_changes(step: Update, updates: Any, state: Any, params: Any) -> Any:
+    """The gradients in the dtype of what becomes of them."""
+    shapes, _ = jax.eval_shape(lambda *args: step(*sharding.to_device(args)), updates, state, params)
+    return jax.tree.map(lambda g, shape: jnp.asarray(g, shape.dtype), updates, shapes)

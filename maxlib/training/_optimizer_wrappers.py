@@ -1,0 +1,226 @@
+"""What goes around any optimizer: steps that are skipped, averaged parameters, learning rates by path."""
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from maxlib import nn
+
+
+class SpikeState(NamedTuple):
+    """inner: the optimizer's own. norm, loss: running means. count: steps that went into them."""
+
+    inner: Any
+    norm: Float[Array, ""]
+    loss: Float[Array, ""]
+    count: Int[Array, ""]
+    skipped: Bool[Array, ""]
+
+
+def skip_spikes(
+    optimizer: optax.GradientTransformation,
+    *,
+    norm: float = 4.0,
+    loss: float = 1.5,
+    memory: float = 0.98,
+    after: int = 100,
+) -> optax.GradientTransformationExtraArgs:
+    """`optimizer`, but a step changes nothing if its gradient or its loss is not finite or far above the recent ones.
+
+    norm, loss: how many times the running mean counts as far. memory: of these means, per step. after: steps before
+    which only what is not finite is skipped. A skipped step does not enter the means; `make_train_step` reports it as
+    `skipped`.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params):
+        return SpikeState(inner.init(params), jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.array(False))
+
+    def update(updates, state, params=None, **extra):
+        value = extra["value"]  # the loss, as `make_train_step` gives it
+        now = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates))
+        finite = jnp.isfinite(now) & jnp.isfinite(value)
+        high = (now > norm * state.norm) | (value > loss * state.loss)
+        skipped = ~finite | (high & (state.count >= after))
+        share = jnp.where(state.count == 0, 0.0, memory)
+        mean = lambda old, new: jnp.where(skipped, old, share * old + (1 - share) * new)
+
+        def step(_):
+            return inner.update(updates, state.inner, params, **extra)
+
+        def stay(_):
+            return jax.tree.map(jnp.zeros_like, updates), state.inner
+
+        updates_, inner_state = jax.lax.cond(skipped, stay, step, None)
+        count = state.count + jnp.where(skipped, 0, 1)
+        return updates_, SpikeState(inner_state, mean(state.norm, now), mean(state.loss, value), count, skipped)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class LowState(NamedTuple):
+    """inner: the optimizer's own, what is like a parameter in bfloat16. updates: how many there were; the noise follows
+    from it.
+    """
+
+    inner: Any
+    updates: Int[Array, ""]
+
+
+def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`optimizer`, computed in float32, which holds its moments in bfloat16; parameters may be bfloat16 too
+    (`nn.cast`).
+
+    What is held is rounded up or down by chance, with the right mean: changes of less than 1/256, which rounding to the
+    nearest would lose step after step, add up. The noise follows from the number of the update alone, so that runs
+    repeat bit for bit. It decides what the parameters become, so what scales updates belongs inside it.
+    """
+    inner = in_float32(optimizer)
+
+    def moments(state: Any, params: Any, f: Callable[[Array, int], Array]) -> Any:
+        like, (leaves, tree) = _like(params), jax.tree.flatten_with_path(state)
+        return jax.tree.unflatten(tree, [f(x, i) if like(path, x) else x for i, (path, x) in enumerate(leaves)])
+
+    def init(params):
+        low = moments(inner.init(params), params, lambda x, i: x.astype(jnp.bfloat16))
+        return LowState(low, jnp.zeros((), jnp.int32))
+
+    def update(updates, state, params=None, **extra):
+        assert params is not None  # the step gives them
+        key = jax.random.fold_in(jax.random.key(0), state.updates)
+        wide = moments(state.inner, params, lambda x, i: x.astype(jnp.float32))
+        changes, wide = inner.update(updates, wide, params, **extra)
+        own = jax.random.split(jax.random.fold_in(key, 0), max(len(jax.tree.leaves(wide)), 1))
+        low = moments(wide, params, lambda x, i: _by_chance(x, own[i]))
+        return _held_changes(params, changes, jax.random.fold_in(key, 1)), LowState(low, state.updates + 1)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`optimizer`, which sees parameters and gradients in float32 whatever they are, so that its moments are
+    float32.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+    wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def update(updates, state, params=None, **extra):
+        return inner.update(wide(updates), state, params if params is None else wide(params), **extra)
+
+    return optax.GradientTransformationExtraArgs(lambda params: inner.init(wide(params)), update)
+
+
+def _like(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
+    """Whether a leaf of an optimizer's state is of a parameter: a moment."""
+    shapes = {path: x.shape for path, x in params.items() if not isinstance(x, optax.MaskedNode)}
+
+    def like(path: Any, leaf: Any) -> bool:
+        found = [shapes.get(str(getattr(part, "key", ""))) for part in path]
+        return leaf.shape in found and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+    return like
+
+
+def _by_chance(x: Float[Array, "..."], key: Array) -> Array:
+    """bfloat16 below or above `x`, the nearer the likelier. Noise below the last bit that is kept, then cut off."""
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    kept = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), kept, x).astype(jnp.bfloat16)
+
+
+def _held_changes(params: Any, changes: Any, key: Array) -> Any:
+    """What changes bfloat16 parameters to values that bfloat16 holds."""
+
+    def one(parameter: Array, change: Array, key: Array) -> Array:
+        if parameter.dtype != jnp.bfloat16:
+            return change
+        exact = parameter.astype(jnp.float32)
+        return _by_chance(exact + change, key).astype(jnp.float32) - exact
+
+    leaves, tree = jax.tree.flatten(params)
+    return jax.tree.map(one, params, changes, jax.tree.unflatten(tree, jax.random.split(key, len(leaves))))
+
+
+class AverageState(NamedTuple):
+    """inner: the optimizer's own. average: of the parameters."""
+
+    inner: Any
+    average: dict[str, Array]
+
+
+def averaged(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -> optax.GradientTransformationExtraArgs:
+    """`optimizer`, which also keeps an exponential moving average of the parameters in float32; see `averaged_model`.
+
+    The average begins at the initial parameters. It costs one more copy of them, sharded as they are.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+    float32 = lambda tree: jax.tree.map(lambda p: jnp.array(p, jnp.float32), tree)
+
+    def init(params):
+        return AverageState(inner.init(params), float32(params))
+
+    def update(updates, state, params=None, **extra):
+        updates, inner_state = inner.update(updates, state.inner, params, **extra)
+        mean = lambda a, p, u: decay * a + (1 - decay) * (p + u).astype(p.dtype)
+        average = jax.tree.map(mean, state.average, params, updates)
+        return updates, AverageState(inner_state, average)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def averaged_model(state: Any) -> Any:
+    """The model of a `TrainState` with the averages that `averaged` keeps in place of its parameters, in their dtypes.
+
+    Raises ValueError if its optimizer keeps none.
+    """
+    average = optax.tree.get(state.opt_state, "average")
+    if average is None:
+        raise ValueError("this optimizer keeps no average of the parameters; wrap it: training.averaged(optimizer)")
+    cast = jax.tree.map(lambda a, p: a.astype(p.dtype), average, state.trainable)
+    return nn.combine(cast, state.rest)
+
+
+def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
+    """Multiplies updates, and so learning rates, by path.
+
+    `optax.chain(optimizer, scale_by_path({"embed.*": 0.1}))` lets embeddings learn at a tenth of the rate. factors:
+    from patterns, as those of a shell, on logical paths ("layers.attn.q.w"); the first that fits counts, and what none
+    fits is left as it is. Raises ValueError, at `init`, for a pattern that fits no parameter.
+    """
+
+    def factor(path: str) -> float:
+        name = nn.tree.pattern_path(path)
+        return next((f for pattern, f in factors.items() if fnmatch.fnmatchcase(name, pattern)), 1.0)
+
+    def init(params):
+        names = [nn.tree.pattern_path(path) for path in params]
+        if unused := [pattern for pattern in factors if not fnmatch.filter(names, pattern)]:
+            raise ValueError(f"each pattern must fit a parameter, {unused} fit none; there are {sorted(set(names))}")
+        return optax.EmptyState()
+
+    def update(updates, state, params=None):
+        return {
+            path: u if (f := factor(path)) == 1.0 else (u * f).astype(u.dtype) for path, u in updates.items()
+        }, state
+
+    return optax.GradientTransformation(init, update)
+
+
+def trainable_only(*patterns: str) -> nn.Filter:
+    """A filter for `make_state` and `Trainer`: what these patterns fit is trained, all else is frozen and has no
+    moments.
+
+    Patterns as in `scale_by_path`, `trainable_only("layers.attn.*", "head.w")`; one that fits nothing is found by
+    `make_state`, which then has nothing to train.
+    """
+
+    def fits(path: str, variable: Any) -> bool:
+        return nn.is_trainable(path, variable) and any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+    return fits

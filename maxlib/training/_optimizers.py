@@ -1,0 +1,176 @@
+"""Optimizers with the choices that language models are trained with; anything from optax does as well.
+
+Every one of them takes `{path: array}` and knows weights by the names of their axes, so layers in a stack are treated
+one by one.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxlib import nn
+from maxlib.training._offload import by_layer
+from maxlib.training._optimizer_wrappers import in_bfloat16, in_float32
+
+Model = TypeVar("Model")
+Mask = Callable[[dict[str, Any]], dict[str, bool]]
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    mask: Mask | dict[str, bool] | None,
+    weight_decay: float = 0.1,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    clip: float | None = 1.0,
+    moments: Any = jnp.float32,
+) -> optax.GradientTransformation:
+    """AdamW (arXiv:1711.05101) after clipping the gradient's global norm to `clip`.
+
+    mask: what decays, usually `decay_mask(model)`; None decays everything. moments: what they are held in, float32 or
+    bfloat16 (see `in_bfloat16`), whatever the dtype of the parameters.
+    """
+    adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask)
+    return _clipped(_held_in(moments, adam), clip)
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    model: Any,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    weight_decay: float = 0.1,
+    beta: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    clip: float | None = 1.0,
+    moments: Any = jnp.float32,
+) -> optax.GradientTransformation:
+    """Muon for the matrices inside layers, AdamW for the rest: embeddings, head, routers, norms, biases
+    (arXiv:2502.16982).
+
+    model: gives the axes; `jax.eval_shape` of a model does. Each matrix is made orthogonal as inputs x outputs, heads
+    together, every layer and every expert by itself. Its update is scaled to the size of Adam's, so `learning_rate` and
+    `weight_decay` mean what they mean there. adam_learning_rate: for the rest, if it shall differ. moments: as in
+    `adamw`.
+    """
+    dims = muon_dimensions(model)
+
+    def dimensions(params: Any) -> Any:
+        return {path: x if isinstance(x, optax.MaskedNode) else dims[path] for path, x in params.items()}
+
+    matrices = optax.contrib.muon(
+        learning_rate,
+        beta=beta,
+        weight_decay=weight_decay,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=dimensions,
+    )
+    adam = functools.partial(optax.adamw, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    rest = adam(adam_learning_rate or learning_rate, mask=decay_mask(model))
+    kinds = lambda params: {path: "matrix" if path in dims else "rest" for path in params}
+    both = optax.partition({"matrix": matrices, "rest": rest}, kinds)
+    return _clipped(_held_in(moments, both), clip)
+
+
+def _held_in(moments: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    if jnp.dtype(moments) not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"moments are held in float32 or bfloat16, got {jnp.dtype(moments).name}")
+    return in_bfloat16(optimizer) if jnp.dtype(moments) == jnp.bfloat16 else by_layer(in_float32(optimizer))
+
+
+def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> optax.GradientTransformation:
+    return optimizer if clip is None else optax.chain(clip_by_global_norm(clip), optimizer)
+
+
+def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]:
+    """Which dimensions of each matrix are its inputs and which its outputs, by path; all before them are counted
+    through.
+    """
+    found = {}
+    for path, summed in nn.tree.summed_axes(model).items():
+        variable = nn.variables(model)[path]
+        names = variable.get_metadata()["axes"]
+        lead = len(variable.get_value().shape) - len(names)
+        where = lambda chosen, names=names, lead=lead: tuple(lead + d for d, name in enumerate(names) if chosen(name))
+        inputs = where(lambda name, summed=summed: name in summed)
+        outputs = where(lambda name, summed=summed: name not in summed and name != "expert")
+        if inputs and outputs and ".router." not in path:
+            found[path] = optax.contrib.MuonDimensionNumbers(inputs, outputs)
+    return found
+
+
+def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
+    """Scales all gradients so that their common norm is at most `limit`.
+
+    As optax's, but for one factor that XLA fuses into what follows; optax's selects between arrays, which on CPU keeps
+    a second copy of all gradients and took AdamW 2.5 times as long.
+    """
+
+    def update(updates, state, params=None):
+        scale = jnp.minimum(1.0, limit / optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates)))
+        return jax.tree.map(lambda g: (g * scale).astype(g.dtype), updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def decay_mask(model: Any) -> Mask:
+    """Weights with two or more axes decay, embeddings among them; norm scales, biases and sinks do not.
+
+    Axes are counted by their names (`nn.tree.axes`), so a norm scale that a stack holds as a matrix is still a
+    vector. Works on `jax.eval_shape` of a model too.
+    """
+    names = nn.tree.axes(model)
+    is_bias = lambda path: path.rpartition(".")[2] in ("b", "bias")
+    decays = {path: len(axes) >= 2 and not is_bias(path) for path, axes in names.items()}
+    return lambda params: {path: decays[path] for path in params}
+
+
+def width_factors(model: Any, base: Any) -> dict[str, float]:
+    """By how much Adam's learning rate shrinks per weight from `base` to the wider `model`, for `scale_by_path` (muP,
+    arXiv:2203.03466).
+
+    model, base: the same model in two widths; `jax.eval_shape` of them does. What sums over its inputs, layers'
+    matrices and a head of its own, gets base inputs / inputs; embeddings, norms and biases keep their rate. A rate that
+    was tuned on `base` then fits `model`, if it begins as `width_scaled` says and its heads are as large as those of
+    `base`. A head that is tied to the embeddings has no factor, and its logits grow.
+    """
+    summed = nn.tree.summed_axes(model) | {
+        path: ("embed",) for path in nn.tree.axes(model) if nn.tree.pattern_path(path) == "head.w"
+    }
+    wide, narrow = _inputs(model, summed), _inputs(base, summed)
+    if wide.keys() != narrow.keys():
+        raise ValueError(f"both must have the same weights; only one has {sorted(wide.keys() ^ narrow.keys())}")
+    return {path: narrow[path] / wide[path] for path in wide}
+
+
+def width_scaled(model: Model, base: Any) -> Model:
+    """`model`, fresh, with initial values as muP wants them: a head of its own is base inputs / inputs as large. See
+    `width_factors`.
+
+    All other default initial values have the right size already: 1 / sqrt(inputs) in matrices, the same at all widths
+    in embeddings.
+    """
+    factors = width_factors(model, base)
+    params, rest = nn.partition(model)
+    heads = {path: factors[name] for path in params if (name := nn.tree.pattern_path(path)) == "head.w"}
+    return nn.combine(params | {path: (params[path] * f).astype(params[path].dtype) for path, f in heads.items()}, rest)
+
+
+def _inputs(model: Any, summed: dict[str, tuple[str, ...]]) -> dict[str, int]:
+    """How many inputs each matrix sums over, by logical path."""
+    sizes = {}
+    for path, variable in nn.variables(model).items():
+        names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape
+        if path in summed:
+            inputs = [n for name, n in zip(names[::-1], shape[::-1], strict=False) if name in summed[path]]
+            sizes[nn.tree.pattern_path(path)] = math.prod(inputs)
+    return sizes

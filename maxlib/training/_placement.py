@@ -1,0 +1,59 @@
+"""Batches and models in their place on a mesh, or on the default device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+
+from maxlib import sharding
+from maxlib.training._losses import Batch
+
+
+def place_batch(batch: dict[str, Any], mesh: Mesh | None, rules: sharding.Rules) -> Batch:
+    """This host's rows as the part of a global batch that its devices hold. What is in its place already stays as it
+    is.
+    """
+    if mesh is None:
+        return jax.device_put(batch)
+
+    def put(name: str, x: Any) -> jax.Array:
+        names = ("batch", "seq") if x.ndim == 2 else ("batch",) + (None,) * (x.ndim - 1)
+        place = NamedSharding(mesh, sharding.spec(names, rules, what=name))
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(place, x.ndim):
+            return x
+        try:
+            return jax.make_array_from_process_local_data(place, np.asarray(x))
+        except ValueError as error:
+            raise ValueError(
+                f"the batch's {name} ({x.shape} on this host) must divide over the mesh {dict(mesh.shape)} as {place.spec} "
+                "says: choose a batch size that is a multiple of those degrees, or another mesh"
+            ) from error
+
+    return {name: put(name, x) for name, x in batch.items()}
+
+
+def host_rows(batch: Batch) -> Batch:
+    """This host's rows of a batch, whether or not `place_batch` has seen it."""
+
+    def rows(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            return x
+        assert isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh)  # of place_batch
+        return multihost_utils.global_array_to_host_local_array(x, x.sharding.mesh, x.sharding.spec)
+
+    return jax.tree.map(rows, batch)
+
+
+def own_model(model: nnx.Module | Callable[[], nnx.Module], mesh: Mesh | None, rules: sharding.Rules) -> Any:
+    """A model that nobody else holds: built in its place, or copied there."""
+    if not isinstance(model, nnx.Module):
+        return jax.jit(model)() if mesh is None else sharding.create(model, mesh, rules)
+    if mesh is None:
+        return jax.tree.map(jnp.copy, model)
+    places = sharding.shardings(model, mesh, rules)
+    return jax.tree.map(lambda x, place: jax.device_put(x, place, may_alias=False), model, places)

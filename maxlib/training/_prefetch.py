@@ -1,0 +1,93 @@
+"""Where batches come from, and batches that travel to the devices while the steps before them run."""
+
+import collections
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jax.sharding import Mesh
+
+from maxlib import sharding
+from maxlib.observability._metrics import reported
+from maxlib.training._losses import Batch
+from maxlib.training._placement import place_batch
+
+
+@runtime_checkable
+class StatefulLoader(Protocol):
+    """This host's rows of every batch; `maxlib.data.Loader` is one. What a `metrics()` of it counts is written at every
+    step, or, summed, when several processes save and evaluate.
+    """
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
+    def __next__(self) -> dict[str, np.ndarray]: ...
+    def reset(self) -> None: ...
+    def get_state(self) -> dict[str, Any]: ...
+    def set_state(self, state: Any) -> None: ...
+
+
+class Prefetch:
+    """A loader whose batches are on the devices, or on their way: it is `size` batches ahead of the loop.
+
+    loader: see `Trainer`; its `metrics()` are those of the batch that was handed out. mesh, rules: as the Trainer's. A
+    copy starts at once and nobody waits for it, so no thread is needed. `get_state` is the state after the batch handed
+    out last, whatever was read since.
+
+    wait_seconds: how long `next` has waited for the loader since construction, also the metric `data/wait_seconds`.
+    """
+
+    def __init__(
+        self,
+        loader: StatefulLoader,
+        *,
+        mesh: Mesh | None = None,
+        rules: sharding.Rules = sharding.FSDP_TP,
+        size: int = 2,
+    ):
+        if size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
+        self.loader, self.wait_seconds = loader, 0.0
+        self._mesh, self._rules, self._size = mesh, rules, size
+        self._begin()
+
+    def __iter__(self) -> "Prefetch":
+        return self
+
+    def __next__(self) -> Batch:
+        while not self._ended and len(self._ahead) < self._size:
+            self._read()
+        if not self._ahead:
+            raise StopIteration
+        batch, self._state, self._metrics = self._ahead.popleft()
+        return batch
+
+    def metrics(self) -> dict[str, Any]:
+        return {**self._metrics, "data/wait_seconds": self.wait_seconds}
+
+    def get_state(self) -> dict[str, Any]:
+        return self._state
+
+    def set_state(self, state: Any) -> None:
+        self.loader.set_state(state)
+        self._begin()
+
+    def reset(self) -> None:
+        self.loader.reset()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._ahead: collections.deque = collections.deque()
+        self._state, self._metrics, self._ended = self.loader.get_state(), {}, False
+
+    def _read(self) -> None:
+        begin = time.perf_counter()
+        try:
+            batch = next(self.loader, None)
+        finally:
+            self.wait_seconds += time.perf_counter() - begin
+        if batch is None:
+            self._ended = True
+            return
+        placed = place_batch(batch, self._mesh, self._rules)
+        self._ahead.append((placed, self.loader.get_state(), reported(self.loader)))

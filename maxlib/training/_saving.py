@@ -1,0 +1,122 @@
+"""What a trainer leaves behind: checkpoints and exports. What cannot be written is said, and training goes on."""
+
+import collections
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxlib import nn
+from maxlib.checkpoint import Checkpointer, SaveError, Tiers
+from maxlib.checkpoint._errors import summary
+from maxlib.distributed._timeouts import hard_timeout
+from maxlib.observability._goodput import Clock
+from maxlib.training._export import Export
+from maxlib.training._losses import Batch
+from maxlib.training._restore import save
+from maxlib.training._step import Loss, TrainState
+from maxlib.training.probes._nonfinite import find_nonfinite
+
+
+class Saving:
+    """`checkpointer` and `exports` under one clock and one time limit."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer | Tiers | None,
+        exports: Sequence[Export],
+        *,
+        clock: Clock,
+        timeout: float,
+        log: Callable[[str], Any],
+    ):
+        self.checkpointer, self.exports = checkpointer, list(exports)
+        self._clock, self._timeout, self._log = clock, timeout, log
+        self._causes: collections.Counter[str] = collections.Counter()
+
+    def start(
+        self, step: int, state: TrainState, data_state: Any, metrics: Mapping[str, Any], *, urgent: bool = False
+    ) -> None:
+        """Starts a checkpoint. Exports of earlier steps come to their end first, lest a kill lose them; not in a
+        `urgent`.
+        """
+        checkpointer = self.checkpointer
+        if checkpointer is None:
+            return
+        for export in self.exports if not urgent else ():
+            if not export.has(step):
+                self._try(export.wait, "the export before this checkpoint to be written")
+        numbers = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
+        begin = lambda: save(checkpointer, state, step, data_state, numbers)
+        if not self._try(begin, f"the checkpoint of step {step} to be taken"):
+            self._go_on(checkpointer)
+
+    def export(self, step: int, state: TrainState, *, missing: bool = False, last: bool = False) -> None:
+        """Starts the exports that are due, or all of them at the `last` step; `missing`: only what is not there."""
+        for export in self.exports:
+            if (last or export.due(step)) and not ((missing or last) and export.has(step)):
+                self._try(lambda export=export: export.save(step, state), f"the export of step {step} to be taken")
+
+    def wait(self) -> None:
+        """Waits until all is on disk."""
+        for part in [self.checkpointer, *self.exports]:
+            if part is not None:
+                self._try(part.wait, "the last checkpoint or export to be written")
+
+    def settle(self) -> None:
+        """Waits for this process's part of the last checkpoint, after an error that other processes need not have."""
+        if self.checkpointer is not None:
+            self._try(self.checkpointer.settle, "this process's part of the last checkpoint to be written")
+
+    def last_good(self) -> str:
+        """Which checkpoint to go back to, in words."""
+        if self.checkpointer is None:
+            return "There is no checkpoint, as this trainer has no checkpointer"
+        self.wait()
+        latest = self.checkpointer.latest()
+        return (
+            "There is no good checkpoint yet"
+            if latest is None
+            else f"The last good checkpoint is that of step {latest}"
+        )
+
+    def cause(self, step: int, state: TrainState, batch: Batch | None, loss: Loss) -> str:
+        """Where the numbers of a bad step stop being finite, with the parameters of the last good checkpoint: its own
+        are gone.
+        """
+        if self.checkpointer is None or batch is None or self.checkpointer.latest() is None:
+            return ""
+        try:
+            good = self.checkpointer.restore(like={"params": state.trainable})
+            model = nn.combine(good["params"], state.rest)
+            found = find_nonfinite(model, batch, loss, jax.random.fold_in(state.key, step - 1))
+        except Exception as error:  # such as too little memory: what is known is said all the same
+            return f"Where it comes from could not be found out: {type(error).__name__}: {error}."
+        with_these = f"With the parameters of step {good['meta']['step']} and this step's batch"
+        return f"{with_these}: {found}." if found else f"{with_these} all is finite: the parameters went bad since."
+
+    def _try(self, call: Callable[[], Any], what: str) -> bool:
+        """Returns whether `call` succeeds. A SaveError, of this save or of the one before, is said in one line."""
+        try:
+            with self._clock.span("save"), hard_timeout(self._timeout, what):
+                call()
+        except SaveError as error:
+            self._log(f"NOT SAVED: {self._short(error)}")
+            return False
+        return True
+
+    def _go_on(self, checkpointer: Checkpointer | Tiers) -> None:
+        """Raises UnsavedError once the checkpointer has failed too often."""
+        if error := checkpointer.unsaved():
+            raise error
+        self._log("Training goes on unsaved.")
+
+    def _short(self, error: SaveError) -> str:
+        """The error in one line, at full length for the first of its cause."""
+        cause = re.sub(r"\d+", "#", summary(error.__cause__ or error))  # paths and sizes differ from step to step
+        self._causes[cause] += 1
+        if self._causes[cause] == 1:
+            return " ".join(str(error).split())
+        return f"Step {error.step}, for the same reason; that makes {self._causes[cause]}."

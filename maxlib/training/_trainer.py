@@ -1,0 +1,315 @@
+"""A small trainer around `make_train_step`: the same loop as by hand, plus restoring, saving, metrics and stopping."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from maxlib import nn, sharding
+from maxlib.checkpoint import Checkpointer, Tiers
+from maxlib.distributed._preemption import Interrupt, Interrupted, interrupts
+from maxlib.distributed._timeouts import hard_timeout
+from maxlib.observability import _flops as flops
+from maxlib.observability._goodput import Clock
+from maxlib.observability._memory import Sampled, memory_use
+from maxlib.observability._metrics import Console, Jsonl, Meter, Writers, reported, reported_by_all
+from maxlib.training._evaluation import evaluate
+from maxlib.training._export import Export
+from maxlib.training._losses import Batch, next_token_loss
+from maxlib.training._pipelining import Gradients
+from maxlib.training._placement import host_rows, own_model, place_batch
+from maxlib.training._prefetch import StatefulLoader
+from maxlib.training._restore import Origin, initial_state
+from maxlib.training._saving import Saving
+from maxlib.training._step import Loss, jit_step, make_eval_step, make_state, make_train_step
+
+
+class Diverged(FloatingPointError):
+    """The loss or its gradient is no finite number any more."""
+
+
+class Trainer:
+    """Trains `model` on `loader` and owns what it trains: the model it was given stays as it is.
+
+    model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall
+    live. loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` and
+    `goodput.jsonl` go. mesh, rules: how everything is sharded (default rules: `sharding.FSDP_TP`). gradients: what
+    finds the gradient in place of autodiff of `loss`, such as `one_f_one_b`; `loss` is then that of evaluation. filter:
+    what is trained. schedule: only reported. eval_loader: read from its start to its end every `eval_every` steps and
+    at the end. exports: such as `HuggingFaceExport`; also made at the end, and at the start where the run before was
+    killed in one. callbacks: pairs `(n, f)`; `f(trainer)` runs after every `n` steps, and its time counts as training
+    only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
+    ends the process and says what it waited for.
+
+    Attributes: `state` (live; the next step deletes its arrays), `model` (a copy), `step` (how many are done), `batch`
+    (of that step, where it was put), `train_step` (compiled), `writers` (more may be appended), `console`, `clock`
+    (where time goes).
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module | Callable[[], nnx.Module],
+        *,
+        optimizer: optax.GradientTransformation,
+        loader: StatefulLoader,
+        loss: Loss = next_token_loss,
+        directory: str | Path | None = None,
+        mesh: Mesh | None = None,
+        rules: sharding.Rules = sharding.FSDP_TP,
+        accumulate: int = 1,
+        gradients: Gradients | None = None,
+        filter: nn.Filter = nn.is_trainable,
+        schedule: optax.Schedule | None = None,
+        eval_loader: StatefulLoader | None = None,
+        eval_every: int = 0,
+        checkpointer: Checkpointer | Tiers | None = None,
+        exports: Sequence[Export] = (),
+        callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]]] = (),
+        timeout: float = 1800.0,
+    ):
+        if mesh is None and jax.process_count() > 1:
+            raise ValueError(
+                f"{jax.process_count()} processes without a mesh would train as many models: pass mesh=, for example "
+                "sharding.make_mesh(fsdp=-1)"
+            )
+        self.clock = Clock(directory if jax.process_index() == 0 else None)
+        self.mesh, self.rules, self.timeout = mesh, rules, timeout
+        self.loader, self.eval_loader, self.eval_every = loader, eval_loader, (0 if eval_loader is None else eval_every)
+        self.loss, self.checkpointer, self.callbacks = loss, checkpointer, list(callbacks)
+        self._saving = Saving(checkpointer, exports, clock=self.clock, timeout=timeout, log=self.log)
+        self._interrupt = Interrupt()
+        self.console = Console()
+        self.writers = Writers([self.console] if jax.process_index() == 0 else [], log=self.log)
+        if directory is not None and jax.process_index() == 0:
+            self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
+        with self.sharded(), hard_timeout(timeout, "the model's parameters and moments"):
+            self.state = jax.block_until_ready(make_state(own_model(model, mesh, rules), optimizer, filter=filter))
+        self.step, self.batch, self._batch_before = 0, None, None
+        options = {"accumulate": accumulate, "schedule": schedule, "gradients": gradients}
+        self.train_step = jit_step(make_train_step(loss, optimizer, **options))
+        self._eval_step = jax.jit(make_eval_step(loss))
+        self._meter, self._memory = Meter(), Sampled(memory_use)
+        self._counted = False
+        self._last: dict[str, Any] = {}
+        self._evaluated: int | None = None
+        self._counts_at: int | None = None
+        self._origin: Origin | None = None
+
+    @property
+    def model(self) -> Any:
+        """The model as it is now, in arrays of its own."""
+        return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), self.state.model)
+
+    def restore(self, *, resume_from: str | Path | None = None, params_from: str | Path | None = None) -> str:
+        """Takes up the first that there is, and says which: this run's newest complete checkpoint; `resume_from`, a
+        directory of full checkpoints; `params_from`, parameters only (an Orbax or a Hugging Face directory); else it
+        starts anew.
+
+        `fit` calls it when it has not been called.
+        """
+        with self.clock.span("restore"), self.sharded(), hard_timeout(self.timeout, "the checkpoint to be restored"):
+            self.state, origin = initial_state(
+                self.state, self.checkpointer, resume_from, params_from, mesh=self.mesh, rules=self.rules
+            )
+        self._origin, self.step, self._last = origin, int(self.state.step), dict(origin.metrics)
+        if origin.data_state is not None:
+            self.loader.set_state(origin.data_state)
+        self.writers.resume(self.step)
+        self.log(origin.text)
+        return origin.text
+
+    def fit(self, steps: int) -> dict[str, Any]:
+        """Trains until `steps` steps are done, those of earlier calls and runs included; returns the last metrics.
+
+        Raises Diverged when loss or gradient are not finite, naming the step and the last good checkpoint; Interrupted
+        after Ctrl-C or SIGTERM, when everything is saved.
+        """
+        if self._origin is None:
+            self.restore()
+        self._meter.peak = flops.peak_flops()
+        with self._running(steps):
+            try:
+                self._make_up()
+                self._loop(steps)
+                if self.eval_loader is not None and self._evaluated != self.step:
+                    self.evaluate()
+            except Interrupted:
+                self._save_at_end(urgent=True)
+                self.log(f"stopped on request after step {self.step} of {steps}; the same command goes on from there")
+                raise
+            self._saving.export(self.step, self.state, last=True)
+            self._save_at_end()
+        return self._last
+
+    def evaluate(self) -> dict[str, Any]:
+        """The metrics over the whole of `eval_loader`, written as `eval/...`."""
+        if self.eval_loader is None:
+            raise ValueError("this trainer has no eval_loader; give it one, or call training.evaluate")
+        self._flush()
+        loader = self.eval_loader
+        loader.reset()
+        with self.clock.span("evaluation"), self.sharded():
+            values = evaluate(self._eval_step, self.state, self._batches(loader))
+        values = {f"eval/{name}": value for name, value in values.items()}
+        self._evaluated, self._last = self.step, self._last | values
+        self.writers.write(self.step, values)
+        self._write_counts()
+        return values
+
+    def save(self, *, urgent: bool = False) -> None:
+        """Starts to save everything. A save that fails is reported, and training goes on. urgent: wait for no
+        export."""
+        if self.checkpointer is None:
+            raise ValueError("this trainer has no checkpointer; give it one, checkpointer=Checkpointer(directory)")
+        self._flush()  # a state that is not finite raises here, before it is saved
+        self._write_counts()
+        self._saving.start(self.step, self.state, self.loader.get_state(), self._last, urgent=urgent)
+
+    def log(self, text: str) -> None:
+        """A line on the terminal of the first process."""
+        if jax.process_index() == 0:
+            self.console.log(text)
+
+    def sharded(self) -> contextlib.AbstractContextManager:
+        """The context in which this trainer's computations run: its mesh and rules."""
+        return contextlib.nullcontext() if self.mesh is None else sharding.use(self.mesh, self.rules)
+
+    @contextlib.contextmanager
+    def _running(self, steps: int) -> Iterator[None]:
+        if jax.process_index() == 0:
+            self.console.start(self.step, steps)
+        end = self._saving.wait
+        try:
+            with interrupts() as self._interrupt:
+                yield
+        except (Exception, KeyboardInterrupt):  # perhaps of this process alone: others would not meet it at the end
+            end = end if jax.process_count() == 1 else self._saving.settle
+            raise
+        finally:
+            self.writers.close()
+            end()
+            self.clock.close()
+
+    def _loop(self, steps: int) -> None:
+        while self.step < steps:
+            with self.clock.step(self.step + 1):
+                begin = time.perf_counter()
+                batch = self._wait_for_batch()
+                if batch is None:
+                    self.log(f"the data ended after step {self.step}, before step {steps}")
+                    break
+                counts = reported(self.loader) if jax.process_count() == 1 else {}
+                self._advance(batch, data_seconds=time.perf_counter() - begin, **counts)
+                self._in_between()
+                if self._interrupt.asked(self.step):
+                    raise self._interrupt.stop()
+        with self.clock.step(self.step):
+            self._flush()
+
+    def _wait_for_batch(self) -> Batch | None:
+        position = self.loader.get_state()
+        try:
+            with self.clock.span("data"), self._interrupt.while_waiting():
+                return self._next(self.loader, "training")
+        except Interrupted:
+            self.loader.set_state(position)  # a batch may have been handed out and not have come here
+            raise
+
+    def _advance(self, batch: Batch, **here: float) -> None:
+        """Starts one more step, and reports the one before it."""
+        with hard_timeout(self.timeout, f"step {self.step + 1} to be compiled and started, the one before to end"):
+            with self.sharded(), self.clock.span(None if self._counted else "compile"):
+                self._batch_before, self.batch = self.batch, place_batch(batch, self.mesh, self.rules)
+                self.state, metrics = self.train_step(self.state, self.batch)
+            self.step += 1
+            if not self._counted:  # while the first step runs
+                self._count_flops(batch)
+            ready = self._meter.push(self.step, metrics | self._memory(), **here)
+        self._report(ready)
+
+    def _write_counts(self) -> None:
+        """What the loaders of several processes count, summed where these meet; of one, every step's metrics hold
+        it.
+        """
+        if jax.process_count() == 1 or self._counts_at == self.step:
+            return
+        self._counts_at = self.step
+        with hard_timeout(self.timeout, "the other processes' counts of their data"):
+            counts = reported_by_all(self.loader)
+        self.writers.write(self.step, counts)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step > 0 and self.step % every == 0
+
+    def _in_between(self) -> None:
+        """What is due after this step."""
+        for every, callback in self.callbacks:
+            if self._due(every):
+                if every > 1:  # what is rare may be slow: its time is not that of a step
+                    self._flush()
+                with self.clock.span("callbacks"):
+                    callback(self)
+        if self._due(self.eval_every):
+            self.evaluate()
+        self._saving.export(self.step, self.state)
+        if self.checkpointer is not None and self.checkpointer.should_save(self.step):
+            self.save()
+
+    def _next(self, loader: StatefulLoader, what: str) -> Batch | None:
+        with hard_timeout(self.timeout, f"a batch of {what} data"):
+            return next(loader, None)
+
+    def _batches(self, loader: StatefulLoader) -> Iterator[Batch]:
+        while (batch := self._next(loader, "evaluation")) is not None:
+            self._interrupt.check()
+            yield place_batch(batch, self.mesh, self.rules)
+
+    def _flush(self) -> None:
+        """Waits for the steps under way and reports them."""
+        with hard_timeout(self.timeout, f"the devices to finish step {self.step}"):
+            ready = self._meter.flush()
+        self._report(ready)
+
+    def _report(self, ready: list[tuple[int, dict[str, Any]]]) -> None:
+        for step, values in ready:
+            finite = values.pop("finite")
+            self.writers.write(step, values)
+            self._last = values
+            if not finite:
+                batch = self.batch if step == self.step else self._batch_before
+                raise Diverged(
+                    f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. Training has stopped and this "
+                    f"state is not saved. {self._saving.last_good()}. {self._saving.cause(step, self.state, batch, self.loss)} "
+                    f"Try a lower learning rate, a longer warm-up, clipping, or look at the data of this step"
+                )
+
+    def _make_up(self) -> None:
+        """What was due after the restored step and was cut short: its evaluation, its exports, and checkpoints in tiers
+        slower than the one it came from.
+        """
+        if self._due(self.eval_every) and not any(name.startswith("eval/") for name in self._last):
+            self.evaluate()
+        self._saving.export(self.step, self.state, missing=True)
+        if self.checkpointer is not None and self.checkpointer.should_save(self.step):
+            self.save()
+
+    def _save_at_end(self, *, urgent: bool = False) -> None:
+        if self.checkpointer is not None:
+            self.save(urgent=urgent)
+            self._saving.wait()
+
+    def _count_flops(self, batch: Batch) -> None:
+        """What a step costs, by this host's rows of its first batch."""
+        self._counted = True
+        try:
+            self._meter.flops = jax.process_count() * flops.training_flops(
+                self.loss, self.state.model, host_rows(batch)
+            )
+        except Exception as error:  # an estimate must not end a run
+            self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")

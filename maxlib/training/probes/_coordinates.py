@@ -1,0 +1,113 @@
+"""How large every layer's output is while models of several widths begin to train: muP's coordinate check."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from maxlib.training._losses import Batch
+from maxlib.training._step import Loss, jit_step, make_state, make_train_step
+from maxlib.training.probes._layers import observe
+
+
+@dataclasses.dataclass(frozen=True)
+class CoordinateCheck:
+    """sizes: by layer (`layers.3.attn.q`, and `logits`), the root mean square of its output, by width and number of
+    steps done.
+    """
+
+    widths: tuple[int, ...]
+    sizes: dict[str, Float[np.ndarray, "W S"]]
+
+    def growth(self, step: int = -1) -> dict[str, float]:
+        """Each layer's exponent: its output grows as the width to this power. 0 is flat, in muP nothing may be far
+        above.
+        """
+        log = np.log(self.widths)
+        return {name: float(np.polyfit(log, np.log(size[:, step] + 1e-30), 1)[0]) for name, size in self.sizes.items()}
+
+    def __str__(self) -> str:
+        table = Table("layer", *(f"width {width}" for width in self.widths), "exponent", box=box.MINIMAL)
+        growth = self.growth()
+        for name, size in self.sizes.items():
+            table.add_row(name, *(f"{x:.3g}" for x in size[:, -1]), f"{growth[name]:+.2f}")
+        console = Console(width=120)
+        with console.capture() as capture:
+            console.print(table)
+        return capture.get().strip("\n")
+
+
+def mup_coord_check(
+    build: Callable[[int], Any],
+    widths: Sequence[int],
+    *,
+    optimizer: Callable[[Any], optax.GradientTransformation],
+    batches: Sequence[Batch],
+    loss: Loss,
+) -> CoordinateCheck:
+    """Trains `build(width)` for each width on `batches`, and looks at every layer's output before each step and after
+    the last.
+
+    optimizer: makes one from the (abstract) model, so that it may end with `scale_by_path(width_factors(model, base))`.
+    All is looked at on the first batch. A handful of steps at the learning rate that is meant shows whether it fits all
+    widths (Yang et al. 2022, arXiv:2203.03466, appendix D.1). Raises ValueError for fewer than two widths and for
+    models with different layers.
+    """
+    if len(set(widths)) < 2:
+        raise ValueError(f"growth needs at least two widths, got {list(widths)}")
+    found = [_one_width(lambda width=width: build(width), optimizer, batches, loss) for width in widths]
+    if any(sizes.keys() != found[0].keys() for sizes in found):
+        raise ValueError("models of all widths must have the same layers; let build change widths only")
+    return CoordinateCheck(tuple(widths), {name: np.array([sizes[name] for sizes in found]) for name in found[0]})
+
+
+def _one_width(build, optimizer, batches, loss) -> dict[str, list[float]]:
+    chosen = optimizer(jax.eval_shape(build))
+    state, step = make_state(jax.jit(build)(), chosen), jit_step(make_train_step(loss, chosen))
+    seen = [_sizes(state.model, batches[0], loss)]
+    for batch in batches:
+        state, _ = step(state, batch)
+        seen.append(_sizes(state.model, batches[0], loss))
+    return {name: [sizes[name] for sizes in seen] for name in seen[0]}
+
+
+def _sizes(model: Any, batch: Batch, loss: Loss) -> dict[str, float]:
+    outputs = observe(model, batch, loss).outputs
+    return {name: seen["rms"] for name, seen in outputs.items()} | {"logits": float(_logits(model, batch["tokens"]))}
+
+
+@jax.jit
+def _logits(model: Any, tokens: Int[Array, "B T"]) -> Float[Array, ""]:
+    return jnp.sqrt(jnp.mean(jnp.square(model.logits(model(tokens, dtype=jnp.float32).hidden))))
+
+
+def plot_coordinates(
+    found: CoordinateCheck, *, match: str = "*", steps: Sequence[int] = (0, 1, -1), axes: Any = None
+) -> Any:
+    """Sizes over widths, one panel for each number of steps done and one line for each layer that `match` fits; returns
+    matplotlib's axes.
+    """
+    import matplotlib.pyplot as plt  # an extra
+
+    if axes is None:
+        size = (3.2 * len(steps), 3)
+        axes = plt.subplots(1, len(steps), figsize=size, sharey=True, layout="constrained", squeeze=False)[1][0]
+    total = next(iter(found.sizes.values())).shape[1]
+    for ax, step in zip(axes, steps, strict=True):
+        for name in fnmatch.filter(found.sizes, match):
+            ax.plot(found.widths, found.sizes[name][:, step], "o-", markersize=3, label=name)
+        ax.set(xscale="log", yscale="log", xlabel="width", title=f"after {step % total} steps")
+        ax.set_xticks(found.widths, map(str, found.widths))
+        ax.minorticks_off()
+    axes[0].set_ylabel("size of the output")
+    axes[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return axes

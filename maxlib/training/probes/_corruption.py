@@ -1,0 +1,89 @@
+"""Hardware that computes wrong numbers without saying so."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from maxlib import nn
+from maxlib.checkpoint._checksum import digest, to_hex
+from maxlib.training._losses import Batch
+from maxlib.training._step import Loss
+
+
+class Corrupted(RuntimeError):
+    """The same computation gave two results."""
+
+
+class Recompute:
+    """A callback that computes a microbatch's gradients twice and compares them bit by bit: `callbacks=[(1000,
+    Recompute())]`.
+
+    rows: how many of the last batch's rows the microbatch has (all processes together). Raises Corrupted, with the
+    names of the parameters, unless `stop` is false: then it warns. It also compares the copies of replicated
+    parameters. On GPUs it needs `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, for sums of unordered threads differ by
+    themselves.
+    """
+
+    def __init__(self, *, rows: int | None = None, stop: bool = True):
+        self._rows, self._stop = rows, stop
+
+    def __call__(self, trainer: Any) -> None:
+        batch = jax.tree.map(lambda x: x[: self._rows], trainer.batch)
+        with trainer.sharded():
+            once, again = (gradient_digests(trainer.state.model, batch, trainer.loss, trainer.state.key) for _ in "12")
+        wrong = [f"gradient of {path}" for path in once if once[path] != again[path]]
+        wrong += [f"copies of {path}" for path in replicas_that_differ(trainer.state.trainable)]
+        if wrong:
+            self._report(
+                f"step {trainer.step}, process {jax.process_index()}: computed twice and different: {wrong[:10]}"
+            )
+
+    def _report(self, text: str) -> None:
+        text += (
+            ". Some hardware of this process computes wrong numbers, or an op is not deterministic; test the host alone"
+        )
+        if self._stop:
+            raise Corrupted(text)
+        warnings.warn(text, stacklevel=3)
+
+
+def gradient_digests(
+    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.Filter = nn.is_trainable
+) -> dict[str, str]:
+    """A hash of the bits of every parameter's gradient, and of the loss; equal runs have equal hashes."""
+    key = jax.random.key(0) if key is None else key
+    value, grads = _gradient(loss, filter)(model, batch, key)
+    sums = {
+        path: digest(array) for path, array in (grads | {"loss": value}).items()
+    }  # all under way before one is waited for
+    return {path: to_hex(pair) for path, pair in sums.items()}
+
+
+def replicas_that_differ(params: dict[str, Array]) -> list[str]:
+    """The arrays whose copies on this process's devices are not the same, bit for bit."""
+    return [path for path, array in params.items() if _differ(array)]
+
+
+def _differ(array: Array) -> bool:
+    copies: dict[str, set[str]] = {}
+    for shard in array.addressable_shards if not array.sharding.is_fully_addressable or _replicated(array) else ():
+        copies.setdefault(str(shard.index), set()).add(to_hex(digest(shard.data)))
+    return any(len(found) > 1 for found in copies.values())
+
+
+def _replicated(array: Array) -> bool:
+    return len({str(shard.index) for shard in array.addressable_shards}) < len(array.addressable_shards)
+
+
+@functools.lru_cache(maxsize=4)
+def _gradient(loss: Loss, filter: nn.Filter) -> Callable[..., Any]:
+    @jax.jit
+    def run(model: Any, batch: Batch, key: Array) -> Any:
+        trainable, rest = nn.partition(model, filter)
+        return jax.value_and_grad(lambda params: loss(nn.combine(params, rest), batch, key)[0])(trainable)
+
+    return run

@@ -1,0 +1,185 @@
+"""Reads what passes between the layers of a model, forward and backward, without changing the model or what it
+computes.
+
+Every layer of a copy gets a variable of zeros, its tap. What the layer returns passes through an identity whose
+"gradient" with respect to the tap is what is to be known about the value and about its gradient. So all of it comes
+back with the gradients: through `lax.scan`, which stacks it layer by layer, through remat, on any mesh, and without a
+callback from the device.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxlib import nn
+from maxlib.nn._stack_layout import parts
+
+FIELDS = ("rms", "max", "nonfinite", "gradient_rms", "gradient_nonfinite")
+LOGITS = ("max_logit", "entropy")
+
+
+class Tap(nnx.Variable):
+    """Zeros; its gradient is a row of `FIELDS` (or `LOGITS`)."""
+
+
+def tapped(model: Any) -> tuple[Any, list[str]]:
+    """A copy of `model` with hooks, and a list that fills with the paths of the layers, as they finish, when the copy
+    is traced.
+    """
+    model, order = jax.tree.map(lambda leaf: leaf, model), []
+    _attach(model, "", (), order)
+    return model, order
+
+
+def read(path: str, row: Any) -> dict[str, Any]:
+    """The fields in the gradient of the tap at `path`."""
+    return dict(zip(LOGITS if path.endswith(".logit_tap") else FIELDS, row, strict=True))
+
+
+def in_order(order: Iterable[str], layouts: dict[str, dict[str, int]]) -> list[tuple[str, int | None]]:
+    """The hooks one by one, with their row on a stack's repeat axis, in the order in which their layers finish."""
+    found: list[tuple[str, int | None]] = []
+    inside = lambda path: nn.tree.repeated_part(f"{path}.")
+    for part, paths in itertools.groupby(dict.fromkeys(order), key=inside):
+        rows = [None] if part is None else range(_repeats(part, layouts))
+        found += [(path, row) for row, path in itertools.product(rows, list(paths))]
+    return found
+
+
+def _repeats(part: str, layouts: dict[str, dict[str, int]]) -> int:
+    stack, _, name = part.rpartition(".")
+    return parts(**layouts[stack])[name].repeats or 0
+
+
+def _attach(module: nnx.Module, path: str, repeats: tuple[int, ...], order: list[str]) -> None:
+    """Taps below `module`; `repeats` are the leading axes that stacks around it give to every variable."""
+    for name, child in _children(module):
+        here = f"{path}.{name}" if path else name
+        inner = (*repeats, *_rows(module, name))
+        _attach(child, here, inner, order)
+        if not isinstance(child, nn.Stack):
+            # What is told apart by its path alone: equal classes with equal paths are equal to jit and scan.
+            child.__class__ = _tapped_class(type(child))
+            child.tap_path = here  # pyright: ignore[reportAttributeAccessIssue]
+            child.tap = Tap(jnp.zeros((*inner, len(FIELDS))))  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(child, nn.Attention):
+                child.logit_tap = Tap(jnp.zeros((*inner, len(LOGITS))))  # pyright: ignore[reportAttributeAccessIssue]
+            child.tap_order = _Order(order)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _rows(module: nnx.Module, child: str) -> tuple[int, ...]:
+    """The leading axis that a stack gives to a child of several layers."""
+    part = module.parts[child.partition(".")[0]] if isinstance(module, nn.Stack) else None
+    return () if part is None or part.repeats is None else (part.repeats,)
+
+
+class _Order:
+    """The list that paths are added to. Equal to every other, so that it changes no jit cache key."""
+
+    def __init__(self, paths: list[str]):
+        self.paths = paths
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Order)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _children(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
+    """The modules directly below, also those in lists."""
+    found = []
+    for name, value in vars(module).items():
+        if isinstance(value, nnx.List):
+            found += [(f"{name}.{i}", item) for i, item in enumerate(value) if isinstance(item, nnx.Module)]
+        elif isinstance(value, nnx.Module):
+            found.append((name, value))
+    return found
+
+
+@functools.cache
+def _tapped_class(cls: type) -> type:
+    """A class that a live `cls` may become, as it has no room of its own."""
+    return type(cls.__name__, (cls,), {"__slots__": ()} | _methods(cls))
+
+
+def _methods(cls: Any) -> dict[str, Any]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten(cls.__call__(self, *args, **kwargs))
+        for i, leaf in enumerate(leaves):
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                self.tap_order.paths.append(self.tap_path)
+                leaves[i] = _through(leaf, self.tap[...])
+                break  # what a layer returns first is what it is for
+        return jax.tree.unflatten(tree, leaves)
+
+    def project(self, x: Array, ctx: nn.Context) -> Any:
+        q, k, v = cls.project(self, x, ctx)
+        k_start, k_end = (bound[0] for bound in ctx.bounds(self.mask))
+        seen = jax.lax.stop_gradient(logits_seen(q[0], k[0], k_start, k_end, self.scale))
+        return _beside(q, self.logit_tap[...], seen), k, v
+
+    return {"__call__": __call__} | ({"project": project} if issubclass(cls, nn.Attention) else {})
+
+
+@jax.custom_vjp
+def _through(x: Array, tap: Array) -> Array:
+    return x
+
+
+def _through_fwd(x: Array, tap: Array) -> tuple[Array, Array]:
+    value = x.astype(jnp.float32)
+    return x, jnp.stack([_rms(value), jnp.max(jnp.abs(value)), _nonfinite(value)])
+
+
+def _through_bwd(seen: Array, gradient: Array) -> tuple[Array, Array]:
+    value = gradient.astype(jnp.float32)
+    return gradient, jnp.concatenate([seen, jnp.stack([_rms(value), _nonfinite(value)])])
+
+
+_through.defvjp(_through_fwd, _through_bwd)
+
+
+@jax.custom_vjp
+def _beside(x: Array, tap: Array, seen: Array) -> Array:
+    return x
+
+
+_beside.defvjp(lambda x, tap, seen: (x, seen), lambda seen, gradient: (gradient, seen, jnp.zeros_like(seen)))
+
+
+def _rms(x: Array) -> Array:
+    return jnp.sqrt(jnp.mean(jnp.square(x)))
+
+
+def _nonfinite(x: Array) -> Array:
+    return jnp.sum(~jnp.isfinite(x)).astype(jnp.float32)
+
+
+def logits_seen(
+    q: Float[Array, "T N H"], k: Float[Array, "S K H"], k_start: Array, k_end: Array, scale: float | None
+) -> Float[Array, "2"]:
+    """The largest attention logit that a mask leaves, and the mean entropy in nats, of one row, one head at a time.
+
+    Before a soft-cap, and without sinks.
+    """
+    factor, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
+    index = jnp.arange(k.shape[0])[None, :]
+    kept = (index >= k_start[:, None]) & (index < k_end[:, None])
+    real = jnp.any(kept, axis=1)
+
+    def head(n: Array) -> tuple[Array, Array]:
+        logits = factor * jnp.einsum("TH,SH->TS", q[:, n].astype(jnp.float32), k[:, n // group].astype(jnp.float32))
+        logits = jnp.where(kept, logits, -1e30)
+        log_p = jax.nn.log_softmax(logits, axis=1)
+        entropy = -jnp.sum(jnp.where(kept, jnp.exp(log_p) * log_p, 0.0), axis=1)
+        return jnp.max(logits), jnp.sum(jnp.where(real, entropy, 0.0)) / jnp.maximum(jnp.sum(real), 1)
+
+    largest, entropy = jax.lax.map(head, jnp.arange(q.shape[1]))
+    return jnp.stack([jnp.max(largest), jnp.mean(entropy)])

@@ -1,0 +1,158 @@
+"""What every layer's values, gradients and parameters look like on one batch."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from maxlib import nn
+from maxlib.checkpoint._layout import layer_path, layouts
+from maxlib.training._losses import Batch
+from maxlib.training._step import Loss, TrainState
+from maxlib.training.probes import _hooks as hooks
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """outputs: by layer (`layers.3.attn.q`), in the order in which the forward pass finishes them, the root mean square
+    (`rms`) and largest size (`max`) of its output, the `gradient_rms` of that, how many values of both are `nonfinite`,
+    and for attention `max_logit` and `entropy` (nats) of the batch's first row. parameters, gradients: norms of every
+    weight, layer by layer. loss: per target.
+    """
+
+    outputs: dict[str, dict[str, float]]
+    parameters: dict[str, float]
+    gradients: dict[str, float]
+    loss: float
+
+
+def observe(
+    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.Filter = nn.is_trainable
+) -> Observation:
+    """One forward and backward pass that is watched. The model is not changed; call it inside `sharding.use` if it is
+    sharded.
+    """
+    key = jax.random.key(0) if key is None else key
+    found = _watched(loss, filter)(model, batch, key)
+    laid, seen = layouts(model), jax.device_get(found.seen)
+    outputs = {}
+    for path, row in hooks.in_order(found.order, laid):
+        name = layer_path(path, laid)[row or 0][0]
+        outputs[name] = {}
+        for kind in (f"{path}.tap", f"{path}.logit_tap"):
+            if kind in seen:
+                values = seen[kind] if row is None else seen[kind][row]
+                outputs[name] |= {field: float(x) for field, x in hooks.read(kind, values).items()}
+    return Observation(outputs, _by_layer(found.parameters, laid), _by_layer(found.gradients, laid), float(found.loss))
+
+
+def norms_by_layer(params: dict[str, Any], model: Any) -> dict[str, float]:
+    """The norm of every array of `{path: array}` (parameters, gradients, a moment), with the layers of stacks one by
+    one.
+    """
+    return _by_layer(_norms(params, nn.tree.axes(model)), layouts(model))
+
+
+class LayerStatistics:
+    """A callback that writes statistics of every layer to the Trainer's writers: `callbacks=[(500,
+    LayerStatistics())]`.
+
+    Computes the gradient of the last batch once more, so let it be rare. Written as arrays with one number per layer,
+    by stack (`layers/...`): `output_rms`, `output_max`, `gradient_rms` (of the output), `parameter_norm`,
+    `gradient_norm`, and `max_logit`, `entropy` of attention. The load of experts is among the metrics of every step,
+    `moe/load`.
+    """
+
+    def __init__(self, *, filter: nn.Filter = nn.is_trainable):
+        self._filter = filter
+
+    def __call__(self, trainer: Any) -> None:
+        state: TrainState = trainer.state
+        with trainer.sharded():
+            found = observe(state.model, trainer.batch, trainer.loss, state.key, filter=self._filter)
+        values = by_stack(found, {name: stack["num_layers"] for name, stack in layouts(state.rest).items()})
+        trainer.writers.write(trainer.step, values)
+
+
+def by_stack(found: Observation, stacks: dict[str, int]) -> dict[str, np.ndarray]:
+    """`{"layers/output_rms": one number per layer, ...}`."""
+    values = {}
+    for stack, length in stacks.items():
+        names = [f"{stack}.{i}" for i in range(length)]
+        for ours, field in (("output_rms", "rms"), ("output_max", "max"), ("gradient_rms", "gradient_rms")):
+            values[f"{stack}/{ours}"] = [found.outputs.get(name, {}).get(field, np.nan) for name in names]
+        for kind in ("parameters", "gradients"):
+            norms = getattr(found, kind)
+            values[f"{stack}/{kind[:-1]}_norm"] = [_together(norms, f"{name}.") for name in names]
+        for field in hooks.LOGITS:
+            values[f"{stack}/{field}"] = [_largest(found.outputs, f"{name}.", field) for name in names]
+    return {name: np.array(v) for name, v in values.items() if not np.all(np.isnan(v))}
+
+
+def _together(norms: dict[str, float], prefix: str) -> float:
+    return float(np.sqrt(sum(norm**2 for name, norm in norms.items() if name.startswith(prefix))))
+
+
+def _largest(outputs: dict[str, dict[str, float]], prefix: str, field: str) -> float:
+    return max(
+        (seen[field] for name, seen in outputs.items() if name.startswith(prefix) and field in seen), default=np.nan
+    )
+
+
+@nn.pytree
+class _Found:
+    """order: a trace writes it down; being static, it comes back from every call of what was compiled."""
+
+    loss: Any
+    gradients: Any
+    parameters: Any
+    seen: Any
+    order: tuple[str, ...] = nn.static()
+
+
+@functools.lru_cache(maxsize=4)
+def _watched(loss: Loss, filter: nn.Filter) -> Callable[..., _Found]:
+    is_tap = lambda path: path.endswith((".tap", ".logit_tap"))
+    take = lambda path, variable: isinstance(variable, hooks.Tap) or filter(path, variable)
+
+    @jax.jit
+    def run(model: Any, batch: Batch, key: Array) -> _Found:
+        model, order = hooks.tapped(model)
+        watched, rest = nn.partition(model, take)
+
+        def mean(watched: Any) -> Array:
+            total, stats = loss(nn.combine(watched, rest), batch, key)
+            return total / jnp.maximum(stats.tokens, 1)
+
+        value, grads = jax.value_and_grad(mean)(watched)
+        norms = lambda tree: _norms({path: x for path, x in tree.items() if not is_tap(path)}, nn.tree.axes(model))
+        seen = {path: g for path, g in grads.items() if is_tap(path)}
+        return _Found(value, norms(grads), norms(watched), seen, tuple(order))
+
+    return run
+
+
+def _norms(params: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> dict[str, Array]:
+    """One norm per array, or one per layer for arrays of layers: all axes in front of the named ones are a stack's."""
+    return {path: _norm(x, len(axes.get(path, ())) or x.ndim) for path, x in params.items()}
+
+
+def _norm(x: Array, rank: int) -> Array:
+    """Finite where `x` is: squares of what float32 holds need not fit into float32."""
+    x, axes = x.astype(jnp.float32), tuple(range(x.ndim - rank, x.ndim))
+    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True), 1e-30)
+    norm = jnp.sqrt(jnp.sum(jnp.square(x / jnp.broadcast_to(largest, x.shape)), axis=axes))
+    return jnp.minimum(norm, jnp.finfo(jnp.float32).max / jnp.squeeze(largest, axes)) * jnp.squeeze(largest, axes)
+
+
+def _by_layer(norms: dict[str, Array], laid: dict[str, dict[str, int]]) -> dict[str, float]:
+    found = {}
+    for path, norm in jax.device_get(norms).items():
+        for name, row in layer_path(path, laid):
+            found[name] = float(norm if row is None else norm[row])
+    return found

@@ -1,0 +1,62 @@
+"""Where a NaN or an infinity comes from."""
+
+import math
+from typing import Any
+
+from jaxtyping import Array
+
+from maxlib import nn
+from maxlib.training._losses import Batch
+from maxlib.training._step import Loss
+from maxlib.training.probes._layers import Observation, observe
+
+
+def find_nonfinite(
+    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.Filter = nn.is_trainable
+) -> str | None:
+    """Names the first layer and tensor that is not finite in the forward and in the backward pass of `loss`; None if
+    all are.
+
+    One gradient of its own, so call it on what went wrong: the model before the bad step and that step's batch. Call it
+    inside `sharding.use` if the model is sharded.
+    """
+    found = observe(model, batch, loss, key, filter=filter)
+    lines = [line for line in (_parameters(found), _forward(found), _backward(found), _gradients(found)) if line]
+    return "\n".join(lines) or None
+
+
+def _parameters(found: Observation) -> str | None:
+    bad = [name for name, norm in found.parameters.items() if not math.isfinite(norm)]
+    return f"parameters: {_some(bad)} not finite before the pass" if bad else None
+
+
+def _forward(found: Observation) -> str | None:
+    bad = [name for name, seen in found.outputs.items() if seen["nonfinite"]]
+    if not bad:
+        return (
+            None if math.isfinite(found.loss) else f"forward: the loss is {found.loss}, all layers' outputs are finite"
+        )
+    names = list(found.outputs)
+    before = names[: names.index(bad[0])]
+    sizes = f"; before it, {before[-1]} has values up to {found.outputs[before[-1]]['max']:.3g}" if before else ""
+    return f"forward: first the output of {bad[0]} ({found.outputs[bad[0]]['nonfinite']:.0f} values){sizes}"
+
+
+def _backward(found: Observation) -> str | None:
+    bad = [name for name, seen in found.outputs.items() if seen["gradient_nonfinite"]]
+    if not bad:
+        return None
+    names = list(found.outputs)  # the backward pass goes through them from the end
+    after = names[names.index(bad[-1]) + 1 :]
+    made_by = f"made between it and {after[0]}, which comes next in the forward pass" if after else "made by the loss"
+    return f"backward: first the gradient of the output of {bad[-1]}, {made_by}"
+
+
+def _gradients(found: Observation) -> str | None:
+    bad = [name for name, norm in found.gradients.items() if not math.isfinite(norm)]
+    return f"gradients: {_some(bad)} not finite" if bad else None
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more + (" is" if len(names) == 1 else " are")

@@ -1,0 +1,184 @@
+"""Model families: what a model file declares, how they are found, and Hugging Face directories through them."""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import importlib
+import inspect
+import logging
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from maxlib import distributed, sharding
+from maxlib.weights._hf_config import HFConfig, read_config
+from maxlib.weights._loading import load
+from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json, write_tokenizer, write_weights
+from maxlib.weights._table import Table
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINTS = "maxlib.models"
+
+
+class Config(Protocol):
+    """A frozen dataclass that also has `from_hf(fields: HFConfig) -> Config` as a class method."""
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields of config.json, `model_type` and `architectures` among them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that share a file: `FAMILY = Family(...)` at its end is all that makes them known.
+
+    model_types: the `model_type`s of config.json it reads. model: `model(cfg, *, rngs)`, which keeps `cfg`. config:
+    the class of `cfg`, see `Config`. table: the weights of such a `cfg`. presets: published configurations by name.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    model: Callable[..., Any]
+    config: Any
+    table: Callable[[Any], Table]
+    presets: Mapping[str, Any] = field(default_factory=dict)
+
+
+@functools.cache
+def families() -> tuple[Family, ...]:
+    """Every `FAMILY` in a module of `maxlib.models` or behind an entry point of the group "maxlib.models"."""
+    package = importlib.import_module("maxlib.models")
+    names = [found.name for found in pkgutil.iter_modules(package.__path__) if not found.name.startswith("_")]
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    own = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    return tuple(own) + tuple(_others())
+
+
+def _others() -> list[Family]:
+    found = []
+    for point in entry_points(group=ENTRY_POINTS):
+        try:  # a package that does not import must not stop people from using the other models
+            loaded = point.load()
+            found.append(loaded if isinstance(loaded, Family) else loaded.FAMILY)
+        except Exception as error:
+            logger.warning("the entry point %s=%s of group %s fails: %r", point.name, point.value, ENTRY_POINTS, error)
+    return found
+
+
+def presets() -> dict[str, Any]:
+    """Published configurations of all families by name."""
+    return {name: cfg for family in families() for name, cfg in family.presets.items()}
+
+
+def _the(matching: list[Family], what: str, known: str) -> Family:
+    if len(matching) == 1:
+        return matching[0]
+    if not matching:
+        raise ValueError(f"no family is known for {what}; there are {known}. Give family=, or register one.")
+    raise ValueError(
+        f"{what} is claimed by the families {', '.join(f.name for f in matching)}: give family= to choose."
+    )
+
+
+def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[Family, Any]:
+    """The family and the configuration that the config.json of `directory` describes; weights are not looked at.
+
+    Raises ValueError for an unknown `model_type`, and for fields that the family does not understand.
+    """
+    data = read_config(directory)
+    if family is None:
+        kind = data.get("model_type")
+        known = ", ".join(sorted(t for f in families() for t in f.model_types))
+        what = f"the model_type {kind!r} of {Path(directory) / 'config.json'}"
+        family = _the([f for f in families() if kind in f.model_types], what, known)
+    elif isinstance(family, str):
+        raise TypeError(f"family must be a Family, got {family!r}; such as maxlib.models.{family}.FAMILY")
+    fields = HFConfig(data)
+    cfg = family.config.from_hf(fields)
+    fields.done()
+    return family, cfg
+
+
+def from_pretrained(
+    directory: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    rules: sharding.Rules | None = None,
+    dtype: Any = None,
+    family: Family | None = None,
+    **changes: Any,
+) -> Any:
+    """The model in a Hugging Face directory: config.json and safetensors, one file or several with an index.
+
+    mesh, rules: every device reads its own part only (default rules: `sharding.FSDP_TP`). dtype: of the weights; None
+    keeps what is stored, training wants `jnp.float32`. family: needed only for models that are not registered.
+    changes: fields of its configuration that shall be others than config.json says (`num_mtp=1`).
+    Raises ValueError or FileNotFoundError, which say what is wrong with the directory, before weights are read, and
+    TypeError for an argument that is no such field.
+    """
+    family, cfg = read_model(directory, family=family)
+    _check_known(changes, cfg, family)
+    cfg = dataclasses.replace(cfg, **changes)
+    build = lambda: family.model(cfg, rngs=nnx.Rngs(0))
+    return load(build, family.table(cfg), directory, mesh=mesh, rules=rules, dtype=dtype)
+
+
+def _check_known(changes: Mapping[str, Any], cfg: Any, family: Family) -> None:
+    fields = [field.name for field in dataclasses.fields(cfg)]
+    own = list(inspect.signature(from_pretrained).parameters)[1:-1]
+    if unknown := sorted(changes.keys() - fields):
+        name, close = unknown[0], difflib.get_close_matches(unknown[0], own + fields, n=1)
+        raise TypeError(
+            f"from_pretrained takes {', '.join(own)} and the fields of {family.name}'s configuration "
+            f"({', '.join(fields)}), got {name}={changes[name]!r}{f': did you mean {close[0]}?' if close else '.'}"
+        )
+
+
+def save_pretrained(
+    model: Any,
+    directory: str | Path,
+    *,
+    dtype: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    tokenizer: Any = None,
+    generation: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    family: Family | None = None,
+) -> None:
+    """Writes `model` as a Hugging Face directory that transformers opens; nothing is there until all of it is.
+
+    dtype: of the floating weights; None keeps theirs. tokenizer: a `tokenizers.Tokenizer` or a Hugging Face one.
+    generation: the content of generation_config.json (`{"eos_token_id": 1}`). overwrite: replace an earlier export.
+    On several hosts all must call this; the first one writes.
+    Raises FileExistsError if the directory has something in it, and what the disk raises, leaving nothing half-written.
+    """
+    family = family or _the(
+        [f for f in families() if type(model) is f.model],
+        f"models of class {type(model).__name__}",
+        ", ".join(f.name for f in families()),
+    )
+    config = model.cfg.to_hf()
+    table = family.table(model.cfg)
+    what, first = f"saving in {directory}", jax.process_index() == 0
+    with distributed.raise_on_all(what), contextlib.ExitStack() as stack:
+        with distributed.raise_on_all(what):  # before others wait for this one to gather with them
+            part = stack.enter_context(whole_directory(directory, overwrite=overwrite)) if first else Path(directory)
+        stored = write_weights(model, table, part, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        if not first:
+            return
+        # Without these, transformers takes the ids of the published models for granted.
+        tokens = {f"{kind}_token_id": (generation or {}).get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+        write_json(part / "config.json", config | tokens | {"dtype": stored.name, "torch_dtype": stored.name})
+        if generation is not None:
+            write_json(part / "generation_config.json", generation)
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, part)

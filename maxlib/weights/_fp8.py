@@ -1,0 +1,69 @@
+"""Block-scaled FP8 as DeepSeek V3 and others ship it: a float8 `x`, and in `x_scale_inv` one factor for each 128 x 128
+of it.
+
+Such a pair reads like one plain tensor, so no model's table mentions it. Exports are plain.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from maxlib.weights._files import Stored
+
+BLOCK = 128
+SUFFIX = "_scale_inv"
+_DTYPES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
+_BYTES = np.arange(256, dtype=np.uint8)
+
+
+def is_block_fp8(quantization: Any) -> bool:
+    """Whether a config's `quantization_config` describes this format."""
+    return (
+        isinstance(quantization, dict)
+        and quantization.get("quant_method") == "fp8"
+        and quantization.get("weight_block_size") == [BLOCK, BLOCK]
+    )
+
+
+@dataclass(frozen=True)
+class Scaled(Stored):
+    """A tensor of bfloat16's precision made of two that are stored."""
+
+    as_stored: ClassVar[bool] = False
+    raw: Stored
+    scale: Stored
+
+    def view(self) -> np.ndarray:
+        """The values, in float32."""
+        return dequantize(self.raw.view(), self.scale.view())
+
+
+def dequantize(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """`x` times the factors of its blocks, in float32; the last blocks may be incomplete."""
+    values = np.take(_BYTES.view(x.dtype).astype(np.float32), x.view(np.uint8))  # much faster than astype
+    scale = scale.astype(np.float32)
+    for row in range(scale.shape[0]):
+        part = values[row * BLOCK : (row + 1) * BLOCK]
+        part *= np.repeat(scale[row], BLOCK)[: x.shape[1]]
+    return values
+
+
+def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """`stored`, where tensors with factors and their factors have become one.
+
+    Raises ValueError for factors that do not fit their tensor.
+    """
+    scaled = {name: t for name, t in stored.items() if t.dtype in _DTYPES and name + SUFFIX in stored}
+    joined = {name: t for name, t in stored.items() if name.removesuffix(SUFFIX) not in scaled or name in scaled}
+    for name, raw in scaled.items():
+        scale = stored[name + SUFFIX]
+        if scale.shape != tuple(-(-n // BLOCK) for n in raw.shape) or len(raw.shape) != 2:
+            raise ValueError(
+                f"{name + SUFFIX} must have a factor for each {BLOCK} x {BLOCK} of {name}, which has shape {raw.shape}, "
+                f"but has shape {scale.shape}."
+            )
+        joined[name] = Scaled(raw.path, raw.offset, np.dtype(ml_dtypes.bfloat16), raw.shape, raw, scale)
+    return joined

@@ -1,0 +1,272 @@
+"""Hugging Face `config.json`, read field by field, refusing whatever is not understood.
+
+A model's reader takes each field that it computes with, requires the value of those it computes in one way only, and
+calls `done()`: a field left over that may change the computation is an error, so no wrong model is built silently.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from maxlib.ops._rope import Rope
+from maxlib.weights._fp8 import is_block_fp8
+from maxlib.weights._hf_rope import read_rope, rope_to_hf
+
+__all__ = ["HFConfig", "Names", "read_config", "rope_to_hf", "written"]
+
+logger = logging.getLogger(__name__)
+
+REQUIRED: Any = object()
+# Our names of fields, theirs, and what a config means by leaving one out, if it may.
+Names = Mapping[str, str | tuple[str, Any]]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Fields that never change what a forward pass computes.
+BOOKKEEPING = _names(
+    """
+    architectures auto_map dtype torch_dtype transformers_version _name_or_path _model_name_or_path _commit_hash
+    name_or_path _attn_implementation _attn_implementation_autoset attn_implementation _flash_attn_2_enabled use_flash_attn
+    cache_implementation use_cache use_bfloat16 torchscript return_dict use_return_dict output_attentions
+    output_hidden_states output_router_logits keys_to_ignore_at_inference gradient_checkpointing is_decoder
+    id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
+    tf_legacy_loss transformers.js_config is_llama_config ep_size unsloth_fixed unsloth_version
+    """
+)
+TOKEN_IDS = _names(
+    """
+    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id decoder_start_token_id
+    forced_bos_token_id forced_eos_token_id
+    """
+)
+# Initialisation, dropout and auxiliary losses: a checkpoint is loaded after the first, and evaluated without the rest.
+TRAINING = _names(
+    """
+    initializer_range initializer_factor attention_dropout attn_pdrop classifier_dropout dropout embd_pdrop
+    embedding_dropout ffn_dropout hidden_dropout resid_pdrop residual_dropout projector_dropout
+    summary_first_dropout router_aux_loss_coef router_jitter_noise router_z_loss_coef aux_loss_alpha seq_aux
+    """
+)
+# Sampling settings, which old versions of transformers wrote into every config.
+GENERATION = _names(
+    """
+    bad_words_ids begin_suppress_tokens suppress_tokens diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty length_penalty max_length min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
+    repetition_penalty return_dict_in_generate temperature top_k top_p typical_p
+    """
+)
+HARMLESS = BOOKKEEPING | TOKEN_IDS | TRAINING | GENERATION
+# Sizes that a model cannot have none of.
+POSITIVE = _names(
+    """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    max_position_embeddings n_embd n_layer n_head n_positions
+    """
+)
+# Harmless with this value only; nothing in maxlib computes the others.
+HARMLESS_VALUES = {
+    "pretraining_tp": 1,
+    "chunk_size_feed_forward": 0,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+}
+
+
+class HFConfig:
+    """The fields of one config, each handed out by name and remembered until `done`."""
+
+    def __init__(self, data: Mapping[str, Any], *, path: str = ""):
+        self._data, self._path = data, path
+        self._taken: set[str] = set()
+        self._children: dict[str, HFConfig] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._data
+
+    def where(self, name: str) -> str:
+        """How errors call a field: its file and its dotted path."""
+        return f"config.json: {self._path + '.' if self._path else ''}{name}"
+
+    def take(self, name: str, default: Any = REQUIRED, *, kind: type | None = None, nullable: bool = False) -> Any:
+        """The value of a field; `default` if it is absent or null (with `nullable`, null is None).
+
+        kind: bool, int, float, str, list or dict (default: that of `default`); an int is welcome as a float.
+        Raises ValueError for a missing field without default, and for a value of another kind.
+        """
+        self._taken.add(name)
+        value = self._data.get(name)
+        if name in self._data and value is None and nullable:
+            return None
+        if value is not None:
+            kind = kind or (type(default) if isinstance(default, bool | int | float | str) else None)
+            value = value if kind is None else _checked(value, kind, self.where(name))
+            if name in POSITIVE and isinstance(value, int) and value < 1:
+                raise ValueError(f"{self.where(name)} must be at least 1, got {value}.")
+            return value
+        if default is REQUIRED:
+            state = "is null" if name in self._data else "is missing"
+            raise ValueError(f"{self.where(name)} must be given, but it {state}. Is this the config of another model?")
+        return default
+
+    def require(self, name: str, *allowed: Any) -> Any:
+        """The value of a field that must be among `allowed`; absent or null counts as the first of them."""
+        value = self.take(name, allowed[0], kind=object)
+        if value not in allowed:
+            raise ValueError(
+                f"{self.where(name)} must be {' or '.join(map(repr, allowed))}, got {value!r}: this architecture "
+                "computes nothing else. Such a checkpoint needs a model that does."
+            )
+        return value
+
+    def read(self, names: Names) -> dict[str, Any]:
+        """By our name, every field that `names` lists; one without a default is an integer that must be given."""
+        pairs = {ours: (theirs, REQUIRED) if isinstance(theirs, str) else theirs for ours, theirs in names.items()}
+        kind = lambda default: int if default is REQUIRED else None
+        return {ours: self.take(theirs, default, kind=kind(default)) for ours, (theirs, default) in pairs.items()}
+
+    def ignore(self, *names: str) -> None:
+        """Marks fields as harmless for this architecture; say why in a comment."""
+        self._taken.update(names)
+
+    def nested(self, name: str) -> "HFConfig":
+        """The fields of an object within this one (`text_config`); `done` looks into it too."""
+        if name not in self._children:
+            self._children[name] = HFConfig(self.take(name, kind=dict), path=self.where(name).partition(": ")[2])
+        return self._children[name]
+
+    def layer_types(self, num_layers: int, *known: str) -> tuple[str, ...] | None:
+        """`layer_types`, one of `known` for each layer; None if the config leaves it out. Raises ValueError for any
+        other.
+        """
+        types = self.take("layer_types", None, kind=list)
+        if types is not None and (len(types) != num_layers or not set(types) <= set(known)):
+            raise ValueError(
+                f"{self.where('layer_types')} must give one of {', '.join(known)} for each of the {num_layers} layers "
+                f"(num_hidden_layers), got {_short(types)} ({len(types)} entries)."
+            )
+        return None if types is None else tuple(types)
+
+    def rope(
+        self,
+        *,
+        head_dim: int,
+        interleaved: bool = False,
+        partial: bool = False,
+        default_theta: float = 10_000.0,
+        default_length: int | None = None,
+        default_fraction: float = 1.0,
+        layer_type: str | None = None,
+        theta_field: str = "rope_theta",
+        scaling_field: str | None = "rope_scaling",
+    ) -> Rope:
+        """The rotary embedding, in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5
+        (`rope_parameters`).
+
+        partial: whether the architecture can rotate a part of the head (`partial_rotary_factor`). default_theta,
+        default_length, default_fraction: what it means by leaving out `rope_theta`, `max_position_embeddings` and
+        `partial_rotary_factor`. layer_type: for models
+        whose layer types rotate differently, the key within `rope_parameters`; theta_field and scaling_field are
+        then what transformers 4 called this type's fields (`rope_local_base_freq` and None for Gemma 3's local layers).
+        Raises ValueError for an unknown type, a missing or impossible number, and spellings that contradict each other.
+        """
+        return read_rope(
+            self,
+            head_dim=head_dim,
+            interleaved=interleaved,
+            partial=partial,
+            default_theta=default_theta,
+            default_length=default_length,
+            default_fraction=default_fraction,
+            layer_type=layer_type,
+            theta_field=theta_field,
+            scaling_field=scaling_field,
+        )
+
+    def unread(self) -> dict[str, Any]:
+        """Fields nobody took that may matter, by dotted path; null means off and counts as read."""
+        own = {
+            name: value
+            for name, value in self._data.items()
+            if name not in self._taken | HARMLESS
+            and value is not None
+            and not (name in HARMLESS_VALUES and value == HARMLESS_VALUES[name])
+            and not (name == "quantization_config" and is_block_fp8(value))  # read as plain weights
+        }
+        nested = {f"{name}.{field}": v for name, child in self._children.items() for field, v in child.unread().items()}
+        return own | nested
+
+    def done(self) -> None:
+        """Raises ValueError if a field is left over that may change the computation."""
+        if unread := self.unread():
+            listed = "\n".join(f"  {name} = {_short(value)}" for name, value in unread.items())
+            raise ValueError(
+                f"config.json{': ' + self._path if self._path else ''} has fields this architecture does not know, so it "
+                f"cannot be sure to compute the same:\n{listed}\nRemove them if they change nothing, else use a model "
+                "that knows them."
+            )
+
+
+def written(cfg: Any, names: Names) -> dict[str, Any]:
+    """The inverse of `HFConfig.read`: the fields of `cfg` under their names."""
+    return {theirs if isinstance(theirs, str) else theirs[0]: getattr(cfg, ours) for ours, theirs in names.items()}
+
+
+def _checked(value: Any, kind: type, where: str) -> Any:
+    good = isinstance(value, int | float if kind is float else kind)
+    if isinstance(value, bool) and kind in (int, float):
+        good = False
+    if not good or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f"{where} must be of type {kind.__name__}, got {_short(value)}.")
+    return float(value) if kind is float else value
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The object in `directory/config.json`.
+
+    Raises FileNotFoundError if there is no such file, ValueError if it is not a JSON object in UTF-8 or names a
+    field twice. Code that a config points to (`auto_map`) is never run.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        found = "There is no such directory; `hf download NAME --local-dir DIR` fetches one from the hub."
+        if path.parent.exists():
+            found = "The directory has none." if path.parent.is_dir() else f"{directory} is a file: name its directory."
+        raise FileNotFoundError(
+            f"{path} must exist: a Hugging Face model directory has a config.json beside its safetensors. {found}"
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} must be JSON in UTF-8, but it cannot be read ({error}). Download it again."
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} must hold a JSON object of fields, got {_short(data)}.")
+    if "auto_map" in data:
+        logger.warning("%s points to code of its own (auto_map); maxlib never runs it and reads the fields only.", path)
+    return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"the fields {', '.join(twice)} are given more than once; keep one of each.")
+    return data

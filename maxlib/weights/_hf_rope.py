@@ -1,0 +1,247 @@
+"""Rotary embeddings in Hugging Face's configs: both spellings read, both written.
+
+transformers 4 has `rope_theta` and `rope_scaling`, transformers 5 has `rope_parameters` with everything in it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from maxlib.ops._rope import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Proportional, Rope, Scaling, Yarn
+
+if TYPE_CHECKING:
+    from maxlib.weights._hf_config import HFConfig
+
+LIMIT = "max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
+TYPES = {
+    "default": None,
+    "linear": LinearScaling,
+    "dynamic": DynamicNTK,
+    "llama3": Llama3Scaling,
+    "yarn": Yarn,
+    "longrope": LongRope,
+    "proportional": Proportional,
+}
+OLD_NAMES = {"su": "longrope"}
+
+
+@dataclass(frozen=True)
+class _Spellings:
+    """All places in which a config may state a rotary field; they must agree."""
+
+    fields: "HFConfig"
+    parts: tuple["HFConfig", ...]
+
+    def get(self, *names: str, default: Any = None, kind: type = float, outside: str | None = None) -> Any:
+        """The one value given under any of `names` in any part, or as `outside` at the top level; None or null is
+        absent.
+        """
+        found = {part.where(name): part.take(name, None, kind=kind) for part in self.parts for name in names}
+        if outside is not None:
+            found[self.fields.where(outside)] = self.fields.take(outside, None, kind=kind)
+        found = {where: _modern(value) for where, value in found.items() if value is not None}
+        values = list(found.values())
+        if any(value != values[0] for value in values):
+            stated = ", but ".join(f"{where} is {value!r}" for where, value in found.items())
+            raise ValueError(f"{stated}: they must agree. Keep the one the weights were trained with.")
+        return values[0] if values else default
+
+    def need(self, name: str, *, kind: type = float) -> Any:
+        value = self.get(name, kind=kind)
+        if value is None:
+            place = (self.parts or (self.fields,))[-1]
+            raise ValueError(f"{place.where(name)} must be given for this rope_type, but it is missing.")
+        return value
+
+
+def _modern(value: Any) -> Any:
+    return OLD_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+def read_rope(
+    fields: "HFConfig",
+    *,
+    head_dim: int,
+    interleaved: bool,
+    partial: bool,
+    default_theta: float,
+    default_length: int | None,
+    default_fraction: float,
+    layer_type: str | None,
+    theta_field: str,
+    scaling_field: str | None,
+) -> Rope:
+    """See `HFConfig.rope`."""
+    spelled = _Spellings(fields, _parts(fields, layer_type, scaling_field))
+    kind = spelled.get("rope_type", "type", kind=str, default="default")
+    if kind not in TYPES:
+        raise ValueError(f"{fields.where('rope_type')} must be one of {', '.join(TYPES)}, got {kind!r}.")
+    theta = spelled.get("rope_theta", outside=theta_field, default=default_theta)
+    fraction = spelled.get("partial_rotary_factor", outside="partial_rotary_factor", default=default_fraction)
+    if fraction != 1.0 and not (partial or kind == "proportional"):
+        raise ValueError(
+            f"{fields.where('partial_rotary_factor')} must be 1, got {fraction}: this architecture turns whole heads."
+        )
+    limit = fields.take(LIMIT, default_length, kind=int)
+    try:
+        scaling = _scaling(kind, spelled, limit, fraction)
+        dim = head_dim if kind == "proportional" else int(head_dim * fraction)
+        return Rope(dim, theta, scaling, interleaved, _reach(scaling, limit))
+    except (ValueError, OverflowError, ZeroDivisionError) as error:
+        if str(error).startswith("config.json"):
+            raise
+        raise ValueError(f"{fields.where('rope_type')} {kind!r} has impossible numbers: {error}") from error
+
+
+def _parts(fields: "HFConfig", layer_type: str | None, scaling_field: str | None) -> tuple["HFConfig", ...]:
+    """The objects that describe the rope, transformers 5's first."""
+    parts = []
+    if fields.take("rope_parameters", None, kind=dict):
+        parameters = fields.nested("rope_parameters")
+        layered = [name for name, value in fields.take("rope_parameters").items() if isinstance(value, dict)]
+        if layered and layer_type not in layered:
+            raise ValueError(
+                f"{fields.where('rope_parameters')} must describe "
+                f"{f'the layer type {layer_type!r}' if layer_type else 'one rope for all layers'}, "
+                f"got one for each of {', '.join(layered)}."
+            )
+        parts.append(parameters.nested(layer_type) if layered and layer_type else parameters)
+    if scaling_field is not None and fields.take(scaling_field, None, kind=dict):
+        parts.append(fields.nested(scaling_field))
+    return tuple(parts)
+
+
+def _scaling(kind: str, spelled: _Spellings, limit: int | None, fraction: float) -> Scaling | None:
+    top = spelled.fields.take(ORIGINAL, None, kind=int)  # Phi keeps it here; without scaling it means nothing
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(spelled.need("factor"))
+    if kind == "proportional":
+        return Proportional(fraction, spelled.get("factor", default=1.0))
+    if kind == "dynamic":
+        return DynamicNTK(spelled.need("factor"), _length(spelled, limit, top=limit))
+    original = _length(spelled, limit, top=top)
+    if kind == "llama3":
+        low, high = spelled.need("low_freq_factor"), spelled.need("high_freq_factor")
+        return Llama3Scaling(spelled.need("factor"), low, high, original)
+    factor = spelled.get("factor") or (limit or original) / original
+    if kind == "yarn":
+        optional = {name: spelled.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
+        fast, slow = spelled.get("beta_fast") or 32.0, spelled.get("beta_slow") or 1.0
+        truncate = spelled.get("truncate", kind=bool, default=True)
+        return Yarn(factor, original, fast, slow, **optional, truncate=truncate)
+    short, long = (_numbers(spelled.need(name, kind=list), name) for name in ("short_factor", "long_factor"))
+    return LongRope(short, long, original, factor, spelled.get("attention_factor"))
+
+
+def _numbers(values: list, name: str) -> tuple[float, ...]:
+    if bad := [value for value in values if isinstance(value, bool) or not isinstance(value, int | float)]:
+        raise ValueError(f"{name} must be a list of numbers, got {bad[0]!r} in it.")
+    return tuple(values)
+
+
+def _length(spelled: _Spellings, limit: int | None, *, top: int | None) -> int:
+    """The length of the first training, which is `max_position_embeddings` if nothing else is said."""
+    inner = spelled.get(ORIGINAL, kind=int)
+    if inner is not None and top is not None and inner != top:
+        raise ValueError(
+            f"{spelled.parts[0].where(ORIGINAL)} is {inner}, but the config says {top} outside of it: they must agree."
+        )
+    original = inner or top or limit
+    if original is None:
+        raise ValueError(f"{spelled.fields.where(LIMIT)} must be given for this rope_type, but it is missing.")
+    return original
+
+
+def _reach(scaling: Scaling | None, limit: int | None) -> int | None:
+    """How many positions the config promises: some keep `max_position_embeddings` at the length before scaling."""
+    if limit is None or isinstance(scaling, DynamicNTK):  # dynamic NTK grows without end
+        return None
+    if isinstance(scaling, LinearScaling):
+        return max(limit, int(scaling.factor * limit))
+    if isinstance(scaling, Yarn | LongRope):  # Llama 3's factor is not a ratio of lengths
+        return max(limit, int(scaling.factor * scaling.original_length))
+    return limit
+
+
+def rope_to_hf(
+    rope: Rope,
+    *,
+    head_dim: int,
+    max_position_embeddings: int | None = None,
+    whole_heads: bool = False,
+    interleaved: bool = False,
+) -> dict[str, Any]:
+    """The config fields that describe `rope`, in both spellings, so that transformers 4 and 5 load them.
+
+    head_dim: width of a head. max_position_embeddings: needed only if `rope.max_length` is None. whole_heads: the
+    architecture can turn no part of a head. interleaved: it pairs neighbours, else dimensions half a head apart. No
+    field could say anything else. Raises ValueError for another rope, and if the two spellings cannot say it.
+    """
+    if rope.interleaved != interleaved or (whole_heads and rope.dim != head_dim):
+        raise ValueError(
+            f"Hugging Face's class for this model turns {'whole heads' if whole_heads else 'heads'} in "
+            f"{'interleaved pairs' if interleaved else 'halves'}: the rope must have "
+            f"{f'dim={head_dim} and ' if whole_heads else ''}interleaved={interleaved}, got {rope}"
+        )
+    limit = _limit(rope, max_position_embeddings)
+    kind = next(name for name, cls in TYPES.items() if type(rope.scaling) is (cls or type(None)))
+    scaling = {"rope_type": kind, **_scaling_fields(rope.scaling)}
+    if isinstance(rope.scaling, Proportional):
+        partial = {"partial_rotary_factor": rope.scaling.fraction}
+    else:
+        partial = _partial(rope.dim, head_dim)
+    fields = {
+        LIMIT: limit,
+        "rope_theta": float(rope.theta),
+        "rope_scaling": scaling if rope.scaling is not None else None,
+        "rope_parameters": {**scaling, "rope_theta": float(rope.theta), **partial},
+        **partial,
+    }
+    return fields | ({ORIGINAL: rope.scaling.original_length} if isinstance(rope.scaling, LongRope) else {})
+
+
+def _limit(rope: Rope, given: int | None) -> int:
+    limit = rope.max_length
+    if isinstance(rope.scaling, DynamicNTK):
+        limit = rope.scaling.original_length
+        if given is not None and given != limit:
+            raise ValueError(
+                f"{LIMIT} must be the original_length of DynamicNTK ({limit}), which is read from it, got {given}."
+            )
+    elif isinstance(rope.scaling, LinearScaling) and limit is not None:
+        limit = math.ceil(limit / max(rope.scaling.factor, 1.0) - 1e-9)  # the length before scaling, see _reach
+    limit = limit if given is None else given
+    if limit is None:
+        raise ValueError(
+            f"{LIMIT} must be known to describe a rope: build it with max_length=..., the longest sequence it is for, "
+            f"or give {LIMIT}."
+        )
+    return limit
+
+
+def _scaling_fields(scaling: Scaling | None) -> dict[str, Any]:
+    """A scaling's own fields under Hugging Face's names; what is None is left out."""
+    if scaling is None:
+        return {}
+    fields = {name: list(v) if isinstance(v, tuple) else v for name, v in vars(scaling).items() if v is not None}
+    if isinstance(scaling, Proportional):  # the fraction is written as partial_rotary_factor
+        return {} if scaling.factor == 1 else {"factor": scaling.factor}
+    if "original_length" in fields:
+        original = fields.pop("original_length")
+        fields |= {} if isinstance(scaling, DynamicNTK) else {ORIGINAL: original}
+    return fields
+
+
+def _partial(dim: int, head_dim: int) -> dict[str, float]:
+    """The fraction of the head that `int(head_dim * fraction)` turns back into `dim`."""
+    if dim == head_dim:
+        return {}
+    fraction = dim / head_dim
+    if int(head_dim * fraction) != dim:
+        fraction = math.nextafter(fraction, 1.0)
+    if dim > head_dim or int(head_dim * fraction) != dim:
+        raise ValueError(f"a rope of {dim} dimensions must fit into a head of {head_dim}.")
+    return {"partial_rotary_factor": fraction}

@@ -1,0 +1,263 @@
+"""Weights from a directory into a model: one leaf at a time, by slices, each into its place on the mesh."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from maxlib import nn, sharding
+from maxlib.weights._files import Stored, find_tensors, is_float
+from maxlib.weights._fp8 import with_scales
+from maxlib.weights._resolve import Conversion, Cut, Piece, Plan, Tensor, resolve
+from maxlib.weights._table import Copy, Ignore, Renamed, Table
+
+Model = TypeVar("Model")
+_ALIGNMENT = 64  # of a buffer that a CPU device takes over as it is, instead of copying it
+_SHOWN = 20
+
+
+def load(
+    build: Callable[[], Model],
+    table: Table,
+    directory: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    rules: sharding.Rules | None = None,
+    dtype: Any = None,
+) -> Model:
+    """The model that `build()` describes (it is only traced), with the weights of `directory` as `table` maps them.
+
+    With a mesh every device's part is read by itself, as `rules` (default: `sharding.FSDP_TP`) lay it out. dtype: of
+    the floating weights; None keeps what is stored. Raises ValueError that names every tensor that is missing, left
+    over or of another shape, before any is read.
+    """
+    abstract = jax.eval_shape(build)
+    stored, plan = _renamed(with_scales(find_tensors(directory)), table), resolve(abstract, table)
+    plan = _applicable(plan, stored)
+    _check(abstract, plan, stored, table, directory)
+    rules = sharding.FSDP_TP if rules is None else rules
+    leaves = nn.variables(abstract)
+    at = {path: None if mesh is None else sharding.sharding_of(path, v, mesh, rules) for path, v in leaves.items()}
+    arrays = _initial(build, {path: at[path] for path in plan.absent}, dtype)
+    for path, variable in leaves.items():
+        if path not in plan.absent:
+            arrays[path] = _Leaf(path, variable.get_value(), plan, stored, dtype).on(at[path])
+    return nn.combine(arrays, abstract)
+
+
+def _renamed(stored: Mapping[str, Stored], table: Table) -> dict[str, Stored]:
+    """The tensors under the names that the table uses, see `Renamed`; its entries apply in turn."""
+    found: dict[str, Stored] = {}
+    for name, tensor in stored.items():
+        own = functools.reduce(lambda n, entry: entry.applied(n), [e for e in table if isinstance(e, Renamed)], name)
+        if own in found:
+            raise ValueError(f"{name} is another spelling of {own}, which is there too: keep one of both.")
+        found[own] = tensor
+    return found
+
+
+def _initial(build: Callable[[], Any], places: Mapping[str, Any], dtype: Any) -> dict[str, jax.Array]:
+    """The initial values of some leaves; jit leaves out whatever they do not need."""
+    cast = lambda value: value if dtype is None or not is_float(value.dtype) else value.astype(dtype)
+    values = lambda: {path: cast(v.get_value()) for path, v in nn.variables(build()).items() if path in places}
+    return jax.jit(values, out_shardings=dict(places))() if places else {}
+
+
+def _applicable(plan: Plan, stored: Mapping[str, Stored]) -> Plan:
+    """The plan without one-way conversions whose tensors are absent, and without what the others replace."""
+    conversions = [c for c in plan.conversions if c.entry.save is not None or all(t in stored for t in c.theirs)]
+    replaced = {c.place for c in conversions if c.entry.save is None}
+    return Plan([p for p in plan.pieces if p.place not in replaced], conversions, plan.absent)
+
+
+def _check(abstract: Any, plan: Plan, stored: Mapping[str, Stored], table: Table, directory: str | Path) -> None:
+    tensors, leaves = plan.tensors, {path: v.get_value() for path, v in nn.variables(abstract).items()}
+    needed = {*tensors, *(name for c in plan.conversions for name in c.theirs)}
+    present = [name for name in tensors if name in stored]
+    shapes = [name for name in present if stored[name].shape != tensors[name].shape]
+    floating = lambda name: {is_float(leaves[piece.place.path].dtype) for piece in tensors[name].pieces}
+    kinds = [name for name in present if floating(name) != {is_float(stored[name].dtype)}]
+    extra = [name for name in stored if name not in needed and not _accounted(name, stored, table)]
+    complete = [c for c in plan.conversions if stored.keys() >= {*c.theirs}]
+    unfit = {f"{', '.join(c.theirs)} for {c.place}": problem for c in complete if (problem := _unfit(c, stored))}
+    users = lambda name: _users(plan, name)
+    shape = lambda name: f"is {stored[name].shape}, but {users(name)} needs {tensors[name].shape}"
+    problems = [
+        _listed("missing", sorted(needed - stored.keys()), lambda name: f"for {users(name)}"),
+        _listed("of another shape", shapes, shape),
+        _listed("of another kind", kinds, lambda name: f"is {stored[name].dtype}, which {users(name)} is not"),
+        _listed("that cannot be converted", sorted(unfit), lambda name: unfit[name]),
+        _listed("left over, the model has no place for them", sorted(extra), lambda name: ""),
+        _listed(
+            "weights of the model that its table does not fill exactly", uncovered(abstract, plan), lambda name: ""
+        ),
+    ]
+    if any(problems):
+        raise ValueError(
+            f"the tensors in {directory} are not those of the model that its config.json describes.\n{''.join(problems)}"
+            "Check that the config belongs to the weights and that the download is complete."
+        )
+
+
+def _listed(what: str, names: Sequence[str], note: Callable[[str], str]) -> str:
+    if not names:
+        return ""
+    lines = [f"  {name} {note(name)}".rstrip() for name in names[:_SHOWN]]
+    more = [f"  ... and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    return "\n".join([f"{what} ({len(names)}):", *lines, *more, ""])
+
+
+def _users(plan: Plan, name: str) -> str:
+    pieces = [p.place for p in plan.pieces if p.theirs == name]
+    return ", ".join(map(str, pieces + [c.place for c in plan.conversions if name in c.theirs]))
+
+
+def _unfit(conversion: Conversion, stored: Mapping[str, Stored]) -> str:
+    """Why the tensors cannot become the leaf, empty if they can; found without reading, on no index of the first
+    axis.
+    """
+    entry, place = conversion.entry, conversion.place
+    theirs = [stored[name] for name in conversion.theirs]
+    if not entry.batch:
+        return ""
+    if any(t.shape[: entry.batch] != place.shape[: entry.batch] for t in theirs):
+        return f"are {', '.join(str(t.shape) for t in theirs)}, but must begin with {place.shape[: entry.batch]}"
+    try:
+        shape = entry.load(*[np.empty((0, *t.shape[1:]), t.dtype) for t in theirs]).shape
+    except ValueError as error:
+        return f"(with a first axis of 0): {error}"
+    return "" if shape[1:] == place.shape[1:] else f"gives {(place.shape[0], *shape[1:])}, but must give {place.shape}"
+
+
+def _accounted(name: str, stored: Mapping[str, Stored], table: Table) -> bool:
+    """Whether a tensor that no leaf takes may be there. Raises ValueError for a copy that is none."""
+    for entry in table:
+        if isinstance(entry, Ignore) and entry.matches(name):
+            return True
+        if isinstance(entry, Copy) and entry.theirs == name and entry.of in stored:
+            if not _same(stored[name], stored[entry.of]):
+                raise ValueError(f"{name} differs from {entry.of}, but the config ties them: one of both is wrong.")
+            return True
+    return False
+
+
+def _same(a: Stored, b: Stored) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    parts = zip(*[np.array_split(x.view().reshape(-1).view(np.uint8), 64) for x in (a, b)], strict=True)
+    return all(np.array_equal(x, y) for x, y in parts)  # in parts, for the comparison takes memory
+
+
+def uncovered(abstract: Any, plan: Plan) -> list[str]:
+    """Leaves that the plan does not fill exactly, with how much of them it fills."""
+    wrong = []
+    for path, variable in nn.variables(abstract).items():
+        uses, size = plan.filling.get(path, []), variable.get_value().size
+        parts = {(use.place, tuple(use.counted.items()) if isinstance(use, Piece) else ()) for use in uses}
+        filled = sum(use.size for use in uses)
+        if path not in plan.absent and (filled != size or len(parts) < len(uses)):
+            wrong.append(f"{path} ({filled} of {size} values)")
+    return wrong
+
+
+class _Leaf:
+    """One leaf of the model and the tensors that fill it."""
+
+    def __init__(self, path: str, shape: jax.ShapeDtypeStruct, plan: Plan, stored: Mapping[str, Stored], dtype: Any):
+        self.path, self.shape, self._stored = path, shape.shape, stored
+        self._pieces = [(p, plan.tensors[p.theirs]) for p in plan.filling.get(path, ()) if isinstance(p, Piece)]
+        self._conversions = [c for c in plan.filling.get(path, ()) if isinstance(c, Conversion)]
+        self.dtype = self._dtype(shape.dtype, dtype)
+
+    def _dtype(self, own: Any, wanted: Any) -> np.dtype:
+        if not is_float(own):
+            return np.dtype(own)
+        if wanted is not None:
+            return np.dtype(wanted)
+        sources = [self._stored[p.theirs].dtype for p, _ in self._pieces]
+        return np.dtype(jnp.result_type(*sources, *[c.entry.dtype for c in self._conversions]))
+
+    def on(self, place: jax.sharding.Sharding | None) -> jax.Array:
+        """The leaf in its place; every distinct part is read once, also where several devices hold it."""
+        if place is None:
+            return jax.block_until_ready(jax.device_put(self.read(tuple(slice(None) for _ in self.shape))))
+        parts: dict[tuple, tuple[Cut, list[Any]]] = {}
+        for device, cut in place.addressable_devices_indices_map(self.shape).items():
+            cut = cut or ()
+            key = tuple(s.indices(n) for s, n in zip(cut, self.shape, strict=True))
+            parts.setdefault(key, (cut, []))[1].append(device)
+        arrays = []
+        for cut, devices in parts.values():
+            part = self.read(cut)
+            # Waiting bounds what lies in host memory to one part.
+            at = [jax.sharding.SingleDeviceSharding(device, memory_kind=place.memory_kind) for device in devices]
+            arrays += jax.block_until_ready([jax.device_put(part, one) for one in at])
+        return jax.make_array_from_single_device_arrays(self.shape, place, arrays)
+
+    def read(self, cut: Cut) -> np.ndarray:
+        """The part `cut` of this leaf; every byte goes from its file to its place in one buffer."""
+        cut = tuple(slice(*s.indices(n)) for s, n in zip(cut, self.shape, strict=True))
+        out = _aligned([s.stop - s.start for s in cut], self.dtype)
+        for piece, tensor in self._pieces:
+            if (target := _repeat(out, cut, piece.place.index)) is not None:
+                self._fill(*target, piece, tensor)
+        for conversion in self._conversions:
+            if (target := _repeat(out, cut, conversion.place.index)) is not None:
+                for part in _rows(*target) if conversion.entry.batch else [target]:
+                    self._convert(*part, conversion)
+        return out
+
+    def _fill(self, out: np.ndarray, cut: Cut, piece: Piece, tensor: Tensor) -> None:
+        if (within := piece.within(cut)) is None:
+            return
+        stored, target = self._stored[piece.theirs], out[within]
+        view = stored.view()
+        value = piece.theirs_as_ours(view, tensor.lengths, cut)
+        whole = value.dtype == target.dtype and value.flags.c_contiguous and target.flags.c_contiguous
+        if stored.as_stored and whole:
+            stored.read_into(target, value.ctypes.data - view.ctypes.data)
+        else:
+            assign(out, within, value, piece.theirs)
+
+    def _convert(self, out: np.ndarray, cut: Cut, conversion: Conversion) -> None:
+        entry = conversion.entry
+        value = entry.load(*[self._stored[name].view()[cut[: entry.batch]] for name in conversion.theirs])
+        wanted = tuple(s.stop - s.start for s in cut[: entry.batch]) + conversion.place.shape[entry.batch :]
+        if value.shape != wanted:
+            names = ", ".join(conversion.theirs)
+            raise ValueError(f"{names}: the conversion gave shape {value.shape}, but {conversion.place} needs {wanted}")
+        rest = tuple(slice(None) for _ in cut[: entry.batch]) + cut[entry.batch :]
+        assign(out, ..., value[rest], str(conversion.place))
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _repeat(out: np.ndarray, cut: Cut, index: int | None) -> tuple[np.ndarray, Cut] | None:
+    """`out` and `cut` without the repeat axis, at `index` of it; None if that repeat is not in `cut`."""
+    if index is None:
+        return out, cut
+    return (out[index - cut[0].start, ...], cut[1:]) if cut[0].start <= index < cut[0].stop else None
+
+
+def _rows(out: np.ndarray, cut: Cut) -> Iterator[tuple[np.ndarray, Cut]]:
+    """`out` and `cut` index by index of the first axis: what a conversion makes lies in memory beside `out`."""
+    for n, index in enumerate(range(cut[0].start, cut[0].stop)):
+        yield out[n : n + 1], (slice(index, index + 1), *cut[1:])
+
+
+def assign(out: np.ndarray, where: Any, value: np.ndarray, name: str) -> None:
+    """Copies and casts. Raises ValueError if float16 cannot hold the values."""
+    with np.errstate(over="ignore"):
+        out[where] = value
+    if out.dtype == np.float16 and value.dtype != np.float16 and not np.isfinite(out[where]).all():
+        raise ValueError(f"{name} has values that float16 cannot hold; use float32 or bfloat16.")

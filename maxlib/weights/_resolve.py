@@ -1,0 +1,203 @@
+"""A table laid over a model: which tensor goes where, tensor by tensor, down to the slice."""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from maxlib import nn
+from maxlib.weights._table import Absent, Axes, Convert, Table, Weight, parse
+
+Cut = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A leaf, or one repeat of a leaf that a stack stores; `shape` is without the repeat axis."""
+
+    path: str
+    index: int | None
+    shape: tuple[int, ...]
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        return self.path if self.index is None else f"{self.path}[{self.index}]"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of their tensor that is a part of ours, axis by axis."""
+
+    theirs: str
+    place: Place
+    groups: tuple[Axes, ...]
+    ours: Axes
+    at: Mapping[str, int]
+    counted: Mapping[str, int]
+
+    @cached_property
+    def box(self) -> list[tuple[int, int]]:
+        """Where it begins and ends on every single axis of theirs."""
+        own = dict(zip(self.ours, self.place.shape, strict=True))
+        axes = [a for group in self.groups for a in group]
+        return [(self.at.get(a, 0), self.at.get(a, 0) + own.get(a, 1)) for a in axes]
+
+    def meets(self, other: "Piece") -> bool:
+        """Whether both take a value of the same tensor."""
+        return all(a[0] < b[1] and b[0] < a[1] for a, b in zip(self.box, other.box, strict=True))
+
+    @property
+    def size(self) -> int:
+        return math.prod(n for a, n in zip(self.ours, self.place.shape, strict=True) if a not in self.counted)
+
+    def theirs_as_ours(self, tensor: np.ndarray, lengths: tuple[int, ...], cut: Cut) -> np.ndarray:
+        """A view of their tensor: this piece, its axes in our order, of which `cut` says the part wanted."""
+        part = dict(zip(self.ours, cut, strict=True))
+        axes = [a for group in self.groups for a in group]
+        start = lambda a: self.at.get(a, 0)
+        select = tuple(
+            slice(start(a) + part[a].start, start(a) + part[a].stop) if a in part else start(a) for a in axes
+        )
+        kept = [a for a in axes if a in part]
+        return tensor.reshape(lengths)[(*select, ...)].transpose([kept.index(a) for a in self.ours if a in kept])
+
+    def within(self, cut: Cut) -> tuple[Any, ...] | None:
+        """Where this piece lies in an array that holds `cut` of the leaf; None if it does not."""
+        places: list[Any] = []
+        for axis, part in zip(self.ours, cut, strict=True):
+            if axis not in self.counted:
+                places.append(slice(None))
+            elif part.start <= self.counted[axis] < part.stop:
+                places.append(self.counted[axis] - part.start)
+            else:
+                return None
+        return (*places, ...)  # without the dots a full index makes a number, not a view
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A `Convert` at one place."""
+
+    theirs: tuple[str, ...]
+    place: Place
+    entry: Convert
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.place.shape)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One of their tensors, made of pieces. `lengths` are those of its single axes, before they are grouped."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    shape: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every use of the table, in order of layers; those outside of stacks come first."""
+
+    pieces: list[Piece]
+    conversions: list[Conversion]
+    absent: set[str]
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Their tensors that are made of pieces.
+
+        Raises ValueError where pieces of one tensor do not fit together.
+        """
+        by_name: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            by_name.setdefault(piece.theirs, []).append(piece)
+        return {name: _join(name, pieces) for name, pieces in by_name.items()}
+
+    @cached_property
+    def filling(self) -> dict[str, list[Piece | Conversion]]:
+        """What fills each leaf, by path."""
+        by_path: dict[str, list[Piece | Conversion]] = {}
+        for use in [*self.pieces, *self.conversions]:
+            by_path.setdefault(use.place.path, []).append(use)
+        return by_path
+
+
+def resolve(model: Any, table: Table) -> Plan:
+    """Lays `table` over `model` (or its `jax.eval_shape`)."""
+    leaves = {path: v.get_value().shape for path, v in nn.variables(model).items()}
+    numbered = list(enumerate(e for e in table if isinstance(e, Weight | Convert)))
+    found = [(place.layer, n, entry, place) for n, entry in numbered for place in places(model, leaves, entry)]
+    found.sort(key=lambda use: (-1 if use[0] is None else use[0], use[1]))
+    pieces = [p for _, _, e, place in found if isinstance(e, Weight) for p in _pieces(e, place)]
+    conversions = [
+        Conversion(tuple(_fill(t, i=place.layer) for t in e.theirs), place, e)
+        for _, _, e, place in found
+        if isinstance(e, Convert)
+    ]
+    absent = {place.path for e in table if isinstance(e, Absent) for place in places(model, leaves, e)}
+    return Plan(pieces, conversions, absent)
+
+
+def places(model: Any, leaves: Mapping[str, tuple[int, ...]], entry: Weight | Convert | Absent) -> Iterator[Place]:
+    """The places of our side of `entry` that the model has."""
+    before, layered, after = entry.ours.partition("{i}")
+    if not layered:
+        if entry.ours in leaves:
+            yield Place(entry.ours, None, leaves[entry.ours])
+        return
+    layers = _child(model, before.rstrip("."))
+    for i in range(0 if layers is None else len(layers)):
+        where, index = layers.where(i) if isinstance(layers, nn.Stack) else (str(i), None)
+        path = before + where + after
+        if path in leaves:
+            yield Place(path, index, leaves[path][0 if index is None else 1 :], i)
+
+
+def _child(model: Any, path: str) -> Any:
+    for name in path.split("."):
+        model = model[int(name)] if name.isdecimal() else getattr(model, name, None)
+    return model
+
+
+def _pieces(entry: Weight, place: Place) -> Iterator[Piece]:
+    """One for every value of the placeholders other than the layer's."""
+    groups, ours = parse(entry.pattern, len(place.shape))
+    theirs = [a for group in groups for a in group]
+    counters = [a for a in re.findall(r"\{(\w+)\}", entry.theirs) if a != "i"]
+    if {*ours} - {*theirs} != {*counters} or not {*theirs} - {*ours} <= entry.at.keys() <= {*theirs}:
+        raise ValueError(
+            f"{entry}: each axis must be on both sides of the pattern, or on ours with a placeholder of its name, or on "
+            "theirs with its index in `at`"
+        )
+    sizes = dict(zip(ours, place.shape, strict=True))
+    for values in itertools.product(*[range(sizes[a]) for a in counters]):
+        counted = dict(zip(counters, values, strict=True))
+        yield Piece(_fill(entry.theirs, i=place.layer, **counted), place, groups, ours, entry.at, counted)
+
+
+def _fill(template: str, **values: int | None) -> str:
+    for name, value in values.items():
+        template = template.replace(f"{{{name}}}", str(value))
+    return template
+
+
+def _join(name: str, pieces: list[Piece]) -> Tensor:
+    structures = {tuple(len(group) for group in piece.groups) for piece in pieces}
+    if len(structures) > 1:
+        raise ValueError(f"{name}: its weights describe it with different axes; use the same left side for all of them")
+    lengths = tuple(max(stop for _, stop in column) for column in zip(*[p.box for p in pieces], strict=True))
+    overlap = any(a.meets(b) for a, b in itertools.combinations(pieces, 2))
+    if overlap or sum(piece.size for piece in pieces) != math.prod(lengths):
+        parts = ", ".join(str(piece.place) for piece in pieces)
+        raise ValueError(f"{name}: its weights ({parts}) must fill it exactly, without gap or overlap; see `at`")
+    ends = list(itertools.accumulate(structures.pop(), initial=0))
+    shape = tuple(math.prod(lengths[a:b]) for a, b in itertools.pairwise(ends))
+    return Tensor(name, tuple(pieces), shape, lengths)

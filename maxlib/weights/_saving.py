@@ -1,0 +1,189 @@
+"""A model into a Hugging Face directory, one tensor in memory at a time."""
+
+import functools
+import itertools
+import json
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from maxlib import nn, sharding
+from maxlib.weights._files import Header, is_float, shard, write_file, write_index
+from maxlib.weights._loading import assign, uncovered
+from maxlib.weights._resolve import Conversion, Plan, Tensor, resolve
+from maxlib.weights._table import Table
+
+MAX_SHARD_BYTES = 5 * 10**9
+# What an export, or a download of one, consists of; a directory with anything else in it is never replaced.
+OWN_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "quantization.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "vocab.*",
+    "merges.txt",
+)
+_CACHED = 4  # tensors of ours; more than one of theirs may be cut from each
+
+
+def write_weights(
+    model: Any, table: Table, directory: Path, *, dtype: Any = None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> np.dtype:
+    """Writes the safetensors of `model`, with an index if they are several; returns the dtype of most of the values.
+
+    Raises ValueError for a weight that the table cannot write.
+    """
+    source = _Source(model, table, dtype)
+    headers = source.headers()
+    files = shard(headers, max_shard_bytes)
+    tensors = (source.tensor(header.name) for members in files.values() for header in members)
+    try:
+        for name, members in files.items() if jax.process_index() == 0 else ():
+            write_file(directory / name, members, itertools.islice(tensors, len(members)))
+    finally:  # all hosts gather what is spread over them, also when the disk of the one that writes is full
+        for _ in tensors if jax.process_count() > 1 else ():
+            pass
+    if len(files) > 1 and jax.process_index() == 0:
+        write_index(directory, files)
+    sizes = {d: sum(h.nbytes for h in headers if h.dtype == d) for d in {h.dtype for h in headers}}
+    return max(sizes, key=lambda d: sizes[d])
+
+
+class _Source:
+    """Their tensors, made of our leaves when asked for."""
+
+    def __init__(self, model: Any, table: Table, dtype: Any):
+        plan = resolve(model, table)
+        plan = Plan(plan.pieces, [c for c in plan.conversions if c.entry.save is not None], plan.absent)
+        if gaps := uncovered(model, plan):
+            raise ValueError("the model's table has no entry that can write " + ", ".join(gaps))
+        self._plan, self._dtype = plan, None if dtype is None else np.dtype(dtype)
+        self._values = {path: v.get_value() for path, v in nn.variables(model).items()}
+        self._converted = {name: (c, n) for c in plan.conversions for n, name in enumerate(c.theirs)}
+        self._shapes: dict[Any, list[tuple[tuple[int, ...], np.dtype]]] = {}
+        self._ours = functools.lru_cache(maxsize=_CACHED)(self._fetch)
+
+    def headers(self) -> list[Header]:
+        pieces = [Header(t.name, self._tensor_dtype(t), t.shape) for t in self._plan.tensors.values()]
+        return pieces + [self._converted_header(name) for name in self._converted]
+
+    def _tensor_dtype(self, tensor: Tensor) -> np.dtype:
+        dtypes = [self._values[piece.place.path].dtype for piece in tensor.pieces]
+        own = np.dtype(jnp.result_type(*dtypes))
+        return own if self._dtype is None or not is_float(own) else self._dtype
+
+    def _converted_header(self, name: str) -> Header:
+        """Shape and dtype from a trial on zeros, once for layers that are alike."""
+        conversion, n = self._converted[name]
+        dtype = np.dtype(self._values[conversion.place.path].dtype)
+        key = (id(conversion.entry), conversion.place.shape)
+        if key not in self._shapes:
+            trial = _save(conversion, np.zeros(conversion.place.shape, dtype))
+            self._shapes[key] = [(part.shape, part.dtype) for part in trial]
+        shape, dtype = self._shapes[key][n]
+        return Header(name, dtype, shape)
+
+    def tensor(self, name: str) -> np.ndarray:
+        if name in self._converted:
+            conversion, n = self._converted[name]
+            return _save(conversion, self._ours(conversion.place.path, conversion.place.index))[n]
+        tensor = self._plan.tensors[name]
+        out = np.empty(tensor.shape, self._tensor_dtype(tensor))
+        for piece in tensor.pieces:
+            whole = tuple(slice(0, n) for n in piece.place.shape)
+            ours = self._ours(piece.place.path, piece.place.index)[piece.within(whole)]
+            assign(piece.theirs_as_ours(out, tensor.lengths, whole), ..., ours, name)
+        return out
+
+    def _fetch(self, path: str, index: int | None) -> np.ndarray:
+        value = self._values[path]
+        # Always a new array: one whose numpy value was asked for keeps it, and the whole model would come to lie in
+        # memory.
+        value = jnp.copy(value) if index is None else sharding.to_device(value)[index]
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            value = multihost_utils.process_allgather(value, tiled=True)
+        return np.asarray(value)
+
+
+def _save(conversion: Conversion, value: np.ndarray) -> tuple[np.ndarray, ...]:
+    assert conversion.entry.save is not None
+    parts = conversion.entry.save(value)
+    if len(parts) != len(conversion.theirs):
+        raise ValueError(f"{conversion.theirs}: `save` must give {len(conversion.theirs)} tensors, gave {len(parts)}")
+    return parts
+
+
+@contextmanager
+def whole_directory(directory: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A directory to write into, which becomes `directory` at the end, or nothing at all if an error comes.
+
+    Raises FileExistsError if there is something already, unless it is an export and `overwrite` is given.
+    """
+    directory = Path(directory).absolute()
+    _check_free(directory, overwrite)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    mark = uuid.uuid4().hex[:8]
+    part, old = (directory.with_name(f".{directory.name}.{what}-{mark}") for what in ("part", "old"))
+    try:
+        part.mkdir()
+        yield part
+        if directory.exists():
+            directory.rename(old)
+        part.rename(directory)
+    except BaseException as error:
+        if old.exists():
+            old.rename(directory)
+        error.add_note(f"Nothing was saved in {directory}; what was there before is still there.")
+        raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_free(directory: Path, overwrite: bool) -> None:
+    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+        raise FileExistsError(f"{directory} must be a directory or absent, but it is a file or a link.")
+    names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+    foreign = [path.name for path in map(Path, names) if not any(path.match(own) for own in OWN_FILES)]
+    if foreign:
+        raise FileExistsError(
+            f"{directory} has files that are not of an export ({', '.join(foreign[:5])}), and saving replaces the whole "
+            "directory. Save elsewhere, or move them away."
+        )
+    if names and not overwrite:
+        raise FileExistsError(f"{directory} holds an export already. Save elsewhere, or give overwrite=True.")
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Writes a Hugging Face tokenizer, or a `tokenizers.Tokenizer` such that `transformers.AutoTokenizer` opens it.
+
+    Raises TypeError for anything else.
+    """
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(directory)
+    elif hasattr(tokenizer, "save") and hasattr(tokenizer, "to_str"):
+        tokenizer.save(str(directory / "tokenizer.json"))
+        write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    else:
+        raise TypeError(
+            f"tokenizer must be a tokenizers.Tokenizer or a Hugging Face tokenizer, got {type(tokenizer).__name__}"
+        )

@@ -1,0 +1,170 @@
+"""A stack's layout is no part of a checkpoint's identity."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlib import checkpoint, nn
+from maxlib.checkpoint import Checkpointer
+from maxlib.checkpoint import _layout as relayout
+from tests.checkpoint.test_checkpointer import assert_same
+from tests.training.stacked import LAYERS, abstract_model, state_of
+
+LAYOUTS = [(0, 1), (0, 2), (1, 3), (2, 2), (7, 1)]  # prefix, period
+LED = (0, 1, 3)  # the first three scanned among themselves, as DeepSeek's, which once were (3, 1)
+
+
+def saved(tmp_path, model):
+    state = state_of(model)
+    with Checkpointer(tmp_path, layouts=checkpoint.layouts(model)) as ck:
+        ck.save(1, state)
+    return state
+
+
+# Each layout once as the source and once as the target; 4 of 20 pairs, which include all kinds of place.
+PAIRS = [*zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True), ((3, 1), LED), (LED, (3, 1)), (LED, (1, 2, 2))]
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS, ids=str)
+def test_parameters_rest_and_moments_are_laid_anew(tmp_path, old, new):
+    saved(tmp_path, abstract_model(*old))
+    model = abstract_model(*new)
+    want = state_of(model)  # what this layout would have come to by itself
+    got = checkpoint.load(tmp_path, jax.tree.map(jnp.zeros_like, want), layouts=checkpoint.layouts(model))
+    assert_same({name: got[name] for name in want}, want)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("new", [(p, q) for p in range(LAYERS + 1) for q in range(1, 4)], ids=str)
+@pytest.mark.parametrize("old", [*LAYOUTS, LED], ids=str)
+def test_every_pair_of_layouts(tmp_path, old, new):
+    test_parameters_rest_and_moments_are_laid_anew(tmp_path, old, new)
+
+
+def test_unstacked_for_inference(tmp_path):
+    state = saved(tmp_path, abstract_model(1, 2))
+    flat = nn.unstack(nn.combine(state["params"], state["rest"]))
+    params, _ = nn.partition(flat)
+    like = jax.tree.map(jnp.zeros_like, params)
+    assert_same(checkpoint.load(tmp_path, {"params": like}, layouts=checkpoint.layouts(flat))["params"], params)
+
+
+@pytest.mark.parametrize(("old", "new"), [((0, 1), (1, 2)), ((1, 2), (0, 1)), ((7, 1), (0, 2))], ids=str)
+def test_with_shardings(tmp_path, old, new):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def shard(path, x):
+        spec = (
+            {4: P("a", "b"), 8: P("b")}.get(x.shape[-2] if path.endswith(".w") else x.shape[-1], P()) if x.ndim else P()
+        )
+        stacked = x.ndim > (2 if path.endswith(".w") else 1)
+        return NamedSharding(mesh, P(None, *spec) if stacked else spec)
+
+    place = lambda params: {path: jax.device_put(x, shard(path, x)) for path, x in params.items()}
+    source, target = abstract_model(*old), abstract_model(*new)
+    with Checkpointer(tmp_path, layouts=checkpoint.layouts(source)) as ck:
+        ck.save(1, {"params": place(state_of(source)["params"])})
+    want = place(state_of(target)["params"])
+    like = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in want.items()}
+    got = checkpoint.load(tmp_path, {"params": like}, layouts=checkpoint.layouts(target))["params"]
+    assert_same(got, want)
+    assert {p: x.sharding for p, x in got.items()} == {p: x.sharding for p, x in want.items()}
+
+
+def test_on_the_host(tmp_path):
+    model, other = abstract_model(0, 1), abstract_model(2, 2)
+    with Checkpointer(tmp_path, layouts=checkpoint.layouts(model)) as ck:
+        ck.save(1, {"params": jax.device_get(state_of(model)["params"])})
+    want = jax.device_get(state_of(other)["params"])
+    assert_same(checkpoint.load(tmp_path, {"params": want}, layouts=checkpoint.layouts(other))["params"], want)
+
+
+def test_placeholders_of_an_optimizer_stand_for_all_layers(tmp_path):
+    """Adafactor keeps a (1,) where a moment is not factored, whatever the number of layers."""
+    stacked, apart = abstract_model(0, 1), abstract_model(LAYERS, 1)
+    moments = lambda model, value: {"v_row": {path: value(i) for i, path in enumerate(nn.partition(model)[0])}}
+    same, different = lambda i: jnp.ones(1), lambda i: jnp.full(1, float(i))
+    for name, model, value in (("a", stacked, same), ("b", apart, same), ("c", apart, different)):
+        with Checkpointer(tmp_path / name, layouts=checkpoint.layouts(model)) as ck:
+            ck.save(1, {"opt": moments(model, value)})
+    load = lambda name, model: checkpoint.load(
+        tmp_path / name, {"opt": moments(model, same)}, layouts=checkpoint.layouts(model)
+    )
+    assert_same(load("a", apart)["opt"], moments(apart, same))
+    assert_same(load("b", stacked)["opt"], moments(stacked, same))
+    with pytest.raises(ValueError, match=r"v_row\.layers\.body\.0\.w: one for the layers .* different ones were saved"):
+        load("c", stacked)
+
+
+def test_a_sharded_axis_of_layers(tmp_path):
+    """As pipelines have it: the axis that a stack adds is split as well, and has another length afterwards."""
+    mesh = jax.make_mesh((2, 4), ("stage", "b"), axis_types=(AxisType.Auto,) * 2)
+    model, other = abstract_model(1, 1), abstract_model(3, 1)  # 6 and 4 rows
+    want = state_of(other)["params"]
+    spec = lambda x: (
+        P("stage", None, "b") if x.ndim == 3 else P("stage", "b") if x.shape[0] == 4 and x.ndim == 2 else P()
+    )
+    like = {
+        p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x) if "body" in p else P()))
+        for p, x in want.items()
+    }
+    with Checkpointer(tmp_path, layouts=checkpoint.layouts(model)) as ck:
+        ck.save(1, {"params": state_of(model)["params"]})
+    got = checkpoint.load(tmp_path, {"params": like}, layouts=checkpoint.layouts(other))["params"]
+    assert_same(jax.device_get(got), jax.device_get(want))
+    assert {p: x.sharding for p, x in got.items()} == {p: x.sharding for p, x in like.items()}
+
+
+def test_another_depth_is_another_model(tmp_path):
+    saved(tmp_path, abstract_model(1, 2))
+    shallow = abstract_model(0, 1, num_layers=5)
+    with pytest.raises(
+        ValueError, match=r"nothing takes:\n  layers\.5\.scale float32\[8\]\n  layers\.5\.w float32\[4,8\]\n"
+    ):
+        checkpoint.load(tmp_path, {"params": nn.partition(shallow)[0]}, layouts=checkpoint.layouts(shallow))
+    deep = abstract_model(0, 1, num_layers=8)
+    with pytest.raises(ValueError, match=r"it lacks:\n  layers\.7\.scale"):
+        checkpoint.load(tmp_path, {"params": nn.partition(deep)[0]}, layouts=checkpoint.layouts(deep))
+
+
+def test_a_damaged_leaf_is_found_on_the_way(tmp_path, monkeypatch):
+    saved(tmp_path, abstract_model(0, 1))
+    model = abstract_model(1, 2)
+    real = checkpoint._storage.load
+
+    def flip(*args):
+        leaves = real(*args)
+        return leaves | {"layers.body.0.w": leaves["layers.body.0.w"].at[3, 0, 0].add(1e-6)}
+
+    monkeypatch.setattr(checkpoint._storage, "load", flip)
+    with pytest.raises(checkpoint.DamagedError, match=r"params: layers\.body\.0\.w$"):
+        checkpoint.load(tmp_path / "1", {"params": nn.partition(model)[0]}, layouts=checkpoint.layouts(model))
+
+
+def test_names_of_layers():
+    layouts = {
+        "layers": {"num_layers": 5, "prefix": 1, "period": 2},
+        "vision.layers": {"num_layers": 2, "prefix": 2, "period": 1},
+        "led": {"num_layers": 6, "lead": 2, "prefix": 0, "period": 2},
+    }
+    names = lambda name: relayout.layer_path(name, layouts)
+    assert names("layers.body.1.attn.q.w") == [("layers.2.attn.q.w", 0), ("layers.4.attn.q.w", 1)]
+    assert names("1.0.mu.layers.prefix.0.w") == [("1.0.mu.layers.0.w", None)]
+    assert names("vision.layers.prefix.1.w") == [("vision.layers.1.w", None)]
+    assert names("0.nu.led.lead.0.w") == [("0.nu.led.0.w", 0), ("0.nu.led.1.w", 1)]
+    assert names("led.body.1.w") == [("led.3.w", 0), ("led.5.w", 1)]
+    assert names("my_layers.body.0.w") == [("my_layers.body.0.w", None)]
+    assert names("embed.w") == [("embed.w", None)]
+    assert relayout.layer_path("0.mu.body.0.w", {"": {"num_layers": 2, "prefix": 0, "period": 1}}) == [
+        ("0.mu.0.w", 0),
+        ("0.mu.1.w", 1),
+    ]
+
+
+def test_layouts_are_those_of_the_stacks():
+    assert checkpoint.layouts(abstract_model(1, 3)) == {"layers": {"num_layers": 7, "prefix": 1, "period": 3}}
+    assert checkpoint.layouts(optax.EmptyState()) == {}
+    assert abstract_model(1, 3).layers.body[0].w.shape == (2, 4, 8)

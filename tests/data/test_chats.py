@@ -1,0 +1,91 @@
+"""Chats: the loss stands on the chosen turns and nowhere else, and a chat that fails is named."""
+
+import json
+
+import numpy as np
+import pytest
+
+from maxlib import data, tokenization
+from maxlib.tokenization._chat_template import ChatTemplate
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
+    "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+FORGETS = "{% for m in messages %}{% if loop.last or m.role == 'user' %}<{{ m.role }}>{{ m.content }}</s>{% endif %}{% endfor %}"
+CHAT = [
+    {"role": "user", "content": "Größe?"},
+    {"role": "assistant", "content": "Zwei Äpfel."},
+    {"role": "user", "content": "Und?"},
+    {"role": "assistant", "content": "日本語 ok"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenization.train_bpe(
+        ["the size of the apple"] * 3, vocab_size=280, special_tokens=("<user>", "<assistant>", "</s>")
+    )
+
+
+def tokenized(tokenizer, template=PLAIN, chat=CHAT, **kwargs):
+    source = data.in_memory(["x"]).map(lambda _: {"messages": chat})
+    return data.tokenize_chats(source, tokenizer, ChatTemplate(template), **kwargs)[0]
+
+
+def learned(tokenizer, document) -> str:
+    return tokenizer.decode([t for t in document["targets"].tolist() if t >= 0], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_only_the_chosen_turns_are_learned(tokenizer, template):
+    both = tokenized(tokenizer, template)
+    assert tokenizer.decode(both["tokens"], skip_special_tokens=False) == ChatTemplate(PLAIN)(
+        CHAT, add_generation_prompt=False
+    )
+    assert learned(tokenizer, both) == "Zwei Äpfel.</s>日本語 ok</s>"
+    assert learned(tokenizer, tokenized(tokenizer, template, learn="last")) == "日本語 ok</s>"
+    second = lambda i, messages: i == 2
+    assert learned(tokenizer, tokenized(tokenizer, template, learn=second)).endswith("Und?</s>")
+    at = both["targets"] >= 0
+    np.testing.assert_array_equal(both["targets"][:-1][at[:-1]], both["tokens"][1:][at[:-1]])
+    assert both["targets"][-1] == -1
+
+
+def test_learned_turns_survive_packing(tokenizer):
+    source = data.in_memory(["x"] * 5).map(lambda _: {"messages": CHAT})
+    chats = data.tokenize_chats(source, tokenizer, ChatTemplate(PLAIN))
+    want = 5 * int((chats[0]["targets"] >= 0).sum())
+    for strategy in ("first_fit", "concat_then_split"):
+        rows = list(data.pack(chats, length=24, strategy=strategy))
+        assert sum(int((row["targets"] >= 0).sum()) for row in rows) == want
+
+
+def test_from_files_a_record_that_fails_is_named(tokenizer, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    lines = [{"messages": CHAT}, {"messages": CHAT[:1]}, {"messages": [*CHAT[:1], {"role": "assistant"}]}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chats = data.tokenize_chats(data.chats(path), tokenizer, ChatTemplate(PLAIN))
+    assert learned(tokenizer, chats[0]).endswith("ok</s>")
+    second = len(json.dumps(lines[0])) + 1
+    with pytest.raises(
+        ValueError, match=rf"chats.jsonl: byte {second}: .*no turn to learn .* among the roles \['user'\]"
+    ):
+        chats[1]
+    bad = data.SkipBadRecords(limit=1)
+    assert [d is not None for d in bad.guard(chats)[:2]] == [True] and len(bad) == 1
+    refuses = "{{ raise_exception('no') }}"
+    with pytest.raises(ValueError, match=r"chats.jsonl: byte 0: .*the chat template refuses these messages: no"):
+        data.tokenize_chats(data.chats(path), tokenizer, ChatTemplate(refuses))[0]
+    many = data.records([{"messages": [{"role": "user", "content": str(i)}]} for i in range(30)], field="messages")
+    train, valid = data.split(many, validation=0.5)
+    assert len(list(train)) + len(list(valid)) == 30
+    path.write_text('{"messages": []}\n')
+    with pytest.raises(ValueError, match=r"byte 0: the field 'messages' must hold messages"):
+        data.chats(path)
+
+
+def test_templates_that_cannot_tell_the_turns(tokenizer):
+    with pytest.raises(ValueError, match=r"chat 0: .*renders the messages up to 1 otherwise when more follow"):
+        tokenized(tokenizer, FORGETS)

@@ -1,0 +1,92 @@
+"""Tokens written ahead of time are those of tokenization on the fly, however often the writing was stopped."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from maxlib import data, tokenization
+
+TEXTS = [f"Document {i}: " + "größer " * (i % 9) for i in range(50)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenization.train_bpe(TEXTS, vocab_size=300)
+
+
+def write(directory, tokenizer, documents=None, **kwargs):
+    documents = data.in_memory(TEXTS) if documents is None else documents
+    kwargs = {"bos_id": 0, "eos_id": 1, "documents_per_file": 20, "batch": 8, **kwargs}
+    return data.write_tokens(documents, directory, tokenizer, **kwargs)
+
+
+def tokens(directory) -> list[list[int]]:
+    return [document["tokens"].tolist() for document in data.tokenized(directory)]
+
+
+def test_same_as_on_the_fly(tmp_path, tokenizer):
+    heard = []
+    manifest = write(tmp_path, tokenizer, progress=heard.append)
+    want = [d["tokens"].tolist() for d in data.tokenize(data.in_memory(TEXTS), tokenizer, bos_id=0, eos_id=1)]
+    assert tokens(tmp_path) == want
+    assert data.tokenized(tmp_path)[0]["tokens"].dtype == np.int32
+    assert manifest == data.read_manifest(tmp_path)
+    total = {"documents": 50, "tokens": sum(map(len, want)), "characters": sum(map(len, TEXTS))}
+    assert manifest["total"] == total | {"longest": max(map(len, want))}
+    assert [file["documents"] for file in manifest["files"]] == [20, 20, 10]
+    assert heard[-1].tokens == total["tokens"] and len(heard) > 5
+
+
+def test_goes_on_where_it_was_stopped(tmp_path, tokenizer):
+    class Stopped(Exception):
+        pass
+
+    def stop(counts):
+        if counts.documents > 30:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        write(tmp_path, tokenizer, progress=stop)
+    with pytest.raises(FileNotFoundError, match="has not been finished"):
+        data.tokenized(tmp_path)
+    first = (tmp_path / "tokens-00000.array_record").stat().st_mtime_ns
+    write(tmp_path, tokenizer)
+    assert (tmp_path / "tokens-00000.array_record").stat().st_mtime_ns == first
+    write(tmp_path / "at once", tokenizer)
+    assert tokens(tmp_path) == tokens(tmp_path / "at once")
+    with pytest.raises(ValueError, match="was begun otherwise: eos_id was 1 and is now None"):
+        write(tmp_path, tokenizer, eos_id=None)
+
+
+def test_bad_records_and_damage(tmp_path, tokenizer):
+    documents = data.in_memory([*TEXTS[:10], [1, 2, 3]])
+    with pytest.raises(ValueError, match=r"1 bad records, more than limit=0; .*documents need 'text'"):
+        write(tmp_path / "a", tokenizer, documents)
+    assert write(tmp_path / "a", tokenizer, documents, bad_records=1)["bad_records"] == 1
+    assert len(tokens(tmp_path / "a")) == 10
+    file = tmp_path / "a" / "tokens-00000.array_record"
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(ValueError, match=r"bytes, the manifest says \d+: it was damaged"):
+        data.tokenized(tmp_path / "a")
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="tokens-00000.array_record is missing"):
+        data.tokenized(tmp_path / "a")
+    assert data.read_manifest(tmp_path / "a")["dtype"] == "<u2"
+
+
+def test_command(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
+    tokenization.save_tokenizer(tokenizer, tmp_path / "tok", bos_token="<bos>", eos_token="<eos>")
+    command = f"tokenize {tmp_path}/a.jsonl --field body --tokenizer {tmp_path}/tok --out {tmp_path}/out --eos <eos>"
+    run = lambda line: subprocess.run(
+        [sys.executable, "-m", "maxlib.data", *line.split()], capture_output=True, text=True, timeout=120
+    )
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    assert "50" in done.stdout and "characters per token" in done.stdout
+    assert all(document[-1] == 1 for document in tokens(tmp_path / "out"))
+    refused = run(command + " --bos <nothing>")
+    assert refused.returncode == 1 and refused.stderr == "error: '<nothing>' is not in the tokenizer's vocabulary.\n"

@@ -1,0 +1,90 @@
+"""Every set of flags is known to the installed compilers, and comes to them in time or not at all."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxlib.distributed import xla_flags
+from maxlib.distributed.xla_flags import SETS, FlagSet
+
+APPLY = """
+import sys
+from maxlib.distributed import xla_flags
+xla_flags.apply(*sys.argv[1:])
+assert "jax" not in sys.modules
+import jax
+jax.jit(lambda x: x + 1)(1.0)
+import os
+print(os.environ["XLA_FLAGS"])
+"""
+
+
+def start(*names: str, **environment: str) -> subprocess.CompletedProcess:
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | environment
+    return subprocess.run([sys.executable, "-c", APPLY, *names], env=env, capture_output=True, text=True, timeout=200)
+
+
+def test_all_sets_for_cpus_and_gpus_start_together():
+    """An unknown flag aborts the process."""
+    names = [name for name, each in SETS.items() if each.platform != "tpu"]
+    done = start(*names, XLA_FLAGS="--xla_gpu_enable_pipelined_all_reduce=false")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split()
+    assert words[0] == "--xla_gpu_enable_pipelined_all_reduce=false"  # the user's own stays
+    assert set(words[1:]) == {word for name in names for word in str(SETS[name]).split()} - {
+        "--xla_gpu_enable_pipelined_all_reduce=true"
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SETS)
+def test_the_compiler_knows_a_set(name):
+    if SETS[name].platform == "tpu":
+        pytest.importorskip("libtpu")
+    assert xla_flags.check(name) is None
+
+
+def test_check_says_what_is_unknown(monkeypatch):
+    monkeypatch.setitem(SETS, "wrong", FlagSet("gpu", "", {"xla_gpu_nonsense": True}))
+    assert "xla_gpu_nonsense" in xla_flags.check("wrong")
+
+
+def test_too_late_is_an_error(monkeypatch):
+    import jax
+
+    jax.devices()
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with pytest.raises(RuntimeError, match="gpu-overlap come too late"):
+        xla_flags.apply("gpu-overlap")
+    assert os.environ["XLA_FLAGS"] == ""
+
+
+def test_names_and_values_must_fit():
+    with pytest.raises(ValueError, match="no set of XLA flags is called 'gpu-fast'; there are cpu-quick-compile, "):
+        xla_flags.options("gpu-fast")
+    with pytest.raises(ValueError, match="xla_tpu_enable_async_collective_fusion_fuse_all_gather=False, another of"):
+        xla_flags.options("tpu-overlap", "tpu-sparsecore")
+    assert xla_flags.options("gpu-deterministic", "tpu-vmem") == {
+        **SETS["gpu-deterministic"].flags,
+        **SETS["tpu-vmem"].flags,
+    }
+
+
+def test_libtpu_gets_its_own_variable(monkeypatch):
+    monkeypatch.setattr(xla_flags, "_started", lambda: False)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=1024")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    xla_flags.apply("tpu-vmem", "tpu-data")
+    assert os.environ["XLA_FLAGS"] == "--xla_dump_to=x"
+    assert os.environ["LIBTPU_INIT_ARGS"].split() == [
+        "--xla_tpu_scoped_vmem_limit_kib=1024",
+        *str(SETS["tpu-data"]).split(),
+    ]
+
+
+def test_the_documentation_has_every_set():
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    assert [name for name, each in SETS.items() if f"| `{name}` | {each.goal} |" not in page] == []

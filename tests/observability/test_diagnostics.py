@@ -1,0 +1,342 @@
+"""Each diagnostic finds what it is for, and costs a run nothing else."""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from maxlib import checkpoint, distributed, nn, observability, sharding, training
+from maxlib.observability.__main__ import main
+from maxlib.observability._memory import Sampled
+from maxlib.observability._report import Run, page
+from maxlib.training import _trainer as trainer_module
+from maxlib.training import probes
+from maxlib.training.probes import _corruption as corruption
+from maxlib.training.probes import _hooks as hooks
+from tests.training import stacked, ticking, tiny
+
+ROOT = Path(__file__).parents[2]
+OPTIMIZER = training.adamw(1e-2, mask=training.decay_mask(tiny.model()))
+
+
+def python(*args, **options):
+    return subprocess.Popen([sys.executable, *map(str, args)], cwd=ROOT, text=True, stdout=subprocess.PIPE, **options)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def trainer(**options):
+    options = {"optimizer": OPTIMIZER, "loader": tiny.Loader(), "loss": tiny.loss} | options
+    return training.Trainer(tiny.model, **options)
+
+
+# -------------------------------------------------------------------------------------------- goodput
+
+
+def test_every_second_is_accounted_for_through_kills_and_a_wall_clock_that_goes_back(tmp_path):
+    begin, truth = time.monotonic(), tmp_path / "truth.jsonl"
+    for steps in (15, 25):
+        process = python("-m", "tests.training.ticking", tmp_path)
+        while not truth.exists() or len(lines(truth)) < steps:
+            time.sleep(0.01)
+        process.kill()
+        process.communicate()
+        time.sleep(0.3)  # nothing runs
+    out, _ = python("-m", "tests.training.ticking", tmp_path).communicate(timeout=100)
+    wall, account = float(out) - begin, observability.goodput(tmp_path)
+    assert account.wall == pytest.approx(wall, rel=0.02)
+    assert account.sessions == 3 and account.steps == ticking.STEPS
+    assert account.seconds["down"] > 0.6 and account.seconds["startup"] > 0
+    best, again = {}, []
+    for step, seconds in lines(truth):
+        (again.append(seconds) if step in best else best.setdefault(step, seconds))
+    assert again  # the kills did cost work
+    assert account.seconds["redone"] == pytest.approx(sum(again), abs=0.5)
+    assert account.seconds["step"] == pytest.approx(sum(best.values()), abs=0.5)
+    assert account.goodput == pytest.approx(account.seconds["step"] / account.wall)
+    assert "steps done again" in str(account)
+    observability.plot_goodput(account, tmp_path / "goodput.png")
+    assert (tmp_path / "goodput.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_spans_are_exclusive(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    wait = lambda seconds: now.__setitem__(0, now[0] + seconds)
+    clock = observability.Clock(age=7.0)
+    with clock.span("restore"):
+        wait(1)
+    with clock.step(1):
+        wait(2)
+        with clock.span("data"):
+            wait(4)
+            with clock.span(None):
+                wait(8)
+        with contextlib.suppress(ValueError), clock.span("save"):
+            wait(16)
+            raise ValueError
+        wait(32)
+    wait(64)
+    clock.close()
+    assert clock.seconds == {"startup": 7, "restore": 1, "step": 34, "data": 12, "save": 16, "idle": 64}
+
+
+def test_between_two_machines_the_wall_clock_counts_and_never_backwards(tmp_path):
+    def account(*begins):
+        rows = []
+        for session, begin in enumerate(begins):
+            rows += [{"session": session, "time": begin, "at": 5.0, "begin": 5.0, "boot": f"machine {session}"}]
+            rows += [{"session": session, "time": begin + 10, "at": 15.0, "step": 3, "seconds": {"step": 10.0}}]
+        torn = '{"session": 0, "time": 1.0, "at"\n'
+        (tmp_path / "goodput.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + torn)
+        return observability.goodput(tmp_path)
+
+    assert account(1000.0, 1030.0).seconds == {"step": 20.0, "down": 20.0}
+    assert account(1000.0, 900.0).seconds == {"step": 20.0, "down": 0.0}
+    with pytest.raises(FileNotFoundError, match="Trainer with directory="):
+        observability.goodput(tmp_path / "nowhere")
+
+
+def test_a_disk_that_is_full_loses_no_seconds(tmp_path, monkeypatch):
+    from maxlib.observability import _goodput as module
+
+    clock = observability.Clock(tmp_path, age=0)
+    append = module._append
+    monkeypatch.setattr(module, "_append", lambda path, text: (_ for _ in ()).throw(OSError("No space left")))
+    with clock.step(1):
+        time.sleep(0.05)
+    clock.close()
+    monkeypatch.setattr(module, "_append", append)
+    clock.close()
+    assert observability.goodput(tmp_path).seconds["step"] >= 0.05
+
+
+# ------------------------------------------------------------------------------------ with the Trainer
+
+
+def test_a_trainer_with_everything_attached(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(trainer_module, "jit_step", tiny.jit_step)
+    ours = trainer(
+        directory=tmp_path,
+        eval_loader=tiny.Loader(2),
+        eval_every=4,
+        checkpointer=checkpoint.Checkpointer(tmp_path / "checkpoints", every=4),
+        callbacks=[
+            (1, observability.Profile(tmp_path / "profile", after=2, steps=2)),
+            (1, program := observability.DumpProgram(tmp_path / "program")),
+            (4, probes.LayerStatistics()),
+            (4, probes.Recompute(rows=4)),
+            (4, observability.SlowHosts(size=8)),
+            (4, observability.Samples(tmp_path, lambda model: f"<{nn.num_parameters(model)}>")),
+        ],
+    )
+    ours.writers.append(observability.SlowSteps(log=ours.log))
+    observability.write_config(tmp_path, learning_rate=1e-2, size=jnp.float32)
+    ours.fit(6)
+
+    account = observability.goodput(tmp_path)
+    assert {"step", "compile", "restore", "data", "evaluation", "save", "callbacks"} <= account.seconds.keys()
+    rows = observability.read_jsonl(tmp_path / "metrics.jsonl")
+    assert all(row["memory/host_bytes"] > 1e6 for row in rows if "tokens_per_second" in row)
+    (layers,) = [row for row in rows if "layers/output_rms" in row]
+    assert layers["step"] == 4 and len(layers["layers/gradient_norm"]) == 3
+    ops = observability.top_ops(tmp_path / "profile")
+    assert 0 < sum(op.share for op in ops) <= 1.0001 and ops[0].seconds >= ops[-1].seconds > 0
+    assert "profile of 2 steps" in capsys.readouterr().out
+    assert "ENTRY" in program.files["hlo"].read_text() and "lambda" in program.files["jaxpr"].read_text()
+    assert re.search(r"argument +[\d,]+ bytes", program.files["memory"].read_text())
+
+    monkeypatch.setattr(sys, "argv", ["maxlib.training", "report", str(tmp_path)])
+    main()
+    html = (tmp_path / "report.html").read_text()
+    samples = f"&lt;{nn.num_parameters(tiny.model())}&gt;"
+    for wanted in ("<svg", "points: validation", "goodput", "waiting for data", "By layer", "learning_rate", samples):
+        assert wanted.lower() in html.lower(), wanted
+    assert "http" not in re.sub(r'xmlns\S*="[^"]*"|<!DOCTYPE[^>]*>', "", html)  # opens without a network
+
+
+def test_a_report_compares_runs_and_takes_what_there_is(tmp_path, monkeypatch, capsys):
+    run = lambda name, rows, **config: Run(name, rows, None, config, [])
+    a = run("first", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}], rate=1, depth=2)
+    b = run("second", [{"step": 1, "loss": 1.5, "moe/load": [[0.5, 0.5], [1.0, 0.0]]}], rate=3, depth=2)
+    html = page([a, b])
+    assert '<tr class="differs"><th>rate</th><td>1</td><td>3</td></tr>' in html
+    assert "<tr><th>depth</th><td>2</td><td>2</td></tr>" in html
+    assert html.count("<svg") == 2 and "Busiest expert" in html
+    monkeypatch.setattr(sys, "argv", ["maxlib.training", "report", str(tmp_path)])
+    assert main() == 2 and "has no metrics.jsonl" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------- layers
+
+
+@functools.cache
+def small():
+    return tiny.llama(num_layers=3), jax.tree.map(jnp.asarray, tiny.batch(rows=2, length=6))
+
+
+def test_what_is_observed_is_what_a_model_computes():
+    model, batch = small()
+    found = probes.observe(model, batch, tiny.loss)
+    assert [name for name in found.outputs if name.count(".") < 3] == [
+        *("embed", "layers.0.attn_norm", "layers.0.attn", "layers.0.mlp_norm", "layers.0.mlp", "layers.0"),
+        *("layers.1.attn_norm", "layers.1.attn", "layers.1.mlp_norm", "layers.1.mlp", "layers.1"),
+        *("layers.2.attn_norm", "layers.2.attn", "layers.2.mlp_norm", "layers.2.mlp", "layers.2", "norm"),
+    ]
+    params, rest = nn.partition(model)
+
+    def loss(params):
+        model = nn.combine(params, rest)
+        hidden = model(batch["tokens"], dtype=jnp.float32).hidden
+        return tiny.loss(model, batch)[0] / batch["targets"].size, jnp.sqrt(jnp.mean(hidden**2))
+
+    (value, rms), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    assert found.outputs["norm"]["rms"] == pytest.approx(float(rms), rel=1e-4)
+    assert found.loss == pytest.approx(float(value), rel=1e-5)
+    want = probes.norms_by_layer(grads, model)
+    assert found.gradients == pytest.approx(want, rel=1e-3)
+    assert want["layers.1.mlp.up.w"] == pytest.approx(
+        float(jnp.linalg.norm(grads["layers.body.0.mlp.up.w"][1])), rel=1e-4
+    )
+
+
+def test_logits_and_entropy_of_attention():
+    q, k = jax.random.normal(jax.random.key(0), (5, 4, 8)), jax.random.normal(jax.random.key(1), (5, 2, 8))
+    index = jnp.arange(5)
+    largest, entropy = hooks.logits_seen(q, k, jnp.zeros(5, jnp.int32), index + 1, None)
+    logits = np.einsum("tnh,snh->nts", q, np.repeat(k, 2, axis=1)) / 8**0.5
+    logits = np.where(np.tri(5, dtype=bool), logits, -np.inf)
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    assert float(largest) == pytest.approx(logits.max(), rel=1e-5)
+    assert float(entropy) == pytest.approx(-np.sum(p * np.log(np.where(p > 0, p, 1))) / 20, rel=1e-4)
+
+
+def test_layers_that_lead_a_stack_are_tapped_one_by_one():
+    model, _ = hooks.tapped(stacked.Model(prefix=0, period=2, lead=3))
+    rows = {path: v.shape for path, v in nn.variables(model).items() if path.endswith(".0.tap")}
+    assert rows == {f"layers.{place}.0.tap": (n, len(hooks.FIELDS)) for place, n in (("lead", 3), ("body", 2))}
+    order = ["layers.lead.0.w", "layers.lead.0", "layers.body.0", "layers.body.1", "norm"]
+    led = [(f"layers.lead.0{one}", row) for row in range(3) for one in (".w", "")]
+    body = [(f"layers.body.{slot}", row) for row in range(2) for slot in range(2)]
+    assert hooks.in_order(order, checkpoint.layouts(model)) == [*led, *body, ("norm", None)]
+
+
+def test_the_first_layer_that_is_not_finite_is_named():
+    model, batch = small()
+    assert probes.find_nonfinite(model, batch, tiny.loss) is None
+    params, rest = nn.partition(model)
+    path, down = "layers.body.0.mlp.up.w", "layers.body.0.mlp.down.w"
+    huge = nn.combine(params | {path: params[path].at[1].mul(1e25), down: params[down].at[1].mul(1e25)}, rest)
+    text = probes.find_nonfinite(huge, batch, tiny.loss)
+    assert text.startswith("forward: first the output of layers.1.mlp.down (")
+    bad = nn.combine(params | {path: params[path].at[2, 0, 0].set(jnp.nan)}, rest)
+    text = probes.find_nonfinite(bad, batch, tiny.loss)
+    assert "parameters: layers.2.mlp.up.w is not finite before" in text
+    assert "forward: first the output of layers.2.mlp.up (12 values)" in text
+
+
+def test_a_gradient_that_is_not_finite_is_placed():
+    model, batch = tiny.model(), jax.tree.map(jnp.asarray, tiny.batch(rows=2, length=6))
+
+    def root(model, batch, key):  # a finite value with an infinite slope
+        hidden = model(batch["tokens"], dtype=jnp.float32).hidden
+        return jnp.sum(jnp.sqrt(hidden * 0)), training.Stats(jnp.float32(1), {})
+
+    text = probes.find_nonfinite(model, batch, root)
+    assert "forward" not in text
+    assert "backward: first the gradient of the output of layers.2, made by the loss" in text
+
+
+# ------------------------------------------------------------------------------------------ corruption
+
+
+def test_replicas_and_recomputed_gradients_are_compared(monkeypatch):
+    mesh = sharding.make_mesh(data=8)
+    same = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, P()))
+    copies = [jax.device_put(jnp.arange(8.0).at[3].add(i == 5), d) for i, d in enumerate(mesh.devices.flat)]
+    other = jax.make_array_from_single_device_arrays((8,), same.sharding, copies)
+    split = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, P("data")))
+    assert probes.replicas_that_differ({"same": same, "other": other, "split": split}) == ["other"]
+
+    answers = iter([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}])
+    monkeypatch.setattr(corruption, "gradient_digests", lambda *_: next(answers))
+    ours = trainer()
+    ours.batch = tiny.batch()
+    with pytest.raises(corruption.Corrupted, match=r"step 0, .*\['gradient of b'\]"):
+        probes.Recompute()(ours)
+
+
+# ------------------------------------------------------------------------------------- hangs, slowness
+
+
+def test_stacks_on_a_signal_periodically_and_when_nothing_moves(tmp_path):
+    code = """if True:
+        import os, signal, sys, time
+        from maxlib.observability import Watchdog, dump_stacks
+        def here():
+            with dump_stacks(sys.argv[1]):
+                os.kill(os.getpid(), signal.SIGUSR1)
+        def there():
+            with dump_stacks(sys.argv[2], every=0.05):
+                time.sleep(0.3)
+        def hang():
+            dog = Watchdog(0.1, sys.argv[3])
+            dog()
+            time.sleep(0.4)
+            dog.close()
+        here(), there(), hang()
+    """
+    files = [tmp_path / name for name in "abc"]
+    assert python("-c", code, *files).wait(60) == 0
+    texts = [file.read_text() for file in files]
+    assert texts[0].count("in here") == 1 and texts[1].count("in there") > 1 and texts[2].count("in hang") >= 1
+
+
+def test_slow_steps_are_flagged():
+    said, random = [], np.random.default_rng(0)
+    slow = observability.SlowSteps(log=said.append)
+    for step in range(1, 301):
+        slow.write(step, {"seconds": 2.0 if step == 150 else 0.1 + 0.001 * random.standard_normal()})
+    slow.write(301, {"eval/loss": 1.0})
+    assert slow.flagged == [(150, 2.0)] and said[0].startswith("step 150 took 2 s; the median is 0.1")
+
+
+def test_slow_hosts_are_named():
+    found = observability.slow_hosts({"compute": np.array([1.0, 1.1, 1.7]), "data": np.array([0.001, 0.009, 0.3])})
+    assert [line[:18] for line in found] == ["process 2: compute", "process 2: data to"]
+    assert observability.SlowHosts(size=8, factor=1e9)() == []
+
+
+def test_live_arrays_are_counted(tmp_path):
+    x = jnp.zeros((1234, 7))
+    assert f"{x.nbytes:,} bytes" in observability.live_arrays(1000)
+    assert (
+        "arrays" in observability.memory_profile(tmp_path).read_text() and (tmp_path / "memory.prof").stat().st_size > 0
+    )
+
+
+def test_os_signals_stay_as_they_were():
+    with distributed.dump_stacks(os.devnull):
+        pass
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_slow_reading_is_taken_now_and_then():
+    asked = iter(range(10))
+    often, rarely = (Sampled(lambda: {"n": next(asked)}, seconds) for seconds in (0, 3600))
+    assert [often()["n"], often()["n"], rarely()["n"], rarely()["n"]] == [0, 1, 2, 2]

@@ -1,0 +1,120 @@
+"""FLOPs counted on traces against counts by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import nn, observability, ops, sharding, training
+from maxlib.observability import _flops as flops
+from tests.outside import DIM, VOCAB, Outside
+from tests.training import tiny
+
+SHAPE = jax.ShapeDtypeStruct
+
+
+def matmul_weights(model, but=("embed.w",)):
+    """The numbers of weights that every token is multiplied with."""
+    names = nn.tree.axes(model)
+    sizes = {path: v.get_value().size for path, v in nn.variables(model).items()}
+    return sum(size for path, size in sizes.items() if len(names[path]) > 1 and path not in but)
+
+
+def triangle(n, window=None):
+    """Pairs of a causal mask over `n` tokens."""
+    return sum(min(i + 1, window or n) for i in range(n))
+
+
+@pytest.mark.parametrize("remat", [None, "full"])
+def test_llama_is_six_n_t_and_attention(remat):
+    B, T, L, N, H = 2, 24, 2, 2, 12
+    model = jax.eval_shape(tiny.llama)
+    batch = tiny.batch(B, T)
+    loss = functools.partial(training.next_token_loss, remat=remat)
+    want = 6 * matmul_weights(model) * B * T + 6 * L * B * triangle(T) * N * (H + H)
+    assert observability.training_flops(loss, model, batch) == want
+
+
+def test_packed_documents_and_padding_attend_less():
+    B, T, L, N, H = 2, 24, 2, 2, 12
+    model = jax.eval_shape(tiny.llama)
+    segment_ids = np.tile(np.repeat([1, 2, 0], [10, 8, 6]), (B, 1))
+    batch = tiny.batch(B, T) | {"segment_ids": segment_ids.astype(np.int32)}
+    weights = 6 * matmul_weights(model) * B * T
+    want = weights + 6 * L * B * (triangle(10) + triangle(8)) * N * (H + H)
+    assert observability.training_flops(training.next_token_loss, model, batch) == want
+    unknown = {name: SHAPE(x.shape, x.dtype) for name, x in batch.items()}
+    everything = weights + 6 * L * B * T * T * N * (H + H)
+    assert observability.training_flops(training.next_token_loss, model, unknown) == everything
+
+
+def test_windows_in_a_period_of_a_model_from_outside():
+    """Three layers see everything before them, two see four tokens; the head is tied."""
+    B, T = 2, 12
+    model = jax.eval_shape(lambda: Outside(rngs=nnx.Rngs(0)))
+    weights = matmul_weights(model) + VOCAB * DIM
+    pairs = 3 * triangle(T) + 2 * triangle(T, 4)
+    want = 6 * weights * B * T + 6 * B * pairs * 2 * (8 + 8)
+    assert observability.training_flops(training.next_token_loss, model, tiny.batch(B, T, vocab=VOCAB)) == want
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+@pytest.mark.parametrize("mask", [ops.Chunked(5) & ops.Causal(), ops.Causal() | ops.Prefix(4), ops.Full()], ids=str)
+def test_every_mask_and_implementation_counts_the_pairs_it_sees(mask, implementation):
+    T = 12
+
+    def attend(q, k):
+        start, end = nn.context(2, T).bounds(mask)
+        return ops.attention(q, k, k, k_start=start, k_end=end, implementation=implementation)
+
+    pairs = {"Chunked": 2 * triangle(5) + triangle(2), "Prefix": triangle(T) + 6, "Full": T * T}
+    want = next(n for name, n in pairs.items() if name in repr(mask))
+    got = observability.forward_flops(attend, SHAPE((2, T, 4, 8), jnp.float32), SHAPE((2, T, 2, 8), jnp.float32))
+    assert got == 2 * want * 4 * 2 * (8 + 8)
+
+
+def test_what_contains_matmuls_is_looked_into():
+    x, w = SHAPE((4, 8), jnp.float32), SHAPE((8, 8), jnp.float32)
+    one = 2 * 4 * 8 * 8
+    count = observability.forward_flops
+    scanned = lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, length=5)[0]
+    assert count(scanned, x, w) == 5 * one
+    assert count(jax.checkpoint(scanned), x, w) == 5 * one
+    assert count(jax.vmap(scanned, (0, None)), SHAPE((3, 4, 8), jnp.float32), w) == 15 * one
+    either = lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w)
+    assert count(either, x, w) == 2 * one
+    grads = lambda x, w: jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+    assert count(grads, x, w) == 2 * one
+    image, kernel = SHAPE((1, 8, 8, 3), jnp.float32), SHAPE((3, 3, 3, 16), jnp.float32)
+    convolve = lambda x, w: jax.lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    assert count(convolve, image, kernel) == 2 * 64 * 16 * 9 * 3
+    ragged = lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes)
+    assert count(ragged, x, SHAPE((3, 8, 8), jnp.float32), SHAPE((3,), jnp.int32)) == one
+
+
+def test_a_mesh_does_the_same_work_together():
+    mesh, rules = sharding.make_mesh(data=4, tensor=2), sharding.TP
+    q = SHAPE((4, 12, 4, 8), jnp.float32)
+    attend = lambda q: nn.attend(q, q, q, *nn.context(4, 12).bounds(ops.Full()))
+    with sharding.use(mesh, rules):
+        inside = observability.forward_flops(attend, q)
+    assert inside == observability.forward_flops(attend, q)
+
+
+def test_loops_of_unknown_length_are_said():
+    x, w = SHAPE((4, 8), jnp.float32), SHAPE((8, 8), jnp.float32)
+    loop = lambda x, w: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ w, x)
+    with pytest.warns(UserWarning, match="unknown number of times"):
+        assert observability.forward_flops(loop, x, w) == 2 * 4 * 8 * 8
+
+
+def test_peaks():
+    assert 1e9 < observability.peak_flops() < 1e14
+    kinds = {"TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12, "NVIDIA H200": 989e12}
+    for kind, want in kinds.items():
+        assert next(peak for name, peak in flops.PEAKS.items() if kind.startswith(name)) == want

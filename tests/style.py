@@ -1,0 +1,143 @@
+"""Counts what the style of the library asks for: `python -m tests.style` prints it, `--check` fails over the bounds.
+
+Docstrings begin with a verb, or name the thing that a class is; comments teach where code is dense; functions stay
+short; no public name hides a module.
+"""
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "maxlib"
+# Beginnings of a noun clause, or of a sentence turned around.
+CLAUSE = re.compile(
+    r"(What|Whether|How|Who|Where|When|Which|Why|Of|The same|That|Those|As|For|In|At|With|But|But for|Without|From|By)\b"
+)
+COMMENTED = ("nn", "models", "ops", "sharding")
+COMMENTS = 0.05, 0.10
+LONGEST, MOST_ARGUMENTS, LARGEST_ROOM = 60, 12, 0.16
+
+
+def files() -> Iterator[Path]:
+    return (path for path in sorted(PACKAGE.rglob("*.py")))
+
+
+def definitions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
+
+
+def noun_clauses() -> tuple[list[str], int]:
+    """Docstrings of functions and classes that begin with a noun clause, and the number of all docstrings."""
+    found, total = [], 0
+    for path in files():
+        for node in definitions(path):
+            if text := ast.get_docstring(node):
+                total += 1
+                if CLAUSE.match(text):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {text.splitlines()[0][:80]}")
+    return found, total
+
+
+def comment_share(room: str) -> float:
+    """Comment lines over all lines that are not blank."""
+    comments = lines = 0
+    for path in (PACKAGE / room).rglob("*.py"):
+        text = path.read_text()
+        lines += sum(bool(line.strip()) for line in text.splitlines())
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        comments += sum(token.type == tokenize.COMMENT for token in tokens)
+    return comments / lines
+
+
+def long_functions() -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name} ({length} lines)"
+        for path in files()
+        for node in definitions(path)
+        if not isinstance(node, ast.ClassDef) and (length := (node.end_lineno or 0) - node.lineno + 1) > LONGEST
+    ]
+
+
+def many_arguments() -> list[str]:
+    """Functions with more arguments than are easily told apart; constructors of layers may have more."""
+    found = []
+    for path in files():
+        for node in definitions(path):
+            if isinstance(node, ast.ClassDef) or (node.name == "__init__" and path.parent.name in ("nn", "models")):
+                continue
+            count = len([a for a in node.args.args if a.arg not in ("self", "cls")]) + len(node.args.kwonlyargs)
+            if count > MOST_ARGUMENTS:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name} ({count} arguments)")
+    return found
+
+
+def shadowed_modules() -> list[str]:
+    """Names in a package's facade that a module of the package bears too."""
+    found = []
+    for init in PACKAGE.rglob("__init__.py"):
+        modules = {path.stem for path in init.parent.iterdir() if not path.stem.startswith("__")}
+        for node in ast.walk(ast.parse(init.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and not node.module.endswith(init.parent.name):
+                found += [f"{init.parent.relative_to(ROOT)}: {a.asname or a.name}" for a in node.names
+                          if (a.asname or a.name) in modules]  # fmt: skip
+    return found
+
+
+def facade(room: str) -> list[str]:
+    """The public names of a subpackage, its named submodules aside."""
+    tree = ast.parse((PACKAGE / room / "__init__.py").read_text())
+    package = f"maxlib.{room}"
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    names = [a.asname or a.name for node in imports if node.module not in (package, "maxlib._lazy", "typing")
+             for a in node.names]  # fmt: skip
+    return sorted({name for name in names if not name.startswith("_")})
+
+
+def largest_room() -> tuple[str, float]:
+    sizes: dict[str, int] = {}
+    for path in files():
+        room = path.relative_to(PACKAGE).parts[0]
+        sizes[room] = sizes.get(room, 0) + len(path.read_text().splitlines())
+    name = max(sizes, key=sizes.__getitem__)
+    return name, sizes[name] / sum(sizes.values())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is broken")
+    parser.add_argument("--list", action="store_true", help="name every place")
+    args = parser.parse_args()
+    clauses, total = noun_clauses()
+    shares = {room: comment_share(room) for room in COMMENTED}
+    room, share = largest_room()
+    lists = {
+        f"docstrings that begin with a noun clause ({len(clauses) / total:.1%} of {total}, under 2%)": clauses,
+        f"functions over {LONGEST} lines": long_functions(),
+        f"functions with over {MOST_ARGUMENTS} arguments": many_arguments(),
+        "public names that equal a module's": shadowed_modules(),
+    }
+    for title, places in lists.items():
+        print(f"{title}: {len(places)}")
+        if args.list:
+            print("\n".join(f"  {place}" for place in places))
+    print("comment lines:", ", ".join(f"{name} {part:.1%}" for name, part in shares.items()), "(5% to 10%)")
+    print(f"facades: nn {len(facade('nn'))} (about 45), sharding {len(facade('sharding'))} (about 30)")
+    print(f"largest subpackage: {room}, {share:.1%} of the lines (under {LARGEST_ROOM:.0%})")
+    good = (
+        len(clauses) < 0.02 * total
+        and not any(places for title, places in lists.items() if "noun clause" not in title)
+        and all(COMMENTS[0] <= part <= COMMENTS[1] for part in shares.values())
+        and share < LARGEST_ROOM
+    )
+    return 1 if args.check and not good else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Any text comes back, and transformers opens what is saved."""
+
+import json
+
+import numpy as np
+import pytest
+
+from maxlib import data, tokenization
+
+TEXTS = ["The quick brown fox jumps over the lazy dog. " * 3, "def f(x):\n\treturn x ** 2\n"] * 20
+STRANGE = ["", " ", "  two  spaces ", "tab\tnew\nline\r\n", "naïve 日本語 🦊 \u200b \x00", "\ufeff", "Ġ", "a" * 300]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenization.train_bpe(TEXTS, vocab_size=300)
+
+
+def test_any_text_comes_back(tokenizer):
+    for text in STRANGE:
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_training_is_deterministic_and_as_large_as_asked(tokenizer):
+    assert tokenizer.get_vocab_size() == 300
+    assert tokenization.train_bpe(iter(TEXTS), vocab_size=300).to_str() == tokenizer.to_str()
+    assert [tokenizer.token_to_id(token) for token in ("<bos>", "<eos>")] == [0, 1]
+
+
+def test_vocabulary_too_small():
+    with pytest.raises(ValueError, match=r"vocab_size must be at least 258 .* got 200"):
+        tokenization.train_bpe(TEXTS, vocab_size=200)
+
+
+def test_tokenize_adds_the_ends_it_is_told(tokenizer):
+    documents = data.in_memory(["the fox"])
+    plain = tokenizer.encode("the fox", add_special_tokens=False).ids
+    assert data.tokenize(documents, tokenizer)[0]["tokens"].tolist() == plain
+    whole = data.tokenize(documents, tokenizer, bos_id=0, eos_id=1)[0]
+    assert whole["tokens"].tolist() == [0, *plain, 1]
+    assert whole["tokens"].dtype == np.int32
+    assert whole["text"] == "the fox"
+
+
+def test_document_without_tokens():
+    class Nothing:
+        def encode(self, text, /, *, add_special_tokens):
+            return []
+
+    with pytest.raises(ValueError, match="made no token of the document 'the fox'"):
+        data.tokenize(data.in_memory(["the fox"]), Nothing())[0]
+
+
+def test_transformers_opens_it(tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenization.save_tokenizer(tokenizer, tmp_path, bos_token="<bos>", eos_token="<eos>", max_length=128)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.model_max_length) == (0, 1, 128)
+    for text in STRANGE:
+        ids = theirs.encode(text)
+        assert ids == [0, *tokenizer.encode(text).ids]
+        assert theirs.decode(ids, skip_special_tokens=True) == text
+    # A Hugging Face tokenizer is tokenized with as it is.
+    documents = data.in_memory(["the fox"])
+    ours = data.tokenize(documents, tokenizer, bos_id=0)[0]["tokens"]
+    np.testing.assert_array_equal(data.tokenize(documents, theirs, bos_id=0)[0]["tokens"], ours)
+
+
+def test_saving_leaves_the_tokenizer_as_it_was(tokenizer, tmp_path):
+    before = tokenizer.to_str()
+    tokenization.save_tokenizer(tokenizer, tmp_path / "new", bos_token="<bos>")
+    assert tokenizer.to_str() == before
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert json.loads((tmp_path / "new" / "tokenizer_config.json").read_text())["bos_token"] == "<bos>"
+
+
+def test_unknown_special_token(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="eos_token='</s>' is not in the tokenizer's vocabulary"):
+        tokenization.save_tokenizer(tokenizer, tmp_path, eos_token="</s>")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,57 @@
+"""With muP's factors the size of activations does not depend on the width; without, it grows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from maxlib import training
+from maxlib.training import probes
+from tests.training import tiny
+
+WIDTHS = (16, 256)
+BATCHES = [jax.tree.map(jnp.asarray, tiny.batch(seed=i)) for i in range(4)]
+
+
+def build(width):
+    return tiny.Bigram(width, rngs=nnx.Rngs(0))
+
+
+BASE = jax.eval_shape(lambda: build(WIDTHS[0]))
+
+
+@functools.cache
+def check(mup: bool) -> probes.CoordinateCheck:
+    def optimizer(model):
+        factors = training.width_factors(model, BASE) if mup else {}
+        return optax.chain(training.adamw(2e-2, mask=None, weight_decay=0.0), training.scale_by_path(factors))
+
+    start = (lambda width: training.width_scaled(build(width), BASE)) if mup else build
+    return probes.mup_coord_check(start, WIDTHS, optimizer=optimizer, batches=BATCHES, loss=tiny.loss)
+
+
+def test_flat_with_the_factors_and_growing_without():
+    free, mup = check(False), check(True)
+    assert free.sizes.keys() == mup.sizes.keys() >= {"embed", "layers.0", "layers.2.mlp.down", "logits"}
+    assert free.sizes["logits"].shape == (len(WIDTHS), len(BATCHES) + 1)
+    blocks = [name for name in mup.sizes if name.endswith(".mlp")]
+    assert max(abs(mup.growth()[name]) for name in blocks) < 0.15 and mup.growth()["logits"] < 0.15
+    assert max(free.growth()[name] for name in blocks) > 0.4 and free.growth()["logits"] > 0.8
+    assert all(abs(free.growth(0)[name]) < 0.1 for name in blocks)  # nothing has learnt yet
+
+
+def test_the_table_and_the_picture():
+    found = check(True)
+    assert "width 256" in str(found) and f"{found.growth()['logits']:+.2f}" in str(found)
+    axes = probes.plot_coordinates(found, match="layers.?", steps=(0, -1))
+    assert [ax.get_title() for ax in axes] == ["after 0 steps", "after 4 steps"]
+    assert [line.get_label() for line in axes[0].get_lines()] == ["layers.0", "layers.1", "layers.2"]
+    assert axes[1].get_lines()[0].get_ydata()[1] == found.sizes["layers.0"][1, -1]
+
+
+def test_what_cannot_be_compared():
+    with pytest.raises(ValueError, match=r"at least two widths, got \[16, 16\]"):
+        probes.mup_coord_check(build, [16, 16], optimizer=lambda model: optax.sgd(0.1), batches=BATCHES, loss=tiny.loss)
