@@ -130,6 +130,11 @@ def _best(model, hidden) -> Int[Array, " B"]:
 def _check_drafts(model: Any, capacity: int) -> None:
     if not isinstance(model, nn.SupportsDrafting):
         raise ValueError(f"{type(model).__name__} does not draft: it lacks the methods of nn.SupportsDrafting")
+    if any(rope.needs_length for rope in getattr(model, "ropes", ())):
+        raise ValueError(
+            f"{type(model).__name__} rotates by the length of the text so far, which a draft that is refused makes wrong; "
+            "use generator.generate"
+        )
     caches = jax.eval_shape(lambda: (model.init_cache(1, capacity), model.init_draft_cache(1, capacity)))
     is_ring = lambda x: isinstance(x, nn.cache.RingCache)
     if any(is_ring(leaf) for leaf in jax.tree.leaves(caches, is_leaf=is_ring)):

@@ -169,6 +169,11 @@ class GPT2(nn.Decoder):
         ctx = nn.context(*x.shape[:2], cache=cache, **inputs)
         return super().enter(x + self.positions(ctx, dtype=x.dtype), cache=cache, **inputs)
 
+    @property
+    def max_length(self) -> int:
+        """Number of positions in the table."""
+        return self.positions.length
+
     def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
         """An empty cache for `capacity` tokens a row. Raises ValueError if there are fewer positions; nothing is
         rotated.

@@ -21,6 +21,8 @@ class Context:
     positions: `B T`, for rotary tables only. index: `B T`, each token's place among all cached and new ones. start,
     stop: `B T`, its document in the same counting; padding has `start == stop`. valid: `B T`, or None if every token is
     real. length: `B`, tokens cached before this call (zeros without a cache). num_new: `B`, real tokens in this call.
+    row_length: `B`, with a cache the length of each row after this call, which rotary scalings that depend on the
+    length follow; rope_length is one that is known before, and goes first.
     """
 
     positions: Int[Array, "B T"]
@@ -33,6 +35,7 @@ class Context:
     bidirectional_blocks: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None
     intervals: tuple[Any, ...] = ()
     tables: tuple[Any, ...] = ()
+    row_length: Int[Array, " B"] | None = None
     rope_length: int | None = static(default=None)
     masks: tuple[Mask, ...] = static(default=())
     ropes: tuple[Rope | GridRope, ...] = static(default=())
@@ -49,7 +52,7 @@ class Context:
         """Cosines and sines of every position under `rope` (R is half the rotary dimensions)."""
         if rope in self.ropes:
             return self.tables[self.ropes.index(rope)]
-        return rope.tables(self.positions, length=self.rope_length)
+        return rope.tables(self.positions, length=self.row_length if self.rope_length is None else self.rope_length)
 
 
 def context(
@@ -77,15 +80,17 @@ def context(
     _check_rows(batch, seq, cache, {"positions": positions, "segment_ids": segment_ids, "valid": valid})
     length = jnp.zeros(batch, jnp.int32) if cache is None else cache.length
     index, start, stop, valid = _documents(batch, seq, segment_ids, valid, cache)
+    num_new = jnp.full(batch, seq, jnp.int32) if valid is None else valid.sum(axis=1, dtype=jnp.int32)
     ctx = Context(
         positions=index - start if positions is None else positions,
         index=index,
         start=start,
         stop=stop,
         length=length,
-        num_new=jnp.full(batch, seq, jnp.int32) if valid is None else valid.sum(axis=1, dtype=jnp.int32),
+        num_new=num_new,
         valid=valid,
         bidirectional_blocks=bidirectional_blocks,
+        row_length=None if cache is None else length + num_new,
         rope_length=_rope_length(seq, positions, segment_ids, cache),
     )
     tables = tuple(ctx.rotary(rope) for rope in ropes)

@@ -48,6 +48,7 @@ class Decoder(nnx.Module):
     head: Embed | None = None  # None: tied to `embed`
     masks: tuple[Mask, ...] = ()  # what its layers ask of the context, computed once
     ropes: tuple[Rope, ...] = ()
+    recompute_cache_at: int | None = None  # length from which on cached keys are rotated otherwise: Phi's LongRoPE
     softcap: float | None = None  # of the logits
 
     def __call__(
@@ -94,9 +95,21 @@ class Decoder(nnx.Module):
     def init_cache(
         self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None
     ) -> Cache:
-        """An empty cache for `capacity` tokens a row; `rope_length` defaults to that capacity."""
+        """Makes an empty cache.
+
+        Args:
+          batch: number of rows.
+          capacity: tokens that a row can hold. It changes no result.
+          dtype: dtype of what is kept; int8 and float8 come with scales.
+          rope_length: see `Cache`.
+        """
         layers = self.layers.init_cache(batch, capacity, dtype)
-        return Cache(layers, jnp.zeros(batch, jnp.int32), rope_length or capacity)
+        return Cache(layers, jnp.zeros(batch, jnp.int32), rope_length)
+
+    @property
+    def max_length(self) -> int | None:
+        """Number of positions that the model was made for, None without an end."""
+        return min((rope.max_length for rope in self.ropes if rope.max_length is not None), default=None)
 
 
 class VisionDecoder(Decoder):
@@ -163,7 +176,7 @@ class MTPDecoder(Decoder):
 
     def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> Cache:
         layers = self._drafter.init_cache(batch, capacity, dtype)
-        return Cache(layers, jnp.zeros(batch, jnp.int32), capacity)
+        return Cache(layers, jnp.zeros(batch, jnp.int32))
 
     @property
     def _drafter(self) -> MTP:

@@ -20,10 +20,13 @@ Extended = tuple["LayerCache", Array, Array, Array, Array]
 
 @pytree
 class Cache:
-    """A model's whole cache: one entry per layer, laid out like its stacks, and what all layers share.
+    """A model's whole cache: what each layer keeps, and what all of them share.
 
-    length: tokens cached so far, per row. rope_length: the length that length-dependent rotary scalings assume, fixed
-    when the cache is made so that every step rotates alike.
+    Args:
+      layers: one entry per layer, laid out like the model's stacks.
+      length: tokens cached so far, per row.
+      rope_length: a fixed length for rotary scalings that depend on it (dynamic NTK, LongRoPE); None for that of each
+        row so far, which is what transformers rotates new tokens by.
     """
 
     layers: Any
