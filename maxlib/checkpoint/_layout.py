@@ -1,15 +1,14 @@
 """Which stored leaves, or rows of them, make up a wanted one: stacks may have another layout."""
 
 import dataclasses
-import re
 from typing import Any
 
 import jax
 
 from maxlib import nn
 from maxlib.checkpoint._errors import shorten
-from maxlib.nn._stack_layout import place_of
-from maxlib.nn.tree import PLACE
+from maxlib.checkpoint._migrations import current_names
+from maxlib.nn._stack_layout import places
 
 Layouts = dict[str, dict[str, int]]
 # A leaf of one layer: the stored leaf it is in, and its row there (None: it is all of it).
@@ -19,31 +18,22 @@ Piece = tuple[str, int | None]
 def layouts(model: Any) -> Layouts:
     """`{path: {num_layers, prefix, period}}`, and `lead` where there is one, of every stack of `model`, as a
     checkpoint's meta holds it."""
-    is_stack = lambda x: isinstance(x, nn.Stack)
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_stack)
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
-    return {name(path): stack.layout for path, stack in leaves if is_stack(stack)}
+    return nn.tree.layouts(model)
 
 
 def layer_path(name: str, layouts: Layouts) -> list[Piece]:
-    """The leaf `name` layer by layer: `layers.body.0.w` is `layers.1.w` row 0, `layers.3.w` row 1, ...
+    """Names the leaf `name` layer by layer: `layers.body.0.w` is `layers.1.w` row 0, `layers.3.w` row 1, ...
 
     The stack may lie under any path: an optimizer's moments are named `0.mu.layers.body.0.w`.
     """
+    parts = name.split(".")
     for stack in sorted(layouts, key=len, reverse=True):
-        here = rf"{re.escape(stack)}\." if stack else ""
-        match = re.search(rf"(?:^|\.){here}(?P<place>{PLACE})(?=\.|$)", name)
-        if match:
-            before, after = name[: match.start("place")], name[match.end("place") :]
-            layers = _layers_at(match["place"], layouts[stack])
-            return [(f"{before}{i}{after}", row) for i, row in layers] or [(name, None)]
+        here, slots = stack.split(".") if stack else [], places(layouts[stack])
+        for start in range(len(parts) - len(here) - 1):
+            end = start + len(here)
+            if parts[start:end] == here and (layers := slots.get(".".join(parts[end : end + 2]))):
+                return [(".".join([*parts[:end], str(i), *parts[end + 2 :]]), row) for i, row in layers]
     return [(name, None)]
-
-
-def _layers_at(place: str, layout: dict[str, int]) -> list[tuple[int, int | None]]:
-    """The layers stored at `place`, with their rows, in the order of the rows."""
-    everywhere = [(i, *place_of(i, **layout)) for i in range(layout["num_layers"])]
-    return [(i, row) for i, path, row in everywhere if path == place]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +72,8 @@ def plan(
     """Finds every layer of every wanted leaf among a manifest's `entries`. Raises ValueError with all that does not
     fit.
     """
-    source = _layers_of(entries, old)
+    known = {layer for name in wanted for layer, _ in layer_path(name, new)}
+    source = current_names(_layers_of(entries, old), known)
     targets, missing, differ, used = {}, [], [], set()
     for name, raw in wanted.items():
         layers, rows = _split(name, raw.shape, new)

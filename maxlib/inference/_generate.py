@@ -21,7 +21,7 @@ class Generator:
     """A model made ready to decode: its layers laid out one by one and its matrices cast to `dtype`, once.
 
     cache_dtype: of keys and values, by default `dtype`; int8 and float8 come with scales.
-    Parallel work: call inside `sharding.use(mesh, rules)` and parameters, caches and steps follow the rules.
+    Parallel work: call inside `sharding.use(layout)` and parameters, caches and steps follow it.
     """
 
     def __init__(self, model: Any, *, dtype: Any = jnp.bfloat16, cache_dtype: Any = None):

@@ -45,8 +45,9 @@ def speculate(
     stop: Collection[int] = (),
     capacity: int | None = None,
 ) -> Speculated:
-    """What `generator.generate` writes greedily, in fewer passes: each also checks one draft of the model's first MTP
-    module.
+    """Generates what `generator.generate` does greedily, in fewer passes (Leviathan et al. 2023, arXiv:2211.17192).
+
+    Each pass also checks one draft of the model's first MTP module.
 
     Arguments are those of `Generator.stream`. Raises ValueError for a model that does not draft (DeepSeek: read it with
     `num_mtp=1`), and for one whose caches forget: a refused draft could not be taken back.
@@ -72,7 +73,7 @@ def speculate(
 
 
 class _Row:
-    """What one prompt has got so far."""
+    """Collects what one prompt has got so far."""
 
     def __init__(self, limit: int, stop: frozenset[int]):
         self.limit, self.stop = limit, stop
@@ -136,9 +137,9 @@ def _check_drafts(model: Any, capacity: int) -> None:
             "use generator.generate"
         )
     caches = jax.eval_shape(lambda: (model.init_cache(1, capacity), model.init_draft_cache(1, capacity)))
-    is_ring = lambda x: isinstance(x, nn.cache.RingCache)
-    if any(is_ring(leaf) for leaf in jax.tree.leaves(caches, is_leaf=is_ring)):
+    if not all(nn.cache.can_rewind(cache.layers) for cache in caches):
+        kept = {type(one).__name__ for cache in caches for one in nn.cache.layer_caches(cache.layers)}
         raise ValueError(
-            f"{type(model).__name__} has layers that keep a window only, from which a refused draft cannot be taken back; "
-            "use generator.generate"
+            f"{type(model).__name__} has layers that keep only a window or a state ({', '.join(sorted(kept))}), from which "
+            "a refused draft cannot be taken back; use generator.generate"
         )

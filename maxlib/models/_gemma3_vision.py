@@ -1,48 +1,44 @@
-"""Gemma 3's eyes: a SigLIP tower, whose patches are pooled and projected to the text's width (arXiv:2503.19786)."""
+"""Gemma 3's image encoder: SigLIP, whose patches are pooled and projected to the text's width (arXiv:2503.19786)."""
 
-import dataclasses
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
-from maxlib import nn
-from maxlib.weights import HFConfig, Ignore, Renamed, Table, Weight, names, written
+from maxlib import nn, ops
+from maxlib.nn.remat import Policy
+from maxlib.sharding import constrain
+from maxlib.weights import REQUIRED, Ignore, ModelConfig, Renamed, Table, Weight, hf, names
 
-GELU = "gelu_pytorch_tanh"
-# Our fields, and what config.json calls them; with what it means by leaving one out.
-TOWER = {
-    "dim": "hidden_size",
-    "mlp_dim": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "image_size": "image_size",
-    "patch_size": "patch_size",
-    "norm_eps": ("layer_norm_eps", 1e-6),
-}
-IMAGES = {
-    "num_tokens": ("mm_tokens_per_image", 256),
-    "image_token": ("image_token_index", 262_144),
-    "begin_token": ("boi_token_index", 255_999),
-    "end_token": ("eoi_token_index", 256_000),
-}
+IN = "vision_config."  # where config.json has what is about the encoder
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Vision:
-    """The image tower, and what stands for an image in the text: `num_tokens` times `image_token`."""
+@dataclass(frozen=True, kw_only=True)
+class Vision(ModelConfig):
+    """Sizes of the encoder, and what stands for an image in the text: `num_tokens` times `image_token`."""
 
-    dim: int = 1152
-    mlp_dim: int = 4304
-    num_layers: int = 27
-    num_heads: int = 16
-    image_size: int = 896
-    patch_size: int = 14
-    norm_eps: float = 1e-6
-    num_tokens: int = 256
-    image_token: int = 262_144
-    begin_token: int = 255_999
-    end_token: int = 256_000
+    fixed = {
+        IN + "model_type": "siglip_vision_model",
+        IN + "num_channels": 3,
+        IN + "hidden_act": "gelu_pytorch_tanh",
+        IN + "vision_use_head": (False, True),  # a pooling head that Gemma 3 never calls
+    }
+
+    dim: int = hf(IN + "hidden_size", 1152, absent=REQUIRED)
+    mlp_dim: int = hf(IN + "intermediate_size", 4304, absent=REQUIRED)
+    num_layers: int = hf(IN + "num_hidden_layers", 27, absent=REQUIRED)
+    num_heads: int = hf(IN + "num_attention_heads", 16, absent=REQUIRED)
+    image_size: int = hf(IN + "image_size", 896, absent=REQUIRED)
+    patch_size: int = hf(IN + "patch_size", 14, absent=REQUIRED)
+    norm_eps: float = hf(IN + "layer_norm_eps", 1e-6)
+    num_tokens: int = hf("mm_tokens_per_image", 256)
+    image_token: int = hf("image_token_index", 262_144)
+    begin_token: int = hf("boi_token_index", 255_999)
+    end_token: int = hf("eoi_token_index", 256_000)
 
     def __post_init__(self):
         if self.num_tokens * (self.pool * self.patch_size) ** 2 != self.image_size**2:
@@ -56,33 +52,98 @@ class Vision:
         """Side of the squares of patches that become one vector."""
         return self.image_size // self.patch_size // math.isqrt(self.num_tokens)
 
-    def tower(self, rngs: nnx.Rngs) -> nn.vision.SigLIP:
+    def tower(self, rngs: nnx.Rngs) -> "SigLIP":
+        """Builds the encoder."""
         sizes = {name: getattr(self, name) for name in ("num_layers", "num_heads", "image_size", "patch_size")}
-        return nn.vision.SigLIP(self.dim, self.mlp_dim, **sizes, eps=self.norm_eps, rngs=rngs)
+        return SigLIP(self.dim, self.mlp_dim, **sizes, eps=self.norm_eps, rngs=rngs)
 
-    def projector(self, dim: int, rngs: nnx.Rngs) -> nn.vision.PoolProjector:
+    def projector(self, dim: int, rngs: nnx.Rngs) -> "PoolProjector":
+        """Builds the projector to a text model of width `dim`."""
         norm = nn.RMSNorm(self.dim, eps=self.norm_eps, plus_one=True)
-        return nn.vision.PoolProjector(self.dim, dim, pool=self.pool, norm=norm, rngs=rngs)
+        return PoolProjector(self.dim, dim, pool=self.pool, norm=norm, rngs=rngs)
 
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Vision":
-        """Reads the part of config.json that is about images."""
-        tower = fields.nested("vision_config")
-        tower.require("model_type", "siglip_vision_model")
-        tower.require("hidden_act", GELU)
-        tower.require("num_channels", 3)
-        tower.ignore("vision_use_head")  # a pooling head that Gemma 3 never calls
-        return cls(**tower.read(TOWER), **fields.read(IMAGES))
 
-    def to_hf(self) -> dict[str, Any]:
-        tower = {"model_type": "siglip_vision_model", "num_channels": 3, "hidden_act": GELU, "vision_use_head": False}
-        return {"vision_config": tower | written(self, TOWER), **written(self, IMAGES)}
+class SigLIP(nnx.Module):
+    """Image encoder of SigLIP (Zhai et al. 2023, arXiv:2303.15343): square patches, learned positions, no class token.
+
+    Args:
+        dim: Width of the stream.
+        mlp_dim: Width of the MLPs.
+        num_layers: Number of layers.
+        num_heads: Number of heads. Raises ValueError if it does not divide `dim`.
+        image_size: Side of an image, in pixels.
+        patch_size: Side of a patch. Raises ValueError if it does not divide `image_size`.
+        eps: Of the norms.
+        rngs: Source of initial values.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mlp_dim: int,
+        *,
+        num_layers: int,
+        num_heads: int,
+        image_size: int,
+        patch_size: int,
+        eps: float = 1e-6,
+        rngs: nnx.Rngs,
+    ):
+        nn.vision.check_sizes(dim, num_heads, image_size, patch_size)
+        self.image_size, self.patch_size = image_size, patch_size
+        self.patches = nn.vision.patch_embedding(dim, patch_size, bias=True, rngs=rngs)
+        init = nnx.initializers.normal(dim**-0.5)
+        positions = init(rngs.params(), ((image_size // patch_size) ** 2, dim), jnp.float32)
+        self.positions = nnx.Param(positions, axes=("position", "embed"))
+        make = lambda i, rngs: nn.vision.EncoderBlock(dim, mlp_dim, num_heads=num_heads, eps=eps, rngs=rngs)
+        self.layers = nn.Stack(make, num_layers, rngs=rngs)
+        self.norm = nn.LayerNorm(dim, eps=eps)
+
+    def __call__(
+        self, images: Float[Array, "I C H W"], *, dtype: Any = jnp.bfloat16, remat: Policy = None
+    ) -> Float[Array, "I P D"]:
+        """Returns one vector per patch, row by row.
+
+        Args:
+            images: RGB, from -1 to 1.
+            dtype: The dtype of the computation.
+            remat: Policy of recomputation, see `nn.remat`.
+        """
+        grid = nn.vision.in_patches(images.astype(dtype), self.image_size, self.patch_size)
+        x = self.patches(grid).reshape(len(images), -1, self.positions.shape[-1])  # [I, y, x, D] -> [I, P, D]
+        x = constrain(x + jnp.asarray(self.positions[...], dtype)[None], "batch", "seq", "act_embed")
+        x, _, _ = self.layers(x, nn.context(*x.shape[:2], masks=(ops.Full(),)), remat=remat)
+        return self.norm(x)
+
+
+class PoolProjector(nnx.Module):
+    """Projector from patches to fewer vectors of the text's width: the mean of a square, a norm, a matmul.
+
+    Args:
+        dim: Width of a patch's vector.
+        text_dim: Width of the text model.
+        pool: Side of the squares of patches that become one vector.
+        norm: The norm.
+        rngs: Source of initial values.
+    """
+
+    def __init__(self, dim: int, text_dim: int, *, pool: int, norm: Callable, rngs: nnx.Rngs):
+        self.norm = norm
+        self.proj = nn.Einsum("...E,ED->...D", (dim, text_dim), ("vision", "embed"), rngs=rngs)
+        self.pool = pool
+
+    def __call__(self, x: Float[Array, "I P E"]) -> Float[Array, "I S D"]:
+        I, P, E = x.shape
+        side = math.isqrt(P) // self.pool
+        # P = (side * pool)^2 patches, in rows -> the means of side^2 squares.
+        x = x.reshape(I, side, self.pool, side, self.pool, E).mean(axis=(2, 4))
+        return self.proj(self.norm(x.reshape(I, side * side, E)))
 
 
 def table() -> Table:
-    """Names of the releases; transformers writes other spellings too."""
+    """Maps the names of the releases to ours; transformers writes other spellings too."""
     theirs = "vision_tower.vision_model"
-    attention = [dataclasses.replace(w, theirs=w.theirs.replace("o_proj", "out_proj")) for w in names.ATTENTION]
+    attention = [replace(w, theirs=w.theirs.replace("o_proj", "out_proj")) for w in names.ATTENTION]
     layer = [
         *names.layer_norm("layer_norm1", "attn_norm"),
         *attention,

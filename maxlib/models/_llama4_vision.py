@@ -1,105 +1,186 @@
-"""Llama 4's eyes: a tower of its own, whose patches are laid side by side and projected to the text's width (Meta AI
-2025).
-"""
+"""Llama 4's image encoder, whose patches are laid side by side and projected to the text's width (Meta AI 2025)."""
 
-import dataclasses
+import math
+from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
-from maxlib import nn
-from maxlib.weights import HFConfig, Table, Weight, names, written
+from maxlib import nn, ops
+from maxlib.nn.remat import Policy
+from maxlib.nn.vision import exact_gelu
+from maxlib.sharding import constrain
+from maxlib.weights import HFConfig, ModelConfig, Table, Weight, hf, hf_fields, names
 
+IN = "vision_config."  # where config.json has what is about the encoder
 SHUFFLE = 2  # side of the squares of patches that become one vector
-# Our fields, what config.json calls them, and what it means by leaving one out.
-TOWER = {
-    "dim": ("hidden_size", 768),
-    "num_layers": ("num_hidden_layers", 34),
-    "num_heads": ("num_attention_heads", 16),
-    "image_size": ("image_size", 448),
-    "patch_size": ("patch_size", 14),
-    "projector_dim": ("projector_output_dim", 4096),
-}
-IMAGES = {
-    "image_token": ("image_token_index", 200_092),
-    "begin_token": ("boi_token_index", 200_080),
-    "end_token": ("eoi_token_index", 200_081),
-}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Vision:
-    """The image tower, and what stands for a tile of an image in the text: `num_tokens` times `image_token`."""
+def _read_theta(fields: HFConfig, c: Any) -> float:
+    rope = fields.nested("vision_config").rope(head_dim=c.dim // c.num_heads)
+    if rope.scaling is not None:
+        raise ValueError(f"config.json: the rope of vision_config must have no scaling, got {rope.scaling}")
+    return rope.theta
 
-    dim: int = 1408
-    num_layers: int = 34
-    num_heads: int = 16
-    image_size: int = 336
-    patch_size: int = 14
-    projector_dim: int = 4096
-    rope_theta: float = 10_000.0
-    image_token: int = 200_092
-    begin_token: int = 200_080
-    end_token: int = 200_081
+
+def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
+    return {IN + "rope_theta": theta, IN + "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision(ModelConfig):
+    """Sizes of the encoder, and what stands for a tile of an image in the text: `num_tokens` times `image_token`."""
+
+    fixed = {
+        IN + "model_type": "llama4_vision_model",
+        IN + "num_channels": 3,
+        IN + "hidden_act": "gelu",
+        IN + "pixel_shuffle_ratio": 1 / SHUFFLE,
+    }
+    # The releases have these, and nothing reads them: the norms' epsilon is 1e-5, and no projector has a bias.
+    ignored = (
+        *(IN + "norm_eps", IN + "multi_modal_projector_bias"),
+        *(IN + "vision_feature_layer", IN + "vision_feature_select_strategy"),
+    )
+
+    dim: int = hf(IN + "hidden_size", 1408, absent=768)
+    num_layers: int = hf(IN + "num_hidden_layers", 34)
+    num_heads: int = hf(IN + "num_attention_heads", 16)
+    image_size: int = hf(IN + "image_size", 336, absent=448)
+    patch_size: int = hf(IN + "patch_size", 14)
+    projector_dim: int = hf(
+        IN + "projector_output_dim", 4096, same=(IN + "projector_input_dim", IN + "vision_output_dim")
+    )
+    rope_theta: float = hf_fields(_read_theta, _write_theta, default=10_000.0)
+    image_token: int = hf("image_token_index", 200_092)
+    begin_token: int = hf("boi_token_index", 200_080)
+    end_token: int = hf("eoi_token_index", 200_081)
 
     def __post_init__(self):
         if self.image_size % (SHUFFLE * self.patch_size):
             raise ValueError(f"image_size must be a multiple of {SHUFFLE * self.patch_size}, got {self.image_size}")
 
+    @classmethod
+    def from_hf(cls, fields: HFConfig) -> "Vision":
+        """Reads the part of config.json that is about images."""
+        vision = super().from_hf(fields)
+        fields.nested("vision_config").require("intermediate_size", vision.mlp_dim)
+        return vision
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the part of config.json that is about images."""
+        written = super().to_hf()
+        return written | {"vision_config": written["vision_config"] | {"intermediate_size": self.mlp_dim}}
+
     @property
     def num_tokens(self) -> int:
+        """Number of vectors that a tile becomes."""
         return (self.image_size // self.patch_size // SHUFFLE) ** 2
 
     @property
     def mlp_dim(self) -> int:
-        """Of the tower; the projector takes as many from a square of patches, and Hugging Face has one field for
-        both.
-        """
+        """Width of the encoder's MLPs, and of a square of patches: Hugging Face has one field for both."""
         return self.dim * SHUFFLE**2
 
-    def tower(self, rngs: nnx.Rngs) -> nn.vision.Llama4Vision:
+    def tower(self, rngs: nnx.Rngs) -> "Llama4Vision":
+        """Builds the encoder."""
         sizes = {name: getattr(self, name) for name in ("num_layers", "num_heads", "image_size", "patch_size")}
-        return nn.vision.Llama4Vision(self.dim, self.mlp_dim, **sizes, theta=self.rope_theta, rngs=rngs)
+        return Llama4Vision(self.dim, self.mlp_dim, **sizes, theta=self.rope_theta, rngs=rngs)
 
-    def projector(self, dim: int, rngs: nnx.Rngs) -> nn.vision.ShuffleProjector:
-        return nn.vision.ShuffleProjector(self.dim, self.projector_dim, dim, shuffle=SHUFFLE, rngs=rngs)
+    def projector(self, dim: int, rngs: nnx.Rngs) -> "ShuffleProjector":
+        """Builds the projector to a text model of width `dim`."""
+        return ShuffleProjector(self.dim, self.projector_dim, dim, shuffle=SHUFFLE, rngs=rngs)
 
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Vision":
-        """Reads the part of config.json that is about images."""
-        tower = fields.nested("vision_config")
-        tower.require("model_type", "llama4_vision_model")
-        tower.require("hidden_act", "gelu")
-        tower.require("num_channels", 3)
-        # The releases have these, and nothing reads them: the norms' epsilon is 1e-5, and no projector has a bias.
-        tower.ignore("norm_eps", "multi_modal_projector_bias", "vision_feature_layer", "vision_feature_select_strategy")
-        tower.require("pixel_shuffle_ratio", 1 / SHUFFLE)
-        read = tower.read(TOWER) | fields.read(IMAGES)
-        rope = tower.rope(head_dim=read["dim"] // read["num_heads"])
-        if rope.scaling is not None:
-            raise ValueError(f"config.json: the rope of vision_config must have no scaling, got {rope.scaling}")
-        vision = cls(**read, rope_theta=rope.theta)
-        tower.require("intermediate_size", vision.mlp_dim)
-        for name in ("projector_input_dim", "vision_output_dim"):
-            tower.require(name, vision.projector_dim)
-        return vision
 
-    def to_hf(self) -> dict[str, Any]:
-        tower = {
-            "model_type": "llama4_vision_model",
-            "num_channels": 3,
-            "hidden_act": "gelu",
-            "intermediate_size": self.mlp_dim,
-            "projector_input_dim": self.projector_dim,
-            "vision_output_dim": self.projector_dim,
-            "pixel_shuffle_ratio": 1 / SHUFFLE,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-        }
-        return {"vision_config": tower | written(self, TOWER), **written(self, IMAGES)}
+class Llama4Vision(nnx.Module):
+    """Image encoder of Llama 4: positions both learned and rotary on the grid of patches, a class token behind them.
+
+    Args:
+        dim: Width of the stream.
+        mlp_dim: Width of the MLPs.
+        num_layers: Number of layers.
+        num_heads: Number of heads. Raises ValueError if it does not divide `dim`.
+        image_size: Side of a tile, in pixels.
+        patch_size: Side of a patch. Raises ValueError if it does not divide `image_size`.
+        theta: Base of the rotary embedding.
+        rngs: Source of initial values.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mlp_dim: int,
+        *,
+        num_layers: int,
+        num_heads: int,
+        image_size: int,
+        patch_size: int,
+        theta: float = 10_000.0,
+        rngs: nnx.Rngs,
+    ):
+        nn.vision.check_sizes(dim, num_heads, image_size, patch_size)
+        self.image_size, self.patch_size = image_size, patch_size
+        self.patches = nn.vision.patch_embedding(dim, patch_size, bias=False, rngs=rngs)
+        side, init = image_size // patch_size, nnx.initializers.normal(dim**-0.5)
+        self.class_token = nnx.Param(init(rngs.params(), (dim,), jnp.float32), axes=("embed",))
+        self.positions = nnx.Param(init(rngs.params(), (side**2 + 1, dim), jnp.float32), axes=("position", "embed"))
+        self.pre_norm = nn.LayerNorm(dim)
+        self.rope = ops.GridRope(dim // num_heads, side, theta)
+        parts = {"num_heads": num_heads, "rope": self.rope, "act": exact_gelu, "eps": 1e-5}
+        make = lambda i, rngs: nn.vision.EncoderBlock(dim, mlp_dim, **parts, rngs=rngs)
+        self.layers = nn.Stack(make, num_layers, rngs=rngs)
+        self.norm = nn.LayerNorm(dim)
+
+    def __call__(
+        self, images: Float[Array, "I C H W"], *, dtype: Any = jnp.bfloat16, remat: Policy = None
+    ) -> Float[Array, "I P D"]:
+        """Returns one vector per patch, row by row.
+
+        Args:
+            images: RGB tiles, from -1 to 1.
+            dtype: The dtype of the computation.
+            remat: Policy of recomputation, see `nn.remat`.
+        """
+        grid = nn.vision.in_patches(images.astype(dtype), self.image_size, self.patch_size)
+        I, D = len(images), self.positions.shape[-1]
+        last = jnp.broadcast_to(jnp.asarray(self.class_token[...], dtype), (I, 1, D))
+        x = jnp.concatenate([self.patches(grid).reshape(I, -1, D), last], axis=1)  # [I, P, D] -> [I, P + 1, D]
+        x = self.pre_norm(x + jnp.asarray(self.positions[...], dtype)[None])
+        ctx = nn.context(*x.shape[:2], masks=(ops.Full(),), ropes=(self.rope,))
+        x, _, _ = self.layers(constrain(x, "batch", "seq", "act_embed"), ctx, remat=remat)
+        return self.norm(x[:, :-1])  # without the class token
+
+
+class ShuffleProjector(nnx.Module):
+    """Projector from patches to fewer vectors of the text's width: squares side by side, an MLP, a matmul.
+
+    Args:
+        dim: Width of a patch's vector.
+        mlp_dim: Width of the MLP.
+        text_dim: Width of the text model.
+        shuffle: Side of the squares of patches that become one vector.
+        rngs: Source of initial values.
+    """
+
+    def __init__(self, dim: int, mlp_dim: int, text_dim: int, *, shuffle: int, rngs: nnx.Rngs):
+        self.up = nn.Einsum("...E,FE->...F", (mlp_dim, dim * shuffle**2), ("mlp", "vision"), rngs=rngs)
+        self.down = nn.Einsum("...F,EF->...E", (mlp_dim, mlp_dim), ("vision", "mlp"), rngs=rngs)
+        self.proj = nn.Einsum("...E,DE->...D", (text_dim, mlp_dim), ("embed", "vision"), rngs=rngs)
+        self.shuffle = shuffle
+
+    def __call__(self, x: Float[Array, "I P E"]) -> Float[Array, "I S D"]:
+        I, P, E = x.shape
+        side = math.isqrt(P) // self.shuffle
+        # The shuffle^2 patches of a square become one vector of width shuffle^2 * E: pixel shuffle, backwards.
+        squares = x.reshape(I, side, self.shuffle, side, self.shuffle, E).transpose(0, 1, 3, 2, 4, 5)
+        x = squares.reshape(I, side * side, -1)
+        return self.proj(exact_gelu(self.down(exact_gelu(self.up(x)))))
 
 
 def table() -> Table:
+    """Maps the names of the releases to ours."""
     layer = [
         *names.layer_norm("input_layernorm", "attn_norm"),
         *names.ATTENTION,

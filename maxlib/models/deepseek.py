@@ -1,158 +1,131 @@
-"""DeepSeek V2 and V3/R1, Kimi K2: latent attention, and many small experts beside shared ones (arXiv:2405.04434,
-2412.19437).
+"""DeepSeek V2 and V3/R1, Kimi K2 (DeepSeek-AI 2024, arXiv:2405.04434, 2412.19437): latent attention, and many small
+experts beside shared ones.
 
 V3 differs from V2 in its router only; Kimi K2 is V3 with other numbers.
 """
 
-import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops._rope import Rope, Yarn
+from maxlib.ops import Rope, Yarn
 from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, Table, Weight, names, rope_to_hf, written
+from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_fields, hf_mtp, names, rope_to_hf
 
-# Our fields, and what config.json calls them; with what it means by leaving one out, as in transformers.
-_SIZES = {
-    "vocab": "vocab_size",
-    "num_layers": "num_hidden_layers",
-    "dim": "hidden_size",
-    "mlp_dim": "intermediate_size",
-    "expert_dim": "moe_intermediate_size",
-    "num_heads": "num_attention_heads",
-    "kv_rank": "kv_lora_rank",
-    "nope_dim": "qk_nope_head_dim",
-    "v_dim": "v_head_dim",
-    "num_experts": "n_routed_experts",
-    "num_shared": "n_shared_experts",
-    "top_k": "num_experts_per_tok",
-}
-_OTHERS = {"norm_eps": ("rms_norm_eps", 1e-6), "tied": ("tie_word_embeddings", False)}
-_V2_CHOICE = {
-    "num_dense": ("first_k_dense_replace", 0),
-    "num_groups": ("n_group", 1),
-    "top_groups": ("topk_group", 1),
-    "routed_scale": ("routed_scaling_factor", 1.0),
-}
-_V3_CHOICE = {
-    "num_dense": ("first_k_dense_replace", 3),
-    "num_groups": ("n_group", 8),
-    "top_groups": ("topk_group", 4),
-    "routed_scale": ("routed_scaling_factor", 2.5),
-    "renormalize": ("norm_topk_prob", True),
-}
-# Fields that must have this value, for nothing else is computed.
-_FIXED = {"hidden_act": "silu", "moe_layer_freq": 1, "attention_bias": False, "mlp_bias": False}
-_V2_FIXED = {"scoring_func": "softmax", "norm_topk_prob": False}  # transformers and DeepSeek's code differ on True
+# Fields that one version computes with this value only. V2 with norm_topk_prob: transformers and DeepSeek's differ.
+_V2_FIXED = {"scoring_func": "softmax", "norm_topk_prob": False}
 _V3_FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """What distinguishes one DeepSeek from another; `PRESETS` has the published ones.
+def _read_version(fields: HFConfig, c: Any) -> int:
+    version = 2 if fields.require("model_type", *Config.model_types) == "deepseek_v2" else 3
+    for name, value in (_V2_FIXED if version == 2 else _V3_FIXED).items():
+        fields.require(name, value)
+    return version
 
-    version: 2 scores experts by softmax and groups by their best expert; 3 by sigmoid, with a expert_bias that balances
-    the load, and groups by their best two. num_dense: how many first layers have a plain MLP. losses: what the routers
-    report for training. num_mtp: how many modules look further ahead than the next token (`predict_ahead`), of
-    `stored_mtp` that the checkpoint has.
+
+def _write_version(version: int, cfg: Any) -> dict[str, Any]:
+    """Writes the fields that depend on it; Kimi K2 becomes a deepseek_v3, which is what transformers knows it as."""
+    method = "group_limited_greedy" if cfg.num_groups > 1 else "greedy"
+    return {
+        "architectures": [f"DeepseekV{version}ForCausalLM"],
+        "model_type": f"deepseek_v{version}",
+        **(_V2_FIXED | {"topk_method": method} if version == 2 else _V3_FIXED),
+    }
+
+
+def _read_rope(fields: HFConfig, c: Any) -> Rope:
+    turned = fields.take("qk_rope_head_dim", kind=int)
+    fields.require("head_dim", turned)
+    fields.require("qk_head_dim", c.nope_dim + turned)
+    interleaved = c.version == 2 or fields.take("rope_interleave", True)
+    return fields.rope(head_dim=turned, interleaved=interleaved)
+
+
+def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
+    interleave = {} if cfg.version == 2 else {"rope_interleave": rope.interleaved}
+    written = rope_to_hf(rope, head_dim=rope.dim, interleaved=cfg.version == 2 or rope.interleaved)
+    return {"qk_rope_head_dim": rope.dim, **interleave, **written}
+
+
+def _groups(name: str, v3: int) -> Any:
+    """Declares a number of groups of experts, which is one where V2 chooses among all of them."""
+
+    def read(fields: HFConfig, c: Any) -> int:
+        if c.version == 3:
+            return fields.take(name, v3)
+        grouped = fields.require("topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
+        number = fields.take(name, 1)
+        return number if grouped else 1
+
+    return hf_fields(read, lambda value, cfg: {name: value}, default=1)
+
+
+def _since(v2: Any, v3: Any) -> Callable[[Any], Any]:
+    return lambda c: v2 if c.version == 2 else v3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes of a DeepSeek; `PRESETS` has the published ones.
+
+    Version 2 scores experts by softmax and groups by their best expert; 3 by sigmoid, with a bias that balances the
+    load, and groups by their best two.
     """
 
-    version: Literal[2, 3]
-    vocab: int
-    num_layers: int
-    num_dense: int
-    dim: int
-    mlp_dim: int
-    expert_dim: int
-    num_heads: int
-    q_rank: int | None
-    kv_rank: int
-    nope_dim: int
-    v_dim: int
-    rope: Rope
-    num_experts: int
-    num_shared: int
-    top_k: int
-    num_groups: int = 1
-    top_groups: int = 1
-    renormalize: bool = False
-    routed_scale: float = 1.0
-    norm_eps: float = 1e-6
-    tied: bool = False
-    losses: tuple[Any, ...] = ()
-    num_mtp: int = 0
-    stored_mtp: int = dataclasses.field(default=0, compare=False)
+    model_types = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+    fixed = {"hidden_act": "silu", "moe_layer_freq": 1, "attention_bias": False, "mlp_bias": False}
 
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for what this file does not compute."""
-        version = 2 if fields.require("model_type", "deepseek_v2", "deepseek_v3", "kimi_k2") == "deepseek_v2" else 3
-        read = fields.read(_SIZES | _OTHERS) | _read_choice(fields, version)
-        turned = fields.take("qk_rope_head_dim", kind=int)
-        fields.require("num_key_value_heads", read["num_heads"])
-        fields.require("qk_head_dim", read["nope_dim"] + turned)
-        fields.require("head_dim", turned)
-        for name, value in (_FIXED | (_V2_FIXED if version == 2 else _V3_FIXED)).items():
-            fields.require(name, value)
-        return cls(
-            version=version,
-            **read,
-            q_rank=fields.take("q_lora_rank", 1536, nullable=True),
-            rope=fields.rope(head_dim=turned, interleaved=version == 2 or fields.take("rope_interleave", True)),
-            stored_mtp=fields.take("num_nextn_predict_layers", 0),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The fields of config.json; Kimi K2 becomes a deepseek_v3, which is what transformers knows it as."""
-        own = _V3_FIXED | {"rope_interleave": self.rope.interleaved}
-        if self.version == 2:
-            own = _V2_FIXED | {"topk_method": "group_limited_greedy" if self.num_groups > 1 else "greedy"}
-        return {
-            "architectures": [f"DeepseekV{self.version}ForCausalLM"],
-            "model_type": f"deepseek_v{self.version}",
-            **_FIXED,
-            **own,
-            **written(self, _SIZES | _OTHERS | _V3_CHOICE),
-            "num_key_value_heads": self.num_heads,
-            "qk_rope_head_dim": self.rope.dim,
-            "q_lora_rank": self.q_rank,
-            "num_nextn_predict_layers": self.num_mtp,
-            **rope_to_hf(self.rope, head_dim=self.rope.dim, interleaved=self.version == 2 or self.rope.interleaved),
-        }
-
-
-def _read_choice(fields: HFConfig, version: int) -> dict[str, Any]:
-    """Which layers have experts, and how these are chosen and weighed."""
-    if version == 3:
-        return fields.read(_V3_CHOICE)
-    grouped = fields.require("topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
-    return fields.read(_V2_CHOICE) | ({} if grouped else {"num_groups": 1, "top_groups": 1})
+    version: Literal[2, 3] = hf_fields(_read_version, _write_version)
+    vocab: int = hf("vocab_size")
+    num_layers: int = hf("num_hidden_layers")
+    num_dense: int = hf("first_k_dense_replace", absent=_since(0, 3))  # first layers, which have a plain MLP
+    dim: int = hf("hidden_size")
+    mlp_dim: int = hf("intermediate_size")
+    expert_dim: int = hf("moe_intermediate_size")
+    num_heads: int = hf("num_attention_heads", same=("num_key_value_heads",))
+    q_rank: int | None = hf("q_lora_rank", absent=1536)  # None: queries have no latent
+    kv_rank: int = hf("kv_lora_rank")
+    nope_dim: int = hf("qk_nope_head_dim")
+    v_dim: int = hf("v_head_dim")
+    rope: Rope = hf_fields(_read_rope, _write_rope)
+    num_experts: int = hf("n_routed_experts")
+    num_shared: int = hf("n_shared_experts")
+    top_k: int = hf("num_experts_per_tok")
+    num_groups: int = _groups("n_group", 8)
+    top_groups: int = _groups("topk_group", 4)
+    renormalize: bool = hf_fields(
+        lambda fields, c: c.version == 3 and fields.take("norm_topk_prob", True),
+        lambda value, cfg: {"norm_topk_prob": value},
+        default=False,
+    )
+    routed_scale: float = hf("routed_scaling_factor", 1.0, absent=_since(1.0, 2.5))
+    norm_eps: float = hf("rms_norm_eps", 1e-6)
+    tied: bool = hf("tie_word_embeddings", False)
+    losses: tuple[Any, ...] = ()  # what the routers report for training
+    num_mtp: int = 0  # modules that look further ahead than the next token (`predict_ahead`) ...
+    stored_mtp: int = hf_mtp(absent=0)  # ... of those that the checkpoint has
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
+    # Keys and values are made of one latent [B, T, R] per token, R = 512 for all heads: that is all a cache keeps,
+    # beside one rotary key of 64. A query is nope_dim numbers without position and rope.dim that are rotated.
     scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
     if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
-        scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
-    return nn.MLA(
-        cfg.dim,
-        num_heads=cfg.num_heads,
-        q_rank=cfg.q_rank,
-        kv_rank=cfg.kv_rank,
-        nope_dim=cfg.nope_dim,
-        v_dim=cfg.v_dim,
-        rope=cfg.rope,
-        scale=scale,
-        rngs=rngs,  # the norms of the latents have the default epsilon, whatever `norm_eps`
-    )
+        scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
+    ranks = dict(q_rank=cfg.q_rank, kv_rank=cfg.kv_rank, nope_dim=cfg.nope_dim, v_dim=cfg.v_dim)
+    # The norms of the latents have the default epsilon, whatever `norm_eps`.
+    return nn.MLA(cfg.dim, num_heads=cfg.num_heads, **ranks, rope=cfg.rope, scale=scale, rngs=rngs)
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    # Experts lie in groups, one per node; a token takes its k best of the best groups only, which bounds the traffic.
     groups = nn.GroupLimit(cfg.num_groups, cfg.top_groups, best=cfg.version - 1)
     router = nn.Router(
         cfg.dim,
@@ -162,14 +135,16 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
         renormalize=cfg.renormalize,
         scale=cfg.routed_scale,
         groups=groups if cfg.top_groups < cfg.num_groups else None,
-        expert_bias=cfg.version == 3,
+        expert_bias=cfg.version == 3,  # counts for the choice, not for the weights: evens the load without a loss
         rngs=rngs,
     )
-    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)
+    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # every token takes it
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
-class Block(nnx.Module):
+class Block(nn.Layer):
+    """Pre-norm layer of latent attention, with an MLP in the first `num_dense` and experts in all others."""
+
     def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attn = _attention(cfg, rngs=rngs)
@@ -184,12 +159,9 @@ class Block(nnx.Module):
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
-    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16):
-        return self.attn.init_cache(batch, capacity, dtype)
-
 
 class DeepSeek(nn.MTPDecoder):
-    """A decoder, `docs/decisions/0001`, with `cfg.num_mtp` modules that look ahead."""
+    """DeepSeek: multi-head latent attention, fine-grained experts, and `cfg.num_mtp` modules that look ahead."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -204,7 +176,6 @@ class DeepSeek(nn.MTPDecoder):
 
 
 def _table(cfg: Config) -> Table:
-    """Hugging Face's names for the weights."""
     kv, split = "self_attn.kv_b_proj.weight", "(N H) R -> N H R"
     layer = [
         *names.NORMS,
@@ -213,6 +184,7 @@ def _table(cfg: Config) -> Table:
         Weight("self_attn.q_a_layernorm.weight", "attn.q_norm.scale"),
         Weight("self_attn.kv_a_proj_with_mqa.weight", "attn.kv_down.w"),
         Weight("self_attn.kv_a_layernorm.weight", "attn.kv_norm.scale"),
+        # Each head's rows: nope_dim of its key, then v_dim of its value.
         Weight(kv, "attn.k_up.w", split, at={"H": 0}),
         Weight(kv, "attn.v_up.w", split, at={"H": cfg.nope_dim}),
         Weight("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> D N H"),
@@ -234,33 +206,21 @@ _V2 = Config(
     q_rank=1536, kv_rank=512, nope_dim=128, v_dim=128, rope=_yarn(40.0, 1.0),
     num_experts=160, num_shared=2, top_k=6, num_groups=8, top_groups=3, routed_scale=16.0,
 )
-_V2_LITE = dataclasses.replace(
+_V2_LITE = replace(
     _V2, num_layers=27, dim=2048, mlp_dim=10_944, expert_dim=1408, num_heads=16, q_rank=None, rope=_yarn(40.0, 0.707),
     num_experts=64, num_groups=1, top_groups=1, routed_scale=1.0,
 )
-_V3 = dataclasses.replace(
+_V3 = replace(
     _V2, version=3, vocab=129_280, num_layers=61, num_dense=3, dim=7168, mlp_dim=18_432, expert_dim=2048,
     num_experts=256, num_shared=1, top_k=8, top_groups=4, renormalize=True, routed_scale=2.5,
 )
-_KIMI_K2 = dataclasses.replace(
+_KIMI_K2 = replace(
     _V3, vocab=163_840, num_dense=1, num_heads=64, rope=_yarn(32.0, 1.0, theta=5e4, fast=1.0, reach=131_072),
     num_experts=384, num_groups=1, top_groups=1, routed_scale=2.827,
 )
+PRESETS = {
+    "deepseek-v2-lite": _V2_LITE, "deepseek-v2": _V2, "deepseek-v3": _V3, "deepseek-r1": _V3, "kimi-k2": _KIMI_K2,
+}
 # fmt: on
 
-PRESETS = {
-    "deepseek-v2-lite": _V2_LITE,
-    "deepseek-v2": _V2,
-    "deepseek-v3": _V3,
-    "deepseek-r1": _V3,
-    "kimi-k2": _KIMI_K2,
-}
-
-FAMILY = Family(
-    name="deepseek",
-    model_types=("deepseek_v2", "deepseek_v3", "kimi_k2"),
-    model=DeepSeek,
-    config=Config,
-    table=_table,
-    presets=PRESETS,
-)
+FAMILY = Family(name="deepseek", model=DeepSeek, config=Config, table=_table, presets=PRESETS)

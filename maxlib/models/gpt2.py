@@ -1,10 +1,10 @@
-"""GPT-2 and GPT-3: learned positions, LayerNorm, biases everywhere, one MLP without a gate (Radford et al. 2019, Brown
-et al. 2020).
+"""GPT-2 and GPT-3 (Radford et al. 2019; Brown et al. 2020, arXiv:2005.14165): learned positions, LayerNorm, biases
+everywhere, one MLP without a gate.
 
 GPT-3 is the same model at other sizes; what its paper says of sparse attention in every second layer is left out.
 """
 
-import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,29 +15,34 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.sharding import constrain
-from maxlib.weights import Copy, Family, HFConfig, Ignore, Renamed, Table, Weight
+from maxlib.weights import Copy, Family, Ignore, ModelConfig, Renamed, Table, Weight, hf, names
 
 MASK = ops.Causal()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """What distinguishes one GPT-2 from another; `PRESETS` has the published ones.
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes of a GPT-2; `PRESETS` has the published ones."""
 
-    num_positions: how many the table of positions has. scaled: whether scores are divided by the root of the head's
-    width; scaled_by_layer: and layer i's by `i + 1`.
-    """
+    model_types = ("gpt2",)
+    architecture = "GPT2LMHeadModel"
+    fixed = {"activation_function": ("gelu_new", "gelu_pytorch_tanh")}  # two names of one formula
+    # What heads for classification did, and a way to compute scores in float32, which ours are anyhow.
+    ignored = (
+        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+        *("n_special", "predict_special_tokens", "output_past", "reorder_and_upcast_attn"),
+    )
 
-    vocab: int
-    num_layers: int
-    dim: int
-    mlp_dim: int
-    num_heads: int
-    num_positions: int
-    norm_eps: float = 1e-5
-    tied: bool = True
-    scaled: bool = True
-    scaled_by_layer: bool = False
+    vocab: int = hf("vocab_size")
+    num_layers: int = hf("n_layer")
+    dim: int = hf("n_embd")
+    mlp_dim: int = hf("n_inner", absent=lambda c: 4 * c.dim)
+    num_heads: int = hf("n_head")
+    num_positions: int = hf("n_positions", absent=1024, same=("n_ctx",))  # n_ctx: of early versions, read by none
+    norm_eps: float = hf("layer_norm_epsilon", 1e-5)
+    tied: bool = hf("tie_word_embeddings", True)
+    scaled: bool = hf("scale_attn_weights", True)  # divide scores by the root of the head's width
+    scaled_by_layer: bool = hf("scale_attn_by_inverse_layer_idx", False)  # and those of layer i by i + 1
 
     def __post_init__(self):
         if self.dim % self.num_heads:
@@ -47,57 +52,18 @@ class Config:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """What each layer multiplies its scores by."""
+        """The factor on the scores of each layer."""
         scale = (self.dim // self.num_heads) ** -0.5 if self.scaled else 1.0
         return tuple(scale / (i + 1 if self.scaled_by_layer else 1) for i in range(self.num_layers))
 
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for what this file does not compute."""
-        fields.require("model_type", "gpt2")
-        fields.require("activation_function", "gelu_new", "gelu_pytorch_tanh")  # two names of one formula
-        # What heads for classification did, and a way to compute scores in float32, which ours are anyhow.
-        fields.ignore("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels")
-        fields.ignore("n_special", "predict_special_tokens", "output_past", "reorder_and_upcast_attn")
-        dim, num_positions = fields.take("n_embd", kind=int), fields.take("n_positions", 1024)
-        fields.require("n_ctx", num_positions)  # written by early versions, read by none
-        return cls(
-            vocab=fields.take("vocab_size", kind=int),
-            num_layers=fields.take("n_layer", kind=int),
-            dim=dim,
-            mlp_dim=fields.take("n_inner", 4 * dim),
-            num_heads=fields.take("n_head", kind=int),
-            num_positions=num_positions,
-            norm_eps=fields.take("layer_norm_epsilon", 1e-5),
-            tied=fields.take("tie_word_embeddings", True),
-            scaled=fields.take("scale_attn_weights", True),
-            scaled_by_layer=fields.take("scale_attn_by_inverse_layer_idx", False),
-        )
 
-    def to_hf(self) -> dict[str, Any]:
-        """The fields of config.json."""
-        return {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "vocab_size": self.vocab,
-            "n_positions": self.num_positions,
-            "n_ctx": self.num_positions,
-            "n_embd": self.dim,
-            "n_layer": self.num_layers,
-            "n_head": self.num_heads,
-            "n_inner": self.mlp_dim,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": self.norm_eps,
-            "tie_word_embeddings": self.tied,
-            "scale_attn_weights": self.scaled,
-            "scale_attn_by_inverse_layer_idx": self.scaled_by_layer,
-        }
+class Attention(nn.SequenceMixer):
+    """Multi-head attention whose weights lie as [in, out], as in GPT-2's files; `nn.Attention` has [out, in]."""
 
-
-class Attention(nnx.Module):
-    """Multi-head attention whose weights lie as [in, out], GPT-2's way (`nn.Attention` has [out, in], as all
-    others).
-    """
+    op = "attention"
+    reorderable = True
+    quantizable_cache = True
+    probes_scores = True
 
     def __init__(self, cfg: Config, scale: float, *, rngs: nnx.Rngs):
         D, N, H = cfg.dim, cfg.num_heads, cfg.dim // cfg.num_heads
@@ -105,20 +71,36 @@ class Attention(nnx.Module):
         self.q, self.k, self.v = wide("heads"), wide("kv_heads"), wide("kv_heads")
         self.o = nn.Einsum("...NH,NHD->...D", (N, H, D), ("heads", "head_dim", "embed"), bias=True, rngs=rngs)
         self.mask, self.scale, self.num_heads, self.head_dim = MASK, scale, N, H
+        self.implementation: str | None = None
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        q, k, v = (constrain(part(x), "batch", "seq", "act_heads", None) for part in (self.q, self.k, self.v))
-        k_start, k_end = ctx.bounds(self.mask)
+        # [B, T, D] -> three of [B, T, N, H]
+        (q, k), v = self.queries_and_keys(x, ctx), constrain(self.v(x), "batch", "seq", "act_heads", None)
+        k_start, k_end = ctx.bounds(self.mask)  # query t sees keys from k_start[t] to k_end[t]
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
-        out = nn.attend(q, k, v, k_start, k_end, scale=self.scale, zigzag=ctx.zigzag)
-        return self.o(out), cache
+        options = {"scale": self.scale, "implementation": self.implementation, "zigzag": ctx.zigzag}
+        out = nn.attend(q, k, v, k_start, k_end, **options)
+        return self.o(out), cache  # [B, T, N, H] -> [B, T, D]
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16):
+        """Returns an empty cache for `batch` rows of up to `capacity` tokens."""
         heads, width = self.num_heads, self.head_dim
         return nn.cache.kv_cache(
             batch, capacity, num_kv_heads=heads, k_dim=width, v_dim=width, ring=self.mask.ring, dtype=dtype
         )
+
+    def queries_and_keys(self, x: Float[Array, "B T D"], ctx: nn.Context) -> tuple[Array, Array]:
+        q, k = (constrain(part(x), "batch", "seq", "act_heads", None) for part in (self.q, self.k))  # B T N H each
+        return q, k
+
+    def traffic(self, split: nn.SplitSequence) -> dict[str, float]:
+        both = 2 * self.num_heads * self.head_dim
+        return nn.attention_traffic(split, queries=both, keys=both)
+
+    @property
+    def kind(self) -> str:
+        return "MHA"
 
 
 class MLP(nnx.Module):
@@ -132,7 +114,9 @@ class MLP(nnx.Module):
         return self.down(constrain(jax.nn.gelu(self.up(x), approximate=True), "batch", "seq", "act_mlp"))
 
 
-class Block(nnx.Module):
+class Block(nn.Layer):
+    """Pre-norm layer with LayerNorm; the layers differ in the scale of their scores only, if in anything."""
+
     def __init__(self, cfg: Config, scale: float, *, rngs: nnx.Rngs):
         self.attn_norm = nn.LayerNorm(cfg.dim, eps=cfg.norm_eps)
         self.attn = Attention(cfg, scale, rngs=rngs)
@@ -145,13 +129,11 @@ class Block(nnx.Module):
         x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
         return constrain(x, "batch", "seq", "act_embed"), cache, {}
 
-    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16):
-        return self.attn.init_cache(batch, capacity, dtype)
-
 
 class GPT2(nn.Decoder):
-    """A decoder, `docs/decisions/0001`. Raises ValueError for text longer than its positions, see
-    `nn.LearnedPositions`.
+    """GPT-2: a trained vector for each position is added to the tokens, and nothing is rotated.
+
+    Raises ValueError for text longer than its positions, see `nn.LearnedPositions`.
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -166,8 +148,10 @@ class GPT2(nn.Decoder):
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
     def enter(self, x: Float[Array, "B T D"], *, cache: nn.Cache | None = None, **inputs: Any):
-        ctx = nn.context(*x.shape[:2], cache=cache, **inputs)
-        return super().enter(x + self.positions(ctx, dtype=x.dtype), cache=cache, **inputs)
+        """Returns `x` with its positions added, and the context; see `nn.Decoder.enter`."""
+        x, ctx = super().enter(x, cache=cache, **inputs)
+        # Added after the tokens of a split sequence took their places, by the positions that went with them.
+        return constrain(x + self.positions(ctx, dtype=x.dtype), "batch", "seq", "act_embed"), ctx
 
     @property
     def max_length(self) -> int:
@@ -175,39 +159,37 @@ class GPT2(nn.Decoder):
         return self.positions.length
 
     def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
-        """An empty cache for `capacity` tokens a row. Raises ValueError if there are fewer positions; nothing is
-        rotated.
-        """
+        """Returns an empty cache for `capacity` tokens a row. Raises ValueError if there are fewer positions."""
         self.positions.check(capacity)
         return super().init_cache(batch, capacity, dtype=dtype)
 
 
 def _table(cfg: Config) -> Table:
-    """Hugging Face's names. Releases leave out the prefix, and have the causal mask as a buffer."""
+    """Maps names in Hugging Face's files to ours. Releases leave out the prefix, and have the mask as a buffer."""
     theirs, ours = "transformer.h.{i}.", "layers.{i}."
-    layer = {
-        "ln_1.weight": ("attn_norm.scale", None),
-        "ln_1.bias": ("attn_norm.bias", None),
-        "attn.c_proj.weight": ("attn.o.w", "(N H) D -> N H D"),
-        "attn.c_proj.bias": ("attn.o.b", None),
-        "ln_2.weight": ("mlp_norm.scale", None),
-        "ln_2.bias": ("mlp_norm.bias", None),
-        "mlp.c_fc.weight": ("mlp.up.w", None),
-        "mlp.c_fc.bias": ("mlp.up.b", None),
-        "mlp.c_proj.weight": ("mlp.down.w", None),
-        "mlp.c_proj.bias": ("mlp.down.b", None),
-    }
-    qkv = []
-    for n, part in enumerate("qkv"):
-        qkv.append(Weight(f"{theirs}attn.c_attn.weight", f"{ours}attn.{part}.w", "D (R N H) -> D N H", at={"R": n}))
-        qkv.append(Weight(f"{theirs}attn.c_attn.bias", f"{ours}attn.{part}.b", "(R N H) -> N H", at={"R": n}))
+    # Queries, keys and values are thirds of one tensor.
+    thirds = [
+        entry
+        for n, part in enumerate("qkv")
+        for entry in (
+            Weight(f"{theirs}attn.c_attn.weight", f"{ours}attn.{part}.w", "D (R N H) -> D N H", at={"R": n}),
+            Weight(f"{theirs}attn.c_attn.bias", f"{ours}attn.{part}.b", "(R N H) -> N H", at={"R": n}),
+        )
+    ]
+    layer = [
+        *names.layer_norm("ln_1", "attn_norm"),
+        Weight("attn.c_proj.weight", "attn.o.w", "(N H) D -> N H D"),
+        Weight("attn.c_proj.bias", "attn.o.b"),
+        *names.layer_norm("ln_2", "mlp_norm"),
+        *names.linear("mlp.c_fc", "mlp.up"),
+        *names.linear("mlp.c_proj", "mlp.down"),
+    ]
     return [
         Weight("transformer.wte.weight", "embed.w"),
         Weight("transformer.wpe.weight", "positions.w"),
-        *qkv,
-        *[Weight(theirs + name, ours + path, pattern) for name, (path, pattern) in layer.items()],
-        Weight("transformer.ln_f.weight", "norm.scale"),
-        Weight("transformer.ln_f.bias", "norm.bias"),
+        *thirds,
+        *names.under(layer, theirs[:-1], ours[:-1]),
+        *names.layer_norm("transformer.ln_f", "norm"),
         Weight("lm_head.weight", "head.w"),
         Copy("lm_head.weight", of="transformer.wte.weight"),
         Ignore(theirs + "attn.bias"),
@@ -216,15 +198,9 @@ def _table(cfg: Config) -> Table:
     ]
 
 
-def _gpt(num_layers: int, dim: int, num_heads: int, *, vocab: int = 50_257, num_positions: int = 1024) -> Config:
-    return Config(
-        vocab=vocab,
-        num_layers=num_layers,
-        dim=dim,
-        mlp_dim=4 * dim,
-        num_heads=num_heads,
-        num_positions=num_positions,
-    )
+def _gpt(num_layers: int, dim: int, num_heads: int, *, vocab: int = 50_257, length: int = 1024) -> Config:
+    sizes = dict(vocab=vocab, num_layers=num_layers, dim=dim, mlp_dim=4 * dim, num_heads=num_heads)
+    return Config(**sizes, num_positions=length)
 
 
 PRESETS = {
@@ -232,10 +208,10 @@ PRESETS = {
     "gpt2-medium": _gpt(24, 1024, 16),
     "gpt2-large": _gpt(36, 1280, 20),
     "gpt2-xl": _gpt(48, 1600, 25),
-    "gpt3-52k": _gpt(1, 16, 2, vocab=1024, num_positions=2048),
-    "gpt3-6b": _gpt(48, 3072, 12, vocab=32_768, num_positions=16_384),
-    "gpt3-22b": _gpt(48, 6144, 24, vocab=32_768, num_positions=16_384),
-    "gpt3-175b": _gpt(96, 12_288, 96, vocab=50_304, num_positions=16_384),
+    "gpt3-52k": _gpt(1, 16, 2, vocab=1024, length=2048),
+    "gpt3-6b": _gpt(48, 3072, 12, vocab=32_768, length=16_384),
+    "gpt3-22b": _gpt(48, 6144, 24, vocab=32_768, length=16_384),
+    "gpt3-175b": _gpt(96, 12_288, 96, vocab=50_304, length=16_384),
 }
 
-FAMILY = Family(name="gpt2", model_types=("gpt2",), model=GPT2, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family(name="gpt2", model=GPT2, config=Config, table=_table, presets=PRESETS)

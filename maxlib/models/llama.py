@@ -1,171 +1,114 @@
-"""Llama 2 to 3.3: pre-norm, grouped-query attention, gated MLP (Touvron et al. 2023; Llama team 2024)."""
+"""Llama 2 to 3.3 (Touvron et al. 2023, arXiv:2307.09288; Llama team 2024, arXiv:2407.21783).
 
-import dataclasses
-import warnings
+Read this family first: sizes, a layer, the model, names of weights, published sizes. The others are variations of it.
+Shapes: B rows, T tokens, D width of the residual stream, F of the MLP, N query heads and K key heads of width H, V ids.
+"""
+
+from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops._rope import Llama3Scaling, Rope
+from maxlib.ops import Llama3Scaling, Rope
 from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, Table, names, rope_to_hf
+from maxlib.weights import Family, ModelConfig, Table, hf, hf_head_dim, hf_rope, names
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """What distinguishes one Llama from another; `PRESETS` has the published ones."""
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes of a Llama, each with its name in Hugging Face's config.json; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
-    mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
-    norm_eps: float = 1e-5
-    tied: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
+    model_types = ("llama",)
+    architecture = "LlamaForCausalLM"
+    fixed = {"hidden_act": "silu"}
 
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for what this file does not compute."""
-        fields.require("model_type", "llama")
-        fields.require("hidden_act", "silu")
-        dim, num_heads = (fields.take(name, kind=int) for name in ("hidden_size", "num_attention_heads"))
-        head_dim = fields.take("head_dim", None, kind=int)
-        if head_dim is None and dim % num_heads:
-            raise ValueError(
-                f"config.json: num_attention_heads ({num_heads}) must divide hidden_size ({dim}), or head_dim be given."
-            )
-        head_dim = dim // num_heads if head_dim is None else head_dim
-        return cls(
-            vocab=fields.take("vocab_size", kind=int),
-            num_layers=fields.take("num_hidden_layers", kind=int),
-            dim=dim,
-            mlp_dim=fields.take("intermediate_size", kind=int),
-            num_heads=num_heads,
-            num_kv_heads=fields.take("num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            rope=fields.rope(head_dim=head_dim),
-            norm_eps=fields.take("rms_norm_eps", 1e-6),
-            tied=fields.take("tie_word_embeddings", False),
-            attention_bias=fields.take("attention_bias", False),
-            mlp_bias=fields.take("mlp_bias", False),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The fields of config.json. Raises ValueError for a rope that Hugging Face's Llama does not have."""
-        if self.dim % self.num_heads:
-            warnings.warn(
-                f"num_heads ({self.num_heads}) does not divide dim ({self.dim}): maxlib reads the export, transformers 5 "
-                "refuses such a config",
-                stacklevel=3,
-            )
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": self.vocab,
-            "hidden_size": self.dim,
-            "intermediate_size": self.mlp_dim,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tied,
-            "attention_bias": self.attention_bias,
-            "mlp_bias": self.mlp_bias,
-            **rope_to_hf(self.rope, head_dim=self.head_dim, whole_heads=True),
-        }
+    vocab: int = hf("vocab_size")  # V
+    num_layers: int = hf("num_hidden_layers")
+    dim: int = hf("hidden_size")  # D
+    mlp_dim: int = hf("intermediate_size")  # F
+    num_heads: int = hf("num_attention_heads")  # N
+    num_kv_heads: int = hf("num_key_value_heads", absent=lambda c: c.num_heads)  # K
+    head_dim: int = hf_head_dim()  # H
+    rope: Rope = hf_rope()
+    norm_eps: float = hf("rms_norm_eps", 1e-5, absent=1e-6)
+    tied: bool = hf("tie_word_embeddings", False)
+    attention_bias: bool = hf("attention_bias", False)
+    mlp_bias: bool = hf("mlp_bias", False)
 
 
-class Block(nnx.Module):
+class Block(nn.Layer):
+    """Pre-norm layer: attention, then the MLP, each reads a normed copy of the residual stream and adds to it."""
+
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
+        # x / sqrt(mean(x^2) + eps) * scale, in float32: LayerNorm without the mean and the bias.
+        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        # Queries are [B, T, N, H], keys and values [B, T, K, H]: N / K query heads share a key head, and the cache of
+        # a generator is that much smaller. Positions enter here only, as rotations of queries and keys.
         self.attn = nn.Attention(
-            cfg.dim,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            rope=cfg.rope,
-            bias=cfg.attention_bias,
-            out_bias=cfg.attention_bias,
-            rngs=rngs,
+            D, num_heads=N, num_kv_heads=K, head_dim=H, rope=cfg.rope, bias=bias, out_bias=bias, rngs=rngs
         )
-        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, bias=cfg.mlp_bias, rngs=rngs)
+        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        # down(silu(gate(x)) * up(x)), [B, T, D] -> [B, T, F] -> [B, T, D] (SwiGLU, Shazeer 2020).
+        self.mlp = nn.GatedMLP(D, cfg.mlp_dim, bias=cfg.mlp_bias, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        # `ctx` has what all layers share: key intervals of the mask, rotary tables. `cache` is this layer's own.
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
+        # `constrain` names the axes, by which sharding rules place x; a remat policy keeps what has a checkpoint_name.
         x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
         x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
-
-    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16):
-        return self.attn.init_cache(batch, capacity, dtype)
+        return constrain(x, "batch", "seq", "act_embed"), cache, {}  # no losses or metrics of its own
 
 
 class Llama(nn.Decoder):
-    """A decoder, `docs/decisions/0001`."""
+    """Llama: a pre-norm decoder of rotary grouped-query attention and SwiGLU. `nn.Decoder` has the forward pass."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)  # computed once per pass, for all layers
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # [V, D]
+        # One layer's program, scanned over weights that are stacked: compile time does not grow with depth.
         self.layers = nn.Stack(lambda i, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # None: `embed` scores too
 
 
 def _table(cfg: Config) -> Table:
-    """Hugging Face's names for the weights."""
+    """Maps names in Hugging Face's files to ours: `...self_attn.q_proj.weight` is `layers.{i}.attn.q.w`."""
     return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
 
 
+# fmt: off
 _LLAMA2 = Config(
-    vocab=32_000,
-    num_layers=32,
-    dim=4096,
-    mlp_dim=11_008,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
+    vocab=32_000, num_layers=32, dim=4096, mlp_dim=11_008, num_heads=32, num_kv_heads=32, head_dim=128,
     rope=Rope(128, 10_000.0, max_length=4096),
-)
-_LLAMA3 = dataclasses.replace(
-    _LLAMA2, vocab=128_256, mlp_dim=14_336, num_kv_heads=8, rope=Rope(128, 500_000.0, max_length=8192)
 )
 _70B = dict(num_layers=80, dim=8192, mlp_dim=28_672, num_heads=64, num_kv_heads=8)
 _405B = dict(num_layers=126, dim=16_384, mlp_dim=53_248, num_heads=128, num_kv_heads=8)
-
-
-def _stretched(cfg: Config, *, factor: float = 8.0, **changes) -> Config:
-    """Llama 3 with the rotary scaling of 3.1 and later."""
-    changed = dataclasses.replace(cfg, **changes)
-    scaling = Llama3Scaling(factor, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192)
-    return dataclasses.replace(changed, rope=Rope(changed.head_dim, 500_000.0, scaling, max_length=131_072))
-
-
+_LLAMA3 = replace(_LLAMA2, vocab=128_256, mlp_dim=14_336, num_kv_heads=8, rope=Rope(128, 500_000.0, max_length=8192))
+# Wavelengths of more than 8192 / 1 tokens are stretched by the factor, those under 8192 / 4 are left as they are.
+_LLAMA3_1 = replace(_LLAMA3, rope=Rope(128, 500_000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192), max_length=131_072))
+_LLAMA3_2 = replace(_LLAMA3_1, rope=Rope(128, 500_000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192), max_length=131_072), tied=True)
 PRESETS = {
     "llama2-7b": _LLAMA2,
-    "llama2-13b": dataclasses.replace(_LLAMA2, num_layers=40, dim=5120, mlp_dim=13_824, num_heads=40, num_kv_heads=40),
-    "llama2-70b": dataclasses.replace(_LLAMA2, **_70B),
+    "llama2-13b": replace(_LLAMA2, num_layers=40, dim=5120, mlp_dim=13_824, num_heads=40, num_kv_heads=40),
+    "llama2-70b": replace(_LLAMA2, **_70B),
     "llama3-8b": _LLAMA3,
-    "llama3-70b": dataclasses.replace(_LLAMA3, **_70B),
-    "llama3-405b": dataclasses.replace(_LLAMA3, **_405B),
-    "llama3.1-8b": _stretched(_LLAMA3),
-    "llama3.1-70b": _stretched(_LLAMA3, **_70B),
-    "llama3.1-405b": _stretched(_LLAMA3, **_405B),
-    "llama3.2-1b": _stretched(_LLAMA3, factor=32.0, num_layers=16, dim=2048, mlp_dim=8192, head_dim=64, tied=True),
-    "llama3.2-3b": _stretched(_LLAMA3, factor=32.0, num_layers=28, dim=3072, mlp_dim=8192, num_heads=24, tied=True),
-    "llama3.3-70b": _stretched(_LLAMA3, **_70B),
+    "llama3-70b": replace(_LLAMA3, **_70B),
+    "llama3-405b": replace(_LLAMA3, **_405B),
+    "llama3.1-8b": _LLAMA3_1,
+    "llama3.1-70b": replace(_LLAMA3_1, **_70B),
+    "llama3.1-405b": replace(_LLAMA3_1, **_405B),
+    "llama3.2-1b": replace(
+        _LLAMA3_2, num_layers=16, dim=2048, mlp_dim=8192, head_dim=64, rope=replace(_LLAMA3_2.rope, dim=64)
+    ),
+    "llama3.2-3b": replace(_LLAMA3_2, num_layers=28, dim=3072, mlp_dim=8192, num_heads=24),
+    "llama3.3-70b": replace(_LLAMA3_1, **_70B),
 }
+# fmt: on
 
-FAMILY = Family(name="llama", model_types=("llama",), model=Llama, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family(name="llama", model=Llama, config=Config, table=_table, presets=PRESETS)

@@ -1,59 +1,67 @@
-"""Qwen3, mixture of experts: Qwen3's attention, and many small experts instead of an MLP (arXiv:2505.09388)."""
+"""Qwen3, mixture of experts (Qwen team 2025, arXiv:2505.09388): Qwen3's attention, and many small experts instead of
+an MLP.
+"""
 
-import dataclasses
+from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops._rope import Rope
+from maxlib.ops import Rope
 from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, Table, names, rope_to_hf
-
-# Our sizes, and what config.json calls them.
-_SIZES = {
-    "vocab": "vocab_size",
-    "num_layers": "num_hidden_layers",
-    "dim": "hidden_size",
-    "mlp_dim": "intermediate_size",
-    "expert_dim": "moe_intermediate_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "top_k": "num_experts_per_tok",
-}
+from maxlib.weights import Family, HFConfig, ModelConfig, Table, hf, hf_fields, hf_rope, names, switched_window
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """What distinguishes one Qwen3 from another; `PRESETS` has the published ones.
+def _read_num_experts(fields: HFConfig, c: Any) -> int:
+    """Called `num_experts` by transformers 4, `num_local_experts` by 5."""
+    local = fields.take("num_local_experts", None, kind=int)
+    return fields.take("num_experts", 128) if local is None else fields.require("num_experts", local)
 
-    sparse_step: every how many layers one has experts; those in `dense_layers` never do. All others have an MLP of
-    width `mlp_dim`. renormalize: whether the weights of a token's experts sum to one. window: of all layers; None sees
-    everything. losses: what the routers report for training, `nn.SwitchBalance(0.001)` say.
-    """
 
-    vocab: int
-    num_layers: int
-    dim: int
-    mlp_dim: int
-    expert_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
-    num_experts: int
-    top_k: int
-    renormalize: bool = True
-    sparse_step: int = 1
-    dense_layers: tuple[int, ...] = ()
-    window: int | None = None
-    norm_eps: float = 1e-6
-    tied: bool = False
-    attention_bias: bool = False
-    losses: tuple[Any, ...] = ()
+def _read_window(fields: HFConfig, c: Any) -> int | None:
+    window = switched_window(fields, absent=4096)
+    if window is None:
+        fields.ignore("max_window_layers")
+    else:
+        fields.require("max_window_layers", 0)  # transformers 4 and 5 disagree on what else would mean
+    return window
+
+
+def _write_window(window: int | None, cfg: Any) -> dict[str, Any]:
+    return {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes of a Qwen3 with experts; `PRESETS` has the published ones."""
+
+    model_types = ("qwen3_moe",)
+    architecture = "Qwen3MoeForCausalLM"
+    fixed = {"hidden_act": "silu"}
+    only = {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}
+
+    vocab: int = hf("vocab_size")
+    num_layers: int = hf("num_hidden_layers")
+    dim: int = hf("hidden_size")
+    mlp_dim: int = hf("intermediate_size")  # of layers without experts
+    expert_dim: int = hf("moe_intermediate_size")
+    num_heads: int = hf("num_attention_heads")
+    num_kv_heads: int = hf("num_key_value_heads")
+    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
+    rope: Rope = hf_rope()
+    num_experts: int = hf_fields(_read_num_experts, lambda number, cfg: {"num_experts": number})
+    top_k: int = hf("num_experts_per_tok")
+    renormalize: bool = hf("norm_topk_prob", True, absent=False)  # the weights of a token's experts sum to one
+    sparse_step: int = hf("decoder_sparse_step", 1)  # every how many layers one has experts, ...
+    dense_layers: tuple[int, ...] = hf("mlp_only_layers", ())  # ... but for these
+    window: int | None = hf_fields(_read_window, _write_window, default=None)  # of all layers
+    norm_eps: float = hf("rms_norm_eps", 1e-6)
+    tied: bool = hf("tie_word_embeddings", False)
+    attention_bias: bool = hf("attention_bias", False)
+    losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.SwitchBalance(0.001)`
 
     @property
     def mask(self) -> ops.Mask:
@@ -61,94 +69,30 @@ class Config:
 
     @property
     def sparse(self) -> tuple[bool, ...]:
-        """Which layers have experts."""
+        """The layers that have experts."""
         every, dense = self.sparse_step, self.dense_layers
         return tuple((i + 1) % every == 0 and i not in dense for i in range(self.num_layers))
 
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for what this file does not compute."""
-        fields.require("model_type", "qwen3_moe")
-        fields.require("hidden_act", "silu")
-        fields.require("use_qk_norm", True)
-        fields.require("qkv_bias", False)
-        fields.require("shared_expert_intermediate_size", 0)
-        sizes = {ours: fields.take(theirs, kind=int) for ours, theirs in _SIZES.items()}
-        head_dim = fields.take("head_dim", sizes["dim"] // sizes["num_heads"])
-        return cls(
-            **sizes,
-            head_dim=head_dim,
-            rope=fields.rope(head_dim=head_dim),
-            num_experts=_read_num_experts(fields),
-            renormalize=fields.take("norm_topk_prob", False),
-            sparse_step=fields.take("decoder_sparse_step", 1),
-            dense_layers=tuple(fields.take("mlp_only_layers", (), kind=list)),
-            window=_read_window(fields),
-            norm_eps=fields.take("rms_norm_eps", 1e-6),
-            tied=fields.take("tie_word_embeddings", False),
-            attention_bias=fields.take("attention_bias", False),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The fields of config.json. Raises ValueError for a rope that Hugging Face's Qwen3 does not have."""
-        return {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            **{theirs: getattr(self, ours) for ours, theirs in _SIZES.items()},
-            "head_dim": self.head_dim,
-            "num_experts": self.num_experts,
-            "norm_topk_prob": self.renormalize,
-            "decoder_sparse_step": self.sparse_step,
-            "mlp_only_layers": list(self.dense_layers),
-            "hidden_act": "silu",
-            "rms_norm_eps": self.norm_eps,
-            "use_sliding_window": self.window is not None,
-            "sliding_window": self.window,
-            "max_window_layers": 0,
-            "tie_word_embeddings": self.tied,
-            "attention_bias": self.attention_bias,
-            **rope_to_hf(self.rope, head_dim=self.head_dim, whole_heads=True),
-        }
-
-
-def _read_num_experts(fields: HFConfig) -> int:
-    """Called `num_experts` by transformers 4, `num_local_experts` by 5."""
-    local = fields.take("num_local_experts", None, kind=int)
-    return fields.take("num_experts", 128) if local is None else fields.require("num_experts", local)
-
-
-def _read_window(fields: HFConfig) -> int | None:
-    window = fields.take("sliding_window", 4096, nullable=True)
-    if not fields.take("use_sliding_window", False) or window is None:
-        fields.ignore("max_window_layers")
-        return None
-    fields.require("max_window_layers", 0)  # transformers 4 and 5 disagree on what else would mean
-    return window
-
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    # Softmax over all E experts, of which a token takes the best k: 8 of 128.
     router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, renormalize=cfg.renormalize, rngs=rngs)
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
 
 
-class Block(nnx.Module):
+class Block(nn.Layer):
+    """Qwen3's layer, with experts or with an MLP."""
+
     def __init__(self, cfg: Config, *, sparse: bool, rngs: nnx.Rngs):
-        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        D, bias = cfg.dim, cfg.attention_bias
+        heads = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
+        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
+        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = nn.Attention(
-            cfg.dim,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            mask=cfg.mask,
-            rope=cfg.rope,
-            bias=cfg.attention_bias,
-            out_bias=cfg.attention_bias,
-            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
-            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
-            rngs=rngs,
+            D, **heads, mask=cfg.mask, rope=cfg.rope, bias=bias, out_bias=bias, q_norm=norm(), k_norm=norm(), rngs=rngs
         )
-        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.mlp: Any = None if sparse else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
+        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.mlp: Any = None if sparse else nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
         self.moe: Any = _experts(cfg, rngs=rngs) if sparse else None
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
@@ -158,12 +102,9 @@ class Block(nnx.Module):
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
-    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16):
-        return self.attn.init_cache(batch, capacity, dtype)
-
 
 class Qwen3MoE(nn.Decoder):
-    """A decoder, `docs/decisions/0001`."""
+    """Qwen3 with experts: no shared expert, and no layer without experts in the published ones."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -177,43 +118,27 @@ class Qwen3MoE(nn.Decoder):
 
 
 def _table(cfg: Config) -> Table:
-    """Hugging Face's names for the weights. What a layer does not have (experts or an MLP) is passed over."""
+    # What a layer lacks (experts or an MLP) is passed over.
     return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP, *names.MOE])
 
 
+# fmt: off
 _30B = Config(
-    vocab=151_936,
-    num_layers=48,
-    dim=2048,
-    mlp_dim=6144,
-    expert_dim=768,
-    num_heads=32,
-    num_kv_heads=4,
-    head_dim=128,
-    rope=Rope(128, 1_000_000.0, max_length=40_960),
-    num_experts=128,
-    top_k=8,
+    vocab=151_936, num_layers=48, dim=2048, mlp_dim=6144, expert_dim=768, num_heads=32, num_kv_heads=4, head_dim=128,
+    rope=Rope(128, 1_000_000.0, max_length=40_960), num_experts=128, top_k=8,
 )
-_235B = dataclasses.replace(_30B, num_layers=94, dim=4096, mlp_dim=12_288, expert_dim=1536, num_heads=64)
-_480B = dataclasses.replace(
-    _30B,
-    num_layers=62,
-    dim=6144,
-    mlp_dim=8192,
-    expert_dim=2560,
-    num_heads=96,
-    num_kv_heads=8,
-    rope=Rope(128, 10_000_000.0, max_length=262_144),
-    num_experts=160,
-)
+_235B = replace(_30B, num_layers=94, dim=4096, mlp_dim=12_288, expert_dim=1536, num_heads=64)
+_LONG = Rope(128, 10_000_000.0, max_length=262_144)
 PRESETS = {
     "qwen3-30b-a3b": _30B,
-    "qwen3-30b-a3b-2507": dataclasses.replace(_30B, rope=Rope(128, 10_000_000.0, max_length=262_144)),
+    "qwen3-30b-a3b-2507": replace(_30B, rope=_LONG),
     "qwen3-235b-a22b": _235B,
-    "qwen3-235b-a22b-2507": dataclasses.replace(_235B, rope=Rope(128, 5_000_000.0, max_length=262_144)),
-    "qwen3-coder-480b-a35b": _480B,
+    "qwen3-235b-a22b-2507": replace(_235B, rope=Rope(128, 5_000_000.0, max_length=262_144)),
+    "qwen3-coder-480b-a35b": replace(
+        _30B, num_layers=62, dim=6144, mlp_dim=8192, expert_dim=2560, num_heads=96, num_kv_heads=8, rope=_LONG,
+        num_experts=160,
+    ),
 }
+# fmt: on
 
-FAMILY = Family(
-    name="qwen3_moe", model_types=("qwen3_moe",), model=Qwen3MoE, config=Config, table=_table, presets=PRESETS
-)
+FAMILY = Family(name="qwen3_moe", model=Qwen3MoE, config=Config, table=_table, presets=PRESETS)

@@ -1,7 +1,8 @@
 """Grouped-query attention (Ainslie et al. 2023), of which multi-head and multi-query attention are the ends."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,12 +11,14 @@ from jaxtyping import Array, Float, Int
 from maxlib import ops
 from maxlib.nn._context import Context, context
 from maxlib.nn._linear import Einsum
-from maxlib.nn.cache import LayerCache, kv_cache
+from maxlib.nn._mixer import SequenceMixer, SplitSequence, Traffic, attention_traffic
+from maxlib.nn.cache import AttentionCache, kv_cache
 from maxlib.nn.remat import mark_heads
 from maxlib.ops._attention import Causal, Mask
 from maxlib.ops._grid_rope import GridRope
 from maxlib.ops._rope import Rope, apply_rope
-from maxlib.sharding import axis_of, axis_size, constrain, mesh_axes, natural_order, shard_map_by_name
+from maxlib.sharding import constrain, shard_map_by_name
+from maxlib.sharding.layers import axis_of, axis_size, mesh_axes, natural_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +37,8 @@ class TemperatureTuning:
         return 1 + self.scale * jnp.log1p(steps)
 
 
-class Attention(nnx.Module):
-    """Queries of `num_heads` attend to `num_kv_heads` keys and values under `mask`.
+class Attention(SequenceMixer):
+    """Grouped-query attention: queries of `num_heads` attend to `num_kv_heads` keys and values under `mask`.
 
     rope: how positions rotate queries and keys; None leaves them (NoPE). q_norm, k_norm: norms over the head dimension,
     applied before the rotation. scale: factor on the scores, by default `head_dim ** -0.5`. softcap: `c * tanh(scores /
@@ -44,6 +47,11 @@ class Attention(nnx.Module):
     None for the best one; `with_attention` sets it in a whole model. Raises ValueError when `num_heads` is no positive
     multiple of `num_kv_heads`.
     """
+
+    op: ClassVar[str | None] = "attention"
+    reorderable: ClassVar[bool] = True
+    quantizable_cache: ClassVar[bool] = True
+    probes_scores: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -78,12 +86,12 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",)) if sinks else None
         self.mask, self.rope, self.scale, self.softcap = mask, rope, scale, softcap
         self.temperature, self.implementation = temperature, implementation
-        self.num_kv_heads, self.head_dim = K, H
+        self.num_heads, self.num_kv_heads, self.head_dim = N, K, H
 
     def __call__(
-        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: LayerCache | None = None
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """Without `ctx` each row is one document from position 0."""
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: AttentionCache | None = None
+    ) -> tuple[Float[Array, "B T D"], AttentionCache | None]:
+        """Mixes the tokens of each document. Without `ctx` each row is one document from position 0."""
         ctx = context(*x.shape[:2]) if ctx is None else ctx
         q, k, v = map(mark_heads, self.project(x, ctx), ("q", "k", "v"))
         k_start, k_end = ctx.bounds(self.mask)
@@ -112,8 +120,8 @@ class Attention(nnx.Module):
             v,
         )
 
-    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> LayerCache:
-        """An empty cache for `batch` rows of up to `capacity` tokens; windows need only a ring."""
+    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> AttentionCache:
+        """Makes an empty cache for `batch` rows of up to `capacity` tokens; windows need only a ring."""
         return kv_cache(
             batch,
             capacity,
@@ -123,6 +131,34 @@ class Attention(nnx.Module):
             ring=self.mask.ring,
             dtype=dtype,
         )
+
+    def traffic(self, split: SplitSequence) -> Traffic:
+        return attention_traffic(
+            split, queries=2 * self.num_heads * self.head_dim, keys=2 * self.num_kv_heads * self.head_dim
+        )
+
+    def queries_and_keys(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array]:
+        return self.project(x, ctx)[:2]
+
+    @property
+    def kind(self) -> str:
+        return attention_kind(self.num_heads, self.num_kv_heads)
+
+    def features(self) -> Iterator[str]:
+        found = {
+            "partial RoPE": self.rope is not None and self.rope.dim < self.head_dim,
+            "layers without positions": self.rope is None,
+            "qk-norm": self.q_norm is not None,
+            "temperature tuning": self.temperature is not None,
+            "attention soft-cap": self.softcap is not None,
+            "sinks": self.sinks is not None,
+        }
+        yield from (word for word, has in found.items() if has)
+
+
+def attention_kind(num_heads: int, num_kv_heads: int) -> str:
+    """Names attention by its key heads: MHA (as many as queries), MQA (one) or GQA."""
+    return "MHA" if num_heads == num_kv_heads else "MQA" if num_kv_heads == 1 else "GQA"
 
 
 def attend(
@@ -138,12 +174,12 @@ def attend(
     implementation: str | None = None,
     zigzag: bool = False,
 ) -> Float[Array, "B T N Hv"]:
-    """`ops.attention` on each device's own rows, heads and queries, by the sharding rules in use.
+    """`ops.attention` on each device's own rows, heads and queries, by the layout in use.
 
     They decide by the axes `q_seq` and `kv_seq` how a split sequence comes together. Only `q_seq` is split: keys are
     gathered. Both are split: keys travel around a ring. Neither is: heads are split instead (`attn_heads`), and
-    all-to-alls exchange the two (Ulysses). zigzag: tokens stand in the order of `sharding.zigzag`. Raises ValueError
-    for heads that cannot be split where tokens are to be exchanged for them.
+    all-to-alls exchange the two (Ulysses). zigzag: tokens stand in the order of `sharding.layers.zigzag`. Raises
+    ValueError for heads that cannot be split where tokens are to be exchanged for them.
     """
     ring = axis_of("kv_seq") if k.shape[1] % axis_size("kv_seq") == 0 else None
     parts = axis_size("q_seq") if zigzag else 1
@@ -171,8 +207,9 @@ def attend(
 
 
 def _check_exchange(q: Array, k: Array) -> None:
-    """Where tokens are split over devices and heads shall be: left alone, each device would gather all of both. A token
-    at decoding is not split.
+    """Raises ValueError where tokens cannot be exchanged for heads: each device would gather all of both.
+
+    A token at decoding is not split.
     """
     exchanged = {*mesh_axes("seq")} & {*mesh_axes("attn_heads")} - {*mesh_axes("act_heads")}  # `SP` exchanges nothing
     parts, heads = axis_size("attn_heads"), (q.shape[2], k.shape[2])

@@ -1,7 +1,7 @@
 """The wiring that decoder-only models have in common."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,22 +34,30 @@ def check_tokens(tokens: Any) -> None:
 
 
 class Decoder(nnx.Module):
-    """Ids become vectors, a stack of layers works on them, a norm ends it and a head scores them: docs/decisions/0001.
+    """Decoder-only model: embedding, a stack of layers, a norm and a head (docs/decisions/0001).
 
-    A family derives its model from it and sets in its constructor what stands below; `embed_tokens` and `enter` are
-    there to be replaced. A model with another wiring does not derive from it: the contract asks for methods, not for
-    this class.
+    A family derives its model from it and sets the attributes in its constructor; `embed_tokens` and `enter` are there
+    to be replaced. A model with another wiring does not derive from it: the contract asks for methods, not for this
+    class.
+
+    Attributes:
+        head: None if it is tied to `embed`.
+        masks: What its layers ask of the context, computed once.
+        ropes: The same for rotary tables.
+        softcap: Of the logits, `c * tanh(logits / c)`.
+        layers_take_tokens: True if layers read ids from `ctx.tokens`.
     """
 
     cfg: Any
     embed: Embed
     layers: Stack
     norm: nnx.Module
-    head: Embed | None = None  # None: tied to `embed`
-    masks: tuple[Mask, ...] = ()  # what its layers ask of the context, computed once
+    head: Embed | None = None
+    masks: tuple[Mask, ...] = ()
     ropes: tuple[Rope, ...] = ()
-    recompute_cache_at: int | None = None  # length from which on cached keys are rotated otherwise: Phi's LongRoPE
-    softcap: float | None = None  # of the logits
+    recompute_cache_at: int | None = None
+    softcap: float | None = None
+    layers_take_tokens: ClassVar[bool] = False
 
     def __call__(
         self,
@@ -63,26 +71,33 @@ class Decoder(nnx.Module):
         remat: Policy = None,
     ) -> Output:
         check_tokens(tokens)
-        x = self.embed_tokens(tokens, dtype)
-        return self.run(x, positions=positions, segment_ids=segment_ids, valid=valid, cache=cache, remat=remat)
+        inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid} | self.ids_for_layers(tokens)
+        return self.run(self.embed_tokens(tokens, dtype), **inputs, cache=cache, remat=remat)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         return self.embed(tokens, dtype=dtype)
 
+    def ids_for_layers(self, tokens: Int[Array, "B T"]) -> dict[str, Array]:
+        """Returns what `enter` is given of the ids: nothing unless layers take them."""
+        return {"tokens": tokens} if self.layers_take_tokens else {}
+
     def run(self, x: Float[Array, "B T D"], *, cache: Cache | None, remat: Policy, **inputs: Any) -> Output:
-        """From vectors to the normed hidden states; inputs: those of `nn.context`."""
+        """Computes the normed hidden states from vectors; inputs: those of `nn.context`."""
         x, ctx = self.enter(x, cache=cache, **inputs)
         x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat)
         return Output(self.leave(x, ctx), cache and cache.advanced(layers, ctx), aux)
 
     def enter(self, x: Float[Array, "B T D"], *, cache: Cache | None = None, **inputs: Any):
-        """What the first layer gets: `x` in its place, and the context."""
+        """Returns what the first layer gets: `x` in its place, and the context.
+
+        Where devices share a sequence, tokens are dealt out in zigzag order, unless a layer needs them in their own.
+        """
         ctx = context(*x.shape[:2], cache=cache, masks=self.masks, ropes=self.ropes, **inputs)
         x = constrain(x, "batch", "seq", "act_embed")
-        return zigzag_shard(x, ctx) if cache is None else (x, ctx)
+        return zigzag_shard(x, ctx) if cache is None and self.layers.is_reorderable else (x, ctx)
 
     def leave(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T D"]:
-        """What the head gets of the last layer's `x`."""
+        """Returns what the head gets of the last layer's `x`."""
         return zigzag_unshard(self.norm(x), ctx)
 
     def head_weight(self) -> Float[Array, "V D"]:
@@ -98,10 +113,10 @@ class Decoder(nnx.Module):
         """Makes an empty cache.
 
         Args:
-          batch: number of rows.
-          capacity: tokens that a row can hold. It changes no result.
-          dtype: dtype of what is kept; int8 and float8 come with scales.
-          rope_length: see `Cache`.
+            batch: Number of rows.
+            capacity: Tokens that a row can hold. It changes no result.
+            dtype: Of what is kept; int8 and float8 come with scales.
+            rope_length: See `Cache`.
         """
         layers = self.layers.init_cache(batch, capacity, dtype)
         return Cache(layers, jnp.zeros(batch, jnp.int32), rope_length)
@@ -113,7 +128,7 @@ class Decoder(nnx.Module):
 
 
 class VisionDecoder(Decoder):
-    """A decoder that reads images where some of its tokens are placeholders, if its constructor sets the parts below.
+    """Decoder that reads images where some of its tokens are placeholders, if its constructor sets the parts below.
 
     Its `cfg.vision` is None, or has `image_token` and `num_tokens`, the number of vectors that the projector makes of
     an image. These are read as text is, but see each other both ways under a mask with `ops.BidirectionalBlocks`.
@@ -148,7 +163,7 @@ class VisionDecoder(Decoder):
             x = place_features(x, is_image, self.projector(self.tower(images, dtype=dtype, remat=remat)))
             sees = bidirectional_blocks(is_image, segment_ids=segment_ids, cache=cache)
         inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid, "bidirectional_blocks": sees}
-        return self.run(x, **inputs, cache=cache, remat=remat)
+        return self.run(x, **inputs, **self.ids_for_layers(tokens), cache=cache, remat=remat)
 
     def check_images(self, tokens: Int[Any, "B T"], images: Float[Any, "I C H W"] | None) -> None:
         """Raises ValueError as `__call__` does; a generator asks before it enters jit."""
@@ -162,16 +177,16 @@ class VisionDecoder(Decoder):
 
 
 class MTPDecoder(Decoder):
-    """A decoder with modules that look further ahead than the next token, of which the first can draft."""
+    """Decoder with modules that predict further ahead than the next token, of which the first can draft."""
 
     mtp: Sequence[MTP] = ()
 
     def predict_ahead(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any) -> list[MTPOutput]:
-        """What the modules foretell from the final `hidden`; inputs: `positions`, `segment_ids`, `valid`, `remat`."""
+        """Predicts further ahead from the final `hidden`; inputs: `positions`, `segment_ids`, `valid`, `remat`."""
         return predict_ahead(self.mtp, self.embed, hidden, tokens, ropes=self.ropes, **inputs)
 
     def draft(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any):
-        """What the first of the modules of `predict_ahead` drafts while decoding; inputs: `cache`, `valid`."""
+        """Drafts with the first of the modules of `predict_ahead` while decoding; inputs: `cache`, `valid`."""
         return draft(self._drafter, self.embed, hidden, tokens, masks=self.masks, ropes=self.ropes, **inputs)
 
     def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> Cache:

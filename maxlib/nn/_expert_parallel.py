@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib.nn import _expert_dispatch as dispatch
 from maxlib.nn._pytree import pytree
 from maxlib.ops._attention.dispatch import current_device
-from maxlib.sharding import ExpertExchange, current, stages
+from maxlib.sharding import current
+from maxlib.sharding.pipelining import stages
 
 # Where XLA has `ragged_all_to_all`, and where it is chosen.
 CAN_RAGGED, BEST_RAGGED = ("tpu", "gpu"), ("tpu",)
@@ -57,19 +58,21 @@ def dropless(
 
 
 def is_ragged() -> bool:
-    """Whether tokens travel in pieces as large as they are: as the rule `act_expert` says, else where it is known to
-    suit (docs/decisions/0011).
+    """Whether tokens travel in pieces as large as they are: as the layout says (`ExpertParallel.how`), else where it is
+    known to suit (docs/decisions/0011).
 
-    Raises ValueError where the rule says so and XLA cannot.
+    Raises ValueError where the layout says so and XLA cannot.
     """
-    rule, (platform, _) = (current() or (None, {}))[1].get("act_expert"), current_device()
-    if not isinstance(rule, ExpertExchange):  # nobody has seen one under the vmap of a pipeline's stages
+    layout, (platform, _) = current(), current_device()
+    how = layout.experts.how if layout is not None and layout.experts is not None else None
+    if how is None:  # nobody has seen one under the vmap of a pipeline's stages
         return platform in BEST_RAGGED and stages() == 1
-    if rule.how == "ragged" and platform not in CAN_RAGGED:
+    if how == "ragged" and platform not in CAN_RAGGED:
         raise ValueError(
-            f"tokens can travel ragged on {' and '.join(CAN_RAGGED)}, not on {platform}: leave the rule EXCHANGE_RAGGED out"
+            f"tokens can travel ragged on {' and '.join(CAN_RAGGED)}, not on {platform}: leave how='ragged' out of "
+            "sharding.ExpertParallel"
         )
-    return rule.how == "ragged"
+    return how == "ragged"
 
 
 def _busiest(

@@ -8,7 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib.nn.matmul import Exact, Matmul
-from maxlib.sharding import IfFree, constrain, gather_once
+from maxlib.sharding import IfFree, constrain
+from maxlib.sharding.layers import gather_once
 
 Init = Callable[..., Array]
 
@@ -33,7 +34,7 @@ class Einsum(nnx.Module):
     that sharding rules use. The default initialization is truncated normal with variance 1 / fan-in, the fan-in being
     the product of the dimensions that the einsum sums over. `matmul` multiplies; `maxlib.quantization` puts another one
     in its place. gather_once: for a small weight that a layer uses at its beginning, so that its recomputation and its
-    backward pass are far apart: over devices it is gathered for both together (`sharding.gather_once`).
+    backward pass are far apart: over devices it is gathered for both together (`sharding.layers.gather_once`).
     """
 
     def __init__(

@@ -58,6 +58,23 @@ class VisionModel(Protocol):
 
 
 @runtime_checkable
+class SupportsPipelining(Model, Protocol):
+    """Methods that a model has beside the contract if a 1F1B pipeline may run its parts one by one (`nn.Decoder`)."""
+
+    layers: Any  # an `nn.Stack`
+
+    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]: ...
+
+    def enter(self, x: Float[Array, "B T D"], **inputs: Any) -> tuple[Float[Array, "B T D"], Any]:
+        """Returns what the first layer gets: `x` in its place, and the context."""
+        ...
+
+    def leave(self, x: Float[Array, "B T D"], ctx: Any) -> Float[Array, "B T D"]:
+        """Returns what the head gets of the last layer's `x`."""
+        ...
+
+
+@runtime_checkable
 class SupportsDrafting(Model, Protocol):
     """What a model has beside the contract if it drafts the token after the next, as multi-token prediction does."""
 

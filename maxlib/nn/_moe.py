@@ -20,7 +20,8 @@ from maxlib.nn._router import Router, Routing, SigmoidInputRouter, expert_counts
 from maxlib.nn.matmul import Exact, Matmul
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.ops._glu import swiglu
-from maxlib.sharding import AllGatherArg, axis_of, axis_size, constrain, shard_map_by_name
+from maxlib.sharding import constrain, shard_map_by_name
+from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size
 
 
 @runtime_checkable
@@ -195,19 +196,16 @@ class MoE(nnx.Module):
 
 
 def _placed(w: Any, weight: Any) -> Any:
-    """Where the rules put the weight, so that devices exchange the cast one: half the bytes, and half the
+    """Constrains the weight to its place, so that devices exchange the cast one: half the bytes, and half the
     gradient's.
     """
-    if not isinstance(w, jax.Array):  # quantized
-        return w
-    names = weight.get_metadata().get("axes", ())
-    return constrain(w, *names) if len(names) == w.ndim else w
+    return constrain(w, *weight.get_metadata()["axes"]) if isinstance(w, jax.Array) else w  # else quantized
 
 
 def _names(w: Any, weight: Any, names: tuple) -> list[Any]:
     """How every array of `w` is split: a quantized one has scales too, with a single entry along some axes."""
-    if isinstance(w, jax.Array) and len(kept := weight.get_metadata().get("axes", ())) == w.ndim:
-        return [AllGatherArg(kept, names)]
+    if isinstance(w, jax.Array):
+        return [AllGatherArg(weight.get_metadata()["axes"], names)]
     return [tuple(None if n == 1 else name for n, name in zip(a.shape, names, strict=True)) for a in jax.tree.leaves(w)]
 
 

@@ -6,7 +6,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from maxlib.nn.tree import axes, pattern_path, variables
+from maxlib.nn.tree import axes, own_axes, pattern_paths, variables
+from maxlib.sharding.layers import num_layer_axes
 
 
 def summary(model: Any) -> str:
@@ -16,7 +17,8 @@ def summary(model: Any) -> str:
     too.
     """
     table = Table(box=box.SIMPLE, show_footer=True)
-    names, rows = axes(model), {p: v.get_value() for p, v in variables(model).items()}
+    names, short = axes(model), pattern_paths(model)
+    rows = {path: v.get_value() for path, v in variables(model).items()}
     total = sum(a.size for a in rows.values())
     size = sum(a.size * a.dtype.itemsize for a in rows.values())
     table.add_column("parameter", footer="total")
@@ -24,23 +26,25 @@ def summary(model: Any) -> str:
     table.add_column("axes")
     table.add_column("dtype", footer=_scaled(size, "B"))
     table.add_column("numbers", justify="right", footer=_scaled(total))
-    for (path, shape, axis_names, dtype), group in _grouped(rows, names).items():
+    for (path, shape, axis_names, dtype), group in _grouped(rows, names, short).items():
         count = sum(a.shape[0] if a.ndim > len(shape) else 1 for a in group)
         text = " ".join(map(str, shape)) or "scalar"
         text = f"{count} x {text}" if count > 1 else text
-        table.add_row(path, text, " ".join(axis_names), dtype, _scaled(sum(a.size for a in group)))
+        table.add_row(
+            path, text, " ".join(name or "-" for name in axis_names), dtype, _scaled(sum(a.size for a in group))
+        )
     console = Console(width=120)
     with console.capture() as capture:
         console.print(table)
     return f"{type(model).__name__}\n{capture.get().strip(chr(10))}"
 
 
-def _grouped(rows: dict[str, Any], names: dict[str, tuple[str, ...]]) -> dict[tuple, list[Any]]:
-    """Arrays by logical path and by the shape that their axis names describe."""
+def _grouped(rows: dict[str, Any], names: dict[str, tuple], short: dict[str, str]) -> dict[tuple, list[Any]]:
+    """Groups arrays by the path, shape and axes that one layer has."""
     groups: dict[tuple, list[Any]] = {}
     for path, array in rows.items():
-        shape = array.shape[array.ndim - len(names[path]) :] if names[path] else array.shape
-        groups.setdefault((pattern_path(path), shape, names[path], str(array.dtype)), []).append(array)
+        shape = array.shape[num_layer_axes(names[path]) :]
+        groups.setdefault((short[path], shape, own_axes(names[path]), str(array.dtype)), []).append(array)
     return groups
 
 

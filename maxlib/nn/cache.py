@@ -1,11 +1,14 @@
-"""Key/value caches: immutable values, handed in and handed back.
+"""What layers keep of the tokens so far: immutable values, handed in and handed back.
 
-A cache decides where keys lie. `extend` stores the new ones and returns the arrays to attend to, with key
-intervals on *those* arrays. Rows may have different lengths: `ctx.length` counts each row's cached tokens,
+A layer's cache is any pytree whose arrays begin with the axis of rows. A class derived from `LayerCache` says whether
+it can be rewound and what tables call it; anything else is taken for a state that cannot be rewound.
+
+A cache of keys and values decides where keys lie. `extend` stores the new ones and returns the arrays to attend to,
+with key intervals on *those* arrays. Rows may have different lengths: `ctx.length` counts each row's cached tokens,
 `ctx.num_new` how many of the new ones are real (they come first; what follows is padding).
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,7 @@ from jaxtyping import Array, Float, Int, Num
 from maxlib.nn._context import Context
 from maxlib.nn._pytree import pytree, static
 
-Extended = tuple["LayerCache", Array, Array, Array, Array]
+Extended = tuple["AttentionCache", Array, Array, Array, Array]
 
 
 @pytree
@@ -23,24 +26,53 @@ class Cache:
     """A model's whole cache: what each layer keeps, and what all of them share.
 
     Args:
-      layers: one entry per layer, laid out like the model's stacks.
-      length: tokens cached so far, per row.
-      rope_length: a fixed length for rotary scalings that depend on it (dynamic NTK, LongRoPE); None for that of each
-        row so far, which is what transformers rotates new tokens by.
+        layers: What `Stack.init_cache` made.
+        length: `B`, tokens cached so far in each row.
+        rope_length: A fixed length for rotary scalings that depend on it (dynamic NTK, LongRoPE); None for that of
+            each row so far, by which transformers rotates new tokens.
+        position_offset: `B`, by how much positions run ahead of (or behind) the number of tokens, as after an image
+            whose positions are those of a grid; None if they never do.
     """
 
     layers: Any
     length: Int[Array, " B"]
     rope_length: int | None = static(default=None)
+    position_offset: Int[Array, " B"] | None = None
 
     def advanced(self, layers: Any, ctx: Context) -> "Cache":
-        """The cache after a forward pass."""
-        return Cache(layers, self.length + ctx.num_new, self.rope_length)
+        """Returns the cache after a forward pass."""
+        return Cache(layers, self.length + ctx.num_new, self.rope_length, ctx.next_position_offset)
+
+
+class LayerCache:
+    """Base of what one layer keeps: a pytree (`nn.pytree`) whose arrays begin with the axis of rows.
+
+    Attributes:
+        can_rewind: True if tokens are forgotten by making `ctx.length` smaller, since what lies behind it is written
+            anew before it is read. Speculative decoding needs that to take back a refused draft.
+        kind: What tables call it; None means the name of the class.
+    """
+
+    can_rewind: ClassVar[bool] = False
+    kind: ClassVar[str | None] = None
+
+
+def layer_caches(layers: Any) -> list[Any]:
+    """Lists the caches in what a stack's `init_cache` made; arrays outside any `LayerCache` are listed as they are."""
+    return jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, LayerCache))
+
+
+def can_rewind(layers: Any) -> bool:
+    """Tells whether every cache in `layers` says that it can be rewound."""
+    return all(isinstance(one, LayerCache) and one.can_rewind for one in layer_caches(layers))
 
 
 @pytree
-class KVCache:
+class KVCache(LayerCache):
     """Keys and values by token index, `capacity` slots."""
+
+    can_rewind: ClassVar[bool] = True
+    kind: ClassVar[str | None] = "full"
 
     k: Num[Array, "B S K Hk"]
     v: Num[Array, "B S K Hv"]
@@ -57,8 +89,10 @@ class KVCache:
 
 
 @pytree
-class RingCache:
+class RingCache(LayerCache):
     """The last W keys and values; token `i` lies in slot `i % W`, W being `mask.ring`."""
+
+    kind: ClassVar[str | None] = "ring"
 
     k: Num[Array, "B W K Hk"]
     v: Num[Array, "B W K Hv"]
@@ -93,14 +127,20 @@ class RingCache:
 
 
 @pytree
-class QuantizedCache:
+class QuantizedCache(LayerCache):
     """Keys and values rounded to int8 or a float8 when they come, each token's head with a scale of its own.
 
-    values, scales: two caches of one kind, the latter in float32 with heads of size 1.
+    Args:
+        values: Rounded keys and values.
+        scales: A cache of the same kind in float32, with heads of size 1.
     """
 
     values: KVCache | RingCache
     scales: KVCache | RingCache
+
+    @property
+    def can_rewind(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.values.can_rewind
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
         qk, qv = (qwix.quantize(x.astype(jnp.float32), self.values.k.dtype, channelwise_axes=range(3)) for x in (k, v))
@@ -112,8 +152,11 @@ class QuantizedCache:
 
 
 @pytree
-class LatentCache:
+class LatentCache(LayerCache):
     """The normed latent of each token beside its rotated key part: `kv_rank + rope.dim` numbers, whatever the heads."""
+
+    can_rewind: ClassVar[bool] = True
+    kind: ClassVar[str | None] = "latent"
 
     latent: Float[Array, "B S R"]
 
@@ -122,11 +165,16 @@ class LatentCache:
 
 
 @pytree
-class QuantizedLatentCache:
-    """The same rounded to int8 or a float8 when it comes. scales: of each token's latent and of its key part, which
-    differ in size.
+class QuantizedLatentCache(LayerCache):
+    """A `LatentCache` rounded to int8 or a float8 when tokens come.
+
+    Args:
+        values: Rounded latents.
+        scales: One for each token's latent and one for its key part, which differ in size.
+        kv_rank: Numbers in the latent; the rest is the key part.
     """
 
+    can_rewind: ClassVar[bool] = True
     values: Num[Array, "B S R"]
     scales: Float[Array, "B S 2"]
     kv_rank: int = static()
@@ -155,16 +203,15 @@ def _put_rows(old: Num[Array, "B S R"], new: Num[Array, "B T R"], ctx: Context) 
     return put(old, new.astype(old.dtype), ctx.length)
 
 
-LayerCache = KVCache | RingCache | QuantizedCache
+AttentionCache = KVCache | RingCache | QuantizedCache
 
 
 def kv_cache(
     batch: int, capacity: int, *, num_kv_heads: int, k_dim: int, v_dim: int, ring: int | None, dtype: Any
-) -> LayerCache:
-    """An empty cache: a ring of `ring` slots where that is less than `capacity`, else a full one. int8 and float8 are
-    quantized.
+) -> AttentionCache:
+    """Makes an empty cache: a ring of `ring` slots where that is less than `capacity`, else a full one.
 
-    Raises ValueError for other integers, which keys do not fit in.
+    int8 and float8 are quantized. Raises ValueError for other integers, which keys do not fit in.
     """
     kind, slots = (RingCache, ring) if ring is not None and ring < capacity else (KVCache, capacity)
 
@@ -177,7 +224,7 @@ def kv_cache(
 
 
 def is_quantized(dtype: Any) -> bool:
-    """Whether a cache of `dtype` needs scales. Raises ValueError for integers other than int8."""
+    """Tells whether a cache of `dtype` needs scales. Raises ValueError for integers other than int8."""
     if jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype) != jnp.int8:
         raise ValueError(f"a cache is of a floating dtype or int8, got {jnp.dtype(dtype).name}")
     return jnp.dtype(dtype).itemsize == 1

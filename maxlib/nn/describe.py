@@ -1,6 +1,5 @@
-"""What a model is made of, in words, read off its parts. All of it works on `jax.eval_shape` of a model."""
+"""Words for what a model is made of, read off its parts. All of it works on `jax.eval_shape` of a model."""
 
-import dataclasses
 import inspect
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -8,12 +7,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import jax
 from flax import nnx
 
-from maxlib.nn._attention import Attention
-from maxlib.nn._mla import MLA
+from maxlib.nn._mixer import mixers
 from maxlib.nn._moe import MoE
 from maxlib.nn._norm import LayerNorm
 from maxlib.nn._positions import LearnedPositions
 from maxlib.nn._stack import Stack
+from maxlib.nn.cache import LayerCache, layer_caches
 from maxlib.nn.tree import axes, num_parameters, variables
 from maxlib.ops._attention import Chunked, Mask, SlidingWindow
 from maxlib.ops._rope import Rope
@@ -28,8 +27,9 @@ SCALINGS = {
     "Proportional": "proportional RoPE",
     "Yarn": "YaRN",
 }
+_POSITION_WORDS = ("partial RoPE", "layers without positions")
+_ATTENTION_WORDS = ("qk-norm", "temperature tuning", "attention soft-cap", "sinks")  # in the order of tables
 _PARTS = ("q", "k", "v", "o", "gate", "up", "down")  # in the order in which a layer uses them
-CACHES = {"KVCache": "full", "RingCache": "ring", "LatentCache": "latent"}
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ class _PredictsAhead(Protocol):
 
 
 def num_active_parameters(model: Any) -> int:
-    """How many numbers one token meets: all but those of the experts that it does not go to."""
+    """Counts the numbers that one token meets: all but those of the experts that it does not go to."""
     idle = 0.0
     for moe in _all(MoE, model):
         names, share = axes(moe), moe.router.top_k / moe.router.num_experts
@@ -48,21 +48,12 @@ def num_active_parameters(model: Any) -> int:
 
 
 def attention_kind(model: Any) -> str:
-    """MLA, or by the number of key heads MHA (as many as queries), GQA or MQA (one)."""
-    if _all(MLA, *_stacks(model)):
-        return "MLA"
-    sizes = {"heads": 0, "kv_heads": 0}
-    for stack in _stacks(model):
-        names = axes(stack)
-        for path, variable in variables(stack).items():
-            own = dict(zip(reversed(names[path]), reversed(variable.get_value().shape), strict=False))
-            sizes |= {axis: own[axis] for axis in sizes if axis in own}
-    heads, keys = sizes["heads"], sizes["kv_heads"]
-    return "MHA" if heads == keys else "MQA" if keys == 1 else "GQA"
+    """Names how the decoder's layers mix tokens, such as "GQA", as they call it themselves."""
+    return ", ".join(dict.fromkeys(mixer.kind for stack in _stacks(model) for mixer in mixers(stack)))
 
 
 def features(model: Any) -> tuple[str, ...]:
-    """What distinguishes its decoder, from positions to head; of a tower for images nothing but that it is there."""
+    """Lists what distinguishes its decoder, from positions to head; of a tower only that it is there."""
     stacks = _stacks(model)
     found = [
         *_positions(model),
@@ -78,18 +69,18 @@ def features(model: Any) -> tuple[str, ...]:
 
 
 def takes_images(model: Any) -> bool:
-    """Whether its call has `images`, and it a tower (layers within a child of its own) to see them with."""
+    """Tells whether its call has `images`, and it a tower (layers within a child of its own) to see them with."""
     children = [child for child in vars(model).values() if isinstance(child, nnx.Module)]
     towers = [child for child in children if not isinstance(child, Stack | nnx.List) and _all(Stack, child)]
     return bool(towers) and "images" in inspect.signature(type(model).__call__).parameters
 
 
 def cache_kinds(model: Any) -> tuple[str, ...]:
-    """How its layers keep keys and values: `full`, `ring` (of a window), `latent`, or the name of another class."""
+    """Names how its layers keep tokens: `full`, `ring` (of a window), `latent`, or what another cache calls itself."""
     capacity = min([LONG, *(table.length for table in _all(LearnedPositions, model))])
     cache = jax.eval_shape(lambda model: model.init_cache(1, capacity), model)
-    found = [type(one).__name__ for one in jax.tree.leaves(cache.layers, is_leaf=dataclasses.is_dataclass)]
-    return tuple(sorted({CACHES.get(name, name) for name in found}))
+    kinds = {(isinstance(one, LayerCache) and one.kind) or type(one).__name__ for one in layer_caches(cache.layers)}
+    return tuple(sorted(kinds))
 
 
 def _all(kind: type[Kind], *models: Any) -> list[Kind]:
@@ -102,7 +93,7 @@ def _stacks(model: Any) -> list[Stack]:
 
 
 def _static(kind: type[Kind], stacks: list[Stack]) -> list[Kind]:
-    """What layers keep of `kind` beside their weights, such as masks."""
+    """Collects what layers keep of `kind` beside their weights, such as masks."""
     return [value for part in _all(nnx.Module, *stacks) for value in vars(part).values() if isinstance(value, kind)]
 
 
@@ -112,20 +103,22 @@ def _positions(model: Any) -> Iterator[str]:
     ropes = _static(Rope, stacks)
     for rope in ropes:
         yield SCALINGS[type(rope.scaling).__name__] if rope.scaling else "RoPE"
-    attentions = _all(Attention, *stacks)
-    yield from ["partial RoPE"] if any(a.rope and a.rope.dim < a.head_dim for a in attentions) else []
-    yield from ["layers without positions"] if ropes and any(a.rope is None for a in attentions) else []
+    yield from _said(stacks, "partial RoPE", *["layers without positions"] * bool(ropes))
 
 
 def _attention(stacks: list[Stack]) -> Iterator[str]:
     masks = [part for mask in _static(Mask, stacks) for part in _parts(mask)]
     yield from ["sliding window"] if any(isinstance(mask, SlidingWindow) for mask in masks) else []
     yield from ["chunked attention"] if any(isinstance(mask, Chunked) for mask in masks) else []
-    attentions = _all(Attention, *stacks)
-    yield from ["qk-norm"] if any(a.q_norm is not None for a in attentions) else []
-    yield from ["temperature tuning"] if any(a.temperature is not None for a in attentions) else []
-    yield from ["attention soft-cap"] if any(a.softcap is not None for a in attentions) else []
-    yield from ["sinks"] if any(a.sinks is not None for a in attentions) else []
+    found = dict.fromkeys(word for stack in stacks for mixer in mixers(stack) for word in mixer.features())
+    known = [word for word in _ATTENTION_WORDS if word in found]
+    yield from (*known, *(word for word in found if word not in (*_POSITION_WORDS, *known)))
+
+
+def _said(stacks: list[Stack], *words: str) -> list[str]:
+    """Returns those of `words` that a mixer says of itself."""
+    found = {word for stack in stacks for mixer in mixers(stack) for word in mixer.features()}
+    return [word for word in words if word in found]
 
 
 def _parts(mask: Mask) -> Iterator[Mask]:

@@ -1,6 +1,5 @@
 """Rematerialisation: what a layer's forward pass keeps for the backward pass, computes again, or sends to the host."""
 
-import contextvars
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -84,18 +83,16 @@ class _Offloading:
         return self.policy(*args, **params)
 
 
-_offloaded: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("offloaded", default=frozenset())
+# Part of jit's cache key, which a plain context variable would not be.
+_offloaded = jax.make_user_context(frozenset())
 
 
 def rematerialised(fn: Callable, policy: Callable, *, prevent_cse: bool) -> Callable:
     """`jax.checkpoint(fn)`, in which `mark_heads` knows what leaves for the host."""
 
     def run(*args: Any) -> Any:
-        token = _offloaded.set(policy.names if isinstance(policy, _Offloading) else frozenset())
-        try:
+        with _offloaded(policy.names if isinstance(policy, _Offloading) else frozenset()):
             return fn(*args)
-        finally:
-            _offloaded.reset(token)
 
     return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
 
@@ -106,7 +103,7 @@ def mark_heads(x: Float[Array, "B T N H"], name: str) -> Float[Array, "B T N H"]
     Left alone, the TPU's compiler may choose one layout in the forward pass and another in the backward pass, and
     bring all layers' values to the device at once to turn them.
     """
-    if name not in _offloaded.get():
+    if name not in _offloaded.value:
         return checkpoint_name(x, name)
     lay = lambda x: with_layout_constraint(x, Layout(major_to_minor=(0, 2, 1, 3)))
     return lay(checkpoint_name(lay(x), name))

@@ -1,6 +1,5 @@
 """A model as flat dicts from path to array: what optimizers, checkpoints and filters see."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,60 +7,100 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxlib.nn._stack_layout import Layout, Segment
+from maxlib.sharding.layers import is_stacked as _is_stacked
+from maxlib.sharding.layers import own_axes as own_axes
+
 Filter = Callable[[str, nnx.Variable], bool]
-# Where a layer lies below its stack, and where several lie on a leading axis: see `nn.Stack`.
-PLACE = r"(?:lead|prefix|body|suffix)\.\d+"
-_STACKED = re.compile(rf"(^|\.){PLACE}(?=\.|$)")
-_REPEATED = re.compile(r"(?P<part>(?:.*?\.)??(?:lead|body))\.\d+\.")
+
+
+class StackedLayers(nnx.Module):
+    """Base of modules that store numbered layers in segments, by which paths and tools recognise them (`nn.Stack`)."""
+
+    @property
+    def layout(self) -> Layout:
+        """Numbers that say which layer is stored where."""
+        raise NotImplementedError
+
+    @property
+    def segments(self) -> dict[str, Segment]:
+        """The attributes that hold layers."""
+        raise NotImplementedError
 
 
 def is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
+def is_stack(x: Any) -> bool:
+    return isinstance(x, StackedLayers)
+
+
 def variables(model: Any) -> dict[str, nnx.Variable]:
-    """Every `nnx.Variable` of `model` by dotted path, such as `"layers.body.0.attn.q.w"`."""
+    """Returns every `nnx.Variable` of `model` by dotted path, such as `"layers.body.0.attn.q.w"`."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
     return {_dotted(path): leaf for path, leaf in leaves if is_variable(leaf)}
 
 
-def axes(model: Any) -> dict[str, tuple[str, ...]]:
-    """The axis names of every variable; their number is its logical rank, whatever a stack adds in front."""
+def axes(model: Any) -> dict[str, tuple[str | None, ...]]:
+    """Returns the axis names of every variable by path, one for each dimension, `()` if it has none.
+
+    Where a stack stores several layers the first is `"layers"` (or `"lead_layers"`); `own_axes` leaves it out.
+    """
     return {path: tuple(v.get_metadata().get("axes", ())) for path, v in variables(model).items()}
 
 
 def summed_axes(model: Any) -> dict[str, tuple[str, ...]]:
-    """Of every matrix that multiplies activations, the names of the axes that are summed over: its inputs."""
+    """Returns of every matrix that multiplies activations the names of the axes that are summed over: its inputs."""
     named = {path: v.get_metadata().get("summed") for path, v in variables(model).items()}
     return {path: tuple(names) for path, names in named.items() if names is not None}
 
 
-def pattern_path(path: str) -> str:
-    """`path` without a stack's layout: `"layers.body.0.attn.q.w"` becomes `"layers.attn.q.w"`."""
-    return _STACKED.sub("", path).lstrip(".")
+def stacked_paths(model: Any) -> frozenset[str]:
+    """Returns the paths of the variables that store several layers on a leading axis."""
+    return frozenset(path for path, names in axes(model).items() if _is_stacked(names))
 
 
-def repeated_part(path: str) -> str | None:
-    """The part of a stack, such as `"layers.body"`, that keeps several layers in the array at `path`, on its leading
-    axis; None of other arrays."""
-    found = _REPEATED.match(path)
-    return found and found["part"]
+def layouts(model: Any) -> dict[str, Layout]:
+    """Returns the layout of every stack by its path: `num_layers`, `prefix`, `period`, and `lead` if there is one."""
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_stack)
+    return {_dotted(path): stack.layout for path, stack in leaves if is_stack(stack)}
 
 
-def is_repeated(path: str) -> bool:
-    """Whether a path is of layers that a stack repeats, whose arrays have a leading axis of layers."""
-    return repeated_part(path) is not None
+def path_of(model: Any, part: Any) -> str:
+    """Returns the dotted path at which `model` holds this very object."""
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: x is part)
+    return next(_dotted(path) for path, leaf in leaves if leaf is part)
+
+
+def pattern_paths(model: Any) -> dict[str, str]:
+    """Maps the path of every variable to the path without the layouts of stacks, by which patterns name it.
+
+    `"layers.body.0.attn.q.w"` and `"layers.prefix.1.attn.q.w"` become `"layers.attn.q.w"`.
+    """
+    if is_stack(model):
+        slots = ((name, i, layer) for name in model.segments for i, layer in enumerate(getattr(model, name)))
+        return {f"{name}.{i}.{path}": short for name, i, layer in slots for path, short in pattern_paths(layer).items()}
+    found = {}
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: is_variable(x) or is_stack(x))
+    for path, leaf in leaves:
+        if is_variable(leaf):
+            found[_dotted(path)] = _dotted(path)
+        elif is_stack(leaf):
+            found |= {f"{_dotted(path)}.{p}": f"{_dotted(path)}.{short}" for p, short in pattern_paths(leaf).items()}
+    return found
 
 
 def is_trainable(path: str, variable: nnx.Variable) -> bool:
-    """The default filter: parameters of a floating dtype."""
+    """Takes parameters of a floating dtype; the default filter."""
     value = variable.get_value()
     return isinstance(variable, nnx.Param) and hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def partition(model: Any, filter: Filter = is_trainable) -> tuple[dict[str, Any], Any]:
-    """Splits `model` into `{path: array}` of what `filter(logical path, variable)` takes, and all the rest."""
-    trainable = {path: v.get_value() for path, v in variables(model).items() if filter(pattern_path(path), v)}
+    """Splits `model` into `{path: array}` of what `filter(pattern path, variable)` takes, and all the rest."""
+    short = pattern_paths(model)
+    trainable = {path: v.get_value() for path, v in variables(model).items() if filter(short[path], v)}
 
     def keep(path, leaf):
         return leaf.replace(None) if _dotted(path) in trainable else leaf
@@ -70,7 +109,11 @@ def partition(model: Any, filter: Filter = is_trainable) -> tuple[dict[str, Any]
 
 
 def combine(trainable: dict[str, Any], rest: Any) -> Any:
-    """The inverse of `partition`. Raises KeyError when `trainable` has a path that `rest` did not leave open."""
+    """Puts the arrays of `partition` back into the rest.
+
+    Raises:
+        KeyError: `trainable` has a path that `rest` did not leave open.
+    """
     left = set(trainable)
 
     def put(path, leaf):
@@ -87,8 +130,7 @@ def combine(trainable: dict[str, Any], rest: Any) -> Any:
 
 
 def cast(model: Any, dtype: Any, filter: Filter = is_trainable) -> Any:
-    """`model` with the parameters that `filter(logical path, variable)` takes in `dtype`, such as bfloat16: half the
-    memory of float32.
+    """Casts the parameters that `filter(pattern path, variable)` takes to `dtype`, such as bfloat16.
 
     Call it in the function that builds a model. An optimizer should then round stochastically, as
     `training.in_bfloat16` does.
@@ -98,7 +140,7 @@ def cast(model: Any, dtype: Any, filter: Filter = is_trainable) -> Any:
 
 
 def num_parameters(model: Any) -> int:
-    """How many numbers all variables hold; also works on `jax.eval_shape` of a model."""
+    """Counts the numbers in all variables; also works on `jax.eval_shape` of a model."""
     return sum(leaf.size for leaf in jax.tree.leaves(model))
 
 

@@ -68,7 +68,7 @@ def report(*runs: str | Path, out: str | Path | None = None) -> Path:
 
 
 def page(runs: list[Run]) -> str:
-    style = resources.files("maxlib.training.diagnostics").joinpath("report.css").read_text()
+    style = resources.files("maxlib.observability").joinpath("report.css").read_text()
     title = html.escape(", ".join(run.name for run in runs))
     parts = [_overview(runs), _curves(runs), _time(runs), _layers(runs), _samples(runs), _config(runs)]
     return (

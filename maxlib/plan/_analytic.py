@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlib import nn, sharding
+from maxlib import nn
 from maxlib.nn._expert_parallel import BEST_RAGGED, ROOM
+from maxlib.nn._stack_layout import segments as segments_of
 from maxlib.plan._hlo import Collective, Costs
 from maxlib.plan._memory import part_bytes
-from maxlib.plan._program import Program, axes_of, bytes_on_host, parts_of, schedule_of
+from maxlib.plan._program import Program, bytes_on_host, schedule_of
 from maxlib.plan._targets import parse_target
-from maxlib.sharding._pipeline_chunks import chunks
+from maxlib.sharding._axes import mesh_axes_of
+from maxlib.sharding.pipelining import chunks
 
 ASSUMES = (
     "what shapes and rules say, as nothing was compiled: weights gathered and gradients summed, tensor parallelism's sums, keys "
@@ -52,7 +54,7 @@ class _Step(NamedTuple):
 
     def axes(self, name: str) -> tuple[str, ...]:
         """The mesh axes of more than one device that a rule names."""
-        return tuple(axis for axis in axes_of(self.program.job.table.get(name)) if self.program.mesh.shape[axis] > 1)
+        return self.program.layout.mesh_axes(name)
 
     def parts(self, axes: Any) -> int:
         return math.prod(self.program.mesh.shape[axis] for axis in axes)
@@ -84,8 +86,8 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
 
 
 def _step(program: Program) -> _Step:
-    job, mesh, schedule = program.job, program.mesh, schedule_of(program.job, program.mesh)
-    rows = max(1, program.rows // parts_of(job.table.get("batch"), mesh))
+    job, schedule = program.job, schedule_of(program.layout)
+    rows = max(1, program.rows // program.layout.axis_size("batch"))
     stacks = _stacks(program)
     size = chunks(max(stacks), schedule.stages, schedule.repeats).size
     share = schedule.ticks * size / (schedule.microbatches * max(stacks))
@@ -107,18 +109,17 @@ def _copies(program: Program) -> tuple[float, float]:
 
 
 def _local(program: Program) -> float:
-    names, rules = nn.tree.axes(program.state.rest), program.job.table
-    spec = lambda path, x: sharding.parameter_spec(names[path], x.shape, rules, program.mesh, path=path)
+    names = nn.tree.axes(program.state.rest)
+    spec = lambda path, x: program.layout.parameter_spec(names[path], x.shape, path=path)
     return sum(part_bytes(x.shape, 4, spec(path, x), program.mesh) for path, x in program.state.trainable.items())
 
 
 def _stacks(program: Program) -> list[int]:
-    """How often stacks repeat each layer of their periods; once where there is no stack."""
-    stacks = {}
-    for path, x in program.state.trainable.items():
-        if part := nn.tree.repeated_part(path):
-            stacks[part, path.removeprefix(f"{part}.").partition(".")[0]] = x.shape[0]
-    return [*stacks.values()] or [1]
+    """Returns how often stacks repeat each layer of their periods; once where there is no stack."""
+    segments = [
+        one for layout in nn.tree.layouts(program.state.rest).values() for one in segments_of(**layout).values()
+    ]
+    return [one.repeats for one in segments if one.repeats for _ in range(one.slots)] or [1]
 
 
 def _weights(step: _Step) -> Iterator[tuple[set[str], set[str], float, float]]:
@@ -126,13 +127,13 @@ def _weights(step: _Step) -> Iterator[tuple[set[str], set[str], float, float]]:
     device then has, and how often: in every tick of a pipeline. What is split like the batch is gathered, but not
     experts to which tokens travel."""
     program = step.program
-    mesh, rules, names = program.mesh, program.job.table, nn.tree.axes(program.state.rest)
+    mesh, names = program.mesh, nn.tree.axes(program.state.rest)
     for path, x in program.state.trainable.items():
-        places = sharding.parameter_spec(names[path], x.shape, rules, mesh, path=path)
-        used = {axis for place in places for axis in axes_of(place) if mesh.shape[axis] > 1}
+        places = program.layout.parameter_spec(names[path], x.shape, path=path)
+        used = {axis for place in places for axis in mesh_axes_of(place) if mesh.shape[axis] > 1}
         stay = step.axes("act_expert") if "expert" in names[path] else ()
         moving = (used & {*step.axes("batch")}) - {*stay}
-        turns = step.schedule.ticks / step.schedule.repeats if nn.tree.is_repeated(path) else 1.0
+        turns = step.schedule.ticks / step.schedule.repeats if sharding.layers.is_stacked(names[path]) else 1.0
         whole = math.prod(x.shape) * step.width / step.parts(used - moving)
         yield used, moving, whole, turns * program.job.accumulate
 
@@ -156,49 +157,47 @@ def _of_layers(step: _Step) -> Iterator[tuple[str, Any, float]]:
 
 
 def _of_sequences(step: _Step) -> Iterator[tuple[str, Any, float]]:
-    """As `nn.attend` brings a split sequence together: keys and values go around a ring, backward with the sums of
-    their gradients in float32; or they are gathered; or heads are exchanged for tokens and back."""
-    context = _contexts(step)
-    heads = step.parts(set(step.axes("attn_heads")) - set(context))
-    for layers, queries, keys in _attentions(step.program):
-        one = step.tokens * step.width * layers * step.share / heads
-        if not set(context) & set(step.axes("q_seq")):
-            yield "all-to-all", context, step.passes * one * (queries + keys)
-        elif set(context) & set(step.axes("kv_seq")):
-            around = (step.passes + 4 / step.width) * one * keys
-            yield "collective-permute", context, around * step.parts(context)
-        else:
-            yield "all-gather", context, (step.passes - 1) * one * keys * step.parts(context)
-            yield "reduce-scatter", context, one * keys * step.parts(context)
+    """Asks every layer that mixes tokens what it moves because devices share a sequence."""
+    if not (context := _contexts(step)):
+        return
+    split = _split(step, context)
+    for mixer in nn.mixers(step.program.model):
+        for kind, size in mixer.traffic(split).items():
+            yield kind, context, size * _repeats(mixer) * step.share
 
 
-def _attentions(program: Program) -> Iterator[tuple[int, int, int]]:
-    """Of each attention in how many layers it is, and the widths of all heads: queries with results, keys with
-    values."""
-    for _, m in nnx.iter_modules(program.model):
-        if isinstance(m, nn.Attention):
-            queries = math.prod(m.q.w.shape[-3:-1])
-            yield _repeats(m.q.w, 3), 2 * queries, 2 * m.num_kv_heads * m.head_dim
-        elif isinstance(m, nn.MLA):
-            heads, v_dim = m.v_up.w.shape[-3:-1]
-            both = heads * (m.nope_dim + m.rope.dim + v_dim)
-            yield _repeats(m.v_up.w, 3), both, both
+def _split(step: _Step, context: tuple[str, ...]) -> nn.SplitSequence:
+    """Describes to a layer the sequences that devices share."""
+    ulysses, ring = not set(context) & set(step.axes("q_seq")), set(context) & set(step.axes("kv_seq"))
+    return nn.SplitSequence(
+        strategy="ulysses" if ulysses else "ring" if ring else "gather",
+        parts=step.parts(context),
+        heads=step.parts(set(step.axes("attn_heads")) - set(context)),
+        rows=step.tokens * step.parts(context) / step.program.job.sequence,
+        tokens=step.tokens,
+        width=step.width,
+        passes=step.passes,
+    )
 
 
 def _of_experts(step: _Step) -> Iterator[tuple[str, Any, float]]:
     """A copy of a token travels to each expert that it chooses, and comes back. Without a capacity, turns are always
     computed again; where pieces have one size, all their room travels."""
-    job, rule = step.program.job, step.program.job.table.get("act_expert")
+    job, experts = step.program.job, step.program.layout.experts
     ragged = parse_target(job.target).platform in BEST_RAGGED and step.schedule.stages == 1
-    ragged = rule.how == "ragged" if isinstance(rule, sharding.ExpertExchange) else ragged
+    ragged = experts.how == "ragged" if experts is not None and experts.how is not None else ragged
     for _, m in nnx.iter_modules(step.program.model):
         if isinstance(m, nn.MoE):
             room = m.capacity_factor or (1 if ragged else ROOM)
             passes = step.passes if m.capacity_factor else 3
-            copies = m.router.top_k * room * step.hidden * _repeats(m.gate.w, 3) * step.share
+            copies = m.router.top_k * room * step.hidden * _repeats(m) * step.share
             kind = "ragged-all-to-all" if ragged and not m.capacity_factor else "all-to-all"
             yield kind, step.axes("act_expert"), 2 * passes * copies
 
 
-def _repeats(w: Any, rank: int) -> int:
-    return w.shape[0] if len(w.shape) > rank else 1
+def _repeats(layer: Any) -> int:
+    """Counts the layers that a module stands for, by the layer axis of its weights."""
+    axes, shapes = nn.tree.axes(layer), {path: v.get_value().shape for path, v in nn.variables(layer).items()}
+    return max(
+        (math.prod(shapes[path][: sharding.layers.num_layer_axes(names)]) for path, names in axes.items()), default=1
+    )

@@ -52,16 +52,18 @@ class Job:
         return self.model() if callable(self.model) else _from_config(self.model)
 
     @property
-    def table(self) -> sharding.Rules:
-        """The rules. Raises ValueError for an unknown preset."""
-        return sharding.preset(self.rules) if isinstance(self.rules, str) else self.rules
+    def strategy(self) -> sharding.Strategy:
+        """How arrays lie on the mesh. Raises ValueError for an unknown preset."""
+        return sharding.preset(self.rules) if isinstance(self.rules, str) else sharding.strategies.join(self.rules)
 
     @property
     def offloads(self) -> bool:
         """Whether it sends arrays to the host's memory."""
         remat = nn.remat.POLICIES.get(self.remat) if isinstance(self.remat, str) else self.remat
         away = isinstance(remat, Mapping) and "offload" in remat.values()
-        return away or any(isinstance(place, sharding.Memory) for place in self.table.values())
+        return away or any(
+            isinstance(one, sharding.strategies.Offload) for one in sharding.strategies.parts_of(self.strategy)
+        )
 
     @property
     def title(self) -> str:

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import nn, sharding
-from maxlib.plan._program import Program, axes_of, bytes_on_device, parts_of
+from maxlib.nn._stack_layout import segment_at
+from maxlib.plan._program import Program, bytes_on_device
 from maxlib.plan._targets import parse_target
+from maxlib.sharding._rules import parts, spec
 from maxlib.training._losses import ROWS_AT_ONCE, vocab_axes, with_stages
 
 
@@ -48,17 +50,17 @@ class Memory:
 
 def estimate_memory(program: Program) -> Memory:
     """Of a program that nobody compiled; `docs/scale.md` compares it with the compiler."""
-    state, mesh, rules = program.state, program.mesh, program.job.table
+    state, layout = program.state, program.layout
     parameters = bytes_on_device((state.trainable, state.rest))
     optimizer = bytes_on_device((state.opt_state, state.step, state.key))
     own = {
-        path: sharding.optimizer_spec(nn.tree.axes(state.rest)[path], x.shape, rules, mesh, path=path)
+        path: layout.optimizer_spec(nn.tree.axes(state.rest)[path], x.shape, path=path)
         for path, x in state.trainable.items()
     }
-    size = lambda path: part_bytes((x := state.trainable[path]).shape, x.dtype.itemsize, own[path], mesh)
+    size = lambda path: part_bytes((x := state.trainable[path]).shape, x.dtype.itemsize, own[path], layout.mesh)
     gradients = sum(map(size, own))
-    away = [size(path) for path in own if sharding.is_on_host(state.trainable[path])]
-    rows = max(1, program.rows // program.job.accumulate // parts_of(rules.get("batch"), mesh))
+    away = [size(path) for path in own if sharding.memory.is_on_host(state.trainable[path])]
+    rows = max(1, program.rows // program.job.accumulate // layout.axis_size("batch"))
     at_once, held, ends = _in_pipeline(program, rows)
     kept, transient, offloaded = _residuals(program, at_once)
     layer = _layer_weights(program) + transient + _whole_sequences(program, at_once) + _travelling(program, at_once)
@@ -80,9 +82,10 @@ def estimate_memory(program: Program) -> Memory:
 def _in_pipeline(program: Program, rows: int) -> tuple[int, float, float]:
     """Rows of a microbatch, of how many times all layers a stage keeps residuals, and the bytes of what enters and
     leaves the pipeline; without one, all rows once."""
-    job, pipeline = program.job, program.job.table.get("layers")
-    if not isinstance(pipeline, sharding.Pipeline) or (stages := program.mesh.shape[pipeline.axis]) == 1:
+    job, pipeline = program.job, program.layout.pipeline
+    if pipeline is None:
         return rows, 1.0, 0.0
+    stages = program.mesh.shape[pipeline.axis]
     chunks = stages * pipeline.repeats
     ticks = pipeline.microbatches * pipeline.repeats + stages - 1 if job.gradients is None else 2 * chunks - 1
     hidden = rows * job.sequence * program.head[1] * jnp.dtype(job.dtype).itemsize
@@ -90,7 +93,7 @@ def _in_pipeline(program: Program, rows: int) -> tuple[int, float, float]:
 
 
 def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> float:
-    return math.prod(shape) * width / math.prod(parts_of(place, mesh) for place in spec)
+    return math.prod(shape) * width / math.prod(parts(place, mesh) for place in spec)
 
 
 def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
@@ -113,7 +116,8 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
     here = nn.remat.kept_on_device(remat)
     saved, all_ = count(kept(here)), count(kept(None))
     offloaded = 0.0 if here == remat else count(kept(remat)) - saved
-    layers = max([x.shape[0] for path, x in shapes.items() if nn.tree.is_repeated(path)], default=1)
+    stacked = nn.tree.stacked_paths(program.state.rest)
+    layers = max([x.shape[0] for path, x in shapes.items() if path in stacked], default=1)
     # Of the layer that runs backward the compiler keeps about half of what autodiff would: the rest is computed in
     # passing.
     again = 0.0 if remat is None else 0.5 * all_ / layers
@@ -122,29 +126,26 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
 
 def _kept_bytes(x: Any, weights: Any, program: Program) -> float:
     """Activations of heads, width or vocabulary are split where the rules split those."""
-    rules, mesh = program.job.table, program.mesh
-    dim = program.head[1]
-    split = (
-        parts_of(rules.get("seq"), mesh) if x.ndim and x.shape[-1] == dim else parts_of(rules.get("act_heads"), mesh)
-    )
-    return x.size * x.dtype.itemsize / split
+    split = "seq" if x.ndim and x.shape[-1] == program.head[1] else "act_heads"
+    return x.size * x.dtype.itemsize / program.layout.axis_size(split)
 
 
 def _layer_weights(program: Program) -> float:
     """Whole weights of a layer (gathered, in the compute dtype), and one gradient before it is split; experts to which
     tokens travel stay where they are. Slices exchange a layer's gradients beside the next layer: all of them wait. XLA
     for GPUs scatters those of a layer together."""
-    rules, mesh, names = program.job.table, program.mesh, nn.tree.axes(program.state.rest)
+    rules, mesh, names = program.layout.rules, program.mesh, nn.tree.axes(program.state.rest)
     width = jnp.dtype(program.job.dtype).itemsize
     gathered = (
         dict(rules) | dict.fromkeys(("embed", "expert_embed", "rank", "layers")) | {"expert": rules.get("act_expert")}
     )
     layers: dict[str, list[float]] = {}
+    layouts = nn.tree.layouts(program.state.rest)
     for path, x in program.state.trainable.items():
-        if (part := nn.tree.repeated_part(path)) is None or len(names[path]) < 2:
+        if (found := segment_at(path, layouts)) is None or found[1].repeats is None or len(names[path]) < 3:
             continue
-        spec = sharding.spec(names[path], gathered, ndim=x.ndim)
-        layers.setdefault(part, []).append(part_bytes(x.shape, width, spec, mesh) / x.shape[0])
+        own = spec(names[path], gathered)
+        layers.setdefault(found[0], []).append(part_bytes(x.shape, width, own, mesh) / x.shape[0])
     target = parse_target(program.job.target)
     turns = 2 if target.slices > 1 else 1
     last = sum if target.platform == "cuda" else max  # of the gradients that are being scattered
@@ -155,8 +156,8 @@ def _whole_sequences(program: Program, rows: int) -> float:
     """What matmuls need of a sequence that is split between them only, over the axes of heads: the layer's input, the
     gradients of its output and of its input, and a copy that lies the other way round for the weights' gradients.
     """
-    job, mesh, seq = program.job, program.mesh, axes_of(program.job.table.get("seq"))
-    gathered = [axis for axis in seq if axis in axes_of(job.table.get("act_heads")) and mesh.shape[axis] > 1]
+    job, mesh, seq = program.job, program.mesh, program.layout.mesh_axes("seq")
+    gathered = [axis for axis in seq if axis in program.layout.mesh_axes("act_heads")]
     own = math.prod(mesh.shape[axis] for axis in seq if axis not in gathered)
     whole = rows * job.sequence / own * program.head[1] * jnp.dtype(job.dtype).itemsize
     return 4 * whole if gathered else 0.0
@@ -165,7 +166,7 @@ def _whole_sequences(program: Program, rows: int) -> float:
 def _travelling(program: Program, rows: int) -> float:
     """Tokens on their way to experts on other devices, one copy for each that they choose, at both ends."""
     job, experts = program.job, [m for _, m in nnx.iter_modules(program.state.rest) if isinstance(m, nn.MoE)]
-    if parts_of(job.table.get("act_expert"), program.mesh) == 1:
+    if program.layout.axis_size("act_expert") == 1:
         return 0.0
     copies = rows * job.sequence * max((m.router.top_k for m in experts), default=0)
     return 2 * copies * program.head[1] * jnp.dtype(job.dtype).itemsize
@@ -177,10 +178,8 @@ def _loss(program: Program, rows: int) -> float:
     job, mesh, (vocab, dim) = program.job, program.mesh, program.head
     width = jnp.dtype(job.dtype).itemsize
     hidden = jax.ShapeDtypeStruct((program.rows // job.accumulate, job.sequence, dim), jnp.dtype(job.dtype))
-    split = lambda name: tuple(a for a in axes_of(job.table.get(name)) if mesh.shape[a] > 1)
-    axes = {name: split(name) for name in ("vocab", "batch", "embed")}
-    with sharding.use(mesh, job.table):
-        axes["vocab"] = with_stages(axes, vocab, mesh)
+    axes = {name: program.layout.mesh_axes(name) for name in ("vocab", "batch", "embed")}
+    axes["vocab"] = with_stages(axes, vocab, program.layout)
     axes, more = vocab_axes(hidden, (vocab, dim), mesh, **axes)
     parts, travel = math.prod(mesh.shape[a] for a in axes + more), math.prod(mesh.shape[a] for a in more)
     tokens = rows * job.sequence * travel

@@ -17,7 +17,7 @@ from maxlib.ops._attention.chunked import choose_blocks
 from maxlib.plan._job import Job, check_names
 from maxlib.plan._targets import HOST, INSTALL_GPU_COMPILER, Target, devices_of, has_gpu_compiler, parse_target
 from maxlib.sharding._mesh import fill
-from maxlib.sharding._pipeline_chunks import Schedule
+from maxlib.sharding.pipelining import Schedule
 
 # The first call of attention in a lowered program: queries and keys as one device sees them.
 _SIZES = r"tensor<((?:\d+x){4,})"
@@ -29,12 +29,16 @@ class Program:
     """A step with shapes for its arguments, each with its place. Rows are the global batch's."""
 
     job: Job
-    mesh: Any  # a Mesh, or an AbstractMesh where the devices cannot be described
+    layout: sharding.Layout  # on an abstract mesh where the devices cannot be described
     model: Any
     state: training.TrainState
     batch: dict[str, Any]
     optimizer: optax.GradientTransformation
     rows: int
+
+    @property
+    def mesh(self) -> Any:
+        return self.layout.mesh
 
     @property
     def loss(self) -> Any:
@@ -52,7 +56,7 @@ class Program:
         state = self.state
         if self.job.attention is not None:  # only now: what is counted from shapes is counted as if on a CPU
             state = dataclasses.replace(state, rest=nn.with_attention(state.rest, self.job.attention))
-        with sharding.use(self.mesh, self.job.table):
+        with sharding.use(self.layout):
             return training.jit_step(step).lower(state, self.batch)
 
     @property
@@ -67,15 +71,14 @@ def make_program(job: Job) -> Program:
     """Raises ValueError when mesh, rules, batch or remat do not fit the model or the devices, ImportError without the
     compiler."""
     check_names(job)
-    mesh = _mesh(job)
-    rules = job.table
-    rows = _rows(job, mesh)
+    layout = sharding.Layout(_mesh(job), job.strategy)
+    rows = _rows(job, layout)
     model = jax.eval_shape(job.build)
-    places = sharding.shardings(model, mesh, rules)
+    places = sharding.shardings(model, layout)
     optimizer = _optimizer(job, model)
     model = jax.tree.map(lambda x, place: _at(x, place), model, places)
-    state, batch = _state(model, optimizer, mesh, rules), _batch(job, mesh, rows)
-    program = Program(job, mesh, model, state, batch, optimizer, rows)
+    state, batch = _state(model, optimizer, layout), _batch(job, layout, rows)
+    program = Program(job, layout, model, state, batch, optimizer, rows)
     _check_marked(program)
     return program
 
@@ -121,67 +124,67 @@ def refused(job: Job) -> str | None:
 
 
 def _mesh(job: Job) -> Any:
-    if unknown := set(job.mesh) - set(sharding.AXES):
-        raise ValueError(f"the mesh names {sorted(unknown)}, but its axes are {', '.join(sharding.AXES)}")
+    if unknown := set(job.mesh) - set(sharding.MESH_AXES):
+        raise ValueError(f"the mesh names {sorted(unknown)}, but its axes are {', '.join(sharding.MESH_AXES)}")
     target = parse_target(job.target)
     if job.dcn and target.slices == 1 and target.platform == "tpu":
         raise ValueError(f"dcn={dict(job.dcn)} is for several slices, such as {target.name}x2; {target.name} is one")
     if target.platform != "cuda" or not refused(job):
         return sharding.make_mesh(**job.mesh, dcn=job.dcn, devices=devices_of(target))
     across = across_hosts(job, target)
-    inside = {axis: job.mesh.get(axis, 1) for axis in sharding.AXES}
+    inside = {axis: job.mesh.get(axis, 1) for axis in sharding.MESH_AXES}
     inside = fill(inside, target.devices // math.prod(across.values()), "devices")
-    degrees = tuple(across[axis] * inside[axis] for axis in sharding.AXES)
-    return AbstractMesh(degrees, sharding.AXES, axis_types=(AxisType.Auto,) * len(degrees))
+    degrees = tuple(across[axis] * inside[axis] for axis in sharding.MESH_AXES)
+    return AbstractMesh(degrees, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * len(degrees))
 
 
 def across_hosts(job: Job, target: Target) -> dict[str, int]:
     """The degrees of `dcn` on GPUs, as `sharding.make_mesh` fills them; all 1 without it."""
-    if unknown := set(job.dcn or {}) - set(sharding.AXES):
-        raise ValueError(f"dcn names {sorted(unknown)}, but the axes of a mesh are {', '.join(sharding.AXES)}")
+    if unknown := set(job.dcn or {}) - set(sharding.MESH_AXES):
+        raise ValueError(f"dcn names {sorted(unknown)}, but the axes of a mesh are {', '.join(sharding.MESH_AXES)}")
     hosts = math.ceil(target.devices / HOST) if job.dcn else 1
-    return fill({axis: (job.dcn or {}).get(axis, 1) for axis in sharding.AXES}, hosts, "hosts")
+    return fill({axis: (job.dcn or {}).get(axis, 1) for axis in sharding.MESH_AXES}, hosts, "hosts")
 
 
 def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
 
-def _rows(job: Job, mesh: Any) -> int:
+def _rows(job: Job, layout: sharding.Layout) -> int:
     """Of the global batch, which the mesh has to divide, as it has to divide a sequence."""
+    mesh, schedule = layout.mesh, schedule_of(layout)
     _check_sizes(job)
-    _check_pipeline(job, mesh)
-    if job.sequence % (cut := parts_of(job.table.get("seq"), mesh)):
+    _check_pipeline(job, schedule)
+    if job.sequence % (cut := layout.axis_size("seq")):
         raise ValueError(
             f"a sequence of {job.sequence} tokens does not divide into the {cut} parts that the rules and the mesh "
             f"{dict(mesh.shape)} cut it into; change the sequence or the mesh"
         )
     rows = job.batch_per_chip * mesh.size
-    parts = parts_of(job.table.get("batch"), mesh)
+    parts = layout.axis_size("batch")
     if rows != int(rows) or rows < 1 or rows % (parts * job.accumulate):
         raise ValueError(
             f"{job.batch_per_chip} sequences per chip are {rows:g} in all, which must be a multiple of the {parts} parts that the "
             f"mesh cuts a batch into, times accumulate={job.accumulate}; change batch_per_chip or the mesh {dict(mesh.shape)}"
         )
-    if int(rows) // job.accumulate % (microbatches := schedule_of(job, mesh).microbatches):
+    if int(rows) // job.accumulate % (microbatches := schedule.microbatches):
         raise ValueError(
             f"{rows:g} sequences, by accumulate={job.accumulate}, cannot be cut into the pipeline's {microbatches} microbatches; "
-            f"change their number, as in --rules fsdp+pp:8 --mesh stage={schedule_of(job, mesh).stages}, or batch_per_chip"
+            f"change their number, as in --rules fsdp+pp:8 --mesh stage={schedule.stages}, or batch_per_chip"
         )
     return int(rows)
 
 
-def schedule_of(job: Job, mesh: Any) -> Schedule:
-    """The pipeline's; that of a single stage without one."""
-    rule = job.table.get("layers")
-    if not isinstance(rule, sharding.Pipeline) or mesh.shape.get(rule.axis, 1) == 1:
+def schedule_of(layout: sharding.Layout) -> Schedule:
+    """Returns the pipeline's; that of a single stage without one."""
+    if (pipeline := layout.pipeline) is None:
         return Schedule(1, 1, 1)
-    return Schedule(mesh.shape[rule.axis], rule.microbatches, rule.repeats)
+    return Schedule(layout.mesh.shape[pipeline.axis], pipeline.microbatches, pipeline.repeats)
 
 
-def _check_pipeline(job: Job, mesh: Any) -> None:
+def _check_pipeline(job: Job, schedule: Schedule) -> None:
     """Raises ValueError where gradients want another pipeline than there is, or its microbatches cannot go around."""
-    stages, microbatches, repeats = schedule_of(job, mesh)
+    stages, microbatches, repeats = schedule
     if job.gradients is not None and stages == 1:
         raise ValueError(
             f"gradients={job.gradients!r} need a pipeline of more than one stage: give --rules fsdp+pp:8 --mesh stage=4 fsdp=-1, "
@@ -215,20 +218,21 @@ def _optimizer(job: Job, model: Any) -> Any:
     raise ValueError(f"optimizer must be 'adamw', 'sgd' or a function of a module; got {job.optimizer!r}")
 
 
-def _state(model: Any, optimizer: Any, mesh: Any, rules: sharding.Rules) -> training.TrainState:
+def _state(model: Any, optimizer: Any, layout: sharding.Layout) -> training.TrainState:
     """As `training.make_state` would make it."""
     trainable, rest = nn.partition(model)
-    names, whole = nn.tree.axes(rest), NamedSharding(mesh, P())
+    names, mesh = nn.tree.axes(rest), layout.mesh
+    whole = NamedSharding(mesh, P())
 
     def put(path, leaf, born):
         kind = "pinned_host" if born.memory_space == jax.memory.Space.Host else None
         for name in (getattr(part, "key", None) for part in path):
             if name in trainable and leaf.shape == trainable[name].shape:
-                spec = sharding.optimizer_spec(names[name], leaf.shape, rules, mesh, path=name)
+                spec = layout.optimizer_spec(names[name], leaf.shape, path=name)
                 return _at(leaf, NamedSharding(mesh, spec, memory_kind=kind))
         return _at(leaf, whole)
 
-    with sharding.use(mesh, rules):
+    with sharding.use(layout):
         traced, shapes = jax.make_jaxpr(optimizer.init, return_shape=True)(trainable)
     born = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
     moments = jax.tree_util.tree_map_with_path(put, shapes, born)
@@ -250,32 +254,20 @@ def causal_trips(text: str) -> float:
     return (k.shape[1] / choose_blocks(q, k, 1.0).block_k + 1) / 2
 
 
-def _batch(job: Job, mesh: Any, rows: int) -> dict[str, Any]:
-    place = NamedSharding(mesh, sharding.spec(("batch", "seq"), job.table))
+def _batch(job: Job, layout: sharding.Layout, rows: int) -> dict[str, Any]:
+    place = NamedSharding(layout.mesh, layout.spec("batch", "seq"))
     shape = jax.ShapeDtypeStruct((rows, job.sequence), jnp.int32, sharding=place)
     return {"tokens": shape, "targets": shape}
 
 
-def parts_of(place: Any, mesh: Any) -> int:
-    """Into how many parts a rule cuts an axis."""
-    return math.prod(mesh.shape[axis] for axis in axes_of(place))
-
-
-def axes_of(place: Any) -> tuple[str, ...]:
-    """The mesh axes that a rule names."""
-    place = place.axes if isinstance(place, sharding.IfFree) else place
-    place = place.axis if isinstance(place, sharding.ExpertExchange | sharding.Pipeline) else place
-    return (place,) if isinstance(place, str) else tuple(place or ())
-
-
 def bytes_on_device(tree: Any) -> int:
     """What one device holds of these shapes in its own memory."""
-    return sum(_bytes(x) for x in jax.tree.leaves(tree) if not sharding.is_on_host(x))
+    return sum(_bytes(x) for x in jax.tree.leaves(tree) if not sharding.memory.is_on_host(x))
 
 
 def bytes_on_host(tree: Any) -> int:
     """What the host holds of these shapes for one device."""
-    return sum(_bytes(x) for x in jax.tree.leaves(tree) if sharding.is_on_host(x))
+    return sum(_bytes(x) for x in jax.tree.leaves(tree) if sharding.memory.is_on_host(x))
 
 
 def _bytes(x: Any) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from maxlib import nn, sharding
+from maxlib import nn
 from maxlib.nn._expert_parallel import ROOM
 from maxlib.plan._job import MARK, Job, from_json
 from maxlib.plan._loops import expert_trips
@@ -72,8 +72,7 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
 
 
 def _trips(program: Program, text: str) -> dict[str, float]:
-    with sharding.use(program.mesh, program.job.table):
-        travel = sharding.axis_size("act_expert") > 1
+    travel = program.layout.axis_size("act_expert") > 1
     return {"attention": causal_trips(text)} | expert_trips(text, ROOM if travel else 1)
 
 

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from maxlib import nn
+from maxlib.nn._layer_axis import map_layers
 from maxlib.quantization._formats import INFERENCE, TRAINING, Format, check_backend
 from maxlib.quantization._matmul import Quantized
 from maxlib.quantization._rules import SITES, Rule, Rules, Where, as_rules, axes_of, decide, kind_of, unknown
@@ -66,7 +67,8 @@ def _apply(model: Any, rules: Sequence[Rule], change: Change) -> Any:
 
 def _look_at_unknown(model: Any, rules: Sequence[Rule], visit: Callable[[Where, Any], Format | None]) -> None:
     """Warns of matrices that no rule leaves on purpose."""
-    found = [Where(path, "unknown") for path in dict.fromkeys(map(nn.tree.pattern_path, unknown(model)))]
+    short = nn.tree.pattern_paths(model)
+    found = [Where(path, "unknown") for path in dict.fromkeys(short[path] for path in unknown(model))]
     if wrong := [where.path for where in found if visit(where, None) is not None]:
         raise ValueError(f"{wrong} belong to no layer that can be quantized; make it of nn.Einsum or nn.ExpertLinear")
     if left := [where.path for where in found if decide(rules, where) is None]:
@@ -108,16 +110,16 @@ def _in(tree: Any, prefix: str, rules, visit, change: Change) -> Any:
 def _in_stack(stack: nn.Stack, path: str, rules, visit, change: Change) -> nn.Stack:
     stack = _laid_out(stack, path, rules)
     new, count = jax.tree.map(lambda a: a, stack), stack.num_layers
-    for name, part in stack.parts.items():
-        slots, stacked = [], part.repeats is not None
+    for name, segment in stack.segments.items():
+        slots = []
         for slot, layer in enumerate(getattr(stack, name)):
-            slots.append(_in_layer(layer, path, [*part.layers(slot)], count, rules, visit, change, stacked=stacked))
+            slots.append(_in_layer(layer, path, [*segment.layers(slot)], count, visit, change))
         setattr(new, name, nnx.List(slots))
     return new
 
 
-def _in_layer(layer, path: str, numbers: list[int], count: int, rules, visit, change: Change, *, stacked: bool):
-    """A layer, or several on a repeat axis, for all of which the rules decide alike."""
+def _in_layer(layer, path: str, numbers: list[int], count: int, visit, change: Change):
+    """Changes a layer, or several on a leading axis, for all of which the rules decide alike."""
 
     def one(inner, site):
         full = f"{path}.{_dotted(inner)}"
@@ -125,7 +127,7 @@ def _in_layer(layer, path: str, numbers: list[int], count: int, rules, visit, ch
         if formats[0] is None:
             return site
         made = functools.partial(_changed_by, change, formats[0], full)
-        return jax.vmap(made)(site) if stacked else made(site)
+        return map_layers(made, site)
 
     return jax.tree_util.tree_map_with_path(
         lambda p, s: one(p, s) if isinstance(s, SITES) else s, layer, is_leaf=_is_place
@@ -144,7 +146,7 @@ def _laid_out(stack: nn.Stack, path: str, rules: Sequence[Rule]) -> nn.Stack:
     if len(set(zip(place, kinds, strict=True))) == len(set(place)):
         return stack
     shapes = [(jax.tree.structure(layer), tuple(jax.tree.leaves(layer))) for layer in layers]
-    return stack.relaid(**nn.layout_for(zip(shapes, kinds, strict=True)))
+    return stack.with_layout(**nn.layout_for(zip(shapes, kinds, strict=True)))
 
 
 def _treatment(layer: Any, path: str, i: int, count: int, rules: Sequence[Rule]) -> tuple[int | None, ...]:

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
 from maxlib import nn, sharding, weights
+from maxlib.checkpoint._migrations import current_names
+from maxlib.nn._layer_axis import map_layers
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
 from maxlib.quantization._matmul import Quantized
@@ -44,11 +45,10 @@ def save(model: Any, directory: str | Path, *, overwrite: bool = False) -> None:
 def load(
     directory: str | Path,
     *,
-    mesh: Mesh | None = None,
-    rules: sharding.Rules = sharding.FSDP_TP,
+    layout: sharding.Layout | None = None,
     family: weights.Family | None = None,
 ) -> Any:
-    """The model that `save` wrote. mesh, rules: where its arrays go. family: needed only for models that are not
+    """The model that `save` wrote. layout: where its arrays go. family: needed only for models that are not
     registered.
 
     Raises FileNotFoundError and ValueError, which say what is wrong with the directory.
@@ -56,10 +56,11 @@ def load(
     manifest = _read(Path(directory) / MANIFEST)
     family, cfg = weights.read_model(directory, family=family)
     abstract = jax.eval_shape(lambda: _as_saved(family.model(cfg, rngs=nnx.Rngs(0)), manifest))
-    stored, wanted = find_tensors(directory), nn.variables(abstract)
+    wanted = nn.variables(abstract)
+    stored = current_names(find_tensors(directory), wanted)
     if wrong := _differences(stored, wanted):
         raise ValueError(f"{directory} does not hold the model that its {MANIFEST} describes: {'; '.join(wrong[:10])}")
-    at = {path: None if mesh is None else sharding.sharding_of(path, v, mesh, rules) for path, v in wanted.items()}
+    at = {path: None if layout is None else layout.sharding(path, v) for path, v in wanted.items()}
     arrays = {path: jax.device_put(np.array(stored[path].view()), at[path]) for path in wanted}
     return nn.combine(arrays, abstract)
 
@@ -93,7 +94,7 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
         if not isinstance(node, nn.Stack):
             return node
         layout = manifest["layouts"][_dotted(path)]
-        return node.relaid(**{name: number for name, number in layout.items() if name != "num_layers"})
+        return node.with_layout(**{name: number for name, number in layout.items() if name != "num_layers"})
 
     def quantize(path, site):
         name = _dotted(path)
@@ -101,8 +102,7 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
             return site
         format, dtype = Format(**manifest["formats"][name]), np.dtype(manifest["dtypes"][name])
         make = lambda site: store(jax.tree.map(lambda a: a.astype(dtype), site), format, name)
-        stacked = site.w.get_value().ndim > len(site.w.get_metadata()["axes"])
-        return jax.vmap(make)(site) if stacked else make(site)
+        return map_layers(make, site)
 
     model = jax.tree_util.tree_map_with_path(lay_out, model, is_leaf=lambda x: isinstance(x, nn.Stack))
     return jax.tree_util.tree_map_with_path(quantize, model, is_leaf=lambda x: isinstance(x, SITES))

@@ -12,7 +12,7 @@ NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """What a matmul's operands are rounded to; None leaves one as it is.
+    """Formats to which a matmul's operands are rounded; None leaves one as it is.
 
     weights: "int8", "int4", "nf4", "float8_e4m3fn" or "float8_e5m2". activations: "int8" or a float8; None multiplies
     in the dtype of the activations. gradients: the same, of what comes back in training; None computes the backward
@@ -76,7 +76,7 @@ def check_backend(format: Format) -> None:
 
 @functools.cache
 def _problem(a: str, b: str, backend: str) -> str | None:
-    """What the compiler says to such a product, None if it is content."""
+    """Returns the compiler's complaint about such a product, None if it has none."""
     dot = lambda x, y: jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     try:
         jax.jit(dot).lower(jax.ShapeDtypeStruct((32, 32), a), jax.ShapeDtypeStruct((32, 32), b)).compile()

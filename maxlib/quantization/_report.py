@@ -52,7 +52,7 @@ class Report:
 
     @property
     def share(self) -> float:
-        """Of the numbers in matmuls, how many are in one that is quantized."""
+        """Returns the share of the numbers in matmuls that are quantized."""
         total = sum(row.numbers for row in self.rows)
         return sum(row.numbers for row in self.rows if row.format is not None) / max(total, 1)
 
@@ -89,8 +89,9 @@ class Report:
 
 
 def report(model: Any) -> Report:
-    """What is quantized in `model`, which may be abstract (`jax.eval_shape`). Layers that share a place in a stack
-    share a row.
+    """Lists what is quantized in `model`, which may be abstract (`jax.eval_shape`).
+
+    Layers that share a place in a stack share a row.
     """
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, SITES))
     sites = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves if isinstance(x, SITES)]
@@ -120,7 +121,7 @@ def _bytes(array: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """How far a quantized model is from the one in full precision, on the same text.
+    """Distances of a quantized model from the one in full precision, on the same text.
 
     perplexity, quantized_perplexity: of the next tokens. logit_error: root mean square of the difference, relative to
     that of the logits around their mean. divergence: KL(full || quantized) in nats per token. agreement: how often both

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlib import nn
+from maxlib import nn, sharding
 from maxlib.quantization._formats import Format
 
 Kind = Literal["dense", "expert", "router", "embedding", "unknown"]
@@ -94,11 +94,11 @@ def unknown(model: Any) -> dict[str, nnx.Variable]:
     found = {
         jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves if isinstance(x, nnx.Variable)
     }
-    return {path: x for path, x in found.items() if _is_matrix(path, x)}
+    return {path: x for path, x in found.items() if _is_matrix(x)}
 
 
-def _is_matrix(path: str, x: nnx.Variable) -> bool:
-    """By the names of its axes, or, where it has none, by its dimensions but for a stack's."""
+def _is_matrix(x: nnx.Variable) -> bool:
+    """Tells by the names of its axes, or, where it has none, by its dimensions but for a stack's."""
     axes, value = x.get_metadata().get("axes"), x.get_value()
-    rank = value.ndim - nn.tree.is_repeated(path) if axes is None else len(axes)
+    rank = value.ndim if axes is None else len(axes) - sharding.layers.num_layer_axes(axes)
     return rank >= 2 and "position" not in (axes or ()) and jnp.issubdtype(value.dtype, jnp.floating)

@@ -1,29 +1,33 @@
-"""Sharding from outside: meshes, rules, and parameters born in their place. Everything works without a mesh too."""
+"""How a program is laid out over devices: meshes, strategies that mix, and parameters born in their place.
 
+Everything works without a layout too. More lies in submodules: `strategies` (the classes of which presets are made),
+`layers` (what layers with kernels ask), `pipelining` (what runs layers in stages), `memory` (arrays on the host).
+"""
+
+from maxlib.sharding import layers as layers
+from maxlib.sharding import memory as memory
+from maxlib.sharding import pipelining as pipelining
+from maxlib.sharding import strategies as strategies
+from maxlib.sharding._axes import ARRAY_AXES as ARRAY_AXES
+from maxlib.sharding._axes import IfFree as IfFree
+from maxlib.sharding._axes import declare_axes as declare_axes
+from maxlib.sharding._constrain import constrain as constrain
 from maxlib.sharding._create import create as create
-from maxlib.sharding._create import sharding_of as sharding_of
 from maxlib.sharding._create import shardings as shardings
-from maxlib.sharding._describe import Description as Description
 from maxlib.sharding._describe import describe as describe
-from maxlib.sharding._describe import draw as draw
-from maxlib.sharding._memory import back_to as back_to
-from maxlib.sharding._memory import is_on_host as is_on_host
-from maxlib.sharding._memory import to_device as to_device
-from maxlib.sharding._memory import to_host as to_host
-from maxlib.sharding._mesh import AXES as AXES
+from maxlib.sharding._experts import ExpertParallel as ExpertParallel
+from maxlib.sharding._layout import Layout as Layout
+from maxlib.sharding._layout import current as current
+from maxlib.sharding._layout import use as use
+from maxlib.sharding._mesh import MESH_AXES as MESH_AXES
 from maxlib.sharding._mesh import make_mesh as make_mesh
-from maxlib.sharding._pipeline import LAYER_INPUT as LAYER_INPUT
-from maxlib.sharding._pipeline import pipelined as pipelined
-from maxlib.sharding._pipeline import stages as stages
-from maxlib.sharding._pipeline_1f1b import one_f_one_b as one_f_one_b
+from maxlib.sharding._pipeline import Pipeline as Pipeline
 from maxlib.sharding._presets import CP_GATHER as CP_GATHER
 from maxlib.sharding._presets import CP_RING as CP_RING
 from maxlib.sharding._presets import CP_ULYSSES as CP_ULYSSES
 from maxlib.sharding._presets import DP as DP
 from maxlib.sharding._presets import EP as EP
 from maxlib.sharding._presets import EP_FSDP as EP_FSDP
-from maxlib.sharding._presets import EXCHANGE_DENSE as EXCHANGE_DENSE
-from maxlib.sharding._presets import EXCHANGE_RAGGED as EXCHANGE_RAGGED
 from maxlib.sharding._presets import FSDP as FSDP
 from maxlib.sharding._presets import FSDP_TP as FSDP_TP
 from maxlib.sharding._presets import OFFLOAD_LAYERS as OFFLOAD_LAYERS
@@ -33,26 +37,6 @@ from maxlib.sharding._presets import PRESETS as PRESETS
 from maxlib.sharding._presets import SP as SP
 from maxlib.sharding._presets import TP as TP
 from maxlib.sharding._presets import ZERO1 as ZERO1
-from maxlib.sharding._presets import ExpertExchange as ExpertExchange
-from maxlib.sharding._presets import IfFree as IfFree
-from maxlib.sharding._presets import Memory as Memory
-from maxlib.sharding._presets import Pipeline as Pipeline
-from maxlib.sharding._presets import Rules as Rules
 from maxlib.sharding._presets import preset as preset
-from maxlib.sharding._rules import axis_of as axis_of
-from maxlib.sharding._rules import axis_size as axis_size
-from maxlib.sharding._rules import constrain as constrain
-from maxlib.sharding._rules import current as current
-from maxlib.sharding._rules import gather_once as gather_once
-from maxlib.sharding._rules import memory_kind as memory_kind
-from maxlib.sharding._rules import mesh_axes as mesh_axes
-from maxlib.sharding._rules import optimizer_spec as optimizer_spec
-from maxlib.sharding._rules import parameter_spec as parameter_spec
-from maxlib.sharding._rules import spec as spec
-from maxlib.sharding._rules import use as use
-from maxlib.sharding._shard_map import AllGatherArg as AllGatherArg
 from maxlib.sharding._shard_map import shard_map_by_name as shard_map_by_name
-from maxlib.sharding._zigzag import can_zigzag as can_zigzag
-from maxlib.sharding._zigzag import natural_order as natural_order
-from maxlib.sharding._zigzag import unzigzag as unzigzag
-from maxlib.sharding._zigzag import zigzag as zigzag
+from maxlib.sharding._strategy import Strategy as Strategy

@@ -1,4 +1,4 @@
-"""What lies where: a model's parameters as a table, an array as a picture."""
+"""A model's parameters as a table: what lies where."""
 
 import dataclasses
 import warnings
@@ -6,7 +6,6 @@ from math import prod
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 from rich import box
@@ -14,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from maxlib.sharding._create import shardings
-from maxlib.sharding._presets import Rules
-from maxlib.sharding._rules import AnyMesh
+from maxlib.sharding._layout import Layout
 
 LARGE = 16 * 2**20
 
@@ -73,14 +71,14 @@ class Description:
     __repr__ = __str__
 
 
-def describe(model: Any, mesh: AnyMesh | None = None, rules: Rules | None = None, *, large: int = LARGE) -> Description:
+def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) -> Description:
     """Shape, axis names, place and bytes per device of every parameter; print it.
 
-    `model` holds arrays or, with `mesh` and `rules`, may be its `jax.eval_shape`. Warns about parameters of at least
+    `model` holds arrays or, with `layout`, may be its `jax.eval_shape`. Warns about parameters of at least
     `large` bytes that are held more often than others of the model, or whole by every device. One copy for each part
     of the mesh axis `data` is what plain data parallelism means, and no reason to warn.
     """
-    places = jax.tree.map(_sharding, model) if mesh is None or rules is None else shardings(model, mesh, rules)
+    places = jax.tree.map(_sharding, model) if layout is None else shardings(model, layout)
     is_variable = lambda x: isinstance(x, nnx.Variable)
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
     found = [
@@ -123,7 +121,7 @@ def _parameter(path: str, variable: nnx.Variable, place: Any) -> Parameter:
     spec = getattr(sharding, "spec", None)
     words = "one device" if spec is None else " ".join(map(_word, spec)) or "whole"
     devices = 1 if sharding is None else sharding.num_devices
-    axes = tuple(variable.get_metadata().get("axes", ()))
+    axes = tuple(name or "-" for name in variable.get_metadata().get("axes", ()))
     return Parameter(path, shape, str(value.dtype), axes, words, whole, part, devices)
 
 
@@ -138,57 +136,3 @@ def size(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:,.2f} GiB"
-
-
-def draw(x: Any, *, ax: Any = None) -> Any:
-    """A picture of which devices hold which part of an array, by the two dimensions that are cut most; returns the
-    matplotlib axes.
-
-    `x` is an array, a parameter, or a `jax.ShapeDtypeStruct` with a sharding. Parts on the same devices share a colour.
-    """
-    import matplotlib.pyplot as plt  # an extra
-    from matplotlib.patches import Rectangle
-
-    value = x.get_value() if isinstance(x, nnx.Variable) else x
-    if value.sharding is None:
-        raise ValueError("draw needs an array that has a sharding; got one without (create it on a mesh first)")
-    shape = tuple(value.shape) or (1,)
-    cells = _cells(value)
-    cuts = [len({index[d] for index in cells}) for d in range(len(shape))] if value.shape else [1]
-    order = sorted(range(len(shape)), key=lambda d: -cuts[d])[:2]
-    first, second = min(order), max(order) if len(order) == 2 else None
-    ax = plt.subplots(figsize=(5, 4))[1] if ax is None else ax
-    colours = plt.get_cmap("tab20")
-    for number, (box_, devices) in enumerate(_projected(cells, first, second).items()):
-        (top, bottom), (left, right) = box_
-        ax.add_patch(Rectangle((left, top), right - left, bottom - top, fc=colours(number % 20), ec="white"))
-        ax.text((left + right) / 2, (top + bottom) / 2, _ids(devices), ha="center", va="center", fontsize=8)
-    ax.set(xlim=(0, 1 if second is None else shape[second]), ylim=(shape[first], 0))
-    ax.set(ylabel=f"dimension {first}", xlabel="" if second is None else f"dimension {second}")
-    ax.set_title(f"{tuple(value.shape)} {getattr(value.sharding, 'spec', '')}")
-    return ax
-
-
-def _cells(value: Any) -> dict[tuple[tuple[int, int], ...], list[int]]:
-    """The devices that hold each part, by the part's bounds in every dimension."""
-    cells: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for device, index in value.sharding.devices_indices_map(tuple(value.shape)).items():
-        bounds = tuple(part.indices(n)[:2] for part, n in zip(index, value.shape, strict=True))
-        cells.setdefault(bounds, []).append(device.id)
-    return cells
-
-
-def _projected(cells, first: int, second: int | None) -> dict[tuple[tuple[int, int], tuple[int, int]], list[int]]:
-    boxes: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
-
-    def side(bounds: tuple[tuple[int, int], ...], d: int | None) -> tuple[int, int]:
-        return (0, 1) if d is None or not bounds else bounds[d]
-
-    for bounds, devices in cells.items():
-        boxes.setdefault((side(bounds, first), side(bounds, second)), []).extend(devices)
-    return boxes
-
-
-def _ids(devices: list[int]) -> str:
-    shown = np.sort(devices)
-    return ", ".join(map(str, shown)) if len(shown) <= 4 else f"{shown[0]}, {shown[1]} … {shown[-1]} ({len(shown)})"

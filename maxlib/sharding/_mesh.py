@@ -9,7 +9,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 # From what talks least to what talks most: the last ones get the nearest neighbours.
-AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 
 def make_mesh(
@@ -32,8 +32,8 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     asked = dict(data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert, stage=stage)
     per_host, groups = _groups(devices, dcn)
-    across = fill({axis: (dcn or {}).get(axis, 1) for axis in AXES}, groups, "slices")
-    inside = fill({axis: asked[axis] for axis in AXES}, len(devices) // groups, "devices")
+    across = fill({axis: (dcn or {}).get(axis, 1) for axis in MESH_AXES}, groups, "slices")
+    inside = fill({axis: asked[axis] for axis in MESH_AXES}, len(devices) // groups, "devices")
     if dcn:
         placed = mesh_utils.create_hybrid_device_mesh(
             tuple(inside.values()),
@@ -44,13 +44,13 @@ def make_mesh(
         )
     else:
         placed = mesh_utils.create_device_mesh(tuple(inside.values()), devices, allow_split_physical_axes=True)
-    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def _groups(devices: list[Any], dcn: Mapping[str, int] | None) -> tuple[bool, int]:
     """Whether hosts are what the slower network joins (else slices), and how many of them `dcn` spreads over."""
-    if unknown := set(dcn or {}) - set(AXES):
-        raise ValueError(f"dcn names {sorted(unknown)}, but the axes of a mesh are {AXES}")
+    if unknown := set(dcn or {}) - set(MESH_AXES):
+        raise ValueError(f"dcn names {sorted(unknown)}, but the axes of a mesh are {MESH_AXES}")
     slices = {getattr(device, "slice_index", 0) for device in devices}
     hosts = {device.process_index for device in devices}
     if not dcn and len(slices) > 1 and devices[0].platform == "tpu":

@@ -1,285 +1,61 @@
-"""Layers over devices: each stage holds some of a stack's layers, and microbatches pass from stage to stage, once
-(GPipe, arXiv:1811.06965) or several times around (arXiv:2104.04473)."""
+"""Pipeline parallelism: a stack's layers over the stages, through which microbatches pass."""
 
-import functools
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding._pipeline_chunks import Chunks, Schedule, Tick, chunks
-from maxlib.sharding._presets import Pipeline
-from maxlib.sharding._rules import current, drop_uneven, in_a_stage, in_parts, replicated_over, spec
-
-Tree = Any
-# Names for `jax.checkpoint`: what layers under remat are computed again from, and the weights of a chunk.
-LAYER_INPUT, _CHUNK = "layer_input", "chunk"
-# What makes copies of weights rather than new numbers: if these were kept, each tick would keep a chunk's weights.
-_CHEAP = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "sharding_constraint")
+from maxlib.sharding._axes import Table, mesh_axes_of
+from maxlib.sharding._layer_axes import LAYERS
+from maxlib.sharding._pipeline_chunks import chunks
+from maxlib.sharding._rules import partition, split_further
+from maxlib.sharding._strategy import Strategy
 
 
-class Plan(NamedTuple):
-    """A pipeline for one stack and batch.
+@dataclasses.dataclass(frozen=True)
+class Pipeline(Strategy):
+    """Layers over stages (GPipe, arXiv:1811.06965, and interleaved, arXiv:2104.04473).
 
-    parts: mesh axes over which every device computes its own part of a microbatch, as if there was no other.
+    Of a pass's `microbatches * repeats + stages - 1` ticks every stage idles in `stages - 1`.
+
+    Args:
+        axis: the mesh axis whose devices are the stages.
+        microbatches: into how many parts each batch is cut.
+        repeats: how often a microbatch goes around, each time through another part of every stage's layers;
+            microbatches must then be a multiple of the stages.
+
+    Raises:
+        ValueError: for less than one microbatch or repeat.
     """
 
-    axis: str
-    schedule: Schedule
-    chunks: Chunks
-    parts: tuple[str, ...] = ()
-
-
-class _Flow(NamedTuple):
-    """What goes from tick to tick; the leading axis is that of the stages.
-
-    passed: what each stage made last. out: what it made last of each microbatch. aux: sums of what its layers report.
-    """
-
-    passed: Tree
-    out: Tree
-    aux: Tree
-
-
-def stages() -> int:
-    """Into how many stages the rules in use cut a stack; 1 without a pipeline."""
-    return 1 if (found := in_use()) is None else found[1]
-
-
-def pipelined(
-    stage: Callable[..., tuple[Tree, Tree]], layers: Tree, x: Tree, ctx: Tree, *, remat: Callable | None = None
-) -> tuple[Tree, Tree]:
-    """`stage(layers, works, x, ctx) -> (x, aux)` over all layers, in the pipeline of the rules in use.
-
-    layers: arrays with a leading axis of equal layers; a stage is given some of them, and with `works` which of those
-    are not idle (None if all work), whose x has to pass as it is. x, ctx: arrays with a leading batch axis; what has
-    another length there is common to all rows. aux: arrays with a leading layer axis; they come back as the mean over
-    microbatches. remat: the policy by which `stage` computes its layers again, if it does; it names their inputs
-    `LAYER_INPUT`. Differentiable: the backward pass runs through the stages in the opposite order. Raises ValueError
-    for layers, rows and microbatches that do not fit the stages, and without a pipeline.
-    """
-    plan, rows = planned(layers, x), jax.tree.leaves(x)[0].shape[0]
-    # What layers report is of all rows of a microbatch.
-    if jax.tree.leaves(jax.eval_shape(lambda *args: stage(layers, None, *args)[1], x, ctx)):
-        plan = plan._replace(parts=())
-    is_row = lambda a: a.ndim > 0 and a.shape[0] == rows
-    common = jax.tree.map(lambda a: 0 if is_row(a) else None, ctx)
-    ctx = jax.tree.map(lambda a: split_microbatches(a, plan) if is_row(a) else jnp.expand_dims(a, 0), ctx)
-    # Each stage has a copy, so that gradients are summed over stages once, not in every tick.
-    copies = lambda a: jnp.broadcast_to(a[None], (plan.schedule.stages, *a.shape))
-    x = placed(jax.tree.map(lambda a: copies(split_microbatches(a, plan)), x), plan)
-    stage_params = _in_parts(in_stages(layers, plan), plan), idle(plan)
-    on_parts = each_part(stage, plan, (0, None, 0, common))
-    on_stages = each_stage(lambda stage_params, x, ctx: on_parts(*stage_params, x, ctx), plan)
-    run = lambda stage_params, turn, x, ctx: on_stages(stage_params, turn.repeat, x, _rows_of(ctx, turn.microbatch))
-    if plan.schedule.repeats > 1:
-        run = jax.checkpoint(run, policy=_kept(remat), prevent_cse=False)
-    tick, flow = functools.partial(_tick, run, stage_params, x, ctx, plan), _empty(run, stage_params, x, ctx, plan)
-    flow, _ = lax.scan(tick, flow, jnp.arange(plan.schedule.ticks))
-    out = jax.tree.map(lambda a: merge_microbatches(a, plan), of_stage(flow.out, plan.schedule.stages - 1))
-    return out, in_order(jax.tree.map(lambda a: a / plan.schedule.microbatches, flow.aux), plan)
-
-
-def _tick(run, stage_params, x, ctx, plan, flow, t):
-    schedule, turn = plan.schedule, plan.schedule.forward(t, plan.schedule.all)
-    new = jax.tree.map(lambda a: a[:, schedule.forward(t, 0).microbatch], x)
-    entering = placed(stage_inputs(flow.passed, new, turn), plan)
-    passed, aux = run(stage_params, turn, entering, ctx)
-    # The last time around overwrites what came before; nothing leaves a stage's devices before the end.
-    leaving = schedule.forward(t, schedule.stages - 1).microbatch
-    out = jax.tree.map(lambda o, a: o.at[:, leaving].set(a), flow.out, passed)
-    return _Flow(placed(passed, plan), placed(out, plan), add_up(flow.aux, aux, turn)), None
-
-
-def _rows_of(ctx: Tree, microbatch: jax.Array) -> Tree:
-    return jax.tree.map(lambda a: a[microbatch if a.shape[0] > 1 else jnp.zeros_like(microbatch)], ctx)
-
-
-def _empty(run, stage_params, x, ctx, plan) -> _Flow:
-    number, turn = plan.schedule.stages, plan.schedule.forward(jnp.zeros((), int), plan.schedule.all)
-    passed = placed(jax.tree.map(lambda a: jnp.zeros_like(a[:, 0]), x), plan)
-    out = placed(jax.tree.map(jnp.zeros_like, x), plan)
-    _, aux = jax.eval_shape(run, stage_params, turn, passed, ctx)
-    total = lambda a: jnp.zeros((number, plan.schedule.repeats, *a.shape[1:]), a.dtype)
-    return _Flow(passed, out, jax.tree.map(total, aux))
-
-
-def in_use() -> tuple[Pipeline, int] | None:
-    if (now := current()) is None or not isinstance(place := now[1].get("layers"), Pipeline):
-        return None
-    size = now[0].shape[place.axis]
-    return (place, size) if size > 1 else None
-
-
-def planned(layers: Tree, x: Tree) -> Plan:
-    """The pipeline in use, for these layers and this batch. Raises ValueError where there is none or one that does not
-    fit."""
-    if (found := in_use()) is None:
-        raise ValueError(
-            "there is no pipeline: call this inside sharding.use(mesh, rules) with a rule such as "
-            "{'layers': sharding.Pipeline('stage', microbatches=8)} and a mesh with more than one stage"
-        )
-    pipeline, number = found
-    periods, rows = (jax.tree.leaves(tree)[0].shape[0] for tree in (layers, x))
-    cut = chunks(periods, number, pipeline.repeats)
-    if rows % pipeline.microbatches:
-        raise ValueError(
-            f"a batch of {rows} rows cannot be cut into {pipeline.microbatches} microbatches; change one of them"
-        )
-    if pipeline.repeats > 1 and pipeline.microbatches % number:
-        raise ValueError(
-            f"with repeats={pipeline.repeats}, microbatches must be a multiple of the {number} stages, got "
-            f"{pipeline.microbatches}: they go around in groups of that size"
-        )
-    axes = replicated_over()
-    parts = axes if rows // pipeline.microbatches % parts_in(axes) == 0 else ()
-    return Plan(pipeline.axis, Schedule(number, pipeline.microbatches, pipeline.repeats), cut, parts)
-
-
-def parts_in(axes: tuple[str, ...]) -> int:
-    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
-
-
-def in_stages(tree: Tree, plan: Plan) -> Tree:
-    """A stack's arrays as `[stages, repeats, size, ...]`, on the devices of each stage.
-
-    They lie so already if the chunks are in order. Else they lie whole in layers and cut along another dimension
-    (`parameter_spec`), and travel all-to-all.
-    """
-    shape = (plan.chunks.stages, plan.chunks.repeats, plan.chunks.size)
-    if plan.chunks.in_order:
-        return placed(jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), tree), plan)
-    return placed(jax.tree.map(lambda a: _whole(a[plan.chunks.index], 3), tree), plan)
-
-
-def in_order(tree: Tree, plan: Plan) -> Tree:
-    """The opposite of `in_stages`, for gradients and what layers report."""
-    whole = lambda a: a.reshape(-1, *a.shape[3:])
-    if plan.chunks.in_order:
-        return jax.tree.map(whole, tree)
-    return jax.tree.map(lambda a: whole(_whole(a, 3))[plan.chunks.places], tree)
-
-
-def _whole(a: jax.Array, dims: int) -> jax.Array:
-    """Its first dimensions on every device; the compiler finds what splits the others."""
-    return lax.with_sharding_constraint(a, P(*[None] * dims, *[P.UNCONSTRAINED] * (a.ndim - dims)))
-
-
-def idle(plan: Plan) -> jax.Array | None:
-    """Which places of the chunks work, as `in_stages` lays them; None if all do."""
-    works = plan.chunks.works
-    return None if works.all() else placed(jnp.asarray(works), plan)
-
-
-def each_stage(run: Callable[..., Tree], plan: Plan) -> Callable[..., Tree]:
-    """`run(chunk, ...)` on every stage at once, with the chunk of `stage_params` whose turn it is."""
-
-    def one(stage_params, repeat, *args):
-        with in_a_stage():
-            return run(_chunk(stage_params, repeat), *args)
-
-    return jax.vmap(one, spmd_axis_name=plan.axis)
-
-
-def each_part(run: Callable[..., Tree], plan: Plan, in_axes: tuple[Any, ...]) -> Callable[..., Tree]:
-    """`run` on each part of a microbatch by itself, so that nothing is summed over their devices in every tick.
-
-    in_axes: as in `jax.vmap`. Without parts it is `run`.
-    """
-    if not plan.parts:
-        return run
-
-    def parts(*args):
-        with in_parts(plan.parts):
-            return jax.vmap(run, in_axes=in_axes, spmd_axis_name=plan.parts)(*args)
-
-    return parts
-
-
-def _in_parts(tree: Tree, plan: Plan) -> Tree:
-    """Layers that lie in stages, a copy for each part: its gradients are summed over parts once."""
-    if not plan.parts:
-        return tree
-    number, rest = parts_in(plan.parts), P.UNCONSTRAINED
-
-    def copies(a):
-        a = jnp.broadcast_to(a[:, :, None], (*a.shape[:2], number, *a.shape[2:]))
-        return lax.with_sharding_constraint(a, P(plan.axis, rest, plan.parts, *[rest] * (a.ndim - 3)))
-
-    return jax.tree.map(copies, tree)
-
-
-def _chunk(stage_params: Tree, repeat: jax.Array) -> Tree:
-    return jax.tree.map(lambda a: a[0] if a.shape[0] == 1 else checkpoint_name(a[repeat], _CHUNK), stage_params)
-
-
-def _kept(remat: Callable | None) -> Callable:
-    """What a tick keeps for the backward pass: all that `remat` keeps, but never a chunk's weights, which are there."""
-
-    def keep(primitive: Any, *args: Any, **params: Any) -> Any:
-        if (name := params.get("name")) in (_CHUNK, LAYER_INPUT) and primitive.name == "name":
-            return name == LAYER_INPUT
-        return primitive.name not in _CHEAP if remat is None else remat(primitive, *args, **params)
-
-    return keep
-
-
-def stage_inputs(passed: Tree, new: Tree, turn: Tick) -> Tree:
-    """What the stages before have made; the first one takes up `new`, or what has been around."""
-    fresh = (jnp.arange(len(turn.repeat)) == 0) & (turn.repeat == 0)
-    along = lambda a: fresh.reshape(-1, *[1] * (a.ndim - 1))
-    return jax.tree.map(lambda a, b: jnp.where(along(a), b, jnp.roll(a, 1, axis=0)), passed, new)
-
-
-def add_up(total: Tree, new: Tree, turn: Tick) -> Tree:
-    """`total` of all chunks with what those that work have given now."""
-
-    def add(s, a, repeat, works):
-        a = jnp.where(works, a, 0)
-        return s + a[None] if s.shape[0] == 1 else s.at[repeat].add(a)
-
-    return jax.tree.map(lambda s, a: jax.vmap(add)(s, a, turn.repeat, turn.works), total, new)
-
-
-def of_stage(tree: Tree, stage: int) -> Tree:
-    """What one stage has, on all devices. A sum, as a slice would be moved to the first stage before it is copied."""
-
-    def only(a):
-        here = (jnp.arange(a.shape[0]) == stage).reshape(-1, *[1] * (a.ndim - 1))
-        return jnp.sum(jnp.where(here, a, 0), axis=0, dtype=a.dtype)
-
-    return jax.tree.map(only, tree)
-
-
-def split_microbatches(a: jax.Array, plan: Plan) -> jax.Array:
-    """Microbatch `i` takes every `n`-th row, so that rows that are spread over devices stay so in each, and those that
-    the stages have shared come to all of them: `[microbatches, parts, rows, ...]`, without the second axis if there are
-    no parts."""
-    rest = P.UNCONSTRAINED
-    with in_a_stage():
-        mesh, rules = current() or (None, {})
-        rows, _ = drop_uneven(spec(("batch",), rules), a.shape, mesh)
-    a = lax.with_sharding_constraint(a, P(*(*rows, None)[:1], *[rest] * (a.ndim - 1)))
-    dealt = jnp.swapaxes(a.reshape(-1, plan.schedule.microbatches, *a.shape[1:]), 0, 1)
-    if not plan.parts:
-        return dealt
-    cut = dealt.reshape(len(dealt), parts_in(plan.parts), -1, *a.shape[1:])
-    return lax.with_sharding_constraint(cut, P(rest, plan.parts, *[rest] * a.ndim))
-
-
-def merge_microbatches(a: jax.Array, plan: Plan) -> jax.Array:
-    """The opposite of `split_microbatches`."""
-    a = a.reshape(len(a), -1, *a.shape[3:]) if plan.parts else a
-    return jnp.swapaxes(a, 0, 1).reshape(-1, *a.shape[2:])
-
-
-def placed(tree: Tree, plan: Plan) -> Tree:
-    """Stage by stage on the devices of the axis; all else is as it was."""
-    rest = P.UNCONSTRAINED
-    put = lambda a: lax.with_sharding_constraint(a, P(plan.axis, *[rest] * (a.ndim - 1)))
-    return jax.tree.map(put, tree)
+    slot: ClassVar[str] = "pipeline"
+    axis: str = "stage"
+    microbatches: int = 8
+    repeats: int = 1
+
+    def __post_init__(self):
+        if self.microbatches < 1 or self.repeats < 1:
+            raise ValueError(
+                f"a pipeline needs at least one microbatch and one repeat, got {self.microbatches} and {self.repeats}"
+            )
+
+    def apply(self, rules: Table) -> Table:
+        return {**rules, LAYERS: self.axis}
+
+    def apply_running(self, rules: Table) -> Table:
+        """What is in no stage is split over the stages by rows, unless a rule gives them something else to split."""
+        if any(self.axis in mesh_axes_of(place) for name, place in rules.items() if name != "layers"):
+            return rules
+        return {**rules, "batch": (*mesh_axes_of(rules.get("batch")), self.axis)}
+
+    def place_parameter(self, own: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
+        """Layers lie in stages where every stage holds equal, consecutive parts of a stack. Else (`repeats`, or layers
+        that the stages do not divide) they stay together, and the stages share the longest dimension that they divide.
+        A stack's `lead` belongs to no stage: its axis has another name.
+        """
+        if names[:1] != (LAYERS,):
+            return own
+        stages, whole = mesh.shape[self.axis], partition([None, *own[1:]])
+        if stages == 1 or chunks(shape[0], stages, self.repeats).in_order:
+            return own
+        return split_further(whole, shape, (self.axis,), mesh)

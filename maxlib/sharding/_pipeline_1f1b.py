@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding._pipeline import (
+from maxlib.sharding._gpipe import (
     Plan,
     Tree,
     add_up,
@@ -33,7 +33,7 @@ from maxlib.sharding._pipeline import (
     split_microbatches,
     stage_inputs,
 )
-from maxlib.sharding._rules import in_a_stage
+from maxlib.sharding._layout import in_a_stage
 
 
 class _Flow(NamedTuple):

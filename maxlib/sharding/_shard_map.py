@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding._presets import Rules
-from maxlib.sharding._rules import current, drop_uneven, resolve, spec
+from maxlib.sharding._axes import Table, check_axes, mesh_axes_of
+from maxlib.sharding._layout import current
+from maxlib.sharding._rules import drop_uneven, resolve, spec
 
 Names = tuple[str | None, ...]
 
@@ -31,7 +32,7 @@ def shard_map_by_name(
     in_names: Sequence[Names | AllGatherArg | None],
     out_names: Any,
     *,
-    changes: Rules | None = None,
+    changes: Table | None = None,
 ) -> Callable[..., Any]:
     """`op` under `jax.shard_map`, its arrays split by axis names as the rules in use say; `op` itself without rules.
 
@@ -41,10 +42,12 @@ def shard_map_by_name(
     """
 
     def run(*args):
-        if (now := current()) is None:
+        names = _flat(in_names, out_names)
+        check_axes(names, "shard_map_by_name")
+        if (layout := current()) is None:
             return op(*args)
-        mesh, rules = now[0], {**now[1], **(changes or {})}
-        rules = _dividing(args, in_names, mesh, resolve(_flat(in_names, out_names), rules))
+        mesh = layout.mesh
+        rules = _dividing(args, in_names, mesh, resolve(names, {**layout.rules, **(changes or {})}))
         place = lambda names: spec(names, rules)
         pairs = enumerate(zip(args, in_names, strict=True))
         present = [(i, a, _places(n, place)) for i, (a, n) in pairs if a is not None and n is not None]
@@ -88,8 +91,7 @@ def _gather(x: jax.Array, kept: P, wanted: P) -> jax.Array:
 
 
 def _axes(place: P, d: int) -> tuple[str, ...]:
-    entry = place[d] if d < len(place) else None
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return mesh_axes_of(place[d] if d < len(place) else None)
 
 
 def _each(names: Names | AllGatherArg | None) -> list[Names]:

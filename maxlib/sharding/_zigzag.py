@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxlib.sharding._rules import axis_of, current, drop_uneven, spec
+from maxlib.sharding._constrain import axis_of
+from maxlib.sharding._layout import current
+from maxlib.sharding._rules import drop_uneven, spec
 
 
 def can_zigzag(length: int) -> bool:
     """Whether the rules in use split the sequence, and its `length` makes two chunks for each device."""
-    axis, now = axis_of("q_seq"), current()
-    return axis is not None and now is not None and length % (2 * now[0].shape[axis]) == 0
+    axis, layout = axis_of("q_seq"), current()
+    return axis is not None and layout is not None and length % (2 * layout.mesh.shape[axis]) == 0
 
 
 def zigzag(x: jax.Array, *names: str | None) -> jax.Array:
@@ -38,10 +40,11 @@ def natural_order(x: jax.Array, parts: int, axis: int = 1) -> jax.Array:
 
 
 def _exchange(x: jax.Array, names: tuple[str | None, ...], local: Callable[..., Any]) -> jax.Array:
-    now, axis = current(), axis_of("q_seq")
-    assert now is not None and axis is not None  # `can_zigzag` was asked before
-    mesh, rules = now
-    place, _ = drop_uneven(spec(names, dict(rules) | {"seq": axis}, what=f"activation {x.shape}"), x.shape, mesh)
+    layout, axis = current(), axis_of("q_seq")
+    assert layout is not None and axis is not None  # `can_zigzag` was asked before
+    own = spec(names, {**layout.rules, "seq": axis}, what=f"activation {x.shape}")
+    mesh = layout.mesh
+    place, _ = drop_uneven(own, x.shape, mesh)
     run = lambda x: local(x, names.index("seq"), axis)
     return jax.shard_map(run, mesh=mesh, in_specs=(place,), out_specs=place, check_vma=False)(x)
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops, sharding
-from maxlib.sharding._rules import drop_uneven
+from maxlib.sharding.layers import drop_uneven
 
 Batch = dict[str, Any]
 Extra = Callable[[Any, nn.Output, Batch], tuple[Array, dict[str, Array]]]
@@ -75,7 +75,7 @@ def cross_entropy(
     one_of_many: bool = False,
     **options: Any,
 ) -> tuple[Array, dict[str, Array]]:
-    """Each device takes its own rows, and its own part of the vocabulary where the rules split that.
+    """Each device takes its own rows, and its own part of the vocabulary where the layout splits that.
 
     A head that is split over its width, like a batch over its rows, has to be gathered and its gradient summed; where
     rows are fewer than the vocabulary is large, the rows travel instead, and each device takes a part of the
@@ -83,14 +83,14 @@ def cross_entropy(
     they are made until the end.
     """
     axes, more, changes, chunk = (), (), None, None
-    if (now := sharding.current()) is not None:
-        split = {name: sharding.mesh_axes(name) for name in ("vocab", "batch", "embed")}
-        split["vocab"] = with_stages(split, weight.shape[0], now[0])
-        axes, more = vocab_axes(hidden, weight.shape, now[0], **split)
+    if (layout := sharding.current()) is not None:
+        split = {name: layout.mesh_axes(name) for name in ("vocab", "batch", "embed")}
+        split["vocab"] = with_stages(split, weight.shape[0], layout)
+        axes, more = vocab_axes(hidden, weight.shape, layout.mesh, **split)
         changes = {"vocab": axes}
         if more:  # with as many logits at once as the whole vocabulary would have
             changes = {"vocab": axes + more, "batch": tuple(axis for axis in split["batch"] if axis not in more)}
-            chunk = ROWS_AT_ONCE * math.prod(now[0].shape[axis] for axis in more)
+            chunk = ROWS_AT_ONCE * math.prod(layout.mesh.shape[axis] for axis in more)
 
     def op(hidden, weight, targets):
         out = ops.linear_cross_entropy(hidden, weight, targets, axis_name=axes + more or None, chunk=chunk, **options)
@@ -99,7 +99,7 @@ def cross_entropy(
 
     if not one_of_many:
         # Over devices the weight travels, and its gradient is summed, in the dtype of `hidden`: as those of layers.
-        weight = weight if now is None else weight.astype(hidden.dtype)
+        weight = weight if layout is None else weight.astype(hidden.dtype)
         hidden, weight = _reduced_first(hidden, weight)
     rows = ("batch", "seq")
     mapped = sharding.shard_map_by_name(op, [(*rows, None), ("vocab", None), rows], (rows, rows, rows), changes=changes)
@@ -107,22 +107,22 @@ def cross_entropy(
     return loss, {"nll": nll, "accuracy": correct}
 
 
-def with_stages(split: dict[str, Axes], vocab: int, mesh: Any) -> Axes:
+def with_stages(split: dict[str, Axes], vocab: int, layout: sharding.Layout) -> Axes:
     """The mesh axes of the vocabulary, and those of a pipeline's stages: all have the same rows."""
     used = {axis for axes in split.values() for axis in axes}
-    axes = split["vocab"] + tuple(axis for axis in sharding.mesh_axes("layers") if axis not in used)
-    return axes if vocab % math.prod(mesh.shape[axis] for axis in axes) == 0 else split["vocab"]
+    axes = split["vocab"] + tuple(axis for axis in layout.mesh_axes("layers") if axis not in used)
+    return axes if vocab % math.prod(layout.mesh.shape[axis] for axis in axes) == 0 else split["vocab"]
 
 
 def head_gradient(gradient: Float[Array, "V D"]) -> Float[Array, "V D"]:
     """The gradient of a head, on its way from the parts of the vocabulary in which `cross_entropy` made it to where the
     head lies: by width within a stage's part. Left alone, the partitioner gathers all of it on each device.
     """
-    if (now := sharding.current()) is None:
+    if (layout := sharding.current()) is None:
         return gradient
-    split = {name: sharding.mesh_axes(name) for name in ("vocab", "batch", "embed")}
-    places = with_stages(split, gradient.shape[0], now[0]), split["embed"]
-    to, _ = drop_uneven(PartitionSpec(*places), gradient.shape, now[0])
+    split = {name: layout.mesh_axes(name) for name in ("vocab", "batch", "embed")}
+    places = with_stages(split, gradient.shape[0], layout), split["embed"]
+    to, _ = drop_uneven(PartitionSpec(*places), gradient.shape, layout.mesh)
     return jax.lax.with_sharding_constraint(gradient, to)
 
 
@@ -144,7 +144,7 @@ _reduced_first.defvjp(lambda hidden, weight: ((hidden, weight), None), _reduced_
 def vocab_axes(
     hidden: Any, weight: tuple[int, ...], mesh: Any, *, vocab: Axes, batch: Axes, embed: Axes
 ) -> tuple[Axes, Axes]:
-    """The mesh axes that split the vocabulary by the rules, and those over which rows had better travel to split it
+    """The mesh axes that split the vocabulary by the layout, and those over which rows had better travel to split it
     further.
 
     vocab, batch, embed: the mesh axes that split these; `hidden` and `weight` are shapes.

@@ -1,7 +1,7 @@
 """Moments that wait on the host, and an update that takes them to the device layer by layer."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -10,29 +10,32 @@ import optax
 from jax import lax
 from jaxtyping import Array, Int
 
-from maxlib import nn, sharding
+from maxlib import sharding
+from maxlib.sharding import memory
 
 Update = Callable[..., Any]
 
 
 def by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, whose moments are born on the host where the rule "optimizer_memory" says so
+    """`optimizer`, whose moments are born on the host where the layout says so
     (`sharding.OFFLOAD_OPTIMIZER`); a loop over the layers of a stack takes each layer's to the device and back.
+    `update` is told the paths that store several layers, `stacked=nn.tree.stacked_paths(model)`, as
+    `make_train_step` does; all others are taken whole.
 
     It has to treat each layer of a parameter by itself, as Adam does, and clipping by a norm of all gradients does not.
-    Without the rule nothing changes.
+    Without that nothing changes.
     """
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params):
-        return _wait(inner.init(sharding.to_device(params)), params)
+        return _wait(inner.init(memory.to_device(params)), params)
 
-    def update(updates, state, params=None, **extra):
+    def update(updates, state, params=None, *, stacked: Collection[str] = (), **extra):
         step = functools.partial(inner.update, **extra)
-        if not any(map(sharding.is_on_host, jax.tree.leaves((state, params)))):
+        if not any(map(memory.is_on_host, jax.tree.leaves((state, params)))):
             return step(updates, state, params)
         changes, after = {}, state
-        for repeats, paths in _groups(updates):
+        for repeats, paths in _groups(updates, stacked):
             part = (_only(tree, paths, updates) for tree in (updates, state, params))
             moved, new = _whole(step, *part) if repeats is None else _scanned(step, repeats, *part)
             changes, after = changes | moved, _joined(after, new, updates)
@@ -50,11 +53,11 @@ def update(
     try:
         return optimizer.update(updates, state, params, **extra)
     except ValueError as error:
-        if "memory_space" not in str(error) or not any(map(sharding.is_on_host, jax.tree.leaves(params))):
+        if "memory_space" not in str(error) or not any(map(memory.is_on_host, jax.tree.leaves(params))):
             raise
         raise ValueError(
-            "the rule 'layers_memory' keeps parameters on the host, from where this optimizer cannot take them: take "
-            "training.adamw with float32 moments, wrap all that reads parameters in training.by_layer, or leave the rule out"
+            "the layout keeps layers on the host (OFFLOAD_LAYERS), from where this optimizer cannot take them: take "
+            "training.adamw with float32 moments, wrap all that reads parameters in training.by_layer, or leave that out"
         ) from error
 
 
@@ -62,33 +65,33 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """optax's, in place and layer by layer for parameters that wait on the host."""
 
     def one(p: Array, u: Array) -> Any:
-        if not sharding.is_on_host(p):
+        if not memory.is_on_host(p):
             return optax.apply_updates(p, u)
-        layer = lambda i, p: _put(p, sharding.to_host(optax.apply_updates(sharding.to_device(_at(p, i)), _at(u, i))), i)
+        layer = lambda i, p: _put(p, memory.to_host(optax.apply_updates(memory.to_device(_at(p, i)), _at(u, i))), i)
         return lax.fori_loop(0, p.shape[0], layer, p)
 
     return jax.tree.map(one, params, updates)
 
 
 def check_offloaded(state: Any, params: dict[str, Any]) -> None:
-    """Raises ValueError if the rules want moments on the host and all of them are on the device."""
-    if (now := sharding.current()) is None or sharding.memory_kind("optimizer_memory", now[1]) is None:
+    """Raises ValueError if the layout wants moments on the host and all of them are on the device."""
+    if (layout := sharding.current()) is None or not layout.offload.optimizer:
         return
     shapes = {x.shape for x in params.values()}
     moments = [x for x in jax.tree.leaves(state) if x.shape in shapes]
-    if moments and not any(map(sharding.is_on_host, moments)):
+    if moments and not any(map(memory.is_on_host, moments)):
         raise ValueError(
-            "the rule 'optimizer_memory' wants moments on the host, but this optimizer keeps all of them on the device: take "
-            "training.adamw with float32 moments, wrap one that treats each layer by itself in training.by_layer, or leave "
-            "the rule out"
+            "the layout wants moments on the host (OFFLOAD_OPTIMIZER), but this optimizer keeps all of them on the device: "
+            "take training.adamw with float32 moments, wrap one that treats each layer by itself in training.by_layer, or "
+            "leave that out"
         )
 
 
 def _wait(state: Any, params: dict[str, Any]) -> Any:
-    """Puts what is kept by path into the memory that the rule says."""
-    if (now := sharding.current()) is None or sharding.memory_kind("optimizer_memory", now[1]) is None:
+    """Puts what is kept by path into the memory that the layout says."""
+    if (layout := sharding.current()) is None or not layout.offload.optimizer:
         return state
-    put = lambda node: sharding.to_host(node) if _by_path(node, params) else node
+    put = lambda node: memory.to_host(node) if _by_path(node, params) else node
     return jax.tree.map(put, state, is_leaf=lambda node: _by_path(node, params))
 
 
@@ -96,11 +99,11 @@ def _by_path(node: Any, params: Iterable[str]) -> bool:
     return isinstance(node, dict) and bool(node) and set(node) <= set(params)
 
 
-def _groups(params: dict[str, Any]) -> list[tuple[int | None, list[str]]]:
-    """Paths of layers that repeat equally often, and of what stands alone (None)."""
+def _groups(params: dict[str, Any], stacked: Collection[str]) -> list[tuple[int | None, list[str]]]:
+    """Returns the paths of equally many layers, and of what stands alone (None)."""
     found: dict[int | None, list[str]] = {}
     for path, leaf in params.items():
-        repeats = jax.tree.leaves(leaf)[0].shape[0] if nn.tree.is_repeated(path) and jax.tree.leaves(leaf) else None
+        repeats = jax.tree.leaves(leaf)[0].shape[0] if path in stacked and jax.tree.leaves(leaf) else None
         found.setdefault(repeats, []).append(path)
     return list(found.items())
 
@@ -124,8 +127,8 @@ def _whole(step: Update, updates: Any, state: Any, params: Any) -> tuple[Any, An
 
     def one(_, carry: Any) -> Any:
         updates, state = carry
-        changes, new = step(updates, *sharding.to_device((state, params)))
-        return changes, sharding.back_to(state, new)
+        changes, new = step(updates, *memory.to_device((state, params)))
+        return changes, memory.back_to(state, new)
 
     return lax.fori_loop(0, once, one, (_as_changes(step, updates, state, params), state))
 
@@ -138,14 +141,14 @@ def _scanned(step: Update, repeats: int, updates: Any, state: Any, params: Any) 
 
     def one(i: Int[Array, ""], carry: Any) -> Any:
         updates, held, _ = carry
-        here = sharding.to_device(_at(held, i))
+        here = memory.to_device(_at(held, i))
         mixed = [common[k] if h is None else h for k, h in enumerate(here)]
-        changes, new = step(_at(updates, i), jax.tree.unflatten(tree, mixed), sharding.to_device(_at(params, i)))
+        changes, new = step(_at(updates, i), jax.tree.unflatten(tree, mixed), memory.to_device(_at(params, i)))
         new = jax.tree.flatten(new, is_leaf=is_node)[0]
         back = [None if h is None else new[k] for k, h in enumerate(held)]
         return (
             _put(updates, changes, i),
-            _put(held, sharding.back_to(held, back), i),
+            _put(held, memory.back_to(held, back), i),
             [new[k] if h is None else None for k, h in enumerate(held)],
         )
 
@@ -164,5 +167,5 @@ def _put(tree: Any, layer: Any, i: Int[Array, ""]) -> Any:
 
 def _as_changes(step: Update, updates: Any, state: Any, params: Any) -> Any:
     """The gradients in the dtype of what becomes of them."""
-    shapes, _ = jax.eval_shape(lambda *args: step(*sharding.to_device(args)), updates, state, params)
+    shapes, _ = jax.eval_shape(lambda *args: step(*memory.to_device(args)), updates, state, params)
     return jax.tree.map(lambda g, shape: jnp.asarray(g, shape.dtype), updates, shapes)

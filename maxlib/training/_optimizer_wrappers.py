@@ -186,20 +186,27 @@ def averaged_model(state: Any) -> Any:
     return nn.combine(cast, state.rest)
 
 
-def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
+def scale_by_path(factors: Mapping[str, float], *, model: Any) -> optax.GradientTransformation:
     """Multiplies updates, and so learning rates, by path.
 
-    `optax.chain(optimizer, scale_by_path({"embed.*": 0.1}))` lets embeddings learn at a tenth of the rate. factors:
-    from patterns, as those of a shell, on logical paths ("layers.attn.q.w"); the first that fits counts, and what none
-    fits is left as it is. Raises ValueError, at `init`, for a pattern that fits no parameter.
+    `optax.chain(optimizer, scale_by_path({"embed.*": 0.1}, model=model))` lets embeddings learn at a tenth of the rate.
+
+    Args:
+        factors: By patterns, as those of a shell, on paths without the layouts of stacks ("layers.attn.q.w"); the
+            first that fits counts, and what none fits is left as it is.
+        model: Tells which paths are of a stack; `jax.eval_shape` of a model does.
+
+    Raises:
+        ValueError: At `init`, a pattern fits no parameter.
     """
+    short = nn.tree.pattern_paths(model)
 
     def factor(path: str) -> float:
-        name = nn.tree.pattern_path(path)
+        name = short[path]
         return next((f for pattern, f in factors.items() if fnmatch.fnmatchcase(name, pattern)), 1.0)
 
     def init(params):
-        names = [nn.tree.pattern_path(path) for path in params]
+        names = [short[path] for path in params]
         if unused := [pattern for pattern in factors if not fnmatch.filter(names, pattern)]:
             raise ValueError(f"each pattern must fit a parameter, {unused} fit none; there are {sorted(set(names))}")
         return optax.EmptyState()

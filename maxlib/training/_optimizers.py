@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxlib import nn
+from maxlib import nn, sharding
 from maxlib.training._offload import by_layer
 from maxlib.training._optimizer_wrappers import in_bfloat16, in_float32
 
@@ -99,10 +99,9 @@ def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]
     for path, summed in nn.tree.summed_axes(model).items():
         variable = nn.variables(model)[path]
         names = variable.get_metadata()["axes"]
-        lead = len(variable.get_value().shape) - len(names)
-        where = lambda chosen, names=names, lead=lead: tuple(lead + d for d, name in enumerate(names) if chosen(name))
-        inputs = where(lambda name, summed=summed: name in summed)
-        outputs = where(lambda name, summed=summed: name not in summed and name != "expert")
+        own = range(sharding.layers.num_layer_axes(names), len(names))  # without a stack's axis of layers
+        inputs = tuple(d for d in own if names[d] in summed)
+        outputs = tuple(d for d in own if names[d] not in summed and names[d] != "expert")
         if inputs and outputs and ".router." not in path:
             found[path] = optax.contrib.MuonDimensionNumbers(inputs, outputs)
     return found
@@ -125,12 +124,12 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 def decay_mask(model: Any) -> Mask:
     """Weights with two or more axes decay, embeddings among them; norm scales, biases and sinks do not.
 
-    Axes are counted by their names (`nn.tree.axes`), so a norm scale that a stack holds as a matrix is still a
+    Axes are counted by their names (`nn.tree.own_axes`), so a norm scale that a stack holds as a matrix is still a
     vector. Works on `jax.eval_shape` of a model too.
     """
     names = nn.tree.axes(model)
     is_bias = lambda path: path.rpartition(".")[2] in ("b", "bias")
-    decays = {path: len(axes) >= 2 and not is_bias(path) for path, axes in names.items()}
+    decays = {path: len(nn.tree.own_axes(axes)) >= 2 and not is_bias(path) for path, axes in names.items()}
     return lambda params: {path: decays[path] for path in params}
 
 
@@ -144,7 +143,7 @@ def width_factors(model: Any, base: Any) -> dict[str, float]:
     `base`. A head that is tied to the embeddings has no factor, and its logits grow.
     """
     summed = nn.tree.summed_axes(model) | {
-        path: ("embed",) for path in nn.tree.axes(model) if nn.tree.pattern_path(path) == "head.w"
+        path: ("embed",) for path, short in nn.tree.pattern_paths(model).items() if short == "head.w"
     }
     wide, narrow = _inputs(model, summed), _inputs(base, summed)
     if wide.keys() != narrow.keys():
@@ -161,16 +160,17 @@ def width_scaled(model: Model, base: Any) -> Model:
     """
     factors = width_factors(model, base)
     params, rest = nn.partition(model)
-    heads = {path: factors[name] for path in params if (name := nn.tree.pattern_path(path)) == "head.w"}
+    short = nn.tree.pattern_paths(model)
+    heads = {path: factors["head.w"] for path in params if short[path] == "head.w"}
     return nn.combine(params | {path: (params[path] * f).astype(params[path].dtype) for path, f in heads.items()}, rest)
 
 
 def _inputs(model: Any, summed: dict[str, tuple[str, ...]]) -> dict[str, int]:
-    """How many inputs each matrix sums over, by logical path."""
-    sizes = {}
+    """Counts the inputs that each matrix sums over, by pattern path."""
+    sizes, short = {}, nn.tree.pattern_paths(model)
     for path, variable in nn.variables(model).items():
         names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape
         if path in summed:
-            inputs = [n for name, n in zip(names[::-1], shape[::-1], strict=False) if name in summed[path]]
-            sizes[nn.tree.pattern_path(path)] = math.prod(inputs)
+            inputs = [n for name, n in zip(names, shape, strict=True) if name in summed[path]]
+            sizes[short[path]] = math.prod(inputs)
     return sizes

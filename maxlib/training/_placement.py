@@ -14,16 +14,17 @@ from maxlib import sharding
 from maxlib.training._losses import Batch
 
 
-def place_batch(batch: dict[str, Any], mesh: Mesh | None, rules: sharding.Rules) -> Batch:
+def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
     """This host's rows as the part of a global batch that its devices hold. What is in its place already stays as it
     is.
     """
-    if mesh is None:
+    if layout is None:
         return jax.device_put(batch)
+    mesh = layout.mesh
 
     def put(name: str, x: Any) -> jax.Array:
         names = ("batch", "seq") if x.ndim == 2 else ("batch",) + (None,) * (x.ndim - 1)
-        place = NamedSharding(mesh, sharding.spec(names, rules, what=name))
+        place = NamedSharding(mesh, layout.spec(*names, what=name))
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(place, x.ndim):
             return x
         try:
@@ -49,11 +50,11 @@ def host_rows(batch: Batch) -> Batch:
     return jax.tree.map(rows, batch)
 
 
-def own_model(model: nnx.Module | Callable[[], nnx.Module], mesh: Mesh | None, rules: sharding.Rules) -> Any:
+def own_model(model: nnx.Module | Callable[[], nnx.Module], layout: sharding.Layout | None) -> Any:
     """A model that nobody else holds: built in its place, or copied there."""
     if not isinstance(model, nnx.Module):
-        return jax.jit(model)() if mesh is None else sharding.create(model, mesh, rules)
-    if mesh is None:
+        return jax.jit(model)() if layout is None else sharding.create(model, layout)
+    if layout is None:
         return jax.tree.map(jnp.copy, model)
-    places = sharding.shardings(model, mesh, rules)
+    places = sharding.shardings(model, layout)
     return jax.tree.map(lambda x, place: jax.device_put(x, place, may_alias=False), model, places)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jax.sharding import Mesh
 
 from maxlib import sharding
 from maxlib.observability._metrics import reported
@@ -30,7 +29,7 @@ class StatefulLoader(Protocol):
 class Prefetch:
     """A loader whose batches are on the devices, or on their way: it is `size` batches ahead of the loop.
 
-    loader: see `Trainer`; its `metrics()` are those of the batch that was handed out. mesh, rules: as the Trainer's. A
+    loader: see `Trainer`; its `metrics()` are those of the batch that was handed out. layout: as the Trainer's. A
     copy starts at once and nobody waits for it, so no thread is needed. `get_state` is the state after the batch handed
     out last, whatever was read since.
 
@@ -41,14 +40,13 @@ class Prefetch:
         self,
         loader: StatefulLoader,
         *,
-        mesh: Mesh | None = None,
-        rules: sharding.Rules = sharding.FSDP_TP,
+        layout: sharding.Layout | None = None,
         size: int = 2,
     ):
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         self.loader, self.wait_seconds = loader, 0.0
-        self._mesh, self._rules, self._size = mesh, rules, size
+        self._layout, self._size = layout, size
         self._begin()
 
     def __iter__(self) -> "Prefetch":
@@ -89,5 +87,5 @@ class Prefetch:
         if batch is None:
             self._ended = True
             return
-        placed = place_batch(batch, self._mesh, self._rules)
+        placed = place_batch(batch, self._layout)
         self._ahead.append((placed, self.loader.get_state(), reported(self.loader)))

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from maxlib import checkpoint, distributed, nn, sharding
 from maxlib.training._step import TrainState
@@ -29,8 +28,7 @@ def initial_state(
     resume_from: str | Path | None,
     params_from: str | Path | None,
     *,
-    mesh: Mesh | None,
-    rules: sharding.Rules,
+    layout: sharding.Layout | None,
 ) -> tuple[TrainState, Origin]:
     """See `Trainer.restore`. A state that is resumed takes the structure and the places of `state`, whose arrays are
     deleted.
@@ -45,7 +43,7 @@ def initial_state(
         restored = checkpoint.load(resume_from, _make_room(state), layouts=layouts)
         return _resumed(state, restored, f"the checkpoint in {resume_from}")
     if params_from is not None:
-        params = _parameters(state, Path(params_from), layouts, mesh, rules)
+        params = _parameters(state, Path(params_from), layouts, layout)
         return dataclasses.replace(state, trainable=params), Origin(f"parameters from {params_from}, step 0")
     return state, Origin(f"a fresh start, {nn.num_parameters(state.trainable):,} trained parameters")
 
@@ -91,16 +89,14 @@ def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[T
     return new, Origin(f"step {step} of {where}", restored["data"], restored["meta"].get("metrics", {}))
 
 
-def _parameters(
-    state: TrainState, directory: Path, layouts: Any, mesh: Mesh | None, rules: sharding.Rules
-) -> dict[str, Any]:
+def _parameters(state: TrainState, directory: Path, layouts: Any, layout: sharding.Layout | None) -> dict[str, Any]:
     """Parameters only: of a Hugging Face directory, or of a checkpoint."""
     if not (directory / "config.json").exists():
         like = {"params": state.trainable}
         return checkpoint.load(directory, like, layouts=layouts, cast=True)["params"]
     from maxlib import weights
 
-    model = weights.from_pretrained(directory, mesh=mesh, rules=rules, dtype=jnp.float32)
+    model = weights.from_pretrained(directory, layout=layout, dtype=jnp.float32)
     params = {path: v.get_value() for path, v in nn.variables(model).items()}
     wrong = [
         f"{path}: {want.shape} here, {params[path].shape if path in params else 'absent'} there"

@@ -47,16 +47,16 @@ def make_state(
 ) -> TrainState:
     """The state before the first step. It holds the model's own arrays: donating it deletes them in the model too.
 
-    Moments are born where their parameters live, or where the rules put them (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
+    Moments are born where their parameters live, or where the layout puts them (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
     so call it inside `sharding.use` if the steps run there. Raises ValueError when `filter` leaves nothing to train,
     and for moments that shall live on the host of an optimizer that keeps none there.
     """
     trainable, rest = nn.partition(model, filter)
     if not trainable:
-        names = sorted({nn.tree.pattern_path(path) for path in nn.variables(model)})
+        names = sorted({*nn.tree.pattern_paths(model).values()})
         raise ValueError(f"filter must take at least one parameter to train, it takes none of {names}")
     seed = jax.random.key(key) if isinstance(key, int) else key
-    start = lambda params, key: (optimizer.init(sharding.to_device(params)), jnp.zeros((), jnp.int32), key)
+    start = lambda params, key: (optimizer.init(sharding.memory.to_device(params)), jnp.zeros((), jnp.int32), key)
     born = lambda params, key: _place(start(params, key), params, rest, optimizer=True)
     opt_state, step, own_key = jax.jit(born)(trainable, seed)
     check_offloaded(opt_state, trainable)
@@ -78,7 +78,7 @@ def make_train_step(
     is that of the whole batch. schedule: only reported, as `learning_rate`. gradients: what finds the gradient in place
     of autodiff of `loss_fn`, such as `one_f_one_b`: `(trainable, rest, batch, key) -> (gradients of the mean, mean,
     Stats)`. Raises ValueError for both `gradients` and `accumulate`; the step does for a batch whose rows (of each
-    microbatch) or sequence the mesh does not divide by the sharding rules in use.
+    microbatch) or sequence the mesh does not divide by the layout in use.
 
     Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient
     is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
@@ -100,7 +100,8 @@ def make_train_step(
             grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
         grads = _place(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, value=loss)
+        extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # by_layer takes those layer by layer
+        updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, **extra)
         trainable = _place(apply_updates(state.trainable, updates), state.trainable, state.rest)
         opt_state = _place(opt_state, state.trainable, state.rest, optimizer=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -143,7 +144,7 @@ def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accum
 
     def gradient(*args):
         value, grads = jax.value_and_grad(loss_of, has_aux=True)(*args)
-        return value, sharding.to_device(grads)  # those of parameters on the host are born there
+        return value, sharding.memory.to_device(grads)  # those of parameters on the host are born there
 
     if accumulate == 1:
         (loss, stats), grads = gradient(state.trainable, batch, key, True)
@@ -186,10 +187,10 @@ def _names(x: Array) -> tuple[str | None, ...]:
 
 def _check_divides(x: Array, accumulate: int) -> None:
     """What does not divide, `constrain` leaves whole, as decoding wants it: each device would train on all of it."""
-    if (now := sharding.current()) is None:
+    if (layout := sharding.current()) is None:
         return
-    mesh, stages = now[0], sharding.mesh_axes("layers")  # which share the rows where they can
-    places = zip(_names(x), sharding.spec(_names(x), now[1], what="batch"), x.shape, (accumulate, 1), strict=False)
+    mesh, stages = layout.mesh, layout.mesh_axes("layers")  # which share the rows where they can
+    places = zip(_names(x), layout.spec(*_names(x), what="batch"), x.shape, (accumulate, 1), strict=False)
     for name, place, size, cut in places:
         axes = (place,) if isinstance(place, str) else place or ()
         degrees = {axis: mesh.shape[axis] for axis in axes if axis not in stages and mesh.shape[axis] > 1}
@@ -208,18 +209,17 @@ def _place(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = Fa
 
     Without this XLA chooses, and may gather a gradient or turn a donated buffer into another layout.
     """
-    if (now := sharding.current()) is None:
+    if (layout := sharding.current()) is None:
         return tree
-    mesh, rules = now
     names = nn.tree.axes(rest)
 
     def put(path, leaf):
         spec = P()
         for name in (getattr(part, "key", None) for part in path):
             if name in params and leaf.shape == params[name].shape:
-                spec = sharding.parameter_spec(names[name], leaf.shape, rules, mesh, path=name)
+                spec = layout.parameter_spec(names[name], leaf.shape, path=name)
                 if optimizer:
-                    spec = sharding.optimizer_spec(names[name], leaf.shape, rules, mesh, path=name)
+                    spec = layout.optimizer_spec(names[name], leaf.shape, path=name)
         return jax.lax.with_sharding_constraint(leaf, spec)
 
     return jax.tree_util.tree_map_with_path(put, tree)

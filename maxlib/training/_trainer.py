@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 
 from maxlib import nn, sharding
 from maxlib.checkpoint import Checkpointer, Tiers
@@ -39,7 +38,7 @@ class Trainer:
 
     model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall
     live. loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` and
-    `goodput.jsonl` go. mesh, rules: how everything is sharded (default rules: `sharding.FSDP_TP`). gradients: what
+    `goodput.jsonl` go. layout: how everything lies on devices, such as `sharding.Layout(mesh)`. gradients: what
     finds the gradient in place of autodiff of `loss`, such as `one_f_one_b`; `loss` is then that of evaluation. filter:
     what is trained. schedule: only reported. eval_loader: read from its start to its end every `eval_every` steps and
     at the end. exports: such as `HuggingFaceExport`; also made at the end, and at the start where the run before was
@@ -60,8 +59,7 @@ class Trainer:
         loader: StatefulLoader,
         loss: Loss = next_token_loss,
         directory: str | Path | None = None,
-        mesh: Mesh | None = None,
-        rules: sharding.Rules = sharding.FSDP_TP,
+        layout: sharding.Layout | None = None,
         accumulate: int = 1,
         gradients: Gradients | None = None,
         filter: nn.Filter = nn.is_trainable,
@@ -73,13 +71,13 @@ class Trainer:
         callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]]] = (),
         timeout: float = 1800.0,
     ):
-        if mesh is None and jax.process_count() > 1:
+        if layout is None and jax.process_count() > 1:
             raise ValueError(
-                f"{jax.process_count()} processes without a mesh would train as many models: pass mesh=, for example "
-                "sharding.make_mesh(fsdp=-1)"
+                f"{jax.process_count()} processes without a layout would train as many models: pass layout=, for example "
+                "sharding.Layout(sharding.make_mesh(fsdp=-1))"
             )
         self.clock = Clock(directory if jax.process_index() == 0 else None)
-        self.mesh, self.rules, self.timeout = mesh, rules, timeout
+        self.layout, self.timeout = layout, timeout
         self.loader, self.eval_loader, self.eval_every = loader, eval_loader, (0 if eval_loader is None else eval_every)
         self.loss, self.checkpointer, self.callbacks = loss, checkpointer, list(callbacks)
         self._saving = Saving(checkpointer, exports, clock=self.clock, timeout=timeout, log=self.log)
@@ -89,7 +87,7 @@ class Trainer:
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
         with self.sharded(), hard_timeout(timeout, "the model's parameters and moments"):
-            self.state = jax.block_until_ready(make_state(own_model(model, mesh, rules), optimizer, filter=filter))
+            self.state = jax.block_until_ready(make_state(own_model(model, layout), optimizer, filter=filter))
         self.step, self.batch, self._batch_before = 0, None, None
         options = {"accumulate": accumulate, "schedule": schedule, "gradients": gradients}
         self.train_step = jit_step(make_train_step(loss, optimizer, **options))
@@ -115,7 +113,7 @@ class Trainer:
         """
         with self.clock.span("restore"), self.sharded(), hard_timeout(self.timeout, "the checkpoint to be restored"):
             self.state, origin = initial_state(
-                self.state, self.checkpointer, resume_from, params_from, mesh=self.mesh, rules=self.rules
+                self.state, self.checkpointer, resume_from, params_from, layout=self.layout
             )
         self._origin, self.step, self._last = origin, int(self.state.step), dict(origin.metrics)
         if origin.data_state is not None:
@@ -177,8 +175,8 @@ class Trainer:
             self.console.log(text)
 
     def sharded(self) -> contextlib.AbstractContextManager:
-        """The context in which this trainer's computations run: its mesh and rules."""
-        return contextlib.nullcontext() if self.mesh is None else sharding.use(self.mesh, self.rules)
+        """The context in which this trainer's computations run: its layout."""
+        return contextlib.nullcontext() if self.layout is None else sharding.use(self.layout)
 
     @contextlib.contextmanager
     def _running(self, steps: int) -> Iterator[None]:
@@ -225,7 +223,7 @@ class Trainer:
         """Starts one more step, and reports the one before it."""
         with hard_timeout(self.timeout, f"step {self.step + 1} to be compiled and started, the one before to end"):
             with self.sharded(), self.clock.span(None if self._counted else "compile"):
-                self._batch_before, self.batch = self.batch, place_batch(batch, self.mesh, self.rules)
+                self._batch_before, self.batch = self.batch, place_batch(batch, self.layout)
                 self.state, metrics = self.train_step(self.state, self.batch)
             self.step += 1
             if not self._counted:  # while the first step runs
@@ -268,7 +266,7 @@ class Trainer:
     def _batches(self, loader: StatefulLoader) -> Iterator[Batch]:
         while (batch := self._next(loader, "evaluation")) is not None:
             self._interrupt.check()
-            yield place_batch(batch, self.mesh, self.rules)
+            yield place_batch(batch, self.layout)
 
     def _flush(self) -> None:
         """Waits for the steps under way and reports them."""

@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 from maxlib import distributed, sharding
 from maxlib.weights._hf_config import HFConfig, read_config
@@ -29,28 +28,29 @@ logger = logging.getLogger(__name__)
 ENTRY_POINTS = "maxlib.models"
 
 
-class Config(Protocol):
-    """A frozen dataclass that also has `from_hf(fields: HFConfig) -> Config` as a class method."""
-
-    def to_hf(self) -> dict[str, Any]:
-        """The fields of config.json, `model_type` and `architectures` among them."""
-        ...
-
-
 @dataclass(frozen=True)
 class Family:
     """Models that share a file: `FAMILY = Family(...)` at its end is all that makes them known.
 
-    model_types: the `model_type`s of config.json it reads. model: `model(cfg, *, rngs)`, which keeps `cfg`. config:
-    the class of `cfg`, see `Config`. table: the weights of such a `cfg`. presets: published configurations by name.
+    Attributes:
+        name: Name of the family.
+        model: `model(cfg, *, rngs)`, which keeps `cfg`.
+        config: Class of `cfg`: a `weights.ModelConfig`, or any dataclass with `from_hf(fields)` and `to_hf()`.
+        table: Function from a `cfg` to the table of its weights.
+        presets: Published configurations by name.
+        model_types: Values of `model_type` in config.json that it reads; by default those of `config`.
     """
 
     name: str
-    model_types: tuple[str, ...]
     model: Callable[..., Any]
     config: Any
     table: Callable[[Any], Table]
     presets: Mapping[str, Any] = field(default_factory=dict)
+    model_types: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        types = self.model_types or getattr(self.config, "model_types", ())
+        object.__setattr__(self, "model_types", types)
 
 
 @functools.cache
@@ -111,15 +111,14 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
 def from_pretrained(
     directory: str | Path,
     *,
-    mesh: Mesh | None = None,
-    rules: sharding.Rules | None = None,
+    layout: sharding.Layout | None = None,
     dtype: Any = None,
     family: Family | None = None,
     **changes: Any,
 ) -> Any:
     """The model in a Hugging Face directory: config.json and safetensors, one file or several with an index.
 
-    mesh, rules: every device reads its own part only (default rules: `sharding.FSDP_TP`). dtype: of the weights; None
+    layout: every device reads its own part only, as `sharding.Layout(mesh)` places it. dtype: of the weights; None
     keeps what is stored, training wants `jnp.float32`. family: needed only for models that are not registered.
     changes: fields of its configuration that shall be others than config.json says (`num_mtp=1`).
     Raises ValueError or FileNotFoundError, which say what is wrong with the directory, before weights are read, and
@@ -129,7 +128,7 @@ def from_pretrained(
     _check_known(changes, cfg, family)
     cfg = dataclasses.replace(cfg, **changes)
     build = lambda: family.model(cfg, rngs=nnx.Rngs(0))
-    return load(build, family.table(cfg), directory, mesh=mesh, rules=rules, dtype=dtype)
+    return load(build, family.table(cfg), directory, layout=layout, dtype=dtype)
 
 
 def _check_known(changes: Mapping[str, Any], cfg: Any, family: Family) -> None:

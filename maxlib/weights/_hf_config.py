@@ -15,13 +15,11 @@ from maxlib.ops._rope import Rope
 from maxlib.weights._fp8 import is_block_fp8
 from maxlib.weights._hf_rope import read_rope, rope_to_hf
 
-__all__ = ["HFConfig", "Names", "read_config", "rope_to_hf", "written"]
+__all__ = ["HFConfig", "read_config", "rope_to_hf"]
 
 logger = logging.getLogger(__name__)
 
 REQUIRED: Any = object()
-# Our names of fields, theirs, and what a config means by leaving one out, if it may.
-Names = Mapping[str, str | tuple[str, Any]]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -127,12 +125,6 @@ class HFConfig:
             )
         return value
 
-    def read(self, names: Names) -> dict[str, Any]:
-        """By our name, every field that `names` lists; one without a default is an integer that must be given."""
-        pairs = {ours: (theirs, REQUIRED) if isinstance(theirs, str) else theirs for ours, theirs in names.items()}
-        kind = lambda default: int if default is REQUIRED else None
-        return {ours: self.take(theirs, default, kind=kind(default)) for ours, (theirs, default) in pairs.items()}
-
     def ignore(self, *names: str) -> None:
         """Marks fields as harmless for this architecture; say why in a comment."""
         self._taken.update(names)
@@ -213,11 +205,6 @@ class HFConfig:
                 f"cannot be sure to compute the same:\n{listed}\nRemove them if they change nothing, else use a model "
                 "that knows them."
             )
-
-
-def written(cfg: Any, names: Names) -> dict[str, Any]:
-    """The inverse of `HFConfig.read`: the fields of `cfg` under their names."""
-    return {theirs if isinstance(theirs, str) else theirs[0]: getattr(cfg, ours) for ours, theirs in names.items()}
 
 
 def _checked(value: Any, kind: type, where: str) -> Any:

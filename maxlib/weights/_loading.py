@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from maxlib import nn, sharding
 from maxlib.weights._files import Stored, find_tensors, is_float
@@ -26,13 +25,12 @@ def load(
     table: Table,
     directory: str | Path,
     *,
-    mesh: Mesh | None = None,
-    rules: sharding.Rules | None = None,
+    layout: sharding.Layout | None = None,
     dtype: Any = None,
 ) -> Model:
     """The model that `build()` describes (it is only traced), with the weights of `directory` as `table` maps them.
 
-    With a mesh every device's part is read by itself, as `rules` (default: `sharding.FSDP_TP`) lay it out. dtype: of
+    With a layout every device's part is read by itself. dtype: of
     the floating weights; None keeps what is stored. Raises ValueError that names every tensor that is missing, left
     over or of another shape, before any is read.
     """
@@ -40,9 +38,8 @@ def load(
     stored, plan = _renamed(with_scales(find_tensors(directory)), table), resolve(abstract, table)
     plan = _applicable(plan, stored)
     _check(abstract, plan, stored, table, directory)
-    rules = sharding.FSDP_TP if rules is None else rules
     leaves = nn.variables(abstract)
-    at = {path: None if mesh is None else sharding.sharding_of(path, v, mesh, rules) for path, v in leaves.items()}
+    at = {path: None if layout is None else layout.sharding(path, v) for path, v in leaves.items()}
     arrays = _initial(build, {path: at[path] for path in plan.absent}, dtype)
     for path, variable in leaves.items():
         if path not in plan.absent:

@@ -114,7 +114,7 @@ class _Source:
         value = self._values[path]
         # Always a new array: one whose numpy value was asked for keeps it, and the whole model would come to lie in
         # memory.
-        value = jnp.copy(value) if index is None else sharding.to_device(value)[index]
+        value = jnp.copy(value) if index is None else sharding.memory.to_device(value)[index]
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = multihost_utils.process_allgather(value, tiled=True)
         return np.asarray(value)

@@ -28,6 +28,13 @@ NORMS = (
     Weight("input_layernorm.weight", "attn_norm.scale"),
     Weight("post_attention_layernorm.weight", "mlp_norm.scale"),
 )
+# Norms before and after each branch.
+SANDWICH_NORMS = (
+    Weight("input_layernorm.weight", "attn_norm.scale"),
+    Weight("post_attention_layernorm.weight", "attn_post_norm.scale"),
+    Weight("pre_feedforward_layernorm.weight", "mlp_norm.scale"),
+    Weight("post_feedforward_layernorm.weight", "mlp_post_norm.scale"),
+)
 ATTENTION = (
     Weight("self_attn.q_proj.weight", "attn.q.w", "(N H) D -> N H D"),
     Weight("self_attn.q_proj.bias", "attn.q.b", "(N H) -> N H"),

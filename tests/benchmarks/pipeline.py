@@ -37,11 +37,12 @@ def build(args: argparse.Namespace) -> llama.Llama:
 def step(args: argparse.Namespace, pipeline: sharding.Pipeline, gradients=None, stages: int = 0) -> tuple[float, Costs]:
     """MiB per device of one training step beside its arguments, and what a device does in it."""
     stages = stages or args.stages
-    rules, mesh = sharding.DP | {"layers": pipeline}, sharding.make_mesh(stage=stages, devices=jax.devices()[:stages])
-    model, optimizer = sharding.create(lambda: build(args), mesh, rules), optax.sgd(1e-3)
+    rules, mesh = sharding.DP | pipeline, sharding.make_mesh(stage=stages, devices=jax.devices()[:stages])
+    layout = sharding.Layout(mesh, rules)
+    model, optimizer = sharding.create(lambda: build(args), layout), optax.sgd(1e-3)
     loss = lambda model, batch, key: training.next_token_loss(model, batch, key, **OPTIONS)
     batch = {name: jnp.zeros((2 * pipeline.microbatches, 512), jnp.int32) for name in ("tokens", "targets")}
-    with sharding.use(mesh, rules):
+    with sharding.use(layout):
         state = training.make_state(model, optimizer)
         run = training.jit_step(training.make_train_step(loss, optimizer, gradients=gradients))
         program = run.lower(state, batch).compile()

@@ -168,3 +168,21 @@ def test_layouts_are_those_of_the_stacks():
     assert checkpoint.layouts(abstract_model(1, 3)) == {"layers": {"num_layers": 7, "prefix": 1, "period": 3}}
     assert checkpoint.layouts(optax.EmptyState()) == {}
     assert abstract_model(1, 3).layers.body[0].w.shape == (2, 4, 8)
+
+
+def test_a_router_of_the_first_version_is_read(tmp_path):
+    """Its bias was called `correction`; a leaf of that name which the model still has stays what it is."""
+    layout = {"layers": {"num_layers": 3, "prefix": 0, "period": 1}}
+    bias, own = jnp.arange(12.0).reshape(3, 4), jnp.ones(2)
+    old = {"layers.body.0.moe.router.correction": bias, "other.router.correction": own}
+    with Checkpointer(tmp_path, layouts=layout) as ck:
+        ck.save(1, {"rest": old})
+    like = {f"layers.prefix.{i}.moe.router.expert_bias": jnp.zeros(4) for i in range(3)}
+    like["other.router.correction"] = jnp.zeros(2)
+    flat = {"layers": {"num_layers": 3, "prefix": 3, "period": 1}}
+    got = checkpoint.load(tmp_path, {"rest": like}, layouts=flat)["rest"]
+    assert_same(
+        got, {f"layers.prefix.{i}.moe.router.expert_bias": bias[i] for i in range(3)} | {"other.router.correction": own}
+    )
+    with pytest.raises(ValueError, match=r"it lacks:\n  layers\.0\.moe\.router\.bias"):
+        checkpoint.load(tmp_path, {"rest": {"layers.body.0.moe.router.bias": jnp.zeros((3, 4))}}, layouts=layout)

@@ -108,8 +108,8 @@ def test_one_supervisor_for_a_directory_and_its_orphans_count(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "maxlib.training",
-        "supervise",
+        "maxlib.distributed",
+        "launch",
         "--directory",
         str(tmp_path),
         "--processes",

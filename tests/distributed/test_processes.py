@@ -37,7 +37,7 @@ def start(count: int, *arguments, **more: str) -> list[subprocess.Popen]:
 
 
 def supervised(directory: Path, processes: str, *arguments) -> subprocess.Popen:
-    command = [sys.executable, "-m", "maxlib.training", "supervise", "--directory", directory, "--grace", "2"]
+    command = [sys.executable, "-m", "maxlib.distributed", "launch", "--directory", directory, "--grace", "2"]
     command += ["--retries", "0", "--processes", processes, "--", *PROGRAM, directory, *arguments]
     return subprocess.Popen([*map(str, command)], env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 

@@ -71,8 +71,10 @@ def test_stream_yields_what_generate_returns(generator):
 def test_a_mesh_changes_nothing(model, generator):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     want = generator.generate(PROMPTS + PROMPTS[:1], max_new_tokens=5)
-    with sharding.use(mesh, sharding.FSDP_TP):
-        placed = jax.device_put(model, sharding.shardings(model, mesh, sharding.FSDP_TP | {"vocab": None}))
+    with sharding.use(sharding.Layout(mesh, sharding.FSDP_TP)):
+        placed = jax.device_put(
+            model, sharding.shardings(model, sharding.Layout(mesh, sharding.FSDP_TP | {"vocab": None}))
+        )
         got = inference.generate(placed, PROMPTS + PROMPTS[:1], max_new_tokens=5, dtype=jnp.float32)
     assert got == want
 

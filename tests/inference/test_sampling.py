@@ -50,6 +50,12 @@ def test_greedy_takes_the_best():
     np.testing.assert_array_equal(GREEDY(LOGITS, jax.random.split(jax.random.key(0), 2)), [0, 4])
 
 
+def test_the_narrowest_settings_keep_the_best_and_the_widest_all():
+    for narrow in (Sampler(top_k=1), Sampler(min_p=1.0), Sampler(top_p=1e-6)):
+        np.testing.assert_array_equal(kept(narrow)[0], [1, 0, 0, 0, 0])
+    np.testing.assert_array_equal(kept(Sampler(top_p=1.0)), np.ones((2, 5)))
+
+
 @pytest.mark.parametrize("bad", [dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0), dict(min_p=1.5)], ids=str)
 def test_settings_out_of_range_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):

@@ -6,7 +6,9 @@
         cases = {"windowed": {"sliding_window": 5}, ...}
 
 A case is what it changes of `base`, the config of a tiny model. Golden files hold what transformers made of all of
-them.
+them. By default a family is compared with these, and its files are read and written; the whole conformance (marked
+`full`) runs in `nox -s tests_full`, and in `nox -s tests_changed` for families that a change touches and a fifth of the
+others.
 """
 
 import dataclasses
@@ -96,7 +98,7 @@ class Conformance:
     windows: ClassVar[dict[str, set[int]]] = {}  # slots of the caches of a case; all others keep everything
     depths: ClassVar[tuple[int, int]] = (1, 2)  # numbers of layers from whose sizes all others follow
     slot_axis: ClassVar[int] = -3  # of the arrays in a cache
-    rules: ClassVar[sharding.Rules] = sharding.FSDP_TP | {"vocab": None}
+    rules: ClassVar[sharding.Strategy] = sharding.FSDP_TP | {"vocab": None}
 
     def pytest_generate_tests(self, metafunc):
         if "name" in metafunc.fixturenames:
@@ -136,6 +138,7 @@ class Conformance:
             ours = parity.projection(tensor, gradient)
             np.testing.assert_allclose(ours, [norm, product], rtol=0, atol=1e-4 * norm, err_msg=tensor)
 
+    @pytest.mark.full
     def test_golden_arrays_are_what_transformers_gives(self, name):
         golden, now = parity.golden(self.family)[name], parity.theirs(*self.transformers_cases()[name])
         assert golden["shapes"] == now["shapes"]
@@ -143,6 +146,7 @@ class Conformance:
         for tensor, value in now["gradients"].items():
             np.testing.assert_allclose(value, golden["gradients"][tensor], rtol=1e-3, atol=1e-5 * value[0])
 
+    @pytest.mark.full
     def test_transformers_opens_the_export(self, name, made, tmp_path):
         """Nothing is missing or left over, and it computes what we compute, also far behind the first tokens."""
         torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -174,6 +178,7 @@ class Conformance:
         assert type(model.cfg).from_hf(fields) == model.cfg
         fields.done()
 
+    @pytest.mark.full
     def test_every_field_matters(self, made, tmp_path):
         case, _, model = made(next(iter(self.cases)))
         before = _logits(model, case["tokens"])
@@ -211,6 +216,7 @@ class Conformance:
             with pytest.raises(ValueError, match=field):
                 maxlib.from_pretrained(tmp_path)
 
+    @pytest.mark.full
     def test_presets_have_the_published_size(self):
         own = {name: cfg for name, cfg in presets().items() if name in self.presets}
         assert own.keys() == self.presets.keys()
@@ -233,6 +239,7 @@ class Conformance:
 
     # --- packing, caches, devices ---
 
+    @pytest.mark.full
     def test_packed_equals_separate(self, name, made):
         """Two documents in one row, with padding behind."""
         case, _, model = made(name)
@@ -244,6 +251,7 @@ class Conformance:
         got = _logits(model, row, segments)[0, : SEQ + cut]
         assert_close(got, np.concatenate([alone[0], alone[1, :cut]]))
 
+    @pytest.mark.full
     def test_prefill_and_decode_equal_the_full_pass(self, name, made):
         """Rows of different lengths, in pieces as long as the window or longer, then one by one."""
         case, _, model = made(name)
@@ -263,11 +271,12 @@ class Conformance:
         assert list(done) == [SEQ, SEQ]
         assert_close(got, want)
 
+    @pytest.mark.full
     def test_eight_devices_equal_one(self, made):
         """Read onto data x fsdp x tensor by the rules; a vocabulary that does not divide stays whole."""
         case, directory, model = made(next(iter(self.cases)))
-        mesh, rules = sharding.make_mesh(data=2, fsdp=2, tensor=2), self.rules
-        spread, tokens = maxlib.from_pretrained(directory, mesh=mesh, rules=rules), np.tile(case["tokens"], (4, 1))
-        with sharding.use(mesh, rules):
+        layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), self.rules)
+        spread, tokens = maxlib.from_pretrained(directory, layout=layout), np.tile(case["tokens"], (4, 1))
+        with sharding.use(layout):
             got = _logits(spread, tokens)
         assert_close(got, _logits(model, tokens))

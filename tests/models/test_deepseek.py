@@ -49,7 +49,7 @@ REFUSED = {
 class DeepSeek(Conformance):
     family = "deepseek"
     base = BASE
-    rules = dict(Conformance.rules) | {"expert": "data"}
+    rules = Conformance.rules | {"expert": "data"}
     depths = (3, 4)  # the first have no experts
     slot_axis = -2
     presets = {
@@ -123,10 +123,12 @@ def modules(tmp_path_factory):
     return mtp.released(transformers.DeepseekV3Config(**fields), tmp_path_factory.mktemp("mtp"))
 
 
+@pytest.mark.full
 def test_prediction_modules_are_those_of_transformers(modules):
     mtp.check_predictions(*modules)
 
 
+@pytest.mark.full
 def test_prediction_modules_are_left_out_unless_asked_for(modules, tmp_path):
     mtp.check_export(modules[-1], tmp_path)
 
@@ -259,7 +261,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
         (transformers.DeepseekV3Config, "deepseek_v3"),
     ):
         theirs = cls(num_attention_heads=8, num_key_value_heads=8, num_experts_per_tok=2)
-        names = [*deepseek._SIZES.values(), "model_type", "qk_rope_head_dim", "max_position_embeddings"]
+        names = [*deepseek.Config.required(), "model_type", "qk_rope_head_dim", "max_position_embeddings"]
         short = {name: getattr(theirs, name) for name in names}
         assert deepseek.Config.from_hf(HFConfig(short)) == deepseek.Config.from_hf(HFConfig(theirs.to_dict())), (
             model_type

@@ -137,6 +137,7 @@ def test_gradients_are_those_of_transformers(theirs, model, tmp_path):
         assert np.linalg.norm(got[name] - value) < 1e-4 * scale, name
 
 
+@pytest.mark.full
 def test_export_is_what_was_read_and_transformers_opens_it(theirs, model, tmp_path):
     maxlib.save_pretrained(model, tmp_path / "export")
     want, got = released(load_file(theirs[0] / "model.safetensors")), load_file(tmp_path / "export/model.safetensors")
@@ -170,6 +171,7 @@ def test_every_spelling_of_names_is_read(theirs, model, tmp_path):
         maxlib.from_pretrained(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("field", ["image_token_index", "mm_tokens_per_image", "layer_norm_eps"])
 def test_fields_matter(theirs, model, tmp_path, field):
     data = json.loads((theirs[0] / "config.json").read_text())
@@ -188,6 +190,7 @@ def test_fields_matter(theirs, model, tmp_path, field):
             other(jnp.asarray(tokens), images=jnp.asarray(images))
 
 
+@pytest.mark.full
 def test_packed_equals_separate(model):
     """All rows as documents of one, the image that begins the third right behind the second."""
     tokens, images = inputs()
@@ -204,6 +207,7 @@ def test_images_that_touch_in_different_documents_do_not_see_each_other(model):
     assert_close(logits_of(model, tokens, images[:2], segments).reshape(alone.shape), alone)
 
 
+@pytest.mark.full
 def test_prefill_and_decode_equal_the_full_pass(model):
     tokens, images = inputs()
     want = np.asarray(logits_of(model, tokens, images))
@@ -219,11 +223,12 @@ def test_prefill_and_decode_equal_the_full_pass(model):
         assert_close(logits[:, 0], want[np.arange(3), lengths + i])
 
 
+@pytest.mark.full
 def test_eight_devices_equal_one(theirs, model):
-    mesh, rules = sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP
+    layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP)
     tokens, images = (np.concatenate([x] * 4) for x in inputs())
-    spread = maxlib.from_pretrained(theirs[0], mesh=mesh, rules=rules)
-    with sharding.use(mesh, rules):
+    spread = maxlib.from_pretrained(theirs[0], layout=layout)
+    with sharding.use(layout):
         got = jax.device_get(logits_of(spread, tokens, images))
     assert_close(got, np.tile(logits_of(model, *inputs()), (4, 1, 1)))
 

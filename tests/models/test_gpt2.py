@@ -130,9 +130,9 @@ def test_names_of_the_releases_are_read(case, model, tmp_path):
 
 
 def test_a_sequence_over_devices_keeps_its_positions(case, model):
-    mesh, rules = sharding.make_mesh(data=2, context=4), sharding.DP | sharding.CP_RING
-    spread = jax.device_put(model, sharding.shardings(model, mesh, rules))
-    with sharding.use(mesh, rules):
+    layout = sharding.Layout(sharding.make_mesh(data=2, context=4), sharding.DP | sharding.CP_RING)
+    spread = jax.device_put(model, sharding.shardings(model, layout))
+    with sharding.use(layout):
         got = parity.logits(spread, case["tokens"])
     assert_close(got, case["logits"], 1e-4)
 

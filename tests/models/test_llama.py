@@ -109,6 +109,7 @@ def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
         np.testing.assert_allclose(ours, [norm, product], rtol=0, atol=1e-4 * norm, err_msg=tensor)
 
 
+@pytest.mark.full
 @cases
 def test_golden_arrays_are_what_transformers_gives(name, live):
     golden, now = parity.golden("llama")[name], parity.theirs(*live[name])
@@ -125,7 +126,7 @@ def test_export_is_bit_exact(name, tmp_path):
     path = parity.directory(tmp_path / "hf", case)
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     rules = sharding.FSDP  # neither odd vocabularies nor single heads divide over a tensor axis
-    for where in ({}, {"mesh": mesh, "rules": rules | {"embed": None} if name == "odd_sizes" else rules}):
+    for where in ({}, {"layout": sharding.Layout(mesh, rules | {"embed": None} if name == "odd_sizes" else rules)}):
         model = maxlib.from_pretrained(path, **where)
         with expected(name):
             maxlib.save_pretrained(model, tmp_path / "out", max_shard_bytes=20_000, overwrite=True)
@@ -136,6 +137,7 @@ def test_export_is_bit_exact(name, tmp_path):
         assert maxlib.from_pretrained(tmp_path / "out").cfg == model.cfg
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -159,15 +161,19 @@ def test_every_field_matters(name, fields, tmp_path):
     assert np.abs(other - case["logits"]).max() > 1e-3 * case["logits"].std()
 
 
+@pytest.mark.full
 def test_logits_on_eight_devices(tmp_path):
     case = parity.golden("llama")["gqa"]
-    mesh, rules = sharding.make_mesh(data=2, fsdp=2, tensor=2), {**sharding.FSDP_TP, "vocab": None, "act_vocab": None}
-    model = maxlib.from_pretrained(parity.directory(tmp_path / "hf", case), mesh=mesh, rules=rules)
-    with sharding.use(mesh, rules):
+    layout = sharding.Layout(
+        sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP | {"vocab": None, "act_vocab": None}
+    )
+    model = maxlib.from_pretrained(parity.directory(tmp_path / "hf", case), layout=layout)
+    with sharding.use(layout):
         logits = parity.logits(model, case["tokens"])
     assert np.abs(logits - case["logits"]).max() < 1e-4 * case["logits"].std()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gqa", "mha_tied", "mqa_biases", "linear", "dynamic", "llama3", "yarn", "longrope"])
 def test_transformers_opens_exports(name, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -182,6 +188,7 @@ def test_transformers_opens_exports(name, tmp_path):
     np.testing.assert_array_equal(*logits)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_files_of_transformers(dtype, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

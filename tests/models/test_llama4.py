@@ -200,11 +200,12 @@ def test_presets_are_the_released_configs(name, text):
     fields.done()
 
 
+@pytest.mark.full
 def test_a_sequence_over_devices_equals_one_device(tmp_path):
     """Tokens stand in another order there; chunks and the temperature of queries go by their place in the text."""
     case = parity.golden("llama4")["scout"]
     directory, tokens = parity.directory(tmp_path, case), case["tokens"]
-    mesh, rules = sharding.make_mesh(data=2, context=4), sharding.DP | sharding.CP_RING
-    model = maxlib.from_pretrained(directory, mesh=mesh, rules=rules)
-    with sharding.use(mesh, rules):
+    layout = sharding.Layout(sharding.make_mesh(data=2, context=4), sharding.DP | sharding.CP_RING)
+    model = maxlib.from_pretrained(directory, layout=layout)
+    with sharding.use(layout):
         assert_close(parity.logits(model, tokens), case["logits"], 1e-4)

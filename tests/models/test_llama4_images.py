@@ -129,6 +129,7 @@ def test_gradients_are_those_of_transformers(theirs, model, tmp_path):
         assert np.linalg.norm(got[name] - value) < 1e-4 * np.linalg.norm(value), name
 
 
+@pytest.mark.full
 def test_export_is_what_was_read_and_transformers_opens_it(theirs, model, tmp_path):
     maxlib.save_pretrained(model, tmp_path / "export")
     want, got = (load_file(path / "model.safetensors") for path in (theirs[0], tmp_path / "export"))
@@ -153,6 +154,7 @@ def altered(theirs, tmp_path, **vision):
     return maxlib.from_pretrained(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fields", [{"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, {"num_attention_heads": 6}], ids=str
 )
@@ -180,6 +182,7 @@ def test_what_is_not_computed_is_refused(theirs, tmp_path, fields):
         altered(theirs, tmp_path, **fields)
 
 
+@pytest.mark.full
 def test_prefill_and_decode_equal_the_full_pass(model):
     tokens, images = inputs()
     want = np.asarray(logits_of(model, tokens, images))
@@ -194,11 +197,12 @@ def test_prefill_and_decode_equal_the_full_pass(model):
         assert_close(logits[:, 0], want[np.arange(3), lengths + i])
 
 
+@pytest.mark.full
 def test_eight_devices_equal_one(theirs, model):
-    mesh, rules = sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP
+    layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP)
     tokens, images = (np.concatenate([x] * 4) for x in inputs())
-    spread = maxlib.from_pretrained(theirs[0], mesh=mesh, rules=rules)
-    with sharding.use(mesh, rules):
+    spread = maxlib.from_pretrained(theirs[0], layout=layout)
+    with sharding.use(layout):
         got = jax.device_get(logits_of(spread, tokens, images))
     assert_close(got, np.tile(logits_of(model, *inputs()), (4, 1, 1)))
 

@@ -23,7 +23,7 @@ class TestMixtral(Conformance):
         "windowed": {"sliding_window": 5, "head_dim": 10, "num_experts_per_tok": 3, "vocab_size": 53},
         "tied": {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 8, "rope_parameters": YARN},
     }
-    rules = dict(Conformance.rules) | {"expert": "data"}
+    rules = Conformance.rules | {"expert": "data"}
     windows = {"windowed": {5}}
     matters = {
         "sliding_window": 6,
@@ -45,6 +45,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
     assert mixtral.Config.from_hf(HFConfig(short)) == mixtral.Config.from_hf(HFConfig(theirs.to_dict()))
 
 
+@pytest.mark.full
 def test_balance_loss_is_that_of_transformers(tmp_path):
     """But for the factor: theirs is `top_k` times as large. It takes all layers together, so there is one here."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

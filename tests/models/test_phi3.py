@@ -72,6 +72,7 @@ def step(model, tokens, cache):
     return model.logits(out.hidden), out.cache
 
 
+@pytest.mark.full
 def test_factors_are_those_of_the_text_so_far_or_of_a_fixed_length(tmp_path):
     """With `rope_length` beyond the first training's length a cache has the long factors from its first token on."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

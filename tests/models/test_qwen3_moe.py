@@ -33,7 +33,7 @@ class TestQwen3MoE(Conformance):
             "rope_parameters": YARN,
         },
     }
-    rules = dict(Conformance.rules) | {"expert": "data"}
+    rules = Conformance.rules | {"expert": "data"}
     windows = {"dense_among_sparse": {7}}
     matters = {
         "sliding_window": 6,
@@ -80,7 +80,7 @@ def test_dense_layers_stand_where_the_config_says():
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Qwen3MoeConfig()
-    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_moe._SIZES.values()]}
+    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_moe.Config.required()]}
     cfg = qwen3_moe.Config.from_hf(HFConfig(short | {"max_position_embeddings": 32768}))
     assert cfg == qwen3_moe.Config.from_hf(HFConfig(theirs.to_dict()))
     assert cfg.head_dim == 64  # dim / heads, other than for the dense models

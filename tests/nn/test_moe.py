@@ -157,6 +157,18 @@ def test_losses_equal_their_formulas():
     np.testing.assert_allclose(aux["loss/router_z"], 0.1 * np.mean(lse**2), rtol=1e-5)
 
 
+def test_router_z_is_a_mean_over_tokens():
+    """Of all without padding, of those that are not padding, and nothing where all is."""
+    logits = jax.random.normal(jax.random.key(0), (2, 3, E))
+    routing = nn.Routing(jnp.zeros((2, 3, X), jnp.int32), jnp.ones((2, 3, X)), logits, jax.nn.softmax(logits))
+    square = np.log(np.exp(np.asarray(logits, np.float64)).sum(axis=-1)) ** 2
+    valid = np.array([[True, True, False], [True, False, False]])
+    loss = nn.RouterZ(0.1)
+    np.testing.assert_allclose(loss(routing, None), 0.1 * square.mean(), rtol=1e-5)
+    np.testing.assert_allclose(loss(routing, jnp.asarray(valid)), 0.1 * square[valid].mean(), rtol=1e-5)
+    assert loss(routing, jnp.zeros((2, 3), bool)) == 0
+
+
 def test_balanced_routing_costs_the_weight():
     flat = nn.Routing(
         jnp.arange(8).reshape(2, 2, 2), jnp.ones((2, 2, 2)), jnp.zeros((2, 2, 8)), jnp.full((2, 2, 8), 1 / 8)

@@ -32,12 +32,12 @@ def loss_and_gradients(layer, x, valid):
 @pytest.mark.parametrize("name", MESHES)
 def test_eight_devices_equal_one(name):
     degrees, capacity_factor, layout = MESHES[name]
-    mesh, rules, x = sharding.make_mesh(**degrees), sharding.FSDP_TP, inputs(B=8)
+    spread, x = sharding.Layout(sharding.make_mesh(**degrees), sharding.FSDP_TP), inputs(B=8)
     layer = moe(bias=True, losses=LOSSES, capacity_factor=capacity_factor, layout=layout)
     valid = jnp.arange(7)[None] < jnp.arange(8)[:, None]
     want = loss_and_gradients(layer, x, valid)
-    with sharding.use(mesh, rules):
-        got = loss_and_gradients(jax.device_put(layer, sharding.shardings(layer, mesh, rules)), x, valid)
+    with sharding.use(spread):
+        got = loss_and_gradients(jax.device_put(layer, sharding.shardings(layer, spread)), x, valid)
     close(got, want)
 
 
@@ -55,11 +55,12 @@ def test_experts_split_over_devices_equal_the_loop(name):
     mesh, x, valid = sharding.make_mesh(**degrees), inputs(B=8), np.arange(7)[None] < np.arange(8)[:, None]
     context = lambda: nn.context(*valid.shape, valid=jnp.asarray(valid))
     want = jax.device_get(value_and_gradients(lambda layer, x: layer.reference(x, context()), layer, x))
-    split = jax.device_put(layer, sharding.shardings(layer, mesh, rules))
+    layout = sharding.Layout(mesh, rules)
+    split = jax.device_put(layer, sharding.shardings(layer, layout))
     assert split.gate.w[...].addressable_shards[0].data.shape == part
     for capacity_factor in (None, 8 / X):
         split.capacity_factor = capacity_factor
-        with sharding.use(mesh, rules):
+        with sharding.use(layout):
             got = value_and_gradients(lambda layer, x: layer(x, context())[0], split, x)
         close(jax.device_get(got), want)
 
@@ -83,21 +84,22 @@ def exchanging(request, monkeypatch):
     """The rules of an exchange; a ragged one on CPUs."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     monkeypatch.setattr(exchange, "CAN_RAGGED", ("cpu",))
-    return sharding.EP | {"act_expert": sharding.ExpertExchange("expert", request.param)}
+    return sharding.EP | sharding.ExpertParallel(how=request.param)
 
 
 def test_dropless_whether_experts_share_evenly_or_two_get_everything(exchanging):
     """The usual exchange and the one for the worst case, in one program; which one runs is for the data to say."""
     layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)))
     mesh, x = sharding.make_mesh(expert=4, data=2), inputs(B=8, T=16)
-    split = jax.device_put(layer, sharding.shardings(layer, mesh, exchanging))
+    layout = sharding.Layout(mesh, exchanging)
+    split = jax.device_put(layer, sharding.shardings(layer, layout))
     gradients = jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x)[0])), argnums=(0, 1)))
     looped = jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m.reference(x))), argnums=(0, 1)))
     for even in (True, False):
         for one in (layer, split):
             one.router.gate.w[...] = one.router.gate.w[...] * even  # equal scores: the first experts win everywhere
         assert (np.bincount(np.ravel(layer.router(x).experts)).max() == 8 * 16) != even
-        with sharding.use(mesh, exchanging):
+        with sharding.use(layout):
             got = gradients(split, x)
         close(jax.device_get(got), jax.device_get(looped(layer, x)))
 
@@ -106,9 +108,10 @@ def test_a_ragged_exchange_moves_no_more_rows_than_there_are(monkeypatch):
     """As lowered for a TPU: no dense exchange, and what leaves a device is a turn's choices, not padded ones."""
     monkeypatch.setattr(exchange, "CAN_RAGGED", ("cpu",))
     layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)))
-    mesh, x, rules = sharding.make_mesh(expert=8), inputs(B=8, T=16), sharding.EP | sharding.EXCHANGE_RAGGED
-    layer = jax.device_put(layer, sharding.shardings(layer, mesh, rules))
-    with sharding.use(mesh, rules):
+    ragged, x = sharding.EP | sharding.ExpertParallel(how="ragged"), inputs(B=8, T=16)
+    layout = sharding.Layout(sharding.make_mesh(expert=8), ragged)
+    layer = jax.device_put(layer, sharding.shardings(layer, layout))
+    with sharding.use(layout):
         traced = jax.jit(jax.grad(lambda m, x: m(x)[0].sum(), argnums=(0, 1))).trace(layer, x)
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
     found = re.findall(r"@ragged_all_to_all\(.*: \(tensor<(\d+)x16xf32>, tensor<(\d+)x16xf32>", text)
@@ -119,18 +122,19 @@ def test_a_ragged_exchange_moves_no_more_rows_than_there_are(monkeypatch):
 
 
 def test_an_exchange_that_cannot_be_is_said():
-    layer, mesh, rules = moe(), sharding.make_mesh(expert=2, data=4), sharding.EP | sharding.EXCHANGE_RAGGED
-    with sharding.use(mesh, rules), pytest.raises(ValueError, match="ragged on tpu and gpu, not on cpu"):
+    layer, ragged = moe(), sharding.EP | sharding.ExpertParallel(how="ragged")
+    layout = sharding.Layout(sharding.make_mesh(expert=2, data=4), ragged)
+    with sharding.use(layout), pytest.raises(ValueError, match="ragged on tpu and gpu, not on cpu"):
         jax.eval_shape(layer, inputs(B=8))
-    with pytest.raises(ValueError, match="tokens travel 'ragged' or 'dense', got 'some'"):
-        sharding.ExpertExchange("expert", "some")
+    with pytest.raises(ValueError, match="tokens travel 'ragged' or 'dense', .* got 'some'"):
+        sharding.ExpertParallel(how="some")
 
 
 @pytest.mark.parametrize(("B", "degrees"), [(1, dict(data=4, tensor=2)), (4, dict(data=1, tensor=8))])
 def test_what_does_not_divide_stays_whole(B, degrees):
     layer, x = moe(bias=True), inputs(B=B)
     assert MLP % 8
-    with sharding.use(sharding.make_mesh(**degrees), sharding.TP):
+    with sharding.use(sharding.Layout(sharding.make_mesh(**degrees), sharding.TP)):
         got = call(layer, x)
     close(jax.device_get(got[0]), in_float64(layer, x)[0])
 
@@ -138,8 +142,9 @@ def test_what_does_not_divide_stays_whole(B, degrees):
 def test_no_activations_cross_the_data_axis():
     """Each device sorts its own tokens: only weights are gathered over the mesh."""
     mesh, x, layer = sharding.make_mesh(fsdp=8), inputs(B=8, T=256), moe()
-    with sharding.use(mesh, sharding.FSDP):
-        layer = jax.device_put(layer, sharding.shardings(layer, mesh, sharding.FSDP))
+    layout = sharding.Layout(mesh, sharding.FSDP)
+    with sharding.use(layout):
+        layer = jax.device_put(layer, sharding.shardings(layer, layout))
         x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("fsdp")))
         step = jax.jit(jax.grad(lambda m, x: m(x)[0].sum(), argnums=(0, 1)))
         text = step.lower(layer, x).compile().as_text()
@@ -157,9 +162,10 @@ def test_tokens_travel_to_their_experts(capacity_factor):
     """
     layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), capacity_factor=capacity_factor)
     mesh, x = sharding.make_mesh(expert=8), inputs(B=8, T=16)
-    layer = jax.device_put(layer, sharding.shardings(layer, mesh, sharding.EP | {"embed": None}))
+    layout = sharding.Layout(mesh, sharding.EP | {"embed": None})
+    layer = jax.device_put(layer, sharding.shardings(layer, layout))
     x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("expert")))
-    with sharding.use(mesh, sharding.EP | {"embed": None}):
+    with sharding.use(layout):
         run = jax.jit(lambda m, x: sharding.constrain(m(x)[0], "batch", "seq", None))
         text = run.lower(layer, x).compile().as_text()
     found = re.findall(r"= (.*?) (all-gather|all-to-all|all-reduce|collective-permute)(?:-start)?\(", text)

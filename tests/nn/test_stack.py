@@ -139,7 +139,7 @@ def test_a_lead_lies_in_one_place():
     assert [len(part) for part in (stack.lead, stack.prefix, stack.body, stack.suffix)] == [1, 0, 1, 0]
     assert stack.lead[0].more.w.shape == (3, 4, 4) and stack.where(2) == ("lead.0", 2)
     assert build(LedBy, 2, 1, 1).layout == {"num_layers": 7, "prefix": 3, "period": 1}  # one alone repeats nothing
-    assert [stack.relaid(prefix=3, period=1).where(i)[0] for i in (0, 2, 3)] == ["prefix.0", "prefix.2", "body.0"]
+    assert [stack.with_layout(prefix=3, period=1).where(i)[0] for i in (0, 2, 3)] == ["prefix.0", "prefix.2", "body.0"]
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", ("h",), jax.checkpoint_policies.everything_saveable])
@@ -152,8 +152,9 @@ def test_remat_changes_no_gradient(remat):
 
 def test_on_gpus_layers_stay_as_they_lie_and_nothing_else_changes(monkeypatch):
     mesh = sharding.make_mesh(fsdp=4, data=2)
-    with sharding.use(mesh, sharding.FSDP):
-        stack, x = sharding.create(lambda: build(Same, 1, 2), mesh, sharding.FSDP), jnp.ones((8, 3, 4))
+    layout = sharding.Layout(mesh, sharding.FSDP)
+    with sharding.use(layout):
+        stack, x = sharding.create(lambda: build(Same, 1, 2), layout), jnp.ones((8, 3, 4))
         gradient = lambda stack: jax.grad(lambda stack: jnp.sum(stack(x, 0.1, remat="full")[0] ** 2))(stack)
         want = jax.jit(gradient)(stack)
         monkeypatch.setattr("maxlib.nn._stack.current_device", lambda: ("gpu", "NVIDIA H100"))
@@ -204,3 +205,24 @@ def test_unstacked_is_the_same_function():
 )
 def test_layout_for_scans_the_most(kinds, layout):
     assert nn.layout_for(kinds) == dict(zip(("prefix", "period", "lead"), layout, strict=False))
+
+
+class Adds(nnx.Module):
+    """Adds what it is given for itself, and hands on how much that was so far, beside x."""
+
+    def __init__(self, i: int, *, rngs: nnx.Rngs):
+        self.w = nnx.Param(jnp.ones(()), axes=())
+
+    def __call__(self, x, ctx, cache, own):
+        x, total = x
+        return (x + own * self.w[...], total + own.max()), cache, {}
+
+
+@pytest.mark.parametrize(("prefix", "period", "lead"), [(0, 1, 0), (1, 2, 0), (7, 1, 0), (0, 2, 3)])
+@pytest.mark.parametrize("remat", [None, "full"])
+def test_layers_get_their_own_row_and_carry_more_than_x(prefix, period, lead, remat):
+    stack = build(lambda i, rngs: Adds(i, rngs=rngs), prefix, period, lead)
+    own, weights = jnp.arange(7.0)[:, None] * jnp.ones((7, 3)), 10.0 ** np.arange(7)
+    (x, total), _, _ = stack((jnp.zeros(3), jnp.zeros(())), layer_inputs=own * weights[:, None], remat=remat)
+    np.testing.assert_array_equal(x, np.full(3, 6543210.0))
+    assert float(total) == 6543210

@@ -34,22 +34,12 @@ def test_partition_and_combine_are_inverse():
 def test_filters_and_axes_see_logical_names():
     model = tiny_llama(num_layers=3)
     trainable, rest = nn.partition(model, lambda path, v: path.startswith("layers.attn."))
-    assert {nn.tree.pattern_path(p) for p in trainable} == {f"layers.attn.{n}.w" for n in "qkvo"}
+    assert {nn.tree.pattern_paths(model)[p] for p in trainable} == {f"layers.attn.{n}.w" for n in "qkvo"}
     assert "embed.w" not in trainable
-    assert nn.tree.axes(model)["layers.body.0.attn_norm.scale"] == ("norm",)
+    assert nn.tree.axes(model)["layers.body.0.attn_norm.scale"] == ("layers", "norm")
     assert nn.variables(model)["layers.body.0.attn_norm.scale"].get_value().ndim == 2
     hidden = nn.combine(trainable, rest)(tokens(1, 3), dtype=jnp.float32).hidden
     np.testing.assert_array_equal(hidden, model(tokens(1, 3), dtype=jnp.float32).hidden)
-
-
-def test_paths_tell_what_lies_on_an_axis_of_layers():
-    parts = {"layers.body.0.mlp.up.w": "layers.body", "lead.0.w": "lead", "a.b.lead.0.w": "a.b.lead"}
-    alone = dict.fromkeys(("layers.prefix.2.w", "layers.suffix.0.w", "embed.w", "a.mislead.0.w", "body.w"))
-    assert {path: nn.tree.repeated_part(path) for path in parts | alone} == parts | alone
-    assert nn.tree.is_repeated("lead.0.w") and not nn.tree.is_repeated("layers.prefix.2.w")
-    assert {nn.tree.pattern_path(f"layers.{place}.0.w") for place in ("lead", "prefix", "body", "suffix")} == {
-        "layers.w"
-    }
 
 
 def test_combine_refuses_unknown_paths():

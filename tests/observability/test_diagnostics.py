@@ -287,7 +287,7 @@ def test_replicas_and_recomputed_gradients_are_compared(monkeypatch):
 def test_stacks_on_a_signal_periodically_and_when_nothing_moves(tmp_path):
     code = """if True:
         import os, signal, sys, time
-        from maxlib.observability import Watchdog, dump_stacks
+        from maxlib.distributed import Watchdog, dump_stacks
         def here():
             with dump_stacks(sys.argv[1]):
                 os.kill(os.getpid(), signal.SIGUSR1)

@@ -20,7 +20,7 @@ def matmul_weights(model, but=("embed.w",)):
     """The numbers of weights that every token is multiplied with."""
     names = nn.tree.axes(model)
     sizes = {path: v.get_value().size for path, v in nn.variables(model).items()}
-    return sum(size for path, size in sizes.items() if len(names[path]) > 1 and path not in but)
+    return sum(size for path, size in sizes.items() if len(nn.tree.own_axes(names[path])) > 1 and path not in but)
 
 
 def triangle(n, window=None):
@@ -98,10 +98,10 @@ def test_what_contains_matmuls_is_looked_into():
 
 
 def test_a_mesh_does_the_same_work_together():
-    mesh, rules = sharding.make_mesh(data=4, tensor=2), sharding.TP
+    layout = sharding.Layout(sharding.make_mesh(data=4, tensor=2), sharding.TP)
     q = SHAPE((4, 12, 4, 8), jnp.float32)
     attend = lambda q: nn.attend(q, q, q, *nn.context(4, 12).bounds(ops.Full()))
-    with sharding.use(mesh, rules):
+    with sharding.use(layout):
         inside = observability.forward_flops(attend, q)
     assert inside == observability.forward_flops(attend, q)
 

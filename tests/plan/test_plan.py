@@ -39,8 +39,9 @@ def compiled():
 def test_a_compiled_plan_counts_what_training_holds():
     got = compiled()
     mesh = sharding.make_mesh(data=2, fsdp=4)
-    model = sharding.create(lambda: llama.Llama(CONFIG, rngs=tiny.nnx.Rngs(0)), mesh, sharding.FSDP)
-    with sharding.use(mesh, sharding.FSDP):
+    layout = sharding.Layout(mesh, sharding.FSDP)
+    model = sharding.create(lambda: llama.Llama(CONFIG, rngs=tiny.nnx.Rngs(0)), layout)
+    with sharding.use(layout):
         state = training.make_state(model, training.adamw(1e-4, mask=training.decay_mask(model)))
     local = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
     assert got.compiled and got.fits and got.num_parameters == nn.num_parameters(state.trainable)

@@ -145,11 +145,11 @@ def test_first_and_last_layers_stay_high_and_the_others_are_scanned():
 
 def test_laying_out_a_stack_anew_keeps_its_layers():
     stack = jax.jit(lambda: nn.Stack(lambda i, rngs: tiny.Layer(rngs=rngs), 5, rngs=nnx.Rngs(0)))()
-    new = jax.jit(lambda stack: stack.relaid(prefix=1, period=2))(stack)
+    new = jax.jit(lambda stack: stack.with_layout(prefix=1, period=2))(stack)
     assert [len(part) for part in (new.prefix, new.body, new.suffix)] == [1, 2, 0]
     for old, now in zip(*jax.device_get(jax.jit(lambda *stacks: [list(s) for s in stacks])(stack, new)), strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(now), strict=True))
-    back = jax.eval_shape(lambda stack: stack.relaid(prefix=0, period=1), new)
+    back = jax.eval_shape(lambda stack: stack.with_layout(prefix=0, period=1), new)
     assert jax.tree.structure(back) == jax.tree.structure(stack)
 
 

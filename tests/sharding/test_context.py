@@ -37,7 +37,7 @@ def loss_and_gradients(params, rest, data):
 def test_lengths_that_do_not_divide(seq):
     model, data = tiny_llama(vocab=64), batch(seq)
     want = loss_and_gradients(*nn.partition(model), data)[0]
-    with sharding.use(sharding.make_mesh(data=2, context=4), sharding.DP | sharding.CP_RING):
+    with sharding.use(sharding.Layout(sharding.make_mesh(data=2, context=4), sharding.DP | sharding.CP_RING)):
         np.testing.assert_allclose(loss_and_gradients(*nn.partition(model), data)[0], want, rtol=1e-5)
 
 
@@ -49,7 +49,7 @@ def test_each_scheme_talks_as_it_should():
     bound = jax.ShapeDtypeStruct((1, 64), jnp.int32, sharding=place)
     found = {}
     for name, rules in SCHEMES.items():
-        with sharding.use(mesh, rules):
+        with sharding.use(sharding.Layout(mesh, rules)):
             run = lambda *args: sharding.constrain(nn.attend(*args), "batch", "seq", None, None)
             text = jax.jit(run).lower(shape, shape, shape, bound, bound).compile().as_text()
         kinds = re.findall(r" (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(", text)
@@ -65,7 +65,7 @@ def attended(rules, query_heads, key_heads, queries=16, **mesh):
     """The traced result of attention to 16 keys."""
     q, k = (jnp.zeros((1, *sizes, 8)) for sizes in ((queries, query_heads), (16, key_heads)))
     bound = jnp.zeros((1, queries), jnp.int32)
-    with sharding.use(sharding.make_mesh(**mesh), rules):
+    with sharding.use(sharding.Layout(sharding.make_mesh(**mesh), rules)):
         return jax.eval_shape(nn.attend, q, k, k, bound, bound)
 
 
@@ -85,13 +85,13 @@ def test_tokens_are_exchanged_for_heads_only_where_these_divide(heads):
 def test_zigzag_gives_each_device_an_early_and_a_late_chunk(parts):
     mesh = sharding.make_mesh(context=parts, devices=jax.devices()[:parts])
     x = jnp.arange(8 * parts)[None]
-    with sharding.use(mesh, sharding.CP_RING):
-        assert sharding.can_zigzag(8 * parts)
-        assert not sharding.can_zigzag(7 * parts)
-        turned = jax.jit(lambda x: sharding.zigzag(x, "batch", "seq"))(x)
-        back = jax.jit(lambda x: sharding.unzigzag(x, "batch", "seq"))(turned)
+    with sharding.use(sharding.Layout(mesh, sharding.CP_RING)):
+        assert sharding.layers.can_zigzag(8 * parts)
+        assert not sharding.layers.can_zigzag(7 * parts)
+        turned = jax.jit(lambda x: sharding.layers.zigzag(x, "batch", "seq"))(x)
+        back = jax.jit(lambda x: sharding.layers.unzigzag(x, "batch", "seq"))(turned)
     chunks = np.asarray(turned).reshape(2 * parts, 4)[:, 0] // 4
     assert list(chunks) == [c for i in range(parts) for c in (i, 2 * parts - 1 - i)]
     np.testing.assert_array_equal(back, x)
-    np.testing.assert_array_equal(sharding.natural_order(jnp.asarray(np.asarray(turned)), parts), x)
-    assert not sharding.can_zigzag(8 * parts)
+    np.testing.assert_array_equal(sharding.layers.natural_order(jnp.asarray(np.asarray(turned)), parts), x)
+    assert not sharding.layers.can_zigzag(8 * parts)

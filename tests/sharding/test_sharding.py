@@ -1,9 +1,9 @@
 """Placement by names: what goes where, what is refused, and that results do not change."""
 
 import dataclasses
+import functools
 import inspect
 import itertools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, ops, sharding
 from maxlib.models import llama
-from maxlib.sharding._rules import check
 from tests.nn.tiny import LLAMA, tokens
 
 RULES = sharding.FSDP_TP | {"vocab": None}  # 61 tokens do not divide
@@ -30,15 +29,18 @@ def hidden(model, ids, **options):
 
 def test_created_values_and_results_equal_one_device():
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    model, alone, ids = sharding.create(build, mesh, RULES), jax.jit(build)(), tokens(8, 9)
+    layout = sharding.Layout(mesh, RULES)
+    model, alone, ids = sharding.create(build, layout), jax.jit(build)(), tokens(8, 9)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(alone), jax.device_get(model))
-    with sharding.use(mesh, RULES):
+    with sharding.use(layout):
         got = hidden(model, ids)
     np.testing.assert_allclose(got, hidden(alone, ids), atol=3e-6)
 
 
 def test_parameters_live_where_the_rules_say():
-    places = sharding.shardings(jax.eval_shape(build), sharding.make_mesh(data=2, fsdp=2, tensor=2), RULES)
+    places = sharding.shardings(
+        jax.eval_shape(build), sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), RULES)
+    )
     spec = {path: v.get_value().spec for path, v in nn.variables(places).items()}
     assert spec["layers.body.0.attn.q.w"] == P(None, "tensor", None, "fsdp")
     assert spec["layers.body.0.mlp.down.w"] == P(None, "fsdp", "tensor")
@@ -50,15 +52,15 @@ def test_jit_notices_other_rules():
     mesh, x = sharding.make_mesh(data=2, fsdp=2, tensor=2), jnp.zeros((4, 4))
     f = jax.jit(lambda x: sharding.constrain(x, "batch", "act_mlp"))
     assert f(x).sharding.is_fully_replicated
-    with sharding.use(mesh, sharding.DP):
+    with sharding.use(sharding.Layout(mesh, sharding.DP)):
         assert f(x).sharding.spec == P(("data", "fsdp"))
-    with sharding.use(mesh, {"act_mlp": "tensor"}):
+    with sharding.use(sharding.Layout(mesh, {"act_mlp": "tensor"})):
         assert f(x).sharding.spec == P(None, "tensor")
     assert sharding.current() is None
 
 
 def test_constrain_leaves_whole_what_does_not_divide():
-    with sharding.use(sharding.make_mesh(data=8), sharding.DP):
+    with sharding.use(sharding.Layout(sharding.make_mesh(data=8), sharding.DP)):
         assert jax.jit(lambda x: sharding.constrain(x, "batch", None))(jnp.zeros((1, 4))).sharding.is_fully_replicated
     with pytest.raises(ValueError, match="one name"):
         sharding.constrain(jnp.zeros((1, 4)), "batch")
@@ -76,7 +78,7 @@ def test_attention_runs_on_each_devices_own_heads(heads, kv_heads):
     layer, x = make(), jax.random.normal(jax.random.key(0), (4, 7, 16))
     run = lambda layer, x: jnp.sum(layer(x)[0] ** 2)
     want, want_grad = jax.jit(jax.value_and_grad(run))(layer, x)
-    with sharding.use(mesh, sharding.TP):
+    with sharding.use(sharding.Layout(mesh, sharding.TP)):
         got, got_grad = jax.jit(jax.value_and_grad(run))(layer, x)
     np.testing.assert_allclose(got, want, rtol=1e-5)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(a).max())
@@ -87,7 +89,7 @@ def test_attention_gathers_nothing_over_heads():
     mesh = sharding.make_mesh(tensor=8)
     shape = jax.ShapeDtypeStruct((2, 64, 8, 16), jnp.float32, sharding=jax.NamedSharding(mesh, P(None, None, "tensor")))
     bound = jax.ShapeDtypeStruct((2, 64), jnp.int32)
-    with sharding.use(mesh, sharding.TP):
+    with sharding.use(sharding.Layout(mesh, sharding.TP)):
         text = jax.jit(nn.attend).lower(shape, shape, shape, bound, bound).compile().as_text()
     assert not any(op in text for op in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
 
@@ -106,39 +108,92 @@ def test_mesh_degrees():
         sharding.make_mesh(data=-1, fsdp=-1)
 
 
-def test_a_rule_that_nothing_is_named_after_is_warned_of():
-    mesh, model = sharding.make_mesh(fsdp=8), jax.eval_shape(build)
-    for name in ("embd", "embedding"):
-        with pytest.warns(UserWarning, match=f"no axis is named '{name}', which the rules have.* is 'embed' meant"):
-            sharding.shardings(model, mesh, {name: "fsdp"})
-    with pytest.warns(UserWarning, match=r"no axis is named 'my_own', .* parameters have \['embed', 'head_dim'"):
-        sharding.shardings(model, mesh, sharding.FSDP | {"my_own": "fsdp"})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        own = {"own": nnx.Param(jnp.zeros(8), axes=("my_own",))}
-        sharding.shardings(own, mesh, sharding.FSDP | {"my_own": "fsdp"})
-        sharding.shardings(model, mesh, dict.fromkeys(itertools.chain(*sharding.PRESETS.values())))
+@pytest.mark.parametrize("meant", ["embed", "act_embed", "batch"])
+def test_a_misspelt_axis_is_an_error_wherever_it_is_used(meant):
+    """With a layout in use and without one; the nearest name is suggested."""
+    name, layout, x = meant[:-2] + meant[:-3:-1], sharding.Layout(sharding.make_mesh(fsdp=8)), jnp.zeros((8, 8))
+    error = functools.partial(
+        pytest.raises, ValueError, match=f"no axis is named '{name}'; is '{meant}' meant.*declare"
+    )
+    uses = {
+        "constrain": lambda: sharding.constrain(x, "seq", name),
+        "if free": lambda: sharding.constrain(x, "seq", sharding.IfFree(name)),
+        "an op": lambda: sharding.shard_map_by_name(jnp.sin, [("seq", name)], ("seq", name))(x),
+        "its result": lambda: sharding.shard_map_by_name(jnp.sin, [("seq", None)], ("seq", name))(x),
+        "axis_size": lambda: sharding.layers.axis_size(name),
+        "axis_of": lambda: sharding.layers.axis_of(name),
+        "gathered": lambda: sharding.layers.gather_once(x, "vocab", name),
+    }
+    for use in uses.values():
+        for run in (use, lambda use=use: jax.eval_shape(use)):
+            with error():
+                run()
+            with sharding.use(layout), error():
+                run()
+    parameter = lambda: {"w": nnx.Param(x, axes=("vocab", name))}
+    for wrong in (
+        lambda: sharding.shardings(parameter(), layout),
+        lambda: sharding.create(parameter, layout),
+        lambda: sharding.Layout(layout.mesh, {name: "fsdp"}),
+        lambda: sharding.FSDP | {name: None},
+        lambda: layout.spec("vocab", name),
+    ):
+        with error():
+            wrong()
 
 
-def test_what_only_a_few_rules_say():
-    mesh, check_any = sharding.make_mesh(fsdp=4, stage=2), inspect.unwrap(check)  # past the types
-    pipeline, exchange = sharding.Pipeline("stage", microbatches=8), sharding.ExpertExchange("fsdp", "dense")
-    for rules in ({"layers": "stage"}, {"embed": pipeline}, {"expert": exchange}, {"layers": exchange}, {"embed": 3}):
-        with pytest.raises(ValueError, match="Pipeline.* is what the rule layers says, .* and nothing else; got"):
-            check_any(mesh, rules)
-    check_any(mesh, {"layers": pipeline, "act_expert": exchange, "embed": ("fsdp",)})
-    check_any(mesh, {"layers": None, "act_expert": "fsdp", "embed": None})
+def test_axes_of_ones_own_are_declared():
+    mesh = sharding.make_mesh(fsdp=8)
+    with pytest.raises(ValueError, match="no axis is named 'my_state'; sharding.ARRAY_AXES has the names"):
+        sharding.Layout(mesh, {"my_state": "fsdp"})
+    sharding.declare_axes("my_state")
+    try:
+        own = {"own": nnx.Param(jnp.zeros(8), axes=("my_state",))}
+        layout = sharding.Layout(mesh, sharding.FSDP | {"my_state": "fsdp"})
+        assert sharding.shardings(own, layout)["own"].get_value().spec == P("fsdp")
+        sharding.declare_axes("my_state", "embed")  # what is there stays as it is
+        assert sharding.ARRAY_AXES["embed"].startswith("width")
+    finally:
+        del sharding.ARRAY_AXES["my_state"]
+    with pytest.raises(ValueError, match="must be an identifier, such as 'state'; got 'my axis'"):
+        sharding.declare_axes("my axis")
+
+
+def test_plain_rules_name_mesh_axes():
+    for wrong in ({"embed": sharding.PP}, {"act_expert": sharding.ExpertParallel()}):
+        with pytest.raises(ValueError, match="a rule names mesh axes; got .* Join a strategy instead: FSDP | "):
+            sharding.DP | wrong
+    with pytest.raises(ValueError, match="names a mesh axis, several, IfFree or None; got 'embed' -> 3"):
+        inspect.unwrap(sharding.strategies.Rules)({"embed": 3})  # past the types
+    with pytest.raises(ValueError, match="where layers lie is what a pipeline says"):
+        sharding.DP | {"layers": "stage"}
+
+
+def test_strategies_mix_in_any_order():
+    """What each says of an axis does not depend on who was named first; plain rules are the last word."""
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    parts = (sharding.FSDP, sharding.TP, sharding.CP_ULYSSES, sharding.PP, sharding.ZERO1)
+    layouts = {sharding.Layout(mesh, sharding.strategies.join(*order)) for order in itertools.permutations(parts)}
+    (one,) = layouts
+    assert one.rules["attn_heads"] == ("tensor", "context") and one.rules["layers"] == "stage"
+    own = {"vocab": None, "seq": "data"} | one.strategy
+    assert own == one.strategy | {"vocab": None, "seq": "data"} and hash(own) == hash(one.strategy | own)
+    assert sharding.Layout(mesh, own).rules["seq"] == "data" and sharding.Layout(mesh, own).rules["vocab"] is None
+    assert one.pipeline is None  # of one stage
+    both = sharding.OFFLOAD_LAYERS | sharding.OFFLOAD_OPTIMIZER
+    assert both == sharding.strategies.Offload(optimizer=True, layers=True)
+    assert sharding.PP | sharding.Pipeline("stage", 4) == sharding.Pipeline("stage", 4)
 
 
 def test_mistakes_name_the_culprit():
     mesh = sharding.make_mesh(data=2, tensor=4)
     with pytest.raises(ValueError, match=r"layers.body.0.attn.k.w: axis 'kv_heads' of size 2 does not divide"):
-        sharding.create(build, mesh, {"kv_heads": "tensor"})
+        sharding.create(build, sharding.Layout(mesh, {"kv_heads": "tensor"}))
     with pytest.raises(ValueError, match=r"embed.w: its axes .* put 'vocab' and 'embed' both on the mesh axis 'data'"):
-        sharding.create(build, mesh, {"vocab": "data", "embed": "data"})
+        sharding.create(build, sharding.Layout(mesh, {"vocab": "data", "embed": "data"}))
     with pytest.raises(ValueError, match=r"names the mesh axis 'model', but the mesh has"):
-        sharding.create(build, mesh, {"embed": "model"})
+        sharding.create(build, sharding.Layout(mesh, {"embed": "model"}))
     with pytest.raises(TypeError, match=r"sharding.preset\('fsdp'\) makes one of a name"):
-        inspect.unwrap(check)(mesh, "fsdp")  # past the types, which only tests check
+        inspect.unwrap(sharding.Layout)(mesh, "fsdp")  # past the types, which only tests check
     with pytest.raises(TypeError, match=r"mesh must be a mesh, got 'fsdp'"):
-        inspect.unwrap(check)("fsdp", sharding.FSDP)
+        inspect.unwrap(sharding.Layout)("fsdp", sharding.FSDP)

@@ -101,7 +101,7 @@ def small(model: Any, **more: Any) -> training.Trainer:
         optimizer=training.adamw(1e-2, mask=None),
         loader=tiny.Loader(rows=4),
         loss=tiny.loss,
-        mesh=sharding.make_mesh(data=4),
+        layout=sharding.Layout(sharding.make_mesh(data=4)),
         **more,
     )
 

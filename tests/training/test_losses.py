@@ -66,8 +66,9 @@ def test_few_rows_travel_to_a_large_head_and_lookups_leave_the_table(degrees):
 
     want, want_grad = jax.jit(jax.value_and_grad(loss), compiler_options=tiny.QUICKLY)(embed, ids)
     mesh = sharding.make_mesh(**degrees)
-    places = sharding.shardings(embed, mesh, sharding.FSDP_TP)
-    with sharding.use(mesh, sharding.FSDP_TP):
+    layout = sharding.Layout(mesh, sharding.FSDP_TP)
+    places = sharding.shardings(embed, layout)
+    with sharding.use(layout):
         gradient = jax.jit(jax.value_and_grad(loss), in_shardings=(places, None), out_shardings=(None, places))
         compiled = gradient.lower(embed, ids).compile(compiler_options=tiny.QUICKLY)
     got, got_grad = compiled(jax.device_put(embed, places), ids)

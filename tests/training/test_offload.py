@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import maxlib
-from maxlib import checkpoint, ops, plan, sharding, training
+from maxlib import checkpoint, nn, ops, plan, sharding, training
 from maxlib.models import llama
 from maxlib.training._restore import items_of
 from tests.plan.test_plan import CONFIG
@@ -25,9 +25,10 @@ def two_devices():
 
 def start(rules, optimizer=None):
     mesh, model = two_devices(), tiny.model()
-    model = jax.device_put(model, sharding.shardings(model, mesh, rules))
+    layout = sharding.Layout(mesh, rules)
+    model = jax.device_put(model, sharding.shardings(model, layout))
     optimizer = tiny.optimizer(model) if optimizer is None else optimizer
-    with sharding.use(mesh, rules):
+    with sharding.use(layout):
         return training.make_state(model, optimizer), optimizer, mesh
 
 
@@ -36,11 +37,12 @@ def trained(offload: bool):
     """Three steps, the first of which starts from moments of zero."""
     rules = sharding.FSDP | (BOTH if offload else {})
     state, optimizer, mesh = start(rules)
-    with sharding.use(mesh, rules):
+    layout = sharding.Layout(mesh, rules)
+    with sharding.use(layout):
         loss = functools.partial(tiny.loss, remat="full")
         step = tiny.jit_step(training.make_train_step(loss, optimizer))
         for seed in range(3):
-            state, metrics = step(state, training.place_batch(tiny.batch(seed=seed), mesh, rules))
+            state, metrics = step(state, training.place_batch(tiny.batch(seed=seed), layout))
     return state, metrics
 
 
@@ -86,10 +88,11 @@ def test_any_optimizer_that_treats_layers_by_themselves():
     state, _, mesh = start(sharding.FSDP | BOTH, optimizer)
     plain, _, _ = start(sharding.FSDP, optimizer)
     assert {*memories(optax.tree.get(state.opt_state, "average")).values()} == {"pinned_host"}
-    update = jax.jit(optimizer.update, compiler_options=tiny.QUICKLY)
-    with sharding.use(mesh, sharding.FSDP | BOTH):
+    stacked = nn.tree.stacked_paths(state.rest)
+    update = jax.jit(functools.partial(optimizer.update, stacked=stacked), compiler_options=tiny.QUICKLY)
+    with sharding.use(sharding.Layout(mesh, sharding.FSDP | BOTH)):
         got = update(plain.trainable, state.opt_state, state.trainable, value=1.0)
-    with sharding.use(mesh, sharding.FSDP):
+    with sharding.use(sharding.Layout(mesh, sharding.FSDP)):
         want = update(plain.trainable, plain.opt_state, plain.trainable, value=1.0)
     assert memories(got[1]) == memories(state.opt_state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=0), got, want)
@@ -100,20 +103,12 @@ def test_what_cannot_be_is_said():
     with pytest.raises(ValueError, match="keeps all of them on the device: take training.adamw"):
         start(sharding.FSDP | sharding.OFFLOAD_OPTIMIZER, optax.adam(1e-3))
     rules = sharding.FSDP | sharding.OFFLOAD_LAYERS
-    state, optimizer, _ = start(rules, optax.adamw(1e-3))
-    with sharding.use(mesh, rules), pytest.raises(ValueError, match="from where this optimizer cannot take them"):
+    layout, (state, optimizer, _) = sharding.Layout(mesh, rules), start(rules, optax.adamw(1e-3))
+    with sharding.use(layout), pytest.raises(ValueError, match="from where this optimizer cannot take them"):
         jax.eval_shape(training.make_train_step(tiny.loss, optimizer), state, tiny.batch())
-    for rule, words in {
-        "optimizer_memory": "and nothing else; got 'optimizer_memory' -> 'data'",
-        "embed": "a Memory is what the rules optimizer_memory and layers_memory say",
-    }.items():
-        wrong = {rule: "data" if rule == "optimizer_memory" else sharding.Memory("pinned_host")}
-        with pytest.raises(ValueError, match=words):
-            sharding.shardings(tiny.model(), mesh, wrong)
-    with pytest.raises(ValueError, match="cannot be cut into a pipeline's stages"):
-        sharding.shardings(tiny.model(), mesh, sharding.OFFLOAD_OPTIMIZER | sharding.PP)
-    with pytest.raises(ValueError, match="Memory must be 'pinned_host'"):
-        sharding.Memory("disk")
+    for offload in (sharding.OFFLOAD_OPTIMIZER, sharding.OFFLOAD_LAYERS):
+        with pytest.raises(ValueError, match="cannot be cut into a pipeline's stages"):
+            sharding.Layout(mesh, offload | sharding.PP)
 
 
 def test_a_backend_without_that_memory_is_named(monkeypatch):
@@ -123,7 +118,7 @@ def test_a_backend_without_that_memory_is_named(monkeypatch):
     mesh = two_devices()
     monkeypatch.setattr(type(mesh.devices.flat[0]), "addressable_memories", lambda _: [Memory()])
     with pytest.raises(ValueError, match=r"wants the memory 'pinned_host', but cpu has only \['device'\]"):
-        sharding.shardings(tiny.model(), mesh, sharding.OFFLOAD_OPTIMIZER)
+        sharding.Layout(mesh, sharding.OFFLOAD_OPTIMIZER)
 
 
 def test_plans_count_the_host_by_itself():
@@ -140,7 +135,7 @@ def test_files_do_not_know_the_memory(tmp_path):
     cfg = dataclasses.replace(CONFIG, rope=ops.Rope(CONFIG.head_dim, max_length=64))
     model = jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))()
     maxlib.save_pretrained(model, tmp_path / "a")
-    got = maxlib.from_pretrained(tmp_path / "a", mesh=two_devices(), rules=sharding.FSDP | BOTH)
+    got = maxlib.from_pretrained(tmp_path / "a", layout=sharding.Layout(two_devices(), sharding.FSDP | BOTH))
     assert {path for path, kind in memories(got).items() if kind == "pinned_host" and ".body." not in path} == set()
     assert "pinned_host" in memories(got).values()
     maxlib.save_pretrained(got, tmp_path / "b")

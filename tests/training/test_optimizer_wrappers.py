@@ -70,23 +70,26 @@ def test_the_average_follows_the_parameters():
 
 
 def test_rates_by_path():
-    params, _ = nn.partition(tiny.llama())
-    optimizer = optax.chain(optax.sgd(1.0), training.scale_by_path({"layers.attn.q.*": 0.0, "layers.attn.*": 0.5}))
+    model = tiny.llama()
+    params, _ = nn.partition(model)
+    factors = {"layers.attn.q.*": 0.0, "layers.attn.*": 0.5}
+    optimizer = optax.chain(optax.sgd(1.0), training.scale_by_path(factors, model=model))
     ones = jax.tree.map(jnp.ones_like, params)
     updates, _ = optimizer.update(ones, optimizer.init(params), params)
-    rate = {nn.tree.pattern_path(path): float(-u.mean()) for path, u in updates.items()}
+    short = nn.tree.pattern_paths(model)
+    rate = {short[path]: float(-u.mean()) for path, u in updates.items()}
     assert rate["layers.attn.q.w"] == 0
     assert rate["layers.attn.o.w"] == 0.5
     assert rate["layers.mlp.up.w"] == rate["embed.w"] == 1
     with pytest.raises(ValueError, match=r"\['atn'\] fit none.*embed\.w"):
-        training.scale_by_path({"atn": 2.0}).init(params)
+        training.scale_by_path({"atn": 2.0}, model=model).init(params)
 
 
 def test_what_is_frozen_stays_and_has_no_moments():
     model = tiny.llama()
     optimizer = training.adamw(1e-2, mask=None)
     state = training.make_state(model, optimizer, filter=training.trainable_only("layers.mlp.*", "norm.scale"))
-    names = {nn.tree.pattern_path(path) for path in state.trainable}
+    names = {nn.tree.pattern_paths(model)[path] for path in state.trainable}
     assert names == {"norm.scale", *(f"layers.mlp.{part}.w" for part in ("gate", "up", "down"))}
     assert optax.tree.get(state.opt_state, "mu").keys() == state.trainable.keys()
     with pytest.raises(ValueError, match="takes none of"):

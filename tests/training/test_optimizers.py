@@ -14,8 +14,9 @@ from tests.training import tiny
 def test_matrices_decay_and_nothing_else():
     model = jax.eval_shape(lambda: tiny.llama(attention_bias=True, mlp_bias=True))
     mask = training.decay_mask(model)(nn.partition(model)[0])
-    decayed = {nn.tree.pattern_path(path) for path, decays in mask.items() if decays}
-    kept = {nn.tree.pattern_path(path) for path, decays in mask.items() if not decays}
+    short = nn.tree.pattern_paths(model)
+    decayed = {short[path] for path, decays in mask.items() if decays}
+    kept = {short[path] for path, decays in mask.items() if not decays}
     names = ["attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down"]
     assert decayed == {"embed.w", "head.w"} | {f"layers.{name}.w" for name in names}
     scales = {"norm.scale", "layers.attn_norm.scale", "layers.mlp_norm.scale"}
@@ -88,7 +89,8 @@ def test_muon_makes_every_matrix_of_every_layer_and_expert_orthogonal():
     grads = {path: jax.random.normal(jax.random.key(i), p.shape) for i, (path, p) in enumerate(params.items())}
     updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(grads, params)
     dims = training.optimizers.muon_dimensions(jax.eval_shape(build))
-    rest = {nn.tree.pattern_path(path) for path in params} - {nn.tree.pattern_path(path) for path in dims}
+    short = nn.tree.pattern_paths(build())
+    rest = {short[path] for path in params} - {short[path] for path in dims}
     norms = {"llama.norm.scale", "llama.layers.attn_norm.scale", "llama.layers.mlp_norm.scale"}
     assert rest == {"llama.embed.w", "llama.head.w", "moe.router.gate.w"} | norms
     for path, (inputs, outputs) in dims.items():
@@ -110,6 +112,6 @@ def test_rates_fall_with_the_inputs_of_a_weight():
     assert factors["layers.attn.q.w"] == factors["layers.attn.o.w"] == factors["head.w"] == 1 / 4
     assert factors["layers.mlp.down.w"] == 1 / 4
     assert factors.keys().isdisjoint({"embed.w", "norm.scale"})
-    training.scale_by_path(factors).init(nn.partition(make(64))[0])
+    training.scale_by_path(factors, model=make(64)).init(nn.partition(make(64))[0])
     with pytest.raises(ValueError, match=r"only one has \['head.w'\]"):
         training.width_factors(make(64), make(16, tied=True))

@@ -14,10 +14,10 @@ from maxlib.training import _trainer as trainer_module
 from tests.training import tiny
 
 FSDP = {"mesh": {"fsdp": 8}, "rules": sharding.FSDP}
-EVEN = {"mesh": {"stage": 2, "fsdp": 4}, "rules": sharding.FSDP | {"layers": sharding.Pipeline("stage", 2)}}
+EVEN = {"mesh": {"stage": 2, "fsdp": 4}, "rules": sharding.FSDP | sharding.Pipeline("stage", 2)}
 AROUND = {
     "mesh": {"stage": 4, "data": 2},
-    "rules": sharding.DP | {"layers": sharding.Pipeline("stage", 4, repeats=2)},
+    "rules": sharding.DP | sharding.Pipeline("stage", 4, repeats=2),
     "gradients": training.one_f_one_b(dtype=jnp.float32),
 }
 ONE = {"mesh": {"data": 1}, "rules": sharding.DP}
@@ -33,8 +33,7 @@ def run(directory, mesh, rules, layers, **options: Any):
     devices = jax.devices()[: math.prod(mesh.values())]
     make = lambda: tiny.llama(num_layers=layers)
     options |= {
-        "mesh": sharding.make_mesh(**mesh, devices=devices),
-        "rules": rules,
+        "layout": sharding.Layout(sharding.make_mesh(**mesh, devices=devices), rules),
         "loss": tiny.loss,
         "loader": tiny.Loader(),
     }

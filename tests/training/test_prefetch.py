@@ -20,14 +20,15 @@ def same(batch, number):
 
 def test_batches_are_in_their_place_before_they_are_asked_for():
     loader = Counting(5)
-    ahead = training.Prefetch(loader, mesh=MESH, rules=sharding.FSDP, size=2)
+    layout = sharding.Layout(MESH, sharding.FSDP)
+    ahead = training.Prefetch(loader, layout=layout, size=2)
     assert loader.next == 0 and ahead.get_state() == {"0": {"next": 0}}
     first = next(ahead)
     assert same(first, 1) and loader.next == 2 and ahead.get_state() == {"0": {"next": 1}}
     assert ahead.metrics()["data/read"] == 1 and ahead.metrics()["data/wait_seconds"] > 0
-    place = training.place_batch(tiny.batch(), MESH, sharding.FSDP)["tokens"].sharding
+    place = training.place_batch(tiny.batch(), layout)["tokens"].sharding
     assert first["tokens"].sharding == place and len(first["tokens"].addressable_shards) == 8
-    assert training.place_batch(first, MESH, sharding.FSDP)["tokens"] is first["tokens"]
+    assert training.place_batch(first, layout)["tokens"] is first["tokens"]
     assert [same(batch, n) for n, batch in enumerate(ahead, 2)] == [True] * 4  # the last ones too
     assert next(ahead, None) is None
 
@@ -40,5 +41,6 @@ def test_it_goes_on_where_its_state_was_taken():
     assert same(next(again), 3)
     again.reset()
     assert same(next(again), 1)
+    assert same(next(training.Prefetch(tiny.Loader(), size=1)), 1)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         training.Prefetch(tiny.Loader(), size=0)

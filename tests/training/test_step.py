@@ -100,7 +100,7 @@ def test_a_mesh_divides_what_is_trained_on(rules, mesh, sizes, words):
     rows, length, accumulate = (*sizes, 1)[:3]
     mesh = sharding.make_mesh(**mesh, devices=jax.devices()[: math.prod(mesh.values())])
     step = training.make_train_step(tiny.loss, SGD, accumulate=accumulate)
-    with sharding.use(mesh, sharding.preset(rules)):
+    with sharding.use(sharding.Layout(mesh, sharding.preset(rules))):
         state = jax.eval_shape(lambda: training.make_state(tiny.model(), SGD))
         run = lambda: jax.eval_shape(step, state, tiny.batch(rows, length))
         if words is None:
@@ -139,15 +139,15 @@ def llama_reference():
 
 def check_preset(preset, accumulate):
     """Loss, gradient norm and two updates; parameters and moments stay in their place, so the step compiles once."""
-    mesh, rules = sharding.make_mesh(**MESHES[preset]), getattr(sharding, preset)
+    layout = sharding.Layout(sharding.make_mesh(**MESHES[preset]), getattr(sharding, preset))
     batch = tiny.batch(rows=16, uneven=True)
     want, want_metrics = llama_reference()
-    with sharding.use(mesh, rules):
-        state = training.make_state(placed(tiny.llama(), mesh, rules), SGD)
+    with sharding.use(layout):
+        state = training.make_state(placed(tiny.llama(), layout), SGD)
         places = jax.tree.map(lambda x: x.sharding, (state.trainable, state.opt_state))
         step = tiny.jit_step(training.make_train_step(tiny.loss, SGD, accumulate=accumulate))
         for _ in range(2):
-            state, metrics = step(state, training.place_batch(batch, mesh, rules))
+            state, metrics = step(state, training.place_batch(batch, layout))
     close(want.trainable, state.trainable)
     for name in want_metrics:
         assert float(metrics[name]) == pytest.approx(float(want_metrics[name]), rel=1e-4), name
@@ -156,8 +156,8 @@ def check_preset(preset, accumulate):
     assert all(momentum[path].sharding == state.trainable[path].sharding for path in momentum)
 
 
-def placed(model, mesh, rules):
-    return jax.device_put(model, sharding.shardings(model, mesh, rules))
+def placed(model, layout):
+    return jax.device_put(model, sharding.shardings(model, layout))
 
 
 def test_a_donated_state_is_gone_and_the_new_one_is_whole():

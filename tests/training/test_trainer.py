@@ -67,7 +67,8 @@ def test_it_is_the_bare_loop_and_leaves_the_model_alone(tmp_path):
 
 def test_on_a_mesh(tmp_path):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    ours = trainer(mesh=mesh, loader=training.Prefetch(tiny.Loader(), mesh=mesh), eval_loader=tiny.Loader(1))
+    layout = sharding.Layout(mesh)
+    ours = trainer(layout=layout, loader=training.Prefetch(tiny.Loader(), layout=layout), eval_loader=tiny.Loader(1))
     last = ours.fit(3)
     assert last["data/wait_seconds"] > 0 and ours.loader.get_state() == {"0": {"next": 3}}
     state, metrics = by_hand(3)
@@ -79,10 +80,10 @@ def test_on_a_mesh(tmp_path):
 
 def test_in_a_1f1b_pipeline():
     """The gradients that the trainer is given are those of autodiff; evaluation runs in the same pipeline."""
-    rules = sharding.DP | {"layers": sharding.Pipeline("stage", microbatches=4)}
+    rules = sharding.DP | sharding.Pipeline("stage", microbatches=4)
     mesh = sharding.make_mesh(stage=2, devices=jax.devices()[:2])
     gradients, optimizer = training.one_f_one_b(dtype=jnp.float32), optax.sgd(0.1)
-    piped = {"mesh": mesh, "rules": rules, "gradients": gradients, "eval_loader": tiny.Loader(1)}
+    piped = {"layout": sharding.Layout(mesh, rules), "gradients": gradients, "eval_loader": tiny.Loader(1)}
     ours, alone = (trainer(tiny.llama, optimizer=optimizer, **more) for more in (piped, {}))
     last, want = ours.fit(2), alone.fit(2)
     assert last["eval/loss"] < 5
@@ -337,7 +338,7 @@ def test_what_the_loader_counts_is_written():
 
 
 def test_what_hangs_dies_and_says_what_it_waited_for():
-    code = "import time; from maxlib.training import hard_timeout\nwith hard_timeout(0.3, 'Godot'): time.sleep(60)"
+    code = "import time; from maxlib.distributed import hard_timeout\nwith hard_timeout(0.3, 'Godot'): time.sleep(60)"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 75
@@ -361,10 +362,10 @@ def test_data_has_a_deadline(monkeypatch):
 def test_rows_that_the_mesh_cannot_share():
     mesh = sharding.make_mesh(data=8)
     with pytest.raises(ValueError, match="6"):
-        training.place_batch(tiny.batch(rows=6), mesh, sharding.DP)
+        training.place_batch(tiny.batch(rows=6), sharding.Layout(mesh, sharding.DP))
 
 
 def test_several_processes_need_a_mesh(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="2 processes without a mesh would train as many models"):
+    with pytest.raises(ValueError, match="2 processes without a layout would train as many models"):
         training.Trainer(tiny.model, optimizer=tiny.optimizer(tiny.model()), loader=tiny.Loader())

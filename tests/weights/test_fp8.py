@@ -101,7 +101,10 @@ def test_it_reads_like_plain_weights(dtype, directories):
 
 def test_on_eight_devices(directories):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    got, want = (maxlib.from_pretrained(directories / name, mesh=mesh, dtype="float32") for name in ("fp8", "plain"))
+    got, want = (
+        maxlib.from_pretrained(directories / name, layout=sharding.Layout(mesh), dtype="float32")
+        for name in ("fp8", "plain")
+    )
     assert_equal(got, want, "float32")
 
 

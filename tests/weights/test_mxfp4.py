@@ -141,9 +141,9 @@ def test_it_reads_like_plain_weights(dtype, directories):
 
 def test_on_eight_devices(directories):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    rules = {**sharding.FSDP_TP, "expert": "data"}
+    rules = sharding.FSDP_TP | {"expert": "data"}
     assert_equal(
-        maxlib.from_pretrained(directories / "mxfp4", mesh=mesh, rules=rules),
+        maxlib.from_pretrained(directories / "mxfp4", layout=sharding.Layout(mesh, rules)),
         maxlib.from_pretrained(directories / "plain"),
     )
 

@@ -77,18 +77,18 @@ def test_round_trip(model, exported):
 def test_round_trip_on_eight_devices(preset, model, exported, tmp_path):
     axes = {"DP": {"data": 8}, "FSDP": {"fsdp": 4, "data": 2}, "TP": {"tensor": 2, "data": 4}}
     mesh = sharding.make_mesh(**axes.get(preset, {"data": 2, "fsdp": 2, "tensor": 2}))
-    rules = {**getattr(sharding, preset), "vocab": None}  # 61 words divide over nothing
-    back = maxlib.from_pretrained(exported, mesh=mesh, rules=rules)
+    layout = sharding.Layout(mesh, getattr(sharding, preset) | {"vocab": None})  # 61 words divide over nothing
+    back = maxlib.from_pretrained(exported, layout=layout)
     assert same(back, model)
     q = back.layers.body[0].attn.q.w.get_value()
-    assert q.sharding == sharding.sharding_of("q", back.layers.body[0].attn.q.w, mesh, rules)
+    assert q.sharding == layout.sharding("q", back.layers.body[0].attn.q.w)
     maxlib.save_pretrained(back, tmp_path / "again")
     assert (tmp_path / "again/model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
 
 
 def test_rules_that_do_not_fit_name_the_parameter(exported):
     with pytest.raises(ValueError, match="embed.w: axis 'vocab' of size 61 does not divide"):
-        maxlib.from_pretrained(exported, mesh=sharding.make_mesh(data=4, tensor=2))
+        maxlib.from_pretrained(exported, layout=sharding.Layout(sharding.make_mesh(data=4, tensor=2)))
 
 
 def test_layers_that_stand_alone_are_written_the_same(model, exported, tmp_path):
@@ -227,7 +227,7 @@ def test_arguments_that_do_not_exist_are_named(exported):
     for given, meant in (("num_layer", "num_layers"), ("dtpye", "dtype")):
         with pytest.raises(TypeError, match=rf"the fields of llama's .*got {given}=1: did you mean {meant}\?"):
             maxlib.from_pretrained(exported, **{given: 1})
-    with pytest.raises(TypeError, match=r"takes mesh, rules, dtype, family and .*\(vocab, .*got quantize=True\."):
+    with pytest.raises(TypeError, match=r"takes layout, dtype, family and .*\(vocab, .*got quantize=True\."):
         maxlib.from_pretrained(exported, quantize=True)
 
 

@@ -74,7 +74,7 @@ def test_import_is_the_inverse(model, exported):
 
 def test_on_eight_devices_both_ways(model, exported, tmp_path):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    spread = maxlib.from_pretrained(exported, mesh=mesh, rules=RULES, family=FAMILY)
+    spread = maxlib.from_pretrained(exported, layout=sharding.Layout(mesh, RULES), family=FAMILY)
     assert equal(spread, model)
     gate = spread.text.body[0].experts["gate"].w.get_value()
     assert gate.sharding.spec == jax.sharding.PartitionSpec(None, "data", "tensor", "fsdp")
@@ -113,7 +113,7 @@ def test_quantized_tensors_are_read_in_place_of_plain_ones(exported, tmp_path):
     )
     (tmp_path / "config.json").write_text((exported / "config.json").read_text())
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    for where in ({}, {"mesh": mesh, "rules": RULES}):
+    for where in ({}, {"layout": sharding.Layout(mesh, RULES)}):
         model = maxlib.from_pretrained(tmp_path, family=FAMILY, **where)
         for i, want in downs.items():
             got = model.text[i].experts["down"].w[...]
@@ -139,7 +139,7 @@ def test_a_quantized_read_takes_only_what_a_device_needs(model, exported, tmp_pa
     save_file({"w": w, "scale": scale}, tmp_path / "model.safetensors")
     table = [Convert(("w", "scale"), "w", load=dequantize, batch=1, dtype="float32")]
     mesh = sharding.make_mesh(data=4, fsdp=2)
-    loaded = load(Experts, table, tmp_path, mesh=mesh, rules={"expert": "data", "embed": "fsdp"})
+    loaded = load(Experts, table, tmp_path, layout=sharding.Layout(mesh, {"expert": "data", "embed": "fsdp"}))
     np.testing.assert_array_equal(loaded.w[...], 2 * w)
     assert seen == [
         ((0, 4, 6), (0, 1, 1)),

@@ -44,8 +44,8 @@ def ring_attention(
     """`attention`, inside `jax.shard_map`, where every device of `axis_name` holds some queries and some keys.
 
     k_start, k_end: indices into the whole key array. pieces: 1 if device `i` of `n` holds the `i`-th part of the keys,
-    2 if it holds the `i`-th and the `i`-th last of `2 n` (`sharding.zigzag`), which gives all of them the same work
-    under a causal mask. Differentiable once (reverse mode) in q, k, v and sinks. Raises ValueError for keys that
+    2 if it holds the `i`-th and the `i`-th last of `2 n` (`sharding.layers.zigzag`), which gives all of them the same
+    work under a causal mask. Differentiable once (reverse mode) in q, k, v and sinks. Raises ValueError for keys that
     `pieces` does not divide.
     """
     if pieces not in (1, 2) or k.shape[1] % pieces:

@@ -15,7 +15,7 @@ from maxlib.training._step import Loss
 
 
 class Corrupted(RuntimeError):
-    """The same computation gave two results."""
+    """Raised when one computation gave two results."""
 
 
 class Recompute:

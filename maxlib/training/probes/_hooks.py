@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.nn._stack_layout import parts
+from maxlib.nn._stack_layout import segment_at
 
 FIELDS = ("rms", "max", "nonfinite", "gradient_rms", "gradient_nonfinite")
 LOGITS = ("max_logit", "entropy")
@@ -45,16 +45,16 @@ def read(path: str, row: Any) -> dict[str, Any]:
 def in_order(order: Iterable[str], layouts: dict[str, dict[str, int]]) -> list[tuple[str, int | None]]:
     """The hooks one by one, with their row on a stack's repeat axis, in the order in which their layers finish."""
     found: list[tuple[str, int | None]] = []
-    inside = lambda path: nn.tree.repeated_part(f"{path}.")
-    for part, paths in itertools.groupby(dict.fromkeys(order), key=inside):
-        rows = [None] if part is None else range(_repeats(part, layouts))
+    for segment, paths in itertools.groupby(dict.fromkeys(order), key=lambda path: _scanned(path, layouts)):
+        rows = [None] if segment is None else range(segment[1])
         found += [(path, row) for row, path in itertools.product(rows, list(paths))]
     return found
 
 
-def _repeats(part: str, layouts: dict[str, dict[str, int]]) -> int:
-    stack, _, name = part.rpartition(".")
-    return parts(**layouts[stack])[name].repeats or 0
+def _scanned(path: str, layouts: dict[str, dict[str, int]]) -> tuple[str, int] | None:
+    """Returns the path of the scanned segment that stores this layer, and how often it repeats."""
+    found = segment_at(path, layouts)
+    return None if found is None or found[1].repeats is None else (found[0], found[1].repeats)
 
 
 def _attach(module: nnx.Module, path: str, repeats: tuple[int, ...], order: list[str]) -> None:
@@ -63,20 +63,20 @@ def _attach(module: nnx.Module, path: str, repeats: tuple[int, ...], order: list
         here = f"{path}.{name}" if path else name
         inner = (*repeats, *_rows(module, name))
         _attach(child, here, inner, order)
-        if not isinstance(child, nn.Stack):
+        if not nn.tree.is_stack(child):
             # What is told apart by its path alone: equal classes with equal paths are equal to jit and scan.
             child.__class__ = _tapped_class(type(child))
             child.tap_path = here  # pyright: ignore[reportAttributeAccessIssue]
             child.tap = Tap(jnp.zeros((*inner, len(FIELDS))))  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(child, nn.Attention):
+            if isinstance(child, nn.SequenceMixer) and child.probes_scores:
                 child.logit_tap = Tap(jnp.zeros((*inner, len(LOGITS))))  # pyright: ignore[reportAttributeAccessIssue]
             child.tap_order = _Order(order)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _rows(module: nnx.Module, child: str) -> tuple[int, ...]:
     """The leading axis that a stack gives to a child of several layers."""
-    part = module.parts[child.partition(".")[0]] if isinstance(module, nn.Stack) else None
-    return () if part is None or part.repeats is None else (part.repeats,)
+    segment = module.segments[child.partition(".")[0]] if nn.tree.is_stack(module) else None
+    return () if segment is None or segment.repeats is None else (segment.repeats,)
 
 
 class _Order:
@@ -115,17 +115,22 @@ def _methods(cls: Any) -> dict[str, Any]:
         for i, leaf in enumerate(leaves):
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 self.tap_order.paths.append(self.tap_path)
-                leaves[i] = _through(leaf, self.tap[...])
+                leaves[i] = _through(_with_scores(self, leaf, *args), self.tap[...])
                 break  # what a layer returns first is what it is for
         return jax.tree.unflatten(tree, leaves)
 
-    def project(self, x: Array, ctx: nn.Context) -> Any:
-        q, k, v = cls.project(self, x, ctx)
-        k_start, k_end = (bound[0] for bound in ctx.bounds(self.mask))
-        seen = jax.lax.stop_gradient(logits_seen(q[0], k[0], k_start, k_end, self.scale))
-        return _beside(q, self.logit_tap[...], seen), k, v
+    return {"__call__": __call__}
 
-    return {"__call__": __call__} | ({"project": project} if issubclass(cls, nn.Attention) else {})
+
+def _with_scores(layer: Any, out: Array, *args: Any) -> Array:
+    """Lets the gradient of an attention layer's `logit_tap` be what its scores look like."""
+    if not (isinstance(layer, nn.SequenceMixer) and layer.probes_scores):
+        return out
+    x, ctx = args[0], args[1] if len(args) > 1 and args[1] is not None else nn.context(*args[0].shape[:2])
+    q, k = layer.queries_and_keys(x, ctx)
+    k_start, k_end = (bound[0] for bound in ctx.bounds(layer.mask))
+    seen = jax.lax.stop_gradient(logits_seen(q[0], k[0], k_start, k_end, layer.scale))
+    return _beside(out, layer.logit_tap[...], seen)
 
 
 @jax.custom_vjp

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from maxlib import nn
+from maxlib import nn, sharding
 from maxlib.checkpoint._layout import layer_path, layouts
 from maxlib.training._losses import Batch
 from maxlib.training._step import Loss, TrainState
@@ -137,9 +137,9 @@ def _watched(loss: Loss, filter: nn.Filter) -> Callable[..., _Found]:
     return run
 
 
-def _norms(params: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> dict[str, Array]:
-    """One norm per array, or one per layer for arrays of layers: all axes in front of the named ones are a stack's."""
-    return {path: _norm(x, len(axes.get(path, ())) or x.ndim) for path, x in params.items()}
+def _norms(params: dict[str, Any], axes: dict[str, tuple[str | None, ...]]) -> dict[str, Array]:
+    """Computes one norm per array, or one per layer for arrays that store several."""
+    return {path: _norm(x, x.ndim - sharding.layers.num_layer_axes(axes.get(path, ()))) for path, x in params.items()}
 
 
 def _norm(x: Array, rank: int) -> Array:

@@ -1,5 +1,6 @@
 """Mask specs against the boolean masks that they stand for."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from maxlib.ops._attention import (
 from tests.ops.attention import cases
 
 LENGTHS = [(37, 37), (1, 33), (18, 35)]
+# Specs that are meant to be united with another; each has a meaning of its own.
+ALONE = {"prefix alone": Prefix(9), "spans alone": BidirectionalBlocks()}
 
 
 def boolean(mask: str, t, i: int, j: int) -> bool:
@@ -36,16 +39,18 @@ def boolean(mask: str, t, i: int, j: int) -> bool:
         "chunk": causal and (index - start) // 6 == (j - start) // 6,
         "prefix": causal or (index - start < 9 and j - start < 9),
         "spans": windowed or t.span_start[i] <= j < t.span_stop[i],
+        "prefix alone": j == index or (index - start < 9 and j - start < 9),
+        "spans alone": t.span_start[i] <= j < t.span_stop[i],
     }
     return rules[mask]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("documents", cases.DOCUMENTS)
-@pytest.mark.parametrize("mask", cases.MASKS)
+@pytest.mark.parametrize("mask", [*cases.MASKS, *ALONE])
 def test_intervals_equal_the_boolean_mask(mask, documents, lengths):
     tokens = cases.tokens(documents, *lengths)
-    start, end = (np.asarray(x) for x in key_intervals(cases.MASKS[mask], tokens))
+    start, end = (np.asarray(x) for x in key_intervals((cases.MASKS | ALONE)[mask], tokens))
     for b in range(2):
         row = SimpleNamespace(**{name: np.asarray(x)[b].tolist() for name, x in vars(tokens).items()})
         want = [[boolean(mask, row, i, j) for j in range(lengths[1])] for i in range(lengths[0])]
@@ -93,10 +98,27 @@ def test_a_window_that_covers_all_is_causal():
         np.testing.assert_array_equal(window, causal)
 
 
+def test_without_spans_every_token_sees_itself():
+    tokens = dataclasses.replace(cases.tokens("packed", 18, 35), span_start=None, span_stop=None)
+    start, end = key_intervals(BidirectionalBlocks(), tokens)
+    np.testing.assert_array_equal(start, tokens.index)
+    np.testing.assert_array_equal(end, tokens.index + 1)
+
+
 @pytest.mark.parametrize("spec", [SlidingWindow, Chunked])
 def test_sizes_below_one_are_refused(spec):
     with pytest.raises(ValueError, match="at least 1, got 0"):
         spec(0)
+    start, end = key_intervals(Causal() & spec(1), tokens := cases.tokens("one", 18, 35))
+    np.testing.assert_array_equal((start, end), (tokens.index, tokens.index + 1))
+
+
+def test_rings_are_as_long_as_the_mask_sees():
+    """None where every key has to stay: no limit, or two that do not nest."""
+    assert (SlidingWindow(7).ring, (Causal() & Chunked(6)).ring, (Chunked(6) & Causal()).ring) == (7, 6, 6)
+    assert ((Causal() & SlidingWindow(7)) | BidirectionalBlocks()).ring == 7
+    for mask in (Causal(), Full(), SlidingWindow(7) & Chunked(6), SlidingWindow(7) | Prefix(9), Prefix(9)):
+        assert mask.ring is None
 
 
 def test_specs_are_values():

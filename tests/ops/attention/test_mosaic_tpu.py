@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
+from maxlib.observability import forward_flops
 from maxlib.ops._attention import explain_attention
 from maxlib.ops._attention.mosaic_tpu import config, mosaic_tpu, visits
 from maxlib.ops._attention.tiles import tiles
-from maxlib.training import forward_flops
 from tests.ops.attention import cases
 from tests.ops.attention.kernels import MASKS, check, some_masks, values
 

@@ -27,7 +27,9 @@ BASE = jax.eval_shape(lambda: build(WIDTHS[0]))
 def check(mup: bool) -> probes.CoordinateCheck:
     def optimizer(model):
         factors = training.width_factors(model, BASE) if mup else {}
-        return optax.chain(training.adamw(2e-2, mask=None, weight_decay=0.0), training.scale_by_path(factors))
+        return optax.chain(
+            training.adamw(2e-2, mask=None, weight_decay=0.0), training.scale_by_path(factors, model=model)
+        )
 
     start = (lambda width: training.width_scaled(build(width), BASE)) if mup else build
     return probes.mup_coord_check(start, WIDTHS, optimizer=optimizer, batches=BATCHES, loss=tiny.loss)

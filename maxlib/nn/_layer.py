@@ -1,0 +1,20 @@
+"""The base class of a layer in a stack."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Layer(nnx.Module):
+    """A layer of a decoder, `layer(x, ctx, cache) -> (x, cache, aux)`, whose sequence mixer is `self.attn`.
+
+    A subclass writes its parts and its wiring; the cache is that of `attn`. A layer with more than one mixer, or with
+    none, gives its own `init_cache`.
+    """
+
+    attn: Any
+
+    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> Any:
+        """Returns an empty cache for `batch` rows of up to `capacity` tokens."""
+        return self.attn.init_cache(batch, capacity, dtype)

@@ -1,0 +1,96 @@
+"""The names that axes of arrays bear, and where a rule puts them."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+
+# Axis name -> meaning. Parameters bear those of the first two groups, activations (and batches) those of the others.
+ARRAY_AXES: dict[str, str] = {
+    "embed": "width of the residual stream, in a matrix",
+    "vocab": "vocabulary, in the embedding and the head",
+    "heads": "query heads, in a projection",
+    "kv_heads": "key and value heads, in a projection",
+    "head_dim": "width of a head",
+    "mlp": "inner width of an MLP, in a matrix",
+    "rank": "width of a low-rank latent (MLA)",
+    "expert": "experts, in the matrices of a mixture",
+    "expert_embed": "width of the residual stream, in an expert's matrix",
+    "router": "experts, as a router scores them",
+    "norm": "width of a scale or a bias of the residual stream",
+    "position": "places of a table of learned positions",
+    "channel": "colour channels of an image",
+    "patch_row": "rows of an image patch",
+    "patch_column": "columns of an image patch",
+    "layers": "layers that a stack repeats; only a `Pipeline` says where they lie",
+    "lead_layers": "layers that a stack repeats before the first stage; they lie in none",
+    # Activations.
+    "batch": "rows of a batch",
+    "seq": "tokens of a row, between the operations of a layer",
+    "q_seq": "tokens of a row, as queries inside attention",
+    "kv_seq": "tokens of a row, as keys and values inside attention",
+    "act_embed": "width of the residual stream",
+    "act_heads": "heads, outside attention",
+    "attn_heads": "heads, inside attention",
+    "act_mlp": "inner width of an MLP",
+    "act_vocab": "vocabulary, in logits",
+    "act_expert": "experts to which tokens travel",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class IfFree:
+    """Mesh axes that give way to others.
+
+    In a rule they split an axis unless another axis of the same array (or kernel call) takes them. Among the names of
+    an array, `IfFree("batch")` is the axis `batch`, giving way this once.
+
+    Args:
+        axes: a mesh axis or several, or the name of an array's axis.
+    """
+
+    axes: str | tuple[str, ...]
+
+
+Name = str | IfFree | None
+Place = str | tuple[str, ...] | IfFree | None
+Table = Mapping[str, Place]
+
+
+def declare_axes(*names: str) -> None:
+    """Makes axis names of your own known, once, where the module that uses them is defined.
+
+    Declarations hold for the process and are never taken back. They only decide whether a name is an error, so a
+    program that is traced already stays valid, and none of this is part of `jit`'s cache key.
+
+    Raises:
+        ValueError: for what cannot be a name.
+    """
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"the name of an axis must be an identifier, such as 'state'; got {name!r}")
+        ARRAY_AXES.setdefault(name, "declared by the program")
+
+
+def check_axes(names: Iterable[Name], what: str) -> None:
+    """Raises ValueError for a name that nobody declared, with the nearest one that somebody did.
+
+    Args:
+        names: of one array. None is an axis without a name.
+        what: bears them, for the message.
+    """
+    for name in names:
+        name = name.axes if isinstance(name, IfFree) else name
+        if name is not None and name not in ARRAY_AXES:
+            raise ValueError(f"{what}: no axis is named {name!r}{_suggestion(name)}")
+
+
+def _suggestion(name: object) -> str:
+    close = difflib.get_close_matches(str(name), ARRAY_AXES, 1)
+    meant = f"; is {close[0]!r} meant?" if close else ";"
+    return f"{meant} sharding.ARRAY_AXES has the names, sharding.declare_axes({name!r}) adds one of your own"
+
+
+def mesh_axes_of(place: Place) -> tuple[str, ...]:
+    """Returns the mesh axes that a rule names."""
+    place = place.axes if isinstance(place, IfFree) else place
+    return () if place is None else (place,) if isinstance(place, str) else tuple(place)

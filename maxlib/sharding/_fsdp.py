@@ -1,0 +1,66 @@
+"""Parallelism over the batch: data parallelism, fully sharded parameters (FSDP), and a sharded optimizer (ZeRO-1)."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from jax.sharding import PartitionSpec as P
+
+from maxlib.sharding._axes import IfFree, Table
+from maxlib.sharding._rules import split_further
+from maxlib.sharding._strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class DataParallel(Strategy):
+    """Rows of the batch over devices, each with a copy of all parameters.
+
+    Args:
+        axes: the mesh axes that share the rows.
+    """
+
+    slot: ClassVar[str] = "batch"
+    axes: tuple[str, ...] = ("data", "fsdp")
+
+    def apply(self, rules: Table) -> Table:
+        return {**rules, "batch": self.axes}
+
+
+@dataclasses.dataclass(frozen=True)
+class FullyShard(Strategy):
+    """FSDP (ZeRO-3, arXiv:1910.02054): parameters split over devices that also split the batch.
+
+    A weight is gathered where it is used and its gradient is summed back into parts. Over `replicas` parameters are
+    copied, which makes it hybrid (HSDP).
+
+    Args:
+        axis: the mesh axis that splits parameters, by the width of the residual stream, and the batch.
+        replicas: the mesh axis that splits the batch only.
+        by_expert: a mixture's matrices are split by expert instead of by width.
+    """
+
+    slot: ClassVar[str] = "fsdp"
+    axis: str = "fsdp"
+    replicas: str = "data"
+    by_expert: bool = False
+
+    def apply(self, rules: Table) -> Table:
+        experts = {"expert": self.axis} if self.by_expert else {"expert_embed": self.axis}
+        own = {"batch": (self.replicas, self.axis), "embed": self.axis, "rank": IfFree(self.axis)}
+        return {**rules, **own, **experts}
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardOptimizer(Strategy):
+    """ZeRO-1 (arXiv:1910.02054): the optimizer's moments split further than the parameters.
+
+    They lie along the longest dimension that the mesh axis divides.
+
+    Args:
+        axis: the mesh axis, one over which parameters are copied.
+    """
+
+    slot: ClassVar[str] = "optimizer"
+    axis: str = "data"
+
+    def place_optimizer(self, own: P, shape: tuple[int, ...], mesh: Any) -> P:
+        return split_further(own, shape, (self.axis,), mesh)

@@ -1,0 +1,28 @@
+"""Names of the leading axis on which a stack stores layers that are alike.
+
+A stack of three layers stores their weights `(heads, head_dim, embed)` as one array with the axes `("layers", "heads",
+"head_dim", "embed")`. The name is in the variable's metadata; nothing is guessed from a path or a rank.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+LAYERS = "layers"  # scanned layers, which a `Pipeline` splits into stages
+LEAD_LAYERS = "lead_layers"  # scanned layers that run before the first stage
+_LAYER_AXES = (LAYERS, LEAD_LAYERS)
+
+
+def is_stacked(axes: Sequence[str | None]) -> bool:
+    """Tells from the axis names of an array whether it stores several layers."""
+    return len(axes) > 0 and axes[0] in _LAYER_AXES
+
+
+def num_layer_axes(axes: Sequence[Any]) -> int:
+    """Counts the leading axes of layers: 0 for a layer that stands alone, 2 for a stack inside a scanned layer."""
+    return next((d for d, name in enumerate(axes) if name not in _LAYER_AXES), len(axes))
+
+
+def own_axes(axes: Sequence[str | None]) -> tuple[str | None, ...]:
+    """Returns the names of one layer's own dimensions, `()` if nobody named them."""
+    own = tuple(axes[num_layer_axes(axes) :])
+    return own if any(own) else ()

@@ -1,0 +1,227 @@
+"""How a program is laid out: a mesh, and the strategies that use it."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlib.sharding import _rules
+from maxlib.sharding._axes import Name, Table, mesh_axes_of
+from maxlib.sharding._experts import ExpertParallel
+from maxlib.sharding._layer_axes import is_stacked, own_axes
+from maxlib.sharding._offload import HOST, Offload
+from maxlib.sharding._pipeline import Pipeline
+from maxlib.sharding._presets import FSDP_TP
+from maxlib.sharding._strategy import Strategy, join, parts_of, rules_of
+
+AnyMesh = Mesh | AbstractMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh and how a program uses it; the one argument of everything that places arrays.
+
+    Layouts are hashable, and the one in use is part of `jit`'s cache key.
+
+    Args:
+        mesh: of devices; an abstract one traces programs, and runs none.
+        strategy: how arrays lie on it: strategies joined by `|`, and tables of plain rules. A layout keeps it as a
+            `Strategy`.
+
+    Raises:
+        TypeError: for what is no mesh or no strategy.
+        ValueError: when a rule names an axis that nobody declared or that the mesh does not have, or when strategies
+            do not go together or not with the devices.
+    """
+
+    mesh: AnyMesh
+    strategy: Strategy | Table = FSDP_TP
+
+    def __post_init__(self):
+        if not isinstance(self.mesh, AnyMesh):
+            raise TypeError(f"a layout's mesh must be a mesh, got {self.mesh!r}; sharding.make_mesh(fsdp=-1) makes one")
+        object.__setattr__(self, "strategy", join(self.strategy))
+        for name, place in self.rules.items():
+            _check_axes_of(self.mesh, name, place)
+        for one in self.strategies:
+            one.check(self.mesh, self.strategies)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh, self.strategy))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __or__(self, other: Strategy | Table) -> "Layout":
+        """This layout with more strategies or rules."""
+        return Layout(self.mesh, join(self.strategy, other))
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """Those that were joined, in the order in which they apply."""
+        return parts_of(self.strategy)
+
+    @functools.cached_property
+    def rules(self) -> Table:
+        """Plain rules, from axis name to mesh axis, several, `IfFree`, or None; what they do not name is whole."""
+        return rules_of(join(self.strategy))
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline, if the mesh has more than one stage."""
+        found = self._find(Pipeline)
+        return found if found is not None and self.mesh.shape[found.axis] > 1 else None
+
+    @property
+    def experts(self) -> ExpertParallel | None:
+        """How tokens travel to experts, if they do."""
+        return self._find(ExpertParallel)
+
+    @property
+    def offload(self) -> Offload:
+        """What waits in the host's memory."""
+        return self._find(Offload) or Offload()
+
+    def _find(self, kind: type) -> Any:
+        return next((one for one in self.strategies if isinstance(one, kind)), None)
+
+    def axis_size(self, name: str) -> int:
+        """Returns into how many parts the axis `name` is split."""
+        return _rules.parts(self.rules.get(name), self.mesh)
+
+    def mesh_axes(self, name: str) -> tuple[str, ...]:
+        """Returns the mesh axes of more than one device that split the axis `name`."""
+        return tuple(axis for axis in mesh_axes_of(self.rules.get(name)) if self.mesh.shape[axis] > 1)
+
+    def spec(self, *names: Name, what: str = "array") -> P:
+        """Returns the partition spec of an array whose dimensions bear `names`.
+
+        Args:
+            names: one for each dimension; None for one that is whole.
+            what: it is, for messages.
+
+        Raises:
+            ValueError: for a name that nobody declared, and when two names of one array land on one mesh axis.
+        """
+        return _rules.spec(names, self.rules, what=what)
+
+    def parameter_spec(self, names: tuple[str | None, ...], shape: tuple[int, ...], *, path: str = "array") -> P:
+        """Returns where the parameter at `path`, of this shape, lives: as `spec` says, or as a strategy says.
+
+        Raises:
+            ValueError: unless there is a name (or None) for each dimension, or none at all; and as `spec` does.
+        """
+        if names and len(names) != len(shape):
+            raise ValueError(f"{path}: its axes {names} must name each dimension of its shape {shape}, None for some")
+        own = self.spec(*names, what=path)
+        place = lambda own, one: one.place_parameter(own, names, shape, path, self.mesh)
+        return functools.reduce(place, self.strategies, own)
+
+    def optimizer_spec(self, names: tuple[str | None, ...], shape: tuple[int, ...], *, path: str = "array") -> P:
+        """Returns where the optimizer keeps what is like the parameter at `path`: moments, and the gradient it reads.
+
+        That is the parameter's own place, unless a strategy (`ShardOptimizer`) splits it further.
+        """
+        own = self.parameter_spec(names, shape, path=path)
+        return functools.reduce(lambda own, one: one.place_optimizer(own, shape, self.mesh), self.strategies, own)
+
+    def sharding(self, path: str, variable: nnx.Variable) -> NamedSharding:
+        """Returns where the parameter at `path` lives, by the names of its axes.
+
+        Raises:
+            ValueError: naming the parameter, when a mesh axis does not divide a dimension.
+        """
+        names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape
+        own = self.parameter_spec(names, shape, path=path)
+        _, uneven = _rules.drop_uneven(own, shape, self.mesh)
+        if uneven:
+            name = names[uneven[0]]
+            raise ValueError(
+                f"{path}: axis {name!r} of size {shape[uneven[0]]} does not divide over {own[uneven[0]]!r} of the mesh "
+                f"{dict(self.mesh.shape)}; change the mesh, or take rules with {name!r}: None"
+            )
+        is_layers = is_stacked(names) and len(own_axes(names)) > 1  # matrices of several layers
+        return NamedSharding(self.mesh, own, memory_kind=HOST if is_layers and self.offload.layers else None)
+
+
+def _check_axes_of(mesh: AnyMesh, name: str, place: Any) -> None:
+    for axis in mesh_axes_of(place):
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"rule {name!r} -> {place!r} names the mesh axis {axis!r}, but the mesh has {mesh.axis_names}; "
+                "build it with sharding.make_mesh, or take rules that fit it"
+            )
+
+
+# Part of jit's cache key: a plain context variable would let a second layout reuse the first one's program.
+_context = jax.make_user_context(None)
+
+
+@contextmanager
+def use(layout: Layout) -> Iterator[None]:
+    """Inside, `constrain` and the layers' kernels follow `layout`; outside there is no mesh at all.
+
+    On an abstract mesh programs can be traced, not run. With a pipeline, what is not in a stage is split over the
+    stages by rows of the batch, unless a rule gives them something else to split.
+    """
+    mesh = layout.mesh
+    entered = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
+    with entered, _context(_running(layout)):
+        yield
+
+
+@functools.lru_cache(maxsize=256)
+def _running(layout: Layout) -> Layout:
+    """Without devices: programs for meshes of the same shape are the same."""
+    mesh = layout.mesh.abstract_mesh if isinstance(layout.mesh, Mesh) else layout.mesh
+    rules = functools.reduce(lambda rules, one: one.apply_running(rules), layout.strategies, layout.rules)
+    changed = {name: place for name, place in rules.items() if layout.rules.get(name) != place}
+    running = Layout(mesh, layout.strategy)
+    return running | changed if changed else running
+
+
+def current() -> Layout | None:
+    """Returns the layout in use, on an abstract mesh, or None."""
+    layout: Layout | None = _context.value
+    if layout is None:
+        return None
+    mesh = jax.sharding.get_abstract_mesh()  # inside `shard_map` some of its axes are manual
+    return layout if layout.mesh == mesh else Layout(mesh, layout.strategy)
+
+
+@contextmanager
+def in_a_stage() -> Iterator[None]:
+    """Inside, the stages of the pipeline in use share no rows: each has those of its own microbatch."""
+    layout = _context.value
+    axis = layout.pipeline.axis
+    several = {name: place for name, place in layout.rules.items() if isinstance(place, tuple) and axis in place}
+    without = {name: tuple(one for one in place if one != axis) for name, place in several.items()}
+    with _context(layout | without):
+        yield
+
+
+@contextmanager
+def in_parts(axes: tuple[str, ...]) -> Iterator[None]:
+    """Inside, a batch is a part already: what lies on one device of these mesh axes."""
+    layout = _context.value
+    batch = tuple(axis for axis in mesh_axes_of(layout.rules.get("batch")) if axis not in axes)
+    with _context(layout | {"batch": batch}):
+        yield
+
+
+def replicated_over() -> tuple[str, ...]:
+    """Returns the mesh axes of more than one device over which the layout in use splits the batch and nothing that is
+    trained; none where another axis of the batch comes first."""
+    if (layout := current()) is None:
+        return ()
+    batch = layout.mesh_axes("batch")
+    others = {axis for name in layout.rules if name != "batch" for axis in layout.mesh_axes(name)}
+    axes = tuple(axis for axis in batch if axis not in others)
+    return axes if axes == batch[: len(axes)] else ()

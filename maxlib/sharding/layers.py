@@ -1,0 +1,17 @@
+"""What layers ask: which axes are split, how parts come together, and which axis of an array is one of layers."""
+
+from maxlib.sharding._constrain import axis_of as axis_of
+from maxlib.sharding._constrain import axis_size as axis_size
+from maxlib.sharding._constrain import gather_once as gather_once
+from maxlib.sharding._constrain import mesh_axes as mesh_axes
+from maxlib.sharding._layer_axes import LAYERS as LAYERS
+from maxlib.sharding._layer_axes import LEAD_LAYERS as LEAD_LAYERS
+from maxlib.sharding._layer_axes import is_stacked as is_stacked
+from maxlib.sharding._layer_axes import num_layer_axes as num_layer_axes
+from maxlib.sharding._layer_axes import own_axes as own_axes
+from maxlib.sharding._rules import drop_uneven as drop_uneven
+from maxlib.sharding._shard_map import AllGatherArg as AllGatherArg
+from maxlib.sharding._zigzag import can_zigzag as can_zigzag
+from maxlib.sharding._zigzag import natural_order as natural_order
+from maxlib.sharding._zigzag import unzigzag as unzigzag
+from maxlib.sharding._zigzag import zigzag as zigzag

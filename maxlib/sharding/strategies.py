@@ -1,0 +1,17 @@
+"""The classes of which presets are made, for other mesh axes and options: `FSDP | strategies.Ring("my_axis")`."""
+
+from maxlib.sharding._experts import ExpertParallel as ExpertParallel
+from maxlib.sharding._fsdp import DataParallel as DataParallel
+from maxlib.sharding._fsdp import FullyShard as FullyShard
+from maxlib.sharding._fsdp import ShardOptimizer as ShardOptimizer
+from maxlib.sharding._offload import Offload as Offload
+from maxlib.sharding._pipeline import Pipeline as Pipeline
+from maxlib.sharding._sequence import Gather as Gather
+from maxlib.sharding._sequence import Ring as Ring
+from maxlib.sharding._sequence import Ulysses as Ulysses
+from maxlib.sharding._strategy import Rules as Rules
+from maxlib.sharding._strategy import Strategy as Strategy
+from maxlib.sharding._strategy import join as join
+from maxlib.sharding._strategy import parts_of as parts_of
+from maxlib.sharding._tensor import TensorParallel as TensorParallel
+from maxlib.sharding._tensor import TensorSequence as TensorSequence

@@ -1,0 +1,367 @@
+"""Configurations that declare beside each field where config.json has it, so that the same lines read and write it.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ModelConfig):
+        model_types = ("llama",)
+        architecture = "LlamaForCausalLM"
+        fixed = {"hidden_act": "silu"}
+
+        dim: int = hf("hidden_size")
+        num_heads: int = hf("num_attention_heads")
+        head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
+        rope: Rope = hf_rope()
+        norm_eps: float = hf("rms_norm_eps", 1e-5, absent=1e-6)
+        losses: tuple = ()  # declares no place: neither read nor written
+
+Fields are read in the order of the class. `c` holds those above, so that a default can be computed from them. A dotted
+name lies in a nested object: `hf("vision_config.hidden_size")`.
+"""
+
+import dataclasses
+import types
+import typing
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from maxlib.weights._hf_config import REQUIRED, HFConfig
+from maxlib.weights._hf_rope import rope_to_hf
+
+# A value, or a function of the fields read so far that gives it.
+Default = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where config.json has a field.
+
+    Attributes:
+        read: `read(fields, c, hint)` gives the value; `hint` is the field's annotation.
+        write: `write(value, cfg)` gives config.json's fields, by dotted name.
+        required: Names that a config.json must have.
+        check: `check(value, cfg)` raises ValueError for a configuration that cannot be.
+    """
+
+    read: Callable[[HFConfig, Any, Any], Any]
+    write: Callable[[Any, Any], Mapping[str, Any]]
+    required: tuple[str, ...] = ()
+    check: Callable[[Any, Any], None] = lambda value, cfg: None
+
+
+class ModelConfig:
+    """Base of a family's configuration, a frozen dataclass: `from_hf` reads config.json, `to_hf` writes it.
+
+    Attributes:
+        model_types: Values of `model_type` that the family reads; the first one is written.
+        architecture: The class in transformers.
+        fixed: Values that the family computes with and no others; a tuple lists alternatives. Written as well.
+        only: The same for fields that transformers may leave out; never written.
+        ignored: Names of fields that change nothing in this family. Say why in a comment.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+    architecture: ClassVar[str] = ""
+    fixed: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
+    only: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
+    ignored: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self):
+        for name, place in _places(type(self)).items():
+            place.check(getattr(self, name), self)
+
+    @classmethod
+    def from_hf(cls, fields: HFConfig) -> Any:
+        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        if cls.model_types:
+            fields.require("model_type", *cls.model_types)
+        for name, allowed in (*cls.fixed.items(), *cls.only.items()):
+            parent, last = _locate(fields, name)
+            parent.require(last, *(allowed if isinstance(allowed, tuple) else (allowed,)))
+        for name in cls.ignored:
+            parent, last = _locate(fields, name)
+            parent.ignore(last)
+        return cls(**cls._read(fields))
+
+    @classmethod
+    def _read(cls, fields: HFConfig) -> dict[str, Any]:
+        hints, so_far = typing.get_type_hints(cls), types.SimpleNamespace()
+        for name, place in _places(cls).items():
+            setattr(so_far, name, place.read(fields, so_far, hints[name]))
+        return vars(so_far)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the fields of config.json. Raises ValueError for a rope that transformers' class does not have."""
+        written: dict[str, Any] = {"architectures": [self.architecture]} if self.architecture else {}
+        if self.model_types:
+            written["model_type"] = self.model_types[0]
+        _put(written, {name: a[0] if isinstance(a, tuple) else a for name, a in self.fixed.items()})
+        for name, place in _places(type(self)).items():
+            _put(written, place.write(getattr(self, name), self))
+        return written
+
+    @classmethod
+    def required(cls) -> list[str]:
+        """Returns the names of the fields that a config.json must have."""
+        return [name for place in _places(cls).values() for name in place.required]
+
+
+def _places(cls: type) -> dict[str, Place]:
+    fields = dataclasses.fields(typing.cast(Any, cls))
+    return {field.name: field.metadata["hf"] for field in fields if "hf" in field.metadata}
+
+
+def _locate(fields: HFConfig, name: str) -> tuple[HFConfig, str]:
+    """Splits a dotted name into the object that has the field, and the field's name in it."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        fields = fields.nested(parent)
+    return fields, last
+
+
+def _put(target: dict[str, Any], fields: Mapping[str, Any]) -> None:
+    """Adds fields by dotted name, making the objects they lie in."""
+    for name, value in fields.items():
+        *parents, last = name.split(".")
+        place = target
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+
+
+def _declare(place: Place, default: Any, compare: bool = True) -> Any:
+    return dataclasses.field(default=default, compare=compare, metadata={"hf": place})
+
+
+def hf(
+    name: str,
+    default: Any = dataclasses.MISSING,
+    *,
+    absent: Default = dataclasses.MISSING,
+    null: Default = dataclasses.MISSING,
+    same: tuple[str, ...] = (),
+) -> Any:
+    """Declares a field that config.json has under `name`.
+
+    The annotation decides which values are accepted: bool, int, float, str or a tuple (a list there). With `| None`,
+    null means None.
+
+    Args:
+        name: Name in config.json; dots lead into nested objects.
+        default: Default of the constructor.
+        absent: What a config means by leaving the field out, or a function of the fields above it; `default` unless
+            given. Without either the field is required.
+        null: What null means, or a function of the fields above; like an absent field unless given. `weights.REQUIRED`
+            refuses it.
+        same: Other names of the same number in config.json. They must agree where they are given.
+    """
+    absent = default if absent is dataclasses.MISSING else absent
+    absent = REQUIRED if absent is dataclasses.MISSING else absent
+
+    def read(fields: HFConfig, c: Any, hint: Any) -> Any:
+        parent, last = _locate(fields, name)
+        kind, optional = _kind(hint)
+        nullable = optional or null not in (dataclasses.MISSING, REQUIRED)
+        if null is REQUIRED and last in parent:
+            value = parent.take(last, kind=kind)
+        else:
+            value = parent.take(last, _value(absent, c), kind=kind, nullable=nullable)
+        if value is None and not optional:
+            value = _value(null, c)
+        value = tuple(value) if kind is list and value is not None else value
+        for other in same:
+            where, it = _locate(fields, other)
+            where.require(it, value)
+        return value
+
+    def write(value: Any, cfg: Any) -> dict[str, Any]:
+        return dict.fromkeys((name, *same), list(value) if isinstance(value, tuple) else value)
+
+    return _declare(Place(read, write, (name,) if absent is REQUIRED else ()), default)
+
+
+def _value(default: Default, c: Any) -> Any:
+    return default(c) if callable(default) else default
+
+
+def _kind(hint: Any) -> tuple[type, bool]:
+    """Returns the class of values that an annotation accepts (list for a tuple), and whether it accepts None."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    first = next(option for option in options if option is not type(None))
+    kind = typing.get_origin(first) or first
+    return list if kind is tuple else kind, type(None) in options
+
+
+def hf_fields(
+    read: Callable[[HFConfig, Any], Any],
+    write: Callable[[Any, Any], Mapping[str, Any]],
+    *,
+    default: Any = dataclasses.MISSING,
+    compare: bool = True,
+) -> Any:
+    """Declares a field that several fields of config.json make up, or that is stored in another form.
+
+    Args:
+        read: `read(fields, c)` takes what it needs of `fields` and returns the value; `c` has the fields above.
+        write: `write(value, cfg)` returns config.json's fields.
+        default: Default of the constructor.
+        compare: Whether configurations with different values differ.
+    """
+    return _declare(Place(lambda fields, c, hint: read(fields, c), write), default, compare)
+
+
+def hf_head_dim() -> Any:
+    """Declares `head_dim`, by default `dim / num_heads`, which transformers' Llama requires to be whole."""
+
+    def read(fields: HFConfig, c: Any, hint: Any) -> int:
+        head_dim = fields.take("head_dim", None, kind=int)
+        if head_dim is None and c.dim % c.num_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads ({c.num_heads}) must divide hidden_size ({c.dim}), or head_dim be "
+                "given."
+            )
+        return c.dim // c.num_heads if head_dim is None else head_dim
+
+    def write(value: int, cfg: Any) -> dict[str, Any]:
+        if cfg.dim % cfg.num_heads:
+            warnings.warn(
+                f"num_heads ({cfg.num_heads}) does not divide dim ({cfg.dim}): maxlib reads the export, transformers 5 "
+                "refuses such a config",
+                stacklevel=5,
+            )
+        return {"head_dim": value}
+
+    return _declare(Place(read, write), dataclasses.MISSING)
+
+
+def hf_rope(
+    *,
+    head_dim: Default = lambda c: c.head_dim,
+    interleaved: bool = False,
+    partial: bool = False,
+    layer_type: str | None = None,
+    theta_field: str = "rope_theta",
+    scaling_field: str | None = "rope_scaling",
+    **defaults: Any,
+) -> Any:
+    """Declares a rotary embedding, in both spellings; see `HFConfig.rope`.
+
+    Args:
+        head_dim: Width of a head, or a function of the fields above.
+        interleaved: Whether the family pairs neighbouring dimensions, rather than dimensions half a head apart.
+        partial: Whether it can rotate a part of the head.
+        layer_type: Key within `rope_parameters`, for families whose layer types rotate differently.
+        theta_field: What transformers 4 calls the base.
+        scaling_field: What transformers 4 calls the scaling; None where it has none for this layer type.
+        **defaults: `default_theta`, `default_length`, `default_fraction`: what leaving these fields out means.
+    """
+    spelling = {"layer_type": layer_type, "theta_field": theta_field, "scaling_field": scaling_field}
+
+    def read(fields: HFConfig, c: Any, hint: Any) -> Any:
+        width = _value(head_dim, c)
+        return fields.rope(head_dim=width, interleaved=interleaved, partial=partial, **spelling, **defaults)
+
+    def write(rope: Any, cfg: Any) -> dict[str, Any]:
+        width = _value(head_dim, cfg)
+        written = rope_to_hf(rope, head_dim=width, whole_heads=not partial, interleaved=interleaved)
+        if layer_type is not None:
+            written[f"rope_parameters.{layer_type}"] = written.pop("rope_parameters")
+        if scaling_field is None:
+            return {theta_field: written["rope_theta"], **{k: v for k, v in written.items() if "." in k}}
+        return written
+
+    return _declare(Place(read, write), dataclasses.MISSING)
+
+
+SLIDING = "sliding_attention"
+
+
+def hf_layer_types(
+    *known: str,
+    usual: Callable[[Any], tuple[str, ...]],
+    absent: Callable[[HFConfig, Any], tuple[str, ...]] | None = None,
+    also: Callable[[tuple[str, ...]], Mapping[str, Any]] = lambda types: {},
+) -> Any:
+    """Declares `layer_types`, one of `known` for each layer, or None for the family's usual ones.
+
+    Args:
+        *known: What a layer can be.
+        usual: `usual(c)` returns the types that None stands for.
+        absent: `absent(fields, c)` returns the types of a config.json without `layer_types`; the usual ones unless
+            given.
+        also: `also(types)` returns fields to be written beside `layer_types`.
+    """
+
+    def read(fields: HFConfig, c: Any, hint: Any) -> tuple[str, ...] | None:
+        given = fields.layer_types(c.num_layers, *known)
+        # Called in any case, so that the fields it reads count as known.
+        implied = usual(c) if absent is None else absent(fields, c)
+        types = implied if given is None else given
+        return None if types == usual(c) else types
+
+    def write(value: tuple[str, ...] | None, cfg: Any) -> dict[str, Any]:
+        types = usual(cfg) if value is None else value
+        return {"layer_types": list(types), **also(types)}
+
+    def check(value: tuple[str, ...] | None, cfg: Any) -> None:
+        if value is not None and len(value) != cfg.num_layers:
+            raise ValueError(f"layer_types must name {cfg.num_layers} layers, got {len(value)}")
+        if SLIDING in (value or ()) and cfg.window is None:
+            raise ValueError(
+                f"layer_types has {SLIDING}, which needs a window (config.json: use_sliding_window and sliding_window)"
+            )
+
+    return _declare(Place(read, write, check=check), None)
+
+
+def hf_max_window_layers(full: str, *, absent: int, window: int) -> Any:
+    """Declares `layer_types` for families in which, with a window, layers from `max_window_layers` on slide.
+
+    Args:
+        full: What a layer without a window is called.
+        absent: What a config means by leaving `max_window_layers` out.
+        window: What it means by leaving `sliding_window` out.
+    """
+
+    def implied(fields: HFConfig, c: Any) -> tuple[str, ...]:
+        first = fields.take("max_window_layers", absent)
+        first = c.num_layers if switched_window(fields, window) is None else first
+        return tuple(SLIDING if i >= first else full for i in range(c.num_layers))
+
+    # The count is all that early versions of transformers look at.
+    also = lambda types: {"max_window_layers": types.count(full)}
+    return hf_layer_types(full, SLIDING, usual=lambda c: (full,) * c.num_layers, absent=implied, also=also)
+
+
+def hf_switched_window(*, absent: int | None) -> Any:
+    """Declares the window of sliding layers, which `use_sliding_window` turns on; `layer_types` stands above it.
+
+    Args:
+        absent: What a config means by leaving `sliding_window` out.
+    """
+
+    def read(fields: HFConfig, c: Any, hint: Any) -> int | None:
+        window = switched_window(fields, absent)
+        return window if SLIDING in (c.layer_types or ()) else None
+
+    def write(value: int | None, cfg: Any) -> dict[str, Any]:
+        return {"use_sliding_window": SLIDING in (cfg.layer_types or ()), "sliding_window": value}
+
+    return _declare(Place(read, write), None)
+
+
+def switched_window(fields: HFConfig, absent: int | None) -> int | None:
+    """Returns `sliding_window`, or None if `use_sliding_window` is off.
+
+    Args:
+        fields: Those of config.json.
+        absent: What a config means by leaving `sliding_window` out.
+    """
+    window = fields.take("sliding_window", absent, kind=int, nullable=True)
+    return window if fields.take("use_sliding_window", False) else None
+
+
+def hf_mtp(absent: int) -> Any:
+    """Declares how many modules of multi-token prediction a checkpoint has; an export has `cfg.num_mtp`."""
+    field = "num_nextn_predict_layers"
+    place = Place(lambda fields, c, hint: fields.take(field, absent), lambda value, cfg: {field: cfg.num_mtp})
+    return _declare(place, 0, compare=False)

@@ -1,0 +1,155 @@
+"""Mutants: a small change to a line of maxlib that the tests of its file ought to notice.
+
+`python -m tests.mutants` draws some, runs the tests that mirror each one's file, and lists those that survive; `--show`
+only lists what it draws, `--only maxlib/ops/_rope.py` draws from some files. A survivor is a missing test, or a change
+that changes nothing, which is to be said where the result is written down.
+"""
+
+import argparse
+import ast
+import copy
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests import changed
+
+ROOT = changed.ROOT
+ROOMS = ("ops", "nn", "weights", "data", "training")
+SWAPS: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
+}  # fmt: skip
+TIMEOUT = 600  # seconds; a mutant that hangs is noticed
+
+
+@dataclass(frozen=True)
+class Mutant:
+    path: Path
+    line: int
+    begin: int
+    end: int
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        flat = lambda text: " ".join(text.split())[:90]
+        return f"{self.path.relative_to(ROOT)}:{self.line}: {flat(self.old)}  ->  {flat(self.new)}"
+
+    def applied(self) -> str:
+        source = self.path.read_bytes()
+        return (source[: self.begin] + self.new.encode() + source[self.end :]).decode()
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """The mutants of one expression, each with one thing other than it was."""
+    if isinstance(node, ast.Compare):
+        for i, op in enumerate(node.ops):
+            if type(op) in SWAPS:
+                (other := copy.deepcopy(node)).ops[i] = SWAPS[type(op)]()
+                yield other
+    if isinstance(node, ast.BoolOp | ast.BinOp) and type(node.op) in SWAPS:
+        (other := copy.deepcopy(node)).op = SWAPS[type(node.op)]()
+        yield other
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
+        yield node.operand
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        yield ast.Constant(node.value + 1)
+    if isinstance(node, ast.IfExp):
+        yield ast.IfExp(node.test, node.orelse, node.body)
+
+
+def computing(node: ast.AST) -> Iterator[ast.AST]:
+    """What computes below a node: no annotations, messages, decorators' arguments or text."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "exc", "msg") or isinstance(node, ast.JoinedStr):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield child
+                yield from computing(child)
+
+
+def mutants(path: Path) -> Iterator[Mutant]:
+    source = path.read_bytes()
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for node in computing(ast.parse(source)):
+        for other in changes(node):
+            begin, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+            new = ast.unparse(ast.fix_missing_locations(other))
+            yield Mutant(path, node.lineno, begin, end, source[begin:end].decode(), f"({new})")
+
+
+def mirror(path: Path) -> list[Path]:
+    """The tests of a file, in its room: those of its name first, then those that use it; all if there are none."""
+    room = ROOT / "tests" / path.relative_to(ROOT / "maxlib").parts[0]
+    tests, words = sorted(room.rglob("test_*.py")), {path.stem.strip("_"), path.parent.name.strip("_")}
+    singular = {word.removesuffix("s") for word in words}
+    own = [test for test in tests if test.stem.removeprefix("test_").removesuffix("s") in singular]
+    using = [test for test in tests if test not in own and path in changed.uses(test)]
+    return [*own, *using] or tests
+
+
+def survives(mutant: Mutant, copied: Path) -> bool:
+    """Whether the tests pass in a copy of the repository with the mutant in it."""
+    place = copied / mutant.path.relative_to(ROOT)
+    place.write_text(mutant.applied())
+    tests = [str(test.relative_to(ROOT)) for test in mirror(mutant.path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(command, cwd=copied, env=environment(copied), capture_output=True, timeout=TIMEOUT)
+        return done.returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        shutil.copy(mutant.path, place)
+
+
+def environment(copied: Path) -> dict[str, str]:
+    """Mutants share compiled programs: most of them change few."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(copied / ".programs"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return os.environ | cache | {"PYTHONPATH": str(copied), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--number", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--only", nargs="*", type=Path, help="files; all of ops, nn, weights, data and training if none"
+    )
+    parser.add_argument("--show", action="store_true", help="list the mutants and run nothing")
+    args = parser.parse_args()
+    rooms = [path for room in ROOMS for path in sorted((ROOT / "maxlib" / room).rglob("*.py"))]
+    everything = [m for path in (map(Path.absolute, args.only) if args.only else rooms) for m in mutants(path)]
+    drawn = random.Random(args.seed).sample(everything, min(args.number, len(everything)))
+    if args.show:
+        print(*drawn, f"{len(drawn)} of {len(everything)}", sep="\n")
+        return
+    alive = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for folder in ("maxlib", "tests", "docs", "examples"):
+            shutil.copytree(
+                ROOT / folder, Path(scratch) / folder, ignore=shutil.ignore_patterns("__pycache__", "_build")
+            )
+        for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "noxfile.py"):
+            shutil.copy(ROOT / name, scratch)
+        for mutant in drawn:
+            alive += [mutant] if (alone := survives(mutant, Path(scratch))) else []
+            print("survived" if alone else "killed  ", mutant, flush=True)
+    print(f"{len(drawn) - len(alive)} of {len(drawn)} killed; survivors:", *alive, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Positions that are no count of tokens: three rows of them, and what a cache keeps."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib import nn
+
+
+def cache(**more):
+    return nn.Cache([], jnp.zeros(2, jnp.int32), 16, **more)
+
+
+def test_positions_go_on_behind_an_image():
+    """Row 0: two words, an image of 2 x 2 at position 2, a word at 4. Row 1: three words and padding."""
+    image = [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [2, 3, 2], [2, 3, 3], [4, 4, 4]]
+    words = [[i, i, i] for i in range(3)] + [[0, 0, 0]] * 4
+    valid = jnp.asarray([[True] * 7, [True] * 3 + [False] * 4])
+    prefill = cache(position_offset=jnp.zeros(2, jnp.int32))
+    ctx = nn.context(2, 7, positions=jnp.asarray([image, words]), valid=valid, cache=prefill)
+    after = prefill.advanced([], ctx)
+    np.testing.assert_array_equal(after.length, [7, 3])
+    np.testing.assert_array_equal(after.position_offset, [-2, 0])  # the next is 5, though seven tokens came before
+    step = nn.context(2, 1, cache=after)
+    np.testing.assert_array_equal(step.positions[:, 0], [5, 3])
+    np.testing.assert_array_equal(step.index[:, 0], [7, 3])  # masks go by the order of tokens
+    np.testing.assert_array_equal(after.advanced([], step).position_offset, [-2, 0])
+
+
+def test_rows_without_new_tokens_keep_their_offset():
+    before = cache(position_offset=jnp.asarray([3, -1]))
+    valid = jnp.asarray([[True, False], [False, False]])
+    ctx = nn.context(2, 2, positions=jnp.asarray([[9, 0], [0, 0]]), valid=valid, cache=before)
+    np.testing.assert_array_equal(before.advanced([], ctx).position_offset, [9, -1])
+
+
+def test_without_an_offset_positions_count_tokens():
+    ctx = nn.context(2, 3, cache=cache())
+    assert ctx.next_position_offset is None and cache().advanced([], ctx).position_offset is None
+
+
+def test_shapes_are_checked():
+    nn.context(2, 3, positions=jnp.zeros((2, 3, 3), jnp.int32))
+    for wrong in ((2, 4), (2, 4, 3), (3, 2, 3)):
+        with pytest.raises(ValueError, match=r"positions must have the shape of the tokens, \(2, 3\)"):
+            nn.context(2, 3, positions=jnp.zeros(wrong, jnp.int32))
+    with pytest.raises(ValueError, match=r"tokens must have the shape"):
+        nn.context(2, 3, tokens=jnp.zeros((2, 2), jnp.int32))
+
+
+def test_first_tokens_of_documents():
+    packed = nn.context(1, 6, segment_ids=jnp.asarray([[1, 1, 2, 2, 0, 0]]))
+    np.testing.assert_array_equal(packed.is_start, [[1, 0, 1, 0, 0, 0]])
+    left = nn.context(1, 4, valid=jnp.asarray([[False, True, True, True]]))
+    np.testing.assert_array_equal(left.is_start, [[0, 1, 0, 0]])
+    valid = jnp.asarray([[True, True, False], [True, False, False]])
+    np.testing.assert_array_equal(nn.context(2, 3, valid=valid, cache=cache()).is_start, [[1, 0, 0], [1, 0, 0]])
+    later = nn.Cache([], jnp.asarray([4, 0]), 16)
+    np.testing.assert_array_equal(nn.context(2, 1, cache=later).is_start, [[0], [1]])

@@ -1,0 +1,194 @@
+"""The contract of sequence mixers, on a recurrence that maxlib does not know (tests/outside_recurrent.py)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib import inference, nn, plan, sharding, training
+from maxlib.checkpoint import Checkpointer, layouts
+from tests.outside_recurrent import DIM, VOCAB, GatedRecurrence, Hybrid, hybrid
+
+ROWS, LENGTH = 8, 16
+
+
+def ids(seed: int = 0, rows: int = ROWS, length: int = LENGTH):
+    return jnp.asarray(np.random.default_rng(seed).integers(1, VOCAB, (rows, length)), jnp.int32)
+
+
+def batch(step: int) -> dict:
+    """Counting up, from a random start: something to learn."""
+    start = np.random.default_rng(step).integers(0, VOCAB, (ROWS, 1))
+    text = (start + np.arange(LENGTH + 1)) % VOCAB
+    return {"tokens": jnp.asarray(text[:, :-1], jnp.int32), "targets": jnp.asarray(text[:, 1:], jnp.int32)}
+
+
+def loss(model, batch, key=None):
+    return training.next_token_loss(model, batch, dtype=jnp.float32, remat="full")
+
+
+def trained(model, steps: int):
+    optimizer = training.adamw(3e-2, mask=training.decay_mask(model))
+    state = training.make_state(jax.tree.map(jnp.copy, model), optimizer)
+    step, losses = training.jit_step(training.make_train_step(loss, optimizer)), []
+    for i in range(steps):
+        state, metrics = step(state, batch(i))
+        losses.append(float(metrics["nll"]))
+    return state, losses
+
+
+@jax.jit
+def hidden(model, tokens, **inputs):
+    return model(tokens, **inputs, dtype=jnp.float32).hidden
+
+
+def test_the_layer_is_its_formula():
+    """Against a loop in float64, row by row and token by token."""
+    layer, x = GatedRecurrence(DIM, rngs=nn_rngs()), np.random.default_rng(0).normal(size=(2, 7, DIM))
+    matrix = lambda einsum: np.asarray(einsum.w[...], np.float64)
+    want, h = np.zeros_like(x), np.zeros((2, DIM))
+    for t in range(7):
+        a = 1 / (1 + np.exp(-(x[:, t] @ matrix(layer.gate).T + 2)))
+        h = a * h + (1 - a) * (x[:, t] @ matrix(layer.value).T)
+        want[:, t] = h @ matrix(layer.out).T
+    got, _ = layer(jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
+
+
+def nn_rngs():
+    from flax import nnx
+
+    return nnx.Rngs(3)
+
+
+def test_packed_documents_are_those_documents_alone():
+    """Slow decay, so that a state which is not reset shows."""
+    model, tokens = hybrid(), ids(rows=1, length=16)
+    segment_ids = jnp.asarray([[1] * 5 + [2] * 8 + [0] * 3])
+    packed = hidden(model, tokens, segment_ids=segment_ids)
+    for first, last in ((0, 5), (5, 13)):
+        alone = hidden(model, tokens[:, first:last])
+        np.testing.assert_allclose(packed[:, first:last], alone, atol=2e-6 * np.abs(alone).max())
+    one = hidden(model, tokens)
+    assert np.abs(packed[:, 5:13] - one[:, 5:13]).max() > 1e-2 * np.abs(one).max()  # it does make a difference
+
+
+def test_it_decodes_what_it_computes_at_once():
+    """A padded prompt of two lengths, then three tokens one by one, against all at once."""
+    model, tokens, lengths = hybrid(), ids(1, 2, 9), np.array([6, 4])
+    cache = model.init_cache(2, 16, dtype=jnp.float32)
+    valid = jnp.arange(6)[None] < lengths[:, None]
+    cache = model(jnp.where(valid, tokens[:, :6], 0), valid=valid, cache=cache, dtype=jnp.float32).cache
+    for step in range(3):
+        new = jnp.stack([tokens[row, n + step] for row, n in enumerate(lengths)])[:, None]
+        out = model(new, cache=cache, dtype=jnp.float32)
+        cache = out.cache
+        for row, n in enumerate(lengths):
+            want = hidden(model, tokens[row : row + 1, : n + step + 1])[0, -1]
+            np.testing.assert_allclose(out.hidden[row, 0], want, atol=3e-6 * np.abs(want).max())
+
+
+def test_it_trains_and_generates():
+    state, losses = trained(hybrid(), 80)
+    assert losses[-1] < 0.5 * losses[0]
+    got = inference.generate(state.model, [[3, 4, 5, 6], [20, 21]], max_new_tokens=4, dtype=jnp.float32)
+    assert got == [[7, 8, 9, 10], [22, 23, 24, 25]]
+
+
+def test_it_is_saved_and_restored_in_another_layout(tmp_path):
+    state, _ = trained(hybrid(), 2)
+    other = hybrid()
+    other.layers = other.layers.with_layout(prefix=4, period=1)
+    with Checkpointer(tmp_path, layouts=layouts(state.rest)) as saver:
+        saver.save(2, {"params": state.trainable})
+    fresh, rest = nn.partition(other)
+    with Checkpointer(tmp_path, layouts=layouts(other)) as reader:
+        restored = nn.combine(reader.restore(like={"params": fresh})["params"], rest)
+    np.testing.assert_array_equal(restored.layers[2].mixer.gate.w[...], state.model.layers[2].mixer.gate.w[...])
+    np.testing.assert_allclose(hidden(restored, ids()), hidden(state.model, ids()), atol=1e-5)
+
+
+@pytest.mark.parametrize("rules", ["FSDP_TP", "CP_RING", "CP_GATHER"])
+def test_eight_devices_are_one(rules):
+    """A sequence that devices share keeps its order, though attention alone would have it in zigzag."""
+    rules, tokens = sharding.FSDP | getattr(sharding, rules), ids()
+    mesh = sharding.make_mesh(fsdp=2, tensor=2, context=2)
+    want = hidden(hybrid(), tokens)
+    layout = sharding.Layout(mesh, rules)
+    placed = sharding.create(hybrid, layout)
+    with sharding.use(layout):
+        got = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).hidden)(placed, tokens)
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+
+
+def test_zigzag_order_is_refused():
+    layout = sharding.Layout(sharding.make_mesh(context=8), sharding.CP_RING)
+    model = hybrid()
+    assert not model.layers.is_reorderable
+
+    class Forced(Hybrid):
+        def enter(self, x, *, cache=None, **inputs):
+            x, ctx = super().enter(x, cache=cache, **inputs)
+            return nn._context.zigzag_shard(x, ctx)
+
+    model.__class__ = Forced
+    with (
+        sharding.use(mesh, rules),
+        pytest.raises(ValueError, match="zigzag order, but GatedRecurrence must see them in"),
+    ):
+        jax.eval_shape(lambda: model(ids()))
+
+
+def test_a_state_cannot_be_quantized():
+    with pytest.raises(ValueError, match="GatedRecurrence cannot keep a state in int8"):
+        hybrid().init_cache(2, 16, dtype=jnp.int8)
+    with pytest.raises(ValueError, match="GatedRecurrence cannot keep a state in int8"):
+        inference.Generator(hybrid(), cache_dtype=jnp.int8).generate([[1, 2]], max_new_tokens=2)
+
+
+def test_a_state_cannot_be_rewound():
+    class Drafting(Hybrid):
+        def init_draft_cache(self, batch, capacity, *, dtype=jnp.bfloat16):
+            return self.init_cache(batch, capacity, dtype=dtype)
+
+        def draft(self, hidden, tokens, *, cache, valid=None):
+            return hidden, cache
+
+    model = hybrid()
+    model.__class__ = Drafting
+    with pytest.raises(ValueError, match="keep only a window or a state .*State.* cannot be taken back"):
+        inference.speculate(inference.Generator(model), [[1, 2]], max_new_tokens=2)
+
+
+def test_caches_answer_for_themselves():
+    model = hybrid()
+    caches = [model.layers[i].init_cache(1, 8) for i in range(2)]
+    assert [nn.cache.can_rewind(cache) for cache in caches] == [False, True]
+    assert not nn.cache.can_rewind({"h": jnp.zeros(2)})  # nobody answers: not to be relied on
+    assert nn.describe.cache_kinds(model) == ("full", "state")
+    assert nn.describe.attention_kind(model) == "GatedRecurrence, MHA"
+
+
+def test_plans_ask_the_layer():
+    """With a sequence over 4 devices: the attention's ring, and the gathers that the recurrence states."""
+    base = {"target": "h100x4", "sequence": 64, "batch_per_chip": 1, "rules": sharding.CP_RING, "mesh": {"context": 4}}
+    bytes_of = lambda model: {
+        one.kind: one.bytes
+        for one in plan.estimated(plan.Job(model=model, **base)).costs.collectives
+        if "context" in one.axes
+    }
+    mixed, alone = bytes_of(hybrid), bytes_of(lambda: hybrid(attention=False))
+    tokens, passes = 64 / 4 * 4, 3  # a batch of one row for each device, cut over four; remat is full
+    one = (passes - 1) * tokens * 4 * DIM * 2
+    assert mixed["collective-permute"] > 0 and "collective-permute" not in alone
+    assert alone["all-gather"] - mixed["all-gather"] == pytest.approx(2 * one)
+    assert plan.estimated(plan.Job(model=hybrid, **base)).peak > 0
+
+
+def test_implementations_are_chosen_by_op():
+    model = hybrid()
+    new = nn.with_implementation(model, "scan", op="recurrence")
+    assert [new.layers[i].mixer.implementation for i in range(4)] == ["scan", None, "scan", None]
+    assert nn.with_attention(model, "chunked").layers[1].mixer.implementation == "chunked"
+    with pytest.raises(ValueError, match="no layer .* whose op is 'attention'"):
+        nn.with_attention(hybrid(attention=False), "chunked")
