@@ -44,6 +44,8 @@ class Decoder(nnx.Module):
         head: None if it is tied to `embed`.
         masks: What its layers ask of the context, computed once.
         ropes: The same for rotary tables.
+        recompute_cache_at: Length at which cached keys are rotated otherwise and have to be computed anew (LongRoPE's
+            switch in Phi); None if there is none.
         softcap: Of the logits, `c * tanh(logits / c)`.
         layers_take_tokens: True if layers read ids from `ctx.tokens`.
     """

@@ -276,7 +276,7 @@ class Rope:
 
     @property
     def needs_length(self) -> bool:
-        """Whether the angles depend on the length of the sequence; if so, decoding fixes `length` at prefill."""
+        """Whether the angles depend on the length of the sequence; while decoding, that of each row so far."""
         return self.scaling is not None and self.scaling.needs_length
 
     def inv_freq(self, length: Length | None = None) -> Frequencies:
@@ -321,13 +321,13 @@ class Rope:
         if not self.needs_length:
             length = None
         if getattr(length, "ndim", 0) == 1:
-            return jax.vmap(self.inv_freq)(length)[:, None, :]  # [B, half] -> [B, 1, half]
+            return jnp.asarray(jax.vmap(self.inv_freq)(length))[:, None, :]  # [B, half] -> [B, 1, half]
         return jnp.asarray(self.inv_freq(length))[None, None, :]
 
     def _check_known(self, positions: Array | np.ndarray, length: Lengths | None) -> None:
         for value in (length, positions.max() + 1 if positions.size else None):
             with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: its value is not known here
-                self.check_length(0 if value is None else int(value.max() if getattr(value, "ndim", 0) else value))
+                self.check_length(0 if value is None else int(jnp.max(jnp.asarray(value))))
 
 
 def apply_rope(
