@@ -15,7 +15,7 @@ _PHASES = ("async_write_complete", "async_commit_complete")  # as orbax calls th
 
 
 class SaveBarrier:
-    """The barriers of orbax's asynchronous saves, its `barrier_sync_fn`.
+    """Barriers of orbax's asynchronous saves, its `barrier_sync_fn`.
 
     Orbax's threads meet at `_PHASES` when all arrays are written and when the step is committed. A host that fails
     never comes there, and the others wait for it until a timeout of 20 minutes. Here it comes as well, after it has
@@ -34,11 +34,11 @@ class SaveBarrier:
         """Waits for all hosts.
 
         Args:
-          key: orbax's name for the barrier.
-          timeout_ms: milliseconds until the wait fails.
+            key: Orbax's name for the barrier.
+            timeout_ms: Milliseconds until the wait fails.
 
         Raises:
-          PeerError: another host's part of the save has failed.
+            PeerError: Another host's part of the save has failed.
         """
         if jax.process_count() == 1:
             return
@@ -70,7 +70,7 @@ class SaveBarrier:
 
 
 def _client() -> Any:
-    """The client of jax's coordinator, with which orbax waits too; it has no public name."""
+    """Returns the client of jax's coordinator, with which orbax waits too; it has no public name."""
     from jax._src import distributed
 
     return distributed.global_state.client

@@ -26,17 +26,25 @@ _log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and restores the steps of one run in a directory of its own, asynchronously.
 
-    `directory` is a path or a URL such as "gs://bucket/run". A step appears all at once or not at all; then it is read
-    again and compared with its checksums (`verify`), and only after that older ones go. What stays: the newest `keep`
-    (None: all), every step that `keep_every` divides, the `best`. `should_save` says yes every `every` steps, and when
-    `seconds` have passed since the last save. `replace`: what was saved under a step's number goes, where otherwise
-    steps of another history are an error. `layouts` are those of the model's stacks (`layouts(model)`): recorded with
-    each step, and what a restored step is laid out to. In a job of several hosts every host makes the same calls, and
-    all see the same directory.
+    A step appears all at once or not at all; then it is read again and compared with its checksums, and only after that
+    older ones go. The run that opens a directory last owns it: an older one stops at its next save. In a job of several
+    hosts every host makes the same calls, and all see the same directory.
+
+    Args:
+        directory: Path, or a URL such as "gs://bucket/run".
+        every: Number of steps from one save to the next, which `should_save` asks for.
+        seconds: Seconds from one save to the next; both may be given.
+        keep: Number of newest steps that stay; None keeps all.
+        keep_every: Steps that it divides stay, too.
+        best: Steps with the best metric stay, too.
+        verify: Read a step again once it is written.
+        replace: Delete what was saved under a step's number. Otherwise steps of another history are an error.
+        layouts: Those of the model's stacks (`layouts(model)`), recorded with each step; restored steps are laid out so.
+        max_failed_saves: Failed saves in a row after which `unsaved` says that the run should end; None for no limit.
+        max_unsaved_seconds: The same, in seconds from the first of them.
 
     Raises:
-      SaveError: the directory cannot be made or written.
-      InUseError: another run that still lives saves there.
+        SaveError: The directory cannot be made or written.
     """
 
     def __init__(
@@ -88,9 +96,7 @@ class Checkpointer:
             _log.error("%s", failed)  # and let the first error be seen
 
     def should_save(self, step: int) -> bool:
-        """Whether a save is due after `step`, by `every` or by `seconds`; never without them. All hosts get the same
-        answer.
-        """
+        """Returns whether a save is due after `step`, by `every` or by `seconds`; all hosts get the same answer."""
         return self._when.due(step)
 
     def save(
@@ -104,15 +110,19 @@ class Checkpointer:
     ) -> None:
         """Starts to save and returns once the arrays may be donated; waits for the save before, if that still runs.
 
-        items: pytrees of arrays by name, such as `params`, `rest` and `opt`. data: one state of the data's iterator per
-        virtual shard of this host (`Loader.get_state()`), in JSON's types. meta: anything in JSON's types; `format`,
-        `step`, `layouts` and `metrics` are added, by which `best` chooses. A step that this object has saved or
-        restored already is left as it is.
+        A step that this object has saved or restored already is left as it is.
+
+        Args:
+            step: Number of the step.
+            items: Pytrees of arrays by name, such as `params`, `rest` and `opt`.
+            data: One state of the data's iterator per virtual shard of this host (`Loader.get_state()`), in JSON's types.
+            meta: Anything in JSON's types; `format`, `step`, `layouts` and `metrics` are added.
+            metrics: Numbers by which `best` chooses.
 
         Raises:
-          SaveError: the save before this one has failed; this one runs all the same. Or this one cannot even begin.
-          ValueError: the directory has this step or a later one of another history.
-          InUseError: another run has taken the directory over.
+            SaveError: The save before this one has failed; this one runs all the same. Or this one cannot even begin.
+            ValueError: The directory has this step or a later one of another history.
+            InUseError: Another run has taken the directory over.
         """
         failed = self._finish()
         if step in self._own - self._damaged:
@@ -144,20 +154,20 @@ class Checkpointer:
         return restored
 
     def adopt(self, step: int) -> None:
-        """Takes `step`, if it is here, for one of this run, which need not be saved again."""
+        """Counts `step`, if it is here, among those of this run, so that it is not saved again."""
         self._own |= {step} & set(self.steps())
         self._when.saved(step)
 
     def steps(self) -> list[int]:
-        """The complete steps, oldest first."""
+        """Lists the complete steps, oldest first."""
         return storage.steps(self.directory)
 
     def has(self, step: int) -> bool:
-        """Whether `step` is complete, or being saved."""
+        """Returns whether `step` is complete, or being saved."""
         return step in self._own or step in self.steps()
 
     def latest(self) -> int | None:
-        """The newest complete step whose records are whole and that has not been found damaged; None without one.
+        """Returns the newest complete step whose records are whole and that has not been found damaged, else None.
 
         Its arrays are read and verified when it is restored, or by `verify`.
         """
@@ -174,7 +184,7 @@ class Checkpointer:
         _raise(self._finish())
 
     def settle(self) -> None:
-        """Waits for the last save without a word to the other hosts: after an error that they need not have."""
+        """Waits for the last save without talking to other hosts, after an error that they need not have."""
         if self._saving is not None:
             wait([self._saving[1]])
 
@@ -209,7 +219,7 @@ class Checkpointer:
             raise self._failed(step, error) from error
 
     def _held(self) -> list[int]:
-        """The complete steps, one list for all hosts. Raises InUseError if another run has taken them over."""
+        """Lists the complete steps, the same for all hosts. Raises InUseError if another run has taken them over."""
         with distributed.raise_on_all("reading its directory"):
             here = self._owner.taken(), self.steps()
         taken, steps = distributed.allgather_json(here)[0]
@@ -232,7 +242,7 @@ class Checkpointer:
         self._own.add(step)
 
     def _complete(self, step: int) -> list[str]:
-        """In the background: waits until `step` is on disk and reads it again; gives what is not as it was."""
+        """Waits, in the background, until `step` is on disk, reads it again and returns the names of damaged leaves."""
         self._steps.wait()
         bad = restore.damaged_leaves(self.directory / str(step)) if self._verify else []
         if jax.process_count() == 1 and not bad:
@@ -240,7 +250,7 @@ class Checkpointer:
         return bad
 
     def _finish(self) -> SaveError | None:
-        """Waits for the save that runs, and gives what went wrong with it."""
+        """Waits for the save that runs and returns what went wrong with it."""
         saving, self._saving = self._saving, None
         if saving is None:
             return None
@@ -275,12 +285,12 @@ class Checkpointer:
         return failed
 
     def _last_good(self) -> int | None:
-        """The newest step that is known to be good, without a look at the disk where possible: it may be the cause."""
+        """Returns the newest step known to be good; looks at the disk, which may be the cause, only if it must."""
         known = self._own - self._damaged
         return max(known) if known else self.latest()
 
     def _prune(self) -> None:
-        """Deletes the steps that need not be kept; the damaged ones never count as kept."""
+        """Deletes the steps that need not be kept; damaged ones never count as kept."""
         try:
             steps = self.steps()
             good = [step for step in steps if step not in self._damaged]
@@ -298,7 +308,7 @@ class Checkpointer:
             _log.error("%s", failed)
 
     def _make_way(self, step: int, held: list[int]) -> None:
-        """Sets damaged steps aside that stand where the run goes now. Good ones are never touched."""
+        """Renames damaged steps that stand where the run goes now. Never touches good ones."""
         if self._replace and step in held:
             self._steps.make_room(step)
         ahead = [s for s in held if s >= step and not self._replace]
@@ -355,5 +365,5 @@ def _text(name: str, content: Any) -> str:
 
 
 def _of_all_hosts(data: dict[str, Any]) -> dict[str, Any]:
-    """The states of all hosts' shards, joined."""
+    """Joins the states of all hosts' shards."""
     return {shard: state for states in distributed.allgather_json(data) for shard, state in states.items()}

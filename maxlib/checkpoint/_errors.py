@@ -4,10 +4,10 @@ import re
 
 
 class SaveError(RuntimeError):
-    """A step could not be written; the steps before it are as they were.
+    """Error for a step that could not be written; the steps before it are as they were.
 
     Attributes:
-      step: the step that is not there.
+        step: The step that is not there.
     """
 
     def __init__(self, message: str, *, step: int):
@@ -16,10 +16,10 @@ class SaveError(RuntimeError):
 
 
 class UnsavedError(RuntimeError):
-    """Too many saves in a row have failed for a run to go on.
+    """Error that ends a run of which too many saves in a row have failed.
 
     Attributes:
-      last_good: the newest step that is on disk, None without one.
+        last_good: The newest step that is on disk, None without one.
     """
 
     def __init__(self, message: str, *, last_good: int | None):
@@ -28,15 +28,15 @@ class UnsavedError(RuntimeError):
 
 
 class InUseError(RuntimeError):
-    """Another run has this directory."""
+    """Error for a directory that another run has taken over."""
 
 
 class DamagedError(RuntimeError):
-    """What is stored is not what was saved.
+    """Error for stored data that is not what was saved.
 
     Attributes:
-      step: the damaged step, None for a checkpoint that is not a step of a run.
-      leaves: what is damaged, such as "params: layers.body.0.attn.q.w".
+        step: The damaged step, None for a checkpoint that is not a step of a run.
+        leaves: What is damaged, such as "params: layers.body.0.attn.q.w".
     """
 
     def __init__(self, message: str, *, step: int | None = None, leaves: tuple[str, ...] = ()):
@@ -57,6 +57,6 @@ def summary(error: BaseException, most: int = 300) -> str:
 
 
 def shorten(names: list[str], most: int = 12) -> str:
-    """A line for each name, of which there may be thousands."""
+    """Returns a line for each of the first names, of which there may be thousands."""
     more = [f"... and {len(names) - most} more"] if len(names) > most else []
     return "".join(f"\n  {name}" for name in [*names[:most], *more])

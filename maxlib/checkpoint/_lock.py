@@ -32,13 +32,13 @@ class RunLock:
     it finds another's token (`taken`).
 
     Args:
-      directory: the run's directory; made if it does not exist. All hosts must see the same one.
+        directory: The run's directory; made if it does not exist. All hosts must see the same one.
 
     Attributes:
-      first: whether no other object of this process holds the directory.
+        first: True if no other object of this process holds the directory.
 
     Raises:
-      ValueError: the hosts see different directories.
+        ValueError: The hosts see different directories.
     """
 
     def __init__(self, directory: epath.Path):
@@ -56,7 +56,7 @@ class RunLock:
         """Says which other run has opened the directory since, on the first host; None if none has.
 
         Raises:
-          OSError: the record cannot be read.
+            OSError: The record cannot be read.
         """
         if not self._leads or not self._file.parent.is_dir():  # writing will say what is wrong with it
             return None
@@ -96,7 +96,7 @@ def _release(file: epath.Path, leads: bool) -> None:
 
 
 def _read(file: epath.Path, tries: int = 3) -> dict[str, Any] | None:
-    """The owner's record; None without one, empty if it is no record. Raises OSError if it cannot be read."""
+    """Reads the owner's record; None without one, empty if it is no record. Raises OSError if it cannot be read."""
     for left in reversed(range(tries)):
         try:
             return json.loads(file.read_text())

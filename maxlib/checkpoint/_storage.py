@@ -24,7 +24,12 @@ Arrays = dict[str, Any]
 
 
 class Steps:
-    """The steps of one run's directory. One save runs at a time. clean: remove saves that were killed."""
+    """Directory of one run's steps, of which one is saved at a time.
+
+    Args:
+        directory: The run's directory.
+        clean: Remove what saves that were killed have left.
+    """
 
     def __init__(self, directory: epath.Path, *, clean: bool):
         self.directory = directory
@@ -110,24 +115,20 @@ class Steps:
 
 
 def absolute(path: Any) -> epath.Path:
-    """`path` from the root of its file system. A URL such as "gs://bucket/run" is so already, which `resolve` does not
-    know.
-    """
+    """Resolves `path` from the root of its file system; a URL such as "gs://bucket/run" is returned as it is."""
     found = epath.Path(path)
     return found if "://" in str(found) else found.resolve()
 
 
 def steps(directory: epath.Path) -> list[int]:
-    """The steps that were written to the end, oldest first."""
+    """Lists the steps that were written to the end, oldest first."""
     if not directory.is_dir():
         return []
     return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(directory))
 
 
 def _remove_unfinished(directory: epath.Path) -> None:
-    """Where a directory can be renamed the name tells, else what is no complete step has not been written to the
-    end.
-    """
+    """Removes what killed saves have left: by its name where directories can be renamed, else all incomplete steps."""
     complete, renames = {str(step) for step in steps(directory)}, "://" not in str(directory)
     for path in directory.iterdir() if directory.is_dir() else ():
         number, _, rest = path.name.partition(".")
@@ -177,7 +178,7 @@ def _piece(store: Any, leaf: jax.ShapeDtypeStruct) -> Any:
 
 
 def unreadable(directory: epath.Path, item: str, abstract: Arrays) -> list[str]:
-    """The leaves that cannot be read by themselves. All hosts call it together, or none."""
+    """Names the leaves that cannot be read by themselves. All hosts call it together, or none."""
     return [name for name, leaf in abstract.items() if not _readable(directory, item, name, leaf)]
 
 
@@ -203,7 +204,7 @@ def _context(barrier: SaveBarrier | None = None) -> ocp.Context:
 
 
 class _Text:
-    """A file of its own within a step. Its text is made when it is written, so it may wait for the devices."""
+    """File of its own within a step, whose text is made when it is written, so that it may wait for the devices."""
 
     def __init__(self, name: str, make: Callable[[], str]):
         self._name, self._make = name, make
