@@ -39,7 +39,7 @@ class Checkpointer:
         best: Steps with the best metric stay, too.
         verify: Read a step again once it is written.
         replace: Delete what was saved under a step's number. Otherwise steps of another history are an error.
-        layouts: Those of the model's stacks (`layouts(model)`), recorded with each step; restored steps are laid out so.
+        layouts: Those of the model's stacks (`layouts(model)`), recorded with each step and what restored ones get.
         max_failed_saves: Failed saves in a row after which `unsaved` says that the run should end; None for no limit.
         max_unsaved_seconds: The same, in seconds from the first of them.
 
@@ -115,7 +115,7 @@ class Checkpointer:
         Args:
             step: Number of the step.
             items: Pytrees of arrays by name, such as `params`, `rest` and `opt`.
-            data: One state of the data's iterator per virtual shard of this host (`Loader.get_state()`), in JSON's types.
+            data: One state of the data's iterator per virtual shard of this host (`Loader.get_state()`).
             meta: Anything in JSON's types; `format`, `step`, `layouts` and `metrics` are added.
             metrics: Numbers by which `best` chooses.
 
