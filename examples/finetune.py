@@ -37,7 +37,7 @@ def main() -> None:
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=args.steps // 10)
     trainer = training.Trainer(
         model,
-        optimizer=training.adamw(schedule, mask=training.decay_mask(model)),
+        optimizer=training.adamw(schedule),
         loader=train,
         loss=functools.partial(training.next_token_loss, dtype=DTYPE, remat="full"),
         directory=args.out,
@@ -46,6 +46,7 @@ def main() -> None:
         schedule=schedule,
         eval_loader=held_out,
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
+        timeout=1800,  # ends a process that hangs, so that whoever started it can start it again
     )
     del model  # the trainer has a copy
     trainer.restore()

@@ -9,7 +9,6 @@ import argparse
 import functools
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -38,7 +37,7 @@ def main() -> None:
     build = lambda: llama.Llama(config(tokenizer.get_vocab_size()), rngs=nnx.Rngs(0))
     trainer = training.Trainer(
         build,
-        optimizer=training.adamw(3e-3, mask=training.decay_mask(jax.eval_shape(build))),
+        optimizer=training.adamw(3e-3),
         loader=loader,
         loss=functools.partial(training.next_token_loss, dtype=jnp.float32),
         directory=args.out,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
@@ -34,7 +35,7 @@ BOS, EOS, PROMPT = "<bos>", "<eos>", "The"
 
 def main() -> None:
     args = arguments()
-    distributed.initialize()
+    distributed.initialize(exit_on_error=True)  # an error in one process ends it at once, and with it the others
     args.dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
     args.out.mkdir(parents=True, exist_ok=True)
     text = data.files(args.files, document="paragraph") if args.files else data.python_text()
@@ -49,7 +50,7 @@ def main() -> None:
     build = (lambda: quantization.for_training(plain(), args.quantize)) if args.quantize else plain
     trainer = training.Trainer(
         build,
-        optimizer=training.adamw(schedule, mask=training.decay_mask(jax.eval_shape(build))),
+        optimizer=training.adamw(schedule),
         loader=loader,
         loss=functools.partial(training.next_token_loss, dtype=args.dtype),
         directory=args.out,
@@ -58,6 +59,7 @@ def main() -> None:
         eval_loader=eval_loader,
         eval_every=max(args.steps // 4, 1),
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
+        timeout=1800,  # ends a process that hangs, so that whoever started it can start it again
     )
     if args.quantize:
         trainer.log(quantization.report(trainer.state.model).summary)
@@ -126,14 +128,24 @@ def finish(tokenizer: Tokenizer, entropy: float, args) -> None:
     for piece in generate(generator, tokenizer, PROMPT, sampler=sampler):
         print(piece, end="", flush=True)
         sample.append(piece)
-    observability.plot_loss(args.out, levels={"unigram entropy": entropy}).figure.savefig(
-        args.out / "loss.png", dpi=120
-    )
+    plot_loss(args.out, entropy)
     observability.write_config(args.out, **vars(args))
     observability.add_sample(args.out, args.steps, "".join(sample), prompt=PROMPT)
     print(f"\n\nThe loss curve is {args.out / 'loss.png'}; open it with any viewer.")
     print(f"The report on the run is {observability.report(args.out)}; open it with any browser.")
     print(f"The model is {export}; open it with transformers.AutoModelForCausalLM.from_pretrained({str(export)!r}).")
+
+
+def plot_loss(directory: Path, entropy: float) -> None:
+    rows = observability.read_jsonl(directory / "metrics.jsonl")
+    figure, axes = plt.subplots(layout="constrained")
+    for name, label, style in (("nll", "training", "-"), ("eval/nll", "validation", "o-")):
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.axhline(entropy, color="grey", linestyle="--", label=f"unigram entropy {entropy:.2f}")
+    axes.set(xlabel="step", ylabel="nats per token")
+    axes.legend()
+    figure.savefig(directory / "loss.png", dpi=120)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 """The package as a whole: what `import maxlib` costs, and what it offers."""
 
+import ast
 import importlib
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import maxlib
 
+ROOT = Path(__file__).parents[1]
 ROOMS = (
     "checkpoint",
     "data",
@@ -68,3 +72,27 @@ def test_typed_marker_is_packaged():
 def test_version_is_in_the_changelog():
     changelog = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
     assert "## [Unreleased]" in changelog if "dev" in maxlib.__version__ else f"## [{maxlib.__version__}]" in changelog
+
+
+def test_what_is_imported_is_declared_and_nothing_else():
+    """Direct imports of maxlib against pyproject.toml; those of an extra stand inside functions."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    name = lambda requirement: re.split(r"[\[<>=~! ]", requirement)[0].lower().replace("_", "-")
+    declared = {name(requirement) for requirement in project["dependencies"]}
+    extras = {name(r) for requirements in project["optional-dependencies"].values() for r in requirements}
+    at_once, used = imported()
+    assert at_once <= declared <= used <= declared | extras
+
+
+def imported() -> tuple[set[str], set[str]]:
+    """The distributions that modules of maxlib import on their own import, and all that they ever import."""
+    names = {"array_record": "array-record", "ml_dtypes": "ml-dtypes", "orbax": "orbax-checkpoint"}
+    at_once, used = set(), set()
+    for path in (ROOT / "maxlib").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            for module in {module.partition(".")[0] for module in modules} - {"maxlib"} - sys.stdlib_module_names:
+                used.add(name := names.get(module, module.lower()))
+                at_once |= set() if node.col_offset else {name}
+    return at_once, used

@@ -133,7 +133,7 @@ def test_zigzag_order_is_refused():
 
     model.__class__ = Forced
     with (
-        sharding.use(mesh, rules),
+        sharding.use(layout),
         pytest.raises(ValueError, match="zigzag order, but GatedRecurrence must see them in"),
     ):
         jax.eval_shape(lambda: model(ids()))

@@ -23,6 +23,16 @@ from maxlib.distributed import raise_on_all
 Arrays = dict[str, Any]
 
 
+class _WithoutTraces(logging.Filter):
+    """Drops the stack traces that orbax logs in every thread of a failed save: the error is raised as well."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not ("orbax" in record.pathname and (record.exc_info or "run() raised" in str(record.msg)))
+
+
+_without_traces = _WithoutTraces()
+
+
 class Steps:
     """Directory of one run's steps, of which one is saved at a time.
 
@@ -33,6 +43,7 @@ class Steps:
 
     def __init__(self, directory: epath.Path, *, clean: bool):
         self.directory = directory
+        logging.getLogger("absl").addFilter(_without_traces)  # importing this module changes no logger
         if clean and jax.process_index() == 0:
             _remove_unfinished(directory)  # orbax would in the background, where a second one fails all later saves
         self._barrier = SaveBarrier()
@@ -236,13 +247,3 @@ def _check_descriptors(needed: int = 48) -> None:
     finally:
         for descriptor in opened:
             os.close(descriptor)
-
-
-class _WithoutTraces(logging.Filter):
-    """Drops the stack traces that orbax logs in every thread of a failed save: the error is raised as well."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not ("orbax" in record.pathname and (record.exc_info or "run() raised" in str(record.msg)))
-
-
-logging.getLogger("absl").addFilter(_WithoutTraces())

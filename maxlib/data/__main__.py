@@ -26,7 +26,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m maxlib.data", description="Tokens on disk.")
     commands = parser.add_subparsers(dest="command", required=True)
     work = commands.add_parser("tokenize", help="documents to ArrayRecord files; the same command again goes on")
-    work.add_argument("paths", nargs="+", metavar="PATH", help="text, .jsonl, .parquet, .tfrecord, folders or patterns")
+    work.add_argument("paths", nargs="+", metavar="PATH", help="text, .jsonl, .parquet, folders or patterns")
     work.add_argument("--tokenizer", type=Path, required=True, metavar="FILE", help="tokenizer.json or its folder")
     work.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the tokens go")
     work.add_argument("--field", default="text", metavar="NAME", help="the field of the text (%(default)s)")

@@ -12,9 +12,10 @@ import grain
 class SkipBadRecords:
     """Leaves bad documents out, and stops the run when there are more than `limit` of them.
 
-        quarantine = SkipBadRecords(limit=100, path="runs/1/bad_records.jsonl") documents =
-        quarantine.guard(tokenize(array_record("corpus"), tokenizer), name="corpus") Loader(lambda part:
-        pack(documents.shuffle(seed=0).repeat()[part], length=512), batch_size=8, quarantine=quarantine)
+        quarantine = SkipBadRecords(limit=100, path="runs/1/bad_records.jsonl")
+        documents = quarantine.guard(tokenize(text_files("corpus"), tokenizer), name="corpus")
+        shuffled = documents.shuffle(seed=0).repeat()
+        Loader(lambda part: pack(shuffled[part], length=512), batch_size=8, quarantine=quarantine)
 
     `path` gets a line of JSON for each: `source`, `record` (its index) and `error`. Where the file exists already, its
     records are counted too, so a resumed run goes on counting. Several hosts need a path each. Files that are missing
@@ -31,13 +32,11 @@ class SkipBadRecords:
             self._seen = {(line["source"], line["record"]) for line in lines}
 
     def __len__(self) -> int:
-        """How many bad records there are."""
+        """Returns the number of bad records."""
         return len(self._seen)
 
     def guard(self, documents: grain.MapDataset, *, name: str = "") -> grain.MapDataset:
-        """The documents without those that raise an error, in this dataset or before it. To be called before
-        `shuffle`.
-        """
+        """Leaves out the documents that raise an error, in this dataset or before it. Call it before `shuffle`."""
         return _Guarded(documents, self, name)
 
     def add(self, source: str, record: int, error: Exception) -> None:

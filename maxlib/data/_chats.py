@@ -75,7 +75,7 @@ def _chosen(messages: Sequence[Message], learn: str | Chooses) -> list[int]:
 def _rendered(
     template: ChatTemplate, messages: Sequence[Message], chosen: list[int], variables: Mapping[str, Any]
 ) -> tuple[str, list[Span]]:
-    """The text, and the characters of the chosen turns."""
+    """Returns the text, and the characters of the chosen turns."""
     if not template.marks_generation or any(messages[i]["role"] != "assistant" for i in chosen):
         text = template(messages, add_generation_prompt=False, **variables)
         return text, [_span(template, messages, i, text, variables) for i in chosen]
@@ -87,7 +87,7 @@ def _rendered(
 
 
 def _span(template: ChatTemplate, messages: Sequence[Message], i: int, text: str, variables: Mapping[str, Any]) -> Span:
-    """The characters that message `i` adds to the chat so far."""
+    """Returns the characters that message `i` adds to the chat so far."""
     prompt = messages[i]["role"] == "assistant"
     before = template(messages[:i], add_generation_prompt=prompt, **variables) if i else ""
     after = template(messages[: i + 1], add_generation_prompt=False, **variables)
@@ -100,7 +100,7 @@ def _span(template: ChatTemplate, messages: Sequence[Message], i: int, text: str
 
 
 def _learned(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
-    """Whether each token begins within one of the spans."""
+    """Tells for each token whether it begins within one of the spans."""
     begins = np.array([begin for begin, _ in offsets], np.int64)
     learned = np.zeros(len(begins), bool)
     for begin, end in spans:

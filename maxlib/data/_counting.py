@@ -38,7 +38,7 @@ def collected() -> Iterator[Stages]:
 
 
 def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The sum, sorted by name."""
+    """Adds up counts, sorted by name."""
     whole: Counter[str] = Counter()
     for some in counts:
         whole.update(some)

@@ -1,12 +1,11 @@
-"""Sources in other formats: Parquet, TFRecord, tables of records, Hugging Face streams, folders of anything."""
+"""Sources in other formats: Parquet, tables of records, Hugging Face streams, folders of anything."""
 
 import bisect
 import copy
-import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -26,7 +25,7 @@ class Table(Protocol):
 
 
 def records(table: Table, *, field: str = "text") -> grain.MapDataset[Document]:
-    """Documents from a table of records by number, for example a Hugging Face `Dataset` or a `tfds.data_source`.
+    """Reads documents from a table of records by number, for example a Hugging Face `Dataset` or a `tfds.data_source`.
 
     What `field` holds decides what the document has: text (or UTF-8 bytes) `"text"`, integers `"tokens"`, objects with
     a role `"messages"`. Nothing is read here: a bad record is an error when it is reached, naming its number.
@@ -37,7 +36,7 @@ def records(table: Table, *, field: str = "text") -> grain.MapDataset[Document]:
 
 
 def parquet(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
-    """Documents from the column `field` of Parquet files, as in `records`. Needs pyarrow, of the extra `parquet`.
+    """Reads documents from the column `field` of Parquet files, as in `records`. Needs pyarrow, of the extra `parquet`.
 
     Random access reads a whole row group for a document; the last few are kept. Shuffled at large, tokenize ahead of
     time.
@@ -45,19 +44,10 @@ def parquet(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
     return grain.MapDataset.source(_Parquet(find_files(paths), field))
 
 
-def tfrecord(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
-    """Documents from TFRecord files of `tf.train.Example`, whose feature `field` holds text or tokens. No TensorFlow.
-
-    Only the records' lengths are read here, and checked by their checksums; a record that is no Example is an error
-    when it is reached, naming its file and byte.
-    """
-    return grain.MapDataset.source(_TFRecords(find_files(paths), field))
-
-
 def files(paths: Paths, *, field: str = "text", document: Piece = "file") -> grain.MapDataset[Document]:
-    """Documents from files and folders of any of the formats, by the files' endings.
+    """Reads documents from files and folders of any of the formats, by the files' endings.
 
-    `.jsonl`, `.parquet`, `.tfrecord` and `.array_record` (records of JSON) have theirs in `field`; other files are
+    `.jsonl`, `.parquet` and `.array_record` (records of JSON) have theirs in `field`; other files are
     text, of which one document is a "file", a "line" or a "paragraph" (see `text_files`).
     """
     by_ending: dict[str, list[Path]] = {}
@@ -86,13 +76,13 @@ class HFStream:
         self._transforms: tuple[Callable[[Document], Document], ...] = ()
 
     def map(self, transform: Callable[[Document], Document]) -> "HFStream":
-        """The stream with each document transformed."""
+        """Transforms each document of the stream."""
         new = copy.copy(self)
         new._transforms = (*self._transforms, transform)
         return new
 
     def __getitem__(self, part: slice) -> grain.IterDataset[Document]:
-        """The documents of one of the loader's shards."""
+        """Reads the documents of one of the loader's shards."""
         dataset: grain.IterDataset = _Stream(self._dataset, self._field, self._epochs, part)
         for transform in self._transforms:
             dataset = dataset.map(transform)
@@ -210,130 +200,8 @@ def _parquet_file(path: Path) -> Any:
         raise ValueError(f"{path}: this is no Parquet file: {error}") from error
 
 
-class _TFRecords:
-    """Records by number, each at a byte of a file."""
-
-    def __init__(self, paths: list[Path], field: str):
-        self._paths, self._field = paths, field
-        spans = [(i, start, size) for i, path in enumerate(paths) for start, size in _record_spans(path)]
-        if not spans:
-            raise ValueError(f"There is no record in {', '.join(map(str, paths))}.")
-        self._spans = np.array(spans, np.int64)
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def __getitem__(self, index: Any) -> Document:
-        number, start, size = self._spans[index].tolist()
-        with self._paths[number].open("rb") as file:
-            file.seek(start)
-            data = file.read(size)
-        at = f"{self._paths[number]}: byte {start}"
-        try:
-            features = _example(data)
-        except (ValueError, IndexError) as error:
-            raise ValueError(f"{at}: the record is no tf.train.Example ({error}).") from error
-        return _as_fields(features, self._field, at)
-
-
-def _record_spans(path: Path) -> Iterator[tuple[int, int]]:
-    """(first byte, size) of the data of every record: between a length, its checksum, and the data's."""
-    end, at = path.stat().st_size, 0
-    with path.open("rb") as file:
-        while at < end:
-            file.seek(at)
-            head = file.read(12)
-            size, check = struct.unpack("<QI", head) if len(head) == 12 else (0, -1)
-            if check != _masked_crc(head[:8]) or at + 16 + size > end:
-                raise ValueError(f"{path}: byte {at}: this is no TFRecord, or one that was cut short or damaged.")
-            yield at + 12, size
-            at += 16 + size
-
-
-def _masked_crc(data: bytes) -> int:
-    """CRC-32C as TFRecord stores it."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = _crc_table()[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
-    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-@cache
-def _crc_table() -> tuple[int, ...]:
-    table = []
-    for crc in range(256):
-        for _ in range(8):
-            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
-        table.append(crc)
-    return tuple(table)
-
-
-def _example(data: bytes) -> dict[str, Any]:
-    """The features of a serialized tf.train.Example: one text as bytes, integers as an array."""
-    features = {}
-    for _, feature_map in _fields(data):
-        for _, entry in _fields(feature_map):
-            parts = dict(_fields(entry))
-            features[parts[1].decode()] = _feature(parts.get(2, b""))
-    return features
-
-
-def _feature(data: bytes) -> Any:
-    for kind, values in _fields(data):
-        if kind == 1:
-            texts = [text for _, text in _fields(values)]
-            return texts[0] if len(texts) == 1 else texts
-        if kind == 3:
-            parts = [_varints(v) if isinstance(v, bytes) else np.array([v]) for _, v in _fields(values)]
-            return np.concatenate(parts) if parts else np.array([], np.int64)
-    return None
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of every field of a protocol buffer's message; fixed-width numbers are passed over."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        number, wire = key >> 3, key & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-            yield number, value
-        elif wire == 2:
-            size, at = _varint(data, at)
-            if at + size > len(data):
-                raise ValueError("a field is cut short")
-            yield number, data[at : at + size]
-            at += size
-        elif wire in (1, 5):
-            at += 8 if wire == 1 else 4
-        else:
-            raise ValueError(f"unknown wire type {wire}")
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
-        if byte < 128:
-            return value, at
-
-
-def _varints(data: bytes) -> np.ndarray:
-    """All the numbers of a packed field at once."""
-    array = np.frombuffer(data, np.uint8)
-    if not array.size:
-        return np.array([], np.int64)
-    ends = np.flatnonzero(array < 128)
-    begins = np.concatenate([[0], ends[:-1] + 1])
-    place = np.arange(len(array)) - np.repeat(begins, ends - begins + 1)
-    parts = (array & 127).astype(np.uint64) << (7 * place).astype(np.uint64)
-    return np.add.reduceat(parts, begins).view(np.int64)
-
-
 def _as_fields(record: Any, field: str, at: str) -> Document:
-    """The document that a record's field holds."""
+    """Makes a document of what a record's field holds."""
     value = record.get(field) if isinstance(record, Mapping) else None
     if isinstance(value, bytes):
         try:
@@ -358,6 +226,5 @@ def _as_fields(record: Any, field: str, at: str) -> Document:
 _FORMATS: dict[str, Callable[..., grain.MapDataset]] = {
     ".jsonl": jsonl,
     ".parquet": parquet,
-    ".tfrecord": tfrecord,
     ".array_record": partial(array_record),
 }

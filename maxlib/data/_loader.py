@@ -3,7 +3,6 @@ continue.
 """
 
 import atexit
-import ctypes
 import math
 import queue
 import sys
@@ -33,16 +32,24 @@ class Loader:
         Loader(lambda part: pack(documents[part], length=512), batch_size=8)
 
     What a shard yields depends on `num_shards` alone, never on the hosts, so a run may continue on another number of
-    hosts with identical global batches. `num_shards` (default: the greatest common divisor of `batch_size` and 8) is
-    fixed for a run; where the hosts do not divide it, several read the same shard, and each hands out its own rows of
-    it. `shards` are those of this host (default: `host_shards`), of which it then hands out all rows; where the mesh
-    lays a batch out in another order than that of the processes, use `shards_of`.
+    hosts with identical global batches. Where the hosts do not divide `num_shards`, several read the same shard, and
+    each hands out its own rows of it.
 
     Iteration ends when every shard has run out, or after `num_batches`; a shard that runs out earlier gives rows of
     padding. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the same
-    end, or `num_batches`. Each shard is read ahead by one thread, by up to `prefetch` batches, for packing gives rows
-    in bursts; a batch that does not come within `timeout` seconds is a `TimeoutError` that says where the reading
-    stands. `quarantine` is one that the documents go through, to be counted in `metrics()`.
+    end, or `num_batches`. Each shard is read ahead by one thread, for packing gives rows in bursts. At the end of the
+    program the threads are told to stop, never killed.
+
+    Args:
+      rows_of_shard: from a shard's slice to its rows.
+      batch_size: rows of the global batch.
+      num_shards: fixed for a run; by default the greatest common divisor of `batch_size` and 8.
+      shards: those of this host, of which it hands out all rows; by default `host_shards`. Where the mesh lays a batch
+        out in another order than that of the processes, use `shards_of`.
+      num_batches: after which iteration ends; None goes on to the end of the data.
+      prefetch: batches that each shard is read ahead, at most.
+      timeout: seconds in which a batch must come; else a `TimeoutError` says where the reading stands.
+      quarantine: what the documents go through, to be counted in `metrics()`.
 
     Attributes:
       rows: the global rows that this host's batches hold, in order.
@@ -62,6 +69,11 @@ class Loader:
         timeout: float = 300.0,
         quarantine: SkipBadRecords | None = None,
     ):
+        if not callable(rows_of_shard):
+            raise TypeError(
+                "rows_of_shard must be a function from a slice to rows, such as lambda part: pack(documents[part], length=512), "
+                f"got {type(rows_of_shard).__name__}."
+            )
         num_shards = math.gcd(batch_size, 8) if num_shards is None else num_shards
         self.shards = list(host_shards(num_shards) if shards is None else sorted(shards))
         _check(batch_size, num_shards, self.shards)
@@ -97,7 +109,7 @@ class Loader:
         return batch
 
     def metrics(self) -> dict[str, float]:
-        """What this host's shards have read for the batches handed out, since the beginning of the data.
+        """Counts what this host's shards have read for the batches handed out, since the beginning of the data.
 
         For example `data/tokens/web` of a mixture, `data/dropped_documents` of packing, `data/bad_records` of a
         quarantine. Packing reads ahead, so counts may be ahead of the batches; a resumed run counts as if never
@@ -111,7 +123,7 @@ class Loader:
         return {f"data/{name}": count for name, count in counts.items()}
 
     def get_state(self) -> dict[str, State]:
-        """The position after the last batch handed out: per shard of this host a dict that JSON can hold.
+        """Returns the position after the last batch handed out: per shard of this host a dict that JSON can hold.
 
         The states of all hosts together, `a | b | ...`, are the state of the run.
         """
@@ -176,7 +188,7 @@ class Loader:
         return lambda: rows(part).batch(size, drop_remainder=False)
 
     def _check_end(self) -> None:
-        """Every shard of this host has run out: ends the iteration, or leaves padding to be handed out."""
+        """Ends the iteration when every shard of this host has run out, or leaves padding to be handed out."""
         everything = len(self.shards) == self.num_shards
         if self._num_batches is None and everything and self.batches > 0:
             raise StopIteration
@@ -193,7 +205,7 @@ class Loader:
             )
 
     def _join(self, parts: list[Batch | None]) -> Batch:
-        """One batch of all shards, filled up with rows of padding."""
+        """Joins one batch of all shards, filled up with rows of padding."""
         size = self._batch_size // self.num_shards
         example = next((part for part in parts if part is not None), None)
         blank = self._blank if example is None else {name: _padding(name, a[:1]) for name, a in example.items()}
@@ -226,7 +238,7 @@ class Loader:
 
 
 def host_shards(num_shards: int, *, host: int | None = None, num_hosts: int | None = None) -> range:
-    """The consecutive virtual shards in which the rows of one host (default: this process among jax's) lie.
+    """Returns the consecutive virtual shards in which the rows of one host (default: this process among jax's) lie.
 
     Where the hosts do not divide the shards, some are in the range of two or more hosts.
     """
@@ -243,14 +255,14 @@ def _position(host: int | None, num_hosts: int | None) -> tuple[int, int]:
 
 
 def _own_rows(held: np.ndarray, batch_size: int) -> slice:
-    """Which of the held rows are this host's: all, unless other hosts read the same shards."""
+    """Selects this host's rows of those it holds: all, unless other hosts read the same shards."""
     host, num_hosts = _position(None, None)
     begin, end = (n * batch_size // num_hosts - int(held[0]) for n in (host, host + 1))
     return slice(begin, end)
 
 
 def shards_of(sharding: Any, *, batch_size: int, num_shards: int) -> list[int]:
-    """The virtual shards whose rows this process holds under a `jax.sharding.NamedSharding` of the batch.
+    """Returns the virtual shards whose rows this process holds under a `jax.sharding.NamedSharding` of the batch.
 
     Raises:
       ValueError: a shard's rows lie partly on this process.
@@ -275,7 +287,8 @@ class _Reader:
     """Reads one shard ahead in a daemon thread, into `ready`: (batch, state and counts after it), (None, state, counts)
     at the end, or an error.
 
-    Own thread rather than grain's prefetch, whose wait has no deadline.
+    grain's own prefetch (0.2.18) waits without a limit and joins its thread when closed, so a source that hangs would
+    hang the loader: no error could name it, and nothing could be read on once it answers.
     """
 
     def __init__(self, dataset: Callable[[], grain.IterDataset], state: Any, prefetch: int):
@@ -287,7 +300,7 @@ class _Reader:
         self.thread.start()
 
     def where(self) -> str:
-        """The innermost lines of code that the thread stands at."""
+        """Returns the innermost lines of code that the thread stands at."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         return "".join(traceback.format_stack(frame)[-4:]) if frame else "  (the thread has ended)\n"
 
@@ -318,14 +331,13 @@ _running: set[_Reader] = set()
 
 @atexit.register
 def _end_threads(patience: float = 5.0) -> None:
-    """Ends all readers before the interpreter goes: a daemon thread that it cuts off inside native code aborts the
-    process.
+    """Lets all readers end before the interpreter goes, which may abort where it cuts a thread off in native code.
+
+    Each ends after the batch that it reads; one that takes longer than `patience` seconds is left behind.
     """
     readers = {str(i): reader for i, reader in enumerate(tuple(_running))}
     threads = [reader.thread for reader in readers.values()]
     _stop(readers)
-    for thread in threads:  # not only between batches, of which one may take seconds
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
     deadline = time.perf_counter() + patience
     for thread in threads:
         thread.join(max(0.0, deadline - time.perf_counter()))
@@ -370,7 +382,7 @@ def _fill(array: np.ndarray, blank: np.ndarray, size: int) -> np.ndarray:
 
 
 def _to_json(state: Any) -> Any:
-    """A copy in JSON's types. JSON turns tuples into lists, with which grain would resume elsewhere: they are
+    """Copies a state into JSON's types. JSON turns tuples into lists, with which grain would resume elsewhere: they are
     marked.
     """
     match state:

@@ -15,7 +15,7 @@ Weights = Mapping[str, float]
 
 @runtime_checkable
 class Sliceable(Protocol):
-    """What a loader's shard can take its part of: a `grain.MapDataset`, a stream, or another mixture."""
+    """Source of which a loader's shard takes its part: a `grain.MapDataset`, a stream, or another mixture."""
 
     def __getitem__(self, part: slice, /) -> Any: ...
 
@@ -71,14 +71,14 @@ class Mixture:
         self._lengths = {name: _length(source) for name, source in sources.items()}
 
     def __getitem__(self, part: slice) -> grain.IterDataset[Document]:
-        """The documents of one of the loader's shards."""
+        """Reads the documents of one of the loader's shards."""
         return _MixedDataset(self, part)
 
     def __repr__(self) -> str:
         return f"Mixture of {', '.join(self.names)}"
 
     def open(self, part: slice) -> list[grain.DatasetIterator]:
-        """An iterator over this part of every source."""
+        """Opens an iterator over this part of every source."""
         readers = []
         for name, source in self._sources.items():
             documents = source[part]
@@ -89,12 +89,12 @@ class Mixture:
         return readers
 
     def weights_at(self, tokens: int) -> tuple[float, ...]:
-        """The weights once `tokens` tokens have been handed out by all shards."""
+        """Returns the weights once `tokens` tokens have been handed out by all shards."""
         step = tokens // self._tokens_per_step if self._tokens_per_step else 0
         return tuple(_checked(self._weights(step), self.names, positive=False, at=f" at step {step}").values())
 
     def size(self, document: Document) -> int:
-        """What a document takes of its source's share."""
+        """Returns what a document takes of its source's share."""
         return len(document["tokens"]) if self._by == "tokens" else 1
 
 
@@ -152,7 +152,7 @@ class _MixedIterator(CountingIterator):
         self.counts.update(dict(state["counts"]))
 
     def _shares(self) -> list[float]:
-        """What each source is due of the next document; nothing when it is used up."""
+        """Computes what each source is due of the next document; nothing when it is used up."""
         weights = self._mixture.weights_at(self._tokens * self._shards)
         left = [0.0 if ended else weight for weight, ended in zip(weights, self._ended, strict=True)]
         if not sum(left):
@@ -212,7 +212,7 @@ class _Reading(grain.DatasetIterator):
 
 
 def _epochs(name: str, source: Sliceable, epochs: int | None, seed: int | None) -> Sliceable:
-    """The source as often as is asked for, shuffled anew each time."""
+    """Repeats the source as often as is asked for, shuffled anew each time."""
     if not isinstance(source, grain.MapDataset):
         if epochs is not None:
             raise ValueError(
@@ -247,7 +247,7 @@ def _constant(weights: Weights) -> Callable[[int], Weights]:
 
 
 def _checked(weights: Weights, names: tuple[str, ...], *, positive: bool, at: str = "") -> Weights:
-    """The weights in the order of the sources."""
+    """Returns the weights in the order of the sources."""
     _check_names(f"weights{at}", weights, names)
     missing = [name for name in names if name not in weights]
     bad = {name: w for name, w in weights.items() if not math.isfinite(w) or w < 0 or (positive and w == 0)}

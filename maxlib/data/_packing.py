@@ -64,7 +64,7 @@ def pack(
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """What rows hold. `a + b` adds up."""
+    """Counts of what rows hold. `a + b` adds up."""
 
     rows: int = 0
     slots: int = 0
@@ -75,7 +75,7 @@ class Statistics:
 
     @property
     def padding(self) -> float:
-        """The fraction of slots without a token."""
+        """Returns the fraction of slots without a token."""
         return 1 - self.tokens / self.slots if self.slots else 0.0
 
     def __add__(self, other: "Statistics") -> "Statistics":
@@ -146,7 +146,7 @@ class _PiecesIterator(CountingIterator):
         return [{name: array[i : i + starts.step] for name, array in row.items()} for i in starts]
 
     def _kept(self, row: Row, source: str | None) -> Row:
-        """What the policy leaves of a document."""
+        """Cuts a document to what the policy leaves of it."""
         size = len(row["tokens"])
         policy = self._long if isinstance(self._long, str) else self._long.get(source or "", "split")
         if size <= self._length or policy == "split":

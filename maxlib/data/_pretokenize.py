@@ -15,6 +15,7 @@ import grain
 import numpy as np
 from tokenizers import Tokenizer
 
+from maxlib._utils.files import write_atomically
 from maxlib.data._bad_records import SkipBadRecords
 from maxlib.data._sources import Document
 
@@ -24,7 +25,7 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What files of tokens hold. `a + b` adds up, the longest document aside."""
+    """Counts of what files of tokens hold. `a + b` adds up, the longest document aside."""
 
     documents: int = 0
     tokens: int = 0
@@ -80,13 +81,13 @@ def write_tokens(
     if not total.documents:
         raise ValueError(f"No document could be tokenized; see {directory / BAD}.")
     manifest = {**job, "bad_records": len(quarantine), "total": dataclasses.asdict(total), "files": files}
-    _write(directory / TOKENIZER, tokenizer.to_str(pretty=True))
-    _write(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    write_atomically(directory / TOKENIZER, tokenizer.to_str(pretty=True))
+    write_atomically(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
 def tokenized(directory: str | Path) -> grain.MapDataset[Document]:
-    """The documents `{"tokens": int32 array}` that `write_tokens` (`python -m maxlib.data tokenize`) wrote.
+    """Reads the documents `{"tokens": int32 array}` that `write_tokens` (`python -m maxlib.data tokenize`) wrote.
 
     Raises:
       FileNotFoundError: there is no manifest, or a file of it is missing.
@@ -109,7 +110,7 @@ def tokenized(directory: str | Path) -> grain.MapDataset[Document]:
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
-    """What was tokenized, how, and how much of it there is."""
+    """Reads what was tokenized, how, and how much of it there is."""
     path = Path(directory) / MANIFEST
     if not path.exists():
         raise FileNotFoundError(
@@ -130,7 +131,7 @@ def _decode(data: bytes, *, dtype: str) -> Document:
 
 
 def _job(documents: Any, tokenizer: Tokenizer, bos_id: Any, eos_id: Any, per_file: int, description: str) -> dict:
-    """What decides the files' contents, apart from the documents themselves."""
+    """Collects what decides the files' contents, apart from the documents themselves."""
     if documents is None or len(documents) == 0:
         raise ValueError("There is no document to tokenize.")
     return {
@@ -155,7 +156,7 @@ def _check_job(directory: Path, job: dict) -> None:
         if other:
             said = ", ".join(f"{name} was {a!r} and is now {b!r}" for name, (a, b) in other.items())
             raise ValueError(f"{directory} was begun otherwise: {said}. Use another directory, or remove this one.")
-    _write(path, json.dumps(job, indent=1) + "\n")
+    write_atomically(path, json.dumps(job, indent=1) + "\n")
 
 
 def _write_file(
@@ -180,7 +181,7 @@ def _write_file(
         counts += Counts(len(records), sum(sizes), sum(map(len, texts)), max(sizes, default=0))
         progress(counts)
     writer.close()
-    _write(_counts_path(path), json.dumps(dataclasses.asdict(counts)))
+    write_atomically(_counts_path(path), json.dumps(dataclasses.asdict(counts)))
     begun.replace(path)
     return counts
 
@@ -205,7 +206,7 @@ def _records(batches: Iterator[list[str]], tokenizer: Tokenizer, job: dict) -> I
 
 
 def _ahead(items: Iterator[Any], size: int = 4) -> Iterator[Any]:
-    """The same items, made by a thread of their own."""
+    """Yields the same items, made by a thread of their own."""
     ready: queue.Queue = queue.Queue(size)
     stop = threading.Event()
 
@@ -237,15 +238,9 @@ def _ahead(items: Iterator[Any], size: int = 4) -> Iterator[Any]:
 
 
 def _read_counts(path: Path) -> Counts | None:
-    """The counts of a file that is complete."""
+    """Reads the counts of a file that is complete."""
     return Counts(**json.loads(_counts_path(path).read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def _counts_path(path: Path) -> Path:
     return path.with_suffix(".json")
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

@@ -14,7 +14,7 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__
 
 
 def python_text() -> grain.MapDataset[Document]:
-    """About 2.2 million characters of English: Python's help topics and the docstrings of its standard library.
+    """Reads about 2.2 million characters of English: Python's help topics and the docstrings of its standard library.
 
     One document per topic and one per module, always in the same order. The text differs between Python versions.
     """

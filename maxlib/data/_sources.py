@@ -21,7 +21,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def text_files(paths: Paths, *, document: Piece = "file") -> grain.MapDataset[Document]:
-    """Documents `{"text": str}` from UTF-8 files.
+    """Reads documents `{"text": str}` from UTF-8 files.
 
     `document` says what one document is: the whole file, each line, or each block between blank lines (blank lines
     themselves are never documents). `paths` are files, folders (all files below them, hidden ones excepted, sorted)
@@ -38,7 +38,7 @@ def text_files(paths: Paths, *, document: Piece = "file") -> grain.MapDataset[Do
 
 
 def jsonl(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
-    """One document per line: the JSON object of the line, with `field` (also) under `"text"`.
+    """Reads one document per line: the JSON object of the line, with `field` (also) under `"text"`.
 
     Paths and errors are those of `text_files`; a line that is no JSON object or has no text in `field` is an error
     that names the file and the byte.
@@ -47,7 +47,7 @@ def jsonl(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
 
 
 def chats(paths: Paths, *, field: str = "messages") -> grain.MapDataset[Document]:
-    """One chat per line of jsonl files: the line's object, with the list of messages in `field` (also) under
+    """Reads one chat per line of jsonl files: the line's object, with the list of messages in `field` (also) under
     `"messages"`.
 
     Each message is an object with `role` and `content`. Under `"record"` stands where the chat comes from. Paths and
@@ -57,7 +57,7 @@ def chats(paths: Paths, *, field: str = "messages") -> grain.MapDataset[Document
 
 
 def array_record(paths: Paths, *, field: str | None = None) -> grain.MapDataset[Document]:
-    """Documents from ArrayRecord files, the format for corpora too large to be scanned at every start.
+    """Reads documents from ArrayRecord files, the format for corpora too large to be scanned at every start.
 
     A record is UTF-8 text, or with `field` a JSON object. Nothing but the index is read here: a bad record is an error
     when it is reached, naming its file and number.
@@ -67,7 +67,7 @@ def array_record(paths: Paths, *, field: str | None = None) -> grain.MapDataset[
 
 
 def in_memory(documents: Sequence[Any]) -> grain.MapDataset[Document]:
-    """Documents from a sequence of strings, or of one-dimensional integer arrays (or lists) of tokens."""
+    """Makes documents of a sequence of strings, or of one-dimensional integer arrays (or lists) of tokens."""
     if isinstance(documents, str | bytes):
         raise ValueError("in_memory takes a sequence of documents, got one string: put it in a list.")
     if len(documents) == 0:
@@ -131,7 +131,7 @@ class _Spans:
 
 
 def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(first byte, bytes with the line's end) of every line that is not blank."""
+    """Yields (first byte, bytes with the line's end) of every line that is not blank."""
     start = 0
     with path.open("rb") as file:
         for line in file:
@@ -146,7 +146,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _paragraphs(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(first byte, bytes) of every run of lines between blank ones."""
+    """Yields (first byte, bytes) of every run of lines between blank ones."""
     begin, end, block = 0, 0, []
     for start, line in _raw_lines(path):
         if block and start > end:
@@ -166,7 +166,7 @@ def _whole(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _mark(data: bytes) -> int:
-    """How many bytes of a byte order mark to skip."""
+    """Counts the bytes of a byte order mark to skip."""
     return len(_BYTE_ORDER_MARK) if data.startswith(_BYTE_ORDER_MARK) else 0
 
 
@@ -174,7 +174,7 @@ _PIECES = {"file": _whole, "line": _lines, "paragraph": _paragraphs}
 
 
 def find_files(paths: Paths) -> list[Path]:
-    """The files that paths, folders and patterns name, in the order given, folders and patterns sorted."""
+    """Finds the files that paths, folders and patterns name, in the order given, folders and patterns sorted."""
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
         raise ValueError("Give at least one path, got an empty list.")
@@ -268,7 +268,7 @@ def _as_document(index: int, document: Any) -> Document:
 
 
 def _hash(document: Document) -> float:
-    """A number in [0, 1) that depends on nothing but the document's text (or messages, or tokens)."""
+    """Returns a number in [0, 1) that depends on nothing but the document's text (or messages, or tokens)."""
     if "text" in document:
         data = document["text"].encode()
     elif "messages" in document:

@@ -11,7 +11,7 @@ from maxlib.data._sources import Document
 
 @runtime_checkable
 class Encodes(Protocol):
-    """What `tokenizers.Tokenizer` and every Hugging Face tokenizer have in common."""
+    """Tokenizer: `tokenizers.Tokenizer`, or any of Hugging Face's."""
 
     def encode(self, text: Any, /, *, add_special_tokens: bool) -> Any: ...
 
@@ -24,6 +24,10 @@ def tokenize(
     The tokenizer's own template of special tokens is not applied, so what stands at a document's ends is only what is
     named here.
     """
+    if isinstance(tokenizer, str):
+        raise TypeError(
+            f"tokenizer must be one, such as Tokenizer.from_file('tokenizer.json'), got the name {tokenizer!r}."
+        )
     return documents.map(partial(_with_tokens, tokenizer=tokenizer, bos_id=bos_id, eos_id=eos_id))
 
 

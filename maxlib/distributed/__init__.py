@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from maxlib.distributed._processes import main_process_first as main_process_first
     from maxlib.distributed._processes import raise_on_all as raise_on_all
     from maxlib.distributed._rendezvous import rendezvous as rendezvous
+    from maxlib.distributed._timeouts import dump_stacks as dump_stacks
     from maxlib.distributed._timeouts import hard_timeout as hard_timeout
-    from maxlib.distributed._watchdog import Watchdog as Watchdog
-    from maxlib.distributed._watchdog import dump_stacks as dump_stacks
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -33,7 +32,6 @@ __getattr__, __dir__ = lazy(
         "_preemption": ("Interrupt", "Interrupted", "interrupts"),
         "_processes": ("PeerError", "allgather_json", "main_process_first", "raise_on_all"),
         "_rendezvous": ("rendezvous",),
-        "_timeouts": ("hard_timeout",),
-        "_watchdog": ("Watchdog", "dump_stacks"),
+        "_timeouts": ("dump_stacks", "hard_timeout"),
     },
 )

@@ -14,13 +14,14 @@ import jax
 from maxlib.distributed._rendezvous import rendezvous
 
 PORT = 8476
+EXIT_ON_ERROR = "MAXLIB_EXIT_ON_ERROR"  # the launcher sets it to "1" for the processes that it starts
 _ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _COUNT, _OWN = ("JAX_NUM_PROCESSES", "NNODES"), ("JAX_PROCESS_ID", "NODE_RANK", "JOB_COMPLETION_INDEX")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """What `initialize` found: by what, where process 0 waits, how many processes there are, and which one this is."""
+    """Processes of a run: by what they were found, where process 0 waits, how many there are, and which one this is."""
 
     found: str
     coordinator: str
@@ -40,15 +41,31 @@ def initialize(
     local_device_ids: Sequence[int] | None = None,
     timeout: float = 300,
     heartbeat: float = 100,
+    exit_on_error: bool | None = None,
 ) -> Cluster | None:
-    """Joins the processes of a run, and says what it found; call it before anything that touches devices.
+    """Joins the processes of a run, and prints what it found; call it before anything that touches devices.
 
     Looks for, in this order: the arguments; `JAX_COORDINATOR_ADDRESS` with `JAX_NUM_PROCESSES` (or `NNODES`) and
-    `JAX_PROCESS_ID` (or `NODE_RANK`); a Kubernetes JobSet; SLURM; Open MPI; TPU pods. Finding nothing it leaves this
-    process alone and returns None. Later on, a process that an exception ends leaves at once, and one that is silent
-    for `heartbeat` seconds counts as dead; both end all others. Raises ValueError for incomplete addresses and numbers
-    that do not fit together, OSError when process 0's port is taken, and TimeoutError, naming who is missing, when a
-    process does not arrive in `timeout` seconds.
+    `JAX_PROCESS_ID` (or `NODE_RANK`); a Kubernetes JobSet; SLURM; Open MPI; TPU pods.
+
+    Args:
+      coordinator: address of process 0, `host` or `host:port`; given together with the next two, or not at all.
+      num_processes: number of processes of the run.
+      process_id: number of this process, from 0.
+      local_device_ids: devices of this process; None leaves the choice to the cluster and to jax.
+      timeout: seconds in which all processes must arrive.
+      heartbeat: seconds of silence after which a process counts as dead, which ends all others.
+      exit_on_error: True ends a process at once, by `sys.excepthook`, when an exception ends its program. Without it
+        jax's shutdown barrier holds such a process for up to five minutes, while its peers wait for it. None is True
+        under `python -m maxlib.distributed launch`, else False.
+
+    Returns:
+      What was found; None for a single process, which is left alone.
+
+    Raises:
+      ValueError: an address or a number is missing, or they do not fit together.
+      OSError: the port of process 0 is taken.
+      TimeoutError: a process did not arrive in time; the message names it.
     """
     cluster = find(coordinator, num_processes, process_id, timeout=timeout)
     if cluster is None:
@@ -68,14 +85,13 @@ def initialize(
         initialization_timeout=max(10, int(timeout - (time.monotonic() - begin))),
         heartbeat_timeout_seconds=int(heartbeat),
     )
-    _leave_at_once_when_failing()
+    if exit_on_error or (exit_on_error is None and os.environ.get(EXIT_ON_ERROR) == "1"):
+        _exit_on_error()
     return cluster
 
 
-def _leave_at_once_when_failing() -> None:
-    """A process that an exception ends would wait at its exit for all others (five minutes), who wait for it
-    meanwhile.
-    """
+def _exit_on_error() -> None:
+    """Ends the process right after the traceback of an uncaught exception."""
     before = sys.excepthook
 
     def hook(*error: Any) -> None:
@@ -95,7 +111,7 @@ def find(
     *,
     timeout: float = 300,
 ) -> Cluster | None:
-    """What `initialize` would use, without starting anything."""
+    """Finds what `initialize` would use, without starting anything."""
     given = (coordinator, num_processes, process_id)
     if any(value is not None for value in given):
         return _complete("arguments", *given)
@@ -130,7 +146,7 @@ def _with_port(found: str, coordinator: str) -> str:
 
 
 def _number(env: Mapping[str, str], *names: str) -> int | None:
-    """The first of these that is set, None where that is no number."""
+    """Reads the first of these that is set, None where that is no number."""
     value = next((env[name] for name in names if env.get(name)), "")
     return int(value) if value.isdecimal() else None
 
@@ -160,8 +176,9 @@ def _address(env: Mapping[str, str]) -> str | None:
 
 
 def _job_set(env: Mapping[str, str]) -> Cluster | None:
-    """From the names that a JobSet's pods bear, so that no Kubernetes API is asked (TPU pods know more by
-    themselves)."""
+    """Reads the names that a JobSet's pods bear, so that no Kubernetes API is asked (TPU pods know more by
+    themselves).
+    """
     names = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_COMPLETION_INDEX")
     pods, jobs = _number(env, "JAX_PROCESSES_PER_JOB", "NNODES"), _number(env, "JOBSET_REPLICAS") or 1
     if not all(name in env for name in names) or pods is None or "TPU_WORKER_HOSTNAMES" in env:
@@ -174,7 +191,7 @@ def _job_set(env: Mapping[str, str]) -> Cluster | None:
 
 
 def _one_task_a_node(env: Mapping[str, str]) -> Cluster | None:
-    """SLURM with one task on each node, which owns all of the node's GPUs: jax would leave it one."""
+    """Finds SLURM with one task on each node, which owns all of the node's GPUs: jax would leave it one."""
     gpus = _number(env, "SLURM_GPUS_ON_NODE")
     if gpus is None or not env.get("SLURM_NTASKS") or env["SLURM_NTASKS"] != env.get("SLURM_STEP_NUM_NODES"):
         return None
@@ -183,7 +200,7 @@ def _one_task_a_node(env: Mapping[str, str]) -> Cluster | None:
 
 
 def _open_mpi(env: Mapping[str, str]) -> Cluster | None:
-    """Open MPI 5, which no longer sets the variable that jax reads."""
+    """Finds Open MPI 5, which no longer sets the variable that jax reads."""
     count, own = _number(env, "OMPI_COMM_WORLD_SIZE"), _number(env, "OMPI_COMM_WORLD_RANK")
     if count is None or own is None or "OMPI_MCA_orte_hnp_uri" in env:
         return None

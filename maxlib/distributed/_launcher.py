@@ -17,27 +17,36 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-LOCK, JOURNAL = "supervise.lock", "supervise.jsonl"
+LOCK, JOURNAL = "launch.lock", "launch.jsonl"
 _ON_REQUEST = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # after saving, as the others are about to
 _ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_EXIT_ON_ERROR = {"MAXLIB_EXIT_ON_ERROR": "1"}  # what `initialize` reads; importing it here would import jax
 
 
 class Locked(RuntimeError):
-    """Somebody else looks after the run in this directory."""
+    """Another launcher runs in this directory."""
 
 
 def launch(
     command: Sequence[str], directory: Path, *, processes: Sequence[int], retries: int = 1, grace: float = 10.0
 ) -> int:
-    """Runs `command` as several processes until all of them end well; returns the status to exit with.
+    """Runs `command` as several processes until all of them end well. SIGTERM and Ctrl-C are passed on, so that the run
+    saves and ends; a second one kills it.
 
-    directory: the run's own, for the lock and a journal; the steps in its `metrics.jsonl` show whether the run comes
-    forward. processes: how many to start. After `retries` restarts in succession that brought the run no further, one
-    does not come back, and the next number is tried. grace: seconds that the others have to end by themselves when one
-    has died.
+    Args:
+      command: what each process runs.
+      directory: the run's own, for the lock and a journal; the steps in its `metrics.jsonl` show whether it comes
+        forward.
+      processes: how many to start, and how many when one does not come back: falling numbers.
+      retries: restarts in succession without progress before the next number is tried.
+      grace: seconds that the others have to end by themselves when one has died.
 
-    SIGTERM and Ctrl-C are passed on, so that the run saves and ends; a second one kills it. Raises Locked when another
-    supervisor, or what is left of its processes, uses `directory`, and ValueError for numbers that do not fit.
+    Returns:
+      The status to exit with.
+
+    Raises:
+      Locked: another launcher, or what is left of its processes, uses `directory`.
+      ValueError: the numbers do not fit.
     """
     _check(processes, retries)
     for count in processes:
@@ -61,7 +70,7 @@ def launch(
 
 
 def furthest(directory: Path) -> int:
-    """The last step that `metrics.jsonl` knows, -1 without any."""
+    """Returns the last step that `metrics.jsonl` knows, -1 without any."""
     path = directory / "metrics.jsonl"
     if not path.exists():
         return -1
@@ -72,7 +81,7 @@ def furthest(directory: Path) -> int:
 
 
 def _step(line: bytes) -> int | None:
-    """None for a line that was cut short."""
+    """Reads the step of a line; None for one that was cut short."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -81,7 +90,7 @@ def _step(line: bytes) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How an attempt ended: `process` is the first that did not end well, None if all did."""
+    """End of an attempt: `process` is the first that did not end well, None if all did."""
 
     process: int | None = None
     status: int = 0
@@ -103,11 +112,12 @@ class _Attempt:
         base = {name: value for name, value in os.environ.items() if name not in _ADDRESSES}
         if count > 1:
             base |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(count)}
+            base |= _EXIT_ON_ERROR
         start = lambda i: subprocess.Popen(
             command,
             env=base | ({"JAX_PROCESS_ID": str(i)} if count > 1 else {}) | _share(count, i),
-            pass_fds=[lock],  # held as long as one of them lives, also when the supervisor is killed
-            start_new_session=True,  # Ctrl-C comes to the supervisor only
+            pass_fds=[lock],  # held as long as one of them lives, also when the launcher is killed
+            start_new_session=True,  # Ctrl-C comes to the launcher only
         )
         self.children = [start(i) for i in range(count)]
         _note(directory, event="start", processes=count, pids=[child.pid for child in self.children])
@@ -135,12 +145,12 @@ class _Attempt:
         return ended if ended.process is not None else self._first_failure()
 
     def _first_failure(self) -> Ended:
-        """A process that was killed before one that ended because of that."""
+        """Finds the process that failed first: one that was killed comes before one that ended because of that."""
         bad = [(child.returncode >= 0, i) for i, child in enumerate(self.children) if child.poll()]
         return Ended(min(bad)[1], self.children[min(bad)[1]].returncode) if bad else Ended()
 
     def _send(self, number: int) -> None:
-        """To each process and what it has started."""
+        """Sends a signal to each process and what it has started."""
         for child in self.children:
             if child.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -157,7 +167,7 @@ def _check(processes: Sequence[int], retries: int) -> None:
 
 
 def _share(count: int, process: int) -> dict[str, str]:
-    """The GPUs of one process: an equal part of those in CUDA_VISIBLE_DEVICES, where that is set."""
+    """Gives one process an equal part of the GPUs in CUDA_VISIBLE_DEVICES, where that is set."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = listed.split(",") if listed else []
     if len(devices) % count:
@@ -173,7 +183,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[int]:
-    """The descriptor of the lock; whoever inherits it holds the lock too."""
+    """Locks the directory. Yields the descriptor of the lock; whoever inherits it holds the lock too."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("a+") as file:
         try:
@@ -181,18 +191,18 @@ def _locked(directory: Path) -> Iterator[int]:
         except OSError:
             file.seek(0)
             raise Locked(
-                f"{directory} is in the hands of {file.read() or 'another supervisor'}, or of processes that it started; end "
+                f"{directory} is locked by {file.read() or 'another launcher'}, or by processes that it started; end "
                 f"those first (their numbers are in {directory / JOURNAL}), or use another directory"
             ) from None
         file.truncate(0)
-        file.write(f"the supervisor with process number {os.getpid()} on {socket.gethostname()}")
+        file.write(f"the launcher with process number {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield file.fileno()
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The numbers of the signals that ask for an end, as they come."""
+    """Collects the numbers of the signals that ask for an end, as they come."""
     asked: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, lambda number, frame: asked.append(number)) for number in numbers]
@@ -209,4 +219,4 @@ def _note(directory: Path, **line: Any) -> None:
 
 
 def _log(text: str) -> None:
-    print(f"maxlib supervise: {text}", flush=True)
+    print(f"maxlib launch: {text}", flush=True)

@@ -16,21 +16,21 @@ class Interrupted(SystemExit):
 
 
 class Interrupt:
-    """Whether a signal has come. While `waiting` it is raised at once, for nothing is lost by that."""
+    """Request to stop, by a signal. While `waiting` it is raised at once, for nothing is lost by that."""
 
     def __init__(self):
         self.signal: int | None = None
         self.waiting = False
 
     def asked(self, step: int) -> bool:
-        """Whether to stop after `step`; all processes get the same answer."""
+        """Tells whether to stop after `step`; all processes get the same answer."""
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
             self.signal = signal.SIGTERM
         return self.signal is not None
 
     @contextmanager
     def while_waiting(self) -> Iterator[None]:
-        """Around a wait that may be broken off."""
+        """Surrounds a wait that may be broken off."""
         self.waiting = True
         try:
             yield
@@ -60,8 +60,7 @@ class Interrupt:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupt]:
-    """Catches SIGINT and SIGTERM inside. A second Ctrl-C acts at once; schedulers send SIGTERM to all they know, so
-    again is as once.
+    """Catches SIGINT and SIGTERM inside. A second Ctrl-C acts at once; repeated SIGTERMs count once.
 
     Does nothing outside the main thread. With several processes both go to jax, which tells all of them to stop after
     the same step.

@@ -15,7 +15,7 @@ _barriers = itertools.count()
 
 @contextmanager
 def main_process_first(what: str, *, timeout: float = 3600) -> Iterator[None]:
-    """The first process runs the body before the others do, who find on disk what it made there: `what`, by name.
+    """Runs the body in the first process before the others, who find on disk what it made there: `what`, by name.
 
     All processes have to come here in the same order; after `timeout` seconds those that wait give up.
     """
@@ -27,7 +27,7 @@ def main_process_first(what: str, *, timeout: float = 3600) -> Iterator[None]:
 
 
 def _wait_for_all(what: str, timeout: float) -> None:
-    """By jax's coordinator: the first collective among CPUs gives up when others come half a minute later."""
+    """Waits by jax's coordinator: the first collective among CPUs gives up when others come half a minute later."""
     from jax._src import distributed  # what orbax waits with; it has no public name
 
     client = distributed.global_state.client
@@ -43,7 +43,8 @@ class PeerError(RuntimeError):
 
 @contextmanager
 def raise_on_all(what: str) -> Iterator[None]:
-    """The body ends well in all processes or raises in all of them: PeerError, naming `what`, where only another's did.
+    """Ends the body well in all processes, or raises in all of them: PeerError, naming `what`, where only another's
+    failed.
 
     All have to come to its end, so a body in which one fails must not let the others wait for it.
     """
@@ -61,7 +62,7 @@ def raise_on_all(what: str) -> Iterator[None]:
 
 
 def allgather_json(value: Any) -> list[Any]:
-    """Everybody's `value`, of JSON's types, in the order of the processes; all of them have to call it."""
+    """Collects everybody's `value`, of JSON's types, in the order of the processes; all of them have to call it."""
     if jax.process_count() == 1:
         return [value]
     mine = np.frombuffer(json.dumps(value).encode(), np.uint8)

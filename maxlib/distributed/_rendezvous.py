@@ -70,7 +70,7 @@ def _answer(caller: socket.socket, text: str) -> None:
 
 
 def _greeting(caller: socket.socket) -> tuple[int | None, int]:
-    """The number a caller gives and how many processes it knows of; no number for one that is none of ours."""
+    """Reads the number a caller gives and how many processes it knows of; no number for one that is none of ours."""
     caller.settimeout(5)
     try:
         words = caller.recv(64).decode(errors="replace")

@@ -1,39 +1,93 @@
-"""A time limit on what may hang for ever: start-up, compilation, data, peers."""
+"""Time limits on what may hang for ever, and the stacks of all threads when one has passed or somebody asks."""
 
+import contextlib
+import dataclasses
 import faulthandler
 import functools
 import itertools
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-_pending: dict[int, tuple[float, float, str]] = {}
+
+@dataclasses.dataclass
+class _Limit:
+    seconds: float
+    what: str
+    exits: bool
+    end: float
+
+
+_pending: dict[int, _Limit] = {}
 _numbers = itertools.count()
 
 
-@contextmanager
-def hard_timeout(seconds: float, what: str) -> Iterator[None]:
-    """Ends the process loudly, naming `what`, when the body takes longer than `seconds`.
+@contextlib.contextmanager
+def hard_timeout(seconds: float | None, what: str, *, exit: bool = True) -> Iterator[None]:
+    """Ends the process when the body takes longer than `seconds`, after printing the stack of every thread.
 
-    A thread that is stuck in a collective or a driver takes no exception, so the process exits with status 75, after
-    printing where every thread stands; a supervisor may start it again.
+    A thread that is stuck in a collective or a driver takes no exception, so the process exits with status 75; a
+    launcher may start it again.
+
+    Args:
+      seconds: the limit; None is none, and starts no thread.
+      what: the name of what is waited for, printed with the stacks.
+      exit: False only prints the stacks, again after every `seconds`, and leaves the process alone.
     """
+    if seconds is None:
+        yield
+        return
     _watch()
     number = next(_numbers)
-    _pending[number] = time.monotonic() + seconds, seconds, what
+    _pending[number] = _Limit(seconds, what, exit, time.monotonic() + seconds)
     try:
         yield
     finally:
         del _pending[number]
 
 
+@contextlib.contextmanager
+def dump_stacks(path: str | Path | None = None, *, every: float | None = None) -> Iterator[None]:
+    """Writes the stacks of all threads at `kill -USR1 PID`, and every `every` seconds, while the body runs.
+
+    It needs no help of the interpreter, so it works while the program hangs in a driver or a collective. A process has
+    one periodic dump: the last one asked for. Not on Windows.
+
+    Args:
+      path: the file to append to; None is stderr.
+      every: seconds between periodic dumps; None writes at the signal only.
+    """
+    with _writable(path) as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        if every is not None:
+            faulthandler.dump_traceback_later(every, repeat=True, file=file)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+            if every is not None:
+                faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def _writable(path: str | Path | None) -> Iterator[Any]:
+    if path is None:
+        yield sys.__stderr__ or sys.stderr
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with Path(path).open("a") as file:
+        yield file
+
+
 @functools.cache
 def _watch() -> threading.Thread:
-    """One thread looks after all deadlines, so that one costs microseconds."""
-    thread = threading.Thread(target=_look, daemon=True, name="maxlib-deadlines")
+    """Starts the one thread that watches all limits, so that a limit costs microseconds."""
+    thread = threading.Thread(target=_look, daemon=True, name="maxlib-timeouts")
     thread.start()
     return thread
 
@@ -41,13 +95,18 @@ def _watch() -> threading.Thread:
 def _look() -> None:
     while True:
         time.sleep(0.2)
-        for end, seconds, what in list(_pending.values()):
-            if time.monotonic() > end:
-                _die(seconds, what)
+        for limit in list(_pending.values()):
+            if time.monotonic() > limit.end:
+                limit.end = time.monotonic() + limit.seconds
+                _report(limit)
 
 
-def _die(seconds: float, what: str) -> None:
+def _report(limit: _Limit) -> None:
     out = sys.__stderr__ or sys.stderr
-    print(f"\nmaxlib: waited {seconds:g} s for {what}; giving up. Every thread stands at:", file=out, flush=True)
+    then = "giving up" if limit.exits else "still waiting"
+    print(
+        f"\nmaxlib: waited {limit.seconds:g} s for {limit.what}; {then}. Every thread stands at:", file=out, flush=True
+    )
     faulthandler.dump_traceback(file=out)
-    os._exit(75)
+    if limit.exits:
+        os._exit(75)

@@ -145,12 +145,12 @@ def apply(*names: str) -> None:
 
 
 def options(*names: str) -> dict[str, bool | int | str]:
-    """The same as compiler options of one program: `lowered.compile(compiler_options=...)`, `plan(options=...)`."""
+    """Returns sets as compiler options of one program: `lowered.compile(compiler_options=...)`, `plan(options=...)`."""
     return _merged({name: _find(name) for name in names})
 
 
 def check(name: str) -> str | None:
-    """What the installed compiler says against a set, in a process of its own; None for nothing.
+    """Asks the installed compiler, in a process of its own, what it says against a set; None for nothing.
 
     Sets for TPUs need libtpu (raises ImportError without it), but no TPU; those for GPUs no GPU.
     """

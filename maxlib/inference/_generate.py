@@ -28,6 +28,25 @@ class Generator:
         self.model = _cast_matrices(nn.unstack(model), dtype)
         self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
         self.vocab = jax.eval_shape(lambda m: m.head_weight(), model).shape[0]
+        self._shapes = jax.eval_shape(lambda m: m, model)  # as it was given, to lay out other weights likewise
+
+    def update(self, weights: Any) -> None:
+        """Decodes with other weights from now on; programs that are compiled stay in use.
+
+        Args:
+            weights: a model like the one this was made of, or some of its parameters by path, such as
+                `TrainState.trainable`: all others stay as they are. Arrays are copied, so a step may donate its own.
+
+        Raises:
+            KeyError: the model has no parameter at a path.
+            ValueError: a weight has another shape, or the model another structure.
+        """
+        absent = jax.tree.map(lambda x: np.broadcast_to(False, x.shape), self._shapes)  # without memory of its own
+        weights = jax.tree.map(jnp.asarray, weights)
+        new = nn.unstack(nn.combine(weights, absent) if isinstance(weights, dict) else weights)
+        if jax.tree.structure(new) != jax.tree.structure(self.model):
+            raise ValueError("update takes a model of the same structure; make a new Generator for another model")
+        self.model = jax.tree_util.tree_map_with_path(_replaced, self.model, new)
 
     def generate(
         self,
@@ -175,6 +194,14 @@ def _cast_matrices(model: Any, dtype: Any) -> Any:
 
     is_variable = lambda x: isinstance(x, nnx.Variable)
     return jax.tree.map(lambda x: cast(x) if is_variable(x) else x, model, is_leaf=is_variable)
+
+
+def _replaced(path: Any, old: Array, new: Any) -> Array:
+    """Returns `new` in its own memory and in the dtype of `old`; `old` where there is nothing new."""
+    if new.shape != old.shape:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        raise ValueError(f"update takes weights of the same shapes; {name} is {old.shape} here, got {new.shape}")
+    return old if isinstance(new, np.ndarray) else jnp.array(new, old.dtype, copy=True)
 
 
 def _seen(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Images]:

@@ -57,9 +57,9 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, mask: ops.Mask, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        heads = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
+        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         # Scores become 50 * tanh(q . k / sqrt(query_scalar) / 50): none is larger than 50.
-        scores = dict(scale=cfg.query_scalar**-0.5, softcap=cfg.attention_softcap)
+        scores: Any = dict(scale=cfg.query_scalar**-0.5, softcap=cfg.attention_softcap)
         norm = lambda: nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
         self.attn_norm = norm()
         self.attn = nn.Attention(D, **heads, mask=mask, rope=cfg.rope, **scores, bias=bias, out_bias=bias, rngs=rngs)

@@ -102,10 +102,10 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        heads = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
+        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         norm = lambda dim: nn.RMSNorm(dim, eps=cfg.norm_eps, plus_one=True)
         self.attn_norm = norm(D)
-        norms = dict(q_norm=norm(cfg.head_dim), k_norm=norm(cfg.head_dim))
+        norms: Any = dict(q_norm=norm(cfg.head_dim), k_norm=norm(cfg.head_dim))
         scale = cfg.query_scalar**-0.5
         self.attn = nn.Attention(
             D, **heads, mask=mask, rope=rope, **norms, scale=scale, bias=bias, out_bias=bias, rngs=rngs

@@ -83,7 +83,7 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, mask: ops.Mask, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        heads = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
+        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # A sink is one more logit [N] per softmax, without a value: a head may attend to nothing at all.
         self.attn = nn.Attention(D, **heads, mask=mask, rope=cfg.rope, bias=bias, out_bias=bias, sinks=True, rngs=rngs)

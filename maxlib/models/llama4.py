@@ -162,10 +162,10 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, kind: Kind, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        heads = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
+        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         # Having no weight, it may stand before the rotation, which changes no length.
         norm = nn.UnitRMSNorm(cfg.norm_eps) if cfg.qk_norm and kind.rotated else None
-        place = dict(
+        place: Any = dict(
             mask=cfg.masks[kind.layer_type],
             rope=cfg.rope if kind.rotated else None,
             # Without positions, queries of long texts are sharpened instead: they have more keys to tell apart.

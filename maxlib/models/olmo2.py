@@ -128,8 +128,8 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope, *, rngs: nnx.Rngs):
         D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
-        norms = dict(q_norm=HeadsNorm(N, H, eps=cfg.norm_eps), k_norm=HeadsNorm(K, H, eps=cfg.norm_eps))
-        heads = dict(num_heads=N, num_kv_heads=K, head_dim=H)
+        norms: Any = dict(q_norm=HeadsNorm(N, H, eps=cfg.norm_eps), k_norm=HeadsNorm(K, H, eps=cfg.norm_eps))
+        heads: Any = dict(num_heads=N, num_kv_heads=K, head_dim=H)
         self.attn = nn.Attention(D, **heads, mask=mask, rope=rope, bias=bias, out_bias=bias, **norms, rngs=rngs)
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)

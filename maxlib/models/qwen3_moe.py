@@ -85,7 +85,7 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, *, sparse: bool, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        heads = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
+        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = nn.Attention(

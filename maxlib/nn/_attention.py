@@ -76,6 +76,15 @@ class Attention(SequenceMixer):
         D, N, K, H = dim, num_heads, num_kv_heads or num_heads, head_dim
         if N < 1 or K < 1 or N % K:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {N} and {K}")
+        if not isinstance(mask, Mask):
+            raise TypeError(
+                f"mask must be a mask of maxlib.ops, such as Causal() & SlidingWindow(8), got {type(mask).__name__} {mask!r:.40}; "
+                "arrays of booleans have no place in it"
+            )
+        if not isinstance(rope, Rope | GridRope | None):
+            raise TypeError(
+                f"rope must be an ops.Rope, such as Rope(head_dim), or None; got {type(rope).__name__} {rope!r:.40}"
+            )
         if rope is not None and rope.dim > H:
             raise ValueError(f"the rotary dimensions ({rope.dim}) must not exceed head_dim ({H})")
         self.q = Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)

@@ -27,6 +27,15 @@ def check_ends(x: Any, letters: str, shape: tuple[int, ...], what: str) -> None:
         )
 
 
+def draw_key(rngs: Any) -> Array:
+    """Draws the key of one parameter. Raises TypeError unless `rngs` is an `nnx.Rngs`."""
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(
+            f"rngs must be an nnx.Rngs, got {type(rngs).__name__} {rngs!r:.40}; nnx.Rngs(0) makes one of a seed"
+        )
+    return rngs.params()
+
+
 class Einsum(nnx.Module):
     """`einsum(spec, x, w)`, plus a bias over the axes of `w` that reach the output.
 
@@ -55,7 +64,7 @@ class Einsum(nnx.Module):
             init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=summed, out_axis=kept)
         self.spec, self.gather_once = spec, gather_once
         self.matmul: Matmul = Exact()
-        self.w = nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes, summed=tuple(axes[d] for d in summed))
+        self.w = nnx.Param(init(draw_key(rngs), shape, jnp.float32), axes=axes, summed=tuple(axes[d] for d in summed))
         zeros = lambda: nnx.Param(jnp.zeros([shape[d] for d in kept]), axes=tuple(axes[d] for d in kept))
         self.b = zeros() if bias else None
 
@@ -96,7 +105,7 @@ class Embed(nnx.Module):
 
     def __init__(self, vocab: int, dim: int, *, init: Init | None = None, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02) if init is None else init
-        self.w = nnx.Param(init(rngs.params(), (vocab, dim), jnp.float32), axes=("vocab", "embed"))
+        self.w = nnx.Param(init(draw_key(rngs), (vocab, dim), jnp.float32), axes=("vocab", "embed"))
 
     def __call__(self, tokens: Int[Array, "..."], *, dtype=jnp.bfloat16) -> Float[Array, "... D"]:
         """Ids must lie in `[0, vocab)`; inside jit they cannot be checked."""

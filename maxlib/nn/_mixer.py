@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ class SequenceMixer(nnx.Module):
         """Makes an empty cache: a pytree whose arrays begin with the axis `batch`, see `nn.cache.LayerCache`."""
         raise NotImplementedError(f"{type(self).__name__} must define init_cache(batch, capacity, dtype) to decode")
 
-    def with_implementation(self, implementation: str | None) -> Self:
+    def with_implementation(self, implementation: str | None) -> "SequenceMixer":
         """Returns a copy, which shares its arrays, that computes its op so; None is the best one."""
         new = jax.tree.map(lambda a: a, self)
         new.implementation = implementation

@@ -15,7 +15,7 @@ from maxlib import ops
 from maxlib.nn import _expert_dispatch as dispatch
 from maxlib.nn import _expert_parallel as exchange
 from maxlib.nn._context import Context
-from maxlib.nn._linear import Init
+from maxlib.nn._linear import Init, draw_key
 from maxlib.nn._router import Router, Routing, SigmoidInputRouter, expert_counts
 from maxlib.nn.matmul import Exact, Matmul
 from maxlib.nn.quantized import QuantizedWeight
@@ -54,7 +54,7 @@ class ExpertLinear(nnx.Module):
             init = nnx.initializers.variance_scaling(
                 1.0, "fan_in", "truncated_normal", in_axis=2, out_axis=1, batch_axis=0
             )
-        values, own = init(rngs.params(), (num_experts, *shape), jnp.float32), ("expert", *axes)
+        values, own = init(draw_key(rngs), (num_experts, *shape), jnp.float32), ("expert", *axes)
         if layout == "EIO":
             values, own = jnp.swapaxes(values, 1, 2), ("expert", *axes[::-1])
         self.w = nnx.Param(values, axes=own, summed=axes[1:])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from maxlib._utils.paths import dotted
 from maxlib.nn._linear import Einsum, Init
 from maxlib.nn._pytree import pytree
 from maxlib.nn._stack import Stack
@@ -233,7 +234,7 @@ def update_router_bias(model: Any, load: Float[Array, "L E"] | Float[Array, " E"
         rows.setdefault(path, []).append(row)
 
     def move(path, leaf):
-        if (name := _dotted(path)) not in rows:
+        if (name := dotted(path)) not in rows:
             return leaf
         old = leaf.get_value()
         mine = load[jnp.array(rows[name])].reshape(old.shape)
@@ -248,15 +249,11 @@ def _expert_biases(model: Any) -> list[str]:
     is_node = lambda x: isinstance(x, Stack | ExpertBias)
     for path, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_node):
         if isinstance(node, ExpertBias):
-            found.append(_dotted(path))
+            found.append(dotted(path))
         elif isinstance(node, Stack):
             for i in range(len(node)):
                 place, _ = node.where(i)
                 kind, slot = place.split(".")
                 inner = _expert_biases(getattr(node, kind)[int(slot)])
-                found += [".".join(filter(None, (_dotted(path), place, one))) for one in inner]
+                found += [".".join(filter(None, (dotted(path), place, one))) for one in inner]
     return found
-
-
-def _dotted(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")

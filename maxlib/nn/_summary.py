@@ -3,9 +3,9 @@
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from maxlib._utils.tables import to_text
 from maxlib.nn.tree import axes, own_axes, pattern_paths, variables
 from maxlib.sharding.layers import num_layer_axes
 
@@ -33,10 +33,7 @@ def summary(model: Any) -> str:
         table.add_row(
             path, text, " ".join(name or "-" for name in axis_names), dtype, _scaled(sum(a.size for a in group))
         )
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(table)
-    return f"{type(model).__name__}\n{capture.get().strip(chr(10))}"
+    return f"{type(model).__name__}\n{to_text(table)}"
 
 
 def _grouped(rows: dict[str, Any], names: dict[str, tuple], short: dict[str, str]) -> dict[tuple, list[Any]]:

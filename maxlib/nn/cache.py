@@ -139,7 +139,7 @@ class QuantizedCache(LayerCache):
     scales: KVCache | RingCache
 
     @property
-    def can_rewind(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def can_rewind(self) -> bool:
         return self.values.can_rewind
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:

@@ -1,7 +1,7 @@
 """A model as flat dicts from path to array: what optimizers, checkpoints and filters see."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def is_stack(x: Any) -> bool:
+def is_stack(x: Any) -> TypeGuard[StackedLayers]:
     return isinstance(x, StackedLayers)
 
 

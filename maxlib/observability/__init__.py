@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING
 from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
-    from maxlib.observability._curve import plot_loss as plot_loss
     from maxlib.observability._flops import forward_flops as forward_flops
     from maxlib.observability._flops import peak_flops as peak_flops
     from maxlib.observability._flops import training_flops as training_flops
     from maxlib.observability._goodput import Account as Account
     from maxlib.observability._goodput import Clock as Clock
     from maxlib.observability._goodput import goodput as goodput
-    from maxlib.observability._goodput import plot_goodput as plot_goodput
     from maxlib.observability._memory import live_arrays as live_arrays
     from maxlib.observability._memory import memory_profile as memory_profile
     from maxlib.observability._memory import memory_use as memory_use
     from maxlib.observability._metrics import Console as Console
-    from maxlib.observability._metrics import Csv as Csv
     from maxlib.observability._metrics import Jsonl as Jsonl
     from maxlib.observability._metrics import Meter as Meter
     from maxlib.observability._metrics import TensorBoard as TensorBoard
@@ -43,11 +40,10 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "_curve": ("plot_loss",),
         "_flops": ("forward_flops", "peak_flops", "training_flops"),
-        "_goodput": ("Account", "Clock", "goodput", "plot_goodput"),
+        "_goodput": ("Account", "Clock", "goodput"),
         "_memory": ("live_arrays", "memory_profile", "memory_use"),
-        "_metrics": ("Console", "Csv", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
+        "_metrics": ("Console", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
         "_profile": ("Op", "Profile", "profile_summary", "top_ops"),
         "_program": ("DumpProgram", "dump_program"),
         "_report": ("report",),

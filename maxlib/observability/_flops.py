@@ -12,29 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from maxlib.hardware import chip_of
 from maxlib.ops._cost import FORMULAS
-
-# Dense bfloat16 FLOP/s of one jax device, from the makers' data sheets; the first that begins a device kind's name
-# counts.
-PEAKS = {
-    "TPU v6": 918e12,
-    "TPU v5p": 459e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v4": 275e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA A100": 312e12,
-}
 
 Counts = list[tuple[float, Any]]
 
 
 def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any) -> float:
-    """Model FLOPs of one training step: three times those of the loss (a backward pass has two matmuls for each one).
+    """Counts the model FLOPs of one training step: three times those of the loss (a backward pass has two matmuls for
+    each one).
 
     Recomputation by remat and whatever is no matmul do not count, and frozen parameters count like others. For a
     decoder this is `6 N T + 6 L pairs heads (Hk + Hv)`: N weights in matmuls, T tokens, L layers, pairs of a query and
@@ -45,7 +31,7 @@ def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any) -> float
 
 
 def forward_flops(fn: Callable[..., Any], *args: Any) -> float:
-    """FLOPs of the matmuls and convolutions in `fn(*args)`: two for each multiplication with its addition.
+    """Counts the FLOPs of the matmuls and convolutions in `fn(*args)`: two for each multiplication with its addition.
 
     The body of a `lax.scan` counts as often as it runs, of a `lax.cond` the dearest branch. Attention counts the pairs
     that its masks leave; documents count where `args` hold the integers that mark them, while a `jax.ShapeDtypeStruct`
@@ -70,20 +56,20 @@ def forward_flops(fn: Callable[..., Any], *args: Any) -> float:
 
 
 def peak_flops() -> float | None:
-    """FLOP/s of all devices together: from a table, measured on a CPU, None for kinds that are not in the table.
+    """Returns the FLOP/s of all devices together: from `maxlib.hardware`, on a CPU measured; None for unknown kinds.
 
     Accelerators in dense bfloat16. A CPU's is that of a float32 matmul, and counts once per process.
     """
     device = jax.devices()[0]
     if device.platform == "cpu":
         return _measured_peak() * jax.process_count()
-    peak = next((peak for kind, peak in PEAKS.items() if device.device_kind.startswith(kind)), None)
-    return None if peak is None else peak * jax.device_count()
+    chip = chip_of(device.device_kind)
+    return None if chip is None else chip.flops * jax.device_count()
 
 
 @functools.cache
 def _measured_peak(size: int = 1024, rounds: int = 8) -> float:
-    """The best of a few square matmuls, which take about 0.3 s in all."""
+    """Measures the best of a few square matmuls, which take about 0.3 s in all."""
     x = jnp.ones((size, size), jnp.float32)
     dot = jax.jit(jnp.dot).lower(x, x).compile()
     seconds = []
@@ -115,7 +101,7 @@ def _walk(traced: Any, known: Sequence[Any], times: float, counts: Counts) -> li
 
 
 def _count(eqn: Any, known: list[Any], times: float, counts: Counts) -> list[Any]:
-    """One equation. Its outputs are known (not None) where they are integers that follow from known ones."""
+    """Counts one equation. Its outputs are known (not None) where they are integers that follow from known ones."""
     name, params, unknown = eqn.primitive.name, eqn.params, [None] * len(eqn.outvars)
     if name in _RULES:
         _RULES[name](eqn, known, times, counts)
@@ -148,7 +134,7 @@ def _dot(eqn, known, times, counts):
 
 
 def _ragged_dot(eqn, known, times, counts):
-    """Every row meets one group, whether the rows are kept or summed over."""
+    """Counts each row with one group, whether the rows are kept or summed over."""
     dims = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = dims.dot_dimension_numbers
     lhs, out = eqn.invars[0].aval.shape, math.prod(eqn.outvars[0].aval.shape)
@@ -192,12 +178,12 @@ def _cond(eqn, known, times, counts):
 
 
 def _shard_map(eqn, known, times, counts):
-    """Every device of the mesh does what the body says."""
+    """Counts the body once for every device of the mesh."""
     _walk(eqn.params["jaxpr"], [None] * len(known), times * eqn.params["mesh"].size, counts)
 
 
 def _pallas_call(eqn, known, times, counts):
-    """By the kernel's own estimate: its body says nothing about how often a tile is skipped."""
+    """Takes the kernel's own estimate: its body says nothing about how often a tile is skipped."""
     estimate = eqn.params.get("cost_estimate")
     if estimate is None:
         warnings.warn(

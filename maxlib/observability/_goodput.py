@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -54,7 +53,7 @@ class Clock:
 
     @contextlib.contextmanager
     def span(self, name: str | None) -> Iterator[None]:
-        """The body's time counts as `name`, but for the spans inside it. None: as what surrounds it."""
+        """Counts the body's time as `name`, but for the spans inside it. None: as what surrounds it."""
         if name is None:
             yield
             return
@@ -66,9 +65,7 @@ class Clock:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around all that step `number` does. Its time counts as `redone` where a run before this one had come as
-        far.
-        """
+        """Counts all that step `number` does; as `redone` where a run before this one had come as far."""
         with self.span("step" if number > self._before else "redone"):
             self._base = "idle"
             yield
@@ -77,7 +74,7 @@ class Clock:
     def close(self) -> None:
         """Writes what is not written yet. The next span goes on, and the time between counts as idle."""
         self.flush()
-        _ticking.discard(self)
+        _ticker.stop(self)
 
     def flush(self, *, older_than: float = 0.0) -> None:
         """Writes the account up to now, if the last line is that many seconds old."""
@@ -90,8 +87,7 @@ class Clock:
         with self._lock:
             self._charge()
             change()
-        if self._path is not None and self not in _ticking:
-            self._open()
+        self._open()
 
     def _charge(self) -> None:
         now = time.monotonic()
@@ -105,12 +101,11 @@ class Clock:
             return
         if more:
             self._write(at=self._at, **more)
-        _ticking.add(self)
-        _ticker()
+        _ticker.start(self)
 
     def _write(self, *, seconds: dict[str, float] | None = None, **line: Any) -> None:
-        """One write of one whole line, which a kill cannot cut. What cannot be written (a full disk) waits for the next
-        time.
+        """Writes one whole line at once, which a kill cannot cut. What cannot be written (a full disk) waits for the
+        next time.
         """
         self._written = time.monotonic()
         if self._path is not None:
@@ -124,23 +119,42 @@ class Clock:
         self._unwritten = {}
 
 
-_ticking: "weakref.WeakSet[Clock]" = weakref.WeakSet()
-_clocks = itertools.count()
+class _Ticker:
+    """Writes for all open clocks from one thread, also while their own threads are busy; it ends with the last one."""
 
+    def __init__(self):
+        self._clocks: weakref.WeakSet[Clock] = weakref.WeakSet()
+        self._lock, self._wake, self._runs = threading.Lock(), threading.Event(), False
 
-@functools.cache
-def _ticker() -> threading.Thread:
-    """One thread writes for all clocks, also while their own threads are busy for long."""
-    thread = threading.Thread(target=_tick, daemon=True, name="maxlib-goodput")
-    thread.start()
-    return thread
+    def start(self, clock: Clock) -> None:
+        if clock in self._clocks:
+            return
+        with self._lock:
+            self._clocks.add(clock)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, daemon=True, name="maxlib-goodput").start()
 
+    def stop(self, clock: Clock) -> None:
+        self._clocks.discard(clock)
+        self._wake.set()
 
-def _tick() -> None:
-    while True:
-        time.sleep(0.5)
-        for clock in list(_ticking):
+    def _run(self) -> None:
+        while self._round():
+            self._wake.wait(0.5)
+            self._wake.clear()
+
+    def _round(self) -> bool:
+        with self._lock:
+            clocks = list(self._clocks)  # held no longer than this call, so that a forgotten clock goes
+            self._runs = bool(clocks)
+        for clock in clocks:
             clock.flush(older_than=clock._every)
+        return bool(clocks)
+
+
+_ticker = _Ticker()
+_clocks = itertools.count()
 
 
 def _append(path: Path, text: str) -> None:
@@ -156,7 +170,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def _position(path: Path | None) -> tuple[int, int]:
-    """The number of the session that begins now, and the highest step that those before it had finished."""
+    """Returns the number of the session that begins now, and the highest step that those before it had finished."""
     lines = [] if path is None else _lines(path)
     session = max((line["session"] for line in lines), default=-1) + 1
     return session, max((line.get("step", 0) for line in lines), default=0)
@@ -181,7 +195,7 @@ def _boot() -> str | None:
 
 
 def _age() -> float:
-    """For how long this program has run, for its first clock; sessions with a prompt begin with the clock."""
+    """Returns for how long this program has run, for its first clock; sessions with a prompt begin with the clock."""
     if next(_clocks) or getattr(sys, "ps1", None) or "ipykernel" in sys.modules:
         return 0.0
     try:
@@ -210,7 +224,7 @@ class Account:
 
     @property
     def goodput(self) -> float:
-        """The share of the time in which the run came forward."""
+        """Returns the share of the time in which the run came forward."""
         return self.seconds.get("step", 0.0) / self.wall if self.wall else 0.0
 
     def __str__(self) -> str:
@@ -220,7 +234,7 @@ class Account:
 
 
 def goodput(directory: str | Path) -> Account:
-    """The account of the run in `directory`, from the begin of its first process to the last line of its last.
+    """Adds up the account of the run in `directory`, from the begin of its first process to the last line of its last.
 
     Time within a process is monotonic, and so is the time between two processes of one boot: setting the wall clock
     changes nothing. Between two boots or machines the wall clock counts, and a jump back counts as no time. Raises
@@ -250,21 +264,3 @@ def _gap(before: list[dict[str, Any]], after: dict[str, Any]) -> float:
     if same:
         return max(0.0, after["begin"] - before[-1]["at"])
     return max(0.0, after["time"] - (after["at"] - after.get("begin", after["at"])) - before[-1]["time"])
-
-
-def plot_goodput(account: Account, path: str | Path) -> None:
-    """One bar for the whole time, and what it consists of. Needs matplotlib."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 0.6 + 0.35 * len(account.seconds)), layout="constrained")
-    names = [NAMES.get(name, name) for name in account.seconds]
-    share = [100 * value / account.wall for value in account.seconds.values()]
-    bars = axes.barh(names, share, color=["#2a78d6" if name == "step" else "#b9b8b2" for name in account.seconds])
-    axes.bar_label(
-        bars, [f"{s:.1f}%  {v:,.0f} s" for s, v in zip(share, account.seconds.values(), strict=True)], padding=4
-    )
-    axes.invert_yaxis()
-    axes.set(xlim=(0, 125), xticks=[], title=f"goodput {account.goodput:.1%} of {account.wall:,.0f} s")
-    axes.spines[:].set_visible(False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -11,8 +11,8 @@ import jax
 
 
 def memory_use() -> dict[str, int]:
-    """Peak bytes of this process (`memory/host_bytes`) and of its fullest device (`memory/device_bytes`, where the
-    backend says).
+    """Reads the peak bytes of this process (`memory/host_bytes`) and of its fullest device (`memory/device_bytes`,
+    where the backend says).
 
     Asks no device to wait. Systems may take a millisecond to answer, so the Trainer asks once a second (`Sampled`).
     """
@@ -22,7 +22,7 @@ def memory_use() -> dict[str, int]:
 
 
 class Sampled:
-    """What `read` says, asked anew when its answer is `seconds` old."""
+    """Answer of `read`, asked anew when it is `seconds` old."""
 
     def __init__(self, read: Callable[[], dict[str, int]], seconds: float = 1.0):
         self._read, self._seconds, self._at, self._last = read, seconds, -math.inf, {}
@@ -45,7 +45,7 @@ def memory_profile(directory: str | Path) -> Path:
 
 
 def live_arrays(n: int = 20) -> str:
-    """The arrays that Python holds on this process's devices, alike ones together, the largest first."""
+    """Lists the arrays that Python holds on this process's devices, alike ones together, the largest first."""
     count, size = collections.Counter(), collections.Counter()
     for array in jax.live_arrays():
         key = f"{array.dtype}{list(array.shape)}"

@@ -1,11 +1,10 @@
-"""Where metrics go: a JSONL or CSV file, TensorBoard, the terminal. A writer is anything with `resume`, `write` and
+"""Where metrics go: a JSONL file, TensorBoard, the terminal. A writer is anything with `resume`, `write` and
 `close`.
 """
 
-import csv
 import json
 import math
-import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from maxlib import distributed
+from maxlib._utils.files import write_atomically
 
 Values = Mapping[str, Any]
 
@@ -26,7 +26,7 @@ class Writer(Protocol):
     """Takes metrics: numbers, or small arrays such as one number per layer."""
 
     def resume(self, step: int) -> None:
-        """Training goes on after `step`: forget what was written for later ones."""
+        """Forgets what was written after `step`, from which training goes on."""
         ...
 
     def write(self, step: int, values: Values) -> None: ...
@@ -70,12 +70,12 @@ class Reports(Protocol):
 
 
 def reported(part: object) -> Values:
-    """The metrics of a part that has any."""
+    """Returns the metrics of a part that has any."""
     return part.metrics() if isinstance(part, Reports) else {}
 
 
 def reported_by_all(part: object) -> Values:
-    """The same of counts, summed over processes, which all have to call this."""
+    """Sums the counts that a part reports over all processes, each of which has to call this."""
     everyone = distributed.allgather_json(dict(reported(part)))
     names = sorted({name for counts in everyone for name in counts})
     return {name: sum(counts.get(name, 0) for counts in everyone) for name in names}
@@ -100,13 +100,11 @@ class Jsonl:
         self._have = {(step, _names(json.loads(line))) for line in keep if _step(line) == step}
         if len(keep) == len(lines):
             return
-        new = self.path.with_suffix(self.path.suffix + ".new")
-        new.write_text("".join(line + "\n" for line in keep))
-        os.replace(self.path, self.path.with_suffix(self.path.suffix + ".old"))
-        os.replace(new, self.path)
+        shutil.copyfile(self.path, self.path.with_suffix(self.path.suffix + ".old"))
+        write_atomically(self.path, "".join(line + "\n" for line in keep))
 
     def write(self, step: int, values: Values) -> None:
-        if (step, _names(values)) in self._have:  # the evaluation after the last step, once more
+        if not values or (step, _names(values)) in self._have:  # the evaluation after the last step, once more
             return
         if self._file is None:
             self._file = self.path.open("a")
@@ -120,51 +118,8 @@ class Jsonl:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """All lines that a `Jsonl` wrote, without a last one that was cut short."""
+    """Reads all lines that a `Jsonl` wrote, without a last one that was cut short."""
     return [json.loads(line) for line in Path(path).read_text().splitlines() if _step(line) is not None]
-
-
-class Csv:
-    """One row per call, one column per number, for spreadsheets; arrays are left out. A new name widens the whole
-    file.
-    """
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._columns = next(csv.reader(self.path.read_text().splitlines()), []) if self.path.exists() else []
-
-    def resume(self, step: int) -> None:
-        """Keeps the rows up to `step`."""
-        rows = [row for row in self._rows() if row["step"].isdigit() and int(row["step"]) <= step]
-        self._rewrite(rows)
-
-    def write(self, step: int, values: Values) -> None:
-        row = {"step": step} | {name: _plain(value) for name, value in values.items() if np.ndim(value) == 0}
-        if new := [name for name in row if name not in self._columns]:
-            rows, self._columns = self._rows(), [*self._columns, *new]
-            self._rewrite(rows)
-        with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow(row)
-
-    def close(self) -> None: ...
-
-    def _rows(self) -> list[dict[str, str]]:
-        """The whole rows; one that was cut short is left out."""
-        if not self.path.exists():
-            return []
-        lines = self.path.read_text().splitlines(keepends=True)
-        return [
-            row for row in csv.DictReader(line for line in lines if line.endswith("\n")) if None not in row.values()
-        ]
-
-    def _rewrite(self, rows: Iterable[Values]) -> None:
-        new = self.path.with_suffix(self.path.suffix + ".new")
-        with new.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(new, self.path)
 
 
 class TensorBoard:
@@ -212,7 +167,7 @@ class Console:
             self._bar.start()
 
     def log(self, text: str) -> None:
-        """A line of its own."""
+        """Prints a line of its own."""
         self.terminal.print(text, markup=False, highlight=False)
 
     def resume(self, step: int) -> None: ...
@@ -275,7 +230,7 @@ class Meter:
     def _with_speed(self, values: dict[str, Any]) -> dict[str, Any]:
         if self._smooth is None:
             return values
-        values["tokens_per_second"] = float(values["tokens"]) / self._smooth
+        values["tokens_per_second"] = float(values["num_targets"]) / self._smooth
         if self.flops is not None:
             values["model_tflops_per_second"] = self.flops / self._smooth / 1e12
         if self.flops is not None and self.peak is not None:
@@ -295,7 +250,7 @@ def _summary(values: Values) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON's types, with null for what JSON cannot say."""
+    """Turns a value into JSON's types, with null for what JSON cannot say."""
     value = np.asarray(value)
     if value.dtype.kind == "b" or value.dtype.kind in "iu":
         return value.tolist()
@@ -313,7 +268,7 @@ def _names(values: Values) -> tuple[str, ...]:
 
 
 def _step(line: str) -> int | None:
-    """The step of a whole line; None for one that was cut short."""
+    """Reads the step of a whole line; None for one that was cut short."""
     try:
         return json.loads(line)["step"]
     except (json.JSONDecodeError, KeyError, TypeError):

@@ -1,5 +1,6 @@
 """Small charts with a caption as inline SVG, whose colours are variables of the page around them."""
 
+import dataclasses
 import io
 import re
 from typing import Any
@@ -29,10 +30,19 @@ _RC: Any = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """A picture with its caption."""
+
+    title: str
+    what: str
+    svg: str
+
+
 def lines(
     title: str, what: str, series: list[Series], *, log: bool = False, zero: bool = False, x: str = "step"
-) -> str | None:
-    """One line per run, with its moving mean where there are many points; None when there is nothing to draw."""
+) -> Chart | None:
+    """Draws one line per run, with its moving mean where there are many points; None when there is nothing to draw."""
     if not any(np.isfinite(values).any() for _, values in series):
         return None
     figure, axes = _axes(x)
@@ -42,18 +52,18 @@ def lines(
         _decades(axes)
     elif zero:
         axes.set_ylim(0, 1.12 * max(np.nanmax(binned(*run)[1], initial=0.0) for run in series) or 1.0)
-    return _html(figure, title, what)
+    return Chart(title, what, _svg(figure))
 
 
-def loss(pairs: list[tuple[Series, Series]]) -> str | None:
-    """Training loss, faint as it is and strong as a moving mean, and the validation loss as points."""
+def loss(pairs: list[tuple[Series, Series]]) -> Chart | None:
+    """Draws the training loss, faint as it is and strong as a moving mean, and the validation loss as points."""
     if not any(np.isfinite(values).any() for pair in pairs for _, values in pair):
         return None
     figure, axes = _axes("step")
     for i, (training, validation) in enumerate(pairs):
         _line(axes, i, training)
         axes.plot(*validation, "o", color=_colour(i), markersize=4.5, markeredgecolor=_INK, markeredgewidth=0.8)
-    return _html(figure, "Loss", "nats per target; points: validation")
+    return Chart("Loss", "nats per target; points: validation", _svg(figure))
 
 
 def _line(axes, i: int, series: Series) -> None:
@@ -65,7 +75,7 @@ def _line(axes, i: int, series: Series) -> None:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """A moving mean over the 2% of the values around each one, without what is not finite."""
+    """Averages over the 2% of the values around each one, without what is not finite."""
     half = len(values) // 100
     good = np.isfinite(values)
     total = np.concatenate([np.zeros(1), np.cumsum(np.where(good, values, 0.0))])
@@ -77,7 +87,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def binned(steps: np.ndarray, values: np.ndarray, most: int = 500) -> Series:
-    """At most `most` points, each the mean of its neighbours."""
+    """Returns at most `most` points, each the mean of its neighbours."""
     if len(values) <= most:
         return steps, values
     parts = np.array_split(np.arange(len(values)), most)
@@ -94,7 +104,7 @@ def _colour(i: int) -> str:
 
 
 def _decades(axes) -> None:
-    """A logarithmic axis with plain numbers."""
+    """Sets a logarithmic axis with plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_yscale("log")
@@ -122,10 +132,6 @@ def _axes(x: str):
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         return figure, axes
-
-
-def _html(figure, title: str, what: str) -> str:
-    return f"<figcaption><b>{title}</b> {what}</figcaption>{_svg(figure)}"
 
 
 def _svg(figure) -> str:

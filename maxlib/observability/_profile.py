@@ -51,7 +51,7 @@ class Op:
 
 
 def top_ops(directory: str | Path, n: int = 15) -> list[Op]:
-    """The `n` ops that took the most time in the newest trace under `directory`, over all devices of this host.
+    """Lists the `n` ops that took the most time in the newest trace under `directory`, over all devices of this host.
 
     Loops and branches themselves are left out: what is inside them is there op by op, on a CPU perhaps on other
     threads. Names are those of the compiled HLO; `dump_program` has the text. Raises FileNotFoundError when there is no
@@ -72,14 +72,14 @@ def top_ops(directory: str | Path, n: int = 15) -> list[Op]:
 
 
 def profile_summary(ops: list[Op]) -> str:
-    """A table as text."""
+    """Renders ops as a table of text."""
     lines = [f"{'op':48}{'ms':>10}{'calls':>8}{'share':>8}"]
     lines += [f"{op.name[:47]:48}{1e3 * op.seconds:10.3f}{op.calls:8}{op.share:8.1%}" for op in ops]
     return "\n".join(lines)
 
 
 def _op_lines(data: Any) -> Iterator[list[Any]]:
-    """The events of ops, thread by thread: of the devices' planes, or of the host's where the host computes."""
+    """Yields the events of ops, thread by thread: of the devices' planes, or of the host's where the host computes."""
     planes = list(data.planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
     for plane in devices or planes:
@@ -90,7 +90,7 @@ def _op_lines(data: Any) -> Iterator[list[Any]]:
 
 
 def _own_times(events: list[Any]) -> Iterator[tuple[str, float]]:
-    """Nanoseconds of each event without those of the events inside it."""
+    """Yields the nanoseconds of each event without those of the events inside it."""
     inside: list[list[Any]] = []  # end, name, own time
     for event in sorted(events, key=lambda e: (e.start_ns, -e.duration_ns)):
         while inside and inside[-1][0] <= event.start_ns:

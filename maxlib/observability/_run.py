@@ -10,15 +10,14 @@ from typing import Any
 import jax
 
 import maxlib
+from maxlib._utils.files import write_atomically
 
 
 def write_config(directory: str | Path, **values: Any) -> None:
     """Adds `values` and what the run runs on to `directory/config.json`. What JSON does not know becomes a string."""
     path = Path(directory) / "config.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps(read_config(directory) | values | {"environment": _environment()}, indent=1, default=str)
-    )
+    config = read_config(directory) | values | {"environment": _environment()}
+    write_atomically(path, json.dumps(config, indent=1, default=str))
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:

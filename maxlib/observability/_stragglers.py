@@ -70,7 +70,7 @@ class SlowHosts:
 
 
 def slow_hosts(times: dict[str, Any], *, factor: float = 1.5) -> list[str]:
-    """One line for every process whose time, by kind of work, is above `factor` medians; under 50 ms nothing counts but
+    """Names every process whose time, by kind of work, is above `factor` medians; under 50 ms nothing counts but
     compute.
     """
     lines = []
@@ -85,7 +85,9 @@ def slow_hosts(times: dict[str, Any], *, factor: float = 1.5) -> list[str]:
 
 
 def matmul_seconds(size: int = 1024, rounds: int = 5) -> float:
-    """Of the slowest local device, the best time of a few matmuls, which leaves out what else ran."""
+    """Measures a few matmuls on each local device: the best time, which leaves out what else ran, of the slowest
+    device.
+    """
     return max(_matmul_seconds(device, size, rounds) for device in jax.local_devices())
 
 

@@ -79,6 +79,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "optimizer": args.optimizer,
         "accumulate": args.accumulate,
         "gradients": args.gradients,
+        "loss": args.loss,
+        "batch": args.batch,
         "options": xla_flags.options(*args.flags),
     }
 
@@ -127,6 +129,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", default="adamw", help="adamw (default) or sgd")
     add("--accumulate", type=int, default=1, help="microbatches of a step (default 1)")
     add("--gradients", choices=["1f1b"], help="1f1b for pipelines (default: autodiff, which makes them GPipe)")
+    add(
+        "--loss",
+        help="module:name of a loss that training.objective made, or that takes dtype and remat (default: next token)",
+    )
+    add("--batch", help="module:name of a function (rows, sequence) -> {name: shape} of what the loss reads besides")
     add(
         "--flags",
         nargs="*",

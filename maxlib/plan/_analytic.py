@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlib import nn
+from maxlib import nn, sharding
 from maxlib.nn._expert_parallel import BEST_RAGGED, ROOM
 from maxlib.nn._stack_layout import segments as segments_of
 from maxlib.plan._hlo import Collective, Costs
@@ -16,6 +16,7 @@ from maxlib.plan._program import Program, bytes_on_host, schedule_of
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._axes import mesh_axes_of
 from maxlib.sharding.pipelining import chunks
+from maxlib.sharding.strategies import TensorParallel, Traffic
 
 ASSUMES = (
     "what shapes and rules say, as nothing was compiled: weights gathered and gradients summed, tensor parallelism's sums, keys "
@@ -48,6 +49,11 @@ class _Step(NamedTuple):
         return self.tokens * self.program.head[1] * self.width
 
     @property
+    def ticks(self) -> float:
+        """Of a pipeline, for each microbatch; 1 without one."""
+        return self.schedule.ticks / self.schedule.microbatches
+
+    @property
     def share(self) -> float:
         """Of all layers, those that it computes."""
         return self.layers / sum(_stacks(self.program))
@@ -70,7 +76,7 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     """
     step, (vocab, dim) = _step(program), program.head
     found: dict[tuple[str, tuple[str, ...]], float] = {}
-    for kind, axes, size in (*_of_weights(step), *_of_layers(step), *_of_sequences(step), *_of_experts(step)):
+    for kind, axes, size in (*_of_weights(step), *_of_strategies(step), *_of_sequences(step), *_of_experts(step)):
         if axes and size:
             key = kind, tuple(axis for axis in program.mesh.axis_names if axis in axes)
             found[key] = found.get(key, 0.0) + size
@@ -148,12 +154,12 @@ def _of_weights(step: _Step) -> Iterator[tuple[str, Any, float]]:
         yield "all-reduce", summed - used, whole / step.parts(moving)
 
 
-def _of_layers(step: _Step) -> Iterator[tuple[str, Any, float]]:
-    """Tensor parallelism sums each layer's two results over its parts in every pass. A pipeline hands a microbatch to
-    the next stage in every tick, and its gradient back."""
-    yield "all-reduce", step.axes("act_heads"), 2 * step.passes * step.layers * step.hidden
-    ticks = 2 * step.schedule.ticks / step.schedule.microbatches
-    yield "collective-permute", step.axes("layers"), ticks * step.hidden
+def _of_strategies(step: _Step) -> Iterator[Traffic]:
+    """Asks every strategy of the layout. Plain rules may make tensor parallelism without its strategy."""
+    joined = step.program.layout.strategies
+    alone = () if any(isinstance(one, TensorParallel) for one in joined) else (TensorParallel(),)
+    for one in (*joined, *alone):
+        yield from one.traffic(step)
 
 
 def _of_sequences(step: _Step) -> Iterator[tuple[str, Any, float]]:

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from maxlib.plan._analytic import analytic_costs
-from maxlib.plan._job import Job
+from maxlib.plan._job import Job, check_names
 from maxlib.plan._memory import Memory
 from maxlib.plan._program import across_hosts, refused
 from maxlib.plan._report import Plan
@@ -31,6 +31,8 @@ def plan(
     dtype: str = "bfloat16",
     accumulate: int = 1,
     gradients: str | None = None,
+    loss: Any = None,
+    batch: Any = None,
     options: Mapping[str, Any] | None = None,
     full: bool = False,
     keep: str | Path | None = None,
@@ -58,6 +60,8 @@ def plan(
         dtype=dtype,
         accumulate=accumulate,
         gradients=gradients,
+        loss=loss,
+        batch=batch,
         options=options or {},
     )
     return plan_job(job, full=full, keep=keep, timeout=timeout)
@@ -66,6 +70,7 @@ def plan(
 def plan_job(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout: float = 3600) -> Plan:
     """`plan` of a `Job`."""
     target = parse_target(job.target)
+    check_names(job)
     if target.platform == "cuda" and refused(job):
         return estimated(job)
     compiled = run(job, full=full, keep=keep, timeout=timeout)

@@ -1,14 +1,18 @@
 """What to plan, as one value that travels to another process as JSON."""
 
 import dataclasses
+import functools
 import importlib
+import inspect
 import json
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from maxlib import nn, sharding, weights
+from maxlib import nn, sharding, training, weights
 from maxlib.ops._attention.dispatch import implementations
 from maxlib.plan._targets import parse_target
 
@@ -23,8 +27,11 @@ class Job:
     batch_per_chip: sequences of `sequence` tokens per device in one step (a fraction where several devices share one).
     mesh, dcn: as `sharding.make_mesh` takes them. rules: a name that `sharding.preset` knows, or rules. remat:
     as the models take it. attention: the implementation of `ops.attention` in all layers, None for the best.
-    optimizer: "adamw", "sgd", or a function of a module, `optimizer(model) -> optax.GradientTransformation`. gradients:
-    None, or "1f1b" for a pipeline by `training.one_f_one_b`. options: of the compiler.
+    optimizer: "adamw", "sgd", or a function of a module, `optimizer(model) -> optax.GradientTransformation`. loss: a
+    loss of a module that takes `dtype` and `remat`, as those of `training.objective` do, `functools.partial` of it with
+    options, or its name "module:loss"; None for `training.next_token_loss`. batch: what it reads beside int32 `tokens`
+    and `targets`: a function of a module, `batch(rows, sequence) -> {name: jax.ShapeDtypeStruct}`, or its name.
+    gradients: None, or "1f1b" for a pipeline by `training.one_f_one_b`. options: of the compiler.
     """
 
     model: Any
@@ -41,6 +48,8 @@ class Job:
     accumulate: int = 1
     gradients: str | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    loss: Any = None
+    batch: Any = None
 
     def build(self) -> Any:
         """The model; call it under `jax.eval_shape`. Raises ValueError for a model that nobody knows."""
@@ -50,6 +59,25 @@ class Job:
                 raise ValueError(f"no preset is called {self.model!r}; there are {', '.join(sorted(known))}")
             return _from_config(known[self.model])
         return self.model() if callable(self.model) else _from_config(self.model)
+
+    def loss_fn(self, **options: Any) -> Any:
+        """The loss with `dtype` and these options. Raises ValueError for one that does not take them."""
+        loss = training.next_token_loss if self.loss is None else by_name(self.loss, "loss")
+        options = {"dtype": jnp.dtype(self.dtype)} | options
+        try:
+            inspect.signature(loss).bind(None, None, None, **options)
+        except TypeError as error:
+            raise ValueError(
+                f"a loss in a plan is called as loss(model, batch, key, {', '.join(options)}), which {loss!r} does not "
+                f"take ({error}): make it with training.objective, or let it take these"
+            ) from error
+        return functools.partial(loss, **options)
+
+    def batch_shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """What a batch of `rows` holds."""
+        ids = jax.ShapeDtypeStruct((rows, self.sequence), jnp.int32)
+        more = {} if self.batch is None else by_name(self.batch, "batch")(rows, self.sequence)
+        return {"tokens": ids, "targets": ids} | more
 
     @property
     def strategy(self) -> sharding.Strategy:
@@ -79,6 +107,18 @@ def _from_config(cfg: Any) -> Any:
     return family.model(cfg, rngs=nnx.Rngs(0))
 
 
+def by_name(thing: Any, what: str) -> Any:
+    """Finds `"module:name"`; returns anything but a string as it is. Raises ValueError for what cannot be found."""
+    if not isinstance(thing, str):
+        return thing
+    try:
+        return _find(thing)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{what} must be named module:name, of a module that can be imported; got {thing!r}: {error}"
+        ) from error
+
+
 def to_json(job: Job) -> str:
     """Functions travel by name: they must lie in a module. Raises ValueError for what cannot travel."""
     return json.dumps(_encode(job))
@@ -95,6 +135,8 @@ def _encode(value: Any) -> Any:
         return {"tuple": [_encode(item) for item in value]}
     if isinstance(value, Mapping):
         return {"dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
+    if isinstance(value, functools.partial):
+        return {"partial": [_encode(value.func), _encode(value.args), _encode(value.keywords)]}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         return {"new": _name(type(value)), "fields": fields}
@@ -130,6 +172,9 @@ def _decode(value: Any) -> Any:
         return tuple(_decode(item) for item in value["tuple"])
     if "dict" in value:
         return {_decode(key): _decode(item) for key, item in value["dict"]}
+    if "partial" in value:
+        call, args, keywords = map(_decode, value["partial"])
+        return functools.partial(call, *args, **keywords)
     if "new" in value:
         return _find(value["new"])(**{name: _decode(item) for name, item in value["fields"].items()})
     return _find(value["name"])
@@ -141,18 +186,28 @@ _FOREIGN = {"tpu": ("xla_gpu_",), "cuda": _TPU, "cpu": _TPU}
 
 
 def check_names(job: Job) -> None:
-    """Raises ValueError for a policy, an attention, a way to find gradients, or options, that do not exist, or not for
-    the target."""
+    """Raises ValueError for a policy, an attention, a loss, a way to find gradients, or options, that do not exist, or
+    not for the target."""
     nn.remat.remat_policy(job.remat)
     _check_attention(job)
+    loss = job.loss_fn(remat=job.remat)
     if job.gradients not in (None, "1f1b"):
         raise ValueError(f"gradients must be None (autodiff) or '1f1b'; got {job.gradients!r}")
+    if job.gradients == "1f1b":
+        _check_divides(loss)
     foreign = _FOREIGN[parse_target(job.target).platform]
     if wrong := sorted(name for name in job.options if name.startswith(foreign)):
         raise ValueError(
             f"the compiler for {job.target} has no option {wrong[0]}, which is another platform's: leave it out, or take --flags "
             "for this one (python -m maxlib.distributed.xla_flags shows them)"
         )
+
+
+def _check_divides(loss: Any) -> None:
+    try:
+        training.one_f_one_b(loss)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 def _check_attention(job: Job) -> None:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import nn, sharding
+from maxlib.nn._head import ROWS_AT_ONCE, head_split
 from maxlib.nn._stack_layout import segment_at
 from maxlib.plan._program import Program, bytes_on_device
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._rules import parts, spec
-from maxlib.training._losses import ROWS_AT_ONCE, vocab_axes, with_stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,11 +178,11 @@ def _loss(program: Program, rows: int) -> float:
     job, mesh, (vocab, dim) = program.job, program.mesh, program.head
     width = jnp.dtype(job.dtype).itemsize
     hidden = jax.ShapeDtypeStruct((program.rows // job.accumulate, job.sequence, dim), jnp.dtype(job.dtype))
-    axes = {name: program.layout.mesh_axes(name) for name in ("vocab", "batch", "embed")}
-    axes["vocab"] = with_stages(axes, vocab, program.layout)
-    axes, more = vocab_axes(hidden, (vocab, dim), mesh, **axes)
-    parts, travel = math.prod(mesh.shape[a] for a in axes + more), math.prod(mesh.shape[a] for a in more)
+    with sharding.use(program.layout):
+        split = head_split(hidden, (vocab, dim))
+    parts = math.prod(mesh.shape[a] for a in split.vocab + split.more)
+    travel = math.prod(mesh.shape[a] for a in split.more)
     tokens = rows * job.sequence * travel
     logits = min(ROWS_AT_ONCE * travel, tokens) * (vocab / parts) * 4
     weight = 0 if parse_target(job.target).platform == "cuda" else width
-    return (vocab / parts) * dim * (weight + 2 * 4) + 2 * logits + (2 * tokens * dim * width if more else 0)
+    return (vocab / parts) * dim * (weight + 2 * 4) + 2 * logits + (2 * tokens * dim * width if split.more else 0)

@@ -13,15 +13,17 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, observability, sharding, training
+from maxlib.hardware import GPUS_PER_HOST
 from maxlib.ops._attention.chunked import choose_blocks
 from maxlib.plan._job import Job, check_names
-from maxlib.plan._targets import HOST, INSTALL_GPU_COMPILER, Target, devices_of, has_gpu_compiler, parse_target
+from maxlib.plan._targets import INSTALL_GPU_COMPILER, Target, devices_of, has_gpu_compiler, parse_target
 from maxlib.sharding._mesh import fill
 from maxlib.sharding.pipelining import Schedule
+from maxlib.training._placement import batch_names
 
 # The first call of attention in a lowered program: queries and keys as one device sees them.
 _SIZES = r"tensor<((?:\d+x){4,})"
-_ATTENTION = re.compile(rf"ops\.attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
+_ATTENTION = re.compile(rf"ops\._attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Program:
 
     @property
     def loss(self) -> Any:
-        return functools.partial(training.next_token_loss, dtype=jnp.dtype(self.job.dtype), remat=self.job.remat)
+        return self.job.loss_fn(remat=self.job.remat)
 
     @functools.cached_property
     def head(self) -> tuple[int, int]:
@@ -50,8 +52,7 @@ class Program:
         return jax.eval_shape(lambda model: model.head_weight(), self.model).shape
 
     def lower(self) -> jax.stages.Lowered:
-        options = {"dtype": jnp.dtype(self.job.dtype), "remat": self.job.remat}
-        gradients = training.one_f_one_b(**options) if self.job.gradients == "1f1b" else None
+        gradients = training.one_f_one_b(self.loss) if self.job.gradients == "1f1b" else None
         step = training.make_train_step(self.loss, self.optimizer, accumulate=self.job.accumulate, gradients=gradients)
         state = self.state
         if self.job.attention is not None:  # only now: what is counted from shapes is counted as if on a CPU
@@ -62,9 +63,8 @@ class Program:
     @property
     def model_flops(self) -> float:
         """Of one step on all devices, by `observability.training_flops`."""
-        row = jnp.zeros((1, self.job.sequence), jnp.int32)
-        loss = functools.partial(training.next_token_loss, dtype=jnp.dtype(self.job.dtype))
-        return self.rows * observability.training_flops(loss, self.model, {"tokens": row, "targets": row})
+        row = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.job.batch_shapes(1))
+        return self.rows * observability.training_flops(self.job.loss_fn(), self.model, row)
 
 
 def make_program(job: Job) -> Program:
@@ -142,7 +142,7 @@ def across_hosts(job: Job, target: Target) -> dict[str, int]:
     """The degrees of `dcn` on GPUs, as `sharding.make_mesh` fills them; all 1 without it."""
     if unknown := set(job.dcn or {}) - set(sharding.MESH_AXES):
         raise ValueError(f"dcn names {sorted(unknown)}, but the axes of a mesh are {', '.join(sharding.MESH_AXES)}")
-    hosts = math.ceil(target.devices / HOST) if job.dcn else 1
+    hosts = math.ceil(target.devices / GPUS_PER_HOST) if job.dcn else 1
     return fill({axis: (job.dcn or {}).get(axis, 1) for axis in sharding.MESH_AXES}, hosts, "hosts")
 
 
@@ -255,9 +255,8 @@ def causal_trips(text: str) -> float:
 
 
 def _batch(job: Job, layout: sharding.Layout, rows: int) -> dict[str, Any]:
-    place = NamedSharding(layout.mesh, layout.spec("batch", "seq"))
-    shape = jax.ShapeDtypeStruct((rows, job.sequence), jnp.int32, sharding=place)
-    return {"tokens": shape, "targets": shape}
+    place = lambda x: NamedSharding(layout.mesh, layout.spec(*batch_names(x), what="batch"))
+    return jax.tree.map(lambda x: _at(x, place(x)), job.batch_shapes(rows))
 
 
 def bytes_on_device(tree: Any) -> int:

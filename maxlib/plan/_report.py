@@ -4,16 +4,18 @@ import dataclasses
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from maxlib._utils.tables import to_text
+from maxlib.hardware import GIB
 from maxlib.plan._hlo import Costs
 from maxlib.plan._job import Job
 from maxlib.plan._memory import Memory
 from maxlib.plan._program import refused
 from maxlib.plan._roofline import Estimate
-from maxlib.plan._targets import GIB, Target
+from maxlib.plan._targets import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +57,7 @@ class Plan:
         return self.rows * self.job.sequence
 
     def __str__(self) -> str:
-        console = Console(width=118)
-        with console.capture() as capture:
-            console.print(Group(*_report(self)))
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        return to_text(Group(*_report(self)), width=118)
 
     __repr__ = __str__
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from maxlib.hardware import GPUS_PER_HOST, Chip
 from maxlib.plan._hlo import Collective, Costs
-from maxlib.plan._targets import HOST, Chip, Target
+from maxlib.plan._targets import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _within_host(mesh: Any, number: int) -> int:
     if isinstance(mesh, Mesh):
         hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
     else:  # the last axes lie within a host
-        hosts = np.arange(math.prod(sizes)).reshape(sizes) // HOST
+        hosts = np.arange(math.prod(sizes)).reshape(sizes) // GPUS_PER_HOST
     line = hosts.swapaxes(0, number).reshape(sizes[number], -1)[:, 0]
     return sizes[number] // len(set(line.tolist()))
 

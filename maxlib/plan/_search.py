@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from maxlib._utils.tables import to_text
+from maxlib.hardware import GIB
 from maxlib.plan._api import estimated, plan_job
 from maxlib.plan._job import Job
 from maxlib.plan._report import Plan
-from maxlib.plan._targets import GIB, parse_target
+from maxlib.plan._targets import parse_target
 
 # The analytic model errs; what it puts this much over the capacity may still fit.
 SLACK = 1.1
@@ -55,13 +56,10 @@ class Search:
             table.add_column(name, justify="right")
         for plan in self.plans:
             table.add_row(*_row(plan))
-        console = Console(width=118)
-        with console.capture() as capture:
-            console.print(table)
         tried = (
             f"{len(self.plans)} layouts in {self.seconds:.0f} s, {sum(plan.compiled for plan in self.plans)} compiled"
         )
-        return f"{tried}; {len(self.refused)} refused\n{capture.get()}{self._reasons()}"
+        return f"{tried}; {len(self.refused)} refused\n{to_text(table, width=118)}\n{self._reasons()}"
 
     __repr__ = __str__
 
@@ -69,26 +67,6 @@ class Search:
         """A line for each reason, with the first layout that it refused."""
         first = {why: words for words, why in reversed(self.refused)}
         return "".join(f"refused: {words}: {why}\n" for why, words in reversed(first.items()))
-
-    def draw(self, *, ax: Any = None) -> Any:
-        """Tokens per second against memory, with the Pareto front; returns the matplotlib axes."""
-        import matplotlib.pyplot as plt  # an extra
-
-        ax = plt.subplots(figsize=(6, 4))[1] if ax is None else ax
-        for compiled, mark in ((True, "o"), (False, "x")):
-            some = [plan for plan in self.plans if plan.compiled == compiled]
-            ax.scatter(
-                [p.peak / GIB for p in some],
-                [_speed(p) for p in some],
-                marker=mark,
-                label="compiled" if compiled else "estimated",
-            )
-        front = pareto(self.plans)
-        ax.plot([p.peak / GIB for p in front], [_speed(p) for p in front], lw=1, label="Pareto front")
-        ax.axvline(self.plans[0].target.chip.memory / GIB, ls="--", color="grey", label="capacity")
-        ax.set(xlabel="peak GiB of a device", ylabel="tokens/s (roofline, no overlap)", title=str(self.plans[0].target))
-        ax.legend()
-        return ax
 
 
 def search(
@@ -104,6 +82,8 @@ def search(
     optimizer: Any = "adamw",
     accumulate: int = 1,
     gradients: str | None = None,
+    loss: Any = None,
+    batch: Any = None,
     options: Mapping[str, Any] | None = None,
     compile: int = 3,
     workers: int | None = None,
@@ -112,7 +92,7 @@ def search(
     """Estimates every layout x remat x batch, drops what cannot fit, and compiles the `compile` most promising.
 
     layouts: pairs of a mesh and rules; by default FSDP with every degree of tensor parallelism up to 16. batches are
-    per chip. dcn, attention, optimizer, accumulate, gradients and options are those of `plan`, for every layout.
+    per chip. All else is that of `plan`, for every layout.
     workers: compilers at a time (default: one for two cores). A layout that cannot be planned is among the `refused`.
     Raises ValueError when that is all of them, ImportError without the compiler.
     """
@@ -124,7 +104,7 @@ def search(
         Job(
             model=model,
             target=target,
-            batch_per_chip=batch,
+            batch_per_chip=per_chip,
             sequence=sequence,
             mesh=mesh,
             dcn=dcn,
@@ -134,9 +114,11 @@ def search(
             optimizer=optimizer,
             accumulate=accumulate,
             gradients=gradients,
+            loss=loss,
+            batch=batch,
             options=options or {},
         )
-        for (mesh, rules), remat, batch in itertools.product(layouts, remats, batches)
+        for (mesh, rules), remat, per_chip in itertools.product(layouts, remats, batches)
     ]
     estimates, refused = _sorted(_attempt(estimated, job) for job in jobs)
     hopeful = [plan for plan in estimates if plan.peak <= SLACK * plan.target.chip.memory][:compile]

@@ -1,4 +1,4 @@
-"""Hardware to plan for: what one device offers, and topologies described without the devices."""
+"""Hardware to plan for: topologies of chips, described without the devices."""
 
 import dataclasses
 import importlib.util
@@ -10,44 +10,7 @@ from typing import Any
 import jax
 
 from maxlib.distributed.xla_flags import WITHOUT_TPU
-
-GIB = 2**30
-HOST = 8  # GPUs of a host, which NVLink joins
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """One jax device, from the makers' data sheets. Rates are per second; a link is counted in one direction.
-
-    memory: bytes that a program may use. links: of one torus dimension, both ends together (GPUs: of NVLink).
-    across: the slower network, per device. host: the link to the host. cores: how many cores a name such as v5p-128
-    counts for one chip. cache: bytes of the last cache before the memory.
-    """
-
-    kind: str
-    flops: float
-    memory: float
-    bandwidth: float
-    links: float
-    across: float
-    host: float
-    dims: int
-    cores: int = 1
-    cache: float = 0
-
-
-# Links to the host. GPUs: PCIe 5 x16, half of the 128 GB/s that the data sheets give for both directions. TPUs:
-# Google's data sheets have none; "How to Scale Your Model" (jax-ml.github.io/scaling-book/tpus) has about 15 GB/s a
-# chip, and 32 for v6e. That v4 has as much as v5e and v5p is assumed. CPU devices share one memory with the host.
-CHIPS = {
-    "v4": Chip("TPU v4", 275e12, 31.75 * GIB, 1.23e12, 9e10, 6.25e9, 1.5e10, 3, cores=2),
-    "v5e": Chip("TPU v5e", 197e12, 15.75 * GIB, 8.2e11, 9e10, 3.1e9, 1.5e10, 2),
-    "v5p": Chip("TPU v5p", 459e12, 95.74 * GIB, 2.765e12, 1.8e11, 6.25e9, 1.5e10, 3, cores=2),
-    "v6e": Chip("TPU v6e", 918e12, 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 3.2e10, 2),
-    "h100": Chip("NVIDIA H100 SXM", 989e12, 79.1 * GIB, 3.35e12, 4.5e11, 5e10, 6.4e10, 0, cache=50 * 2**20),
-    "h200": Chip("NVIDIA H200 SXM", 989e12, 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 6.4e10, 0, cache=50 * 2**20),
-    "cpu": Chip("this machine's CPU devices", 1e11, 8 * GIB, 2e10, 1e10, 1e9, 2e10, 0),
-}
+from maxlib.hardware import CHIPS, GIB, GPUS_PER_HOST, Chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +69,9 @@ def parse_target(name: str) -> Target:
 
 
 def _gpus(name: str, kind: str, count: int) -> Target:
-    if count > HOST and count % HOST:
+    if count > GPUS_PER_HOST and count % GPUS_PER_HOST:
         raise ValueError(
-            f"{name}: GPUs come in hosts of {HOST}; take up to {HOST} of one, or a multiple of {HOST}, such as {kind}x{2 * HOST}; got {count}"
+            f"{name}: GPUs come in hosts of {GPUS_PER_HOST}; take up to {GPUS_PER_HOST} of one, or a multiple of {GPUS_PER_HOST}, such as {kind}x{2 * GPUS_PER_HOST}; got {count}"
         )
     return Target(name, CHIPS[kind], count)
 
@@ -193,7 +156,7 @@ def _gpu_devices(target: Target) -> list[Any]:
         )
     from jax.experimental import topologies
 
-    chip, hosts = target.chip, math.ceil(target.devices / HOST)
+    chip, hosts = target.chip, math.ceil(target.devices / GPUS_PER_HOST)
     about = _HOPPER.format(bandwidth=chip.bandwidth, memory=chip.memory, cache=chip.cache, kind=chip.kind)
     shape = f"1x{hosts}x{target.devices // hosts}"
     return list(topologies.get_topology_desc(target.name, "cuda", target_config=about, topology=shape).devices)

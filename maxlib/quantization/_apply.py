@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from maxlib import nn
+from maxlib._utils.paths import dotted
 from maxlib.nn._layer_axis import map_layers
 from maxlib.quantization._formats import INFERENCE, TRAINING, Format, check_backend
 from maxlib.quantization._matmul import Quantized
@@ -96,7 +97,7 @@ def _in(tree: Any, prefix: str, rules, visit, change: Change) -> Any:
     """`tree`, at the dotted path `prefix` of the model, with its matmuls changed."""
 
     def one(path, node):
-        full = ".".join(filter(None, (prefix, _dotted(path))))
+        full = ".".join(filter(None, (prefix, dotted(path))))
         if isinstance(node, nn.Stack):
             return _in_stack(node, full, rules, visit, change)
         if not isinstance(node, SITES):
@@ -122,7 +123,7 @@ def _in_layer(layer, path: str, numbers: list[int], count: int, visit, change: C
     """Changes a layer, or several on a leading axis, for all of which the rules decide alike."""
 
     def one(inner, site):
-        full = f"{path}.{_dotted(inner)}"
+        full = f"{path}.{dotted(inner)}"
         formats = [visit(Where(full, kind_of(site), i, count), site) for i in numbers]
         if formats[0] is None:
             return site
@@ -151,7 +152,7 @@ def _laid_out(stack: nn.Stack, path: str, rules: Sequence[Rule]) -> nn.Stack:
 
 def _treatment(layer: Any, path: str, i: int, count: int, rules: Sequence[Rule]) -> tuple[int | None, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(layer, is_leaf=_is_place)
-    sites = [(f"{path}.{_dotted(inner)}", site) for inner, site in leaves if isinstance(site, SITES)]
+    sites = [(f"{path}.{dotted(inner)}", site) for inner, site in leaves if isinstance(site, SITES)]
     return tuple(decide(rules, Where(full, kind_of(site), i, count)) for full, site in sites)
 
 
@@ -209,13 +210,9 @@ def _changed(site: Any, **parts: Any) -> Any:
 
 
 def _map_sites(model: Any, f: Callable[[str, Any], Any]) -> Any:
-    one = lambda path, site: f(_dotted(path), site) if isinstance(site, SITES) else site
+    one = lambda path, site: f(dotted(path), site) if isinstance(site, SITES) else site
     return jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda x: isinstance(x, SITES))
 
 
 def _is_place(x: Any) -> bool:
     return isinstance(x, (*SITES, nn.Stack))
-
-
-def _dotted(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")

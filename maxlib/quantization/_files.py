@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from maxlib import nn, sharding, weights
+from maxlib._utils.paths import dotted
 from maxlib.checkpoint._migrations import current_names
 from maxlib.nn._layer_axis import map_layers
 from maxlib.quantization._apply import store
@@ -93,11 +94,11 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
     def lay_out(path, node):
         if not isinstance(node, nn.Stack):
             return node
-        layout = manifest["layouts"][_dotted(path)]
+        layout = manifest["layouts"][dotted(path)]
         return node.with_layout(**{name: number for name, number in layout.items() if name != "num_layers"})
 
     def quantize(path, site):
-        name = _dotted(path)
+        name = dotted(path)
         if not isinstance(site, SITES) or name not in manifest["formats"]:
             return site
         format, dtype = Format(**manifest["formats"][name]), np.dtype(manifest["dtypes"][name])
@@ -121,8 +122,4 @@ def _differences(stored: Any, wanted: dict[str, Any]) -> list[str]:
 
 def _found(model: Any, kinds: Any) -> list[tuple[str, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, kinds))
-    return [(_dotted(path), x) for path, x in leaves if isinstance(x, kinds)]
-
-
-def _dotted(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return [(dotted(path), x) for path, x in leaves if isinstance(x, kinds)]

@@ -12,10 +12,11 @@ import numpy as np
 from jax.extend import core
 from jaxtyping import Array, Int
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from maxlib import nn
+from maxlib._utils.paths import dotted
+from maxlib._utils.tables import to_text
 from maxlib.ops._cost import FORMULAS
 from maxlib.quantization._matmul import Quantized
 from maxlib.quantization._rules import SITES, Kind, kind_of, unknown
@@ -82,10 +83,7 @@ class Report:
             format = row.format or "full precision"
             table.add_row(row.path, row.kind, format, f"{row.before:,}", f"{row.after:,}")
         table.add_row("norms, biases and the like", "", "full precision", f"{self.others:,}", f"{self.others:,}")
-        console = Console(width=120)
-        with console.capture() as capture:
-            console.print(table)
-        return capture.get().strip("\n")
+        return to_text(table)
 
 
 def report(model: Any) -> Report:
@@ -94,7 +92,7 @@ def report(model: Any) -> Report:
     Layers that share a place in a stack share a row.
     """
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, SITES))
-    sites = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves if isinstance(x, SITES)]
+    sites = [(dotted(path), x) for path, x in leaves if isinstance(x, SITES)]
     rows = [_row(path, site) for path, site in sites] + [_unknown_row(path, x) for path, x in unknown(model).items()]
     total = sum(_bytes(leaf) for leaf in jax.tree.leaves(model))
     return Report(tuple(rows), total - sum(row.after for row in rows))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import nn, sharding
+from maxlib._utils.paths import dotted
 from maxlib.quantization._formats import Format
 
 Kind = Literal["dense", "expert", "router", "embedding", "unknown"]
@@ -91,9 +92,7 @@ def axes_of(site: Any) -> tuple[str, ...]:
 def unknown(model: Any) -> dict[str, nnx.Variable]:
     """The floating matrices that belong to no layer which quantization knows, but for tables of positions, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, (*SITES, nnx.Variable)))
-    found = {
-        jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves if isinstance(x, nnx.Variable)
-    }
+    found = {dotted(path): x for path, x in leaves if isinstance(x, nnx.Variable)}
     return {path: x for path, x in found.items() if _is_matrix(x)}
 
 

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxlib._utils.paths import dotted
 from maxlib.sharding._layout import Layout, use
 
 Model = TypeVar("Model")
@@ -30,7 +31,7 @@ def shardings(model: Model, layout: Layout) -> Model:
     def place(path, leaf):
         if not isinstance(leaf, nnx.Variable):
             return NamedSharding(layout.mesh, P())
-        return leaf.replace(layout.sharding(jax.tree_util.keystr(path, simple=True, separator="."), leaf))
+        return leaf.replace(layout.sharding(dotted(path), leaf))
 
     return jax.tree_util.tree_map_with_path(place, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
 

@@ -9,9 +9,10 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from maxlib._utils.paths import dotted
+from maxlib._utils.tables import to_text
 from maxlib.sharding._create import shardings
 from maxlib.sharding._layout import Layout
 
@@ -33,12 +34,12 @@ class Parameter:
 
     @property
     def replicated(self) -> bool:
-        """Whether each of several devices holds all of it."""
+        """Tells whether each of several devices holds all of it."""
         return self.devices > 1 and self.bytes_per_device == self.bytes
 
     @property
     def copies(self) -> int:
-        """How many devices hold each part of it."""
+        """Counts the devices that hold each part of it."""
         return self.devices * self.bytes_per_device // self.bytes if self.bytes else 1
 
 
@@ -63,26 +64,27 @@ class Description:
             shape = " ".join(map(str, one.shape)) or "scalar"
             copies, held = str(one.copies), size(one.bytes_per_device)
             table.add_row(one.path, shape, " ".join(one.axes), one.dtype, one.place, copies, held)
-        console = Console(width=140)
-        with console.capture() as capture:
-            console.print(table)
-        return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
+        return to_text(table, width=140)
 
     __repr__ = __str__
 
 
 def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) -> Description:
-    """Shape, axis names, place and bytes per device of every parameter; print it.
+    """Lists shape, axis names, place and bytes per device of every parameter; print it.
 
-    `model` holds arrays or, with `layout`, may be its `jax.eval_shape`. Warns about parameters of at least
-    `large` bytes that are held more often than others of the model, or whole by every device. One copy for each part
-    of the mesh axis `data` is what plain data parallelism means, and no reason to warn.
+    Warns about large parameters that are held more often than others of the model, or whole by every device. One copy
+    for each part of the mesh axis `data` is what plain data parallelism means, and no reason to warn.
+
+    Args:
+        model: holds arrays; with `layout` it may be its `jax.eval_shape`.
+        layout: where parameters would lie; without it, where they do.
+        large: bytes from which a parameter is worth a warning.
     """
     places = jax.tree.map(_sharding, model) if layout is None else shardings(model, layout)
     is_variable = lambda x: isinstance(x, nnx.Variable)
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
     found = [
-        _parameter(jax.tree_util.keystr(path, simple=True, separator="."), leaf, place)
+        _parameter(dotted(path), leaf, place)
         for (path, leaf), place in zip(leaves, jax.tree.leaves(places, is_leaf=is_variable), strict=True)
         if is_variable(leaf)
     ]
@@ -91,7 +93,7 @@ def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) ->
 
 
 def _data_parallel(places: Any) -> int:
-    """How many copies there are by plain data parallelism."""
+    """Counts the copies that plain data parallelism makes."""
     meshes = [place.mesh for place in jax.tree.leaves(places) if isinstance(place, NamedSharding)]
     return max((mesh.shape.get("data", 1) for mesh in meshes), default=1)
 

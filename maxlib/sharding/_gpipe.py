@@ -36,9 +36,12 @@ class Plan(NamedTuple):
 
 
 class _Flow(NamedTuple):
-    """What goes from tick to tick; the leading axis is that of the stages.
+    """Carry of the loop over ticks; the leading axis is that of the stages.
 
-    passed: what each stage made last. out: what it made last of each microbatch. aux: sums of what its layers report.
+    Attributes:
+        passed: what each stage made last, `[stages, rows, ...]`.
+        out: what it made last of each microbatch, `[stages, microbatches, rows, ...]`.
+        aux: sums of what its layers report, `[stages, repeats, size, ...]`.
     """
 
     passed: Tree
@@ -47,7 +50,7 @@ class _Flow(NamedTuple):
 
 
 def stages() -> int:
-    """Into how many stages the layout in use cuts a stack; 1 without a pipeline."""
+    """Counts the stages into which the layout in use cuts a stack; 1 without a pipeline."""
     layout = current()
     return 1 if layout is None or layout.pipeline is None else layout.mesh.shape[layout.pipeline.axis]
 
@@ -55,14 +58,23 @@ def stages() -> int:
 def pipelined(
     stage: Callable[..., tuple[Tree, Tree]], layers: Tree, x: Tree, ctx: Tree, *, remat: Callable | None = None
 ) -> tuple[Tree, Tree]:
-    """`stage(layers, works, x, ctx) -> (x, aux)` over all layers, in the pipeline of the layout in use.
+    """Runs layers over `x`, in the pipeline of the layout in use.
 
-    layers: arrays with a leading axis of equal layers; a stage is given some of them, and with `works` which of those
-    are not idle (None if all work), whose x has to pass as it is. x, ctx: arrays with a leading batch axis; what has
-    another length there is common to all rows. aux: arrays with a leading layer axis; they come back as the mean over
-    microbatches. remat: the policy by which `stage` computes its layers again, if it does; it names their inputs
-    `LAYER_INPUT`. Differentiable: the backward pass runs through the stages in the opposite order. Raises ValueError
-    for layers, rows and microbatches that do not fit the stages, and without a pipeline.
+    Differentiable: the backward pass runs through the stages in the opposite order.
+
+    Args:
+        stage: `(layers, works, x, ctx) -> (x, aux)`. It is given some of the layers, and with `works` which of those
+            are not idle (None if all work); through an idle one x has to pass as it is.
+        layers: arrays with a leading axis of equal layers.
+        x: arrays with a leading batch axis.
+        ctx: the same; what has another length there is common to all rows.
+        remat: the policy by which `stage` computes its layers again, if it does; it names their inputs `LAYER_INPUT`.
+
+    Returns:
+        x after all layers, and what they report (`aux`, arrays with a leading layer axis), its mean over microbatches.
+
+    Raises:
+        ValueError: for layers, rows and microbatches that do not fit the stages, and without a pipeline.
     """
     plan, rows = planned(layers, x), jax.tree.leaves(x)[0].shape[0]
     # What layers report is of all rows of a microbatch.
@@ -70,8 +82,10 @@ def pipelined(
         plan = plan._replace(parts=())
     is_row = lambda a: a.ndim > 0 and a.shape[0] == rows
     common = jax.tree.map(lambda a: 0 if is_row(a) else None, ctx)
+    # [rows, ...] -> [microbatches, rows of one, ...]; what all rows share gets an axis of one
     ctx = jax.tree.map(lambda a: split_microbatches(a, plan) if is_row(a) else jnp.expand_dims(a, 0), ctx)
-    # Each stage has a copy, so that gradients are summed over stages once, not in every tick.
+    # [stages, microbatches, ...]: each stage has a copy, so that gradients are summed over stages once, not in every
+    # tick.
     copies = lambda a: jnp.broadcast_to(a[None], (plan.schedule.stages, *a.shape))
     x = placed(jax.tree.map(lambda a: copies(split_microbatches(a, plan)), x), plan)
     stage_params = _in_parts(in_stages(layers, plan), plan), idle(plan)
@@ -87,7 +101,7 @@ def pipelined(
 
 
 def _tick(run, stage_params, x, ctx, plan, flow, t):
-    schedule, turn = plan.schedule, plan.schedule.forward(t, plan.schedule.all)
+    schedule, turn = plan.schedule, plan.schedule.forward(t, plan.schedule.all)  # of each stage: [stages]
     new = jax.tree.map(lambda a: a[:, schedule.forward(t, 0).microbatch], x)
     entering = placed(stage_inputs(flow.passed, new, turn), plan)
     passed, aux = run(stage_params, turn, entering, ctx)
@@ -111,8 +125,7 @@ def _empty(run, stage_params, x, ctx, plan) -> _Flow:
 
 
 def planned(layers: Tree, x: Tree) -> Plan:
-    """The pipeline in use, for these layers and this batch. Raises ValueError where there is none or one that does not
-    fit."""
+    """Fits the pipeline in use to these layers and this batch. Raises ValueError without one that fits."""
     if (layout := current()) is None or (pipeline := layout.pipeline) is None:
         raise ValueError(
             "there is no pipeline: call this inside sharding.use(layout) with a layout that joins "
@@ -140,7 +153,7 @@ def parts_in(axes: tuple[str, ...]) -> int:
 
 
 def in_stages(tree: Tree, plan: Plan) -> Tree:
-    """A stack's arrays as `[stages, repeats, size, ...]`, on the devices of each stage.
+    """Lays a stack's arrays out as `[stages, repeats, size, ...]`, on the devices of each stage.
 
     They lie so already if the chunks are in order. Else they lie whole in layers and cut along another dimension
     (`parameter_spec`), and travel all-to-all.
@@ -152,7 +165,7 @@ def in_stages(tree: Tree, plan: Plan) -> Tree:
 
 
 def in_order(tree: Tree, plan: Plan) -> Tree:
-    """The opposite of `in_stages`, for gradients and what layers report."""
+    """Undoes `in_stages`, for gradients and what layers report."""
     whole = lambda a: a.reshape(-1, *a.shape[3:])
     if plan.chunks.in_order:
         return jax.tree.map(whole, tree)
@@ -160,18 +173,18 @@ def in_order(tree: Tree, plan: Plan) -> Tree:
 
 
 def _whole(a: jax.Array, dims: int) -> jax.Array:
-    """Its first dimensions on every device; the compiler finds what splits the others."""
+    """Holds the first dimensions whole on every device; the compiler finds what splits the others."""
     return lax.with_sharding_constraint(a, P(*[None] * dims, *[P.UNCONSTRAINED] * (a.ndim - dims)))
 
 
 def idle(plan: Plan) -> jax.Array | None:
-    """Which places of the chunks work, as `in_stages` lays them; None if all do."""
+    """Marks the places of the chunks that work, as `in_stages` lays them; None if all do."""
     works = plan.chunks.works
     return None if works.all() else placed(jnp.asarray(works), plan)
 
 
 def each_stage(run: Callable[..., Tree], plan: Plan) -> Callable[..., Tree]:
-    """`run(chunk, ...)` on every stage at once, with the chunk of `stage_params` whose turn it is."""
+    """Runs `run(chunk, ...)` on every stage at once, with the chunk of `stage_params` whose turn it is."""
 
     def one(stage_params, repeat, *args):
         with in_a_stage():
@@ -181,9 +194,12 @@ def each_stage(run: Callable[..., Tree], plan: Plan) -> Callable[..., Tree]:
 
 
 def each_part(run: Callable[..., Tree], plan: Plan, in_axes: tuple[Any, ...]) -> Callable[..., Tree]:
-    """`run` on each part of a microbatch by itself, so that nothing is summed over their devices in every tick.
+    """Runs `run` on each part of a microbatch by itself, so that nothing is summed over their devices in every tick.
 
-    in_axes: as in `jax.vmap`. Without parts it is `run`.
+    Args:
+        run: the work on a part.
+        plan: without parts, `run` comes back as it is.
+        in_axes: as in `jax.vmap`.
     """
     if not plan.parts:
         return run
@@ -196,12 +212,13 @@ def each_part(run: Callable[..., Tree], plan: Plan, in_axes: tuple[Any, ...]) ->
 
 
 def _in_parts(tree: Tree, plan: Plan) -> Tree:
-    """Layers that lie in stages, a copy for each part: its gradients are summed over parts once."""
+    """Copies layers that lie in stages for each part: their gradients are summed over parts once."""
     if not plan.parts:
         return tree
     number, rest = parts_in(plan.parts), P.UNCONSTRAINED
 
     def copies(a):
+        # [stages, repeats, size, ...] -> [stages, repeats, parts, size, ...]
         a = jnp.broadcast_to(a[:, :, None], (*a.shape[:2], number, *a.shape[2:]))
         return lax.with_sharding_constraint(a, P(plan.axis, rest, plan.parts, *[rest] * (a.ndim - 3)))
 
@@ -213,7 +230,7 @@ def _chunk(stage_params: Tree, repeat: jax.Array) -> Tree:
 
 
 def _kept(remat: Callable | None) -> Callable:
-    """What a tick keeps for the backward pass: all that `remat` keeps, but never a chunk's weights, which are there."""
+    """Makes the policy of a tick: it keeps all that `remat` keeps, but never a chunk's weights, which are there."""
 
     def keep(primitive: Any, *args: Any, **params: Any) -> Any:
         if (name := params.get("name")) in (_CHUNK, LAYER_INPUT) and primitive.name == "name":
@@ -224,14 +241,15 @@ def _kept(remat: Callable | None) -> Callable:
 
 
 def stage_inputs(passed: Tree, new: Tree, turn: Tick) -> Tree:
-    """What the stages before have made; the first one takes up `new`, or what has been around."""
+    """Hands each stage what the one before has made; the first one takes up `new`, or what has been around."""
     fresh = (jnp.arange(len(turn.repeat)) == 0) & (turn.repeat == 0)
     along = lambda a: fresh.reshape(-1, *[1] * (a.ndim - 1))
+    # Over stages that lie on devices of their own, a roll by one is a permute to the neighbour.
     return jax.tree.map(lambda a, b: jnp.where(along(a), b, jnp.roll(a, 1, axis=0)), passed, new)
 
 
 def add_up(total: Tree, new: Tree, turn: Tick) -> Tree:
-    """`total` of all chunks with what those that work have given now."""
+    """Adds to the `total` of all chunks what those that work have given now."""
 
     def add(s, a, repeat, works):
         a = jnp.where(works, a, 0)
@@ -241,7 +259,7 @@ def add_up(total: Tree, new: Tree, turn: Tick) -> Tree:
 
 
 def of_stage(tree: Tree, stage: int) -> Tree:
-    """What one stage has, on all devices. A sum, as a slice would be moved to the first stage before it is copied."""
+    """Copies what one stage has to all devices, as a sum: a slice would first be moved to the first stage."""
 
     def only(a):
         here = (jnp.arange(a.shape[0]) == stage).reshape(-1, *[1] * (a.ndim - 1))
@@ -251,15 +269,18 @@ def of_stage(tree: Tree, stage: int) -> Tree:
 
 
 def split_microbatches(a: jax.Array, plan: Plan) -> jax.Array:
-    """Microbatch `i` takes every `n`-th row, so that rows that are spread over devices stay so in each, and those that
-    the stages have shared come to all of them: `[microbatches, parts, rows, ...]`, without the second axis if there are
-    no parts."""
+    """Cuts rows into `[microbatches, parts, rows, ...]`, without the second axis if there are no parts.
+
+    Microbatch `i` takes every `n`-th row, so that rows that are spread over devices stay so in each, and those that the
+    stages have shared come to all of them.
+    """
     rest = P.UNCONSTRAINED
     with in_a_stage():
         layout = current()
         assert layout is not None  # of whoever made the plan
         rows, _ = drop_uneven(layout.spec("batch"), a.shape, layout.mesh)
     a = lax.with_sharding_constraint(a, P(*(*rows, None)[:1], *[rest] * (a.ndim - 1)))
+    # [rows, ...] -> [rows of one, microbatches, ...] -> [microbatches, rows of one, ...]
     dealt = jnp.swapaxes(a.reshape(-1, plan.schedule.microbatches, *a.shape[1:]), 0, 1)
     if not plan.parts:
         return dealt
@@ -268,13 +289,13 @@ def split_microbatches(a: jax.Array, plan: Plan) -> jax.Array:
 
 
 def merge_microbatches(a: jax.Array, plan: Plan) -> jax.Array:
-    """The opposite of `split_microbatches`."""
+    """Undoes `split_microbatches`."""
     a = a.reshape(len(a), -1, *a.shape[3:]) if plan.parts else a
     return jnp.swapaxes(a, 0, 1).reshape(-1, *a.shape[2:])
 
 
 def placed(tree: Tree, plan: Plan) -> Tree:
-    """Stage by stage on the devices of the axis; all else is as it was."""
+    """Puts the leading axis, that of the stages, onto the devices of the mesh axis; all else is as it was."""
     rest = P.UNCONSTRAINED
     put = lambda a: lax.with_sharding_constraint(a, P(plan.axis, *[rest] * (a.ndim - 1)))
     return jax.tree.map(put, tree)

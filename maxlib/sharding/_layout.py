@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """Those that were joined, in the order in which they apply."""
+        """Lists the strategies that were joined, in the order in which they apply."""
         return parts_of(self.strategy)
 
     @functools.cached_property
@@ -81,12 +81,12 @@ class Layout:
 
     @property
     def experts(self) -> ExpertParallel | None:
-        """How tokens travel to experts, if they do."""
+        """Names the way tokens travel to experts, if they do."""
         return self._find(ExpertParallel)
 
     @property
     def offload(self) -> Offload:
-        """What waits in the host's memory."""
+        """Says which arrays wait in the host's memory."""
         return self._find(Offload) or Offload()
 
     def _find(self, kind: type) -> Any:
@@ -162,6 +162,7 @@ def _check_axes_of(mesh: AnyMesh, name: str, place: Any) -> None:
 
 # Part of jit's cache key: a plain context variable would let a second layout reuse the first one's program.
 _context = jax.make_user_context(None)
+_stage = jax.make_user_context(False)
 
 
 @contextmanager
@@ -179,7 +180,7 @@ def use(layout: Layout) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=256)
 def _running(layout: Layout) -> Layout:
-    """Without devices: programs for meshes of the same shape are the same."""
+    """Returns the layout of a running program, without devices: meshes of the same shape share programs."""
     mesh = layout.mesh.abstract_mesh if isinstance(layout.mesh, Mesh) else layout.mesh
     rules = functools.reduce(lambda rules, one: one.apply_running(rules), layout.strategies, layout.rules)
     changed = {name: place for name, place in rules.items() if layout.rules.get(name) != place}
@@ -203,8 +204,13 @@ def in_a_stage() -> Iterator[None]:
     axis = layout.pipeline.axis
     several = {name: place for name, place in layout.rules.items() if isinstance(place, tuple) and axis in place}
     without = {name: tuple(one for one in place if one != axis) for name, place in several.items()}
-    with _context(layout | without):
+    with _context(layout | without), _stage(True):
         yield
+
+
+def is_in_a_stage() -> bool:
+    """Returns whether this is traced for one microbatch in a pipeline's stage (`in_a_stage`)."""
+    return bool(_stage.value)
 
 
 @contextmanager

@@ -23,11 +23,21 @@ def make_mesh(
     dcn: Mapping[str, int] | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh over `devices` (default: all). One of the degrees may be -1: it takes what the others leave.
+    """Makes a mesh over devices. One of the degrees may be -1: it takes what the others leave.
 
-    dcn: degrees across slices (TPU) or hosts (GPU), which a slower network joins, such as `{"data": -1}`; the other
-    degrees are then those within one slice, and an axis has the product of its two. devices may be those of a
-    described topology. Raises ValueError when the degrees do not multiply to the number of devices.
+    Args:
+        data: replicas, which split the batch.
+        fsdp: parts of parameters, which split the batch too.
+        tensor: parts of heads, inner widths and the vocabulary.
+        context: parts of a sequence.
+        expert: parts of a mixture's experts.
+        stage: stages of a pipeline.
+        dcn: degrees across slices (TPU) or hosts (GPU), which a slower network joins, such as `{"data": -1}`; the other
+            degrees are then those within one slice, and an axis has the product of its two.
+        devices: to take (default: all); may be those of a described topology.
+
+    Raises:
+        ValueError: when the degrees do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     asked = dict(data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert, stage=stage)
@@ -48,7 +58,7 @@ def make_mesh(
 
 
 def _groups(devices: list[Any], dcn: Mapping[str, int] | None) -> tuple[bool, int]:
-    """Whether hosts are what the slower network joins (else slices), and how many of them `dcn` spreads over."""
+    """Tells whether the slower network joins hosts (else slices), and how many of them `dcn` spreads over."""
     if unknown := set(dcn or {}) - set(MESH_AXES):
         raise ValueError(f"dcn names {sorted(unknown)}, but the axes of a mesh are {MESH_AXES}")
     slices = {getattr(device, "slice_index", 0) for device in devices}
@@ -63,7 +73,7 @@ def _groups(devices: list[Any], dcn: Mapping[str, int] | None) -> tuple[bool, in
 
 
 def fill(degrees: dict[str, int], count: int, what: str) -> dict[str, int]:
-    """`degrees` with -1 replaced, so that they multiply to `count`. Raises ValueError when they cannot."""
+    """Replaces -1 so that the degrees multiply to `count`. Raises ValueError when they cannot."""
     free = [name for name, degree in degrees.items() if degree == -1]
     shown = {name: degree for name, degree in degrees.items() if degree != 1}
     if len(free) > 1 or any(degree < 1 and degree != -1 for degree in degrees.values()):

@@ -1,6 +1,7 @@
 """Pipeline parallelism: a stack's layers over the stages, through which microbatches pass."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec as P
@@ -9,7 +10,7 @@ from maxlib.sharding._axes import Table, mesh_axes_of
 from maxlib.sharding._layer_axes import LAYERS
 from maxlib.sharding._pipeline_chunks import chunks
 from maxlib.sharding._rules import partition, split_further
-from maxlib.sharding._strategy import Strategy
+from maxlib.sharding._strategy import Step, Strategy, Traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +44,15 @@ class Pipeline(Strategy):
         return {**rules, LAYERS: self.axis}
 
     def apply_running(self, rules: Table) -> Table:
-        """What is in no stage is split over the stages by rows, unless a rule gives them something else to split."""
+        """Splits what is in no stage over the stages by rows, unless a rule gives them something else to split."""
         if any(self.axis in mesh_axes_of(place) for name, place in rules.items() if name != "layers"):
             return rules
         return {**rules, "batch": (*mesh_axes_of(rules.get("batch")), self.axis)}
 
     def place_parameter(self, own: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
-        """Layers lie in stages where every stage holds equal, consecutive parts of a stack. Else (`repeats`, or layers
-        that the stages do not divide) they stay together, and the stages share the longest dimension that they divide.
-        A stack's `lead` belongs to no stage: its axis has another name.
+        """Puts layers into stages where every stage holds an equal, consecutive part of a stack. Else (`repeats`, or
+        layers that the stages do not divide) they stay together, and the stages share the longest dimension that they
+        divide. A stack's `lead` belongs to no stage: its axis has another name.
         """
         if names[:1] != (LAYERS,):
             return own
@@ -59,3 +60,7 @@ class Pipeline(Strategy):
         if stages == 1 or chunks(shape[0], stages, self.repeats).in_order:
             return own
         return split_further(whole, shape, (self.axis,), mesh)
+
+    def traffic(self, step: Step) -> Iterator[Traffic]:
+        """Counts a microbatch that goes on to the next stage in every tick, and its gradient that comes back."""
+        yield "collective-permute", step.axes("layers"), 2 * step.ticks * step.hidden

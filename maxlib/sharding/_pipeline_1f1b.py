@@ -37,11 +37,17 @@ from maxlib.sharding._layout import in_a_stage
 
 
 class _Flow(NamedTuple):
-    """What goes from tick to tick; the leading axis of all but the last two is that of the stages.
+    """Carry of the loops over ticks; the leading axis of all but the last two is that of the stages.
 
-    passed: what each stage made last. kept: inputs by tick, modulo their number. returned: gradients of the inputs, and
-    grad_in: the last of them by microbatch. layers: sums of the layers' gradients, aux: of what they report. head,
-    loss: sums of what the loss gave.
+    Attributes:
+        passed: what each stage made last, `[stages, rows, ...]`.
+        kept: inputs of layers by tick, modulo their number, `[stages, kept, size, rows, ...]`.
+        returned: gradients of the inputs, `[stages, rows, ...]`.
+        grad_in: the last of them by microbatch, `[stages, microbatches, rows, ...]`.
+        layers: sums of the layers' gradients, `[stages, repeats, size, ...]`.
+        aux: sums of what layers report.
+        head: sums of the head's gradients.
+        loss: sums of the loss and of what it reports.
     """
 
     passed: Tree
@@ -55,11 +61,17 @@ class _Flow(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What all ticks share, and what they call. stage_params: layers, and what else a stage is made of.
+    """Inputs and functions that all ticks share.
 
-    through: `(stage_params, x, ctx) -> (x, more, aux, kept)`. back: `(stage_params, total, kept, ctx, d, repeat,
-    works) -> (total with
-    the gradients of layers, d)`. loss: `(head, x, ctx) -> (loss and stats, gradients of the head, d)`.
+    Attributes:
+        through: `(stage_params, x, ctx) -> (x, more, aux, kept)`, a chunk forward.
+        back: `(stage_params, total, kept, ctx, d, repeat, works) -> (total with the gradients of layers, d)`.
+        loss: `(head, x, ctx) -> (loss and stats, gradients of the head, d)`.
+        stage_params: layers, and what else a stage is made of.
+        head: parameters of the loss.
+        x: inputs by microbatch.
+        ctx: what else layers and loss read, by microbatch.
+        plan: the pipeline.
     """
 
     through: Callable[..., Tree]
@@ -83,15 +95,24 @@ def one_f_one_b(
     *,
     by_row: bool = False,
 ) -> tuple[tuple[jax.Array, Tree, Tree], tuple[Tree, Tree, Tree]]:
-    """The loss over a batch and its gradients, in the pipeline of the rules in use.
+    """Computes the loss over a batch and its gradients, in the pipeline of the layout in use.
 
-    stage: `(layers, fixed, works, x, ctx) -> (x, more, aux)`, with a scalar `more` that adds to the loss. loss: `(head,
-    x, ctx) -> (sum, stats)` of a microbatch that has left the last stage. layers, works, x and ctx: as in `pipelined`;
-    every array of ctx has a leading batch axis. fixed: what else layers are made of, with the same leading axis and no
-    gradient. by_row: whether all that stage and loss make of a row depends on that row only, and sums over rows;
-    gradients are then summed over the data axes once. Returns `(loss, stats, aux)`, sums over microbatches but for aux,
-    their mean; and the gradients of `(layers, head, x)`. Raises ValueError for layers, rows and microbatches that do
-    not fit the stages, and without a pipeline.
+    Args:
+        stage: `(layers, fixed, works, x, ctx) -> (x, more, aux)`, with a scalar `more` that adds to the loss.
+        loss: `(head, x, ctx) -> (sum, stats)` of a microbatch that has left the last stage.
+        layers: as in `pipelined`.
+        fixed: what else layers are made of, with the same leading axis and no gradient.
+        head: parameters of the loss.
+        x: as in `pipelined`.
+        ctx: arrays, all with a leading batch axis.
+        by_row: all that stage and loss make of a row depends on that row only, and sums over rows; gradients are then
+            summed over the data axes once.
+
+    Returns:
+        `(loss, stats, aux)`, sums over microbatches but for aux, their mean; and the gradients of `(layers, head, x)`.
+
+    Raises:
+        ValueError: for layers, rows and microbatches that do not fit the stages, and without a pipeline.
     """
     plan = planned(layers, x)
     plan = plan if by_row else plan._replace(parts=())
@@ -101,6 +122,7 @@ def one_f_one_b(
     work = _Work(*calls, stage_params, head, x, ctx, plan)
     flow, lead, ticks = _empty(work), plan.schedule.lead, plan.schedule.ticks
     tick = functools.partial(_tick, work)
+    # Forward only, until a microbatch has left the last chunk; then both; then backward only.
     flow, _ = lax.scan(functools.partial(tick, backward=False), flow, jnp.arange(lead))
     flow, _ = lax.scan(tick, flow, jnp.arange(lead, ticks))
     flow, _ = lax.scan(functools.partial(tick, forward=False), flow, jnp.arange(ticks, ticks + lead))
@@ -112,12 +134,12 @@ def one_f_one_b(
 
 
 def _one(tree: Tree) -> Tree:
-    """Some layers, of which there is one."""
+    """Gives a layer a leading axis of one."""
     return jax.tree.map(lambda a: a[None], tree)
 
 
 def _through(stage, plan):
-    """A chunk, layer by layer."""
+    """Makes the forward pass of a chunk, layer by layer."""
 
     def run(stage_params, x, ctx):
         def step(x, stage_params):
@@ -137,11 +159,12 @@ def _through(stage, plan):
 
 
 def _back(stage, plan):
-    """The gradients of a chunk, from its last layer to its first, each added to its `total` where that lies."""
+    """Makes the backward pass of a chunk, from its last layer to its first; gradients are added where `total` lies."""
 
     def run(stage_params, total, kept, ctx, d, at, works):
         def step(flow, layer):
             (total, d), ((layer, *others), x, i) = flow, layer
+            # Forward once more for this layer alone: nothing but its input was kept.
             (_, more), pull = jax.vjp(lambda layer, x: stage(*_one((layer, *others)), x, ctx)[:2], layer, x)
             new, d = pull((d, jnp.ones_like(more)))
             add = lambda s, a: s.at[at, i].add(jnp.where(works, a, 0))
@@ -176,7 +199,7 @@ def _sum_parts(tree: Tree, axis: int, plan: Plan) -> Tree:
 
 
 def _placed_parts(tree: Tree, axis: int, plan: Plan) -> Tree:
-    """Sums of gradients, on the devices of each part."""
+    """Keeps sums of gradients on the devices of each part."""
     if not plan.parts:
         return tree
     rest = P.UNCONSTRAINED
@@ -209,7 +232,7 @@ def _forward(work, flow, t):
 
 
 def _loss(work, flow, t):
-    """The loss of what leaves the last stage in this tick for good, and its gradient."""
+    """Computes the loss of what leaves the last stage in this tick for good, and its gradient."""
     schedule = work.plan.schedule
     turn = schedule.forward(t, schedule.stages - 1)
     left = of_stage(flow.passed, schedule.stages - 1)
@@ -229,6 +252,7 @@ def _backward(work, flow, grad_in, t):
     turn, first = schedule.backward(t, schedule.all), schedule.backward(t, 0).microbatch
     lost = (schedule.all == schedule.stages - 1) & (turn.repeat == schedule.repeats - 1)
     along = lambda a: lost.reshape(-1, *[1] * (a.ndim - 1))
+    # Gradients go to the stage before; the last one takes that of the loss.
     join = lambda a, b: jnp.where(along(a), b[None], jnp.roll(a, -1, axis=0))
     grad_in = placed(jax.tree.map(join, flow.returned, grad_in), plan)
     kept = jax.vmap(lambda kept, at: jax.tree.map(lambda k: k[at], kept))(flow.kept, turn.entered % schedule.kept)

@@ -23,34 +23,35 @@ class Chunks(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether stages hold equal, consecutive parts of the stack, as an array over devices lies anyway."""
+        """Tells whether stages hold equal, consecutive parts of the stack, as an array over devices lies anyway."""
         return self.repeats == 1 and self.periods % self.stages == 0
 
     @property
     def works(self) -> np.ndarray:
-        """`[stages, repeats, size]`: where there is a period, and not an idle place."""
+        """Marks in `[stages, repeats, size]` where there is a period, and not an idle place."""
         number = self.stages * self.repeats
         idle = number * self.size - self.periods
         held = np.full(number, self.size) - (np.arange(number) >= number - idle)
-        works = np.arange(self.size) < held[:, None]
+        works = np.arange(self.size) < held[:, None]  # [chunks, size]
+        # Chunk `r * stages + s` is the `r`-th of stage `s`.
         return np.swapaxes(works.reshape(self.repeats, self.stages, self.size), 0, 1)
 
     @property
     def index(self) -> np.ndarray:
-        """`[stages, repeats, size]`: which period lies there. Idle places borrow one that is real: weights that were
-        made up might give numbers that are not finite, whose gradient no mask can undo."""
+        """Numbers in `[stages, repeats, size]` the period that lies there. Idle places borrow a real one: weights that
+        were made up might give numbers that are not finite, whose gradient no mask can undo."""
         works = np.swapaxes(self.works, 0, 1)
         return np.swapaxes((np.cumsum(works) - 1).clip(0).reshape(works.shape), 0, 1)
 
     @property
     def places(self) -> np.ndarray:
-        """Where each period lies in `[stages * repeats * size]`."""
+        """Finds each period in `[stages * repeats * size]`."""
         places = np.flatnonzero(self.works)
         return places[np.argsort(self.index.reshape(-1)[places])]
 
 
 def chunks(periods: int, stages: int, repeats: int) -> Chunks:
-    """Raises ValueError where a stage would have nothing to do, or `repeats` would make more idle places."""
+    """Cuts a stack. Raises ValueError where a stage would have nothing to do, or `repeats` made more idle places."""
     if periods < stages:
         raise ValueError(
             f"{periods} repeats of layers cannot be cut into {stages} stages; take a mesh with fewer stages, or give the "
@@ -65,10 +66,13 @@ def chunks(periods: int, stages: int, repeats: int) -> Chunks:
 
 
 class Tick(NamedTuple):
-    """What stages do in a tick.
+    """The work of each stage in a tick; arrays `[stages]`.
 
-    microbatch: of which one, repeat: with which of its chunks, works: whether at all, entered: in which tick the
-    chunk's input came.
+    Attributes:
+        microbatch: on which one it works.
+        repeat: with which of its chunks.
+        works: whether it works at all.
+        entered: in which tick the chunk's input came.
     """
 
     microbatch: jax.Array
@@ -78,7 +82,7 @@ class Tick(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """When a microbatch meets a chunk.
+    """The order in which microbatches meet chunks.
 
     As many microbatches as there are stages follow each other through all chunks, then the next ones: what leaves the
     last stage enters the first one in the next tick (arXiv:2104.04473). A pass takes `ticks`, each the time of one
@@ -91,7 +95,7 @@ class Schedule(NamedTuple):
 
     @property
     def all(self) -> np.ndarray:
-        """The numbers of the stages."""
+        """Numbers the stages."""
         return np.arange(self.stages)
 
     @property
@@ -104,15 +108,16 @@ class Schedule(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Of how many ticks a stage keeps the inputs, when backward passes begin early."""
+        """Counts the ticks of which a stage keeps the inputs, when backward passes begin early."""
         return 2 * self.lead + 1
 
     def forward(self, t: jax.Array, stage: np.ndarray | int) -> Tick:
-        step = t - stage
+        step = t - stage  # stage `s` begins `s` ticks after the first
         microbatch, repeat = self._meets(step)
         return Tick(microbatch, repeat, self._within(step), jnp.full_like(step, t))
 
     def backward(self, t: jax.Array, stage: np.ndarray | int) -> Tick:
+        # The last stage goes backward first; it starts when the first microbatch has left the last chunk.
         step = t - self.lead - (self.stages - 1 - stage)
         microbatch, repeat = self._meets(step)
         repeat = self.repeats - 1 - repeat
@@ -124,7 +129,8 @@ class Schedule(NamedTuple):
         return (step >= 0) & (step < self.microbatches * self.repeats)
 
     def _meets(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The microbatch, and how many chunks of the stage it has met before."""
+        """Returns the microbatch, and how many chunks of the stage it has met before."""
+        # `stages` microbatches in a row form a group, which goes around `repeats` times before the next one enters.
         turn, one = jnp.divmod(jnp.clip(step, 0, self.microbatches * self.repeats - 1), self.stages)
         group, repeat = jnp.divmod(turn, self.repeats)
         return group * self.stages + one, repeat

@@ -54,7 +54,7 @@ def spec(names: tuple[Name, ...], rules: Table, *, what: str = "array") -> P:
 
 
 def partition(places: list[Any]) -> P:
-    """As XLA reports shardings, without what is whole at the end: jit compiles anew for P("x", None) after P("x")."""
+    """Makes a spec as XLA reports them, without what is whole at the end: jit compiles anew for P("x", None)."""
     while places and places[-1] is None:
         places = places[:-1]
     return P(*places)

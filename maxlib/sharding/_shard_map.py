@@ -18,7 +18,7 @@ Names = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherArg:
-    """The names of an argument that lies by `kept` and is worked on by `wanted`.
+    """An argument that lies by the names `kept` and is worked on by the names `wanted`.
 
     A device gathers what it lacks; of the gradient it gets its own part of the sum, never the whole.
     """
@@ -34,11 +34,19 @@ def shard_map_by_name(
     *,
     changes: Table | None = None,
 ) -> Callable[..., Any]:
-    """`op` under `jax.shard_map`, its arrays split by axis names as the rules in use say; `op` itself without rules.
+    """Wraps `op` in `jax.shard_map`, its arrays split by axis names as the layout in use says.
 
-    An argument that is None has names None. An axis with a `IfFree` place takes what no axis of any array here takes. A
+    Without a layout it runs `op` itself. An axis with an `IfFree` place takes what no axis of any array here takes. A
     name takes those of its mesh axes only that divide it in every argument, so that all parts match.
-    `out_names` is a pytree of name tuples. `changes` replace some of the rules in use, for this call.
+
+    Args:
+        op: runs on each device's own parts.
+        in_names: of each argument a tuple of axis names, or `AllGatherArg`; None for an argument that is None.
+        out_names: a pytree of name tuples.
+        changes: replace some of the rules in use, for this call.
+
+    Raises:
+        ValueError: when it is called, for a name that nobody declared.
     """
 
     def run(*args):
@@ -68,7 +76,7 @@ def shard_map_by_name(
 
 
 def _places(names: Names | AllGatherArg, place: Callable[[Names], P]) -> tuple[P, P]:
-    """How an argument comes in, and how the op wants it."""
+    """Returns how an argument comes in, and how the op wants it."""
     if not isinstance(names, AllGatherArg):
         return place(names), place(names)
     kept, wanted = place(names.kept), place(names.wanted)

@@ -3,14 +3,40 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding._axes import IfFree, Place, Table, check_axes
+from maxlib.sharding._axes import IfFree, Table, check_axes
 
 # Strategies apply in this order, however they were joined; those with a slot of their own come after, plain rules last.
 SLOTS = ("batch", "fsdp", "tensor", "tensor_sequence", "experts", "sequence", "pipeline", "optimizer", "offload")
+
+Traffic = tuple[str, tuple[str, ...], float]  # kind of collective, mesh axes, bytes on one device
+
+
+@runtime_checkable
+class Step(Protocol):
+    """A device's part of a training step, as `Strategy.traffic` sees it.
+
+    tokens: its own of the batch. hidden: bytes of what a layer makes of them. layers: how many layers it computes for
+    them, with a pipeline's idle ticks. passes: 2, forward and backward, or 3 where layers are computed again.
+    ticks: of a pipeline, for each microbatch; 1 without one.
+    """
+
+    @property
+    def tokens(self) -> float: ...
+    @property
+    def hidden(self) -> float: ...
+    @property
+    def layers(self) -> float: ...
+    @property
+    def passes(self) -> int: ...
+    @property
+    def ticks(self) -> float: ...
+    def axes(self, name: str) -> tuple[str, ...]:
+        """Returns the mesh axes of more than one device that split the axis `name`."""
+        ...
 
 
 class Strategy:
@@ -45,8 +71,8 @@ class Strategy:
         """Returns where the optimizer's moments of a parameter live; `own` is the parameter's place."""
         return own
 
-    def traffic(self, step: Any) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        """Yields what a step moves because of this strategy: kind of collective, mesh axes, bytes per device."""
+    def traffic(self, step: Step) -> Iterator[Traffic]:
+        """Yields what a training step moves because of this strategy, for plans that nothing was compiled for."""
         yield from ()
 
     def __or__(self, other: "Strategy | Table") -> "Strategy":
@@ -83,7 +109,7 @@ class Rules(Strategy):
         return Rules({**dict(earlier.table), **dict(self.table)})
 
 
-def _check_place(name: str, place: Place) -> None:
+def _check_place(name: str, place: Any) -> None:
     if isinstance(place, Strategy):
         raise ValueError(
             f"a rule names mesh axes; got {name!r} -> {place!r}. Join a strategy instead: FSDP | {place!r}"
@@ -106,7 +132,7 @@ class Joined(Strategy):
         return " | ".join(map(repr, self.parts))
 
 
-def parts_of(strategy: Strategy | Table) -> tuple[Strategy, ...]:
+def parts_of(strategy: Any) -> tuple[Strategy, ...]:
     """Returns the strategies that were joined; a mapping counts as plain rules.
 
     Raises:
@@ -122,7 +148,7 @@ def parts_of(strategy: Strategy | Table) -> tuple[Strategy, ...]:
     return (strategy,)
 
 
-def join(*strategies: Strategy | Table) -> Strategy:
+def join(*strategies: Any) -> Strategy:
     """Returns all strategies as one; of those with the same slot, what the later one makes of the earlier."""
     found: dict[str, Strategy] = {}
     for part in (part for strategy in strategies for part in parts_of(strategy)):

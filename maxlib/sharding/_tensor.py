@@ -1,10 +1,11 @@
 """Tensor parallelism: a layer's matrices split by heads, inner width or vocabulary (Megatron, arXiv:1909.08053)."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
 from maxlib.sharding._axes import IfFree, Table
-from maxlib.sharding._strategy import Strategy
+from maxlib.sharding._strategy import Step, Strategy, Traffic
 
 _SPLIT = ("vocab", "heads", "kv_heads", "mlp", "act_heads", "attn_heads", "act_mlp", "act_vocab")
 
@@ -22,6 +23,10 @@ class TensorParallel(Strategy):
 
     def apply(self, rules: Table) -> Table:
         return {**rules, **dict.fromkeys(_SPLIT, self.axis)}
+
+    def traffic(self, step: Step) -> Iterator[Traffic]:
+        """Counts two sums over the devices, of attention and of the MLP, in every pass of every layer."""
+        yield "all-reduce", step.axes("act_heads"), 2 * step.passes * step.layers * step.hidden
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,24 +17,29 @@ from maxlib.sharding._rules import drop_uneven, spec
 
 
 def can_zigzag(length: int) -> bool:
-    """Whether the rules in use split the sequence, and its `length` makes two chunks for each device."""
+    """Tells whether the layout in use splits queries by sequence, and `length` makes two chunks for each device."""
     axis, layout = axis_of("q_seq"), current()
     return axis is not None and layout is not None and length % (2 * layout.mesh.shape[axis]) == 0
 
 
 def zigzag(x: jax.Array, *names: str | None) -> jax.Array:
-    """From the natural order along the axis called "seq" into the zigzag one; every chunk travels once."""
+    """Brings the axis called "seq" from the natural order into the zigzag one; every chunk travels once.
+
+    Args:
+        x: in natural order.
+        names: one for each axis, "seq" among them.
+    """
     return _exchange(x, names, _to_zigzag)
 
 
 def unzigzag(x: jax.Array, *names: str | None) -> jax.Array:
-    """Back into the natural order."""
+    """Brings the axis called "seq" back into the natural order."""
     return _exchange(x, names, _from_zigzag)
 
 
 def natural_order(x: jax.Array, parts: int, axis: int = 1) -> jax.Array:
-    """A whole array in the order of `parts` devices' chunks, brought into the natural order."""
-    order = [c for i in range(parts) for c in (i, 2 * parts - 1 - i)]
+    """Brings a whole array, in the order of `parts` devices' chunks, into the natural order."""
+    order = [c for i in range(parts) for c in (i, 2 * parts - 1 - i)]  # of 3 devices: 0 5 | 1 4 | 2 3
     chunks = jnp.split(x, 2 * parts, axis=axis)
     return jnp.concatenate([chunks[order.index(c)] for c in range(2 * parts)], axis=axis)
 
@@ -54,12 +59,13 @@ def _holder(chunk: int, parts: int) -> int:
 
 
 def _to_zigzag(x, dim: int, axis: str):
-    """Device `j` has the chunks `2 j` and `2 j + 1`: all even ones move, then all odd ones, one to each device."""
+    """Moves all even chunks, then all odd ones, one to each device: device `j` has the chunks `2 j` and `2 j + 1`."""
     n = lax.axis_size(axis)
     even, odd = (
         lax.ppermute(chunk, axis, [(j, _holder(2 * j + k, n)) for j in range(n)])
         for k, chunk in enumerate(jnp.split(x, 2, axis=dim))
     )
+    # Device `i` now has chunk `i` and chunk `2 n - 1 - i`; the early one is even where `i` is.
     return _pair(even, odd, dim, lax.axis_index(axis) % 2 == 0)
 
 

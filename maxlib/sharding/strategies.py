@@ -10,7 +10,9 @@ from maxlib.sharding._sequence import Gather as Gather
 from maxlib.sharding._sequence import Ring as Ring
 from maxlib.sharding._sequence import Ulysses as Ulysses
 from maxlib.sharding._strategy import Rules as Rules
+from maxlib.sharding._strategy import Step as Step
 from maxlib.sharding._strategy import Strategy as Strategy
+from maxlib.sharding._strategy import Traffic as Traffic
 from maxlib.sharding._strategy import join as join
 from maxlib.sharding._strategy import parts_of as parts_of
 from maxlib.sharding._tensor import TensorParallel as TensorParallel

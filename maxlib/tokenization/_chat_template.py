@@ -39,7 +39,7 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: str | os.PathLike) -> "ChatTemplate":
-        """The template of a Hugging Face directory. Raises FileNotFoundError if it has none."""
+        """Reads the template of a Hugging Face directory. Raises FileNotFoundError if it has none."""
         directory = Path(directory)
         path, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
         fields = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
@@ -52,7 +52,7 @@ class ChatTemplate:
         return cls(source, special_tokens={name: token for name, token in tokens.items() if token is not None})
 
     def __call__(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The prompt of `messages`, each with `role` and `content`; variables: what this template takes besides
+        """Renders the prompt of `messages`, each with `role` and `content`; variables: what this template takes besides
         (`tools`).
 
         The text holds the special tokens already: encode it without adding any. Raises ValueError where the template
@@ -62,7 +62,7 @@ class ChatTemplate:
         return self._template.render(**self._special_tokens, **names, **{"tools": None, "documents": None} | variables)
 
     def generated(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
-        """The text of whole chats, and the characters (begin, end) of each `{% generation %}` in it."""
+        """Renders whole chats, and finds the characters (begin, end) of each `{% generation %}` in them."""
         text = self(messages, add_generation_prompt=False, **variables)
         marks = {"generation_begins": _BEGIN, "generation_ends": _END}
         pieces = re.split(f"([{_BEGIN}{_END}])", self(messages, add_generation_prompt=False, **variables, **marks))
@@ -89,20 +89,20 @@ def _mark(name: str) -> nodes.Node:
 
 
 def _default(stored: Any) -> str | None:
-    """Older directories store several templates under names."""
+    """Chooses the default template: older directories store several under names."""
     if isinstance(stored, list):
         return {entry["name"]: entry["template"] for entry in stored}.get("default")
     return stored
 
 
 def _text(token: Any) -> str | None:
-    """Older directories store a token as an object; options that only end in "_token" are none."""
+    """Reads a token: older directories store it as an object, and options that only end in "_token" are none."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Unlike jinja's own it escapes nothing for HTML."""
+    """Writes JSON. Unlike jinja's own filter it escapes nothing for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

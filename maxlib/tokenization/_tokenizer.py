@@ -8,6 +8,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from maxlib._utils.files import write_atomically
+
 
 def train_bpe(
     texts: Iterable[str], *, vocab_size: int, special_tokens: Sequence[str] = ("<bos>", "<eos>")
@@ -65,22 +67,15 @@ def save_tokenizer(
         config["model_max_length"] = max_length
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    _write(directory / "tokenizer.json", _with_template(tokenizer, bos_token).to_str(pretty=True))
-    _write(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+    write_atomically(directory / "tokenizer.json", _with_template(tokenizer, bos_token).to_str(pretty=True))
+    write_atomically(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _with_template(tokenizer: Tokenizer, bos_token: str | None) -> Tokenizer:
-    """A copy whose encoding begins with `bos_token`."""
+    """Copies a tokenizer so that its encoding begins with `bos_token`."""
     copy = Tokenizer.from_str(tokenizer.to_str())
     if bos_token is not None and copy.post_processor is None:
         copy.post_processor = processors.TemplateProcessing(
             single=f"{bos_token} $A", special_tokens=[(bos_token, copy.token_to_id(bos_token))]
         )
     return copy
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes the whole file or leaves the old one."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

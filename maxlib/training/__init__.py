@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from maxlib.training._export import Export as Export
     from maxlib.training._export import HuggingFaceExport as HuggingFaceExport
     from maxlib.training._export import ParameterExport as ParameterExport
-    from maxlib.training._losses import Stats as Stats
-    from maxlib.training._losses import next_token_loss as next_token_loss
-    from maxlib.training._mtp import mtp_loss as mtp_loss
+    from maxlib.training._objectives.mtp import mtp_loss as mtp_loss
+    from maxlib.training._objectives.next_token import next_token_loss as next_token_loss
+    from maxlib.training._objectives.objective import Objective as Objective
+    from maxlib.training._objectives.objective import Stats as Stats
+    from maxlib.training._objectives.objective import objective as objective
     from maxlib.training._offload import by_layer as by_layer
     from maxlib.training._optimizer_wrappers import averaged as averaged
     from maxlib.training._optimizer_wrappers import averaged_model as averaged_model
@@ -51,8 +53,9 @@ __getattr__, __dir__ = lazy(
         "": ("probes",),
         "_evaluation": ("evaluate",),
         "_export": ("Export", "HuggingFaceExport", "ParameterExport"),
-        "_losses": ("Stats", "next_token_loss"),
-        "_mtp": ("mtp_loss",),
+        "_objectives.mtp": ("mtp_loss",),
+        "_objectives.next_token": ("next_token_loss",),
+        "_objectives.objective": ("Objective", "Stats", "objective"),
         "_offload": ("by_layer",),
         "_optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "width_factors", "width_scaled"),
         "_pipelining": ("one_f_one_b",),

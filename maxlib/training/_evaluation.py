@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxlib.training._losses import Batch, Stats
+from maxlib.training._objectives.objective import Batch, Stats
 from maxlib.training._step import TrainState, means
 
 
 def evaluate(
     eval_step: Callable[[TrainState, Batch], Stats], state: TrainState, batches: Iterable[Batch]
 ) -> dict[str, Any]:
-    """The loss's sums over all `batches` per target token, and their number as `tokens`.
+    """Computes the loss's sums over all `batches` per target, and the number of targets as `num_targets`.
 
     eval_step: `jax.jit(make_eval_step(loss_fn))`. The batches decide what is evaluated: every target weighs the same,
     however they are divided into batches. Raises ValueError when there is no target at all.
@@ -22,8 +22,8 @@ def evaluate(
     for batch in batches:
         stats = eval_step(state, batch)
         total = stats if total is None else jax.tree.map(jnp.add, total, stats)
-    if total is None or float(total.tokens) == 0:
+    if total is None or float(total.num_targets) == 0:
         raise ValueError(
             "evaluation needs at least one batch with a target; there was none. Give it more held-out data"
         )
-    return {"tokens": float(total.tokens)} | jax.device_get(means(total))
+    return {"num_targets": float(total.num_targets)} | jax.device_get(means(total))

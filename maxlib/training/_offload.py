@@ -11,13 +11,14 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from maxlib import sharding
+from maxlib.ops._xla_workarounds import run_once_later
 from maxlib.sharding import memory
 
 Update = Callable[..., Any]
 
 
 def by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, whose moments are born on the host where the layout says so
+    """Wraps `optimizer` so that its moments are born on the host where the layout says so
     (`sharding.OFFLOAD_OPTIMIZER`); a loop over the layers of a stack takes each layer's to the device and back.
     `update` is told the paths that store several layers, `stacked=nn.tree.stacked_paths(model)`, as
     `make_train_step` does; all others are taken whole.
@@ -47,7 +48,7 @@ def by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransform
 def update(
     optimizer: optax.GradientTransformationExtraArgs, updates: Any, state: Any, params: Any, **extra: Any
 ) -> Any:
-    """`optimizer.update`. Raises ValueError if parameters are on the host and the optimizer cannot take them from
+    """Calls `optimizer.update`. Raises ValueError if parameters are on the host and the optimizer cannot take them from
     there.
     """
     try:
@@ -62,7 +63,7 @@ def update(
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-    """optax's, in place and layer by layer for parameters that wait on the host."""
+    """Applies updates as optax does, but in place and layer by layer for parameters that wait on the host."""
 
     def one(p: Array, u: Array) -> Any:
         if not memory.is_on_host(p):
@@ -109,21 +110,21 @@ def _groups(params: dict[str, Any], stacked: Collection[str]) -> list[tuple[int 
 
 
 def _only(tree: Any, paths: list[str], params: dict[str, Any]) -> Any:
-    """`tree` as if there were no parameters but these."""
+    """Returns `tree` as if there were no parameters but these."""
     is_node = functools.partial(_by_path, params=params)
     cut = lambda node: {path: node[path] for path in paths if path in node} if is_node(node) else node
     return jax.tree.map(cut, tree, is_leaf=is_node)
 
 
 def _joined(whole: Any, part: Any, params: dict[str, Any]) -> Any:
-    """`whole` with what `part` has in its place."""
+    """Returns `whole` with what `part` has in its place."""
     is_node = functools.partial(_by_path, params=params)
     return jax.tree.map(lambda old, new: old | new if is_node(old) else new, whole, part, is_leaf=is_node)
 
 
 def _whole(step: Update, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    """In a loop that runs once, which the compiler cannot know: else it fetches moments before the backward pass."""
-    once, updates = lax.optimization_barrier((jnp.int32(1), updates))
+    """Updates what no stack repeats, in a loop that runs once."""
+    once, updates = run_once_later(updates)
 
     def one(_, carry: Any) -> Any:
         updates, state = carry
@@ -166,6 +167,6 @@ def _put(tree: Any, layer: Any, i: Int[Array, ""]) -> Any:
 
 
 def _as_changes(step: Update, updates: Any, state: Any, params: Any) -> Any:
-    """The gradients in the dtype of what becomes of them."""
+    """Casts the gradients to the dtype of what becomes of them."""
     shapes, _ = jax.eval_shape(lambda *args: step(*memory.to_device(args)), updates, state, params)
     return jax.tree.map(lambda g, shape: jnp.asarray(g, shape.dtype), updates, shapes)

@@ -30,11 +30,17 @@ def skip_spikes(
     memory: float = 0.98,
     after: int = 100,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, but a step changes nothing if its gradient or its loss is not finite or far above the recent ones.
+    """Wraps `optimizer`: a step changes nothing if its gradient or loss is not finite or far above the recent ones.
 
-    norm, loss: how many times the running mean counts as far. memory: of these means, per step. after: steps before
-    which only what is not finite is skipped. A skipped step does not enter the means; `make_train_step` reports it as
-    `skipped`.
+    A skipped step does not enter the means; `make_train_step` reports it as `skipped`.
+
+    Args:
+      optimizer: what updates otherwise.
+      norm: times the running mean above which a gradient's norm counts as far.
+      loss: the same of the loss.
+      memory: decay of the running means, per step.
+      after: steps before which only what is not finite is skipped. The means remember the start of a run for some
+        `1 / (1 - memory)` steps, in which a loss that has fallen may rise without being noticed.
     """
     inner = optax.with_extra_args_support(optimizer)
 
@@ -73,7 +79,7 @@ class LowState(NamedTuple):
 
 
 def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, computed in float32, which holds its moments in bfloat16; parameters may be bfloat16 too
+    """Wraps `optimizer`, computed in float32, to hold its moments in bfloat16; parameters may be bfloat16 too
     (`nn.cast`).
 
     What is held is rounded up or down by chance, with the right mean: changes of less than 1/256, which rounding to the
@@ -103,7 +109,7 @@ def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransf
 
 
 def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, which sees parameters and gradients in float32 whatever they are, so that its moments are
+    """Wraps `optimizer` to see parameters and gradients in float32 whatever they are, so that its moments are
     float32.
     """
     inner = optax.with_extra_args_support(optimizer)
@@ -116,7 +122,7 @@ def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
 
 
 def _like(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
-    """Whether a leaf of an optimizer's state is of a parameter: a moment."""
+    """Tells whether a leaf of an optimizer's state is of a parameter: a moment."""
     shapes = {path: x.shape for path, x in params.items() if not isinstance(x, optax.MaskedNode)}
 
     def like(path: Any, leaf: Any) -> bool:
@@ -127,7 +133,9 @@ def _like(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
 
 
 def _by_chance(x: Float[Array, "..."], key: Array) -> Array:
-    """bfloat16 below or above `x`, the nearer the likelier. Noise below the last bit that is kept, then cut off."""
+    """Rounds to bfloat16 below or above `x`, the nearer the likelier: noise below the last bit that is kept, then cut
+    off.
+    """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     kept = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
@@ -135,7 +143,7 @@ def _by_chance(x: Float[Array, "..."], key: Array) -> Array:
 
 
 def _held_changes(params: Any, changes: Any, key: Array) -> Any:
-    """What changes bfloat16 parameters to values that bfloat16 holds."""
+    """Rounds the updated parameter stochastically to bfloat16 and returns the difference as the update."""
 
     def one(parameter: Array, change: Array, key: Array) -> Array:
         if parameter.dtype != jnp.bfloat16:
@@ -155,7 +163,7 @@ class AverageState(NamedTuple):
 
 
 def averaged(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, which also keeps an exponential moving average of the parameters in float32; see `averaged_model`.
+    """Wraps `optimizer` to keep an exponential moving average of the parameters in float32; see `averaged_model`.
 
     The average begins at the initial parameters. It costs one more copy of them, sharded as they are.
     """
@@ -175,7 +183,8 @@ def averaged(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -
 
 
 def averaged_model(state: Any) -> Any:
-    """The model of a `TrainState` with the averages that `averaged` keeps in place of its parameters, in their dtypes.
+    """Builds the model of a `TrainState` with the averages that `averaged` keeps in place of its parameters, in their
+    dtypes.
 
     Raises ValueError if its optimizer keeps none.
     """
@@ -220,7 +229,7 @@ def scale_by_path(factors: Mapping[str, float], *, model: Any) -> optax.Gradient
 
 
 def trainable_only(*patterns: str) -> nn.Filter:
-    """A filter for `make_state` and `Trainer`: what these patterns fit is trained, all else is frozen and has no
+    """Makes a filter for `make_state` and `Trainer`: what these patterns fit is trained, all else is frozen and has no
     moments.
 
     Patterns as in `scale_by_path`, `trainable_only("layers.attn.*", "head.w")`; one that fits nothing is found by

@@ -6,11 +6,13 @@ one by one.
 
 import functools
 import math
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from maxlib import nn, sharding
@@ -19,12 +21,23 @@ from maxlib.training._optimizer_wrappers import in_bfloat16, in_float32
 
 Model = TypeVar("Model")
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
+VECTORS = ("b", "bias", "scale", "sinks")  # names of parameters that are vectors in every layer
+
+
+def decay_by_name(params: Mapping[str, Any]) -> dict[str, bool]:
+    """Chooses what decays by path and shape: matrices and embeddings, not biases, norm scales and sinks.
+
+    A vector of a layer of your own counts as one by its shape, unless a stack holds several layers of it in one array;
+    `decay_mask(model)` knows its axes.
+    """
+    decays = lambda path, x: len(getattr(x, "shape", ())) >= 2 and path.rpartition(".")[2] not in VECTORS
+    return {path: decays(path, x) for path, x in params.items()}
 
 
 def adamw(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    mask: Mask | dict[str, bool] | None,
+    mask: Mask | dict[str, bool] | None = decay_by_name,
     weight_decay: float = 0.1,
     b1: float = 0.9,
     b2: float = 0.95,
@@ -32,11 +45,23 @@ def adamw(
     clip: float | None = 1.0,
     moments: Any = jnp.float32,
 ) -> optax.GradientTransformation:
-    """AdamW (arXiv:1711.05101) after clipping the gradient's global norm to `clip`.
+    """Returns AdamW (arXiv:1711.05101) after clipping the gradient's global norm to `clip`.
 
-    mask: what decays, usually `decay_mask(model)`; None decays everything. moments: what they are held in, float32 or
-    bfloat16 (see `in_bfloat16`), whatever the dtype of the parameters.
+    Args:
+      learning_rate: a number, or a schedule from step to number.
+      mask: from paths to what decays. The default takes matrices and embeddings by their names; `decay_mask(model)`
+        takes them by their axes; None decays everything.
+      weight_decay: share of the learning rate by which weights shrink at each step.
+      b1: decay of the mean of gradients.
+      b2: decay of the mean of their squares.
+      eps: added to the root of the latter.
+      clip: largest global norm of a gradient; None clips nothing.
+      moments: dtype of the moments, float32 or bfloat16 (see `in_bfloat16`), whatever that of the parameters.
     """
+    if not callable(learning_rate) and not isinstance(learning_rate, numbers.Real | np.ndarray | jax.Array):
+        raise TypeError(f"learning_rate must be a number or a schedule from step to number, got {learning_rate!r}")
+    if mask is not None and not callable(mask) and not isinstance(mask, Mapping):
+        raise TypeError(f"mask must be None, a dictionary or a function from parameters to one, got {mask!r}")
     adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask)
     return _clipped(_held_in(moments, adam), clip)
 
@@ -54,13 +79,23 @@ def muon(
     clip: float | None = 1.0,
     moments: Any = jnp.float32,
 ) -> optax.GradientTransformation:
-    """Muon for the matrices inside layers, AdamW for the rest: embeddings, head, routers, norms, biases
-    (arXiv:2502.16982).
+    """Returns Muon (arXiv:2502.16982) for the matrices inside layers, and AdamW for embeddings, head, routers, norms,
+    biases.
 
-    model: gives the axes; `jax.eval_shape` of a model does. Each matrix is made orthogonal as inputs x outputs, heads
-    together, every layer and every expert by itself. Its update is scaled to the size of Adam's, so `learning_rate` and
-    `weight_decay` mean what they mean there. adam_learning_rate: for the rest, if it shall differ. moments: as in
-    `adamw`.
+    Each matrix is made orthogonal as inputs x outputs, heads together, every layer and every expert by itself. Its
+    update is scaled to the size of Adam's, so `learning_rate` and `weight_decay` mean what they mean there.
+
+    Args:
+      learning_rate: a number, or a schedule from step to number.
+      model: gives the axes; `jax.eval_shape` of a model does.
+      adam_learning_rate: that of AdamW; None is the same.
+      weight_decay: as in `adamw`.
+      beta: decay of Muon's momentum.
+      b1: as in `adamw`.
+      b2: as in `adamw`.
+      eps: as in `adamw`.
+      clip: as in `adamw`.
+      moments: as in `adamw`.
     """
     dims = muon_dimensions(model)
 
@@ -88,11 +123,13 @@ def _held_in(moments: Any, optimizer: optax.GradientTransformation) -> optax.Gra
 
 
 def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> optax.GradientTransformation:
+    if clip is not None and clip <= 0:
+        raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
     return optimizer if clip is None else optax.chain(clip_by_global_norm(clip), optimizer)
 
 
 def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]:
-    """Which dimensions of each matrix are its inputs and which its outputs, by path; all before them are counted
+    """Finds which dimensions of each matrix are its inputs and which its outputs, by path; all before them are counted
     through.
     """
     found = {}
@@ -122,7 +159,7 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
 
 def decay_mask(model: Any) -> Mask:
-    """Weights with two or more axes decay, embeddings among them; norm scales, biases and sinks do not.
+    """Chooses weights with two or more axes, embeddings among them, and no norm scales, biases or sinks.
 
     Axes are counted by their names (`nn.tree.own_axes`), so a norm scale that a stack holds as a matrix is still a
     vector. Works on `jax.eval_shape` of a model too.
@@ -134,8 +171,8 @@ def decay_mask(model: Any) -> Mask:
 
 
 def width_factors(model: Any, base: Any) -> dict[str, float]:
-    """By how much Adam's learning rate shrinks per weight from `base` to the wider `model`, for `scale_by_path` (muP,
-    arXiv:2203.03466).
+    """Computes by how much Adam's learning rate shrinks per weight from `base` to the wider `model`, for
+    `scale_by_path` (muP, arXiv:2203.03466).
 
     model, base: the same model in two widths; `jax.eval_shape` of them does. What sums over its inputs, layers'
     matrices and a head of its own, gets base inputs / inputs; embeddings, norms and biases keep their rate. A rate that
@@ -152,8 +189,8 @@ def width_factors(model: Any, base: Any) -> dict[str, float]:
 
 
 def width_scaled(model: Model, base: Any) -> Model:
-    """`model`, fresh, with initial values as muP wants them: a head of its own is base inputs / inputs as large. See
-    `width_factors`.
+    """Scales the initial values of a fresh `model` as muP wants them: a head of its own is base inputs / inputs as
+    large. See `width_factors`.
 
     All other default initial values have the right size already: 1 / sqrt(inputs) in matrices, the same at all widths
     in embeddings.

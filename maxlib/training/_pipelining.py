@@ -7,28 +7,38 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jax.core import eval_jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr_consts
+from jaxtyping import Array, Float
 
 from maxlib import nn
+from maxlib.nn._head import head_gradient
 from maxlib.sharding import pipelining
-from maxlib.training._losses import Batch, Stats, cross_entropy, head_gradient
+from maxlib.training._objectives.next_token import next_token_loss
+from maxlib.training._objectives.objective import Batch, Loss, Stats, own_losses, split_options, with_reports
 
 Gradients = Callable[[dict[str, Any], Any, Batch, Array], tuple[dict[str, Any], Array, Stats]]
 
 
-def one_f_one_b(
-    *, dtype: Any = jnp.bfloat16, remat: nn.remat.Policy = None, z_loss: float = 0.0, label_smoothing: float = 0.0
-) -> Gradients:
-    """For `make_train_step(gradients=...)`: `next_token_loss` of an `nn.Decoder` in the pipeline of the layout in use
-    (arXiv:1806.03377).
+def one_f_one_b(loss: Loss = next_token_loss) -> Gradients:
+    """Makes `gradients` for `make_train_step` and `Trainer`: those of `loss` in a 1F1B pipeline (arXiv:1806.03377).
 
-    Where autodiff keeps what the backward pass needs of every microbatch, this keeps the inputs of at most `2 S V - 1`
-    chunks' layers (periods of the stack, where it has some) for S stages and V repeats, and computes one of them at a
-    time again: as much arithmetic as with "full". remat: what layers before and after the pipeline keep. The options
-    are those of `next_token_loss`. Raises TypeError for a model that is no `nn.SupportsPipelining`, ValueError for a
-    batch with images and where the layout has no pipeline.
+    The model has the methods of `nn.SupportsPipelining`, the pipeline is that of the layout in use. Where autodiff
+    keeps what the backward pass needs of every microbatch, this keeps the inputs of at most `2 S V - 1` chunks' layers
+    (periods of the stack, where it has some) for S stages and V repeats, and computes one of them at a time again: as
+    much arithmetic as with remat "full". The loss runs in the last stage, on one microbatch at a time.
+
+    Args:
+        loss: one that `objective` made, such as `next_token_loss`, or `functools.partial` of it. Its option `dtype` is
+            that of the forward pass, `remat` says what layers before and after the pipeline keep.
+
+    Raises:
+        TypeError: the loss is another function; or, when called, the model is no `nn.SupportsPipelining` whose layers
+            repeat.
+        ValueError: when called, for a batch with images or an array without the batch's rows, or without a pipeline.
     """
-    options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "one_of_many": True}
+    goal, options = split_options(loss)
+    dtype, remat = options.pop("dtype", jnp.bfloat16), options.pop("remat", None)
 
     def gradients(trainable: dict[str, Any], rest: Any, batch: Batch, key: Array):
         if not isinstance(rest, nn.SupportsPipelining) or not len(rest.layers.body):
@@ -36,48 +46,42 @@ def one_f_one_b(
                 "a 1F1B pipeline needs a model with the methods of nn.SupportsPipelining, such as an nn.Decoder, whose "
                 f"layers repeat; got {type(rest).__name__}"
             )
+        _check_rows(batch)
+        # Trained layers inside the pipeline, and all other parameters: embedding, first and last layers, norm, head.
         inside = nn.tree.path_of(rest, rest.layers.body) + "."
         body = {path.removeprefix(inside): w for path, w in trainable.items() if path.startswith(inside)}
         outer = {path: w for path, w in trainable.items() if not path.startswith(inside)}
-        names, tokens = nn.tree.axes(rest), jnp.sum(batch["targets"] >= 0).astype(jnp.float32)
+        from_hidden = lambda head, hidden, batch: goal.from_hidden(head, hidden, batch, **options)
 
         def before(outer):
             model = nn.combine(outer, rest)
             x, ctx = model.enter(model.embed_tokens(batch["tokens"], dtype), **_inputs(batch))
             x, _, lead = nn.scan_segment(model.layers.lead, x, ctx, remat=remat)
             x, _, aux = nn.run_segment(model.layers.prefix, x, ctx, remat=remat)
-            return (x, tokens * _own(lead + aux)), ctx
+            targets = _targets_by_row(from_hidden, model, x, batch)
+            return (x, jnp.sum(targets) * _own(lead + aux)), (ctx, targets)
 
         def stage(layers, fixed, works, x, data):
-            x, _, aux = nn.scan_segment(nn.combine(layers, fixed), x, data[0], works=works)
-            return x, _count(data) * _own(aux), _reported(aux)
+            ctx, targets, _ = data
+            x, _, aux = nn.scan_segment(nn.combine(layers, fixed), x, ctx, works=works)
+            return x, jnp.sum(targets) * _own(aux), _reported(aux)
 
         def after(outer, x, data):
-            model, (ctx, targets) = nn.combine(outer, rest), data
+            model, (ctx, targets, batch) = nn.combine(outer, rest), data
             x, _, aux = nn.run_segment(model.layers.suffix, x, ctx, remat=remat)
-            hidden = model.leave(x, ctx)
-            loss, sums = cross_entropy(hidden, model.head_weight(), targets, **options, softcap=model.softcap)
-            return loss + _count(data) * _own(aux), jax.lax.stop_gradient(sums)
+            loss, stats = from_hidden(model, model.leave(x, ctx), batch)
+            return loss + jnp.sum(targets) * _own(aux), jax.lax.stop_gradient(stats)
 
-        (x, more), pull, ctx = jax.vjp(before, outer, has_aux=True)
-        (loss, sums, aux), (d_body, d_outer, d_x) = pipelining.one_f_one_b(
-            stage,
-            after,
-            body,
-            rest.layers.body,
-            outer,
-            x,
-            (ctx, batch["targets"]),
-            by_row=not _reports(nn.combine(trainable, rest).layers, x, ctx),
+        (x, more), pull, (ctx, targets) = jax.vjp(before, outer, has_aux=True)
+        by_row = goal.by_row and not _reports(nn.combine(trainable, rest).layers, x, ctx)
+        (loss, stats, aux), (d_body, d_outer, d_x) = pipelining.one_f_one_b(
+            stage, after, body, rest.layers.body, outer, x, (ctx, targets, batch), by_row=by_row
         )
-        heads = (path for path in d_outer if names[path] == ("vocab", "embed"))
-        with pipelining.in_a_stage():  # as the loss was
-            d_outer |= {path: head_gradient(d_outer[path]) for path in heads}
         d_before = pull((d_x, jnp.ones_like(more)))[0]
-        grads = {inside + path: g for path, g in d_body.items()} | jax.tree.map(jnp.add, d_outer, d_before)
-        count = jnp.maximum(tokens, 1)
-        reported = {name: value.astype(jnp.float32) * tokens for name, value in aux.items()}
-        return jax.tree.map(lambda g: g / count, grads), (loss + more) / count, Stats(tokens, sums | reported)
+        d_outer = jax.tree.map(jnp.add, _head_gradients(d_outer, rest), d_before)
+        grads = {inside + path: g for path, g in d_body.items()} | d_outer
+        count = jnp.maximum(stats.num_targets, 1)
+        return jax.tree.map(lambda g: g / count, grads), (loss + more) / count, with_reports(stats, aux)
 
     return gradients
 
@@ -90,14 +94,44 @@ def _inputs(batch: Batch) -> dict[str, Any]:
     return {name: batch[name] for name in ("positions", "segment_ids", "valid") if name in batch}
 
 
-def _count(data) -> Array:
-    return jnp.sum(data[1] >= 0).astype(jnp.float32)
+def _check_rows(batch: Batch) -> None:
+    rows = batch["tokens"].shape[0]
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        if x.shape[:1] != (rows,) and "images" not in batch:
+            raise ValueError(
+                f"a pipeline cuts the batch into microbatches by rows: batch{jax.tree_util.keystr(path)} must have the "
+                f"{rows} rows of batch['tokens'] as its first axis, got the shape {x.shape}. Put what belongs to a row "
+                "beside it, or leave `gradients` out, for GPipe by autodiff"
+            )
+
+
+def _targets_by_row(from_hidden: Callable, head: Any, x: Array, batch: Batch) -> Float[Array, " B"]:
+    """Counts each row's targets as the loss does, to weigh what layers of its microbatch add to the loss.
+
+    The loss is traced for one row, and of its program only what makes the count is run.
+    """
+    row = jax.tree.map(lambda a: a[:1], batch)
+    count = lambda hidden, batch: from_hidden(head, hidden, batch)[1].num_targets
+    traced = jax.make_jaxpr(count)(x[:1], row)
+    jaxpr, consts, (of_hidden, *of_batch) = dce_jaxpr_consts(traced.jaxpr, [True])
+    if of_hidden:
+        raise ValueError("Stats.num_targets must be a function of the batch alone, that of this loss uses `hidden`")
+    consts = [const for const, used in zip(traced.consts, consts, strict=True) if used]
+    run = lambda *rows: eval_jaxpr(jaxpr, consts, *(a[None] for a in rows))[0]
+    rows = [a for a, used in zip(jax.tree.leaves(batch), of_batch, strict=True) if used]
+    return jax.vmap(run)(*rows) if rows else jnp.full(len(x), run())
+
+
+def _head_gradients(gradients: dict[str, Array], model: Any) -> dict[str, Array]:
+    """Lays out those of heads and embeddings where these are; they were made in parts of the vocabulary."""
+    names = nn.tree.axes(model)
+    heads = [path for path in gradients if names[path] == ("vocab", "embed")]
+    with pipelining.in_a_stage():  # as the loss was
+        return gradients | {path: head_gradient(gradients[path]) for path in heads}
 
 
 def _own(auxes: list[dict[str, Array]]) -> Array:
-    """What layers add to the loss, per target."""
-    values = [jnp.sum(v) for aux in auxes for name, v in aux.items() if name.startswith("loss/")]
-    return sum(values, start=jnp.zeros(()))
+    return sum((own_losses(aux) for aux in auxes), start=jnp.zeros(()))
 
 
 def _reports(layers: nn.Stack, x: Array, ctx: Any) -> bool:
@@ -107,6 +141,6 @@ def _reports(layers: nn.Stack, x: Array, ctx: Any) -> bool:
 
 
 def _reported(auxes: list[dict[str, Array]]) -> dict[str, Array]:
-    """One row per repeat and place in the period."""
+    """Stacks reports to one row per repeat and place in the period."""
     names = dict.fromkeys(name for aux in auxes for name in aux)
     return {name: jnp.stack([aux[name] for aux in auxes if name in aux], axis=1) for name in names}

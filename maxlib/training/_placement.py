@@ -11,20 +11,29 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from maxlib import sharding
-from maxlib.training._losses import Batch
+from maxlib.training._objectives.objective import Batch
+
+
+def batch_names(x: Any) -> tuple[str | None, ...]:
+    """Names the axes of an array of a batch: rows, then tokens where there are two axes."""
+    return ("batch", "seq") if x.ndim == 2 else ("batch", *[None] * x.ndim)[: x.ndim]
 
 
 def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
-    """This host's rows as the part of a global batch that its devices hold. What is in its place already stays as it
-    is.
+    """Places this host's rows as the part of a global batch that its devices hold. What is in its place already stays
+    as it is.
+
+    Args:
+      batch: arrays with rows first, `B T` for what belongs to tokens, in dictionaries of any depth.
+      layout: of the global batch; None for the default device.
     """
     if layout is None:
         return jax.device_put(batch)
     mesh = layout.mesh
 
-    def put(name: str, x: Any) -> jax.Array:
-        names = ("batch", "seq") if x.ndim == 2 else ("batch",) + (None,) * (x.ndim - 1)
-        place = NamedSharding(mesh, layout.spec(*names, what=name))
+    def put(path: Any, x: Any) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        place = NamedSharding(mesh, layout.spec(*batch_names(x), what=name))
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(place, x.ndim):
             return x
         try:
@@ -35,11 +44,11 @@ def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
                 "says: choose a batch size that is a multiple of those degrees, or another mesh"
             ) from error
 
-    return {name: put(name, x) for name, x in batch.items()}
+    return jax.tree_util.tree_map_with_path(put, batch)
 
 
 def host_rows(batch: Batch) -> Batch:
-    """This host's rows of a batch, whether or not `place_batch` has seen it."""
+    """Returns this host's rows of a batch, whether or not `place_batch` has seen it."""
 
     def rows(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
@@ -51,7 +60,7 @@ def host_rows(batch: Batch) -> Batch:
 
 
 def own_model(model: nnx.Module | Callable[[], nnx.Module], layout: sharding.Layout | None) -> Any:
-    """A model that nobody else holds: built in its place, or copied there."""
+    """Makes a model that nobody else holds: built in its place, or copied there."""
     if not isinstance(model, nnx.Module):
         return jax.jit(model)() if layout is None else sharding.create(model, layout)
     if layout is None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from maxlib import sharding
 from maxlib.observability._metrics import reported
-from maxlib.training._losses import Batch
+from maxlib.training._objectives.objective import Batch
 from maxlib.training._placement import place_batch
 
 
@@ -27,13 +27,18 @@ class StatefulLoader(Protocol):
 
 
 class Prefetch:
-    """A loader whose batches are on the devices, or on their way: it is `size` batches ahead of the loop.
+    """Loader whose batches are on the devices, or on their way: it is `size` batches ahead of the loop.
 
-    loader: see `Trainer`; its `metrics()` are those of the batch that was handed out. layout: as the Trainer's. A
-    copy starts at once and nobody waits for it, so no thread is needed. `get_state` is the state after the batch handed
-    out last, whatever was read since.
+    A copy starts at once and nobody waits for it, so no thread is needed. `get_state` is the state after the batch
+    handed out last, whatever was read since.
 
-    wait_seconds: how long `next` has waited for the loader since construction, also the metric `data/wait_seconds`.
+    Args:
+      loader: see `Trainer`; its `metrics()` are those of the batch that was handed out.
+      layout: as the Trainer's.
+      size: number of batches ahead.
+
+    Attributes:
+      wait_seconds: how long `next` has waited for the loader since construction, also the metric `data/wait_seconds`.
     """
 
     def __init__(

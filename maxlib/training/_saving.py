@@ -14,7 +14,7 @@ from maxlib.checkpoint._errors import summary
 from maxlib.distributed._timeouts import hard_timeout
 from maxlib.observability._goodput import Clock
 from maxlib.training._export import Export
-from maxlib.training._losses import Batch
+from maxlib.training._objectives.objective import Batch
 from maxlib.training._restore import save
 from maxlib.training._step import Loss, TrainState
 from maxlib.training.probes._nonfinite import find_nonfinite
@@ -29,7 +29,7 @@ class Saving:
         exports: Sequence[Export],
         *,
         clock: Clock,
-        timeout: float,
+        timeout: float | None,
         log: Callable[[str], Any],
     ):
         self.checkpointer, self.exports = checkpointer, list(exports)

@@ -4,19 +4,20 @@ import optax
 
 
 def warmup_cosine(peak: float, steps: int, *, warmup: int, end: float = 0.1) -> optax.Schedule:
-    """Linear warm-up, then half a cosine down to `end * peak` at `steps`."""
+    """Returns a linear warm-up, then half a cosine down to `end * peak` at `steps`."""
     _check(steps, warmup)
     return _after_warmup(peak, warmup, optax.cosine_decay_schedule(peak, steps - warmup, alpha=end))
 
 
 def warmup_linear(peak: float, steps: int, *, warmup: int, end: float = 0.0) -> optax.Schedule:
-    """Linear warm-up, then a line down to `end * peak` at `steps`."""
+    """Returns a linear warm-up, then a line down to `end * peak` at `steps`."""
     _check(steps, warmup)
     return _after_warmup(peak, warmup, optax.linear_schedule(peak, end * peak, steps - warmup))
 
 
 def warmup_stable_decay(peak: float, steps: int, *, warmup: int, decay: int, end: float = 0.0) -> optax.Schedule:
-    """Linear warm-up, a plateau, and a line down to `end * peak` over the last `decay` steps (WSD, arXiv:2404.06395).
+    """Returns a linear warm-up, a plateau, and a line down to `end * peak` over the last `decay` steps (WSD,
+    arXiv:2404.06395).
 
     A run may be lengthened from any checkpoint of its plateau.
     """
@@ -26,7 +27,7 @@ def warmup_stable_decay(peak: float, steps: int, *, warmup: int, decay: int, end
 
 
 def _after_warmup(peak: float, warmup: int, schedule: optax.Schedule) -> optax.Schedule:
-    """The first step already learns: step `i` of the warm-up has `(i + 1) / (warmup + 1)` of the peak."""
+    """Prepends a warm-up whose first step already learns: step `i` has `(i + 1) / (warmup + 1)` of the peak."""
     if warmup == 0:
         return schedule
     rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)

@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
-from maxlib.training._losses import Batch, Stats
+from maxlib.training._objectives.objective import Batch, Loss, Stats
 from maxlib.training._offload import apply_updates, check_offloaded, update
 from maxlib.training._pipelining import Gradients
+from maxlib.training._placement import batch_names, own_model
 
-Loss = Callable[[Any, Batch, Array], tuple[Array, Stats]]
 Metrics = dict[str, Any]
 
 
@@ -35,7 +35,7 @@ class TrainState:
 
     @property
     def model(self) -> Any:
-        """The model, made of this state's own arrays."""
+        """Combines the model of this state's own arrays."""
         return nn.combine(self.trainable, self.rest)
 
 
@@ -43,24 +43,56 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def make_state(
-    model: Any, optimizer: optax.GradientTransformation, *, filter: nn.Filter = nn.is_trainable, key: Array | int = 0
+    model: Any | Callable[[], Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    filter: nn.Filter = nn.is_trainable,
+    key: Array | int = 0,
 ) -> TrainState:
-    """The state before the first step. It holds the model's own arrays: donating it deletes them in the model too.
+    """Makes the state before the first step. It holds a model's own arrays: donating it deletes them in the model too.
 
     Moments are born where their parameters live, or where the layout puts them (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
-    so call it inside `sharding.use` if the steps run there. Raises ValueError when `filter` leaves nothing to train,
-    and for moments that shall live on the host of an optimizer that keeps none there.
+    so call it inside `sharding.use` if the steps run there.
+
+    Args:
+      model: a model, or a function that builds one, which is compiled and run where the parameters shall live.
+      optimizer: of `{path: array}`.
+      filter: what is trained; all else is frozen.
+      key: of the random numbers of the whole run.
+
+    Raises:
+      ValueError: nothing is left to train, or moments shall live on the host of an optimizer that keeps none there.
     """
+    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
+        raise TypeError(
+            f"optimizer must be a transformation as optax has them, such as training.adamw(1e-3), got {optimizer!r:.80}"
+        )
+    if not callable(filter):
+        raise TypeError(
+            f"filter must be a function of path and variable, such as trainable_only('head.w'), got {filter!r:.80}"
+        )
+    if callable(model) and not nn.variables(model):
+        build: Any = model
+        model = own_model(build, sharding.current())
     trainable, rest = nn.partition(model, filter)
     if not trainable:
-        names = sorted({*nn.tree.pattern_paths(model).values()})
-        raise ValueError(f"filter must take at least one parameter to train, it takes none of {names}")
+        raise ValueError(_nothing_to_train(model))
     seed = jax.random.key(key) if isinstance(key, int) else key
     start = lambda params, key: (optimizer.init(sharding.memory.to_device(params)), jnp.zeros((), jnp.int32), key)
     born = lambda params, key: _place(start(params, key), params, rest, optimizer=True)
     opt_state, step, own_key = jax.jit(born)(trainable, seed)
     check_offloaded(opt_state, trainable)
     return TrainState(trainable, rest, opt_state, step, own_key)
+
+
+def _nothing_to_train(model: Any) -> str:
+    if not nn.variables(model):
+        return f"a model must have parameters to train, got {type(model).__name__} {model!r:.80} without any"
+    names = sorted({*nn.tree.pattern_paths(model).values()})
+    return (
+        f"filter must take at least one parameter to train, it takes none of these {len(names)}: {', '.join(names)}; "
+        "patterns such as those of trainable_only are matched with these names"
+    )
 
 
 def make_train_step(
@@ -71,17 +103,25 @@ def make_train_step(
     schedule: optax.Schedule | None = None,
     gradients: Gradients | None = None,
 ) -> Step:
-    """`step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
+    """Makes `step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
-    loss_fn: `(model, batch, key) -> (sum over target tokens, Stats)`; the step follows the gradient of the mean.
-    accumulate: how many microbatches a batch is computed in; they are weighted by their numbers of targets, so the mean
-    is that of the whole batch. schedule: only reported, as `learning_rate`. gradients: what finds the gradient in place
-    of autodiff of `loss_fn`, such as `one_f_one_b`: `(trainable, rest, batch, key) -> (gradients of the mean, mean,
-    Stats)`. Raises ValueError for both `gradients` and `accumulate`; the step does for a batch whose rows (of each
-    microbatch) or sequence the mesh does not divide by the layout in use.
+    Metrics: `loss` (what is minimized), `num_targets`, `grad_norm` (before clipping), `finite` (False when loss or
+    gradient is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's
+    own sums.
 
-    Metrics: `loss` (what is minimized), `tokens`, `grad_norm` (before clipping), `finite` (False when loss or gradient
-    is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's own sums.
+    Args:
+      loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows
+        the gradient of the mean.
+      optimizer: of `{path: array}`.
+      accumulate: number of microbatches that a batch is computed in; they are weighted by their numbers of targets, so
+        the mean is that of the whole batch.
+      schedule: only reported, as `learning_rate`.
+      gradients: finds the gradient in place of autodiff of `loss_fn`, as `one_f_one_b(loss_fn)` does:
+        `(trainable, rest, batch, key) -> (gradients of the mean, mean, Stats)`.
+
+    Raises:
+      ValueError: both `gradients` and `accumulate` are given; by the step, for a batch whose rows (of each microbatch)
+        or sequence the mesh does not divide by the layout in use.
     """
     if gradients is not None and accumulate > 1:
         raise ValueError(
@@ -105,7 +145,7 @@ def make_train_step(
         trainable = _place(apply_updates(state.trainable, updates), state.trainable, state.rest)
         opt_state = _place(opt_state, state.trainable, state.rest, optimizer=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        metrics = {"loss": loss, "tokens": stats.tokens, "grad_norm": norm, "finite": finite} | means(stats)
+        metrics = {"loss": loss, "num_targets": stats.num_targets, "grad_norm": norm, "finite": finite} | means(stats)
         if (skipped := optax.tree.get(opt_state, "skipped")) is not None:  # `skip_spikes`
             metrics |= {"skipped": skipped.astype(jnp.float32), "finite": finite | skipped}
         if schedule is not None:
@@ -116,31 +156,31 @@ def make_train_step(
 
 
 def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
-    """`step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`."""
+    """Makes `step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`."""
 
     def step(state: TrainState, batch: Batch) -> Stats:
         loss, stats = loss_fn(state.model, jax.tree.map(_by_rows, batch), state.key)
-        return _everywhere(Stats(stats.tokens, {"loss": loss} | stats.sums))
+        return _everywhere(Stats(stats.num_targets, {"loss": loss} | stats.sums))
 
     return step
 
 
 def jit_step(step: Step) -> Step:
-    """`step` compiled, with its state donated: after a call only the state it returned exists."""
+    """Compiles `step` with its state donated: after a call only the state it returned exists."""
     return jax.jit(step, donate_argnums=0)
 
 
 def means(stats: Stats) -> Metrics:
-    """A loss's sums per target token."""
-    return {name: value / jnp.maximum(stats.tokens, 1) for name, value in stats.sums.items()}
+    """Divides a loss's sums by the number of targets."""
+    return {name: value / jnp.maximum(stats.num_targets, 1) for name, value in stats.sums.items()}
 
 
 def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accumulate: int) -> tuple[Any, Array, Stats]:
-    """The gradient of the mean loss, that mean, and the statistics of the whole batch."""
+    """Computes the gradient of the mean loss, that mean, and the statistics of the whole batch."""
 
     def loss_of(trainable, batch, key, mean: bool):
-        loss, stats = loss_fn(nn.combine(trainable, state.rest), batch, key)
-        return loss / jnp.maximum(stats.tokens, 1) if mean else loss, stats
+        loss, stats = _checked(loss_fn(nn.combine(trainable, state.rest), batch, key))
+        return loss / jnp.maximum(stats.num_targets, 1) if mean else loss, stats
 
     def gradient(*args):
         value, grads = jax.value_and_grad(loss_of, has_aux=True)(*args)
@@ -162,8 +202,15 @@ def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accum
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.trainable)
     start = (_place(zeros, state.trainable, state.rest), jnp.zeros(()), jax.tree.map(_zeros_like, stats))
     (grads, loss, stats), _ = jax.lax.scan(add, start, xs)
-    count = jnp.maximum(stats.tokens, 1)
+    count = jnp.maximum(stats.num_targets, 1)
     return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, state.trainable), loss / count, stats
+
+
+def _checked(result: Any) -> tuple[Array, Stats]:
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Stats):
+        kinds = ", ".join(type(x).__name__ for x in (result if isinstance(result, tuple) else (result,)))
+        raise TypeError(f"a loss must return its sum over the targets and a training.Stats, got ({kinds})")
+    return result
 
 
 def _zeros_like(x: Any) -> Array:
@@ -171,26 +218,27 @@ def _zeros_like(x: Any) -> Array:
 
 
 def _microbatches(x: Array, count: int) -> Array:
-    """Microbatch `i` takes every `count`-th row: rows that are spread over devices stay evenly spread."""
+    """Splits a batch: microbatch `i` takes every `count`-th row, so rows that are spread over devices stay evenly
+    spread.
+    """
     if x.shape[0] % count:
         raise ValueError(f"accumulate={count} must divide the batch's {x.shape[0]} rows; change one of them")
     return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
 
 
 def _by_rows(x: Array) -> Array:
-    return sharding.constrain(x, *_names(x))
-
-
-def _names(x: Array) -> tuple[str | None, ...]:
-    return ("batch", "seq") if x.ndim == 2 else ("batch", *[None] * x.ndim)[: x.ndim]
+    return sharding.constrain(x, *batch_names(x))
 
 
 def _check_divides(x: Array, accumulate: int) -> None:
-    """What does not divide, `constrain` leaves whole, as decoding wants it: each device would train on all of it."""
+    """Refuses what does not divide: `constrain` leaves it whole, as decoding wants it, and each device would train on
+    all of it.
+    """
     if (layout := sharding.current()) is None:
         return
     mesh, stages = layout.mesh, layout.mesh_axes("layers")  # which share the rows where they can
-    places = zip(_names(x), layout.spec(*_names(x), what="batch"), x.shape, (accumulate, 1), strict=False)
+    names = batch_names(x)
+    places = zip(names, layout.spec(*names, what="batch"), x.shape, (accumulate, 1), strict=False)
     for name, place, size, cut in places:
         axes = (place,) if isinstance(place, str) else place or ()
         degrees = {axis: mesh.shape[axis] for axis in axes if axis not in stages and mesh.shape[axis] > 1}
@@ -226,7 +274,7 @@ def _place(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = Fa
 
 
 def _everywhere(tree: Any) -> Any:
-    """On every device, so that every host can read it."""
+    """Replicates on every device, so that every host can read it."""
     if sharding.current() is None:
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), tree)

@@ -20,13 +20,14 @@ from maxlib.observability._memory import Sampled, memory_use
 from maxlib.observability._metrics import Console, Jsonl, Meter, Writers, reported, reported_by_all
 from maxlib.training._evaluation import evaluate
 from maxlib.training._export import Export
-from maxlib.training._losses import Batch, next_token_loss
+from maxlib.training._objectives.next_token import next_token_loss
+from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._pipelining import Gradients
 from maxlib.training._placement import host_rows, own_model, place_batch
 from maxlib.training._prefetch import StatefulLoader
 from maxlib.training._restore import Origin, initial_state
 from maxlib.training._saving import Saving
-from maxlib.training._step import Loss, jit_step, make_eval_step, make_state, make_train_step
+from maxlib.training._step import jit_step, make_eval_step, make_state, make_train_step
 
 
 class Diverged(FloatingPointError):
@@ -34,21 +35,42 @@ class Diverged(FloatingPointError):
 
 
 class Trainer:
-    """Trains `model` on `loader` and owns what it trains: the model it was given stays as it is.
+    """Loop around `make_train_step` that restores, saves, evaluates, measures and stops.
 
-    model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall
-    live. loss: see `make_train_step`; give options with `functools.partial`. directory: where `metrics.jsonl` and
-    `goodput.jsonl` go. layout: how everything lies on devices, such as `sharding.Layout(mesh)`. gradients: what
-    finds the gradient in place of autodiff of `loss`, such as `one_f_one_b`; `loss` is then that of evaluation. filter:
-    what is trained. schedule: only reported. eval_loader: read from its start to its end every `eval_every` steps and
-    at the end. exports: such as `HuggingFaceExport`; also made at the end, and at the start where the run before was
-    killed in one. callbacks: pairs `(n, f)`; `f(trainer)` runs after every `n` steps, and its time counts as training
-    only if n is 1. timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which
-    ends the process and says what it waited for.
+    It owns what it trains: the model it was given stays as it is.
 
-    Attributes: `state` (live; the next step deletes its arrays), `model` (a copy), `step` (how many are done), `batch`
-    (of that step, where it was put), `train_step` (compiled), `writers` (more may be appended), `console`, `clock`
-    (where time goes).
+    Args:
+      model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall
+        live.
+      optimizer: of `{path: array}`, such as `adamw(1e-3)`.
+      loader: this host's rows of every batch, with a state; see `StatefulLoader`.
+      loss: see `make_train_step`; give options with `functools.partial`.
+      directory: where `metrics.jsonl` and `goodput.jsonl` go.
+      layout: how everything lies on devices, such as `sharding.Layout(mesh)`.
+      accumulate: number of microbatches that a batch is computed in.
+      gradients: finds the gradient in place of autodiff of `loss`, as `one_f_one_b(loss)` does; `loss` is then that of
+        evaluation.
+      filter: what is trained.
+      schedule: only reported, as `learning_rate`.
+      eval_loader: read from its start to its end every `eval_every` steps and at the end.
+      eval_every: steps between evaluations; 0 evaluates at the end only.
+      checkpointer: saves by its own policy, and at the end.
+      exports: such as `HuggingFaceExport`; also made at the end, and at the start where the run before was killed in
+        one.
+      callbacks: pairs `(n, f)`; `f(trainer)` runs after every `n` steps, and its time counts as training only if n is
+        1.
+      timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which ends the process
+        with status 75 after printing what it waited for and every thread's stack. None, the default, ends nothing.
+
+    Attributes:
+      state: live; the next step deletes its arrays.
+      model: a copy.
+      step: number of steps done.
+      batch: that of the last step, where it was put.
+      train_step: compiled.
+      writers: where metrics go; more may be appended.
+      console: the terminal.
+      clock: where time goes.
     """
 
     def __init__(
@@ -69,8 +91,9 @@ class Trainer:
         checkpointer: Checkpointer | Tiers | None = None,
         exports: Sequence[Export] = (),
         callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]]] = (),
-        timeout: float = 1800.0,
+        timeout: float | None = None,
     ):
+        _check(model, loader, eval_loader, eval_every, checkpointer, callbacks)
         if layout is None and jax.process_count() > 1:
             raise ValueError(
                 f"{jax.process_count()} processes without a layout would train as many models: pass layout=, for example "
@@ -101,7 +124,7 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The model as it is now, in arrays of its own."""
+        """Copies the model as it is now, in arrays of its own."""
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), self.state.model)
 
     def restore(self, *, resume_from: str | Path | None = None, params_from: str | Path | None = None) -> str:
@@ -146,7 +169,7 @@ class Trainer:
         return self._last
 
     def evaluate(self) -> dict[str, Any]:
-        """The metrics over the whole of `eval_loader`, written as `eval/...`."""
+        """Computes the metrics over the whole of `eval_loader`, written as `eval/...`."""
         if self.eval_loader is None:
             raise ValueError("this trainer has no eval_loader; give it one, or call training.evaluate")
         self._flush()
@@ -170,12 +193,12 @@ class Trainer:
         self._saving.start(self.step, self.state, self.loader.get_state(), self._last, urgent=urgent)
 
     def log(self, text: str) -> None:
-        """A line on the terminal of the first process."""
+        """Prints a line on the terminal of the first process."""
         if jax.process_index() == 0:
             self.console.log(text)
 
     def sharded(self) -> contextlib.AbstractContextManager:
-        """The context in which this trainer's computations run: its layout."""
+        """Returns the context in which this trainer's computations run: its layout."""
         return contextlib.nullcontext() if self.layout is None else sharding.use(self.layout)
 
     @contextlib.contextmanager
@@ -232,8 +255,8 @@ class Trainer:
         self._report(ready)
 
     def _write_counts(self) -> None:
-        """What the loaders of several processes count, summed where these meet; of one, every step's metrics hold
-        it.
+        """Writes what the loaders of several processes count, summed where these meet; of one, every step's metrics
+        hold it.
         """
         if jax.process_count() == 1 or self._counts_at == self.step:
             return
@@ -246,7 +269,7 @@ class Trainer:
         return every > 0 and self.step > 0 and self.step % every == 0
 
     def _in_between(self) -> None:
-        """What is due after this step."""
+        """Runs what is due after this step."""
         for every, callback in self.callbacks:
             if self._due(every):
                 if every > 1:  # what is rare may be slow: its time is not that of a step
@@ -288,9 +311,7 @@ class Trainer:
                 )
 
     def _make_up(self) -> None:
-        """What was due after the restored step and was cut short: its evaluation, its exports, and checkpoints in tiers
-        slower than the one it came from.
-        """
+        """Runs the evaluation, exports and slower tiers' checkpoints that the restored step still owed."""
         if self._due(self.eval_every) and not any(name.startswith("eval/") for name in self._last):
             self.evaluate()
         self._saving.export(self.step, self.state, missing=True)
@@ -303,7 +324,7 @@ class Trainer:
             self._saving.wait()
 
     def _count_flops(self, batch: Batch) -> None:
-        """What a step costs, by this host's rows of its first batch."""
+        """Counts what a step costs, by this host's rows of its first batch."""
         self._counted = True
         try:
             self._meter.flops = jax.process_count() * flops.training_flops(
@@ -311,3 +332,22 @@ class Trainer:
             )
         except Exception as error:  # an estimate must not end a run
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
+
+
+def _check(model: Any, loader: Any, eval_loader: Any, eval_every: int, checkpointer: Any, callbacks: Any) -> None:
+    """Names what is not what it has to be, before anything is computed."""
+    if not callable(model):
+        raise TypeError(f"model must be an nnx.Module or a function that builds one, got {type(model).__name__}")
+    for name, one in (("loader", loader), ("eval_loader", eval_loader)):
+        if one is not None and not isinstance(one, StatefulLoader):
+            lacking = [n for n in ("__next__", "reset", "get_state", "set_state") if not hasattr(one, n)]
+            raise TypeError(
+                f"{name} must be a loader with a state, such as data.Loader; {type(one).__name__} lacks {', '.join(lacking)}"
+            )
+    if eval_every and eval_loader is None:
+        raise ValueError(f"eval_every={eval_every} needs an eval_loader, whose batches are evaluated")
+    if checkpointer is not None and not hasattr(checkpointer, "should_save"):
+        raise TypeError(f"checkpointer must be a checkpoint.Checkpointer(directory) or Tiers, got {checkpointer!r}")
+    for one in callbacks:
+        if not isinstance(one, tuple) or len(one) != 2 or not callable(one[1]):
+            raise TypeError(f"callbacks must be pairs (every, function), such as (1, f), got {one!r}")

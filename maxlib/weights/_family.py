@@ -55,7 +55,7 @@ class Family:
 
 @functools.cache
 def families() -> tuple[Family, ...]:
-    """Every `FAMILY` in a module of `maxlib.models` or behind an entry point of the group "maxlib.models"."""
+    """Lists every `FAMILY` in a module of `maxlib.models` or behind an entry point of the group "maxlib.models"."""
     package = importlib.import_module("maxlib.models")
     names = [found.name for found in pkgutil.iter_modules(package.__path__) if not found.name.startswith("_")]
     modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
@@ -75,7 +75,7 @@ def _others() -> list[Family]:
 
 
 def presets() -> dict[str, Any]:
-    """Published configurations of all families by name."""
+    """Returns the published configurations of all families by name."""
     return {name: cfg for family in families() for name, cfg in family.presets.items()}
 
 
@@ -90,9 +90,17 @@ def _the(matching: list[Family], what: str, known: str) -> Family:
 
 
 def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[Family, Any]:
-    """The family and the configuration that the config.json of `directory` describes; weights are not looked at.
+    """Reads the config.json of `directory`; weights are not looked at.
 
-    Raises ValueError for an unknown `model_type`, and for fields that the family does not understand.
+    Args:
+        directory: A Hugging Face directory.
+        family: Needed only for models that are not registered.
+
+    Returns:
+        The family, and its configuration.
+
+    Raises:
+        ValueError: For an unknown `model_type`, and for fields that the family does not understand.
     """
     data = read_config(directory)
     if family is None:
@@ -116,13 +124,22 @@ def from_pretrained(
     family: Family | None = None,
     **changes: Any,
 ) -> Any:
-    """The model in a Hugging Face directory: config.json and safetensors, one file or several with an index.
+    """Reads a Hugging Face directory: config.json and safetensors, one file or several with an index.
 
-    layout: every device reads its own part only, as `sharding.Layout(mesh)` places it. dtype: of the weights; None
-    keeps what is stored, training wants `jnp.float32`. family: needed only for models that are not registered.
-    changes: fields of its configuration that shall be others than config.json says (`num_mtp=1`).
-    Raises ValueError or FileNotFoundError, which say what is wrong with the directory, before weights are read, and
-    TypeError for an argument that is no such field.
+    Args:
+        directory: The directory.
+        layout: Placement over a mesh, by which every device reads its own part only; None reads onto one device.
+        dtype: The dtype of the weights; None keeps what is stored, training wants `jnp.float32`.
+        family: Needed only for models that are not registered.
+        **changes: Fields of the configuration that shall be others than config.json says (`num_mtp=1`).
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If config or weights do not fit, before weights are read.
+        FileNotFoundError: If a file is missing.
+        TypeError: For an argument that is no field of the configuration.
     """
     family, cfg = read_model(directory, family=family)
     _check_known(changes, cfg, family)
@@ -155,10 +172,20 @@ def save_pretrained(
 ) -> None:
     """Writes `model` as a Hugging Face directory that transformers opens; nothing is there until all of it is.
 
-    dtype: of the floating weights; None keeps theirs. tokenizer: a `tokenizers.Tokenizer` or a Hugging Face one.
-    generation: the content of generation_config.json (`{"eos_token_id": 1}`). overwrite: replace an earlier export.
     On several hosts all must call this; the first one writes.
-    Raises FileExistsError if the directory has something in it, and what the disk raises, leaving nothing half-written.
+
+    Args:
+        model: The model.
+        directory: Absent or empty, unless `overwrite` is given.
+        dtype: The dtype of the floating weights; None keeps theirs.
+        max_shard_bytes: Size of a file, unless one tensor is larger.
+        tokenizer: A `tokenizers.Tokenizer` or a Hugging Face one.
+        generation: Content of generation_config.json (`{"eos_token_id": 1}`).
+        overwrite: Replace an earlier export.
+        family: Needed only for models that are not registered.
+
+    Raises:
+        FileExistsError: If the directory has something in it.
     """
     family = family or _the(
         [f for f in families() if type(model) is f.model],

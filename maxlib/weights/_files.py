@@ -13,6 +13,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from maxlib._utils.files import without_duplicates
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES: dict[str, Any] = {
@@ -97,7 +99,7 @@ def find_tensors(directory: str | Path) -> dict[str, Stored]:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
         weight_map = data["weight_map"]
         if not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
             raise ValueError("weight_map must give a file name for each tensor")
@@ -107,12 +109,6 @@ def _read_index(path: Path) -> dict[str, str]:
             f"({error!r}). Download it again."
         ) from error
     return weight_map
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a name is given twice")
-    return dict(pairs)
 
 
 def _inside(directory: Path, name: str) -> Path:
@@ -222,5 +218,5 @@ def write_index(directory: Path, files: Mapping[str, Sequence[Header]]) -> None:
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether `dtype` is floating, those of ml_dtypes included."""
+    """Returns True for a floating dtype, those of ml_dtypes included."""
     return bool(jnp.issubdtype(dtype, jnp.floating))

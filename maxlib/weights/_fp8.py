@@ -20,7 +20,7 @@ _BYTES = np.arange(256, dtype=np.uint8)
 
 
 def is_block_fp8(quantization: Any) -> bool:
-    """Whether a config's `quantization_config` describes this format."""
+    """Returns True if `quantization`, the `quantization_config` of a config.json, describes this format."""
     return (
         isinstance(quantization, dict)
         and quantization.get("quant_method") == "fp8"
@@ -37,12 +37,12 @@ class Scaled(Stored):
     scale: Stored
 
     def view(self) -> np.ndarray:
-        """The values, in float32."""
+        """Returns the values, in float32."""
         return dequantize(self.raw.view(), self.scale.view())
 
 
 def dequantize(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """`x` times the factors of its blocks, in float32; the last blocks may be incomplete."""
+    """Multiplies `x` by the factors of its blocks, in float32; the last blocks may be incomplete."""
     values = np.take(_BYTES.view(x.dtype).astype(np.float32), x.view(np.uint8))  # much faster than astype
     scale = scale.astype(np.float32)
     for row in range(scale.shape[0]):
@@ -52,7 +52,7 @@ def dequantize(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """`stored`, where tensors with factors and their factors have become one.
+    """Joins each tensor of `stored` that has factors with them.
 
     Raises ValueError for factors that do not fit their tensor.
     """

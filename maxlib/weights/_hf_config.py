@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from maxlib._utils.files import without_duplicates
 from maxlib.ops._rope import Rope
 from maxlib.weights._fp8 import is_block_fp8
 from maxlib.weights._hf_rope import read_rope, rope_to_hf
@@ -91,14 +92,20 @@ class HFConfig:
         return name in self._data
 
     def where(self, name: str) -> str:
-        """How errors call a field: its file and its dotted path."""
+        """Names a field for an error message: its file and its dotted path."""
         return f"config.json: {self._path + '.' if self._path else ''}{name}"
 
     def take(self, name: str, default: Any = REQUIRED, *, kind: type | None = None, nullable: bool = False) -> Any:
-        """The value of a field; `default` if it is absent or null (with `nullable`, null is None).
+        """Takes the value of a field.
 
-        kind: bool, int, float, str, list or dict (default: that of `default`); an int is welcome as a float.
-        Raises ValueError for a missing field without default, and for a value of another kind.
+        Args:
+            name: Name of the field.
+            default: Stands for a field that is absent or null. Without it the field is required.
+            kind: bool, int, float, str, list or dict, by default that of `default`; an int is welcome as a float.
+            nullable: Return None for null.
+
+        Raises:
+            ValueError: For a missing field without default, and for a value of another kind.
         """
         self._taken.add(name)
         value = self._data.get(name)
@@ -116,7 +123,7 @@ class HFConfig:
         return default
 
     def require(self, name: str, *allowed: Any) -> Any:
-        """The value of a field that must be among `allowed`; absent or null counts as the first of them."""
+        """Takes a field whose value must be among `allowed`; absent or null counts as the first of them."""
         value = self.take(name, allowed[0], kind=object)
         if value not in allowed:
             raise ValueError(
@@ -130,14 +137,16 @@ class HFConfig:
         self._taken.update(names)
 
     def nested(self, name: str) -> "HFConfig":
-        """The fields of an object within this one (`text_config`); `done` looks into it too."""
+        """Returns the fields of an object within this one (`text_config`); `done` looks into it too."""
         if name not in self._children:
             self._children[name] = HFConfig(self.take(name, kind=dict), path=self.where(name).partition(": ")[2])
         return self._children[name]
 
     def layer_types(self, num_layers: int, *known: str) -> tuple[str, ...] | None:
-        """`layer_types`, one of `known` for each layer; None if the config leaves it out. Raises ValueError for any
-        other.
+        """Takes `layer_types`, one of `known` for each layer; None if the config leaves it out.
+
+        Raises:
+            ValueError: For any other.
         """
         types = self.take("layer_types", None, kind=list)
         if types is not None and (len(types) != num_layers or not set(types) <= set(known)):
@@ -160,15 +169,21 @@ class HFConfig:
         theta_field: str = "rope_theta",
         scaling_field: str | None = "rope_scaling",
     ) -> Rope:
-        """The rotary embedding, in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5
-        (`rope_parameters`).
+        """Reads the rotary embedding, in the spelling of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`).
 
-        partial: whether the architecture can rotate a part of the head (`partial_rotary_factor`). default_theta,
-        default_length, default_fraction: what it means by leaving out `rope_theta`, `max_position_embeddings` and
-        `partial_rotary_factor`. layer_type: for models
-        whose layer types rotate differently, the key within `rope_parameters`; theta_field and scaling_field are
-        then what transformers 4 called this type's fields (`rope_local_base_freq` and None for Gemma 3's local layers).
-        Raises ValueError for an unknown type, a missing or impossible number, and spellings that contradict each other.
+        Args:
+            head_dim: Width of a head.
+            interleaved: Whether the architecture pairs neighbouring dimensions.
+            partial: Whether it can rotate a part of the head (`partial_rotary_factor`).
+            default_theta: Base of a config without `rope_theta`.
+            default_length: Length of a config without `max_position_embeddings`.
+            default_fraction: Part of the head that a config without `partial_rotary_factor` rotates.
+            layer_type: Key within `rope_parameters`, for models whose layer types rotate differently.
+            theta_field: Name of this type's base in transformers 4 (`rope_local_base_freq` for Gemma 3's local layers).
+            scaling_field: Name of this type's scaling there; None if it has none.
+
+        Raises:
+            ValueError: For an unknown type, a missing or impossible number, and spellings that contradict each other.
         """
         return read_rope(
             self,
@@ -184,7 +199,7 @@ class HFConfig:
         )
 
     def unread(self) -> dict[str, Any]:
-        """Fields nobody took that may matter, by dotted path; null means off and counts as read."""
+        """Returns fields nobody took that may matter, by dotted path; null means off and counts as read."""
         own = {
             name: value
             for name, value in self._data.items()
@@ -222,10 +237,11 @@ def _short(value: Any) -> str:
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """The object in `directory/config.json`.
+    """Reads the object in `directory/config.json`. Code that it points to (`auto_map`) is never run.
 
-    Raises FileNotFoundError if there is no such file, ValueError if it is not a JSON object in UTF-8 or names a
-    field twice. Code that a config points to (`auto_map`) is never run.
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is not a JSON object in UTF-8, or names a field twice.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
@@ -236,7 +252,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
             f"{path} must exist: a Hugging Face model directory has a config.json beside its safetensors. {found}"
         )
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
             f"{path} must be JSON in UTF-8, but it cannot be read ({error}). Download it again."
@@ -247,13 +263,4 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} must hold a JSON object of fields, got {_short(data)}.")
     if "auto_map" in data:
         logger.warning("%s points to code of its own (auto_map); maxlib never runs it and reads the fields only.", path)
-    return data
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"the fields {', '.join(twice)} are given more than once; keep one of each.")
     return data

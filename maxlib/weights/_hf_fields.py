@@ -33,7 +33,7 @@ Default = Any
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where config.json has a field.
+    """Place of a field in config.json.
 
     Attributes:
         read: `read(fields, c, hint)` gives the value; `hint` is the field's annotation.

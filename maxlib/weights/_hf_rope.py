@@ -34,8 +34,9 @@ class _Spellings:
     parts: tuple["HFConfig", ...]
 
     def get(self, *names: str, default: Any = None, kind: type = float, outside: str | None = None) -> Any:
-        """The one value given under any of `names` in any part, or as `outside` at the top level; None or null is
-        absent.
+        """Finds the one value given under any of `names` in any part, or as `outside` at the top level.
+
+        None and null are absent. Raises ValueError for values that differ.
         """
         found = {part.where(name): part.take(name, None, kind=kind) for part in self.parts for name in names}
         if outside is not None:
@@ -72,7 +73,7 @@ def read_rope(
     theta_field: str,
     scaling_field: str | None,
 ) -> Rope:
-    """See `HFConfig.rope`."""
+    """Reads a rope, see `HFConfig.rope`."""
     spelled = _Spellings(fields, _parts(fields, layer_type, scaling_field))
     kind = spelled.get("rope_type", "type", kind=str, default="default")
     if kind not in TYPES:
@@ -95,7 +96,7 @@ def read_rope(
 
 
 def _parts(fields: "HFConfig", layer_type: str | None, scaling_field: str | None) -> tuple["HFConfig", ...]:
-    """The objects that describe the rope, transformers 5's first."""
+    """Lists the objects that describe the rope, transformers 5's first."""
     parts = []
     if fields.take("rope_parameters", None, kind=dict):
         parameters = fields.nested("rope_parameters")
@@ -143,7 +144,7 @@ def _numbers(values: list, name: str) -> tuple[float, ...]:
 
 
 def _length(spelled: _Spellings, limit: int | None, *, top: int | None) -> int:
-    """The length of the first training, which is `max_position_embeddings` if nothing else is said."""
+    """Finds the length of the first training, which is `max_position_embeddings` if nothing else is said."""
     inner = spelled.get(ORIGINAL, kind=int)
     if inner is not None and top is not None and inner != top:
         raise ValueError(
@@ -156,7 +157,7 @@ def _length(spelled: _Spellings, limit: int | None, *, top: int | None) -> int:
 
 
 def _reach(scaling: Scaling | None, limit: int | None) -> int | None:
-    """How many positions the config promises: some keep `max_position_embeddings` at the length before scaling."""
+    """Computes how many positions the config promises; some keep the length before scaling in their own field."""
     if limit is None or isinstance(scaling, DynamicNTK):  # dynamic NTK grows without end
         return None
     if isinstance(scaling, LinearScaling):
@@ -174,11 +175,17 @@ def rope_to_hf(
     whole_heads: bool = False,
     interleaved: bool = False,
 ) -> dict[str, Any]:
-    """The config fields that describe `rope`, in both spellings, so that transformers 4 and 5 load them.
+    """Writes the config fields that describe `rope`, in both spellings, so that transformers 4 and 5 load them.
 
-    head_dim: width of a head. max_position_embeddings: needed only if `rope.max_length` is None. whole_heads: the
-    architecture can turn no part of a head. interleaved: it pairs neighbours, else dimensions half a head apart. No
-    field could say anything else. Raises ValueError for another rope, and if the two spellings cannot say it.
+    Args:
+        rope: The rope.
+        head_dim: Width of a head.
+        max_position_embeddings: Needed only if `rope.max_length` is None.
+        whole_heads: True if the architecture can turn no part of a head.
+        interleaved: True if it pairs neighbours, False if dimensions half a head apart; no field says which.
+
+    Raises:
+        ValueError: For a rope that the architecture does not have, or that the two spellings cannot say.
     """
     if rope.interleaved != interleaved or (whole_heads and rope.dim != head_dim):
         raise ValueError(
@@ -223,7 +230,7 @@ def _limit(rope: Rope, given: int | None) -> int:
 
 
 def _scaling_fields(scaling: Scaling | None) -> dict[str, Any]:
-    """A scaling's own fields under Hugging Face's names; what is None is left out."""
+    """Returns a scaling's own fields under Hugging Face's names; what is None is left out."""
     if scaling is None:
         return {}
     fields = {name: list(v) if isinstance(v, tuple) else v for name, v in vars(scaling).items() if v is not None}
@@ -236,7 +243,7 @@ def _scaling_fields(scaling: Scaling | None) -> dict[str, Any]:
 
 
 def _partial(dim: int, head_dim: int) -> dict[str, float]:
-    """The fraction of the head that `int(head_dim * fraction)` turns back into `dim`."""
+    """Finds the fraction of the head that `int(head_dim * fraction)` turns back into `dim`."""
     if dim == head_dim:
         return {}
     fraction = dim / head_dim

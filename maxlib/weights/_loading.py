@@ -28,11 +28,20 @@ def load(
     layout: sharding.Layout | None = None,
     dtype: Any = None,
 ) -> Model:
-    """The model that `build()` describes (it is only traced), with the weights of `directory` as `table` maps them.
+    """Loads the weights of `directory` into the model that `build()` describes.
 
-    With a layout every device's part is read by itself. dtype: of
-    the floating weights; None keeps what is stored. Raises ValueError that names every tensor that is missing, left
-    over or of another shape, before any is read.
+    Args:
+        build: Returns a model; it is traced and never run, but for leaves that `table` declares absent.
+        table: Their names and ours.
+        directory: Has the safetensors, one file or several with an index.
+        layout: Placement over a mesh, by which every device reads its own part only; None reads onto one device.
+        dtype: The dtype of the floating weights; None keeps what is stored.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: Before any tensor is read; names all that are missing, left over or of another shape.
     """
     abstract = jax.eval_shape(build)
     stored, plan = _renamed(with_scales(find_tensors(directory)), table), resolve(abstract, table)
@@ -48,7 +57,7 @@ def load(
 
 
 def _renamed(stored: Mapping[str, Stored], table: Table) -> dict[str, Stored]:
-    """The tensors under the names that the table uses, see `Renamed`; its entries apply in turn."""
+    """Returns the tensors under the names that the table uses, see `Renamed`; its entries apply in turn."""
     found: dict[str, Stored] = {}
     for name, tensor in stored.items():
         own = functools.reduce(lambda n, entry: entry.applied(n), [e for e in table if isinstance(e, Renamed)], name)
@@ -59,14 +68,14 @@ def _renamed(stored: Mapping[str, Stored], table: Table) -> dict[str, Stored]:
 
 
 def _initial(build: Callable[[], Any], places: Mapping[str, Any], dtype: Any) -> dict[str, jax.Array]:
-    """The initial values of some leaves; jit leaves out whatever they do not need."""
+    """Computes the initial values of some leaves; jit leaves out whatever they do not need."""
     cast = lambda value: value if dtype is None or not is_float(value.dtype) else value.astype(dtype)
     values = lambda: {path: cast(v.get_value()) for path, v in nn.variables(build()).items() if path in places}
     return jax.jit(values, out_shardings=dict(places))() if places else {}
 
 
 def _applicable(plan: Plan, stored: Mapping[str, Stored]) -> Plan:
-    """The plan without one-way conversions whose tensors are absent, and without what the others replace."""
+    """Drops one-way conversions whose tensors are absent, and pieces that the other conversions replace."""
     conversions = [c for c in plan.conversions if c.entry.save is not None or all(t in stored for t in c.theirs)]
     replaced = {c.place for c in conversions if c.entry.save is None}
     return Plan([p for p in plan.pieces if p.place not in replaced], conversions, plan.absent)
@@ -115,8 +124,9 @@ def _users(plan: Plan, name: str) -> str:
 
 
 def _unfit(conversion: Conversion, stored: Mapping[str, Stored]) -> str:
-    """Why the tensors cannot become the leaf, empty if they can; found without reading, on no index of the first
-    axis.
+    """Says why the tensors cannot become the leaf; empty if they can.
+
+    Converts a first axis of length 0, so that nothing is read.
     """
     entry, place = conversion.entry, conversion.place
     theirs = [stored[name] for name in conversion.theirs]
@@ -132,7 +142,7 @@ def _unfit(conversion: Conversion, stored: Mapping[str, Stored]) -> str:
 
 
 def _accounted(name: str, stored: Mapping[str, Stored], table: Table) -> bool:
-    """Whether a tensor that no leaf takes may be there. Raises ValueError for a copy that is none."""
+    """Returns True if a tensor that no leaf takes may be there. Raises ValueError for a copy that is none."""
     for entry in table:
         if isinstance(entry, Ignore) and entry.matches(name):
             return True
@@ -151,7 +161,7 @@ def _same(a: Stored, b: Stored) -> bool:
 
 
 def uncovered(abstract: Any, plan: Plan) -> list[str]:
-    """Leaves that the plan does not fill exactly, with how much of them it fills."""
+    """Lists leaves that the plan does not fill exactly, with how much of them it fills."""
     wrong = []
     for path, variable in nn.variables(abstract).items():
         uses, size = plan.filling.get(path, []), variable.get_value().size
@@ -180,7 +190,7 @@ class _Leaf:
         return np.dtype(jnp.result_type(*sources, *[c.entry.dtype for c in self._conversions]))
 
     def on(self, place: jax.sharding.Sharding | None) -> jax.Array:
-        """The leaf in its place; every distinct part is read once, also where several devices hold it."""
+        """Reads the leaf into its place; a part that several devices hold is read once."""
         if place is None:
             return jax.block_until_ready(jax.device_put(self.read(tuple(slice(None) for _ in self.shape))))
         parts: dict[tuple, tuple[Cut, list[Any]]] = {}
@@ -197,7 +207,7 @@ class _Leaf:
         return jax.make_array_from_single_device_arrays(self.shape, place, arrays)
 
     def read(self, cut: Cut) -> np.ndarray:
-        """The part `cut` of this leaf; every byte goes from its file to its place in one buffer."""
+        """Reads the part `cut` of this leaf; every byte goes from its file to its place in one buffer."""
         cut = tuple(slice(*s.indices(n)) for s, n in zip(cut, self.shape, strict=True))
         out = _aligned([s.stop - s.start for s in cut], self.dtype)
         for piece, tensor in self._pieces:
@@ -240,14 +250,14 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def _repeat(out: np.ndarray, cut: Cut, index: int | None) -> tuple[np.ndarray, Cut] | None:
-    """`out` and `cut` without the repeat axis, at `index` of it; None if that repeat is not in `cut`."""
+    """Drops the repeat axis of `out` and `cut`, at `index` of it; None if that repeat is not in `cut`."""
     if index is None:
         return out, cut
     return (out[index - cut[0].start, ...], cut[1:]) if cut[0].start <= index < cut[0].stop else None
 
 
 def _rows(out: np.ndarray, cut: Cut) -> Iterator[tuple[np.ndarray, Cut]]:
-    """`out` and `cut` index by index of the first axis: what a conversion makes lies in memory beside `out`."""
+    """Yields `out` and `cut` index by index of the first axis, since a converted part lies in memory beside `out`."""
     for n, index in enumerate(range(cut[0].start, cut[0].stop)):
         yield out[n : n + 1], (slice(index, index + 1), *cut[1:])
 

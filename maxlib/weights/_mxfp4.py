@@ -15,9 +15,19 @@ _BIAS = 127
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """From blocks `*O G 16` and scales `*O G` the values `*O (G 32)`, in bfloat16, which holds them exactly.
+    """Computes the values in bfloat16, which holds them exactly.
 
-    A byte's low half comes first; a scale of 255 makes its block NaN. Raises ValueError for any other shapes or dtypes.
+    A byte's low half comes first; a scale of 255 makes its block NaN.
+
+    Args:
+        blocks: `*O G 16`, two 4-bit floats a byte.
+        scales: `*O G`, exponents of two with a bias of 127.
+
+    Returns:
+        `*O (G 32)`.
+
+    Raises:
+        ValueError: For any other shapes or dtypes.
     """
     if blocks.dtype != np.uint8 or scales.dtype != np.uint8:
         raise ValueError(f"MXFP4's blocks and scales must be uint8, got {blocks.dtype} and {scales.dtype}")
@@ -32,8 +42,9 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _pairs() -> np.ndarray:
-    """For every scale and byte the two values, side by side in 32 bits: one lookup instead of arithmetic on each
-    value.
+    """Tabulates the two values of every scale and byte, side by side in 32 bits.
+
+    One lookup then replaces the arithmetic on each value.
     """
     values = np.array([*_MAGNITUDES, *np.negative(_MAGNITUDES)], np.float32)
     byte = np.arange(256)

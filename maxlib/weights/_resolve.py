@@ -42,13 +42,13 @@ class Piece:
 
     @cached_property
     def box(self) -> list[tuple[int, int]]:
-        """Where it begins and ends on every single axis of theirs."""
+        """Beginning and end on every single axis of theirs."""
         own = dict(zip(self.ours, self.place.shape, strict=True))
         axes = [a for group in self.groups for a in group]
         return [(self.at.get(a, 0), self.at.get(a, 0) + own.get(a, 1)) for a in axes]
 
     def meets(self, other: "Piece") -> bool:
-        """Whether both take a value of the same tensor."""
+        """Returns True if both take a value of the same tensor."""
         return all(a[0] < b[1] and b[0] < a[1] for a, b in zip(self.box, other.box, strict=True))
 
     @property
@@ -56,7 +56,7 @@ class Piece:
         return math.prod(n for a, n in zip(self.ours, self.place.shape, strict=True) if a not in self.counted)
 
     def theirs_as_ours(self, tensor: np.ndarray, lengths: tuple[int, ...], cut: Cut) -> np.ndarray:
-        """A view of their tensor: this piece, its axes in our order, of which `cut` says the part wanted."""
+        """Returns a view of this piece of `tensor`, its axes in our order; `cut` says which part of it."""
         part = dict(zip(self.ours, cut, strict=True))
         axes = [a for group in self.groups for a in group]
         start = lambda a: self.at.get(a, 0)
@@ -67,7 +67,7 @@ class Piece:
         return tensor.reshape(lengths)[(*select, ...)].transpose([kept.index(a) for a in self.ours if a in kept])
 
     def within(self, cut: Cut) -> tuple[Any, ...] | None:
-        """Where this piece lies in an array that holds `cut` of the leaf; None if it does not."""
+        """Returns the index of this piece in an array that holds `cut` of the leaf; None if it is not in there."""
         places: list[Any] = []
         for axis, part in zip(self.ours, cut, strict=True):
             if axis not in self.counted:
@@ -123,7 +123,7 @@ class Plan:
 
     @cached_property
     def filling(self) -> dict[str, list[Piece | Conversion]]:
-        """What fills each leaf, by path."""
+        """The pieces and conversions that fill each leaf, by path."""
         by_path: dict[str, list[Piece | Conversion]] = {}
         for use in [*self.pieces, *self.conversions]:
             by_path.setdefault(use.place.path, []).append(use)
@@ -147,7 +147,7 @@ def resolve(model: Any, table: Table) -> Plan:
 
 
 def places(model: Any, leaves: Mapping[str, tuple[int, ...]], entry: Weight | Convert | Absent) -> Iterator[Place]:
-    """The places of our side of `entry` that the model has."""
+    """Yields the places of our side of `entry` that the model has."""
     before, layered, after = entry.ours.partition("{i}")
     if not layered:
         if entry.ours in leaves:
@@ -168,7 +168,7 @@ def _child(model: Any, path: str) -> Any:
 
 
 def _pieces(entry: Weight, place: Place) -> Iterator[Piece]:
-    """One for every value of the placeholders other than the layer's."""
+    """Yields a piece for every value of the placeholders other than the layer's."""
     groups, ours = parse(entry.pattern, len(place.shape))
     theirs = [a for group in groups for a in group]
     counters = [a for a in re.findall(r"\{(\w+)\}", entry.theirs) if a != "i"]

@@ -44,9 +44,20 @@ _CACHED = 4  # tensors of ours; more than one of theirs may be cut from each
 def write_weights(
     model: Any, table: Table, directory: Path, *, dtype: Any = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> np.dtype:
-    """Writes the safetensors of `model`, with an index if they are several; returns the dtype of most of the values.
+    """Writes the safetensors of `model`, with an index if they are several.
 
-    Raises ValueError for a weight that the table cannot write.
+    Args:
+        model: The model; on several hosts all must call this, and the first one writes.
+        table: Their names and ours.
+        directory: Exists, and is empty.
+        dtype: The dtype of the floating weights; None keeps theirs.
+        max_shard_bytes: Size of a file, unless one tensor is larger.
+
+    Returns:
+        The dtype of most of the bytes.
+
+    Raises:
+        ValueError: For a weight that the table cannot write.
     """
     source = _Source(model, table, dtype)
     headers = source.headers()
@@ -88,7 +99,7 @@ class _Source:
         return own if self._dtype is None or not is_float(own) else self._dtype
 
     def _converted_header(self, name: str) -> Header:
-        """Shape and dtype from a trial on zeros, once for layers that are alike."""
+        """Finds shape and dtype by a trial on zeros, once for layers that are alike."""
         conversion, n = self._converted[name]
         dtype = np.dtype(self._values[conversion.place.path].dtype)
         key = (id(conversion.entry), conversion.place.shape)
@@ -130,7 +141,7 @@ def _save(conversion: Conversion, value: np.ndarray) -> tuple[np.ndarray, ...]:
 
 @contextmanager
 def whole_directory(directory: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A directory to write into, which becomes `directory` at the end, or nothing at all if an error comes.
+    """Yields a directory to write into, which becomes `directory` at the end, or nothing at all if an error comes.
 
     Raises FileExistsError if there is something already, unless it is an export and `overwrite` is given.
     """

@@ -18,14 +18,17 @@ NO_OFFSETS: Mapping[str, int] = {}
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor, or a part of one, that is a leaf of ours, or a part of one. Nothing is computed, so it reads and
-    writes.
+    """A tensor, or part of one, that is a leaf of ours, or part of one. Nothing is computed, so it reads and writes.
 
-    pattern: from their axes to ours as in einops, `"(N H) D -> N H D"`; ours are plain. None: the axes are the same. An
-    axis on our side alone is counted by the placeholder of that name: `"experts.{e}.w1.weight"` with `"F D -> e F D"`.
-    at: for tensors shared by several weights, where on an axis this one begins; for an axis on their side alone, which
-    index it is. Fused projections are `"(R H) D -> R H D"` with `at={"R": 0}`, `{"R": num_heads}` and so on; a gate
-    interleaved with its up projection is `"E D (F two) -> E F D"` with `at={"two": 0}`.
+    Attributes:
+        theirs: Name of the tensor.
+        ours: Path of the leaf.
+        pattern: From their axes to ours as in einops, `"(N H) D -> N H D"`; ours are plain. None: the axes are the
+            same. An axis on our side alone is counted by the placeholder of that name: `"experts.{e}.w1.weight"` with
+            `"F D -> e F D"`.
+        at: For tensors shared by several weights, the place on an axis where this one begins; for an axis on their
+            side alone, its index. Fused projections are `"(R H) D -> R H D"` with `at={"R": 0}`, `{"R": num_heads}`
+            and so on; a gate interleaved with its up projection is `"E D (F two) -> E F D"` with `at={"two": 0}`.
     """
 
     theirs: str
@@ -36,12 +39,17 @@ class Weight:
 
 @dataclass(frozen=True)
 class Convert:
-    """Tensors that a function turns into one leaf (of one layer): `load(*theirs) -> ours`, all numpy.
+    """Tensors that a function turns into one leaf (of one layer).
 
-    save: the inverse, `save(ours) -> tuple of theirs`. None declares the entry one-way: it applies where all its
-    tensors are present, in place of the other entries of that leaf, and an export uses those. batch: how many leading
-    axes theirs and ours have in common, on which `load` works index by index; only the part a device needs of them is
-    read. dtype: what `load` returns.
+    Attributes:
+        theirs: Names of the tensors.
+        ours: Path of the leaf.
+        load: `load(*theirs) -> ours`, all numpy.
+        save: The inverse, `save(ours) -> tuple of theirs`. None declares the entry one-way: it applies where all its
+            tensors are present, in place of the other entries of that leaf, and an export uses those.
+        batch: Number of leading axes that theirs and ours have in common, on which `load` works index by index; only
+            the part a device needs of them is read.
+        dtype: The dtype that `load` returns.
     """
 
     theirs: tuple[str, ...]
@@ -100,7 +108,7 @@ Axes = tuple[str, ...]
 
 
 def parse(pattern: str | None, rank: int) -> tuple[tuple[Axes, ...], Axes]:
-    """Their axes, grouped by dimension, and ours."""
+    """Splits a pattern into their axes, grouped by dimension, and ours."""
     if pattern is None:
         names = tuple(f"axis{d}" for d in range(rank))
         return tuple((name,) for name in names), names

@@ -15,11 +15,12 @@ _PARTS = ("gate", "up", "down")
 
 
 def linear(theirs: str, ours: str) -> list[Weight]:
-    """A weight and a bias that lie as ours do."""
+    """Lists a weight and a bias that lie as ours do."""
     return [Weight(f"{theirs}.weight", f"{ours}.w"), Weight(f"{theirs}.bias", f"{ours}.b")]
 
 
 def layer_norm(theirs: str, ours: str) -> list[Weight]:
+    """Lists the scale and the bias of a LayerNorm."""
     return [Weight(f"{theirs}.weight", f"{ours}.scale"), Weight(f"{theirs}.bias", f"{ours}.bias")]
 
 
@@ -48,7 +49,7 @@ ATTENTION = (
     Weight("self_attn.k_norm.weight", "attn.k_norm.scale"),
 )
 MLP = tuple(entry for part in _PARTS for entry in linear(f"mlp.{part}_proj", f"mlp.{part}"))
-# Experts with a tensor each, a router that may have a expert_bias, and shared experts, as DeepSeek calls them.
+# Experts with a tensor each, a router that may have an expert_bias, and shared experts, as DeepSeek calls them.
 MOE = (
     Weight("mlp.gate.weight", "moe.router.gate.w"),
     Weight("mlp.gate.e_score_correction_bias", "moe.router.expert_bias"),
@@ -58,12 +59,17 @@ MOE = (
 
 
 def under(entries: Sequence[Weight], theirs: str, ours: str) -> list[Weight]:
-    """`entries` with both sides behind a prefix."""
+    """Puts both sides of `entries` behind a prefix."""
     return [dataclasses.replace(e, theirs=f"{theirs}.{e.theirs}", ours=f"{ours}.{e.ours}") for e in entries]
 
 
 def decoder_table(layer: Sequence[Weight], *, prefix: str = "") -> list[Entry]:
-    """The table of an `nn.Decoder`. layer: of one of its layers. prefix: what all of their names begin with."""
+    """Makes the table of an `nn.Decoder`.
+
+    Args:
+        layer: Entries of one layer, relative to it.
+        prefix: Beginning of all of their names.
+    """
     embed, head, layers = f"{prefix}model.embed_tokens.weight", f"{prefix}lm_head.weight", f"{prefix}model.layers.{{i}}"
     return [
         Weight(embed, "embed.w"),
@@ -76,11 +82,14 @@ def decoder_table(layer: Sequence[Weight], *, prefix: str = "") -> list[Entry]:
 
 
 def mtp_table(layer: Sequence[Weight], *, first: int, used: int, stored: int, tied: bool) -> list[Entry]:
-    """The table of an `nn.MTPDecoder`'s modules: each counts as one more layer, with copies of what it shares with the
-    model.
+    """Makes the table of an `nn.MTPDecoder`'s modules, which count as more layers and repeat what they share.
 
-    layer: of a module's block. first: their number of the first module, which is that of layers. used: how many the
-    model has. stored: how many its files have; those that it does not have are passed over.
+    Args:
+        layer: Entries of a module's block, relative to it.
+        first: Their number of the first module, which is the number of layers.
+        used: Number of modules of the model.
+        stored: Number of modules in its files; those that the model does not have are passed over.
+        tied: True if the head is the embedding.
     """
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     table: list[Entry] = [Ignore(f"model.layers.{first + depth}.*") for depth in range(used, stored)]

@@ -8,6 +8,7 @@ times would mean nothing.
 """
 
 import argparse
+import functools
 import os
 
 # Memory and arithmetic are planned before LLVM, which need not take its time.
@@ -24,7 +25,7 @@ from maxlib import ops, sharding, training
 from maxlib.models import llama
 from maxlib.plan._hlo import Costs, read_costs
 
-OPTIONS = {"dtype": jnp.float32, "remat": "full"}
+LOSS = functools.partial(training.next_token_loss, dtype=jnp.float32, remat="full")
 
 
 def build(args: argparse.Namespace) -> llama.Llama:
@@ -40,11 +41,10 @@ def step(args: argparse.Namespace, pipeline: sharding.Pipeline, gradients=None, 
     rules, mesh = sharding.DP | pipeline, sharding.make_mesh(stage=stages, devices=jax.devices()[:stages])
     layout = sharding.Layout(mesh, rules)
     model, optimizer = sharding.create(lambda: build(args), layout), optax.sgd(1e-3)
-    loss = lambda model, batch, key: training.next_token_loss(model, batch, key, **OPTIONS)
     batch = {name: jnp.zeros((2 * pipeline.microbatches, 512), jnp.int32) for name in ("tokens", "targets")}
     with sharding.use(layout):
         state = training.make_state(model, optimizer)
-        run = training.jit_step(training.make_train_step(loss, optimizer, gradients=gradients))
+        run = training.jit_step(training.make_train_step(LOSS, optimizer, gradients=gradients))
         program = run.lower(state, batch).compile()
     costs = read_costs(program.as_text(), dict(mesh.shape))
     return program.memory_analysis().temp_size_in_bytes / 2**20, costs
@@ -54,7 +54,7 @@ def row(args: argparse.Namespace, microbatches: int, repeats: int, alone: float)
     pipeline = sharding.Pipeline("stage", microbatches, repeats)
     ticks = microbatches * repeats + args.stages - 1
     gpipe, costs = step(args, pipeline)
-    early, _ = step(args, pipeline, training.one_f_one_b(**OPTIONS))
+    early, _ = step(args, pipeline, training.one_f_one_b(LOSS))
     work = args.stages * costs.flops / (alone * microbatches)
     moved = {kind: sum(one.bytes for one in costs.collectives if one.kind == kind) for kind in KINDS}
     travels = "  ".join(f"{moved[kind] / 2**20:6.1f}" for kind in KINDS)

@@ -45,8 +45,11 @@ def kill(child: subprocess.Popen, when: str, delay: float) -> bool:
     return child.returncode == -signal.SIGKILL
 
 
-def test_killed_while_training_and_while_saving(tmp_path, uninterrupted):
-    moments = [("step 10", 0.0), ("saving 8", 0.0), ("saving 12", 0.01)]
+MOMENTS = [("step 10", 0.0), ("saving 8", 0.0), ("saving 12", 0.01)]
+
+
+@pytest.mark.parametrize("moments", [MOMENTS[1:2], pytest.param(MOMENTS, marks=pytest.mark.full)], ids=["one", "all"])
+def test_killed_while_training_and_while_saving(tmp_path, uninterrupted, moments):
     runs = [tmp_path / str(i) for i in range(len(moments))]
     with ThreadPoolExecutor() as pool:
         assert all(pool.map(lambda run, moment: kill(start(run), *moment), runs, moments))

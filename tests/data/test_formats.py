@@ -1,65 +1,16 @@
 """Other formats give the documents that are in them, and name the record that is wrong."""
 
 import json
-import struct
 from itertools import islice
 
 import numpy as np
 import pytest
 
 from maxlib import data
-from maxlib.data import _formats as formats
 
 
 def texts(documents):
     return [documents[i]["text"] for i in range(len(documents))]
-
-
-def number(value: int) -> bytes:
-    out = b""
-    while value > 127:
-        out, value = out + bytes([value & 127 | 128]), value >> 7
-    return out + bytes([value])
-
-
-def part(n: int, data: bytes) -> bytes:
-    return number(n << 3 | 2) + number(len(data)) + data
-
-
-def example(name: str, value) -> bytes:
-    """A serialized tf.train.Example."""
-    texts = part(1, part(1, value.encode())) if isinstance(value, str) else b""
-    feature = texts or part(3, part(1, b"".join(map(number, value))))
-    return part(1, part(1, part(1, name.encode()) + part(2, feature)))
-
-
-def write_tfrecord(path, records):
-    with path.open("wb") as file:
-        for record in records:
-            size = struct.pack("<Q", len(record))
-            file.write(size + struct.pack("<I", formats._masked_crc(size)) + record + b"\0\0\0\0")
-    return path
-
-
-def test_the_checksum_is_castagnolis():
-    assert formats._masked_crc(b"123456789") == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def test_tfrecord(tmp_path):
-    a = write_tfrecord(tmp_path / "a.tfrecord", [example("text", "one"), example("text", "zwö" * 100)])
-    b = write_tfrecord(tmp_path / "b.tfrecord", [example("text", "three"), b"\x0a\xff", example("other", "x")])
-    documents = data.tfrecord([a, b])
-    assert texts(documents[:3]) == ["one", "zwö" * 100, "three"]
-    with pytest.raises(ValueError, match=r"b.tfrecord: byte \d+: the record is no tf.train.Example"):
-        documents[3]
-    with pytest.raises(ValueError, match=r"b.tfrecord: byte \d+: the field 'text' must hold text.*\['other'\]"):
-        documents[4]
-    ids = [0, 1, 127, 128, 300, 70_000, 2**31 - 1]
-    tokens = data.tfrecord(write_tfrecord(tmp_path / "c.tfrecord", [example("ids", ids)]), field="ids")
-    assert tokens[0]["tokens"].tolist() == ids
-    (tmp_path / "a.tfrecord").write_bytes(a.read_bytes()[:-3])
-    with pytest.raises(ValueError, match="a.tfrecord: byte 35: .*cut short"):
-        data.tfrecord(a)
 
 
 def test_records_of_a_table():
@@ -77,8 +28,7 @@ def test_records_of_a_table():
 def test_a_folder_of_many_formats(tmp_path):
     (tmp_path / "a.md").write_text("one")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "two"}) + "\n")
-    write_tfrecord(tmp_path / "c.tfrecord", [example("text", "three")])
-    assert texts(data.files(tmp_path)) == ["one", "two", "three"]
+    assert texts(data.files(tmp_path)) == ["one", "two"]
 
 
 def test_parquet(tmp_path):

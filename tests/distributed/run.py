@@ -93,7 +93,7 @@ def main(directory: Path, steps: int, die_after: int = 0, process: int = 0) -> N
         and died.read_text() == f"{os.environ.get('JAX_PROCESS_ID')} {os.environ.get('JAX_NUM_PROCESSES')}"
     ):
         sys.exit(7)
-    distributed.initialize(timeout=120, heartbeat=20)
+    distributed.initialize(timeout=120, heartbeat=20, exit_on_error=True)
 
     def die(trainer) -> None:
         if trainer.step == die_after and jax.process_index() == process and not died.exists():

@@ -1,4 +1,4 @@
-"""The supervisor, with programs that need no jax."""
+"""The launcher, with programs that need no jax."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def program(directory: Path, body: str) -> list[str]:
 
 
 def starts(directory: Path) -> list[int]:
-    notes = [json.loads(line) for line in (directory / "supervise.jsonl").read_text().splitlines()]
+    notes = [json.loads(line) for line in (directory / "launch.jsonl").read_text().splitlines()]
     return [note["processes"] for note in notes if note["event"] == "start"]
 
 
@@ -103,7 +103,7 @@ time.sleep(1000)
     assert len(list(tmp_path.glob("saved-*"))) == 3 and starts(tmp_path) == [3]
 
 
-def test_one_supervisor_for_a_directory_and_its_orphans_count(tmp_path):
+def test_one_launcher_for_a_directory_and_its_orphans_count(tmp_path):
     body = "(here / 'ready').touch(); time.sleep(1000)"
     command = [
         sys.executable,
@@ -125,7 +125,7 @@ def test_one_supervisor_for_a_directory_and_its_orphans_count(tmp_path):
     first.wait()
     with pytest.raises(Locked):  # the program still runs
         launch(["true"], tmp_path, processes=[1])
-    (pid,) = json.loads((tmp_path / "supervise.jsonl").read_text().splitlines()[0])["pids"]
+    (pid,) = json.loads((tmp_path / "launch.jsonl").read_text().splitlines()[0])["pids"]
     os.kill(pid, signal.SIGKILL)
     for _ in range(100):
         try:

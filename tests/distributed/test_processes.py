@@ -36,7 +36,7 @@ def start(count: int, *arguments, **more: str) -> list[subprocess.Popen]:
     return [subprocess.Popen(command, env=own(i), cwd=ROOT, stderr=subprocess.PIPE, text=True) for i in range(count)]
 
 
-def supervised(directory: Path, processes: str, *arguments) -> subprocess.Popen:
+def launched(directory: Path, processes: str, *arguments) -> subprocess.Popen:
     command = [sys.executable, "-m", "maxlib.distributed", "launch", "--directory", directory, "--grace", "2"]
     command += ["--retries", "0", "--processes", processes, "--", *PROGRAM, directory, *arguments]
     return subprocess.Popen([*map(str, command)], env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -95,12 +95,12 @@ def test_two_processes_one_killed_then_one_goes_on(alone, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-def test_four_processes_then_two_under_a_supervisor(alone, tmp_path):
-    run = supervised(tmp_path, "4,2", STEPS, 5, 2)
+def test_four_processes_then_two_under_a_launcher(alone, tmp_path):
+    run = launched(tmp_path, "4,2", STEPS, 5, 2)
     out, _ = run.communicate(timeout=PATIENCE)
     assert run.returncode == 0, out
     assert "process 2 was killed by SIGKILL after step" in out and "process 2 ended with 7" in out
-    notes = [json.loads(line) for line in (tmp_path / "supervise.jsonl").read_text().splitlines()]
+    notes = [json.loads(line) for line in (tmp_path / "launch.jsonl").read_text().splitlines()]
     assert [note["processes"] for note in notes if note["event"] == "start"] == [4, 4, 2]
     assert_same_run(tmp_path, alone)
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
@@ -124,14 +124,14 @@ def test_diagnostics_and_samples_of_several_processes(tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_a_request_to_stop_saves_and_more_processes_go_on(alone, tmp_path):
-    run = supervised(tmp_path, "2", 10_000)
+    run = launched(tmp_path, "2", 10_000)
     wait_for_step(tmp_path, 3)
     run.send_signal(signal.SIGTERM)
     out, _ = run.communicate(timeout=PATIENCE)
     assert run.returncode == 128 + signal.SIGTERM, out
     reached = checkpoint.Checkpointer(tmp_path / "checkpoints").latest()
     assert reached == max(line["step"] for line in observability.read_jsonl(tmp_path / "metrics.jsonl"))
-    again = supervised(tmp_path, "4", max(reached + 2, STEPS))
+    again = launched(tmp_path, "4", max(reached + 2, STEPS))
     assert again.communicate(timeout=PATIENCE) and again.returncode == 0
     got, wanted = rows(tmp_path), rows(alone)
     assert all(got[key] == row for key, row in wanted.items() if key[0] <= STEPS)
@@ -144,7 +144,7 @@ def test_a_request_to_stop_saves_and_more_processes_go_on(alone, tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_those_left_end_by_themselves(tmp_path):
-    """Without a supervisor: whatever the coordinator's or another process's death leaves behind ends within three
+    """Without a launcher: whatever the coordinator's or another process's death leaves behind ends within three
     heartbeats.
     """
     for victim in (0, 1):

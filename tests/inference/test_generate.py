@@ -68,6 +68,39 @@ def test_stream_yields_what_generate_returns(generator):
     assert [list(row) for row in zip(*rows, strict=True)] == generator.generate(PROMPTS, max_new_tokens=4)
 
 
+def test_updated_weights_are_those_of_a_new_generator_and_nothing_is_compiled(model):
+    """A whole model, then a policy's parameters alone, which a training step may donate afterwards."""
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    generator, others = Generator(model, dtype=jnp.float32), [tiny_llama(num_layers=2, seed=i) for i in (1, 2, 3)]
+    run = lambda generator: generator.generate(PROMPTS, max_new_tokens=6)
+    before, want = run(generator), [run(Generator(other, dtype=jnp.float32)) for other in others]
+    generator.update(others[0])
+    compiled.clear()
+    assert run(generator) == want[0] != before
+    generator.update(others[1])
+    assert run(generator) == want[1] != want[0]
+    assert not compiled
+    params, _ = nn.partition(others[2])
+    part = {path: jnp.copy(value) for path, value in params.items() if path.startswith("layers.")}
+    generator.update({path: value for path, value in params.items() if path not in part})
+    assert run(generator) not in (want[1], want[2])
+    generator.update(part)
+    jax.tree.map(lambda x: x.delete(), part)
+    assert run(generator) == want[2]
+
+
+def test_weights_of_another_model_are_refused(model, generator):
+    with pytest.raises(ValueError, match=r"embed.w\S* is \(61, 32\) here, got \(64, 32\)"):
+        generator.update(tiny_llama(num_layers=2, vocab=64))
+    with pytest.raises(ValueError, match="a model of the same structure"):
+        generator.update(tiny_llama(num_layers=3))
+    with pytest.raises(KeyError, match="no place in the model for"):
+        generator.update({"embed.v": jnp.zeros((61, 32))})
+
+
 def test_a_mesh_changes_nothing(model, generator):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     want = generator.generate(PROMPTS + PROMPTS[:1], max_new_tokens=5)

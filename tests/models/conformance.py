@@ -101,7 +101,13 @@ class Conformance:
     rules: ClassVar[sharding.Strategy] = sharding.FSDP_TP | {"vocab": None}
 
     def pytest_generate_tests(self, metafunc):
-        if "name" in metafunc.fixturenames:
+        """Every case; of gradients only the first by default, and the logits of the others: half the time."""
+        first, *others = type(self).cases
+        if metafunc.function.__name__ == "test_logits_and_gradients_are_those_of_transformers":
+            metafunc.parametrize("name", [first, *(pytest.param(name, marks=pytest.mark.full) for name in others)])
+        elif metafunc.function.__name__ == "test_logits_are_those_of_transformers":
+            metafunc.parametrize("name", others)
+        elif "name" in metafunc.fixturenames:
             metafunc.parametrize("name", type(self).cases)
 
     @classmethod
@@ -137,6 +143,10 @@ class Conformance:
             norm, product = case["gradients"][tensor]
             ours = parity.projection(tensor, gradient)
             np.testing.assert_allclose(ours, [norm, product], rtol=0, atol=1e-4 * norm, err_msg=tensor)
+
+    def test_logits_are_those_of_transformers(self, name, made):
+        case, _, model = made(name)
+        assert_close(_logits(model, case["tokens"]), case["logits"], 1e-4)
 
     @pytest.mark.full
     def test_golden_arrays_are_what_transformers_gives(self, name):

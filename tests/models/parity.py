@@ -159,9 +159,13 @@ def ours(model: Any, tokens: np.ndarray, scratch: Path) -> tuple[np.ndarray, dic
     return np.asarray(logits), load_file(scratch / "model.safetensors")
 
 
+@functools.partial(jax.jit, compiler_options=QUICK)
+def _logits(model, tokens):
+    return model.logits(model(tokens, dtype=jnp.float32).hidden)
+
+
 def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
-    run = jax.jit(lambda model, tokens: model.logits(model(tokens, dtype=jnp.float32).hidden))
-    return np.asarray(run(model, jnp.asarray(tokens)))
+    return np.asarray(_logits(model, jnp.asarray(tokens)))
 
 
 # --- golden files ---------------------------------------------------------------------------------------------------

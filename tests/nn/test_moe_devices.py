@@ -47,7 +47,7 @@ SPLIT_EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", SPLIT_EXPERTS)
+@pytest.mark.parametrize("name", ["one on each device", pytest.param("in parts", marks=pytest.mark.full)])
 def test_experts_split_over_devices_equal_the_loop(name):
     """Values and gradients, dropless and with room for all."""
     degrees, rules, part = SPLIT_EXPERTS[name]

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, observability, ops, sharding, training
-from maxlib.observability import _flops as flops
+from maxlib.hardware import chip_of
 from tests.outside import DIM, VOCAB, Outside
 from tests.training import tiny
 
@@ -115,6 +115,8 @@ def test_loops_of_unknown_length_are_said():
 
 def test_peaks():
     assert 1e9 < observability.peak_flops() < 1e14
-    kinds = {"TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12, "NVIDIA H200": 989e12}
-    for kind, want in kinds.items():
-        assert next(peak for name, peak in flops.PEAKS.items() if kind.startswith(name)) == want
+    kinds = {"TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v5p": 459e12, "TPU v6 lite": 918e12, "TPU7x": 1153.5e12}
+    kinds |= {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12}
+    kinds |= {"NVIDIA H200": 989e12, "NVIDIA H20": 148e12, "NVIDIA L40S": 362e12, "NVIDIA GB200": 2500e12}
+    assert {kind: chip_of(kind).flops for kind in kinds} == kinds
+    assert chip_of("NVIDIA H20-3e") == chip_of("NVIDIA H20") and chip_of("TPU v3") is None

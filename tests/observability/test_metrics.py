@@ -68,7 +68,7 @@ def test_console_on_a_terminal_draws_a_bar():
 
 def test_the_meter_reads_one_step_late():
     meter = observability.Meter(flops=1e12, peak=1e15)
-    steps = [{"loss": jnp.float32(i), "tokens": jnp.float32(10)} for i in range(4)]
+    steps = [{"loss": jnp.float32(i), "num_targets": jnp.float32(10)} for i in range(4)]
     assert meter.push(1, steps[0], data_seconds=0.5) == []
     [(step, values)] = meter.push(2, steps[1])
     assert step == 1 and values["data_seconds"] == 0.5 and "seconds" not in values
@@ -103,21 +103,6 @@ def test_jsonl_is_strict_json(tmp_path):
         "b": [1.0, None],
         "c": True,
     }
-
-
-def test_csv_widens_and_resumes(tmp_path):
-    path = tmp_path / "run" / "metrics.csv"
-    writer = observability.Csv(path)
-    writer.write(1, {"loss": jnp.float32(2.5), "loads": np.ones(3)})
-    writer.write(2, {"loss": np.nan, "eval/loss": 3})
-    with path.open("a") as file:
-        file.write("3,1.")  # the process was killed here
-    again = observability.Csv(path)
-    again.resume(2)
-    again.write(3, {"eval/loss": 1.5, "lr": 0.5})
-    assert path.read_text().split() == ["step,loss,eval/loss,lr", "1,2.5,,", "2,,3,", "3,,1.5,0.5"]
-    again.resume(1)
-    assert path.read_text().split() == ["step,loss,eval/loss,lr", "1,2.5,,"]
 
 
 def test_a_writer_that_raises_is_reported_once_and_the_others_go_on(tmp_path):

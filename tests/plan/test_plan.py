@@ -89,7 +89,7 @@ def test_jobs_travel_as_text():
         model=CONFIG, target="cpu", mesh={"fsdp": -1}, remat=("attn", "mlp"), rules=sharding.FSDP | sharding.SP
     )
     again = jobs.from_json(jobs.to_json(job))
-    assert again.model == CONFIG and again.remat == job.remat and dict(again.rules) == dict(job.rules)
+    assert again.model == CONFIG and again.remat == job.remat and again.rules == job.rules
     assert jobs.from_json(jobs.to_json(dataclasses.replace(job, model=bigram))).model is bigram
     with pytest.raises(ValueError, match="cannot be found by name in another process"):
         jobs.to_json(dataclasses.replace(job, model=lambda: None))
@@ -131,6 +131,7 @@ def test_what_waits_on_the_host_takes_time_to_travel():
 PUBLISHED_BILLIONS = {16: 16.27, 32: 32.55, 64: 64.76, 128: 129.2, 256: 258.4, 512: 516.1, 1024: 1031}
 
 
+@pytest.mark.full
 def test_the_published_networks_have_their_published_sizes_and_travel():
     for scale in (16, 64, 1024):
         assert nn.num_parameters(jax.eval_shape(Net(scale))) / 1e9 == pytest.approx(PUBLISHED_BILLIONS[scale], rel=1e-3)
@@ -209,7 +210,7 @@ def test_a_search_in_which_nothing_fits_ends_like_a_plan_that_does_not_fit(capsy
     assert "no layout fits h100" in capsys.readouterr().err
 
 
-def test_a_search_orders_what_fits_by_speed_and_draws():
+def test_a_search_orders_what_fits_by_speed():
     layouts = [({"fsdp": -1}, "fsdp"), ({"fsdp": 2, "tensor": 4}, "fsdp_tp_sp"), ({"fsdp": 3}, "fsdp")]
     found = plan.search("llama3-8b", "h100x8", layouts=layouts, batches=(1, 64), remats=("full",), sequence=4096)
     assert found.best.fits and len(found.plans) == 4 and len(found.refused) == 2
@@ -217,7 +218,7 @@ def test_a_search_orders_what_fits_by_speed_and_draws():
     assert speeds == sorted(speeds, reverse=True) and any(not p.fits for p in found.plans)
     front = pareto(found.plans)
     assert [p.peak for p in front] == sorted(p.peak for p in front)
-    assert len(found.draw().collections) == 2 and "layouts in" in str(found)
+    assert "layouts in" in str(found)
     with pytest.raises(ValueError, match=r"no layout fits h100: .* GiB more than there is"):
         _ = plan.search("llama3-70b", "h100", layouts=layouts[:1], batches=(1,), remats=("full",)).best
 
@@ -272,12 +273,12 @@ def test_keys_and_values_of_a_split_sequence_are_estimated():
     """libtpu's programs hold the same permutes: two bfloat16 arrays in each pass, and two float32 ones backward."""
     base = dict(model=CONFIG, target="h100x8", batch_per_chip=1 / 4, sequence=64, mesh={"fsdp": 2, "context": 4})
     found = {
-        way: moved(plan.estimated(plan.Job(**base, rules=f"fsdp+cp_{way}"))) for way in ("ring", "gather", "heads")
+        way: moved(plan.estimated(plan.Job(**base, rules=f"fsdp+cp_{way}"))) for way in ("ring", "gather", "ulysses")
     }
     keys, queries = 4 * (2 * 2 * 12) * 16 * 2, 4 * (2 * 4 * 12) * 16 * 2  # layers, numbers of a token, tokens, bytes
     assert found["ring"]["collective-permute", "context"] == (3 + 2) * 4 * keys
     assert found["gather"]["all-gather", "context"] == 2 * found["gather"]["reduce-scatter", "context"] == 2 * 4 * keys
-    assert found["heads"]["all-to-all", "context"] == 3 * (queries + keys)
+    assert found["ulysses"]["all-to-all", "context"] == 3 * (queries + keys)
     for one in found.values():
         assert one["all-reduce", "context"] == one["reduce-scatter", "fsdp"] / 2  # their own part of the gradients
 

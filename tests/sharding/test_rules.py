@@ -86,16 +86,16 @@ def test_presets_join_by_name():
 def test_layers_that_stages_do_not_hold_in_order_are_split_otherwise():
     mesh = sharding.make_mesh(stage=4, fsdp=2)
     layout = lambda repeats: sharding.Layout(mesh, sharding.FSDP | sharding.Pipeline("stage", 4, repeats))
-    spec = lambda shape, repeats=1, path="layers.body.0.w": layout(repeats).parameter_spec(
-        ("embed", "mlp"), shape, path=path
-    )
+    names = ("embed", "mlp")
+    spec = lambda shape, repeats=1, *, layers="layers": layout(repeats).parameter_spec((layers, *names), shape)
     assert spec((8, 16, 64)) == P("stage", "fsdp")
     assert spec((8, 16, 64), repeats=2) == spec((7, 16, 64)) == P(None, "fsdp", "stage")
     assert spec((7, 64, 6)) == P(None, ("fsdp", "stage"))
     assert spec((7, 6, 6)) == P(None, "fsdp")  # nothing that they divide
-    assert spec((16, 64)) == P("fsdp")  # of no stack
-    assert spec((8, 16, 64), path="layers.lead.0.w") == P(None, "fsdp")  # what runs before the first stage
-    assert spec((3, 16, 64), path="lead.0.w") == P(None, "fsdp")
+    assert spec((8, 16, 64), layers="lead_layers") == P(None, "fsdp")  # what runs before the first stage
+    assert layout(1).parameter_spec(names, (16, 64)) == P("fsdp")  # of no stack
+    with pytest.raises(ValueError, match=r"w: its axes \('embed', 'mlp'\) must name each dimension"):
+        layout(1).parameter_spec(names, (8, 16, 64), path="w")
 
 
 def test_a_weight_gathered_once_is_whole_where_the_batch_is_split():
@@ -170,7 +170,7 @@ def test_optimizer_spec_takes_the_longest_dimension_that_divides():
     mesh = sharding.make_mesh(data=4, fsdp=2)
     spec = sharding.Layout(mesh, sharding.FSDP | sharding.ZERO1).optimizer_spec
     assert spec(("mlp", "embed"), (16, 64)) == P(None, ("fsdp", "data"))
-    assert spec(("mlp", "embed"), (3, 16, 8)) == P(None, "data", "fsdp")
+    assert spec(("layers", "mlp", "embed"), (3, 16, 8)) == P(None, "data", "fsdp")
     assert spec(("norm",), (3,)) == P()
 
 

@@ -163,7 +163,7 @@ def names(directory: Path) -> list[str]:
 
 def losses(directory: Path) -> list[str]:
     rows = read_jsonl(directory / "metrics.jsonl")
-    kept = ("step", "loss", "grad_norm", "tokens", "eval/loss")
+    kept = ("step", "loss", "grad_norm", "num_targets", "eval/loss")
     return sorted(str({name: row.get(name) for name in kept}) for row in rows if "loss" in row or "eval/loss" in row)
 
 

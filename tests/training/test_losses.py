@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, sharding
-from maxlib.training import _losses as losses
 from tests.outside import outside
 from tests.training import tiny
 
@@ -30,7 +29,7 @@ def test_sums_over_targets_with_everything_on():
     assert float(value) == pytest.approx(want, rel=1e-5)
     assert float(stats.sums["nll"]) == pytest.approx(-log_prob[counts].sum(), rel=1e-5)
     assert float(stats.sums["accuracy"]) == (logits.argmax(-1) == targets)[counts].sum()
-    assert float(stats.tokens) == counts.sum()
+    assert float(stats.num_targets) == counts.sum()
 
 
 def test_a_model_from_outside_adds_losses_of_its_own():
@@ -48,8 +47,8 @@ def test_a_model_from_outside_adds_losses_of_its_own():
     ((value, stats), grads), aux = both(params)
     own = float(jnp.sum(aux["loss/size"]))
     assert own > 0
-    assert float((value - stats.sums["nll"]) / stats.tokens) == pytest.approx(own, rel=1e-3)
-    np.testing.assert_allclose(stats.sums["size"] / stats.tokens, aux["size"], rtol=1e-5)
+    assert float((value - stats.sums["nll"]) / stats.num_targets) == pytest.approx(own, rel=1e-3)
+    np.testing.assert_allclose(stats.sums["size"] / stats.num_targets, aux["size"], rtol=1e-5)
     assert stats.sums["size"].shape == (5,)
     assert grads.keys() == params.keys() and not any("calls" in path for path in params)
 
@@ -62,7 +61,7 @@ def test_few_rows_travel_to_a_large_head_and_lookups_leave_the_table(degrees):
 
     def loss(embed, ids):
         hidden = embed(ids[:, :-1], dtype=jnp.float32)
-        return losses.cross_entropy(hidden, embed.w[...], ids[:, 1:])[0]
+        return nn.cross_entropy(hidden, embed.w[...], ids[:, 1:])[0]
 
     want, want_grad = jax.jit(jax.value_and_grad(loss), compiler_options=tiny.QUICKLY)(embed, ids)
     mesh = sharding.make_mesh(**degrees)

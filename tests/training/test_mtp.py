@@ -111,7 +111,7 @@ def log_softmax(logits):
 @functools.cache
 def losses():
     loss = functools.partial(next_token_loss, dtype=jnp.float32)
-    both = functools.partial(loss, extra=functools.partial(mtp_loss, weight=0.5, acceptance=True))
+    both = functools.partial(mtp_loss, weight=0.5, acceptance=True, dtype=jnp.float32)
     value = lambda loss: lambda model, batch: loss(model, batch)
     return jax.jit(value(loss)), jax.jit(value(both))
 
@@ -138,14 +138,14 @@ def test_the_loss_is_the_sum_over_what_documents_can_tell(model, batch, packed):
         assert metrics[f"mtp{depth}/accuracy"] == pytest.approx(np.mean(hits), abs=1e-6)
         assert metrics[f"mtp{depth}/acceptance"] == pytest.approx(np.mean(taken), abs=1e-6)
     assert both[0] - plain[0] == pytest.approx(total, rel=1e-5)
-    assert plain[1].tokens == both[1].tokens == count
+    assert plain[1].num_targets == both[1].num_targets == count
     assert both[1].sums["nll"] == plain[1].sums["nll"]
 
 
 def test_the_balance_of_experts_covers_the_modules(model, batch):
     """Their loads come behind those of the model's layers, as `update_router_bias` wants them."""
     _, stats = losses()[1](model, batch)
-    load = stats.sums["moe/load"] / stats.tokens
+    load = stats.sums["moe/load"] / stats.num_targets
     assert load.shape == (1 + 2, CFG.num_experts)
     np.testing.assert_allclose(load.sum(axis=1), 1, rtol=1e-5)
     moved = nn.update_router_bias(model, load, rate=0.1)
@@ -159,8 +159,8 @@ def test_gradients_reach_the_modules_and_the_trunk(model, batch):
 
     def value(params):
         model = nn.combine(params, rest)
-        out = model(batch["tokens"], segment_ids=batch["segment_ids"], dtype=jnp.float32)
-        return mtp_loss(model, out, batch, remat="full")[0]
+        loss = functools.partial(mtp_loss, dtype=jnp.float32, remat="full", remat_modules="full")
+        return loss(model, batch)[0] - next_token_loss(model, batch, dtype=jnp.float32)[0]
 
     gradients = jax.jit(jax.grad(value))(params)
     for path in ("mtp.0.project.w", "mtp.1.block.moe.up.w", "layers.prefix.0.attn.o.w", "embed.w", "head.w"):

@@ -7,7 +7,8 @@ import optax
 import pytest
 from flax import nnx
 
-from maxlib import nn, training
+from maxlib import nn, training, weights
+from maxlib.training import _optimizers as optimizers
 from tests.training import tiny
 
 
@@ -21,6 +22,34 @@ def test_matrices_decay_and_nothing_else():
     assert decayed == {"embed.w", "head.w"} | {f"layers.{name}.w" for name in names}
     scales = {"norm.scale", "layers.attn_norm.scale", "layers.mlp_norm.scale"}
     assert kept == scales | {f"layers.{name}.b" for name in names}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])  # biases everywhere, those of experts, and sinks
+def test_without_a_mask_the_same_decays_by_name(family):
+    assert_decays_as_by_axes(next(found for found in weights.families() if found.name == family))
+
+
+@pytest.mark.full
+def test_without_a_mask_the_same_decays_in_every_family():
+    for family in weights.families():
+        assert_decays_as_by_axes(family)
+
+
+def assert_decays_as_by_axes(family):
+    preset = next(iter(family.presets.values()))
+    with nn.skip_layer_check():
+        model = jax.eval_shape(lambda: family.model(preset, rngs=nnx.Rngs(0)))
+    params, _ = nn.partition(model)
+    assert optimizers.decay_by_name(params) == training.decay_mask(model)(params)
+
+
+def test_adamw_alone_decays_matrices():
+    params, _ = nn.partition(tiny.llama(attention_bias=True))
+    optimizer = training.adamw(0.1, weight_decay=0.5)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates = jax.jit(lambda p: optimizer.update(zeros, optimizer.init(p), p)[0])(params)
+    shrinks = {path for path, update in updates.items() if np.any(np.asarray(update))}
+    assert shrinks == {path for path in params if path.endswith(".w")}
 
 
 def test_decay_follows_the_mask_and_clipping_comes_first():
@@ -88,7 +117,7 @@ def test_muon_makes_every_matrix_of_every_layer_and_expert_orthogonal():
     optimizer = training.muon(0.1, model=jax.eval_shape(build), weight_decay=0.0, clip=None)
     grads = {path: jax.random.normal(jax.random.key(i), p.shape) for i, (path, p) in enumerate(params.items())}
     updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(grads, params)
-    dims = training.optimizers.muon_dimensions(jax.eval_shape(build))
+    dims = optimizers.muon_dimensions(jax.eval_shape(build))
     short = nn.tree.pattern_paths(build())
     rest = {short[path] for path in params} - {short[path] for path in dims}
     norms = {"llama.norm.scale", "llama.layers.attn_norm.scale", "llama.layers.mlp_norm.scale"}

@@ -66,7 +66,7 @@ def test_a_step_is_plain_autodiff_and_optax():
     close(want, state.trainable)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
     assert float(metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-4)
-    assert metrics["tokens"] == (batch["targets"] >= 0).sum()
+    assert metrics["num_targets"] == (batch["targets"] >= 0).sum()
     assert metrics["finite"] and state.step == 1
 
 
@@ -172,7 +172,7 @@ def test_a_donated_state_is_gone_and_the_new_one_is_whole():
 def noisy(model, batch, key):
     value, stats = tiny.loss(model, batch)
     noise = jax.random.uniform(key)
-    return value * batch["factor"][0], training.Stats(stats.tokens, {"noise": noise, "square": noise**2})
+    return value * batch["factor"][0], training.Stats(stats.num_targets, {"noise": noise, "square": noise**2})
 
 
 def test_keys_differ_by_step_and_microbatch_and_what_is_not_finite_is_flagged():
@@ -183,7 +183,7 @@ def test_keys_differ_by_step_and_microbatch_and_what_is_not_finite_is_flagged():
     _, again = step(first, batch)
     _, later = step(second, batch)
     assert float(metrics["noise"]) == float(again["noise"]) != float(later["noise"])
-    tokens = float(metrics["tokens"])
+    tokens = float(metrics["num_targets"])
     total, squares = float(metrics["noise"]) * tokens, float(metrics["square"]) * tokens
     assert squares > total**2 / 2 * (1 + 1e-6)  # equal draws would make it equal
     assert metrics["finite"] and later["finite"]
@@ -199,7 +199,7 @@ def test_evaluation_weighs_every_target_alike():
     state = training.make_state(model, optax.identity())
     step = jax.jit(training.make_eval_step(tiny.loss))
     want, got = training.evaluate(step, state, [whole]), training.evaluate(step, state, parts)
-    assert got.keys() == want.keys() == {"tokens", "loss", "nll", "accuracy"}
+    assert got.keys() == want.keys() == {"num_targets", "loss", "nll", "accuracy"}
     for name in want:
         assert float(got[name]) == pytest.approx(float(want[name]), rel=1e-5)
     with pytest.raises(ValueError, match="at least one batch with a target"):

@@ -55,7 +55,7 @@ def test_it_is_the_bare_loop_and_leaves_the_model_alone(tmp_path):
     last = ours.fit(6)
     state, metrics = by_hand(6)
     assert same(state.trainable, ours.state.trainable) and ours.step == 6
-    assert last["loss"] == metrics["loss"] and 1.0 < last["eval/loss"] < 6.0 and last["eval/tokens"] == 3 * 8 * 12
+    assert last["loss"] == metrics["loss"] and 1.0 < last["eval/loss"] < 6.0 and last["eval/num_targets"] == 3 * 8 * 12
     assert same(before, {path: v.get_value() for path, v in nn.variables(model).items()})
     assert not same(nn.partition(kept)[0], state.trainable)
     rows = observability.read_jsonl(tmp_path / "metrics.jsonl")
@@ -82,7 +82,7 @@ def test_in_a_1f1b_pipeline():
     """The gradients that the trainer is given are those of autodiff; evaluation runs in the same pipeline."""
     rules = sharding.DP | sharding.Pipeline("stage", microbatches=4)
     mesh = sharding.make_mesh(stage=2, devices=jax.devices()[:2])
-    gradients, optimizer = training.one_f_one_b(dtype=jnp.float32), optax.sgd(0.1)
+    gradients, optimizer = training.one_f_one_b(tiny.loss), optax.sgd(0.1)
     piped = {"layout": sharding.Layout(mesh, rules), "gradients": gradients, "eval_loader": tiny.Loader(1)}
     ours, alone = (trainer(tiny.llama, optimizer=optimizer, **more) for more in (piped, {}))
     last, want = ours.fit(2), alone.fit(2)
@@ -352,7 +352,7 @@ def test_data_has_a_deadline(monkeypatch):
             return super().__next__()
 
     died, waited_for = threading.Event(), []
-    monkeypatch.setattr(deadlines, "_die", lambda seconds, what: (waited_for.append(what), died.set()))
+    monkeypatch.setattr(deadlines, "_report", lambda limit: (waited_for.append(limit.what), died.set()))
     ours = trainer(loader=Hangs(1))
     ours.timeout = 0.1
     ours._next(ours.loader, "training")

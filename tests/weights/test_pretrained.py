@@ -338,7 +338,7 @@ MEASURE = """
     from pathlib import Path
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     small, big, out = map(Path, sys.argv[1:4])
-    where = {} if sys.argv[4] == "one" else {"mesh": sharding.make_mesh(data=2, fsdp=2, tensor=2)}
+    where = {} if sys.argv[4] == "one" else {"layout": sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2))}
     size = (big / "model.safetensors").stat().st_size / 2**20
     maxlib.save_pretrained(maxlib.from_pretrained(small, **where), out / "small")  # compilers have had their memory
     start = peak()

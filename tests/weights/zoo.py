@@ -10,10 +10,11 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from maxlib import nn
+from maxlib import nn, sharding
 from maxlib.weights import Absent, Convert, Copy, Family, HFConfig, Ignore, Renamed, Table, Weight
 
 D, N, K, H, F, E, V = 16, 4, 2, 8, 24, 8, 40
+sharding.declare_axes(*(f"axis{d}" for d in range(4)))
 
 
 class Leaf(nnx.Module):

@@ -74,13 +74,16 @@ class Causal(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """Keys less than `window` before the query (Mistral's convention: the query counts)."""
+    """Keys less than `window` before the query (Mistral's convention: the query counts), and every later key.
+
+    Use it as `Causal() & SlidingWindow(window)`: alone it bounds the past only, and each query also sees the future.
+    """
 
     window: int
 
     def __post_init__(self):
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}")
+        if not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(f"window must be a whole number of tokens, at least 1, got {self.window!r}")
 
     @property
     def ring(self) -> int:

@@ -2,3 +2,5 @@
 
 from maxlib.ops._cross_entropy.api import CrossEntropy as CrossEntropy
 from maxlib.ops._cross_entropy.api import linear_cross_entropy as linear_cross_entropy
+from maxlib.ops._cross_entropy.log_probs import LogProbs as LogProbs
+from maxlib.ops._cross_entropy.log_probs import linear_log_probs as linear_log_probs

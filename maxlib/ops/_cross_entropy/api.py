@@ -72,17 +72,17 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes disagree, an option is out of range, or (outside `jit`) a target is.
     """
-    _check_shapes(hidden, weight, targets, weights)
+    check_shapes(hidden, weight, targets, weights)
     _check_options(softcap, z_loss, label_smoothing, chunk)
     if axis_name is None:
-        _check_targets(targets, weight.shape[0], ignore_index)
+        check_targets(targets, weight.shape[0], ignore_index)
     options = Options(softcap, z_loss, label_smoothing, axis_name)
     run = _implementation(implementation, axis_name)
 
     valid = targets != ignore_index
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     rows = jnp.where(valid[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
-    loss, *per_token = run(
+    loss, terms = run(
         rows,
         weight,
         jnp.where(valid, targets, 0).astype(jnp.int32).reshape(-1),
@@ -90,7 +90,13 @@ def linear_cross_entropy(
         chunk,
         options,
     )
-    return CrossEntropy(loss, *(jnp.where(valid, x.reshape(valid.shape), jnp.zeros((), x.dtype)) for x in per_token))
+    per_token = terms.token_loss, terms.log_prob, terms.lse, terms.correct
+    return CrossEntropy(loss, *(where_valid(x, valid) for x in per_token))
+
+
+def where_valid(x: Array, valid: Bool[Array, "*B"]) -> Array:
+    """Shapes per-token results like the targets, 0 (False) where these are ignored."""
+    return jnp.where(valid, x.reshape(valid.shape), jnp.zeros((), x.dtype))
 
 
 def _implementation(name: str | None, axis_name: AxisName | None) -> Callable:
@@ -102,7 +108,8 @@ def _implementation(name: str | None, axis_name: AxisName | None) -> Callable:
     return known[name]
 
 
-def _check_shapes(hidden, weight, targets, weights) -> None:
+def check_shapes(hidden, weight, targets, weights) -> None:
+    """Raises ValueError unless these are `*B D`, `V D`, integers `*B`, and None or `*B`."""
     if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden must be '*B D' and weight 'V D' with the same D; got hidden {hidden.shape}, weight {weight.shape}"
@@ -124,12 +131,17 @@ def _check_options(softcap, z_loss, label_smoothing, chunk) -> None:
         raise ValueError(f"z_loss must not be negative; got {z_loss}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be in [0, 1]; got {label_smoothing}")
+    check_chunk(chunk)
+
+
+def check_chunk(chunk: int | None) -> None:
+    """Raises ValueError for a chunk without tokens."""
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be at least 1 token; got {chunk}")
 
 
-def _check_targets(targets, vocab: int, ignore_index: int) -> None:
-    """Only concrete targets can be looked at, and only those this process holds."""
+def check_targets(targets, vocab: int, ignore_index: int) -> None:
+    """Raises ValueError for a target outside the vocabulary, where targets are concrete and of this process."""
     if isinstance(targets, Tracer) or not getattr(targets, "is_fully_addressable", True):
         return
     host = np.asarray(targets)

@@ -1,14 +1,18 @@
-"""Cross-entropy chunk by chunk, with the gradients of the weighted sum formed in the forward pass."""
+"""Cross-entropy and log-probabilities, chunk by chunk.
+
+`chunked` forms the gradients of the weighted sum in the forward pass, where the logits are. `chunked_per_token` knows
+the gradients of its results in the backward pass only, and computes the logits of every chunk again there.
+"""
 
 import functools
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from maxlib.ops._cross_entropy.terms import AxisName, Cotangents, Options, logits_gradient, logits_of, terms_of
+from maxlib.ops._cross_entropy.terms import AxisName, Cotangents, Options, Terms, logits_gradient, logits_of, terms_of
 
 DEFAULT_CHUNK = 1024
 
@@ -20,13 +24,30 @@ def chunked(
     weights: Float[Array, " M"],
     chunk: int | None,
     options: Options,
-) -> tuple[Array, ...]:
-    M = rows.shape[0]
-    count = max(1, -(-M // (chunk or DEFAULT_CHUNK)))
+) -> tuple[Array, Terms]:
+    """Computes the weighted sum of the losses and the per-token terms."""
+    M, count = rows.shape[0], _chunks(rows, chunk)
     rows, weight, targets, weights = _vary_alike(rows, weight, targets, weights, options.axis_name)
     out = _chunked(_split(rows, count), weight, _split(targets, count), _split(weights, count), options)
-    loss, *terms = cast(tuple[Array, ...], out)
-    return loss, *(x.T.reshape(-1)[:M] for x in terms)
+    loss, terms = cast(tuple[Array, Terms], out)
+    return loss, _merged(terms, M)
+
+
+def chunked_per_token(
+    rows: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, " M"],
+    chunk: int | None,
+    options: Options,
+) -> Terms:
+    """Computes the per-token terms only: one matmul forward, three backward."""
+    M, count = rows.shape[0], _chunks(rows, chunk)
+    rows, weight, targets, _ = _vary_alike(rows, weight, targets, targets, options.axis_name)
+    return _merged(cast(Terms, _per_token(_split(rows, count), weight, _split(targets, count), options)), M)
+
+
+def _chunks(rows: Array, chunk: int | None) -> int:
+    return max(1, -(-rows.shape[0] // (chunk or DEFAULT_CHUNK)))
 
 
 def _split(x: Array, count: int) -> Array:
@@ -36,11 +57,20 @@ def _split(x: Array, count: int) -> Array:
     return x.reshape(size, count, *x.shape[1:]).swapaxes(0, 1)
 
 
+def _merged(terms: Terms, M: int) -> Terms:
+    """Puts the rows of all chunks back into their order, without the padding."""
+    return jax.tree.map(lambda x: x.T.reshape(-1)[:M], terms)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _chunked(rows, weight, targets, weights, options: Options):
+    terms = _terms(rows, weight, targets, options)
+    return jnp.sum(weights * terms.token_loss), terms
+
+
+def _terms(rows, weight, targets, options: Options) -> Terms:
     w = weight.astype(rows.dtype)
-    terms = jax.lax.map(lambda x: terms_of(logits_of(x[0], w, options), x[1], options), (rows, targets))
-    return jnp.sum(weights * terms.token_loss), *terms
+    return jax.lax.map(lambda x: terms_of(logits_of(x[0], w, options), x[1], options), (rows, targets))
 
 
 def _forward(rows, weight, targets, weights, options: Options):
@@ -49,12 +79,13 @@ def _forward(rows, weight, targets, weights, options: Options):
     grads = Cotangents(token_loss=weights, log_prob=zero, lse=zero)
     terms, d_rows, d_weight = _gradients(rows, weight, targets, grads, options)
     residuals = (rows, weight, targets, weights, terms.token_loss, d_rows, d_weight)
-    return (jnp.sum(weights * terms.token_loss), *terms), residuals
+    return (jnp.sum(weights * terms.token_loss), terms), residuals
 
 
 def _backward(options: Options, residuals, cotangents):
     rows, weight, targets, weights, token_loss, d_rows, d_weight = residuals
-    d_loss, *d_terms = (None if isinstance(d, SymbolicZero) else d for d in cotangents[:4])
+    d_loss, d_terms = cotangents
+    d_loss, *d_terms = (_or_none(d) for d in (d_loss, d_terms.token_loss, d_terms.log_prob, d_terms.lse))
     d_loss = jnp.zeros_like(token_loss, shape=()) if d_loss is None else d_loss
     factor = _whole(d_loss, options.axis_name)
     if all(d is None for d in d_terms):
@@ -69,7 +100,27 @@ def _scaled(x: Array, factor: Array) -> Array:
     return (x * factor).astype(x.dtype)
 
 
+def _or_none(cotangent: Any) -> Array | None:
+    return None if isinstance(cotangent, SymbolicZero) else cotangent
+
+
 _chunked.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _per_token(rows, weight, targets, options: Options):
+    return _terms(rows, weight, targets, options)
+
+
+def _per_token_backward(options: Options, residuals, d_terms: Terms):
+    rows, weight, targets = residuals
+    grads = Cotangents(d_terms.token_loss, d_terms.log_prob, d_terms.lse, d_terms.entropy)
+    grads = jax.tree.map(lambda d: _whole(d, options.axis_name), grads)
+    _, d_rows, d_weight = _gradients(rows, weight, targets, grads, options)
+    return d_rows, d_weight, None
+
+
+_per_token.defvjp(lambda *args: (_per_token(*args), args[:3]), _per_token_backward)
 
 
 def _gradients(rows, weight, targets, grads: Cotangents, options: Options):

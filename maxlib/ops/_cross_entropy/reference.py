@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxlib.ops._cross_entropy.terms import Options, logits_of, terms_of
+from maxlib.ops._cross_entropy.terms import Options, Terms, logits_of, terms_of
 
 
 def reference(
@@ -13,6 +13,6 @@ def reference(
     weights: Float[Array, " M"],
     chunk: int | None,
     options: Options,
-) -> tuple[Array, ...]:
+) -> tuple[Array, Terms]:
     terms = terms_of(logits_of(rows, weight.astype(rows.dtype), options), targets, options)
-    return jnp.sum(weights * terms.token_loss), *terms
+    return jnp.sum(weights * terms.token_loss), terms

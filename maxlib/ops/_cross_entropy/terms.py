@@ -14,15 +14,18 @@ class Options(NamedTuple):
     z_loss: float
     label_smoothing: float
     axis_name: AxisName | None
+    temperature: float = 1.0
+    entropy: bool = False
 
 
 class Terms(NamedTuple):
-    """Per-token results."""
+    """Per-token results; `entropy` is None unless `Options.entropy` asks for it."""
 
     token_loss: Float[Array, " M"]
     log_prob: Float[Array, " M"]
     lse: Float[Array, " M"]
     correct: Bool[Array, " M"]
+    entropy: Float[Array, " M"] | None = None
 
 
 class Cotangents(NamedTuple):
@@ -31,12 +34,15 @@ class Cotangents(NamedTuple):
     token_loss: Float[Array, " M"]
     log_prob: Float[Array, " M"]
     lse: Float[Array, " M"]
+    entropy: Float[Array, " M"] | None = None
 
 
 def logits_of(rows: Float[Array, "M D"], weight: Float[Array, "V D"], options: Options) -> Float[Array, "M V"]:
+    """Computes the logits that the softmax sees: `rows @ weight.T`, soft-capped, then divided by the temperature."""
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
     logits = jax.lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-    return logits if options.softcap is None else options.softcap * jnp.tanh(logits / options.softcap)
+    logits = logits if options.softcap is None else options.softcap * jnp.tanh(logits / options.softcap)
+    return logits if options.temperature == 1 else logits / options.temperature
 
 
 def terms_of(logits: Float[Array, "M V"], targets: Int[Array, " M"], options: Options) -> Terms:
@@ -46,14 +52,19 @@ def terms_of(logits: Float[Array, "M V"], targets: Int[Array, " M"], options: Op
     picked = jnp.take_along_axis(logits, jnp.clip(local, 0, logits.shape[1] - 1)[:, None], axis=1)[:, 0]
     target_logit = _psum(jnp.where(here, picked, 0), axis)
     top = _pmax(jax.lax.stop_gradient(jnp.max(logits, axis=1)), axis)
-    lse = top + jnp.log(_psum(jnp.sum(jnp.exp(logits - top[:, None]), axis=1), axis))
+    shifted = logits - top[:, None]  # M V, at most 0
+    total = _psum(jnp.sum(jnp.exp(shifted), axis=1), axis)
+    lse = top + jnp.log(total)
     token_loss = lse - target_logit
     if eps:
         mean = _psum(jnp.sum(logits, axis=1), axis) / vocab_size(logits, axis)
         token_loss = lse - (1 - eps) * target_logit - eps * mean
     if options.z_loss:
         token_loss = token_loss + options.z_loss * lse**2
-    return Terms(token_loss, target_logit - lse, lse, target_logit >= top)
+    entropy = None
+    if options.entropy:  # H = lse - sum_v p_v z_v, with both sides shifted by the largest logit
+        entropy = jnp.log(total) - _psum(jnp.sum(jnp.exp(shifted) * shifted, axis=1), axis) / total
+    return Terms(token_loss, target_logit - lse, lse, target_logit >= top, entropy)
 
 
 def logits_gradient(
@@ -63,21 +74,24 @@ def logits_gradient(
     grads: Cotangents,
     options: Options,
 ) -> Float[Array, "M V"]:
-    """The gradient with respect to the logits before the soft-cap.
+    """Computes the gradient with respect to `rows @ weight.T`, before the soft-cap and the temperature.
 
-    All results are functions of the log-sum-exp, the target's logit and the mean logit, so one factor per token for
-    each of the three is enough.
+    All results but the entropy are functions of the log-sum-exp, the target's logit and the mean logit, so one factor
+    per token for each of the three is enough. That of the entropy is `dH/dz = -p (log p + H)`.
     """
     axis, eps = options.axis_name, options.label_smoothing
     of_lse = grads.token_loss * (1 + 2 * options.z_loss * terms.lse) - grads.log_prob + grads.lse
     of_target = grads.log_prob - (1 - eps) * grads.token_loss
     is_target = jnp.arange(logits.shape[1])[None, :] == _local(targets, logits.shape[1], axis)[:, None]
-    out = of_lse[:, None] * jnp.exp(logits - terms.lse[:, None]) + jnp.where(is_target, of_target[:, None], 0)
+    log_p, of_p = logits - terms.lse[:, None], of_lse[:, None]  # M V and M 1
+    if terms.entropy is not None and grads.entropy is not None:
+        of_p = of_p - grads.entropy[:, None] * (log_p + terms.entropy[:, None])  # M V
+    out = of_p * jnp.exp(log_p) + jnp.where(is_target, of_target[:, None], 0)
     if eps:
         out = out - (eps / vocab_size(logits, axis)) * grads.token_loss[:, None]
-    if options.softcap is not None:
-        out = out * (1 - (logits / options.softcap) ** 2)
-    return out
+    if options.softcap is not None:  # tanh' = 1 - tanh^2
+        out = out * (1 - (logits * (options.temperature / options.softcap)) ** 2)
+    return out if options.temperature == 1 else out / options.temperature
 
 
 def vocab_size(logits: Float[Array, "M V"], axis: AxisName | None) -> int:

@@ -11,7 +11,6 @@ from maxlib._lazy import lazy
 if TYPE_CHECKING:
     from maxlib.training.probes._coordinates import CoordinateCheck as CoordinateCheck
     from maxlib.training.probes._coordinates import mup_coord_check as mup_coord_check
-    from maxlib.training.probes._coordinates import plot_coordinates as plot_coordinates
     from maxlib.training.probes._corruption import Recompute as Recompute
     from maxlib.training.probes._corruption import gradient_digests as gradient_digests
     from maxlib.training.probes._corruption import replicas_that_differ as replicas_that_differ
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "_coordinates": ("CoordinateCheck", "mup_coord_check", "plot_coordinates"),
+        "_coordinates": ("CoordinateCheck", "mup_coord_check"),
         "_corruption": ("Recompute", "gradient_digests", "replicas_that_differ"),
         "_layers": ("LayerStatistics", "Observation", "norms_by_layer", "observe"),
         "_nonfinite": ("find_nonfinite",),

@@ -1,7 +1,6 @@
 """How large every layer's output is while models of several widths begin to train: muP's coordinate check."""
 
 import dataclasses
-import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,10 +10,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from maxlib.training._losses import Batch
+from maxlib._utils.tables import to_text
+from maxlib.training._objectives.objective import Batch
 from maxlib.training._step import Loss, jit_step, make_state, make_train_step
 from maxlib.training.probes._layers import observe
 
@@ -40,10 +39,7 @@ class CoordinateCheck:
         growth = self.growth()
         for name, size in self.sizes.items():
             table.add_row(name, *(f"{x:.3g}" for x in size[:, -1]), f"{growth[name]:+.2f}")
-        console = Console(width=120)
-        with console.capture() as capture:
-            console.print(table)
-        return capture.get().strip("\n")
+        return to_text(table)
 
 
 def mup_coord_check(
@@ -57,7 +53,8 @@ def mup_coord_check(
     """Trains `build(width)` for each width on `batches`, and looks at every layer's output before each step and after
     the last.
 
-    optimizer: makes one from the (abstract) model, so that it may end with `scale_by_path(width_factors(model, base))`.
+    optimizer: makes one from the (abstract) model, so that it may end with
+    `scale_by_path(width_factors(model, base), model=model)`.
     All is looked at on the first batch. A handful of steps at the learning rate that is meant shows whether it fits all
     widths (Yang et al. 2022, arXiv:2203.03466, appendix D.1). Raises ValueError for fewer than two widths and for
     models with different layers.
@@ -88,26 +85,3 @@ def _sizes(model: Any, batch: Batch, loss: Loss) -> dict[str, float]:
 @jax.jit
 def _logits(model: Any, tokens: Int[Array, "B T"]) -> Float[Array, ""]:
     return jnp.sqrt(jnp.mean(jnp.square(model.logits(model(tokens, dtype=jnp.float32).hidden))))
-
-
-def plot_coordinates(
-    found: CoordinateCheck, *, match: str = "*", steps: Sequence[int] = (0, 1, -1), axes: Any = None
-) -> Any:
-    """Sizes over widths, one panel for each number of steps done and one line for each layer that `match` fits; returns
-    matplotlib's axes.
-    """
-    import matplotlib.pyplot as plt  # an extra
-
-    if axes is None:
-        size = (3.2 * len(steps), 3)
-        axes = plt.subplots(1, len(steps), figsize=size, sharey=True, layout="constrained", squeeze=False)[1][0]
-    total = next(iter(found.sizes.values())).shape[1]
-    for ax, step in zip(axes, steps, strict=True):
-        for name in fnmatch.filter(found.sizes, match):
-            ax.plot(found.widths, found.sizes[name][:, step], "o-", markersize=3, label=name)
-        ax.set(xscale="log", yscale="log", xlabel="width", title=f"after {step % total} steps")
-        ax.set_xticks(found.widths, map(str, found.widths))
-        ax.minorticks_off()
-    axes[0].set_ylabel("size of the output")
-    axes[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return axes

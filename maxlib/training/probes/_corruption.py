@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from maxlib import nn
 from maxlib.checkpoint._checksum import digest, to_hex
-from maxlib.training._losses import Batch
+from maxlib.training._objectives.objective import Batch
 from maxlib.training._step import Loss
 
 

@@ -9,7 +9,7 @@ callback from the device.
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -115,18 +115,19 @@ def _methods(cls: Any) -> dict[str, Any]:
         for i, leaf in enumerate(leaves):
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 self.tap_order.paths.append(self.tap_path)
-                leaves[i] = _through(_with_scores(self, leaf, *args), self.tap[...])
+                leaves[i] = _through(_with_scores(self, leaf, args), self.tap[...])
                 break  # what a layer returns first is what it is for
         return jax.tree.unflatten(tree, leaves)
 
     return {"__call__": __call__}
 
 
-def _with_scores(layer: Any, out: Array, *args: Any) -> Array:
+def _with_scores(layer: Any, out: Array, args: Sequence[Any]) -> Array:
     """Lets the gradient of an attention layer's `logit_tap` be what its scores look like."""
-    if not (isinstance(layer, nn.SequenceMixer) and layer.probes_scores):
+    if not hasattr(layer, "logit_tap"):
         return out
-    x, ctx = args[0], args[1] if len(args) > 1 and args[1] is not None else nn.context(*args[0].shape[:2])
+    x, ctx = args[0], args[1] if len(args) > 1 else None
+    ctx = nn.context(*x.shape[:2]) if ctx is None else ctx
     q, k = layer.queries_and_keys(x, ctx)
     k_start, k_end = (bound[0] for bound in ctx.bounds(layer.mask))
     seen = jax.lax.stop_gradient(logits_seen(q[0], k[0], k_start, k_end, layer.scale))

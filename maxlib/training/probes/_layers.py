@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from maxlib import nn, sharding
 from maxlib.checkpoint._layout import layer_path, layouts
-from maxlib.training._losses import Batch
+from maxlib.training._objectives.objective import Batch
 from maxlib.training._step import Loss, TrainState
 from maxlib.training.probes import _hooks as hooks
 
@@ -127,7 +127,7 @@ def _watched(loss: Loss, filter: nn.Filter) -> Callable[..., _Found]:
 
         def mean(watched: Any) -> Array:
             total, stats = loss(nn.combine(watched, rest), batch, key)
-            return total / jnp.maximum(stats.tokens, 1)
+            return total / jnp.maximum(stats.num_targets, 1)
 
         value, grads = jax.value_and_grad(mean)(watched)
         norms = lambda tree: _norms({path: x for path, x in tree.items() if not is_tap(path)}, nn.tree.axes(model))

@@ -1,0 +1,1 @@
+"""Small helpers that several subpackages share. They know nothing of models, and nothing public is here."""

@@ -1,0 +1,11 @@
+"""Tables as text."""
+
+from rich.console import Console, RenderableType
+
+
+def to_text(shown: RenderableType, *, width: int = 120) -> str:
+    """Renders a table of rich as plain lines, without blank ones at its ends and blanks at theirs."""
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())

@@ -1,0 +1,69 @@
+"""What one jax device offers, from the makers' data sheets: for MFU, for plans, and for kernels that ask."""
+
+import dataclasses
+
+GIB = 2**30
+GPUS_PER_HOST = 8  # joined by NVLink
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One jax device. Rates are per second; a link is counted in one direction.
+
+    Attributes:
+      kind: name for people.
+      prefixes: beginnings of jax's `device_kind`; of all chips that fit, the longest prefix counts.
+      flops: dense bfloat16 FLOP/s (float32 on a CPU).
+      memory: bytes that a program may use.
+      bandwidth: bytes of memory read or written.
+      links: bytes over one torus dimension, both ends together; of GPUs, over NVLink. 0 without any.
+      across: bytes over the slower network, between slices or hosts.
+      host: bytes over the link to the host.
+      dims: dimensions of the torus; 0 for GPUs.
+      cores: cores of one chip, as a name such as v5p-128 counts them.
+      cache: bytes of the last cache before the memory.
+    """
+
+    kind: str
+    prefixes: tuple[str, ...]
+    flops: float
+    memory: float
+    bandwidth: float
+    links: float
+    across: float
+    host: float
+    dims: int = 0
+    cores: int = 1
+    cache: float = 0
+
+
+# Links to the host. GPUs: PCIe 5 x16 (A100, L40S: 4), half of what the data sheets give for both directions; GB200:
+# half of a superchip's NVLink-C2C, which two GPUs share. TPUs: Google's data sheets have none; "How to Scale Your
+# Model" (jax-ml.github.io/scaling-book/tpus) has about 15 GB/s a chip, and 32 for v6e. That v4 and v7x have as much as
+# v5p is assumed. CPU devices share one memory with the host.
+# Networks between GPU hosts: one adapter of 400 Gbit/s per GPU (A100: 200), as in the makers' own systems.
+# A chip of TPU v7x is two jax devices, each with half of the data sheet's 2307 TFLOP/s, 192 GiB and 7.38 TB/s.
+CHIPS = {
+    "v4": Chip("TPU v4", ("TPU v4",), 275e12, 31.75 * GIB, 1.23e12, 9e10, 6.25e9, 1.5e10, 3, cores=2),
+    "v5e": Chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * GIB, 8.2e11, 9e10, 3.1e9, 1.5e10, 2),
+    "v5p": Chip("TPU v5p", ("TPU v5", "TPU v5p"), 459e12, 95.74 * GIB, 2.765e12, 1.8e11, 6.25e9, 1.5e10, 3, cores=2),
+    "v6e": Chip("TPU v6e", ("TPU v6",), 918e12, 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 3.2e10, 2),
+    "v7x": Chip("TPU v7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3.69e12, 2e11, 6.25e9, 1.5e10, 3),
+    "a100": Chip("NVIDIA A100 SXM", ("NVIDIA A100",), 312e12, 79.1 * GIB, 2.039e12, 3e11, 2.5e10, 3.2e10, cache=40 * 2**20),
+    "h20": Chip("NVIDIA H20", ("NVIDIA H20",), 148e12, 95 * GIB, 4e12, 4.5e11, 5e10, 6.4e10, cache=60 * 2**20),
+    "h100": Chip("NVIDIA H100 SXM", ("NVIDIA H100",), 989e12, 79.1 * GIB, 3.35e12, 4.5e11, 5e10, 6.4e10, cache=50 * 2**20),
+    "h100-pcie": Chip("NVIDIA H100 PCIe", ("NVIDIA H100 PCIe",), 756e12, 79.1 * GIB, 2e12, 0, 5e10, 6.4e10, cache=50 * 2**20),
+    "h200": Chip("NVIDIA H200 SXM", ("NVIDIA H200",), 989e12, 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 6.4e10, cache=50 * 2**20),
+    "l40s": Chip("NVIDIA L40S", ("NVIDIA L40S",), 362e12, 44.5 * GIB, 8.64e11, 0, 5e10, 3.2e10, cache=96 * 2**20),
+    "b200": Chip("NVIDIA B200", ("NVIDIA B200",), 2250e12, 178 * GIB, 8e12, 9e11, 5e10, 6.4e10, cache=126 * 2**20),
+    "gb200": Chip("NVIDIA GB200", ("NVIDIA GB200",), 2500e12, 184 * GIB, 8e12, 9e11, 5e10, 2.25e11, cache=126 * 2**20),
+    "cpu": Chip("this machine's CPU devices", (), 1e11, 8 * GIB, 2e10, 1e10, 1e9, 2e10),
+}  # fmt: skip
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """Finds the chip that jax calls `device_kind`; None for one that is not in the table."""
+    found = [
+        (len(prefix), chip) for chip in CHIPS.values() for prefix in chip.prefixes if device_kind.startswith(prefix)
+    ]
+    return max(found, key=lambda pair: pair[0])[1] if found else None

@@ -1,0 +1,89 @@
+"""The loss of multi-token prediction, for models with `predict_ahead` (`nn.predict_ahead` has the details)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from maxlib import nn
+from maxlib.nn._mtp import shift_left
+from maxlib.training._objectives.next_token import next_token_loss
+from maxlib.training._objectives.objective import Batch, Stats, objective, own_losses
+
+_INPUTS = ("positions", "segment_ids", "valid")
+
+
+@objective(by_row=False)
+def mtp_loss(
+    head: Any,
+    hidden: Float[Array, "B T D"],
+    batch: Batch,
+    *,
+    weight: float = 0.3,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    remat_modules: nn.remat.Policy = None,
+    acceptance: bool = False,
+) -> tuple[Float[Array, ""], Stats]:
+    """Computes `next_token_loss` plus that of the modules of `head.predict_ahead` (DeepSeek V3, arXiv:2412.19437).
+
+    Added are `weight` times the modules' cross-entropy, summed over targets and averaged over modules, and their
+    blocks' own losses. Metrics besides: `mtp1/nll` and `mtp1/accuracy` of the first module and so on; the model's
+    reports get the modules' rows behind them.
+
+    Args:
+        head: the model.
+        hidden: its last hidden states.
+        batch: as for `next_token_loss`.
+        weight: DeepSeek V3 begins with 0.3 and ends with 0.1.
+        z_loss: of the model's own prediction, as in `next_token_loss`.
+        label_smoothing: likewise.
+        remat_modules: what the modules keep for the backward pass.
+        acceptance: whether to report `mtp1/acceptance`, the share of places where this draft and those before it are
+            the model's own greedy choice: for evaluation, it takes logits.
+    """
+    options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+    loss, stats = next_token_loss.from_hidden(head, hidden, batch, **options)
+    inputs = {name: batch[name] for name in _INPUTS if name in batch}
+    modules, sums = head.predict_ahead(hidden, batch["tokens"], remat=remat_modules, **inputs), dict(stats.sums)
+    for depth, module in enumerate(modules, start=1):
+        added, terms = _module_loss(head, module, depth, batch["targets"])
+        loss += weight / len(modules) * added + stats.num_targets * own_losses(module.aux)
+        sums |= {f"mtp{depth}/{name}": value * stats.num_targets for name, value in terms.items()}
+    sums |= {name: rows * stats.num_targets for name, rows in _reports(modules).items()}
+    if acceptance:
+        sums |= {name: rate * stats.num_targets for name, rate in acceptance_rates(head, hidden, modules).items()}
+    return loss, jax.lax.stop_gradient(Stats(stats.num_targets, sums))
+
+
+def _module_loss(head: Any, module: nn.MTPOutput, depth: int, targets: Int[Array, "B T"]):
+    """Returns the sum over the targets that the module has, and means of its metrics over these."""
+    own = jnp.where(module.valid, shift_left(targets, depth, fill=-1), -1)
+    loss, terms = nn.cross_entropy(module.hidden, head.head_weight(), own, softcap=head.softcap)
+    count = jnp.maximum(jnp.sum(own >= 0), 1)
+    return loss, {name: value / count for name, value in terms.items()}
+
+
+def _reports(modules: list[nn.MTPOutput]) -> dict[str, Array]:
+    """Returns what each module's block reports, a row for each."""
+    names = [name for name in (modules[0].aux if modules else ()) if all(name in module.aux for module in modules)]
+    return {name: jnp.stack([module.aux[name] for module in modules]).astype(jnp.float32) for name in names}
+
+
+def acceptance_rates(model: Any, hidden: Float[Array, "B T D"], modules: list[nn.MTPOutput]) -> dict[str, Array]:
+    """Computes, by module, the share of valid places where greedy decoding would take its draft and all before it.
+
+    hidden: the model's own, from which the modules looked ahead.
+    """
+    choices, agreed, rates = _choices(model, hidden), jnp.ones(hidden.shape[:2], bool), {}
+    for depth, module in enumerate(modules, start=1):
+        agreed &= _choices(model, module.hidden) == shift_left(choices, depth, fill=-1)
+        rates[f"mtp{depth}/acceptance"] = jnp.sum(agreed & module.valid) / jnp.maximum(jnp.sum(module.valid), 1)
+    return rates
+
+
+def _choices(model: Any, hidden: Float[Array, "B T D"]) -> Int[Array, "B T"]:
+    """Returns the most probable token at each place, a few places at a time."""
+    choose = lambda h: jnp.argmax(model.logits(h[:, None])[:, 0], axis=-1)
+    return jnp.swapaxes(jax.lax.map(choose, jnp.swapaxes(hidden, 0, 1), batch_size=64), 0, 1)

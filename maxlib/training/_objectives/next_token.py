@@ -1,0 +1,36 @@
+"""The loss that language models are pre-trained and tuned with."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxlib import nn
+from maxlib.training._objectives.objective import Batch, Stats, objective
+
+
+@objective
+def next_token_loss(
+    head: Any, hidden: Float[Array, "B T D"], batch: Batch, *, z_loss: float = 0.0, label_smoothing: float = 0.0
+) -> tuple[Float[Array, ""], Stats]:
+    """Computes the cross-entropy of `batch["targets"]` (-1: ignored) given `batch["tokens"]`, summed, in nats.
+
+    Called as `next_token_loss(model, batch, key, *, dtype, remat, z_loss, label_smoothing)` (`Objective`). Its metrics
+    are `nll` (without smoothing, z-loss and the model's own losses), `accuracy`, and what the model reports.
+
+    Args:
+        head: the model.
+        hidden: its last hidden states.
+        batch: with `targets`, `B T`.
+        z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
+        label_smoothing: probability mass spread evenly over the vocabulary.
+    """
+    loss, sums = nn.cross_entropy(
+        hidden,
+        head.head_weight(),
+        batch["targets"],
+        softcap=head.softcap,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+    )
+    return loss, Stats(jnp.sum(batch["targets"] >= 0).astype(jnp.float32), sums)

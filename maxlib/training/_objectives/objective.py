@@ -1,0 +1,139 @@
+"""The protocol of a training loss.
+
+A loss is any function `loss(model, batch, key) -> (sum over targets, Stats)`. One that is a function of the last hidden
+states, made by `objective`, is known in two parts, the model's layers and what follows: a pipeline runs the second part
+in its last stage (`one_f_one_b`).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxlib import nn
+
+Batch = dict[str, Any]
+Loss = Callable[..., tuple[Array, "Stats"]]
+_INPUTS = ("positions", "segment_ids", "valid", "images")
+
+
+@nn.pytree
+class Stats:
+    """Counts and metrics of a loss.
+
+    num_targets: what the loss sum is divided by in the end, the weight of this batch: target tokens, pairs, sequences.
+    A function of the batch alone. sums: metrics, each summed over these targets. Both are added up over microbatches
+    (and batches, in evaluation) before metrics are divided by the number of targets.
+    """
+
+    num_targets: Float[Array, ""]
+    sums: dict[str, Any]
+
+
+class Objective:
+    """A training loss written as a function of the last hidden states; `objective` makes one.
+
+    Called as `loss(model, batch, key, *, dtype, remat, **options)`, it runs the model on the batch and adds what the
+    model's layers report: `loss/...` times the number of targets to the loss, everything to the metrics. `key` is not
+    used. Give options with `functools.partial`.
+
+    Attributes:
+        from_hidden: `(head, hidden, batch, **options) -> (sum, Stats)`.
+        by_row: whether the loss is a sum over rows of what each row gives by itself, its reports included.
+    """
+
+    def __init__(self, from_hidden: Callable[..., tuple[Array, Stats]], *, by_row: bool = True):
+        self.from_hidden, self.by_row = from_hidden, by_row
+        self.__name__, self.__qualname__ = from_hidden.__name__, from_hidden.__qualname__
+        self.__module__, self.__doc__ = from_hidden.__module__, from_hidden.__doc__
+        self.__signature__ = _signature(from_hidden)
+
+    def __call__(
+        self,
+        model: Any,
+        batch: Batch,
+        key: Array | None = None,
+        *,
+        dtype: Any = jnp.bfloat16,
+        remat: nn.remat.Policy = None,
+        **options: Any,
+    ) -> tuple[Float[Array, ""], Stats]:
+        """Runs `model` on the batch and returns `(loss sum, Stats)`, what its layers report included."""
+        inputs = {name: batch[name] for name in _INPUTS if name in batch}
+        out = model(batch["tokens"], dtype=dtype, remat=remat, **inputs)
+        loss, stats = self.from_hidden(model, out.hidden, batch, **options)
+        return loss + stats.num_targets * own_losses(out.aux), with_reports(stats, out.aux)
+
+    def __repr__(self) -> str:
+        return f"<objective {self.__module__}.{self.__qualname__}>"
+
+
+@overload
+def objective(from_hidden: Callable[..., tuple[Array, Stats]]) -> Objective: ...
+@overload
+def objective(*, by_row: bool) -> Callable[[Callable[..., tuple[Array, Stats]]], Objective]: ...
+def objective(from_hidden: Any = None, *, by_row: bool = True) -> Any:
+    """Makes a training loss of `from_hidden(head, hidden, batch, **options) -> (sum, Stats)`; a decorator.
+
+    The loss trains wherever `next_token_loss` does, which is made in this way: by autodiff, with microbatches, on any
+    mesh, in a 1F1B pipeline, and in plans. Write it with `nn.token_log_probs` or `nn.cross_entropy`, which never make
+    all logits and follow the mesh in use.
+
+    Args:
+        from_hidden: takes `head`, the model, of which only `head_weight()`, `softcap`, `logits` and what lies outside
+            of its layers may be used; `hidden`, `B T D` after the final norm; `batch`, of which `tokens`, `positions`,
+            `segment_ids`, `valid` and `images` went into the model; and its options, by keyword. It returns the loss
+            summed over the targets, and `Stats`.
+        by_row: whether the loss of a batch is the sum of those of its rows, reports included. Then the devices of a
+            pipeline sum gradients once. False for a loss with layers of its own that report of all rows at once.
+            Microbatches change a loss that compares rows in any case: put what belongs together into one row.
+    """
+    make = functools.partial(Objective, by_row=by_row)
+    return make if from_hidden is None else make(from_hidden)
+
+
+def split_options(loss: Loss) -> tuple[Objective, dict[str, Any]]:
+    """Returns the objective that `loss` is or gives options to with `functools.partial`, and these options.
+
+    Raises:
+        TypeError: it is another function, which only autodiff can divide.
+    """
+    if isinstance(loss, functools.partial) and not loss.args:
+        inner, options = split_options(loss.func)
+        return inner, options | loss.keywords
+    if not isinstance(loss, Objective):
+        raise TypeError(
+            "a 1F1B pipeline needs a loss that is a function of the last hidden states, decorated with "
+            f"training.objective, or functools.partial of one; got {loss!r}. Any other loss trains with "
+            "gradients=None, where autodiff makes the pipeline GPipe"
+        )
+    return loss, {}
+
+
+def own_losses(aux: dict[str, Array]) -> Float[Array, ""]:
+    """Sums what layers add to the loss, per target: reports named `loss/...`."""
+    values = [jnp.sum(value) for name, value in aux.items() if name.startswith("loss/")]
+    return sum(values, start=jnp.zeros(()))
+
+
+def with_reports(stats: Stats, aux: dict[str, Array]) -> Stats:
+    """Adds the layers' reports to the metrics, times the number of targets.
+
+    Where the loss reports rows under the same name, as the modules of multi-token prediction do, they come last.
+    """
+    sums = dict(stats.sums)
+    for name, value in aux.items():
+        rows = value.astype(jnp.float32) * stats.num_targets
+        sums[name] = jnp.concatenate([rows, sums[name]]) if name in sums else rows
+    return jax.lax.stop_gradient(Stats(stats.num_targets, sums))
+
+
+def _signature(from_hidden: Callable) -> inspect.Signature:
+    """Builds that of `Objective.__call__`, with the options of `from_hidden` by name."""
+    options = [p for p in inspect.signature(from_hidden).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    own = inspect.signature(Objective.__call__).parameters.values()
+    return inspect.Signature([p for p in own if p.name not in ("self", "options")] + options)

@@ -1,0 +1,83 @@
+"""Plans of losses that are defined outside of maxlib, by value and by name."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import pytest
+
+from maxlib import plan, sharding, training
+from maxlib.plan import __main__ as command
+from maxlib.plan import _job as jobs
+from maxlib.plan._program import make_program
+from tests.nn.tiny import LLAMA
+from tests.training import objectives
+
+CONFIG = dataclasses.replace(LLAMA, vocab=64, num_layers=4)
+JOB = plan.Job(model=CONFIG, target="cpu", sequence=16, mesh={"fsdp": 8}, dtype="float32")
+PAIRS = {"loss": functools.partial(objectives.preferred, beta=0.3), "batch": objectives.pair_shapes}
+
+
+def test_a_loss_travels_with_its_options():
+    job = dataclasses.replace(JOB, **PAIRS)
+    back = jobs.from_json(jobs.to_json(job))
+    assert back.loss.func is objectives.preferred and back.loss.keywords == {"beta": 0.3}
+    assert back.batch is objectives.pair_shapes
+    named = dataclasses.replace(JOB, loss="tests.training.objectives:gentle")
+    assert jobs.from_json(jobs.to_json(named)) == named
+    loss = named.loss_fn(remat="full")
+    assert loss.func is objectives.focal
+    assert loss.keywords == {"gamma": 1.0, "dtype": jnp.float32, "remat": "full"}
+    assert JOB.loss_fn().func is training.next_token_loss
+
+
+def test_the_step_of_a_plan_is_that_of_the_loss():
+    """A program with its arrays beside tokens, whose gradient is that of the loss."""
+    program = make_program(dataclasses.replace(JOB, **PAIRS))
+    shapes = {name: (x.shape, str(x.dtype)) for name, x in program.batch.items()}
+    by_token = (8, 16)
+    assert shapes == {
+        "tokens": (by_token, "int32"),
+        "targets": (by_token, "int32"),
+        "segment_ids": (by_token, "int32"),
+        "reference": (by_token, "float32"),
+        "weight": ((8,), "float32"),
+    }
+    assert program.batch["weight"].sharding.spec == program.batch["reference"].sharding.spec
+    assert program.model_flops > 0
+    _, metrics = program.lower().out_info
+    assert {"margin", "accuracy", "num_targets"} <= metrics.keys() and "nll" not in metrics
+
+
+def test_a_plan_compiles_an_outside_loss_in_a_pipeline():
+    rules = sharding.FSDP | sharding.Pipeline("stage", microbatches=4)
+    options = {"sequence": 16, "mesh": {"stage": 4, "fsdp": 2}, "rules": rules, "dtype": "float32"}
+    found = plan.plan(CONFIG, "cpu", gradients="1f1b", **options, **PAIRS)
+    assert found.compiled and found.costs is not None and found.costs.flops * 8 > found.model_flops
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--loss tests.training.objectives:nothing", "loss must be named module:name"),
+        ("--loss nowhere:loss", "loss must be named module:name"),
+        ("--loss focal", "loss must be named module:name"),
+        ("--loss tests.training.tiny:batch", "does not take"),
+        ("--loss tests.training.objectives:contrast --gradients 1f1b", "decorated with training.objective"),
+    ],
+)
+def test_the_command_line_takes_a_loss_by_name(words, said, capsys):
+    assert command.main(["llama3.2-1b", "--target", "cpu", *words.split()]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_command_line_hands_the_loss_on(monkeypatch):
+    calls = []
+    monkeypatch.setattr(command, "plan", lambda *names, **settings: calls.append(settings) or 1 / 0)
+    words = (
+        "llama3.2-1b --target cpu --loss tests.training.objectives:focal --batch tests.training.objectives:pair_shapes"
+    )
+    with pytest.raises(ZeroDivisionError):
+        command.main(words.split())
+    assert calls[0]["loss"] == "tests.training.objectives:focal"
+    assert calls[0]["batch"] == "tests.training.objectives:pair_shapes"

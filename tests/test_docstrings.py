@@ -1,0 +1,77 @@
+"""The code in docstrings runs: every indented block, as if its reader had imported what stands around it."""
+
+import ast
+import importlib
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxlib import checkpoint, data, tokenization
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"(?:^|\n\n)((?: {4,}\S.*\n?)+)")
+LIST = re.compile(r"(Args|Returns|Raises|Attributes|Yields|Metrics):\n", re.MULTILINE)
+
+
+def examples() -> list[tuple[str, str, str]]:
+    """Module, name and code of every block."""
+    found = []
+    for path in sorted((ROOT / "maxlib").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+                text = ast.get_docstring(node) or ""
+                name = getattr(node, "name", "")
+                found += [(module, name, block) for block in blocks(text)]
+    return found
+
+
+def blocks(text: str) -> list[str]:
+    assert "```" not in text and ">>>" not in text, f"indent code by four instead: {text[:80]!r}"
+    return [match[1] for match in BLOCK.finditer(LIST.split(text)[0])]
+
+
+@pytest.fixture(scope="module")
+def surroundings(tmp_path_factory) -> dict[str, Any]:
+    """What examples take for granted: a corpus, a tokenizer, documents with tokens."""
+    home = tmp_path_factory.mktemp("docstrings")
+    (home / "corpus").mkdir()
+    (home / "corpus" / "a.txt").write_text("one two three " * 20)
+    tokenizer = tokenization.train_bpe(["one two three"], vocab_size=300)
+    documents = data.in_memory([list(range(1, 30))]).repeat()
+    return {
+        "home": home,
+        "Checkpointer": lambda path, **options: checkpoint.Checkpointer(home / path.replace(":", ""), **options),
+        "code": data.in_memory([[1, 2, 3]]),
+        "datasets": types.SimpleNamespace(load_dataset=lambda *_, **__: types.SimpleNamespace(num_shards=1)),
+        "documents": documents,
+        "tokenize_one": lambda document: document,
+        "tokenizer": tokenizer,
+        "web": data.in_memory([[4, 5, 6]]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "code"), [pytest.param(*one, id=f"{one[0]}.{one[1]}") for one in examples()]
+)
+def test_examples_run(module, name, code, surroundings, monkeypatch):
+    monkeypatch.chdir(surroundings["home"])
+    package = importlib.import_module(module.rpartition("._")[0] or module)
+    public = {name: getattr(package, name) for name in dir(package) if not name.startswith("_")}
+    exec(_unindented(code), public | vars(importlib.import_module(module)) | surroundings)
+
+
+def _unindented(code: str) -> str:
+    depth = len(code) - len(code.lstrip(" "))
+    return "\n".join(line[depth:] for line in code.splitlines())
+
+
+def test_blocks_are_found():
+    assert len(examples()) >= 5
+    text = "First.\n\n    a = 1\n    b = 2\n\nMore:\n\n    c = 3\n\nArgs:\n  x: one\n    that goes on.\n"
+    assert [block.split() for block in blocks(text)] == [["a", "=", "1", "b", "=", "2"], ["c", "=", "3"]]
+    with pytest.raises(SyntaxError):  # the broken example that nothing tested
+        exec(_unindented("    a = f(1) b =\n    g(a) h(b)\n"))

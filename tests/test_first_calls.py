@@ -1,0 +1,93 @@
+"""A newcomer's first calls: those that should just work do, and the usual mistakes are named, with what to do.
+
+They run in a process of their own, where no checker of annotations answers first.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MISTAKES = {
+    "nn.Attention(64, num_heads=4)": "missing 2 required keyword-only arguments: 'head_dim' and 'rngs'",
+    "nn.Attention(64, num_heads=4, head_dim=16, rngs=0)": "rngs must be an nnx.Rngs, got int 0; nnx.Rngs.0.",
+    "nn.Attention(64, num_heads=4, head_dim=16, mask='causal', rngs=rngs)": "such as Causal.. & SlidingWindow.8., got str",
+    "nn.Attention(64, num_heads=4, head_dim=16, rope=1e4, rngs=rngs)": "rope must be an ops.Rope, .*got float 10000.0",
+    "nn.MLP(64, 128, rngs=jax.random.key(0))": "rngs must be an nnx.Rngs, got PRNGKeyArray",
+    "nn.Embed(64, 128, rngs=None)": "rngs must be an nnx.Rngs, got NoneType",
+    "nn.MoE(8, 8, router=nn.Router(8, 4, top_k=2, rngs=rngs), rngs=rngs)(jnp.ones((3, 8)))": "one row is x.None",
+    "ops.SlidingWindow(8.5)": "whole number of tokens, at least 1, got 8.5",
+    "model([[1, 2]])": "tokens must be an array of integers, .*got list",
+    "training.adamw('1e-3')": "learning_rate must be a number or a schedule .*got '1e-3'",
+    "training.adamw(1e-3, mask=True)": "mask must be None, a dictionary or a function .*got True",
+    "training.adamw(1e-3, clip=-1.0)": "clip must be positive, or None for no clipping, got -1.0",
+    "training.make_state(cfg, adam)": "a model must have parameters to train, got Config",
+    "training.make_state(build, 'adamw')": "optimizer must be a transformation .*training.adamw.1e-3., got 'adamw'",
+    "training.make_state(build, training.adamw)": "optimizer must be a transformation .*got <function adamw",
+    "training.make_state(build, adam, filter='norm')": "filter must be a function .*got 'norm'",
+    "training.make_state(build, adam, filter=lambda *_: False)": r"takes none of these \d+: embed.w, head.w",
+    "training.Trainer(build, optimizer=adam)": "missing 1 required keyword-only argument: 'loader'",
+    "training.Trainer(build, optimizer=adam, loader=[])": "loader must be a loader with a state, .*list lacks __next__, reset",
+    "training.Trainer(cfg, optimizer=adam, loader=loader)": "model must be an nnx.Module or a function .*got Config",
+    "training.Trainer(build, optimizer=adam, loader=loader, callbacks=[print])": "pairs .every, function., .*got <built-in",
+    "training.Trainer(build, optimizer=adam, loader=loader, eval_every=3)": "eval_every=3 needs an eval_loader",
+    "training.Trainer(build, optimizer=adam, loader=loader, checkpointer='run')": "Checkpointer.directory. or Tiers, got 'run'",
+    "train(lambda model, batch, key: jnp.sum(model(batch['tokens']).hidden))": "must return its sum .*and a training.Stats",
+    "data.Loader(documents, batch_size=2)": "rows_of_shard must be a function .*got RepeatMapDataset",
+    "data.tokenize(documents, 'gpt2')": "tokenizer must be one, .*got the name 'gpt2'",
+    "data.in_memory('hello')": "got one string: put it in a list",
+    "inference.generate(model, ['hi'], max_new_tokens=2)": "must hold ids, .*encode text first",
+}  # fmt: skip
+PROGRAM = """if True:
+    import json, sys
+    import jax, jax.numpy as jnp
+    from flax import nnx
+    from maxlib import data, inference, nn, ops, save_pretrained, training
+    from maxlib.models import llama
+
+    rope = ops.Rope(8, max_length=16)
+    cfg = llama.Config(vocab=32, num_layers=1, dim=16, mlp_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, rope=rope)
+    build = lambda: llama.Llama(cfg, rngs=nnx.Rngs(0))
+    model, adam, rngs = build(), training.adamw(1e-3), nnx.Rngs(0)
+    documents = data.in_memory([list(range(1, 30))]).repeat()
+    loader = data.Loader(lambda part: data.pack(documents[part], length=8), batch_size=2, num_shards=1)
+
+    def train(loss):
+        step = training.make_train_step(loss, adam)
+        return jax.eval_shape(step, training.make_state(build, adam), next(loader))
+
+    train(training.next_token_loss)
+    save_pretrained(model, sys.argv[1])
+    said = {}
+    for call in json.loads(sys.stdin.read()):
+        try:
+            said[call] = f"no error, but {eval(call)}"
+        except (TypeError, ValueError) as error:
+            said[call] = str(error)
+    loader.close()
+    print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> dict[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path_factory.mktemp("first") / "model")],
+        input=json.dumps(list(MISTAKES)),
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("call", MISTAKES)
+def test_a_mistake_is_named(call, said):
+    with pytest.raises(ValueError, match=MISTAKES[call]):
+        raise ValueError(said[call])

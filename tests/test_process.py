@@ -1,0 +1,90 @@
+"""What maxlib leaves alone in the process that uses it: a notebook's, or a server's."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WATCHED = """if True:
+    import logging, signal, sys, threading, time
+
+    def process():
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        absl = logging.getLogger("absl")
+        return sys.excepthook, threading.excepthook, sys.unraisablehook, handlers, absl.filters[:], absl.level
+
+    def threads():
+        return {thread for thread in threading.enumerate() if "maxlib" in thread.name}
+
+    import absl.logging, jax, orbax.checkpoint  # what these do to a process is theirs
+    jax.devices()
+    before = process()
+"""
+
+
+def left_alone(body: str, directory: Path) -> None:
+    """Runs `body`, then compares the process with what it was."""
+    after = """
+    assert process() == before, (process(), before)
+    while threads():  # they end by themselves, and a test that waits for ever fails
+        time.sleep(0.05)
+    print("left alone")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED + body + after, str(directory)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.endswith("left alone\n"), done.stdout + done.stderr
+
+
+def test_imports_change_nothing(tmp_path):
+    body = """
+    import importlib, pkgutil, maxlib
+    for module in pkgutil.walk_packages(maxlib.__path__, "maxlib."):
+        if "__main__" not in module.name and "mosaic" not in module.name and "_worker" not in module.name:
+            importlib.import_module(module.name)
+    """
+    left_alone(body, tmp_path)
+
+
+def test_a_trainer_changes_nothing(tmp_path):
+    """With metrics on disk, and data that is read ahead."""
+    body = """
+    from flax import nnx
+    from maxlib import data, ops, training
+    from maxlib.models import llama
+    rope = ops.Rope(8, max_length=16)
+    cfg = llama.Config(vocab=32, num_layers=1, dim=16, mlp_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, rope=rope)
+    documents = data.in_memory([list(range(1, 30))]).repeat()
+    loader = data.Loader(lambda part: data.pack(documents[part], length=8), batch_size=2, num_shards=1)
+    build = lambda: llama.Llama(cfg, rngs=nnx.Rngs(0))
+    trainer = training.Trainer(build, optimizer=training.adamw(1e-3), loader=loader, directory=sys.argv[1])
+    assert process() == before
+    assert trainer.fit(2)["loss"] > 0
+    loader.close()
+    """
+    left_alone(body, tmp_path)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_initialize_hooks_exceptions_only_when_asked(asked, monkeypatch):
+    import jax
+
+    from maxlib.distributed import _initialize
+
+    monkeypatch.setattr(_initialize, "rendezvous", lambda *_, **__: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "excepthook", before := sys.excepthook)
+    monkeypatch.delenv(_initialize.EXIT_ON_ERROR, raising=False)
+    _initialize.initialize("localhost:1234", 2, 0, exit_on_error=asked)
+    assert (sys.excepthook is before) != asked
+    monkeypatch.setattr(sys, "excepthook", before)
+    monkeypatch.setenv(_initialize.EXIT_ON_ERROR, "1")  # as the launcher does
+    _initialize.initialize("localhost:1234", 2, 0)
+    assert sys.excepthook is not before

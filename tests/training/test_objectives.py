@@ -1,0 +1,247 @@
+"""Losses defined outside of maxlib: with microbatches, on meshes, in 1F1B pipelines; with a frozen reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from maxlib import nn, sharding, training
+from tests.nn.tiny import tiny_llama
+from tests.training import objectives, tiny
+
+ROWS, T = 8, 32
+PP = sharding.Pipeline("stage", microbatches=4)
+LOSSES = {
+    "focal": functools.partial(objectives.focal, gamma=1.5, dtype=jnp.float32),
+    "pairs in a row": functools.partial(objectives.preferred, beta=0.3, dtype=jnp.float32, remat="full"),
+}
+
+
+@functools.cache
+def model():
+    return tiny_llama(num_layers=4, vocab=64)
+
+
+def batch(seed=0):
+    """Rows of two answers of uneven lengths; the last row does not count."""
+    rng = np.random.default_rng(seed)
+    data = tiny.batch(ROWS, T, vocab=64, seed=seed)
+    lengths = np.sort(rng.integers(4, T, (ROWS, 2)))[:, :, None]
+    at = np.arange(T)[None, :]
+    data["segment_ids"] = np.where(at < lengths[:, 0], 1, np.where(at < lengths[:, 1], 2, 0)).astype(np.int32)
+    data["targets"] = np.where(data["segment_ids"] > 0, data["targets"], -1)
+    data["reference"] = rng.normal(-4, 0.3, (ROWS, T)).astype(np.float32)
+    data["weight"] = np.array([1.0] * (ROWS - 1) + [0.0], np.float32)
+    return data
+
+
+def by_autodiff(loss):
+    """Gradients, mean and statistics, as `training.one_f_one_b` gives them."""
+
+    def gradients(params, rest, data, key):
+        def mean(params):
+            value, stats = loss(nn.combine(params, rest), data, key)
+            return value / stats.num_targets, stats
+
+        (value, stats), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        return grads, value, stats
+
+    return gradients
+
+
+def run(gradients, spread, data):
+    compiled = jax.jit(gradients, compiler_options=tiny.QUICKLY)
+    return compiled(*nn.partition(spread), jax.tree.map(jnp.asarray, data), jax.random.key(0))
+
+
+@functools.cache
+def alone(name):
+    return jax.device_get(run(by_autodiff(LOSSES[name]), model(), batch()))
+
+
+def check(got, want):
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5)
+    np.testing.assert_allclose(got[2].num_targets, want[2].num_targets)
+    assert got[2].sums.keys() == want[2].sums.keys()
+    for name, value in want[2].sums.items():
+        np.testing.assert_allclose(got[2].sums[name], value, rtol=1e-5, err_msg=name)
+    assert got[0].keys() == want[0].keys()
+    for path, gradient in want[0].items():
+        np.testing.assert_allclose(got[0][path], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=path)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_outside_loss_is_its_formula(name):
+    data = batch()
+    hidden = model()(data["tokens"], segment_ids=jnp.asarray(data["segment_ids"]), dtype=jnp.float32).hidden
+    logits = np.asarray(hidden, np.float64) @ np.asarray(model().head_weight(), np.float64).T
+    counts, index = data["targets"] >= 0, np.maximum(data["targets"], 0)[..., None]
+
+    def log_prob(temperature):
+        z = logits / temperature
+        return np.take_along_axis(z - np.log(np.exp(z).sum(-1, keepdims=True)), index, -1)[..., 0]
+
+    if name == "focal":
+        want = np.sum((-((1 - np.exp(log_prob(1.0))) ** 1.5) * log_prob(1.0))[counts]) / counts.sum()
+    else:
+        ratio = np.where(counts, log_prob(0.8) - data["reference"], 0)
+        chosen, rejected = ((ratio * (data["segment_ids"] == segment)).sum(1) for segment in (1, 2))
+        want = np.log1p(np.exp(-0.3 * (chosen - rejected)))[:-1].mean()
+    np.testing.assert_allclose(alone(name)[1], want, rtol=1e-5)
+
+
+MESHES = {
+    "fsdp x tensor": ({"fsdp": 4, "tensor": 2}, sharding.FSDP_TP),
+    "data x context": ({"data": 2, "context": 4}, sharding.DP | sharding.CP_RING),
+    "gpipe x fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | PP),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_on_a_mesh_as_on_one_device(name, mesh):
+    degrees, rules = MESHES[mesh]
+    layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
+    spread = jax.device_put(model(), sharding.shardings(model(), layout))
+    with sharding.use(layout):
+        check(run(by_autodiff(LOSSES[name]), spread, batch()), alone(name))
+
+
+PIPELINES = {
+    "fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | PP),
+    "data x tensor": ({"stage": 2, "data": 2, "tensor": 2}, sharding.TP | PP),
+}
+
+
+@pytest.mark.parametrize("mesh", PIPELINES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_in_a_1f1b_pipeline_as_on_one_device(name, mesh):
+    degrees, rules = PIPELINES[mesh]
+    layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
+    spread = jax.device_put(model(), sharding.shardings(model(), layout))
+    with sharding.use(layout):
+        check(run(training.one_f_one_b(LOSSES[name]), spread, batch()), alone(name))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_microbatches_make_the_whole(name):
+    optimizer = optax.sgd(1.0)
+
+    def step(accumulate):
+        run = tiny.jit_step(training.make_train_step(LOSSES[name], optimizer, accumulate=accumulate))
+        state = training.make_state(jax.tree.map(jnp.copy, model()), optimizer)
+        return jax.device_get(run(state, jax.tree.map(jnp.asarray, batch())))
+
+    (whole, metrics), (cut, other) = step(1), step(4)
+    np.testing.assert_allclose(metrics["loss"], alone(name)[1], rtol=1e-5)
+    for key, value in metrics.items():
+        np.testing.assert_allclose(other[key], value, rtol=1e-5, err_msg=key)
+    for path, value in whole.trainable.items():
+        np.testing.assert_allclose(cut.trainable[path], value, atol=1e-5 * np.abs(value).max(), err_msg=path)
+
+
+class WithReference(nnx.Module):
+    """Two models in one: what is trained, and what it is compared with."""
+
+    def __init__(self, policy, reference):
+        self.policy, self.reference = policy, reference
+
+
+def against_reference(model, batch, key):
+    """`preferred` with the reference computed on the way, not found in the batch."""
+    frozen = model.reference(batch["tokens"], segment_ids=batch["segment_ids"], dtype=jnp.float32)
+    head = model.reference.head_weight()
+    scores = nn.token_log_probs(frozen.hidden, head, batch["targets"], temperature=0.8)
+    return LOSSES["pairs in a row"](model.policy, batch | {"reference": scores.log_prob}, key)
+
+
+class Pairs(tiny.Loader):
+    def __next__(self):
+        super().__next__()
+        return batch(self.next)
+
+
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 8}])
+def test_a_frozen_reference_beside_the_policy_trains_as_one_in_the_batch(mesh, monkeypatch):
+    monkeypatch.setattr("maxlib.training._trainer.jit_step", tiny.jit_step)
+    score = jax.jit(lambda m, b: against_scores(m, b), compiler_options=tiny.QUICKLY)
+
+    class Referenced(Pairs):
+        def __next__(self):
+            data = super().__next__()
+            return data | {"reference": np.asarray(score(model(), data))}
+
+    layout = None if mesh is None else sharding.Layout(sharding.make_mesh(**mesh), sharding.FSDP)
+    options = {"optimizer": optax.sgd(0.3), "layout": layout}
+    both = WithReference(model(), model())
+    frozen = training.Trainer(
+        both, loader=Pairs(), loss=against_reference, filter=training.trainable_only("policy.*"), **options
+    )
+    stored = training.Trainer(model(), loader=Referenced(), loss=LOSSES["pairs in a row"], **options)
+    first, _ = frozen.fit(1), stored.fit(1)
+    assert first["loss"] == pytest.approx(np.log(2), rel=1e-6)  # the policy is the reference
+    assert first["grad_norm"] > 1e-2
+    last, want = frozen.fit(3), stored.fit(3)
+    assert last["loss"] == pytest.approx(want["loss"], rel=1e-5) and last["margin"] == pytest.approx(want["margin"])
+    assert all(path.startswith("policy.") for path in frozen.state.trainable)
+    jax.tree.map(np.testing.assert_array_equal, frozen.model.reference, model())
+    for path, value in stored.state.trainable.items():
+        np.testing.assert_allclose(frozen.state.trainable[f"policy.{path}"], value, atol=1e-5, err_msg=path)
+
+
+def against_scores(model, batch):
+    """What `referenced` batches hold: log-probabilities of the targets."""
+    out = model(batch["tokens"], segment_ids=batch["segment_ids"], dtype=jnp.float32)
+    return nn.token_log_probs(out.hidden, model.head_weight(), batch["targets"], temperature=0.8).log_prob
+
+
+def test_a_plain_loss_may_run_the_model_twice_on_nested_batches():
+    """Chosen and rejected answers in arrays of their own: microbatches and meshes divide both alike."""
+    data = {half: tiny.batch(ROWS, 12, vocab=64, seed=seed) for seed, half in enumerate(("chosen", "rejected"))}
+    optimizer = optax.sgd(1.0)
+
+    def step(layout=None, accumulate=1):
+        run = tiny.jit_step(training.make_train_step(objectives.contrast, optimizer, accumulate=accumulate))
+        own = training.own_model(model(), layout)
+        state = training.make_state(own, optimizer)
+        return jax.device_get(run(state, training.place_batch(data, layout)))
+
+    whole, metrics = step()
+    layout = sharding.Layout(sharding.make_mesh(fsdp=4, devices=jax.devices()[:4]), sharding.FSDP)
+    with sharding.use(layout):
+        spread = step(layout, accumulate=2)
+    assert metrics["num_targets"] == ROWS
+    for name in ("loss", "margin", "grad_norm"):
+        np.testing.assert_allclose(spread[1][name], metrics[name], rtol=1e-5)
+    for path, value in whole.trainable.items():
+        np.testing.assert_allclose(spread[0].trainable[path], value, atol=1e-5 * np.abs(value).max(), err_msg=path)
+
+
+def test_what_a_pipeline_cannot_divide_is_refused():
+    with pytest.raises(TypeError, match="decorated with training.objective"):
+        training.one_f_one_b(objectives.contrast)
+
+    @training.objective
+    def counted(head, hidden, batch):
+        return jnp.sum(hidden), training.Stats(jnp.sum(hidden), {})
+
+    mesh = sharding.make_mesh(stage=2, devices=jax.devices()[:2])
+    args = (*nn.partition(jax.eval_shape(model)), batch(), jax.random.key(0))
+    with sharding.use(sharding.Layout(mesh, sharding.DP | PP)):
+        with pytest.raises(ValueError, match="num_targets must be a function of the batch alone"):
+            jax.eval_shape(training.one_f_one_b(counted), *args)
+        args[2]["lengths"] = np.zeros(3, np.int32)
+        with pytest.raises(ValueError, match=r"batch\['lengths'\] must have the 8 rows"):
+            jax.eval_shape(training.one_f_one_b(), *args)
+
+
+def test_a_loss_says_what_it_takes():
+    with pytest.raises(TypeError, match="gama"):
+        objectives.focal(model(), jax.tree.map(jnp.asarray, batch()), gama=1.0)
+    assert "gamma" in str(objectives.focal.__signature__) and "remat" in str(objectives.focal.__signature__)
+    assert repr(objectives.focal) == "<objective tests.training.objectives.focal>"
+    assert objectives.focal.__doc__ and objectives.focal.by_row
