@@ -152,7 +152,7 @@ def _kept_bytes(x: Any, weights: Any, program: Program) -> float:
 def _layer_weights(program: Program) -> float:
     """Returns bytes of a layer's gathered weights in the compute dtype, and of gradients before they are scattered."""
     # Experts to which tokens travel are not gathered. Between slices, a layer's gradients are exchanged while the next
-    # layer runs, so all of them wait. XLA for GPUs scatters the gradients of a layer together, else it is one at a time.
+    # layer runs, so all of them wait. XLA for GPUs scatters a layer's gradients together, others one at a time.
     rules, mesh, names = program.layout.rules, program.mesh, nn.tree.axes(program.state.rest)
     width = jnp.dtype(program.job.dtype).itemsize
     gathered = (
