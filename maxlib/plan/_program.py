@@ -21,7 +21,7 @@ from maxlib.sharding._mesh import fill
 from maxlib.sharding.pipelining import Schedule
 from maxlib.training._placement import batch_names
 
-# The first call of attention in a lowered program: queries and keys as one device sees them.
+# The first call of attention in a lowered program: queries and keys of one device.
 _SIZES = r"tensor<((?:\d+x){4,})"
 _ATTENTION = re.compile(rf"ops\._attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
 

@@ -120,7 +120,7 @@ def _within_host(mesh: Any, number: int) -> int:
     sizes = tuple(mesh.shape.values())
     if isinstance(mesh, Mesh):
         hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    else:  # the last axes lie within a host
+    else:  # the last axes are within a host
         hosts = np.arange(math.prod(sizes)).reshape(sizes) // GPUS_PER_HOST
     line = hosts.swapaxes(0, number).reshape(sizes[number], -1)[:, 0]
     return sizes[number] // len(set(line.tolist()))

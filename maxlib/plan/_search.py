@@ -98,17 +98,10 @@ def search(
     workers: int | None = None,
     timeout: float = 3600,
 ) -> Search:
-    """Estimates every combination of layout, remat and batch, and compiles the most promising that may fit.
+    """Estimates every combination of layout, remat and batch, and compiles the `compile` most promising that may fit.
 
-    `batches` are sequences per chip and `remats` are remat policies. `layouts` are pairs of a mesh and rules; by
-    default FSDP with every degree of tensor parallelism up to 16. `compile` is the number of layouts to compile,
-    `workers` the number of compilers that run at a time (default: one for two cores), `timeout` the seconds of one
-    compilation. All other arguments are fields of `Job`, which describes them. A layout that cannot be planned is
-    listed in `refused`.
-
-    Raises:
-      ValueError: when no layout can be planned, or `compile` is negative.
-      ImportError: when the compiler for the target is not installed.
+    `layouts` are pairs of a mesh and rules (default: FSDP, with tensor parallelism up to 16), `batches` are per chip,
+    `workers` compilers run at once; the rest is as in `plan`. Raises ValueError when no layout can be planned.
     """
     if compile < 0:
         raise ValueError(f"compile must be at least 0, the number of layouts to compile; got {compile}")

@@ -1,7 +1,7 @@
 """Context parallelism: the tokens of a row are split over devices.
 
-Everything but attention works on single tokens and needs no communication. The three strategies differ in how queries
-reach the keys of other devices.
+Layers that treat tokens one by one need no communication. The three strategies differ in how attention's queries reach
+the keys of other devices.
 """
 
 import dataclasses

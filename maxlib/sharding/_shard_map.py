@@ -14,7 +14,7 @@ from maxlib.sharding._axes import Table, check_axes, mesh_axes_of
 from maxlib.sharding._layout import current
 from maxlib.sharding._rules import drop_uneven, resolve, spec
 
-LANES = 128  # entries of a TPU's vector register
+LANES = 128  # entries of a row of a TPU's vector registers
 Names = tuple[str | None, ...]
 
 
@@ -35,10 +35,13 @@ class AllGatherArg:
 
 
 def gathers_odd_parts(names: AllGatherArg, shape: Sequence[int]) -> bool:
-    """Returns whether a device lacks parts of the last dimension, and they fill no whole registers.
+    """Tells whether the last dimension is gathered in parts that are not whole TPU registers.
 
-    Parts of whole registers (of 128 entries) lie side by side as they arrive. Others have to be copied.
+    Args:
+      names: the axis names of the argument.
+      shape: its whole shape.
     """
+    # Parts of whole registers (128 entries) are stored next to each other as they arrive; others must be copied again.
     if (layout := current()) is None:
         return False
     kept, wanted = _places(names, lambda own: spec(own, layout.rules))
