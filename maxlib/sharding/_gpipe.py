@@ -119,8 +119,8 @@ def _tick(run, stage_params, x, ctx, plan, flow, t):
     new = jax.tree.map(lambda a: a[:, schedule.forward(t, 0).microbatch], x)
     entering = placed(stage_inputs(flow.passed, new, turn), plan)
     passed, aux = run(stage_params, turn, entering, ctx)
-    # Every stage writes into its own `out`, though only the last stage's is read: nothing leaves a device before the
-    # end. What a microbatch wrote on earlier rounds, or the bubble did, is overwritten by its last round.
+    # Every stage writes into its own `out`, though only the last stage's is read: finished microbatches then stay where
+    # they are until the end. What earlier rounds or the bubble wrote is overwritten by a microbatch's last round.
     leaving = schedule.forward(t, schedule.stages - 1).microbatch
     out = jax.tree.map(lambda o, a: o.at[:, leaving].set(a), flow.out, passed)
     return _Flow(placed(passed, plan), placed(out, plan), add_up(flow.aux, aux, turn)), None
