@@ -13,6 +13,8 @@ from maxlib import checkpoint, data, tokenization
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?:^|\n\n)((?: {4,}\S.*\n?)+)")
+# A block of anything else is a figure, such as a timetable.
+CODE = re.compile(r"(from|import|def|class|with|for|if|try|@\w+)\b|@|[\w.\[\], *\"']+ ?=(?!=)|[\w.]+\(")
 LIST = re.compile(r"(Args|Returns|Raises|Attributes|Yields|Metrics):\n", re.MULTILINE)
 
 
@@ -31,7 +33,8 @@ def examples() -> list[tuple[str, str, str]]:
 
 def blocks(text: str) -> list[str]:
     assert "```" not in text and ">>>" not in text, f"indent code by four instead: {text[:80]!r}"
-    return [match[1] for match in BLOCK.finditer(LIST.split(text)[0])]
+    found = [match[1] for match in BLOCK.finditer(LIST.split(text)[0])]
+    return [block for block in found if CODE.match(block.lstrip())]
 
 
 @pytest.fixture(scope="module")
@@ -73,5 +76,6 @@ def test_blocks_are_found():
     assert len(examples()) >= 5
     text = "First.\n\n    a = 1\n    b = 2\n\nMore:\n\n    c = 3\n\nArgs:\n  x: one\n    that goes on.\n"
     assert [block.split() for block in blocks(text)] == [["a", "=", "1", "b", "=", "2"], ["c", "=", "3"]]
+    assert blocks("First.\n\n    A A | B  the lead (two layers)\n") == []
     with pytest.raises(SyntaxError):  # the broken example that nothing tested
         exec(_unindented("    a = f(1) b =\n    g(a) h(b)\n"))

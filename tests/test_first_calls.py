@@ -32,7 +32,7 @@ MISTAKES = {
     "training.make_state(build, adam, filter=lambda *_: False)": r"takes none of these \d+: embed.w, head.w",
     "training.Trainer(build, optimizer=adam)": "missing 1 required keyword-only argument: 'loader'",
     "training.Trainer(build, optimizer=adam, loader=[])": "loader must be a loader with a state, .*list lacks __next__, reset",
-    "training.Trainer(cfg, optimizer=adam, loader=loader)": "model must be an nnx.Module or a function .*got Config",
+    "training.Trainer(cfg, optimizer=adam, loader=loader)": "model must be an nnx.Module, a pytree of them or a function .*got Config",
     "training.Trainer(build, optimizer=adam, loader=loader, callbacks=[print])": "pairs .every, function., .*got <built-in",
     "training.Trainer(build, optimizer=adam, loader=loader, eval_every=3)": "eval_every=3 needs an eval_loader",
     "training.Trainer(build, optimizer=adam, loader=loader, checkpointer='run')": "Checkpointer.directory. or Tiers, got 'run'",

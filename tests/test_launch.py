@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from maxlib import sharding
 from maxlib.distributed import _initialize as distributed
 from maxlib.models import llama
-from maxlib.sharding._mesh import AXES
+from maxlib.sharding._mesh import MESH_AXES as AXES
 
 LAUNCH = Path(__file__).parents[1] / "examples" / "launch"
 SBATCH, JOBSET = LAUNCH / "pretrain.sbatch", LAUNCH / "jobset.yaml"

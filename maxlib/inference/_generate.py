@@ -44,9 +44,10 @@ class Generator:
         absent = jax.tree.map(lambda x: np.broadcast_to(False, x.shape), self._shapes)  # without memory of its own
         weights = jax.tree.map(jnp.asarray, weights)
         new = nn.unstack(nn.combine(weights, absent) if isinstance(weights, dict) else weights)
+        _check_shapes(self.model, new)
         if jax.tree.structure(new) != jax.tree.structure(self.model):
             raise ValueError("update takes a model of the same structure; make a new Generator for another model")
-        self.model = jax.tree_util.tree_map_with_path(_replaced, self.model, new)
+        self.model = jax.tree.map(_replaced, self.model, new)
 
     def generate(
         self,
@@ -196,11 +197,18 @@ def _cast_matrices(model: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda x: cast(x) if is_variable(x) else x, model, is_leaf=is_variable)
 
 
-def _replaced(path: Any, old: Array, new: Any) -> Array:
+def _check_shapes(old: Any, new: Any) -> None:
+    """Raises ValueError for the first weight of `new` whose shape differs from that of the same path in `old`."""
+    here, given = nn.variables(old), nn.variables(new)
+    for path in sorted(here.keys() & given.keys()):
+        if here[path].shape != given[path].shape:
+            raise ValueError(
+                f"update takes weights of the same shapes; {path} is {here[path].shape} here, got {given[path].shape}"
+            )
+
+
+def _replaced(old: Array, new: Any) -> Array:
     """Returns `new` in its own memory and in the dtype of `old`; `old` where there is nothing new."""
-    if new.shape != old.shape:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        raise ValueError(f"update takes weights of the same shapes; {name} is {old.shape} here, got {new.shape}")
     return old if isinstance(new, np.ndarray) else jnp.array(new, old.dtype, copy=True)
 
 

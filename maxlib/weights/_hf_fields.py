@@ -1,6 +1,6 @@
 """Configurations that declare beside each field where config.json has it, so that the same lines read and write it.
 
-    @dataclass(frozen=True, kw_only=True)
+    @dataclasses.dataclass(frozen=True, kw_only=True)
     class Config(ModelConfig):
         model_types = ("llama",)
         architecture = "LlamaForCausalLM"

@@ -184,5 +184,5 @@ def test_a_router_of_the_first_version_is_read(tmp_path):
     assert_same(
         got, {f"layers.prefix.{i}.moe.router.expert_bias": bias[i] for i in range(3)} | {"other.router.correction": own}
     )
-    with pytest.raises(ValueError, match=r"it lacks:\n  layers\.0\.moe\.router\.bias"):
+    with pytest.raises(ValueError, match=r"it lacks:\n  layers\.body\.0\.moe\.router\.bias"):
         checkpoint.load(tmp_path, {"rest": {"layers.body.0.moe.router.bias": jnp.zeros((3, 4))}}, layouts=layout)

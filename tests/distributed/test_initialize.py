@@ -179,7 +179,7 @@ import sys, time, jax
 from pathlib import Path
 from maxlib import distributed, sharding
 made = Path(sys.argv[3])
-print(distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), timeout=120))
+print(distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), timeout=120, exit_on_error=True))
 with distributed.main_process_first("a file"):
     before = made.exists()
     time.sleep(0.0 if before else 0.5)

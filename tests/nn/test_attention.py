@@ -200,5 +200,5 @@ def test_with_attention_sets_every_layer_of_a_model_and_leaves_the_old_one():
     assert all(layer.implementation is None for layer in model)
     assert all(a is b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(model), strict=True))
     assert jax.tree.structure(nn.with_attention(new, None)) == jax.tree.structure(model)
-    with pytest.raises(ValueError, match="Einsum has no layer of type nn.Attention or nn.MLA"):
+    with pytest.raises(ValueError, match=r"Einsum has no layer \(nn.SequenceMixer\) whose op is 'attention'"):
         nn.with_attention(build().q, "chunked")
