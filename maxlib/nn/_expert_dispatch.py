@@ -152,7 +152,7 @@ def _sort(experts, valid, num_experts: int):
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     # Inverse permutation: place[order[i]] = i.
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
-    # A comparison with every id, [M * X, E], is faster than a scatter-add; padding matches none.
+    # Compares with every id, [M * X, E] -> [E]; padding matches none.
     counts = jnp.sum(ids[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
     return order, place, counts
 

@@ -191,7 +191,7 @@ class Stack(StackedLayers):
                 "without a Pipeline"
             )
 
-        # `works` is False for repeats that only fill up the last stage.
+        # `works` is False for repeats that only pad a stage with fewer layers than others.
         def stage(body, works, x, ctx):
             x, _, aux = scan_segment(body, x, ctx, remat=remat, works=works)
             return x, aux
@@ -378,7 +378,7 @@ def _keep_float32(weight: jax.Array) -> jax.Array:
     """
     if weight.dtype != jnp.float32:
         return weight
-    # A bitcast to integers and back: XLA does not move a cast of floats across it.
+    # float32 -> uint32 -> float32 with a barrier between: XLA cannot move a cast to bfloat16 across it.
     bits = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(weight, jnp.uint32))
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
