@@ -141,7 +141,7 @@ class RingCache(LayerCache):
     def _slots(self, k_start: Array, k_end: Array) -> tuple[Array, Array]:
         """Returns key intervals as slots of the ring, for a single query."""
         W, seen = self.k.shape[1], k_end - k_start
-        # A full window is all W slots from 0. A shorter one has not wrapped around yet.
+        # A full window is all W slots from 0. A shorter one does not wrap around the end.
         first = jnp.where(seen >= W, 0, k_start % W)
         return first, first + seen
 
