@@ -242,15 +242,14 @@ def attend(
 
     When devices share a sequence, the axes `q_seq` and `kv_seq` decide how it is brought together. If only `q_seq` is
     split, keys are gathered. If both are, keys travel around a ring (Liu et al. 2023, arXiv:2310.01889). If neither is,
-    heads are split instead (`attn_heads`), with an all-to-all before and after (Ulysses, Jacobs et al. 2023,
-    arXiv:2309.14509).
+    heads are split, with all-to-alls before and after (Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
     Args:
         q: Queries, `B T N Hk`.
         k: Keys, `B S K Hk`.
         v: Values, `B S K Hv`.
-        k_start: `B T`, index of the first key of each query.
-        k_end: `B T`, index after the last key of each query.
+        k_start: First key of each query, `B T`.
+        k_end: Key after the last one of each query, `B T`.
         sinks: One logit per query head that takes part in the softmax, or None.
         scale: Factor on the scores, by default `Hk ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`, or None.
@@ -276,14 +275,12 @@ def attend(
         k, v = (natural_order(x, parts) for x in (k, v)) if zigzag else (k, v)
         return ops.attention(q, k, v, **options)
 
-    # Tokens are exchanged for heads here and nowhere else: left alone, XLA would rotate and project heads, and gather
-    # tokens.
+    # Tokens are exchanged for heads only here: otherwise XLA would gather tokens, and project and rotate all of them.
     own = lambda x: constrain(x, "batch", "seq", "act_heads", None)
-    # The condition holds outside decoding from a cache, where keys are longer than queries.
     q, k, v = (own(x) for x in (q, k, v)) if q.shape[1] == k.shape[1] else (q, k, v)
     copies = axis_size("attn_heads")
     if q.shape[2] % copies == 0 and copies > k.shape[2] and copies % k.shape[2] == 0:
-        # Fewer key heads than devices: each takes a copy of its own.
+        # Fewer key heads than devices: each gets a copy. [B, S, K, H] -> [B, S, copies, H]
         k, v = (jnp.repeat(x, copies // x.shape[2], axis=2) for x in (k, v))
     _check_exchange(q, k)
     queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
