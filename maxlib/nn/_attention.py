@@ -238,7 +238,7 @@ def attend(
     implementation: str | None = None,
     zigzag: bool = False,
 ) -> Float[Array, "B T N Hv"]:
-    """Runs `ops.attention` on each device's own rows, heads and queries, under the layout in use.
+    """Returns `ops.attention`, `B T N Hv`, computed on each device's own rows, heads and queries by the layout in use.
 
     When devices share a sequence, the axes `q_seq` and `kv_seq` decide how it is brought together. If only `q_seq` is
     split, keys are gathered. If both are, keys travel around a ring (Liu et al. 2023, arXiv:2310.01889). If neither is,
@@ -256,9 +256,6 @@ def attend(
         implementation: Name of an implementation of `ops.attention`; None chooses the best one.
         zigzag: True if tokens are in the order of `sharding.layers.zigzag`.
 
-    Returns:
-        The outputs, `B T N Hv`.
-
     Raises:
         ValueError: when tokens must be exchanged for heads and the number of heads does not allow it.
     """
@@ -271,7 +268,7 @@ def attend(
         options = {**bounds, "sinks": sinks, "scale": scale, "softcap": softcap, "implementation": implementation}
         if ring is not None:
             return ops.ring_attention(q, k, v, axis_name=ring, pieces=2 if zigzag else 1, **options)
-        # Bounds index keys in their natural order, so gathered keys are put back into it; queries may keep theirs.
+        # Bounds index keys in natural order, so gathered keys are put back into it; queries may keep theirs.
         k, v = (natural_order(x, parts) for x in (k, v)) if zigzag else (k, v)
         return ops.attention(q, k, v, **options)
 

@@ -117,6 +117,7 @@ def context(
         raise ValueError("segment_ids cannot be combined with a cache: give each document a row of its own")
     inputs = {"segment_ids": segment_ids, "valid": valid, "tokens": tokens}
     _check_rows(batch, seq, cache, inputs, positions)
+    # Tokens before this call; `index` counts on from them.
     length = jnp.zeros(batch, jnp.int32) if cache is None else cache.length
     index, start, stop, valid = _documents(batch, seq, segment_ids, valid, cache)
     num_new = jnp.full(batch, seq, jnp.int32) if valid is None else valid.sum(axis=1, dtype=jnp.int32)
@@ -234,6 +235,7 @@ def _documents(batch, seq, segment_ids, valid, cache):
     if segment_ids is None:
         segment_ids = valid.astype(jnp.int32)
     elif valid is not None:
+        # Padding inside a packed row belongs to no document: id 0.
         segment_ids = jnp.where(valid, segment_ids, 0)
     return place, *_segment_bounds(place, segment_ids), segment_ids > 0
 

@@ -107,6 +107,7 @@ class Decoder(nnx.Module):
         # [B, T, D] in, [B, T, D] out; `aux` has a leading axis of layers.
         x, ctx = self.enter(x, cache=cache, **inputs)
         x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat)
+        # `cache and ...`: None without a cache.
         return Output(self.leave(x, ctx), cache and cache.advanced(layers, ctx), aux)
 
     def enter(self, x: Float[Array, "B T D"], *, cache: Cache | None = None, **inputs: Any):
@@ -115,7 +116,9 @@ class Decoder(nnx.Module):
         If devices share a sequence, tokens are put into zigzag order, unless a layer needs them in their own.
         """
         ctx = context(*x.shape[:2], cache=cache, masks=self.masks, ropes=self.ropes, **inputs)
+        # Splits [B, T, D] over the mesh as every layer expects it.
         x = constrain(x, "batch", "seq", "act_embed")
+        # A cache stores tokens by index, so decoding keeps the natural order.
         return zigzag_shard(x, ctx) if cache is None and self.layers.is_reorderable else (x, ctx)
 
     def leave(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T D"]:
@@ -197,6 +200,7 @@ class VisionDecoder(Decoder):
             is_image = tokens == self.cfg.vision.image_token
             # [I, C, H, W] -> [I, S, D], then into x at the placeholders, [B, T, D].
             x = place_features(x, is_image, self.projector(self.tower(images, dtype=dtype, remat=remat)))
+            # Start and stop of each image, [B, T], for masks with `ops.BidirectionalBlocks`.
             sees = bidirectional_blocks(is_image, segment_ids=segment_ids, cache=cache)
         inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid, "bidirectional_blocks": sees}
         return self.run(x, **inputs, **self.ids_for_layers(tokens), cache=cache, remat=remat)
@@ -232,6 +236,7 @@ class MTPDecoder(Decoder):
         Returns:
             One output per module (`nn.predict_ahead`).
         """
+        # The modules share the model's embedding.
         return predict_ahead(self.mtp, self.embed, hidden, tokens, ropes=self.ropes, **inputs)
 
     def draft(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any):

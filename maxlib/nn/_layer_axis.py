@@ -63,4 +63,5 @@ def map_layers(fn: Callable[[Any], Any], layer: Any) -> Any:
     """Applies `fn` to a layer; if several layers are stored together on a leading axis, to all of them with vmap."""
     if (name := layer_axis(layer)) is None:
         return fn(layer)
+    # vmap removes the leading axis of arrays; `without_layer_axis` removes its name.
     return with_layer_axis(jax.vmap(lambda one: fn(without_layer_axis(one)))(layer), name)

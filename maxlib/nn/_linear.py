@@ -84,6 +84,7 @@ class Einsum(nnx.Module):
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns the projection of `x`, in the dtype of `x`."""
         self._check(x)
+        # For "...D,NHD->...NH": [..., D] -> [..., N, H]
         y = self.matmul.einsum(self.spec, x, self._gathered(x) if self.gather_once else self.w)
         if self.b is None:
             return y
@@ -101,6 +102,7 @@ class Einsum(nnx.Module):
 
     def _check(self, x: Float[Array, "..."]) -> None:
         """Raises ValueError if the last axes of `x` do not fit the weight."""
+        # "...D,NHD->...NH": x must end in D, with the size that w has for it.
         of_x, of_w = self.spec.partition("->")[0].split(",")
         letters, sizes = of_x.removeprefix("..."), dict(zip(of_w, self.w.shape, strict=True))
         if sizes.keys() >= set(letters):
@@ -144,6 +146,7 @@ class Embed(nnx.Module):
         # Devices that hold different parts of the width look up each other's rows, then exchange rows for width: so
         # neither the table nor its gradient is ever whole.
         names = IfFree("batch"), IfFree("seq"), "embed"
+        # [B, T] -> [B, T, 1] and back: with the width's axis, `IfFree` knows which mesh axes it uses.
         tokens = constrain(tokens[..., None], *names)[..., 0]
         return constrain(jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype), *names)
 

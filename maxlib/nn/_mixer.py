@@ -136,6 +136,7 @@ def is_reorderable(layer: Any) -> bool:
     """
     if not isinstance(layer, SequenceMixer) and (own := getattr(layer, "reorderable", None)) is not None:
         return own
+    # all([]) is True, but a layer without a mixer needs tokens in order.
     found = list(mixers(layer))
     return bool(found) and all(mixer.reorderable for mixer in found)
 
@@ -172,6 +173,7 @@ def with_implementation(model: Any, implementation: str | None, *, op: str) -> A
     Raises:
         ValueError: when no layer of the model uses the op.
     """
+    # Treats matching mixers as leaves, so that all others, arrays included, are passed on unchanged.
     is_mixer = lambda x: isinstance(x, SequenceMixer) and x.op == op
     if not any(map(is_mixer, jax.tree.leaves(model, is_leaf=is_mixer))):
         raise ValueError(f"{type(model).__name__} has no layer (nn.SequenceMixer) whose op is {op!r}")

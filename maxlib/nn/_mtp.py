@@ -109,6 +109,7 @@ def predict_ahead(
     Returns:
         One output per module.
     """
+    # Only for the bounds of documents; each module gets a context of its own.
     documents = context(*tokens.shape, segment_ids=segment_ids, valid=valid)
     positions = documents.positions if positions is None else positions
     found = []
@@ -157,6 +158,7 @@ def draft(
     Returns:
         Hidden states, normed for the model's head, and the new cache.
     """
+    # [B, T]: one or two tokens per row while decoding, all of the prompt at first.
     ctx = context(*tokens.shape, valid=valid, cache=cache, masks=masks, ropes=ropes)
     hidden, layers, _ = module(hidden, embed(tokens, dtype=hidden.dtype), ctx, cache.layers)
     return hidden, cache.advanced(layers, ctx)

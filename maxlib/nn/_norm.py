@@ -20,12 +20,14 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, dim: int, *, eps: float = 1e-6, plus_one: bool = False):
+        # Identity at first: 1 + 0 or 1.
         self.scale = nnx.Param(jnp.zeros(dim) if plus_one else jnp.ones(dim), axes=("norm",))
         self.eps, self.plus_one = eps, plus_one
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Normalizes the last axis, in the dtype of `x`."""
         check_ends(x, "D", self.scale.shape, "the norm")
+        # In float32: in bfloat16 a mean of squares would have 8 significant bits.
         x32 = _to_unit(x, self.eps)
         scale = jnp.asarray(self.scale[...], x32.dtype) + (1.0 if self.plus_one else 0.0)
         return (x32 * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)

@@ -25,6 +25,7 @@ def pytree(cls: type[T]) -> type[T]:
         return keys, tuple(getattr(value, name) for name in fixed)
 
     def unflatten(aux, children):
+        # A frozen dataclass refuses setattr, and `__init__` must not run.
         value = object.__new__(cls)
         for name, child in zip(dynamic + fixed, (*children, *aux), strict=True):
             object.__setattr__(value, name, child)

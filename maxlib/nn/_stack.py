@@ -300,6 +300,7 @@ def _check_alike(one, keys, layout: dict[str, int]) -> None:
     """Compares the structure of every scanned layer, static attributes included, with the first in its place."""
     # Traces the constructor: shapes and structure, no arrays.
     shape = lambda i: jax.eval_shape(lambda: one(i, keys[i]))
+    # Layers that are stored alone need no equal.
     scanned = [segment for segment in segments(**layout).values() if segment.repeats]
     for numbers in (segment.layers(slot) for segment in scanned for slot in range(segment.slots)):
         first = shape(numbers[0])

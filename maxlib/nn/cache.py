@@ -43,6 +43,7 @@ class Cache:
 
     def advanced(self, layers: Any, ctx: Context) -> "Cache":
         """Returns the cache after a forward pass."""
+        # Padding does not count: each row grows by its real tokens.
         return Cache(layers, self.length + ctx.num_new, self.rope_length, ctx.next_position_offset)
 
 
@@ -208,6 +209,7 @@ class QuantizedLatentCache(LayerCache):
 
     def extend(self, latent: Array, ctx: Context) -> "QuantizedLatentCache":
         """Stores the latents of the new tokens, rounded."""
+        # [B, T, R] -> [B, T, kv_rank] and [B, T, R - kv_rank]
         parts = jnp.split(latent.astype(jnp.float32), [self.kv_rank], axis=-1)
         low = [qwix.quantize(x, self.values.dtype, channelwise_axes=(0, 1)) for x in parts]
         # Values [B, T, R], scales [B, T, 2]
@@ -231,6 +233,7 @@ def _put_rows(old: Num[Array, "B S R"], new: Num[Array, "B T R"], ctx: Context) 
     """Writes the new tokens of each row after its cached ones; raises ValueError if they do not fit."""
     if new.shape[1] > old.shape[1]:
         raise ValueError(f"{new.shape[1]} new tokens do not fit a cache of capacity {old.shape[1]}; make a larger one")
+    # [S, R] with [T, R] written at `start`, for each row.
     put = jax.vmap(lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=0))
     return put(old, new.astype(old.dtype), ctx.length)
 
@@ -261,6 +264,7 @@ def kv_cache(
         empty = lambda dim: jnp.zeros((batch, slots, num_kv_heads, dim), dtype)
         return kind(empty(k_dim), empty(v_dim))
 
+    # Scales are a cache with heads of width 1, so that both are indexed alike.
     values = zeros(k_dim, v_dim, dtype)
     return QuantizedCache(values, zeros(1, 1, jnp.float32)) if is_quantized(dtype) else values
 

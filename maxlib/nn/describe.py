@@ -66,6 +66,7 @@ def features(model: Any) -> tuple[str, ...]:
         *(["tied head"] if sum("vocab" in names for names in axes(model).values()) == 1 else []),
         *(["multi-token prediction"] if isinstance(model, _PredictsAhead) else []),
     ]
+    # dict.fromkeys keeps the first of equal labels, in order.
     return tuple(dict.fromkeys(found))
 
 

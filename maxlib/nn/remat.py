@@ -70,6 +70,7 @@ def _named(choices: Mapping[str, str]) -> Callable:
     names = lambda wanted: [name for name, choice in choices.items() if choice == wanted]
     if not names("offload"):
         return jax.checkpoint_policies.save_only_these_names(*names("keep"))
+    # "recompute" needs no list: names in neither are recomputed.
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=names("keep"),
         names_which_can_be_offloaded=names("offload"),

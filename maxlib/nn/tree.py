@@ -83,6 +83,7 @@ def pattern_paths(model: Any) -> dict[str, str]:
     `"layers.body.0.attn.q.w"` and `"layers.prefix.1.attn.q.w"` become `"layers.attn.q.w"`.
     """
     if is_stack(model):
+        # body.0.attn.q.w -> attn.q.w: segment and slot are left out.
         slots = ((name, i, layer) for name in model.segments for i, layer in enumerate(getattr(model, name)))
         return {f"{name}.{i}.{path}": short for name, i, layer in slots for path, short in pattern_paths(layer).items()}
     found = {}
@@ -111,6 +112,7 @@ def partition(model: Any, filter: Filter = is_trainable) -> tuple[dict[str, Any]
     Returns:
         The selected arrays as `{path: array}`, and the model without them.
     """
+    # Filters get pattern paths, so that they work in every layout.
     short = pattern_paths(model)
     trainable = {path: v.get_value() for path, v in variables(model).items() if filter(short[path], v)}
 
@@ -127,6 +129,7 @@ def combine(trainable: dict[str, Any], rest: Any) -> Any:
     Raises:
         KeyError: when `trainable` has a path that is not missing in `rest`.
     """
+    # Paths that have not found their variable yet.
     left = set(trainable)
 
     def put(path, leaf):

@@ -62,6 +62,7 @@ class EncoderBlock(nnx.Module):
 
     def __call__(self, x: Float[Array, "I P D"], ctx: Context, cache: None = None):
         """Applies the layer to patches, `I P D`; returns them, the cache and an empty aux, as layers of a stack do."""
+        # Each part reads a normed copy of the stream and adds to it, [I, P, D].
         x = x + self.attn(self.attn_norm(x), ctx)[0]
         x = x + self.mlp(self.mlp_norm(x))
         return constrain(x, "batch", "seq", "act_embed"), cache, {}
@@ -95,6 +96,7 @@ def in_patches(images: Float[Array, "I C H W"], size: int, patch: int) -> Float[
     """
     if images.shape[1:] != (3, size, size):
         raise ValueError(f"images must have the shape (number, 3, {size}, {size}), got {images.shape}; resize them")
+    # [I, C, H, W] -> [I, C, H / patch, patch, W / patch, patch]
     return images.reshape(-1, 3, size // patch, patch, size // patch, patch)
 
 
