@@ -1,4 +1,4 @@
-"""Generation: prefill and decode with any model that meets the contract of docs/decisions/0001.
+"""Generation: prefill and decode with any model that follows the contract of docs/decisions/0001.
 
 Shapes: B rows (prompts), T tokens of the longest prompt with padding, V vocabulary.
 """

@@ -134,7 +134,7 @@ def _step(model, state: _State, *, dtype) -> tuple[_State, Int[Array, "B 2"], Bo
     out = model(jnp.stack([state.token, state.draft], axis=1), cache=state.cache, dtype=dtype)
     new = jnp.argmax(model.logits(out.hidden), axis=-1).astype(jnp.int32)
     taken = new[:, 0] == state.draft
-    cache = dataclasses.replace(out.cache, length=state.cache.length + 1 + taken)  # what is behind is written anew
+    cache = dataclasses.replace(out.cache, length=state.cache.length + 1 + taken)  # later slots are overwritten
     valid = jnp.stack([jnp.ones_like(taken), taken], axis=1)
     hidden, drafts = model.draft(out.hidden, new, valid=valid, cache=state.draft_cache)
     last = taken.astype(jnp.int32)

@@ -47,6 +47,11 @@ def stream_text(
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Returns the token ids of `text`, from a `tokenizers.Tokenizer` or a Hugging Face one."""
+    """Returns the token ids of a text.
+
+    Args:
+        tokenizer: A `tokenizers.Tokenizer` or a Hugging Face one.
+        text: The text.
+    """
     encoded = tokenizer.encode(text)
     return list(getattr(encoded, "ids", encoded))

@@ -182,5 +182,13 @@ def with_implementation(model: Any, implementation: str | None, *, op: str) -> A
 
 
 def with_attention(model: Any, implementation: str | None) -> Any:
-    """Chooses the implementation of `ops.attention` in a whole model; see `with_implementation`."""
+    """Chooses the implementation of `ops.attention` in all layers of a model.
+
+    Args:
+        model: Shares its arrays with the result, and is not changed.
+        implementation: Name of an implementation; None chooses the best one.
+
+    Raises:
+        ValueError: when no layer of the model uses attention.
+    """
     return with_implementation(model, implementation, op="attention")

@@ -74,7 +74,12 @@ def can_rewind(layers: Any) -> bool:
 
 @pytree
 class KVCache(LayerCache):
-    """Cache of keys and values with `capacity` slots; token `i` is stored in slot `i`."""
+    """Cache of keys and values with `capacity` slots; token `i` is stored in slot `i`.
+
+    Attributes:
+        k: Keys, `B S K Hk`.
+        v: Values, `B S K Hv`.
+    """
 
     can_rewind: ClassVar[bool] = True
     kind: ClassVar[str | None] = "full"
@@ -101,7 +106,12 @@ class KVCache(LayerCache):
 
 @pytree
 class RingCache(LayerCache):
-    """Cache of the last W keys and values, with W = `mask.ring`; token `i` is stored in slot `i % W`."""
+    """Cache of the last W keys and values, with W = `mask.ring`; token `i` is stored in slot `i % W`.
+
+    Attributes:
+        k: Keys, `B W K Hk`.
+        v: Values, `B W K Hv`.
+    """
 
     kind: ClassVar[str | None] = "ring"
 

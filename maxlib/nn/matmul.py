@@ -40,7 +40,7 @@ class Exact:
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
         """Computes `einsum(spec, x, w)` in the dtype of `x`."""
         w = jnp.asarray(w[...], x.dtype)
-        alone = sharding.current() is None  # on a mesh, merged dimensions may be gathered anew for every use
+        alone = sharding.current() is None  # on a mesh, merged dimensions may be gathered for every use
         return _as_matrix(spec, x, w) if alone and _is_matrix(spec) else jnp.einsum(spec, x, w)
 
     def grouped(

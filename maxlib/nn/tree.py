@@ -126,6 +126,13 @@ def partition(model: Any, filter: Filter = is_trainable) -> tuple[dict[str, Any]
 def combine(trainable: dict[str, Any], rest: Any) -> Any:
     """Puts the arrays of `partition` back into the rest of the model.
 
+    Args:
+        trainable: Arrays by path.
+        rest: The model without them.
+
+    Returns:
+        The whole model.
+
     Raises:
         KeyError: when `trainable` has a path that is not missing in `rest`.
     """

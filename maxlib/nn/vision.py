@@ -116,6 +116,11 @@ def place_features(
     """Replaces the placeholders in `x`, row after row, by the vectors of `features`, image after image.
 
     If there are more or fewer placeholders than vectors, all of them become NaN: call `check_placeholders` first.
+
+    Args:
+        x: Token vectors, `B T D`.
+        is_placeholder: True for tokens that an image replaces.
+        features: S vectors of each image.
     """
     # [I, S, D] -> [I * S, D]; the n-th placeholder of the batch takes the n-th vector.
     flat = features.reshape(-1, features.shape[-1]).astype(x.dtype)

@@ -53,7 +53,11 @@ def for_inference(model: Model, rules: Rules) -> Model:
 
 
 def full_precision(model: Model) -> Model:
-    """Returns a model with plain matmuls, and with quantized weights as parameters again, in the dtype they had."""
+    """Returns a model with plain matmuls, and with quantized weights as parameters again, in the dtype they had.
+
+    Args:
+        model: A model from `for_training` or `for_inference`.
+    """
     return _map_sites(model, lambda path, site: _restored(site))
 
 

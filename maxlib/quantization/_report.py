@@ -100,9 +100,10 @@ class Report:
 
 
 def report(model: Any) -> Report:
-    """Lists which matmuls of `model` are quantized; `jax.eval_shape` of a model is enough.
+    """Lists which matmuls of `model` are quantized. Layers that a stack scans share a row.
 
-    Layers that a stack scans share a row.
+    Args:
+        model: A model; `jax.eval_shape` of one is enough.
     """
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, SITES))
     sites = [(dotted(path), x) for path, x in leaves if isinstance(x, SITES)]
@@ -202,11 +203,17 @@ def _sums(model, quantized, tokens, dtype):
 
 
 def matmuls(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
-    """Counts the FLOPs of the matmuls in `fn(*args)` by the dtypes of their operands ("int8 x int8"), without
-    computing.
+    """Counts the FLOPs of the matmuls in `fn(*args)`, without computing them.
 
     A scan's body is counted as often as it runs. Ops of `maxlib.ops` are counted under their own name ("grouped_matmul
     int8 x int8"). Attention, whose FLOPs depend on its masks, is counted as if every query attended to every key.
+
+    Args:
+        fn: Any function that JAX can trace.
+        args: Its arguments; `jax.ShapeDtypeStruct` is enough for arrays.
+
+    Returns:
+        FLOPs by the dtypes of the operands, such as "int8 x int8".
     """
     found: dict[str, float] = collections.defaultdict(float)
     _walk(jax.make_jaxpr(fn)(*args).jaxpr, 1.0, found)
