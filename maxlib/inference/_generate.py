@@ -113,31 +113,42 @@ class Generator:
             ValueError: when a prompt is empty, has ids outside the vocabulary or does not fit `capacity`, when the
                 model does not read images, or when images and placeholders do not match.
         """
-        tokens, valid = right_padded(prompts, self.vocab)
-        needed = max(map(len, prompts)) + max_new_tokens
-        capacity = shared_capacity(needed) if capacity is None else capacity
+        tokens, _ = right_padded(prompts, self.vocab)
+        longest = max(map(len, prompts)) + max_new_tokens
+        check_length(self.model, longest)
+        if capacity is None:
+            capacity = min(shared_capacity(longest), getattr(self.model, "max_length", None) or 1 << 62)
         check_room(prompts, max_new_tokens, capacity)
         seen = _seen(self.model, tokens, images)
-        capacity = max(capacity, tokens.shape[1])
-        return self._steps(tokens, valid, seen, max_new_tokens, sampler, frozenset(stop), key, capacity)
+        keys = jax.random.split(jax.random.key(0) if key is None else key, len(prompts))
+        return self._steps(
+            [list(prompt) for prompt in prompts], seen, max_new_tokens, sampler, frozenset(stop), keys, capacity
+        )
 
-    def _steps(self, tokens, valid, seen, max_new_tokens, sampler, stop, key, capacity):
-        """Runs prefill, then one step per token."""
-        rows = len(tokens)
-        # One key per row: the text of a prompt does not depend on the other prompts in the batch.
-        keys = jax.random.split(jax.random.key(0) if key is None else key, rows)
-        start = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype, "cache_dtype": self.cache_dtype}
-        token, cache = _prefill(self.model, tokens, valid, seen, keys, **start)
-        running = [True] * rows
+    def _steps(self, texts, seen, max_new_tokens, sampler, stop, keys, capacity):
+        """Yields new tokens; `texts` grow by them, also those of rows that have stopped."""
+        switches = _switches(self.model, texts)
+        token, cache = self._prefill(texts, seen, keys, 0, sampler, capacity)
+        running = [True] * len(texts)
         for step in range(1, max_new_tokens + 1):
-            last = token
-            if step < max_new_tokens:  # asked for before `last` is looked at: the device need not wait for the host
+            last, recompute = token, step in switches
+            if step < max_new_tokens and not recompute:  # before `last` is looked at: the device need not wait for us
                 token, cache = _decode(self.model, cache, last, keys, step, sampler=sampler, dtype=self.dtype)
             new = [int(t) for t in np.asarray(last)]
+            for text, t in zip(texts, new, strict=True):
+                text.append(t)
+            if step < max_new_tokens and recompute:
+                token, cache = self._prefill(texts, seen, keys, step, sampler, capacity)
             running = [alive and t not in stop for alive, t in zip(running, new, strict=True)]
             if not any(running):
                 return
             yield [t if alive else None for alive, t in zip(running, new, strict=True)]
+
+    def _prefill(self, texts, seen, keys, step, sampler, capacity):
+        """The next token of each text, and a cache that holds them."""
+        tokens, valid = right_padded(texts, self.vocab, most=capacity)
+        options = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype, "cache_dtype": self.cache_dtype}
+        return _prefill(self.model, tokens, valid, seen, keys, step, **options)
 
 
 def generate(
@@ -176,14 +187,24 @@ def generate(
 
 @functools.partial(jax.jit, static_argnames=("sampler", "capacity", "dtype", "cache_dtype"))
 def _prefill(
-    model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], seen, keys, *, sampler, capacity, dtype, cache_dtype
+    model,
+    tokens: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    seen,
+    keys,
+    step,
+    *,
+    sampler,
+    capacity,
+    dtype,
+    cache_dtype,
 ):
     """Runs the prompts, and returns their first new tokens and the cache."""
     cache = model.init_cache(tokens.shape[0], capacity, dtype=cache_dtype)
     out = model(tokens, valid=valid, cache=cache, dtype=dtype, **seen)
     # [B, T, D] -> [B, 1, D]: hidden states of each row's last real token; logits of the others are not needed.
     last = jnp.take_along_axis(out.hidden, (valid.sum(axis=1) - 1)[:, None, None], axis=1)
-    return _draw(model, last, keys, 0, sampler), out.cache
+    return _draw(model, last, keys, step, sampler), out.cache
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "dtype"), donate_argnames="cache")
@@ -231,10 +252,35 @@ def _seen(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Im
     return {} if images is None else {"images": images}
 
 
-def right_padded(prompts: Prompts, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+def _switches(model: Any, texts: Sequence[Sequence[int]]) -> set[int]:
+    """Returns the steps at which a text reaches the length from which its cached keys are rotated differently.
+
+    That length is `Decoder.recompute_cache_at`: there LongRoPE changes from its short factors to its long ones, and
+    transformers runs Phi over the whole text again. At these steps the cache is computed again.
+    """
+    at = getattr(model, "recompute_cache_at", None)
+    return set() if at is None else {at - len(text) for text in texts}
+
+
+def check_length(model: Any, length: int) -> None:
+    """Raises ValueError if `length` tokens are more than the model was made for (its `max_length`, if it has one)."""
+    limit = getattr(model, "max_length", None)
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"prompt and new tokens must fit the {limit} positions that the model was made for, got {length}: shorten "
+            "the prompt, ask for fewer tokens, or build the model with a rope that reaches further"
+        )
+
+
+def right_padded(prompts: Prompts, vocab: int, *, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Returns prompts as one array with padding on the right, and a mask of real tokens.
 
-    The length is a multiple of 16, so that similar calls share a program.
+    The length is rounded up, so that similar calls share a program.
+
+    Args:
+        prompts: Ids of each row.
+        vocab: Number of ids in the vocabulary.
+        most: Length that rounding up must not exceed; None for no limit.
     """
     if not len(prompts):
         raise ValueError("there must be at least one prompt, got none")
@@ -244,7 +290,8 @@ def right_padded(prompts: Prompts, vocab: int) -> tuple[np.ndarray, np.ndarray]:
         )
     if not all(len(p) for p in prompts):
         raise ValueError("every prompt needs at least one token; begin an empty one with the tokenizer's BOS id")
-    length = _round_up(max(map(len, prompts)), 16)
+    longest = max(map(len, prompts))
+    length = max(longest, min(_round_up(longest, 16), most or 1 << 62))
     tokens, valid = np.zeros((len(prompts), length), np.int32), np.zeros((len(prompts), length), bool)
     for row, prompt in enumerate(prompts):
         ids = np.asarray(prompt)

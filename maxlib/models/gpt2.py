@@ -94,9 +94,9 @@ class Attention(nn.SequenceMixer):
         q, k = (constrain(part(x), "batch", "seq", "act_heads", None) for part in (self.q, self.k))  # B T N H each
         return q, k
 
-    def traffic(self, split: nn.SplitSequence) -> dict[str, float]:
+    def traffic(self, split: nn.mixer.SplitSequence) -> dict[str, float]:
         both = 2 * self.num_heads * self.head_dim
-        return nn.attention_traffic(split, queries=both, keys=both)
+        return nn.mixer.attention_traffic(split, queries=both, keys=both)
 
     @property
     def kind(self) -> str:
@@ -152,6 +152,11 @@ class GPT2(nn.Decoder):
         x, ctx = super().enter(x, cache=cache, **inputs)
         # Added after the tokens of a split sequence took their places, by the positions that went with them.
         return constrain(x + self.positions(ctx, dtype=x.dtype), "batch", "seq", "act_embed"), ctx
+
+    @property
+    def max_length(self) -> int:
+        """Number of positions in the table."""
+        return self.positions.length
 
     def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
         """Returns an empty cache for `capacity` tokens a row. Raises ValueError if there are fewer positions."""

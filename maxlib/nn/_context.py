@@ -36,7 +36,9 @@ class Context:
         tables: Cosines and sines of `ropes`.
         tokens: `B T`, ids for layers that hash or look them up; None unless the model passes them on.
         next_position_offset: `B`, the next `position_offset` of the cache; None if positions count tokens.
-        rope_length: Static length that length-dependent rotary scalings assume.
+        row_length: `B`, with a cache the length of each row after this call, which length-dependent rotary scalings
+            use.
+        rope_length: Length that these scalings use instead if it is known in advance.
         masks: Masks whose intervals are computed in advance.
         ropes: Rotary embeddings whose tables are computed in advance.
         zigzag: True if tokens are in the order of `sharding.layers.zigzag`.
@@ -52,6 +54,7 @@ class Context:
     bidirectional_blocks: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None
     intervals: tuple[Any, ...] = ()
     tables: tuple[Any, ...] = ()
+    row_length: Int[Array, " B"] | None = None
     tokens: Int[Array, "B T"] | None = None
     next_position_offset: Int[Array, " B"] | None = None
     rope_length: int | None = static(default=None)
@@ -77,7 +80,7 @@ class Context:
         """Returns cosines and sines of every position under `rope`, `B T R` each (R is half the rotary dimensions)."""
         if rope in self.ropes:
             return self.tables[self.ropes.index(rope)]
-        return rope.tables(self.positions, length=self.rope_length)
+        return rope.tables(self.positions, length=self.row_length if self.rope_length is None else self.rope_length)
 
 
 def context(
@@ -130,6 +133,7 @@ def context(
         num_new=num_new,
         valid=valid,
         bidirectional_blocks=bidirectional_blocks,
+        row_length=None if cache is None else length + num_new,
         tokens=tokens,
         next_position_offset=_next_offset(positions, valid, length + num_new, cache),
         rope_length=_rope_length(seq, positions, segment_ids, cache),

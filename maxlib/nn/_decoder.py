@@ -12,10 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib.nn._context import Context, bidirectional_blocks, context, zigzag_shard, zigzag_unshard
 from maxlib.nn._linear import Embed
 from maxlib.nn._model import Output
-from maxlib.nn._mtp import MTP, MTPOutput, draft, predict_ahead
-from maxlib.nn._stack import Stack
 from maxlib.nn.cache import Cache
+from maxlib.nn.mtp import MTP, MTPOutput, draft, predict_ahead
 from maxlib.nn.remat import Policy
+from maxlib.nn.stack import Stack
 from maxlib.nn.vision import check_placeholders, place_features
 from maxlib.ops._attention import Mask
 from maxlib.ops._rope import Rope
@@ -48,6 +48,8 @@ class Decoder(nnx.Module):
         head: Table of output vectors; None if it is tied to `embed`.
         masks: Masks of the layers, whose key intervals are computed once per forward pass.
         ropes: Rotary embeddings of the layers, whose tables are computed once per forward pass.
+        recompute_cache_at: Length from which cached keys are rotated differently and must be recomputed (LongRoPE's
+            switch in Phi); None if there is none.
         softcap: `c` in `c * tanh(logits / c)`; None leaves logits as they are.
         layers_take_tokens: True if layers read ids from `ctx.tokens`.
     """
@@ -59,6 +61,7 @@ class Decoder(nnx.Module):
     head: Embed | None = None
     masks: tuple[Mask, ...] = ()
     ropes: tuple[Rope, ...] = ()
+    recompute_cache_at: int | None = None
     softcap: float | None = None
     layers_take_tokens: ClassVar[bool] = False
 
@@ -142,12 +145,17 @@ class Decoder(nnx.Module):
 
         Args:
             batch: Number B of rows.
-            capacity: Most tokens in a row.
+            capacity: Most tokens in a row. It does not change results.
             dtype: Dtype of the stored values; int8 and float8 are quantized.
-            rope_length: Length that length-dependent rotary scalings assume, by default `capacity`.
+            rope_length: See `Cache`.
         """
         layers = self.layers.init_cache(batch, capacity, dtype)
-        return Cache(layers, jnp.zeros(batch, jnp.int32), rope_length or capacity)
+        return Cache(layers, jnp.zeros(batch, jnp.int32), rope_length)
+
+    @property
+    def max_length(self) -> int | None:
+        """Number of positions that the model was made for, None without an end."""
+        return min((rope.max_length for rope in self.ropes if rope.max_length is not None), default=None)
 
 
 class VisionDecoder(Decoder):
@@ -246,7 +254,7 @@ class MTPDecoder(Decoder):
     def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> Cache:
         """Makes an empty cache of the first module."""
         layers = self._drafter.init_cache(batch, capacity, dtype)
-        return Cache(layers, jnp.zeros(batch, jnp.int32), capacity)
+        return Cache(layers, jnp.zeros(batch, jnp.int32))
 
     @property
     def _drafter(self) -> MTP:

@@ -30,8 +30,8 @@ class Cache:
     Args:
         layers: Caches from `Stack.init_cache`.
         length: `B`, tokens cached so far in each row.
-        rope_length: Length that length-dependent rotary scalings assume. It is fixed when the cache is made, so that
-            every step rotates in the same way.
+        rope_length: A fixed length for length-dependent rotary scalings (dynamic NTK, LongRoPE); None for the current
+            length of each row, with which transformers rotates new tokens.
         position_offset: `B`, difference between positions and the number of tokens, for example after an image whose
             positions are those of a grid; None if there is none.
     """

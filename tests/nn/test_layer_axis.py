@@ -11,6 +11,7 @@ from maxlib import nn, quantization, sharding, training
 from maxlib.nn._layer_axis import layer_axis, map_layers, with_layer_axis, without_layer_axis
 from maxlib.quantization._rules import unknown
 from maxlib.training._offload import _groups
+from maxlib.training._optimizers import muon_dimensions
 from tests.training.stacked import Layer, abstract_model
 
 
@@ -82,7 +83,7 @@ def test_optimizers_count_the_dimensions_of_one_layer():
     params, _ = nn.partition(own())
     decays = training.decay_mask(own())(params)
     assert decays == {STACKED: True, MINE: True, "body.1.w": True, UNNAMED: False}
-    dims = training.optimizers.muon_dimensions(own())
+    dims = muon_dimensions(own())
     assert dims[STACKED] == optax.contrib.MuonDimensionNumbers((2,), (1,))
     assert dims[MINE] == optax.contrib.MuonDimensionNumbers((1,), (0,))
     assert dict(_groups(params, nn.tree.stacked_paths(own()))) == {None: [MINE, "body.1.w", UNNAMED], 3: [STACKED]}

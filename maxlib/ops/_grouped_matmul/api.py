@@ -1,6 +1,5 @@
 """The public grouped matmul and its transpose: they check their arguments and choose an implementation."""
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -9,18 +8,25 @@ from jaxtyping import Array, Float, Int, Num
 
 from maxlib.ops._attention.dispatch import current_device
 from maxlib.ops._cost import counted
-from maxlib.ops._grouped_matmul.mosaic_gpu import mosaic_gpu, unsupported_reason
+from maxlib.ops._grouped_matmul import dispatch
+from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer
+from maxlib.ops._grouped_matmul.mosaic_gpu import mosaic_gpu
 from maxlib.ops._grouped_matmul.ragged_dot import ragged_dot, ragged_outer
 from maxlib.ops._grouped_matmul.reference import reference, reference_outer
 from maxlib.ops._grouped_matmul.tiled import tiled, tiled_outer
 
-Implementation = Literal["ragged_dot", "tiled", "mosaic_gpu", "reference"]
+Implementation = Literal["megablox", "ragged_dot", "tiled", "mosaic_gpu", "reference"]
 Layout = Literal["EOI", "EIO"]
+Shaped = jax.Array | jax.ShapeDtypeStruct
 
-_RUN = {"ragged_dot": ragged_dot, "mosaic_gpu": mosaic_gpu, "tiled": tiled, "reference": reference}
-_OUTER = {"ragged_dot": ragged_outer, "tiled": tiled_outer, "reference": reference_outer}
-# Elsewhere XLA computes ragged_dot densely: every row with every expert.
-_BEST = {"tpu": "ragged_dot"}
+_RUN = {
+    "megablox": megablox,
+    "ragged_dot": ragged_dot,
+    "mosaic_gpu": mosaic_gpu,
+    "tiled": tiled,
+    "reference": reference,
+}
+_OUTER = {"megablox": megablox_outer, "ragged_dot": ragged_outer, "tiled": tiled_outer, "reference": reference_outer}
 
 
 def grouped_matmul(
@@ -45,19 +51,18 @@ def grouped_matmul(
     as `nn.quantized.QuantizedWeight`; it has no gradient. out_dtype: operands are multiplied as they are, in whatever
     narrow dtypes, integers are accumulated in int32, and the result has this dtype; it has no gradient either.
 
-    implementation: "ragged_dot" (the default on TPU) is XLA's own; "tiled" (the default elsewhere) works through tiles
-    of rows, so that its cost follows the rows and not rows times experts; "mosaic_gpu", by name only until a GPU has
-    run it, is for NVIDIA's Hopper; "reference" is the specification, a loop over experts.
+    implementation: "megablox" (the default on TPU) are JAX's kernels; "tiled" (the default elsewhere) works through
+    tiles of rows, so that its cost follows the rows and not rows times experts; "ragged_dot" is XLA's own;
+    "mosaic_gpu", by name only until a GPU has run it, is for NVIDIA's Hopper; "reference" is the specification, a loop
+    over experts. `explain_grouped_matmul` says which one a call gets, and why.
 
     Raises ValueError for shapes that do not fit, for an unknown implementation or layout, and for an implementation
     that cannot run the call.
     """
     check("grouped_matmul", rows, weights, rows_per_expert, layout)
-    name = chosen(implementation)
+    name = choose("grouped_matmul", rows, weights, layout, out_dtype, implementation)
     if name != "tiled" and not isinstance(weights, jax.Array):
         weights = weights[...]
-    if name == "mosaic_gpu":
-        check_kernel("grouped_matmul", rows, weights, layout, out_dtype)
     counts = rows_per_expert.astype(jnp.int32)
     return _grouped_matmul(rows, weights, counts, implementation=name, layout=layout, out_dtype=out_dtype)
 
@@ -67,7 +72,7 @@ def grouped_outer(
     rows: Num[Array, "M I"],
     rows_per_expert: Int[Array, " E"],
     *,
-    implementation: Literal["ragged_dot", "tiled", "reference"] | None = None,
+    implementation: Literal["megablox", "ragged_dot", "tiled", "reference"] | None = None,
 ) -> Float[Array, "E O I"]:
     """The transpose of `grouped_matmul`, which gives the gradient of its weights: `d_out[start:end].T @
     rows[start:end]` for each expert.
@@ -77,20 +82,51 @@ def grouped_outer(
     """
     if d_out.shape[0] != rows.shape[0]:
         raise ValueError(f"grouped_outer: both must have the same rows, got {d_out.shape} and {rows.shape}")
-    return _grouped_outer(d_out, rows, rows_per_expert.astype(jnp.int32), implementation=chosen(implementation, _OUTER))
+    name = choose("grouped_outer", rows, None, "EOI", None, implementation)
+    return _grouped_outer(d_out, rows, rows_per_expert.astype(jnp.int32), implementation=name)
 
 
-def chosen(implementation: str | None, known: Mapping[str, Any] = _RUN) -> str:
-    name = _BEST.get(current_device()[0], "tiled") if implementation is None else implementation
-    if name not in known:
-        raise ValueError(f"implementation must be None or one of {sorted(known)}, got {name!r}")
-    return name
+def explain_grouped_matmul(
+    rows: Shaped,
+    weights: Any,
+    *,
+    layout: Layout = "EOI",
+    out_dtype: Any = None,
+    implementation: Implementation | None = None,
+    device: tuple[str, str] | None = None,
+) -> dispatch.Explanation:
+    """Says which implementation `grouped_matmul` would run for these arguments, and why; prints readably.
+
+    Args:
+        rows: `M I`, an array or a `jax.ShapeDtypeStruct`.
+        weights: `E O I` or `E I O`, likewise.
+        layout: As in `grouped_matmul`.
+        out_dtype: As in `grouped_matmul`.
+        implementation: As in `grouped_matmul`.
+        device: A platform and a device kind, such as `("tpu", "TPU v5p")`; by default the one that would be used here.
+
+    Returns:
+        The choice. Its `chosen` is None where the implementation asked for cannot run the call.
+
+    Raises:
+        ValueError: No implementation has this name.
+    """
+    device = device or current_device()
+    shapes = f"rows {tuple(rows.shape)} {rows.dtype}, weights {tuple(weights.shape)} {layout}"
+    reasons = dispatch.refusals(rows, weights, layout, out_dtype, device)
+    return dispatch.explain(f"{shapes} on {device[0]} ({device[1]})", reasons, implementation)
 
 
-def check_kernel(op: str, rows, weights, layout: str, out_dtype: Any = None) -> None:
-    """Raises ValueError if the kernels for Hopper cannot run this."""
-    if (reason := unsupported_reason(rows, weights, layout, out_dtype, current_device())) is not None:
-        raise ValueError(f"{op}: mosaic_gpu {reason}. Pass implementation=None for the best one that can.")
+def choose(op: str, rows: Any, weights: Any, layout: str, out_dtype: Any, implementation: str | None) -> str:
+    """Returns the implementation to run; weights are None for the transposed matmul.
+
+    Raises:
+        ValueError: The implementation that is asked for does not exist, or cannot run the call.
+    """
+    found = dispatch.explain(op, dispatch.refusals(rows, weights, layout, out_dtype, current_device()), implementation)
+    if found.chosen is None:
+        raise ValueError(f"{op}: {found.reason}. Pass implementation=None for the best one that can.")
+    return found.chosen
 
 
 def _flops(rows, weights, *rest) -> float:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.ops._cost import counted
 from maxlib.ops._glu import NAMES, swiglu
-from maxlib.ops._grouped_matmul.api import Implementation, Layout, check, check_kernel, chosen, grouped_matmul
+from maxlib.ops._grouped_matmul.api import Implementation, Layout, check, choose, grouped_matmul
 from maxlib.ops._grouped_matmul.mosaic_gpu import glu
 from maxlib.ops._grouped_matmul.reference import owners
 
@@ -29,7 +29,7 @@ def grouped_glu(
 ) -> Float[Array, "M O"]:
     """Joins two grouped matmuls of the same rows: `activation(x @ gate[e].T + gate_bias[e], x @ up[e].T + up_bias[e])`.
 
-    activation: an elementwise function of both, such as `nn.swiglu` or `nn.ClampedSwiGLU()`: hashable, and zero where
+    activation: an elementwise function of both, such as `ops.swiglu` or `ops.ClampedSwiGLU()`: hashable, and zero where
     both are. Rows, counts, weights and layout are as in `grouped_matmul`.
 
     implementation: as in `grouped_matmul`, and None chooses the same one. All but one are two matmuls, rounded to the
@@ -44,11 +44,10 @@ def grouped_glu(
     """
     _check(rows, gate, up, rows_per_expert, (gate_bias, up_bias), layout)
     biases = () if gate_bias is None else (gate_bias, up_bias)
-    if chosen(implementation) != "mosaic_gpu":
+    if choose("grouped_glu", rows, gate, layout, None, implementation) != "mosaic_gpu":
         how = {"layout": layout, "implementation": implementation}
         return _unfused(rows, gate, up, rows_per_expert, biases, activation=activation, **how)
     gate, up = (w if isinstance(w, jax.Array) else w[...] for w in (gate, up))
-    check_kernel("grouped_glu", rows, gate, layout)
     counts = rows_per_expert.astype(jnp.int32)
     return _grouped_glu(rows, gate, up, counts, *biases, layout=layout, activation=activation)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from maxlib.ops._grouped_matmul.reference import accumulator, summed_in
+from maxlib.ops._grouped_matmul.unbatched import unbatched
 
 _OUTER = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -66,16 +67,8 @@ _multiply.defvjp(_forward, _backward)
 
 
 def _general(rows, others, rows_per_expert, dimensions: Any, dtype: Any) -> Any:
-    """`jax.lax.ragged_dot_general`; under vmap one after another, as TPUs have none with a batch: the stages of a
-    pipeline, of which a device has one."""
-
-    @jax.custom_batching.custom_vmap
-    def one(rows, others, rows_per_expert):
-        return jax.lax.ragged_dot_general(rows, others, rows_per_expert, dimensions, preferred_element_type=dtype)
-
-    @one.def_vmap
-    def _(size, is_batched, *arrays):
-        pick = lambda i: [a[i] if batched else a for a, batched in zip(arrays, is_batched, strict=True)]
-        return jnp.stack([one(*pick(i)) for i in range(size)]), True
-
-    return one(rows, others, rows_per_expert)
+    """Computes `jax.lax.ragged_dot_general`, of which TPUs have none with a batch."""
+    one = functools.partial(
+        jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=dimensions, preferred_element_type=dtype
+    )
+    return unbatched(one)(rows, others, rows_per_expert)

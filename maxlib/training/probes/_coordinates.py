@@ -53,7 +53,8 @@ def mup_coord_check(
     """Trains `build(width)` for each width on `batches`, and looks at every layer's output before each step and after
     the last.
 
-    optimizer: makes one from the (abstract) model, so that it may end with `scale_by_path(width_factors(model, base))`.
+    optimizer: makes one from the (abstract) model, so that it may end with
+    `scale_by_path(width_factors(model, base), model=model)`.
     All is looked at on the first batch. A handful of steps at the learning rate that is meant shows whether it fits all
     widths (Yang et al. 2022, arXiv:2203.03466, appendix D.1). Raises ValueError for fewer than two widths and for
     models with different layers.
