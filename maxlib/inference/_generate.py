@@ -215,8 +215,8 @@ def _decode(model, cache, token: Int[Array, " B"], keys, step, *, sampler, dtype
 
 
 def _draw(model, hidden, keys, step, sampler: Callable):
-    # A new key for each step, derived from the row's own.
     """Draws the next token of each row from the scores of `hidden`, `B 1 D`."""
+    # A new key for each step, derived from the row's own.
     keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
     return sampler(model.logits(hidden)[:, 0], keys)
 

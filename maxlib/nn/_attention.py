@@ -192,8 +192,8 @@ class Attention(SequenceMixer):
         )
 
     def traffic(self, split: SplitSequence) -> Traffic:
-        # Queries and outputs have N * H numbers per token each, keys and values K * H each.
         """Returns the bytes that attention sends in a training step (`attention_traffic`)."""
+        # Queries and outputs have N * H numbers per token each, keys and values K * H each.
         return attention_traffic(
             split, queries=2 * self.num_heads * self.head_dim, keys=2 * self.num_kv_heads * self.head_dim
         )

@@ -133,8 +133,8 @@ class Decoder(nnx.Module):
         return (self.head or self.embed).w[...]
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        # [B, T, D] -> [B, T, V]
         """Returns the scores of the next token, soft-capped if the model does so."""
+        # [B, T, D] -> [B, T, V]
         logits = constrain((self.head or self.embed).logits(hidden), "batch", "seq", "act_vocab")
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 

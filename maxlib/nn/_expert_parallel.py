@@ -125,8 +125,8 @@ def _(stages: int, is_batched: list[bool], busiest: Int[Array, "..."]) -> tuple[
 
 
 def _turns(one: Callable[..., Array], turns: int, capacity: int, tokens: Any) -> Float[Array, "M D"]:
-    # [M, ...] -> [turns, M / turns, ...]
     """Runs `one` on equal parts of the tokens, one after the other; the backward pass computes each again."""
+    # [M, ...] -> [turns, M / turns, ...]
     cut = jax.tree.map(lambda a: a.reshape(turns, -1, *a.shape[1:]), tokens)
     run = jax.checkpoint(functools.partial(one, capacity=capacity))
     return lax.scan(lambda _, tokens: (None, run(*tokens)), None, cut)[1].reshape(tokens[0].shape)

@@ -143,8 +143,8 @@ class MLA(SequenceMixer):
         return apply_rope(x, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
 
     def _naive(self, q, latent, ctx):
-        # [B, S, R] -> [B, S, N, H] and [B, S, N, v_dim]
         """Computes keys and values of all heads from the latents, then attends as multi-head attention does."""
+        # [B, S, R] -> [B, S, N, H] and [B, S, N, v_dim]
         k, v = self._keys(latent), self.v_up(latent[..., : self.kv_rank])
         v = constrain(v, "batch", "seq", "act_heads", None)
         k, v = mark_heads(k, "k"), mark_heads(v, "v")
@@ -180,8 +180,8 @@ class MLA(SequenceMixer):
         return QuantizedLatentCache(values, jnp.zeros((batch, capacity, 2)), self.kv_rank)
 
     def traffic(self, split: SplitSequence) -> Traffic:
-        # In training keys and values exist for every head, so they are as large as queries and outputs.
         """Returns the bytes that attention sends in a training step (`attention_traffic`)."""
+        # In training keys and values exist for every head, so they are as large as queries and outputs.
         both = self.num_heads * (self.nope_dim + self.rope.dim + self.v_dim)
         return attention_traffic(split, queries=both, keys=both)
 

@@ -34,8 +34,8 @@ class GatedMLP(nnx.Module):
         self.act = act
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        # [..., D] -> [..., F] twice. Remat policies know both by name.
         """Applies the layer to each token."""
+        # [..., D] -> [..., F] twice. Remat policies know both by name.
         gate, up = checkpoint_name(self.gate(x), "gate"), checkpoint_name(self.up(x), "up")
         # [..., F] -> [..., D]
         return self.down(_constrain_hidden(self.act(gate) * up))
@@ -58,6 +58,6 @@ class MLP(nnx.Module):
         self.act = act
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        # [..., D] -> [..., F] -> [..., D]
         """Applies the layer to each token."""
+        # [..., D] -> [..., F] -> [..., D]
         return self.down(_constrain_hidden(self.act(checkpoint_name(self.up(x), "up"))))

@@ -213,8 +213,8 @@ class MoE(nnx.Module):
         return y + jnp.einsum("...E,ED->...D", share.astype(y.dtype), jnp.asarray(self.down.b[...], y.dtype))
 
     def _aux(self, routing: Routing, valid, kept) -> dict[str, Array]:
-        # [E], choices of real tokens; `kept` counts those that were computed.
         """Returns losses and metrics by name."""
+        # [E], choices of real tokens; `kept` counts those that were computed.
         counts = expert_counts(routing.experts, valid, self.router.num_experts)
         total = jnp.maximum(counts.sum(), 1)
         aux = {loss.name: loss(routing, valid) for loss in self.losses} | {"moe/load": counts / total}
@@ -245,7 +245,7 @@ class MoE(nnx.Module):
 
 
 class _Matrices(NamedTuple):
-    """The matrices to multiply with, how each array of them is split, and how they lie."""
+    """Matrices to multiply with, the axis names of each of their arrays, and the order of their dimensions."""
 
     values: Any
     names: list[Any]
@@ -255,7 +255,7 @@ class _Matrices(NamedTuple):
 def _matrices(linear: ExpertLinear, split: str, dtype: Any) -> _Matrices:
     """Returns the matrices of `linear`, whose dimension `split` devices share.
 
-    Where a device would gather odd parts of the last dimension they are turned before: kernels read whole rows of a
+    If a device would gather odd parts of the last dimension, they are transposed before: kernels read whole rows of a
     matrix, and the compiler would copy all that was gathered.
     """
     names = {"E": "act_expert", split: "mlp"}
@@ -346,8 +346,8 @@ def _run_rows(x, experts, weights, input_weights, valid, *, apply, capacity: int
 
 
 def _mixed(x, weights, input_weights, plan: dispatch.Plan, apply):
-    # [M, D] -> [R, D] -> [R, D] -> [M, D]
     """Sends tokens to their experts, applies these, and returns the weighted sum and which choices were kept."""
+    # [M, D] -> [R, D] -> [R, D] -> [M, D]
     return _weighted(apply(_rows(x, input_weights, plan), plan), weights, plan, x)
 
 
@@ -366,7 +366,7 @@ def _apply(rows, plan: dispatch.Plan, *, linears, activation, layouts):
 
 
 def _weighted(rows, weights, plan: dispatch.Plan, x):
-    # [R, D] -> [M, X, D] -> [M, D]. A dropped choice has the weight 0.
     """Returns `sum_x weights[m, x] * rows[place[m, x]]`, and which choices were kept."""
+    # [R, D] -> [M, X, D] -> [M, D]. A dropped choice has the weight 0.
     y = jnp.einsum("MXD,MX->MD", dispatch.collect(rows, plan), jnp.where(plan.kept, weights, 0))
     return y.astype(x.dtype), plan.kept

@@ -175,8 +175,8 @@ class QuantizedCache(LayerCache):
         return self.values.can_rewind
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
-        # channelwise_axes 0 to 2: one scale for each [B, T, K], shared by the width of the head.
         """Stores the new tokens rounded, and returns keys and values multiplied by their scales."""
+        # channelwise_axes 0 to 2: one scale for each [B, T, K], shared by the width of the head.
         qk, qv = (qwix.quantize(x.astype(jnp.float32), self.values.k.dtype, channelwise_axes=range(3)) for x in (k, v))
         values, *whole, start, end = self.values.extend(qk.qvalue, qv.qvalue, ctx, k_start, k_end)
         scales, *factors, _, _ = self.scales.extend(qk.scale, qv.scale, ctx, k_start, k_end)

@@ -95,8 +95,8 @@ def _packed(x: Num[Array, "... N"]) -> Num[Array, "... H"]:
 
 
 def _unpacked(x: Num[Array, "... H"], qtype: str) -> Num[Array, "... N"]:
-    # [..., N / 2] -> [..., N / 2, 2] -> [..., N]
     """Undoes `_packed`."""
+    # [..., N / 2] -> [..., N / 2, 2] -> [..., N]
     codes = jnp.stack([x & 0xF, x >> 4], axis=-1).reshape(*x.shape[:-1], -1)
     if qtype == "nf4":
         return codes.astype(jnp.uint4)

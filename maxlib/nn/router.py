@@ -277,8 +277,8 @@ class RouterZ:
     name: str = dataclasses.field(default="loss/router_z", init=False)
 
     def __call__(self, routing: Routing, valid: Bool[Array, "B T"] | None) -> Float[Array, ""]:
-        # [B, T, E] -> [B, T, 1]
         """Returns the loss of one layer."""
+        # [B, T, E] -> [B, T, 1]
         square = jax.nn.logsumexp(routing.logits, axis=-1, keepdims=True) ** 2
         return self.weight * _sum(square, valid)[0] / _number(routing, valid)
 
