@@ -1,4 +1,7 @@
-"""Prefill and decode over any model that keeps the contract of docs/decisions/0001."""
+"""Generation: prefill and decode with any model that follows the contract of docs/decisions/0001.
+
+Shapes: B rows (prompts), T tokens of the longest prompt with padding, V vocabulary.
+"""
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,10 +21,15 @@ Images = Float[Array | np.ndarray, "I C H W"]
 
 
 class Generator:
-    """A model made ready to decode: its layers laid out one by one and its matrices cast to `dtype`, once.
+    """A model ready to decode: its layers are stored one by one and its matrices cast to `dtype`, once.
 
-    cache_dtype: of keys and values, by default `dtype`; int8 and float8 come with scales.
-    Parallel work: call inside `sharding.use(layout)` and parameters, caches and steps follow it.
+    To run on several devices, call it inside `sharding.use(layout)`: parameters, caches and steps are sharded
+    accordingly.
+
+    Args:
+        model: Any model of the contract (`nn.Model`).
+        dtype: Dtype of the computation.
+        cache_dtype: Dtype of cached keys and values, by default `dtype`; int8 and float8 are stored with scales.
     """
 
     def __init__(self, model: Any, *, dtype: Any = jnp.bfloat16, cache_dtype: Any = None):
@@ -31,15 +39,16 @@ class Generator:
         self._shapes = jax.eval_shape(lambda m: m, model)  # as it was given, to lay out other weights likewise
 
     def update(self, weights: Any) -> None:
-        """Decodes with other weights from now on; programs that are compiled stay in use.
+        """Replaces weights; compiled programs stay in use.
 
         Args:
-            weights: a model like the one this was made of, or some of its parameters by path, such as
-                `TrainState.trainable`: all others stay as they are. Arrays are copied, so a step may donate its own.
+            weights: A model like the one this was made of, or some of its parameters by path, such as
+                `TrainState.trainable`; all others stay as they are. Arrays are copied, so a training step may donate
+                its own.
 
         Raises:
-            KeyError: the model has no parameter at a path.
-            ValueError: a weight has another shape, or the model another structure.
+            KeyError: when the model has no parameter at a path.
+            ValueError: when a weight has another shape, or the model another structure.
         """
         absent = jax.tree.map(lambda x: np.broadcast_to(False, x.shape), self._shapes)  # without memory of its own
         weights = jax.tree.map(jnp.asarray, weights)
@@ -60,7 +69,7 @@ class Generator:
         key: Key[Array, ""] | None = None,
         capacity: int | None = None,
     ) -> list[list[int]]:
-        """The new tokens of each prompt, up to and without the first of `stop`. The arguments are those of `stream`."""
+        """Returns the new tokens of each prompt before the first of `stop`; the arguments are those of `stream`."""
         texts: list[list[int]] = [[] for _ in prompts]
         steps = self.stream(
             prompts,
@@ -90,12 +99,20 @@ class Generator:
     ) -> Iterator[list[int | None]]:
         """Yields, step by step, each prompt's next token; None for a prompt that has stopped.
 
-        prompts: token ids, of any lengths. images: for models that see, all images of all prompts in the order of their
-        placeholders, prompt after prompt; what Hugging Face's processors call pixel_values. stop: ids that end a
-        prompt's text; they are not part of it. key: for sampling (default: seed 0). capacity: tokens a cache row holds,
-        by default what is needed, rounded up so that similar calls share a program. Raises ValueError for empty
-        prompts, ids outside the vocabulary, prompts that do not fit `capacity`, images for a model that does not see,
-        and images that are not those of the placeholders.
+        Args:
+            prompts: Token ids of each prompt, of any length.
+            max_new_tokens: Most new tokens per prompt.
+            images: For models that read images: all images of all prompts in the order of their placeholders (the
+                `pixel_values` of Hugging Face's processors).
+            sampler: Draws tokens; greedy by default.
+            stop: Ids that end a prompt's text and are not part of it.
+            key: Random key for sampling, by default that of seed 0.
+            capacity: Tokens that a row of the cache holds, by default as many as needed, rounded up so that similar
+                calls share a program.
+
+        Raises:
+            ValueError: when a prompt is empty, has ids outside the vocabulary or does not fit `capacity`, when the
+                model does not read images, or when images and placeholders do not match.
         """
         tokens, _ = right_padded(prompts, self.vocab)
         longest = max(map(len, prompts)) + max_new_tokens
@@ -146,7 +163,24 @@ def generate(
     key: Key[Array, ""] | None = None,
     dtype: Any = jnp.bfloat16,
 ) -> list[list[int]]:
-    """One call for a few prompts; keep a `Generator` to decode often. See `Generator.stream` for the arguments."""
+    """Generates once for a few prompts; keep a `Generator` to decode often.
+
+    Args:
+        model: Any model of the contract (`nn.Model`).
+        prompts: Token ids of each prompt.
+        max_new_tokens: Most new tokens per prompt.
+        images: All images of all prompts, for models that read images.
+        sampler: Draws tokens; greedy by default.
+        stop: Ids that end a prompt's text and are not part of it.
+        key: Random key for sampling, by default that of seed 0.
+        dtype: Dtype of the computation.
+
+    Returns:
+        The new tokens of each prompt.
+
+    Raises:
+        ValueError: when prompts or images do not fit the model (`Generator.stream`).
+    """
     return Generator(model, dtype=dtype).generate(
         prompts, max_new_tokens=max_new_tokens, images=images, sampler=sampler, stop=stop, key=key
     )
@@ -166,26 +200,31 @@ def _prefill(
     dtype,
     cache_dtype,
 ):
+    """Runs the prompts, and returns their first new tokens and the cache."""
     cache = model.init_cache(tokens.shape[0], capacity, dtype=cache_dtype)
     out = model(tokens, valid=valid, cache=cache, dtype=dtype, **seen)
+    # [B, T, D] -> [B, 1, D]: hidden states of each row's last real token; logits of the others are not needed.
     last = jnp.take_along_axis(out.hidden, (valid.sum(axis=1) - 1)[:, None, None], axis=1)
     return _draw(model, last, keys, step, sampler), out.cache
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "dtype"), donate_argnames="cache")
 def _decode(model, cache, token: Int[Array, " B"], keys, step, *, sampler, dtype):
+    """Runs one token per row, and returns the next ones and the cache, which reuses the memory of the old one."""
     out = model(token[:, None], cache=cache, dtype=dtype)
     return _draw(model, out.hidden, keys, step, sampler), out.cache
 
 
 def _draw(model, hidden, keys, step, sampler: Callable):
+    """Draws the next token of each row from the scores of `hidden`, `B 1 D`."""
+    # A new key for each step, derived from the row's own.
     keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
     return sampler(model.logits(hidden)[:, 0], keys)
 
 
 def _cast_matrices(model: Any, dtype: Any) -> Any:
-    """Casts what multiplies activations, unless it is quantized; norm scales and biases stay as they are, so they act
-    as in training.
+    """Casts weights of matmuls, unless quantized; norm scales and biases keep their dtype, so they act as in
+    training.
     """
 
     def cast(variable):
@@ -213,7 +252,7 @@ def _replaced(old: Array, new: Any) -> Array:
 
 
 def _seen(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Images]:
-    """What the model is given besides tokens. Checked here, because under jit the ids are hidden."""
+    """Returns the inputs besides tokens. They are checked here, because jit hides the ids."""
     if isinstance(model, nn.VisionModel):
         model.check_images(tokens, images)
     elif images is not None:
@@ -222,10 +261,10 @@ def _seen(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Im
 
 
 def _switches(model: Any, texts: Sequence[Sequence[int]]) -> set[int]:
-    """The steps at which a text comes to the length from which on its cached keys are rotated otherwise.
+    """Returns the steps at which a text reaches the length from which its cached keys are rotated differently.
 
-    `Decoder.recompute_cache_at` says it: there LongRoPE goes from its short factors to its long ones, and transformers
-    runs Phi over the whole text again. At these steps the cache is made anew.
+    That length is `Decoder.recompute_cache_at`: there LongRoPE changes from its short factors to its long ones, and
+    transformers runs Phi over the whole text again. At these steps the cache is computed again.
     """
     at = getattr(model, "recompute_cache_at", None)
     return set() if at is None else {at - len(text) for text in texts}
@@ -242,12 +281,14 @@ def check_length(model: Any, length: int) -> None:
 
 
 def right_padded(prompts: Prompts, vocab: int, *, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns prompts as one array whose rows begin with the real tokens, and where these are.
+    """Returns prompts as one array with padding on the right, and a mask of real tokens.
+
+    The length is rounded up, so that similar calls share a program.
 
     Args:
-      prompts: ids of each row.
-      vocab: number of ids that the model knows.
-      most: length that the array's, which is rounded up so that similar calls share a program, does not go beyond.
+        prompts: Ids of each row.
+        vocab: Number of ids in the vocabulary.
+        most: Length that rounding up must not exceed; None for no limit.
     """
     if not len(prompts):
         raise ValueError("there must be at least one prompt, got none")
@@ -284,11 +325,14 @@ def check_room(prompts: Prompts, max_new_tokens: int, capacity: int) -> None:
 
 
 def shared_capacity(needed: int) -> int:
-    """A power of two or a multiple of 128: what models are made for at most is one too, and similar calls share a
-    program.
+    """Rounds up to a power of two, or above 128 to a multiple of 128.
+
+    Similar calls then share a program. The most tokens that models are made for is usually such a number, so it is not
+    exceeded.
     """
     return max(16, 1 << (needed - 1).bit_length()) if needed <= 128 else _round_up(needed, 128)
 
 
 def _round_up(n: int, multiple: int) -> int:
+    """Rounds `n` up to a multiple."""
     return -(-n // multiple) * multiple

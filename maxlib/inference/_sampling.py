@@ -1,4 +1,4 @@
-"""From scores to the next token."""
+"""Sampling: from scores to the next token."""
 
 import dataclasses
 
@@ -11,9 +11,15 @@ from jaxtyping import Array, Float, Int, Key
 class Sampler:
     """Draws the next token; filters apply in the order of the fields, as in transformers.
 
-    temperature: divides the scores; 0 takes the best one (greedy). top_k: keep the k best. top_p: keep the fewest
-    tokens whose probabilities reach p (nucleus sampling, Holtzman et al. 2020). min_p: keep tokens at least min_p times
-    as probable as the best one (Nguyen et al. 2024). Raises ValueError for settings out of range.
+    Args:
+        temperature: Divisor of the scores; 0 chooses the best token (greedy).
+        top_k: Keeps the k best tokens.
+        top_p: Keeps the fewest tokens whose probabilities sum to at least p (nucleus sampling, Holtzman et al. 2020,
+            arXiv:1904.09751).
+        min_p: Keeps tokens at least `min_p` times as probable as the best one (Nguyen et al. 2024, arXiv:2407.01082).
+
+    Raises:
+        ValueError: when a setting is out of range.
     """
 
     temperature: float = 1.0
@@ -31,26 +37,27 @@ class Sampler:
                 raise ValueError(f"{name} must lie in (0, 1], got {value}")
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Each row draws with its own key, so its text does not depend on its neighbours."""
+        """Draws a token for each row with the row's own key, so it does not depend on other rows."""
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         logits = self.filtered(logits.astype(jnp.float32) / self.temperature)
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
     def filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """`logits` with `-inf` for every token that the filters drop."""
+        """Returns `logits` with `-inf` for every token that the filters drop."""
         if self.top_k is not None:
             kth = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
             logits = jnp.where(logits < kth, -jnp.inf, logits)
         if self.top_p is not None:
             logits = jnp.where(logits < _nucleus_floor(logits, self.top_p), -jnp.inf, logits)
         if self.min_p is not None:
+            # p >= min_p * p_max, in logarithms: the normalization cancels.
             logits = jnp.where(logits < logits.max(axis=-1, keepdims=True) + jnp.log(self.min_p), -jnp.inf, logits)
         return logits
 
 
 def _nucleus_floor(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
-    """The smallest score inside the nucleus."""
+    """Returns the smallest score inside the nucleus."""
     ranked = -jnp.sort(-logits, axis=-1)
     probs = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs  # what the better ones already hold

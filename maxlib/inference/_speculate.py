@@ -1,5 +1,5 @@
-"""Speculative decoding (Leviathan et al. 2023, arXiv:2211.17192) with the model's own drafts (DeepSeek V3,
-arXiv:2412.19437).
+"""Speculative decoding (Leviathan et al. 2023, arXiv:2211.17192) with drafts of the model's own MTP module (DeepSeek
+V3, arXiv:2412.19437).
 """
 
 import dataclasses
@@ -18,8 +18,12 @@ from maxlib.inference._generate import Generator, Prompts, check_room, right_pad
 
 @dataclasses.dataclass(frozen=True)
 class Speculated:
-    """texts: the new tokens of each prompt. acceptance: the share of drafts that were taken. steps: passes after the
-    prompt's.
+    """Result of `speculate`.
+
+    Attributes:
+        texts: New tokens of each prompt.
+        acceptance: Share of drafts that were accepted.
+        steps: Forward passes after that of the prompts.
     """
 
     texts: list[list[int]]
@@ -29,7 +33,7 @@ class Speculated:
 
 @nn.pytree
 class _State:
-    """Between two passes: `token` is decided and not cached yet, `draft` is what may follow it."""
+    """State between two passes: `token` is decided but not cached yet, `draft` is the guess at the token after it."""
 
     cache: nn.Cache
     draft_cache: nn.Cache
@@ -45,12 +49,23 @@ def speculate(
     stop: Collection[int] = (),
     capacity: int | None = None,
 ) -> Speculated:
-    """Generates what `generator.generate` does greedily, in fewer passes (Leviathan et al. 2023, arXiv:2211.17192).
+    """Generates the same tokens as `generator.generate` does greedily, in fewer forward passes.
 
-    Each pass also checks one draft of the model's first MTP module.
+    Each pass also checks one draft of the model's first MTP module (Leviathan et al. 2023, arXiv:2211.17192).
 
-    Arguments are those of `Generator.stream`. Raises ValueError for a model that does not draft (DeepSeek: read it with
-    `num_mtp=1`), and for one whose caches forget: a refused draft could not be taken back.
+    Args:
+        generator: A generator whose model drafts (DeepSeek: read it with `num_mtp=1`).
+        prompts: Token ids of each prompt.
+        max_new_tokens: Most new tokens per prompt.
+        stop: Ids that end a prompt's text and are not part of it.
+        capacity: Tokens that a row of the cache holds, by default as many as needed.
+
+    Returns:
+        The texts, and how well the drafts did.
+
+    Raises:
+        ValueError: when the model does not draft, or has caches that cannot be rewound, from which a rejected draft
+            could not be removed.
     """
     model, dtype = generator.model, generator.dtype
     tokens, valid = right_padded(prompts, generator.vocab)
@@ -73,7 +88,7 @@ def speculate(
 
 
 class _Row:
-    """Collects what one prompt has got so far."""
+    """The text of one prompt so far."""
 
     def __init__(self, limit: int, stop: frozenset[int]):
         self.limit, self.stop = limit, stop
@@ -81,12 +96,13 @@ class _Row:
         self.running, self.drafts, self.accepted = True, 0, 0
 
     def check(self, found: np.ndarray, took: bool) -> None:
-        """One pass: its first token, and the one behind the draft if that was taken."""
+        """Adds the first token of a pass, and the one after the draft if that was accepted."""
         if self.running:
             self.drafts, self.accepted = self.drafts + 1, self.accepted + took
             self.add(found[: 1 + took])
 
     def add(self, found: np.ndarray) -> None:
+        """Adds tokens until the row stops."""
         for token in map(int, found):
             if self.running and token not in self.stop:
                 self.text.append(token)
@@ -95,10 +111,12 @@ class _Row:
 
 @functools.partial(jax.jit, static_argnames=("capacity", "dtype"))
 def _start(model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], *, capacity, dtype) -> _State:
+    """Runs the prompts, and returns the first token of each and a draft of the second."""
     cache = model.init_cache(tokens.shape[0], capacity, dtype=dtype)
     out = model(tokens, valid=valid, cache=cache, dtype=dtype)
     last = valid.sum(axis=1) - 1
     token = _best(model, _at(out.hidden, last))
+    # The draft module needs the next token at each place: the prompt moved left, and at its end the new token.
     after = jnp.roll(tokens, -1, axis=1)
     after = jnp.where(jnp.arange(tokens.shape[1])[None] == last[:, None], token[:, None], after)
     drafts = model.init_draft_cache(tokens.shape[0], capacity, dtype=dtype)
@@ -108,11 +126,15 @@ def _start(model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], *, capac
 
 @functools.partial(jax.jit, static_argnames="dtype", donate_argnames="state")
 def _step(model, state: _State, *, dtype) -> tuple[_State, Int[Array, "B 2"], Bool[Array, " B"]]:
-    """The token behind `state.token` and behind its draft, and whether the draft was the former."""
+    """Runs one pass over `state.token` and its draft.
+
+    Returns:
+        The new state, the tokens after both, and True where the draft was right.
+    """
     out = model(jnp.stack([state.token, state.draft], axis=1), cache=state.cache, dtype=dtype)
     new = jnp.argmax(model.logits(out.hidden), axis=-1).astype(jnp.int32)
     taken = new[:, 0] == state.draft
-    cache = dataclasses.replace(out.cache, length=state.cache.length + 1 + taken)  # what is behind is written anew
+    cache = dataclasses.replace(out.cache, length=state.cache.length + 1 + taken)  # later slots are overwritten
     valid = jnp.stack([jnp.ones_like(taken), taken], axis=1)
     hidden, drafts = model.draft(out.hidden, new, valid=valid, cache=state.draft_cache)
     last = taken.astype(jnp.int32)
@@ -121,14 +143,17 @@ def _step(model, state: _State, *, dtype) -> tuple[_State, Int[Array, "B 2"], Bo
 
 
 def _at(hidden, place):
+    """Returns the hidden states at one place of each row, `B 1 D`."""
     return jnp.take_along_axis(hidden, place[:, None, None], axis=1)
 
 
 def _best(model, hidden) -> Int[Array, " B"]:
+    """Returns the token with the highest score in each row."""
     return jnp.argmax(model.logits(hidden)[:, 0], axis=-1).astype(jnp.int32)
 
 
 def _check_drafts(model: Any, capacity: int) -> None:
+    """Raises ValueError if the model does not draft, or its caches cannot be rewound."""
     if not isinstance(model, nn.SupportsDrafting):
         raise ValueError(f"{type(model).__name__} does not draft: it lacks the methods of nn.SupportsDrafting")
     if any(rope.needs_length for rope in getattr(model, "ropes", ())):

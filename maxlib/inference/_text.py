@@ -20,10 +20,17 @@ def stream_text(
     stop: Collection[int] = (),
     key: Key[Array, ""] | None = None,
 ) -> Iterator[str]:
-    """Yields the continuation of `prompt` piece by piece, whole characters only.
+    """Yields the continuation of `prompt` piece by piece, in whole characters.
 
-    tokenizer: a `tokenizers.Tokenizer`, or any object with `encode(str)` and `decode(ids)`. prompt: text, or its token
-    ids, which a chat's should be: its template has the special tokens already.
+    Args:
+        generator: The model, ready to decode.
+        tokenizer: A `tokenizers.Tokenizer`, or any object with `encode(str)` and `decode(ids)`.
+        prompt: Text, or its token ids. Give ids for a chat, whose template already has the special tokens.
+        max_new_tokens: Most new tokens.
+        images: Images of the prompt, for models that read images.
+        sampler: Draws tokens; greedy by default.
+        stop: Ids that end the text.
+        key: Random key for sampling, by default that of seed 0.
     """
     ids = encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
     steps = generator.stream([ids], max_new_tokens=max_new_tokens, images=images, sampler=sampler, stop=stop, key=key)
@@ -40,6 +47,11 @@ def stream_text(
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of `text`, from a `tokenizers.Tokenizer` or a Hugging Face one."""
+    """Returns the token ids of a text.
+
+    Args:
+        tokenizer: A `tokenizers.Tokenizer` or a Hugging Face one.
+        text: The text.
+    """
     encoded = tokenizer.encode(text)
     return list(getattr(encoded, "ids", encoded))

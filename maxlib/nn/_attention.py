@@ -1,4 +1,7 @@
-"""Grouped-query attention (Ainslie et al. 2023), of which multi-head and multi-query attention are the ends."""
+"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245), with multi-head and multi-query attention as limits.
+
+Shapes: B rows, T new tokens, S keys, D width, N query heads, K key heads, H head dimension (Hk of keys, Hv of values).
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -23,29 +26,51 @@ from maxlib.sharding.layers import axis_of, axis_size, mesh_axes, natural_order
 
 @dataclasses.dataclass(frozen=True)
 class TemperatureTuning:
-    """`1 + scale * log(1 + floor((index + 1) / floor))`: queries sharpen with what they see (Nakanishi 2025,
-    arXiv:2501.19399).
+    """Factor on queries that grows with the number of tokens before them (Nakanishi 2025, arXiv:2501.19399).
 
-    In Llama 4's form, in steps of `floor` tokens, for layers that no position rotates.
+    Computes `1 + scale * log(1 + floor((index + 1) / floor))`, the form of Llama 4, which uses it in layers without
+    rotary positions.
+
+    Args:
+        floor: Tokens per step; the factor is 1 for the first `floor - 1` tokens.
+        scale: Weight of the logarithm.
     """
 
     floor: float
     scale: float
 
     def __call__(self, index: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        """Returns the factor of each query in float32, given its index in its document."""
         steps = jnp.floor((index.astype(jnp.float32) + 1) / self.floor)
         return 1 + self.scale * jnp.log1p(steps)
 
 
 class Attention(SequenceMixer):
-    """Grouped-query attention: queries of `num_heads` attend to `num_kv_heads` keys and values under `mask`.
+    """Grouped-query attention: `num_heads` query heads attend to `num_kv_heads` heads of keys and values under `mask`.
 
-    rope: how positions rotate queries and keys; None leaves them (NoPE). q_norm, k_norm: norms over the head dimension,
-    applied before the rotation. scale: factor on the scores, by default `head_dim ** -0.5`. softcap: `c * tanh(scores /
-    c)`. sinks: one learned logit per head that takes part in the softmax and has no value (GPT-OSS). temperature:
-    factor on each query, given its index in its document (`TemperatureTuning`). implementation: of `ops.attention`,
-    None for the best one; `with_attention` sets it in a whole model. Raises ValueError when `num_heads` is no positive
-    multiple of `num_kv_heads`.
+    Args:
+        dim: Width D of the residual stream.
+        num_heads: Number N of query heads.
+        head_dim: Width H of a head.
+        num_kv_heads: Number K of key and value heads, which divides N; None means N (multi-head attention).
+        mask: Which keys a query attends to, a mask of `maxlib.ops`.
+        rope: Rotation of queries and keys by position; None for none (NoPE).
+        bias: True adds biases to the query, key and value projections.
+        out_bias: True adds a bias to the output projection.
+        q_norm: Norm over the head dimension of queries, applied before the rotation; None for none.
+        k_norm: Norm over the head dimension of keys, applied before the rotation; None for none.
+        scale: Factor on the scores, by default `head_dim ** -0.5`.
+        softcap: `c` in `c * tanh(scores / c)`; None leaves scores as they are.
+        sinks: True adds one learned logit per head to the softmax, without a value (GPT-OSS).
+        temperature: Maps a token's index in its document to a factor on its query, such as `TemperatureTuning`.
+        implementation: Name of an implementation of `ops.attention`; None chooses the best one. `with_attention` sets
+            it in a whole model.
+        rngs: Source of initial values.
+
+    Raises:
+        ValueError: when `num_heads` is not a positive multiple of `num_kv_heads`, or `rope` rotates more than
+            `head_dim` dimensions.
+        TypeError: when `mask` is not a mask, or `rope` not a rotary embedding.
     """
 
     op: ClassVar[str | None] = "attention"
@@ -87,9 +112,11 @@ class Attention(SequenceMixer):
             )
         if rope is not None and rope.dim > H:
             raise ValueError(f"the rotary dimensions ({rope.dim}) must not exceed head_dim ({H})")
+        # Each weight has its output dimensions first: heads are split by tensor parallelism, `embed` by FSDP.
         self.q = Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         self.k = Einsum("...D,KHD->...KH", (K, H, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         self.v = Einsum("...D,KHD->...KH", (K, H, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
+        # [B, T, N, H] -> [B, T, D]: sums over heads and their width at once.
         self.o = Einsum("...NH,DNH->...D", (D, N, H), ("embed", "heads", "head_dim"), bias=out_bias, rngs=rngs)
         self.q_norm, self.k_norm = q_norm, k_norm
         self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",)) if sinks else None
@@ -100,28 +127,49 @@ class Attention(SequenceMixer):
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: AttentionCache | None = None
     ) -> tuple[Float[Array, "B T D"], AttentionCache | None]:
-        """Mixes the tokens of each document. Without `ctx` each row is one document from position 0."""
+        """Mixes the tokens of each document.
+
+        Args:
+            x: Input, `B T D`.
+            ctx: What all layers share (`nn.context`); None treats each row as one document from position 0.
+            cache: Keys and values of earlier tokens, or None.
+
+        Returns:
+            The output, `B T D`, and the cache with the new tokens (None without one).
+        """
         ctx = context(*x.shape[:2]) if ctx is None else ctx
         q, k, v = map(mark_heads, self.project(x, ctx), ("q", "k", "v"))
+        # Query t attends to keys k_start[t] <= s < k_end[t]; both bounds are [B, T].
         k_start, k_end = ctx.bounds(self.mask)
+        # The cache returns all stored keys, [B, T, K, H] -> [B, S, K, H], and the bounds as indices into them.
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
         sinks = None if self.sinks is None else self.sinks[...]
         options = {"scale": self.scale, "softcap": self.softcap, "implementation": self.implementation}
+        # softmax(softcap(scale * q k^T)) v, [B, T, N, H]
         out = attend(q, k, v, k_start, k_end, sinks, zigzag=ctx.zigzag, **options)
         return self.o(out), cache
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
-        """Queries, keys and values, normed, sharpened and rotated."""
+        """Returns queries, keys and values, after norms, temperature and rotation.
+
+        Returns:
+            Queries `B T N H`, keys `B T K H` and values `B T K H`.
+        """
+        # [B, T, D] -> [B, T, N, H]
         q = constrain(self.q(x), "batch", "seq", "act_heads", None)
+        # [B, T, D] -> [B, T, K, H]
         k = constrain(self.k(x), "batch", "seq", "act_heads", None)
         v = constrain(self.v(x), "batch", "seq", "act_heads", None)
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
+        # The factor depends on the place in the document, so that packing documents changes nothing. [B, T] -> [B, T,
+        # 1, 1]
         if self.temperature is not None:
             q = (q * self.temperature(ctx.index - ctx.start)[:, :, None, None]).astype(q.dtype)
         if (rope := self.rope) is None:
             return q, k, v
+        # [B, T, H / 2] each, the same for all heads; computed once per forward pass and shared by the layers.
         cos, sin = ctx.rotary(rope)
         return (
             apply_rope(q, cos, sin, interleaved=rope.interleaved),
@@ -130,7 +178,9 @@ class Attention(SequenceMixer):
         )
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> AttentionCache:
-        """Makes an empty cache for `batch` rows of up to `capacity` tokens; windows need only a ring."""
+        """Makes an empty cache for `batch` rows of up to `capacity` tokens; a sliding window stores only its last
+        keys.
+        """
         return kv_cache(
             batch,
             capacity,
@@ -142,18 +192,23 @@ class Attention(SequenceMixer):
         )
 
     def traffic(self, split: SplitSequence) -> Traffic:
+        """Returns the bytes that attention sends in a training step (`attention_traffic`)."""
+        # Queries and outputs have N * H numbers per token each, keys and values K * H each.
         return attention_traffic(
             split, queries=2 * self.num_heads * self.head_dim, keys=2 * self.num_kv_heads * self.head_dim
         )
 
     def queries_and_keys(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array]:
+        """Returns queries `B T N H` and keys `B T K H` as they are scored, for probes."""
         return self.project(x, ctx)[:2]
 
     @property
     def kind(self) -> str:
+        """Names the kind in tables: MHA, GQA or MQA."""
         return attention_kind(self.num_heads, self.num_kv_heads)
 
     def features(self) -> Iterator[str]:
+        """Yields the labels of its options for tables, such as "qk-norm"."""
         found = {
             "partial RoPE": self.rope is not None and self.rope.dim < self.head_dim,
             "layers without positions": self.rope is None,
@@ -166,7 +221,7 @@ class Attention(SequenceMixer):
 
 
 def attention_kind(num_heads: int, num_kv_heads: int) -> str:
-    """Names attention by its key heads: MHA (as many as queries), MQA (one) or GQA."""
+    """Names attention by its number of key heads: MHA (one per query head), MQA (one in all) or GQA."""
     return "MHA" if num_heads == num_kv_heads else "MQA" if num_kv_heads == 1 else "GQA"
 
 
@@ -183,13 +238,28 @@ def attend(
     implementation: str | None = None,
     zigzag: bool = False,
 ) -> Float[Array, "B T N Hv"]:
-    """`ops.attention` on each device's own rows, heads and queries, by the layout in use.
+    """Returns `ops.attention`, `B T N Hv`, computed on each device's own rows, heads and queries by the layout in use.
 
-    They decide by the axes `q_seq` and `kv_seq` how a split sequence comes together. Only `q_seq` is split: keys are
-    gathered. Both are split: keys travel around a ring. Neither is: heads are split instead (`attn_heads`), and
-    all-to-alls exchange the two (Ulysses). zigzag: tokens stand in the order of `sharding.layers.zigzag`. Raises
-    ValueError for heads that cannot be split where tokens are to be exchanged for them.
+    When devices share a sequence, the axes `q_seq` and `kv_seq` decide how it is brought together. If only `q_seq` is
+    split, keys are gathered. If both are, keys travel around a ring (Liu et al. 2023, arXiv:2310.01889). If neither is,
+    heads are split, with all-to-alls before and after (Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
+
+    Args:
+        q: Queries, `B T N Hk`.
+        k: Keys, `B S K Hk`.
+        v: Values, `B S K Hv`.
+        k_start: First key of each query, `B T`.
+        k_end: Key after the last one of each query, `B T`.
+        sinks: One logit per query head that takes part in the softmax, or None.
+        scale: Factor on the scores, by default `Hk ** -0.5`.
+        softcap: `c` in `c * tanh(scores / c)`, or None.
+        implementation: Name of an implementation of `ops.attention`; None chooses the best one.
+        zigzag: True if tokens are in the order of `sharding.layers.zigzag`.
+
+    Raises:
+        ValueError: when tokens must be exchanged for heads and the number of heads does not allow it.
     """
+    # A ring needs pieces of equal size; a number of keys that does not divide is gathered instead.
     ring = axis_of("kv_seq") if k.shape[1] % axis_size("kv_seq") == 0 else None
     parts = axis_size("q_seq") if zigzag else 1
 
@@ -198,16 +268,16 @@ def attend(
         options = {**bounds, "sinks": sinks, "scale": scale, "softcap": softcap, "implementation": implementation}
         if ring is not None:
             return ops.ring_attention(q, k, v, axis_name=ring, pieces=2 if zigzag else 1, **options)
+        # Bounds index keys in natural order, so gathered keys are put back into it; queries may keep theirs.
         k, v = (natural_order(x, parts) for x in (k, v)) if zigzag else (k, v)
         return ops.attention(q, k, v, **options)
 
-    # Tokens are exchanged for heads here and nowhere else: left alone, XLA would rotate and project heads, and gather
-    # tokens.
+    # Tokens are exchanged for heads only here: otherwise XLA would gather tokens, and project and rotate all of them.
     own = lambda x: constrain(x, "batch", "seq", "act_heads", None)
     q, k, v = (own(x) for x in (q, k, v)) if q.shape[1] == k.shape[1] else (q, k, v)
     copies = axis_size("attn_heads")
     if q.shape[2] % copies == 0 and copies > k.shape[2] and copies % k.shape[2] == 0:
-        # Fewer key heads than devices: each takes a copy of its own.
+        # Fewer key heads than devices: each gets a copy. [B, S, K, H] -> [B, S, copies, H]
         k, v = (jnp.repeat(x, copies // x.shape[2], axis=2) for x in (k, v))
     _check_exchange(q, k)
     queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
@@ -216,9 +286,9 @@ def attend(
 
 
 def _check_exchange(q: Array, k: Array) -> None:
-    """Raises ValueError where tokens cannot be exchanged for heads: each device would gather all of both.
+    """Raises ValueError when tokens cannot be exchanged for heads: each device would gather all tokens and heads.
 
-    A token at decoding is not split.
+    A single token at decoding is not split, so it passes.
     """
     exchanged = {*mesh_axes("seq")} & {*mesh_axes("attn_heads")} - {*mesh_axes("act_heads")}  # `SP` exchanges nothing
     parts, heads = axis_size("attn_heads"), (q.shape[2], k.shape[2])

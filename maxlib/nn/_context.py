@@ -1,4 +1,7 @@
-"""What all layers of a model share in one forward pass, computed once."""
+"""The context: values that all layers of a model share in one forward pass, computed once.
+
+Shapes: B rows, T tokens, R rows of M-RoPE positions. A row may hold several documents (packing).
+"""
 
 import dataclasses
 from typing import Any
@@ -18,27 +21,27 @@ from maxlib.sharding.layers import can_zigzag, unzigzag, zigzag
 class Context:
     """Positions, documents and cache state of a batch, with key intervals and rotary tables.
 
-    Masks, windows and states go by a token's order in its row (`index`, `start`, `stop`), rotary tables by `positions`.
+    Masks, windows and states use a token's order in its row (`index`, `start`, `stop`); rotary tables use `positions`.
 
     Args:
-        positions: `B T`, or `B T R` for rotary embeddings of R rows (M-RoPE). For rotary tables only.
-        index: `B T`, each token's place among all cached and new ones.
-        start: `B T`, where its document begins in the same counting.
-        stop: `B T`, where its document ends; padding has `start == stop`.
+        positions: `B T`, or `B T R` for rotary embeddings of R rows (M-RoPE). Only rotary tables use them.
+        index: `B T`, number of each token among all cached and new ones of its row.
+        start: `B T`, index at which its document begins.
+        stop: `B T`, index after the end of its document; padding has `start == stop`.
         length: `B`, tokens cached before this call (zeros without a cache).
         num_new: `B`, real tokens in this call.
-        valid: `B T`, or None if every token is real.
-        bidirectional_blocks: Start and stop of the run in which each token sees both ways.
+        valid: `B T`, False for padding; None if every token is real.
+        bidirectional_blocks: Start and stop of the block in which each token attends in both directions.
         intervals: Key intervals of `masks`.
         tables: Cosines and sines of `ropes`.
-        tokens: `B T`, ids for layers that hash or look them up; None unless the model hands them on.
-        next_position_offset: `B`, what the cache keeps as `position_offset`; None if positions count tokens.
-        row_length: `B`, with a cache the length of each row after this call, which rotary scalings that depend on the
-            length follow.
-        rope_length: The length that they assume instead where it is known before.
-        masks: Masks whose intervals were computed ahead.
-        ropes: Rotary embeddings whose tables were computed ahead.
-        zigzag: True if tokens stand in the order of `sharding.layers.zigzag`.
+        tokens: `B T`, ids for layers that hash or look them up; None unless the model passes them on.
+        next_position_offset: `B`, the next `position_offset` of the cache; None if positions count tokens.
+        row_length: `B`, with a cache the length of each row after this call, which length-dependent rotary scalings
+            use.
+        rope_length: Length that these scalings use instead if it is known in advance.
+        masks: Masks whose intervals are computed in advance.
+        ropes: Rotary embeddings whose tables are computed in advance.
+        zigzag: True if tokens are in the order of `sharding.layers.zigzag`.
     """
 
     positions: Int[Array, "B T *R"]
@@ -61,19 +64,20 @@ class Context:
 
     @property
     def is_start(self) -> Bool[Array, "B T"]:
-        """True for the first token of a document, where a layer with a state begins anew."""
+        """Returns True for the first token of a document, where a layer resets its state."""
         first = self.index == self.start
         return first if self.valid is None else first & self.valid
 
     def bounds(self, mask: Mask) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-        """Returns the key interval of every query under `mask`."""
+        """Returns the first key and the key after the last one of every query under `mask`, `B T` each."""
+        # Masks are values: equal ones of different layers share their intervals.
         if mask in self.masks:
             return self.intervals[self.masks.index(mask)]
         bidirectional_blocks = self.bidirectional_blocks or (None, None)
         return key_intervals(mask, Tokens(self.index, self.start, self.stop, *bidirectional_blocks))
 
     def rotary(self, rope: Rope | GridRope) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
-        """Returns cosines and sines of every position under `rope` (R is half the rotary dimensions)."""
+        """Returns cosines and sines of every position under `rope`, `B T R` each (R is half the rotary dimensions)."""
         if rope in self.ropes:
             return self.tables[self.ropes.index(rope)]
         return rope.tables(self.positions, length=self.row_length if self.rope_length is None else self.rope_length)
@@ -95,24 +99,28 @@ def context(
     """Builds the context of `batch` rows of `seq` tokens.
 
     Args:
-        batch: Rows.
-        seq: Tokens in a row, with padding.
-        positions: `B T`, or `B T R` where a rotary embedding has R rows; by default places in the document.
+        batch: Number of rows.
+        seq: Tokens in a row, padding included.
+        positions: `B T`, or `B T R` for a rotary embedding of R rows; by default each token's index in its document.
         segment_ids: `B T`, the packed document of each token, 0 for padding.
-        valid: `B T`, False for padding, which may stand left or right; with a cache only right.
-        bidirectional_blocks: `[start, stop)` of the run in which each token sees both ways.
-        cache: The model's cache. What it knows of positions (`position_offset`) moves the default ones.
-        tokens: `B T`, ids for layers that ask for them.
-        masks: Masks to compute ahead; a layer that asks for another gets it computed on the spot.
-        ropes: Rotary embeddings to compute ahead.
+        valid: `B T`, False for padding on the left or right; with a cache only on the right.
+        bidirectional_blocks: `[start, stop)` of the block in which each token attends in both directions.
+        cache: Cache of the model. Its `position_offset` shifts the default positions.
+        tokens: `B T`, ids for layers that use them.
+        masks: Masks to compute in advance; others are computed when a layer asks for them.
+        ropes: Rotary embeddings to compute in advance.
+
+    Returns:
+        The context, with intervals and tables.
 
     Raises:
-        ValueError: segment_ids come with a cache (packing is for training), or an input has another shape.
+        ValueError: when segment_ids come with a cache (packing is for training), or an input has another shape.
     """
     if cache is not None and segment_ids is not None:
         raise ValueError("segment_ids cannot be combined with a cache: give each document a row of its own")
     inputs = {"segment_ids": segment_ids, "valid": valid, "tokens": tokens}
     _check_rows(batch, seq, cache, inputs, positions)
+    # Tokens before this call; `index` counts on from them.
     length = jnp.zeros(batch, jnp.int32) if cache is None else cache.length
     index, start, stop, valid = _documents(batch, seq, segment_ids, valid, cache)
     num_new = jnp.full(batch, seq, jnp.int32) if valid is None else valid.sum(axis=1, dtype=jnp.int32)
@@ -130,26 +138,30 @@ def context(
         next_position_offset=_next_offset(positions, valid, length + num_new, cache),
         rope_length=_rope_length(seq, positions, segment_ids, cache),
     )
+    # Once for all layers: inside a scan they would be computed in every layer.
     tables = tuple(ctx.rotary(rope) for rope in ropes)
     intervals = tuple(ctx.bounds(mask) for mask in masks)
     return dataclasses.replace(ctx, intervals=intervals, tables=tables, masks=tuple(masks), ropes=tuple(ropes))
 
 
 def _positions(places: Int[Array, "B T"], cache: Any) -> Int[Array, "B T"]:
+    """Returns the default positions: indices in the document, shifted by the cache's offset."""
     offset = None if cache is None else cache.position_offset
     return places if offset is None else places + offset[:, None]
 
 
 def _next_offset(positions, valid, length, cache) -> Int[Array, " B"] | None:
-    """Computes by how much positions run ahead of the `length` tokens that are cached after this call."""
+    """Computes the difference between the next position and the `length` tokens that are cached after this call."""
     if cache is None or cache.position_offset is None or positions is None:
         return None if cache is None else cache.position_offset
     positions = positions if positions.ndim == 2 else positions.max(axis=2)  # B T R -> B T: the next one is behind all
+    # [B, T] -> [B]: the last real position, -1 for a row of padding, which keeps its offset.
     last = (positions if valid is None else jnp.where(valid, positions, -1)).max(axis=1)
     return jnp.where(last < 0, cache.position_offset, last + 1 - length).astype(jnp.int32)
 
 
 def _check_rows(batch: int, seq: int, cache: Any, inputs: dict[str, Any], positions: Any) -> None:
+    """Raises ValueError for inputs that do not have the shape of the tokens."""
     shapes = {name: value.shape for name, value in inputs.items() if value is not None}
     if positions is not None:
         shapes["positions"] = positions.shape[:2] if positions.ndim == 3 else positions.shape
@@ -164,23 +176,45 @@ def _check_rows(batch: int, seq: int, cache: Any, inputs: dict[str, Any], positi
 
 
 def zigzag_shard(x: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "B T D"], Context]:
-    """Reorders tokens so that all devices of a context axis have the same work, where the rules in use have one."""
+    """Reorders tokens so that all devices of a context axis have equal work under a causal mask.
+
+    Device i of n gets the pieces i and 2n - 1 - i of 2n: one with few keys before it, one with many. Nothing happens
+    unless the layout splits sequences.
+
+    Args:
+        x: Activations, `B T D`.
+        ctx: Their context.
+
+    Returns:
+        `x` and `ctx` in the new order.
+    """
     if not can_zigzag(x.shape[1]):
         return x, ctx
+    # Arrays of the context with a token axis, [B, T, ...], are reordered too; those of rows, [B], are not.
     turn = lambda y: zigzag(y, "batch", "seq", *[None] * (y.ndim - 2)) if y.ndim > 1 else y
     return turn(x), dataclasses.replace(jax.tree.map(turn, ctx), zigzag=True)
 
 
 def zigzag_unshard(x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T D"]:
-    """Undoes `zigzag_shard`."""
+    """Puts tokens back into their natural order."""
     return unzigzag(x, "batch", "seq", None) if ctx.zigzag else x
 
 
 def bidirectional_blocks(
     inside: Bool[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None, cache: Any = None
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Finds the run of `inside` tokens around each, within its document, as `context` takes it; others stand alone."""
+    """Finds the block of consecutive `inside` tokens around each token, within its document.
+
+    Args:
+        inside: True for tokens of a block, such as those of an image.
+        segment_ids: Packed document of each token, or None.
+        cache: Cache of the model, whose tokens come before these.
+
+    Returns:
+        Start and stop of each token's block; a token outside has a block of its own.
+    """
     place = jnp.broadcast_to(jnp.arange(inside.shape[1], dtype=jnp.int32), inside.shape)
+    # Two blocks side by side in different documents have different ids; tokens outside have 0.
     runs = jnp.where(inside, 1 if segment_ids is None else segment_ids, 0)
     start, stop = _segment_bounds(place, runs)
     first = 0 if cache is None else cache.length[:, None]
@@ -188,13 +222,16 @@ def bidirectional_blocks(
 
 
 def _documents(batch, seq, segment_ids, valid, cache):
+    """Returns `index`, `start`, `stop` and `valid` of each token."""
     place = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (batch, seq))
     if cache is not None:
+        # A row of a cache is one document: all cached tokens, then the new ones.
         index = place + cache.length[:, None]
         num_new = seq if valid is None else valid.sum(axis=1, dtype=jnp.int32)[:, None]
         stop = jnp.broadcast_to(cache.length[:, None] + num_new, index.shape)
         start = jnp.zeros_like(index)
         if valid is not None:
+            # Padding gets an empty document, so it attends to nothing.
             start = jnp.where(valid, start, stop)
         return index, start, stop, valid
     if segment_ids is None and valid is None:
@@ -202,6 +239,7 @@ def _documents(batch, seq, segment_ids, valid, cache):
     if segment_ids is None:
         segment_ids = valid.astype(jnp.int32)
     elif valid is not None:
+        # Padding inside a packed row belongs to no document: id 0.
         segment_ids = jnp.where(valid, segment_ids, 0)
     return place, *_segment_bounds(place, segment_ids), segment_ids > 0
 
@@ -209,16 +247,18 @@ def _documents(batch, seq, segment_ids, valid, cache):
 def _segment_bounds(place, segment_ids):
     """Returns start and stop of the run of equal ids around each token; padding gets an empty one."""
     edge = jnp.ones((place.shape[0], 1), bool)
+    # [B, T - 1]: True between two tokens of different documents.
     change = segment_ids[:, 1:] != segment_ids[:, :-1]
     first = jnp.concatenate([edge, change], axis=1)
     last = jnp.concatenate([change, edge], axis=1)
+    # Running maximum of the starts so far; from the right, running minimum of the stops.
     start = jax.lax.cummax(jnp.where(first, place, 0), axis=1)
     stop = jax.lax.cummin(jnp.where(last, place + 1, place.shape[1]), axis=1, reverse=True)
     return start, jnp.where(segment_ids > 0, stop, start)
 
 
 def _rope_length(seq, positions, segment_ids, cache):
-    """Returns the static length that rotary tables may rely on; None leaves it to the positions."""
+    """Returns the static length that rotary tables may assume; None means that they use the positions."""
     if cache is not None:
         return cache.rope_length
     return seq if positions is None and segment_ids is None else None

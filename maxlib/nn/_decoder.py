@@ -1,4 +1,4 @@
-"""The wiring that decoder-only models have in common."""
+"""Base classes of decoder-only models: embedding, stack of layers, final norm, head."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from maxlib.sharding import constrain
 
 
 def check_tokens(tokens: Any) -> None:
-    """Raises ValueError for anything but rows of ids; shape and dtype are known while tracing."""
+    """Raises ValueError unless `tokens` is an integer array of shape `B T`; works while tracing."""
     is_array = isinstance(tokens, jax.Array | np.ndarray)
     if not (is_array and tokens.ndim == 2 and jnp.issubdtype(tokens.dtype, jnp.integer)):
         raise ValueError(
@@ -34,19 +34,23 @@ def check_tokens(tokens: Any) -> None:
 
 
 class Decoder(nnx.Module):
-    """Decoder-only model: embedding, a stack of layers, a norm and a head (docs/decisions/0001).
+    """Base class of decoder-only models: embedding, stack of layers, final norm and head (docs/decisions/0001).
 
-    A family derives its model from it and sets the attributes in its constructor; `embed_tokens` and `enter` are there
-    to be replaced. A model with another wiring does not derive from it: the contract asks for methods, not for this
-    class.
+    A family derives its model from this class and sets the attributes in its constructor; it may override
+    `embed_tokens` and `enter`. A model with another structure does not derive from it: the contract asks for methods,
+    not for this class.
 
     Attributes:
-        head: None if it is tied to `embed`.
-        masks: What its layers ask of the context, computed once.
-        ropes: The same for rotary tables.
-        recompute_cache_at: Length at which cached keys are rotated otherwise and have to be computed anew (LongRoPE's
+        cfg: The model's config.
+        embed: Table of token vectors.
+        layers: The stack of layers.
+        norm: The norm after the last layer.
+        head: Table of output vectors; None if it is tied to `embed`.
+        masks: Masks of the layers, whose key intervals are computed once per forward pass.
+        ropes: Rotary embeddings of the layers, whose tables are computed once per forward pass.
+        recompute_cache_at: Length from which cached keys are rotated differently and must be recomputed (LongRoPE's
             switch in Phi); None if there is none.
-        softcap: Of the logits, `c * tanh(logits / c)`.
+        softcap: `c` in `c * tanh(logits / c)`; None leaves logits as they are.
         layers_take_tokens: True if layers read ids from `ctx.tokens`.
     """
 
@@ -72,40 +76,65 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.bfloat16,
         remat: Policy = None,
     ) -> Output:
+        """Computes the hidden states of rows of tokens.
+
+        Args:
+            tokens: Ids, `B T`.
+            positions: Positions for rotary tables, by default each token's index in its document.
+            segment_ids: Packed document of each token, 0 for padding; None for one document per row.
+            valid: False for padding; None if every token is real.
+            cache: Cache of earlier tokens, or None.
+            dtype: Dtype of the computation.
+            remat: What layers keep for the backward pass, see `nn.remat`.
+
+        Returns:
+            The hidden states after the final norm, the new cache, and the layers' losses and metrics.
+
+        Raises:
+            ValueError: when `tokens` is not an integer array of shape `B T`.
+        """
         check_tokens(tokens)
         inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid} | self.ids_for_layers(tokens)
         return self.run(self.embed_tokens(tokens, dtype), **inputs, cache=cache, remat=remat)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+        """Returns the vectors of token ids, `B T D`, in `dtype`."""
         return self.embed(tokens, dtype=dtype)
 
     def ids_for_layers(self, tokens: Int[Array, "B T"]) -> dict[str, Array]:
-        """Returns what `enter` is given of the ids: nothing unless layers take them."""
+        """Returns the ids as a keyword argument of `enter` if layers use them, else nothing."""
         return {"tokens": tokens} if self.layers_take_tokens else {}
 
     def run(self, x: Float[Array, "B T D"], *, cache: Cache | None, remat: Policy, **inputs: Any) -> Output:
-        """Computes the normed hidden states from vectors; inputs: those of `nn.context`."""
+        """Computes the output from token vectors; `inputs` are arguments of `nn.context`."""
+        # [B, T, D] in, [B, T, D] out; `aux` has a leading axis of layers.
         x, ctx = self.enter(x, cache=cache, **inputs)
         x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat)
+        # `cache and ...`: None without a cache.
         return Output(self.leave(x, ctx), cache and cache.advanced(layers, ctx), aux)
 
     def enter(self, x: Float[Array, "B T D"], *, cache: Cache | None = None, **inputs: Any):
-        """Returns what the first layer gets: `x` in its place, and the context.
+        """Prepares the input of the first layer: `x` in its place on the mesh, and the context.
 
-        Where devices share a sequence, tokens are dealt out in zigzag order, unless a layer needs them in their own.
+        If devices share a sequence, tokens are put into zigzag order, unless a layer needs them in their own.
         """
         ctx = context(*x.shape[:2], cache=cache, masks=self.masks, ropes=self.ropes, **inputs)
+        # Splits [B, T, D] over the mesh as every layer expects it.
         x = constrain(x, "batch", "seq", "act_embed")
+        # A cache stores tokens by index, so decoding keeps the natural order.
         return zigzag_shard(x, ctx) if cache is None and self.layers.is_reorderable else (x, ctx)
 
     def leave(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T D"]:
-        """Returns what the head gets of the last layer's `x`."""
+        """Returns the input of the head: the last layer's `x`, normed and in natural order."""
         return zigzag_unshard(self.norm(x), ctx)
 
     def head_weight(self) -> Float[Array, "V D"]:
+        """Returns the matrix of the head, `V D`; it is the embedding if they are tied."""
         return (self.head or self.embed).w[...]
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Returns the scores of the next token, soft-capped if the model does so."""
+        # [B, T, D] -> [B, T, V]
         logits = constrain((self.head or self.embed).logits(hidden), "batch", "seq", "act_vocab")
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
@@ -115,9 +144,9 @@ class Decoder(nnx.Module):
         """Makes an empty cache.
 
         Args:
-            batch: Number of rows.
-            capacity: Tokens that a row can hold. It changes no result.
-            dtype: Of what is kept; int8 and float8 come with scales.
+            batch: Number B of rows.
+            capacity: Most tokens in a row. It does not change results.
+            dtype: Dtype of the stored values; int8 and float8 are quantized.
             rope_length: See `Cache`.
         """
         layers = self.layers.init_cache(batch, capacity, dtype)
@@ -130,10 +159,14 @@ class Decoder(nnx.Module):
 
 
 class VisionDecoder(Decoder):
-    """Decoder that reads images where some of its tokens are placeholders, if its constructor sets the parts below.
+    """Decoder that reads images at placeholder tokens, if its constructor sets `tower` and `projector`.
 
-    Its `cfg.vision` is None, or has `image_token` and `num_tokens`, the number of vectors that the projector makes of
-    an image. These are read as text is, but see each other both ways under a mask with `ops.BidirectionalBlocks`.
+    Its `cfg.vision` is None, or has `image_token` and `num_tokens`, the number of vectors per image. Image tokens
+    attend to each other in both directions under a mask with `ops.BidirectionalBlocks`.
+
+    Attributes:
+        tower: Image encoder.
+        projector: Maps the encoder's output to vectors of the text model's width.
     """
 
     tower: Any = None
@@ -151,24 +184,37 @@ class VisionDecoder(Decoder):
         dtype: Any = jnp.bfloat16,
         remat: Policy = None,
     ) -> Output:
-        """images: what Hugging Face's processor calls pixel_values (tiles, for Llama 4), in the order of their
-        placeholders.
+        """Computes the hidden states of rows of tokens and images; see `Decoder.__call__` for the other arguments.
 
-        Raises ValueError for images that the model cannot see, and for placeholders that are not `num_tokens` per
-        image; where jit hides the ids, these become NaN instead.
+        Args:
+            tokens: Ids, `B T`, with placeholders for images.
+            positions: Positions for rotary tables.
+            segment_ids: Packed document of each token.
+            valid: False for padding.
+            images: The `pixel_values` of Hugging Face's processor (tiles, for Llama 4), in the order of their
+                placeholders.
+            cache: Cache of earlier tokens, or None.
+            dtype: Dtype of the computation.
+            remat: What layers keep for the backward pass.
+
+        Raises:
+            ValueError: when images are given to a text model, or the number of placeholders is not `num_tokens` per
+                image. Inside jit, where ids are hidden, the placeholders become NaN instead.
         """
         check_tokens(tokens)
         self.check_images(tokens, images)
         x, sees = self.embed_tokens(tokens, dtype), None
         if images is not None:
             is_image = tokens == self.cfg.vision.image_token
+            # [I, C, H, W] -> [I, S, D], then into x at the placeholders, [B, T, D].
             x = place_features(x, is_image, self.projector(self.tower(images, dtype=dtype, remat=remat)))
+            # Start and stop of each image, [B, T], for masks with `ops.BidirectionalBlocks`.
             sees = bidirectional_blocks(is_image, segment_ids=segment_ids, cache=cache)
         inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid, "bidirectional_blocks": sees}
         return self.run(x, **inputs, **self.ids_for_layers(tokens), cache=cache, remat=remat)
 
     def check_images(self, tokens: Int[Any, "B T"], images: Float[Any, "I C H W"] | None) -> None:
-        """Raises ValueError as `__call__` does; a generator asks before it enters jit."""
+        """Raises ValueError as `__call__` does; generators call it before they enter jit."""
         if self.cfg.vision is not None:
             count = 0 if images is None else len(images) * self.cfg.vision.num_tokens
             check_placeholders(tokens == self.cfg.vision.image_token, count)
@@ -179,24 +225,40 @@ class VisionDecoder(Decoder):
 
 
 class MTPDecoder(Decoder):
-    """Decoder with modules that predict further ahead than the next token, of which the first can draft."""
+    """Decoder with modules that predict further ahead than the next token; the first of them can draft.
+
+    Attributes:
+        mtp: The modules, which predict 2, 3, ... tokens ahead.
+    """
 
     mtp: Sequence[MTP] = ()
 
     def predict_ahead(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any) -> list[MTPOutput]:
-        """Predicts further ahead from the final `hidden`; inputs: `positions`, `segment_ids`, `valid`, `remat`."""
+        """Predicts further ahead from the final `hidden`.
+
+        Args:
+            hidden: The model's output, `B T D`.
+            tokens: Ids, `B T`.
+            inputs: `positions`, `segment_ids`, `valid`, `remat`.
+
+        Returns:
+            One output per module (`nn.predict_ahead`).
+        """
+        # The modules share the model's embedding.
         return predict_ahead(self.mtp, self.embed, hidden, tokens, ropes=self.ropes, **inputs)
 
     def draft(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any):
-        """Drafts with the first of the modules of `predict_ahead` while decoding; inputs: `cache`, `valid`."""
+        """Drafts with the first module while decoding (`nn.draft`); `inputs` are `cache` and `valid`."""
         return draft(self._drafter, self.embed, hidden, tokens, masks=self.masks, ropes=self.ropes, **inputs)
 
     def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> Cache:
+        """Makes an empty cache of the first module."""
         layers = self._drafter.init_cache(batch, capacity, dtype)
         return Cache(layers, jnp.zeros(batch, jnp.int32))
 
     @property
     def _drafter(self) -> MTP:
+        """Returns the first module; raises ValueError if there is none."""
         if not len(self.mtp):
             raise ValueError(
                 f"this {type(self).__name__} was built without a module that drafts: read it with num_mtp=1"

@@ -1,4 +1,9 @@
-"""Moving tokens to their experts and back. A *choice* is one of the X experts of one token: number `token * X + k`."""
+"""Dispatch of tokens to experts and back. A *choice* is one of the X experts of one token: number `token * X + k`.
+
+Tokens are copied into a buffer of R rows in which the rows of an expert are adjacent. Example with M = 3 tokens, X = 1,
+E = 2, `experts = [1, 0, 1]`: the rows hold tokens 1, 0, 2, so `source = [1, 0, 2]`, `place = [1, 0, 2]` and
+`counts = [1, 2]`. Shapes: M tokens, X choices, E experts, C capacity, R rows, D width, I inputs and O outputs.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +25,15 @@ Linear = tuple[Matmul, Any, Float[Array, "E O"] | None]
 
 @pytree
 class Dropless:
-    """All choices, sorted by expert; those of padding come last and belong to none."""
+    """Plan in which all choices are computed: rows sorted by expert; those of padding come last and belong to no
+    expert.
+
+    Attributes:
+        source: The choice that each row holds.
+        place: The row that holds each choice.
+        kept: True for choices that are computed.
+        counts: Rows of each expert.
+    """
 
     source: Int[Array, " R"]
     """The choice that each row holds."""
@@ -31,12 +44,13 @@ class Dropless:
     counts: Int[Array, " E"]
 
     def linear(self, rows: Float[Array, "R I"], linear: Linear, layout: ops.Layout):
+        """Multiplies each row by the matrix of its expert, `R I -> R O`, and adds the bias if there is one."""
         matmul, w, b = linear
         y = matmul.grouped(rows, w, self.counts, layout)
         return y if b is None else add_bias(y, b, self.counts)
 
     def gated(self, rows: Float[Array, "R I"], gate: Linear, up: Linear, activation: Callable, layout: ops.Layout):
-        """Both projections, joined: by one op if both matmuls are exact and the same."""
+        """Returns `activation(gate(rows), up(rows))`, by one op if both matmuls are exact and the same."""
         (matmul, w, b), (other, w_up, b_up) = gate, up
         if not isinstance(matmul, Exact) or matmul != other:
             return _gated(self, rows, gate, up, activation, layout)
@@ -46,7 +60,14 @@ class Dropless:
 
 @pytree
 class Padded:
-    """`capacity` rows for each expert, filled in the order of the tokens; what does not fit has no place (`R`)."""
+    """Plan with `capacity` rows for each expert, filled in the order of tokens.
+
+    Attributes:
+        source: The choice that each row holds, `M * X` in an empty row.
+        place: The row that holds each choice, `R` (no row) for a choice that does not fit.
+        kept: True for choices that fit.
+        num_experts: Number of experts.
+    """
 
     source: Int[Array, " R"]
     """The choice that each row holds, `M * X` in an empty one."""
@@ -55,11 +76,15 @@ class Padded:
     num_experts: int = static()
 
     def linear(self, rows: Float[Array, "R I"], linear: Linear, layout: ops.Layout):
+        """Multiplies each row by the matrix of its expert, `R I -> R O`, and adds the bias if there is one."""
         matmul, w, b = linear
+        # Equal room for each expert makes it a batched matmul: [E * C, I] -> [E, C, I] -> [E, C, O].
         y = matmul.einsum(f"ECI,{layout}->ECO", rows.reshape(self.num_experts, -1, rows.shape[-1]), w)
+        # b: [E, O] -> [E, 1, O]
         return (y if b is None else y + jnp.expand_dims(b, 1)).reshape(rows.shape[0], -1)
 
     def gated(self, rows: Float[Array, "R I"], gate: Linear, up: Linear, activation: Callable, layout: ops.Layout):
+        """Returns `activation(gate(rows), up(rows))`."""
         return _gated(self, rows, gate, up, activation, layout)
 
 
@@ -67,62 +92,94 @@ Plan = Dropless | Padded
 
 
 def _gated(plan: Plan, rows, gate: Linear, up: Linear, activation: Callable, layout: ops.Layout):
+    """Computes both projections one after the other and joins them; remat policies know them as `NAMES`."""
     return activation(*map(checkpoint_name, (plan.linear(rows, linear, layout) for linear in (gate, up)), NAMES))
 
 
 def dropless(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int) -> Dropless:
+    """Makes the plan that computes every choice of valid tokens.
+
+    Args:
+        experts: Ids of the chosen experts.
+        valid: False for padding.
+        num_experts: Number of experts.
+    """
     order, place, counts = _sort(experts, valid, num_experts)
     kept = jnp.broadcast_to(valid[:, None], experts.shape)
     return Dropless(order, place.reshape(experts.shape), kept, counts)
 
 
 def sorted_rows(counts: Int[Array, " E"], size: int) -> Dropless:
-    """Of `size` rows that lie sorted by expert already; what is behind the last one belongs to none."""
+    """Makes the plan for `size` rows that are already sorted by expert, `counts` rows for each; the rest belong to
+    none.
+    """
     order = jnp.arange(size, dtype=jnp.int32)
     return Dropless(order, order[:, None], (order < counts.sum())[:, None], counts)
 
 
 def padded(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int, capacity: int) -> Padded:
+    """Makes the plan with room for `capacity` choices of each expert; choices beyond it are dropped.
+
+    Args:
+        experts: Ids of the chosen experts.
+        valid: False for padding.
+        num_experts: Number of experts.
+        capacity: Rows of each expert.
+    """
     order, place, counts = _sort(experts, valid, num_experts)
+    # First sorted row of each expert, [E]; `rank` counts a choice among those of its expert, [M, X].
     first = jnp.cumsum(counts) - counts
     rank = place.reshape(experts.shape) - first[experts]
     kept = valid[:, None] & (rank < capacity)
     size = num_experts * capacity
+    # Row of a choice: the start of its expert's room plus its rank; `size` if it does not fit.
     place = jnp.where(kept, experts * capacity + rank, size)
     empty = jnp.full(size, experts.size, order.dtype)
+    # Inverse of `place`: scatters the number of each choice into its row; places beyond the end are dropped.
     source = empty.at[place.reshape(-1)].set(jnp.arange(experts.size, dtype=order.dtype), mode="drop")
     return Padded(source, place, kept, num_experts)
 
 
 def _sort(experts, valid, num_experts: int):
-    """Choices in the order of their experts, the place of each in that order, and how many each expert has."""
+    """Sorts choices by expert.
+
+    Returns:
+        The choices in the order of their experts, the place of each choice in that order, and the count of each expert.
+    """
+    # Padding gets an id after all experts, so that it comes last. [M, X] -> [M * X]
     ids = jnp.where(valid[:, None], experts, num_experts).reshape(-1)
+    # Stable: tokens keep their order within an expert, so that earlier ones get the room.
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    # Inverse permutation: place[order[i]] = i.
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+    # Compares with every id, [M * X, E] -> [E]; padding matches none.
     counts = jnp.sum(ids[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
     return order, place, counts
 
 
 def spread(x: Float[Array, "M D"], plan: Plan) -> Float[Array, "R D"]:
-    """A row for each choice that the plan holds: its token."""
+    """Returns the token of each row of the plan."""
+    # choice // X is the token
     return _pick(x, plan.source // plan.place.shape[1], plan.place)
 
 
 def spread_choices(x: Float[Array, "M X"], plan: Plan) -> Float[Array, "R 1"]:
-    """A row for each choice that the plan holds: its own value."""
+    """Returns the value of the choice of each row of the plan."""
     return _pick(x.reshape(-1, 1), plan.source, plan.place.reshape(-1, 1))
 
 
 def collect(rows: Float[Array, "R D"], plan: Plan) -> Float[Array, "M X D"]:
-    """The row of each choice; zeros for one that has none."""
+    """Returns the row of each choice; zeros for a choice without one."""
     z = _pick(rows, plan.place.reshape(-1), plan.source[:, None])
     return z.reshape(*plan.place.shape, rows.shape[-1])
 
 
 @jax.custom_vjp
 def _pick(x: Float[Array, "N D"], index: Int[Array, " R"], back: Int[Array, "N K"]) -> Float[Array, "R D"]:
-    """`x[index]`, zeros where there is no such row. `back` says where each row of `x` went: the gradient is a gather,
-    too.
+    """Returns `x[index]`, zeros where the index is out of range.
+
+    `back` has the rows of the result that hold each row of `x`. The gradient is then a gather and a sum over K, where
+    the transpose of a gather would be a scatter-add, which is slow on accelerators.
     """
     return x.at[index].get(mode="fill", fill_value=0)
 
@@ -132,6 +189,7 @@ def _pick_forward(x, index, back):
 
 
 def _pick_backward(back, d):
+    # [R, D] -> [N, K, D] -> [N, D], summed in float32
     rows = d.at[back].get(mode="fill", fill_value=0)
     return rows.sum(axis=1, dtype=jnp.promote_types(d.dtype, jnp.float32)).astype(d.dtype), None, None
 

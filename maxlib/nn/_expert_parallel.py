@@ -1,4 +1,8 @@
-"""Experts on other devices: tokens travel to them and back, all-to-all (GShard, arXiv:2006.16668)."""
+"""Expert parallelism: tokens travel to the devices of their experts and back, all-to-all (GShard, arXiv:2006.16668).
+
+The functions run inside a shard_map. Shapes: M tokens of this device, X choices, E experts in all, H experts of this
+device, D width, R rows.
+"""
 
 import functools
 from collections.abc import Callable
@@ -32,36 +36,54 @@ def dropless(
     num_experts: int,
     axis: str,
 ) -> tuple[Float[Array, "M D"], Bool[Array, "M X"]]:
-    """What `apply`, this device's part of `num_experts` split over `axis`, makes of everybody's tokens; nothing is
-    dropped.
+    """Applies the experts of all devices to this device's tokens; no choice is dropped.
 
-    Usually every device gets about the same, and two turns with room for twice an even share do. But all choices may go
-    to one device. Then as many turns are taken as there are devices, each with a part of the tokens and room for all
-    choices of that part: in either way buffers are as large as all choices of a device's own tokens. The backward pass
-    computes turns again.
+    Buffers have a static size, but any number of tokens may choose a device's experts. Usually they are spread about
+    evenly: then two turns run, with half the tokens each and room for `ROOM` times an even share. If some device would
+        get
+    more, as many turns run as there are devices, each with room for all choices of its tokens. Either way a buffer is
+    at most as large as all choices of a device's own tokens. The backward pass computes turns again.
 
-    `is_ragged` chooses how rows travel. Ragged, no more do than there are, and only what a device gets from all others
-    together has to have room; else pieces have one size, and what it gets from each.
+    `is_ragged` decides how rows travel: ragged, only rows that exist are sent, and a buffer has room for all that a
+    device receives; dense, the pieces for each device have one size.
+
+    Args:
+        x: Tokens.
+        experts: Ids of the chosen experts, counted over all devices.
+        weights: Factors on results.
+        input_weights: Factors on inputs, or None.
+        valid: False for padding.
+        apply: This device's experts, applied to rows under a plan.
+        num_experts: Number E of experts on all devices.
+        axis: Mesh axis over which experts are split.
+
+    Returns:
+        The weighted sums, `M D`, and which choices were computed, `M X`.
     """
     devices, tokens, ragged = lax.axis_size(axis), (x, experts, weights, input_weights, valid), is_ragged()
     turn = _ragged_turn if ragged else _turn
     one = functools.partial(turn, apply=apply, num_experts=num_experts, axis=axis)
+    # Tokens that cannot be cut into so many equal parts take one turn.
     turns = lambda wanted: wanted if x.shape[0] % wanted == 0 else 1
     few, many = turns(2), turns(devices)
     each = devices if ragged else 1  # a capacity is of what a device gets in all, or from each other one
+    # ceil(ROOM * an even share), at most all choices of a turn.
     even = min(-(-ROOM * experts.size * each // (few * devices)), experts.size * each // few)
     usual = functools.partial(_turns, one, few, even)
     worst = functools.partial(_turns, one, many, experts.size * each // many)  # room for any choice
     busiest = _busiest(experts // (num_experts // devices), valid, few, devices, axis if ragged else None)
+    # All devices take the same branch (`_busiest` is a maximum over the mesh): a collective must run on all of them.
     y = lax.cond(_of_all(busiest) <= even, usual, worst, tokens) if few < devices else worst(tokens)
     return y, jnp.broadcast_to(valid[:, None], experts.shape)
 
 
 def is_ragged() -> bool:
-    """Whether tokens travel in pieces as large as they are: as the layout says (`ExpertParallel.how`), else where it is
-    known to suit (docs/decisions/0011).
+    """Returns True if rows travel in pieces of their own size (`ragged_all_to_all`), False for pieces of equal size.
 
-    Raises ValueError where the layout says so and XLA cannot.
+    The layout decides (`ExpertParallel.how`); without it, the platform's default does (docs/decisions/0011).
+
+    Raises:
+        ValueError: when the layout asks for it and XLA does not support it on this platform.
     """
     layout, (platform, _) = current(), current_device()
     how = layout.experts.how if layout is not None and layout.experts is not None else None
@@ -78,17 +100,22 @@ def is_ragged() -> bool:
 def _busiest(
     device: Int[Array, "M X"], valid: Bool[Array, " M"], turns: int, devices: int, axis: str | None
 ) -> Int[Array, ""]:
-    """The most choices that any device of the mesh sends to another one in a turn, or gets over `axis`."""
+    """Returns the most choices that any device of the mesh sends to one other in a turn, or receives over `axis`."""
+    # [M, X] -> [turns, M * X / turns]; padding gets an id that no device has.
     ids = jnp.where(valid[:, None], device, devices).reshape(turns, -1)
+    # [turns, devices]: choices for each device in each turn.
     counts = jnp.sum(ids[:, :, None] == jnp.arange(devices)[None, None], axis=1)
+    # Received choices are the sum over senders.
     counts = counts if axis is None else lax.psum(counts, axis)
     return lax.pmax(counts.max(), jax.sharding.get_abstract_mesh().axis_names)
 
 
 @jax.custom_batching.custom_vmap
 def _of_all(busiest: Int[Array, ""]) -> Int[Array, ""]:
-    """The same; the most of all stages, where a pipeline computes them at once. They choose together: under vmap a
-    choice of each by itself would be computed both ways."""
+    """Identity; under vmap over pipeline stages the maximum, so that all stages take the same `cond` branch.
+
+    A predicate that differs between vmapped stages would turn `cond` into a `select` that computes both branches.
+    """
     return busiest
 
 
@@ -98,27 +125,34 @@ def _(stages: int, is_batched: list[bool], busiest: Int[Array, "..."]) -> tuple[
 
 
 def _turns(one: Callable[..., Array], turns: int, capacity: int, tokens: Any) -> Float[Array, "M D"]:
+    """Runs `one` on equal parts of the tokens, one after the other; the backward pass computes each again."""
+    # [M, ...] -> [turns, M / turns, ...]
     cut = jax.tree.map(lambda a: a.reshape(turns, -1, *a.shape[1:]), tokens)
     run = jax.checkpoint(functools.partial(one, capacity=capacity))
     return lax.scan(lambda _, tokens: (None, run(*tokens)), None, cut)[1].reshape(tokens[0].shape)
 
 
 def _turn(x, experts, weights, input_weights, valid, *, apply, num_experts: int, axis: str, capacity: int):
-    """`capacity` rows for each device, full or not."""
+    """Computes one turn with pieces of equal size: `capacity` rows for each device, full or not."""
     here = num_experts // lax.axis_size(axis)
+    # The plan treats devices as the "experts": expert // here is the device that owns it.
     there = dispatch.padded(experts // here, valid, num_experts // here, capacity=capacity)
+    # [M, D] -> [devices * capacity, D], sorted by device.
     rows = _scaled(x, input_weights, there)
     # Counted from one: zero is a row that holds nothing.
     numbers = (experts % here + 1).reshape(-1).at[there.source].get(mode="fill", fill_value=0)
     rows, numbers = (_swap(a, axis) for a in (rows, numbers))
+    # On arrival: sort the received rows by this device's own experts; every row is one choice.
     plan = dispatch.dropless(numbers[:, None] - 1, numbers > 0, here)
     made = dispatch.collect(apply(dispatch.spread(rows, plan), plan), plan)[:, 0]
+    # Back to the devices they came from, in the rows they left from.
     return _weighted(_swap(made, axis), weights, there).astype(x.dtype)
 
 
 def _ragged_turn(x, experts, weights, input_weights, valid, *, apply, num_experts: int, axis: str, capacity: int):
-    """Just the rows there are; they arrive sorted by expert, among `capacity` in all."""
+    """Computes one turn with pieces of their own size, which arrive sorted by expert in a buffer of `capacity` rows."""
     plan = dispatch.dropless(experts, valid, num_experts)
+    # [M, D] -> [M * X, D], sorted by expert and hence by device.
     rows = _scaled(x, input_weights, plan)
     out, back, counts = _routes(plan.counts, axis)
     made = apply(_travel(rows, out, back, axis, capacity), dispatch.sorted_rows(counts, capacity))
@@ -126,6 +160,7 @@ def _ragged_turn(x, experts, weights, input_weights, valid, *, apply, num_expert
 
 
 def _scaled(x, input_weights, plan: dispatch.Plan):
+    """Returns the rows of a plan: the token of each choice, scaled by the router's input weights if any."""
     rows = dispatch.spread(x, plan)
     if input_weights is None:
         return rows
@@ -133,17 +168,24 @@ def _scaled(x, input_weights, plan: dispatch.Plan):
 
 
 def _weighted(rows, weights, plan: dispatch.Plan):
+    """Returns `sum_x weights[m, x] * rows[place[m, x]]`, `M D`."""
     return jnp.einsum("MXD,MX->MD", dispatch.collect(rows, plan), jnp.where(plan.kept, weights, 0))
 
 
 def _swap(rows, axis: str):
-    """Part `i` of the rows goes to device `i`."""
+    """Sends part `i` of the rows to device `i`."""
     return lax.all_to_all(rows, axis, split_axis=0, concat_axis=0, tiled=True)
 
 
 @pytree
 class Route:
-    """Slices of rows, several for each device: where each starts here, its size, and where it starts there."""
+    """Slices of rows, several for each device.
+
+    Attributes:
+        start: First row of each slice on the sender.
+        size: Rows of each slice.
+        there: First row of each slice on the receiver.
+    """
 
     start: Int[Array, " S"]
     size: Int[Array, " S"]
@@ -151,29 +193,40 @@ class Route:
 
 
 def _routes(counts: Int[Array, " E"], axis: str) -> tuple[Route, Route, Int[Array, " H"]]:
-    """The way out of rows that lie sorted by expert, `counts` of each, the way back, and how many rows each expert of
-    this device gets.
+    """Computes where rows go and come from.
 
-    They lie there by expert, then by the device they are from.
+    Rows are sorted by expert on the sender; on the receiver they are sorted by expert, then by sender.
+
+    Args:
+        counts: Rows of each expert on this device.
+        axis: Mesh axis over which experts are split.
+
+    Returns:
+        The route out, the route back, and the rows that each of this device's experts receives.
     """
     devices, me = lax.axis_size(axis), lax.axis_index(axis)
     all_ = lax.all_gather(counts, axis).reshape(devices, devices, -1)  # from, to, expert
+    # Starts on the sender: rows before them are those of all earlier experts.
     home = _starts(all_.reshape(devices, -1)).reshape(all_.shape)
+    # Starts on the receiver, in its order (expert, sender); then back to the order (sender, receiver, expert).
     lies = jnp.moveaxis(all_, 0, 2)  # to, expert, from
     lies = jnp.moveaxis(_starts(lies.reshape(devices, -1)).reshape(lies.shape), 2, 0)
+    # Slices that this device sends, and slices that it receives.
     own, comes = (lambda a: a[me].reshape(-1)), (lambda a: a[:, me].reshape(-1))
     out = Route(own(home), own(all_), own(lies))
     return out, Route(comes(lies), comes(all_), comes(home)), all_[:, me].sum(axis=0)
 
 
 def _starts(sizes: Int[Array, "N S"]) -> Int[Array, "N S"]:
+    """Returns the exclusive cumulative sum of each row: where each slice starts."""
     return jnp.cumsum(sizes, axis=1) - sizes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _travel(rows: Float[Array, "R D"], out: Route, back: Route, axis: str, size: int) -> Float[Array, "N D"]:
-    """`rows` on their way `out`, among `size` of which the others are zeros. What comes goes the way `back`, and so do
-    gradients.
+    """Sends `rows` along `out` into a buffer of `size` rows, zeros where none arrive.
+
+    The gradient travels along `back`.
     """
     room = jnp.zeros((size, rows.shape[1]), rows.dtype)
     return lax.ragged_all_to_all(rows, room, out.start, out.size, out.there, back.size, axis_name=axis)
@@ -198,11 +251,21 @@ def with_capacity(
     num_experts: int,
     axis: str,
 ) -> Float[Array, "B R D"]:
-    """What `apply`, this device's experts, makes of the rows that all devices hold for them, `capacity` for each expert
-    and batch row.
+    """Applies the experts to buffers with a fixed room for each expert and batch row.
+
+    Args:
+        rows: Rows of all experts for this device's batch rows, `R = num_experts * capacity`.
+        apply: This device's experts, `[experts, capacity, D]` to the same shape.
+        num_experts: Number of experts on all devices.
+        axis: Mesh axis over which experts are split.
+
+    Returns:
+        The results, in the rows of their inputs.
     """
     B, R, D = rows.shape
     rows = rows.reshape(B, num_experts, R // num_experts, D)
+    # [B, E, C, D] -> [B * devices, E / devices, C, D]: all rows of the batch for this device's experts.
     rows = lax.all_to_all(rows, axis, split_axis=1, concat_axis=0, tiled=True)
     made = jax.vmap(apply)(rows)
+    # And back: [B * devices, E / devices, C, D] -> [B, E, C, D] -> [B, R, D]
     return lax.all_to_all(made, axis, split_axis=0, concat_axis=1, tiled=True).reshape(B, R, D)

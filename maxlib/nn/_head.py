@@ -1,7 +1,7 @@
-"""Scores of target tokens from hidden states and a head, on the mesh in use: what training losses are made of.
+"""Scores of target tokens from hidden states and a head, on the mesh in use: the building blocks of training losses.
 
-`head_split` decides how the work is divided, `cross_entropy` and `token_log_probs` follow it. The logits of all tokens
-exist in neither.
+`head_split` decides how the work is divided; `cross_entropy` and `token_log_probs` follow it. Neither ever has the
+logits of all tokens in memory. Shapes: B rows, T tokens, D width, V vocabulary.
 """
 
 import math
@@ -27,8 +27,10 @@ _ROWS = ("batch", "seq")
 class TokenLogProbs:
     """Per-token results of `token_log_probs`, 0 (False) where the target is ignored.
 
-    log_prob: natural logarithm of the target's probability. correct: whether no token has a higher logit. entropy: of
-    the distribution, in nats; None unless asked for.
+    Attributes:
+        log_prob: Natural logarithm of the target's probability.
+        correct: True if no token has a higher logit.
+        entropy: Entropy of the distribution in nats; None unless requested.
     """
 
     log_prob: Float[Array, "B T"]
@@ -46,21 +48,24 @@ def token_log_probs(
     entropy: bool = False,
     chunk: int | None = None,
 ) -> TokenLogProbs:
-    """Computes `log_softmax(cap(hidden @ head_weight.T) / temperature)[targets]` for losses that are functions of it.
+    """Computes `log_softmax(cap(hidden @ head_weight.T) / temperature)[targets]`, for losses that are functions of it.
 
-    On a mesh each device takes its own rows, and its own part of the vocabulary, as in `cross_entropy`; the results are
-    laid out as `targets`. Differentiable with respect to `hidden` and `head_weight`; temporary memory is that of
-    `chunk` rows of logits, forward and backward. To minimize a sum of log-probabilities whose factors are known in
-    advance, `cross_entropy(weights=...)` takes one matmul less.
+    On a mesh each device computes its own rows and its own part of the vocabulary, as in `cross_entropy`; the results
+    are sharded like `targets`. They are differentiable with respect to `hidden` and `head_weight`; temporary memory is
+    `chunk` rows of logits, forward and backward. To minimize a sum of log-probabilities with factors known in advance,
+    `cross_entropy(weights=...)` needs one matmul less.
 
     Args:
-        hidden: the model's `Output.hidden`.
+        hidden: The model's `Output.hidden`.
         head_weight: `model.head_weight()`.
-        targets: the tokens to score, -1 where there is none.
-        temperature: divisor of the logits after the soft-cap; policies take that of their sampler.
+        targets: Tokens to score, -1 for none.
+        temperature: Divisor of the logits after the soft-cap; policies use the temperature of their sampler.
         softcap: `model.softcap`.
-        entropy: whether to compute the entropies too.
-        chunk: rows of logits at once on each device, by default 1024.
+        entropy: True computes the entropies too.
+        chunk: Rows of logits at once on each device, by default 1024.
+
+    Returns:
+        Log-probabilities, correctness and entropies per token.
     """
     split = head_split(hidden, head_weight.shape)
     options = {"temperature": temperature, "softcap": softcap, "entropy": entropy, "axis_name": split.axis_name}
@@ -85,16 +90,16 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Computes `sum(weights * -log_softmax(cap(hidden @ head_weight.T))[targets])` over all tokens, in nats.
 
-    Gradients are formed in the forward pass, so that logits are computed once (`ops.linear_cross_entropy`).
+    Gradients are computed in the forward pass, so that logits are computed once (`ops.linear_cross_entropy`).
 
     Args:
-        hidden: the model's `Output.hidden`.
+        hidden: The model's `Output.hidden`.
         head_weight: `model.head_weight()`.
-        targets: the next tokens, -1 where there is none.
-        weights: factor of each token, 1 by default.
+        targets: The next tokens, -1 for none.
+        weights: Factor on each token, 1 by default.
         softcap: `model.softcap`.
-        z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
-        label_smoothing: probability mass spread evenly over the vocabulary.
+        z_loss: Factor on the squared log-sum-exp (PaLM, arXiv:2204.02311).
+        label_smoothing: Probability mass spread evenly over the vocabulary.
 
     Returns:
         The sum, and unweighted sums for metrics: `nll` (without smoothing and z-loss) and `accuracy`.
@@ -108,15 +113,19 @@ def cross_entropy(
         return tuple(x.reshape(1, 1) for x in sums)  # one number for each part of batch and sequence
 
     out = _on_parts(op, split, hidden, head_weight, targets, weights, out_names=(_ROWS,) * 3)
+    # [parts of the batch, parts of the sequence] -> scalars
     loss, nll, correct = (jnp.sum(x) for x in out)
     return loss, {"nll": nll, "accuracy": correct}
 
 
 class HeadSplit(NamedTuple):
-    """How the scores of tokens are divided over a mesh.
+    """Division of the scores of tokens over a mesh.
 
-    vocab: the mesh axes that split the vocabulary where rows are. more: those over which rows travel, to split it
-    further. batch: those that still split the rows then. chunk: rows of logits at once; None for the default.
+    Attributes:
+        vocab: Mesh axes that split the vocabulary on each device's own rows.
+        more: Mesh axes over which rows are gathered, to split the vocabulary further.
+        batch: Mesh axes that still split the rows then.
+        chunk: Rows of logits at once; None for the default.
     """
 
     vocab: Axes = ()
@@ -126,16 +135,20 @@ class HeadSplit(NamedTuple):
 
     @property
     def axis_name(self) -> Axes | None:
-        """The mesh axes over which the vocabulary is split, None without."""
+        """Returns the mesh axes over which the vocabulary is split, None if it is not."""
         return self.vocab + self.more or None
 
 
 def head_split(hidden: Any, weight: tuple[int, ...]) -> HeadSplit:
-    """Decides how `hidden` (an array or its shape, `B T D`) meets a head of the shape `V D` on the mesh in use.
+    """Decides how `hidden` and the head are divided on the mesh in use.
 
-    A head that is split over its width, like a batch over its rows, has to be gathered and its gradient summed. Where
-    rows are fewer than the vocabulary is large, the rows travel instead, and each device takes a part of the vocabulary
-    for all of them.
+    A head that is split over its width by the same axes as the batch over its rows (FSDP) must be gathered, and its
+    gradient summed. If there are fewer rows than vocabulary, rows are gathered instead, and each device computes a part
+    of the vocabulary for all of them.
+
+    Args:
+        hidden: An array or its shape and dtype, `B T D`.
+        weight: Shape of the head, `(V, D)`.
     """
     if (layout := sharding.current()) is None:
         return HeadSplit()
@@ -143,11 +156,13 @@ def head_split(hidden: Any, weight: tuple[int, ...]) -> HeadSplit:
     parts = lambda axes: math.prod(mesh.shape[axis] for axis in axes)
     vocab = _vocab_axes(weight[0], layout)
     vocab = vocab if weight[0] % parts(vocab) == 0 else ()
+    # Axes that split both the width of the head and the batch.
     more = tuple(axis for axis in layout.mesh_axes("embed") if axis in batch and axis not in vocab)
     left = tuple(axis for axis in batch if axis not in more)
     width = hidden.dtype.itemsize
     rows = 2 * width * math.prod(hidden.shape) / parts(left)  # bytes there, and of their gradients back
     weights = (width + 4) * math.prod(weight) / parts(vocab)  # there, and a gradient that is made in float32
+    # Gathers whichever is smaller in bytes; the vocabulary must divide.
     if not more or rows >= weights or weight[0] % parts(vocab + more):
         return HeadSplit(vocab, (), batch)
     # As many logits at once as the whole vocabulary would have.
@@ -155,8 +170,12 @@ def head_split(hidden: Any, weight: tuple[int, ...]) -> HeadSplit:
 
 
 def _vocab_axes(vocab: int, layout: sharding.Layout) -> Axes:
-    """The mesh axes of the vocabulary, and those of a pipeline's stages where all of them have the same rows."""
+    """Returns the mesh axes of the vocabulary.
+
+    In a pipeline they include those of its stages, if all stages have the same rows.
+    """
     own = layout.mesh_axes("vocab")
+    # An axis can split only one dimension.
     used = {axis for name in ("vocab", "batch", "embed") for axis in layout.mesh_axes(name)}
     axes = own + tuple(axis for axis in layout.mesh_axes("layers") if axis not in used)
     return axes if vocab % math.prod(layout.mesh.shape[axis] for axis in axes) == 0 else own
@@ -175,9 +194,9 @@ def _on_parts(op: Callable, split: HeadSplit, hidden: Array, weight: Array, *row
 
 
 def head_gradient(gradient: Float[Array, "V D"]) -> Float[Array, "V D"]:
-    """Lays out a head's gradient between the parts of the vocabulary in which it was made and where the head lies.
+    """Shards a head's gradient as the head is stored, from the parts of the vocabulary in which it was computed.
 
-    That is by width within a stage's part. Left alone, the partitioner gathers all of it on each device.
+    The width is split within a stage's part. Without this constraint the partitioner gathers all of it on each device.
     """
     if (layout := sharding.current()) is None:
         return gradient
@@ -188,14 +207,16 @@ def head_gradient(gradient: Float[Array, "V D"]) -> Float[Array, "V D"]:
 
 @jax.custom_vjp
 def _reduced_first(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]):
-    """Returns its arguments. The backward pass goes on to the layers only when the gradient of `weight` is summed and
-    split: XLA would put that off to the end, and keep it whole (8 GiB for a large model) while the layers need all
-    memory.
+    """Returns its arguments; in the backward pass, sums and splits the gradient of `weight` before the layers run.
+
+    XLA would otherwise postpone that to the end and keep the whole gradient (8 GiB for a large model) while the layers
+    need all memory.
     """
     return hidden, weight
 
 
 def _reduced_backward(_, d):
+    """Ties the gradient of `hidden` to that of `weight`, reduced and split."""
     return jax.lax.optimization_barrier((d[0], sharding.constrain(d[1], "vocab", "embed")))
 
 

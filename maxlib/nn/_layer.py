@@ -7,10 +7,13 @@ from flax import nnx
 
 
 class Layer(nnx.Module):
-    """A layer of a decoder, `layer(x, ctx, cache) -> (x, cache, aux)`, whose sequence mixer is `self.attn`.
+    """Base class of a decoder layer, `layer(x, ctx, cache) -> (x, cache, aux)`, whose sequence mixer is `self.attn`.
 
-    A subclass writes its parts and its wiring; the cache is that of `attn`. A layer with more than one mixer, or with
-    none, gives its own `init_cache`.
+    A subclass defines its parts and its `__call__`; its cache is that of `attn`. A layer with more than one mixer, or
+    with none, defines its own `init_cache`.
+
+    Attributes:
+        attn: The sequence mixer.
     """
 
     attn: Any

@@ -1,4 +1,4 @@
-"""The leading axis of layers that are stored together: named when a stack stacks, unnamed when a layer is taken out."""
+"""The leading axis of layers that are stored together: named when a stack stacks, removed when a layer is taken out."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,18 +12,20 @@ Tree = TypeVar("Tree")
 
 
 def _map_variables(change: Callable[[nnx.Variable], nnx.Variable], tree: Any) -> Any:
+    """Applies `change` to every variable of `tree`."""
     is_variable = lambda x: isinstance(x, nnx.Variable)
     return jax.tree.map(lambda x: change(x) if is_variable(x) else x, tree, is_leaf=is_variable)
 
 
 def _axes(variable: nnx.Variable) -> tuple[str | None, ...]:
+    """Returns the axis names of a variable, `()` if it has none."""
     return tuple(variable.get_metadata().get("axes", ()))
 
 
 def with_layer_axis(layer: Tree, name: str) -> Tree:
     """Names the leading axis of every variable: `(heads, embed)` becomes `(name, heads, embed)`.
 
-    A variable without names gets None for its other dimensions, and is marked to lose them again.
+    A variable without names gets None for its other dimensions, and a mark that removes them again.
     """
 
     def add(variable: nnx.Variable) -> nnx.Variable:
@@ -41,6 +43,7 @@ def without_layer_axis(layer: Tree) -> Tree:
     def remove(variable: nnx.Variable) -> nnx.Variable:
         if not is_stacked(axes := _axes(variable)):
             return variable
+        # Only metadata changes here: the caller has already taken one row of the array.
         metadata = variable.get_metadata() | {"axes": axes[1:]}
         if metadata.get("unnamed") and not is_stacked(axes[1:]):
             del metadata["axes"], metadata["unnamed"]
@@ -57,7 +60,8 @@ def layer_axis(layer: Any) -> str | None:
 
 
 def map_layers(fn: Callable[[Any], Any], layer: Any) -> Any:
-    """Applies `fn` to a layer, or at once to all layers that are stored together on a leading axis."""
+    """Applies `fn` to a layer; if several layers are stored together on a leading axis, to all of them with vmap."""
     if (name := layer_axis(layer)) is None:
         return fn(layer)
+    # vmap removes the leading axis of arrays; `without_layer_axis` removes its name.
     return with_layer_axis(jax.vmap(lambda one: fn(without_layer_axis(one)))(layer), name)

@@ -1,4 +1,4 @@
-"""The modules that own a matmul weight. Every projection in maxlib is an `Einsum`."""
+"""Modules that own a matmul weight: every projection in maxlib is an `Einsum`, every token table an `Embed`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +15,9 @@ Init = Callable[..., Array]
 
 
 def check_ends(x: Any, letters: str, shape: tuple[int, ...], what: str) -> None:
-    """Raises ValueError unless `shape` is that of the last axes of `x`, which `letters` call by name.
+    """Raises ValueError unless the last axes of `x`, named by `letters`, have the sizes `shape`.
 
-    Shapes are known while tracing: a compiled program has nothing of it.
+    Shapes are known while tracing, so the compiled program has no check.
     """
     if x.shape[-len(shape) :] != shape:
         wanted = ", ".join(f"{letter}={size}" for letter, size in zip(letters, shape, strict=True))
@@ -28,7 +28,7 @@ def check_ends(x: Any, letters: str, shape: tuple[int, ...], what: str) -> None:
 
 
 def draw_key(rngs: Any) -> Array:
-    """Draws the key of one parameter. Raises TypeError unless `rngs` is an `nnx.Rngs`."""
+    """Draws the key of one parameter; raises TypeError unless `rngs` is an `nnx.Rngs`."""
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(
             f"rngs must be an nnx.Rngs, got {type(rngs).__name__} {rngs!r:.40}; nnx.Rngs(0) makes one of a seed"
@@ -37,13 +37,25 @@ def draw_key(rngs: Any) -> Array:
 
 
 class Einsum(nnx.Module):
-    """`einsum(spec, x, w)`, plus a bias over the axes of `w` that reach the output.
+    """Linear layer `einsum(spec, x, w)`, plus a bias over the axes of `w` that are in the output.
 
-    `spec` reads like `"...D,FD->...F"`; `shape` and `axes` describe `w` dimension by dimension, the latter by the names
-    that sharding rules use. The default initialization is truncated normal with variance 1 / fan-in, the fan-in being
-    the product of the dimensions that the einsum sums over. `matmul` multiplies; `maxlib.quantization` puts another one
-    in its place. gather_once: for a small weight that a layer uses at its beginning, so that its recomputation and its
-    backward pass are far apart: over devices it is gathered for both together (`sharding.layers.gather_once`).
+    Args:
+        spec: Einsum of input and weight, such as `"...D,FD->...F"`.
+        shape: Sizes of the dimensions of `w`.
+        axes: Names of the dimensions of `w`, as sharding rules use them.
+        bias: True adds a bias.
+        gather_once: True gathers the weight once for recomputation and backward pass together
+            (`sharding.layers.gather_once`). It suits a small weight that a layer uses at its beginning, so that these
+            two uses are far apart; it matters only under FSDP.
+        init: Initializer, by default truncated normal with variance 1 / fan-in, the fan-in being the product of the
+            dimensions that the einsum sums over.
+        rngs: Source of initial values.
+
+    Raises:
+        ValueError: when `spec`, `shape` and `axes` do not describe the same dimensions.
+
+    Attributes:
+        matmul: Multiplies; `maxlib.quantization` replaces it.
     """
 
     def __init__(
@@ -58,6 +70,7 @@ class Einsum(nnx.Module):
         rngs: nnx.Rngs,
     ):
         letters, out = _weight_letters(spec, shape, axes)
+        # Dimensions of w that are in the output (fan-out, and of the bias), and those that are summed over (fan-in).
         kept = [d for d, letter in enumerate(letters) if letter in out]
         summed = [d for d, letter in enumerate(letters) if letter not in out]
         if init is None:
@@ -69,20 +82,27 @@ class Einsum(nnx.Module):
         self.b = zeros() if bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Returns the projection of `x`, in the dtype of `x`."""
         self._check(x)
+        # For "...D,NHD->...NH": [..., D] -> [..., N, H]
         y = self.matmul.einsum(self.spec, x, self._gathered(x) if self.gather_once else self.w)
         if self.b is None:
             return y
+        # [kept dimensions] -> [..., kept dimensions], in the dtype of the activations.
         b = jnp.asarray(self.b[...], x.dtype)
         return y + jnp.expand_dims(b, range(y.ndim - b.ndim))
 
     def _gathered(self, x: Float[Array, "..."]) -> Any:
-        """But for a single token, which is less than the weight; a quantized weight stays as it is."""
+        """Gathers the weight for all its uses, unless it is quantized or there is a single token (activations are
+        smaller).
+        """
         if not isinstance(self.w, nnx.Param) or x.shape[1:-1] == (1,):
             return self.w
         return gather_once(jnp.asarray(self.w[...], x.dtype), *self.w.get_metadata()["axes"])
 
     def _check(self, x: Float[Array, "..."]) -> None:
+        """Raises ValueError if the last axes of `x` do not fit the weight."""
+        # "...D,NHD->...NH": x must end in D, with the size that w has for it.
         of_x, of_w = self.spec.partition("->")[0].split(",")
         letters, sizes = of_x.removeprefix("..."), dict(zip(of_w, self.w.shape, strict=True))
         if sizes.keys() >= set(letters):
@@ -90,6 +110,7 @@ class Einsum(nnx.Module):
 
 
 def _weight_letters(spec: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str]:
+    """Returns the letters of the weight and of the output."""
     inputs, _, out = spec.partition("->")
     letters = inputs.partition(",")[2]
     if not letters or not len(letters) == len(shape) == len(axes):
@@ -101,23 +122,36 @@ def _weight_letters(spec: str, shape: tuple[int, ...], axes: tuple[str, ...]) ->
 
 
 class Embed(nnx.Module):
-    """A table of token vectors. `logits` reads it backwards, so tying embeddings means calling both methods."""
+    """Table of token vectors. `logits` multiplies by the same table, so that a model with tied embeddings needs only
+    one.
+
+    Args:
+        vocab: Number V of tokens.
+        dim: Width D of a vector.
+        init: Initializer, by default normal with standard deviation 0.02.
+        rngs: Source of initial values.
+    """
 
     def __init__(self, vocab: int, dim: int, *, init: Init | None = None, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02) if init is None else init
         self.w = nnx.Param(init(draw_key(rngs), (vocab, dim), jnp.float32), axes=("vocab", "embed"))
 
     def __call__(self, tokens: Int[Array, "..."], *, dtype=jnp.bfloat16) -> Float[Array, "... D"]:
-        """Ids must lie in `[0, vocab)`; inside jit they cannot be checked."""
+        """Returns the vectors of token ids in `dtype`.
+
+        Ids must be in `[0, vocab)`; this is not checked, since jit hides them.
+        """
         if tokens.ndim != 2:
             return jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype)
         # Devices that hold different parts of the width look up each other's rows, then exchange rows for width: so
         # neither the table nor its gradient is ever whole.
         names = IfFree("batch"), IfFree("seq"), "embed"
+        # [B, T] -> [B, T, 1] and back: with the width's axis, `IfFree` knows which mesh axes it uses.
         tokens = constrain(tokens[..., None], *names)[..., 0]
         return constrain(jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype), *names)
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Scores in float32, whatever the dtype of `x`."""
+        """Returns the scores of all tokens in float32, whatever the dtype of `x`."""
         check_ends(x, "D", self.w.shape[1:], "the embedding")
+        # [..., D] -> [..., V]. The products are in the dtype of x, their sum in float32.
         return jnp.einsum("...D,VD->...V", x, jnp.asarray(self.w[...], x.dtype), preferred_element_type=jnp.float32)

@@ -1,4 +1,7 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): keys and values grow out of one small latent."""
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): keys and values are computed from one small latent.
+
+Shapes: B rows, T new tokens, S keys, D width, N heads, R latent size (with the rotated key where cached), H head width.
+"""
 
 from typing import ClassVar
 
@@ -20,14 +23,26 @@ from maxlib.sharding import constrain
 
 
 class MLA(SequenceMixer):
-    """Multi-head latent attention: keys and values grow out of one small latent of each token.
+    """Multi-head latent attention: keys and values of all heads are projections of one small latent per token.
 
-    Each head's key is `nope_dim` numbers from the latent and `rope.dim` rotated ones that all heads share.
+    Each head's key has `nope_dim` numbers computed from the latent and `rope.dim` rotated ones that all heads share.
+    The cache stores only the latent and the rotated part.
 
-    kv_rank: size of the latent. q_rank: size of the queries' own latent; None projects them directly. scale: factor on
-    the scores, `(nope_dim + rope.dim) ** -0.5` by default (YaRN models multiply it by the square of their mscale).
-    implementation: of `ops.attention`, None for the best one; a single new token against a cached latent is attention
-    of another shape, which always gets the best one.
+    Args:
+        dim: Width D of the residual stream.
+        num_heads: Number N of heads.
+        kv_rank: Size of the latent.
+        nope_dim: Numbers of a head's key and query that are not rotated.
+        v_dim: Width of a head's value.
+        rope: Rotation of the shared part of keys, and of `rope.dim` numbers of each query.
+        q_rank: Size of the latent of queries; None projects them directly.
+        mask: Which keys a query attends to, a mask of `maxlib.ops`.
+        scale: Factor on the scores, by default `(nope_dim + rope.dim) ** -0.5`. YaRN models multiply it by the square
+            of their mscale.
+        norm_eps: Epsilon of the norms of both latents.
+        implementation: Name of an implementation of `ops.attention`; None chooses the best one. Decoding one token has
+            other shapes and always uses the best one.
+        rngs: Source of initial values.
     """
 
     op: ClassVar[str | None] = "attention"
@@ -53,6 +68,7 @@ class MLA(SequenceMixer):
     ):
         D, N, R, H = dim, num_heads, kv_rank, nope_dim + rope.dim
         wide, heads = ("heads", "head_dim", "embed"), ("heads", "head_dim", "rank")
+        # Queries pass a latent of their own in large models: q_up(norm(q_down(x))).
         if q_rank is None:
             self.q_down, self.q_norm = None, None
             self.q_up = Einsum("...D,NHD->...NH", (N, H, D), wide, rngs=rngs)
@@ -60,8 +76,11 @@ class MLA(SequenceMixer):
             self.q_down = Einsum("...D,RD->...R", (q_rank, D), ("rank", "embed"), gather_once=True, rngs=rngs)
             self.q_norm = RMSNorm(q_rank, eps=norm_eps)
             self.q_up = Einsum("...R,NHR->...NH", (N, H, q_rank), heads, gather_once=True, rngs=rngs)
+        # [B, T, D] -> [B, T, R + rope.dim]: the latent, and next to it the key part that is rotated and shared by
+        # heads.
         self.kv_down = Einsum("...D,RD->...R", (R + rope.dim, D), ("rank", "embed"), gather_once=True, rngs=rngs)
         self.kv_norm = RMSNorm(R, eps=norm_eps)
+        # [B, S, R] -> [B, S, N, nope_dim] and [B, S, N, v_dim]
         self.k_up = Einsum("...R,NHR->...NH", (N, nope_dim, R), heads, gather_once=True, rngs=rngs)
         self.v_up = Einsum("...R,NHR->...NH", (N, v_dim, R), heads, gather_once=True, rngs=rngs)
         self.o = Einsum("...NH,DNH->...D", (D, N, v_dim), ("embed", "heads", "head_dim"), rngs=rngs)
@@ -80,9 +99,22 @@ class MLA(SequenceMixer):
         ctx: Context | None = None,
         cache: LatentCache | QuantizedLatentCache | None = None,
     ) -> tuple[Float[Array, "B T D"], LatentCache | QuantizedLatentCache | None]:
-        """One new token attends to the latents themselves; several at once first grow keys and values out of them."""
+        """Mixes the tokens of each document.
+
+        A single new token with a cache attends to the latents themselves (`_absorbed`). Otherwise keys and values of
+        all heads are computed first (`_naive`), which costs fewer operations when there are many queries.
+
+        Args:
+            x: Input, `B T D`.
+            ctx: What all layers share (`nn.context`); None treats each row as one document from position 0.
+            cache: Latents of earlier tokens, or None.
+
+        Returns:
+            The output, `B T D`, and the cache with the new tokens (None without one).
+        """
         ctx = context(*x.shape[:2]) if ctx is None else ctx
         q, latent = mark_heads(self.queries(x, ctx), "q"), checkpoint_name(self.latents(x, ctx), "latent")
+        # [B, T, R] -> [B, S, R]: all stored latents. Bounds index them by token, as in a cache of keys.
         if cache is not None:
             cache = cache.extend(latent, ctx)
             latent = cache.latent
@@ -90,23 +122,29 @@ class MLA(SequenceMixer):
         return self.o(run(q, latent.astype(x.dtype), ctx)), cache
 
     def queries(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T N H"]:
-        """Returns queries, the unrotated part first."""
+        """Returns queries `B T N H`, the unrotated part first."""
         if self.q_down is not None and self.q_norm is not None:
             x = self.q_norm(self.q_down(x))
+        # [B, T, D] or [B, T, q_rank] -> [B, T, N, H]
         q = self.q_up(x)
         q = constrain(q, "batch", "seq", "act_heads", None)
+        # H = nope_dim + rope.dim
         nope, turned = jnp.split(q, [self.nope_dim], axis=-1)
         return jnp.concatenate([nope, self._rotate(turned, ctx)], axis=-1)
 
     def latents(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T R"]:
-        """Returns what the cache holds: the normed latent, then the rotated key that all heads share."""
+        """Returns what the cache stores: the normed latent, then the rotated key part that all heads share."""
         latent, key = jnp.split(self.kv_down(x), [self.kv_rank], axis=-1)
+        # The key part gets one head, [B, T, R] -> [B, T, 1, R], for the rotation. Only the latent is normed.
         return jnp.concatenate([self.kv_norm(latent), self._rotate(key[:, :, None], ctx)[:, :, 0]], axis=-1)
 
     def _rotate(self, x, ctx):
+        """Rotates the last axis by each token's position."""
         return apply_rope(x, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
 
     def _naive(self, q, latent, ctx):
+        """Computes keys and values of all heads from the latents, then attends as multi-head attention does."""
+        # [B, S, R] -> [B, S, N, H] and [B, S, N, v_dim]
         k, v = self._keys(latent), self.v_up(latent[..., : self.kv_rank])
         v = constrain(v, "batch", "seq", "act_heads", None)
         k, v = mark_heads(k, "k"), mark_heads(v, "v")
@@ -114,29 +152,39 @@ class MLA(SequenceMixer):
         return attend(q, k, v, *ctx.bounds(self.mask), **options)
 
     def _keys(self, latent):
+        """Returns keys `B S N H`: each head's part of the latent, then the shared rotated part."""
         latent, key = jnp.split(latent, [self.kv_rank], axis=-1)
         k_nope = self.k_up(latent)
         key = jnp.broadcast_to(key[:, :, None], (*k_nope.shape[:3], key.shape[-1]))  # B S R -> B S N R: shared by heads
         return constrain(jnp.concatenate([k_nope, key], axis=-1), "batch", "seq", "act_heads", None)
 
     def _absorbed(self, q, latent, ctx):
-        """The up-projections move to the queries and the output: one key head, which is the latent itself."""
+        """Attends to the latents as one shared key head, with the up-projections moved to queries and outputs.
+
+        `q . (k_up @ latent) = (q @ k_up) . latent`, and values likewise, so keys and values never exist per head.
+        """
         nope, turned = jnp.split(q, [self.nope_dim], axis=-1)
+        # [B, T, N, nope_dim] -> [B, T, N, R]
         nope = jnp.einsum("BTNH,NHR->BTNR", nope, jnp.asarray(self.k_up.w[...], q.dtype))
+        # Multi-query attention: one key head, the latent and the rotated part, [B, S, R] -> [B, S, 1, R].
         q, k = jnp.concatenate([nope, turned], axis=-1), latent[:, :, None]
+        # The values are the latents without the rotated part: [B, T, N, R].
         out = attend(q, k, k[..., : self.kv_rank], *ctx.bounds(self.mask), scale=self.scale)
         return jnp.einsum("BTNR,NHR->BTNH", out, jnp.asarray(self.v_up.w[...], q.dtype))
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> LatentCache | QuantizedLatentCache:
-        """Makes an empty cache for `batch` rows of up to `capacity` tokens. int8 and float8 are quantized."""
+        """Makes an empty cache for `batch` rows of up to `capacity` tokens; int8 and float8 round the latents."""
         values = jnp.zeros((batch, capacity, self.kv_rank + self.rope.dim), dtype)
         if not is_quantized(dtype):
             return LatentCache(values)
         return QuantizedLatentCache(values, jnp.zeros((batch, capacity, 2)), self.kv_rank)
 
     def traffic(self, split: SplitSequence) -> Traffic:
+        """Returns the bytes that attention sends in a training step (`attention_traffic`)."""
+        # In training keys and values exist for every head, so they are as large as queries and outputs.
         both = self.num_heads * (self.nope_dim + self.rope.dim + self.v_dim)
         return attention_traffic(split, queries=both, keys=both)
 
     def queries_and_keys(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array]:
+        """Returns queries and keys `B T N H` as they are scored, for probes."""
         return self.queries(x, ctx), self._keys(self.latents(x, ctx))

@@ -1,4 +1,4 @@
-"""Feed-forward layers."""
+"""Feed-forward layers. Shapes: D width of the residual stream, F width of the MLP."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,20 @@ from maxlib.sharding import constrain
 
 
 def _constrain_hidden(h: Float[Array, "... F"]) -> Float[Array, "... F"]:
+    """Splits hidden activations `B T F` over the mesh by the rule `act_mlp`."""
     return constrain(h, "batch", "seq", "act_mlp") if h.ndim == 3 else h
 
 
 class GatedMLP(nnx.Module):
-    """`down(act(gate(x)) * up(x))` (Shazeer 2020): SwiGLU with silu, GeGLU with gelu."""
+    """Gated MLP `down(act(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202): SwiGLU with silu, GeGLU with gelu.
+
+    Args:
+        dim: Width D of input and output.
+        mlp_dim: Hidden width F.
+        act: Activation of the gate.
+        bias: True adds biases to all three projections.
+        rngs: Source of initial values.
+    """
 
     def __init__(self, dim: int, mlp_dim: int, *, act: Callable = jax.nn.silu, bias: bool = False, rngs: nnx.Rngs):
         self.gate = Einsum("...D,FD->...F", (mlp_dim, dim), ("mlp", "embed"), bias=bias, rngs=rngs)
@@ -25,12 +34,23 @@ class GatedMLP(nnx.Module):
         self.act = act
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Applies the layer to each token."""
+        # [..., D] -> [..., F] twice. Remat policies know both by name.
         gate, up = checkpoint_name(self.gate(x), "gate"), checkpoint_name(self.up(x), "up")
+        # [..., F] -> [..., D]
         return self.down(_constrain_hidden(self.act(gate) * up))
 
 
 class MLP(nnx.Module):
-    """`down(act(up(x)))`."""
+    """MLP `down(act(up(x)))`.
+
+    Args:
+        dim: Width D of input and output.
+        mlp_dim: Hidden width F.
+        act: Activation.
+        bias: True adds biases to both projections.
+        rngs: Source of initial values.
+    """
 
     def __init__(self, dim: int, mlp_dim: int, *, act: Callable = jax.nn.gelu, bias: bool = True, rngs: nnx.Rngs):
         self.up = Einsum("...D,FD->...F", (mlp_dim, dim), ("mlp", "embed"), bias=bias, rngs=rngs)
@@ -38,4 +58,6 @@ class MLP(nnx.Module):
         self.act = act
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Applies the layer to each token."""
+        # [..., D] -> [..., F] -> [..., D]
         return self.down(_constrain_hidden(self.act(checkpoint_name(self.up(x), "up"))))

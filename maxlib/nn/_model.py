@@ -1,4 +1,4 @@
-"""What a forward pass returns, and the surface that trainers and generators rely on."""
+"""Protocols of models: the output of a forward pass, and the methods that trainers and generators call."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,8 +12,13 @@ from maxlib.nn.remat import Policy
 
 @pytree
 class Output:
-    """hidden: `B T D` after the final norm. cache: the new cache, None without one. aux: per-layer arrays by name;
-    those named `loss/...` are added to the training loss, all others are metrics.
+    """Output of a forward pass.
+
+    Attributes:
+        hidden: `B T D` after the final norm.
+        cache: The new cache; None without one.
+        aux: Arrays by name, with a row per layer. Those named `loss/...` are added to the training loss; all others are
+            metrics.
     """
 
     hidden: Float[Array, "B T D"]
@@ -23,7 +28,12 @@ class Output:
 
 @runtime_checkable
 class Model(Protocol):
-    """The contract of docs/decisions/0001: any pytree with these methods trains, generates, saves and is sharded."""
+    """Contract of docs/decisions/0001: any pytree with these methods can be trained, sharded, saved and used to
+    generate.
+
+    Attributes:
+        softcap: `c` in `c * tanh(logits / c)`; None leaves logits as they are.
+    """
 
     softcap: float | None
 
@@ -50,33 +60,37 @@ class Model(Protocol):
 
 @runtime_checkable
 class VisionModel(Protocol):
-    """What a model has beside the contract if its `__call__` takes images."""
+    """Protocol of models whose `__call__` takes images, in addition to `Model`."""
 
     def check_images(self, tokens: Int[Any, "B T"], images: Float[Any, "I C H W"] | None) -> None:
-        """Raises ValueError when the placeholders among `tokens` are not those of `images`, or the model is blind."""
+        """Raises ValueError when placeholders among `tokens` and `images` do not match, or the model reads text
+        only.
+        """
         ...
 
 
 @runtime_checkable
 class SupportsPipelining(Model, Protocol):
-    """Methods that a model has beside the contract if a 1F1B pipeline may run its parts one by one (`nn.Decoder`)."""
+    """Protocol of models whose parts a 1F1B pipeline may run one by one (`nn.Decoder`), in addition to `Model`."""
 
     layers: Any  # an `nn.Stack`
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]: ...
 
     def enter(self, x: Float[Array, "B T D"], **inputs: Any) -> tuple[Float[Array, "B T D"], Any]:
-        """Returns what the first layer gets: `x` in its place, and the context."""
+        """Returns the input of the first layer: `x` in its place on the mesh, and the context."""
         ...
 
     def leave(self, x: Float[Array, "B T D"], ctx: Any) -> Float[Array, "B T D"]:
-        """Returns what the head gets of the last layer's `x`."""
+        """Returns the input of the head: the last layer's `x`, normed."""
         ...
 
 
 @runtime_checkable
 class SupportsDrafting(Model, Protocol):
-    """What a model has beside the contract if it drafts the token after the next, as multi-token prediction does."""
+    """Protocol of models that draft the token after the next, as multi-token prediction does, in addition to
+    `Model`.
+    """
 
     def draft(
         self,
@@ -86,8 +100,13 @@ class SupportsDrafting(Model, Protocol):
         cache: Cache,
         valid: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache]:
-        """For `logits`, at places behind those in `cache`: `hidden` is the model's own there, `tokens` the next of
-        each.
+        """Returns hidden states for `logits` that predict one token further, and the new cache.
+
+        Args:
+            hidden: The model's output at tokens that follow those in `cache`.
+            tokens: The next token of each.
+            cache: Cache from `init_draft_cache`.
+            valid: False for padding.
         """
         ...
 

@@ -1,4 +1,8 @@
-"""Mixture of experts: every token goes through the few gated MLPs that a router chooses for it."""
+"""Mixture of experts: every token passes through the few gated MLPs that a router chooses for it.
+
+Shapes: B rows, T tokens, D width, E experts, X chosen experts per token, F width of an expert, M tokens in one group.
+`Plan` (`_expert_dispatch`) decides which row of a sorted buffer each choice occupies.
+"""
 
 import dataclasses
 import functools
@@ -26,7 +30,11 @@ from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size, gathers_odd
 
 @runtime_checkable
 class RouterLoss(Protocol):
-    """A loss on the router's decisions; `name` begins with `loss/`."""
+    """A loss on the router's decisions.
+
+    Attributes:
+        name: Name in `aux`, which begins with `loss/`.
+    """
 
     name: str
 
@@ -34,9 +42,16 @@ class RouterLoss(Protocol):
 
 
 class ExpertLinear(nnx.Module):
-    """One matrix per expert, and a bias `E O`; `MoE` applies them.
+    """Linear layers of all experts: a matrix, and optionally a bias, for each. `MoE` applies them.
 
-    shape, axes: of a matrix `O I`. layout: how the matrices are stored, `EOI` or `EIO`; values are the same either way.
+    Args:
+        num_experts: Number E of experts.
+        shape: Outputs and inputs of a matrix, `(O, I)`.
+        axes: Names of these two dimensions for sharding rules.
+        bias: True adds a bias, `E O`.
+        layout: Order in which the matrices are stored, `EOI` or `EIO`; initial values are the same either way.
+        init: Initializer of shape `E O I`, by default truncated normal with variance 1 / I.
+        rngs: Source of initial values.
     """
 
     def __init__(
@@ -51,11 +66,13 @@ class ExpertLinear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         if init is None:
+            # batch_axis=0: the fan-in is that of one expert.
             init = nnx.initializers.variance_scaling(
                 1.0, "fan_in", "truncated_normal", in_axis=2, out_axis=1, batch_axis=0
             )
         values, own = init(draw_key(rngs), (num_experts, *shape), jnp.float32), ("expert", *axes)
         if layout == "EIO":
+            # [E, O, I] -> [E, I, O], after drawing, so that both layouts begin with the same numbers.
             values, own = jnp.swapaxes(values, 1, 2), ("expert", *axes[::-1])
         self.w = nnx.Param(values, axes=own, summed=axes[1:])
         self.b = nnx.Param(jnp.zeros((num_experts, shape[0])), axes=("expert", axes[0])) if bias else None
@@ -63,25 +80,37 @@ class ExpertLinear(nnx.Module):
         self.layout: ops.Layout = layout
 
     def stored(self, dtype: Any) -> Array | QuantizedWeight:
-        """The matrices to multiply with: in `dtype`, or as they are if they are quantized."""
+        """Returns the matrices to multiply with: in `dtype`, or as they are if they are quantized."""
         return self.w if isinstance(self.w, QuantizedWeight) else jnp.asarray(self.w[...], dtype)
 
     def one(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
-        """`x` through a single expert, whose parameters have no expert axis."""
+        """Applies a single expert, whose parameters have no expert axis, to `x`."""
         y = self.matmul.einsum(f"BTI,{self.layout[1:]}->BTO", x, self.w)
         return y if self.b is None else y + jnp.broadcast_to(jnp.asarray(self.b[...], x.dtype), y.shape)
 
 
 class MoE(nnx.Module):
-    """`sum over the chosen experts of weight * down(activation(gate(x), up(x)))`, plus `shared(x)`.
+    """Mixture of experts: `sum over chosen experts of weight * down(activation(gate(x), up(x)))`, plus `shared(x)`.
 
-    router: `Router`, `SigmoidInputRouter` or one of your own: `router(x) -> Routing`, with `num_experts` and `top_k`.
-    activation:
-    joins an expert's gate and up projections. shared: a layer that every token passes. capacity_factor: None computes
-    every choice (dropless). A number gives each expert room for `ceil(capacity_factor * T * top_k / E)` tokens of each
-    row of the batch; who comes later in the row is dropped, so that no token's result depends on a later one or on
-    another row. losses: what to report for training. layout: of the experts' matrices, see `ExpertLinear`: that of the
-    files they are read from.
+    With a capacity (GShard, arXiv:2006.16668) every expert has room for `ceil(capacity_factor * T * top_k / E)` tokens
+    of each row; tokens later in the row are dropped. No token's result therefore depends on a later one or on another
+    row.
+
+    Args:
+        dim: Width D of the residual stream.
+        mlp_dim: Width F of an expert.
+        router: `Router`, `SigmoidInputRouter` or another `router(x) -> Routing` with `num_experts` and `top_k`.
+        activation: Joins an expert's gate and up projections, such as `swiglu`.
+        bias: True adds biases to all three projections.
+        shared: Layer that every token passes, or None.
+        capacity_factor: Room of an expert, in even shares; None computes every choice (dropless).
+        losses: Losses on the routing that are reported for training.
+        layout: Order in which the experts' matrices are stored (`ExpertLinear`), usually that of published files.
+        init: Initializer of the matrices.
+        rngs: Source of initial values.
+
+    Raises:
+        ValueError: when `capacity_factor` is not positive.
     """
 
     def __init__(
@@ -113,11 +142,20 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        """The result and, by name, the router's losses and `moe/load`: each expert's share of the choices, before any
-        is dropped.
+        """Applies the chosen experts to every token.
 
-        With a capacity also `moe/dropped`, the share of choices without room. Padding (`ctx.valid`) goes to no expert
-        and counts nowhere. Raises ValueError for an `x` that is not rows of tokens.
+        Padding (`ctx.valid`) is sent to no expert and is not counted.
+
+        Args:
+            x: Input, `B T D`.
+            ctx: What all layers share; None means that every token is real.
+
+        Returns:
+            The output, `B T D`, and by name the router's losses and `moe/load`, each expert's share of the choices
+            before any is dropped. With a capacity also `moe/dropped`, the share of choices without room.
+
+        Raises:
+            ValueError: when `x` is not of shape `B T D`.
         """
         if x.ndim != 3:
             raise ValueError(f"x must be rows of tokens `B T D`, got x of shape {x.shape}; one row is x[None]")
@@ -128,18 +166,22 @@ class MoE(nnx.Module):
         return y if self.shared is None else y + self.shared(x), self._aux(routing, valid, kept)
 
     def capacity(self, seq: int) -> int | None:
-        """How many tokens of one row an expert takes; None means all."""
+        """Returns how many tokens of a row of `seq` tokens an expert takes; None means all."""
         if self.capacity_factor is None:
             return None
+        # T * X choices over E experts, times the factor.
         even = self.capacity_factor * seq * self.router.top_k / self.router.num_experts
         return min(seq, math.ceil(even))
 
     def _mix(self, x, routing: Routing, valid):
-        """The weighted sum without the output's bias, and which choices were computed; each device takes its own
-        rows.
+        """Returns the weighted sum without the output's bias, `B T D`, and which choices were computed, `B T X`.
+
+        Each device computes its own rows.
         """
         capacity = self.capacity(x.shape[1])
+        # A capacity counts the tokens of whole rows, so the sequence is not split then.
         E, tokens = self.router.num_experts, ("batch", "seq" if capacity is None else None)
+        # The mesh axis over which experts are split, None if they are not: tokens travel over it.
         axis = axis_of("act_expert") if E % axis_size("act_expert") == 0 else None
         rows, biased = (*tokens, None), ("act_expert", "mlp")
         parts = (self.gate, self.up, self.down)
@@ -154,17 +196,25 @@ class MoE(nnx.Module):
         # A device that has a part of the width computes a part of the sum.
         names = [rows, rows, rows, rows, tokens, biased, biased, *split]
         mapped = shard_map_by_name(run, names, (("mlp", *rows), rows))
+        # [1 or parts of the width, B, T, D] -> [B, T, D]
         y, kept = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *b, *w)
         return y.sum(axis=0), kept
 
     def _add_output_bias(self, y, routing: Routing, kept):
+        """Adds the weighted biases of the down projections.
+
+        It is outside the sharded part, where each device with a part of the width would add the bias once more.
+        """
         if self.down.b is None:
             return y
         weights = jnp.where(kept, routing.weights, 0)
+        # [B, T, X] -> [B, T, E]: each token's weight for every expert.
         share = jnp.einsum("...X,...XE->...E", weights, jax.nn.one_hot(routing.experts, self.router.num_experts))
         return y + jnp.einsum("...E,ED->...D", share.astype(y.dtype), jnp.asarray(self.down.b[...], y.dtype))
 
     def _aux(self, routing: Routing, valid, kept) -> dict[str, Array]:
+        """Returns losses and metrics by name."""
+        # [E], choices of real tokens; `kept` counts those that were computed.
         counts = expert_counts(routing.experts, valid, self.router.num_experts)
         total = jnp.maximum(counts.sum(), 1)
         aux = {loss.name: loss(routing, valid) for loss in self.losses} | {"moe/load": counts / total}
@@ -173,8 +223,8 @@ class MoE(nnx.Module):
         return aux
 
     def reference(self, x: Float[Array, "B T D"], ctx: Context | None = None) -> Float[Array, "B T D"]:
-        """The result of a call that drops nothing, by a plain loop in which every expert computes every token: the
-        specification.
+        """Computes what a dropless call returns by a plain loop in which every expert computes every token (the
+        specification).
         """
         routing = self.router(x)
 
@@ -182,6 +232,7 @@ class MoE(nnx.Module):
             e, gate, up, down = expert
             chosen = routing.experts == e
             chosen = chosen if ctx is None or ctx.valid is None else chosen & ctx.valid[..., None]
+            # [B, T, X] -> [B, T, 1]: this expert's weight for each token, 0 if it was not chosen.
             total = lambda values: jnp.where(chosen, values, 0).sum(axis=-1, keepdims=True)
             scaled = x if routing.input_weights is None else (total(routing.input_weights) * x).astype(x.dtype)
             h = self.activation(gate.one(scaled), up.one(scaled))
@@ -189,11 +240,12 @@ class MoE(nnx.Module):
 
         y = jnp.zeros_like(x) if self.shared is None else self.shared(x)
         experts = (jnp.arange(self.router.num_experts), self.gate, self.up, self.down)
+        # One expert at a time: a scan over the leading axis E of the three matrices.
         return jax.lax.scan(add, y, experts)[0]
 
 
 class _Matrices(NamedTuple):
-    """The matrices to multiply with, how each array of them is split, and how they lie."""
+    """Matrices to multiply with, the axis names of each of their arrays, and the order of their dimensions."""
 
     values: Any
     names: list[Any]
@@ -203,7 +255,7 @@ class _Matrices(NamedTuple):
 def _matrices(linear: ExpertLinear, split: str, dtype: Any) -> _Matrices:
     """Returns the matrices of `linear`, whose dimension `split` devices share.
 
-    Where a device would gather odd parts of the last dimension they are turned before: kernels read whole rows of a
+    If a device would gather odd parts of the last dimension, they are transposed before: kernels read whole rows of a
     matrix, and the compiler would copy all that was gathered.
     """
     names = {"E": "act_expert", split: "mlp"}
@@ -218,14 +270,15 @@ def _matrices(linear: ExpertLinear, split: str, dtype: Any) -> _Matrices:
 
 
 def _placed(w: Any, weight: Any) -> Any:
-    """Constrains the weight to its place, so that devices exchange the cast one: half the bytes, and half the
-    gradient's.
+    """Constrains the cast weight to its place, so that devices exchange it in the compute dtype.
+
+    That halves the traffic of a float32 weight, and of its gradient.
     """
     return constrain(w, *weight.get_metadata()["axes"]) if isinstance(w, jax.Array) else w  # else quantized
 
 
 def _names(w: Any, weight: Any, names: tuple) -> list[Any]:
-    """How every array of `w` is split: a quantized one has scales too, with a single entry along some axes."""
+    """Returns the axis names of each array of `w`; a quantized weight has scales too, of size 1 along some axes."""
     if isinstance(w, jax.Array):
         return [AllGatherArg(weight.get_metadata()["axes"], names)]
     return [tuple(None if n == 1 else name for n, name in zip(a.shape, names, strict=True)) for a in jax.tree.leaves(w)]
@@ -246,7 +299,11 @@ def _run(
     num_experts: int,
     axis,
 ):
-    """The experts' part of one device. Without a capacity all its tokens are one group, else each row is."""
+    """Applies one device's experts.
+
+    All its tokens are one group without a capacity; with one, each row is a group.
+    """
+    # Arguments of a shard_map are flat: two biases, then the leaves of the three matrices.
     biases, matrices = rest[:2], jax.tree.unflatten(tree, rest[2:])
     linears = [*zip(matmuls, matrices, (*biases, None), strict=True)]
     apply = functools.partial(_apply, linears=linears, activation=activation, layouts=layouts)
@@ -254,12 +311,15 @@ def _run(
     if capacity is not None:
         y, kept = _run_rows(x, experts, weights, input_weights, valid, capacity=capacity, **split)
     else:
+        # [B, T, ...] -> [B * T, ...]
         flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, experts, weights, input_weights, valid))
         y, kept = _run_all(*flat, **split)
+    # The leading 1 becomes the axis of partial sums over the parts of the width.
     return y.reshape(1, *x.shape), kept.reshape(experts.shape)
 
 
 def _run_all(x, experts, weights, input_weights, valid, *, apply, num_experts: int, axis: str | None):
+    """Computes every choice of M tokens; over an expert axis, tokens travel to their experts first."""
     if axis is None:
         return _mixed(x, weights, input_weights, dispatch.dropless(experts, valid, num_experts), apply)
     tokens = (x, experts, weights, input_weights, valid)
@@ -267,24 +327,32 @@ def _run_all(x, experts, weights, input_weights, valid, *, apply, num_experts: i
 
 
 def _run_rows(x, experts, weights, input_weights, valid, *, apply, capacity: int, num_experts: int, axis: str | None):
+    """Computes up to `capacity` choices of each row for every expert; over an expert axis, the buffers are
+    exchanged.
+    """
     plan = jax.vmap(lambda experts, valid: dispatch.padded(experts, valid, num_experts, capacity))(experts, valid)
     if axis is None:
         return jax.vmap(functools.partial(_mixed, apply=apply))(x, weights, input_weights, plan)
     held = num_experts // jax.lax.axis_size(axis)
+    # The plan for this device's experts: the padded layout uses only their number.
     own = dataclasses.replace(jax.tree.map(lambda a: a[0], plan), num_experts=held)
 
     def here(rows):
         return apply(rows.reshape(-1, rows.shape[-1]), own).reshape(rows.shape)
 
+    # [B, T, D] -> [B, E * capacity, D], to the experts and back.
     rows = exchange.with_capacity(jax.vmap(_rows)(x, input_weights, plan), here, num_experts=num_experts, axis=axis)
     return jax.vmap(_weighted)(rows, weights, plan, x)
 
 
 def _mixed(x, weights, input_weights, plan: dispatch.Plan, apply):
+    """Sends tokens to their experts, applies these, and returns the weighted sum and which choices were kept."""
+    # [M, D] -> [R, D] -> [R, D] -> [M, D]
     return _weighted(apply(_rows(x, input_weights, plan), plan), weights, plan, x)
 
 
 def _rows(x, input_weights, plan: dispatch.Plan):
+    """Returns the rows of a plan, `R D`: the token of each choice, scaled by the router's input weights if any."""
     rows = dispatch.spread(x, plan)
     if input_weights is None:
         return rows
@@ -292,10 +360,13 @@ def _rows(x, input_weights, plan: dispatch.Plan):
 
 
 def _apply(rows, plan: dispatch.Plan, *, linears, activation, layouts):
+    """Applies the experts to the rows of a plan: `down(activation(gate(rows), up(rows)))`."""
     (gate, up, down), (into, out) = linears, layouts
     return plan.linear(plan.gated(rows, gate, up, activation, into), down, out)
 
 
 def _weighted(rows, weights, plan: dispatch.Plan, x):
+    """Returns `sum_x weights[m, x] * rows[place[m, x]]`, and which choices were kept."""
+    # [R, D] -> [M, X, D] -> [M, D]. A dropped choice has the weight 0.
     y = jnp.einsum("MXD,MX->MD", dispatch.collect(rows, plan), jnp.where(plan.kept, weights, 0))
     return y.astype(x.dtype), plan.kept

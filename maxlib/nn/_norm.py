@@ -11,14 +11,23 @@ from maxlib.nn._linear import check_ends
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019). `plus_one` scales by `1 + w`, as Gemma stores its weights."""
+    """Root-mean-square norm: `x / sqrt(mean(x^2) + eps) * scale` (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    Args:
+        dim: Size of the last axis.
+        eps: Added to the mean square.
+        plus_one: True multiplies by `1 + scale`, as Gemma stores its weights.
+    """
 
     def __init__(self, dim: int, *, eps: float = 1e-6, plus_one: bool = False):
+        # Identity at first: 1 + 0 or 1.
         self.scale = nnx.Param(jnp.zeros(dim) if plus_one else jnp.ones(dim), axes=("norm",))
         self.eps, self.plus_one = eps, plus_one
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Normalizes the last axis, in the dtype of `x`."""
         check_ends(x, "D", self.scale.shape, "the norm")
+        # In float32: in bfloat16 a mean of squares would have 8 significant bits.
         x32 = _to_unit(x, self.eps)
         scale = jnp.asarray(self.scale[...], x32.dtype) + (1.0 if self.plus_one else 0.0)
         return (x32 * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
@@ -26,22 +35,33 @@ class RMSNorm(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class UnitRMSNorm:
-    """Root-mean-square norm without a weight (Llama 4's norm of queries and keys)."""
+    """Root-mean-square norm without a weight (Llama 4's norm of queries and keys).
+
+    Args:
+        eps: Added to the mean square.
+    """
 
     eps: float = 1e-6
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Normalizes the last axis, in the dtype of `x`."""
         return _to_unit(x, self.eps).astype(x.dtype)
 
 
 def _to_unit(x, eps: float):
-    """`x` in float32 or wider, its mean square one."""
+    """Returns `x / sqrt(mean(x^2) + eps)` in float32 or wider."""
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
 
 
 class LayerNorm(nnx.Module):
-    """Mean and variance norm (Ba et al. 2016), with an optional bias."""
+    """Layer norm: `(x - mean(x)) / sqrt(var(x) + eps) * scale + bias` (Ba et al. 2016, arXiv:1607.06450).
+
+    Args:
+        dim: Size of the last axis.
+        eps: Added to the variance.
+        bias: False leaves out the bias.
+    """
 
     def __init__(self, dim: int, *, eps: float = 1e-5, bias: bool = True):
         self.scale = nnx.Param(jnp.ones(dim), axes=("norm",))
@@ -49,10 +69,12 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Normalizes the last axis, in the dtype of `x`."""
         check_ends(x, "D", self.scale.shape, "the norm")
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        # [D] -> [1, ..., 1, D]: explicit, since `jax_numpy_rank_promotion="raise"` refuses to broadcast ranks.
         wide = lambda w: jnp.expand_dims(jnp.asarray(w[...], x32.dtype), range(x.ndim - 1))
         x32 = x32 * wide(self.scale)
         return (x32 if self.bias is None else x32 + wide(self.bias)).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Positions as a table of trained vectors, which ends where training did."""
+"""Learned positions: a table of trained vectors, which ends where training did."""
 
 import contextlib
 from typing import Any
@@ -14,7 +14,14 @@ from maxlib.sharding import constrain
 
 
 class LearnedPositions(nnx.Module):
-    """A vector for each of the first `length` positions of a document, added to those of its tokens (GPT-2)."""
+    """A trained vector for each of the first `length` positions of a document, added to the token vectors (GPT-2).
+
+    Args:
+        length: Number of positions.
+        dim: Width D of a vector.
+        init: Initializer, by default normal with standard deviation 0.02.
+        rngs: Source of initial values.
+    """
 
     def __init__(self, length: int, dim: int, *, init: Init | None = None, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02) if init is None else init
@@ -22,15 +29,19 @@ class LearnedPositions(nnx.Module):
         self.length = length
 
     def __call__(self, ctx: Context, *, dtype: Any = jnp.bfloat16) -> Float[Array, "B T D"]:
-        """The vectors of `ctx.positions`.
+        """Returns the vectors of `ctx.positions` in `dtype`.
 
-        Raises ValueError for rows and caches longer than the table. Positions given by hand, and documents of a packed
-        row, are checked outside jit; inside, those beyond the table become NaN.
+        Positions given explicitly, and documents of a packed row, are checked outside jit; inside, those beyond the
+        table become NaN.
+
+        Raises:
+            ValueError: when a row or a cache is longer than the table.
         """
         self.check(ctx.rope_length or 0)
         with contextlib.suppress(jax.errors.ConcretizationTypeError):
             self.check(int(ctx.positions.max()) + 1)
-        w = constrain(self.w[...], "position", None)  # see `Embed`
+        # The table is small: gathered over the width, so that the lookup needs no exchange. [B, T] -> [B, T, D]
+        w = constrain(self.w[...], "position", None)
         return jnp.asarray(jnp.take(w, ctx.positions, axis=0, mode="fill"), dtype)
 
     def check(self, length: int) -> None:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def pytree(cls: type[T]) -> type[T]:
-    """Makes `cls` a frozen dataclass whose fields are children, but for those made with `static()`.
+    """Makes `cls` a frozen dataclass whose fields are children of a pytree, except those declared with `static()`.
 
     Unlike `jax.tree_util.register_dataclass` it does not run `__init__` when JAX rebuilds the value with
     tracers, specs or None in its fields, so run-time type checks of the constructor stay possible.
@@ -25,6 +25,7 @@ def pytree(cls: type[T]) -> type[T]:
         return keys, tuple(getattr(value, name) for name in fixed)
 
     def unflatten(aux, children):
+        # A frozen dataclass refuses setattr, and `__init__` must not run.
         value = object.__new__(cls)
         for name, child in zip(dynamic + fixed, (*children, *aux), strict=True):
             object.__setattr__(value, name, child)
@@ -35,5 +36,5 @@ def pytree(cls: type[T]) -> type[T]:
 
 
 def static(**kwargs):
-    """A field that is part of the pytree's structure: hashable, compared by `==`."""
+    """Declares a field that is part of the pytree's structure: hashable, compared by `==`."""
     return dataclasses.field(metadata={"static": True}, **kwargs)

@@ -1,4 +1,4 @@
-"""Segments of a stack: which layers are stored together, to be scanned, and which stand alone.
+"""Segments of a stack: which layers are stored together, to be scanned, and which are stored alone.
 
 A stack of 12 layers with `lead=2, prefix=1, period=3`, where equal letters are layers that are alike:
 
@@ -18,12 +18,12 @@ Layout = dict[str, int]
 
 
 class Segment(NamedTuple):
-    """Consecutive layers of a stack that are stored alike, in `slots` places from layer `first` on.
+    """Consecutive layers of a stack that are stored alike, in `slots` slots from layer `first` on.
 
     Args:
         first: Number of the first layer.
-        slots: Layers of a period, or layers that stand alone.
-        repeats: Layers in each slot, on a leading axis; None where each slot is a layer that stands alone.
+        slots: Layers in a period, or layers that are stored alone.
+        repeats: Layers in each slot, on a leading axis; None if each slot is a single layer without that axis.
     """
 
     first: int
@@ -32,29 +32,32 @@ class Segment(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Number of the layer after the last one."""
+        """Returns the number of the layer after the last one."""
         return self.first + self.slots * (1 if self.repeats is None else self.repeats)
 
     def layers(self, slot: int) -> range:
         """Returns the numbers of the layers in a slot, in the order of its leading axis."""
+        # Slot s holds the layers first + s, first + s + slots, first + s + 2 * slots, ...
         return range(self.first + slot, self.end, self.slots)
 
 
 def layout_for(kinds: Iterable[Hashable]) -> Layout:
-    """Finds the layout that scans the most layers, as keyword arguments for `nn.Stack`.
+    """Finds the layout that traces the fewest layers, as keyword arguments for `nn.Stack`.
 
-    A `lead` is used where the first layers are of a kind that does not come again and scanning them traces fewer.
+    It has a `lead` if the first layers are of a kind that does not occur again and scanning them saves traces.
 
     Args:
-        kinds: What distinguishes each layer (its mask, say), in order. Layers of one kind are alike.
+        kinds: A value for each layer, in order, that is equal for layers that are alike (its mask, for example).
 
     Returns:
-        `prefix` and `period`, and `lead` where there is one.
+        `prefix` and `period`, and `lead` if there is one.
     """
     kinds = tuple(kinds)
+    # Length of the run of equal kinds at the beginning.
     own = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
     traced, prefix, period = _scanned(kinds)
     if own > 1:
+        # With a lead: one trace for it, and those of the rest.
         rest, after, every = _scanned(kinds[own:])
         if 1 + rest < traced and kinds[0] not in kinds[own:]:
             return {"lead": own, "prefix": after, "period": every}
@@ -62,20 +65,22 @@ def layout_for(kinds: Iterable[Hashable]) -> Layout:
 
 
 def _scanned(kinds: tuple[Hashable, ...]) -> tuple[int, int, int]:
-    """Returns the least number of layers to trace, and the prefix and period that need no more."""
+    """Returns the fewest layers to trace, with the prefix and the period that achieve it."""
     n = len(kinds)
 
     def repeats(prefix: int, period: int) -> bool:
+        # Whole periods end here; what follows is the suffix. All periods are equal if each equals the next.
         end = n - (n - prefix) % period
         return kinds[prefix : end - period] == kinds[prefix + period : end]
 
+    # prefix, one period, suffix
     traced = lambda prefix, period: prefix + period + (n - prefix) % period
     layouts = [(traced(a, p), a, p) for p in range(1, n + 1) for a in range(n - p + 1) if repeats(a, p)]
     return min(layouts, default=(0, 0, 1))
 
 
 def segments(*, num_layers: int, prefix: int, period: int, lead: int = 0) -> dict[str, Segment]:
-    """Returns what a stack with this layout stores in its attributes `lead`, `prefix`, `body` and `suffix`."""
+    """Returns the segments that a stack with this layout stores in `lead`, `prefix`, `body` and `suffix`."""
     start = lead + prefix
     repeats = (num_layers - start) // period
     end = start + repeats * period
@@ -88,7 +93,7 @@ def segments(*, num_layers: int, prefix: int, period: int, lead: int = 0) -> dic
 
 
 def places(layout: Layout) -> dict[str, list[tuple[int, int | None]]]:
-    """Maps each slot, such as `"body.0"`, to its layers: `(number, index on the leading axis or None)`."""
+    """Returns for each slot, such as `"body.0"`, its layers: `(number, index on the leading axis or None)`."""
     return {
         f"{name}.{slot}": [
             (layer, None if segment.repeats is None else row) for row, layer in enumerate(segment.layers(slot))
@@ -102,10 +107,11 @@ def place_of(i: int, **layout: int) -> tuple[str, int | None]:
     """Returns the slot of layer `i` in a stack with this layout, and its index on the leading axis or None.
 
     Raises:
-        IndexError: There is no layer `i`.
+        IndexError: when there is no layer `i`.
     """
     for name, segment in segments(**layout).items():
         if segment.first <= i < segment.end:
+            # Layers of a segment are in the order of its periods: i - first = repeat * slots + slot.
             repeat, slot = divmod(i - segment.first, segment.slots)
             return f"{name}.{slot}", None if segment.repeats is None else repeat
     raise IndexError(f"layer {i} of a stack of {layout['num_layers']}")
@@ -116,10 +122,10 @@ def segment_at(path: str, layouts: Mapping[str, Layout]) -> tuple[str, Segment] 
 
     Args:
         path: Dotted path below the model, such as `"layers.body.0.attn.q"`.
-        layouts: The layout of every stack by its path, as `nn.tree.layouts` returns it.
+        layouts: The layout of every stack by its path, from `nn.tree.layouts`.
 
     Returns:
-        The segment's path, such as `"layers.body"`, and the segment; None for a path that lies in no stack.
+        The segment's path, such as `"layers.body"`, and the segment; None for a path that is in no stack.
     """
     for stack, layout in layouts.items():
         for name, segment in segments(**layout).items():
@@ -130,21 +136,22 @@ def segment_at(path: str, layouts: Mapping[str, Layout]) -> tuple[str, Segment] 
 
 
 def as_layout(num_layers: int, lead: int, prefix: int, period: int) -> Layout:
-    """Names the numbers of a layout. Checkpoints hold it; without a lead it is as before there were any."""
+    """Returns the numbers of a layout by name, as checkpoints store them; `lead` is left out if it is 0."""
     return {"num_layers": num_layers, "prefix": prefix, "period": period} | ({"lead": lead} if lead else {})
 
 
 def normalized_layout(num_layers: int, lead: int, prefix: int, period: int) -> Layout:
-    """Returns the layout in which a layer that would be scanned once stands alone.
+    """Returns the layout in which a layer that would be scanned once is stored alone.
 
     Raises:
-        ValueError: The numbers are negative, or larger than the stack.
+        ValueError: when the numbers are negative, or larger than the stack.
     """
     if period < 1 or min(lead, prefix) < 0 or lead + prefix > num_layers:
         raise ValueError(
             "period must be at least 1, lead and prefix not negative, and lead + prefix between 0 and num_layers; "
             f"got period={period}, lead={lead}, prefix={prefix}, num_layers={num_layers}"
         )
+    # A scan of one repeat saves nothing: a single lead layer, or a single period, joins the prefix.
     if lead == 1:
         lead, prefix = 0, prefix + 1
     if (num_layers - lead - prefix) // period == 1:

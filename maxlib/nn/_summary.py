@@ -1,4 +1,4 @@
-"""A model as a table."""
+"""Summary of a model as a table."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from maxlib.sharding.layers import num_layer_axes
 
 
 def summary(model: Any) -> str:
-    """Every parameter of `model` with shape, axis names, dtype and size, and the total; print it.
+    """Returns a table of every parameter of `model` with shape, axis names, dtype and size, and the total.
 
-    Layers that a stack scans share a row: `26 x` before the shape counts them. Works on `jax.eval_shape` of a model
+    Layers that a stack scans share a row: `26 x` before the shape is their number. Works on `jax.eval_shape` of a model
     too.
     """
     table = Table(box=box.SIMPLE, show_footer=True)
@@ -27,6 +27,7 @@ def summary(model: Any) -> str:
     table.add_column("dtype", footer=_scaled(size, "B"))
     table.add_column("numbers", justify="right", footer=_scaled(total))
     for (path, shape, axis_names, dtype), group in _grouped(rows, names, short).items():
+        # A scanned array has a leading axis of layers, one that is stored alone does not.
         count = sum(a.shape[0] if a.ndim > len(shape) else 1 for a in group)
         text = " ".join(map(str, shape)) or "scalar"
         text = f"{count} x {text}" if count > 1 else text
@@ -46,6 +47,7 @@ def _grouped(rows: dict[str, Any], names: dict[str, tuple], short: dict[str, str
 
 
 def _scaled(number: float, unit: str = "") -> str:
+    """Formats a number with a suffix: 1234567 becomes "1.235 M"."""
     suffixes = ["", "k", "M", "G", "T"]
     while number >= 1000 and len(suffixes) > 1:
         number, suffixes = number / 1000, suffixes[1:]

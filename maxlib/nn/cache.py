@@ -1,11 +1,13 @@
-"""What layers keep of the tokens so far: immutable values, handed in and handed back.
+"""Caches: what layers store of earlier tokens. They are immutable values, passed in and returned.
 
-A layer's cache is any pytree whose arrays begin with the axis of rows. A class derived from `LayerCache` says whether
-it can be rewound and what tables call it; anything else is taken for a state that cannot be rewound.
+A layer's cache is any pytree whose arrays begin with the axis of rows. A class derived from `LayerCache` declares
+whether it can be rewound and its name in tables; anything else is treated as a state that cannot be rewound.
 
-A cache of keys and values decides where keys lie. `extend` stores the new ones and returns the arrays to attend to,
-with key intervals on *those* arrays. Rows may have different lengths: `ctx.length` counts each row's cached tokens,
-`ctx.num_new` how many of the new ones are real (they come first; what follows is padding).
+A cache of keys and values decides where keys are stored. `extend` stores the new ones and returns the arrays to attend
+to, with key intervals that index *those* arrays. Rows may have different lengths: `ctx.length` counts each row's cached
+tokens, `ctx.num_new` its new ones (they come first; padding follows).
+
+Shapes: B rows, T new tokens, S slots, W slots of a ring, K key heads of width Hk, values of width Hv, R latent size.
 """
 
 from typing import Any, ClassVar
@@ -23,15 +25,15 @@ Extended = tuple["AttentionCache", Array, Array, Array, Array]
 
 @pytree
 class Cache:
-    """A model's whole cache: what each layer keeps, and what all of them share.
+    """Cache of a whole model: one entry per layer, stored like its stacks, and values that all layers share.
 
     Args:
-        layers: What `Stack.init_cache` made.
+        layers: Caches from `Stack.init_cache`.
         length: `B`, tokens cached so far in each row.
-        rope_length: A fixed length for rotary scalings that depend on it (dynamic NTK, LongRoPE); None for that of
-            each row so far, by which transformers rotates new tokens.
-        position_offset: `B`, by how much positions run ahead of (or behind) the number of tokens, as after an image
-            whose positions are those of a grid; None if they never do.
+        rope_length: A fixed length for length-dependent rotary scalings (dynamic NTK, LongRoPE); None for the current
+            length of each row, with which transformers rotates new tokens.
+        position_offset: `B`, difference between positions and the number of tokens, for example after an image whose
+            positions are those of a grid; None if there is none.
     """
 
     layers: Any
@@ -41,16 +43,17 @@ class Cache:
 
     def advanced(self, layers: Any, ctx: Context) -> "Cache":
         """Returns the cache after a forward pass."""
+        # Padding does not count: each row grows by its real tokens.
         return Cache(layers, self.length + ctx.num_new, self.rope_length, ctx.next_position_offset)
 
 
 class LayerCache:
-    """Base of what one layer keeps: a pytree (`nn.pytree`) whose arrays begin with the axis of rows.
+    """Base class of one layer's cache: a pytree (`nn.pytree`) whose arrays begin with the axis of rows.
 
     Attributes:
-        can_rewind: True if tokens are forgotten by making `ctx.length` smaller, since what lies behind it is written
-            anew before it is read. Speculative decoding needs that to take back a refused draft.
-        kind: What tables call it; None means the name of the class.
+        can_rewind: True if a smaller `ctx.length` is enough to forget tokens, because slots after it are overwritten
+            before they are read. Speculative decoding needs this to take back a rejected draft.
+        kind: Name in tables; None means the name of the class.
     """
 
     can_rewind: ClassVar[bool] = False
@@ -58,18 +61,25 @@ class LayerCache:
 
 
 def layer_caches(layers: Any) -> list[Any]:
-    """Lists the caches in what a stack's `init_cache` made; arrays outside any `LayerCache` are listed as they are."""
+    """Lists the caches in the result of a stack's `init_cache`; arrays outside any `LayerCache` are listed as they
+    are.
+    """
     return jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, LayerCache))
 
 
 def can_rewind(layers: Any) -> bool:
-    """Tells whether every cache in `layers` says that it can be rewound."""
+    """Returns True if every cache in `layers` can be rewound."""
     return all(isinstance(one, LayerCache) and one.can_rewind for one in layer_caches(layers))
 
 
 @pytree
 class KVCache(LayerCache):
-    """Keys and values by token index, `capacity` slots."""
+    """Cache of keys and values with `capacity` slots; token `i` is stored in slot `i`.
+
+    Attributes:
+        k: Keys, `B S K Hk`.
+        v: Values, `B S K Hv`.
+    """
 
     can_rewind: ClassVar[bool] = True
     kind: ClassVar[str | None] = "full"
@@ -78,10 +88,16 @@ class KVCache(LayerCache):
     v: Num[Array, "B S K Hv"]
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
+        """Stores the new tokens of each row after its cached ones, and returns all slots to attend to.
+
+        Raises:
+            ValueError: when there are more new tokens than slots.
+        """
         if k.shape[1] > self.k.shape[1]:
             raise ValueError(
                 f"{k.shape[1]} new tokens do not fit a cache of capacity {self.k.shape[1]}; make a larger one"
             )
+        # Rows have different lengths, hence vmap: [S, K, H] with [T, K, H] written at `start`.
         put = jax.vmap(lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=0))
         new_k = put(self.k, k.astype(self.k.dtype), ctx.length)
         new_v = put(self.v, v.astype(self.v.dtype), ctx.length)
@@ -90,7 +106,12 @@ class KVCache(LayerCache):
 
 @pytree
 class RingCache(LayerCache):
-    """The last W keys and values; token `i` lies in slot `i % W`, W being `mask.ring`."""
+    """Cache of the last W keys and values, with W = `mask.ring`; token `i` is stored in slot `i % W`.
+
+    Attributes:
+        k: Keys, `B W K Hk`.
+        v: Values, `B W K Hv`.
+    """
 
     kind: ClassVar[str | None] = "ring"
 
@@ -98,41 +119,51 @@ class RingCache(LayerCache):
     v: Num[Array, "B W K Hv"]
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
+        """Stores the new tokens, and returns the keys and values to attend to.
+
+        For one token these are the ring itself, whose order does not matter: all W slots, or a run of them, are
+        attended to. For several they are the ring in order, followed by the new tokens.
+        """
         new = RingCache(self._put(self.k, k, ctx), self._put(self.v, v, ctx))
         if k.shape[1] == 1:
             return new, new.k, new.v, *self._slots(k_start, k_end)
         # Several tokens at once: the first of them still see entries that the last ones overwrite.
+        # Token i is at W + i - length in the joined arrays, [B, W + T, K, H].
         shift = (self.k.shape[1] - ctx.length)[:, None]
         keys, values = (jnp.concatenate([self._in_order(old, ctx), x.astype(old.dtype)], axis=1)
                         for old, x in ((self.k, k), (self.v, v)))  # fmt: skip
         return new, keys, values, k_start + shift, k_end + shift
 
     def _put(self, ring: Array, new: Array, ctx: Context) -> Array:
+        """Writes the last W real new tokens into their slots."""
         B, W, T = ring.shape[0], ring.shape[1], new.shape[1]
         t = jnp.arange(T)[None, :]
+        # Of more than W new tokens only the last W are stored: each slot is written once.
         last = (t < ctx.num_new[:, None]) & (t >= ctx.num_new[:, None] - W)
         slot = jnp.where(last, (ctx.length[:, None] + t) % W, W)  # slot W does not exist: dropped
         return ring.at[jnp.arange(B)[:, None], slot].set(new.astype(ring.dtype), mode="drop", unique_indices=True)
 
     def _in_order(self, ring: Array, ctx: Context) -> Array:
-        """The ring from its oldest entry to its newest, ending at `ctx.length`."""
+        """Returns the ring from its oldest entry to its newest, ending at `ctx.length`."""
         W = ring.shape[1]
         slot = (ctx.length[:, None] + jnp.arange(W)[None, :]) % W
         return jnp.take_along_axis(ring, slot[:, :, None, None], axis=1)
 
     def _slots(self, k_start: Array, k_end: Array) -> tuple[Array, Array]:
+        """Returns key intervals as slots of the ring, for a single query."""
         W, seen = self.k.shape[1], k_end - k_start
+        # A full window is all W slots from 0. A shorter one does not wrap around the end.
         first = jnp.where(seen >= W, 0, k_start % W)
         return first, first + seen
 
 
 @pytree
 class QuantizedCache(LayerCache):
-    """Keys and values rounded to int8 or a float8 when they come, each token's head with a scale of its own.
+    """Cache of keys and values rounded to int8 or a float8 as they are stored, with a scale per token and head.
 
     Args:
         values: Rounded keys and values.
-        scales: A cache of the same kind in float32, with heads of size 1.
+        scales: Cache of the same kind in float32, with heads of width 1.
     """
 
     values: KVCache | RingCache
@@ -140,20 +171,26 @@ class QuantizedCache(LayerCache):
 
     @property
     def can_rewind(self) -> bool:
+        """Returns True if the cache of the rounded values can be rewound."""
         return self.values.can_rewind
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
+        """Stores the new tokens rounded, and returns keys and values multiplied by their scales."""
+        # channelwise_axes 0 to 2: one scale for each [B, T, K], shared by the width of the head.
         qk, qv = (qwix.quantize(x.astype(jnp.float32), self.values.k.dtype, channelwise_axes=range(3)) for x in (k, v))
         values, *whole, start, end = self.values.extend(qk.qvalue, qv.qvalue, ctx, k_start, k_end)
         scales, *factors, _, _ = self.scales.extend(qk.scale, qv.scale, ctx, k_start, k_end)
         assert not isinstance(values, QuantizedCache) and not isinstance(scales, QuantizedCache)
+        # [B, S, K, H] * [B, S, K, 1], in float32
         keys, vals = ((q.astype(jnp.float32) * s).astype(k.dtype) for q, s in zip(whole, factors, strict=True))
         return QuantizedCache(values, scales), keys, vals, start, end
 
 
 @pytree
 class LatentCache(LayerCache):
-    """The normed latent of each token beside its rotated key part: `kv_rank + rope.dim` numbers, whatever the heads."""
+    """Cache of each token's normed latent followed by its rotated key part: `kv_rank + rope.dim` numbers for all
+    heads.
+    """
 
     can_rewind: ClassVar[bool] = True
     kind: ClassVar[str | None] = "latent"
@@ -161,16 +198,17 @@ class LatentCache(LayerCache):
     latent: Float[Array, "B S R"]
 
     def extend(self, latent: Array, ctx: Context) -> "LatentCache":
+        """Stores the latents of the new tokens."""
         return LatentCache(_put_rows(self.latent, latent, ctx))
 
 
 @pytree
 class QuantizedLatentCache(LayerCache):
-    """A `LatentCache` rounded to int8 or a float8 when tokens come.
+    """A `LatentCache` rounded to int8 or a float8 as tokens are stored.
 
     Args:
         values: Rounded latents.
-        scales: One for each token's latent and one for its key part, which differ in size.
+        scales: One scale for each token's latent and one for its key part, whose magnitudes differ.
         kv_rank: Numbers in the latent; the rest is the key part.
     """
 
@@ -180,8 +218,11 @@ class QuantizedLatentCache(LayerCache):
     kv_rank: int = static()
 
     def extend(self, latent: Array, ctx: Context) -> "QuantizedLatentCache":
+        """Stores the latents of the new tokens, rounded."""
+        # [B, T, R] -> [B, T, kv_rank] and [B, T, R - kv_rank]
         parts = jnp.split(latent.astype(jnp.float32), [self.kv_rank], axis=-1)
         low = [qwix.quantize(x, self.values.dtype, channelwise_axes=(0, 1)) for x in parts]
+        # Values [B, T, R], scales [B, T, 2]
         values, scales = (
             jnp.concatenate(both, axis=-1) for both in zip(*((q.qvalue, q.scale) for q in low), strict=True)
         )
@@ -191,14 +232,18 @@ class QuantizedLatentCache(LayerCache):
 
     @property
     def latent(self) -> Float[Array, "B S R"]:
+        """Returns the latents multiplied by their scales, in float32."""
         sizes = jnp.array([self.kv_rank, self.values.shape[-1] - self.kv_rank])
+        # [B, S, 2] -> [B, S, R]
         scales = jnp.repeat(self.scales, sizes, axis=-1, total_repeat_length=self.values.shape[-1])
         return self.values.astype(jnp.float32) * scales
 
 
 def _put_rows(old: Num[Array, "B S R"], new: Num[Array, "B T R"], ctx: Context) -> Num[Array, "B S R"]:
+    """Writes the new tokens of each row after its cached ones; raises ValueError if they do not fit."""
     if new.shape[1] > old.shape[1]:
         raise ValueError(f"{new.shape[1]} new tokens do not fit a cache of capacity {old.shape[1]}; make a larger one")
+    # [S, R] with [T, R] written at `start`, for each row.
     put = jax.vmap(lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=0))
     return put(old, new.astype(old.dtype), ctx.length)
 
@@ -209,9 +254,19 @@ AttentionCache = KVCache | RingCache | QuantizedCache
 def kv_cache(
     batch: int, capacity: int, *, num_kv_heads: int, k_dim: int, v_dim: int, ring: int | None, dtype: Any
 ) -> AttentionCache:
-    """Makes an empty cache: a ring of `ring` slots where that is less than `capacity`, else a full one.
+    """Makes an empty cache of keys and values: a ring if that is smaller than `capacity`, else one slot per token.
 
-    int8 and float8 are quantized. Raises ValueError for other integers, which keys do not fit in.
+    Args:
+        batch: Number B of rows.
+        capacity: Most tokens in a row.
+        num_kv_heads: Number K of key heads.
+        k_dim: Width of a key.
+        v_dim: Width of a value.
+        ring: Slots that the mask needs (`mask.ring`); None if it needs all tokens.
+        dtype: Dtype of the stored values; int8 and float8 are quantized.
+
+    Raises:
+        ValueError: when `dtype` is an integer other than int8.
     """
     kind, slots = (RingCache, ring) if ring is not None and ring < capacity else (KVCache, capacity)
 
@@ -219,12 +274,13 @@ def kv_cache(
         empty = lambda dim: jnp.zeros((batch, slots, num_kv_heads, dim), dtype)
         return kind(empty(k_dim), empty(v_dim))
 
+    # Scales are a cache with heads of width 1, so that both are indexed alike.
     values = zeros(k_dim, v_dim, dtype)
     return QuantizedCache(values, zeros(1, 1, jnp.float32)) if is_quantized(dtype) else values
 
 
 def is_quantized(dtype: Any) -> bool:
-    """Tells whether a cache of `dtype` needs scales. Raises ValueError for integers other than int8."""
+    """Returns True if a cache of `dtype` needs scales; raises ValueError for integers other than int8."""
     if jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype) != jnp.int8:
         raise ValueError(f"a cache is of a floating dtype or int8, got {jnp.dtype(dtype).name}")
     return jnp.dtype(dtype).itemsize == 1

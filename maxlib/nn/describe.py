@@ -1,4 +1,4 @@
-"""Words for what a model is made of, read off its parts. All of it works on `jax.eval_shape` of a model."""
+"""Descriptions of models for tables, read off their parts. All functions work on `jax.eval_shape` of a model."""
 
 import inspect
 from collections.abc import Iterator
@@ -38,22 +38,23 @@ class _PredictsAhead(Protocol):
 
 
 def num_active_parameters(model: Any) -> int:
-    """Counts the numbers that one token meets: all but those of the experts that it does not go to."""
+    """Counts the parameters used for one token: all except those of experts it is not routed to."""
     idle = 0.0
     for moe in _all(MoE, model):
         names, share = axes(moe), moe.router.top_k / moe.router.num_experts
         experts = sum(v.get_value().size for path, v in variables(moe).items() if "expert" in names[path])
+        # A token uses top_k of the experts, whichever they are.
         idle += experts * (1 - share)
     return num_parameters(model) - round(idle)
 
 
 def attention_kind(model: Any) -> str:
-    """Names how the decoder's layers mix tokens, such as "GQA", as they call it themselves."""
+    """Names the kinds of the decoder's sequence mixers, such as "GQA"."""
     return ", ".join(dict.fromkeys(mixer.kind for stack in _stacks(model) for mixer in mixers(stack)))
 
 
 def features(model: Any) -> tuple[str, ...]:
-    """Lists what distinguishes its decoder, from positions to head; of a tower only that it is there."""
+    """Lists labels of the decoder's features, from positions to head; an image encoder is not described."""
     stacks = _stacks(model)
     found = [
         *_positions(model),
@@ -65,18 +66,22 @@ def features(model: Any) -> tuple[str, ...]:
         *(["tied head"] if sum("vocab" in names for names in axes(model).values()) == 1 else []),
         *(["multi-token prediction"] if isinstance(model, _PredictsAhead) else []),
     ]
+    # dict.fromkeys keeps the first of equal labels, in order.
     return tuple(dict.fromkeys(found))
 
 
 def takes_images(model: Any) -> bool:
-    """Tells whether its call has `images`, and it a tower (layers within a child of its own) to see them with."""
+    """Returns True if the model's call has `images` and the model has an image encoder (layers within a child
+    module).
+    """
     children = [child for child in vars(model).values() if isinstance(child, nnx.Module)]
     towers = [child for child in children if not isinstance(child, Stack | nnx.List) and _all(Stack, child)]
     return bool(towers) and "images" in inspect.signature(type(model).__call__).parameters
 
 
 def cache_kinds(model: Any) -> tuple[str, ...]:
-    """Names how its layers keep tokens: `full`, `ring` (of a window), `latent`, or what another cache calls itself."""
+    """Names the kinds of its layers' caches: `full`, `ring` (of a window), `latent`, or the name of another cache."""
+    # Long enough that every window gets a ring, but no longer than a table of learned positions.
     capacity = min([LONG, *(table.length for table in _all(LearnedPositions, model))])
     cache = jax.eval_shape(lambda model: model.init_cache(1, capacity), model)
     kinds = {(isinstance(one, LayerCache) and one.kind) or type(one).__name__ for one in layer_caches(cache.layers)}
@@ -84,20 +89,22 @@ def cache_kinds(model: Any) -> tuple[str, ...]:
 
 
 def _all(kind: type[Kind], *models: Any) -> list[Kind]:
+    """Lists all modules of a type."""
     return [part for model in models for _, part in nnx.iter_modules(model) if isinstance(part, kind)]
 
 
 def _stacks(model: Any) -> list[Stack]:
-    """The decoder's layers; those of a tower belong to a child."""
+    """Lists the decoder's stacks; those of an image encoder belong to a child."""
     return [child for child in vars(model).values() if isinstance(child, Stack)]
 
 
 def _static(kind: type[Kind], stacks: list[Stack]) -> list[Kind]:
-    """Collects what layers keep of `kind` beside their weights, such as masks."""
+    """Lists attributes of layers that have the type `kind`, such as masks."""
     return [value for part in _all(nnx.Module, *stacks) for value in vars(part).values() if isinstance(value, kind)]
 
 
 def _positions(model: Any) -> Iterator[str]:
+    """Yields labels of how the model encodes positions."""
     stacks = _stacks(model)
     yield from ["learned positions"] if _all(LearnedPositions, model) else []
     ropes = _static(Rope, stacks)
@@ -107,6 +114,7 @@ def _positions(model: Any) -> Iterator[str]:
 
 
 def _attention(stacks: list[Stack]) -> Iterator[str]:
+    """Yields labels of masks, then those of the mixers."""
     masks = [part for mask in _static(Mask, stacks) for part in _parts(mask)]
     yield from ["sliding window"] if any(isinstance(mask, SlidingWindow) for mask in masks) else []
     yield from ["chunked attention"] if any(isinstance(mask, Chunked) for mask in masks) else []
@@ -116,13 +124,13 @@ def _attention(stacks: list[Stack]) -> Iterator[str]:
 
 
 def _said(stacks: list[Stack], *words: str) -> list[str]:
-    """Returns those of `words` that a mixer says of itself."""
+    """Returns those of `words` that a mixer has among its features."""
     found = {word for stack in stacks for mixer in mixers(stack) for word in mixer.features()}
     return [word for word in words if word in found]
 
 
 def _parts(mask: Mask) -> Iterator[Mask]:
-    """A mask and those it combines."""
+    """Yields a mask and those it combines."""
     yield mask
     for value in vars(mask).values():
         if isinstance(value, Mask):
@@ -130,16 +138,19 @@ def _parts(mask: Mask) -> Iterator[Mask]:
 
 
 def _biases(stacks: list[Stack]) -> list[str]:
+    """Names the projections with a bias."""
     paths = [path.split(".") for stack in stacks for path in variables(stack)]
     owners = {parts[-2] for parts in paths if parts[-1] == "b"}
     return [f"biases on {' '.join(sorted(owners, key=_place))}"] if owners else []
 
 
 def _place(part: str) -> tuple[int, str]:
+    """Returns a sort key: the order in which a layer uses its parts."""
     return (_PARTS.index(part) if part in _PARTS else len(_PARTS)), part
 
 
 def _experts(stacks: list[Stack]) -> Iterator[str]:
+    """Yields labels of the experts."""
     for moe in _all(MoE, *stacks):
         yield f"{moe.router.top_k} of {moe.router.num_experts} experts"
         yield from ["shared expert"] if moe.shared is not None else []

@@ -1,4 +1,4 @@
-"""The contract of layers that mix tokens of a sequence: what they are asked instead of being listed by type."""
+"""The contract of sequence mixers: properties that other code asks for, instead of listing types."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from maxlib.nn.cache import is_quantized
 
 @dataclasses.dataclass(frozen=True)
 class SplitSequence:
-    """A sequence that several devices share, as a plan describes it to a layer that states its traffic.
+    """A sequence that several devices share, as a plan describes it to a layer that computes its traffic.
 
     Args:
-        strategy: How attention brings it together: "ring" (keys and values travel around), "gather" (they are
-            gathered) or "ulysses" (tokens are exchanged for heads).
+        strategy: How attention brings it together: "ring" (keys and values travel around), "gather" (they are gathered)
+            or "ulysses" (tokens are exchanged for heads).
         parts: Devices that share a sequence.
         heads: Devices that share the heads (tensor parallelism).
         rows: Sequences on a device.
@@ -41,19 +41,19 @@ Traffic = dict[str, float]
 
 
 class SequenceMixer(nnx.Module):
-    """Base of layers through which tokens of a sequence act on each other: attention, recurrences, convolutions.
+    """Base class of layers that mix the tokens of a sequence: attention, recurrences, convolutions.
 
-    A mixer is called as `mixer(x, ctx, cache) -> (y, cache)` with `x` and `y` of shape `B T D`. It keeps to what `ctx`
-    says: documents (`ctx.start`, `ctx.stop`), padding (`ctx.valid`), and with a cache the number of tokens before
-    (`ctx.length`) and of real new ones (`ctx.num_new`), which come first. Whoever needs to know something of a mixer
-    asks it; the defaults are the answers of a recurrence, which are right, if slow, for any layer.
+    A mixer is called as `mixer(x, ctx, cache) -> (y, cache)` with `x` and `y` of shape `B T D`. It respects documents
+    (`ctx.start`, `ctx.stop`), padding (`ctx.valid`), and with a cache the number of earlier tokens (`ctx.length`) and
+    of real new ones (`ctx.num_new`), which come first. The default properties are those of a recurrence: they are
+    correct, though slow, for any layer.
 
     Attributes:
-        op: The op of `maxlib.ops` whose implementation `with_implementation` chooses, such as "attention".
-        reorderable: True if tokens may stand in another order, by `ctx.index`. A `Decoder` then deals them out so that
-            all devices of a split sequence have the same work under a causal mask (zigzag).
-        quantizable_cache: True if `init_cache` takes int8 and float8.
-        probes_scores: True if `queries_and_keys` returns something.
+        op: Op of `maxlib.ops` whose implementation `with_implementation` chooses, such as "attention".
+        reorderable: True if tokens may come in another order, given by `ctx.index`. A `Decoder` then reorders them so
+            that all devices of a split sequence have equal work under a causal mask (zigzag).
+        quantizable_cache: True if `init_cache` accepts int8 and float8.
+        probes_scores: True if `queries_and_keys` is implemented.
     """
 
     op: ClassVar[str | None] = None
@@ -62,6 +62,7 @@ class SequenceMixer(nnx.Module):
     probes_scores: ClassVar[bool] = False
 
     def __call__(self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: Any = None) -> tuple[Array, Any]:
+        """Mixes the tokens of each document; see the class."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__(x, ctx, cache) -> (y, cache)")
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
@@ -69,13 +70,14 @@ class SequenceMixer(nnx.Module):
         raise NotImplementedError(f"{type(self).__name__} must define init_cache(batch, capacity, dtype) to decode")
 
     def with_implementation(self, implementation: str | None) -> "SequenceMixer":
-        """Returns a copy, which shares its arrays, that computes its op so; None is the best one."""
+        """Returns a copy that shares its arrays and computes its op by `implementation`; None is the best one."""
+        # Rebuilds the module with the same arrays; assigning to it does not change `self`.
         new = jax.tree.map(lambda a: a, self)
         new.implementation = implementation
         return new
 
     def traffic(self, split: SplitSequence) -> Traffic:
-        """States the bytes that a device sends in a training step because it holds a part of each sequence.
+        """Returns the bytes that a device sends in a training step because it has only a part of each sequence.
 
         Returns:
             Bytes by kind of collective, such as `{"all-gather": 2.0e6}`.
@@ -91,44 +93,50 @@ class SequenceMixer(nnx.Module):
 
     @property
     def kind(self) -> str:
-        """Names it in tables, such as "GQA"."""
+        """Returns its name in tables, such as "GQA"."""
         return type(self).__name__
 
     def features(self) -> Iterator[str]:
-        """Yields what distinguishes it from others of its kind, in words for tables."""
+        """Yields labels for tables of options that distinguish it from others of its kind."""
         yield from ()
 
 
 def attention_traffic(split: SplitSequence, *, queries: int, keys: int) -> Traffic:
-    """States what attention moves, as `nn.attend` brings a split sequence together.
+    """Returns the bytes that attention sends, given how `nn.attend` brings a split sequence together.
 
     Args:
-        split: How.
-        queries: Numbers in a token's queries and results.
+        split: The split sequence.
+        queries: Numbers in a token's queries and outputs.
         keys: Numbers in a token's keys and values.
+
+    Returns:
+        Bytes by kind of collective.
     """
+    # Bytes of one number per token on this device.
     one = split.tokens * split.width / split.heads
     if split.strategy == "ulysses":  # all four are exchanged in every pass
         return {"all-to-all": split.passes * one * (queries + keys)}
     if split.strategy == "ring":  # backward with the sums of their gradients, in float32
         return {"collective-permute": (split.passes + 4 / split.width) * one * keys * split.parts}
+    # Forward: keys and values gathered from all parts. Backward: their gradients are summed and scattered.
     whole = one * keys * split.parts
     return {"all-gather": (split.passes - 1) * whole, "reduce-scatter": whole}
 
 
 def mixers(model: Any) -> Iterator[SequenceMixer]:
-    """Yields all mixers of a model or of a part of it; one that a stack scans comes once for all its layers."""
+    """Yields all mixers of a model or of a part of it; one that is stored for a scan comes once for all its layers."""
     return (part for _, part in nnx.iter_modules(model) if isinstance(part, SequenceMixer))
 
 
 def is_reorderable(layer: Any) -> bool:
-    """Tells whether all of a layer allows tokens in another order.
+    """Returns True if all parts of a layer allow tokens in another order.
 
-    A layer may say so itself by an attribute `reorderable`. Otherwise its mixers are asked, and a layer without any is
-    taken for one that needs tokens in order, since it may mix them in a way of its own.
+    A layer may declare it by an attribute `reorderable`. Otherwise its mixers decide; a layer without any is assumed to
+    need tokens in order, since it may mix them in its own way.
     """
     if not isinstance(layer, SequenceMixer) and (own := getattr(layer, "reorderable", None)) is not None:
         return own
+    # all([]) is True, but a layer without a mixer needs tokens in order.
     found = list(mixers(layer))
     return bool(found) and all(mixer.reorderable for mixer in found)
 
@@ -145,7 +153,7 @@ def check_order(stack: Any, ctx: Any) -> None:
 
 
 def check_cache_dtype(model: Any, dtype: Any) -> None:
-    """Raises ValueError if the state of a mixer cannot be kept in `dtype`."""
+    """Raises ValueError if a mixer's state cannot be stored in `dtype`."""
     refusing = {type(mixer).__name__ for mixer in mixers(model) if not mixer.quantizable_cache}
     if refusing and is_quantized(dtype):
         raise ValueError(
@@ -158,13 +166,14 @@ def with_implementation(model: Any, implementation: str | None, *, op: str) -> A
     """Chooses the implementation of an op in all layers of a model, or of a part of it such as a stack.
 
     Args:
-        model: Shares its arrays with the result, and stays as it is.
-        implementation: A name that the op knows; None is the best one again.
-        op: The op's name, such as "attention".
+        model: Shares its arrays with the result, and is not changed.
+        implementation: Name of an implementation of the op; None chooses the best one.
+        op: Name of the op, such as "attention".
 
     Raises:
-        ValueError: No layer of the model uses that op.
+        ValueError: when no layer of the model uses the op.
     """
+    # Treats matching mixers as leaves, so that all others, arrays included, are passed on unchanged.
     is_mixer = lambda x: isinstance(x, SequenceMixer) and x.op == op
     if not any(map(is_mixer, jax.tree.leaves(model, is_leaf=is_mixer))):
         raise ValueError(f"{type(model).__name__} has no layer (nn.SequenceMixer) whose op is {op!r}")
@@ -173,5 +182,13 @@ def with_implementation(model: Any, implementation: str | None, *, op: str) -> A
 
 
 def with_attention(model: Any, implementation: str | None) -> Any:
-    """Chooses the implementation of `ops.attention` in a whole model; see `with_implementation`."""
+    """Chooses the implementation of `ops.attention` in all layers of a model.
+
+    Args:
+        model: Shares its arrays with the result, and is not changed.
+        implementation: Name of an implementation; None chooses the best one.
+
+    Raises:
+        ValueError: when no layer of the model uses attention.
+    """
     return with_implementation(model, implementation, op="attention")

@@ -1,4 +1,6 @@
-"""Multi-token prediction (DeepSeek V3, arXiv:2412.19437): small modules that look further ahead than the next token."""
+"""Multi-token prediction (DeepSeek V3, arXiv:2412.19437): small modules that predict further ahead than the next
+token.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,10 +23,12 @@ from maxlib.sharding import constrain
 
 @pytree
 class MTPOutput:
-    """What the module of depth k knows: `hidden` at place `i`, normed for the model's head, foretells token `i + 1 +
-    k`.
+    """Output of MTP module k: `hidden[:, i]` predicts token i + 1 + k.
 
-    valid: where token `i + k`, which that takes, belongs to the same document. aux: what the module's block reports.
+    Attributes:
+        hidden: Hidden states, normed for the model's head.
+        valid: True if token i + k, an input of the module, is in the same document as token i.
+        aux: Losses and metrics of the module's block.
     """
 
     hidden: Float[Array, "B T D"]
@@ -33,9 +37,13 @@ class MTPOutput:
 
 
 class MTP(nnx.Module):
-    """One module: `norm(block(project([embed_norm(next token), hidden_norm(hidden)])))`.
+    """Module that predicts one token further: `norm(block(project([embed_norm(next token), hidden_norm(hidden)])))`.
 
-    block: a layer as in a stack. eps: of the three norms.
+    Args:
+        dim: Width D of the model.
+        block: A layer as in a stack.
+        eps: Epsilon of the three norms.
+        rngs: Source of initial values.
     """
 
     def __init__(self, dim: int, *, block: nnx.Module, eps: float = 1e-6, rngs: nnx.Rngs):
@@ -48,14 +56,24 @@ class MTP(nnx.Module):
     def __call__(
         self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"], ctx: Context, cache: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, dict[str, Any]]:
-        """The next module's `hidden`, the block's cache and aux. embedded: the token after those that `hidden` has
-        seen.
+        """Applies the module.
+
+        Args:
+            hidden: Output of the model or of the module before.
+            embedded: Vectors of the token after those that `hidden` has as inputs.
+            ctx: What layers share.
+            cache: The block's cache, or None.
+
+        Returns:
+            The new `hidden`, the block's cache and its `aux`.
         """
+        # [B, T, D] twice -> [B, T, 2 D]; projected back to [B, T, D].
         x = jnp.concatenate([self.embed_norm(embedded), self.hidden_norm(hidden)], axis=-1)
         x, cache, aux = self.block(constrain(self.project(x), "batch", "seq", "act_embed"), ctx, cache)
         return self.norm(x), cache, aux
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> Any:
+        """Makes an empty cache of the module's block."""
         return self.block.init_cache(batch, capacity, dtype)
 
 
@@ -72,27 +90,45 @@ def predict_ahead(
     ropes: tuple[Rope, ...] = (),
     remat: Policy = None,
 ) -> list[MTPOutput]:
-    """Runs one module after the other on the model's final `hidden` and the tokens, positions and documents it is of.
+    """Runs one module after the other on the model's final `hidden`.
 
-    Each takes tokens one place further ahead, and never those of another document.
+    Each module takes tokens one place further ahead, and never those of another document.
+
+    Args:
+        modules: The MTP modules.
+        embed: Maps ids to vectors, as the model's `Embed` does.
+        hidden: The model's output after the final norm.
+        tokens: Ids.
+        positions: Positions for rotary tables.
+        segment_ids: Packed document of each token, 0 for padding.
+        valid: False for padding.
+        masks: Masks of the modules.
+        ropes: Rotary embeddings of the modules.
+        remat: What modules keep for the backward pass; None keeps all.
+
+    Returns:
+        One output per module.
     """
+    # Only for the bounds of documents; each module gets a context of its own.
     documents = context(*tokens.shape, segment_ids=segment_ids, valid=valid)
     positions = documents.positions if positions is None else positions
     found = []
     for depth, module in enumerate(modules, start=1):
+        # Token i + depth must exist in the same document.
         known = documents.index + depth < documents.stop
         ids = jnp.where(known, documents.start + 1, 0)  # the last tokens of a document are padding here
         ctx = context(*tokens.shape, positions=positions, segment_ids=ids, masks=masks, ropes=ropes)
         run = lambda module, hidden, embedded, ctx=ctx: module(hidden, embedded, ctx)
         if remat is not None:
             run = jax.checkpoint(run, policy=remat_policy(remat))
+        # Module k gets token i + k at place i.
         hidden, _, aux = run(module, hidden, embed(shift_left(tokens, depth, fill=0), dtype=hidden.dtype))
         found.append(MTPOutput(hidden, known, aux))
     return found
 
 
 def shift_left(x: Int[Array, "B T"], places: int, *, fill: int) -> Int[Array, "B T"]:
-    """At `i` what stands at `i + places`; `fill` behind the end."""
+    """Moves tokens `places` to the left; `fill` follows at the end."""
     return jnp.pad(x[:, places:], ((0, 0), (0, min(places, x.shape[1]))), constant_values=fill)
 
 
@@ -107,10 +143,22 @@ def draft(
     masks: tuple[Mask, ...] = (Causal(),),
     ropes: tuple[Rope, ...] = (),
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """`module` at the places behind those in `cache`, for decoding: normed for the model's head, and the new cache.
+    """Applies `module` to tokens after those in `cache`, for speculative decoding.
 
-    hidden: the model's final one at these places. tokens: the next token of each.
+    Args:
+        module: The first MTP module.
+        embed: Maps ids to vectors.
+        hidden: The model's output at these tokens.
+        tokens: The next token of each.
+        cache: The module's cache.
+        valid: False for padding.
+        masks: Masks of the module.
+        ropes: Rotary embeddings of the module.
+
+    Returns:
+        Hidden states, normed for the model's head, and the new cache.
     """
+    # [B, T]: one or two tokens per row while decoding, all of the prompt at first.
     ctx = context(*tokens.shape, valid=valid, cache=cache, masks=masks, ropes=ropes)
     hidden, layers, _ = module(hidden, embed(tokens, dtype=hidden.dtype), ctx, cache.layers)
     return hidden, cache.advanced(layers, ctx)

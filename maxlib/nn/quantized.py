@@ -13,12 +13,18 @@ FOUR_BITS = ("int4", "nf4")  # two to a byte, the earlier one in the low half
 
 
 class QuantizedWeight(nnx.Module):
-    """A weight as `values * scale`, with one scale per output, or per group of inputs; `w[...]` is its matrix.
+    """A weight stored as `values * scale`, with a scale per output, or per group of inputs; `w[...]` is its matrix.
 
-    qtype: int8, int4, nf4 (Dettmers et al. 2023, arXiv:2305.14314) or a float8 of jax.numpy. outputs: the dimensions
-    that have scales of their own. group: how many neighbours of the last dimension share a scale, which is then
-    bfloat16; None: one scale for all that is summed over, in float32. axes, summed: names of dimensions, as for a
-    Param. It trains nothing: its arrays are no Params.
+    Its arrays are not Params, so no optimizer trains them.
+
+    Args:
+        w: The weight.
+        qtype: int8, int4, nf4 (Dettmers et al. 2023, arXiv:2305.14314) or a float8 dtype of jax.numpy.
+        outputs: Dimensions that have scales of their own.
+        group: How many neighbours in the last dimension share a scale, which is then bfloat16. None: one float32 scale
+            for all inputs of an output.
+        axes: Names of the dimensions, as for a Param.
+        summed: Names of the dimensions that are summed over, as for a Param.
     """
 
     def __init__(
@@ -42,6 +48,7 @@ class QuantizedWeight(nnx.Module):
                 tiled_axes={last: group},
                 scale_dtype=jnp.bfloat16,
             )
+        # [..., N] -> [..., N / 2] bytes
         values = _packed(q.qvalue) if qtype in FOUR_BITS else q.qvalue
         # What shares a scale is not split: "scale" is an axis that no rule names.
         whole = tuple("scale" if n < size else name for n, size, name in zip(q.scale.shape, w.shape, axes, strict=True))
@@ -50,40 +57,46 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix, and a stack's repeat axis before it."""
+        """Returns the shape of the matrix, after a stack's leading axis if it has one."""
         *rest, last = self.values.get_value().shape
         return (*rest, 2 * last if self.qtype in FOUR_BITS else last)
 
     @property
     def nbytes(self) -> int:
+        """Returns the bytes of values and scales."""
         return sum(a.size * a.dtype.itemsize for a in (self.values.get_value(), self.scale.get_value()))
 
     def restored(self) -> nnx.Param:
-        """The parameter that it stands for, in the dtype that it had."""
+        """Returns the parameter that it represents, in the dtype that it had."""
         metadata: dict[str, Any] = {} if self.summed is None else {"summed": self.summed}
         return nnx.Param(self[...].astype(self.dtype), axes=self.values.get_metadata()["axes"], **metadata)
 
     def quantized(self) -> qwix.QArray:
-        """As qwix multiplies it."""
+        """Returns the weight as an array of qwix, unpacked."""
         values = self.values.get_value()
         values = _unpacked(values, self.qtype) if self.qtype in FOUR_BITS else values
         return qwix.QArray(values, self.scale.get_value().astype(jnp.float32), None, _dtype(self.qtype))
 
     def __getitem__(self, index: Any) -> Float[Array, "..."]:
+        """Returns the matrix `values * scale`, indexed."""
         return qwix.dequantize(self.quantized())[index]
 
 
 def _dtype(qtype: str) -> Any:
+    """Returns the type as qwix takes it."""
     return qtype if qtype == "nf4" else jnp.dtype(qtype)
 
 
 def _packed(x: Num[Array, "... N"]) -> Num[Array, "... H"]:
+    """Packs two values of four bits into a byte, the earlier one in the low half."""
     low, high = x[..., ::2], x[..., 1::2]
     bits = lambda a: a.astype(jnp.uint8) & 0xF
     return bits(low) | bits(high) << 4
 
 
 def _unpacked(x: Num[Array, "... H"], qtype: str) -> Num[Array, "... N"]:
+    """Undoes `_packed`."""
+    # [..., N / 2] -> [..., N / 2, 2] -> [..., N]
     codes = jnp.stack([x & 0xF, x >> 4], axis=-1).reshape(*x.shape[:-1], -1)
     if qtype == "nf4":
         return codes.astype(jnp.uint4)

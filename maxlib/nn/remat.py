@@ -1,4 +1,6 @@
-"""Rematerialisation: what a layer's forward pass keeps for the backward pass, computes again, or sends to the host."""
+"""Rematerialization: which values of a layer's forward pass are kept for the backward pass, recomputed, or
+offloaded.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +32,16 @@ POLICIES: Mapping[str, Any] = {
 
 
 def remat_policy(policy: Policy) -> Callable | None:
-    """Turns what a model takes as `remat` into a `jax.checkpoint` policy.
+    """Turns the `remat` argument of a model into a `jax.checkpoint` policy.
 
-    None: no rematerialisation. A name of `POLICIES`; "full" keeps only each layer's input. A mapping says for some of
-    `INTERMEDIATES` (or names of your own) "keep", "offload" (to the host's memory) or "recompute", which is also what
-    happens to all others. A sequence of names: keep these. A callable is taken as it is. Raises ValueError for what is
-    unknown.
+    Args:
+        policy: None (no rematerialization); a name of `POLICIES`, of which "full" keeps only each layer's input; a
+            mapping from names of `INTERMEDIATES` (or your own) to "keep", "offload" (to the host's memory) or
+            "recompute", the default for names that are absent; a sequence of names to keep; or a `jax.checkpoint`
+            policy.
+
+    Raises:
+        ValueError: when a name or a choice is unknown.
     """
     if policy is None or callable(policy):
         return policy
@@ -50,7 +56,7 @@ def remat_policy(policy: Policy) -> Callable | None:
 
 
 def kept_on_device(policy: Policy) -> Policy:
-    """The same policy as the device's memory sees it: what is sent to the host is not there."""
+    """Returns the policy with offloaded values as recomputed ones: what the device's own memory keeps."""
     known = POLICIES.get(policy) if isinstance(policy, str) else policy
     if not isinstance(known, Mapping):
         return policy
@@ -58,11 +64,13 @@ def kept_on_device(policy: Policy) -> Policy:
 
 
 def _named(choices: Mapping[str, str]) -> Callable:
+    """Makes the policy of a mapping from names to choices."""
     if unknown := {name: choice for name, choice in choices.items() if choice not in ("keep", "offload", "recompute")}:
         raise ValueError(f"remat must say 'keep', 'offload' or 'recompute' for a name; got {unknown}")
     names = lambda wanted: [name for name, choice in choices.items() if choice == wanted]
     if not names("offload"):
         return jax.checkpoint_policies.save_only_these_names(*names("keep"))
+    # "recompute" needs no list: names in neither are recomputed.
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=names("keep"),
         names_which_can_be_offloaded=names("offload"),
@@ -74,7 +82,7 @@ def _named(choices: Mapping[str, str]) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class _Offloading:
-    """A `jax.checkpoint` policy that sends what has these names to the host."""
+    """A `jax.checkpoint` policy that offloads the values of some names to the host."""
 
     policy: Callable
     names: frozenset[str]
@@ -88,7 +96,7 @@ _offloaded = jax.make_user_context(frozenset())
 
 
 def rematerialised(fn: Callable, policy: Callable, *, prevent_cse: bool) -> Callable:
-    """`jax.checkpoint(fn)`, in which `mark_heads` knows what leaves for the host."""
+    """Returns `jax.checkpoint(fn)`; `mark_heads` inside it knows which names are offloaded."""
 
     def run(*args: Any) -> Any:
         with _offloaded(policy.names if isinstance(policy, _Offloading) else frozenset()):
@@ -98,12 +106,13 @@ def rematerialised(fn: Callable, policy: Callable, *, prevent_cse: bool) -> Call
 
 
 def mark_heads(x: Float[Array, "B T N H"], name: str) -> Float[Array, "B T N H"]:
-    """`checkpoint_name`, and what leaves for the host lies there head by head.
+    """Names a value for remat policies (`checkpoint_name`), and stores offloaded values head by head.
 
-    Left alone, the TPU's compiler may choose one layout in the forward pass and another in the backward pass, and
-    bring all layers' values to the device at once to turn them.
+    Otherwise the TPU compiler may choose different layouts in the forward and the backward pass, and bring all layers'
+    values to the device at once to transpose them.
     """
     if name not in _offloaded.value:
         return checkpoint_name(x, name)
+    # [B, T, N, H] in memory as B N T H
     lay = lambda x: with_layout_constraint(x, Layout(major_to_minor=(0, 2, 1, 3)))
     return lay(checkpoint_name(lay(x), name))

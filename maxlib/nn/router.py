@@ -1,4 +1,7 @@
-"""Routers: which experts a token goes to, with what weight, and how evenly they are used."""
+"""Routers: they choose the experts of each token and their weights. The losses keep the use of experts even.
+
+Shapes: leading axes `*B` (usually B rows and T tokens), D width, E experts, X = top_k chosen experts of a token.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,11 +22,14 @@ from maxlib.sharding import shard_map_by_name
 
 @pytree
 class Routing:
-    """What a router decided, in float32.
+    """Decisions of a router, in float32.
 
-    experts, weights: the chosen experts of each token, and the factors of their results. logits, probs: the scores of
-    all experts, before and after normalization (`probs` sum to 1 and ignore any expert_bias). input_weights: factors of
-    the chosen experts' inputs, if any.
+    Attributes:
+        experts: Ids of the chosen experts of each token.
+        weights: Factors on the results of these experts.
+        logits: Scores of all experts before normalization.
+        probs: Normalized scores of all experts; they sum to 1 and do not contain the expert bias.
+        input_weights: Factors on the inputs of the chosen experts, or None.
     """
 
     experts: Int[Array, "*B X"]
@@ -34,14 +40,19 @@ class Routing:
 
 
 class ExpertBias(nnx.Variable):
-    """A bias on the choice of experts that no gradient trains; `update_router_bias` does."""
+    """Bias on the choice of experts. No gradient trains it; `update_router_bias` does."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupLimit:
-    """Only experts of the `top_groups` best of `num_groups` groups may be chosen.
+    """Limits the choice to experts in the `top_groups` best of `num_groups` groups (DeepSeek V2, arXiv:2405.04434).
 
-    A group is as good as the sum of its `best` highest scores: 1 in DeepSeek V2, 2 in V3 (arXiv:2412.19437).
+    The score of a group is the sum of the highest scores in it.
+
+    Args:
+        num_groups: Number of groups, all of the same size.
+        top_groups: Number of groups that experts may come from.
+        best: How many scores of a group are summed: 1 in DeepSeek V2, 2 in V3 (arXiv:2412.19437).
     """
 
     num_groups: int
@@ -49,20 +60,36 @@ class GroupLimit:
     best: int = 2
 
     def __call__(self, scores: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
-        """`scores`, with -inf for the experts of all other groups."""
+        """Returns `scores`, with -inf for the experts of all other groups."""
+        # [*B, E] -> [*B, G, E / G]
         groups = scores.reshape(*scores.shape[:-1], self.num_groups, -1)
+        # [*B, G, best] -> [*B, G], the score of each group
         rank = jax.lax.top_k(groups, self.best)[0].sum(axis=-1)
+        # [*B, top_groups] -> one-hot [*B, top_groups, G] -> mask [*B, G]
         chosen = jax.nn.one_hot(jax.lax.top_k(rank, self.top_groups)[1], self.num_groups, dtype=bool).any(axis=-2)
         return jnp.where(chosen[..., None], groups, -jnp.inf).reshape(scores.shape)
 
 
 class Router(nnx.Module):
-    """Chooses the `top_k` experts with the highest scores, and weighs them by these scores.
+    """Router that chooses the `top_k` experts with the highest scores and weighs them by these scores.
 
-    score: softmax or sigmoid of the logits. renormalize: whether the weights of a token sum to `scale`; after softmax
-    this equals a softmax over the chosen logits only (Mixtral, GPT-OSS). scale: factor of the weights. groups: limits
-    the choice. expert_bias: adds a bias to the scores for the choice, not for the weights (Wang et al. 2024,
-    arXiv:2408.15664). bias: a trained one on the logits.
+    Args:
+        dim: Width D of the tokens.
+        num_experts: Number E of experts.
+        top_k: Experts per token.
+        score: Maps logits to scores: softmax or sigmoid.
+        renormalize: True makes the weights of a token sum to `scale`. After softmax this equals a softmax over the
+            chosen logits only (Mixtral, GPT-OSS).
+        scale: Factor on the weights.
+        groups: Limits the choice to experts of a few groups; None for no limit.
+        expert_bias: True adds a bias to the scores for the choice, but not to the weights (Wang et al. 2024,
+            arXiv:2408.15664).
+        bias: True adds a trained bias to the logits.
+        init: Initializer of the weight.
+        rngs: Source of initial values.
+
+    Raises:
+        ValueError: when `top_k` is not between 1 and `num_experts`, or `groups` does not fit them.
     """
 
     def __init__(
@@ -82,21 +109,28 @@ class Router(nnx.Module):
     ):
         _check(num_experts, top_k, groups)
         self.gate = _gate(dim, num_experts, bias=bias, init=init, rngs=rngs)
+        # Zero at first: balancing starts with the first update.
         self.expert_bias = ExpertBias(jnp.zeros(num_experts), axes=("router",)) if expert_bias else None
         self.score, self.renormalize, self.scale, self.groups = score, renormalize, scale, groups
         self.num_experts, self.top_k = num_experts, top_k
 
     def __call__(self, x: Float[Array, "*B D"]) -> Routing:
+        """Returns the routing of tokens `*B D`."""
         logits = _logits(self.gate, x)
+        # [*B, D] -> [*B, E]
         scores = self.score(logits)
         experts = _choose(self._preference(logits, scores), self.top_k, self.groups)
+        # [*B, X]: the scores of the chosen experts, without the bias that chose them.
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.renormalize:
+            # 1e-20 keeps 0 / 0 away when all chosen sigmoids are zero.
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        # Sigmoid scores do not sum to 1; the balance losses need probabilities.
         probs = scores / scores.sum(axis=-1, keepdims=True)
         return Routing(experts, weights * self.scale, logits, probs)
 
     def _preference(self, logits, scores):
+        """Returns the scores by which experts are chosen."""
         if self.expert_bias is not None:
             return scores + jnp.broadcast_to(self.expert_bias[...], scores.shape)
         # Logits are in the same order as their scores, and differ where these are saturated.
@@ -104,8 +138,19 @@ class Router(nnx.Module):
 
 
 class SigmoidInputRouter(nnx.Module):
-    """Chooses the `top_k` highest logits, and scales the *input* of each chosen expert by the sigmoid of its logit
-    (Llama 4).
+    """Router that scales the *input* of each chosen expert by the sigmoid of its logit (Llama 4).
+
+    The `top_k` highest logits choose the experts; their results have the weight 1.
+
+    Args:
+        dim: Width D of the tokens.
+        num_experts: Number E of experts.
+        top_k: Experts per token.
+        init: Initializer of the weight.
+        rngs: Source of initial values.
+
+    Raises:
+        ValueError: when `top_k` is not between 1 and `num_experts`.
     """
 
     def __init__(self, dim: int, num_experts: int, *, top_k: int, init: Init | None = None, rngs: nnx.Rngs):
@@ -114,29 +159,36 @@ class SigmoidInputRouter(nnx.Module):
         self.num_experts, self.top_k = num_experts, top_k
 
     def __call__(self, x: Float[Array, "*B D"]) -> Routing:
+        """Returns the routing of tokens `*B D`."""
         logits = _logits(self.gate, x)
         experts = _choose(logits, self.top_k)
+        # [*B, E] -> [*B, X]
         scales = jax.nn.sigmoid(jnp.take_along_axis(logits, experts, axis=-1))
         return Routing(experts, jnp.ones_like(scales), logits, jax.nn.softmax(logits), scales)
 
 
 def _gate(dim: int, num_experts: int, *, bias: bool, init: Init | None, rngs: nnx.Rngs) -> Einsum:
+    """Makes the projection from tokens to logits."""
     # Not the axis name "expert": every device scores all experts.
     return Einsum("...D,ED->...E", (num_experts, dim), ("router", "embed"), bias=bias, init=init, rngs=rngs)
 
 
 def _logits(gate: Einsum, x):
+    """Computes the logits in float32 or wider: rounding could change the choice."""
     return gate(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
 
 
 def _choose(preference, top_k: int, groups: GroupLimit | None = None):
-    """The `top_k` preferred experts. Left to itself, XLA would gather the scores of all devices for a `top_k`."""
+    """Returns the ids of the `top_k` preferred experts, `*B X`."""
+    # Without the shard_map, XLA gathers the scores of all devices for a `top_k`.
     run = lambda scores: jax.lax.top_k(scores if groups is None else groups(scores), top_k)[1]
     names = ("batch", "seq", None) if preference.ndim == 3 else (None,) * preference.ndim
+    # Ids have no gradient; it reaches the router through the weights.
     return shard_map_by_name(run, [names], names)(jax.lax.stop_gradient(preference))
 
 
 def _check(num_experts: int, top_k: int, groups: GroupLimit | None) -> None:
+    """Raises ValueError when `top_k` or the groups do not fit the number of experts."""
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k must be between 1 and num_experts={num_experts}, got {top_k}")
     if groups is None:
@@ -151,7 +203,18 @@ def _check(num_experts: int, top_k: int, groups: GroupLimit | None) -> None:
 def expert_counts(
     experts: Int[Array, "*B X"], valid: Bool[Array, "*B"] | None, num_experts: int, *, axis: int | None = None
 ) -> Float[Array, "..."]:
-    """How many choices of valid tokens fell on each expert, summed over all axes but the first `axis`."""
+    """Counts the choices of each expert among valid tokens.
+
+    Args:
+        experts: Ids of the chosen experts, `*B X`.
+        valid: False for padding, `*B`; None if every token is real.
+        num_experts: Number E of experts.
+        axis: Number of leading axes that are kept; None sums over all of them.
+
+    Returns:
+        Counts in float32, the last axis of size E.
+    """
+    # [*B, X] -> [*B, X, E]
     chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32)
     if valid is not None:
         chosen = jnp.where(valid[..., None, None], chosen, 0)
@@ -160,33 +223,43 @@ def expert_counts(
 
 @dataclasses.dataclass(frozen=True)
 class SwitchBalance:
-    """Pulls towards even use of the experts over all tokens of the batch (Fedus et al. 2021, arXiv:2101.03961).
+    """Loss that pulls towards even use of the experts over all tokens of the batch (Fedus et al. 2021,
+    arXiv:2101.03961).
 
-    `weight * E * sum(load * mean probability)`, which is `weight` when balanced, whatever `top_k`. Hugging Face's is
-    `top_k` times as large, and takes all layers together.
+    Computes `weight * E * sum(load * mean probability)`, which is `weight` when balanced, whatever `top_k`. The loss of
+    Hugging Face is `top_k` times as large and joins all layers.
+
+    Args:
+        weight: Factor on the loss.
     """
 
     weight: float
     name: str = dataclasses.field(default="loss/moe_balance", init=False)
 
     def __call__(self, routing: Routing, valid: Bool[Array, "B T"] | None) -> Float[Array, ""]:
+        """Returns the loss of one layer."""
         E, X = routing.probs.shape[-1], routing.experts.shape[-1]
+        # load = share / tokens and mean probability = sum / tokens, hence the square of their number.
         share = expert_counts(routing.experts, valid, E) / X
         return self.weight * E * jnp.sum(share * _sum(routing.probs, valid)) / _number(routing, valid) ** 2
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceBalance:
-    """The same within each row of the batch, averaged over the rows that have tokens (DeepSeek V3,
-    arXiv:2412.19437).
+    """Balance loss within each row of the batch, averaged over rows that have tokens (DeepSeek V3, arXiv:2412.19437).
+
+    Args:
+        weight: Factor on the loss.
     """
 
     weight: float
     name: str = dataclasses.field(default="loss/moe_sequence_balance", init=False)
 
     def __call__(self, routing: Routing, valid: Bool[Array, "B T"] | None) -> Float[Array, ""]:
+        """Returns the loss of one layer."""
         (B, T, E), X = routing.probs.shape, routing.experts.shape[-1]
         tokens = jnp.full(B, T) if valid is None else valid.sum(axis=1)
+        # [B, E], then one loss for each row, [B].
         share = expert_counts(routing.experts, valid, E, axis=1) / X
         each = E * jnp.sum(share * _sum(routing.probs, valid, axis=1), axis=1) / jnp.maximum(tokens, 1) ** 2
         return self.weight * each.sum() / jnp.maximum((tokens > 0).sum(), 1)
@@ -194,34 +267,51 @@ class SequenceBalance:
 
 @dataclasses.dataclass(frozen=True)
 class RouterZ:
-    """Keeps logits small: `weight` times the mean squared log-sum-exp (Zoph et al. 2022, arXiv:2202.08906)."""
+    """Loss that keeps logits small: `weight` times the mean squared log-sum-exp (Zoph et al. 2022, arXiv:2202.08906).
+
+    Args:
+        weight: Factor on the loss.
+    """
 
     weight: float
     name: str = dataclasses.field(default="loss/router_z", init=False)
 
     def __call__(self, routing: Routing, valid: Bool[Array, "B T"] | None) -> Float[Array, ""]:
+        """Returns the loss of one layer."""
+        # [B, T, E] -> [B, T, 1]
         square = jax.nn.logsumexp(routing.logits, axis=-1, keepdims=True) ** 2
         return self.weight * _sum(square, valid)[0] / _number(routing, valid)
 
 
 def _sum(values, valid, axis: int = 0):
+    """Sums `values` over the axes from `axis` to the last but one, without padding."""
     if valid is not None:
         values = jnp.where(valid[..., None], values, 0)
     return values.sum(axis=tuple(range(axis, values.ndim - 1)))
 
 
 def _number(routing: Routing, valid):
+    """Returns the number of valid tokens, at least 1."""
     if valid is None:
         return routing.experts[..., 0].size
     return jnp.maximum(valid.sum(), 1)
 
 
 def update_router_bias(model: Any, load: Float[Array, "L E"] | Float[Array, " E"], *, rate: float) -> Any:
-    """A new model whose routers' expert biases moved by `rate` towards the experts with less than the mean load.
+    """Moves the experts' biases of all routers towards even use (Wang et al. 2024, arXiv:2408.15664).
 
-    load: `aux["moe/load"]` of the step, a row per MoE layer; of a single layer outside a stack, one row without the
-    first axis. Every layer that reports a load must have a expert_bias. Raises ValueError when the rows do not match
-    the expert biases.
+    Each bias changes by `rate`: up for experts with less than the mean load, down for those with more.
+
+    Args:
+        model: A model or a layer. Every layer that reports a load must have an expert bias.
+        load: `aux["moe/load"]` of the step: a row for each MoE layer, or one row `E` for a single layer.
+        rate: Size of a change.
+
+    Returns:
+        A new model.
+
+    Raises:
+        ValueError: when the number of rows differs from the number of expert biases.
     """
     places = _expert_biases(model)
     load = jnp.atleast_2d(load)
@@ -229,6 +319,7 @@ def update_router_bias(model: Any, load: Float[Array, "L E"] | Float[Array, " E"
         raise ValueError(
             f"load must have a row for each of the model's {len(places)} router expert biases, got {load.shape}"
         )
+    # Layers of a scan share one variable [repeats, E]: collect the rows of `load` that belong to it.
     rows: dict[str, list[int]] = {}
     for row, path in enumerate(places):
         rows.setdefault(path, []).append(row)
@@ -237,6 +328,7 @@ def update_router_bias(model: Any, load: Float[Array, "L E"] | Float[Array, " E"
         if (name := dotted(path)) not in rows:
             return leaf
         old = leaf.get_value()
+        # [repeats, E], or [E] for a layer that is not scanned.
         mine = load[jnp.array(rows[name])].reshape(old.shape)
         return leaf.replace(old + rate * jnp.sign(mine.mean(axis=-1, keepdims=True) - mine).astype(old.dtype))
 
@@ -244,7 +336,7 @@ def update_router_bias(model: Any, load: Float[Array, "L E"] | Float[Array, " E"
 
 
 def _expert_biases(model: Any) -> list[str]:
-    """The path of every layer's expert_bias in layer order; layers that lie on one repeat axis share a path."""
+    """Lists the path of every layer's expert bias in layer order; layers that one scan applies share a path."""
     found = []
     is_node = lambda x: isinstance(x, Stack | ExpertBias)
     for path, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_node):

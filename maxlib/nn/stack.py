@@ -31,9 +31,9 @@ _skip_check = jax.make_user_context(False)
 
 @contextmanager
 def skip_layer_check() -> Iterator[None]:
-    """Lets stacks built within trust that layers which share a place are alike, so that one of them is traced.
+    """Skips the check that layers in one place of a stack are alike, so that only one of them is traced.
 
-    For models that are checked elsewhere: a deep one is described in a tenth of the time.
+    Use it for models that are checked elsewhere: describing a deep one takes a tenth of the time.
     """
     with _skip_check(True):
         yield
@@ -42,28 +42,28 @@ def skip_layer_check() -> Iterator[None]:
 class Stack(StackedLayers):
     """Layers `make(0, rngs) ... make(num_layers - 1, rngs)`, each `layer(x, ctx, cache) -> (x, cache, aux)`.
 
-    The first `lead` layers are alike, and are scanned among themselves; `prefix` layers stand alone after them. The
-    rest repeats every `period` layers, so that one `lax.scan` applies it; what does not fill a period stands alone at
-    the end. For `lead=2, prefix=1, period=3` and 12 layers of the kinds A to E:
+    The first `lead` layers are alike and are scanned together; the next `prefix` layers are stored one by one. The rest
+    repeats every `period` layers, so that one `lax.scan` applies it; layers that do not fill a period are stored one by
+    one at the end. For `lead=2, prefix=1, period=3` and 12 layers of the kinds A to E:
 
         D D | E | A B C  A B C  A B C        lead, prefix, body (and an empty suffix)
 
-    What is scanned is stored with a leading axis, which is named in the variables' metadata: `("layers", "heads",
-    ...)`, in the lead `("lead_layers", ...)`. A layer that stands alone, or is taken out (`stack[i]`), has its own
-    names only.
+    Scanned layers are stored as one layer with a leading axis, which is named in the variables' metadata: `("layers",
+    "heads", ...)`, in the lead `("lead_layers", ...)`. A layer that is stored alone, or taken out (`stack[i]`), does
+    not have this axis.
 
-    Layer `i` gets the stack's key folded with `i`: the layout does not change its initial values.
+    The key of layer `i` is the stack's key folded with `i`, so initial values do not depend on the layout.
 
     Args:
         make: Builds layer `i` from its number and `nnx.Rngs`. It may depend on `i` only through the layer's structure.
-        num_layers: How many layers there are.
-        lead: How many layers of their own kind begin the stack.
-        prefix: How many layers stand alone after them.
-        period: After how many layers their kinds repeat. `nn.layout_for` finds the three numbers.
+        num_layers: Number of layers.
+        lead: Number of layers of their own kind at the beginning.
+        prefix: Number of layers after them that are stored one by one.
+        period: Number of layers after which their kinds repeat. `nn.layout_for` finds the three numbers.
         rngs: One key is drawn from `params`.
 
     Raises:
-        ValueError: A layer differs from one whose place it shares, or the numbers do not fit.
+        ValueError: when a layer differs from another in the same place of a period, or the numbers do not fit.
     """
 
     lead: nnx.List
@@ -84,17 +84,19 @@ class Stack(StackedLayers):
         layout = normalized_layout(num_layers, lead, prefix, period)
         key = rngs.params()
         one = lambda i, key: make(i, nnx.Rngs(key))
+        # [num_layers] keys, one per layer.
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_layers))
         if not _skip_check.value:
             _check_alike(one, keys, layout)
         alone = lambda layers: one(layers[0], keys[layers[0]])
+        # vmap over the keys of layers in one place: every variable gets the leading axis [repeats, ...].
         stacked = lambda layers: jax.vmap(lambda key: one(layers[0], key))(
             keys[layers.start : layers.stop : layers.step]
         )
         self._store(layout, alone, stacked)
 
     def _store(self, layout: dict[str, int], alone: Callable, stacked: Callable) -> None:
-        """Stores the layers of every slot, which the two functions make from their numbers."""
+        """Stores the layers of every slot; `alone` makes one layer and `stacked` several from their numbers."""
         self.num_layers, self.period, self.num_lead = layout["num_layers"], layout["period"], layout.get("lead", 0)
         for name, segment in segments(**layout).items():
             slots = [segment.layers(slot) for slot in range(segment.slots)]
@@ -106,7 +108,7 @@ class Stack(StackedLayers):
 
     @property
     def layout(self) -> dict[str, int]:
-        """`num_layers`, `prefix` and `period` as they are stored, and `lead` where there is one."""
+        """Returns `num_layers`, `prefix` and `period` as they are stored, and `lead` if there is one."""
         return as_layout(self.num_layers, self.num_lead, len(self.prefix), self.period)
 
     @property
@@ -121,27 +123,30 @@ class Stack(StackedLayers):
 
     @property
     def is_reorderable(self) -> bool:
-        """True if every layer allows tokens to be reordered among devices (`SequenceMixer.reorderable`)."""
+        """Returns True if every layer allows tokens to be reordered among devices (`SequenceMixer.reorderable`)."""
         return all(is_reorderable(layer) for name in self.segments for layer in getattr(self, name))
 
     def where(self, i: int) -> tuple[str, int | None]:
-        """Returns layer `i`'s path below this stack and its index on the leading axis (None if it stands alone)."""
+        """Returns layer `i`'s path below this stack and its index on the leading axis (None if it is stored alone)."""
         return place_of(i, **self.layout)
 
     def __len__(self) -> int:
+        """Returns the number of layers."""
         return self.num_layers
 
     def __getitem__(self, i: int) -> Any:
-        """Takes out layer `i`. A scanned layer is copied: what is set on it does not reach the stack."""
+        """Returns layer `i`. A scanned layer is a copy: attributes set on it do not change the stack."""
         i = range(self.num_layers)[i]
         path, repeat = self.where(i)
         kind, slot = path.split(".")
         layer = getattr(self, kind)[int(slot)]
         if repeat is None:
             return layer
+        # [repeats, ...] -> [...]
         return without_layer_axis(jax.tree.map(lambda a: to_device(a)[repeat], layer))
 
     def __iter__(self) -> Iterator[Any]:
+        """Yields the layers in order; see `__getitem__`."""
         return (self[i] for i in range(self.num_layers))
 
     def __call__(
@@ -150,21 +155,23 @@ class Stack(StackedLayers):
         """Applies all layers.
 
         Args:
-            x: What passes from layer to layer: an array, or a pytree that carries more beside it.
-            ctx: What all layers share, as `nn.context` makes it.
-            cache: What `init_cache` made.
+            x: Value that passes from layer to layer: an array, or a pytree with more values.
+            ctx: What all layers share, from `nn.context`.
+            cache: Cache from `init_cache`, or None.
             remat: What layers keep for the backward pass, see `nn.remat`.
-            layer_inputs: Arrays with a leading axis of `num_layers`. Layer `i` gets their row `i` as a fourth argument.
+            layer_inputs: Arrays with a leading axis of `num_layers`. Layer `i` gets row `i` as a fourth argument.
 
         Returns:
             The last layer's `x`, the new cache (None without one), and the layers' `aux` entries by name, with a row
             for each layer that reports them.
 
         Raises:
-            ValueError: Tokens were reordered for a layer that needs them in order, or `layer_inputs` meet a pipeline.
+            ValueError: when tokens were reordered for a layer that needs them in order, or `layer_inputs` are used in a
+                pipeline.
         """
         check_order(self, ctx)
         new_caches, auxes = [], []
+        # Segments run in the order lead, prefix, body, suffix; the cache is a tuple in the same order.
         for i, (name, segment) in enumerate(self.segments.items()):
             run = self._run_body if name == "body" else scan_segment if segment.repeats is not None else run_segment
             inputs = _inputs_of(segment, layer_inputs)
@@ -175,6 +182,7 @@ class Stack(StackedLayers):
         return x, None if cache is None else tuple(new_caches), _in_layer_order(self.segments.values(), auxes)
 
     def _run_body(self, body, x, ctx, caches, *, remat, inputs):
+        """Scans the body, or runs it as a pipeline if the layout splits it into stages."""
         if caches is not None or stages() == 1 or not len(body):
             return scan_segment(body, x, ctx, caches, remat=remat, inputs=inputs)
         if jax.tree.leaves(inputs):
@@ -183,6 +191,7 @@ class Stack(StackedLayers):
                 "without a Pipeline"
             )
 
+        # `works` is False for repeats that only pad a stage with fewer layers than others.
         def stage(body, works, x, ctx):
             x, _, aux = scan_segment(body, x, ctx, remat=remat, works=works)
             return x, aux
@@ -191,12 +200,18 @@ class Stack(StackedLayers):
         return x, None, aux
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> tuple[list, list, list, list]:
-        """Makes an empty cache of every layer, laid out like the layers: `lead`, `prefix`, `body`, `suffix`.
+        """Makes an empty cache of every layer, stored like the layers: `lead`, `prefix`, `body`, `suffix`.
+
+        Args:
+            batch: Rows.
+            capacity: Most tokens in a row.
+            dtype: Dtype of the stored values; int8 and float8 are quantized.
 
         Raises:
-            ValueError: A layer cannot keep its state in `dtype` (`SequenceMixer.quantizable_cache`).
+            ValueError: when a layer cannot keep its state in `dtype` (`SequenceMixer.quantizable_cache`).
         """
         check_cache_dtype(self, dtype)
+        # [B, ...] -> [repeats, B, ...]
         repeat = lambda cache, n: jax.tree.map(lambda a: jnp.repeat(a[None], n, axis=0), cache)
         found = []
         for name, segment in self.segments.items():
@@ -205,8 +220,9 @@ class Stack(StackedLayers):
         return tuple(found)
 
     def with_layout(self, *, lead: int = 0, prefix: int, period: int) -> "Stack":
-        """Stores the same layers in another layout. Layers that come to share a place must be alike."""
+        """Stores the same layers in another layout. Layers that share a place in it must be alike."""
         layers, new = list(self), jax.tree.map(lambda a: a, self)
+        # Equal arrays [...] of layers in one place -> [repeats, ...]
         stacked = lambda numbers: jax.tree.map(lambda *a: jnp.stack(a), *(layers[i] for i in numbers))
         new._store(normalized_layout(len(layers), lead, prefix, period), lambda numbers: layers[numbers[0]], stacked)
         return new
@@ -229,22 +245,24 @@ def scan_segment(
     """Scans the `body` (or `lead`) of a stack, or some of its repeats.
 
     Args:
-        layers: The slots of a period, each with a leading axis of repeats.
-        x: What passes from layer to layer.
+        layers: The layers of a period, each with a leading axis of repeats.
+        x: Value that passes from layer to layer.
         ctx: What all layers share.
-        caches: Of each slot, with the same leading axis.
+        caches: The cache of each layer, with the same leading axis.
         remat: What layers keep for the backward pass.
-        works: `repeats`; where it is False a repeat changes nothing and reports zeros. None: all work.
-        inputs: Of each slot, `layer_inputs` with the same leading axis; empty if there are none.
+        works: Booleans, one per repeat; where False the repeat changes nothing and reports zeros. None: all are True.
+        inputs: `layer_inputs` of each layer, with the same leading axis; empty if there are none.
 
     Returns:
-        The last layer's `x`, the new caches, and the aux of each slot with a row per repeat.
+        The last layer's `x`, the new caches, and the aux of each layer with a row per repeat.
     """
     if not len(layers):
         return x, caches, []
 
     def step(x, period):
+        # One period: lax.scan has taken row r of every leading axis, the layers' metadata still name it.
         layers, caches, works, inputs = period
+        # False: a scan body needs no protection against common-subexpression elimination.
         new, caches, aux = _run(x, ctx, without_layer_axis(layers), caches, inputs, remat_policy(remat), False)
         if works is not None:
             new = jax.tree.map(lambda a, b: jnp.where(works, a, b), new, x)
@@ -263,7 +281,7 @@ def run_segment(
 
 
 def _inputs_of(segment: Segment, layer_inputs: Any) -> list[Any] | None:
-    """Takes for each slot the rows of its layers."""
+    """Returns for each slot the rows of `layer_inputs` that belong to its layers."""
     if layer_inputs is None:
         return None
     rows = [segment.layers(slot) for slot in range(segment.slots)]
@@ -273,14 +291,16 @@ def _inputs_of(segment: Segment, layer_inputs: Any) -> list[Any] | None:
 
 
 def unstack(model: Any) -> Any:
-    """Returns `model` with the layers of all its stacks standing alone."""
+    """Returns `model` with all layers of all its stacks stored one by one."""
     is_stack = lambda x: isinstance(x, Stack)
     return jax.tree.map(lambda x: x.unstacked() if is_stack(x) else x, model, is_leaf=is_stack)
 
 
 def _check_alike(one, keys, layout: dict[str, int]) -> None:
     """Compares the structure of every scanned layer, static attributes included, with the first in its place."""
+    # Traces the constructor: shapes and structure, no arrays.
     shape = lambda i: jax.eval_shape(lambda: one(i, keys[i]))
+    # Layers that are stored alone need no equal.
     scanned = [segment for segment in segments(**layout).values() if segment.repeats]
     for numbers in (segment.layers(slot) for segment in scanned for slot in range(segment.slots)):
         first = shape(numbers[0])
@@ -296,7 +316,7 @@ def _check_alike(one, keys, layout: dict[str, int]) -> None:
 
 
 def _difference(first, other) -> str:
-    """Names the arrays that only one has, or has in another shape; without any it is something static."""
+    """Names the arrays that differ between two layers; if none does, static attributes differ."""
     found = [{path: str(x.get_value()) for path, x in variables(layer).items()} for layer in (first, other)]
     paths = sorted({path for path, _ in found[0].items() ^ found[1].items()})
     said = [f"{path} ({found[0].get(path, 'absent')} and {found[1].get(path, 'absent')})" for path in paths]
@@ -304,15 +324,17 @@ def _difference(first, other) -> str:
 
 
 def _run(x, ctx, layers, caches, inputs, policy, prevent_cse: bool = True):
-    """Applies `layers` one by one."""
+    """Applies `layers` one by one, each rematerialised under `policy` if there is one."""
     new_caches, auxes = [], []
     for i, layer in enumerate(layers):
         more = () if inputs is None else (inputs[i],)
+        # Weights that are kept in the host's memory are copied when the layer runs.
         apply = lambda layer, x, cache, *more: to_device(layer)(x, ctx, cache, *more)
         if policy is not None:
             prepare = lambda layer: _pin_row_major(jax.tree.map(_keep_float32, to_device(layer)))
             apply = lambda layer, x, cache, *more, prepare=prepare: prepare(layer)(x, ctx, cache, *more)
             apply = rematerialised(apply, policy, prevent_cse=prevent_cse)
+            # A policy may name the layer's input, to keep it elsewhere than on the device.
             x = jax.tree.map(lambda a: checkpoint_name(a, LAYER_INPUT), x)
         x, new, aux = apply(layer, x, None if caches is None else caches[i], *more)
         new_caches.append(new)
@@ -323,8 +345,8 @@ def _run(x, ctx, layers, caches, inputs, policy, prevent_cse: bool = True):
 def _pin_row_major(layer: Any) -> Any:
     """Pins the weights of a sharded stack's layer to row-major order.
 
-    Without it XLA for GPUs transposes all layers, in float32, before the loop, since it gathers a layer's weights
-    along the dimension that lies furthest apart.
+    Without this, XLA:GPU transposes every layer, in float32, before the loop: it prefers the dimension that it gathers
+    to be the outermost.
     """
     if current() is None or current_device()[0] != "gpu":
         return layer
@@ -339,7 +361,7 @@ def _pin_row_major(layer: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _row_major(weight: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Identity that lays each device's part out in the order of its dimensions."""
+    """Returns `weight`, each device's part in row-major order."""
     layout = Layout(tuple(range(weight.ndim)))
     return shard_map_by_name(lambda w: with_layout_constraint(w, layout), [names], names)(weight)
 
@@ -351,9 +373,13 @@ def _(names, primals, tangents):
 
 @jax.custom_jvp
 def _keep_float32(weight: jax.Array) -> jax.Array:
-    """Identity that keeps XLA from casting before the loop: on TPU it would keep bfloat16 copies of all layers."""
+    """Returns `weight`, and keeps XLA from casting it before the loop.
+
+    On TPU it would otherwise keep bfloat16 copies of all layers.
+    """
     if weight.dtype != jnp.float32:
         return weight
+    # float32 -> uint32 -> float32 with a barrier between: XLA cannot move a cast to bfloat16 across it.
     bits = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(weight, jnp.uint32))
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -364,12 +390,14 @@ def _(primals, tangents):
 
 
 def _in_layer_order(parts: Iterable[Segment], auxes: Iterable[list[Aux]]) -> Aux:
-    """Joins what layers report into one array per name, a row for each layer that reports it."""
+    """Joins the layers' reports into one array per name, with a row for each layer that reports it, in layer order."""
     rows: dict[str, list[tuple[np.ndarray, jax.Array]]] = {}
     for segment, found in zip(parts, auxes, strict=True):
         for slot, aux in enumerate(found):
             for name, value in aux.items():
+                # [...] -> [1, ...] for a layer that is not scanned
                 value = jnp.asarray(value)[None] if segment.repeats is None else value
                 rows.setdefault(name, []).append((np.array(segment.layers(slot)), value))
+    # Slot by slot -> layer by layer: sort the rows by layer number.
     join = lambda parts: jnp.concatenate([v for _, v in parts])[np.argsort(np.concatenate([i for i, _ in parts]))]
     return {name: join(parts) for name, parts in rows.items()}

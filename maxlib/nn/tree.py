@@ -1,4 +1,4 @@
-"""A model as flat dicts from path to array: what optimizers, checkpoints and filters see."""
+"""A model as flat dicts from path to array, as optimizers, checkpoints and filters use it."""
 
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -15,24 +15,28 @@ Filter = Callable[[str, nnx.Variable], bool]
 
 
 class StackedLayers(nnx.Module):
-    """Base of modules that store numbered layers in segments, by which paths and tools recognise them (`nn.Stack`)."""
+    """Base class of modules that store numbered layers in segments, by which functions on paths recognize them
+    (`nn.Stack`).
+    """
 
     @property
     def layout(self) -> Layout:
-        """Numbers that say which layer is stored where."""
+        """Returns the numbers that determine which layer is stored where."""
         raise NotImplementedError
 
     @property
     def segments(self) -> dict[str, Segment]:
-        """The attributes that hold layers."""
+        """Returns the segments by the name of the attribute that holds their layers."""
         raise NotImplementedError
 
 
 def is_variable(x: Any) -> bool:
+    """Returns True for an `nnx.Variable`."""
     return isinstance(x, nnx.Variable)
 
 
 def is_stack(x: Any) -> TypeGuard[StackedLayers]:
+    """Returns True for a stack of layers."""
     return isinstance(x, StackedLayers)
 
 
@@ -45,13 +49,13 @@ def variables(model: Any) -> dict[str, nnx.Variable]:
 def axes(model: Any) -> dict[str, tuple[str | None, ...]]:
     """Returns the axis names of every variable by path, one for each dimension, `()` if it has none.
 
-    Where a stack stores several layers the first is `"layers"` (or `"lead_layers"`); `own_axes` leaves it out.
+    If a stack stores several layers together, the first name is `"layers"` (or `"lead_layers"`); `own_axes` removes it.
     """
     return {path: tuple(v.get_metadata().get("axes", ())) for path, v in variables(model).items()}
 
 
 def summed_axes(model: Any) -> dict[str, tuple[str, ...]]:
-    """Returns of every matrix that multiplies activations the names of the axes that are summed over: its inputs."""
+    """Returns the names of the input axes (those summed over) of every matrix that multiplies activations, by path."""
     named = {path: v.get_metadata().get("summed") for path, v in variables(model).items()}
     return {path: tuple(names) for path, names in named.items() if names is not None}
 
@@ -74,11 +78,12 @@ def path_of(model: Any, part: Any) -> str:
 
 
 def pattern_paths(model: Any) -> dict[str, str]:
-    """Maps the path of every variable to the path without the layouts of stacks, by which patterns name it.
+    """Maps the path of every variable to its pattern path, which is independent of the layout of stacks.
 
     `"layers.body.0.attn.q.w"` and `"layers.prefix.1.attn.q.w"` become `"layers.attn.q.w"`.
     """
     if is_stack(model):
+        # body.0.attn.q.w -> attn.q.w: segment and slot are left out.
         slots = ((name, i, layer) for name in model.segments for i, layer in enumerate(getattr(model, name)))
         return {f"{name}.{i}.{path}": short for name, i, layer in slots for path, short in pattern_paths(layer).items()}
     found = {}
@@ -92,28 +97,46 @@ def pattern_paths(model: Any) -> dict[str, str]:
 
 
 def is_trainable(path: str, variable: nnx.Variable) -> bool:
-    """Takes parameters of a floating dtype; the default filter."""
+    """Returns True for parameters of a floating dtype; the default filter."""
     value = variable.get_value()
     return isinstance(variable, nnx.Param) and hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def partition(model: Any, filter: Filter = is_trainable) -> tuple[dict[str, Any], Any]:
-    """Splits `model` into `{path: array}` of what `filter(pattern path, variable)` takes, and all the rest."""
+    """Splits a model into parameters and everything else.
+
+    Args:
+        model: The model.
+        filter: Called with the pattern path and the variable; True selects it. By default all floating parameters.
+
+    Returns:
+        The selected arrays as `{path: array}`, and the model without them.
+    """
+    # Filters get pattern paths, so that they work in every layout.
     short = pattern_paths(model)
     trainable = {path: v.get_value() for path, v in variables(model).items() if filter(short[path], v)}
 
     def keep(path, leaf):
+        # None is no leaf of a pytree: a gradient of the rest has nothing for it.
         return leaf.replace(None) if _dotted(path) in trainable else leaf
 
     return trainable, jax.tree_util.tree_map_with_path(keep, model, is_leaf=is_variable)
 
 
 def combine(trainable: dict[str, Any], rest: Any) -> Any:
-    """Puts the arrays of `partition` back into the rest.
+    """Puts the arrays of `partition` back into the rest of the model.
+
+    Args:
+        trainable: Arrays by path.
+        rest: The model without them.
+
+    Returns:
+        The whole model.
 
     Raises:
-        KeyError: `trainable` has a path that `rest` did not leave open.
+        KeyError: when `trainable` has a path that is not missing in `rest`.
     """
+    # Paths that have not found their variable yet.
     left = set(trainable)
 
     def put(path, leaf):
@@ -130,19 +153,25 @@ def combine(trainable: dict[str, Any], rest: Any) -> Any:
 
 
 def cast(model: Any, dtype: Any, filter: Filter = is_trainable) -> Any:
-    """Casts the parameters that `filter(pattern path, variable)` takes to `dtype`, such as bfloat16.
+    """Casts parameters to `dtype`, such as bfloat16.
 
     Call it in the function that builds a model. An optimizer should then round stochastically, as
     `training.in_bfloat16` does.
+
+    Args:
+        model: The model.
+        dtype: The new dtype.
+        filter: Called with the pattern path and the variable; True selects it.
     """
     taken, rest = partition(model, filter)
     return combine({path: value.astype(dtype) for path, value in taken.items()}, rest)
 
 
 def num_parameters(model: Any) -> int:
-    """Counts the numbers in all variables; also works on `jax.eval_shape` of a model."""
+    """Returns the number of parameters in all variables; also works on `jax.eval_shape` of a model."""
     return sum(leaf.size for leaf in jax.tree.leaves(model))
 
 
 def _dotted(path: Any) -> str:
+    """Joins a key path with dots."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -1,6 +1,7 @@
-"""Images: parts of encoders that turn them into vectors, and the place of those vectors among text.
+"""Parts of image encoders, and the function that puts their vectors among those of text.
 
-The encoder of a family lies beside it, in `maxlib/models/_gemma3_vision.py` and so on.
+The encoder of a family is next to its model, in `maxlib/models/_gemma3_vision.py` and so on. Shapes: I images, C color
+channels, H rows and W columns of pixels, P patches, S vectors per image, D width.
 """
 
 import contextlib
@@ -28,15 +29,15 @@ def exact_gelu(x: Array) -> Array:
 
 
 class EncoderBlock(nnx.Module):
-    """Pre-norm layer of an encoder, with LayerNorm and biases, in which every token sees every other.
+    """Pre-norm layer of an encoder, with LayerNorm and biases, in which every token attends to every other.
 
     Args:
         dim: Width of the stream.
         mlp_dim: Width of the MLP.
         num_heads: Number of heads, which divides `dim`.
-        rope: Rotation by the place on the grid of patches; None for learned positions alone.
+        rope: Rotation by the place on the grid of patches; None for learned positions only.
         act: Activation of the MLP.
-        eps: Of the norms.
+        eps: Epsilon of the norms.
         rngs: Source of initial values.
     """
 
@@ -60,6 +61,8 @@ class EncoderBlock(nnx.Module):
         self.mlp = MLP(dim, mlp_dim, act=act, rngs=rngs)
 
     def __call__(self, x: Float[Array, "I P D"], ctx: Context, cache: None = None):
+        """Applies the layer to patches, `I P D`; returns them, the cache and an empty aux, as layers of a stack do."""
+        # Each part reads a normed copy of the stream and adds to it, [I, P, D].
         x = x + self.attn(self.attn_norm(x), ctx)[0]
         x = x + self.mlp(self.mlp_norm(x))
         return constrain(x, "batch", "seq", "act_embed"), cache, {}
@@ -74,7 +77,8 @@ def check_sizes(dim: int, num_heads: int, image_size: int, patch_size: int) -> N
 
 
 def patch_embedding(dim: int, patch_size: int, *, bias: bool, rngs: nnx.Rngs) -> Einsum:
-    """Returns the layer that makes a vector of every patch of `in_patches`, as a convolution without overlap does."""
+    """Returns the layer that maps each patch of `in_patches` to a vector, as a convolution without overlap does."""
+    # y, x: row and column of a patch; a, b: row and column of a pixel in it. [I, C, y, a, x, b] -> [I, y, x, D]
     patch, axes = (dim, 3, patch_size, patch_size), ("embed", "channel", "patch_row", "patch_column")
     return Einsum("ICyaxb,DCab->IyxD", patch, axes, bias=bias, rngs=rngs)
 
@@ -83,12 +87,16 @@ def in_patches(images: Float[Array, "I C H W"], size: int, patch: int) -> Float[
     """Splits square images into rows y and columns x of patches, of pixels a, b.
 
     Args:
-        images: RGB, `size` pixels high and wide. Raises ValueError for any others.
+        images: RGB, `size` pixels high and wide.
         size: Side of an image.
         patch: Side of a patch.
+
+    Raises:
+        ValueError: when the images have another shape.
     """
     if images.shape[1:] != (3, size, size):
         raise ValueError(f"images must have the shape (number, 3, {size}, {size}), got {images.shape}; resize them")
+    # [I, C, H, W] -> [I, C, H / patch, patch, W / patch, patch]
     return images.reshape(-1, 3, size // patch, patch, size // patch, patch)
 
 
@@ -108,6 +116,11 @@ def place_features(
     """Replaces the placeholders in `x`, row after row, by the vectors of `features`, image after image.
 
     If there are more or fewer placeholders than vectors, all of them become NaN: call `check_placeholders` first.
+
+    Args:
+        x: Token vectors, `B T D`.
+        is_placeholder: True for tokens that an image replaces.
+        features: S vectors of each image.
     """
     # [I, S, D] -> [I * S, D]; the n-th placeholder of the batch takes the n-th vector.
     flat = features.reshape(-1, features.shape[-1]).astype(x.dtype)

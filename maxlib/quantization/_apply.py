@@ -1,4 +1,4 @@
-"""Walks a model and changes how its matmuls are computed, or how their weights are stored."""
+"""Quantization of a model: changes how its matmuls are computed, or how their weights are stored."""
 
 import functools
 import warnings
@@ -20,33 +20,49 @@ Change = Callable[[Any, Format, str], Any]
 
 
 def for_training(model: Model, rules: Rules) -> Model:
-    """`model` whose matmuls round their operands; parameters, their paths and their dtype stay as they are.
+    """Returns a model whose matmuls round their operands; parameters, their paths and their dtype stay as they are.
 
-    rules: "int8" (weights and activations), "int8_gradients", "fp8" (e4m3 forward, e5m2 backward), a `Format`, or
-    `Rule`s, of which the first that fits counts; what none fits stays in full precision. Layers of a stack that are
-    treated differently are laid out anew, so that the others are still scanned. Works on `jax.eval_shape` of a model
-    and inside `jit`, so that a function given to the Trainer may end with it. Raises ValueError for a rule that decides
-    nothing, for what cannot be quantized, and for dtypes that the backend does not multiply; warns of matrices in
-    layers that it does not know.
+    A stack whose layers are treated differently gets another layout, so that equal layers are still scanned. Works on
+    `jax.eval_shape` of a model and inside `jit`, so that the function given to the Trainer may end with it. Matrices in
+    layers of unknown types stay in full precision, with a warning.
+
+    Args:
+        model: A model in full precision.
+        rules: "int8" (weights and activations), "int8_gradients", "fp8" (e4m3 forward, e5m2 backward), a `Format`, or
+            `Rule`s, of which the first that fits decides; matmuls that none fits stay in full precision.
+
+    Raises:
+        ValueError: when a rule decides nothing, a layer cannot be quantized, or the backend does not multiply these
+            dtypes.
     """
     return _apply(model, as_rules(rules, TRAINING), _round_operands)
 
 
 def for_inference(model: Model, rules: Rules) -> Model:
-    """`model` with quantized weights, which nothing trains any more. See `for_training` for rules and errors.
+    """Returns a model with quantized weights, which are no longer trainable.
 
-    rules: weights only: "int8", "fp8", "int4" (groups of 32), "nf4" (groups of 64); with activations: "int8_w8a8",
-    "fp8_w8a8".
+    Args:
+        model: A model in full precision.
+        rules: As for `for_training`, with these names. Weights only: "int8", "fp8", "int4" (groups of 32), "nf4"
+            (groups of 64). Weights and activations: "int8_w8a8", "fp8_w8a8".
+
+    Raises:
+        ValueError: when `for_training` would raise it.
     """
     return _apply(model, as_rules(rules, INFERENCE), store)
 
 
 def full_precision(model: Model) -> Model:
-    """`model` with plain matmuls, and with quantized weights as the float32 parameters that they stand for."""
+    """Returns a model with plain matmuls, and with quantized weights as parameters again, in the dtype they had.
+
+    Args:
+        model: A model from `for_training` or `for_inference`.
+    """
     return _map_sites(model, lambda path, site: _restored(site))
 
 
 def _apply(model: Any, rules: Sequence[Rule], change: Change) -> Any:
+    """Applies `change` to each matmul with the format that the rules give it, and checks that the rules make sense."""
     for rule in rules:
         if rule.format is not None:
             check_backend(rule.format)
@@ -67,7 +83,7 @@ def _apply(model: Any, rules: Sequence[Rule], change: Change) -> Any:
 
 
 def _look_at_unknown(model: Any, rules: Sequence[Rule], visit: Callable[[Where, Any], Format | None]) -> None:
-    """Warns of matrices that no rule leaves on purpose."""
+    """Warns of matrices in unknown layers that no rule leaves on purpose; raises ValueError if a rule quantizes one."""
     short = nn.tree.pattern_paths(model)
     found = [Where(path, "unknown") for path in dict.fromkeys(short[path] for path in unknown(model))]
     if wrong := [where.path for where in found if visit(where, None) is not None]:
@@ -81,7 +97,7 @@ def _look_at_unknown(model: Any, rules: Sequence[Rule], visit: Callable[[Where, 
 
 
 def _check_use(rules: Sequence[Rule], used: set[int], places: Sequence[Where]) -> None:
-    """Every rule has decided something, and every layer that one names is there."""
+    """Raises ValueError if a rule decides nothing, or names a layer that does not exist."""
     if idle := [rule for n, rule in enumerate(rules) if n not in used]:
         raise ValueError(
             f"each rule must decide the format of a matmul, these decide none: {idle}; earlier rules win. The matmuls are "
@@ -94,7 +110,7 @@ def _check_use(rules: Sequence[Rule], used: set[int], places: Sequence[Where]) -
 
 
 def _in(tree: Any, prefix: str, rules, visit, change: Change) -> Any:
-    """`tree`, at the dotted path `prefix` of the model, with its matmuls changed."""
+    """Changes the matmuls of `tree`, which is at the dotted path `prefix` of the model."""
 
     def one(path, node):
         full = ".".join(filter(None, (prefix, dotted(path))))
@@ -109,6 +125,7 @@ def _in(tree: Any, prefix: str, rules, visit, change: Change) -> Any:
 
 
 def _in_stack(stack: nn.Stack, path: str, rules, visit, change: Change) -> nn.Stack:
+    """Changes the matmuls of a stack, in a layout where the rules treat layers of a slot alike."""
     stack = _laid_out(stack, path, rules)
     new, count = jax.tree.map(lambda a: a, stack), stack.num_layers
     for name, segment in stack.segments.items():
@@ -120,7 +137,7 @@ def _in_stack(stack: nn.Stack, path: str, rules, visit, change: Change) -> nn.St
 
 
 def _in_layer(layer, path: str, numbers: list[int], count: int, visit, change: Change):
-    """Changes a layer, or several on a leading axis, for all of which the rules decide alike."""
+    """Changes a layer, or several on a leading axis, which the rules treat alike."""
 
     def one(inner, site):
         full = f"{path}.{dotted(inner)}"
@@ -136,14 +153,16 @@ def _in_layer(layer, path: str, numbers: list[int], count: int, visit, change: C
 
 
 def _changed_by(change: Change, format: Format, path: str, site: Any) -> Any:
+    """Calls `change`; with functools.partial it binds the format of this iteration."""
     return change(site, format, path)
 
 
 def _laid_out(stack: nn.Stack, path: str, rules: Sequence[Rule]) -> nn.Stack:
-    """`stack`, so that layers in one place are treated alike."""
+    """Returns the stack in a layout where the rules treat layers of a slot alike."""
     layers = jax.eval_shape(lambda s: list(s), stack)
     kinds = [_treatment(layer, path, i, len(layers), rules) for i, layer in enumerate(layers)]
     place = [stack.where(i)[0] for i in range(len(layers))]
+    # Already so: each slot has one treatment.
     if len(set(zip(place, kinds, strict=True))) == len(set(place)):
         return stack
     shapes = [(jax.tree.structure(layer), tuple(jax.tree.leaves(layer))) for layer in layers]
@@ -151,12 +170,14 @@ def _laid_out(stack: nn.Stack, path: str, rules: Sequence[Rule]) -> nn.Stack:
 
 
 def _treatment(layer: Any, path: str, i: int, count: int, rules: Sequence[Rule]) -> tuple[int | None, ...]:
+    """Returns the rule that decides each matmul of a layer."""
     leaves = jax.tree_util.tree_leaves_with_path(layer, is_leaf=_is_place)
     sites = [(f"{path}.{dotted(inner)}", site) for inner, site in leaves if isinstance(site, SITES)]
     return tuple(decide(rules, Where(full, kind_of(site), i, count)) for full, site in sites)
 
 
 def _round_operands(site: Any, format: Format, path: str) -> Any:
+    """Makes a layer round its operands in training."""
     if isinstance(site, nn.Embed):
         raise ValueError(f"{path}: embeddings and heads have no matmul that training could quantize; give it no rule")
     if format.activations is None or format.group is not None:
@@ -165,7 +186,7 @@ def _round_operands(site: Any, format: Format, path: str) -> Any:
 
 
 def store(site: Any, format: Format, path: str) -> Any:
-    """A layer with its weight in `format`; `path` names it in errors."""
+    """Returns a layer with its weight in `format`; `path` names it in errors."""
     if isinstance(site, nn.Embed) and format.activations is not None:
         raise ValueError(f"{path}: embeddings and heads are quantized in their weights only; got {format}")
     if isinstance(site.w, nn.quantized.QuantizedWeight):
@@ -187,7 +208,7 @@ def store(site: Any, format: Format, path: str) -> Any:
 
 
 def _outputs(site: Any) -> tuple[int, ...]:
-    """The dimensions of its weight that are not summed over."""
+    """Returns the dimensions of its weight that are not summed over."""
     if isinstance(site, nn.Einsum):
         letters, out = site.spec.partition(",")[2].split("->")
         return tuple(d for d, letter in enumerate(letters) if letter in out)
@@ -197,12 +218,14 @@ def _outputs(site: Any) -> tuple[int, ...]:
 
 
 def _restored(site: Any) -> Any:
+    """Returns a layer with a plain weight and a plain matmul."""
     if isinstance(site.w, nn.quantized.QuantizedWeight):
         site = _changed(site, w=site.w.restored())
     return site if isinstance(site, nn.Embed) else _changed(site, matmul=nn.matmul.Exact())
 
 
 def _changed(site: Any, **parts: Any) -> Any:
+    """Returns a copy of a layer with some attributes replaced."""
     new = jax.tree.map(lambda a: a, site)
     for name, part in parts.items():
         setattr(new, name, part)
@@ -210,9 +233,11 @@ def _changed(site: Any, **parts: Any) -> Any:
 
 
 def _map_sites(model: Any, f: Callable[[str, Any], Any]) -> Any:
+    """Applies `f` to the path and the layer of every matmul."""
     one = lambda path, site: f(dotted(path), site) if isinstance(site, SITES) else site
     return jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda x: isinstance(x, SITES))
 
 
 def _is_place(x: Any) -> bool:
+    """Returns True for a layer with a matmul, and for a stack."""
     return isinstance(x, (*SITES, nn.Stack))

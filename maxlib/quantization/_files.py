@@ -1,5 +1,5 @@
-"""Models with quantized weights on disk: config.json, safetensors, and quantization.json, which says what is stored
-how.
+"""Models with quantized weights on disk: config.json, safetensors, and quantization.json with the format of each
+weight.
 """
 
 import dataclasses
@@ -27,9 +27,17 @@ _VERSION = 1
 
 
 def save(model: Any, directory: str | Path, *, overwrite: bool = False) -> None:
-    """Writes a model of `for_inference`, as it is in memory; nothing is there until all of it is. On one host.
+    """Writes a model from `for_inference` as it is in memory; the directory appears only when it is complete.
 
-    Raises FileExistsError if there is something already, unless `overwrite` is given.
+    Runs on one host.
+
+    Args:
+        model: A model with quantized weights.
+        directory: Where to write it.
+        overwrite: True replaces what is there.
+
+    Raises:
+        FileExistsError: when the directory exists and `overwrite` is False.
     """
     values = {path: v.get_value() for path, v in nn.variables(model).items()}
     headers = [Header(path, np.dtype(v.dtype), v.shape) for path, v in values.items()]
@@ -49,10 +57,16 @@ def load(
     layout: sharding.Layout | None = None,
     family: weights.Family | None = None,
 ) -> Any:
-    """The model that `save` wrote. layout: where its arrays go. family: needed only for models that are not
-    registered.
+    """Reads a model that `save` wrote.
 
-    Raises FileNotFoundError and ValueError, which say what is wrong with the directory.
+    Args:
+        directory: Where it was written.
+        layout: Where its arrays go; None for one device.
+        family: The model's family, needed only for models that are not registered.
+
+    Raises:
+        FileNotFoundError: when a file is missing.
+        ValueError: when the files do not fit together.
     """
     manifest = _read(Path(directory) / MANIFEST)
     family, cfg = weights.read_model(directory, family=family)
@@ -67,6 +81,7 @@ def load(
 
 
 def _manifest(model: Any) -> dict[str, Any]:
+    """Returns the contents of quantization.json: the format and dtype of each weight, and the layouts of stacks."""
     formats, dtypes = {}, {}
     for path, site in _found(model, SITES):
         if isinstance(site.w, nn.quantized.QuantizedWeight):
@@ -80,6 +95,7 @@ def _manifest(model: Any) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Reads quantization.json."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} must say how the weights are stored; maxlib.from_pretrained reads plain ones")
     manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -89,7 +105,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
-    """A model with this configuration, laid out and quantized as the manifest says."""
+    """Returns a model with this configuration, with layouts and formats as in the manifest."""
 
     def lay_out(path, node):
         if not isinstance(node, nn.Stack):
@@ -110,6 +126,7 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
 
 
 def _differences(stored: Any, wanted: dict[str, Any]) -> list[str]:
+    """Lists the differences between stored arrays and those of the model."""
     missing = [f"{path} is missing" for path in wanted if path not in stored]
     extra = [f"{name} is left over" for name in stored if name not in wanted]
     shapes = [
@@ -121,5 +138,6 @@ def _differences(stored: Any, wanted: dict[str, Any]) -> list[str]:
 
 
 def _found(model: Any, kinds: Any) -> list[tuple[str, Any]]:
+    """Lists parts of `model` of the given types with their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, kinds))
     return [(dotted(path), x) for path, x in leaves if isinstance(x, kinds)]

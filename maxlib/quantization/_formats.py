@@ -1,4 +1,4 @@
-"""Number formats, and whether a backend multiplies them."""
+"""Number formats, and a check that a backend multiplies them."""
 
 import dataclasses
 import functools
@@ -12,12 +12,18 @@ NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Formats to which a matmul's operands are rounded; None leaves one as it is.
+    """Formats to which the operands of a matmul are rounded; None leaves an operand as it is.
 
-    weights: "int8", "int4", "nf4", "float8_e4m3fn" or "float8_e5m2". activations: "int8" or a float8; None multiplies
-    in the dtype of the activations. gradients: the same, of what comes back in training; None computes the backward
-    pass in full. group: how many neighbouring inputs share a scale; None: all inputs of an output do. Only weights that
-    are stored have groups. Raises ValueError for what does not go together.
+    Args:
+        weights: "int8", "int4", "nf4", "float8_e4m3fn" or "float8_e5m2".
+        activations: "int8" or a float8; None multiplies in the dtype of the activations.
+        gradients: "int8" or a float8 for incoming gradients in training; None computes the backward pass in full
+            precision.
+        group: How many neighbouring inputs share a scale; None for all inputs of an output. Only stored weights have
+            groups.
+
+    Raises:
+        ValueError: when the settings do not fit together.
     """
 
     weights: str

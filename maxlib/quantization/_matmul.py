@@ -17,15 +17,19 @@ from maxlib.quantization._formats import Format
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """Rounds weights and activations, each row and each output with a scale of its own, and multiplies what is rounded.
+    """Matmul (`nn.matmul.Matmul`) that rounds weights and activations, with a scale per row and per output.
 
-    The gradient is that of the exact product (straight-through); with `format.gradients` its products are rounded in
-    the same way, each index that reaches the result with a scale of its own.
+    The gradient is that of the exact product (straight-through). With `format.gradients` the products of the backward
+    pass are rounded in the same way, with a scale for each index that is in the result.
+
+    Args:
+        format: Formats of the operands.
     """
 
     format: Format
 
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
+        """Computes `einsum(spec, x, w)` of rounded operands."""
         spec = _spelled_out(spec, x.ndim)
         if isinstance(w, nn.quantized.QuantizedWeight):
             return _product(spec, x, w.quantized(), self.format.activations, None)
@@ -34,6 +38,7 @@ class Quantized:
     def grouped(
         self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"], layout: ops.Layout = "EOI"
     ) -> Float[Array, "M O"]:
+        """Multiplies rows, sorted by expert, by the matrices of their experts, all rounded."""
         if isinstance(w, nn.quantized.QuantizedWeight):
             return _grouped_product(rows, w.quantized(), rows_per_expert, layout, self.format.activations, None)
         w = jnp.asarray(w[...], rows.dtype)
@@ -84,7 +89,7 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 def _product(spec: str, a, b, a_type, b_type):
-    """The einsum of rounded operands in the dtype of `a`; what is rounded already comes as a `qwix.QArray`."""
+    """Computes the einsum of rounded operands in the dtype of `a`; a `qwix.QArray` is rounded already."""
     letters, out = spec.split("->")
     of_a, of_b = letters.split(",")
     y = qwix.einsum(spec, _rounded(a, a_type, of_a, out), _rounded(b, b_type, of_b, out))
@@ -92,17 +97,20 @@ def _product(spec: str, a, b, a_type, b_type):
 
 
 def _grouped_product(rows, w, counts, layout: ops.Layout, rows_type, w_type):
+    """Multiplies rounded rows by the rounded matrices of their experts: [M, I] and [E, O, I] -> [M, O]."""
     x, w = _rounded(rows, rows_type, "MI", "MO"), _rounded(w, w_type, layout, "EO")
     y = ops.grouped_matmul(x.qvalue, w.qvalue, counts, layout=layout, out_dtype=jnp.float32)
     expert = owners(counts, rows.shape[0])
+    # [E, O] -> [M, O]: the scales of each row's expert.
     scale = w.scale.squeeze(layout.index("I")).at[expert].get(mode="clip")
     used = (expert < counts.shape[0])[:, None]  # rows of no expert may hold anything, and give zeros
     return jnp.where(used, y * x.scale * scale, 0).astype(rows.dtype)
 
 
 def _grouped_outer(d, rows, counts, layout: ops.Layout, format: Format):
-    """The gradient of the experts' weights. All experts share the scale of a column: it must be the same along what is
-    summed.
+    """Computes the gradient of the experts' weights.
+
+    All experts share the scale of a column, because it must be constant along the summed rows.
     """
     used = (jnp.arange(len(rows)) < counts.sum())[:, None]  # others may hold anything
     d, rows = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d, rows))
@@ -113,7 +121,7 @@ def _grouped_outer(d, rows, counts, layout: ops.Layout, format: Format):
 
 
 def _rounded(x, kind: str | None, letters: str, kept: str) -> Any:
-    """`x` in `kind`, with a scale for each index that reaches the result; the scales are float32."""
+    """Rounds `x` to `kind`, with a float32 scale for each index that is in the result."""
     if isinstance(x, qwix.QArray) or kind is None:
         return x
     own = [d for d, letter in enumerate(letters) if letter in kept]
@@ -121,7 +129,7 @@ def _rounded(x, kind: str | None, letters: str, kept: str) -> Any:
 
 
 def _spelled_out(spec: str, ndim: int) -> str:
-    """`spec` with letters in place of an ellipsis, which the first operand and the result have."""
+    """Returns `spec` with letters in place of an ellipsis in the first operand and the result."""
     if "..." not in spec:
         return spec
     named = len(spec.partition(",")[0].replace("...", ""))

@@ -1,4 +1,4 @@
-"""What was quantized, what was not, and what it costs in accuracy."""
+"""Reports: which matmuls are quantized, and the cost in accuracy."""
 
 import collections
 import dataclasses
@@ -24,8 +24,15 @@ from maxlib.quantization._rules import SITES, Kind, kind_of, unknown
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The weights of one matmul: path, kind, format (None: full precision), how many numbers, and their bytes before
-    and now.
+    """The weights of one matmul.
+
+    Attributes:
+        path: Dotted path of the layer.
+        kind: Kind of the layer.
+        format: Its format; None for full precision.
+        numbers: Numbers in the weights.
+        before: Bytes in full precision.
+        after: Bytes as they are stored.
     """
 
     path: str
@@ -38,9 +45,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Every matrix, and as `others` the bytes of what never is quantized: norms, biases, corrections, positions.
+    """Report of every matrix of a model; print it.
 
-    Print it. Attention's own products have no weights and stay in full precision; `matmuls` counts those too.
+    Attention's own products have no weights and stay in full precision; `matmuls` counts those too.
+
+    Attributes:
+        rows: One row per matmul.
+        others: Bytes of arrays that are never quantized: norms, biases, positions.
     """
 
     rows: tuple[Row, ...]
@@ -48,7 +59,7 @@ class Report:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """The paths of the matmuls in full precision."""
+        """Returns the paths of the matmuls in full precision."""
         return tuple(row.path for row in self.rows if row.format is None)
 
     @property
@@ -59,15 +70,17 @@ class Report:
 
     @property
     def bytes_before(self) -> int:
+        """Returns the bytes of the model in full precision."""
         return self.others + sum(row.before for row in self.rows)
 
     @property
     def bytes_after(self) -> int:
+        """Returns the bytes of the model as it is stored."""
         return self.others + sum(row.after for row in self.rows)
 
     @property
     def summary(self) -> str:
-        """Two lines: how much is quantized, and what is not."""
+        """Returns two lines: how much is quantized, and the matmuls that are not."""
         formats = ", ".join(dict.fromkeys(row.format for row in self.rows if row.format)) or "nothing"
         bytes = f"{self.bytes_before:,} bytes" + f" -> {self.bytes_after:,}" * (self.bytes_after != self.bytes_before)
         return f"quantized: {formats} in {self.share:.1%} of the weights, {bytes}\nin full precision: {', '.join(self.left)}"
@@ -87,9 +100,10 @@ class Report:
 
 
 def report(model: Any) -> Report:
-    """Lists what is quantized in `model`, which may be abstract (`jax.eval_shape`).
+    """Lists which matmuls of `model` are quantized. Layers that a stack scans share a row.
 
-    Layers that share a place in a stack share a row.
+    Args:
+        model: A model; `jax.eval_shape` of one is enough.
     """
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, SITES))
     sites = [(dotted(path), x) for path, x in leaves if isinstance(x, SITES)]
@@ -99,11 +113,13 @@ def report(model: Any) -> Report:
 
 
 def _unknown_row(path: str, variable: Any) -> Row:
+    """Returns the row of a matrix in a layer of unknown type."""
     value = variable.get_value()
     return Row(path, "unknown", None, value.size, _bytes(value), _bytes(value))
 
 
 def _row(path: str, site: Any) -> Row:
+    """Returns the row of a layer."""
     after = sum(_bytes(leaf) for leaf in jax.tree.leaves(site.w))
     rounds = None if isinstance(site, nn.Embed) or not isinstance(site.matmul, Quantized) else str(site.matmul.format)
     if not isinstance(site.w, nn.quantized.QuantizedWeight):
@@ -114,6 +130,7 @@ def _row(path: str, site: Any) -> Row:
 
 
 def _bytes(array: Any) -> int:
+    """Returns the size of an array in bytes."""
     return array.size * array.dtype.itemsize
 
 
@@ -121,9 +138,12 @@ def _bytes(array: Any) -> int:
 class Errors:
     """Distances of a quantized model from the one in full precision, on the same text.
 
-    perplexity, quantized_perplexity: of the next tokens. logit_error: root mean square of the difference, relative to
-    that of the logits around their mean. divergence: KL(full || quantized) in nats per token. agreement: how often both
-    rank the same token first.
+    Attributes:
+        perplexity: Perplexity in full precision.
+        quantized_perplexity: Perplexity of the quantized model.
+        logit_error: Root mean square of the difference of logits, relative to that of the logits around their mean.
+        divergence: KL(full || quantized) in nats per token.
+        agreement: Share of tokens where both rank the same token first.
     """
 
     perplexity: float
@@ -141,8 +161,13 @@ class Errors:
 
 
 def compare(model: Any, quantized: Any, tokens: Int[Array, "B T"], *, dtype: Any = jnp.float32) -> Errors:
-    """The error of `quantized` against `model` on `tokens`, without padding; one row's logits are in memory at a
-    time.
+    """Measures the error of `quantized` against `model`; one row's logits are in memory at a time.
+
+    Args:
+        model: The model in full precision.
+        quantized: The quantized model.
+        tokens: Ids without padding.
+        dtype: Dtype of the computation.
     """
     sums = jax.device_get(_sums(model, quantized, tokens, dtype))
     count = tokens.shape[0] * tokens.shape[1]
@@ -158,6 +183,8 @@ def compare(model: Any, quantized: Any, tokens: Int[Array, "B T"], *, dtype: Any
 
 
 def _sums(model, quantized, tokens, dtype):
+    """Sums the errors of both models over all tokens."""
+
     def row(models, tokens):
         one, other = (m.logits(m(tokens[None], dtype=dtype).hidden)[0].astype(jnp.float32) for m in models)
         p, q = jax.nn.log_softmax(one), jax.nn.log_softmax(other)
@@ -176,10 +203,17 @@ def _sums(model, quantized, tokens, dtype):
 
 
 def matmuls(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
-    """FLOPs of the matmuls in `fn(*args)` by the dtypes of their operands ("int8 x int8"); nothing is computed.
+    """Counts the FLOPs of the matmuls in `fn(*args)`, without computing them.
 
-    A scan's body counts as often as it runs. Ops of `maxlib.ops` count under their own name ("grouped_matmul int8 x
-    int8"); attention, whose FLOPs depend on its masks, as if every query saw every key.
+    A scan's body is counted as often as it runs. Ops of `maxlib.ops` are counted under their own name ("grouped_matmul
+    int8 x int8"). Attention, whose FLOPs depend on its masks, is counted as if every query attended to every key.
+
+    Args:
+        fn: Any function that JAX can trace.
+        args: Its arguments; `jax.ShapeDtypeStruct` is enough for arrays.
+
+    Returns:
+        FLOPs by the dtypes of the operands, such as "int8 x int8".
     """
     found: dict[str, float] = collections.defaultdict(float)
     _walk(jax.make_jaxpr(fn)(*args).jaxpr, 1.0, found)
@@ -187,6 +221,7 @@ def matmuls(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
 
 
 def _walk(jaxpr: Any, times: float, found: dict[str, float]) -> None:
+    """Adds the FLOPs of a jaxpr, run `times` times, to `found`."""
     for eqn in jaxpr.eqns:
         inputs = [x.aval for x in eqn.invars]
         if (name := str(eqn.params.get("name"))) in FORMULAS and len(
@@ -205,6 +240,7 @@ def _walk(jaxpr: Any, times: float, found: dict[str, float]) -> None:
 
 
 def _op_flops(op: str, inputs: list[Any]) -> float:
+    """Returns the FLOPs of an op of `maxlib.ops`, given its inputs."""
     a, b = inputs[:2]
     if op == "grouped_matmul":
         return 2.0 * a.shape[0] * b.shape[1] * b.shape[2]
@@ -216,5 +252,6 @@ def _op_flops(op: str, inputs: list[Any]) -> float:
 
 
 def _inside(eqn: Any) -> list[Any]:
+    """Lists the jaxprs in an equation's parameters."""
     values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else [p])]
     return [getattr(v, "jaxpr", v) for v in values if isinstance(v, core.ClosedJaxpr | core.Jaxpr)]

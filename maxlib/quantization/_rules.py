@@ -1,4 +1,4 @@
-"""Which weight gets which format."""
+"""Rules: which weight gets which format."""
 
 import dataclasses
 import fnmatch
@@ -20,12 +20,14 @@ SITES = (nn.Einsum, nn.ExpertLinear, nn.Embed)
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """`format` for the layers that the other fields describe; None leaves them in full precision.
+    """Gives `format` to the layers that the other fields select.
 
-    match: a pattern, as a shell's, on logical paths ("layers.attn.q"). layers: of each stack, the numbers of the
-    layers; negative ones count from the end. kinds: what a rule speaks of: by default neither routers nor embeddings
-    (the head is one). "unknown" are matrices of layers that are not made of maxlib's; they can only be left
-    (`high(match=..., kinds=("unknown",))`).
+    Args:
+        format: The format; None leaves them in full precision.
+        match: Shell pattern on pattern paths ("layers.attn.q").
+        layers: Numbers of layers in each stack; negative ones count from the end. None for all.
+        kinds: Kinds of layers, by default neither routers nor embeddings (the head is one). "unknown" are matrices in
+            layers of other libraries; they can only be left in full precision (`high(match=..., kinds=("unknown",))`).
     """
 
     format: Format | None
@@ -34,6 +36,7 @@ class Rule:
     kinds: tuple[Kind, ...] = ("dense", "expert")
 
     def fits(self, site: "Where") -> bool:
+        """Returns True if the rule selects this matmul."""
         return (
             site.kind in self.kinds
             and fnmatch.fnmatchcase(site.path, self.match)
@@ -46,7 +49,14 @@ Rules = str | Format | Sequence[Rule]
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """A matmul's place: its logical path, its kind, and its layer of how many, if a stack holds it."""
+    """Location of a matmul.
+
+    Attributes:
+        path: Pattern path.
+        kind: Kind of the layer.
+        layer: Number of the layer in its stack; None outside stacks.
+        count: Layers in the stack.
+    """
 
     path: str
     kind: Kind
@@ -55,12 +65,19 @@ class Where:
 
 
 def high(*layers: int, match: str = "*", kinds: tuple[Kind, ...] = ("dense", "expert")) -> Rule:
-    """The rule that leaves what fits in full precision: `high(0, -1)` the first and the last layer of a stack."""
+    """Makes the rule that leaves layers in full precision: `high(0, -1)` for the first and the last layer of each
+    stack.
+
+    Args:
+        layers: Numbers of layers in each stack; none for all.
+        match: Shell pattern on pattern paths.
+        kinds: Kinds of layers.
+    """
     return Rule(None, match, layers or None, kinds)
 
 
 def as_rules(rules: Rules, presets: Mapping[str, Format]) -> tuple[Rule, ...]:
-    """A preset's name or a format means everything but embeddings, head and routers."""
+    """Returns rules; a preset's name or a format applies to all layers except embeddings, head and routers."""
     if isinstance(rules, str):
         if rules not in presets:
             raise ValueError(
@@ -71,11 +88,12 @@ def as_rules(rules: Rules, presets: Mapping[str, Format]) -> tuple[Rule, ...]:
 
 
 def decide(rules: Sequence[Rule], where: Where) -> int | None:
-    """The first rule that fits, None if none does."""
+    """Returns the index of the first rule that fits, None if none does."""
     return next((n for n, rule in enumerate(rules) if rule.fits(where)), None)
 
 
 def kind_of(site: Any) -> Kind:
+    """Returns the kind of a layer."""
     if isinstance(site, nn.Embed):
         return "embedding"
     if isinstance(site, nn.ExpertLinear):
@@ -84,20 +102,21 @@ def kind_of(site: Any) -> Kind:
 
 
 def axes_of(site: Any) -> tuple[str, ...]:
+    """Returns the axis names of a layer's weight."""
     w = site.w.values if isinstance(site.w, nn.quantized.QuantizedWeight) else site.w
     assert isinstance(w, nnx.Variable)
     return tuple(w.get_metadata()["axes"])
 
 
 def unknown(model: Any) -> dict[str, nnx.Variable]:
-    """The floating matrices that belong to no layer which quantization knows, but for tables of positions, by path."""
+    """Returns by path the floating matrices in layers that quantization does not know, without tables of positions."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, (*SITES, nnx.Variable)))
     found = {dotted(path): x for path, x in leaves if isinstance(x, nnx.Variable)}
     return {path: x for path, x in found.items() if _is_matrix(x)}
 
 
 def _is_matrix(x: nnx.Variable) -> bool:
-    """Tells by the names of its axes, or, where it has none, by its dimensions but for a stack's."""
+    """Returns True for floating matrices, by axis names or else by the number of dimensions, without a stack's axis."""
     axes, value = x.get_metadata().get("axes"), x.get_value()
     rank = value.ndim if axes is None else len(axes) - sharding.layers.num_layer_axes(axes)
     return rank >= 2 and "position" not in (axes or ()) and jnp.issubdtype(value.dtype, jnp.floating)
