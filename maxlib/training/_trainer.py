@@ -337,7 +337,9 @@ class Trainer:
 def _check(model: Any, loader: Any, eval_loader: Any, eval_every: int, checkpointer: Any, callbacks: Any) -> None:
     """Names what is not what it has to be, before anything is computed."""
     if not callable(model) and not nn.variables(model):
-        raise TypeError(f"model must be an nnx.Module, a pytree of them or a function that builds one, got {type(model).__name__}")
+        raise TypeError(
+            f"model must be an nnx.Module, a pytree of them or a function that builds one, got {type(model).__name__}"
+        )
     for name, one in (("loader", loader), ("eval_loader", eval_loader)):
         if one is not None and not isinstance(one, StatefulLoader):
             lacking = [n for n in ("__next__", "reset", "get_state", "set_state") if not hasattr(one, n)]

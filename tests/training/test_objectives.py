@@ -82,7 +82,9 @@ def check(got, want):
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_outside_loss_is_its_formula(name):
     data = batch()
-    hidden = model()(jnp.asarray(data["tokens"]), segment_ids=jnp.asarray(data["segment_ids"]), dtype=jnp.float32).hidden
+    hidden = model()(
+        jnp.asarray(data["tokens"]), segment_ids=jnp.asarray(data["segment_ids"]), dtype=jnp.float32
+    ).hidden
     logits = np.asarray(hidden, np.float64) @ np.asarray(model().head_weight(), np.float64).T
     counts, index = data["targets"] >= 0, np.maximum(data["targets"], 0)[..., None]
 
