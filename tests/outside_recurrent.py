@@ -17,7 +17,7 @@ VOCAB, DIM = 48, 16
 
 
 @nn.pytree
-class State(nn.LayerCache):
+class State(nn.cache.LayerCache):
     """What a recurrence keeps of all tokens so far: one vector a row, which no token can be taken out of again."""
 
     kind = "state"

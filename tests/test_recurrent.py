@@ -187,7 +187,7 @@ def test_plans_ask_the_layer():
 
 def test_implementations_are_chosen_by_op():
     model = hybrid()
-    new = nn.with_implementation(model, "scan", op="recurrence")
+    new = nn.mixer.with_implementation(model, "scan", op="recurrence")
     assert [new.layers[i].mixer.implementation for i in range(4)] == ["scan", None, "scan", None]
     assert nn.with_attention(model, "chunked").layers[1].mixer.implementation == "chunked"
     with pytest.raises(ValueError, match="no layer .* whose op is 'attention'"):

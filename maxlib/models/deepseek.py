@@ -126,7 +126,7 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     # Experts lie in groups, one per node; a token takes its k best of the best groups only, which bounds the traffic.
-    groups = nn.GroupLimit(cfg.num_groups, cfg.top_groups, best=cfg.version - 1)
+    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups, best=cfg.version - 1)
     router = nn.Router(
         cfg.dim,
         cfg.num_experts,

@@ -54,7 +54,7 @@ class Config(ModelConfig):
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    groups = nn.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
+    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
     # Scores are sigmoids; a bias that counts for the choice only, not for the weights, evens the load.
     choice: Any = dict(score=jax.nn.sigmoid, renormalize=cfg.renormalize, scale=cfg.routed_scale, expert_bias=True)
     router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, groups=groups, **choice, rngs=rngs)

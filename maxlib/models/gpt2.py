@@ -94,9 +94,9 @@ class Attention(nn.SequenceMixer):
         q, k = (constrain(part(x), "batch", "seq", "act_heads", None) for part in (self.q, self.k))  # B T N H each
         return q, k
 
-    def traffic(self, split: nn.SplitSequence) -> dict[str, float]:
+    def traffic(self, split: nn.mixer.SplitSequence) -> dict[str, float]:
         both = 2 * self.num_heads * self.head_dim
-        return nn.attention_traffic(split, queries=both, keys=both)
+        return nn.mixer.attention_traffic(split, queries=both, keys=both)
 
     @property
     def kind(self) -> str:

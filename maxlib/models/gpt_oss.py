@@ -57,7 +57,7 @@ class Config(ModelConfig):
     window: int = hf("sliding_window", 128)  # of the sliding layers
     # SLIDING or FULL for each layer; None: in turn, SLIDING first.
     layer_types: tuple[str, ...] | None = hf_layer_types(SLIDING, FULL, usual=_in_turn)
-    act_alpha: float = hf("swiglu_alpha", 1.702)  # of `nn.ClampedSwiGLU`
+    act_alpha: float = hf("swiglu_alpha", 1.702)  # of `ops.ClampedSwiGLU`
     act_limit: float = hf("swiglu_limit", 7.0)
     norm_eps: float = hf("rms_norm_eps", 1e-5)
     tied: bool = hf("tie_word_embeddings", False)
@@ -90,7 +90,7 @@ class Block(nn.Layer):
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         router = nn.Router(D, cfg.num_experts, top_k=cfg.top_k, bias=True, rngs=rngs)
         # (clip(up) + 1) * g * sigmoid(alpha * g) with g = min(gate, limit): no expert can overflow.
-        act = nn.ClampedSwiGLU(cfg.act_alpha, cfg.act_limit)
+        act = ops.ClampedSwiGLU(cfg.act_alpha, cfg.act_limit)
         self.moe = nn.MoE(D, cfg.expert_dim, router=router, activation=act, bias=True, losses=cfg.losses, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):

@@ -36,7 +36,7 @@ class Config(ModelConfig):
     window: int | None = hf("sliding_window", None)  # None: every token sees all before it
     norm_eps: float = hf("rms_norm_eps", 1e-5)
     tied: bool = hf("tie_word_embeddings", False)
-    losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.SwitchBalance(0.02)`
+    losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.router.SwitchBalance(0.02)`
 
     @property
     def mask(self) -> ops.Mask:

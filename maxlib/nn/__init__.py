@@ -1,13 +1,18 @@
 """Layers: plain `nnx.Module`s with keyword arguments, no global configuration, no mesh needed.
 
-Helpers live in submodules: `cache`, `describe`, `matmul`, `quantized`, `remat`, `tree` and `vision`.
+Helpers live in submodules: `cache`, `describe`, `matmul`, `mixer`, `mtp`, `quantized`, `remat`, `router`, `stack`,
+`tree` and `vision`.
 """
 
 from maxlib.nn import cache as cache
 from maxlib.nn import describe as describe
 from maxlib.nn import matmul as matmul
+from maxlib.nn import mixer as mixer
+from maxlib.nn import mtp as mtp
 from maxlib.nn import quantized as quantized
 from maxlib.nn import remat as remat
+from maxlib.nn import router as router
+from maxlib.nn import stack as stack
 from maxlib.nn import tree as tree
 from maxlib.nn import vision as vision
 from maxlib.nn._attention import Attention as Attention
@@ -19,62 +24,41 @@ from maxlib.nn._context import context as context
 from maxlib.nn._decoder import Decoder as Decoder
 from maxlib.nn._decoder import MTPDecoder as MTPDecoder
 from maxlib.nn._decoder import VisionDecoder as VisionDecoder
-from maxlib.nn._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn._head import cross_entropy as cross_entropy
 from maxlib.nn._head import token_log_probs as token_log_probs
 from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed
-from maxlib.nn._mixer import SequenceMixer as SequenceMixer
-from maxlib.nn._mixer import SplitSequence as SplitSequence
-from maxlib.nn._mixer import attention_traffic as attention_traffic
-from maxlib.nn._mixer import mixers as mixers
-from maxlib.nn._mixer import with_attention as with_attention
-from maxlib.nn._mixer import with_implementation as with_implementation
 from maxlib.nn._mla import MLA as MLA
 from maxlib.nn._mlp import MLP as MLP
 from maxlib.nn._mlp import GatedMLP as GatedMLP
 from maxlib.nn._model import Model as Model
 from maxlib.nn._model import Output as Output
 from maxlib.nn._model import SupportsDrafting as SupportsDrafting
-from maxlib.nn._model import SupportsPipelining as SupportsPipelining
 from maxlib.nn._model import VisionModel as VisionModel
 from maxlib.nn._moe import ExpertLinear as ExpertLinear
 from maxlib.nn._moe import MoE as MoE
-from maxlib.nn._mtp import MTP as MTP
-from maxlib.nn._mtp import MTPOutput as MTPOutput
-from maxlib.nn._mtp import draft as draft
-from maxlib.nn._mtp import predict_ahead as predict_ahead
 from maxlib.nn._norm import LayerNorm as LayerNorm
 from maxlib.nn._norm import RMSNorm as RMSNorm
 from maxlib.nn._norm import UnitRMSNorm as UnitRMSNorm
 from maxlib.nn._positions import LearnedPositions as LearnedPositions
 from maxlib.nn._pytree import pytree as pytree
 from maxlib.nn._pytree import static as static
-from maxlib.nn._router import GroupLimit as GroupLimit
-from maxlib.nn._router import Router as Router
-from maxlib.nn._router import RouterZ as RouterZ
-from maxlib.nn._router import Routing as Routing
-from maxlib.nn._router import SequenceBalance as SequenceBalance
-from maxlib.nn._router import SigmoidInputRouter as SigmoidInputRouter
-from maxlib.nn._router import SwitchBalance as SwitchBalance
-from maxlib.nn._router import update_router_bias as update_router_bias
-from maxlib.nn._stack import Stack as Stack
-from maxlib.nn._stack import run_segment as run_segment
-from maxlib.nn._stack import scan_segment as scan_segment
-from maxlib.nn._stack import skip_layer_check as skip_layer_check
-from maxlib.nn._stack import unstack as unstack
 from maxlib.nn._stack_layout import layout_for as layout_for
 from maxlib.nn._summary import summary as summary
 from maxlib.nn.cache import Cache as Cache
 from maxlib.nn.cache import KVCache as KVCache
-from maxlib.nn.cache import LayerCache as LayerCache
-from maxlib.nn.tree import Filter as Filter
+from maxlib.nn.mixer import SequenceMixer as SequenceMixer
+from maxlib.nn.mixer import with_attention as with_attention
+from maxlib.nn.mtp import MTP as MTP
+from maxlib.nn.router import Router as Router
+from maxlib.nn.router import SigmoidInputRouter as SigmoidInputRouter
+from maxlib.nn.router import update_router_bias as update_router_bias
+from maxlib.nn.stack import Stack as Stack
+from maxlib.nn.stack import unstack as unstack
 from maxlib.nn.tree import cast as cast
 from maxlib.nn.tree import combine as combine
 from maxlib.nn.tree import is_trainable as is_trainable
 from maxlib.nn.tree import num_parameters as num_parameters
 from maxlib.nn.tree import partition as partition
 from maxlib.nn.tree import variables as variables
-from maxlib.ops._glu import ClampedSwiGLU as ClampedSwiGLU
-from maxlib.ops._glu import swiglu as swiglu

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 from maxlib import ops
 from maxlib.nn._context import Context, context
 from maxlib.nn._linear import Einsum
-from maxlib.nn._mixer import SequenceMixer, SplitSequence, Traffic, attention_traffic
 from maxlib.nn.cache import AttentionCache, kv_cache
+from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic, attention_traffic
 from maxlib.nn.remat import mark_heads
 from maxlib.ops._attention import Causal, Mask
 from maxlib.ops._grid_rope import GridRope

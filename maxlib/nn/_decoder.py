@@ -12,10 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib.nn._context import Context, bidirectional_blocks, context, zigzag_shard, zigzag_unshard
 from maxlib.nn._linear import Embed
 from maxlib.nn._model import Output
-from maxlib.nn._mtp import MTP, MTPOutput, draft, predict_ahead
-from maxlib.nn._stack import Stack
 from maxlib.nn.cache import Cache
+from maxlib.nn.mtp import MTP, MTPOutput, draft, predict_ahead
 from maxlib.nn.remat import Policy
+from maxlib.nn.stack import Stack
 from maxlib.nn.vision import check_placeholders, place_features
 from maxlib.ops._attention import Mask
 from maxlib.ops._rope import Rope

@@ -16,9 +16,9 @@ from maxlib.nn import _expert_dispatch as dispatch
 from maxlib.nn import _expert_parallel as exchange
 from maxlib.nn._context import Context
 from maxlib.nn._linear import Init, draw_key
-from maxlib.nn._router import Router, Routing, SigmoidInputRouter, expert_counts
 from maxlib.nn.matmul import Exact, Matmul
 from maxlib.nn.quantized import QuantizedWeight
+from maxlib.nn.router import Router, Routing, SigmoidInputRouter, expert_counts
 from maxlib.ops._glu import swiglu
 from maxlib.sharding import constrain, shard_map_by_name
 from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size

@@ -7,12 +7,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import jax
 from flax import nnx
 
-from maxlib.nn._mixer import mixers
 from maxlib.nn._moe import MoE
 from maxlib.nn._norm import LayerNorm
 from maxlib.nn._positions import LearnedPositions
-from maxlib.nn._stack import Stack
 from maxlib.nn.cache import LayerCache, layer_caches
+from maxlib.nn.mixer import mixers
+from maxlib.nn.stack import Stack
 from maxlib.nn.tree import axes, num_parameters, variables
 from maxlib.ops._attention import Chunked, Mask, SlidingWindow
 from maxlib.ops._rope import Rope

@@ -14,6 +14,8 @@ from maxlib.ops._cross_entropy import CrossEntropy as CrossEntropy
 from maxlib.ops._cross_entropy import LogProbs as LogProbs
 from maxlib.ops._cross_entropy import linear_cross_entropy as linear_cross_entropy
 from maxlib.ops._cross_entropy import linear_log_probs as linear_log_probs
+from maxlib.ops._glu import ClampedSwiGLU as ClampedSwiGLU
+from maxlib.ops._glu import swiglu as swiglu
 from maxlib.ops._grid_rope import GridRope as GridRope
 from maxlib.ops._grouped_matmul import Layout as Layout
 from maxlib.ops._grouped_matmul import grouped_glu as grouped_glu

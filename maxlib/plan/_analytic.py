@@ -167,15 +167,15 @@ def _of_sequences(step: _Step) -> Iterator[tuple[str, Any, float]]:
     if not (context := _contexts(step)):
         return
     split = _split(step, context)
-    for mixer in nn.mixers(step.program.model):
+    for mixer in nn.mixer.mixers(step.program.model):
         for kind, size in mixer.traffic(split).items():
             yield kind, context, size * _repeats(mixer) * step.share
 
 
-def _split(step: _Step, context: tuple[str, ...]) -> nn.SplitSequence:
+def _split(step: _Step, context: tuple[str, ...]) -> nn.mixer.SplitSequence:
     """Describes to a layer the sequences that devices share."""
     ulysses, ring = not set(context) & set(step.axes("q_seq")), set(context) & set(step.axes("kv_seq"))
-    return nn.SplitSequence(
+    return nn.mixer.SplitSequence(
         strategy="ulysses" if ulysses else "ring" if ring else "gather",
         parts=step.parts(context),
         heads=step.parts(set(step.axes("attn_heads")) - set(context)),

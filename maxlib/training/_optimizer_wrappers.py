@@ -228,7 +228,7 @@ def scale_by_path(factors: Mapping[str, float], *, model: Any) -> optax.Gradient
     return optax.GradientTransformation(init, update)
 
 
-def trainable_only(*patterns: str) -> nn.Filter:
+def trainable_only(*patterns: str) -> nn.tree.Filter:
     """Makes a filter for `make_state` and `Trainer`: what these patterns fit is trained, all else is frozen and has no
     moments.
 

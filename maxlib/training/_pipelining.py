@@ -23,7 +23,8 @@ Gradients = Callable[[dict[str, Any], Any, Batch, Array], tuple[dict[str, Any], 
 def one_f_one_b(loss: Loss = next_token_loss) -> Gradients:
     """Makes `gradients` for `make_train_step` and `Trainer`: those of `loss` in a 1F1B pipeline (arXiv:1806.03377).
 
-    The model has the methods of `nn.SupportsPipelining`, the pipeline is that of the layout in use. Where autodiff
+    The model has the methods of `nn.stack.SupportsPipelining`, the pipeline is that of the layout in use. Where
+    autodiff
     keeps what the backward pass needs of every microbatch, this keeps the inputs of at most `2 S V - 1` chunks' layers
     (periods of the stack, where it has some) for S stages and V repeats, and computes one of them at a time again: as
     much arithmetic as with remat "full". The loss runs in the last stage, on one microbatch at a time.
@@ -33,17 +34,17 @@ def one_f_one_b(loss: Loss = next_token_loss) -> Gradients:
             that of the forward pass, `remat` says what layers before and after the pipeline keep.
 
     Raises:
-        TypeError: the loss is another function; or, when called, the model is no `nn.SupportsPipelining` whose layers
-            repeat.
+        TypeError: the loss is another function; or, when called, the model is no `nn.stack.SupportsPipelining` whose
+        layers repeat.
         ValueError: when called, for a batch with images or an array without the batch's rows, or without a pipeline.
     """
     goal, options = split_options(loss)
     dtype, remat = options.pop("dtype", jnp.bfloat16), options.pop("remat", None)
 
     def gradients(trainable: dict[str, Any], rest: Any, batch: Batch, key: Array):
-        if not isinstance(rest, nn.SupportsPipelining) or not len(rest.layers.body):
+        if not isinstance(rest, nn.stack.SupportsPipelining) or not len(rest.layers.body):
             raise TypeError(
-                "a 1F1B pipeline needs a model with the methods of nn.SupportsPipelining, such as an nn.Decoder, whose "
+                "a 1F1B pipeline needs a model with the methods of nn.stack.SupportsPipelining, such as an nn.Decoder, whose "
                 f"layers repeat; got {type(rest).__name__}"
             )
         _check_rows(batch)
@@ -56,19 +57,19 @@ def one_f_one_b(loss: Loss = next_token_loss) -> Gradients:
         def before(outer):
             model = nn.combine(outer, rest)
             x, ctx = model.enter(model.embed_tokens(batch["tokens"], dtype), **_inputs(batch))
-            x, _, lead = nn.scan_segment(model.layers.lead, x, ctx, remat=remat)
-            x, _, aux = nn.run_segment(model.layers.prefix, x, ctx, remat=remat)
+            x, _, lead = nn.stack.scan_segment(model.layers.lead, x, ctx, remat=remat)
+            x, _, aux = nn.stack.run_segment(model.layers.prefix, x, ctx, remat=remat)
             targets = _targets_by_row(from_hidden, model, x, batch)
             return (x, jnp.sum(targets) * _own(lead + aux)), (ctx, targets)
 
         def stage(layers, fixed, works, x, data):
             ctx, targets, _ = data
-            x, _, aux = nn.scan_segment(nn.combine(layers, fixed), x, ctx, works=works)
+            x, _, aux = nn.stack.scan_segment(nn.combine(layers, fixed), x, ctx, works=works)
             return x, jnp.sum(targets) * _own(aux), _reported(aux)
 
         def after(outer, x, data):
             model, (ctx, targets, batch) = nn.combine(outer, rest), data
-            x, _, aux = nn.run_segment(model.layers.suffix, x, ctx, remat=remat)
+            x, _, aux = nn.stack.run_segment(model.layers.suffix, x, ctx, remat=remat)
             loss, stats = from_hidden(model, model.leave(x, ctx), batch)
             return loss + jnp.sum(targets) * _own(aux), jax.lax.stop_gradient(stats)
 
@@ -136,7 +137,7 @@ def _own(auxes: list[dict[str, Array]]) -> Array:
 
 def _reports(layers: nn.Stack, x: Array, ctx: Any) -> bool:
     """Whether layers say anything of all rows of a microbatch, such as how even a router is."""
-    auxes = lambda x: (nn.scan_segment(layers.body, x, ctx)[2], nn.run_segment(layers.suffix, x, ctx)[2])
+    auxes = lambda x: (nn.stack.scan_segment(layers.body, x, ctx)[2], nn.stack.run_segment(layers.suffix, x, ctx)[2])
     return bool(jax.tree.leaves(jax.eval_shape(auxes, x)))
 
 

@@ -46,7 +46,7 @@ def make_state(
     model: Any | Callable[[], Any],
     optimizer: optax.GradientTransformation,
     *,
-    filter: nn.Filter = nn.is_trainable,
+    filter: nn.tree.Filter = nn.is_trainable,
     key: Array | int = 0,
 ) -> TrainState:
     """Makes the state before the first step. It holds a model's own arrays: donating it deletes them in the model too.

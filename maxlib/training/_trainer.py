@@ -84,7 +84,7 @@ class Trainer:
         layout: sharding.Layout | None = None,
         accumulate: int = 1,
         gradients: Gradients | None = None,
-        filter: nn.Filter = nn.is_trainable,
+        filter: nn.tree.Filter = nn.is_trainable,
         schedule: optax.Schedule | None = None,
         eval_loader: StatefulLoader | None = None,
         eval_every: int = 0,

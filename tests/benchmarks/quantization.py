@@ -34,7 +34,7 @@ class ExpertLayer(nnx.Module):
         self.attn_norm, self.mlp_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
         self.attn = nn.Attention(dim, num_heads=heads, head_dim=64, rope=ops.Rope(64), rngs=rngs)
         router = nn.Router(dim, args.experts, top_k=2, rngs=rngs)
-        self.mlp = nn.MoE(dim, dim, router=router, losses=(nn.SwitchBalance(0.01),), rngs=rngs)
+        self.mlp = nn.MoE(dim, dim, router=router, losses=(nn.router.SwitchBalance(0.01),), rngs=rngs)
 
     def __call__(self, x, ctx, cache):
         y, cache = self.attn(self.attn_norm(x), ctx, cache)

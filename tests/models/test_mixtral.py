@@ -55,7 +55,7 @@ def test_balance_loss_is_that_of_transformers(tmp_path):
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens).long(), output_router_logits=True).aux_loss.item()
     theirs.save_pretrained(tmp_path)
-    model = maxlib.from_pretrained(tmp_path, losses=(nn.SwitchBalance(1.0),))
+    model = maxlib.from_pretrained(tmp_path, losses=(nn.router.SwitchBalance(1.0),))
     aux = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).aux)(model, tokens)
     np.testing.assert_allclose(2 * aux["loss/moe_balance"], [want], rtol=1e-5)
     assert want > 2.1  # 2 when even

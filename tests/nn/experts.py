@@ -9,7 +9,7 @@ from maxlib import nn
 from tests.models.parity import QUICK
 
 DIM, MLP, E, X = 16, 12, 6, 2
-LOSSES = (nn.SwitchBalance(0.3), nn.SequenceBalance(0.2), nn.RouterZ(0.1))
+LOSSES = (nn.router.SwitchBalance(0.3), nn.router.SequenceBalance(0.2), nn.router.RouterZ(0.1))
 
 
 def router(**options):

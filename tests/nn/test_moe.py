@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import nn
+from maxlib import nn, ops
 from maxlib.nn import _expert_dispatch as dispatch
 from maxlib.observability._flops import forward_flops
 from tests.nn.experts import (
@@ -42,7 +42,7 @@ def test_a_batch_without_rows_is_refused():
 
 
 VARIANTS = {
-    "biases, shared": {"bias": True, "activation": nn.ClampedSwiGLU(limit=1.0), "shared": True},
+    "biases, shared": {"bias": True, "activation": ops.ClampedSwiGLU(limit=1.0), "shared": True},
     "weights on the input, matrices the other way": {"make_router": input_router, "layout": "EIO"},
 }
 
@@ -160,20 +160,20 @@ def test_losses_equal_their_formulas():
 def test_router_z_is_a_mean_over_tokens():
     """Of all without padding, of those that are not padding, and nothing where all is."""
     logits = jax.random.normal(jax.random.key(0), (2, 3, E))
-    routing = nn.Routing(jnp.zeros((2, 3, X), jnp.int32), jnp.ones((2, 3, X)), logits, jax.nn.softmax(logits))
+    routing = nn.router.Routing(jnp.zeros((2, 3, X), jnp.int32), jnp.ones((2, 3, X)), logits, jax.nn.softmax(logits))
     square = np.log(np.exp(np.asarray(logits, np.float64)).sum(axis=-1)) ** 2
     valid = np.array([[True, True, False], [True, False, False]])
-    loss = nn.RouterZ(0.1)
+    loss = nn.router.RouterZ(0.1)
     np.testing.assert_allclose(loss(routing, None), 0.1 * square.mean(), rtol=1e-5)
     np.testing.assert_allclose(loss(routing, jnp.asarray(valid)), 0.1 * square[valid].mean(), rtol=1e-5)
     assert loss(routing, jnp.zeros((2, 3), bool)) == 0
 
 
 def test_balanced_routing_costs_the_weight():
-    flat = nn.Routing(
+    flat = nn.router.Routing(
         jnp.arange(8).reshape(2, 2, 2), jnp.ones((2, 2, 2)), jnp.zeros((2, 2, 8)), jnp.full((2, 2, 8), 1 / 8)
     )
-    for loss in (nn.SwitchBalance(0.5), nn.SequenceBalance(0.5)):
+    for loss in (nn.router.SwitchBalance(0.5), nn.router.SequenceBalance(0.5)):
         np.testing.assert_allclose(loss(flat, None), 0.5, rtol=1e-6)
 
 

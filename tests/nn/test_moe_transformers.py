@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import nn
+from maxlib import nn, ops
 from tests.nn.experts import DIM, MLP, E, X, call, close, filled, input_router, inputs, router
 
 
@@ -65,14 +65,14 @@ ROUTERS = {
         "DeepseekV2Config",
         "DeepseekV2TopkRouter",
         {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 16.0},
-        {"renormalize": False, "scale": 16.0, "groups": nn.GroupLimit(3, 2, best=1)},
+        {"renormalize": False, "scale": 16.0, "groups": nn.router.GroupLimit(3, 2, best=1)},
     ),
     "DeepSeek V3": (
         "deepseek_v3",
         "DeepseekV3Config",
         "DeepseekV3TopkRouter",
         {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
-        {"score": jax.nn.sigmoid, "scale": 2.5, "groups": nn.GroupLimit(3, 2), "expert_bias": True},
+        {"score": jax.nn.sigmoid, "scale": 2.5, "groups": nn.router.GroupLimit(3, 2), "expert_bias": True},
     ),
     "GPT-OSS": ("gpt_oss", "GptOssConfig", "GptOssTopKRouter", {}, {"bias": True}),
     "Llama 4": ("llama4", "Llama4TextConfig", "Llama4Router", {}, None),
@@ -140,7 +140,7 @@ def test_block_equals_transformers(name):
 def loaded(values, gate, make_router, is_gpt_oss):
     width = next((w.shape[0] for name, w in values.items() if "shared" in name and "up_proj" in name), None)
     shared = lambda: None if width is None else nn.GatedMLP(DIM, width, rngs=nnx.Rngs(0))
-    activation = nn.ClampedSwiGLU() if is_gpt_oss else nn.swiglu
+    activation = ops.ClampedSwiGLU() if is_gpt_oss else ops.swiglu
     layer = filled(
         lambda: nn.MoE(
             DIM, MLP, router=make_router(), shared=shared(), activation=activation, bias=is_gpt_oss, rngs=nnx.Rngs(0)

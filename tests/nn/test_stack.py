@@ -111,7 +111,7 @@ def test_layers_on_trust_are_traced_once_and_are_the_same():
     checked = describe()
     assert sorted({*made}) == [*range(9)]
     made.clear()
-    with nn.skip_layer_check():
+    with nn.stack.skip_layer_check():
         trusted = describe()
     assert made == [0, 1, 2]
     assert jax.tree.structure(trusted) == jax.tree.structure(checked)
@@ -157,7 +157,7 @@ def test_on_gpus_layers_stay_as_they_lie_and_nothing_else_changes(monkeypatch):
         stack, x = sharding.create(lambda: build(Same, 1, 2), layout), jnp.ones((8, 3, 4))
         gradient = lambda stack: jax.grad(lambda stack: jnp.sum(stack(x, 0.1, remat="full")[0] ** 2))(stack)
         want = jax.jit(gradient)(stack)
-        monkeypatch.setattr("maxlib.nn._stack.current_device", lambda: ("gpu", "NVIDIA H100"))
+        monkeypatch.setattr("maxlib.nn.stack.current_device", lambda: ("gpu", "NVIDIA H100"))
         lowered = jax.jit(lambda stack: gradient(stack)).lower(stack)
         assert "LayoutConstraint" in lowered.as_text()
         jax.tree.map(np.testing.assert_array_equal, want, lowered.compile()(stack))

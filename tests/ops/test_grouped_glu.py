@@ -25,7 +25,7 @@ def geglu(gate, up):
     return jax.nn.gelu(gate) * up
 
 
-COMBINES = {"silu": nn.swiglu, "clamped": nn.ClampedSwiGLU(limit=1.0), "gelu": geglu}
+COMBINES = {"silu": ops.swiglu, "clamped": ops.ClampedSwiGLU(limit=1.0), "gelu": geglu}
 
 
 def arrays(M, I, O, E, dtype=np.float32, *, layout="EOI", biased=False):
@@ -73,7 +73,7 @@ def by_kernel(counts, layout, activation):
 
 @pytest.mark.parametrize("implementation", ["tiled", "ragged_dot", "reference"])
 def test_equals_the_formula(implementation):
-    options = {"activation": nn.ClampedSwiGLU(limit=1.0), "layout": "EIO"}
+    options = {"activation": ops.ClampedSwiGLU(limit=1.0), "layout": "EIO"}
     given, counts = arrays(70, 5, 7, 3, layout="EIO", biased=True), [33, 0, 21]
     run = by_op(jnp.array(counts), implementation=implementation, **options)
     close(jax.jit(functools.partial(value_and_gradients, run))(*given), in_float64(*given, counts, **options))
@@ -136,7 +136,7 @@ def test_the_kernel_lowers(name):
 
 @no_gpu
 def test_its_gradients_lower():
-    run = by_kernel(jnp.array([500, 0, 300, 100]), "EIO", nn.swiglu)
+    run = by_kernel(jnp.array([500, 0, 300, 100]), "EIO", ops.swiglu)
     text = lowered(functools.partial(value_and_gradients, run), *shapes(jnp.float32, layout="EIO", biased=True))
     assert text.count("@mosaic_gpu_v2(") == 4  # gate and up, the gradient of the rows, those of gate and of up
 
@@ -145,7 +145,7 @@ def test_its_gradients_lower():
 @pytest.mark.parametrize(("policy", "runs"), [("minimal", 1), ("full", 2)])
 def test_remat_decides_what_is_kept(policy, runs):
     run = jax.checkpoint(
-        by_kernel(jnp.array([500, 0, 300, 100]), "EOI", nn.swiglu), policy=nn.remat.remat_policy(policy)
+        by_kernel(jnp.array([500, 0, 300, 100]), "EOI", ops.swiglu), policy=nn.remat.remat_policy(policy)
     )
     loss = lambda *given: (run(*given).astype(jnp.float32) ** 2).sum()
     text = lowered(jax.grad(loss, argnums=(0, 1, 2)), *shapes()[:4])
@@ -155,13 +155,13 @@ def test_remat_decides_what_is_kept(policy, runs):
 def test_a_name_never_falls_back():
     rows, gate, up, _, _ = arrays(8, 64, 64, 2)
     with pytest.raises(ValueError, match=r"grouped_glu: mosaic_gpu is for NVIDIA's Hopper .* Pass implementation=None"):
-        ops.grouped_glu(rows, gate, up, jnp.array([4, 4]), activation=nn.swiglu, implementation="mosaic_gpu")
+        ops.grouped_glu(rows, gate, up, jnp.array([4, 4]), activation=ops.swiglu, implementation="mosaic_gpu")
 
 
 def test_clear_errors():
     unchecked = inspect.unwrap(ops.grouped_glu)  # the shape checker of the tests would be first
     rows, gate, up, (bias, _), _ = arrays(8, 5, 7, 2, biased=True)
-    call = functools.partial(unchecked, rows, gate, activation=nn.swiglu)
+    call = functools.partial(unchecked, rows, gate, activation=ops.swiglu)
     with pytest.raises(ValueError, match="same shape, got .*7, 5.* and .*6, 5"):
         call(up[:, :6], jnp.array([4, 4]))
     with pytest.raises(ValueError, match=r"'E O', here \(2, 7\), or both None, got None and \(2, 7\)"):
@@ -173,7 +173,7 @@ def test_clear_errors():
 # ---------------------------------------------------------------------------------------------- who calls it
 
 
-def mixture(implementation, activation=nn.swiglu):
+def mixture(implementation, activation=ops.swiglu):
     layer = nn.MoE(64, 64, router=nn.Router(64, 4, top_k=2, rngs=nnx.Rngs(0)), activation=activation, rngs=nnx.Rngs(0))
     for part in (layer.gate, layer.up, layer.down):
         part.matmul = nn.matmul.Exact(implementation)
@@ -189,7 +189,7 @@ def test_a_mixture_of_experts_uses_it(emulated, monkeypatch):
         loss = lambda layer, x: (layer(x)[0] ** 2).sum()
         return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(layer, x))
 
-    layer = mixture("mosaic_gpu", emulator.in_numpy(nn.swiglu))
+    layer = mixture("mosaic_gpu", emulator.in_numpy(ops.swiglu))
     assert str(jax.make_jaxpr(lambda x: layer(x)[0])(x)).count("pure_callback[") == 2  # gate and up, and down
     other = mixture("tiled")
     close(run(layer), run(other))
@@ -202,7 +202,7 @@ def test_a_mixture_of_experts_uses_it(emulated, monkeypatch):
 def test_on_a_gpu_the_kernel_equals_the_formula(dtype):
     tol = 4 * float(jnp.finfo(dtype).eps)
     # Where a value is clamped, rounding decides on a whole derivative: here none is.
-    for activation, layout, biased in ((nn.swiglu, "EOI", False), (nn.ClampedSwiGLU(limit=50.0), "EIO", True)):
+    for activation, layout, biased in ((ops.swiglu, "EOI", False), (ops.ClampedSwiGLU(limit=50.0), "EIO", True)):
         given = arrays(M, I, O, 4, dtype, layout=layout, biased=biased)
         for counts in COUNTS.values():
             run = by_kernel(jnp.array(counts), layout, activation)

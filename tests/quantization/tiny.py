@@ -18,7 +18,7 @@ class Layer(nnx.Module):
         options = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "rope": ops.Rope(16)}
         self.attn = nn.Attention(32, **options, rngs=rngs) if attends else None
         router = nn.Router(32, 4, top_k=2, rngs=rngs)
-        self.mlp = nn.MoE(32, 16, router=router, losses=(nn.SwitchBalance(0.01),), rngs=rngs)
+        self.mlp = nn.MoE(32, 16, router=router, losses=(nn.router.SwitchBalance(0.01),), rngs=rngs)
 
     def __call__(self, x, ctx, cache):
         x = x if self.attn is None else x + self.attn(self.norm(x))[0]

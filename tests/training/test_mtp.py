@@ -32,7 +32,7 @@ CFG = dataclasses.replace(
     top_k=2,
     num_groups=1,
     top_groups=1,
-    losses=(nn.SwitchBalance(0.01),),
+    losses=(nn.router.SwitchBalance(0.01),),
 )
 LENGTHS = ((7, 1, 5), (2, 9))  # documents of each row; what is left is padding
 SEQ = 14

@@ -37,7 +37,7 @@ def test_without_a_mask_the_same_decays_in_every_family():
 
 def assert_decays_as_by_axes(family):
     preset = next(iter(family.presets.values()))
-    with nn.skip_layer_check():
+    with nn.stack.skip_layer_check():
         model = jax.eval_shape(lambda: family.model(preset, rngs=nnx.Rngs(0)))
     params, _ = nn.partition(model)
     assert optimizers.decay_by_name(params) == training.decay_mask(model)(params)

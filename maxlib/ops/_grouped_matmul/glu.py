@@ -29,7 +29,7 @@ def grouped_glu(
 ) -> Float[Array, "M O"]:
     """Joins two grouped matmuls of the same rows: `activation(x @ gate[e].T + gate_bias[e], x @ up[e].T + up_bias[e])`.
 
-    activation: an elementwise function of both, such as `nn.swiglu` or `nn.ClampedSwiGLU()`: hashable, and zero where
+    activation: an elementwise function of both, such as `ops.swiglu` or `ops.ClampedSwiGLU()`: hashable, and zero where
     both are. Rows, counts, weights and layout are as in `grouped_matmul`.
 
     implementation: as in `grouped_matmul`, and None chooses the same one. All but one are two matmuls, rounded to the

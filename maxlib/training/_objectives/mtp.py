@@ -1,4 +1,4 @@
-"""The loss of multi-token prediction, for models with `predict_ahead` (`nn.predict_ahead` has the details)."""
+"""The loss of multi-token prediction, for models with `predict_ahead` (`nn.mtp.predict_ahead` has the details)."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn
-from maxlib.nn._mtp import shift_left
+from maxlib.nn.mtp import shift_left
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Stats, objective, own_losses
 
@@ -57,7 +57,7 @@ def mtp_loss(
     return loss, jax.lax.stop_gradient(Stats(stats.num_targets, sums))
 
 
-def _module_loss(head: Any, module: nn.MTPOutput, depth: int, targets: Int[Array, "B T"]):
+def _module_loss(head: Any, module: nn.mtp.MTPOutput, depth: int, targets: Int[Array, "B T"]):
     """Returns the sum over the targets that the module has, and means of its metrics over these."""
     own = jnp.where(module.valid, shift_left(targets, depth, fill=-1), -1)
     loss, terms = nn.cross_entropy(module.hidden, head.head_weight(), own, softcap=head.softcap)
@@ -65,13 +65,13 @@ def _module_loss(head: Any, module: nn.MTPOutput, depth: int, targets: Int[Array
     return loss, {name: value / count for name, value in terms.items()}
 
 
-def _reports(modules: list[nn.MTPOutput]) -> dict[str, Array]:
+def _reports(modules: list[nn.mtp.MTPOutput]) -> dict[str, Array]:
     """Returns what each module's block reports, a row for each."""
     names = [name for name in (modules[0].aux if modules else ()) if all(name in module.aux for module in modules)]
     return {name: jnp.stack([module.aux[name] for module in modules]).astype(jnp.float32) for name in names}
 
 
-def acceptance_rates(model: Any, hidden: Float[Array, "B T D"], modules: list[nn.MTPOutput]) -> dict[str, Array]:
+def acceptance_rates(model: Any, hidden: Float[Array, "B T D"], modules: list[nn.mtp.MTPOutput]) -> dict[str, Array]:
     """Computes, by module, the share of valid places where greedy decoding would take its draft and all before it.
 
     hidden: the model's own, from which the modules looked ahead.

@@ -52,7 +52,7 @@ class Recompute:
 
 
 def gradient_digests(
-    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.Filter = nn.is_trainable
+    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter = nn.is_trainable
 ) -> dict[str, str]:
     """A hash of the bits of every parameter's gradient, and of the loss; equal runs have equal hashes."""
     key = jax.random.key(0) if key is None else key
@@ -80,7 +80,7 @@ def _replicated(array: Array) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def _gradient(loss: Loss, filter: nn.Filter) -> Callable[..., Any]:
+def _gradient(loss: Loss, filter: nn.tree.Filter) -> Callable[..., Any]:
     @jax.jit
     def run(model: Any, batch: Batch, key: Array) -> Any:
         trainable, rest = nn.partition(model, filter)

@@ -32,7 +32,7 @@ class Observation:
 
 
 def observe(
-    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.Filter = nn.is_trainable
+    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter = nn.is_trainable
 ) -> Observation:
     """One forward and backward pass that is watched. The model is not changed; call it inside `sharding.use` if it is
     sharded.
@@ -68,7 +68,7 @@ class LayerStatistics:
     `moe/load`.
     """
 
-    def __init__(self, *, filter: nn.Filter = nn.is_trainable):
+    def __init__(self, *, filter: nn.tree.Filter = nn.is_trainable):
         self._filter = filter
 
     def __call__(self, trainer: Any) -> None:
@@ -116,7 +116,7 @@ class _Found:
 
 
 @functools.lru_cache(maxsize=4)
-def _watched(loss: Loss, filter: nn.Filter) -> Callable[..., _Found]:
+def _watched(loss: Loss, filter: nn.tree.Filter) -> Callable[..., _Found]:
     is_tap = lambda path: path.endswith((".tap", ".logit_tap"))
     take = lambda path, variable: isinstance(variable, hooks.Tap) or filter(path, variable)
 

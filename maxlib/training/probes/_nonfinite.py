@@ -12,7 +12,7 @@ from maxlib.training.probes._layers import Observation, observe
 
 
 def find_nonfinite(
-    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.Filter = nn.is_trainable
+    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter = nn.is_trainable
 ) -> str | None:
     """Names the first layer and tensor that is not finite in the forward and in the backward pass of `loss`; None if
     all are.

@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxlib.nn._layer_axis import with_layer_axis, without_layer_axis
-from maxlib.nn._mixer import check_cache_dtype, check_order, is_reorderable
 from maxlib.nn._stack_layout import Segment, as_layout, normalized_layout, place_of, segments
+from maxlib.nn.mixer import check_cache_dtype, check_order, is_reorderable
 from maxlib.nn.remat import Policy, remat_policy, rematerialised
 from maxlib.nn.tree import StackedLayers, is_variable, variables
 from maxlib.ops._attention.dispatch import current_device

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib._utils.paths import dotted
 from maxlib.nn._linear import Einsum, Init
 from maxlib.nn._pytree import pytree
-from maxlib.nn._stack import Stack
+from maxlib.nn.stack import Stack
 from maxlib.nn.tree import is_variable
 from maxlib.sharding import shard_map_by_name
 
