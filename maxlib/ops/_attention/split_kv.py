@@ -56,11 +56,8 @@ def split_kv(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
 
-    The gradient is that of `chunked`. Arguments that are not listed are those of `ops.attention`.
-
-    Args:
-      wave: number of keys computed at once.
-      part: smallest number of keys in a part; rounded up to a divisor of `wave`.
+    All but two arguments are those of `reference`; the gradient is that of `chunked`. `wave` is the number of keys
+    computed at once, and `part` the number of keys in a part, which is rounded up to a divisor of `wave`.
     """
     wave = min(wave, k.shape[1])
     spec = Spec(scale, softcap, wave, _divisor(wave, part))

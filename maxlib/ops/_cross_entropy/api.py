@@ -1,4 +1,4 @@
-"""The public loss: checks its arguments, takes ignored tokens out, and chooses an implementation."""
+"""The public loss: checks its arguments, removes ignored tokens, and chooses an implementation."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ Implementation = Literal["chunked", "reference"]
 
 
 class CrossEntropy(NamedTuple):
-    """What the loss returns. Everything is float32, differentiable and 0 (False) where the target is ignored."""
+    """Result of `linear_cross_entropy`: float32, differentiable, and 0 (False) where the target is ignored."""
 
     loss: Float[Array, ""]
     """Sum over tokens of `weights * token_loss`; the fast one to differentiate."""
@@ -44,7 +44,7 @@ def linear_cross_entropy(
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> CrossEntropy:
-    """Cross-entropy of `hidden @ weight.T` against `targets`, a chunk of tokens at a time.
+    """Computes the cross-entropy of `hidden @ weight.T` against `targets`, a chunk of tokens at a time.
 
     Gradients of `.loss` are formed during the forward pass, so the logits are computed once. Gradients of the
     per-token fields are right too, but compute the logits a second time. To train, put the normalisation into
@@ -81,6 +81,7 @@ def linear_cross_entropy(
 
     valid = targets != ignore_index
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    # [*B, D] -> [M, D]. Ignored rows become zeros with weight 0, so that not even a NaN in them reaches a gradient.
     rows = jnp.where(valid[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
     loss, terms = run(
         rows,
