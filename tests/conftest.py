@@ -8,7 +8,9 @@ import shutil
 import tempfile
 
 # Before jax is imported. A test that starts a process of its own inherits these.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_ON_A_GPU = os.environ.get("MAXLIB_TEST_GPU") == "1"
+if not _ON_A_GPU:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the tests' time is compiling what runs once. Level 0 skips LLVM's optimizations, not XLA's; the older emitters
 # of fusions and a single module per program take a third of the time to compile and compute the same.
 for _flag in (
@@ -17,7 +19,7 @@ for _flag in (
     "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_parallel_codegen_split_count=1",
 ):
-    if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+    if not _ON_A_GPU and _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ[_name] = "1"
@@ -39,6 +41,11 @@ import pytest  # noqa: E402
 
 from tests import typecheck  # noqa: E402
 
+if _ON_A_GPU and jax.default_backend() != "gpu":
+    raise pytest.UsageError(
+        f"MAXLIB_TEST_GPU=1 asks for the tests on a GPU, but jax runs on {jax.default_backend()}: install jax[cuda13] on "
+        "a machine with an NVIDIA GPU and leave JAX_PLATFORMS out, or leave MAXLIB_TEST_GPU out"
+    )
 jaxtyping.install_import_hook("maxlib", f"{typecheck.__name__}.check")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -4,6 +4,7 @@ from maxlib.checkpoint._checkpointer import Checkpointer as Checkpointer
 from maxlib.checkpoint._errors import DamagedError as DamagedError
 from maxlib.checkpoint._errors import InUseError as InUseError
 from maxlib.checkpoint._errors import SaveError as SaveError
+from maxlib.checkpoint._errors import UnsavedError as UnsavedError
 from maxlib.checkpoint._layout import layouts as layouts
 from maxlib.checkpoint._policy import Best as Best
 from maxlib.checkpoint._restore import load as load

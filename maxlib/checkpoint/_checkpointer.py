@@ -1,5 +1,6 @@
 """The checkpoints of one run."""
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -16,7 +17,7 @@ from maxlib.checkpoint import _manifest as manifest
 from maxlib.checkpoint import _policy as policy
 from maxlib.checkpoint import _restore as restore
 from maxlib.checkpoint import _storage as storage
-from maxlib.checkpoint._errors import DamagedError, SaveError, shorten
+from maxlib.checkpoint._errors import DamagedError, InUseError, SaveError, UnsavedError, shorten, summary
 from maxlib.checkpoint._layout import Layouts
 
 _log = logging.getLogger(__name__)
@@ -25,17 +26,25 @@ _log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and restores the steps of one run in a directory of its own, asynchronously.
 
-    `directory` is a path or a URL such as "gs://bucket/run". A step appears all at once or not at all; then it is read
-    again and compared with its checksums (`verify`), and only after that older ones go. What stays: the newest `keep`
-    (None: all), every step that `keep_every` divides, the `best`. `should_save` says yes every `every` steps, and when
-    `seconds` have passed since the last save. `replace`: what was saved under a step's number goes, where otherwise
-    steps of another history are an error. `layouts` are those of the model's stacks (`layouts(model)`): recorded with
-    each step, and what a restored step is laid out to. In a job of several hosts every host makes the same calls, and
-    all see the same directory.
+    A step appears all at once or not at all; then it is read again and compared with its checksums, and only after that
+    older ones go. The run that opens a directory last owns it: an older one stops at its next save. In a job of several
+    hosts every host makes the same calls, and all see the same directory.
+
+    Args:
+        directory: Path, or a URL such as "gs://bucket/run".
+        every: Number of steps from one save to the next, which `should_save` asks for.
+        seconds: Seconds from one save to the next; both may be given.
+        keep: Number of newest steps that stay; None keeps all.
+        keep_every: Steps that it divides stay, too.
+        best: Steps with the best metric stay, too.
+        verify: Read a step again once it is written.
+        replace: Delete what was saved under a step's number. Otherwise steps of another history are an error.
+        layouts: Those of the model's stacks (`layouts(model)`), recorded with each step and what restored ones get.
+        max_failed_saves: Failed saves in a row after which `unsaved` says that the run should end; None for no limit.
+        max_unsaved_seconds: The same, in seconds from the first of them.
 
     Raises:
-      SaveError: the directory cannot be made or written.
-      InUseError: another run that still lives saves there.
+        SaveError: The directory cannot be made or written.
     """
 
     def __init__(
@@ -50,18 +59,22 @@ class Checkpointer:
         verify: bool = True,
         replace: bool = False,
         layouts: Layouts | None = None,
+        max_failed_saves: int | None = 3,
+        max_unsaved_seconds: float | None = 3600.0,
     ):
         counts = {"every": every, "seconds": seconds, "keep": keep, "keep_every": keep_every, "best.n": best and best.n}
+        counts |= {"max_failed_saves": max_failed_saves, "max_unsaved_seconds": max_unsaved_seconds}
         if wrong := {name: value for name, value in counts.items() if value is not None and not value > 0}:
             raise ValueError(f"All of {', '.join(counts)} must be positive, got {wrong}.")
         self.directory = storage.absolute(directory)
         self.layouts = layouts or {}
         self._when, self._keep = policy.When(every, seconds), policy.Keep(keep, keep_every, best)
         self._verify, self._replace, self._metrics = verify, replace, {}
+        self._failures, self._last_error = policy.Failures(max_failed_saves, max_unsaved_seconds), ""
         try:
-            self._owner = owner.Claim(self.directory)
+            self._owner = owner.RunLock(self.directory)
             self._steps = storage.Steps(self.directory, clean=self._owner.first)
-        except OSError as error:
+        except (OSError, distributed.PeerError) as error:
             raise SaveError(f"Checkpoints cannot be written to {self.directory}: {error}", step=0) from error
         self._thread = ThreadPoolExecutor(1, "maxlib-checkpoint")
         self._saving: tuple[int, Future] | None = None
@@ -83,9 +96,7 @@ class Checkpointer:
             _log.error("%s", failed)  # and let the first error be seen
 
     def should_save(self, step: int) -> bool:
-        """Whether a save is due after `step`, by `every` or by `seconds`; never without them. All hosts get the same
-        answer.
-        """
+        """Returns whether a save is due after `step`, by `every` or by `seconds`; all hosts get the same answer."""
         return self._when.due(step)
 
     def save(
@@ -99,22 +110,25 @@ class Checkpointer:
     ) -> None:
         """Starts to save and returns once the arrays may be donated; waits for the save before, if that still runs.
 
-        items: pytrees of arrays by name, such as `params`, `rest` and `opt`. data: one state of the data's iterator per
-        virtual shard of this host (`Loader.get_state()`), in JSON's types. meta: anything in JSON's types; `format`,
-        `step`, `layouts` and `metrics` are added, by which `best` chooses. A step that this object has saved or
-        restored already is left as it is.
+        A step that this object has saved or restored already is left as it is.
+
+        Args:
+            step: Number of the step.
+            items: Pytrees of arrays by name, such as `params`, `rest` and `opt`.
+            data: One state of the data's iterator per virtual shard of this host (`Loader.get_state()`).
+            meta: Anything in JSON's types; `format`, `step`, `layouts` and `metrics` are added.
+            metrics: Numbers by which `best` chooses.
 
         Raises:
-          SaveError: the save before this one has failed; this one runs all the same. Or this one cannot even begin.
-          ValueError: the directory has this step or a later one of another history.
-          InUseError: another run has taken the directory over.
+            SaveError: The save before this one has failed; this one runs all the same. Or this one cannot even begin.
+            ValueError: The directory has this step or a later one of another history.
+            InUseError: Another run has taken the directory over.
         """
         failed = self._finish()
         if step in self._own - self._damaged:
             self._prune()  # a run that was killed before it could, and has no other step to save
             return _raise(failed)
-        self._owner.check()
-        self._make_way(step)
+        self._prepare(step)
         meta = {**(meta or {}), "format": manifest.FORMAT, "step": step, "layouts": self.layouts}
         meta |= {} if metrics is None else {"metrics": dict(metrics)}
         texts = {"meta": _text("meta", meta), "data": _text("data", _of_all_hosts(dict(data or {})))}
@@ -140,20 +154,20 @@ class Checkpointer:
         return restored
 
     def adopt(self, step: int) -> None:
-        """Takes `step`, if it is here, for one of this run, which need not be saved again."""
+        """Counts `step`, if it is here, among those of this run, so that it is not saved again."""
         self._own |= {step} & set(self.steps())
         self._when.saved(step)
 
     def steps(self) -> list[int]:
-        """The complete steps, oldest first."""
+        """Lists the complete steps, oldest first."""
         return storage.steps(self.directory)
 
     def has(self, step: int) -> bool:
-        """Whether `step` is complete, or being saved."""
+        """Returns whether `step` is complete, or being saved."""
         return step in self._own or step in self.steps()
 
     def latest(self) -> int | None:
-        """The newest complete step whose records are whole and that has not been found damaged; None without one.
+        """Returns the newest complete step whose records are whole and that has not been found damaged, else None.
 
         Its arrays are read and verified when it is restored, or by `verify`.
         """
@@ -170,7 +184,7 @@ class Checkpointer:
         _raise(self._finish())
 
     def settle(self) -> None:
-        """Waits for the last save without a word to the other hosts: after an error that they need not have."""
+        """Waits for the last save without talking to other hosts, after an error that they need not have."""
         if self._saving is not None:
             wait([self._saving[1]])
 
@@ -181,6 +195,37 @@ class Checkpointer:
         self._steps.close()
         self._owner.release()
         _raise(failed)
+
+    def unsaved(self) -> UnsavedError | None:
+        """Returns the error to end the run with if too many saves in a row have failed, else None.
+
+        By `max_failed_saves` and `max_unsaved_seconds`. A `Trainer` asks after every failed save. All hosts call it.
+        """
+        if not self._failures.too_many():
+            return None
+        last = self._last_good()
+        return UnsavedError(
+            f"{self._failures.count} saves in a row have failed, the last with: {self._last_error}; {_say_good(last)}. "
+            "Mend the cause and start again, or raise max_failed_saves= and max_unsaved_seconds= of the Checkpointer "
+            "(None for no limit) to train on unsaved.",
+            last_good=last,
+        )
+
+    def _prepare(self, step: int) -> None:
+        """Makes sure that the directory is still this run's, and makes way for `step`."""
+        try:
+            self._make_way(step, self._held())
+        except (OSError, distributed.PeerError) as error:  # the directory cannot be read, or not changed
+            raise self._failed(step, error) from error
+
+    def _held(self) -> list[int]:
+        """Lists the complete steps, the same for all hosts. Raises InUseError if another run has taken them over."""
+        with distributed.raise_on_all("reading its directory"):
+            here = self._owner.taken(), self.steps()
+        taken, steps = distributed.allgather_json(here)[0]
+        if taken is not None:
+            raise InUseError(taken)
+        return steps
 
     def _start(self, step: int, items: dict[str, dict[str, Any]], texts: dict[str, str]) -> None:
         raws = {item: {n: trees.snapshot(leaf) for n, leaf in leaves.items()} for item, leaves in items.items()}
@@ -197,7 +242,7 @@ class Checkpointer:
         self._own.add(step)
 
     def _complete(self, step: int) -> list[str]:
-        """In the background: waits until `step` is on disk and reads it again; gives what is not as it was."""
+        """Waits, in the background, until `step` is on disk, reads it again and returns the names of damaged leaves."""
         self._steps.wait()
         bad = restore.damaged_leaves(self.directory / str(step)) if self._verify else []
         if jax.process_count() == 1 and not bad:
@@ -205,7 +250,7 @@ class Checkpointer:
         return bad
 
     def _finish(self) -> SaveError | None:
-        """Waits for the save that runs, and gives what went wrong with it."""
+        """Waits for the save that runs and returns what went wrong with it."""
         saving, self._saving = self._saving, None
         if saving is None:
             return None
@@ -214,9 +259,12 @@ class Checkpointer:
             with distributed.raise_on_all("writing it"):
                 bad = completed.result()
         except Exception as error:  # of orbax, tensorstore or the system
+            with contextlib.suppress(OSError, distributed.PeerError):
+                self._held()  # another run may have cleaned away what this one was writing
             return self._failed(step, error)
         if restore.anywhere(bad):
             return self._refused(step, bad)
+        self._failures.ended()
         if jax.process_count() > 1:
             self._prune()
         return None
@@ -229,30 +277,38 @@ class Checkpointer:
     def _failed(self, step: int, error: Exception) -> SaveError:
         self._own.discard(step)
         self._steps.clean(step)
-        last = self.latest()
-        good = "there is no earlier one" if last is None else f"step {last} is the last good one"
-        failed = SaveError(f"Step {step} could not be saved to {self.directory} ({error}); {good}.", step=step)
+        self._failures.add()
+        self._last_error = summary(error)
+        where = f"Step {step} could not be saved to {self.directory}"
+        failed = SaveError(f"{where} ({self._last_error}); {_say_good(self._last_good())}.", step=step)
         failed.__cause__ = error
         return failed
 
+    def _last_good(self) -> int | None:
+        """Returns the newest step known to be good; looks at the disk, which may be the cause, only if it must."""
+        known = self._own - self._damaged
+        return max(known) if known else self.latest()
+
     def _prune(self) -> None:
-        """Deletes the steps that need not be kept; the damaged ones never count as kept."""
-        steps = self.steps()
-        good = [step for step in steps if step not in self._damaged]
-        for step in good:
-            if self._keep.best and step not in self._metrics:
-                self._metrics[step] = restore.metrics(self.directory / str(step))
-        keep = self._keep(good, self._metrics)
-        self._steps.delete([step for step in steps if step < max(good, default=0) and step not in keep])
+        """Deletes the steps that need not be kept; damaged ones never count as kept."""
+        try:
+            steps = self.steps()
+            good = [step for step in steps if step not in self._damaged]
+            for step in good:
+                if self._keep.best and step not in self._metrics:
+                    self._metrics[step] = restore.metrics(self.directory / str(step))
+            keep = self._keep(good, self._metrics)
+            self._steps.delete([step for step in steps if step < max(good, default=0) and step not in keep])
+        except OSError as error:  # the new step is good all the same
+            _log.warning("Old steps of %s could not be deleted: %s.", self.directory, summary(error))
 
     def _wait_quietly(self) -> None:
         failed = self._finish()
         if failed:
             _log.error("%s", failed)
 
-    def _make_way(self, step: int) -> None:
-        """Sets damaged steps aside that stand where the run goes now. Good ones are never touched."""
-        held = distributed.allgather_json(self.steps())[0]  # one list for all: the first host is about to change it
+    def _make_way(self, step: int, held: list[int]) -> None:
+        """Renames damaged steps that stand where the run goes now. Never touches good ones."""
         if self._replace and step in held:
             self._steps.make_room(step)
         ahead = [s for s in held if s >= step and not self._replace]
@@ -295,6 +351,10 @@ def _raise(failed: SaveError | None) -> None:
         raise failed
 
 
+def _say_good(step: int | None) -> str:
+    return "there is no earlier one" if step is None else f"step {step} is the last good one"
+
+
 def _text(name: str, content: Any) -> str:
     try:
         return records.to_text(content)
@@ -305,5 +365,5 @@ def _text(name: str, content: Any) -> str:
 
 
 def _of_all_hosts(data: dict[str, Any]) -> dict[str, Any]:
-    """The states of all hosts' shards, joined."""
+    """Joins the states of all hosts' shards."""
     return {shard: state for states in distributed.allgather_json(data) for shard, state in states.items()}

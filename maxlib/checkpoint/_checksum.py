@@ -13,7 +13,7 @@ _MIX = tuple(np.uint32(c) for c in (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB
 
 
 def digest(x: Any) -> tuple[jax.Array, jax.Array]:
-    """Two 32-bit sums over hashes of each element's bits and place; `x` is an array of any dtype but a key's.
+    """Computes two 32-bit sums over hashes of each element's bits and place; `x` has any dtype but a key's.
 
     A sum has no order, so shards add up to the same whatever the mesh, each device reads only what it holds and two
     numbers per device travel. For a given place the hash is one to one: a change of one element is never missed, any
@@ -24,7 +24,7 @@ def digest(x: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def to_hex(sums: tuple[jax.Array, jax.Array]) -> str:
-    """Waits for `digest` and writes it down."""
+    """Waits for `digest` and returns it as hexadecimal digits."""
     return "".join(f"{int(s.addressable_data(0)):08x}" for s in sums)
 
 
@@ -40,7 +40,7 @@ def _digest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _places(shape: tuple[int, ...]) -> jax.Array:
-    """A number for every place, made of one hash per axis and index."""
+    """Returns a number for every place, made of one hash per axis and index."""
     places = jnp.full((1,) * len(shape), _MIX[3])
     for axis, size in enumerate(shape):
         h = (lax.iota(jnp.uint32, size) + np.uint32(7919 * axis + 1)) * _MIX[1]
@@ -51,7 +51,7 @@ def _places(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of `x` as uint32."""
+    """Returns the bits of `x` as uint32."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -63,7 +63,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _words_on_host(x: np.ndarray) -> np.ndarray:
-    """What `_words` would see, for the dtypes that jax would cut to 32 bits."""
+    """Returns what `_words` would see, for the dtypes that jax would cut to 32 bits."""
     if x.dtype.itemsize <= 4:
         return x
     if np.issubdtype(x.dtype, np.complexfloating):
@@ -79,6 +79,6 @@ def _is_narrow(dtype: Any) -> bool:
 
 
 def _on_device(x: jax.Array) -> jax.Array:
-    """`x` in its devices' own memory, where it may have been offloaded to the host's."""
+    """Moves `x` to its devices' own memory, where it may have been offloaded to the host's."""
     kind = next(iter(x.sharding.device_set)).default_memory().kind
     return x if x.sharding.memory_kind in (None, kind) else jax.device_put(x, x.sharding.with_memory_kind(kind))

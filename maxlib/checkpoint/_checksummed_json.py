@@ -8,17 +8,17 @@ from etils import epath
 
 
 class Damaged(ValueError):
-    """A record that is missing or not as it was written."""
+    """Error for a record that is missing or not as it was written."""
 
 
 def to_text(content: Any) -> str:
-    """`content` under its checksum. Raises TypeError for what JSON cannot hold."""
+    """Writes `content` as JSON under its checksum. Raises TypeError for what JSON cannot hold."""
     body = json.dumps(json.loads(json.dumps(content)), sort_keys=True)  # keys as they will be read: strings
     return f'{{"crc32": "{zlib.crc32(body.encode()):08x}", "content": {body}}}\n'
 
 
 def read(path: epath.Path) -> Any:
-    """The content of a record. Raises Damaged."""
+    """Reads the content of a record. Raises Damaged."""
     try:
         record = json.loads(path.read_text())
         crc, content = record["crc32"], record["content"]

@@ -9,13 +9,13 @@ from maxlib.nn.tree import is_variable
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """`{dotted path: leaf}`; variables are leaves, and those that hold nothing (`nn.partition`) are left out."""
+    """Returns `{dotted path: leaf}`; variables are leaves, those that hold nothing (`nn.partition`) are left out."""
     found = {_name(path): _value(leaf) for path, leaf in _leaves(tree)}
     return {name: leaf for name, leaf in sorted(found.items()) if leaf is not None}
 
 
 def unflatten(tree: Any, leaves: dict[str, Any]) -> Any:
-    """`tree` with its leaves taken from `leaves`."""
+    """Returns `tree` with its leaves taken from `leaves`."""
 
     def put(path, leaf):
         new = leaves.get(_name(path))
@@ -25,8 +25,8 @@ def unflatten(tree: Any, leaves: dict[str, Any]) -> Any:
 
 
 def snapshot(leaf: Any) -> Any:
-    """What is stored of a leaf: the data of a key, a wider dtype for one that cannot be stored, a copy of what is not a
-    `jax.Array`.
+    """Returns what is stored of a leaf: the data of a key, a wider dtype for one that cannot be stored, a copy of what
+    is not a `jax.Array`.
     """
     leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
     leaf = leaf if isinstance(leaf, jax.Array) else np.array(leaf, order="C")
@@ -34,12 +34,12 @@ def snapshot(leaf: Any) -> Any:
 
 
 def stored_dtype(dtype: Any) -> np.dtype:
-    """The dtype itself, or one that holds all its values where tensorstore does not know it."""
+    """Returns the dtype, or one that holds all its values where tensorstore does not know it."""
     return np.dtype({"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "float16"}.get(str(dtype), dtype))
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf, perhaps an abstract one, is made of typed random keys."""
+    """Returns whether a leaf, perhaps an abstract one, is made of typed random keys."""
     return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

@@ -38,7 +38,7 @@ def layer_path(name: str, layouts: Layouts) -> list[Piece]:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A leaf to be: what it shall be like, and what it is made of; with `rows`, a piece for each index of its first
+    """Wanted leaf: what it is like, and what it is made of; with `rows`, a piece for each index of its first
     axis.
     """
 
@@ -49,7 +49,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """One layer's part of a stored leaf."""
+    """Part of a stored leaf that belongs to one layer."""
 
     piece: Piece
     shape: tuple[int, ...]
@@ -102,8 +102,8 @@ def _layers_of(entries: dict[str, dict[str, Any]], layouts: Layouts) -> dict[str
 
 
 def _split(name: str, shape: Any, layouts: Layouts) -> tuple[list[Piece], bool]:
-    """The layers of a leaf, and whether each has a row. An optimizer's placeholder has none: it stands for all of
-    them.
+    """Returns the layers of a leaf, and whether each has a row. An optimizer's placeholder has none: it
+    stands for all of them.
     """
     layers = layer_path(name, layouts)
     if layers[0][1] is None or (len(shape) > 0 and shape[0] == len(layers)):

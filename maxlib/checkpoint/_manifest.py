@@ -14,32 +14,30 @@ FORMAT = 1
 
 
 def describe(items: dict[str, dict[str, Any]], raws: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Shape, dtype and the running `checksum.digest` of every leaf, which is stored as its raw; `finish` waits for the
-    digests.
-    """
+    """Returns shape, dtype and the running `checksum.digest` of every leaf as it is stored; `finish` waits for them."""
     return {item: {n: _entry(leaf, raws[item][n]) for n, leaf in leaves.items()} for item, leaves in items.items()}
 
 
 def finish(described: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """The manifest's text."""
+    """Returns the manifest's text."""
     to_hex = lambda entry: {**entry, "checksum": checksum.to_hex(entry["checksum"])}
     items = {item: {name: to_hex(e) for name, e in leaves.items()} for item, leaves in described.items()}
     return records.to_text({"format": FORMAT, "items": items})
 
 
 def abstract(entry: dict[str, Any], sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """The leaf as it is stored."""
+    """Returns shape and dtype of the leaf as it is stored."""
     return jax.ShapeDtypeStruct(tuple(entry["shape"]), trees.stored_dtype(jnp.dtype(entry["dtype"])), sharding=sharding)
 
 
 def damaged(entries: dict[str, dict[str, Any]], leaves: dict[str, Any]) -> list[str]:
-    """The names of the leaves whose content is not what was saved."""
+    """Names the leaves whose content is not what was saved."""
     sums = {name: checksum.digest(leaf) for name, leaf in leaves.items()}  # all at once, then wait
     return [name for name, found in sums.items() if checksum.to_hex(found) != entries[name]["checksum"]]
 
 
 def is_stored(entry: dict[str, Any]) -> bool:
-    """Orbax has no arrays of no size: the manifest alone knows them."""
+    """Returns whether orbax stores the leaf: it has no arrays of no size, which the manifest alone knows."""
     return 0 not in entry["shape"]
 
 

@@ -22,14 +22,14 @@ class Best:
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """Which steps stay: the newest ones, every `every`-th, the best."""
+    """Policy of which steps stay: the newest ones, every `every`-th, the best."""
 
     newest: int | None
     every: int | None = None
     best: Best | None = None
 
     def __call__(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, Any]]) -> set[int]:
-        """The steps to keep, of those that are good."""
+        """Returns the steps to keep, of those that are good."""
         newest = set(steps) if self.newest is None else set(steps[-self.newest :])
         nth = {step for step in steps if self.every and step % self.every == 0}
         return newest | nth | (_best(self.best, steps, metrics) if self.best else set())
@@ -42,6 +42,32 @@ def _best(best: Best, steps: Sequence[int], metrics: Mapping[int, Mapping[str, A
     return set(sorted(ranked, key=found.__getitem__)[: best.n])
 
 
+class Failures:
+    """Counts the saves in a row that failed.
+
+    Args:
+        most: How many are too many; None for any number.
+        seconds: For how long, from the first of them; None for ever.
+    """
+
+    def __init__(self, most: int | None, seconds: float | None):
+        self._most, self._seconds = most or math.inf, math.inf if seconds is None else seconds
+        self.ended()
+
+    def ended(self) -> None:
+        """Begins anew, after a save that went well."""
+        self.count, self._since = 0, math.inf
+
+    def add(self) -> None:
+        """Counts one more."""
+        self.count, self._since = self.count + 1, min(self._since, time.monotonic())
+
+    def too_many(self) -> bool:
+        """Returns whether a limit is reached, by the first host's clock. All hosts call it."""
+        late = self.count > 0 and time.monotonic() - self._since >= self._seconds
+        return self.count >= self._most or _of_first_host(late, 0)[0]
+
+
 class When:
     """Says when a save is due: every `every` steps, and `seconds` after the save before."""
 
@@ -51,12 +77,12 @@ class When:
         self._first: int | None = None  # the step at the beginning of the time, once it is known
 
     def due(self, step: int) -> bool:
-        """Whether to save after `step`; all hosts get the same answer."""
+        """Returns whether to save after `step`; all hosts get the same answer."""
         by_steps = self._every is not None and step > 0 and step % self._every == 0
         return by_steps or (self._seconds < math.inf and step > 0 and self._late(step))
 
     def saved(self, step: int) -> None:
-        """The time begins anew."""
+        """Starts the time anew."""
         self._since, self._first, self._ask, self._is_late = time.monotonic(), step, step + 1, False
 
     def _late(self, step: int) -> bool:
@@ -68,9 +94,7 @@ class When:
         return self._is_late
 
     def _pause(self, passed: float, per_step: float) -> int:
-        """In how many steps to ask again. Several hosts have to agree by one clock, which waits for the devices, so
-        rarely.
-        """
+        """Returns in how many steps to ask again: rarely, as hosts agree by one clock, which waits for devices."""
         left = max(0.0, self._seconds - passed)
         return 1 if jax.process_count() == 1 else max(1, int(left / 2 / max(per_step, 1e-9)))
 

@@ -22,7 +22,7 @@ NO_MESH = Mesh(np.empty((), object), ())
 
 
 def load(read: Read, read_here: Read, abstract: Arrays) -> Arrays:
-    """All leaves of `abstract`, on all hosts or on none: PeerError where only another could not read.
+    """Reads all leaves of `abstract`, on all hosts or on none: PeerError where only another could not read.
 
     `read` and `read_here` both give what this host holds, without a wait for others.
     """
@@ -39,7 +39,7 @@ def load(read: Read, read_here: Read, abstract: Arrays) -> Arrays:
 
 
 def replica_axis(leaf: jax.ShapeDtypeStruct) -> int | None:
-    """The mesh axis along which other hosts, and whole ones, hold copies of the array; None without one."""
+    """Returns the mesh axis along which other, whole hosts hold copies of the array; None without one."""
     sharding = leaf.sharding
     if jax.process_count() == 1 or not isinstance(sharding, NamedSharding) or not _has_bits(leaf.dtype):
         return None
@@ -60,7 +60,7 @@ def _load_once(read_here: Read, abstract: Arrays, mesh: Mesh, axis: int) -> Arra
 
 
 def _stacked(source: jax.Array | None, leaf: jax.ShapeDtypeStruct, axis: int) -> jax.Array:
-    """Bits [replicas, *shape] on all devices: those of `source`, the first replica on its hosts, and zeros."""
+    """Makes bits [replicas, *shape] on all devices: those of `source` on the first replica's hosts, else zeros."""
     assert isinstance(leaf.sharding, NamedSharding) and isinstance(
         leaf.sharding.mesh, Mesh
     )  # `replica_axis` has seen to it
@@ -99,14 +99,14 @@ def _bits(dtype: Any) -> np.dtype:
 
 
 def _has_bits(dtype: Any) -> bool:
-    """Whether an element has as many bits as its bytes hold, and at most 32."""
+    """Returns whether an element has as many bits as its bytes hold, and at most 32."""
     kind = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
     real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
     return _is_bool(dtype) or (real and kind(dtype).bits == 8 * np.dtype(dtype).itemsize <= 32)
 
 
 def _hosts(mesh: Mesh, axis: int) -> list[set[int]]:
-    """The hosts of each replica along a mesh axis."""
+    """Returns the hosts of each replica along a mesh axis."""
     return [{d.process_index for d in np.take(mesh.devices, [i], axis).flat} for i in range(mesh.devices.shape[axis])]
 
 

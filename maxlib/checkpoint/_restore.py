@@ -33,18 +33,21 @@ def load(
     layouts: Layouts | None = None,
     cast: bool = False,
 ) -> dict[str, Any]:
-    """What a checkpoint holds: `{item: ..., "data": ..., "meta": ...}`; `meta["step"]` is its step.
+    """Reads a checkpoint as `{item: ..., "data": ..., "meta": ...}`; `meta["step"]` is its step.
 
-    `path` is a step's directory, or a run's, of which the newest undamaged step is taken. `like` gives for each item
-    wanted a pytree of arrays or `jax.ShapeDtypeStruct`s, whose shardings say where to put the leaves (none: the default
-    device; numpy arrays stay on the host). Without it, `items` (default: all) come as `{path: numpy array}`. `layouts`,
-    of the present model's stacks (`layouts(model)`), lays anew what was saved under another prefix or period. `cast`
-    permits a dtype other than the saved one.
+    Args:
+        path: A step's directory, or a run's, of which the newest undamaged step is taken.
+        like: For each item wanted a pytree of arrays or `jax.ShapeDtypeStruct`s, whose shardings say where to put the
+            leaves (none: the default device; numpy arrays stay on the host).
+        items: Without `like`, the items to read as `{path: numpy array}`; default: all.
+        layouts: Those of the present model's stacks (`layouts(model)`), to which what was saved under another prefix or
+            period is laid out.
+        cast: Permit another dtype than the saved one.
 
     Raises:
-      FileNotFoundError: there is no checkpoint.
-      DamagedError: leaves are not as they were saved; it names them.
-      ValueError: the checkpoint is of another model; the message lists what differs.
+        FileNotFoundError: There is no checkpoint.
+        DamagedError: Leaves are not as they were saved; it names them.
+        ValueError: The checkpoint is of another model; the message lists what differs.
     """
     path = storage.absolute(path)
     wanted = Wanted(like, None if items is None else tuple(items), layouts, cast)
@@ -64,9 +67,7 @@ def verify(path: Any) -> list[str]:
 
 
 def damaged_leaves(directory: epath.Path, *, host: int | None = None, hosts: int | None = None) -> list[str]:
-    """What `verify` finds in this host's share of the leaves. Talks to no other host, so it may run in the
-    background.
-    """
+    """Verifies this host's share of the leaves. Talks to no other host, so it may run in the background."""
     host = jax.process_index() if host is None else host
     hosts = hosts or jax.process_count()
     try:
@@ -82,7 +83,7 @@ def damaged_leaves(directory: epath.Path, *, host: int | None = None, hosts: int
 
 
 def metrics(directory: epath.Path) -> dict[str, Any]:
-    """The metrics that a step was saved with; none of one whose records are damaged."""
+    """Reads the metrics that a step was saved with; none if its records are damaged."""
     try:
         return records.read(directory / "meta" / "meta.json").get("metrics", {})
     except records.Damaged:
@@ -91,7 +92,7 @@ def metrics(directory: epath.Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What to restore, and as what."""
+    """Request to restore: items, and what they shall be like."""
 
     like: dict[str, Any] | None = None
     items: tuple[str, ...] | None = None
@@ -101,7 +102,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A step's records: its manifest's entries by item and leaf, its meta and its data state."""
+    """Records of a step: its manifest's entries by item and leaf, its meta and its data state."""
 
     items: dict[str, dict[str, dict[str, Any]]]
     meta: dict[str, Any]
@@ -160,7 +161,7 @@ def read(directory: epath.Path, wanted: Wanted) -> dict[str, Any]:
 
 
 def _open_everywhere(directory: epath.Path) -> Stored:
-    """`open_step` on all hosts or on none, lest they go on with different steps."""
+    """Calls `open_step`, which succeeds on all hosts or on none, lest they go on with different steps."""
     try:
         with raise_on_all("reading its records"):
             return open_step(directory)
@@ -185,7 +186,7 @@ def _read_item(directory: epath.Path, item: str, stored: Stored, like: Any, want
 
 
 def _shardings(targets: dict[str, Target]) -> dict[str, Any]:
-    """Where each stored leaf goes on its way to the first target that needs it."""
+    """Returns where each stored leaf goes on its way to the first target that needs it."""
     found: dict[str, Any] = {}
     for target in targets.values():
         for name, row in target.pieces:
@@ -194,7 +195,7 @@ def _shardings(targets: dict[str, Target]) -> dict[str, Any]:
 
 
 def _with_rows(sharding: Any, has: bool, needs: bool) -> Any:
-    """The sharding of the same leaf with or without the axis of its layers."""
+    """Returns the sharding of the same leaf with or without the axis of its layers."""
     if not isinstance(sharding, NamedSharding) or (not has and not needs):
         return sharding
     one = tuple(sharding.spec)[1:] if has else tuple(sharding.spec)
@@ -203,7 +204,7 @@ def _with_rows(sharding: Any, has: bool, needs: bool) -> Any:
 
 
 def _load(directory: epath.Path, item: str, entries: dict, shardings: dict[str, Any]) -> dict[str, Any]:
-    """All leaves of an item as they were saved, verified; without a sharding to numpy."""
+    """Reads all leaves of an item as they were saved, verified; to numpy where no sharding is given."""
     want = {n: manifest.abstract(e, shardings.get(n)) for n, e in entries.items() if manifest.is_stored(e)}
     try:
         leaves = storage.load(directory, item, want)
@@ -220,14 +221,14 @@ def _load(directory: epath.Path, item: str, entries: dict, shardings: dict[str, 
 
 
 def anywhere(bad: list[str]) -> bool:
-    """Whether any host has found something: all of them raise, or none. All call it."""
+    """Returns whether any host has found something. All hosts call it."""
     if jax.process_count() == 1:
         return bool(bad)
     return bool(np.any(multihost_utils.process_allgather(np.array(len(bad)))))
 
 
 def _assemble(target: Target, loaded: dict[str, Any]) -> Any:
-    """The target's layers, picked from the stored leaves; a leaf that is stored as it is wanted is passed on."""
+    """Picks the target's layers from the stored leaves; passes on a leaf that is stored as it is wanted."""
     name, row = target.pieces[0]
     if row is None and not target.rows:
         return loaded[name]
@@ -251,7 +252,7 @@ def _cast(leaf: Any, raw: jax.ShapeDtypeStruct) -> Any:
 
 
 def _as(leaf: Any, like: Any, entries: dict, target: Target) -> Any:
-    """A typed key, where one is wanted."""
+    """Wraps a typed key where one is wanted."""
     if not trees.is_key(like):
         return leaf
     key = jax.random.wrap_key_data(leaf, impl=entries[target.pieces[0][0]].get("key"))
@@ -263,7 +264,7 @@ def _as(leaf: Any, like: Any, entries: dict, target: Target) -> Any:
 
 
 def _raw(leaf: Any) -> jax.ShapeDtypeStruct:
-    """What the leaf `like` asks for, in the form that is stored."""
+    """Returns what the leaf `like` asks for, in the form that is stored."""
     if not hasattr(leaf, "shape") or isinstance(leaf, np.ndarray | np.generic):
         host = np.asarray(leaf)
         return jax.ShapeDtypeStruct(host.shape, host.dtype)
@@ -299,7 +300,7 @@ def _damaged(directory: epath.Path, leaves: list[str]) -> DamagedError:
 
 
 def _parts(names: list[str], entries: dict, most: int = 1 << 28) -> Iterator[list[str]]:
-    """Names in portions of so many bytes, for the host's memory."""
+    """Splits names into portions of so many bytes, for the host's memory."""
     part, size = [], 0
     for name in names:
         leaf = manifest.abstract(entries[name])

@@ -1,8 +1,10 @@
 """All that touches orbax: steps on disk, written in the background and read in pieces."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
+import os
 import time
 import urllib.parse
 from collections.abc import Callable
@@ -15,50 +17,63 @@ import tensorstore
 from etils import epath
 
 from maxlib.checkpoint import _replicas as replicas
+from maxlib.checkpoint._barrier import SaveBarrier
 from maxlib.distributed import raise_on_all
 
 Arrays = dict[str, Any]
 
 
-class _OnceOnly(logging.Filter):
+class _WithoutTraces(logging.Filter):
     """Drops the stack traces that orbax logs in every thread of a failed save: the error is raised as well."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return "_SignalingThread.run() raised" not in str(record.msg)
+        return not ("orbax" in record.pathname and (record.exc_info or "run() raised" in str(record.msg)))
 
 
-_once_only = _OnceOnly()
+_without_traces = _WithoutTraces()
 
 
 class Steps:
-    """The steps of one run's directory. One save runs at a time. clean: remove saves that were killed."""
+    """Directory of one run's steps, of which one is saved at a time.
+
+    Args:
+        directory: The run's directory.
+        clean: Remove what saves that were killed have left.
+    """
 
     def __init__(self, directory: epath.Path, *, clean: bool):
         self.directory = directory
-        logging.getLogger("absl").addFilter(_once_only)  # importing this module changes no logger
+        logging.getLogger("absl").addFilter(_without_traces)  # importing this module changes no logger
         if clean and jax.process_index() == 0:
             _remove_unfinished(directory)  # orbax would in the background, where a second one fails all later saves
-        self._orbax = ocp.training.Checkpointer(directory, context=_context())
+        self._barrier = SaveBarrier()
+        self._orbax = ocp.training.Checkpointer(directory, context=_context(self._barrier))
+        self._response: Any = None  # of the save that runs; it holds a thread and three descriptors until it is asked
 
     def save(self, step: int, arrays: dict[str, Arrays], texts: dict[str, Callable[[], str]]) -> None:
         """Writes `arrays` by item and the texts, called in the background, to `<name>/<name>.json`; all or nothing."""
-        if jax.process_count() > 1:
-            self._check_writable(step)
+        self._check_possible(step)
+        self._barrier.start()
         items = {name: leaves for name, leaves in arrays.items() if leaves}  # orbax refuses an empty one
         files = {name: _Text(f"{name}.json", make) for name, make in texts.items()}
-        self._orbax.save_checkpointables_async(step, items | files, force=True)
+        self._response = self._orbax.save_checkpointables_async(step, items | files, force=True)
 
-    def _check_writable(self, step: int) -> None:
-        """Raises on all hosts or on none: orbax lets the others wait for one that cannot make the directory."""
+    def _check_possible(self, step: int) -> None:
+        """Raises on all hosts or on none: orbax lets the others wait for one that cannot make the directory, and leaves
+        half-made event loops behind where it runs out of file descriptors.
+        """
         with raise_on_all("making its directory"):
-            if jax.process_index() == 0:
+            _check_descriptors()
+            if jax.process_index() == 0 and jax.process_count() > 1:
                 probe = self.directory / f"{step}.orbax-checkpoint-tmp-probe"
                 probe.mkdir(parents=True, exist_ok=True)
                 probe.rmtree(missing_ok=True)  # where directories are names of objects there may be none
 
     def wait(self) -> None:
         """Waits for the save that runs, if any, and raises what went wrong in it. For any thread."""
-        self._orbax.wait()
+        response, self._response = self._response, None
+        if response is not None:
+            response.result()  # ends its event loop and thread, whatever the result
 
     def make_room(self, step: int) -> None:
         """Deletes a step that shall be saved anew. All hosts call it."""
@@ -67,14 +82,21 @@ class Steps:
         self._orbax.reload()
 
     def close(self) -> None:
+        """Ends the save that runs, if any, and orbax's threads. What a save has raised is not raised again."""
+        self._settle()
         self._orbax.close()
+
+    def _settle(self) -> None:
+        """Waits without a word, also for a save that could not be started: orbax tells an error once to each thread."""
+        for wait in (self.wait, self._orbax.wait):
+            with contextlib.suppress(Exception):
+                wait()
 
     def clean(self, step: int, patience: float = 10.0) -> None:
         """Removes what a failed save of `step` has left, which may be what fills the disk; other threads of it may
         still write.
         """
-        with contextlib.suppress(Exception):
-            self._orbax.wait()  # raises: orbax tells an error once to each thread
+        self._settle()
         end = time.monotonic() + patience
         while jax.process_index() == 0 and time.monotonic() < end:
             left = list(self.directory.glob(f"{step}.orbax-checkpoint-tmp*")) if self.directory.is_dir() else []
@@ -104,24 +126,20 @@ class Steps:
 
 
 def absolute(path: Any) -> epath.Path:
-    """`path` from the root of its file system. A URL such as "gs://bucket/run" is so already, which `resolve` does not
-    know.
-    """
+    """Resolves `path` from the root of its file system; a URL such as "gs://bucket/run" is returned as it is."""
     found = epath.Path(path)
     return found if "://" in str(found) else found.resolve()
 
 
 def steps(directory: epath.Path) -> list[int]:
-    """The steps that were written to the end, oldest first."""
+    """Lists the steps that were written to the end, oldest first."""
     if not directory.is_dir():
         return []
     return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(directory))
 
 
 def _remove_unfinished(directory: epath.Path) -> None:
-    """Where a directory can be renamed the name tells, else what is no complete step has not been written to the
-    end.
-    """
+    """Removes what killed saves have left: by its name where directories can be renamed, else all incomplete steps."""
     complete, renames = {str(step) for step in steps(directory)}, "://" not in str(directory)
     for path in directory.iterdir() if directory.is_dir() else ():
         number, _, rest = path.name.partition(".")
@@ -171,7 +189,7 @@ def _piece(store: Any, leaf: jax.ShapeDtypeStruct) -> Any:
 
 
 def unreadable(directory: epath.Path, item: str, abstract: Arrays) -> list[str]:
-    """The leaves that cannot be read by themselves. All hosts call it together, or none."""
+    """Names the leaves that cannot be read by themselves. All hosts call it together, or none."""
     return [name for name, leaf in abstract.items() if not _readable(directory, item, name, leaf)]
 
 
@@ -183,8 +201,11 @@ def _readable(directory: epath.Path, item: str, name: str, leaf: jax.ShapeDtypeS
     return True
 
 
-def _context() -> ocp.Context:
+def _context(barrier: SaveBarrier | None = None) -> ocp.Context:
     context = ocp.Context()
+    if barrier is not None:  # orbax's first version of these options has the barrier, its present one hides it
+        plain = context.asynchronous.v0
+        context.asynchronous.v0 = lambda: dataclasses.replace(plain(), barrier_sync_fn=barrier)
     # A directory that cannot be made is an error of the save at once, not of five threads that wait for it for minutes.
     context.asynchronous.create_directories_asynchronously = False
     context.pytree.loading.partial_load = True
@@ -194,7 +215,7 @@ def _context() -> ocp.Context:
 
 
 class _Text:
-    """A file of its own within a step. Its text is made when it is written, so it may wait for the devices."""
+    """File of its own within a step, whose text is made when it is written, so that it may wait for the devices."""
 
     def __init__(self, name: str, make: Callable[[], str]):
         self._name, self._make = name, make
@@ -209,3 +230,20 @@ class _Text:
 
     async def load(self, directory: Any) -> Any:
         raise NotImplementedError("read it with records.read")
+
+
+def _check_descriptors(needed: int = 48) -> None:
+    """Raises OSError unless the process may open as many more files as a save does at once."""
+    opened: list[int] = []
+    try:
+        for _ in range(needed):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"a save opens some {needed} files at once, and this process may open only {len(opened)} more: raise the "
+            "limit (ulimit -n), or close what is open",
+        ) from None
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)

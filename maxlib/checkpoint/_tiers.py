@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxlib.checkpoint._checkpointer import Checkpointer
-from maxlib.checkpoint._errors import DamagedError, SaveError, shorten
+from maxlib.checkpoint._errors import DamagedError, SaveError, UnsavedError, shorten
 from maxlib.checkpoint._layout import Layouts
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Tiers:
 
     @property
     def directory(self) -> str:
-        """All of them, for people to read."""
+        """Joins the tiers' directories, for messages."""
         return ", ".join(str(tier.directory) for tier in self.tiers)
 
     @property
@@ -49,7 +49,7 @@ class Tiers:
             tier.layouts = layouts
 
     def should_save(self, step: int) -> bool:
-        """Whether `step` is due in any tier; the next `save` of it goes to those only."""
+        """Returns whether `step` is due in any tier; the next `save` of it goes to those only."""
         due = [tier for tier in self.tiers if tier.should_save(step)]
         self._due = (step, due) if due else None  # a save that no tier was due for goes to all
         return bool(due)
@@ -85,11 +85,11 @@ class Tiers:
         raise FileNotFoundError(f"{self.directory} hold no complete step {'' if step is None else step}.")
 
     def steps(self) -> list[int]:
-        """The complete steps of any tier, oldest first."""
+        """Lists the complete steps of any tier, oldest first."""
         return sorted({step for tier in self.tiers for step in tier.steps()})
 
     def latest(self) -> int | None:
-        """The newest complete step of any tier; see `Checkpointer.latest`."""
+        """Returns the newest complete step of any tier; see `Checkpointer.latest`."""
         return max((step for tier in self.tiers if (step := tier.latest()) is not None), default=None)
 
     def verify(self, step: int) -> list[str]:
@@ -101,15 +101,20 @@ class Tiers:
         self._each(Checkpointer.wait, self.tiers)
 
     def settle(self) -> None:
-        """Waits for the last saves without a word to the other hosts; see `Checkpointer.settle`."""
+        """Waits for the last saves without talking to other hosts; see `Checkpointer.settle`."""
         self._each(Checkpointer.settle, self.tiers)
+
+    def unsaved(self) -> UnsavedError | None:
+        """Returns the error to end the run with if no tier can be written any more; see `Checkpointer.unsaved`."""
+        errors = [tier.unsaved() for tier in self.tiers]
+        return errors[-1] if all(errors) else None
 
     def close(self) -> None:
         """Waits for the last saves and ends. Raises SaveError if one has failed."""
         self._each(Checkpointer.close, self.tiers)
 
     def _each(self, call: Any, tiers: Any) -> None:
-        """A tier that fails keeps no other from being written."""
+        """Calls every tier, also after one has failed, and raises the first error at the end."""
         failed: list[SaveError] = []
         for tier in tiers:
             try:

@@ -96,29 +96,42 @@ class Generator:
         prompts, ids outside the vocabulary, prompts that do not fit `capacity`, images for a model that does not see,
         and images that are not those of the placeholders.
         """
-        tokens, valid = right_padded(prompts, self.vocab)
-        needed = max(map(len, prompts)) + max_new_tokens
-        capacity = shared_capacity(needed) if capacity is None else capacity
+        tokens, _ = right_padded(prompts, self.vocab)
+        longest = max(map(len, prompts)) + max_new_tokens
+        check_length(self.model, longest)
+        if capacity is None:
+            capacity = min(shared_capacity(longest), getattr(self.model, "max_length", None) or 1 << 62)
         check_room(prompts, max_new_tokens, capacity)
         seen = _seen(self.model, tokens, images)
-        capacity = max(capacity, tokens.shape[1])
-        return self._steps(tokens, valid, seen, max_new_tokens, sampler, frozenset(stop), key, capacity)
+        keys = jax.random.split(jax.random.key(0) if key is None else key, len(prompts))
+        return self._steps(
+            [list(prompt) for prompt in prompts], seen, max_new_tokens, sampler, frozenset(stop), keys, capacity
+        )
 
-    def _steps(self, tokens, valid, seen, max_new_tokens, sampler, stop, key, capacity):
-        rows = len(tokens)
-        keys = jax.random.split(jax.random.key(0) if key is None else key, rows)
-        start = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype, "cache_dtype": self.cache_dtype}
-        token, cache = _prefill(self.model, tokens, valid, seen, keys, **start)
-        running = [True] * rows
+    def _steps(self, texts, seen, max_new_tokens, sampler, stop, keys, capacity):
+        """Yields new tokens; `texts` grow by them, also those of rows that have stopped."""
+        switches = _switches(self.model, texts)
+        token, cache = self._prefill(texts, seen, keys, 0, sampler, capacity)
+        running = [True] * len(texts)
         for step in range(1, max_new_tokens + 1):
-            last = token
-            if step < max_new_tokens:  # asked for before `last` is looked at: the device need not wait for the host
+            last, recompute = token, step in switches
+            if step < max_new_tokens and not recompute:  # before `last` is looked at: the device need not wait for us
                 token, cache = _decode(self.model, cache, last, keys, step, sampler=sampler, dtype=self.dtype)
             new = [int(t) for t in np.asarray(last)]
+            for text, t in zip(texts, new, strict=True):
+                text.append(t)
+            if step < max_new_tokens and recompute:
+                token, cache = self._prefill(texts, seen, keys, step, sampler, capacity)
             running = [alive and t not in stop for alive, t in zip(running, new, strict=True)]
             if not any(running):
                 return
             yield [t if alive else None for alive, t in zip(running, new, strict=True)]
+
+    def _prefill(self, texts, seen, keys, step, sampler, capacity):
+        """The next token of each text, and a cache that holds them."""
+        tokens, valid = right_padded(texts, self.vocab, most=capacity)
+        options = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype, "cache_dtype": self.cache_dtype}
+        return _prefill(self.model, tokens, valid, seen, keys, step, **options)
 
 
 def generate(
@@ -140,12 +153,22 @@ def generate(
 
 @functools.partial(jax.jit, static_argnames=("sampler", "capacity", "dtype", "cache_dtype"))
 def _prefill(
-    model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], seen, keys, *, sampler, capacity, dtype, cache_dtype
+    model,
+    tokens: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    seen,
+    keys,
+    step,
+    *,
+    sampler,
+    capacity,
+    dtype,
+    cache_dtype,
 ):
     cache = model.init_cache(tokens.shape[0], capacity, dtype=cache_dtype)
     out = model(tokens, valid=valid, cache=cache, dtype=dtype, **seen)
     last = jnp.take_along_axis(out.hidden, (valid.sum(axis=1) - 1)[:, None, None], axis=1)
-    return _draw(model, last, keys, 0, sampler), out.cache
+    return _draw(model, last, keys, step, sampler), out.cache
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "dtype"), donate_argnames="cache")
@@ -190,8 +213,34 @@ def _seen(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Im
     return {} if images is None else {"images": images}
 
 
-def right_padded(prompts: Prompts, vocab: int) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as one array whose rows begin with the real tokens, its length rounded up to share programs."""
+def _switches(model: Any, texts: Sequence[Sequence[int]]) -> set[int]:
+    """The steps at which a text comes to the length from which on its cached keys are rotated otherwise.
+
+    `Decoder.recompute_cache_at` says it: there LongRoPE goes from its short factors to its long ones, and transformers
+    runs Phi over the whole text again. At these steps the cache is made anew.
+    """
+    at = getattr(model, "recompute_cache_at", None)
+    return set() if at is None else {at - len(text) for text in texts}
+
+
+def check_length(model: Any, length: int) -> None:
+    """Raises ValueError if `length` tokens are more than the model was made for (its `max_length`, if it has one)."""
+    limit = getattr(model, "max_length", None)
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"prompt and new tokens must fit the {limit} positions that the model was made for, got {length}: shorten "
+            "the prompt, ask for fewer tokens, or build the model with a rope that reaches further"
+        )
+
+
+def right_padded(prompts: Prompts, vocab: int, *, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns prompts as one array whose rows begin with the real tokens, and where these are.
+
+    Args:
+      prompts: ids of each row.
+      vocab: number of ids that the model knows.
+      most: length that the array's, which is rounded up so that similar calls share a program, does not go beyond.
+    """
     if not len(prompts):
         raise ValueError("there must be at least one prompt, got none")
     if any(np.ndim(p) == 0 and not isinstance(p, str) for p in prompts):
@@ -200,7 +249,8 @@ def right_padded(prompts: Prompts, vocab: int) -> tuple[np.ndarray, np.ndarray]:
         )
     if not all(len(p) for p in prompts):
         raise ValueError("every prompt needs at least one token; begin an empty one with the tokenizer's BOS id")
-    length = _round_up(max(map(len, prompts)), 16)
+    longest = max(map(len, prompts))
+    length = max(longest, min(_round_up(longest, 16), most or 1 << 62))
     tokens, valid = np.zeros((len(prompts), length), np.int32), np.zeros((len(prompts), length), bool)
     for row, prompt in enumerate(prompts):
         ids = np.asarray(prompt)

@@ -131,6 +131,11 @@ def _best(model, hidden) -> Int[Array, " B"]:
 def _check_drafts(model: Any, capacity: int) -> None:
     if not isinstance(model, nn.SupportsDrafting):
         raise ValueError(f"{type(model).__name__} does not draft: it lacks the methods of nn.SupportsDrafting")
+    if any(rope.needs_length for rope in getattr(model, "ropes", ())):
+        raise ValueError(
+            f"{type(model).__name__} rotates by the length of the text so far, which a draft that is refused makes wrong; "
+            "use generator.generate"
+        )
     caches = jax.eval_shape(lambda: (model.init_cache(1, capacity), model.init_draft_cache(1, capacity)))
     if not all(nn.cache.can_rewind(cache.layers) for cache in caches):
         kept = {type(one).__name__ for cache in caches for one in nn.cache.layer_caches(cache.layers)}

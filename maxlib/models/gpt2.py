@@ -153,6 +153,11 @@ class GPT2(nn.Decoder):
         # Added after the tokens of a split sequence took their places, by the positions that went with them.
         return constrain(x + self.positions(ctx, dtype=x.dtype), "batch", "seq", "act_embed"), ctx
 
+    @property
+    def max_length(self) -> int:
+        """Number of positions in the table."""
+        return self.positions.length
+
     def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
         """Returns an empty cache for `capacity` tokens a row. Raises ValueError if there are fewer positions."""
         self.positions.check(capacity)

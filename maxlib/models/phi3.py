@@ -93,6 +93,8 @@ class Phi3(nn.Decoder):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
         self.masks, self.ropes = (cfg.mask,), (cfg.rope,)
+        if isinstance(cfg.rope.scaling, LongRope):
+            self.recompute_cache_at = cfg.rope.scaling.original_length + 1
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda i, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)

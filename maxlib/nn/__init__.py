@@ -35,6 +35,7 @@ from maxlib.nn._mlp import GatedMLP as GatedMLP
 from maxlib.nn._model import Model as Model
 from maxlib.nn._model import Output as Output
 from maxlib.nn._model import SupportsDrafting as SupportsDrafting
+from maxlib.nn._model import SupportsPipelining as SupportsPipelining
 from maxlib.nn._model import VisionModel as VisionModel
 from maxlib.nn._moe import ExpertLinear as ExpertLinear
 from maxlib.nn._moe import MoE as MoE

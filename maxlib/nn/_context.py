@@ -33,7 +33,9 @@ class Context:
         tables: Cosines and sines of `ropes`.
         tokens: `B T`, ids for layers that hash or look them up; None unless the model hands them on.
         next_position_offset: `B`, what the cache keeps as `position_offset`; None if positions count tokens.
-        rope_length: The static length that length-dependent rotary scalings assume.
+        row_length: `B`, with a cache the length of each row after this call, which rotary scalings that depend on the
+            length follow.
+        rope_length: The length that they assume instead where it is known before.
         masks: Masks whose intervals were computed ahead.
         ropes: Rotary embeddings whose tables were computed ahead.
         zigzag: True if tokens stand in the order of `sharding.layers.zigzag`.
@@ -49,6 +51,7 @@ class Context:
     bidirectional_blocks: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None
     intervals: tuple[Any, ...] = ()
     tables: tuple[Any, ...] = ()
+    row_length: Int[Array, " B"] | None = None
     tokens: Int[Array, "B T"] | None = None
     next_position_offset: Int[Array, " B"] | None = None
     rope_length: int | None = static(default=None)
@@ -73,7 +76,7 @@ class Context:
         """Returns cosines and sines of every position under `rope` (R is half the rotary dimensions)."""
         if rope in self.ropes:
             return self.tables[self.ropes.index(rope)]
-        return rope.tables(self.positions, length=self.rope_length)
+        return rope.tables(self.positions, length=self.row_length if self.rope_length is None else self.rope_length)
 
 
 def context(
@@ -122,6 +125,7 @@ def context(
         num_new=num_new,
         valid=valid,
         bidirectional_blocks=bidirectional_blocks,
+        row_length=None if cache is None else length + num_new,
         tokens=tokens,
         next_position_offset=_next_offset(positions, valid, length + num_new, cache),
         rope_length=_rope_length(seq, positions, segment_ids, cache),

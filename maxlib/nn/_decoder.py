@@ -44,6 +44,8 @@ class Decoder(nnx.Module):
         head: None if it is tied to `embed`.
         masks: What its layers ask of the context, computed once.
         ropes: The same for rotary tables.
+        recompute_cache_at: Length at which cached keys are rotated otherwise and have to be computed anew (LongRoPE's
+            switch in Phi); None if there is none.
         softcap: Of the logits, `c * tanh(logits / c)`.
         layers_take_tokens: True if layers read ids from `ctx.tokens`.
     """
@@ -55,6 +57,7 @@ class Decoder(nnx.Module):
     head: Embed | None = None
     masks: tuple[Mask, ...] = ()
     ropes: tuple[Rope, ...] = ()
+    recompute_cache_at: int | None = None
     softcap: float | None = None
     layers_take_tokens: ClassVar[bool] = False
 
@@ -109,9 +112,21 @@ class Decoder(nnx.Module):
     def init_cache(
         self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None
     ) -> Cache:
-        """Makes an empty cache for `capacity` tokens a row; `rope_length` defaults to that capacity."""
+        """Makes an empty cache.
+
+        Args:
+            batch: Number of rows.
+            capacity: Tokens that a row can hold. It changes no result.
+            dtype: Of what is kept; int8 and float8 come with scales.
+            rope_length: See `Cache`.
+        """
         layers = self.layers.init_cache(batch, capacity, dtype)
-        return Cache(layers, jnp.zeros(batch, jnp.int32), rope_length or capacity)
+        return Cache(layers, jnp.zeros(batch, jnp.int32), rope_length)
+
+    @property
+    def max_length(self) -> int | None:
+        """Number of positions that the model was made for, None without an end."""
+        return min((rope.max_length for rope in self.ropes if rope.max_length is not None), default=None)
 
 
 class VisionDecoder(Decoder):
@@ -178,7 +193,7 @@ class MTPDecoder(Decoder):
 
     def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> Cache:
         layers = self._drafter.init_cache(batch, capacity, dtype)
-        return Cache(layers, jnp.zeros(batch, jnp.int32), capacity)
+        return Cache(layers, jnp.zeros(batch, jnp.int32))
 
     @property
     def _drafter(self) -> MTP:

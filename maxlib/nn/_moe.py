@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.router import Router, Routing, SigmoidInputRouter, expert_counts
 from maxlib.ops._glu import swiglu
 from maxlib.sharding import constrain, shard_map_by_name
-from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size
+from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size, gathers_odd_parts
 
 
 @runtime_checkable
@@ -142,18 +142,15 @@ class MoE(nnx.Module):
         E, tokens = self.router.num_experts, ("batch", "seq" if capacity is None else None)
         axis = axis_of("act_expert") if E % axis_size("act_expert") == 0 else None
         rows, biased = (*tokens, None), ("act_expert", "mlp")
-        into, out = ({"E": "act_expert", letter: "mlp"} for letter in "OI")
         parts = (self.gate, self.up, self.down)
-        stored = [_placed(m.stored(x.dtype), m.w) for m in parts]
-        w, tree = jax.tree.flatten(stored)
+        matrices = [_matrices(m, letter, x.dtype) for m, letter in zip(parts, "OOI", strict=True)]
+        w, tree = jax.tree.flatten([m.values for m in matrices])
         b = [None if m.b is None else jnp.asarray(m.b[...], x.dtype) for m in (self.gate, self.up)]
         matmuls = tuple(m.matmul for m in parts)
-        how = {"activation": self.activation, "layout": self.layout}
+        how = {"activation": self.activation, "layouts": (matrices[0].layout, matrices[2].layout)}
         options = {**how, "capacity": capacity, "num_experts": E, "axis": axis}
         run = functools.partial(_run, matmuls=matmuls, tree=tree, **options)
-        axes = [tuple(names.get(letter) for letter in self.layout) for names in (into, into, out)]
-        wanted = zip(stored, [m.w for m in parts], axes, strict=True)
-        split = [names for m, weight, own in wanted for names in _names(m, weight, own)]
+        split = [names for m in matrices for names in m.names]
         # A device that has a part of the width computes a part of the sum.
         names = [rows, rows, rows, rows, tokens, biased, biased, *split]
         mapped = shard_map_by_name(run, names, (("mlp", *rows), rows))
@@ -195,6 +192,31 @@ class MoE(nnx.Module):
         return jax.lax.scan(add, y, experts)[0]
 
 
+class _Matrices(NamedTuple):
+    """The matrices to multiply with, how each array of them is split, and how they lie."""
+
+    values: Any
+    names: list[Any]
+    layout: ops.Layout
+
+
+def _matrices(linear: ExpertLinear, split: str, dtype: Any) -> _Matrices:
+    """Returns the matrices of `linear`, whose dimension `split` devices share.
+
+    Where a device would gather odd parts of the last dimension they are turned before: kernels read whole rows of a
+    matrix, and the compiler would copy all that was gathered.
+    """
+    names = {"E": "act_expert", split: "mlp"}
+    wanted = tuple(names.get(letter) for letter in linear.layout)
+    w = _placed(linear.stored(dtype), linear.w)
+    split_names = _names(w, linear.w, wanted)
+    if not (isinstance(split_names[0], AllGatherArg) and gathers_odd_parts(split_names[0], linear.w.shape)):
+        return _Matrices(w, split_names, linear.layout)
+    turn = lambda names: (names[0], names[2], names[1])
+    turned = AllGatherArg(turn(split_names[0].kept), turn(split_names[0].wanted))
+    return _Matrices(jnp.swapaxes(w, 1, 2), [turned], "EIO" if linear.layout == "EOI" else "EOI")
+
+
 def _placed(w: Any, weight: Any) -> Any:
     """Constrains the weight to its place, so that devices exchange the cast one: half the bytes, and half the
     gradient's.
@@ -217,7 +239,7 @@ def _run(
     valid,
     *rest,
     activation,
-    layout,
+    layouts,
     capacity,
     matmuls,
     tree,
@@ -227,7 +249,7 @@ def _run(
     """The experts' part of one device. Without a capacity all its tokens are one group, else each row is."""
     biases, matrices = rest[:2], jax.tree.unflatten(tree, rest[2:])
     linears = [*zip(matmuls, matrices, (*biases, None), strict=True)]
-    apply = functools.partial(_apply, linears=linears, activation=activation, layout=layout)
+    apply = functools.partial(_apply, linears=linears, activation=activation, layouts=layouts)
     split = {"apply": apply, "num_experts": num_experts, "axis": axis}
     if capacity is not None:
         y, kept = _run_rows(x, experts, weights, input_weights, valid, capacity=capacity, **split)
@@ -269,9 +291,9 @@ def _rows(x, input_weights, plan: dispatch.Plan):
     return (rows * dispatch.spread_choices(input_weights, plan)).astype(x.dtype)
 
 
-def _apply(rows, plan: dispatch.Plan, *, linears, activation, layout):
-    gate, up, down = linears
-    return plan.linear(plan.gated(rows, gate, up, activation, layout), down, layout)
+def _apply(rows, plan: dispatch.Plan, *, linears, activation, layouts):
+    (gate, up, down), (into, out) = linears, layouts
+    return plan.linear(plan.gated(rows, gate, up, activation, into), down, out)
 
 
 def _weighted(rows, weights, plan: dispatch.Plan, x):

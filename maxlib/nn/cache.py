@@ -23,13 +23,13 @@ Extended = tuple["AttentionCache", Array, Array, Array, Array]
 
 @pytree
 class Cache:
-    """A model's whole cache: one entry per layer, laid out like its stacks, and what all layers share.
+    """A model's whole cache: what each layer keeps, and what all of them share.
 
     Args:
         layers: What `Stack.init_cache` made.
         length: `B`, tokens cached so far in each row.
-        rope_length: The length that length-dependent rotary scalings assume, fixed when the cache is made so that
-            every step rotates alike.
+        rope_length: A fixed length for rotary scalings that depend on it (dynamic NTK, LongRoPE); None for that of
+            each row so far, by which transformers rotates new tokens.
         position_offset: `B`, by how much positions run ahead of (or behind) the number of tokens, as after an image
             whose positions are those of a grid; None if they never do.
     """

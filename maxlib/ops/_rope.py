@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 Frequencies = Float32[Array, " half"] | Float32[np.ndarray, " half"]
 Length = int | Int[Array, ""]
+Lengths = Length | Int[Array, " B"]
 
 
 def _powers(dim: int, theta: float) -> Float32[np.ndarray, " half"]:
@@ -331,7 +332,7 @@ class Rope:
 
     @property
     def needs_length(self) -> bool:
-        """Tells whether the angles depend on the length of the sequence; if so, decoding fixes `length` at prefill."""
+        """Tells whether the angles depend on the length of the sequence; while decoding, that of each row so far."""
         return self.scaling is not None and self.scaling.needs_length
 
     def inv_freq(self, length: Length | None = None) -> Frequencies:
@@ -358,14 +359,14 @@ class Rope:
             )
 
     def tables(
-        self, positions: Int[Array, "B T"] | Int[np.ndarray, "B T"], *, length: Length | None = None
+        self, positions: Int[Array, "B T"] | Int[np.ndarray, "B T"], *, length: Lengths | None = None
     ) -> tuple[Float32[Array, "B T half"], Float32[Array, "B T half"]]:
         """Returns the cosine and sine of every pair's angle, multiplied by the scaling's magnitude.
 
         Args:
-          positions: position of each token, starting at 0.
-          length: number of positions in the whole sequence, cached ones included; used only if `needs_length`
-            (default: the largest position + 1).
+          positions: position of each token in its sequence, starting at 0.
+          length: number of positions in the whole sequence, cached ones included, one for all rows or one for each;
+            used only if `needs_length` (default: the largest position + 1).
 
         Returns:
           Two float32 arrays of shape `B T dim/2`.
@@ -378,16 +379,23 @@ class Rope:
         positions = jnp.asarray(positions)
         if self.needs_length and length is None:
             length = jnp.max(positions, initial=-1) + 1
-        frequencies = jnp.asarray(self.inv_freq(length))
-        # [B, T, 1] * [1, 1, half] -> [B, T, half]; in float32: bfloat16 cannot tell neighbouring positions apart
-        angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None, :]
+        # [B, T, 1] * [#B, 1, half] -> [B, T, half]; in float32: bfloat16 cannot tell neighbouring positions apart
+        angles = positions.astype(jnp.float32)[..., None] * self._rows_of_frequencies(length)
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude
         return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
-    def _check_known(self, positions: Array | np.ndarray, length: Length | None) -> None:
+    def _rows_of_frequencies(self, length: Lengths | None) -> Float32[Array, "_ 1 half"]:
+        """One row for all sequences, or one for each where they have lengths of their own."""
+        if not self.needs_length:
+            length = None
+        if getattr(length, "ndim", 0) == 1:
+            return jnp.asarray(jax.vmap(self.inv_freq)(length))[:, None, :]  # [B, half] -> [B, 1, half]
+        return jnp.asarray(self.inv_freq(length))[None, None, :]
+
+    def _check_known(self, positions: Array | np.ndarray, length: Lengths | None) -> None:
         for value in (length, positions.max() + 1 if positions.size else None):
             with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: its value is not known here
-                self.check_length(0 if value is None else int(value))
+                self.check_length(0 if value is None else int(jnp.max(jnp.asarray(value))))
 
 
 def apply_rope(

@@ -23,9 +23,12 @@ from maxlib.plan._hlo_text import (
     size_of,
     types_of,
 )
+from maxlib.plan._hlo_tpu import grouped_bytes
 from maxlib.plan._loops import Trips, trips_of
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+_COSTLIEST = 5  # instructions that are named
+_SHAPES = re.compile(r"\{[^}]*\}")  # layouts within a type
 _CHAIN = re.compile(r'chain_id="\d+"')
 # How a program writes collectives between slices.
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -60,6 +63,7 @@ class Collective:
 class Costs:
     """Of one step on one device. unknown_loops: how many loops run as often as data says, taken as `trips` say.
     to_host, from_host: bytes that are copied between its memory and the host's. assumes: what was taken for granted.
+    costliest: the instructions that compute most, and their FLOPs.
     """
 
     flops: float
@@ -69,6 +73,7 @@ class Costs:
     to_host: float = 0.0
     from_host: float = 0.0
     assumes: tuple[str, ...] = ()
+    costliest: tuple[tuple[str, float], ...] = ()
 
 
 def read_costs(
@@ -96,6 +101,7 @@ def read_costs(
         program.to_host,
         program.from_host,
         tuple(_assumed(program.chosen, cache)),
+        tuple(sorted(program.arithmetic.items(), key=lambda one: -one[1])[:_COSTLIEST]),
     )
 
 
@@ -117,6 +123,7 @@ class _Program:
         self.chosen = 0  # conditionals of whose branches the cheapest is counted
         self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
         self.chains: set[str] = set()
+        self.arithmetic: dict[str, float] = {}  # FLOPs by instruction
 
     def visit(self, name: str, times: float, *, in_fusion: bool) -> None:
         computation = self.computations[name]
@@ -135,12 +142,17 @@ class _Program:
             elif kind == "conditional":
                 self._cheapest(branches_of(one), times, in_fusion)
             elif kind in ("dot", "convolution"):
-                self.flops += times * matmul_flops(one, computation)
+                self._compute(one, times * matmul_flops(one, computation))
             elif kind == "custom-call":
-                self.flops += times * (estimate_of(one, "flops") + custom_call_flops(one, computation))
+                self._compute(one, times * (estimate_of(one, "flops") + custom_call_flops(one, computation)))
             self._copy(one, computation, times)
             if not in_fusion:
                 self.bytes += times * self._traffic(one, computation)
+
+    def _compute(self, one: Instruction, flops: float) -> None:
+        self.flops += flops
+        name = f"{one.name} {_SHAPES.sub('', one.type)} {_origin(one)}"
+        self.arithmetic[name] = self.arithmetic.get(name, 0.0) + flops
 
     def _copy(self, one: Instruction, computation: dict[str, Instruction], times: float) -> None:
         """Between the device and the host: of whole arrays, and of slices."""
@@ -165,6 +177,7 @@ class _Program:
         for branch in branches:
             alone = copy.copy(self)
             alone.flops, alone.bytes, alone.collectives, alone.chains = 0.0, 0.0, {}, set(self.chains)
+            alone.arithmetic = {}
             alone.visit(branch, times, in_fusion=in_fusion)
             moved = sum(size for *_, size in alone.collectives.values())
             tried.append((alone.flops, moved, alone.bytes, len(tried)))
@@ -232,7 +245,7 @@ class _Program:
             return (1 if is_on_host(one.type) else 2) * bytes_of(operands[1].type) if len(operands) > 1 else 0.0
         if one.opcode.endswith("-start"):
             return bytes_of(one.type)  # which names operands and results
-        if own := estimate_of(one, "bytes_accessed"):
+        if own := grouped_bytes(one) or estimate_of(one, "bytes_accessed"):
             return own
         if bytes_of(one.type) + sum(bytes_of(operand.type) for operand in operands) <= self.cache:
             return 0.0
@@ -274,6 +287,12 @@ class _Program:
         if root.opcode == "dynamic-update-slice" and root.operands[1] in inner:
             return min(bytes_of(type_), bytes_of(inner[root.operands[1]].type))
         return bytes_of(type_)
+
+
+def _origin(one: Instruction) -> str:
+    """Returns the last parts of the name that the program gave an instruction."""
+    found = re.search(r'op_name="([^"]*)"', one.rest)
+    return "/".join(found[1].split("/")[-3:]) if found else ""
 
 
 def _element(computation: dict[str, Instruction], name: str, index: int | None) -> Instruction | None:

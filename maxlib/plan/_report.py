@@ -17,6 +17,8 @@ from maxlib.plan._program import refused
 from maxlib.plan._roofline import Estimate
 from maxlib.plan._targets import Target
 
+EXCESS = 1.6  # times the model's FLOPs: full remat and a kernel that recomputes stay below
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -51,6 +53,11 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.peak <= self.target.chip.memory
+
+    @property
+    def flops_factor(self) -> float | None:
+        """Compiled or estimated FLOPs over the model's; None where the program's text could not be read."""
+        return self.costs.flops * self.target.devices / self.model_flops if self.costs else None
 
     @property
     def tokens(self) -> int:
@@ -126,6 +133,7 @@ def _work(plan: Plan) -> list[Any]:
         return [*lines, "the program's text could not be read: no collectives, no estimate", *_times(plan)]
     total, how = plan.costs.flops * plan.target.devices, "compiled" if plan.compiled else "estimated"
     lines.append(f"{how} FLOPs of a step: {total:.4g} ({total / plan.model_flops:.2f} times the model's)")
+    lines += _excess(plan)
     if plan.costs.unknown_loops:
         lines.append(
             f"{plan.costs.unknown_loops} loops depend on data: counted for a causal mask, experts with equal shares"
@@ -137,6 +145,16 @@ def _work(plan: Plan) -> list[Any]:
         *_estimate(plan.estimate),
         *_times(plan),
     ]
+
+
+def _excess(plan: Plan) -> list[str]:
+    """Returns a warning that names the costliest instructions where the program computes far more than the model."""
+    if (factor := plan.flops_factor) is None or factor <= EXCESS:
+        return []
+    total = plan.costs.flops if plan.costs else 1.0
+    shares = [f"  {flops / total:.0%} {escape(name)}" for name, flops in plan.costs.costliest] if plan.costs else []
+    why = f"WARNING: {factor:.2f} times the model's FLOPs are more than the {EXCESS} that recomputation explains. Costliest:"
+    return [why, *shares]
 
 
 def _host(costs: Costs) -> list[str]:

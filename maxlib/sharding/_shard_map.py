@@ -1,6 +1,7 @@
 """Runs an op on each device's own part of its arrays."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from maxlib.sharding._axes import Table, check_axes, mesh_axes_of
 from maxlib.sharding._layout import current
 from maxlib.sharding._rules import drop_uneven, resolve, spec
 
+LANES = 128  # entries of a TPU's vector register
 Names = tuple[str | None, ...]
 
 
@@ -25,6 +27,20 @@ class AllGatherArg:
 
     kept: Names
     wanted: Names
+
+
+def gathers_odd_parts(names: AllGatherArg, shape: Sequence[int]) -> bool:
+    """Returns whether a device lacks parts of the last dimension, and they fill no whole registers.
+
+    Parts of whole registers (of 128 entries) lie side by side as they arrive. Others have to be copied.
+    """
+    if (layout := current()) is None:
+        return False
+    kept, wanted = _places(names, lambda own: spec(own, layout.rules))
+    size = lambda axes: math.prod(layout.mesh.shape[axis] for axis in axes)
+    last = len(shape) - 1
+    lacking = _axes(kept, last)[len(_axes(wanted, last)) :]
+    return size(lacking) > 1 and shape[last] // size(_axes(kept, last)) % LANES != 0
 
 
 def shard_map_by_name(

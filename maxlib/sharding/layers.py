@@ -11,6 +11,7 @@ from maxlib.sharding._layer_axes import num_layer_axes as num_layer_axes
 from maxlib.sharding._layer_axes import own_axes as own_axes
 from maxlib.sharding._rules import drop_uneven as drop_uneven
 from maxlib.sharding._shard_map import AllGatherArg as AllGatherArg
+from maxlib.sharding._shard_map import gathers_odd_parts as gathers_odd_parts
 from maxlib.sharding._zigzag import can_zigzag as can_zigzag
 from maxlib.sharding._zigzag import natural_order as natural_order
 from maxlib.sharding._zigzag import unzigzag as unzigzag

@@ -23,7 +23,7 @@ Gradients = Callable[[dict[str, Any], Any, Batch, Array], tuple[dict[str, Any], 
 def one_f_one_b(loss: Loss = next_token_loss) -> Gradients:
     """Makes `gradients` for `make_train_step` and `Trainer`: those of `loss` in a 1F1B pipeline (arXiv:1806.03377).
 
-    The model has the methods of `nn.stack.SupportsPipelining`, the pipeline is that of the layout in use. Where
+    The model has the methods of `nn.SupportsPipelining`, the pipeline is that of the layout in use. Where
     autodiff
     keeps what the backward pass needs of every microbatch, this keeps the inputs of at most `2 S V - 1` chunks' layers
     (periods of the stack, where it has some) for S stages and V repeats, and computes one of them at a time again: as
@@ -34,7 +34,7 @@ def one_f_one_b(loss: Loss = next_token_loss) -> Gradients:
             that of the forward pass, `remat` says what layers before and after the pipeline keep.
 
     Raises:
-        TypeError: the loss is another function; or, when called, the model is no `nn.stack.SupportsPipelining` whose
+        TypeError: the loss is another function; or, when called, the model is no `nn.SupportsPipelining` whose
         layers repeat.
         ValueError: when called, for a batch with images or an array without the batch's rows, or without a pipeline.
     """
@@ -42,9 +42,9 @@ def one_f_one_b(loss: Loss = next_token_loss) -> Gradients:
     dtype, remat = options.pop("dtype", jnp.bfloat16), options.pop("remat", None)
 
     def gradients(trainable: dict[str, Any], rest: Any, batch: Batch, key: Array):
-        if not isinstance(rest, nn.stack.SupportsPipelining) or not len(rest.layers.body):
+        if not isinstance(rest, nn.SupportsPipelining) or not len(rest.layers.body):
             raise TypeError(
-                "a 1F1B pipeline needs a model with the methods of nn.stack.SupportsPipelining, such as an nn.Decoder, whose "
+                "a 1F1B pipeline needs a model with the methods of nn.SupportsPipelining, such as an nn.Decoder, whose "
                 f"layers repeat; got {type(rest).__name__}"
             )
         _check_rows(batch)

@@ -1,7 +1,8 @@
 """What a trainer leaves behind: checkpoints and exports. What cannot be written is said, and training goes on."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import collections
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 
 from maxlib import nn
 from maxlib.checkpoint import Checkpointer, SaveError, Tiers
+from maxlib.checkpoint._errors import summary
 from maxlib.distributed._timeouts import hard_timeout
 from maxlib.observability._goodput import Clock
 from maxlib.training._export import Export
@@ -32,6 +34,7 @@ class Saving:
     ):
         self.checkpointer, self.exports = checkpointer, list(exports)
         self._clock, self._timeout, self._log = clock, timeout, log
+        self._causes: collections.Counter[str] = collections.Counter()
 
     def start(
         self, step: int, state: TrainState, data_state: Any, metrics: Mapping[str, Any], *, urgent: bool = False
@@ -47,7 +50,8 @@ class Saving:
                 self._try(export.wait, "the export before this checkpoint to be written")
         numbers = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
         begin = lambda: save(checkpointer, state, step, data_state, numbers)
-        self._try(begin, f"the checkpoint of step {step} to be taken")
+        if not self._try(begin, f"the checkpoint of step {step} to be taken"):
+            self._go_on(checkpointer)
 
     def export(self, step: int, state: TrainState, *, missing: bool = False, last: bool = False) -> None:
         """Starts the exports that are due, or all of them at the `last` step; `missing`: only what is not there."""
@@ -93,13 +97,26 @@ class Saving:
         with_these = f"With the parameters of step {good['meta']['step']} and this step's batch"
         return f"{with_these}: {found}." if found else f"{with_these} all is finite: the parameters went bad since."
 
-    def _try(self, call: Callable[[], Any], what: str) -> None:
-        with self._reporting_errors(), self._clock.span("save"), hard_timeout(self._timeout, what):
-            call()
-
-    @contextlib.contextmanager
-    def _reporting_errors(self) -> Iterator[None]:
+    def _try(self, call: Callable[[], Any], what: str) -> bool:
+        """Returns whether `call` succeeds. A SaveError, of this save or of the one before, is said in one line."""
         try:
-            yield
-        except SaveError as error:  # of this one, or of the one before
-            self._log(f"NOT SAVED: {error} Training goes on.")
+            with self._clock.span("save"), hard_timeout(self._timeout, what):
+                call()
+        except SaveError as error:
+            self._log(f"NOT SAVED: {self._short(error)}")
+            return False
+        return True
+
+    def _go_on(self, checkpointer: Checkpointer | Tiers) -> None:
+        """Raises UnsavedError once the checkpointer has failed too often."""
+        if error := checkpointer.unsaved():
+            raise error
+        self._log("Training goes on unsaved.")
+
+    def _short(self, error: SaveError) -> str:
+        """The error in one line, at full length for the first of its cause."""
+        cause = re.sub(r"\d+", "#", summary(error.__cause__ or error))  # paths and sizes differ from step to step
+        self._causes[cause] += 1
+        if self._causes[cause] == 1:
+            return " ".join(str(error).split())
+        return f"Step {error.step}, for the same reason; that makes {self._causes[cause]}."

@@ -106,6 +106,11 @@ def test_sigterm_for_one_host_stops_all_after_the_same_step(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_a_directory_in_use_is_refused_on_every_host(tmp_path):
-    with Checkpointer(tmp_path):
-        assert both(tmp_path, "in_use") == ["refused", "refused"]
+def test_a_directory_that_was_taken_over_is_refused_on_every_host(tmp_path):
+    assert both(tmp_path, "in_use") == ["refused", "refused"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_save_that_fails_on_one_host_is_known_to_the_others_within_a_minute(tmp_path):
+    assert both(tmp_path, "late") == ["True True [1, 3]"] * 2

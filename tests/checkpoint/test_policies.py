@@ -5,9 +5,9 @@ import logging
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +21,7 @@ from maxlib.checkpoint import (
     InUseError,
     SaveError,
     Tiers,
+    UnsavedError,
 )
 from maxlib.checkpoint import _lock as owner
 from maxlib.checkpoint import _policy as policy
@@ -152,36 +153,19 @@ def test_a_newest_step_that_is_half_deleted_is_said_and_the_one_before_taken(tmp
 # -------------------------------------------------------------------------------------- one run at a time
 
 
-@pytest.fixture
-def other_run(tmp_path):
-    """Another process that holds the directory."""
-    with subprocess.Popen(["sleep", "100"]) as process:
-        began = owner._began(process.pid)
-        (tmp_path / owner.FILE).write_text(
-            json.dumps(
-                {
-                    "machine": owner._machine(),
-                    "pid": process.pid,
-                    "began": began,
-                    "host": "here",
-                    "beat": "a",
-                    "time": "now",
-                }
-            )
-        )
-        yield process
-        process.kill()
+THEIRS = {"run": "another", "pid": 1, "host": "there", "since": "yesterday"}
 
 
-def test_a_directory_in_use_is_refused_until_the_other_run_is_dead(tmp_path, other_run):
-    with pytest.raises(InUseError, match=rf"in use by process {other_run.pid} on here.*use another directory"):
-        Checkpointer(tmp_path)
-    other_run.send_signal(signal.SIGKILL)
-    other_run.wait()
-    with Checkpointer(tmp_path) as ck:
+def test_the_newest_run_owns_the_directory_and_is_told_of_the_other(tmp_path, caplog):
+    (tmp_path / owner.FILE).write_text(json.dumps(THEIRS))
+    with caplog.at_level(logging.WARNING), Checkpointer(tmp_path) as ck:
         save(ck, 1)
         assert json.loads((tmp_path / owner.FILE).read_text())["pid"] == os.getpid()
+    assert "taken over from process 1 on there (since yesterday)" in caplog.records[0].message
     assert not (tmp_path / owner.FILE).exists()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), Checkpointer(tmp_path):
+        assert not caplog.records  # it was released
 
 
 def test_the_same_process_may_open_it_twice(tmp_path):
@@ -190,44 +174,114 @@ def test_the_same_process_may_open_it_twice(tmp_path):
             save(b, 1)
         save(a, 2)
         assert (tmp_path / owner.FILE).exists()
+    assert not (tmp_path / owner.FILE).exists()
 
 
-@pytest.mark.parametrize("lives", [True, False])
-def test_a_run_on_another_machine_is_given_time_for_a_sign_of_life(tmp_path, monkeypatch, lives):
-    monkeypatch.setattr(owner, "BEAT", 0.1)
-    theirs = {"machine": "another", "pid": 1, "began": "1", "host": "there", "beat": "a", "time": "now"}
-    (tmp_path / owner.FILE).write_text(json.dumps(theirs))
-    slept = owner.time.sleep
-
-    def sleep(seconds):
-        slept(seconds)
-        if lives:
-            (tmp_path / owner.FILE).write_text(json.dumps(theirs | {"beat": "b"}))
-
-    monkeypatch.setattr(owner.time, "sleep", sleep)
-    if lives:
-        with pytest.raises(InUseError, match="process 1 on there"):
-            Checkpointer(tmp_path)
-    else:
-        Checkpointer(tmp_path).close()
-
-
-def test_who_was_taken_for_dead_gives_way(tmp_path, other_run):
-    theirs = (tmp_path / owner.FILE).read_text()
-    (tmp_path / owner.FILE).unlink()
+@pytest.mark.parametrize(
+    "record", [json.dumps(THEIRS), "{", None], ids=["taken", "being written", "taken and released"]
+)
+def test_a_run_whose_directory_was_taken_stops_at_its_next_save(tmp_path, record):
     with Checkpointer(tmp_path) as ck:
         save(ck, 1)
-        (tmp_path / owner.FILE).write_text(theirs)
-        with pytest.raises(InUseError, match="was taken over"):
+        if record is None:
+            (tmp_path / owner.FILE).unlink()
+        else:
+            (tmp_path / owner.FILE).write_text(record)
+        with pytest.raises(InUseError, match="was taken over by .*stop one of the two"):
             save(ck, 2)
-    assert (tmp_path / owner.FILE).read_text() == theirs and ck.steps() == [1]
+    assert ck.steps() == [1]
+    assert (tmp_path / owner.FILE).exists() == (record is not None)  # what is not ours stays
 
 
-def test_a_process_that_dies_without_a_word_is_no_hindrance(tmp_path):
-    code = f"import os; from etils import epath; from maxlib.checkpoint import owner\nc = owner.Claim(epath.Path({str(tmp_path)!r})); os._exit(0)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
-    assert (tmp_path / owner.FILE).exists()
-    Checkpointer(tmp_path).close()
+def test_a_run_whose_directory_is_taken_while_it_saves_is_told_so(tmp_path, monkeypatch):
+    def taken(*_):
+        (tmp_path / owner.FILE).write_text(json.dumps(THEIRS))
+        raise FileNotFoundError("the other run has cleaned it away")
+
+    monkeypatch.setattr(checkpoint._manifest, "finish", taken)  # in the background
+    with Checkpointer(tmp_path) as ck:
+        ck.save(1, ITEMS)
+        with pytest.raises(InUseError, match="was taken over by process 1 on there"):
+            ck.wait()
+
+
+TAKES = """
+import sys
+from maxlib.checkpoint import Checkpointer, InUseError
+ck = Checkpointer(sys.argv[1])
+for line in sys.stdin:
+    try:
+        ck.save(int(line), {"params": {"x": __import__("numpy").ones(3)}})
+        ck.wait()
+        print("saved", flush=True)
+    except InUseError as error:
+        print(error, flush=True)
+"""
+
+
+def test_of_two_live_runs_the_older_stops(tmp_path):
+    def ask(run: subprocess.Popen, step: int) -> str:
+        assert run.stdin and run.stdout
+        run.stdin.write(f"{step}\n")
+        run.stdin.flush()
+        return run.stdout.readline().strip()
+
+    def start() -> subprocess.Popen:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        return subprocess.Popen([sys.executable, "-c", TAKES, tmp_path], **pipes)
+
+    with start() as old:
+        assert ask(old, 1) == "saved"
+        with start() as new:
+            assert ask(new, 2) == "saved"  # at once, without a wait for a sign of life
+            assert f"was taken over by process {new.pid}" in ask(old, 3)
+            assert ask(new, 4) == "saved"
+            new.kill()
+        old.kill()
+    with Checkpointer(tmp_path) as ck:
+        assert ck.steps() == [1, 2, 4]
+
+
+# -------------------------------------------------------------------------------------- saves that fail
+
+
+@pytest.mark.parametrize(("limits", "fails"), [({}, 3), ({"max_failed_saves": 1}, 1), ({"max_unsaved_seconds": 60}, 2)])
+def test_a_run_ends_after_too_many_failed_saves(tmp_path, monkeypatch, limits, fails):
+    now = time.monotonic()
+    ck = Checkpointer(tmp_path, **limits)
+    save(ck, 1)
+    monkeypatch.setattr(policy.time, "monotonic", lambda: now)
+    monkeypatch.setattr(ck._steps, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    for i in range(1, fails + 1):
+        assert ck.unsaved() is None
+        now += 100
+        with pytest.raises(
+            SaveError, match=rf"Step {1 + i} could not be saved.*No space left.*step 1 is the last good"
+        ):
+            save(ck, 1 + i)
+    error = ck.unsaved()
+    assert isinstance(error, UnsavedError) and error.last_good == 1
+    assert f"{fails} saves in a row have failed, the last with: [Errno 28] No space left on device" in str(error)
+    monkeypatch.undo()
+    save(ck, 10)
+    assert ck.unsaved() is None  # one that is good begins the count anew
+    ck.close()
+
+
+def test_a_run_goes_on_while_one_tier_can_be_written(tmp_path, monkeypatch):
+    near, far = (Checkpointer(tmp_path / name, max_failed_saves=1) for name in ("near", "far"))
+    broken = lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    with Tiers(near, far) as tiers:
+        monkeypatch.setattr(near._steps, "save", broken)
+        with pytest.raises(SaveError, match="Input/output error"):
+            tiers.save(1, ITEMS)
+        assert near.unsaved() and tiers.unsaved() is None
+        far.wait()
+        monkeypatch.setattr(far._steps, "save", broken)
+        with pytest.raises(SaveError, match="Input/output error"):
+            tiers.save(2, ITEMS)
+        error = tiers.unsaved()
+    assert error is not None and error.last_good == 1
 
 
 # -------------------------------------------------------------------------------------- tiers

@@ -112,22 +112,26 @@ def test_a_mesh_changes_nothing(model, generator):
     assert got == want
 
 
-def test_rotary_length_is_fixed_at_prefill():
-    """Dynamic NTK: decoding equals full passes whose tables assume the cache's capacity."""
+def test_rotary_length_is_that_of_each_row_so_far_or_a_fixed_one():
+    """Dynamic NTK: a prefill equals a full pass over the row alone; with `rope_length`, every step rotates alike."""
     rope = Rope(12, scaling=DynamicNTK(factor=4.0, original_length=8))
     model = tiny_llama(num_layers=1, rope=rope)
+    rows = [PROMPTS[2], PROMPTS[2][:10]]
+    tokens, valid = right_padded(rows, LLAMA.vocab)
+    forward = jax.jit(lambda model, ids, **inputs: model(ids, dtype=jnp.float32, **inputs))
+    for capacity in (32, 100):
+        both = forward(model, tokens, valid=valid, cache=model.init_cache(2, capacity, dtype=jnp.float32)).hidden
+        for i, row in enumerate(rows):
+            alone = forward(model, jnp.asarray([row], jnp.int32)).hidden
+            np.testing.assert_allclose(both[i, : len(row)], alone[0], atol=2e-6)
     prompt = jnp.asarray([PROMPTS[2]], jnp.int32)
-    forward = jax.jit(lambda model, ids, cache: model(ids, cache=cache, dtype=jnp.float32))
-    whole = forward(model, prompt, model.init_cache(1, 32, dtype=jnp.float32)).hidden
-    cache, steps = model.init_cache(1, 32, dtype=jnp.float32), []
+    fixed = forward(model, prompt, cache=model.init_cache(1, 32, dtype=jnp.float32, rope_length=32)).hidden
+    cache, steps = model.init_cache(1, 32, dtype=jnp.float32, rope_length=32), []
     for t in range(prompt.shape[1]):
-        out = forward(model, prompt[:, t : t + 1], cache)
+        out = forward(model, prompt[:, t : t + 1], cache=cache)
         cache, steps = out.cache, [*steps, out.hidden]
-    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), whole, atol=2e-6)
-    same_length = model.init_cache(1, 32, dtype=jnp.float32, rope_length=prompt.shape[1])
-    fixed = model(prompt, cache=same_length, dtype=jnp.float32).hidden
-    np.testing.assert_allclose(fixed, model(prompt, dtype=jnp.float32).hidden, atol=2e-6)
-    assert np.abs(fixed - whole).max() > 1e-3
+    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), fixed, atol=2e-6)
+    assert np.abs(fixed[0] - both[0, : prompt.shape[1]]).max() > 1e-3
 
 
 def test_the_callers_model_stays_usable(model):

@@ -73,8 +73,8 @@ def step(model, tokens, cache):
 
 
 @pytest.mark.full
-def test_factors_are_chosen_once_for_the_whole_text(tmp_path):
-    """A cache with room beyond the first training's length has the long factors from its first token on."""
+def test_factors_are_those_of_the_text_so_far_or_of_a_fixed_length(tmp_path):
+    """With `rope_length` beyond the first training's length a cache has the long factors from its first token on."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     directory = parity.directory(tmp_path, parity.golden("phi3")["shorter"])
     model, tokens = maxlib.from_pretrained(directory), parity.tokens(61, ORIGINAL + 8)[:1]
@@ -82,12 +82,12 @@ def test_factors_are_chosen_once_for_the_whole_text(tmp_path):
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
         short = theirs(torch.from_numpy(tokens[:, :ORIGINAL]).long()).logits.numpy()
-    cache = model.init_cache(1, ORIGINAL + 8, dtype=jnp.float32)
+    cache = model.init_cache(1, ORIGINAL + 8, dtype=jnp.float32, rope_length=ORIGINAL + 8)
     first, cache = step(model, tokens[:, :ORIGINAL], cache)
     rest, _ = step(model, tokens[:, ORIGINAL:], cache)
     assert_close(np.concatenate([first, rest], axis=1), want, 1e-4)
     assert np.abs(short - want[:, :ORIGINAL]).max() > 0.1 * want.std()
-    first, _ = step(model, tokens[:, :ORIGINAL], model.init_cache(1, ORIGINAL, dtype=jnp.float32))
+    first, _ = step(model, tokens[:, :ORIGINAL], model.init_cache(1, 2 * ORIGINAL, dtype=jnp.float32))
     assert_close(first, short, 1e-4)
 
 

@@ -14,7 +14,7 @@ from jax import export
 
 from maxlib import nn, ops
 from maxlib.observability._flops import forward_flops
-from maxlib.ops._grouped_matmul import api
+from maxlib.ops._grouped_matmul import dispatch
 from maxlib.ops._grouped_matmul.mosaic_gpu import by_experts, by_rows, glu
 from tests.ops.attention import emulator
 from tests.ops.test_grouped_matmul import close, loop
@@ -182,7 +182,7 @@ def mixture(implementation, activation=ops.swiglu):
 
 @no_gpu
 def test_a_mixture_of_experts_uses_it(emulated, monkeypatch):
-    monkeypatch.setattr(api, "unsupported_reason", lambda *call: None)  # there is no GPU
+    monkeypatch.setattr(dispatch, "unsupported_reason", lambda *call: None)  # there is no GPU
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 10, 64)), jnp.float32)
 
     def run(layer):

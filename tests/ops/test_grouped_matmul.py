@@ -184,6 +184,32 @@ def test_tpu_gets_a_ragged_dot():
     assert "ragged_dot" in exported.mlir_module()
 
 
+def test_the_choice_is_explained_for_any_device():
+    rows, weights = (
+        jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8, 1024, 4096), jnp.bfloat16),
+    )
+    explain = functools.partial(ops.explain_grouped_matmul, rows, weights)
+    for kind in ("TPU v4", "TPU v5 lite", "TPU v5p", "TPU v6 lite", "TPU7x"):
+        assert explain(device=("tpu", kind)).chosen == "megablox"
+    for device in (("gpu", "NVIDIA H100 80GB HBM3"), ("gpu", "NVIDIA A100-SXM4-80GB"), ("cpu", "cpu")):
+        assert explain(device=device).chosen == "tiled"
+        assert "megablox: runs on tpu, not on" in str(explain(device=device))
+    hopper = explain(device=("gpu", "NVIDIA H200"))
+    assert "mosaic_gpu: runs only by name: it has not run on a GPU yet" in str(hopper)
+    assert explain(device=("gpu", "NVIDIA H200"), implementation="mosaic_gpu").chosen == "mosaic_gpu"
+    assert explain(device=("gpu", "NVIDIA B200"), implementation="mosaic_gpu").chosen is None
+
+
+def test_a_kernel_of_another_machine_is_an_error():
+    rows, weights, d_out = arrays(8, 64, 64, 2)
+    counts = jnp.array([4, 4])
+    with pytest.raises(ValueError, match="grouped_matmul: megablox runs on tpu, not on cpu. Pass implementation=None"):
+        ops.grouped_matmul(rows, weights, counts, implementation="megablox")
+    with pytest.raises(ValueError, match="grouped_outer: megablox runs on tpu, not on cpu"):
+        ops.grouped_outer(d_out, rows, counts, implementation="megablox")
+
+
 def test_clear_errors():
     unchecked = inspect.unwrap(ops.grouped_matmul)  # the shape checker of the tests would be first
     rows, weights, _ = arrays(4, 5, 7, 3)

@@ -1,5 +1,8 @@
 """What is read from the text of programs, against counts by hand."""
 
+import inspect
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,7 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import sharding
-from maxlib.plan._hlo import read_costs
+from maxlib.plan._hlo import Costs, read_costs
+from maxlib.plan._report import _excess
 from tests.training.tiny import QUICKLY
 
 
@@ -317,3 +321,36 @@ def test_fusions_move_the_slices_they_look_at_and_not_what_they_hand_on():
     rows, layer, part, whole = 2 * 64 * 128, 2 * 128 * 128, 2 * 8 * 1024, 2 * 32 * 1024
     begun, beside, small = part + whole, 2 * rows + layer, 100
     assert costs.bytes == pytest.approx(9 * (begun + beside) + 2 * rows, abs=small)
+
+
+GROUPED = """
+HloModule jit_step
+
+ENTRY %main (rows: bf16[1024,256], weights: bf16[4,512,256]) -> bf16[1024,512] {
+  %rows = bf16[1024,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %weights = bf16[4,512,256]{2,1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %gmm.1 = bf16[1024,512]{1,0:T(8,128)(2,1)} custom-call(%rows, %weights), custom_call_target="tpu_custom_call", operand_layout_constraints={s32[], bf16[1024,256]{1,0}, bf16[4,512,256]{2,1,0}}, metadata={op_name="jit(step)/jit(gmm)/pallas_call" id=1}, backend_config={"custom_call_config":{"cost_estimate":{"flops":"268435456","transcendentals":"0","bytes_accessed":"999999999"}}}
+}
+"""
+
+
+def test_a_grouped_matmul_reads_an_experts_matrix_once():
+    """Whatever its own estimate says; with one tile along K and N, all else is read and written once, too."""
+    costs = read_costs(GROUPED, {"fsdp": 1})
+    assert costs.flops == 2 * 1024 * 256 * 512
+    visited = (
+        1024 // 512 + 3
+    ) * 512  # tiles of 512 rows; where an expert's rows begin inside a tile, both neighbours read it
+    assert costs.bytes == 2 * (visited * 256 + 4 * 512 * 256 + 1024 * 512)
+    ((name, flops),) = costs.costliest
+    assert name == "gmm.1 bf16[1024,512] jit(step)/jit(gmm)/pallas_call" and flops == costs.flops
+
+
+def test_far_more_flops_than_the_models_are_a_warning():
+    costs = Costs(
+        10.0, 1.0, (), 0, costliest=(("convolution.1 bf16[128,2048,768] while/body/ragged_dot_general", 9.0),)
+    )
+    excess = inspect.unwrap(_excess)  # not the shape checker of the tests, which asks for a whole plan
+    warning, costliest = excess(types.SimpleNamespace(flops_factor=21.28, costs=costs))
+    assert warning.startswith("WARNING: 21.28 times the model's FLOPs") and "90% convolution.1" in costliest
+    assert excess(types.SimpleNamespace(flops_factor=1.45, costs=costs)) == []

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib import distributed, ops, sharding, training
 from maxlib.checkpoint import Checkpointer, InUseError, SaveError
 from maxlib.checkpoint import _checksummed_json as records
+from maxlib.checkpoint import _lock as owner
 from maxlib.checkpoint import _storage as storage
 from tests.training import tiny
 
@@ -39,7 +40,7 @@ def main(port: str, host: int, directory: str, what: str) -> None:
     faulthandler.dump_traceback_later(150, exit=True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=host)
-    known = (save, restore, copies, faults, raises, export, sigterm, in_use)
+    known = (save, restore, copies, faults, raises, export, sigterm, in_use, late)
     {function.__name__: function for function in known}[what](host, directory)
 
 
@@ -185,10 +186,37 @@ def without(step: int) -> Callable[[Any], Any]:
 
 
 def in_use(host: int, directory: str) -> None:
+    """Another run takes the directory over between two saves."""
+    items = {"params": {"w": place(VALUES, P("data"), ("data", 4))}}
+    ck = Checkpointer(directory)
+    ck.save(1, items)
+    ck.wait()
+    if host == 0:
+        (Path(directory) / owner.FILE).write_text('{"run": "another"}')
     try:
-        Checkpointer(directory)
+        ck.save(2, items)
     except InUseError:
         print("refused")
+
+
+def late(host: int, directory: str) -> None:
+    """The second host fails in the background, when the first one waits for it."""
+    items = {"params": {"w": place(VALUES, P("data"), ("data", 4))}}
+    broken = mock.patch.object(storage._Text, "_write", refuse) if host == 1 else nullcontext()
+    with Checkpointer(directory) as ck:
+        ck.save(1, items)
+        ck.wait()
+        with broken:
+            ck.save(2, items)
+            begin = time.monotonic()
+            said = failure(ck.wait)
+        soon = time.monotonic() - begin < 60
+        ck.save(3, items)
+    print(soon, "of this host alone" in said, ck.steps())
+
+
+async def refuse(*_: Any) -> None:
+    raise OSError(5, "of this host alone")
 
 
 if __name__ == "__main__":

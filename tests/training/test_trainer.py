@@ -175,7 +175,7 @@ def test_a_save_that_fails_is_said_and_training_goes_on(tmp_path, capsys, monkey
     monkeypatch.setattr(checkpointer, "save", full_disk)
     trainer(checkpointer=checkpointer).fit(6)
     out = " ".join(capsys.readouterr().out.split())
-    assert "NOT SAVED: No space left; step 2 is the last good one. Training goes on." in out
+    assert "NOT SAVED: No space left; step 2 is the last good one. Training goes on unsaved." in out
     assert checkpointer.steps() == [2, 6]
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from maxlib.ops._grouped_matmul.reference import accumulator, summed_in
+from maxlib.ops._grouped_matmul.unbatched import unbatched
 
 _OUTER = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -21,9 +22,10 @@ def ragged_dot(
     layout: str = "EOI",
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
-    # The result's own dtype, not float32: the kernel sums in float32 anyway, and the gradient of the weights takes this
-    # dtype too, which in float32 was twice as large as anything else of a layer. What XLA leaves in rows beyond the
-    # last group differs between platforms.
+    """Computes `grouped_matmul` with `jax.lax.ragged_dot_general`."""
+    # Ask for the result's own dtype, not float32: the kernel sums in float32 anyway, and the gradient of the weights
+    # takes this dtype too; in float32 it was twice as large as any other array of a layer. Rows beyond the last group
+    # are set to zero, because XLA's results there differ between platforms.
     used = (jnp.arange(rows.shape[0]) < rows_per_expert.sum())[:, None]
     rows, dtype = jnp.where(used, rows, jnp.zeros_like(rows)), accumulator(rows.dtype) if out_dtype else rows.dtype
     out: Any = _multiply(rows, weights if out_dtype else weights.astype(rows.dtype), rows_per_expert, layout, dtype)
@@ -33,6 +35,7 @@ def ragged_dot(
 def ragged_outer(
     d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
 ) -> Float[Array, "E O I"]:
+    """Computes `grouped_outer` with `jax.lax.ragged_dot_general`."""
     used = (jnp.arange(rows.shape[0]) < rows_per_expert.sum())[:, None]
     d, x = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d_out, rows))
     return _general(d, x, rows_per_expert, _OUTER, accumulator(rows.dtype)).astype(summed_in(rows.dtype))
@@ -40,7 +43,7 @@ def ragged_outer(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _multiply(rows, weights, rows_per_expert, layout: str, dtype: Any):
-    """Each row with its expert's matrix, over the dimension of `weights` that `layout` calls I."""
+    """Multiplies each row with its expert's matrix, over the dimension of `weights` that `layout` calls I."""
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(([1], [layout.index("I")]), ([], [])),
         lhs_ragged_dimensions=[0],
@@ -66,16 +69,8 @@ _multiply.defvjp(_forward, _backward)
 
 
 def _general(rows, others, rows_per_expert, dimensions: Any, dtype: Any) -> Any:
-    """`jax.lax.ragged_dot_general`; under vmap one after another, as TPUs have none with a batch: the stages of a
-    pipeline, of which a device has one."""
-
-    @jax.custom_batching.custom_vmap
-    def one(rows, others, rows_per_expert):
-        return jax.lax.ragged_dot_general(rows, others, rows_per_expert, dimensions, preferred_element_type=dtype)
-
-    @one.def_vmap
-    def _(size, is_batched, *arrays):
-        pick = lambda i: [a[i] if batched else a for a, batched in zip(arrays, is_batched, strict=True)]
-        return jnp.stack([one(*pick(i)) for i in range(size)]), True
-
-    return one(rows, others, rows_per_expert)
+    """Computes `jax.lax.ragged_dot_general`, which TPUs do not support with a batch axis."""
+    one = functools.partial(
+        jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=dimensions, preferred_element_type=dtype
+    )
+    return unbatched(one)(rows, others, rows_per_expert)

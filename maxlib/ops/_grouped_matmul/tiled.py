@@ -18,7 +18,7 @@ from maxlib.ops._varying import vary_alike
 
 
 class Tile(NamedTuple):
-    """A slice of `size` rows from row `first`, which stays inside the array; `mine` marks the rows that belong to it."""
+    """A slice of `size` rows from row `first`, which stays inside the array; `mine` marks the rows of this tile."""
 
     first: Int[Array, ""]
     size: int

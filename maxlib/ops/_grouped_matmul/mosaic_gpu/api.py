@@ -58,8 +58,8 @@ def glu(
 ) -> Num[Array, "M O"]:
     """Computes `grouped_glu` in one kernel, which reads rows once and joins both products before they are rounded.
 
-    If a gradient is needed, the kernel writes gate and up instead, and XLA joins them: the gradient needs them, and they
-    have names, so that `jax.checkpoint` can keep them or run the kernel again.
+    If a gradient is needed, the kernel writes gate and up instead, and XLA joins them: the gradient needs them, and
+    both have names, so that `jax.checkpoint` can keep them or run the kernel again.
     """
     ours = lambda rows: _glu(rows, gate, up, rows_per_expert, biases, layout, activation)
     return _on_whole_tiles(ours, rows, rows_per_expert)

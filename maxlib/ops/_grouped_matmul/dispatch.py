@@ -1,0 +1,89 @@
+"""The table of grouped matmuls, in order of preference: where each runs, and which one a call gets."""
+
+import dataclasses
+from typing import Any
+
+from maxlib.ops._grouped_matmul.mosaic_gpu import unsupported_reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute a grouped matmul.
+
+    Args:
+        about: What it is, in a line.
+        platforms: Where it runs; None for everywhere.
+        by_name: Why it runs only where it is asked for; None if it may be chosen.
+    """
+
+    about: str
+    platforms: frozenset[str] | None = None
+    by_name: str | None = None
+
+
+TABLE = {
+    "mosaic_gpu": Implementation(
+        "kernels for NVIDIA's Hopper", frozenset({"gpu"}), by_name="it has not run on a GPU yet"
+    ),
+    "megablox": Implementation("JAX's TPU kernels in both passes", frozenset({"tpu"})),
+    "tiled": Implementation("tiles of rows in XLA, at a cost that follows the rows"),
+    "ragged_dot": Implementation(
+        "XLA's own",
+        by_name="on CPUs and GPUs, and with libtpu 0.0.42 in the gradient of weights, XLA multiplies every row with every expert",
+    ),
+    "reference": Implementation("the definition, a loop over experts", by_name="it is the specification"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The implementation that a call gets (`chosen`; None if the named one cannot run it), and the reasons."""
+
+    call: str
+    chosen: str | None
+    reason: str
+    refused: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"grouped_matmul {self.call}", f"-> {self.chosen or 'error'}: {self.reason}"]
+        return "\n".join(lines + [f"   {name}: {why}" for name, why in self.refused.items()])
+
+
+def refusals(rows: Any, weights: Any, layout: str, out_dtype: Any, device: tuple[str, str]) -> dict[str, str | None]:
+    """Returns for each implementation why it cannot run a call, or None.
+
+    Args:
+        rows: `M I`, or its shape and dtype.
+        weights: `E O I` or `E I O`, or their shape; None for the transposed matmul.
+        layout: The dimensions of `weights`.
+        out_dtype: Of narrow operands' result, or None.
+        device: Platform and kind of the device.
+    """
+    found: dict[str, str | None] = {}
+    for name, one in TABLE.items():
+        wrong = one.platforms is not None and device[0] not in one.platforms
+        found[name] = f"runs on {' and '.join(sorted(one.platforms or ()))}, not on {device[0]}" if wrong else None
+    found["mosaic_gpu"] = (
+        "has no transposed matmul of its own"
+        if weights is None
+        else unsupported_reason(rows, weights, layout, out_dtype, device)
+    )
+    return found
+
+
+def explain(call: str, reasons: dict[str, str | None], name: str | None = None) -> Explanation:
+    """Finds the implementation that would run a call.
+
+    Raises:
+        ValueError: No implementation has this name.
+    """
+    if name is not None and name not in reasons:
+        raise ValueError(f"implementation must be None or one of {sorted(reasons)}, got {name!r}")
+    refused = {one: why for one, why in reasons.items() if why is not None}
+    unasked = {one: f"runs only by name: {TABLE[one].by_name}" for one in TABLE if TABLE[one].by_name is not None}
+    if name is None:
+        best = next(one for one in reasons if one not in refused and one not in unasked)
+        return Explanation(call, best, TABLE[best].about, unasked | refused)
+    if name in refused:
+        return Explanation(call, None, f"{name} {refused[name]}", refused)
+    return Explanation(call, name, "asked for by name", refused)

@@ -1,0 +1,113 @@
+"""JAX's own grouped matmul kernels for TPUs (megablox, after arXiv:2211.15841).
+
+Their cost follows the rows in both passes. `jax.lax.ragged_dot_general` leaves the transposed matmul, from which the
+gradient of the weights comes, to the compiler, and libtpu 0.0.42, which jax 0.10.2 asks for, multiplies every row with
+every expert there.
+
+The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from maxlib.ops._grouped_matmul.ragged_dot import ragged_dot
+from maxlib.ops._grouped_matmul.reference import summed_in
+from maxlib.ops._grouped_matmul.tiling import Sizes, Tiles, choose_tiles
+from maxlib.ops._grouped_matmul.unbatched import unbatched
+
+DTYPES = ("bfloat16", "float32")
+
+
+def megablox(
+    rows: Num[Array, "M I"],
+    weights: Num[Array, "E O I"] | Num[Array, "E I O"],
+    rows_per_expert: Int[Array, " E"],
+    layout: str = "EOI",
+    out_dtype: Any = None,
+) -> Num[Array, "M O"]:
+    """Computes `grouped_matmul` with JAX's kernel; operands narrower than bfloat16 use XLA's, without a gradient."""
+    if out_dtype is not None or str(rows.dtype) not in DTYPES:
+        return ragged_dot(rows, weights, rows_per_expert, layout, out_dtype)
+    return _multiply(rows, weights, rows_per_expert, layout)
+
+
+def megablox_outer(
+    d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
+) -> Float[Array, "E O I"]:
+    """Computes `grouped_outer` with JAX's kernel; operands narrower than bfloat16 are widened to it, without loss."""
+    exact = summed_in(rows.dtype)
+    d_out, rows = (x if str(x.dtype) in DTYPES else x.astype(jnp.bfloat16) for x in (d_out, rows))
+    return _outer(d_out, rows, rows_per_expert, exact)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _multiply(rows, weights, rows_per_expert, layout: str):
+    """Multiplies each row with its expert's matrix, over the dimension of `weights` that `layout` calls I."""
+    return _rows(rows, weights.astype(rows.dtype), rows_per_expert, transpose=layout == "EOI")
+
+
+def _forward(rows, weights, rows_per_expert, layout):
+    return _multiply(rows, weights, rows_per_expert, layout), (rows, weights, rows_per_expert)
+
+
+def _backward(layout, kept, d):
+    rows, weights, rows_per_expert = kept
+    d_rows = _rows(d, weights.astype(d.dtype), rows_per_expert, transpose=layout == "EIO")
+    pair = (d, rows) if layout == "EOI" else (rows, d)
+    return d_rows, _outer(*pair, rows_per_expert, weights.dtype), None
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _rows(rows, weights, rows_per_expert, *, transpose: bool):
+    """Multiplies `M K` with `E K N`, or with `E N K` if `transpose`."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    (M, K), N = rows.shape, weights.shape[1 if transpose else 2]
+    width = rows.dtype.itemsize
+    tiles = choose_tiles(Sizes(M, K, N, len(weights), width, width, transposed=False))
+
+    def one(rows, weights, rows_per_expert):
+        kernel = functools.partial(
+            gmm, preferred_element_type=rows.dtype, tiling=_sizes(tiles), transpose_rhs=transpose
+        )
+        out = kernel(_padded(rows, tiles), weights, rows_per_expert)[:M]
+        return _used(out, rows_per_expert)  # the kernel does not write rows beyond the last expert's
+
+    return unbatched(one)(rows, weights, rows_per_expert)
+
+
+def _outer(left, right, rows_per_expert, dtype: Any):
+    """Computes `left[start:end].T @ right[start:end]` for each expert: `M K` and `M N` to `E K N`."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    (M, K), N, E = left.shape, right.shape[1], len(rows_per_expert)
+    widths = left.dtype.itemsize, jnp.dtype(dtype).itemsize
+    tiles = choose_tiles(Sizes(M, K, N, E, *widths, transposed=True))
+
+    def one(left, right, rows_per_expert):
+        left, right = (_padded(x, tiles) for x in (left, right))
+        kernel = functools.partial(tgmm, preferred_element_type=dtype, tiling=_sizes(tiles))
+        return kernel(left.swapaxes(0, 1), right, rows_per_expert)  # the kernel takes [K, M]
+
+    return unbatched(one)(left, right, rows_per_expert)
+
+
+def _sizes(tiles: Tiles) -> tuple[int, int, int]:
+    return tiles.rows, tiles.summed, tiles.out
+
+
+def _padded(rows, tiles: Tiles):
+    """Pads rows to whole tiles."""
+    return jnp.pad(rows, ((0, -rows.shape[0] % tiles.rows), (0, 0)))
+
+
+def _used(rows, rows_per_expert):
+    """Sets rows beyond the last expert's to zero."""
+    used = (jnp.arange(len(rows)) < rows_per_expert.sum())[:, None]
+    return jnp.where(used, rows, jnp.zeros_like(rows))

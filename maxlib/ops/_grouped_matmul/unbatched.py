@@ -1,0 +1,28 @@
+"""Support of `jax.vmap` for kernels that have no batch axis."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def unbatched(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Wraps a kernel so that `jax.vmap` runs it for each entry of a batch in turn.
+
+    The batch is usually the stages of a pipeline, of which each device has one.
+
+    Args:
+        kernel: A function of arrays only, whose result is one array.
+
+    Returns:
+        The wrapped function.
+    """
+    one = jax.custom_batching.custom_vmap(kernel)
+
+    @one.def_vmap
+    def _(size: int, is_batched: list[bool], *arrays: Any):
+        pick = lambda i: [a[i] if batched else a for a, batched in zip(arrays, is_batched, strict=True)]
+        return jnp.stack([one(*pick(i)) for i in range(size)]), True
+
+    return one

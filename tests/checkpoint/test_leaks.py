@@ -1,0 +1,124 @@
+"""What a save takes it gives back: threads and file descriptors, whether it goes well or fails."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxlib import checkpoint
+from maxlib.checkpoint import Checkpointer, SaveError
+
+ITEMS = {"params": {"w": np.arange(1000.0)}, "opt": {"count": np.array(3)}}
+
+
+def held(expected: tuple[int, int] = (1 << 30, 1 << 30)) -> tuple[int, int]:
+    """Threads of Python and open descriptors of this process; those that were told to go are given time to."""
+    for _ in range(20):
+        gc.collect()
+        found = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        if found[0] <= expected[0] and found[1] <= expected[1]:
+            break
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_saves_hold_no_threads_and_no_descriptors(tmp_path, verify):
+    before = held()
+    with Checkpointer(tmp_path, keep=2, verify=verify) as ck:
+        counts = []
+        for step in range(1, 16):
+            ck.save(step, ITEMS)
+            if step % 5 == 0:
+                ck.wait()
+                counts.append(held(*counts[:1]))
+    assert counts[0] == counts[1] == counts[2]
+    threads, descriptors = held(before)
+    assert threads <= before[0] and descriptors <= before[1]
+
+
+def test_saves_that_fail_hold_none_either(tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError(28, "No space left on device")
+
+    with Checkpointer(tmp_path) as ck:
+        ck.save(1, ITEMS)
+        ck.wait()
+        before = held()
+        for where, name in ((checkpoint._manifest, "finish"), (ck._steps._orbax, "save_checkpointables_async")):
+            with monkeypatch.context() as patched:
+                patched.setattr(where, name, broken)  # in the background, and before it begins
+                for step in range(2, 7):
+                    with pytest.raises(SaveError):
+                        ck.save(step, ITEMS)
+                        ck.wait()
+        assert held(before) == before
+
+
+def test_a_run_that_ends_while_it_saves_holds_none(tmp_path):
+    before = held()
+    with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path) as ck:
+        ck.save(1, ITEMS)
+        raise ZeroDivisionError
+    assert held(before) == before
+
+
+FEW = """
+import os, resource, sys
+import numpy as np
+from maxlib.checkpoint import Checkpointer, SaveError
+with Checkpointer(sys.argv[1]) as ck:
+    ck.save(1, {"params": {"w": np.ones(10)}})
+    ck.wait()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 10, 4096))
+    try:
+        ck.save(2, {"params": {"w": np.ones(10)}})
+    except SaveError as error:
+        print(error)
+"""
+
+
+def test_too_few_descriptors_are_one_line(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FEW, tmp_path], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0
+    assert "raise the limit (ulimit -n)" in done.stdout and "step 1 is the last good one" in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+    assert not [line for line in done.stderr.splitlines() if "Error" in line or "Traceback" in line], done.stderr
+
+
+def test_a_trainer_says_failed_saves_in_a_line_each_and_ends(tmp_path, capsys):
+    from maxlib import training
+    from tests.training import tiny
+
+    checkpointer = Checkpointer(tmp_path / "run", every=1, keep=2)
+    trainer = training.Trainer(
+        tiny.model,
+        optimizer=training.adamw(1e-2, mask=None),
+        loader=tiny.Loader(),
+        loss=tiny.loss,
+        checkpointer=checkpointer,
+        callbacks=[(3, lambda trainer: full_disk(checkpointer, tmp_path))],
+    )
+    with pytest.raises(checkpoint.UnsavedError, match="3 saves in a row have failed, the last with: .*Not a directory"):
+        trainer.fit(100)
+    assert trainer.step == 5
+    said = [" ".join(part.split()) for part in capsys.readouterr().out.split("NOT SAVED: ")[1:]]
+    assert said[0].startswith("Step 3 could not be saved") and "step 2 is the last good one" in said[0]
+    assert said[1].startswith("Step 4, for the same reason; that makes 2.")
+    (tmp_path / "run").unlink()
+    (tmp_path / "aside").rename(tmp_path / "run")
+    assert checkpoint.verify(tmp_path / "run" / "2") == []
+
+
+def full_disk(checkpointer: Checkpointer, root: Path) -> None:
+    """Nothing can be written any more, by root neither."""
+    if (root / "run").is_dir():
+        checkpointer.wait()
+        (root / "run").rename(root / "aside")
+        (root / "run").write_text("in the way")

@@ -1,0 +1,153 @@
+"""JAX's grouped matmul kernels for TPUs: run by Pallas's interpreter and lowered for TPUs, both without one."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.megablox import ops as _  # noqa: F401  loads the kernels
+from jax.sharding import PartitionSpec as P
+
+from maxlib import ops, sharding
+from maxlib.ops._grouped_matmul import api, tiling
+from maxlib.ops._grouped_matmul import megablox as module
+from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer
+from maxlib.ops._grouped_matmul.tiling import VMEM, Sizes, choose_tiles
+from tests.ops.test_grouped_matmul import COUNTS, arrays, close, loop
+
+KERNELS = sys.modules["jax.experimental.pallas.ops.tpu.megablox.gmm"]
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    for name in ("gmm", "tgmm"):
+        monkeypatch.setattr(KERNELS, name, functools.partial(getattr(KERNELS, name), interpret=True))
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def value_and_gradients(rows, weights, counts, d_out, layout="EOI"):
+    out, pull = jax.vjp(lambda rows, weights: megablox(rows, weights, counts, layout), rows, weights)
+    return out, *pull(d_out)
+
+
+@pytest.mark.parametrize("layout", ["EOI", "EIO"])
+def test_equals_a_loop_over_experts(layout, interpreted):
+    """Experts without rows, rows without an expert, rows and widths that fill no tile."""
+    rows, weights, d_out = arrays(700, 160, 136, 3)
+    turn = (lambda w: w) if layout == "EOI" else (lambda w: w.swapaxes(1, 2))
+    for counts in COUNTS.values():
+        got = value_and_gradients(rows, turn(weights), jnp.array(counts), d_out, layout)
+        out, d_rows, d_weights = loop(rows, weights, counts, d_out)
+        close(got, (out, d_rows, turn(d_weights)))
+
+
+def test_several_tiles_along_every_dimension(interpreted, monkeypatch):
+    monkeypatch.setattr(tiling, "VMEM", 2**20)
+    tiles = choose_tiles.__wrapped__(Sizes(400, 1100, 900, 3, 4, 4, transposed=False))
+    assert tiles.rows < 400 and tiles.summed < 1100 and tiles.out < 900
+    monkeypatch.setattr(module, "choose_tiles", choose_tiles.__wrapped__)
+    rows, weights, d_out = arrays(400, 1100, 900, 3)
+    counts = [130, 0, 200]
+    got = value_and_gradients(rows, weights, jnp.array(counts), d_out)
+    close(got, loop(rows, weights, counts, d_out))
+
+
+def test_rows_beyond_the_counts_touch_nothing(interpreted):
+    rows, weights, d_out = arrays(40, 5, 7, 3)
+    counts = [9, 0, 4]
+    got = value_and_gradients(rows.at[13:].set(jnp.nan), weights, jnp.array(counts), d_out)
+    close(got, loop(rows, weights, counts, d_out))
+
+
+def test_bfloat16_accumulates_in_float32(interpreted):
+    """The gradient of float32 weights is never rounded to bfloat16."""
+    rows, weights, d_out = arrays(600, 256, 5, 2, jnp.bfloat16)
+    counts = [590, 10]
+    got = value_and_gradients(rows, weights.astype(jnp.float32), jnp.array(counts), d_out)
+    assert [x.dtype for x in got] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    want = loop(rows, weights, counts, d_out)
+    close(got[:2], want[:2], tol=2**-8)  # one rounding at the end
+    close(got[2:], want[2:])
+
+
+@pytest.mark.parametrize("kinds", [("int8", "int8"), ("float8_e5m2", "float8_e4m3fn"), ("float32", "float32")])
+def test_the_transpose_of_narrow_operands(kinds, interpreted):
+    """Summed as they are: of small integers, and of float8 that hold them, exactly."""
+    rng, counts = np.random.default_rng(0), jnp.array([20, 0, 13])
+    d_out, rows = (jnp.asarray(rng.integers(-4, 5, shape)) for shape in ((40, 7), (40, 5)))
+    got = megablox_outer(*(x.astype(kind) for x, kind in zip((d_out, rows), kinds, strict=True)), counts)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, loop(rows, np.zeros((3, 7, 5)), counts, d_out)[2])
+
+
+def test_narrow_operands_multiply_as_they_are():
+    rng, counts = np.random.default_rng(0), [20, 0, 13]
+    rows, weights = (jnp.asarray(rng.integers(-9, 9, shape), jnp.int8) for shape in ((40, 5), (3, 7, 5)))
+    got = megablox(rows, weights, jnp.array(counts), "EOI", jnp.float32)
+    np.testing.assert_array_equal(got, loop(rows, weights, counts, np.zeros((40, 7)))[0])
+
+
+def test_stages_of_a_pipeline(interpreted):
+    """Under `jax.vmap` each runs by itself, with its own gradient."""
+    rows, weights = (jnp.stack([a, 2 * a]) for a in arrays(24, 6, 6, 3)[:2])
+    counts = jnp.array([[5, 0, 19], [8, 8, 2]])
+    one = lambda *args: jnp.sum(jnp.sin(megablox(*args)))
+    got = jax.vmap(jax.grad(one, (0, 1)))(rows, weights, counts)
+    each = [jax.grad(one, (0, 1))(rows[i], weights[i], counts[i]) for i in range(2)]
+    want = jax.tree.map(lambda *a: jnp.stack(a), *each)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want)
+
+
+def test_shards_of_experts(interpreted):
+    rows, weights, d_out = arrays(8 * 12, 5, 7, 3)
+    counts = np.random.default_rng(0).multinomial(11, np.ones(3) / 3, size=8)
+    mesh, split = sharding.make_mesh(data=8), P("data")
+
+    def loss(rows, weights):
+        local = lambda rows, w, counts: megablox(rows, w, counts[0])
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=(split, P(), split), out_specs=split, check_vma=False)
+        return jnp.sum(mapped(rows, weights, jnp.array(counts)) * d_out)
+
+    got = jax.jit(jax.grad(loss, argnums=(0, 1)))(rows, weights)
+    parts = [loop(rows[12 * i :][:12], weights, counts[i], d_out[12 * i :][:12]) for i in range(8)]
+    close(got, (np.concatenate([p[1] for p in parts]), sum(p[2] for p in parts)))
+
+
+@pytest.mark.parametrize("layout", ["EOI", "EIO"])
+def test_tpus_get_kernels_in_both_passes(layout, monkeypatch):
+    """Never XLA's transposed ragged dot, which some of its versions compute with every row and every expert."""
+    monkeypatch.setattr(api, "current_device", lambda: ("tpu", "TPU v5p"))
+    rows, weights, d_out = arrays(512, 256, 256, 4, jnp.bfloat16)
+
+    def run(rows, weights, counts, d_out):
+        call = lambda rows, weights: ops.grouped_matmul(rows, weights, counts, layout=layout)
+        return jax.vjp(call, rows, weights)[1](d_out)
+
+    text = jax.jit(run).trace(rows, weights, jnp.full(4, 100), d_out).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") >= 2 and "ragged_dot" not in text
+
+
+PUBLISHED = {  # rows of a device, the width of the model, that of an expert, experts
+    "Qwen3-30B-A3B": (32768, 2048, 768, 128),
+    "Mixtral-8x7B": (8192, 4096, 14336, 8),
+    "GPT-OSS-20B": (16384, 2880, 2880, 32),
+    "DeepSeek-V3, 8 shards": (65536, 7168, 2048, 32),
+    "DeepSeek-V2-Lite, one token": (6, 2048, 1408, 64),
+}
+
+
+@pytest.mark.parametrize("sizes", PUBLISHED.values(), ids=PUBLISHED)
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_tiles_fit_and_waste_little(sizes, width, transposed):
+    M, I, O, E = sizes
+    of = Sizes(M, I, O, E, width, width, transposed)
+    tiles = choose_tiles(of)
+    assert tiles.vmem(of) <= VMEM
+    assert all(tile % 128 == 0 or tile == full for tile, full in ((tiles.summed, I), (tiles.out, O)))
+    assert tiles.rows % 16 == 0
+    computed = -(-I // tiles.summed) * tiles.summed * -(-O // tiles.out) * tiles.out
+    assert computed <= 1.2 * I * O
+    assert tiles.visits(of) * tiles.rows <= 1.5 * M or tiles.rows <= 128
