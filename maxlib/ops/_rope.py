@@ -385,7 +385,7 @@ class Rope:
         return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
     def _rows_of_frequencies(self, length: Lengths | None) -> Float32[Array, "_ 1 half"]:
-        """One row for all sequences, or one for each where they have lengths of their own."""
+        """Returns one row of frequencies for all sequences, or one for each if `length` has one per sequence."""
         if not self.needs_length:
             length = None
         if getattr(length, "ndim", 0) == 1:

@@ -1,4 +1,4 @@
-"""Copies of the model for other uses than going on: Hugging Face directories, and checkpoints of parameters only."""
+"""Exports of the model during training: Hugging Face directories, and checkpoints of parameters only."""
 
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +17,7 @@ from maxlib.training._step import TrainState
 
 @runtime_checkable
 class Export(Protocol):
-    """Writes the model of some steps, while training goes on."""
+    """Protocol of objects that write the model after some steps, while training goes on."""
 
     def due(self, step: int) -> bool: ...
     def has(self, step: int) -> bool: ...
@@ -44,11 +44,11 @@ class HuggingFaceExport:
             _clean(self.directory)
 
     def due(self, step: int) -> bool:
-        """Whether `step` is one of every `every`."""
+        """Returns whether `step` is a multiple of `every`."""
         return step > 0 and step % self.every == 0
 
     def has(self, step: int) -> bool:
-        """Whether this step's directory is there, or being written."""
+        """Returns whether this step's directory exists or is being written."""
         there = self._running[0] == step or (self.directory / str(step)).exists()
         return there if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.array(there)))
 
@@ -92,7 +92,7 @@ class ParameterExport:
         self.due, self.wait = self._checkpointer.should_save, self._checkpointer.wait
 
     def has(self, step: int) -> bool:
-        """Whether this step is there, or being written."""
+        """Returns whether this step exists or is being written."""
         return self._checkpointer.has(step)
 
     def save(self, step: int, state: TrainState) -> None:
@@ -103,7 +103,7 @@ class ParameterExport:
 
 
 def _clean(directory: Path) -> None:
-    """What a killed export has left: half a directory, or a whole one that was about to be replaced."""
+    """Removes what a killed export left: an unfinished directory, or a complete one that was about to be replaced."""
     for old in directory.glob(".*.old-*"):
         there = directory / old.name[1:].rpartition(".old-")[0]
         shutil.rmtree(old) if there.exists() else old.rename(there)

@@ -21,7 +21,7 @@ Gradients = Callable[[dict[str, Any], Any, Batch, Array], tuple[dict[str, Any], 
 
 
 def one_f_one_b(loss: Loss = next_token_loss) -> Gradients:
-    """Makes `gradients` for `make_train_step` and `Trainer`: those of `loss` in a 1F1B pipeline (arXiv:1806.03377).
+    """Makes `gradients` for `make_train_step` and `Trainer`, computed by a 1F1B pipeline (arXiv:1806.03377).
 
     The model has the methods of `nn.SupportsPipelining`, the pipeline is that of the layout in use. Where
     autodiff
@@ -136,7 +136,7 @@ def _own(auxes: list[dict[str, Array]]) -> Array:
 
 
 def _reports(layers: nn.Stack, x: Array, ctx: Any) -> bool:
-    """Whether layers say anything of all rows of a microbatch, such as how even a router is."""
+    """Tells whether layers report statistics of a whole microbatch, such as the balance of a router."""
     auxes = lambda x: (nn.stack.scan_segment(layers.body, x, ctx)[2], nn.stack.run_segment(layers.suffix, x, ctx)[2])
     return bool(jax.tree.leaves(jax.eval_shape(auxes, x)))
 

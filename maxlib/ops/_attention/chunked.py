@@ -153,11 +153,12 @@ def _forward(spec: Spec, q, k, v, bias, k_start, k_end):
 def _forward_block(spec: Spec, row: Rows, keys, values):
     """Attends from one block of queries to all keys visible to it, by the online softmax."""
     compute, width = _compute_dtype(row.q), values.shape[-1]
-    zeros = _zeros(row.q.shape[:-1], compute, row.q)
+    zeros = _zeros(row.q.shape[:-1], compute, row.q)  # [B, K, R]
     # The smallest finite number, not -inf: rows without a visible key so far would give -inf - -inf = NaN.
     init = zeros + jnp.finfo(compute).min, zeros, _zeros((*row.q.shape[:-1], width), compute, row.q)
     step = lambda j, carry: _forward_tile(spec, row, keys, values, j, *carry)
     peak, total, acc = lax.fori_loop(*_visited(row, keys), step, init)
+    # Divide once, after the last block: the sums are exp(x - peak), so lse = peak + log(total).
     seen = total > 0
     safe = jnp.where(seen, total, 1.0)
     return (acc / safe[..., None]).astype(row.q.dtype), jnp.where(seen, peak + jnp.log(safe), -jnp.inf)
@@ -201,6 +202,7 @@ def _backward_tile(spec: Spec, row: Rows, keys, values, lse, delta, d_out, j, dk
     probs = jnp.exp(logits - lse[..., None])
     d_logits = probs * (_dot("BKRH,BKcH->BKRc", d_out, values[j]) - delta[..., None])
     d_scores = d_logits * slope  # chain rule through the scale and the soft-cap
+    # [B, K, R, c] by the block's keys, queries and output gradients; dk and dv add up over all blocks of queries.
     dq = dq + _dot("BKRc,BKcH->BKRH", d_scores, keys[j])
     dk = keys.add(dk, j, _dot("BKRc,BKRH->BKcH", d_scores, row.q))
     dv = values.add(dv, j, _dot("BKRc,BKRH->BKcH", probs, d_out))

@@ -171,6 +171,7 @@ class _And(Mask):
         return rings[0] if len(rings) == 1 else None  # two rings would not nest: keep every key
 
     def interval(self, tokens: Tokens) -> Interval:
+        # [a, b) and [c, d): an intersection of intervals is an interval, possibly empty.
         (a, b), (c, d) = self.left.interval(tokens), self.right.interval(tokens)
         return jnp.maximum(a, c), jnp.minimum(b, d)
 
@@ -188,7 +189,7 @@ class _Or(Mask):
 
     def interval(self, tokens: Tokens) -> Interval:
         (a, b), (c, d) = self.left.interval(tokens), self.right.interval(tokens)
-        return jnp.minimum(a, c), jnp.maximum(b, d)
+        return jnp.minimum(a, c), jnp.maximum(b, d)  # the hull, which is the union if the intervals overlap
 
 
 def key_intervals(mask: Mask, tokens: Tokens) -> Interval:

@@ -98,6 +98,7 @@ def _wave(spec: Spec, rows, k, v, start, end, i):
     read = lambda x: lax.dynamic_slice_in_dim(x, first, spec.wave, axis=1).astype(rows.dtype)
     keys, values = (einops.rearrange(read(x), "B (P c) K H -> P B K c H", c=spec.part) for x in (k, v))
     exact = jnp.promote_types(rows.dtype, jnp.float32)
+    # Parts are one more batch axis of the matmul: [B, K, G, T, H] x [P, B, K, c, H] -> [P, B, K, G, T, c].
     logits = spec.scale * jnp.einsum("BKGTH,PBKcH->PBKGTc", rows, keys, preferred_element_type=exact)
     if spec.softcap is not None:
         logits = spec.softcap * jnp.tanh(logits / spec.softcap)
@@ -119,6 +120,7 @@ def _attend_fwd(spec: Spec, *args):
 def _attend_bwd(spec: Spec, args, cotangents):
     q, k, v, k_start, k_end = args
     options = {"k_start": k_start, "k_end": k_end, "scale": spec.scale, "softcap": spec.softcap}
+    # Decoding rarely needs a gradient: take that of the blockwise implementation, which computes the same function.
     _, vjp = jax.vjp(lambda q, k, v: chunked(q, k, v, **options), q, k, v)
     return *vjp(cotangents), None, None
 

@@ -156,6 +156,7 @@ def _vary_alike(rows, weight, targets, weights, axis_name: AxisName | None):
         raise ValueError(
             f"axis_name={axis_name!r} must be where the rows of weight are split; it varies over {sorted(varying[1])}"
         )
+    # Targets and weights must not vary over the split of the vocabulary: every device scores the same tokens.
     everywhere = frozenset().union(*varying)
     along = everywhere - split
     return _vary(rows, everywhere), _vary(weight, everywhere), _vary(targets, along), _vary(weights, along)

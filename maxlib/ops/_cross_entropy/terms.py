@@ -90,6 +90,7 @@ def logits_gradient(
     axis, eps = options.axis_name, options.label_smoothing
     # d lse / dz = p (the probabilities), d z_target / dz = one-hot, d mean / dz = 1 / V.
     of_lse = grads.token_loss * (1 + 2 * options.z_loss * terms.lse) - grads.log_prob + grads.lse
+    # The sign: token_loss = lse - z_target, but log_prob = z_target - lse.
     of_target = grads.log_prob - (1 - eps) * grads.token_loss
     is_target = jnp.arange(logits.shape[1])[None, :] == _local(targets, logits.shape[1], axis)[:, None]
     log_p, of_p = logits - terms.lse[:, None], of_lse[:, None]  # M V and M 1

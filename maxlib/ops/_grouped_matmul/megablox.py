@@ -56,6 +56,7 @@ def _forward(rows, weights, rows_per_expert, layout):
 
 def _backward(layout, kept, d):
     rows, weights, rows_per_expert = kept
+    # y = x w^T: dx = dy w, and dw = dy^T x, summed over the rows of each expert.
     d_rows = _rows(d, weights.astype(d.dtype), rows_per_expert, transpose=layout == "EIO")
     pair = (d, rows) if layout == "EOI" else (rows, d)
     return d_rows, _outer(*pair, rows_per_expert, weights.dtype), None

@@ -58,6 +58,7 @@ def _forward(rows, weights, rows_per_expert, layout, dtype):
 
 def _backward(layout, dtype, kept, d):
     rows, weights, rows_per_expert = kept
+    # dx = dy w swaps the roles of I and O; dw sums the outer products of each expert's rows.
     turned = layout.translate(str.maketrans("IO", "OI"))
     one, other = (d, rows) if layout == "EOI" else (rows, d)
     d_weights = _general(one, other, rows_per_expert, _OUTER, dtype)

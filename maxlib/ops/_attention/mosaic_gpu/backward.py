@@ -181,6 +181,7 @@ class KeyScratch(NamedTuple):
 def keys(given: Given, wanted: tuple[str, ...], *, logits: Logits, tiles: Tiles) -> tuple[Float[Array, "B S K _"], ...]:
     """Computes the gradients of keys and values that are `wanted`, of "dk" and "dv" in this order."""
     (B, S, K, Hk), Hv = given.k.shape, given.v.shape[3]
+    # [B, Q, C] -> [B, C, Q]: a block of keys visits the blocks of queries that attend to it.
     tiled = intervals.tiles(given.start, given.end, S, tiles.columns, tiles.rows)
     visits = intervals.walk(*(jnp.swapaxes(x, 1, 2) for x in tiled))
     kernel = functools.partial(_keys_kernel, wanted=wanted, logits=logits, tiles=tiles)
@@ -229,6 +230,7 @@ def _keys_kernel(q, k, v, d_out, lse, delta, start, end, visits, *outputs, wante
         read = [(k.at[place], own.k()), (v.at[place], own.v())]
         memory.load(scratch.loaded.at[warpgroup], *read[: 2 if "dk" in wanted else 1])
 
+        # The query heads of a key head follow each other, so that dk and dv add up in registers.
         def one_head(group, totals):
             step = functools.partial(_keys_step, own, first_key, group * visited, wanted, logits=logits, tiles=tiles)
             totals = lax.fori_loop(0, full, functools.partial(step, masked=False), totals)

@@ -50,7 +50,7 @@ def forward(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N P"]]:
     """Computes the output and the log-sum-exp of every row; sinks (`-inf` for none) and log-sum-exp are in base 2."""
     (B, T, N, Hk), (S, _, Hv) = q.shape, v.shape[1:]
-    padded = start.shape[1]
+    padded = start.shape[1]  # P
     visits = intervals.walk(*intervals.tiles(start, end, S, tiles.rows, tiles.columns))
     # An empty block of queries goes through one masked tile, so that the loop's first step needs no condition.
     visits = visits.at[..., 1].max(1)
@@ -206,6 +206,7 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
 def _store(result, own: Scratch, sink, out, lse):
     """Divides by the total, including the sink's share, and stores; empty rows become zeros and `-inf`."""
     acc, peak, total = result
+    # The sink is one more logit without a value: it joins the maximum and the total, not the weighted sum.
     top = jnp.maximum(peak, sink)
     total = total * jnp.exp2(peak - top) + jnp.exp2(sink - top)
     share = jnp.where(total > 0, jnp.exp2(peak - top) / total, 0.0)

@@ -122,6 +122,7 @@ def _attend_bwd(spec: Spec, residuals, cotangents):
     options = {"logits": Logits(spec.scale, spec.softcap), "vmem": spec.chip.vmem}
     keys, values = (cut.blocks(x.astype(q.dtype)) for x in (k, v))
     visited, full = cut.tiles(start, end)
+    # dk and dv visit the same tiles column by column: [1, B, Q, C] -> [1, B, C, Q].
     turned = visits.table(jnp.swapaxes(visited, 2, 3), jnp.swapaxes(full, 2, 3))
     dq = backward.queries(rows, keys, values, visits.table(visited, full), **options)
     dk, dv = backward.keys(rows, keys, values, turned, **options)

@@ -110,6 +110,7 @@ def _keys_kernel(tile: Tile, k, v, *refs, logits: Logits):
     def step(mask):
         bent = logits.bend(dot(k[...], rows.q[...], 1, 1))  # transposed: [c, Hk] [R, Hk]^T -> [c, R]
         probs = jnp.exp2(mask(bent * logits.factor) - rows.lse[...])
+        # [c, R] [R, Hv] -> [c, Hv]: R includes the query heads of this key head, which are summed thereby.
         dv_total[...] += dot(probs.astype(v.dtype), rows.d_out[...], 1, 0)
         d_probs = dot(v[...], rows.d_out[...], 1, 1)
         d_products = logits.slope(bent, probs * (d_probs - rows.delta[...]))

@@ -90,6 +90,7 @@ def _kernel(
         first_key = tile.column * block
         bent = logits.bend(dot(q[...], k[...].astype(q.dtype), 1, 1))
         key = first_key + key_of[...]
+        # A row attends only to the keys of its own key head; the other products of the dense matmul are discarded.
         seen = (row_head[...] == head_of[...]) & (start[...] <= key) & (key < end[...])
         bent = jnp.where(seen, bent, -jnp.inf)
         new_peak = jnp.maximum(peak[...], jnp.max(bent, axis=1, keepdims=True) * logits.factor)

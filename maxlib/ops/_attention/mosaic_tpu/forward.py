@@ -62,11 +62,13 @@ def _kernel(tile: Tile, q, start, end, k, v, out, lse, peak, total, acc, *, logi
         probs = jnp.exp2(bent * logits.factor - new_peak)
         peak[...] = new_peak
         total[...] = total[...] * shrink + jnp.sum(probs, axis=1, keepdims=True)
+        # [R, c] [c, Hv] -> [R, Hv]; probabilities are rounded to the dtype of v for the matrix unit
         acc[...] = acc[...] * shrink + dot(probs.astype(v.dtype), v[...], 1, 0)
 
     def mask(bent):
         return hide(bent, start[...].T, end[...].T, tile.column * k.shape[0], axis=1)
 
+    # Two copies of the step: full tiles, the majority of a long sequence, skip the mask's comparisons.
     pl.when(tile.full)(lambda: step(lambda bent: bent))
     pl.when(tile.masked)(lambda: step(mask))
 
