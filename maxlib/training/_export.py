@@ -26,12 +26,19 @@ class Export(Protocol):
 
 
 class HuggingFaceExport:
-    """Writes `directory/STEP` in Hugging Face's format every `every` steps, in the background; the newest `keep` stay
-    (None: all).
+    """Background export of the model in Hugging Face's format, to `directory/STEP`.
 
-    `options` are those of `weights.save_pretrained`, such as `dtype` and `tokenizer`. A directory is there as a whole
-    or not at all. `save` copies the model to the host's memory. In a job of several hosts it does all of its work at
-    once, for they work together.
+    A directory appears as a whole or not at all. `save` first copies the model to the host's memory. In a job of
+    several hosts it writes before it returns, because all hosts have to work together.
+
+    Args:
+      directory: directory of the exports.
+      every: number of steps between exports.
+      keep: number of newest exports to keep; None keeps all.
+      options: those of `weights.save_pretrained`, such as `dtype` and `tokenizer`.
+
+    Raises:
+      ValueError: when `every` or `keep` is below 1.
     """
 
     def __init__(self, directory: str | Path, *, every: int, keep: int | None = None, **options: Any):
@@ -80,11 +87,15 @@ class HuggingFaceExport:
 
 
 class ParameterExport:
-    """Writes checkpoints of the model alone, `directory/STEP`, every `every` steps, in the background; the newest
-    `keep` stay (None: all).
+    """Background export of checkpoints of the model alone, to `directory/STEP`.
 
-    They hold the items `params` and `rest`, a third of what training needs to go on; `Trainer.restore(params_from=...)`
-    and `checkpoint.load` read them.
+    They hold the items `params` and `rest`, a third of a full checkpoint. `Trainer.restore(params_from=...)` and
+    `checkpoint.load` read them.
+
+    Args:
+      directory: directory of the exports.
+      every: number of steps between exports.
+      keep: number of newest exports to keep; None keeps all.
     """
 
     def __init__(self, directory: Any, *, every: int, keep: int | None = None):

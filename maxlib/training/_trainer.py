@@ -31,7 +31,7 @@ from maxlib.training._step import jit_step, make_eval_step, make_state, make_tra
 
 
 class Diverged(FloatingPointError):
-    """The loss or its gradient is no finite number any more."""
+    """Error for a loss or gradient that is no longer a finite number."""
 
 
 class Trainer:
