@@ -70,8 +70,13 @@ class SlowHosts:
 
 
 def slow_hosts(times: dict[str, Any], *, factor: float = 1.5) -> list[str]:
-    """Names every process whose time, by kind of work, is above `factor` medians; under 50 ms nothing counts but
-    compute.
+    """Finds every process whose time for a kind of work is above `factor` times the median.
+
+    Times below 50 ms are ignored, except for compute.
+
+    Args:
+      times: seconds of each process, by kind of work.
+      factor: multiple of the median.
     """
     lines = []
     for kind, seconds in times.items():
