@@ -1,4 +1,4 @@
-"""Plans for hardware that you do not have: does a training step fit, what does it move, how fast may it be.
+"""Plans training steps for hardware that you do not have: memory, communication, and a bound on the speed.
 
 python -m maxlib.plan llama3-70b --target v5p-128
 """

@@ -42,7 +42,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _search(args: argparse.Namespace) -> int:
-    """What the command line names is not searched over."""
+    """Searches over layouts, remat and batch; options given on the command line are fixed."""
     if args.full or args.keep:
         raise ValueError("--search takes no --full and no --keep: plan the layout that it finds again, with them")
     fixed: dict[str, Any] = {}
@@ -65,7 +65,7 @@ def _search(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What a plan and all plans of a search take alike."""
+    """Returns the settings that a single plan and all plans of a search share."""
     slices, dcn = parse_target(args.target).slices, _degrees("--dcn", args.dcn)
     if slices > 1 and not dcn:
         raise ValueError(
@@ -85,7 +85,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# What Python's users write, and what one writes here instead.
+# Advice in error messages for Python -> the same for the command line.
 _HERE = {
     "change a degree, let one be -1, or pass devices=": "change a degree of --mesh or --dcn, or let one be -1",
     "batch_per_chip": "--batch-per-chip",
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _remat(text: str) -> Any:
-    """none, the name of a policy, or a choice for some intermediates: q,k,v=offload keeps q and k and offloads v."""
+    """Parses --remat: none, a policy, or choices for intermediates (`q,k,v=offload` keeps q and k and offloads v)."""
     if text == "none":
         return None
     words = [word.partition("=") for word in text.split(",")]

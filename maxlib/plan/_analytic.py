@@ -1,4 +1,4 @@
-"""Costs of a step without compiling it: what ranks layouts before the compiler sees them."""
+"""Costs of a step from shapes and rules, without compiling, to rank layouts before a few of them are compiled."""
 
 import math
 from collections.abc import Iterator
@@ -27,10 +27,14 @@ ASSUMES = (
 
 
 class _Step(NamedTuple):
-    """What one device has to do in a step.
+    """One device's work in a step; see `sharding.strategies.Step`.
 
-    tokens: its own of the batch. layers: how many of them it computes for these tokens, with a pipeline's idle ticks.
-    passes: forward and backward, and one more if remat is full. schedule: a pipeline's, or that of a single stage.
+    Args:
+      program: the training step.
+      tokens: tokens of the batch on this device.
+      layers: layers computed for these tokens, the idle ticks of a pipeline included.
+      passes: 2 for forward and backward, 3 if remat is full.
+      schedule: the pipeline's timetable, or that of a single stage.
     """
 
     program: Program
@@ -41,38 +45,44 @@ class _Step(NamedTuple):
 
     @property
     def width(self) -> int:
+        """Bytes of an element in the compute dtype."""
         return jnp.dtype(self.program.job.dtype).itemsize
 
     @property
     def hidden(self) -> float:
-        """Bytes of what a layer makes of the tokens."""
+        """Bytes of the residual stream of these tokens."""
         return self.tokens * self.program.head[1] * self.width
 
     @property
     def ticks(self) -> float:
-        """Of a pipeline, for each microbatch; 1 without one."""
+        """Ticks of a pipeline divided by its microbatches; 1 without one."""
         return self.schedule.ticks / self.schedule.microbatches
 
     @property
     def share(self) -> float:
-        """Of all layers, those that it computes."""
+        """Layers computed for these tokens, as a share of all layers."""
         return self.layers / sum(_stacks(self.program))
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """The mesh axes of more than one device that a rule names."""
+        """Returns the mesh axes of more than one device that split the axis `name`."""
         return self.program.layout.mesh_axes(name)
 
     def parts(self, axes: Any) -> int:
+        """Returns the number of devices along these mesh axes."""
         return math.prod(self.program.mesh.shape[axis] for axis in axes)
 
 
 def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Costs:
-    """Arithmetic, memory traffic, collectives and copies to the host that the rules make necessary. offloaded: bytes
-    that the backward pass finds on the host.
+    """Estimates arithmetic, memory traffic, collectives and host copies that shapes and rules make necessary.
 
     Against libtpu, for Mixtral-8x7B on expert 8 x context 2: tokens travel in the same bytes, the program's permutes
     around the ring are 1% more, gradients summed over `context` are 3% less, weights gathered 21% more. For Llama3.2-1B
     it computes 6% more with a ring of 4, and 5% less in a pipeline (pp:8 on 4 stages).
+
+    Args:
+      program: the training step.
+      model_flops: the model's FLOPs of a step on all devices.
+      offloaded: bytes of activations that the backward pass reads from the host.
     """
     step, (vocab, dim) = _step(program), program.head
     found: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -83,7 +93,8 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     collectives = sorted((Collective(*key, 0, 0, size) for key, size in found.items()), key=lambda one: -one.bytes)
     weights = sum((4 if moving else 2) * whole * turns for _, moving, whole, turns in _weights(step))
     traffic = weights + 8 * _local(program) + 20 * step.passes * step.layers * step.hidden
-    # Stages share the head's work by rows; only layers wait for each other.
+    # The head splits its rows over stages; only layers idle in a pipeline. Forward is 1/3 of a layer's FLOPs, so
+    # another forward pass adds 1/3.
     head = 6.0 * vocab * dim * program.rows * program.job.sequence
     layers = (model_flops - head) * step.share * step.schedule.stages
     flops = (head + layers * (1 + (step.passes - 2) / 3)) / program.mesh.size
@@ -103,13 +114,14 @@ def _step(program: Program) -> _Step:
 
 
 def _contexts(step: _Step) -> tuple[str, ...]:
-    """The axes over which a sequence is split in attention too."""
+    """Returns the mesh axes over which a sequence stays split in attention."""
     return tuple(axis for axis in step.axes("seq") if axis not in step.axes("act_heads"))
 
 
 def _copies(program: Program) -> tuple[float, float]:
-    """To the host and from it: moments both ways; weights come for both passes, for the optimizer and for what it
-    changes in them, and their gradients leave and come back."""
+    """Returns the bytes copied to the host and from it, activations aside."""
+    # Moments are copied both ways. Offloaded weights come four times (forward, backward, optimizer, update) and their
+    # gradients once; the new weights and the gradients go.
     moments, weights = bytes_on_host(program.state.opt_state), bytes_on_host(program.state.trainable)
     return moments + 2.0 * weights, moments + 5.0 * weights
 
@@ -129,9 +141,9 @@ def _stacks(program: Program) -> list[int]:
 
 
 def _weights(step: _Step) -> Iterator[tuple[set[str], set[str], float, float]]:
-    """Of each parameter the mesh axes that split it, those over which it is gathered to be used, the bytes that a
-    device then has, and how often: in every tick of a pipeline. What is split like the batch is gathered, but not
-    experts to which tokens travel."""
+    """Yields for each parameter the mesh axes that split it, those that gather it, bytes then, and how often."""
+    # Weights are gathered over the axes that also split the batch, in every tick of a pipeline. Experts to which tokens
+    # travel are not gathered.
     program = step.program
     mesh, names = program.mesh, nn.tree.axes(program.state.rest)
     for path, x in program.state.trainable.items():
@@ -145,8 +157,9 @@ def _weights(step: _Step) -> Iterator[tuple[set[str], set[str], float, float]]:
 
 
 def _of_weights(step: _Step) -> Iterator[tuple[str, Any, float]]:
-    """AllGatherArg for the forward and the backward pass; gradients are summed over all that have tokens of their
-    own."""
+    """Yields the gathers of weights and the sums of their gradients."""
+    # Weights are gathered for the forward and for the backward pass. Gradients are summed over all axes whose devices
+    # have different tokens.
     summed = {*step.axes("batch"), *step.axes("seq"), *step.axes("layers")}
     for used, moving, whole, turns in _weights(step):
         yield "all-gather", moving, 2 * whole * turns
@@ -155,7 +168,7 @@ def _of_weights(step: _Step) -> Iterator[tuple[str, Any, float]]:
 
 
 def _of_strategies(step: _Step) -> Iterator[Traffic]:
-    """Asks every strategy of the layout. Plain rules may make tensor parallelism without its strategy."""
+    """Yields the traffic of every strategy; plain rules may amount to tensor parallelism without its strategy."""
     joined = step.program.layout.strategies
     alone = () if any(isinstance(one, TensorParallel) for one in joined) else (TensorParallel(),)
     for one in (*joined, *alone):
@@ -163,7 +176,7 @@ def _of_strategies(step: _Step) -> Iterator[Traffic]:
 
 
 def _of_sequences(step: _Step) -> Iterator[tuple[str, Any, float]]:
-    """Asks every layer that mixes tokens what it moves because devices share a sequence."""
+    """Yields the traffic of every layer that mixes tokens, where a sequence is split over devices."""
     if not (context := _contexts(step)):
         return
     split = _split(step, context)
@@ -173,7 +186,7 @@ def _of_sequences(step: _Step) -> Iterator[tuple[str, Any, float]]:
 
 
 def _split(step: _Step, context: tuple[str, ...]) -> nn.mixer.SplitSequence:
-    """Describes to a layer the sequences that devices share."""
+    """Describes split sequences to a layer."""
     ulysses, ring = not set(context) & set(step.axes("q_seq")), set(context) & set(step.axes("kv_seq"))
     return nn.mixer.SplitSequence(
         strategy="ulysses" if ulysses else "ring" if ring else "gather",
@@ -187,8 +200,9 @@ def _split(step: _Step, context: tuple[str, ...]) -> nn.mixer.SplitSequence:
 
 
 def _of_experts(step: _Step) -> Iterator[tuple[str, Any, float]]:
-    """A copy of a token travels to each expert that it chooses, and comes back. Without a capacity, turns are always
-    computed again; where pieces have one size, all their room travels."""
+    """Yields the traffic of experts: a copy of each token goes to every expert that it chooses, and comes back."""
+    # Without a capacity the exchange is always recomputed in the backward pass. Messages of one size are sent with all
+    # their padding.
     job, experts = step.program.job, step.program.layout.experts
     ragged = parse_target(job.target).platform in BEST_RAGGED and step.schedule.stages == 1
     ragged = experts.how == "ragged" if experts is not None and experts.how is not None else ragged
@@ -202,7 +216,7 @@ def _of_experts(step: _Step) -> Iterator[tuple[str, Any, float]]:
 
 
 def _repeats(layer: Any) -> int:
-    """Counts the layers that a module stands for, by the layer axis of its weights."""
+    """Counts the layers that a stacked module represents, by the layer axes of its weights."""
     axes, shapes = nn.tree.axes(layer), {path: v.get_value().shape for path, v in nn.variables(layer).items()}
     return max(
         (math.prod(shapes[path][: sharding.layers.num_layer_axes(names)]) for path, names in axes.items()), default=1

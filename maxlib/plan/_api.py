@@ -1,4 +1,4 @@
-"""`plan(...)`: the one call."""
+"""The entry points `plan`, `plan_job` and `estimated`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,13 +38,19 @@ def plan(
     keep: str | Path | None = None,
     timeout: float = 3600,
 ) -> Plan:
-    """Compiles a training step for hardware that is not there, and says what it needs and how fast it may be; print it.
+    """Compiles a training step for hardware that need not be present; print the result for a report.
 
-    See `Job` for the arguments. The compiler runs in a process of its own, and stops when it has assigned memory;
-    `full` lets it make the machine code too (minutes). options: XLA's own, by name. keep: an empty folder for the
-    compiler's files, the program among them. Without jax's plugin for CUDA, GPUs are estimated from shapes, and so is
-    what they send to the host. Raises ValueError for what does not fit together, ImportError saying what to install,
-    TimeoutError after `timeout` seconds.
+    The compiler runs in a process of its own and stops once memory is assigned. Plans for GPUs are estimated from
+    shapes, without compiling, if jax's CUDA plugin is not installed or the job sends arrays to the host.
+
+    Every argument from `model` to `options` is a field of `Job`, which describes it; `mesh=None` is `{"fsdp": -1}`.
+    `full` also makes the machine code, which takes minutes. `keep` is an empty folder for the compiler's files, which
+    include the optimized program. `timeout` is the number of seconds that the compiler may take.
+
+    Raises:
+      ValueError: when model, mesh, rules, batch or options do not go together.
+      ImportError: when the compiler for the target is not installed; the message has the command to install it.
+      TimeoutError: when compiling takes longer than `timeout`.
     """
     job = Job(
         model=model,
@@ -68,7 +74,19 @@ def plan(
 
 
 def plan_job(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout: float = 3600) -> Plan:
-    """`plan` of a `Job`."""
+    """Plans a `Job`, as `plan` does.
+
+    Args:
+      job: the training step and its target.
+      full: also make the machine code, which takes minutes.
+      keep: an empty folder for the compiler's files.
+      timeout: seconds that the compiler may take.
+
+    Raises:
+      ValueError: when the parts of the job do not go together.
+      ImportError: when the compiler for the target is not installed.
+      TimeoutError: when compiling takes longer than `timeout`.
+    """
     target = parse_target(job.target)
     check_names(job)
     if target.platform == "cuda" and refused(job):
@@ -78,7 +96,14 @@ def plan_job(job: Job, *, full: bool = False, keep: str | Path | None = None, ti
 
 
 def estimated(job: Job) -> Plan:
-    """A plan from shapes alone, in this process."""
+    """Plans a job from shapes alone, without compiling, in this process.
+
+    Args:
+      job: the training step and its target.
+
+    Raises:
+      ValueError: when the parts of the job do not go together.
+    """
     from maxlib.plan._worker import describe
 
     program, described = describe(job)
@@ -91,6 +116,7 @@ def estimated(job: Job) -> Plan:
 
 
 def _plan(job: Job, described: dict[str, Any], compiled: Compiled | None, costs: Any = None) -> Plan:
+    """Builds the `Plan` from the compiler's numbers where there are some, else from the analytic ones."""
     target, analytic = parse_target(job.target), Memory(**described["analytic"])
     costs = compiled.costs if compiled else costs
     rows, mesh = described["rows"], described["mesh"]

@@ -1,5 +1,7 @@
-"""What a compiled program does, read from its text: arithmetic, memory traffic and collectives, loops counted as often
-as they run."""
+"""Reads the costs of a compiled program from its text: arithmetic, memory traffic, collectives.
+
+The body of a loop counts as often as it runs.
+"""
 
 import copy
 import dataclasses
@@ -32,7 +34,7 @@ _SHAPES = re.compile(r"\{[^}]*\}")  # layouts within a type
 _CHAIN = re.compile(r'chain_id="\d+"')
 # How a program writes collectives between slices.
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-# Within a fusion they are computed only where what follows looks.
+# Within a fusion these are computed only for the elements that their user reads.
 _VIEWS = ("bitcast", "convert", "copy", "pad", "reshape", "transpose")
 _FREE = (
     "parameter",
@@ -49,8 +51,15 @@ _FREE = (
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A kind over some mesh axes: how many stand in the program, how many run in a step, and the bytes one device
-    hands in or gets (the larger) in all of them."""
+    """All collectives of one kind over the same mesh axes.
+
+    Args:
+      kind: such as "all-gather".
+      axes: the mesh axes.
+      written: instructions in the program.
+      runs: executions in a step.
+      bytes: input or output of one device, whichever is larger, summed over a step.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -61,9 +70,17 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Of one step on one device. unknown_loops: how many loops run as often as data says, taken as `trips` say.
-    to_host, from_host: bytes that are copied between its memory and the host's. assumes: what was taken for granted.
-    costliest: the instructions that compute most, and their FLOPs.
+    """The costs of one step on one device.
+
+    Args:
+      flops: arithmetic.
+      bytes: traffic of the main memory.
+      collectives: communication, the most bytes first.
+      unknown_loops: loops whose trip count depends on data.
+      to_host: bytes copied to the host's memory.
+      from_host: bytes copied from the host's memory.
+      assumes: assumptions, as sentences for the report.
+      costliest: the instructions with the most arithmetic, and their FLOPs.
     """
 
     flops: float
@@ -84,8 +101,14 @@ def read_costs(
     trips: Trips | None = None,
     cache: float = 0,
 ) -> Costs:
-    """The costs of an optimized HLO module. `mesh` is the shape of the mesh, in its own order; `across` are the axes
-    that cross slices. trips: of loops that depend on data. cache: bytes that stay on the chip between instructions.
+    """Reads the costs of an optimized HLO module.
+
+    Args:
+      text: the module.
+      mesh: from mesh axis to size, in the order of the mesh.
+      across: mesh axes that cross slices.
+      trips: trip counts of loops that depend on data, by kind.
+      cache: bytes that stay on the chip between instructions.
     """
     program = _Program(text, mesh, across, trips or {}, cache)
     program.visit(program.entry, 1.0, in_fusion=False)
@@ -114,7 +137,7 @@ def _assumed(chosen: int, cache: float) -> Iterator[str]:
 
 
 class _Program:
-    """The computations of a module, and what a walk over them has added up."""
+    """The computations of a module, and the sums of a walk over them."""
 
     def __init__(self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], trips: Trips, cache: float):
         self.computations, self.entry = parse(text)
@@ -126,6 +149,7 @@ class _Program:
         self.arithmetic: dict[str, float] = {}  # FLOPs by instruction
 
     def visit(self, name: str, times: float, *, in_fusion: bool) -> None:
+        """Adds the costs of a computation that runs `times` times; inside a fusion nothing reads or writes memory."""
         computation = self.computations[name]
         for one in computation.values():
             kind = one.opcode.removesuffix("-start")
@@ -150,12 +174,13 @@ class _Program:
                 self.bytes += times * self._traffic(one, computation)
 
     def _compute(self, one: Instruction, flops: float) -> None:
+        """Adds arithmetic, also to the sum of its instruction."""
         self.flops += flops
         name = f"{one.name} {_SHAPES.sub('', one.type)} {_origin(one)}"
         self.arithmetic[name] = self.arithmetic.get(name, 0.0) + flops
 
     def _copy(self, one: Instruction, computation: dict[str, Instruction], times: float) -> None:
-        """Between the device and the host: of whole arrays, and of slices."""
+        """Adds copies between the device and the host, of whole arrays and of slices."""
         operands = [computation[name].type for name in one.operands if name in computation]
         if one.opcode == "dynamic-update-slice" and len(operands) > 1:
             source, target, size = operands[1], one.type, size_of(operands[1])
@@ -170,9 +195,7 @@ class _Program:
             self.from_host += times * size
 
     def _cheapest(self, branches: list[str], times: float, in_fusion: bool) -> None:
-        """The branch that computes and moves least: the others are there for what is unusual, such as one busy
-        expert.
-        """
+        """Visits the branch that computes and moves least; others handle rare cases, such as one busy expert."""
         tried = []
         for branch in branches:
             alone = copy.copy(self)
@@ -186,9 +209,9 @@ class _Program:
             self.visit(branches[min(tried)[-1]], times, in_fusion=in_fusion)
 
     def _trips(self, loop: Instruction, computation: dict[str, Instruction]) -> float:
-        """From a condition `i < constant` and a body with `i + step`; loops begin at 0 unless another constant is
-        seen. A loop may carry its limit along.
-        """
+        """Returns a loop's trip count, `ceil((limit - first) / step)`, or the given one if data sets the limit."""
+        # From a condition `i < limit` and a body with `i + step`. Loops begin at 0 unless the program has another
+        # constant; the limit may be part of the loop's state.
         if (known := known_trips(loop.rest)) is not None:
             return known
         condition = self.computations[computation_of(loop, "condition")]
@@ -205,7 +228,7 @@ class _Program:
         )
 
     def _step(self, body: dict[str, Instruction], index: int | None) -> int:
-        """By how much the body raises the loop's counter: more than 1 in unrolled loops."""
+        """Returns the increment of the loop's counter: more than 1 in unrolled loops."""
         raised = _element(body, _root(body).name, index)
         if raised is None or raised.opcode != "add":
             return 1
@@ -213,13 +236,14 @@ class _Program:
         return max(1, steps[0]) if steps else 1
 
     def _collective(self, one: Instruction, kind: str, computation: Any, name: str, times: float) -> None:
-        # The TPU compiler spreads a collective over several fusions, which bear its number, to compute beside it.
+        """Adds a collective that runs `times` times."""
+        # To overlap a collective, the TPU compiler splits it into several fusions with the same chain id: count one.
         if chain := _CHAIN.search(one.rest):
             if chain[0] in self.chains:
                 return
             self.chains.add(chain[0])
         size = sum(size_of(computation[operand].type) for operand in one.operands if operand in computation)
-        if kind == "ragged-all-to-all":  # what comes in is as much as goes out, on average: the smaller of both buffers
+        if kind == "ragged-all-to-all":  # in- and output are equal on average: take the smaller buffer
             size = min(size_of(computation[operand].type) for operand in one.operands[:2])
         if kind == "all-gather":
             size = max(size_of(one.type) - (size if one.opcode.endswith("-start") else 0), size)
@@ -234,17 +258,16 @@ class _Program:
         entry[2] += times * size
 
     def _traffic(self, one: Instruction, computation: dict[str, Instruction]) -> float:
-        """Bytes to and from the device's memory; those of scratch memories are free, and of a slice only the slice
-        counts."""
+        """Returns the bytes read from and written to main memory; of a slice only the slice counts."""
         if one.opcode in (*_FREE, "while", "async-start") or one.opcode.endswith("-done"):
-            return 0.0  # what is asynchronous counts inside
+            return 0.0  # asynchronous work counts inside
         operands = [computation[name] for name in one.operands if name in computation]
         if one.opcode == "dynamic-slice":
             return (1 if operands and is_on_host(operands[0].type) else 2) * bytes_of(one.type)
         if one.opcode == "dynamic-update-slice":
             return (1 if is_on_host(one.type) else 2) * bytes_of(operands[1].type) if len(operands) > 1 else 0.0
         if one.opcode.endswith("-start"):
-            return bytes_of(one.type)  # which names operands and results
+            return bytes_of(one.type)  # the type of a start names operands and results
         if own := grouped_bytes(one) or estimate_of(one, "bytes_accessed"):
             return own
         if bytes_of(one.type) + sum(bytes_of(operand.type) for operand in operands) <= self.cache:
@@ -258,7 +281,7 @@ class _Program:
         return read + self._written(_root(inner), inner, one.type)
 
     def _read(self, own: Instruction | None, inner: dict[str, Instruction]) -> float:
-        """How much a fusion reads of its operand: less than all where it is sliced, updated in place, or handed on."""
+        """Returns the bytes that a fusion reads of an operand; fewer if it is sliced, updated or passed on."""
         if own is None:
             return math.inf
         return sum(self._used(own, user, inner) for user in inner.values() if own.name in user.operands)
@@ -276,7 +299,7 @@ class _Program:
         return 0.0 if _hands_on(user) else math.inf
 
     def _written(self, root: Instruction, inner: dict[str, Instruction], type_: str) -> float:
-        """How much a fusion writes: of an updated slice only the slice, and nothing of an operand that it hands on."""
+        """Returns the bytes that a fusion writes: of an update only the slice, nothing of what it passes on."""
         if root.opcode == "tuple":
             parts = zip(root.operands, types_of(type_), strict=True)
             return sum(self._written(inner[name], inner, part) for name, part in parts)
@@ -296,7 +319,7 @@ def _origin(one: Instruction) -> str:
 
 
 def _element(computation: dict[str, Instruction], name: str, index: int | None) -> Instruction | None:
-    """What a tuple has at `index`."""
+    """Returns the element of a tuple at `index`, seen through a copy; None if it is not known."""
     found = computation.get(name)
     if found is None or found.opcode != "tuple" or index is None or index >= len(found.operands):
         return None
@@ -305,7 +328,7 @@ def _element(computation: dict[str, Instruction], name: str, index: int | None) 
 
 
 def _compared(condition: dict[str, Instruction]) -> list[int]:
-    """Which elements of a loop's state its condition compares, the counter first."""
+    """Returns the indices of the loop state that the condition compares, the counter first."""
     ends = [condition[name] for name in _root(condition).operands if name in condition]
     found = [index_of(one) for one in ends if one.opcode == "get-tuple-element"]
     return list(dict.fromkeys(found)) or [index_of(one) for one in condition.values() if "get-tuple" in one.opcode][:1]
@@ -320,5 +343,5 @@ def _root(inner: dict[str, Instruction]) -> Instruction:
 
 
 def _hands_on(one: Instruction) -> bool:
-    """Whether it only passes buffers on: a fusion's tuple, and a collective that other fusions have begun."""
+    """Tells whether an instruction only passes buffers on: a tuple, or a collective that another fusion began."""
     return one.opcode == "tuple" or bool(_CHAIN.search(one.rest)) or "AsyncCollectiveDone" in one.rest

@@ -1,4 +1,4 @@
-"""How much an instruction of a compiled program computes."""
+"""Counts the floating-point operations of an instruction of a compiled program."""
 
 import functools
 import math
@@ -11,6 +11,7 @@ from maxlib.plan._hlo_text import Instruction, shapes_of
 
 
 def matmul_flops(one: Instruction, computation: dict[str, Instruction]) -> float:
+    """Returns the FLOPs of a dot (2 * elements of the result * contracted elements) or of a convolution."""
     types = [computation[name].type for name in one.operands[:2] if name in computation]
     if len(types) < 2:
         return 0.0
@@ -24,7 +25,8 @@ def matmul_flops(one: Instruction, computation: dict[str, Instruction]) -> float
 
 
 def _convolution_flops(rest: str, left: list[int], right: list[int], out: list[int]) -> float:
-    """The TPU compiler turns matmuls into convolutions, with batch dimensions as windows that mostly see padding."""
+    """Returns the FLOPs of a convolution; products with padding do not count."""
+    # The TPU compiler turns matmuls into convolutions, and batch dimensions into windows that mostly cover padding.
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
     if labels is None:
         return 0.0
@@ -43,18 +45,19 @@ def _convolution_flops(rest: str, left: list[int], right: list[int], out: list[i
 
 @functools.cache
 def _meetings(left: int, window: int, out: int, low: int, stride: int, left_dilation: int, right_dilation: int) -> int:
-    """How many pairs of an output position and a window element meet an element of the input, not padding."""
+    """Counts pairs of an output position and a window element that read an input element, not padding."""
     at = np.arange(out)[:, None] * stride - low + np.arange(window)[None] * right_dilation
     return int(np.sum((at >= 0) & (at <= (left - 1) * left_dilation) & (at % left_dilation == 0)))
 
 
 def custom_call_flops(one: Instruction, computation: dict[str, Instruction]) -> float:
+    """Returns the FLOPs of a custom call that is known by its target."""
     types = [computation[name].type for name in one.operands if name in computation]
     operands = [sizes for type_ in types for _, sizes, _ in shapes_of(type_)]
     return custom_flops(one.rest, operands, [sizes for _, sizes, _ in shapes_of(one.type)])
 
 
 def estimate_of(one: Instruction, what: str) -> float:
-    """From a kernel's own `cost_estimate`."""
+    """Returns an entry of a kernel's own `cost_estimate`, such as "flops"; 0 without one."""
     found = re.search(rf'"cost_estimate":\s*\{{[^}}]*"{what}":\s*"?(\d+)', one.rest)
     return float(found[1]) if found else 0.0

@@ -1,5 +1,4 @@
-"""What only programs for GPUs log: how often a loop runs, what a library or one of our kernels computes, and which
-arrays stay in the cache."""
+"""Details of programs for GPUs: noted trip counts, and the FLOPs of cuBLAS calls and Mosaic GPU kernels."""
 
 import math
 import re
@@ -16,13 +15,13 @@ _TILE = 128
 
 
 def known_trips(rest: str) -> int | None:
-    """How often a loop runs, where the compiler notes it; its condition lies in a fusion."""
+    """Returns a loop's trip count if the compiler noted it; on GPUs the condition is hidden in a fusion."""
     found = _TRIPS.search(rest)
     return int(found[1]) if found else None
 
 
 def custom_flops(rest: str, operands: Shapes, results: Shapes) -> float:
-    """Of a custom call to cuBLAS or to a kernel of ours, from shapes; 0 for others.
+    """Returns the FLOPs of a call to cuBLAS or to a kernel of maxlib, from shapes; 0 for others.
 
     Kernels of Mosaic GPU carry no estimate into the program before jax 0.12. Attention counts for a causal mask, the
     tiles on its diagonal as a whole.
@@ -32,7 +31,7 @@ def custom_flops(rest: str, operands: Shapes, results: Shapes) -> float:
         return 2.0 * math.prod(results[0]) * math.prod(dims)
     if (found := _KERNEL.search(rest)) is None or '"cost_estimate"' in rest:
         return 0.0
-    if found[1] == "grouped_matmul":  # every row meets one expert of each matrix
+    if found[1] == "grouped_matmul":  # every row is multiplied by one expert of each matrix
         matrices = [shape for shape in (*operands, *results) if len(shape) == 3]
         return 2.0 * operands[0][0] * sum(math.prod(shape[1:]) for shape in matrices)
     (*queries, Hk), (*_, S, _, Hv) = operands[0], operands[2]  # inside a pipeline with an axis of stages

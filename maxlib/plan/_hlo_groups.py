@@ -1,4 +1,4 @@
-"""Between which devices a collective of a compiled program goes."""
+"""Finds the mesh axes of a collective in a compiled program."""
 
 import math
 import re
@@ -7,7 +7,12 @@ import numpy as np
 
 
 def axes_of_group(rest: str, mesh: dict[str, int]) -> tuple[str, ...]:
-    """The mesh axes over which the devices of one group differ."""
+    """Returns the mesh axes in which the devices of one group differ, `("?",)` if its groups cannot be read.
+
+    Args:
+      rest: the attributes of the instruction.
+      mesh: from mesh axis to size, in the order of the mesh.
+    """
     ids = _group(rest, math.prod(mesh.values()))
     if ids is None:
         return ("?",)
@@ -17,6 +22,7 @@ def axes_of_group(rest: str, mesh: dict[str, int]) -> tuple[str, ...]:
 
 
 def _group(rest: str, count: int) -> list[int] | None:
+    """Returns the device ids of the first group, in any of the notations of XLA; None if there is none."""
     if pairs := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", rest):
         found = [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", pairs[1] + "}")]
         return next((list(pair) for pair in found if pair[0] != pair[1]), [0])  # to itself only
@@ -32,7 +38,7 @@ def _group(rest: str, count: int) -> list[int] | None:
 
 
 def _turned(count: int, sizes: str | None, order: str | None) -> np.ndarray:
-    """The devices in the order in which a program counts them."""
+    """Returns device ids in the order of an iota with these sizes, transposed."""
     ids = np.arange(count)
     ids = ids if sizes is None else ids.reshape([int(n) for n in sizes.split(",")])
     return ids if order is None else ids.transpose([int(n) for n in order.split(",")])

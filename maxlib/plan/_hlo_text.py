@@ -1,4 +1,4 @@
-"""A compiled program's text, taken apart."""
+"""Parses the text of a compiled program (HLO)."""
 
 import dataclasses
 import math
@@ -12,6 +12,8 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([^\s=]+) = (.*)$")
 
 @dataclasses.dataclass
 class Instruction:
+    """One line of a computation: `%name = type opcode(operands), rest`."""
+
     name: str
     type: str
     opcode: str
@@ -21,6 +23,7 @@ class Instruction:
 
 
 def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
+    """Returns the computations, each from name to instruction, and the name of the entry computation."""
     computations: dict[str, dict[str, Instruction]] = {}
     current: dict[str, Instruction] = {}
     entry = ""
@@ -88,7 +91,7 @@ def shapes_of(type_: str) -> Iterator[tuple[str, list[int], str]]:
 
 
 def types_of(type_: str) -> list[str]:
-    """Of the elements of a tuple, which may be tuples."""
+    """Returns the types of a tuple's elements, which may be tuples."""
     parts, depth = [""], 0
     for sign in type_[1:-1]:
         depth += (sign in "([{") - (sign in ")]}")
@@ -100,12 +103,12 @@ def types_of(type_: str) -> list[str]:
 
 
 def bytes_of(type_: str) -> float:
-    """Of what lies in the device's main memory (`S(n)` in a layout is another one)."""
+    """Returns the bytes of a type in the device's main memory (`S(n)` in a layout is another memory)."""
     return sum(_width(name) * math.prod(sizes) for name, sizes, layout in shapes_of(type_) if "S(" not in layout)
 
 
 def size_of(type_: str) -> float:
-    """Of what lies in any memory."""
+    """Returns the bytes of a type, in any memory."""
     return sum(_width(name) * math.prod(sizes) for name, sizes, _ in shapes_of(type_))
 
 

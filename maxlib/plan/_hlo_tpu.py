@@ -1,6 +1,6 @@
 """Counts what JAX's grouped matmul kernels for TPUs (megablox) move.
 
-Their own estimate counts an expert's matrix for every tile of rows that it meets, although it stays while they pass.
+Their own estimate counts an expert's matrix once for every tile of rows, although it stays on the chip meanwhile.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What to plan, as one value that travels to another process as JSON."""
+"""The `Job` to plan, and its way to another process as JSON."""
 
 import dataclasses
 import functools
@@ -21,17 +21,27 @@ MARK = "maxlib-plan "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training step for a target.
+    """A training step and the hardware to plan it for. Functions must be importable from a module.
 
-    model: the name of a preset, a `Config` of a known family, or a function of a module that builds the model.
-    batch_per_chip: sequences of `sequence` tokens per device in one step (a fraction where several devices share one).
-    mesh, dcn: as `sharding.make_mesh` takes them. rules: a name that `sharding.preset` knows, or rules. remat:
-    as the models take it. attention: the implementation of `ops.attention` in all layers, None for the best.
-    optimizer: "adamw", "sgd", or a function of a module, `optimizer(model) -> optax.GradientTransformation`. loss: a
-    loss of a module that takes `dtype` and `remat`, as those of `training.objective` do, `functools.partial` of it with
-    options, or its name "module:loss"; None for `training.next_token_loss`. batch: what it reads beside int32 `tokens`
-    and `targets`: a function of a module, `batch(rows, sequence) -> {name: jax.ShapeDtypeStruct}`, or its name.
-    gradients: None, or "1f1b" for a pipeline by `training.one_f_one_b`. options: of the compiler.
+    Args:
+      model: the name of a preset, a `Config` of a known family, or a function that builds the model.
+      target: the hardware, as `parse_target` reads it.
+      batch_per_chip: sequences per device in one step; a fraction where several devices share a sequence.
+      sequence: tokens of a sequence.
+      mesh: degrees as in `sharding.make_mesh`.
+      dcn: degrees across slices or hosts, as in `sharding.make_mesh`.
+      rules: a name for `sharding.preset`, a strategy, or a table of rules.
+      remat: the `remat` argument of the model.
+      attention: the implementation of `ops.attention` in all layers; None for the best that can run.
+      optimizer: "adamw", "sgd", or a function `optimizer(model) -> optax.GradientTransformation`.
+      dtype: dtype of activations and of weights in matmuls.
+      accumulate: microbatches whose gradients are accumulated in a step.
+      gradients: None for autodiff, or "1f1b" for `training.one_f_one_b` in a pipeline.
+      options: XLA compiler options, by name.
+      loss: a loss with the options `dtype` and `remat`, as `training.objective` makes it, a `functools.partial` of one,
+        or its name "module:name"; None for `training.next_token_loss`.
+      batch: a function `batch(rows, sequence) -> {name: jax.ShapeDtypeStruct}`, or its name, for inputs of the loss
+        other than int32 `tokens` and `targets`.
     """
 
     model: Any
@@ -52,7 +62,11 @@ class Job:
     batch: Any = None
 
     def build(self) -> Any:
-        """The model; call it under `jax.eval_shape`. Raises ValueError for a model that nobody knows."""
+        """Builds the model; call it under `jax.eval_shape`.
+
+        Raises:
+          ValueError: for an unknown preset or `Config`.
+        """
         if isinstance(self.model, str):
             known = weights.presets()
             if self.model not in known:
@@ -61,7 +75,14 @@ class Job:
         return self.model() if callable(self.model) else _from_config(self.model)
 
     def loss_fn(self, **options: Any) -> Any:
-        """The loss with `dtype` and these options. Raises ValueError for one that does not take them."""
+        """Returns the loss with `dtype` and other options bound.
+
+        Args:
+          options: keyword arguments of the loss, such as `remat`.
+
+        Raises:
+          ValueError: when the loss does not take them.
+        """
         loss = training.next_token_loss if self.loss is None else by_name(self.loss, "loss")
         options = {"dtype": jnp.dtype(self.dtype)} | options
         try:
@@ -74,19 +95,19 @@ class Job:
         return functools.partial(loss, **options)
 
     def batch_shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """What a batch of `rows` holds."""
+        """Returns the shapes of a batch of `rows`, by name."""
         ids = jax.ShapeDtypeStruct((rows, self.sequence), jnp.int32)
         more = {} if self.batch is None else by_name(self.batch, "batch")(rows, self.sequence)
         return {"tokens": ids, "targets": ids} | more
 
     @property
     def strategy(self) -> sharding.Strategy:
-        """How arrays lie on the mesh. Raises ValueError for an unknown preset."""
+        """The strategy of `rules`. Raises ValueError for an unknown preset."""
         return sharding.preset(self.rules) if isinstance(self.rules, str) else sharding.strategies.join(self.rules)
 
     @property
     def offloads(self) -> bool:
-        """Whether it sends arrays to the host's memory."""
+        """Tells whether the job sends activations, moments or layers to the host's memory."""
         remat = nn.remat.POLICIES.get(self.remat) if isinstance(self.remat, str) else self.remat
         away = isinstance(remat, Mapping) and "offload" in remat.values()
         return away or any(
@@ -95,6 +116,7 @@ class Job:
 
     @property
     def title(self) -> str:
+        """The model's name, for reports."""
         if isinstance(self.model, str):
             return self.model
         return getattr(self.model, "__qualname__", type(self.model).__module__)
@@ -120,11 +142,12 @@ def by_name(thing: Any, what: str) -> Any:
 
 
 def to_json(job: Job) -> str:
-    """Functions travel by name: they must lie in a module. Raises ValueError for what cannot travel."""
+    """Writes a job as JSON, with functions and classes by name. Raises ValueError for those not found in a module."""
     return json.dumps(_encode(job))
 
 
 def from_json(text: str) -> Job:
+    """Reads a job that `to_json` wrote."""
     return _decode(json.loads(text))
 
 
@@ -186,8 +209,7 @@ _FOREIGN = {"tpu": ("xla_gpu_",), "cuda": _TPU, "cpu": _TPU}
 
 
 def check_names(job: Job) -> None:
-    """Raises ValueError for a policy, an attention, a loss, a way to find gradients, or options, that do not exist, or
-    not for the target."""
+    """Raises ValueError for a remat policy, attention, loss, `gradients` or option that the target does not have."""
     nn.remat.remat_policy(job.remat)
     _check_attention(job)
     loss = job.loss_fn(remat=job.remat)

@@ -1,4 +1,4 @@
-"""How often those loops run that depend on data."""
+"""Trip counts of loops that depend on data."""
 
 import re
 from collections.abc import Mapping
@@ -14,8 +14,13 @@ _OVER_EXPERTS, _OVER_TILES = (
 
 
 def expert_trips(text: str, room: float = 1) -> dict[str, float]:
-    """Of the loops in a lowered program over experts, and over tiles of rows of each size, when experts get equal
-    shares. room: for how many times the rows that come there is room."""
+    """Returns the trip counts of grouped matmuls' loops, over experts and over tiles, if experts get equal shares.
+
+    Args:
+      text: the lowered program.
+      room: size of the buffer of rows, as a multiple of the rows that arrive.
+    """
+    # An expert's rows are covered by tiles of decreasing sizes; on average half of the smallest one is padding.
     if (found := _GROUPED.search(text)) is None:
         return {}
     rows, experts = map(int, found.groups())
@@ -24,6 +29,6 @@ def expert_trips(text: str, room: float = 1) -> dict[str, float]:
 
 
 def trips_of(rest: str, trips: Trips) -> float:
-    """Of a loop of the compiled program, by the name that it bears."""
+    """Returns the trip count of a loop of the compiled program, by the op_name of its instruction."""
     kind = "experts" if _OVER_EXPERTS.search(rest) else "tiles" if _OVER_TILES.search(rest) else "attention"
     return trips.get(kind, 1.0)

@@ -1,4 +1,4 @@
-"""An analytic memory model: what a step needs on a device, from shapes alone, in about a second."""
+"""An analytic memory model of a training step, from shapes alone, in about a second."""
 
 import dataclasses
 import math
@@ -18,10 +18,21 @@ from maxlib.sharding._rules import parts, spec
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. gradients are those of all parameters at once, of which those of parameters on the host are
-    `away` during the backward pass; they come back while its last layer is at work, and clipping makes a `clipped` copy
-    of the largest; activations what that pass keeps; layer what the layer at work needs besides; loss what
-    the loss needs, when there are no gradients yet. offloaded: activations on the host, which count nowhere else."""
+    """The memory of a training step, in bytes on one device.
+
+    Args:
+      parameters: the parameters, trained or not.
+      optimizer: the optimizer's state.
+      batch: the inputs of a step.
+      gradients: gradients of all trained parameters.
+      away: those gradients that are on the host during the backward pass, as their parameters are. They come back
+        while its last layer runs.
+      clipped: a copy that clipping makes of the largest gradient that was away.
+      activations: activations that the backward pass keeps.
+      layer: further needs of the layer that is running.
+      loss: needs of the loss, when there are no gradients yet.
+      offloaded: activations on the host; part of no other number.
+    """
 
     parameters: float
     optimizer: float
@@ -36,20 +47,25 @@ class Memory:
 
     @property
     def arguments(self) -> float:
+        """Bytes that exist before the step begins."""
         return self.parameters + self.optimizer + self.batch
 
     @property
     def temporaries(self) -> float:
+        """Bytes that the step needs at its worst moment."""
+        # Either the update (all gradients are back), or, with all activations kept, the largest of: a layer's backward
+        # pass, the loss, and the return of the gradients.
         back = self.gradients + self.clipped
         return max(back, self.activations + max(self.gradients - self.away + self.layer, self.loss, back))
 
     @property
     def total(self) -> float:
+        """The peak: arguments and temporaries."""
         return self.arguments + self.temporaries
 
 
 def estimate_memory(program: Program) -> Memory:
-    """Of a program that nobody compiled; `docs/scale.md` compares it with the compiler."""
+    """Estimates the memory of a program without compiling it; `docs/scale.md` compares it with the compiler."""
     state, layout = program.state, program.layout
     parameters = bytes_on_device((state.trainable, state.rest))
     optimizer = bytes_on_device((state.opt_state, state.step, state.key))
@@ -80,25 +96,28 @@ def estimate_memory(program: Program) -> Memory:
 
 
 def _in_pipeline(program: Program, rows: int) -> tuple[int, float, float]:
-    """Rows of a microbatch, of how many times all layers a stage keeps residuals, and the bytes of what enters and
-    leaves the pipeline; without one, all rows once."""
+    """Returns rows of a microbatch, copies of all layers' residuals that a stage keeps, and bytes of in- and outputs.
+
+    Without a pipeline this is all rows, once, and 0.
+    """
     job, pipeline = program.job, program.layout.pipeline
     if pipeline is None:
         return rows, 1.0, 0.0
     stages = program.mesh.shape[pipeline.axis]
     chunks = stages * pipeline.repeats
+    # GPipe keeps residuals of every tick, 1F1B of 2 S V - 1; a tick has 1 / (S V) of the layers.
     ticks = pipeline.microbatches * pipeline.repeats + stages - 1 if job.gradients is None else 2 * chunks - 1
     hidden = rows * job.sequence * program.head[1] * jnp.dtype(job.dtype).itemsize
     return max(1, rows // pipeline.microbatches), ticks / chunks, 3.0 * hidden
 
 
 def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> float:
+    """Returns the bytes of one device's part of an array of `width` bytes per element."""
     return math.prod(shape) * width / math.prod(parts(place, mesh) for place in spec)
 
 
 def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
-    """What the backward pass keeps of the forward pass, what one layer makes when it is computed again, and what is
-    kept on the host."""
+    """Returns bytes kept on the device for the backward pass, made when a layer is recomputed, and kept on the host."""
     job, trainable = program.job, program.state.trainable
     shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in trainable.items()}
     rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.state.rest)
@@ -125,15 +144,15 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
 
 
 def _kept_bytes(x: Any, weights: Any, program: Program) -> float:
-    """Activations of heads, width or vocabulary are split where the rules split those."""
+    """Returns one device's bytes of a residual: "seq" splits hidden states, "act_heads" the rest."""
     split = "seq" if x.ndim and x.shape[-1] == program.head[1] else "act_heads"
     return x.size * x.dtype.itemsize / program.layout.axis_size(split)
 
 
 def _layer_weights(program: Program) -> float:
-    """Whole weights of a layer (gathered, in the compute dtype), and one gradient before it is split; experts to which
-    tokens travel stay where they are. Slices exchange a layer's gradients beside the next layer: all of them wait. XLA
-    for GPUs scatters those of a layer together."""
+    """Returns bytes of a layer's gathered weights in the compute dtype, and of gradients before they are scattered."""
+    # Experts to which tokens travel are not gathered. Between slices, a layer's gradients are exchanged while the next
+    # layer runs, so all of them wait. XLA for GPUs scatters a layer's gradients together, others one at a time.
     rules, mesh, names = program.layout.rules, program.mesh, nn.tree.axes(program.state.rest)
     width = jnp.dtype(program.job.dtype).itemsize
     gathered = (
@@ -153,9 +172,9 @@ def _layer_weights(program: Program) -> float:
 
 
 def _whole_sequences(program: Program, rows: int) -> float:
-    """What matmuls need of a sequence that is split between them only, over the axes of heads: the layer's input, the
-    gradients of its output and of its input, and a copy that lies the other way round for the weights' gradients.
-    """
+    """Returns bytes of whole sequences in matmuls, where sequences are split only between matmuls (TP with SP)."""
+    # Four copies: the layer's input, the gradients of its output and its input, and a transposed one for the weights'
+    # gradients.
     job, mesh, seq = program.job, program.mesh, program.layout.mesh_axes("seq")
     gathered = [axis for axis in seq if axis in program.layout.mesh_axes("act_heads")]
     own = math.prod(mesh.shape[axis] for axis in seq if axis not in gathered)
@@ -164,7 +183,7 @@ def _whole_sequences(program: Program, rows: int) -> float:
 
 
 def _travelling(program: Program, rows: int) -> float:
-    """Tokens on their way to experts on other devices, one copy for each that they choose, at both ends."""
+    """Returns bytes of tokens sent to experts on other devices: a copy per chosen expert, at both ends."""
     job, experts = program.job, [m for _, m in nnx.iter_modules(program.state.rest) if isinstance(m, nn.MoE)]
     if program.layout.axis_size("act_expert") == 1:
         return 0.0
@@ -173,8 +192,9 @@ def _travelling(program: Program, rows: int) -> float:
 
 
 def _loss(program: Program, rows: int) -> float:
-    """The head's weight, the sum of its gradients in float32, and a chunk's logits and their gradient; the rows, where
-    they travel. On GPUs the weight is gone when the sum is turned round."""
+    """Returns bytes of the loss: the head's weight, its float32 gradient twice, a chunk's logits and their gradient."""
+    # Plus the rows, where they travel to parts of the head. On GPUs the weight is freed before its gradient is
+    # transposed.
     job, mesh, (vocab, dim) = program.job, program.mesh, program.head
     width = jnp.dtype(job.dtype).itemsize
     hidden = jax.ShapeDtypeStruct((program.rows // job.accumulate, job.sequence, dim), jnp.dtype(job.dtype))

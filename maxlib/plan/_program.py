@@ -1,4 +1,4 @@
-"""The training step of a job over shapes: nothing is allocated."""
+"""Builds the training step of a job over shapes; nothing is allocated."""
 
 import dataclasses
 import functools
@@ -21,14 +21,24 @@ from maxlib.sharding._mesh import fill
 from maxlib.sharding.pipelining import Schedule
 from maxlib.training._placement import batch_names
 
-# The first call of attention in a lowered program: queries and keys as one device sees them.
+# The first call of attention in a lowered program: queries and keys of one device.
 _SIZES = r"tensor<((?:\d+x){4,})"
 _ATTENTION = re.compile(rf"ops\._attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A step with shapes for its arguments, each with its place. Rows are the global batch's."""
+    """A training step with shapes and shardings for its arguments.
+
+    Args:
+      job: the job that it was made from.
+      layout: the layout; on an abstract mesh where the devices cannot be described.
+      model: the model as shapes.
+      state: the training state as shapes.
+      batch: the inputs as shapes.
+      optimizer: the optimizer.
+      rows: rows of the global batch.
+    """
 
     job: Job
     layout: sharding.Layout  # on an abstract mesh where the devices cannot be described
@@ -44,14 +54,16 @@ class Program:
 
     @property
     def loss(self) -> Any:
+        """The loss with the job's dtype and remat bound."""
         return self.job.loss_fn(remat=self.job.remat)
 
     @functools.cached_property
     def head(self) -> tuple[int, int]:
-        """Vocabulary and width."""
+        """The shape of the head's weight: vocabulary and width."""
         return jax.eval_shape(lambda model: model.head_weight(), self.model).shape
 
     def lower(self) -> jax.stages.Lowered:
+        """Lowers the step for the layout's devices."""
         gradients = training.one_f_one_b(self.loss) if self.job.gradients == "1f1b" else None
         step = training.make_train_step(self.loss, self.optimizer, accumulate=self.job.accumulate, gradients=gradients)
         state = self.state
@@ -62,14 +74,21 @@ class Program:
 
     @property
     def model_flops(self) -> float:
-        """Of one step on all devices, by `observability.training_flops`."""
+        """The model's FLOPs of one step on all devices, by `observability.training_flops`."""
         row = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.job.batch_shapes(1))
         return self.rows * observability.training_flops(self.job.loss_fn(), self.model, row)
 
 
 def make_program(job: Job) -> Program:
-    """Raises ValueError when mesh, rules, batch or remat do not fit the model or the devices, ImportError without the
-    compiler."""
+    """Builds the training step of a job.
+
+    Args:
+      job: the training step and its target.
+
+    Raises:
+      ValueError: when mesh, rules, batch or remat do not fit the model or the devices.
+      ImportError: when the compiler for the target is not installed.
+    """
     check_names(job)
     layout = sharding.Layout(_mesh(job), job.strategy)
     rows = _rows(job, layout)
@@ -99,7 +118,7 @@ def _check_marked(program: Program) -> None:
 
 
 def _marked(program: Program) -> set[str]:
-    """The names that the model's layers give to intermediates, as a policy of `jax.checkpoint` gets to see them."""
+    """Returns the names that the model's layers give to intermediates with `checkpoint_name`."""
     found = set()
 
     def note(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -115,7 +134,7 @@ def _marked(program: Program) -> set[str]:
 
 
 def refused(job: Job) -> str | None:
-    """Why a job for GPUs can only be estimated, or None."""
+    """Returns the reason why a job for GPUs can only be estimated, or None."""
     if not has_gpu_compiler():
         return f"jax's plugin for CUDA is not installed; install it: {INSTALL_GPU_COMPILER}"
     if job.offloads:
@@ -139,7 +158,7 @@ def _mesh(job: Job) -> Any:
 
 
 def across_hosts(job: Job, target: Target) -> dict[str, int]:
-    """The degrees of `dcn` on GPUs, as `sharding.make_mesh` fills them; all 1 without it."""
+    """Returns the degrees of `dcn` on GPUs, as `sharding.make_mesh` fills them in; all 1 without `dcn`."""
     if unknown := set(job.dcn or {}) - set(sharding.MESH_AXES):
         raise ValueError(f"dcn names {sorted(unknown)}, but the axes of a mesh are {', '.join(sharding.MESH_AXES)}")
     hosts = math.ceil(target.devices / GPUS_PER_HOST) if job.dcn else 1
@@ -151,7 +170,7 @@ def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:
 
 
 def _rows(job: Job, layout: sharding.Layout) -> int:
-    """Of the global batch, which the mesh has to divide, as it has to divide a sequence."""
+    """Returns the rows of the global batch. Raises ValueError unless the mesh divides rows and sequence."""
     mesh, schedule = layout.mesh, schedule_of(layout)
     _check_sizes(job)
     _check_pipeline(job, schedule)
@@ -176,14 +195,14 @@ def _rows(job: Job, layout: sharding.Layout) -> int:
 
 
 def schedule_of(layout: sharding.Layout) -> Schedule:
-    """Returns the pipeline's; that of a single stage without one."""
+    """Returns the timetable of the layout's pipeline; that of a single stage without one."""
     if (pipeline := layout.pipeline) is None:
         return Schedule(1, 1, 1)
     return Schedule(layout.mesh.shape[pipeline.axis], pipeline.microbatches, pipeline.repeats)
 
 
 def _check_pipeline(job: Job, schedule: Schedule) -> None:
-    """Raises ValueError where gradients want another pipeline than there is, or its microbatches cannot go around."""
+    """Raises ValueError when `gradients` needs another pipeline, or microbatches are no multiple of the stages."""
     stages, microbatches, repeats = schedule
     if job.gradients is not None and stages == 1:
         raise ValueError(
@@ -219,7 +238,7 @@ def _optimizer(job: Job, model: Any) -> Any:
 
 
 def _state(model: Any, optimizer: Any, layout: sharding.Layout) -> training.TrainState:
-    """As `training.make_state` would make it."""
+    """Returns the shapes and shardings of the state that `training.make_state` would create."""
     trainable, rest = nn.partition(model)
     names, mesh = nn.tree.axes(rest), layout.mesh
     whole = NamedSharding(mesh, P())
@@ -242,14 +261,18 @@ def _state(model: Any, optimizer: Any, layout: sharding.Layout) -> training.Trai
 
 
 def causal_trips(text: str) -> float:
-    """How many blocks of keys blockwise attention visits for a block of queries under a causal mask, on average.
+    """Returns the average number of key blocks that blockwise attention visits per query block, under a causal mask.
 
-    text: the lowered program, in which the number depends on data. 1 where there is no attention.
+    Args:
+      text: the lowered program, in which this trip count depends on data.
+
+    Returns:
+      `(blocks + 1) / 2`, or 1 without attention.
     """
     found = _ATTENTION.search(text)
     if found is None:
         return 1.0
-    # Inside a pipeline there are axes of stages, and of parts of the data, before these four.
+    # [B, T, N, H] are the last four axes: in a pipeline, axes of stages and of parts come before them.
     q, k = (jax.ShapeDtypeStruct(tuple(map(int, sizes[:-1].split("x")))[-4:], jnp.bfloat16) for sizes in found.groups())
     return (k.shape[1] / choose_blocks(q, k, 1.0).block_k + 1) / 2
 
@@ -260,12 +283,12 @@ def _batch(job: Job, layout: sharding.Layout, rows: int) -> dict[str, Any]:
 
 
 def bytes_on_device(tree: Any) -> int:
-    """What one device holds of these shapes in its own memory."""
+    """Returns the bytes of one device's shards in its own memory."""
     return sum(_bytes(x) for x in jax.tree.leaves(tree) if not sharding.memory.is_on_host(x))
 
 
 def bytes_on_host(tree: Any) -> int:
-    """What the host holds of these shapes for one device."""
+    """Returns the bytes of one device's shards in the host's memory."""
     return sum(_bytes(x) for x in jax.tree.leaves(tree) if sharding.memory.is_on_host(x))
 
 

@@ -1,4 +1,4 @@
-"""The result of a plan, as numbers and as a report that reads."""
+"""The result of a plan, as numbers and as a report."""
 
 import dataclasses
 from typing import Any
@@ -22,11 +22,29 @@ EXCESS = 1.6  # times the model's FLOPs: full remat and a kernel that recomputes
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a training step needs on a target. Sizes are bytes on one device.
+    """The needs of a training step on a target; printed, it is a report. Sizes are bytes on one device.
 
-    gradients are part of temporaries. host: what the host holds for the device, such as moments. code is None unless
-    the compiler ran to its end. costs and estimate come from the compiled program, or from the analytic model where
-    `compiled` is False.
+    Args:
+      job: the training step.
+      target: the hardware.
+      mesh: from mesh axis to size.
+      compiled: True if the numbers come from the compiler, False if from the analytic model.
+      num_parameters: parameters of the whole model.
+      rows: rows of the global batch.
+      parameters: bytes of parameters.
+      optimizer: bytes of the optimizer's state.
+      batch: bytes of the inputs.
+      host: bytes that the host stores for the device, such as moments.
+      gradients: bytes of gradients; part of `temporaries`.
+      temporaries: bytes of everything that exists only during the step.
+      code: bytes of machine code; None unless the compiler ran to its end.
+      peak: bytes at the worst moment.
+      analytic: the analytic memory model.
+      model_flops: the model's FLOPs of a step on all devices.
+      costs: one device's work; None if the program's text could not be read.
+      estimate: the time of a step by the roofline; None without `costs`.
+      lower_seconds: seconds of tracing and lowering.
+      compile_seconds: seconds of compiling.
     """
 
     job: Job
@@ -52,6 +70,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Tells whether the peak is within the device's memory."""
         return self.peak <= self.target.chip.memory
 
     @property
@@ -61,6 +80,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the global batch."""
         return self.rows * self.job.sequence
 
     def __str__(self) -> str:
@@ -107,7 +127,7 @@ _FILL = "A larger batch per chip or a lighter remat would use the rest, and rais
 
 
 def verdict(plan: Plan) -> str:
-    """Whether it fits; if not, by how much it exceeds and what would help."""
+    """Returns a sentence that says whether the plan fits, and if not, by how much and what would help."""
     spare = plan.target.chip.memory - plan.peak
     if plan.fits:
         fits = f"fits: {spare / GIB:.2f} GiB to spare ({100 * plan.peak / plan.target.chip.memory:.0f}% used)"

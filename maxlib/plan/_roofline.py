@@ -1,4 +1,4 @@
-"""How long a step takes at best, from what it computes, reads and sends."""
+"""A roofline model: the least time of a step, from its arithmetic, memory traffic and communication."""
 
 import dataclasses
 import math
@@ -15,10 +15,20 @@ from maxlib.plan._targets import Target
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds of one step by the resources of a device, and what follows for the step.
+    """The time of one step on each resource of a device, and the speed that follows.
 
-    host: of its link to the host. seconds: all of them overlap perfectly. serial: network and host overlap with
-    nothing. mfu is that of `seconds`.
+    Args:
+      compute: seconds of arithmetic.
+      memory: seconds of memory traffic.
+      network: seconds of collectives.
+      host: seconds of copies to and from the host.
+      seconds: the step if all of these overlap perfectly: their maximum.
+      serial: the step if network and host overlap with nothing: max(compute, memory) + network + host.
+      tokens_per_second: tokens of the global batch by `seconds`.
+      mfu: model FLOPs utilization by `seconds`.
+      mfu_serial: model FLOPs utilization by `serial`.
+      bound: the slowest resource.
+      assumptions: sentences for the report.
     """
 
     compute: float
@@ -43,7 +53,16 @@ def estimate(
     tokens: float,
     model_flops: float,
 ) -> Estimate:
-    """links: bytes per second that a device sends and gets over each mesh axis."""
+    """Estimates the time of a step.
+
+    Args:
+      costs: one device's work in a step.
+      target: the hardware.
+      mesh: from mesh axis to number of devices.
+      links: bytes per second that a device sends, and receives, over each mesh axis.
+      tokens: tokens of the global batch.
+      model_flops: the model's FLOPs of a step on all devices, without recomputation.
+    """
     chip = target.chip
     compute, memory = costs.flops / chip.flops, costs.bytes / chip.bandwidth
     network = sum(_seconds(one, mesh, links) for one in costs.collectives)
@@ -67,10 +86,13 @@ def estimate(
 
 
 def _seconds(one: Collective, mesh: Mapping[str, int], links: Mapping[str, float]) -> float:
+    """Returns the seconds of a collective: bytes that cross a device's links, over their speed."""
     axes = [axis for axis in one.axes if axis in mesh]
     parts = math.prod(mesh[axis] for axis in axes) or 1
     if parts == 1:
         return 0.0
+    # Around a ring of n devices an all-gather or reduce-scatter moves (n - 1) / n of the whole past each device; an
+    # all-reduce is both in turn.
     share = one.bytes * (parts - 1) / parts
     moved = {"all-reduce": 2 * share, "collective-permute": one.bytes}.get(one.kind, share)
     # A group over several axes uses the links of all of them, unless one of them crosses the slower network.
@@ -94,25 +116,30 @@ def _assumptions(
 
 
 def _within_host(mesh: Any, number: int) -> int:
-    """How many GPUs of a host one group over this axis has."""
+    """Returns how many GPUs of the same host a group over mesh axis `number` has."""
     sizes = tuple(mesh.shape.values())
     if isinstance(mesh, Mesh):
         hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    else:  # the last axes lie within a host
+    else:  # the last axes are within a host
         hosts = np.arange(math.prod(sizes)).reshape(sizes) // GPUS_PER_HOST
     line = hosts.swapaxes(0, number).reshape(sizes[number], -1)[:, 0]
     return sizes[number] // len(set(line.tolist()))
 
 
 def _gpu_links(members: int, degree: int, chip: Chip) -> float:
-    """Each GPU has a way to the network of its own, and a ring over several hosts uses those of all its members."""
+    """Returns bytes per second of a group of GPUs: NVLink within a host, else the network."""
+    # Each GPU has its own network card; a ring over several hosts uses the cards of all its members in a host.
     return chip.links if members == degree else min(chip.links, members * chip.across)
 
 
 def link_speeds(mesh: Any, target: Target, across: Mapping[str, int] | None = None) -> dict[str, float]:
-    """Bytes per second of each mesh axis: the torus dimensions it runs through, NVLink, or the slower network, to
-    which a group has as many ways as members in a host. across: over how many hosts axes of GPUs go, where `dcn` says
-    so and the mesh is abstract."""
+    """Returns bytes per second of each mesh axis, over the torus of a TPU slice, NVLink, or the slower network.
+
+    Args:
+      mesh: the mesh, perhaps an abstract one.
+      target: the hardware.
+      across: from mesh axis to the number of hosts that it spans, for abstract meshes of GPUs with `dcn`.
+    """
     names = mesh.axis_names
     if across:
         members = {axis: mesh.shape[axis] // across[axis] for axis in names}
@@ -122,6 +149,7 @@ def link_speeds(mesh: Any, target: Target, across: Mapping[str, int] | None = No
         return {axis: _gpu_links(members[axis], mesh.shape[axis], target.chip) for axis in names}
     speeds = {}
     for number, axis in enumerate(names):
+        # The devices along one axis, at index 0 of the others; every torus dimension in which they differ adds links.
         line = mesh.devices.swapaxes(0, number).reshape(mesh.devices.shape[number], -1)[:, 0]
         far = len({getattr(device, "slice_index", 0) for device in line}) > 1
         dims = sum(len(set(values)) > 1 for values in zip(*[device.coords for device in line], strict=True))

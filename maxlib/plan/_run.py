@@ -1,4 +1,4 @@
-"""Runs the compiler in a process of its own, and reads what it leaves behind."""
+"""Runs the compiler in a process of its own, and reads the files that it writes."""
 
 import builtins
 import dataclasses
@@ -29,16 +29,27 @@ _BUFFERS = "*jit_step*after_optimizations-buffer-assignment.txt"
 _PROGRAM = "*jit_step*after_optimizations.txt"
 
 
-_TAIL = 2000  # bytes of what the compiler wrote last, for an error
+_TAIL = 2000  # bytes of the end of the compiler's output, for an error
 _HOST = "5"
 ON_DEVICE = ("parameters", "optimizer", "batch")
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler said. Sizes are bytes on a device, host those that the host holds for it; code is None where no
-    machine code was made, and costs where the program's text could not be had. exceeded: the compiler's words when it
-    found no room."""
+    """The compiler's results. Sizes are bytes on one device.
+
+    Args:
+      described: facts about the program, from `_worker.describe`.
+      lower_seconds: seconds of tracing and lowering.
+      compile_seconds: seconds of compiling.
+      arguments: bytes of the step's arguments.
+      temporaries: bytes of temporary buffers.
+      code: bytes of machine code; None if none was made.
+      peak: bytes at the worst moment.
+      host: bytes that the host stores for the device.
+      costs: the work of a step; None if the program's text is missing.
+      exceeded: the compiler's message if the memory was too small.
+    """
 
     described: dict[str, Any]
     lower_seconds: float
@@ -53,10 +64,18 @@ class Compiled:
 
 
 def run(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout: float = 3600) -> Compiled:
-    """Compiles in another process until buffers are assigned, or to the end with `full`. keep: a folder for the
-    compiler's files.
+    """Compiles in another process until buffers are assigned, or to the end with `full`.
 
-    Raises what that process raised, and TimeoutError.
+    Args:
+      job: the training step and its target.
+      full: also make the machine code.
+      keep: an empty folder for the compiler's files.
+      timeout: seconds that the process may take.
+
+    Raises:
+      ValueError: when `keep` is not empty.
+      TimeoutError: after `timeout` seconds.
+      Exception: any exception of the other process.
     """
     with tempfile.TemporaryDirectory(prefix="maxlib-plan-") as folder:
         dump = Path(keep or folder)
@@ -70,7 +89,7 @@ def run(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout
 
 
 def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str, dict[str, Any]], float]:
-    """What the process told, by stage, and how long it compiled."""
+    """Runs the process; returns its messages by stage, and the seconds that it compiled."""
     news: dict[str, dict[str, Any]] = {}
     began, assigned = time.monotonic(), _ASSIGNED[parse_target(job.target).platform]
     command = [sys.executable, "-m", "maxlib.plan._worker", str(dump)]
@@ -100,7 +119,7 @@ def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str,
 
 
 def _ended(code: int, stages: list[str], errors: IO[bytes]) -> str:
-    """What is known of a process that ended without a word to us."""
+    """Returns an error message for a process that ended without a result."""
     errors.seek(max(0, errors.seek(0, os.SEEK_END) - _TAIL))
     said = errors.read().decode(errors="replace").strip()
     killed = ": killed, most often by the system when memory runs out" if code == -9 else ""
@@ -152,9 +171,8 @@ def _read(job: Job, news: dict[str, dict[str, Any]], dump: Path, seconds: float)
 
 
 def _assigned(dump: Path) -> tuple[float, float, float]:
-    """Arguments and temporaries in main memory, and both in the host's, as the compiler assigned them; memories other
-    than the main one have a color.
-    """
+    """Returns the assigned bytes of arguments and of temporaries in main memory, and of both in the host's."""
+    # Allocations in other memories than the main one have a color; the host's is 5.
     text = next((path.read_text() for path in dump.glob(_BUFFERS)), "")
     kinds = re.findall(r"^allocation \d+: size (\d+), (?:color (\d+), )?(.*)$", text, re.MULTILINE)
     total = lambda color, *words: float(
@@ -164,7 +182,7 @@ def _assigned(dump: Path) -> tuple[float, float, float]:
 
 
 def _used(message: str) -> float | None:
-    """From "Used 107.3G of 95.74G hbm"."""
+    """Reads the bytes from a message such as "Used 107.3G of 95.74G hbm"."""
     found = re.search(r"Used ([\d.]+)([KMGT]) of", message)
     return float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1) if found else None
 

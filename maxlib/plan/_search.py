@@ -1,4 +1,4 @@
-"""Which layout is best: many are estimated, a few compiled."""
+"""Searches for the best layout: estimates many, compiles a few."""
 
 import concurrent.futures
 import dataclasses
@@ -20,14 +20,19 @@ from maxlib.plan._job import Job
 from maxlib.plan._report import Plan
 from maxlib.plan._targets import parse_target
 
-# The analytic model errs; what it puts this much over the capacity may still fit.
+# The analytic model errs: a layout that it puts this far over the capacity may still fit.
 SLACK = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """All layouts tried, the best first: those that were compiled, then those that were not. refused: others, and why
-    they cannot be, as they do not divide or did not compile."""
+    """The layouts that a search tried; printed, it is a table.
+
+    Args:
+      plans: compiled plans, the best first, then those that were only estimated.
+      refused: descriptions of layouts that could not be planned, each with the reason.
+      seconds: duration of the search.
+    """
 
     plans: tuple[Plan, ...]
     refused: tuple[tuple[str, str], ...]
@@ -35,7 +40,11 @@ class Search:
 
     @property
     def best(self) -> Plan:
-        """The fastest that was compiled and fits. Raises ValueError when there is none, with what came closest."""
+        """The fastest compiled plan that fits (or estimated one, if none was compiled).
+
+        Raises:
+          ValueError: when no layout fits; the message has the one that came closest.
+        """
         good = [plan for plan in self.plans if plan.compiled and plan.fits] or [
             plan for plan in self.plans if not plan.compiled and plan.fits and not any(p.compiled for p in self.plans)
         ]
@@ -64,7 +73,7 @@ class Search:
     __repr__ = __str__
 
     def _reasons(self) -> str:
-        """A line for each reason, with the first layout that it refused."""
+        """Returns a line for each reason, with the first layout that it refused."""
         first = {why: words for words, why in reversed(self.refused)}
         return "".join(f"refused: {words}: {why}\n" for why, words in reversed(first.items()))
 
@@ -89,12 +98,10 @@ def search(
     workers: int | None = None,
     timeout: float = 3600,
 ) -> Search:
-    """Estimates every layout x remat x batch, drops what cannot fit, and compiles the `compile` most promising.
+    """Estimates every combination of layout, remat and batch, and compiles the `compile` most promising that may fit.
 
-    layouts: pairs of a mesh and rules; by default FSDP with every degree of tensor parallelism up to 16. batches are
-    per chip. All else is that of `plan`, for every layout.
-    workers: compilers at a time (default: one for two cores). A layout that cannot be planned is among the `refused`.
-    Raises ValueError when that is all of them, ImportError without the compiler.
+    `layouts` are pairs of a mesh and rules (default: FSDP, with tensor parallelism up to 16), `batches` are per chip,
+    `workers` compilers run at once; the rest is as in `plan`. Raises ValueError when no layout can be planned.
     """
     if compile < 0:
         raise ValueError(f"compile must be at least 0, the number of layouts to compile; got {compile}")
@@ -134,7 +141,7 @@ def search(
 
 
 def pareto(plans: Iterable[Plan]) -> list[Plan]:
-    """Those than which none is both smaller and faster, by memory."""
+    """Returns the Pareto front, the smallest first: plans that no other one beats in both memory and speed."""
     front: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: (plan.peak, -_speed(plan))):
         if not front or _speed(plan) > _speed(front[-1]):
@@ -148,7 +155,7 @@ def _default_layouts(devices: int) -> list[tuple[Mapping[str, int], Any]]:
 
 
 def _attempt(make: Callable[[Job], Plan], job: Job) -> Plan | tuple[str, str]:
-    """The plan, or what could not be planned and why: one layout, or a bug that it meets, does not end a search."""
+    """Returns the plan, or a description of the job and the error: one layout that fails does not end a search."""
     try:
         return make(job)
     except ImportError:
@@ -158,7 +165,7 @@ def _attempt(make: Callable[[Job], Plan], job: Job) -> Plan | tuple[str, str]:
 
 
 def _sorted(attempts: Iterable[Plan | tuple[str, str]]) -> tuple[list[Plan], tuple[tuple[str, str], ...]]:
-    """The plans, the best first, and what was refused."""
+    """Returns the plans, the best first, and the refused jobs."""
     attempts = list(attempts)
     plans = [one for one in attempts if isinstance(one, Plan)]
     return sorted(plans, key=_rank), tuple(one for one in attempts if not isinstance(one, Plan))
@@ -169,7 +176,7 @@ def _rank(plan: Plan) -> tuple[bool, float]:
 
 
 def _speed(plan: Plan) -> float:
-    """Tokens per second without overlap: what separates layouts that are all bound by arithmetic."""
+    """Returns tokens per second without overlap, which still ranks layouts that are all bound by arithmetic."""
     return plan.tokens / plan.estimate.serial if plan.estimate and math.isfinite(plan.estimate.serial) else 0.0
 
 

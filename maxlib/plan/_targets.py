@@ -15,7 +15,15 @@ from maxlib.hardware import CHIPS, GIB, GPUS_PER_HOST, Chip
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a name such as `v5e-256`, `v5p-128`, `v5e:4x8`, `v5e-256x2` (two slices), `h100x8` or `cpu` stands for."""
+    """Hardware to plan for; `parse_target` makes one from a name.
+
+    Args:
+      name: the name, such as "v5e-256".
+      chip: the kind of device.
+      devices: number of devices.
+      topology: the shape of a TPU slice, such as "v5e:16x16"; None for others.
+      slices: number of TPU slices.
+    """
 
     name: str
     chip: Chip
@@ -25,10 +33,9 @@ class Target:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """Which dimensions of a TPU topology close to a ring: all of whole cubes of 4x4x4, and of 2-dimensional ones
-        the full 16.
+        """The dimensions of a TPU topology that close to a ring: all, of whole 4x4x4 cubes; in 2-D those of 16.
 
-        The compiler wants to be told: over three dimensions it gathers on rings only, and else takes an all-reduce.
+        The compiler must be told: over three dimensions it all-gathers on rings only, and uses all-reduces otherwise.
         """
         sides = [int(side) for side in (self.topology or "").partition(":")[2].split("x") if side]
         cubes = all(side % 4 == 0 for side in sides)
@@ -36,6 +43,7 @@ class Target:
 
     @property
     def platform(self) -> str:
+        """The platform: "tpu", "cuda" or "cpu"."""
         return "tpu" if self.topology else "cpu" if self.chip is CHIPS["cpu"] else "cuda"
 
     def __str__(self) -> str:
@@ -45,7 +53,15 @@ class Target:
 
 
 def parse_target(name: str) -> Target:
-    """Raises ValueError for hardware that does not exist, naming what does."""
+    """Reads the name of hardware.
+
+    Args:
+      name: "v4-N" or "v5p-N" (N cores), "v5e-N" or "v6e-N" (N chips), with "xM" for M slices; a topology such as
+        "v5p:4x4x8", with "*M" for M slices; "h100xN", "h200xN", or "cpu".
+
+    Raises:
+      ValueError: for hardware that does not exist; the message lists the known names.
+    """
     text = name.strip().lower()
     if re.search(r"[-x*:]0+(?!\d)", text):
         raise ValueError(f"{name}: there is no hardware of 0 chips or slices")
@@ -87,7 +103,7 @@ def _tpu(name: str, text: str, kind: str, chips: int, sides: tuple[int, ...], sl
 
 
 def _torus(name: str, chips: int, dims: int) -> tuple[int, ...]:
-    """The most cubic shape of so many chips, with sides that are powers of two, as they are sold."""
+    """Returns the most cubic shape of so many chips, with sides that are powers of two, as they are sold."""
     if chips < 1 or chips & (chips - 1):
         raise ValueError(f"{name}: {chips} chips is no power of two; give the topology, such as v5p:4x4x12")
     power = chips.bit_length() - 1
@@ -97,10 +113,16 @@ def _torus(name: str, chips: int, dims: int) -> tuple[int, ...]:
 
 
 def devices_of(target: Target) -> list[Any]:
-    """The devices of a described topology or this machine's CPU devices.
+    """Returns the devices of a described topology, or this machine's CPU devices.
 
-    Raises ImportError when the compiler for that hardware is not installed, saying what to install. Of GPUs a process
-    may describe several topologies, of TPUs one.
+    A process can describe several topologies of GPUs, but only one of TPUs.
+
+    Args:
+      target: the hardware.
+
+    Raises:
+      ImportError: when the compiler for the hardware is not installed; the message has the command to install it.
+      ValueError: when the TPU compiler does not know the topology.
     """
     if target.platform == "cpu":
         return list(jax.devices("cpu"))
@@ -128,13 +150,13 @@ def devices_of(target: Target) -> list[Any]:
 
 
 def has_gpu_compiler() -> bool:
-    """Whether jax's plugin for CUDA is installed, which compiles without a GPU."""
+    """Tells whether jax's CUDA plugin is installed; it compiles without a GPU."""
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13))
 
 
 INSTALL_GPU_COMPILER = 'pip install "maxlib[cuda]" (no GPU is needed)'
 
-# What XLA must know of a Hopper that is not there. Accelerated features are what its kernels are made of (sm_90a).
+# The facts that XLA needs about a Hopper GPU that is not present. Its kernels need the accelerated features (sm_90a).
 _HOPPER = """
 gpu_device_info {{
   cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}

@@ -24,7 +24,11 @@ from maxlib.plan._targets import parse_target
 
 
 def describe(job: Job) -> tuple[Program, dict[str, Any]]:
-    """The program, and what is known of it without lowering."""
+    """Returns the program of a job, and the facts that are known without lowering it.
+
+    Args:
+      job: the training step and its target.
+    """
     target = parse_target(job.target)
     program = make_program(job)
     state = program.state
@@ -46,7 +50,13 @@ def describe(job: Job) -> tuple[Program, dict[str, Any]]:
 
 
 def compile_job(job: Job, dump: Path, tell: Any) -> None:
-    """Compiles `job` and tells what it learns; the compiler writes the optimized program into `dump`."""
+    """Compiles a job.
+
+    Args:
+      job: the training step and its target.
+      dump: folder for the compiler's files, which include the optimized program.
+      tell: called with the name of each finished stage and its results.
+    """
     program, news = describe(job)
     tell("described", **news)
     begin = time.perf_counter()
@@ -77,7 +87,7 @@ def _trips(program: Program, text: str) -> dict[str, float]:
 
 
 def _options(job: Job) -> dict[str, Any]:
-    """The compiler for GPUs would like to time its choices on one."""
+    """Returns compiler options; without a GPU, its compiler must not tune by timing."""
     absent = {"xla_gpu_autotune_level": 0} if parse_target(job.target).platform == "cuda" else {}
     return absent | dict(job.options)
 

@@ -1,7 +1,8 @@
-"""How a program is laid out over devices: meshes, strategies that mix, and parameters born in their place.
+"""Layouts of a program over devices: meshes, strategies that combine, and parameters created already sharded.
 
-Everything works without a layout too. More lies in submodules: `strategies` (the classes of which presets are made),
-`layers` (what layers with kernels ask), `pipelining` (what runs layers in stages), `memory` (arrays on the host).
+Everything also works without a layout, on one device. Submodules have more: `strategies` (the classes behind the
+presets), `layers` (queries for layers with kernels), `pipelining` (running layers in stages), `memory` (arrays on the
+host).
 """
 
 from maxlib.sharding import layers as layers

@@ -1,10 +1,11 @@
-"""The names that axes of arrays bear, and where a rule puts them."""
+"""Names of array axes, and the mesh axes to which a rule maps them."""
 
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 
-# Axis name -> meaning. Parameters bear those of the first two groups, activations (and batches) those of the others.
+# Axis name -> meaning. Parameters and activations have names of their own, so that a rule can split a weight and not
+# the activation of the same width.
 ARRAY_AXES: dict[str, str] = {
     "embed": "width of the residual stream, in a matrix",
     "vocab": "vocabulary, in the embedding and the head",
@@ -39,13 +40,13 @@ ARRAY_AXES: dict[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class IfFree:
-    """Mesh axes that give way to others.
+    """Mesh axes that are used only if they are free.
 
-    In a rule they split an axis unless another axis of the same array (or kernel call) takes them. Among the names of
-    an array, `IfFree("batch")` is the axis `batch`, giving way this once.
+    As a rule, `IfFree("tensor")` splits an axis over `tensor` unless another axis of the same array (or of the same
+    kernel call) uses it. Among the names of an array, `IfFree("batch")` is the axis `batch`, giving way in this use.
 
     Args:
-        axes: a mesh axis or several, or the name of an array's axis.
+      axes: a mesh axis or several, or the name of an array's axis.
     """
 
     axes: str | tuple[str, ...]
@@ -57,13 +58,16 @@ Table = Mapping[str, Place]
 
 
 def declare_axes(*names: str) -> None:
-    """Makes axis names of your own known, once, where the module that uses them is defined.
+    """Declares axis names of your own. Call it once, where the module that uses them is defined.
 
-    Declarations hold for the process and are never taken back. They only decide whether a name is an error, so a
-    program that is traced already stays valid, and none of this is part of `jit`'s cache key.
+    Declarations hold for the process and cannot be taken back. They only decide whether a name is an error, so
+    programs that are already traced stay valid, and `jit`'s cache key does not contain them.
+
+    Args:
+      names: the new names, such as "state".
 
     Raises:
-        ValueError: for what cannot be a name.
+      ValueError: when a name is not an identifier.
     """
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
@@ -72,11 +76,14 @@ def declare_axes(*names: str) -> None:
 
 
 def check_axes(names: Iterable[Name], what: str) -> None:
-    """Raises ValueError for a name that nobody declared, with the nearest one that somebody did.
+    """Checks that names are declared.
 
     Args:
-        names: of one array. None is an axis without a name.
-        what: bears them, for the message.
+      names: axis names of one array; None is an axis without a name.
+      what: description of the array, for the message.
+
+    Raises:
+      ValueError: for a name that is not declared; the message has the closest one that is.
     """
     for name in names:
         name = name.axes if isinstance(name, IfFree) else name
@@ -91,6 +98,6 @@ def _suggestion(name: object) -> str:
 
 
 def mesh_axes_of(place: Place) -> tuple[str, ...]:
-    """Returns the mesh axes that a rule names."""
+    """Returns the mesh axes that a rule names, as a tuple."""
     place = place.axes if isinstance(place, IfFree) else place
     return () if place is None else (place,) if isinstance(place, str) else tuple(place)

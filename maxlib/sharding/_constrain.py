@@ -1,4 +1,4 @@
-"""Activations and weights placed by their axis names, as the layout in use says."""
+"""Constrains activations and weights by their axis names, as the layout in use says."""
 
 from functools import partial
 
@@ -11,30 +11,39 @@ from maxlib.sharding._rules import drop_uneven, partition
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
-    """Returns the mesh axes of more than one device that split the axis `name`; none without a layout.
+    """Returns the mesh axes of more than one device that split an axis; none without a layout.
+
+    Args:
+      name: the axis of an array, such as "batch".
 
     Raises:
-        ValueError: for a name that nobody declared.
+      ValueError: for a name that is not declared.
     """
     check_axes((name,), "mesh_axes")
     return () if (layout := current()) is None else layout.mesh_axes(name)
 
 
 def axis_size(name: str) -> int:
-    """Returns into how many parts the layout in use splits the axis `name`; 1 without one.
+    """Returns the number of parts into which the layout in use splits an axis; 1 without a layout.
+
+    Args:
+      name: the axis of an array, such as "batch".
 
     Raises:
-        ValueError: for a name that nobody declared.
+      ValueError: for a name that is not declared.
     """
     check_axes((name,), "axis_size")
     return 1 if (layout := current()) is None else layout.axis_size(name)
 
 
 def axis_of(name: str) -> str | None:
-    """Returns the one mesh axis over which a kernel talks that splits `name`; None if nothing does.
+    """Returns the one mesh axis that splits an axis, for kernels that communicate over it; None if it is whole.
+
+    Args:
+      name: the axis of an array, such as "kv_seq".
 
     Raises:
-        ValueError: for several, and for a name that nobody declared.
+      ValueError: when several mesh axes split it, or for a name that is not declared.
     """
     if len(split := mesh_axes(name)) > 1:
         raise ValueError(f"{name!r} can be split over one mesh axis only, but its rule names {split}")
@@ -42,17 +51,18 @@ def axis_of(name: str) -> str | None:
 
 
 def constrain(x: jax.Array, *names: Name) -> jax.Array:
-    """Places an activation by its axis names; without a layout in use it returns `x` as it is.
+    """Constrains an activation's sharding by its axis names; without a layout in use it returns `x` unchanged.
 
-    Of its mesh axes a dimension takes the first ones that divide it: a batch of one, at decoding, stays whole.
+    A dimension that its mesh axes do not divide uses only the first ones that do: a batch of one, at decoding, stays
+    whole.
 
     Args:
-        x: the activation.
-        names: one for each axis; None for one that is whole.
+      x: the activation.
+      names: one for each dimension, None for one that is whole; for example `"batch", "seq", "act_embed"`.
 
     Raises:
-        ValueError: for another number of names than axes, and for a name that nobody declared, with or without a
-            layout.
+      ValueError: when the number of names is not the rank of x, or for a name that is not declared, with or without a
+        layout.
     """
     if len(names) != x.ndim:
         raise ValueError(
@@ -66,11 +76,17 @@ def constrain(x: jax.Array, *names: Name) -> jax.Array:
 
 
 def gather_once(weight: jax.Array, *names: Name) -> jax.Array:
-    """Gathers `weight`, in the dtype in which it travels, over the mesh axes that split the batch.
+    """All-gathers a weight over the mesh axes that split the batch (FSDP), once for all its uses.
 
-    What the partitioner gathers by itself it gathers again for a use that is far away in the program, as the backward
-    pass of a layer is. Gradients stay where the partitioner wants them.
+    Args:
+      weight: the weight, in the dtype in which it should travel.
+      names: its axis names, one for each dimension.
+
+    Raises:
+      ValueError: for a name that is not declared.
     """
+    # Left alone, the partitioner gathers a weight again for each use that is far away in the program, such as the
+    # backward pass of its layer. Only the batch's axes are gathered: splits of tensor parallelism stay.
     if (layout := current()) is None:
         check_axes(names, "gather_once")
         return weight
@@ -82,7 +98,9 @@ def gather_once(weight: jax.Array, *names: Name) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _moved(x: jax.Array, to: P) -> jax.Array:
-    """Behind a barrier: else the compiler moves what was cast as float32, and casts it there."""
+    """Moves x to another spec; the derivative is the identity, so gradients stay where the partitioner puts them."""
+    # Without the barrier XLA swaps the cast and the transfer: it would send float32 and cast to bfloat16 afterwards,
+    # which is twice the traffic.
     return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(x), to)
 
 

@@ -1,4 +1,4 @@
-"""Parameters that are born in their place on the mesh."""
+"""Creates parameters directly as shards on the mesh."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -20,12 +20,12 @@ def shardings(model: Model, layout: Layout) -> Model:
     Variables without axis names are replicated.
 
     Args:
-        model: a module, or its `jax.eval_shape`.
-        layout: the mesh, and how parameters lie on it.
+      model: a module, or its `jax.eval_shape`.
+      layout: the mesh and the strategy.
 
     Raises:
-        ValueError: naming the parameter, for an axis that nobody declared, when a mesh axis does not divide a
-            dimension, or when two names share a mesh axis.
+      ValueError: when an axis is not declared, when a mesh axis does not divide a dimension, or when two names of a
+        parameter use the same mesh axis; the message names the parameter.
     """
 
     def place(path, leaf):
@@ -37,7 +37,19 @@ def shardings(model: Model, layout: Layout) -> Model:
 
 
 def create(build: Callable[[], Model], layout: Layout) -> Model:
-    """Runs `build` so that every parameter is born in its place; values equal those on one device."""
+    """Builds a model whose parameters are created as shards: no device ever holds a whole one.
+
+    Args:
+      build: makes the model, such as `lambda: Llama(cfg, rngs=nnx.Rngs(0))`.
+      layout: the mesh and the strategy.
+
+    Returns:
+      The model. Its values equal those that `build` makes on one device.
+
+    Raises:
+      ValueError: as `shardings` does.
+    """
+    # With out_shardings, XLA splits the random number generation itself: each device computes its own shard.
     places = shardings(jax.eval_shape(build), layout)
     with use(layout):
         return jax.jit(build, out_shardings=places)()

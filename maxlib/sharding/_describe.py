@@ -1,4 +1,4 @@
-"""A model's parameters as a table: what lies where."""
+"""Prints the parameters of a model as a table, with their placement."""
 
 import dataclasses
 import warnings
@@ -21,7 +21,18 @@ LARGE = 16 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter: its place (a partition spec in words), and bytes in all and on each device."""
+    """One parameter in a `Description`.
+
+    Args:
+      path: its dotted path in the model.
+      shape: its whole shape.
+      dtype: name of its dtype.
+      axes: its axis names, "-" for a dimension without one.
+      place: its partition spec in words.
+      bytes: size of the whole parameter.
+      bytes_per_device: size of one shard.
+      devices: number of devices that hold some of it.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -34,23 +45,25 @@ class Parameter:
 
     @property
     def replicated(self) -> bool:
-        """Tells whether each of several devices holds all of it."""
+        """Tells whether each of several devices holds the whole parameter."""
         return self.devices > 1 and self.bytes_per_device == self.bytes
 
     @property
     def copies(self) -> int:
-        """Counts the devices that hold each part of it."""
+        """Counts the devices that hold each shard."""
+        # devices * bytes_per_device is the memory of all devices together.
         return self.devices * self.bytes_per_device // self.bytes if self.bytes else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The parameters of a model; shows itself as a table."""
+    """The parameters of a model and their placement; printed, it is a table."""
 
     parameters: tuple[Parameter, ...]
 
     @property
     def bytes_per_device(self) -> int:
+        """Sums the bytes of all parameters on one device."""
         return sum(one.bytes_per_device for one in self.parameters)
 
     def __str__(self) -> str:
@@ -70,15 +83,15 @@ class Description:
 
 
 def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) -> Description:
-    """Lists shape, axis names, place and bytes per device of every parameter; print it.
+    """Lists shape, axis names, placement and bytes per device of every parameter; print the result.
 
-    Warns about large parameters that are held more often than others of the model, or whole by every device. One copy
-    for each part of the mesh axis `data` is what plain data parallelism means, and no reason to warn.
+    Warns about large parameters that are replicated more often than others of the model, or on all devices. Copies
+    along the mesh axis `data` are plain data parallelism and cause no warning.
 
     Args:
-        model: holds arrays; with `layout` it may be its `jax.eval_shape`.
-        layout: where parameters would lie; without it, where they do.
-        large: bytes from which a parameter is worth a warning.
+      model: a module with arrays, or with `layout` its `jax.eval_shape`.
+      layout: the layout to describe; without it, the arrays' present placement.
+      large: bytes from which a parameter is worth a warning (default 16 MiB).
     """
     places = jax.tree.map(_sharding, model) if layout is None else shardings(model, layout)
     is_variable = lambda x: isinstance(x, nnx.Variable)
@@ -93,12 +106,14 @@ def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) ->
 
 
 def _data_parallel(places: Any) -> int:
-    """Counts the copies that plain data parallelism makes."""
+    """Returns the number of copies that plain data parallelism makes: the size of the mesh axis `data`."""
     meshes = [place.mesh for place in jax.tree.leaves(places) if isinstance(place, NamedSharding)]
     return max((mesh.shape.get("data", 1) for mesh in meshes), default=1)
 
 
 def _warn_of_copies(found: list[Parameter], large: int, meant: int) -> None:
+    """Warns about large parameters with more copies than the least replicated one, `meant` copies aside."""
+    # Copies that every parameter has are a choice of the layout; more than that are probably a missing axis name.
     fewest = min((one.copies for one in found), default=1)
     whole = [one for one in found if one.bytes >= large and one.replicated and one.copies > min(meant, fewest)]
     more = [one for one in found if one.bytes >= large and not one.replicated and one.copies > fewest]
@@ -132,7 +147,7 @@ def _word(place: Any) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in words, in powers of 1024."""
+    """Formats a number of bytes, in powers of 1024."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.4g} {unit}"

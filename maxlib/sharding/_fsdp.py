@@ -12,10 +12,10 @@ from maxlib.sharding._strategy import Strategy
 
 @dataclasses.dataclass(frozen=True)
 class DataParallel(Strategy):
-    """Rows of the batch over devices, each with a copy of all parameters.
+    """Data parallelism: rows of the batch are split over devices, each with a copy of all parameters.
 
     Args:
-        axes: the mesh axes that share the rows.
+      axes: the mesh axes that split the rows.
     """
 
     slot: ClassVar[str] = "batch"
@@ -27,15 +27,15 @@ class DataParallel(Strategy):
 
 @dataclasses.dataclass(frozen=True)
 class FullyShard(Strategy):
-    """FSDP (ZeRO-3, arXiv:1910.02054): parameters split over devices that also split the batch.
+    """FSDP (ZeRO-3, arXiv:1910.02054): parameters are split over devices that also split the batch.
 
-    A weight is gathered where it is used and its gradient is summed back into parts. Over `replicas` parameters are
-    copied, which makes it hybrid (HSDP).
+    A weight is all-gathered where it is used, and its gradient is reduce-scattered. Parameters are copied over
+    `replicas`; with more than one of these it is hybrid sharding (HSDP).
 
     Args:
-        axis: the mesh axis that splits parameters, by the width of the residual stream, and the batch.
-        replicas: the mesh axis that splits the batch only.
-        by_expert: a mixture's matrices are split by expert instead of by width.
+      axis: the mesh axis that splits the batch, and parameters along the width of the residual stream.
+      replicas: the mesh axis that splits the batch only.
+      by_expert: split the matrices of a mixture by expert instead of by width.
     """
 
     slot: ClassVar[str] = "fsdp"
@@ -44,6 +44,8 @@ class FullyShard(Strategy):
     by_expert: bool = False
 
     def apply(self, rules: Table) -> Table:
+        # Nearly every matrix of a layer has the axis "embed" once, so one rule splits them. MLA's up-projections have
+        # "rank" instead, which takes the mesh axis only there.
         experts = {"expert": self.axis} if self.by_expert else {"expert_embed": self.axis}
         own = {"batch": (self.replicas, self.axis), "embed": self.axis, "rank": IfFree(self.axis)}
         return {**rules, **own, **experts}
@@ -51,12 +53,12 @@ class FullyShard(Strategy):
 
 @dataclasses.dataclass(frozen=True)
 class ShardOptimizer(Strategy):
-    """ZeRO-1 (arXiv:1910.02054): the optimizer's moments split further than the parameters.
+    """ZeRO-1 (arXiv:1910.02054): the optimizer's moments are split further than the parameters.
 
-    They lie along the longest dimension that the mesh axis divides.
+    The mesh axis splits the longest dimension that it divides.
 
     Args:
-        axis: the mesh axis, one over which parameters are copied.
+      axis: a mesh axis over which parameters are copied.
     """
 
     slot: ClassVar[str] = "optimizer"

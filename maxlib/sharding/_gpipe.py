@@ -1,5 +1,9 @@
-"""Layers over devices: each stage holds some of a stack's layers, and microbatches pass from stage to stage, once
-(GPipe, arXiv:1811.06965) or several times around (arXiv:2104.04473)."""
+"""The pipeline schedules GPipe (arXiv:1811.06965) and interleaved (arXiv:2104.04473), as one scan over ticks.
+
+Each stage holds some of a stack's layers; microbatches pass from stage to stage, once or several times around. All
+stages run the same program: arrays have a leading axis of stages, split over the mesh axis, and `vmap` runs a chunk of
+layers on each. `_pipeline_chunks` has the timetable.
+"""
 
 import functools
 import math
@@ -17,16 +21,21 @@ from maxlib.sharding._pipeline_chunks import Chunks, Schedule, Tick, chunks
 from maxlib.sharding._rules import drop_uneven
 
 Tree = Any
-# Names for `jax.checkpoint`: what layers under remat are computed again from, and the weights of a chunk.
+# Names for `jax.checkpoint`: the input of a layer under remat, and the weights of a chunk.
 LAYER_INPUT, _CHUNK = "layer_input", "chunk"
-# What makes copies of weights rather than new numbers: if these were kept, each tick would keep a chunk's weights.
+# These primitives copy weights and compute nothing. If their results were kept, each tick would keep a copy of a
+# chunk's weights.
 _CHEAP = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "sharding_constraint")
 
 
 class Plan(NamedTuple):
     """A pipeline for one stack and batch.
 
-    parts: mesh axes over which every device computes its own part of a microbatch, as if there was no other.
+    Args:
+      axis: the mesh axis of the stages.
+      schedule: the timetable.
+      chunks: the layers of each stage.
+      parts: data axes over which each device computes its own part of a microbatch, with gradients summed at the end.
     """
 
     axis: str
@@ -39,9 +48,9 @@ class _Flow(NamedTuple):
     """Carry of the loop over ticks; the leading axis is that of the stages.
 
     Attributes:
-        passed: what each stage made last, `[stages, rows, ...]`.
-        out: what it made last of each microbatch, `[stages, microbatches, rows, ...]`.
-        aux: sums of what its layers report, `[stages, repeats, size, ...]`.
+      passed: outputs of the last tick, `[stages, rows, ...]`.
+      out: the last output for each microbatch, valid on the last stage, `[stages, microbatches, rows, ...]`.
+      aux: sums of what layers report, `[stages, repeats, size, ...]`.
     """
 
     passed: Tree
@@ -50,7 +59,7 @@ class _Flow(NamedTuple):
 
 
 def stages() -> int:
-    """Counts the stages into which the layout in use cuts a stack; 1 without a pipeline."""
+    """Returns the number of stages into which the layout in use cuts a stack; 1 without a pipeline."""
     layout = current()
     return 1 if layout is None or layout.pipeline is None else layout.mesh.shape[layout.pipeline.axis]
 
@@ -58,41 +67,44 @@ def stages() -> int:
 def pipelined(
     stage: Callable[..., tuple[Tree, Tree]], layers: Tree, x: Tree, ctx: Tree, *, remat: Callable | None = None
 ) -> tuple[Tree, Tree]:
-    """Runs layers over `x`, in the pipeline of the layout in use.
+    """Runs layers over `x`, in the pipeline of the layout in use (GPipe, arXiv:1811.06965).
 
     Differentiable: the backward pass runs through the stages in the opposite order.
 
     Args:
-        stage: `(layers, works, x, ctx) -> (x, aux)`. It is given some of the layers, and with `works` which of those
-            are not idle (None if all work); through an idle one x has to pass as it is.
-        layers: arrays with a leading axis of equal layers.
-        x: arrays with a leading batch axis.
-        ctx: the same; what has another length there is common to all rows.
-        remat: the policy by which `stage` computes its layers again, if it does; it names their inputs `LAYER_INPUT`.
+      stage: `(layers, works, x, ctx) -> (x, aux)`. It gets some of the layers; `works` marks those that are not idle
+        (None if all work). An idle layer must return x unchanged.
+      layers: arrays with a leading axis of equal layers, `[periods, ...]`.
+      x: arrays with a leading batch axis, `[rows, ...]`.
+      ctx: other inputs of the layers. Arrays with a leading axis of `rows` are cut like x, all rows share the others.
+      remat: the `jax.checkpoint` policy that `stage` applies to its layers, if it does; `stage` must name their inputs
+        `LAYER_INPUT`.
 
     Returns:
-        x after all layers, and what they report (`aux`, arrays with a leading layer axis), its mean over microbatches.
+      x after all layers, and `aux` with a leading axis of layers, averaged over microbatches.
 
     Raises:
-        ValueError: for layers, rows and microbatches that do not fit the stages, and without a pipeline.
+      ValueError: when layers, rows or microbatches do not fit the stages, or when the layout has no pipeline.
     """
     plan, rows = planned(layers, x), jax.tree.leaves(x)[0].shape[0]
-    # What layers report is of all rows of a microbatch.
+    # Layers report on all rows of a microbatch (router balance, say), so with aux a microbatch stays whole.
     if jax.tree.leaves(jax.eval_shape(lambda *args: stage(layers, None, *args)[1], x, ctx)):
         plan = plan._replace(parts=())
     is_row = lambda a: a.ndim > 0 and a.shape[0] == rows
     common = jax.tree.map(lambda a: 0 if is_row(a) else None, ctx)
-    # [rows, ...] -> [microbatches, rows of one, ...]; what all rows share gets an axis of one
+    # [rows, ...] -> [microbatches, rows of one, ...]; arrays that all rows share get an axis of one.
     ctx = jax.tree.map(lambda a: split_microbatches(a, plan) if is_row(a) else jnp.expand_dims(a, 0), ctx)
-    # [stages, microbatches, ...]: each stage has a copy, so that gradients are summed over stages once, not in every
-    # tick.
+    # [microbatches, ...] -> [stages, microbatches, ...]: only stage 0 reads x, but with a copy on each stage its
+    # gradient is summed over stages once, not in every tick.
     copies = lambda a: jnp.broadcast_to(a[None], (plan.schedule.stages, *a.shape))
     x = placed(jax.tree.map(lambda a: copies(split_microbatches(a, plan)), x), plan)
+    # [periods, ...] -> [stages, repeats, (parts,) size, ...]
     stage_params = _in_parts(in_stages(layers, plan), plan), idle(plan)
     on_parts = each_part(stage, plan, (0, None, 0, common))
     on_stages = each_stage(lambda stage_params, x, ctx: on_parts(*stage_params, x, ctx), plan)
     run = lambda stage_params, turn, x, ctx: on_stages(stage_params, turn.repeat, x, _rows_of(ctx, turn.microbatch))
     if plan.schedule.repeats > 1:
+        # `_chunk` picks other weights in each tick; without this policy autodiff would save every pick.
         run = jax.checkpoint(run, policy=_kept(remat), prevent_cse=False)
     tick, flow = functools.partial(_tick, run, stage_params, x, ctx, plan), _empty(run, stage_params, x, ctx, plan)
     flow, _ = lax.scan(tick, flow, jnp.arange(plan.schedule.ticks))
@@ -101,21 +113,26 @@ def pipelined(
 
 
 def _tick(run, stage_params, x, ctx, plan, flow, t):
-    schedule, turn = plan.schedule, plan.schedule.forward(t, plan.schedule.all)  # of each stage: [stages]
+    """Runs one tick: every stage takes its neighbour's last output and computes a chunk."""
+    schedule, turn = plan.schedule, plan.schedule.forward(t, plan.schedule.all)  # fields are [stages]
+    # The microbatch that stage 0 reads now: [stages, microbatches, rows, ...] -> [stages, rows, ...]
     new = jax.tree.map(lambda a: a[:, schedule.forward(t, 0).microbatch], x)
     entering = placed(stage_inputs(flow.passed, new, turn), plan)
     passed, aux = run(stage_params, turn, entering, ctx)
-    # The last time around overwrites what came before; nothing leaves a stage's devices before the end.
+    # Every stage writes into its own `out`, though only the last stage's is read: finished microbatches then stay where
+    # they are until the end. What earlier rounds or the bubble wrote is overwritten by a microbatch's last round.
     leaving = schedule.forward(t, schedule.stages - 1).microbatch
     out = jax.tree.map(lambda o, a: o.at[:, leaving].set(a), flow.out, passed)
     return _Flow(placed(passed, plan), placed(out, plan), add_up(flow.aux, aux, turn)), None
 
 
 def _rows_of(ctx: Tree, microbatch: jax.Array) -> Tree:
+    """Picks each stage's microbatch: `[microbatches, ...] -> [stages, ...]`; shared arrays have one for all."""
     return jax.tree.map(lambda a: a[microbatch if a.shape[0] > 1 else jnp.zeros_like(microbatch)], ctx)
 
 
 def _empty(run, stage_params, x, ctx, plan) -> _Flow:
+    """Returns the zeros with which the scan begins."""
     number, turn = plan.schedule.stages, plan.schedule.forward(jnp.zeros((), int), plan.schedule.all)
     passed = placed(jax.tree.map(lambda a: jnp.zeros_like(a[:, 0]), x), plan)
     out = placed(jax.tree.map(jnp.zeros_like, x), plan)
@@ -125,7 +142,15 @@ def _empty(run, stage_params, x, ctx, plan) -> _Flow:
 
 
 def planned(layers: Tree, x: Tree) -> Plan:
-    """Fits the pipeline in use to these layers and this batch. Raises ValueError without one that fits."""
+    """Fits the pipeline of the layout in use to these layers and this batch.
+
+    Args:
+      layers: arrays with a leading axis of layers.
+      x: arrays with a leading batch axis.
+
+    Raises:
+      ValueError: when there is no pipeline, or stages, microbatches and repeats do not divide layers and rows.
+    """
     if (layout := current()) is None or (pipeline := layout.pipeline) is None:
         raise ValueError(
             "there is no pipeline: call this inside sharding.use(layout) with a layout that joins "
@@ -143,29 +168,30 @@ def planned(layers: Tree, x: Tree) -> Plan:
             f"with repeats={pipeline.repeats}, microbatches must be a multiple of the {number} stages, got "
             f"{pipeline.microbatches}: they go around in groups of that size"
         )
+    # Parts need axes over which weights are copied, and as many rows in a microbatch as they can share.
     axes = replicated_over()
     parts = axes if rows // pipeline.microbatches % parts_in(axes) == 0 else ()
     return Plan(pipeline.axis, Schedule(number, pipeline.microbatches, pipeline.repeats), cut, parts)
 
 
 def parts_in(axes: tuple[str, ...]) -> int:
+    """Returns the number of parts into which these mesh axes cut a microbatch."""
     return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
 
 
 def in_stages(tree: Tree, plan: Plan) -> Tree:
-    """Lays a stack's arrays out as `[stages, repeats, size, ...]`, on the devices of each stage.
-
-    They lie so already if the chunks are in order. Else they lie whole in layers and cut along another dimension
-    (`parameter_spec`), and travel all-to-all.
-    """
+    """Reshapes a stack's arrays from `[periods, ...]` to `[stages, repeats, size, ...]`, each stage on its devices."""
     shape = (plan.chunks.stages, plan.chunks.repeats, plan.chunks.size)
     if plan.chunks.in_order:
+        # The layer axis is already split into these equal, consecutive parts: a reshape moves nothing.
         return placed(jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), tree), plan)
+    # Else the stages share another dimension (`Pipeline.place_parameter`). Picking layers is then local, and changing
+    # from that dimension to the axis of stages is one all-to-all.
     return placed(jax.tree.map(lambda a: _whole(a[plan.chunks.index], 3), tree), plan)
 
 
 def in_order(tree: Tree, plan: Plan) -> Tree:
-    """Undoes `in_stages`, for gradients and what layers report."""
+    """Undoes `in_stages`, `[stages, repeats, size, ...] -> [periods, ...]`, for gradients and aux."""
     whole = lambda a: a.reshape(-1, *a.shape[3:])
     if plan.chunks.in_order:
         return jax.tree.map(whole, tree)
@@ -173,18 +199,23 @@ def in_order(tree: Tree, plan: Plan) -> Tree:
 
 
 def _whole(a: jax.Array, dims: int) -> jax.Array:
-    """Holds the first dimensions whole on every device; the compiler finds what splits the others."""
+    """Replicates the first `dims` dimensions; the compiler chooses how to split the others."""
     return lax.with_sharding_constraint(a, P(*[None] * dims, *[P.UNCONSTRAINED] * (a.ndim - dims)))
 
 
 def idle(plan: Plan) -> jax.Array | None:
-    """Marks the places of the chunks that work, as `in_stages` lays them; None if all do."""
+    """Marks the slots that hold a layer, `[stages, repeats, size]`; None if all do."""
     works = plan.chunks.works
     return None if works.all() else placed(jnp.asarray(works), plan)
 
 
 def each_stage(run: Callable[..., Tree], plan: Plan) -> Callable[..., Tree]:
-    """Runs `run(chunk, ...)` on every stage at once, with the chunk of `stage_params` whose turn it is."""
+    """Returns a function `(stage_params, repeat, *args)` that calls `run(chunk, *args)` on every stage at once.
+
+    Args:
+      run: the work of one stage; its arrays have no axis of stages.
+      plan: the pipeline. `vmap` maps the stages and binds their axis to the mesh axis, for constraints inside.
+    """
 
     def one(stage_params, repeat, *args):
         with in_a_stage():
@@ -194,12 +225,12 @@ def each_stage(run: Callable[..., Tree], plan: Plan) -> Callable[..., Tree]:
 
 
 def each_part(run: Callable[..., Tree], plan: Plan, in_axes: tuple[Any, ...]) -> Callable[..., Tree]:
-    """Runs `run` on each part of a microbatch by itself, so that nothing is summed over their devices in every tick.
+    """Maps `run` over the parts of a microbatch, so that no tick sums gradients over the devices of different parts.
 
     Args:
-        run: the work on a part.
-        plan: without parts, `run` comes back as it is.
-        in_axes: as in `jax.vmap`.
+      run: the work on one part.
+      plan: the pipeline; if it has no parts, `run` is returned unchanged.
+      in_axes: as in `jax.vmap`.
     """
     if not plan.parts:
         return run
@@ -212,13 +243,14 @@ def each_part(run: Callable[..., Tree], plan: Plan, in_axes: tuple[Any, ...]) ->
 
 
 def _in_parts(tree: Tree, plan: Plan) -> Tree:
-    """Copies layers that lie in stages for each part: their gradients are summed over parts once."""
+    """Gives each part its own copy of the layers, so that their gradients are summed over parts once."""
     if not plan.parts:
         return tree
     number, rest = parts_in(plan.parts), P.UNCONSTRAINED
 
     def copies(a):
-        # [stages, repeats, size, ...] -> [stages, repeats, parts, size, ...]
+        # [stages, repeats, size, ...] -> [stages, repeats, parts, size, ...]. No device stores more: weights are
+        # replicated over these axes anyway. The transpose of broadcast_to is the one sum over parts.
         a = jnp.broadcast_to(a[:, :, None], (*a.shape[:2], number, *a.shape[2:]))
         return lax.with_sharding_constraint(a, P(plan.axis, rest, plan.parts, *[rest] * (a.ndim - 3)))
 
@@ -226,11 +258,12 @@ def _in_parts(tree: Tree, plan: Plan) -> Tree:
 
 
 def _chunk(stage_params: Tree, repeat: jax.Array) -> Tree:
+    """Picks a stage's chunk for this round, `[repeats, size, ...] -> [size, ...]`."""
     return jax.tree.map(lambda a: a[0] if a.shape[0] == 1 else checkpoint_name(a[repeat], _CHUNK), stage_params)
 
 
 def _kept(remat: Callable | None) -> Callable:
-    """Makes the policy of a tick: it keeps all that `remat` keeps, but never a chunk's weights, which are there."""
+    """Returns a tick's remat policy: it keeps what `remat` keeps, but never a chunk's weights (they are parameters)."""
 
     def keep(primitive: Any, *args: Any, **params: Any) -> Any:
         if (name := params.get("name")) in (_CHUNK, LAYER_INPUT) and primitive.name == "name":
@@ -241,15 +274,23 @@ def _kept(remat: Callable | None) -> Callable:
 
 
 def stage_inputs(passed: Tree, new: Tree, turn: Tick) -> Tree:
-    """Hands each stage what the one before has made; the first one takes up `new`, or what has been around."""
+    """Gives each stage the output of the stage before it.
+
+    Args:
+      passed: outputs of the last tick, `[stages, rows, ...]`.
+      new: the next microbatch, `[stages, rows, ...]` or `[1, rows, ...]`. Stage 0 takes it in the first round, and in
+        later rounds the output of the last stage.
+      turn: the work of each stage.
+    """
+    # [stages] -> [stages, 1, ...] in `along`, to broadcast over rows
     fresh = (jnp.arange(len(turn.repeat)) == 0) & (turn.repeat == 0)
     along = lambda a: fresh.reshape(-1, *[1] * (a.ndim - 1))
-    # Over stages that lie on devices of their own, a roll by one is a permute to the neighbour.
+    # The axis of stages is split over devices, so XLA makes a roll by one a collective-permute to the neighbour.
     return jax.tree.map(lambda a, b: jnp.where(along(a), b, jnp.roll(a, 1, axis=0)), passed, new)
 
 
 def add_up(total: Tree, new: Tree, turn: Tick) -> Tree:
-    """Adds to the `total` of all chunks what those that work have given now."""
+    """Adds what layers report in this tick to `total`, `[stages, repeats, size, ...]`; the bubble adds nothing."""
 
     def add(s, a, repeat, works):
         a = jnp.where(works, a, 0)
@@ -259,7 +300,8 @@ def add_up(total: Tree, new: Tree, turn: Tick) -> Tree:
 
 
 def of_stage(tree: Tree, stage: int) -> Tree:
-    """Copies what one stage has to all devices, as a sum: a slice would first be moved to the first stage."""
+    """Copies the value of one stage to all devices: `[stages, ...] -> [...]`."""
+    # A masked sum is one all-reduce; for a slice, XLA would first move the value to stage 0.
 
     def only(a):
         here = (jnp.arange(a.shape[0]) == stage).reshape(-1, *[1] * (a.ndim - 1))
@@ -269,11 +311,11 @@ def of_stage(tree: Tree, stage: int) -> Tree:
 
 
 def split_microbatches(a: jax.Array, plan: Plan) -> jax.Array:
-    """Cuts rows into `[microbatches, parts, rows, ...]`, without the second axis if there are no parts.
-
-    Microbatch `i` takes every `n`-th row, so that rows that are spread over devices stay so in each, and those that the
-    stages have shared come to all of them.
-    """
+    """Cuts rows into `[microbatches, parts, rows, ...]`, without the second axis if there are no parts."""
+    # Microbatch i takes the rows i, i + M, i + 2 M, ... A device holds consecutive rows, so each microbatch is spread
+    # over all devices of the data axes, and no row moves between them. Of 8 rows on 2 devices, M = 2:
+    #   device 0: 0 1 2 3, device 1: 4 5 6 7  ->  microbatch 0: 0 2 | 4 6, microbatch 1: 1 3 | 5 7
+    # Outside the pipeline, rows may be split over the stages as well: these gather them here.
     rest = P.UNCONSTRAINED
     with in_a_stage():
         layout = current()
@@ -284,18 +326,19 @@ def split_microbatches(a: jax.Array, plan: Plan) -> jax.Array:
     dealt = jnp.swapaxes(a.reshape(-1, plan.schedule.microbatches, *a.shape[1:]), 0, 1)
     if not plan.parts:
         return dealt
+    # [microbatches, rows of one, ...] -> [microbatches, parts, rows of a part, ...]
     cut = dealt.reshape(len(dealt), parts_in(plan.parts), -1, *a.shape[1:])
     return lax.with_sharding_constraint(cut, P(rest, plan.parts, *[rest] * a.ndim))
 
 
 def merge_microbatches(a: jax.Array, plan: Plan) -> jax.Array:
-    """Undoes `split_microbatches`."""
+    """Undoes `split_microbatches`: `[microbatches, (parts,) rows of one, ...] -> [rows, ...]`."""
     a = a.reshape(len(a), -1, *a.shape[3:]) if plan.parts else a
     return jnp.swapaxes(a, 0, 1).reshape(-1, *a.shape[2:])
 
 
 def placed(tree: Tree, plan: Plan) -> Tree:
-    """Puts the leading axis, that of the stages, onto the devices of the mesh axis; all else is as it was."""
+    """Splits the leading axis, that of the stages, over the mesh axis; the compiler chooses the other dimensions."""
     rest = P.UNCONSTRAINED
     put = lambda a: lax.with_sharding_constraint(a, P(plan.axis, *[rest] * (a.ndim - 1)))
     return jax.tree.map(put, tree)

@@ -1,4 +1,4 @@
-"""Names of the leading axis on which a stack stores layers that are alike.
+"""Names of the leading axis of a stack: layers that are alike share arrays.
 
 A stack of three layers stores their weights `(heads, head_dim, embed)` as one array with the axes `("layers", "heads",
 "head_dim", "embed")`. The name is in the variable's metadata; nothing is guessed from a path or a rank.
@@ -13,16 +13,28 @@ _LAYER_AXES = (LAYERS, LEAD_LAYERS)
 
 
 def is_stacked(axes: Sequence[str | None]) -> bool:
-    """Tells from the axis names of an array whether it stores several layers."""
+    """Tells from the axis names of an array whether it stores several layers.
+
+    Args:
+      axes: a name (or None) for each dimension.
+    """
     return len(axes) > 0 and axes[0] in _LAYER_AXES
 
 
 def num_layer_axes(axes: Sequence[Any]) -> int:
-    """Counts the leading axes of layers: 0 for a layer that stands alone, 2 for a stack inside a scanned layer."""
+    """Counts the leading axes of layers: 0 for a single layer, 2 for a stack inside a scanned layer.
+
+    Args:
+      axes: a name (or None) for each dimension.
+    """
     return next((d for d, name in enumerate(axes) if name not in _LAYER_AXES), len(axes))
 
 
 def own_axes(axes: Sequence[str | None]) -> tuple[str | None, ...]:
-    """Returns the names of one layer's own dimensions, `()` if nobody named them."""
+    """Returns the names of one layer's own dimensions, `()` if none of them has a name.
+
+    Args:
+      axes: a name (or None) for each dimension, those of layers first.
+    """
     own = tuple(axes[num_layer_axes(axes) :])
     return own if any(own) else ()

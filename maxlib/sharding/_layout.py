@@ -1,4 +1,4 @@
-"""How a program is laid out: a mesh, and the strategies that use it."""
+"""Layouts (a mesh and the strategies that use it), and the layout in use."""
 
 import dataclasses
 import functools
@@ -25,19 +25,18 @@ AnyMesh = Mesh | AbstractMesh
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh and how a program uses it; the one argument of everything that places arrays.
+    """A mesh and the strategy that uses it; the one argument of everything that places arrays.
 
     Layouts are hashable, and the one in use is part of `jit`'s cache key.
 
     Args:
-        mesh: of devices; an abstract one traces programs, and runs none.
-        strategy: how arrays lie on it: strategies joined by `|`, and tables of plain rules. A layout keeps it as a
-            `Strategy`.
+      mesh: a mesh of devices; with an abstract one programs can be traced, not run.
+      strategy: strategies joined by `|`, or a table of plain rules; stored as a `Strategy`.
 
     Raises:
-        TypeError: for what is no mesh or no strategy.
-        ValueError: when a rule names an axis that nobody declared or that the mesh does not have, or when strategies
-            do not go together or not with the devices.
+      TypeError: when `mesh` is not a mesh, or `strategy` neither a strategy nor a table.
+      ValueError: when a rule names an axis that is not declared or that the mesh does not have, or when strategies
+        do not go together, or not with the devices.
     """
 
     mesh: AnyMesh
@@ -60,7 +59,7 @@ class Layout:
         return self._hash
 
     def __or__(self, other: Strategy | Table) -> "Layout":
-        """This layout with more strategies or rules."""
+        """Returns this layout with more strategies or rules."""
         return Layout(self.mesh, join(self.strategy, other))
 
     @property
@@ -70,7 +69,7 @@ class Layout:
 
     @functools.cached_property
     def rules(self) -> Table:
-        """Plain rules, from axis name to mesh axis, several, `IfFree`, or None; what they do not name is whole."""
+        """Rules from axis name to a mesh axis, several, `IfFree`, or None; axes without a rule are whole."""
         return rules_of(join(self.strategy))
 
     @property
@@ -81,19 +80,19 @@ class Layout:
 
     @property
     def experts(self) -> ExpertParallel | None:
-        """Names the way tokens travel to experts, if they do."""
+        """The expert parallelism, if there is one."""
         return self._find(ExpertParallel)
 
     @property
     def offload(self) -> Offload:
-        """Says which arrays wait in the host's memory."""
+        """The arrays that are stored in the host's memory; none by default."""
         return self._find(Offload) or Offload()
 
     def _find(self, kind: type) -> Any:
         return next((one for one in self.strategies if isinstance(one, kind)), None)
 
     def axis_size(self, name: str) -> int:
-        """Returns into how many parts the axis `name` is split."""
+        """Returns the number of parts into which the axis `name` is split."""
         return _rules.parts(self.rules.get(name), self.mesh)
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
@@ -101,22 +100,27 @@ class Layout:
         return tuple(axis for axis in mesh_axes_of(self.rules.get(name)) if self.mesh.shape[axis] > 1)
 
     def spec(self, *names: Name, what: str = "array") -> P:
-        """Returns the partition spec of an array whose dimensions bear `names`.
+        """Returns the partition spec of an array whose dimensions have these names.
 
         Args:
-            names: one for each dimension; None for one that is whole.
-            what: it is, for messages.
+          names: one for each dimension, None for one that is whole.
+          what: description of the array, for error messages.
 
         Raises:
-            ValueError: for a name that nobody declared, and when two names of one array land on one mesh axis.
+          ValueError: for a name that is not declared, or when two names use the same mesh axis.
         """
         return _rules.spec(names, self.rules, what=what)
 
     def parameter_spec(self, names: tuple[str | None, ...], shape: tuple[int, ...], *, path: str = "array") -> P:
-        """Returns where the parameter at `path`, of this shape, lives: as `spec` says, or as a strategy says.
+        """Returns the partition spec of a parameter: that of the rules, changed by strategies such as `Pipeline`.
+
+        Args:
+          names: one for each dimension, None for one that is whole; `()` for a parameter without names.
+          shape: its shape.
+          path: its dotted path in the model.
 
         Raises:
-            ValueError: unless there is a name (or None) for each dimension, or none at all; and as `spec` does.
+          ValueError: when the number of names is neither 0 nor the rank; and as `spec` does.
         """
         if names and len(names) != len(shape):
             raise ValueError(f"{path}: its axes {names} must name each dimension of its shape {shape}, None for some")
@@ -125,18 +129,27 @@ class Layout:
         return functools.reduce(place, self.strategies, own)
 
     def optimizer_spec(self, names: tuple[str | None, ...], shape: tuple[int, ...], *, path: str = "array") -> P:
-        """Returns where the optimizer keeps what is like the parameter at `path`: moments, and the gradient it reads.
+        """Returns the partition spec of the optimizer's arrays for a parameter: its moments, and the gradient it reads.
 
-        That is the parameter's own place, unless a strategy (`ShardOptimizer`) splits it further.
+        This is the parameter's own spec, unless a strategy (`ShardOptimizer`) splits it further.
+
+        Args:
+          names: the parameter's axis names.
+          shape: its shape.
+          path: its dotted path in the model.
         """
         own = self.parameter_spec(names, shape, path=path)
         return functools.reduce(lambda own, one: one.place_optimizer(own, shape, self.mesh), self.strategies, own)
 
     def sharding(self, path: str, variable: nnx.Variable) -> NamedSharding:
-        """Returns where the parameter at `path` lives, by the names of its axes.
+        """Returns the sharding of a parameter, by its axis names; in the host's memory if the layout offloads it.
+
+        Args:
+          path: its dotted path in the model.
+          variable: the parameter, with `axes` in its metadata.
 
         Raises:
-            ValueError: naming the parameter, when a mesh axis does not divide a dimension.
+          ValueError: when a mesh axis does not divide a dimension; the message names the parameter.
         """
         names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape
         own = self.parameter_spec(names, shape, path=path)
@@ -147,11 +160,12 @@ class Layout:
                 f"{path}: axis {name!r} of size {shape[uneven[0]]} does not divide over {own[uneven[0]]!r} of the mesh "
                 f"{dict(self.mesh.shape)}; change the mesh, or take rules with {name!r}: None"
             )
-        is_layers = is_stacked(names) and len(own_axes(names)) > 1  # matrices of several layers
+        is_layers = is_stacked(names) and len(own_axes(names)) > 1  # matrices; vectors such as scales of norms stay
         return NamedSharding(self.mesh, own, memory_kind=HOST if is_layers and self.offload.layers else None)
 
 
 def _check_axes_of(mesh: AnyMesh, name: str, place: Any) -> None:
+    """Raises ValueError when a rule names a mesh axis that the mesh does not have."""
     for axis in mesh_axes_of(place):
         if axis not in mesh.axis_names:
             raise ValueError(
@@ -167,10 +181,12 @@ _stage = jax.make_user_context(False)
 
 @contextmanager
 def use(layout: Layout) -> Iterator[None]:
-    """Inside, `constrain` and the layers' kernels follow `layout`; outside there is no mesh at all.
+    """Makes a layout the one in use, as a context manager: `constrain` and the layers' kernels follow it inside.
 
-    On an abstract mesh programs can be traced, not run. With a pipeline, what is not in a stage is split over the
-    stages by rows of the batch, unless a rule gives them something else to split.
+    With a pipeline, work outside the stages splits the batch over them, unless another rule uses their mesh axis.
+
+    Args:
+      layout: the layout. With an abstract mesh, programs can be traced inside, not run.
     """
     mesh = layout.mesh
     entered = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
@@ -182,6 +198,7 @@ def use(layout: Layout) -> Iterator[None]:
 def _running(layout: Layout) -> Layout:
     """Returns the layout of a running program, without devices: meshes of the same shape share programs."""
     mesh = layout.mesh.abstract_mesh if isinstance(layout.mesh, Mesh) else layout.mesh
+    # Only rules that change are added, as plain rules: an unchanged layout stays equal to itself in jit's cache key.
     rules = functools.reduce(lambda rules, one: one.apply_running(rules), layout.strategies, layout.rules)
     changed = {name: place for name, place in rules.items() if layout.rules.get(name) != place}
     running = Layout(mesh, layout.strategy)
@@ -189,7 +206,7 @@ def _running(layout: Layout) -> Layout:
 
 
 def current() -> Layout | None:
-    """Returns the layout in use, on an abstract mesh, or None."""
+    """Returns the layout in use, on an abstract mesh; None outside `use`."""
     layout: Layout | None = _context.value
     if layout is None:
         return None
@@ -199,23 +216,24 @@ def current() -> Layout | None:
 
 @contextmanager
 def in_a_stage() -> Iterator[None]:
-    """Inside, the stages of the pipeline in use share no rows: each has those of its own microbatch."""
+    """Takes the stages out of the rules for rows: inside a stage, the rows are those of its own microbatch."""
     layout = _context.value
     axis = layout.pipeline.axis
     several = {name: place for name, place in layout.rules.items() if isinstance(place, tuple) and axis in place}
+    # {"batch": ("data", "fsdp", "stage")} -> {"batch": ("data", "fsdp")}
     without = {name: tuple(one for one in place if one != axis) for name, place in several.items()}
     with _context(layout | without), _stage(True):
         yield
 
 
 def is_in_a_stage() -> bool:
-    """Returns whether this is traced for one microbatch in a pipeline's stage (`in_a_stage`)."""
+    """Tells whether the code is being traced inside a stage of a pipeline (`in_a_stage`)."""
     return bool(_stage.value)
 
 
 @contextmanager
 def in_parts(axes: tuple[str, ...]) -> Iterator[None]:
-    """Inside, a batch is a part already: what lies on one device of these mesh axes."""
+    """Takes mesh axes out of the rule for the batch: inside, a batch is the part of one device of these axes."""
     layout = _context.value
     batch = tuple(axis for axis in mesh_axes_of(layout.rules.get("batch")) if axis not in axes)
     with _context(layout | {"batch": batch}):
@@ -223,8 +241,9 @@ def in_parts(axes: tuple[str, ...]) -> Iterator[None]:
 
 
 def replicated_over() -> tuple[str, ...]:
-    """Returns the mesh axes of more than one device over which the layout in use splits the batch and nothing that is
-    trained; none where another axis of the batch comes first."""
+    """Returns the mesh axes of more than one device that split the batch and nothing else; none without a layout."""
+    # Weights are copied over these axes, so gradients could be summed once per step. They must be the batch's first
+    # axes, as a part is a run of consecutive devices.
     if (layout := current()) is None:
         return ()
     batch = layout.mesh_axes("batch")

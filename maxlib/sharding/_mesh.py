@@ -8,7 +8,8 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-# From what talks least to what talks most: the last ones get the nearest neighbours.
+# From the axis that communicates least to the one that communicates most, as neighbours in the last axes have the
+# fastest links. Tensor parallelism sums activations in every layer; a pipeline sends them once per tick.
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 
@@ -23,21 +24,22 @@ def make_mesh(
     dcn: Mapping[str, int] | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Makes a mesh over devices. One of the degrees may be -1: it takes what the others leave.
+    """Makes a mesh over devices. One of the degrees may be -1: it takes all devices that the others leave.
 
     Args:
-        data: replicas, which split the batch.
-        fsdp: parts of parameters, which split the batch too.
-        tensor: parts of heads, inner widths and the vocabulary.
-        context: parts of a sequence.
-        expert: parts of a mixture's experts.
-        stage: stages of a pipeline.
-        dcn: degrees across slices (TPU) or hosts (GPU), which a slower network joins, such as `{"data": -1}`; the other
-            degrees are then those within one slice, and an axis has the product of its two.
-        devices: to take (default: all); may be those of a described topology.
+      data: replicas, which split the batch.
+      fsdp: parts of parameters, which also split the batch.
+      tensor: parts of heads, inner widths and the vocabulary.
+      context: parts of a sequence.
+      expert: parts of a mixture's experts.
+      stage: stages of a pipeline.
+      dcn: degrees across slices (TPU) or hosts (GPU), which are connected by a slower network, such as
+        `{"data": -1}`. The other degrees are then those within one slice, and an axis has the product of both.
+      devices: the devices to use (default: all); they may be those of a described topology.
 
     Raises:
-        ValueError: when the degrees do not multiply to the number of devices.
+      ValueError: when the degrees do not multiply to the number of devices, or when devices of several TPU slices are
+        used without `dcn`.
     """
     devices = list(jax.devices() if devices is None else devices)
     asked = dict(data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert, stage=stage)
@@ -58,7 +60,7 @@ def make_mesh(
 
 
 def _groups(devices: list[Any], dcn: Mapping[str, int] | None) -> tuple[bool, int]:
-    """Tells whether the slower network joins hosts (else slices), and how many of them `dcn` spreads over."""
+    """Returns whether the slower network connects hosts (else slices), and over how many of them `dcn` spreads."""
     if unknown := set(dcn or {}) - set(MESH_AXES):
         raise ValueError(f"dcn names {sorted(unknown)}, but the axes of a mesh are {MESH_AXES}")
     slices = {getattr(device, "slice_index", 0) for device in devices}
@@ -73,7 +75,16 @@ def _groups(devices: list[Any], dcn: Mapping[str, int] | None) -> tuple[bool, in
 
 
 def fill(degrees: dict[str, int], count: int, what: str) -> dict[str, int]:
-    """Replaces -1 so that the degrees multiply to `count`. Raises ValueError when they cannot."""
+    """Replaces -1 so that the degrees multiply to `count`.
+
+    Args:
+      degrees: from mesh axis to degree, at most one of them -1.
+      count: the number of devices.
+      what: "devices", "slices" or "hosts", for the message.
+
+    Raises:
+      ValueError: when no such number exists.
+    """
     free = [name for name, degree in degrees.items() if degree == -1]
     shown = {name: degree for name, degree in degrees.items() if degree != 1}
     if len(free) > 1 or any(degree < 1 and degree != -1 for degree in degrees.values()):

@@ -1,4 +1,4 @@
-"""Offloading: what waits in the host's memory until a step needs it."""
+"""Offloading: arrays stay in the host's memory until a step needs them."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -7,16 +7,16 @@ from jax.sharding import Mesh
 
 from maxlib.sharding._strategy import Strategy
 
-HOST = "pinned_host"  # from which devices copy at full speed
+HOST = "pinned_host"  # page-locked, so devices copy from it at full speed
 
 
 @dataclasses.dataclass(frozen=True)
 class Offload(Strategy):
-    """Arrays in the host's memory between their uses. Joined with another one it does both.
+    """Offloading: arrays are stored in the host's memory between their uses. Two of them joined do both.
 
     Args:
-        optimizer: moments wait on the host, and the update takes them to the device layer by layer.
-        layers: so do the matrices of the layers that a stack repeats.
+      optimizer: store the optimizer's moments on the host; the update copies them to the device layer by layer.
+      layers: store the matrices of scanned layers on the host; each pass copies them to the device layer by layer.
     """
 
     slot: ClassVar[str] = "offload"

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a stack's layers over the stages, through which microbatches pass."""
+"""Pipeline parallelism: the layers of a stack are spread over stages, and microbatches pass through them."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,18 +15,19 @@ from maxlib.sharding._strategy import Step, Strategy, Traffic
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline(Strategy):
-    """Layers over stages (GPipe, arXiv:1811.06965, and interleaved, arXiv:2104.04473).
+    """Pipeline parallelism (GPipe, arXiv:1811.06965; interleaved, arXiv:2104.04473).
 
-    Of a pass's `microbatches * repeats + stages - 1` ticks every stage idles in `stages - 1`.
+    A pass takes `microbatches * repeats + stages - 1` ticks, and every stage is idle in `stages - 1` of them (the
+    bubble). More microbatches, or more repeats, make this share smaller.
 
     Args:
-        axis: the mesh axis whose devices are the stages.
-        microbatches: into how many parts each batch is cut.
-        repeats: how often a microbatch goes around, each time through another part of every stage's layers;
-            microbatches must then be a multiple of the stages.
+      axis: the mesh axis whose devices are the stages.
+      microbatches: number of parts into which each batch is cut.
+      repeats: how often a microbatch goes around, each time through another chunk of every stage's layers. With more
+        than 1, microbatches must be a multiple of the stages.
 
     Raises:
-        ValueError: for less than one microbatch or repeat.
+      ValueError: for less than one microbatch or repeat.
     """
 
     slot: ClassVar[str] = "pipeline"
@@ -44,16 +45,21 @@ class Pipeline(Strategy):
         return {**rules, LAYERS: self.axis}
 
     def apply_running(self, rules: Table) -> Table:
-        """Splits what is in no stage over the stages by rows, unless a rule gives them something else to split."""
+        """Splits the batch over the stages outside the pipeline, unless another rule uses their mesh axis."""
+        # Else all stages would compute embedding, head and loss of the same rows.
         if any(self.axis in mesh_axes_of(place) for name, place in rules.items() if name != "layers"):
             return rules
         return {**rules, "batch": (*mesh_axes_of(rules.get("batch")), self.axis)}
 
     def place_parameter(self, own: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
-        """Puts layers into stages where every stage holds an equal, consecutive part of a stack. Else (`repeats`, or
-        layers that the stages do not divide) they stay together, and the stages share the longest dimension that they
-        divide. A stack's `lead` belongs to no stage: its axis has another name.
+        """Splits layers over stages if every stage holds an equal, consecutive part of the stack.
+
+        Otherwise (`repeats`, or layers that the stages do not divide) the layer axis stays whole and the stages split
+        the longest dimension that they divide.
         """
+        # Interleaved, stage 0 holds chunks 0, S, 2 S, ...: no partition spec of the layer axis says this. With another
+        # dimension split, storage is as small, and one all-to-all per step brings each stage its chunks. A stack's
+        # `lead` belongs to no stage: its axis has another name.
         if names[:1] != (LAYERS,):
             return own
         stages, whole = mesh.shape[self.axis], partition([None, *own[1:]])
@@ -62,5 +68,5 @@ class Pipeline(Strategy):
         return split_further(whole, shape, (self.axis,), mesh)
 
     def traffic(self, step: Step) -> Iterator[Traffic]:
-        """Counts a microbatch that goes on to the next stage in every tick, and its gradient that comes back."""
+        """Yields one permute per tick of a microbatch to the next stage, and one of its gradient back."""
         yield "collective-permute", step.axes("layers"), 2 * step.ticks * step.hidden

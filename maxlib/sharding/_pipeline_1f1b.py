@@ -1,11 +1,22 @@
-"""The pipeline in which backward passes begin before the forward passes have ended (1F1B, arXiv:1806.03377).
+"""A pipeline whose backward passes begin before all forward passes have ended (1F1B, arXiv:1806.03377).
 
-In every tick each stage computes a chunk of its layers for one microbatch forward and, for an earlier one, backward.
-In between it keeps what entered each layer, for at most `2 S V - 1` pairs of microbatch and chunk (`S` stages, `V`
-repeats) however many there are, and computes one layer at a time again. No stage goes backward in the first `S V - 1`
-ticks nor forward in the last, so these are loops of their own, and all of it takes the time of two passes of
-`pipelined`.
+In every tick each stage runs a chunk of its layers forward for one microbatch, and backward for an earlier one. It
+keeps the input of each layer, for at most `2 S V - 1` pairs of microbatch and chunk (`S` stages, `V` repeats), no
+matter how many microbatches there are; GPipe keeps the inputs of all of them. The backward pass computes one layer at
+a time again. No stage runs backward in the first `S V - 1` ticks, and none forward in the last `S V - 1`, so these
+ticks are loops of their own.
 """
+
+# S = 3 stages, M = 4 microbatches, V = 1. F2 is microbatch 2 forward, B0 is microbatch 0 backward:
+#
+#   tick       0     1     2     3     4     5     6     7
+#   stage 0    F0    F1    F2    F3    B0    B1    B2    B3
+#   stage 1          F0    F1    F2B0  F3B1  B2    B3
+#   stage 2                F0B0  F1B1  F2B2  F3B3
+#             | forward   | both                  | backward  |
+#
+# The three loops have lead = S V - 1, ticks - lead and lead ticks. In the middle one the last stage computes the loss
+# of the microbatch that it has just finished, and goes backward with it in the same tick.
 
 import functools
 from collections.abc import Callable
@@ -39,15 +50,17 @@ from maxlib.sharding._layout import in_a_stage
 class _Flow(NamedTuple):
     """Carry of the loops over ticks; the leading axis of all but the last two is that of the stages.
 
+    Where a microbatch is cut into parts (`Plan.parts`), an axis of parts comes before `rows` or `repeats`.
+
     Attributes:
-        passed: what each stage made last, `[stages, rows, ...]`.
-        kept: inputs of layers by tick, modulo their number, `[stages, kept, size, rows, ...]`.
-        returned: gradients of the inputs, `[stages, rows, ...]`.
-        grad_in: the last of them by microbatch, `[stages, microbatches, rows, ...]`.
-        layers: sums of the layers' gradients, `[stages, repeats, size, ...]`.
-        aux: sums of what layers report.
-        head: sums of the head's gradients.
-        loss: sums of the loss and of what it reports.
+      passed: outputs of the last tick, `[stages, rows, ...]`.
+      kept: inputs of layers, a ring buffer over ticks, `[stages, kept, size, rows, ...]`.
+      returned: gradients of the chunk inputs of the last tick, `[stages, rows, ...]`.
+      grad_in: gradients of `x` by microbatch, valid on stage 0, `[stages, microbatches, rows, ...]`.
+      layers: sums of the layers' gradients, `[stages, repeats, size, ...]`.
+      aux: sums of what layers report, `[stages, repeats, size, ...]`.
+      head: sums of the head's gradients.
+      loss: sums of the loss and of its statistics.
     """
 
     passed: Tree
@@ -61,17 +74,17 @@ class _Flow(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Inputs and functions that all ticks share.
+    """Inputs and functions that all ticks share; `d` is the gradient of an `x`.
 
     Attributes:
-        through: `(stage_params, x, ctx) -> (x, more, aux, kept)`, a chunk forward.
-        back: `(stage_params, total, kept, ctx, d, repeat, works) -> (total with the gradients of layers, d)`.
-        loss: `(head, x, ctx) -> (loss and stats, gradients of the head, d)`.
-        stage_params: layers, and what else a stage is made of.
-        head: parameters of the loss.
-        x: inputs by microbatch.
-        ctx: what else layers and loss read, by microbatch.
-        plan: the pipeline.
+      through: `(stage_params, x, ctx) -> (x, more, aux, kept)`, a chunk forward.
+      back: `(stage_params, total, kept, ctx, d, repeat, works) -> (total plus the gradients of layers, d)`.
+      loss: `(head, x, ctx) -> (loss and stats, gradients of the head, d)`.
+      stage_params: layers, other arrays of the stage, and the marks of idle slots, each `[stages, repeats, size, ...]`.
+      head: parameters of the loss.
+      x: inputs by microbatch, `[microbatches, rows, ...]`.
+      ctx: other inputs of layers and loss, `[microbatches, rows, ...]`.
+      plan: the pipeline.
     """
 
     through: Callable[..., Tree]
@@ -95,61 +108,68 @@ def one_f_one_b(
     *,
     by_row: bool = False,
 ) -> tuple[tuple[jax.Array, Tree, Tree], tuple[Tree, Tree, Tree]]:
-    """Computes the loss over a batch and its gradients, in the pipeline of the layout in use.
+    """Computes the loss of a batch and its gradients with the 1F1B schedule, in the pipeline of the layout in use.
 
     Args:
-        stage: `(layers, fixed, works, x, ctx) -> (x, more, aux)`, with a scalar `more` that adds to the loss.
-        loss: `(head, x, ctx) -> (sum, stats)` of a microbatch that has left the last stage.
-        layers: as in `pipelined`.
-        fixed: what else layers are made of, with the same leading axis and no gradient.
-        head: parameters of the loss.
-        x: as in `pipelined`.
-        ctx: arrays, all with a leading batch axis.
-        by_row: all that stage and loss make of a row depends on that row only, and sums over rows; gradients are then
-            summed over the data axes once.
+      stage: `(layers, fixed, works, x, ctx) -> (x, more, aux)`; the scalar `more` is added to the loss. `works` marks
+        the layers that are not idle, as in `pipelined`.
+      loss: `(head, x, ctx) -> (sum, stats)` of a microbatch that has left the last stage.
+      layers: arrays with a leading axis of equal layers, `[periods, ...]`.
+      fixed: other arrays of the layers, with the same leading axis; they get no gradient.
+      head: parameters of the loss.
+      x: arrays with a leading batch axis, `[rows, ...]`.
+      ctx: other inputs of layers and loss, all with a leading batch axis.
+      by_row: promises that what `stage` and `loss` compute for a row depends on this row only, and that they sum over
+        rows. Gradients are then summed over the data axes once per step instead of once per tick.
 
     Returns:
-        `(loss, stats, aux)`, sums over microbatches but for aux, their mean; and the gradients of `(layers, head, x)`.
+      `(loss, stats, aux)` and the gradients of `(layers, head, x)`. Loss and stats are sums over microbatches, `aux`
+      is the mean.
 
     Raises:
-        ValueError: for layers, rows and microbatches that do not fit the stages, and without a pipeline.
+      ValueError: when layers, rows or microbatches do not fit the stages, or when the layout has no pipeline.
     """
     plan = planned(layers, x)
     plan = plan if by_row else plan._replace(parts=())
+    # [rows, ...] -> [microbatches, rows of one, ...]
     x, ctx = (jax.tree.map(lambda a: split_microbatches(a, plan), tree) for tree in (x, ctx))
+    # [periods, ...] -> [stages, repeats, size, ...]
     stage_params = in_stages(layers, plan), in_stages(fixed, plan), idle(plan)
     calls = _through(stage, plan), _back(stage, plan), _loss_of(loss, plan)
     work = _Work(*calls, stage_params, head, x, ctx, plan)
     flow, lead, ticks = _empty(work), plan.schedule.lead, plan.schedule.ticks
     tick = functools.partial(_tick, work)
-    # Forward only, until a microbatch has left the last chunk; then both; then backward only.
+    # Forward only, until a microbatch is in the last chunk; then both; then backward only. Three programs cost compile
+    # time, but one loop over all ticks + lead would compute masked backward passes in the first ticks.
     flow, _ = lax.scan(functools.partial(tick, backward=False), flow, jnp.arange(lead))
     flow, _ = lax.scan(tick, flow, jnp.arange(lead, ticks))
     flow, _ = lax.scan(functools.partial(tick, forward=False), flow, jnp.arange(ticks, ticks + lead))
     value, stats = flow.loss
     aux = jax.tree.map(lambda a: a / plan.schedule.microbatches, flow.aux)
+    # Stage 0 holds chunk 0, which gives the gradients of x: [stages, microbatches, ...] -> [rows, ...]
     grad_in = jax.tree.map(lambda a: merge_microbatches(a, plan), of_stage(flow.grad_in, 0))
     grads = in_order(_sum_parts(flow.layers, 1, plan), plan), _sum_parts(flow.head, 0, plan), grad_in
     return (value, stats, in_order(aux, plan)), grads
 
 
 def _one(tree: Tree) -> Tree:
-    """Gives a layer a leading axis of one."""
+    """Gives a layer a leading axis of one: `stage` takes a stack."""
     return jax.tree.map(lambda a: a[None], tree)
 
 
 def _through(stage, plan):
-    """Makes the forward pass of a chunk, layer by layer."""
+    """Returns a function that runs a chunk forward, layer by layer, and keeps the input of each."""
 
     def run(stage_params, x, ctx):
         def step(x, stage_params):
             new, more, aux = stage(*_one(stage_params), x, ctx)
+            # The input x of every layer is stacked: it is all that the backward pass keeps.
             return new, (more, jax.tree.map(lambda a: a[0], aux), x)
 
         x, (more, aux, kept) = lax.scan(step, x, stage_params)
         return x, jnp.sum(more), aux, kept
 
-    on_parts = each_part(run, plan, (None, 0, 0))
+    on_parts = each_part(run, plan, (None, 0, 0))  # all parts share the weights
 
     def through(stage_params, x, ctx):
         x, more, aux, kept = on_parts(stage_params, x, ctx)
@@ -159,14 +179,15 @@ def _through(stage, plan):
 
 
 def _back(stage, plan):
-    """Makes the backward pass of a chunk, from its last layer to its first; gradients are added where `total` lies."""
+    """Returns a function that runs a chunk backward, from its last layer to its first, adding gradients to `total`."""
 
     def run(stage_params, total, kept, ctx, d, at, works):
         def step(flow, layer):
             (total, d), ((layer, *others), x, i) = flow, layer
-            # Forward once more for this layer alone: nothing but its input was kept.
+            # Forward once more, for this layer alone: only its input was kept. `more` adds to the loss: dL/d(more) = 1.
             (_, more), pull = jax.vjp(lambda layer, x: stage(*_one((layer, *others)), x, ctx)[:2], layer, x)
             new, d = pull((d, jnp.ones_like(more)))
+            # total is [repeats, size, ...]. In the bubble `works` is False: the numbers are of no microbatch.
             add = lambda s, a: s.at[at, i].add(jnp.where(works, a, 0))
             return (jax.tree.map(add, total, new), d), None
 
@@ -177,8 +198,10 @@ def _back(stage, plan):
 
 
 def _loss_of(loss, plan):
+    """Returns a function that computes the loss of a microbatch, and its gradients in the head and in x."""
+
     def once(head, x, ctx):
-        with in_a_stage():  # a microbatch has too few rows for the stages to share
+        with in_a_stage():  # a microbatch has too few rows to split them over the stages
             return loss(head, x, ctx)
 
     def run(head, x, ctx):
@@ -195,11 +218,12 @@ def _loss_of(loss, plan):
 
 
 def _sum_parts(tree: Tree, axis: int, plan: Plan) -> Tree:
+    """Sums over the axis of parts, if there is one."""
     return jax.tree.map(lambda a: jnp.sum(a, axis, dtype=a.dtype), tree) if plan.parts else tree
 
 
 def _placed_parts(tree: Tree, axis: int, plan: Plan) -> Tree:
-    """Keeps sums of gradients on the devices of each part."""
+    """Keeps the gradients of each part on its own devices, so that ticks add them without communication."""
     if not plan.parts:
         return tree
     rest = P.UNCONSTRAINED
@@ -208,6 +232,7 @@ def _placed_parts(tree: Tree, axis: int, plan: Plan) -> Tree:
 
 
 def _tick(work, flow, t, *, forward=True, backward=True):
+    """Runs one tick of all stages: a forward chunk, the loss of what is finished, a backward chunk."""
     if forward:
         flow = _forward(work, flow, t)
     if not backward:
@@ -219,12 +244,15 @@ def _tick(work, flow, t, *, forward=True, backward=True):
 
 
 def _forward(work, flow, t):
+    """Runs a chunk forward on every stage, and stores the inputs of its layers."""
     plan, schedule = work.plan, work.plan.schedule
     turn, first = schedule.forward(t, schedule.all), schedule.forward(t, 0).microbatch
-    new = jax.tree.map(lambda a: a[first][None], work.x)
+    new = jax.tree.map(lambda a: a[first][None], work.x)  # [microbatches, rows, ...] -> [1, rows, ...]
     entering = placed(stage_inputs(flow.passed, new, turn), plan)
+    # Every stage reads the context of its own microbatch: [microbatches, rows, ...] -> [stages, rows, ...]
     ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
     passed, more, aux, kept = each_stage(work.through, plan)(work.stage_params, turn.repeat, entering, ctx)
+    # Ring buffer: the slot of tick t - kept is free, as its backward pass came at most 2 lead = kept - 1 ticks later.
     kept = jax.tree.map(lambda k, a: k.at[:, t % schedule.kept].set(a), flow.kept, placed(kept, plan))
     value, stats = flow.loss
     value = value + jnp.sum(jnp.where(turn.works, more, 0))
@@ -232,7 +260,7 @@ def _forward(work, flow, t):
 
 
 def _loss(work, flow, t):
-    """Computes the loss of what leaves the last stage in this tick for good, and its gradient."""
+    """Computes the loss of the microbatch that leaves the last chunk in this tick, and its gradients."""
     schedule = work.plan.schedule
     turn = schedule.forward(t, schedule.stages - 1)
     left = of_stage(flow.passed, schedule.stages - 1)
@@ -240,7 +268,7 @@ def _loss(work, flow, t):
     run = lambda left: work.loss(work.head, left, ctx)
     if schedule.repeats == 1:
         new, head, grad_in = run(left)
-    else:  # most of the time it goes around again
+    else:  # in V - 1 of V ticks the microbatch goes around again, and the head need not run
         none = lambda left: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run, left))
         new, head, grad_in = lax.cond(turn.repeat == schedule.repeats - 1, run, none, left)
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
@@ -248,24 +276,28 @@ def _loss(work, flow, t):
 
 
 def _backward(work, flow, grad_in, t):
+    """Runs a chunk backward on every stage; `grad_in` is the gradient of the loss, for the last chunk."""
     plan, schedule = work.plan, work.plan.schedule
     turn, first = schedule.backward(t, schedule.all), schedule.backward(t, 0).microbatch
     lost = (schedule.all == schedule.stages - 1) & (turn.repeat == schedule.repeats - 1)
     along = lambda a: lost.reshape(-1, *[1] * (a.ndim - 1))
-    # Gradients go to the stage before; the last one takes that of the loss.
+    # A roll by -1 brings gradients to the stage before (from stage 0 to the last one, where V > 1); the last chunk
+    # takes the gradient of the loss instead.
     join = lambda a, b: jnp.where(along(a), b[None], jnp.roll(a, -1, axis=0))
     grad_in = placed(jax.tree.map(join, flow.returned, grad_in), plan)
+    # Each stage looks up its own slot: [stages, kept, size, rows, ...] -> [stages, size, rows, ...]
     kept = jax.vmap(lambda kept, at: jax.tree.map(lambda k: k[at], kept))(flow.kept, turn.entered % schedule.kept)
     ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
     args = flow.layers, placed(kept, plan), ctx, grad_in, turn.repeat, turn.works
     total, returned = each_stage(work.back, plan)(work.stage_params, turn.repeat, *args)
-    # Chunks are met from the last to the first, which overwrites what came before.
+    # On stage 0 a microbatch runs backward through chunks (V - 1) S, ..., S, 0: the last write is the gradient of x.
     grad_in = jax.tree.map(lambda c, a: c.at[:, first].set(a), flow.grad_in, returned)
     total = _placed_parts(placed(total, plan), 1, plan)
     return flow._replace(layers=total, returned=placed(returned, plan), grad_in=placed(grad_in, plan))
 
 
 def _empty(work) -> _Flow:
+    """Returns the zeros with which the loops begin, each array on the devices where it stays."""
     plan, schedule = work.plan, work.plan.schedule
     zeros = lambda tree, *lead: jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), tree)
     first = lambda tree: jax.tree.map(lambda a: a[0], tree)

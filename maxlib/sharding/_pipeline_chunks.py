@@ -1,4 +1,7 @@
-"""Which layers the stages of a pipeline hold, and which of them they compute when."""
+"""Assigns layers to the stages of a pipeline, and gives the stages their timetable.
+
+Short names in comments: S stages, M microbatches, V repeats (how often a microbatch goes around).
+"""
 
 from typing import NamedTuple
 
@@ -8,50 +11,72 @@ import numpy as np
 
 
 class Chunks(NamedTuple):
-    """The periods of a stack in `stages * repeats` consecutive chunks; stage `s` holds chunks `s`, `s + stages`, ...
+    """The periods of a stack, cut into `stages * repeats` consecutive chunks.
 
-    The first chunks have `size` periods, the last ones may have one less: what is missing there is idle.
+    Stage `s` holds the chunks `s`, `s + stages`, `s + 2 * stages`, ... The first chunks have `size` periods, the last
+    ones may have one less; the slot that is left over is idle.
+
+    Args:
+      periods: how many times the stack repeats its layers.
+      stages: devices along the pipeline axis (S).
+      repeats: chunks of each stage (V).
     """
 
+    # Seven periods on S = 2 stages with V = 2 repeats, so four chunks of size 2 ("-" is idle):
+    #            repeat 0   repeat 1
+    #   stage 0    0 1        4 5
+    #   stage 1    2 3        6 -
     periods: int
     stages: int
     repeats: int
 
     @property
     def size(self) -> int:
+        """Counts the slots of a chunk: `ceil(periods / (stages * repeats))`."""
         return -(-self.periods // (self.stages * self.repeats))
 
     @property
     def in_order(self) -> bool:
-        """Tells whether stages hold equal, consecutive parts of the stack, as an array over devices lies anyway."""
+        """Tells whether every stage holds an equal, consecutive part of the stack: the plain sharding of an array."""
         return self.repeats == 1 and self.periods % self.stages == 0
 
     @property
     def works(self) -> np.ndarray:
-        """Marks in `[stages, repeats, size]` where there is a period, and not an idle place."""
+        """Marks the slots that hold a period: booleans of shape `[stages, repeats, size]`, False where idle."""
         number = self.stages * self.repeats
         idle = number * self.size - self.periods
+        # There are fewer idle slots than chunks, so each of the last chunks loses one: [chunks]
         held = np.full(number, self.size) - (np.arange(number) >= number - idle)
         works = np.arange(self.size) < held[:, None]  # [chunks, size]
-        # Chunk `r * stages + s` is the `r`-th of stage `s`.
+        # Chunk `r * stages + s` is the `r`-th of stage `s`: [chunks, size] -> [repeats, stages, size] -> swap.
         return np.swapaxes(works.reshape(self.repeats, self.stages, self.size), 0, 1)
 
     @property
     def index(self) -> np.ndarray:
-        """Numbers in `[stages, repeats, size]` the period that lies there. Idle places borrow a real one: weights that
-        were made up might give numbers that are not finite, whose gradient no mask can undo."""
+        """Returns the period in each slot, shape `[stages, repeats, size]`; idle slots repeat the one before them."""
+        # An idle slot computes with real weights and its result is masked. Invented weights (zeros, say) may produce
+        # inf or NaN, and then 0 * NaN is NaN in the gradient, whatever the mask.
         works = np.swapaxes(self.works, 0, 1)
         return np.swapaxes((np.cumsum(works) - 1).clip(0).reshape(works.shape), 0, 1)
 
     @property
     def places(self) -> np.ndarray:
-        """Finds each period in `[stages * repeats * size]`."""
+        """Returns the inverse of `index`: the flat slot of each period, shape `[periods]`."""
         places = np.flatnonzero(self.works)
         return places[np.argsort(self.index.reshape(-1)[places])]
 
 
 def chunks(periods: int, stages: int, repeats: int) -> Chunks:
-    """Cuts a stack. Raises ValueError where a stage would have nothing to do, or `repeats` made more idle places."""
+    """Cuts a stack into chunks for the stages.
+
+    Args:
+      periods: how many times the stack repeats its layers.
+      stages: devices along the pipeline axis.
+      repeats: chunks of each stage.
+
+    Raises:
+      ValueError: when a stage would be left empty, or when `repeats` does not divide the most periods of a stage.
+    """
     if periods < stages:
         raise ValueError(
             f"{periods} repeats of layers cannot be cut into {stages} stages; take a mesh with fewer stages, or give the "
@@ -66,13 +91,13 @@ def chunks(periods: int, stages: int, repeats: int) -> Chunks:
 
 
 class Tick(NamedTuple):
-    """The work of each stage in a tick; arrays `[stages]`.
+    """The work of each stage in one tick; every field is an array `[stages]`.
 
     Attributes:
-        microbatch: on which one it works.
-        repeat: with which of its chunks.
-        works: whether it works at all.
-        entered: in which tick the chunk's input came.
+      microbatch: index of the microbatch.
+      repeat: index of the stage's own chunk, `0 .. repeats - 1`.
+      works: False in the bubble, when the stage has nothing to do and its result is masked.
+      entered: the tick in which this chunk read this microbatch in the forward pass.
     """
 
     microbatch: jax.Array
@@ -82,12 +107,31 @@ class Tick(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The order in which microbatches meet chunks.
+    """The timetable of a pipeline: which microbatch a stage computes with which chunk in which tick.
 
-    As many microbatches as there are stages follow each other through all chunks, then the next ones: what leaves the
-    last stage enters the first one in the next tick (arXiv:2104.04473). A pass takes `ticks`, each the time of one
-    chunk. Backward passes begin when the first microbatch has left the last chunk, after `lead` ticks.
+    Microbatches go around in groups of `stages`: a group passes through all chunks before the next one enters, and
+    what leaves the last stage enters the first one in the next tick (interleaving, arXiv:2104.04473). A tick is the
+    time of one chunk.
+
+    Args:
+      stages: devices along the pipeline axis (S).
+      microbatches: parts of the batch (M); a multiple of the stages if `repeats` is more than 1.
+      repeats: how often a microbatch goes around (V); 1 is GPipe's schedule (arXiv:1811.06965).
     """
+
+    # S = 3, M = 4, V = 1; a number is a microbatch, "." is the bubble. ticks = 4 * 1 + 3 - 1 = 6:
+    #   tick      0  1  2  3  4  5
+    #   stage 0   0  1  2  3  .  .
+    #   stage 1   .  0  1  2  3  .
+    #   stage 2   .  .  0  1  2  3
+    #
+    # S = 2, M = 4, V = 2; a letter is a chunk of layers: a, c on stage 0 and b, d on stage 1. ticks = 4 * 2 + 2 - 1:
+    #   tick      0   1   2   3   4   5   6   7   8
+    #   stage 0   0a  1a  0c  1c  2a  3a  2c  3c  .
+    #   stage 1   .   0b  1b  0d  1d  2b  3b  2d  3d
+    #
+    # The bubble is S - 1 ticks in both, but a tick with V repeats is V times shorter. Idle share of the time:
+    #   (S - 1) / (M * V + S - 1)
 
     stages: int
     microbatches: int
@@ -95,42 +139,50 @@ class Schedule(NamedTuple):
 
     @property
     def all(self) -> np.ndarray:
-        """Numbers the stages."""
+        """Returns the indices of all stages, `[stages]`."""
         return np.arange(self.stages)
 
     @property
     def ticks(self) -> int:
+        """Counts the ticks of a forward pass: `microbatches * repeats + stages - 1`."""
         return self.microbatches * self.repeats + self.stages - 1
 
     @property
     def lead(self) -> int:
+        """Counts the ticks before the first microbatch is in the last chunk, where its backward pass begins (1F1B)."""
         return self.stages * self.repeats - 1
 
     @property
     def kept(self) -> int:
-        """Counts the ticks of which a stage keeps the inputs, when backward passes begin early."""
+        """Counts the ticks whose inputs a stage keeps under 1F1B."""
+        # Chunk 0 waits longest: it reads a microbatch in tick t and gets its gradient back in tick t + 2 * lead, after
+        # the way through the other lead = S * V - 1 chunks and back. The count does not depend on M.
         return 2 * self.lead + 1
 
     def forward(self, t: jax.Array, stage: np.ndarray | int) -> Tick:
+        """Returns the forward work of `stage` (one index or `[stages]`) in tick `t`."""
         step = t - stage  # stage `s` begins `s` ticks after the first
         microbatch, repeat = self._meets(step)
         return Tick(microbatch, repeat, self._within(step), jnp.full_like(step, t))
 
     def backward(self, t: jax.Array, stage: np.ndarray | int) -> Tick:
-        # The last stage goes backward first; it starts when the first microbatch has left the last chunk.
+        """Returns the backward work of `stage` in tick `t`, in the schedule 1F1B."""
+        # The mirror image: the last stage begins, in tick `lead`, and stage `s` follows S - 1 - s ticks later.
         step = t - self.lead - (self.stages - 1 - stage)
         microbatch, repeat = self._meets(step)
-        repeat = self.repeats - 1 - repeat
+        repeat = self.repeats - 1 - repeat  # the last chunk first
+        # `forward` solved for t: step = (group * V + repeat) * S + one, and t = step + stage.
         group, one = jnp.divmod(microbatch, self.stages)
         entered = (group * self.repeats + repeat) * self.stages + one + stage
         return Tick(microbatch, repeat, self._within(step), entered)
 
     def _within(self, step: jax.Array) -> jax.Array:
+        """Tells whether a stage works in this step of its own; else it is in the bubble."""
         return (step >= 0) & (step < self.microbatches * self.repeats)
 
     def _meets(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the microbatch, and how many chunks of the stage it has met before."""
-        # `stages` microbatches in a row form a group, which goes around `repeats` times before the next one enters.
+        """Returns the microbatch of a stage's own step, and the number of times that it has been around before."""
+        # step = (group * V + repeat) * S + one: a group of S microbatches goes around V times, then the next one does.
         turn, one = jnp.divmod(jnp.clip(step, 0, self.microbatches * self.repeats - 1), self.stages)
         group, repeat = jnp.divmod(turn, self.repeats)
         return group * self.stages + one, repeat

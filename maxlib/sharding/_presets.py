@@ -1,4 +1,4 @@
-"""The usual strategies by name."""
+"""The usual strategies, by name."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ TP: Strategy = DP | TensorParallel()
 FSDP_TP: Strategy = FSDP | TensorParallel()
 EP: Strategy = FSDP | ExpertParallel()
 EP_FSDP: Strategy = FullyShard(by_expert=True)  # experts over the FSDP axis; each device gathers their weights
-# Beside any of these: `FSDP | CP_RING | PP`.
+# To be joined with any of these: `FSDP | CP_RING | PP`.
 SP: Strategy = TensorSequence()
 ZERO1: Strategy = ShardOptimizer()
 CP_GATHER: Strategy = Gather()
@@ -52,16 +52,17 @@ def preset(name: str) -> Strategy:
     """Returns the strategy of `PRESETS` with this name, or several joined.
 
     Args:
-        name: "fsdp", "fsdp_tp+cp_ring", "fsdp+pp:16x2". Numbers after "pp" are those of the microbatches, 8 if there is
-            none, and of the repeats.
+      name: one name or several joined by "+", such as "fsdp", "fsdp_tp+cp_ring" or "fsdp+pp:16x2". The numbers after
+        "pp" are microbatches (default 8) and repeats (default 1).
 
     Raises:
-        ValueError: for a name that is unknown.
+      ValueError: for an unknown name.
     """
     return join(*(_one(part.strip(), name) for part in name.split("+")))
 
 
 def _one(part: str, whole: str) -> Strategy:
+    """Returns one preset; `whole` is the name that the user gave."""
     part, _, numbers = part.partition(":")
     counts = numbers.split("x") if numbers else []
     known = part in PRESETS and all(count.isdecimal() for count in counts)

@@ -1,4 +1,8 @@
-"""From axis names to partition specs, by a table of plain rules."""
+"""Turns axis names into partition specs, by a table of plain rules.
+
+For example, with the rules `{"embed": "fsdp", "mlp": "tensor"}` a weight named `("embed", "mlp")` has the spec
+`P("fsdp", "tensor")`.
+"""
 
 from collections.abc import Iterable
 from math import prod
@@ -11,7 +15,17 @@ from maxlib.sharding._layer_axes import num_layer_axes
 
 
 def resolve(names: Iterable[Name], rules: Table) -> dict[Any, Any]:
-    """Returns the mesh axes of these axes when they meet: an `IfFree` keeps those that nobody else takes."""
+    """Returns the rule of each name, when all of them are used together.
+
+    Args:
+      names: axes of one array, or of all arrays of a call.
+      rules: from axis name to mesh axes.
+
+    Returns:
+      From name to mesh axes. An `IfFree` is replaced by those of its mesh axes that no other name uses.
+    """
+    # rules {"mlp": "tensor", "seq": IfFree("tensor")}: ("batch", "seq", "embed") splits seq over tensor, ("seq", "mlp")
+    # leaves it to mlp.
     found = {name: _rule(name, rules) for name in names if name is not None}
     taken = {axis for place in found.values() if not isinstance(place, IfFree) for axis in mesh_axes_of(place)}
     spare = lambda place: tuple(axis for axis in mesh_axes_of(place) if axis not in taken) or None
@@ -19,24 +33,25 @@ def resolve(names: Iterable[Name], rules: Table) -> dict[Any, Any]:
 
 
 def _rule(name: Name, rules: Table) -> Place:
+    """Returns the rule of one name; `IfFree("batch")` gives way for this use."""
     if isinstance(name, IfFree):
         return IfFree(mesh_axes_of(rules.get(str(name.axes))))
     return None if name is None else rules.get(name)
 
 
 def spec(names: tuple[Name, ...], rules: Table, *, what: str = "array") -> P:
-    """Returns the partition spec of an array whose dimensions bear `names`.
+    """Returns the partition spec of an array whose dimensions have these names.
 
     Args:
-        names: of its axes; None for those without. Of several axes of layers (a stack inside a scanned layer) the
-            first one counts.
-        rules: from axis name to mesh axes.
-        what: it is, for messages.
+      names: one for each dimension, None for one that is whole.
+      rules: from axis name to mesh axes.
+      what: description of the array, for error messages.
 
     Raises:
-        ValueError: for a name that nobody declared, and when two names land on one mesh axis.
+      ValueError: for a name that is not declared, or when two names use the same mesh axis.
     """
     check_axes(names, what)
+    # A stack inside a scanned layer has two leading axes of layers; only the first one is split.
     inner = num_layer_axes(names) - 1
     names = (*names[:1], *[None] * inner, *names[1 + inner :]) if inner > 0 else names
     found = resolve(names, rules)
@@ -54,14 +69,25 @@ def spec(names: tuple[Name, ...], rules: Table, *, what: str = "array") -> P:
 
 
 def partition(places: list[Any]) -> P:
-    """Makes a spec as XLA reports them, without what is whole at the end: jit compiles anew for P("x", None)."""
+    """Returns a spec without None at its end."""
+    # XLA reports shardings in this form. P("x") and P("x", None) mean the same, but jit would compile for each.
     while places and places[-1] is None:
         places = places[:-1]
     return P(*places)
 
 
 def split_further(own: P, shape: tuple[int, ...], axes: tuple[str, ...], mesh: Any) -> P:
-    """Returns `own` with those mesh axes that are not in use yet on the longest dimension that they divide."""
+    """Adds mesh axes to the longest dimension that they divide.
+
+    Args:
+      own: the spec of the array.
+      shape: the shape of the array.
+      axes: mesh axes to add; those that `own` uses already, or of one device, are left out.
+      mesh: the mesh.
+
+    Returns:
+      The new spec, or `own` (without None at its end) if no dimension can be divided.
+    """
     used = {axis for place in own for axis in mesh_axes_of(place)}
     more = tuple(axis for axis in axes if axis not in used and mesh.shape[axis] > 1)
     places = [*own] + [None] * (len(shape) - len(own))
@@ -74,22 +100,29 @@ def split_further(own: P, shape: tuple[int, ...], axes: tuple[str, ...], mesh: A
 
 
 def drop_uneven(own: P, shape: tuple[int, ...], mesh: Any) -> tuple[P, list[int]]:
-    """Drops the mesh axes that do not divide a dimension; of several the first ones stay that divide it.
+    """Drops mesh axes that do not divide their dimension.
+
+    Args:
+      own: the spec of an array.
+      shape: the shape of the array.
+      mesh: the mesh.
 
     Returns:
-        The spec, and the indices of the dimensions that lost an axis.
+      The spec, and the indices of the dimensions that lost an axis.
     """
+    # Axes are dropped from the right: 4 rows over ("data", "fsdp") of 2 x 4 devices stay split over "data".
     places = [_dividing(mesh_axes_of(place), size, mesh) for place, size in zip(own, shape, strict=False)]
     uneven = [d for d, place in enumerate(own) if places[d] != mesh_axes_of(place)]
     return P(*[places[d] or None if d in uneven else place for d, place in enumerate(own)]), uneven
 
 
 def _dividing(axes: tuple[str, ...], size: int, mesh: Any) -> tuple[str, ...]:
+    """Returns the longest beginning of `axes` that divides `size`."""
     while size % parts(axes, mesh):
         axes = axes[:-1]
     return axes
 
 
 def parts(place: Place, mesh: Any) -> int:
-    """Returns into how many parts mesh axes split a dimension."""
+    """Returns the number of parts into which a rule splits a dimension."""
     return prod(mesh.shape[axis] for axis in mesh_axes_of(place))

@@ -1,4 +1,4 @@
-"""Runs an op on each device's own part of its arrays."""
+"""`jax.shard_map` by axis names: runs an op on each device's own part of its arrays."""
 
 import dataclasses
 import math
@@ -14,15 +14,20 @@ from maxlib.sharding._axes import Table, check_axes, mesh_axes_of
 from maxlib.sharding._layout import current
 from maxlib.sharding._rules import drop_uneven, resolve, spec
 
-LANES = 128  # entries of a TPU's vector register
+LANES = 128  # entries of a row of a TPU's vector registers
 Names = tuple[str | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherArg:
-    """An argument that lies by the names `kept` and is worked on by the names `wanted`.
+    """An argument that is stored split by one set of names and computed on split by another.
 
-    A device gathers what it lacks; of the gradient it gets its own part of the sum, never the whole.
+    Each device all-gathers what it lacks. The gradient is reduce-scattered: a device gets its part of the sum, and the
+    whole sum exists nowhere.
+
+    Args:
+      kept: axis names by which the argument is stored.
+      wanted: axis names by which the op reads it.
     """
 
     kept: Names
@@ -30,10 +35,13 @@ class AllGatherArg:
 
 
 def gathers_odd_parts(names: AllGatherArg, shape: Sequence[int]) -> bool:
-    """Returns whether a device lacks parts of the last dimension, and they fill no whole registers.
+    """Tells whether the last dimension is gathered in parts that are not whole TPU registers.
 
-    Parts of whole registers (of 128 entries) lie side by side as they arrive. Others have to be copied.
+    Args:
+      names: the axis names of the argument.
+      shape: its whole shape.
     """
+    # Parts of whole registers (128 entries) are stored next to each other as they arrive; others must be copied again.
     if (layout := current()) is None:
         return False
     kept, wanted = _places(names, lambda own: spec(own, layout.rules))
@@ -50,19 +58,22 @@ def shard_map_by_name(
     *,
     changes: Table | None = None,
 ) -> Callable[..., Any]:
-    """Wraps `op` in `jax.shard_map`, its arrays split by axis names as the layout in use says.
+    """Wraps `op` in `jax.shard_map`, with arrays split by axis names as the layout in use says.
 
-    Without a layout it runs `op` itself. An axis with an `IfFree` place takes what no axis of any array here takes. A
-    name takes those of its mesh axes only that divide it in every argument, so that all parts match.
+    Without a layout it calls `op` itself. An `IfFree` rule gets the mesh axes that no other axis of any array of this
+    call uses. A name keeps only the mesh axes that divide it in every argument, so that all parts match.
 
     Args:
-        op: runs on each device's own parts.
-        in_names: of each argument a tuple of axis names, or `AllGatherArg`; None for an argument that is None.
-        out_names: a pytree of name tuples.
-        changes: replace some of the rules in use, for this call.
+      op: the function to run on each device's own parts.
+      in_names: for each argument a tuple of axis names, or `AllGatherArg`; None for an argument that is None.
+      out_names: a pytree of name tuples, one for each result.
+      changes: rules that replace those in use, for this call only.
+
+    Returns:
+      A function of the whole arrays.
 
     Raises:
-        ValueError: when it is called, for a name that nobody declared.
+      ValueError: when the function is called, for a name that is not declared.
     """
 
     def run(*args):
@@ -71,9 +82,11 @@ def shard_map_by_name(
         if (layout := current()) is None:
             return op(*args)
         mesh = layout.mesh
+        # One decision per name for the whole call: queries and keys, say, must be cut by heads alike.
         rules = _dividing(args, in_names, mesh, resolve(names, {**layout.rules, **(changes or {})}))
         place = lambda names: spec(names, rules)
         pairs = enumerate(zip(args, in_names, strict=True))
+        # shard_map takes arrays only: arguments that are None are put back inside.
         present = [(i, a, _places(n, place)) for i, (a, n) in pairs if a is not None and n is not None]
         in_specs = tuple(kept for _, _, (kept, _) in present)
         out_specs = jax.tree.map(place, out_names, is_leaf=_is_names)
@@ -84,7 +97,7 @@ def shard_map_by_name(
                 full[i] = _gather(part, *places)
             return op(*full)
 
-        # Varying-axis checks reject custom kernels, which do not say over which axes their results vary.
+        # Custom kernels do not declare over which axes their results vary, so the check (vma) would reject them.
         mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return mapped(*[a for _, a, _ in present])
 
@@ -92,21 +105,24 @@ def shard_map_by_name(
 
 
 def _places(names: Names | AllGatherArg, place: Callable[[Names], P]) -> tuple[P, P]:
-    """Returns how an argument comes in, and how the op wants it."""
+    """Returns the spec by which an argument comes in, and the one by which the op reads it."""
     if not isinstance(names, AllGatherArg):
         return place(names), place(names)
     kept, wanted = place(names.kept), place(names.wanted)
     rank = len(names.kept)
+    # An all-gather joins parts in the order of the last mesh axes of a dimension: ("tensor", "fsdp") can be gathered to
+    # ("tensor",), but ("fsdp", "tensor") cannot. There XLA reshards the argument before it comes in.
     begins = all(_axes(kept, d)[: len(_axes(wanted, d))] == _axes(wanted, d) for d in range(rank))
     return (kept if begins else wanted), wanted
 
 
 def _gather(x: jax.Array, kept: P, wanted: P) -> jax.Array:
+    """All-gathers each dimension over the mesh axes that `kept` has beyond `wanted`."""
     for d in range(len(kept)):
         lacking = tuple(axis for axis in _axes(kept, d)[len(_axes(wanted, d)) :] if lax.axis_size(axis) > 1)
         if lacking:
-            # Over the last dimension TPUs gather by making it the first: of a stack's layers that would be a copy of
-            # all.
+            # TPUs gather over the last dimension by moving it to the front. For a weight sliced from a stack, XLA
+            # would transpose the whole stack; gathering over the dimension before it avoids this copy.
             last = d > 0 and d == x.ndim - 1
             x = jnp.swapaxes(x, d, d - 1) if last else x
             x = lax.all_gather(x, lacking, axis=d - last, tiled=True)
@@ -115,14 +131,17 @@ def _gather(x: jax.Array, kept: P, wanted: P) -> jax.Array:
 
 
 def _axes(place: P, d: int) -> tuple[str, ...]:
+    """Returns the mesh axes of dimension `d`; a spec may be shorter than the array's rank."""
     return mesh_axes_of(place[d] if d < len(place) else None)
 
 
 def _each(names: Names | AllGatherArg | None) -> list[Names]:
+    """Lists the name tuples of an argument: none, one, or two."""
     return [] if names is None else [names.kept, names.wanted] if isinstance(names, AllGatherArg) else [names]
 
 
 def _flat(in_names, out_names) -> list[Any]:
+    """Lists all names of arguments and results."""
     groups = [one for names in in_names for one in _each(names)] + jax.tree.leaves(out_names, is_leaf=_is_names)
     return [name for names in groups for name in names]
 
@@ -132,6 +151,7 @@ def _is_names(x: Any) -> bool:
 
 
 def _dividing(args, in_names, mesh, rules):
+    """Returns the rules without mesh axes that do not divide their dimension in some argument."""
     rules = dict(rules)
     for arg, names in zip(args, in_names, strict=True):
         if arg is not None:

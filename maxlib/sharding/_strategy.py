@@ -1,4 +1,4 @@
-"""What every parallelism is: a frozen value that says how it lays arrays out, and that mixes with others by `|`."""
+"""The base of all parallelisms: frozen values that say how arrays are split, and that are joined by `|`."""
 
 import dataclasses
 import functools
@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding._axes import IfFree, Table, check_axes
 
-# Strategies apply in this order, however they were joined; those with a slot of their own come after, plain rules last.
+# Strategies apply in this order, however they were joined, as some read the rules of earlier ones (experts extend the
+# batch). Those with other slots come after these, plain rules last.
 SLOTS = ("batch", "fsdp", "tensor", "tensor_sequence", "experts", "sequence", "pipeline", "optimizer", "offload")
 
 Traffic = tuple[str, tuple[str, ...], float]  # kind of collective, mesh axes, bytes on one device
@@ -17,62 +18,110 @@ Traffic = tuple[str, tuple[str, ...], float]  # kind of collective, mesh axes, b
 
 @runtime_checkable
 class Step(Protocol):
-    """A device's part of a training step, as `Strategy.traffic` sees it.
-
-    tokens: its own of the batch. hidden: bytes of what a layer makes of them. layers: how many layers it computes for
-    them, with a pipeline's idle ticks. passes: 2, forward and backward, or 3 where layers are computed again.
-    ticks: of a pipeline, for each microbatch; 1 without one.
-    """
+    """One device's part of a training step; the argument of `Strategy.traffic`."""
 
     @property
-    def tokens(self) -> float: ...
+    def tokens(self) -> float:
+        """Tokens of the batch on this device."""
+        ...
+
     @property
-    def hidden(self) -> float: ...
+    def hidden(self) -> float:
+        """Bytes of the residual stream of these tokens."""
+        ...
+
     @property
-    def layers(self) -> float: ...
+    def layers(self) -> float:
+        """Layers computed for these tokens, the idle ticks of a pipeline included."""
+        ...
+
     @property
-    def passes(self) -> int: ...
+    def passes(self) -> int:
+        """2 for forward and backward, 3 where layers are computed again."""
+        ...
+
     @property
-    def ticks(self) -> float: ...
+    def ticks(self) -> float:
+        """Ticks of a pipeline divided by its microbatches; 1 without one."""
+        ...
+
     def axes(self, name: str) -> tuple[str, ...]:
         """Returns the mesh axes of more than one device that split the axis `name`."""
         ...
 
 
 class Strategy:
-    """One parallelism: its configuration, how it applies, and what it costs.
+    """Base class of parallelisms: configuration, effect on the layout, and communication costs.
 
-    A subclass is a frozen dataclass. `a | b` joins strategies; of two with the same `slot` the later one holds. A
-    mapping joins as plain rules, which are the last word.
+    A subclass is a frozen dataclass and overrides what it changes. `a | b` joins strategies; of two with the same
+    `slot` the later one replaces the earlier one. A mapping joins as plain rules, which override all strategies.
     """
 
     slot: ClassVar[str] = ""
 
     def apply(self, rules: Table) -> Table:
-        """Returns `rules`, from axis name to mesh axes, with what this strategy makes of them."""
+        """Returns the rules with the changes of this strategy.
+
+        Args:
+          rules: from axis name to mesh axes, as earlier strategies left them.
+        """
         return rules
 
     def apply_running(self, rules: Table) -> Table:
-        """Returns the rules that hold while a program is traced, where they differ from those of its arguments."""
+        """Returns the rules for activations of a running program, if they differ from those of its arguments.
+
+        Args:
+          rules: from axis name to mesh axes.
+        """
         return rules
 
     def merge(self, earlier: "Strategy") -> "Strategy":
-        """Returns what becomes of one in the same slot that was joined earlier: by default this one replaces it."""
+        """Returns the combination with an earlier strategy in the same slot; by default this one replaces it.
+
+        Args:
+          earlier: the strategy that was joined before.
+        """
         return self
 
     def check(self, mesh: Any, others: tuple["Strategy", ...]) -> None:
-        """Raises ValueError where the mesh, or another strategy, does not go with this one."""
+        """Checks the strategy against a mesh and the other strategies of a layout.
+
+        Args:
+          mesh: the layout's mesh.
+          others: all strategies of the layout.
+
+        Raises:
+          ValueError: when they do not go together.
+        """
 
     def place_parameter(self, own: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
-        """Returns where the parameter at `path` lives, if that is not what the rules say (`own`)."""
+        """Returns the spec of a parameter, where it differs from that of the rules.
+
+        Args:
+          own: the spec by the rules, and by earlier strategies.
+          names: its axis names.
+          shape: its shape.
+          path: its dotted path in the model.
+          mesh: the mesh.
+        """
         return own
 
     def place_optimizer(self, own: P, shape: tuple[int, ...], mesh: Any) -> P:
-        """Returns where the optimizer's moments of a parameter live; `own` is the parameter's place."""
+        """Returns the spec of the optimizer's moments of a parameter.
+
+        Args:
+          own: the spec of the parameter.
+          shape: its shape.
+          mesh: the mesh.
+        """
         return own
 
     def traffic(self, step: Step) -> Iterator[Traffic]:
-        """Yields what a training step moves because of this strategy, for plans that nothing was compiled for."""
+        """Yields the communication of a training step due to this strategy, for plans without compilation.
+
+        Args:
+          step: one device's part of the step.
+        """
         yield from ()
 
     def __or__(self, other: "Strategy | Table") -> "Strategy":
@@ -84,10 +133,14 @@ class Strategy:
 
 @dataclasses.dataclass(frozen=True)
 class Rules(Strategy):
-    """Plain rules: on which mesh axes the axes of arrays live.
+    """Plain rules: a table from the axes of arrays to mesh axes.
 
     Args:
-        table: from axis name to a mesh axis, several, `IfFree`, or None (whole).
+      table: from axis name to a mesh axis, several, `IfFree`, or None (whole).
+
+    Raises:
+      ValueError: for a name that is not declared, a value that names no mesh axes, or the axis "layers", which only a
+        `Pipeline` splits.
     """
 
     slot: ClassVar[str] = "rules"
@@ -98,6 +151,7 @@ class Rules(Strategy):
         check_axes(table, "rules")
         for name, place in table.items():
             _check_place(name, place)
+        # A sorted tuple is hashable: layouts are part of jit's cache key.
         frozen = {name: tuple(place) if isinstance(place, list) else place for name, place in table.items()}
         object.__setattr__(self, "table", tuple(sorted(frozen.items())))
 
@@ -124,7 +178,7 @@ def _check_place(name: str, place: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Joined(Strategy):
-    """Several strategies, each slot once, in the order in which they apply."""
+    """Several strategies, at most one per slot, in the order in which they apply."""
 
     parts: tuple[Strategy, ...]
 
@@ -133,10 +187,13 @@ class Joined(Strategy):
 
 
 def parts_of(strategy: Any) -> tuple[Strategy, ...]:
-    """Returns the strategies that were joined; a mapping counts as plain rules.
+    """Returns the strategies that were joined.
+
+    Args:
+      strategy: a strategy, or a mapping of plain rules.
 
     Raises:
-        TypeError: for anything else.
+      TypeError: for anything else.
     """
     if isinstance(strategy, Joined):
         return strategy.parts
@@ -149,7 +206,14 @@ def parts_of(strategy: Any) -> tuple[Strategy, ...]:
 
 
 def join(*strategies: Any) -> Strategy:
-    """Returns all strategies as one; of those with the same slot, what the later one makes of the earlier."""
+    """Joins strategies into one, as `|` does.
+
+    Args:
+      strategies: strategies, or mappings of plain rules. Those in the same slot are merged, by default to the last one.
+
+    Raises:
+      TypeError: for anything else.
+    """
     found: dict[str, Strategy] = {}
     for part in (part for strategy in strategies for part in parts_of(strategy)):
         slot = part.slot or type(part).__qualname__
@@ -159,10 +223,11 @@ def join(*strategies: Any) -> Strategy:
 
 
 def _order(slot: str) -> int:
+    """Returns the position of a slot: known ones, then those of your own, then plain rules."""
     return SLOTS.index(slot) if slot in SLOTS else len(SLOTS) + (slot == Rules.slot)
 
 
 @functools.cache
 def rules_of(strategy: Strategy) -> Table:
-    """Returns the plain rules that a strategy comes to."""
+    """Returns the table of rules that a strategy amounts to."""
     return functools.reduce(lambda rules, part: part.apply(rules), parts_of(strategy), {})

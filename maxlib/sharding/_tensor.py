@@ -1,4 +1,4 @@
-"""Tensor parallelism: a layer's matrices split by heads, inner width or vocabulary (Megatron, arXiv:1909.08053)."""
+"""Tensor parallelism: matrices are split by heads, inner width or vocabulary (Megatron, arXiv:1909.08053)."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -7,15 +7,17 @@ from typing import ClassVar
 from maxlib.sharding._axes import IfFree, Table
 from maxlib.sharding._strategy import Step, Strategy, Traffic
 
+# Of two matmuls in a row, [D, F] then [F, D], the first is split by its outputs and the second by its inputs: between
+# them nothing is communicated, and after them one sum over devices gives the result.
 _SPLIT = ("vocab", "heads", "kv_heads", "mlp", "act_heads", "attn_heads", "act_mlp", "act_vocab")
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel(Strategy):
-    """Heads, inner widths and the vocabulary over devices, in parameters and activations.
+    """Tensor parallelism: heads, inner widths and the vocabulary are split, in parameters and activations.
 
     Args:
-        axis: the mesh axis.
+      axis: the mesh axis.
     """
 
     slot: ClassVar[str] = "tensor"
@@ -25,21 +27,25 @@ class TensorParallel(Strategy):
         return {**rules, **dict.fromkeys(_SPLIT, self.axis)}
 
     def traffic(self, step: Step) -> Iterator[Traffic]:
-        """Counts two sums over the devices, of attention and of the MLP, in every pass of every layer."""
+        """Yields two all-reduces, of attention and of the MLP, for every pass of every layer."""
         yield "all-reduce", step.axes("act_heads"), 2 * step.passes * step.layers * step.hidden
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSequence(Strategy):
-    """Megatron's sequence parallelism (arXiv:2205.05198): between the matmuls that tensor parallelism splits, the same
-    mesh axis splits activations by sequence.
+    """Sequence parallelism (Megatron, arXiv:2205.05198), for norms and the residual stream.
+
+    Outside the matmuls that tensor parallelism splits, the same mesh axis splits activations by sequence.
 
     Args:
-        axis: that of `TensorParallel`.
+      axis: the mesh axis of `TensorParallel`.
     """
 
     slot: ClassVar[str] = "tensor_sequence"
     axis: str = "tensor"
 
     def apply(self, rules: Table) -> Table:
+        # The all-reduce after a matmul becomes a reduce-scatter, and an all-gather before the next one: the same
+        # traffic, and the residual stream takes 1 / n of the memory. Where heads or the inner width use the axis, "seq"
+        # is whole.
         return {**rules, "seq": IfFree(self.axis)}

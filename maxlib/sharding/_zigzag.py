@@ -1,8 +1,12 @@
-"""An order of the sequence that gives every device of the context axis the same work under a causal mask.
+"""The zigzag order of a sequence, which gives all devices of the context axis equal work under a causal mask.
 
-Of `2 n` equal chunks, device `i` holds the `i`-th and the `i`-th last: one early, whose queries see little, and one
-late.
+The sequence is cut into `2 n` equal chunks; device `i` of `n` holds chunk `i` and chunk `2 n - 1 - i`.
 """
+
+# Queries of chunk c attend to c whole chunks and half of their own, so chunk c costs c + 1/2. With n = 3 devices:
+#
+#   natural order   0 1 | 2 3 | 4 5     cost 2 | 6 | 10     all wait for the last device
+#   zigzag order    0 5 | 1 4 | 2 3     cost 6 | 6 | 6      i + (2 n - 1 - i) + 1 = 2 n on every device
 
 from collections.abc import Callable
 from typing import Any
@@ -17,34 +21,53 @@ from maxlib.sharding._rules import drop_uneven, spec
 
 
 def can_zigzag(length: int) -> bool:
-    """Tells whether the layout in use splits queries by sequence, and `length` makes two chunks for each device."""
+    """Tells whether the zigzag order is possible.
+
+    Args:
+      length: tokens of a row.
+
+    Returns:
+      True if the layout in use splits queries by sequence, and `length` divides into two chunks per device.
+    """
     axis, layout = axis_of("q_seq"), current()
     return axis is not None and layout is not None and length % (2 * layout.mesh.shape[axis]) == 0
 
 
 def zigzag(x: jax.Array, *names: str | None) -> jax.Array:
-    """Brings the axis called "seq" from the natural order into the zigzag one; every chunk travels once.
+    """Reorders the axis "seq" from the natural into the zigzag order; every chunk is sent once.
 
     Args:
-        x: in natural order.
-        names: one for each axis, "seq" among them.
+      x: an array in natural order.
+      names: one axis name (or None) for each dimension, "seq" among them.
     """
     return _exchange(x, names, _to_zigzag)
 
 
 def unzigzag(x: jax.Array, *names: str | None) -> jax.Array:
-    """Brings the axis called "seq" back into the natural order."""
+    """Reorders the axis "seq" from the zigzag back into the natural order.
+
+    Args:
+      x: an array in zigzag order.
+      names: one axis name (or None) for each dimension, "seq" among them.
+    """
     return _exchange(x, names, _from_zigzag)
 
 
 def natural_order(x: jax.Array, parts: int, axis: int = 1) -> jax.Array:
-    """Brings a whole array, in the order of `parts` devices' chunks, into the natural order."""
-    order = [c for i in range(parts) for c in (i, 2 * parts - 1 - i)]  # of 3 devices: 0 5 | 1 4 | 2 3
+    """Reorders an array that has the whole sequence, without communication, from zigzag into natural order.
+
+    Args:
+      x: an array in zigzag order.
+      parts: the number of devices whose chunks were joined.
+      axis: the dimension of the sequence.
+    """
+    order = [c for i in range(parts) for c in (i, 2 * parts - 1 - i)]  # 3 devices: 0 5 | 1 4 | 2 3
     chunks = jnp.split(x, 2 * parts, axis=axis)
     return jnp.concatenate([chunks[order.index(c)] for c in range(2 * parts)], axis=axis)
 
 
 def _exchange(x: jax.Array, names: tuple[str | None, ...], local: Callable[..., Any]) -> jax.Array:
+    """Runs `local` on each device's part of x, whose axis "seq" is split over the context axis."""
     layout, axis = current(), axis_of("q_seq")
     assert layout is not None and axis is not None  # `can_zigzag` was asked before
     own = spec(names, {**layout.rules, "seq": axis}, what=f"activation {x.shape}")
@@ -55,24 +78,29 @@ def _exchange(x: jax.Array, names: tuple[str | None, ...], local: Callable[..., 
 
 
 def _holder(chunk: int, parts: int) -> int:
+    """Returns the device that holds `chunk` in zigzag order."""
     return min(chunk, 2 * parts - 1 - chunk)
 
 
 def _to_zigzag(x, dim: int, axis: str):
-    """Moves all even chunks, then all odd ones, one to each device: device `j` has the chunks `2 j` and `2 j + 1`."""
+    """Sends the chunks of one device in natural order, `2 j` and `2 j + 1`, to those that hold them in zigzag order."""
     n = lax.axis_size(axis)
+    # i and 2 n - 1 - i have different parity, so each device receives one even and one odd chunk. All even chunks are
+    # therefore one permutation of the devices, and all odd chunks another: two ppermutes of half the sequence.
     even, odd = (
         lax.ppermute(chunk, axis, [(j, _holder(2 * j + k, n)) for j in range(n)])
         for k, chunk in enumerate(jnp.split(x, 2, axis=dim))
     )
-    # Device `i` now has chunk `i` and chunk `2 n - 1 - i`; the early one is even where `i` is.
+    # Device i now has chunk i and chunk 2 n - 1 - i. The early one is the even one where i is even.
     return _pair(even, odd, dim, lax.axis_index(axis) % 2 == 0)
 
 
 def _from_zigzag(x, dim: int, axis: str):
+    """Sends the chunks of one device in zigzag order back; the inverse permutations of `_to_zigzag`."""
     n = lax.axis_size(axis)
     early, late = jnp.split(x, 2, axis=dim)
     is_even = lax.axis_index(axis) % 2 == 0
+    # (early, late) -> (even, odd)
     chunks = jnp.where(is_even, early, late), jnp.where(is_even, late, early)
     moved = [
         lax.ppermute(chunk, axis, [(_holder(2 * j + k, n), j) for j in range(n)]) for k, chunk in enumerate(chunks)
@@ -81,4 +109,5 @@ def _from_zigzag(x, dim: int, axis: str):
 
 
 def _pair(even, odd, dim: int, even_first):
+    """Joins two chunks along `dim`, the even one first where `even_first`."""
     return jnp.concatenate([jnp.where(even_first, even, odd), jnp.where(even_first, odd, even)], axis=dim)

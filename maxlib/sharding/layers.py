@@ -1,4 +1,4 @@
-"""What layers ask: which axes are split, how parts come together, and which axis of an array is one of layers."""
+"""Queries and helpers for layers: how axes are split, how parts are joined, which axes of an array count layers."""
 
 from maxlib.sharding._constrain import axis_of as axis_of
 from maxlib.sharding._constrain import axis_size as axis_size

@@ -1,4 +1,4 @@
-"""What runs layers in stages: for models and training steps, which need no more than `Pipeline` otherwise."""
+"""Functions that run layers in stages, for models and training steps. To configure a pipeline, `Pipeline` is enough."""
 
 from maxlib.sharding._gpipe import LAYER_INPUT as LAYER_INPUT
 from maxlib.sharding._gpipe import pipelined as pipelined

@@ -1,4 +1,4 @@
-"""The classes of which presets are made, for other mesh axes and options: `FSDP | strategies.Ring("my_axis")`."""
+"""The classes behind the presets, for other mesh axes and options: `FSDP | strategies.Ring("my_axis")`."""
 
 from maxlib.sharding._experts import ExpertParallel as ExpertParallel
 from maxlib.sharding._fsdp import DataParallel as DataParallel
