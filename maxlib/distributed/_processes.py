@@ -1,4 +1,4 @@
-"""What the processes of a run do together besides computing."""
+"""Collective operations of the processes of a run, other than computing."""
 
 import itertools
 import json

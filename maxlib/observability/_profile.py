@@ -10,7 +10,7 @@ import jax
 
 
 class Profile:
-    """A callback that traces `steps` steps after step `after`: `callbacks=[(1, Profile("run/profile", after=10))]`.
+    """Callback that traces `steps` steps after step `after`: `callbacks=[(1, Profile("run/profile", after=10))]`.
 
     Open the directory with XProf or TensorBoard; the busiest ops are said at once. In a loop of your own use
     `jax.profiler.trace(directory)` and `top_ops(directory)`.

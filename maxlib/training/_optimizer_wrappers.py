@@ -1,4 +1,4 @@
-"""What goes around any optimizer: steps that are skipped, averaged parameters, learning rates by path."""
+"""Wrappers of any optimizer: skipped steps, averaged parameters, learning rates by path."""
 
 import fnmatch
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What a trainer leaves behind: checkpoints and exports. What cannot be written is said, and training goes on."""
+"""Checkpoints and exports of a trainer. A failed save is reported, and training goes on."""
 
 import collections
 import re

@@ -1,4 +1,4 @@
-"""What every layer's values, gradients and parameters look like on one batch."""
+"""Statistics of every layer's values, gradients and parameters on one batch."""
 
 import dataclasses
 import functools
