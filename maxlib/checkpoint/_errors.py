@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, by name."""
+"""Errors of checkpoints."""
 
 import re
 

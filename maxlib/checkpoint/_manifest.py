@@ -1,4 +1,4 @@
-"""What a step holds, leaf by leaf, and how to tell whether it still does."""
+"""Manifest of a step: its leaves and their checksums."""
 
 from typing import Any
 

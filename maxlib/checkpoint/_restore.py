@@ -1,4 +1,4 @@
-"""From a step on disk to arrays in their places: verified, laid anew, cast."""
+"""Restoring of a step from disk: its leaves are verified, laid out for the present model, cast and placed."""
 
 import dataclasses
 import logging

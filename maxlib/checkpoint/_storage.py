@@ -1,4 +1,4 @@
-"""All that touches orbax: steps on disk, written in the background and read in pieces."""
+"""Storage with orbax: steps on disk, written in the background and read in pieces."""
 
 import contextlib
 import dataclasses

@@ -10,16 +10,19 @@ import grain
 
 
 class SkipBadRecords:
-    """Leaves bad documents out, and stops the run when there are more than `limit` of them.
+    """Filter that skips bad documents, and stops the run when there are more than `limit` of them.
 
         quarantine = SkipBadRecords(limit=100, path="runs/1/bad_records.jsonl")
         documents = quarantine.guard(tokenize(text_files("corpus"), tokenizer), name="corpus")
         shuffled = documents.shuffle(seed=0).repeat()
         Loader(lambda part: pack(shuffled[part], length=512), batch_size=8, quarantine=quarantine)
 
-    `path` gets a line of JSON for each: `source`, `record` (its index) and `error`. Where the file exists already, its
-    records are counted too, so a resumed run goes on counting. Several hosts need a path each. Files that are missing
-    or disks that fail are no bad records: such errors are raised as they are.
+    Missing files and failing disks are not bad records: their errors are raised.
+
+    Args:
+      limit: largest number of bad documents.
+      path: file that gets a line of JSON for each: `source`, `record` (its index) and `error`. Records in an existing
+        file count too, so that a resumed run continues the count. Each host needs its own path.
     """
 
     def __init__(self, *, limit: int, path: str | os.PathLike | None = None):

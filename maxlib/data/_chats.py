@@ -20,15 +20,21 @@ def tokenize_chats(
     *,
     learn: Literal["assistant", "last"] | Chooses = "assistant",
 ) -> grain.MapDataset[Document]:
-    """Adds `"tokens"` and `"targets"` to every document with `"messages"`, -1 where a turn is not to be learned.
+    """Adds `"tokens"` and `"targets"` to every document with `"messages"`; targets are -1 outside learned turns.
 
-    `learn` names the turns: all of the assistant, the last of the assistant, or those for which `learn(i, messages)` is
-    true. A turn is what the template marks with `{% generation %}`; where it marks nothing, what follows the prompt for
-    the turn, to the turn's end (its end-of-turn token included). The template writes all special tokens, and is given a
-    document's `"tools"` and `"documents"`.
+    A turn is the text that the template marks with `{% generation %}`. If it marks nothing, a turn is the text after
+    its prompt, up to and including its end-of-turn token. The template writes all special tokens, and gets the
+    `"tools"` and `"documents"` of a document.
 
-    `tokenizer` is a `tokenizers.Tokenizer`, or a Hugging Face tokenizer with one as its `backend_tokenizer`. What goes
-    wrong is a ValueError that names the record.
+    Args:
+      documents: chats, such as those of `chats`.
+      tokenizer: a `tokenizers.Tokenizer`, or a Hugging Face tokenizer that has one as its `backend_tokenizer`.
+      template: the chat template.
+      learn: the turns to learn: all of the assistant, the last of the assistant, or those for which `learn(i,
+        messages)` is true.
+
+    Raises:
+      ValueError: when a record cannot be tokenized; the message names it.
     """
     if not callable(learn) and learn not in ("assistant", "last"):
         raise ValueError(f"learn must be 'assistant', 'last' or a function of (i, messages), got {learn!r}.")

@@ -1,4 +1,4 @@
-"""What a pipeline counts on its way: each stage keeps its own counts in its state, a reader adds them up."""
+"""Counts of a data pipeline: each stage keeps its own counts in its state, and a reader adds them up."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

@@ -25,10 +25,15 @@ class Table(Protocol):
 
 
 def records(table: Table, *, field: str = "text") -> grain.MapDataset[Document]:
-    """Reads documents from a table of records by number, for example a Hugging Face `Dataset` or a `tfds.data_source`.
+    """Reads documents from a table of records by index, for example a Hugging Face `Dataset` or a `tfds.data_source`.
 
-    What `field` holds decides what the document has: text (or UTF-8 bytes) `"text"`, integers `"tokens"`, objects with
-    a role `"messages"`. Nothing is read here: a bad record is an error when it is reached, naming its number.
+    The type of `field` decides the key of a document: text (or UTF-8 bytes) is `"text"`, integers are `"tokens"`,
+    objects with a role are `"messages"`. Nothing is read here: a bad record raises an error when it is reached, with
+    its index.
+
+    Args:
+      table: the records.
+      field: name of the field to read.
     """
     if len(table) == 0:
         raise ValueError("There is no record in the table.")
@@ -36,10 +41,14 @@ def records(table: Table, *, field: str = "text") -> grain.MapDataset[Document]:
 
 
 def parquet(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
-    """Reads documents from the column `field` of Parquet files, as in `records`. Needs pyarrow, of the extra `parquet`.
+    """Reads documents from the column `field` of Parquet files, as `records` does. Needs pyarrow (the extra `parquet`).
 
-    Random access reads a whole row group for a document; the last few are kept. Shuffled at large, tokenize ahead of
-    time.
+    Random access reads a whole row group for one document; the last few groups are cached. To shuffle a large corpus,
+    tokenize it first (`write_tokens`).
+
+    Args:
+      paths: files, folders or glob patterns.
+      field: name of the column.
     """
     return grain.MapDataset.source(_Parquet(find_files(paths), field))
 

@@ -262,10 +262,15 @@ def _own_rows(held: np.ndarray, batch_size: int) -> slice:
 
 
 def shards_of(sharding: Any, *, batch_size: int, num_shards: int) -> list[int]:
-    """Returns the virtual shards whose rows this process holds under a `jax.sharding.NamedSharding` of the batch.
+    """Returns the virtual shards whose rows this process holds.
+
+    Args:
+      sharding: a `jax.sharding.NamedSharding` of the batch.
+      batch_size: rows of the global batch.
+      num_shards: number of virtual shards.
 
     Raises:
-      ValueError: a shard's rows lie partly on this process.
+      ValueError: when only a part of a shard's rows is on this process.
     """
     import jax
 

@@ -21,25 +21,28 @@ class Sliceable(Protocol):
 
 
 class Mixture:
-    """Documents of several sources in the shares that `weights` names.
+    """Mixture of the documents of several sources, in given shares.
 
         mixture = Mixture({"web": web, "code": code}, weights={"web": 3, "code": 1}, seed=0)
         Loader(lambda part: pack(mixture[part], length=512), batch_size=8)
 
-    The next document always comes from the source that lags furthest behind its share, counted in tokens (documents
-    with `by="documents"`): shares hold within one document at every moment, without chance, in each of the loader's
-    shards. Each document brings its source's name under `"source"`.
+    The next document always comes from the source that is furthest behind its share. Shares are therefore exact to
+    within one document at every moment, in each of the loader's shards. Each document has its source's name under
+    `"source"`.
 
-    Weights are relative (default: by size). For a curriculum they are a function of the step, and may be zero there. A
-    shard counts steps by the tokens it has handed out, `tokens_per_step` in all shards together: packing that reads
-    ahead (`first_fit`: `bins` rows) sees a change that much earlier than training.
-
-    `epochs` says how often a source is read, all or by name; None (the default) is without end, unless the source
-    itself ends. A source that is used up leaves its share to the others, and the mixture ends with the last one. `seed`
-    shuffles each source anew in every epoch.
+    Args:
+      sources: documents by name.
+      weights: relative shares by name; default: by size. For a curriculum, a function from the step to shares, which
+        may be zero there. A shard computes the step from the tokens it has returned, so packing that reads ahead
+        (`first_fit`: `bins` rows) changes that much earlier than training.
+      by: unit of the shares, "tokens" or "documents".
+      epochs: how often a source is read, one number or by name; None (the default) repeats without end, unless the
+        source itself ends. The share of a source that has ended goes to the others; the mixture ends with the last one.
+      seed: shuffles each source differently in every epoch.
+      tokens_per_step: tokens of one step in all shards together, for a curriculum.
 
     Raises:
-      ValueError: a source is empty, or names or weights do not fit.
+      ValueError: when a source is empty, or names or weights do not agree.
     """
 
     def __init__(

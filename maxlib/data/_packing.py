@@ -31,22 +31,23 @@ def pack(
     bins: int = 64,
     long: Policies = "split",
 ) -> grain.IterDataset[Row]:
-    """Packs documents with `"tokens"` into rows of int32 arrays `tokens targets segment_ids positions`, each `length`
-    long.
+    """Packs documents with `"tokens"` into rows of int32 arrays `tokens targets segment_ids positions`.
 
-    `targets` is the next token of the same document and -1 where there is none: at a document's last token and on
-    padding. A document longer than a row goes on in another row, and the target at the cut is the next row's first
-    token, so every token but a document's first is predicted exactly once. `segment_ids` number the pieces of a row
-    from 1, 0 is padding; `positions` count from 0 in each piece.
+    `targets` is the next token of the same document, and -1 where there is none: at a document's last token and on
+    padding. A document longer than a row continues in another row, and the target at the cut is the first token there,
+    so every token but a document's first is predicted exactly once. `segment_ids` number the pieces of a row from 1,
+    and 0 is padding; `positions` count from 0 in each piece. A document may have its own `"targets"`, with -1 where
+    nothing is learned.
 
-    `long` is another policy for documents longer than a row: "truncate" keeps the first row's worth, "drop" leaves them
-    out, "error" stops; or a policy per source of a `Mixture`, by name. Whatever is not "split" is counted in the
-    loader's metrics (`truncated_documents`, `truncated_tokens`, `dropped_documents`, `dropped_tokens`, each also per
-    source).
-
-    `first_fit` cuts only documents longer than a row and fills `bins` rows at a time (more bins, less padding, a longer
-    restore); `concat_then_split` has padding in the last row only and cuts a document at the end of every row.
-    A document may bring its own `"targets"`, for example with -1 where nothing is to be learned.
+    Args:
+      documents: documents with `"tokens"`.
+      length: tokens per row.
+      strategy: "first_fit" cuts only documents longer than a row. "concat_then_split" pads the last row only, and cuts
+        a document at the end of every row.
+      bins: number of rows that `first_fit` fills at a time; more bins give less padding and a longer restore.
+      long: policy for documents longer than a row, or one by source of a `Mixture`: "split" continues in another row,
+        "truncate" keeps the first row, "drop" skips the document, "error" stops. Truncated and dropped documents and
+        tokens are counted in the loader's metrics, also per source.
     """
     if length < 2:
         raise ValueError(f"length must be at least 2, one token and its target, got {length}.")

@@ -51,16 +51,28 @@ def write_tokens(
     description: str = "",
     progress: Callable[[Counts], Any] = lambda counts: None,
 ) -> dict[str, Any]:
-    """Tokenizes documents with `"text"` into ArrayRecord files, to be read with `tokenized(directory)`; returns the
-    manifest.
+    """Tokenizes documents with `"text"` into ArrayRecord files, which `tokenized(directory)` reads.
 
-    tokenizers' own threads encode `batch` documents at a time while others read and write. Every file is written under
-    another name and then renamed, so a run that was stopped goes on with the first file that is missing. Up to
-    `bad_records` documents that fail are left out and listed in `bad_records.jsonl`. `progress` hears of every batch.
-    `description` says in the manifest what the documents are; a run that goes on must have the same.
+    Every file is written under another name and then renamed, so an interrupted run continues with the first missing
+    file.
+
+    Args:
+      documents: documents with `"text"`.
+      directory: directory of the files.
+      tokenizer: the tokenizer, which encodes a batch on its own threads.
+      bos_id: token before each document, or None.
+      eos_id: token after each document, or None.
+      documents_per_file: number of documents in a file.
+      batch: number of documents encoded at a time.
+      bad_records: largest number of failing documents to skip; they are listed in `bad_records.jsonl`.
+      description: description of the documents for the manifest; a continued run must have the same.
+      progress: function that is called after every batch.
+
+    Returns:
+      The manifest.
 
     Raises:
-      ValueError: the directory holds tokens of other documents, another tokenizer or other options.
+      ValueError: when the directory holds tokens of other documents, of another tokenizer or with other options.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

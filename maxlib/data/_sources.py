@@ -23,14 +23,16 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def text_files(paths: Paths, *, document: Piece = "file") -> grain.MapDataset[Document]:
     """Reads documents `{"text": str}` from UTF-8 files.
 
-    `document` says what one document is: the whole file, each line, or each block between blank lines (blank lines
-    themselves are never documents). `paths` are files, folders (all files below them, hidden ones excepted, sorted)
-    or glob patterns. Every file is read once here, so that a bad byte stops the run at its start; only offsets stay in
-    memory.
+    Every file is read once here, so that a bad byte stops the run at its start; only offsets stay in memory.
+
+    Args:
+      paths: files, folders (all files below them in sorted order, without hidden ones) or glob patterns.
+      document: unit of a document: the whole "file", each "line", or each "paragraph" between blank lines. Blank lines
+        are never documents.
 
     Raises:
-      FileNotFoundError: a path or pattern names no file.
-      ValueError: a file is empty or not UTF-8; the message names the file and the byte.
+      FileNotFoundError: when a path or pattern matches no file.
+      ValueError: when a file is empty or not UTF-8; the message names the file and the byte.
     """
     if document not in _PIECES:
         raise ValueError(f"document must be one of {sorted(_PIECES)}, got {document!r}.")
@@ -78,14 +80,17 @@ def in_memory(documents: Sequence[Any]) -> grain.MapDataset[Document]:
 def split(
     documents: grain.MapDataset[Document], *, validation: float
 ) -> tuple[grain.MapDataset[Document], grain.MapDataset[Document]]:
-    """Splits into (training, validation) documents by a hash of each document's content.
+    """Splits documents into training and validation documents by a hash of each document's content.
 
-    A document's side depends on nothing but its content and `validation`, the expected fraction held out: not on
-    order, files, seeds or other documents, and equal documents never stand on both sides. Documents are filtered as
-    they are read.
+    The side of a document depends only on its content and on `validation`, not on order, files, seeds or other
+    documents. Equal documents are always on the same side. Documents are filtered while they are read.
+
+    Args:
+      documents: the documents.
+      validation: expected fraction of documents to hold out.
 
     Raises:
-      ValueError: `validation` is not between 0 and 1, or a side has no document.
+      ValueError: when `validation` is not between 0 and 1, or a side has no document.
     """
     if not 0 < validation < 1:
         raise ValueError(f"validation must be a fraction between 0 and 1, got {validation}.")

@@ -19,10 +19,15 @@ class Encodes(Protocol):
 def tokenize(
     documents: grain.MapDataset[Document], tokenizer: Encodes, *, bos_id: int | None = None, eos_id: int | None = None
 ) -> grain.MapDataset[Document]:
-    """Adds `"tokens"`, int32, to every document with `"text"`, between `bos_id` and `eos_id` where given.
+    """Adds `"tokens"`, int32, to every document with `"text"`.
 
-    The tokenizer's own template of special tokens is not applied, so what stands at a document's ends is only what is
-    named here.
+    The tokenizer's own template of special tokens is not applied: only the ids given here are added.
+
+    Args:
+      documents: documents with `"text"`.
+      tokenizer: the tokenizer.
+      bos_id: token before each document, or None.
+      eos_id: token after each document, or None.
     """
     if isinstance(tokenizer, str):
         raise TypeError(

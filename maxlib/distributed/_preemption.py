@@ -10,8 +10,9 @@ from jax.experimental import multihost_utils
 
 
 class Interrupted(SystemExit):
-    """Training was asked to stop, and has saved. Uncaught, it ends the program without a traceback, with status 128 +
-    signal.
+    """Error for training that was asked to stop and has saved.
+
+    If it is not caught, it ends the program without a traceback, with status 128 + signal.
     """
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a run do together besides computing."""
+"""Collective operations of the processes of a run, other than computing."""
 
 import itertools
 import json
@@ -15,9 +15,13 @@ _barriers = itertools.count()
 
 @contextmanager
 def main_process_first(what: str, *, timeout: float = 3600) -> Iterator[None]:
-    """Runs the body in the first process before the others, who find on disk what it made there: `what`, by name.
+    """Runs the body in the first process before the others, which then find its files on disk.
 
-    All processes have to come here in the same order; after `timeout` seconds those that wait give up.
+    All processes have to enter in the same order.
+
+    Args:
+      what: name of what the first process makes, for messages.
+      timeout: seconds after which waiting processes give up.
     """
     if jax.process_index() != 0:
         _wait_for_all(what, timeout)
@@ -38,15 +42,20 @@ def _wait_for_all(what: str, timeout: float) -> None:
 
 
 class PeerError(RuntimeError):
-    """Another process could not do its part of what all do together."""
+    """Error for a collective operation in which another process failed."""
 
 
 @contextmanager
 def raise_on_all(what: str) -> Iterator[None]:
-    """Ends the body well in all processes, or raises in all of them: PeerError, naming `what`, where only another's
-    failed.
+    """Leaves the body successfully in all processes, or raises in all of them.
 
-    All have to come to its end, so a body in which one fails must not let the others wait for it.
+    Every process has to reach the end of the body, so if one fails inside it, the others must not wait for it there.
+
+    Args:
+      what: name of the operation, for messages.
+
+    Raises:
+      PeerError: when the body failed only in another process.
     """
     error = None
     try:
@@ -62,7 +71,11 @@ def raise_on_all(what: str) -> Iterator[None]:
 
 
 def allgather_json(value: Any) -> list[Any]:
-    """Collects everybody's `value`, of JSON's types, in the order of the processes; all of them have to call it."""
+    """Collects a value of every process, in the order of the processes; all of them have to call it.
+
+    Args:
+      value: this process's value, of JSON's types.
+    """
     if jax.process_count() == 1:
         return [value]
     mine = np.frombuffer(json.dumps(value).encode(), np.uint8)

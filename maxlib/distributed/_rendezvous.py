@@ -11,11 +11,18 @@ _WRONG = "wrong: "
 
 
 def rendezvous(address: str, num_processes: int, process_id: int, *, timeout: float) -> None:
-    """Process 0 listens at `address` (`host:port`) until all others have come, then all of them go on.
+    """Waits until all processes of a run have started; process 0 listens at `address`, which is free again afterwards.
 
-    Raises TimeoutError in every process that came, naming those that did not, and ValueError in one whose number
-    another has too, or that was started for another number of processes, and OSError when process 0 may not have the
-    port. The port is free again afterwards.
+    Args:
+      address: `host:port` of process 0.
+      num_processes: number of processes.
+      process_id: number of this process.
+      timeout: seconds to wait.
+
+    Raises:
+      TimeoutError: in every process that came, with the numbers of those that did not.
+      ValueError: in a process whose number another one has, or that was started for another number of processes.
+      OSError: when process 0 cannot open the port.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout

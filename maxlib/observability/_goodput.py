@@ -210,8 +210,12 @@ def _age() -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """seconds: by name, `down` between two processes included. sessions: how many processes there were. steps: the
-    highest number.
+    """Account of the time of a run.
+
+    Args:
+      seconds: seconds by name; `down` is the time between two processes.
+      sessions: number of processes.
+      steps: number of the last step.
     """
 
     seconds: dict[str, float]

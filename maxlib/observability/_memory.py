@@ -1,4 +1,4 @@
-"""What memory is used, and for what."""
+"""Use of memory: how much, and for which arrays."""
 
 import collections
 import math

@@ -82,9 +82,7 @@ def reported_by_all(part: object) -> Values:
 
 
 class Jsonl:
-    """One JSON object per line, `{"step": 10, "loss": 2.5, ...}`, readable at any moment. NaN and infinities become
-    null.
-    """
+    """Writer of one JSON object per line, `{"step": 10, "loss": 2.5, ...}`; NaN and infinities become null."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -123,7 +121,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard. Needs the extra `tensorboard`."""
+    """Writer of scalars for TensorBoard. Needs the extra `tensorboard`."""
 
     def __init__(self, directory: str | Path):
         try:
@@ -151,7 +149,7 @@ class TensorBoard:
 
 
 class Console:
-    """A progress bar with loss, speed and remaining time; where there is no terminal, a line every `seconds`."""
+    """Progress bar with loss, speed and remaining time; without a terminal, a line every `seconds`."""
 
     def __init__(self, *, seconds: float = 10.0, terminal: Terminal | None = None):
         self.terminal = Terminal(soft_wrap=True) if terminal is None else terminal
@@ -196,10 +194,12 @@ class Console:
 
 
 class Meter:
-    """Reads metrics from the device one step late, so that the device is never left without work, and measures speed.
+    """Reader of metrics from the device, one step late so that the device never waits, which also measures the speed.
 
-    flops: model FLOPs of a step; peak: FLOP/s of all devices. `tokens_per_second` and what follows from it are smoothed
-    over some ten steps; `seconds` is that of one step.
+    Args:
+      flops: model FLOPs of a step.
+      peak: FLOP/s of all devices. `tokens_per_second` and the metrics derived from it are averaged over about ten
+        steps; `seconds` is the time of one step.
     """
 
     def __init__(self, *, flops: float | None = None, peak: float | None = None):

@@ -10,7 +10,7 @@ import jax
 
 
 class Profile:
-    """A callback that traces `steps` steps after step `after`: `callbacks=[(1, Profile("run/profile", after=10))]`.
+    """Callback that traces `steps` steps after step `after`: `callbacks=[(1, Profile("run/profile", after=10))]`.
 
     Open the directory with XProf or TensorBoard; the busiest ops are said at once. In a loop of your own use
     `jax.profiler.trace(directory)` and `top_ops(directory)`.
@@ -42,7 +42,14 @@ _CONTAINERS = ("while", "conditional", "call")
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """seconds: in all, without the ops inside it. share: of the time of all ops."""
+    """Time of one op in a trace.
+
+    Args:
+      name: name in the compiled HLO.
+      seconds: total time, without the ops inside it.
+      calls: number of calls.
+      share: fraction of the time of all ops.
+    """
 
     name: str
     seconds: float
@@ -51,11 +58,17 @@ class Op:
 
 
 def top_ops(directory: str | Path, n: int = 15) -> list[Op]:
-    """Lists the `n` ops that took the most time in the newest trace under `directory`, over all devices of this host.
+    """Lists the ops that took the most time in the newest trace, over all devices of this host.
 
-    Loops and branches themselves are left out: what is inside them is there op by op, on a CPU perhaps on other
-    threads. Names are those of the compiled HLO; `dump_program` has the text. Raises FileNotFoundError when there is no
-    trace.
+    Loops and branches themselves are left out, but the ops inside them are listed (on a CPU perhaps on other threads).
+    Names are those of the compiled HLO, whose text `dump_program` writes.
+
+    Args:
+      directory: directory of the traces.
+      n: number of ops.
+
+    Raises:
+      FileNotFoundError: when there is no trace.
     """
     found = sorted(Path(directory).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not found:

@@ -30,7 +30,7 @@ def dump_program(step: Any, *args: Any, directory: str | Path, name: str = "step
 
 
 class DumpProgram:
-    """A callback that does this for a Trainer's step, once: `callbacks=[(1, DumpProgram("run/program"))]`."""
+    """Callback that runs `dump_program` once for a Trainer's step: `callbacks=[(1, DumpProgram("run/program"))]`."""
 
     def __init__(self, directory: str | Path):
         self._directory, self.files = directory, {}

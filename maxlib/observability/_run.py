@@ -1,4 +1,4 @@
-"""What a run's directory holds beside its metrics, for reports: a configuration and samples."""
+"""Files of a run's directory other than metrics, for reports: a configuration and samples."""
 
 import json
 import platform
@@ -37,7 +37,7 @@ def add_sample(directory: str | Path, step: int, text: str, prompt: str = "") ->
 
 
 class Samples:
-    """A callback that keeps what `generate(model)` writes: `callbacks=[(1000, Samples("run", generate))]`."""
+    """Callback that stores the text that `generate(model)` returns: `callbacks=[(1000, Samples("run", generate))]`."""
 
     def __init__(self, directory: str | Path, generate: Callable[[Any], str]):
         self._directory, self._generate = directory, generate

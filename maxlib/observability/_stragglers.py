@@ -15,7 +15,7 @@ from maxlib.observability._metrics import Values
 
 
 class SlowSteps:
-    """A writer that reports steps more than `deviations` slower than the median of the last `window`.
+    """Writer that reports steps more than `deviations` slower than the median of the last `window`.
 
     A deviation is 1.4826 times the median distance from the median, which outliers do not move (for normal times it is
     the standard deviation), and at least 1% of the median. log: where to, such as `trainer.log`. In a loop of your own:
@@ -48,7 +48,7 @@ class SlowSteps:
 
 
 class SlowHosts:
-    """A callback that names hosts which are `factor` times as slow as the median; every process has to run it.
+    """Callback that names hosts which are `factor` times as slow as the median; every process has to run it.
 
     Steps take equally long everywhere, as all wait for the slowest. So what is compared is what each does alone: the
     same small matmuls on each of its own devices, and the seconds it waited for data. Give it a large number:
@@ -70,8 +70,13 @@ class SlowHosts:
 
 
 def slow_hosts(times: dict[str, Any], *, factor: float = 1.5) -> list[str]:
-    """Names every process whose time, by kind of work, is above `factor` medians; under 50 ms nothing counts but
-    compute.
+    """Finds every process whose time for a kind of work is above `factor` times the median.
+
+    Times below 50 ms are ignored, except for compute.
+
+    Args:
+      times: seconds of each process, by kind of work.
+      factor: multiple of the median.
     """
     lines = []
     for kind, seconds in times.items():

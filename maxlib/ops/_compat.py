@@ -1,6 +1,6 @@
-"""What differs between the versions of jax that maxlib supports (0.10.2 and newer), for the kernels of this room.
+"""Differences between the supported versions of jax (0.10.2 and newer) that the kernels of `ops` depend on.
 
-Nothing else in `ops` asks which version of jax it runs on.
+No other module of `ops` checks the version of jax.
 """
 
 import inspect
@@ -25,16 +25,17 @@ def load(ref, layout):
 
 
 def transpose(ref):
-    """The transposed view of a matrix in shared memory."""
+    """Returns the transposed view of a matrix in shared memory; no data moves."""
     return plgpu.transpose_ref(ref, (1, 0)) if _OLD else ref.transpose((1, 0))
 
 
 def compiler_params():
+    """Returns the compiler parameters that all kernels use."""
     return plgpu.CompilerParams(approx_math=True, lowering_semantics=SEMANTICS)
 
 
 def kernel(body: Callable, *, out_type: Any, flops: int, exps: int = 0, **options: Any) -> Callable:
-    """`plgpu.kernel`, which tells the compiler what it costs: operands and results travel once."""
+    """Wraps `plgpu.kernel` and gives the compiler an estimate of its cost: each operand and result moves once."""
 
     def call(*operands):
         moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((operands, out_type)))

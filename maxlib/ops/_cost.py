@@ -1,4 +1,4 @@
-"""FLOPs of ops whose loops depend on data, so that they cannot be read off their code."""
+"""FLOP formulas of ops whose loops depend on data, so that FLOPs cannot be counted from their code."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -11,14 +11,18 @@ FORMULAS: dict[str, Callable[..., Any]] = {}
 
 
 def counted(formula: Callable[..., Any], *, static: Sequence[str] = ()) -> Callable[[Fn], Fn]:
-    """Compiles a function under its own name; whoever counts FLOPs asks `formula` and does not look inside.
+    """Returns a decorator that compiles a function under its own name and registers the formula for its FLOPs.
 
-    formula: takes the arrays among the arguments in their order, those that are None left out. One whose value is not
-    known comes as a `jax.ShapeDtypeStruct`. Returns the floating-point operations of one call.
+    Code that counts FLOPs uses `formula` and does not look inside the function.
+
+    Args:
+      formula: function of the array arguments in their order, without those that are None. An array whose value is
+        not known is passed as a `jax.ShapeDtypeStruct`. It returns the floating-point operations of one call.
+      static: names of the static arguments, as in `jax.jit`.
     """
 
     def wrap(fn: Fn) -> Fn:
-        fn.__name__ = f"{fn.__module__}.{fn.__qualname__}"  # no function of somebody else's has this one
+        fn.__name__ = f"{fn.__module__}.{fn.__qualname__}"  # qualified, so that no other library uses it
         FORMULAS[fn.__name__] = formula
         return cast(Fn, jax.jit(fn, static_argnames=static))
 

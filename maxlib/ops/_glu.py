@@ -1,4 +1,4 @@
-"""How gated layers join their two projections."""
+"""Activations of gated linear units, which join a gate and an up projection."""
 
 import dataclasses
 
@@ -11,13 +11,18 @@ NAMES = "expert_gate", "expert_up"
 
 
 def swiglu(gate: Array, up: Array) -> Array:
-    """`silu(gate) * up`."""
+    """Returns `silu(gate) * up` (SwiGLU, https://arxiv.org/abs/2002.05202)."""
     return jax.nn.silu(gate) * up
 
 
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiGLU:
-    """`g * sigmoid(alpha * g) * (u + 1)` with `g = min(gate, limit)` and `u` clipped to `[-limit, limit]` (GPT-OSS)."""
+    """SwiGLU with clipped inputs (GPT-OSS): `g * sigmoid(alpha * g) * (u + 1)`.
+
+    Args:
+      alpha: slope of the sigmoid.
+      limit: `g` is `min(gate, limit)`, and `u` is `up` clipped to `[-limit, limit]`.
+    """
 
     alpha: float = 1.702
     limit: float = 7.0

@@ -1,8 +1,9 @@
 """Rotary position embeddings: a specification, its cosine and sine tables, and the rotation itself.
 
-A `Rope` says which angles belong to which position; it is small, frozen and hashable, so layers that share a
-specification share its tables. The layouts are those of the published weights, nothing is ever permuted: half-split
-pairs dimension `i` with `i + R/2` (Hugging Face), interleaved pairs `2i` with `2i + 1` (the paper, DeepSeek, Llama 4).
+A `Rope` defines the angle of each pair of dimensions at each position. It is small, frozen and hashable, so layers
+that share a specification share its tables. Pairs are laid out as in the published weights and never permuted:
+half-split pairs dimension `i` with `i + R/2` (Hugging Face), interleaved pairs `2i` with `2i + 1` (the paper, DeepSeek,
+Llama 4).
 """
 
 import contextlib
@@ -22,14 +23,14 @@ Lengths = Length | Int[Array, " B"]
 
 
 def _powers(dim: int, theta: float) -> Float32[np.ndarray, " half"]:
-    """theta^(2i / dim), rounded to float32 once, after the float32 exponent that published checkpoints were run
-    with.
-    """
+    """Computes theta^(2i / dim), shape `(dim / 2,)`, in float32."""
+    # Published checkpoints were run with a float32 exponent, so it is rounded first; the power is rounded only once.
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return np.power(np.float64(theta), exponent.astype(np.float64)).astype(np.float32)
 
 
 def _plain(dim: int, theta: float) -> Float32[np.ndarray, " half"]:
+    """Computes the unscaled frequencies, theta^(-2i / dim)."""
     return np.float32(1) / _powers(dim, theta)
 
 
@@ -41,31 +42,45 @@ def _check_positive(name: str, **values: float | None) -> None:
 
 @dataclass(frozen=True)
 class Scaling:
-    """How frequencies change to reach contexts longer than those of the first training. Subclasses are final."""
+    """Base class of the rules that change RoPE's frequencies so that a model can use longer contexts."""
 
     needs_length: ClassVar[bool] = False  # True: the frequencies depend on the length of the sequence
 
     def inv_freq(self, dim: int, theta: float, length: Length | None) -> Frequencies:
-        """Radians per position for each of the `dim / 2` pairs."""
+        """Returns the frequency of each of the `dim / 2` pairs, in radians per position.
+
+        Args:
+          dim: number of rotary dimensions.
+          theta: base of the frequencies.
+          length: number of positions in the sequence; ignored unless `needs_length`.
+        """
         raise NotImplementedError
 
     @property
     def magnitude(self) -> float:
-        """Factor on cosine and sine, so its square scales the attention logits."""
+        """Returns the factor on cosine and sine. Its square scales the attention logits (q and k both carry it)."""
         return 1.0
 
     def check(self, dim: int) -> None:
-        """Raises ValueError if the scaling cannot serve `dim` rotary dimensions."""
+        """Checks the parameters.
+
+        Raises:
+          ValueError: when a parameter is out of range, or the scaling cannot be used with `dim` rotary dimensions.
+        """
 
 
 @dataclass(frozen=True)
 class LinearScaling(Scaling):
-    """Positions divided by `factor` (position interpolation, https://arxiv.org/abs/2306.15595)."""
+    """Position interpolation: positions are divided by `factor` (https://arxiv.org/abs/2306.15595).
+
+    Args:
+      factor: ratio of the new context length to the original one.
+    """
 
     factor: float
 
     def inv_freq(self, dim: int, theta: float, length: Length | None) -> Frequencies:
-        return _plain(dim, theta) / np.float32(self.factor)
+        return _plain(dim, theta) / np.float32(self.factor)  # (p / s) * f = p * (f / s)
 
     def check(self, dim: int) -> None:
         _check_positive("LinearScaling", factor=self.factor)
@@ -73,9 +88,13 @@ class LinearScaling(Scaling):
 
 @dataclass(frozen=True)
 class Proportional(Scaling):
-    """Only the first `fraction` of the pairs rotate, with the frequencies of the whole head (Gemma 4).
+    """Rotation of only the first `fraction` of the pairs, with the frequencies of the whole head (Gemma 4).
 
-    Unlike a partial rotary (`Rope.dim` below the head width) the pairs stay those of the whole head.
+    Unlike a partial rotary embedding (`Rope.dim` below the head width), pairs are formed over the whole head.
+
+    Args:
+      fraction: share of the pairs that rotate, from 0 to 1; the other pairs have frequency 0.
+      factor: divisor of the frequencies, as in `LinearScaling`.
     """
 
     fraction: float
@@ -93,13 +112,20 @@ class Proportional(Scaling):
 
 @dataclass(frozen=True)
 class DynamicNTK(Scaling):
-    """A base that grows with the sequence beyond `original_length` (NTK-aware, https://arxiv.org/abs/2309.00071)."""
+    """NTK-aware scaling: the base grows with the sequence beyond `original_length` (https://arxiv.org/abs/2309.00071).
+
+    Args:
+      factor: ratio of the longest supported context to the original one.
+      original_length: number of positions the model was first trained with.
+    """
 
     factor: float
     original_length: int
     needs_length: ClassVar[bool] = True
 
     def inv_freq(self, dim: int, theta: float, length: Length | None) -> Frequencies:
+        # theta' = theta * (factor * L / L0 - (factor - 1))^(dim / (dim - 2)): the fastest pair keeps its frequency and
+        # the slowest one is interpolated; L = max(length, L0), so short sequences keep the original base.
         power = dim / (dim - 2)
         if length is None or isinstance(length, int):  # known now: in float64, as exact as the plain frequencies
             ratio = max(length or 0, self.original_length) / self.original_length
@@ -118,9 +144,15 @@ class DynamicNTK(Scaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(Scaling):
-    """Long wavelengths stretched by `factor`, short ones kept, smooth in between (https://arxiv.org/abs/2407.21783).
+    """Llama 3's scaling: long wavelengths are stretched, short ones kept (https://arxiv.org/abs/2407.21783).
 
-    With equal `low_freq_factor` and `high_freq_factor` nothing is in between (Llama 4 Scout).
+    Pairs between the two bounds are interpolated smoothly. Equal bounds give a hard step (Llama 4 Scout).
+
+    Args:
+      factor: divisor of the low frequencies.
+      low_freq_factor: pairs that turn fewer times than this within `original_length` are divided by `factor`.
+      high_freq_factor: pairs that turn more often than this within `original_length` keep their frequency.
+      original_length: number of positions the model was first trained with.
     """
 
     factor: float
@@ -130,10 +162,12 @@ class Llama3Scaling(Scaling):
 
     def inv_freq(self, dim: int, theta: float, length: Length | None) -> Frequencies:
         plain = _plain(dim, theta)
-        rotations = np.float32(self.original_length) / (np.float32(2 * math.pi) / plain)  # within the first context
+        # Turns within the original context: L0 / wavelength, where wavelength = 2 pi / frequency.
+        rotations = np.float32(self.original_length) / (np.float32(2 * math.pi) / plain)
         span = np.float32(self.high_freq_factor - self.low_freq_factor)
         above = rotations - np.float32(self.low_freq_factor)
         smooth = np.clip(above / span, np.float32(0), np.float32(1)) if span else (above > 0).astype(np.float32)
+        # smooth is 0 for slow pairs (interpolated), 1 for fast ones (kept).
         return (np.float32(1) - smooth) * plain / np.float32(self.factor) + smooth * plain
 
     def check(self, dim: int) -> None:
@@ -152,12 +186,18 @@ class Llama3Scaling(Scaling):
 
 @dataclass(frozen=True)
 class Yarn(Scaling):
-    """Interpolates slow pairs, keeps fast ones, and sharpens attention (YaRN, https://arxiv.org/abs/2309.00071).
+    """YaRN: slow pairs are interpolated, fast ones kept, and attention is sharpened (https://arxiv.org/abs/2309.00071).
 
-    The ramp lies between the pairs that turn `beta_fast` and `beta_slow` times within `original_length`; `truncate`
-    widens it to whole pairs. `attention_factor` overrides the factor on cosine and sine; otherwise it is
-    `yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)` where both are given (DeepSeek), else
-    `yarn_mscale(factor)`.
+    Args:
+      factor: ratio of the new context length to the original one.
+      original_length: number of positions the model was first trained with.
+      beta_fast: pairs that turn more often than this within `original_length` keep their frequency.
+      beta_slow: pairs that turn less often than this are divided by `factor`; a linear ramp connects the two.
+      attention_factor: factor on cosine and sine. By default it is computed: `yarn_mscale(factor, mscale) /
+        yarn_mscale(factor, mscale_all_dim)` when both are given (DeepSeek), else `yarn_mscale(factor)`.
+      mscale: numerator of that quotient.
+      mscale_all_dim: denominator of that quotient.
+      truncate: rounds the ends of the ramp outwards to whole pairs.
     """
 
     factor: float
@@ -174,18 +214,22 @@ class Yarn(Scaling):
         interpolated, kept = np.float32(1) / (np.float32(self.factor) * powers), np.float32(1) / powers
         low, high = self._ramp(dim, theta)
         ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+        # keep is 1 for the fast pairs before `low` and 0 for the slow ones after `high`.
         keep = np.float32(1) - np.clip(ramp, np.float32(0), np.float32(1))
         return interpolated * (np.float32(1) - keep) + kept * keep
 
     def _ramp(self, dim: int, theta: float) -> tuple[float, float]:
-        def pair(rotations: float) -> float:  # the pair which turns so often within the original length
+        """Returns the indices of the pairs where the ramp begins and ends."""
+
+        def pair(rotations: float) -> float:
+            # Solve L0 * theta^(-2i / dim) = 2 pi * rotations for the pair index i.
             return dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
         low, high = pair(self.beta_fast), pair(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
-        return (low, high) if low != high else (low, high + 0.001)
+        return (low, high) if low != high else (low, high + 0.001)  # no division by zero
 
     @property
     def magnitude(self) -> float:
@@ -208,10 +252,14 @@ class Yarn(Scaling):
 
 @dataclass(frozen=True)
 class LongRope(Scaling):
-    """One divisor per pair: `long_factor` beyond `original_length`, else `short_factor`
-    (https://arxiv.org/abs/2402.13753).
+    """LongRoPE: a separate divisor for the frequency of each pair (https://arxiv.org/abs/2402.13753).
 
-    `factor` is the ratio of the longest to the original length; it sets the magnitude unless `attention_factor` does.
+    Args:
+      short_factor: `dim / 2` divisors for sequences of up to `original_length` positions.
+      long_factor: `dim / 2` divisors for longer sequences.
+      original_length: number of positions the model was first trained with.
+      factor: ratio of the longest to the original length; it sets the magnitude unless `attention_factor` is given.
+      attention_factor: factor on cosine and sine; default `sqrt(1 + ln(factor) / ln(original_length))`.
     """
 
     short_factor: Sequence[float]
@@ -257,8 +305,16 @@ class LongRope(Scaling):
 class Rope:
     """Rotary position embedding of the first `dim` dimensions of each head (https://arxiv.org/abs/2104.09864).
 
-    `dim` below the head width is a partial rotary: the other dimensions pass through. `max_length`, where given, is
-    the number of positions the model was made for: longer sequences are an error wherever their length is known.
+    Args:
+      dim: number of rotary dimensions, even. Below the head width (partial rotary) the other dimensions pass through.
+      theta: base of the frequencies, `theta^(-2i / dim)` for pair `i`.
+      scaling: rule for longer contexts; None for none.
+      interleaved: pairs are dimensions `2i` and `2i + 1` instead of `i` and `i + dim / 2`.
+      max_length: number of positions the model supports. A longer sequence is an error where its length is known
+        outside `jit`; None for no limit.
+
+    Raises:
+      ValueError: when a parameter is out of range.
     """
 
     dim: int
@@ -276,17 +332,25 @@ class Rope:
 
     @property
     def needs_length(self) -> bool:
-        """Whether the angles depend on the length of the sequence; while decoding, that of each row so far."""
+        """Tells whether the angles depend on the length of the sequence; while decoding, that of each row so far."""
         return self.scaling is not None and self.scaling.needs_length
 
     def inv_freq(self, length: Length | None = None) -> Frequencies:
-        """Radians per position for each pair; `length` matters only if `needs_length` (None: a short sequence)."""
+        """Returns the frequency of each pair, in radians per position, shape `(dim / 2,)`.
+
+        Args:
+          length: number of positions in the sequence; used only if `needs_length` (None: a short sequence).
+        """
         if self.scaling is None:
             return _plain(self.dim, self.theta)
         return self.scaling.inv_freq(self.dim, self.theta, length)
 
     def check_length(self, length: int) -> None:
-        """Raises ValueError if a sequence of `length` positions is longer than the model was made for."""
+        """Checks the length of a sequence.
+
+        Raises:
+          ValueError: when `length` positions are more than `max_length`.
+        """
         if self.max_length is not None and length > self.max_length:
             raise ValueError(
                 f"a sequence longer than the rotary table allows: at most {self.max_length} positions, got {length}. "
@@ -297,27 +361,31 @@ class Rope:
     def tables(
         self, positions: Int[Array, "B T"] | Int[np.ndarray, "B T"], *, length: Lengths | None = None
     ) -> tuple[Float32[Array, "B T half"], Float32[Array, "B T half"]]:
-        """Cosine and sine of every pair's angle, with the scaling's magnitude folded in.
+        """Returns the cosine and sine of every pair's angle, multiplied by the scaling's magnitude.
 
         Args:
-          positions: place of each token in its sequence.
-          length: positions of the whole sequence, cached ones included, one for all rows or one for each; used only if
-            `needs_length` (default: the largest position + 1).
+          positions: position of each token in its sequence, starting at 0.
+          length: number of positions in the whole sequence, cached ones included, one for all rows or one for each;
+            used only if `needs_length` (default: the largest position + 1).
+
+        Returns:
+          Two float32 arrays of shape `B T dim/2`.
 
         Raises:
-          ValueError: positions or length go beyond `max_length`; traced values cannot be checked.
+          ValueError: when a known position or length is beyond `max_length`; traced values cannot be checked.
         """
         if self.max_length is not None:
             self._check_known(positions, length)
         positions = jnp.asarray(positions)
         if self.needs_length and length is None:
             length = jnp.max(positions, initial=-1) + 1
-        angles = positions.astype(jnp.float32)[..., None] * self._rows_of_frequencies(length)  # [B, T, half]
+        # [B, T, 1] * [#B, 1, half] -> [B, T, half]; in float32: bfloat16 cannot tell neighbouring positions apart
+        angles = positions.astype(jnp.float32)[..., None] * self._rows_of_frequencies(length)
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude
         return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
     def _rows_of_frequencies(self, length: Lengths | None) -> Float32[Array, "_ 1 half"]:
-        """One row for all sequences, or one for each where they have lengths of their own."""
+        """Returns one row of frequencies for all sequences, or one for each if `length` has one per sequence."""
         if not self.needs_length:
             length = None
         if getattr(length, "ndim", 0) == 1:
@@ -337,28 +405,45 @@ def apply_rope(
     *,
     interleaved: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Rotates the first `2 * half` dimensions of every head, in float32; the others pass through, the dtype stays.
+    """Rotates the first `2 * half` dimensions of every head, in float32; the others pass through.
 
-    Raises ValueError if the tables rotate more dimensions than a head has.
+    Args:
+      x: queries or keys.
+      cos: cosines from `Rope.tables`.
+      sin: sines from `Rope.tables`.
+      interleaved: layout of the pairs, as in `Rope`.
+
+    Returns:
+      An array with the shape and dtype of `x`.
+
+    Raises:
+      ValueError: when the tables rotate more dimensions than a head has.
     """
     dim = 2 * cos.shape[-1]
     if dim > x.shape[-1]:
         raise ValueError(f"the rotary tables turn {dim} dimensions, more than the {x.shape[-1]} of a head.")
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]  # [B, T, half] -> [B, T, 1, half]: every head turns alike
     rotating = x[..., :dim].astype(jnp.float32)
     if interleaved:
-        pairs = rotating.reshape(*x.shape[:-1], dim // 2, 2)
+        pairs = rotating.reshape(*x.shape[:-1], dim // 2, 2)  # [B, T, N, dim] -> [B, T, N, half, 2]
         turned = jnp.stack(_turn(pairs[..., 0], pairs[..., 1], cos, sin), axis=-1).reshape(rotating.shape)
-    else:  # slices and one concatenation: the form that XLA makes one pass of, backwards too
+    else:  # XLA fuses slices and one concatenation into a single pass, also in the backward pass
         turned = jnp.concatenate(_turn(rotating[..., : dim // 2], rotating[..., dim // 2 :], cos, sin), axis=-1)
     turned = turned.astype(x.dtype)
     return turned if dim == x.shape[-1] else jnp.concatenate([turned, x[..., dim:]], axis=-1)
 
 
 def _turn(a: Array, b: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-    return a * cos - b * sin, b * cos + a * sin
+    return a * cos - b * sin, b * cos + a * sin  # (a + ib) * exp(i * angle)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's attention magnitude, 0.1 mscale ln(factor) + 1; DeepSeek multiplies its softmax scale by the square."""
+    """Returns YaRN's attention magnitude, `0.1 * mscale * ln(factor) + 1` (https://arxiv.org/abs/2309.00071).
+
+    DeepSeek multiplies its softmax scale by the square of it.
+
+    Args:
+      factor: ratio of the new context length to the original one; up to 1 the magnitude is 1.
+      mscale: strength of the correction.
+    """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,4 +1,4 @@
-"""Which mesh axes arrays vary over inside `jax.shard_map`; outside of it nothing here does anything."""
+"""Helpers for the mesh axes that arrays vary over inside `jax.shard_map`; outside of it they do nothing."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import jax
 
 
 def vary_alike(arrays: Any) -> Any:
-    """A pytree of arrays as varying over all axes that any of them varies over.
+    """Marks all arrays of a pytree as varying over every mesh axis that any of them varies over.
 
-    Loops insist on that, and JAX then sums the gradients of operands that were the same on several devices.
+    Loops require equal types of carry and body. In return JAX sums the gradients of replicated operands over devices.
     """
     varying = lambda x: jax.typeof(x).manual_axis_type.varying
     axes = frozenset().union(*map(varying, jax.tree.leaves(arrays)))

@@ -13,10 +13,17 @@ from maxlib.training._step import TrainState, means
 def evaluate(
     eval_step: Callable[[TrainState, Batch], Stats], state: TrainState, batches: Iterable[Batch]
 ) -> dict[str, Any]:
-    """Computes the loss's sums over all `batches` per target, and the number of targets as `num_targets`.
+    """Evaluates a loss on all `batches`: its sums per target, and the number of targets as `num_targets`.
 
-    eval_step: `jax.jit(make_eval_step(loss_fn))`. The batches decide what is evaluated: every target weighs the same,
-    however they are divided into batches. Raises ValueError when there is no target at all.
+    Every target has the same weight, however the targets are divided into batches.
+
+    Args:
+      eval_step: `jax.jit(make_eval_step(loss_fn))`.
+      state: the state with the parameters to evaluate.
+      batches: the batches to evaluate.
+
+    Raises:
+      ValueError: when there is no target at all.
     """
     total = None
     for batch in batches:

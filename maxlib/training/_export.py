@@ -1,4 +1,4 @@
-"""Copies of the model for other uses than going on: Hugging Face directories, and checkpoints of parameters only."""
+"""Exports of the model during training: Hugging Face directories, and checkpoints of parameters only."""
 
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +17,7 @@ from maxlib.training._step import TrainState
 
 @runtime_checkable
 class Export(Protocol):
-    """Writes the model of some steps, while training goes on."""
+    """Protocol of objects that write the model after some steps, while training goes on."""
 
     def due(self, step: int) -> bool: ...
     def has(self, step: int) -> bool: ...
@@ -26,12 +26,19 @@ class Export(Protocol):
 
 
 class HuggingFaceExport:
-    """Writes `directory/STEP` in Hugging Face's format every `every` steps, in the background; the newest `keep` stay
-    (None: all).
+    """Background export of the model in Hugging Face's format, to `directory/STEP`.
 
-    `options` are those of `weights.save_pretrained`, such as `dtype` and `tokenizer`. A directory is there as a whole
-    or not at all. `save` copies the model to the host's memory. In a job of several hosts it does all of its work at
-    once, for they work together.
+    A directory appears as a whole or not at all. `save` first copies the model to the host's memory. In a job of
+    several hosts it writes before it returns, because all hosts have to work together.
+
+    Args:
+      directory: directory of the exports.
+      every: number of steps between exports.
+      keep: number of newest exports to keep; None keeps all.
+      options: those of `weights.save_pretrained`, such as `dtype` and `tokenizer`.
+
+    Raises:
+      ValueError: when `every` or `keep` is below 1.
     """
 
     def __init__(self, directory: str | Path, *, every: int, keep: int | None = None, **options: Any):
@@ -44,11 +51,11 @@ class HuggingFaceExport:
             _clean(self.directory)
 
     def due(self, step: int) -> bool:
-        """Whether `step` is one of every `every`."""
+        """Returns whether `step` is a multiple of `every`."""
         return step > 0 and step % self.every == 0
 
     def has(self, step: int) -> bool:
-        """Whether this step's directory is there, or being written."""
+        """Returns whether this step's directory exists or is being written."""
         there = self._running[0] == step or (self.directory / str(step)).exists()
         return there if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.array(there)))
 
@@ -80,11 +87,15 @@ class HuggingFaceExport:
 
 
 class ParameterExport:
-    """Writes checkpoints of the model alone, `directory/STEP`, every `every` steps, in the background; the newest
-    `keep` stay (None: all).
+    """Background export of checkpoints of the model alone, to `directory/STEP`.
 
-    They hold the items `params` and `rest`, a third of what training needs to go on; `Trainer.restore(params_from=...)`
-    and `checkpoint.load` read them.
+    They hold the items `params` and `rest`, a third of a full checkpoint. `Trainer.restore(params_from=...)` and
+    `checkpoint.load` read them.
+
+    Args:
+      directory: directory of the exports.
+      every: number of steps between exports.
+      keep: number of newest exports to keep; None keeps all.
     """
 
     def __init__(self, directory: Any, *, every: int, keep: int | None = None):
@@ -92,7 +103,7 @@ class ParameterExport:
         self.due, self.wait = self._checkpointer.should_save, self._checkpointer.wait
 
     def has(self, step: int) -> bool:
-        """Whether this step is there, or being written."""
+        """Returns whether this step exists or is being written."""
         return self._checkpointer.has(step)
 
     def save(self, step: int, state: TrainState) -> None:
@@ -103,7 +114,7 @@ class ParameterExport:
 
 
 def _clean(directory: Path) -> None:
-    """What a killed export has left: half a directory, or a whole one that was about to be replaced."""
+    """Removes what a killed export left: an unfinished directory, or a complete one that was about to be replaced."""
     for old in directory.glob(".*.old-*"):
         there = directory / old.name[1:].rpartition(".old-")[0]
         shutil.rmtree(old) if there.exists() else old.rename(there)

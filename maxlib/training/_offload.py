@@ -18,13 +18,15 @@ Update = Callable[..., Any]
 
 
 def by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wraps `optimizer` so that its moments are born on the host where the layout says so
-    (`sharding.OFFLOAD_OPTIMIZER`); a loop over the layers of a stack takes each layer's to the device and back.
-    `update` is told the paths that store several layers, `stacked=nn.tree.stacked_paths(model)`, as
-    `make_train_step` does; all others are taken whole.
+    """Wraps `optimizer` to create its moments on the host if the layout says so (`sharding.OFFLOAD_OPTIMIZER`).
 
-    It has to treat each layer of a parameter by itself, as Adam does, and clipping by a norm of all gradients does not.
-    Without that nothing changes.
+    A loop over the layers of a stack moves the moments of one layer at a time to the device and back. `update` takes
+    the paths that store several layers, `stacked=nn.tree.stacked_paths(model)`, as `make_train_step` passes them; other
+    arrays are moved whole. Without offloading, nothing changes.
+
+    Args:
+      optimizer: an optimizer that treats each layer of a parameter separately, as Adam does; clipping by the norm of
+        all gradients does not.
     """
     inner = optax.with_extra_args_support(optimizer)
 

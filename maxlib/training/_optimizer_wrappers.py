@@ -1,4 +1,4 @@
-"""What goes around any optimizer: steps that are skipped, averaged parameters, learning rates by path."""
+"""Wrappers of any optimizer: skipped steps, averaged parameters, learning rates by path."""
 
 import fnmatch
 from collections.abc import Callable, Mapping
@@ -79,12 +79,15 @@ class LowState(NamedTuple):
 
 
 def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wraps `optimizer`, computed in float32, to hold its moments in bfloat16; parameters may be bfloat16 too
-    (`nn.cast`).
+    """Wraps `optimizer` so that it computes in float32 and holds its moments in bfloat16.
 
-    What is held is rounded up or down by chance, with the right mean: changes of less than 1/256, which rounding to the
-    nearest would lose step after step, add up. The noise follows from the number of the update alone, so that runs
-    repeat bit for bit. It decides what the parameters become, so what scales updates belongs inside it.
+    Parameters may be bfloat16 too (`nn.cast`). Stored values are rounded up or down at random, with the correct mean:
+    changes below 1/256 add up, while rounding to nearest would lose them in every step. The random numbers depend only
+    on the number of the update, so that runs repeat bit for bit. What is stored decides the parameters, so
+    transformations that scale updates belong inside.
+
+    Args:
+      optimizer: the optimizer to wrap.
     """
     inner = in_float32(optimizer)
 
@@ -183,10 +186,13 @@ def averaged(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -
 
 
 def averaged_model(state: Any) -> Any:
-    """Builds the model of a `TrainState` with the averages that `averaged` keeps in place of its parameters, in their
-    dtypes.
+    """Builds the model of a `TrainState` with the averages that `averaged` keeps, in the dtypes of the parameters.
 
-    Raises ValueError if its optimizer keeps none.
+    Args:
+      state: a state whose optimizer is wrapped in `averaged`.
+
+    Raises:
+      ValueError: when its optimizer keeps no averages.
     """
     average = optax.tree.get(state.opt_state, "average")
     if average is None:
@@ -229,11 +235,10 @@ def scale_by_path(factors: Mapping[str, float], *, model: Any) -> optax.Gradient
 
 
 def trainable_only(*patterns: str) -> nn.tree.Filter:
-    """Makes a filter for `make_state` and `Trainer`: what these patterns fit is trained, all else is frozen and has no
-    moments.
+    """Makes a filter for `make_state` and `Trainer` that trains only the parameters whose path matches a pattern.
 
-    Patterns as in `scale_by_path`, `trainable_only("layers.attn.*", "head.w")`; one that fits nothing is found by
-    `make_state`, which then has nothing to train.
+    All others are frozen and have no moments. Patterns are those of `scale_by_path`, for example
+    `trainable_only("layers.attn.*", "head.w")`. If none matches, `make_state` raises an error.
     """
 
     def fits(path: str, variable: Any) -> bool:

@@ -145,10 +145,13 @@ def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]
 
 
 def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
-    """Scales all gradients so that their common norm is at most `limit`.
+    """Returns a transformation that scales all gradients so that their common norm is at most `limit`.
 
-    As optax's, but for one factor that XLA fuses into what follows; optax's selects between arrays, which on CPU keeps
-    a second copy of all gradients and took AdamW 2.5 times as long.
+    It multiplies by one factor, which XLA fuses into the update. optax's version selects between arrays, which on a CPU
+    keeps a second copy of all gradients and made AdamW 2.5 times as slow.
+
+    Args:
+      limit: largest norm.
     """
 
     def update(updates, state, params=None):
@@ -159,10 +162,13 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
 
 def decay_mask(model: Any) -> Mask:
-    """Chooses weights with two or more axes, embeddings among them, and no norm scales, biases or sinks.
+    """Selects the weights for weight decay: two or more axes, embeddings included; no norm scales, biases or sinks.
 
-    Axes are counted by their names (`nn.tree.own_axes`), so a norm scale that a stack holds as a matrix is still a
-    vector. Works on `jax.eval_shape` of a model too.
+    Axes are counted by their names (`nn.tree.own_axes`), so a norm scale that a stack stores as a matrix is still a
+    vector.
+
+    Args:
+      model: a model, or `jax.eval_shape` of one.
     """
     names = nn.tree.axes(model)
     is_bias = lambda path: path.rpartition(".")[2] in ("b", "bias")
@@ -171,13 +177,19 @@ def decay_mask(model: Any) -> Mask:
 
 
 def width_factors(model: Any, base: Any) -> dict[str, float]:
-    """Computes by how much Adam's learning rate shrinks per weight from `base` to the wider `model`, for
-    `scale_by_path` (muP, arXiv:2203.03466).
+    """Computes the factor on Adam's learning rate of each weight in a wider model (muP, arXiv:2203.03466).
 
-    model, base: the same model in two widths; `jax.eval_shape` of them does. What sums over its inputs, layers'
-    matrices and a head of its own, gets base inputs / inputs; embeddings, norms and biases keep their rate. A rate that
-    was tuned on `base` then fits `model`, if it begins as `width_scaled` says and its heads are as large as those of
-    `base`. A head that is tied to the embeddings has no factor, and its logits grow.
+    A learning rate tuned on `base` then suits `model`, if the model is initialised as `width_scaled` does and its heads
+    have the width of those of `base`. Weights that sum over their inputs (matrices of layers, and an untied head) get
+    base inputs / inputs; embeddings, norms and biases keep their rate. A head tied to the embeddings has no factor, and
+    its logits grow with the width.
+
+    Args:
+      model: the wider model; `jax.eval_shape` of it is enough.
+      base: the same model in the width that was tuned.
+
+    Returns:
+      Factors by path, for `scale_by_path`.
     """
     summed = nn.tree.summed_axes(model) | {
         path: ("embed",) for path, short in nn.tree.pattern_paths(model).items() if short == "head.w"
@@ -189,11 +201,14 @@ def width_factors(model: Any, base: Any) -> dict[str, float]:
 
 
 def width_scaled(model: Model, base: Any) -> Model:
-    """Scales the initial values of a fresh `model` as muP wants them: a head of its own is base inputs / inputs as
-    large. See `width_factors`.
+    """Scales the initial values of a fresh `model` for muP: an untied head is multiplied by base inputs / inputs.
 
-    All other default initial values have the right size already: 1 / sqrt(inputs) in matrices, the same at all widths
-    in embeddings.
+    All other default initial values have the right size already: 1 / sqrt(inputs) in matrices, and the same at all
+    widths in embeddings. See `width_factors`.
+
+    Args:
+      model: the wider model, freshly initialised.
+      base: the same model in the width that was tuned; `jax.eval_shape` of it is enough.
     """
     factors = width_factors(model, base)
     params, rest = nn.partition(model)

@@ -21,22 +21,17 @@ Gradients = Callable[[dict[str, Any], Any, Batch, Array], tuple[dict[str, Any], 
 
 
 def one_f_one_b(loss: Loss = next_token_loss) -> Gradients:
-    """Makes `gradients` for `make_train_step` and `Trainer`: those of `loss` in a 1F1B pipeline (arXiv:1806.03377).
+    """Makes `gradients` for `make_train_step` and `Trainer`, computed by a 1F1B pipeline (arXiv:1806.03377).
 
-    The model has the methods of `nn.SupportsPipelining`, the pipeline is that of the layout in use. Where
-    autodiff
-    keeps what the backward pass needs of every microbatch, this keeps the inputs of at most `2 S V - 1` chunks' layers
-    (periods of the stack, where it has some) for S stages and V repeats, and computes one of them at a time again: as
-    much arithmetic as with remat "full". The loss runs in the last stage, on one microbatch at a time.
+    It keeps the inputs of at most `2 S V - 1` chunks' layers (periods of the stack) for S stages and V repeats, not the
+    residuals of every microbatch, and computes one of them again at a time: the arithmetic of remat "full".
 
     Args:
-        loss: one that `objective` made, such as `next_token_loss`, or `functools.partial` of it. Its option `dtype` is
-            that of the forward pass, `remat` says what layers before and after the pipeline keep.
+        loss: an `objective`, or `functools.partial` of it; `remat` applies to layers before and after the pipeline.
 
     Raises:
-        TypeError: the loss is another function; or, when called, the model is no `nn.SupportsPipelining` whose
-        layers repeat.
-        ValueError: when called, for a batch with images or an array without the batch's rows, or without a pipeline.
+        TypeError: the loss is another function; when called, the model is no `nn.SupportsPipelining` that repeats.
+        ValueError: when called, for images, an array without the batch's rows, or without a pipeline.
     """
     goal, options = split_options(loss)
     dtype, remat = options.pop("dtype", jnp.bfloat16), options.pop("remat", None)
@@ -136,7 +131,7 @@ def _own(auxes: list[dict[str, Array]]) -> Array:
 
 
 def _reports(layers: nn.Stack, x: Array, ctx: Any) -> bool:
-    """Whether layers say anything of all rows of a microbatch, such as how even a router is."""
+    """Tells whether layers report statistics of a whole microbatch, such as the balance of a router."""
     auxes = lambda x: (nn.stack.scan_segment(layers.body, x, ctx)[2], nn.stack.run_segment(layers.suffix, x, ctx)[2])
     return bool(jax.tree.leaves(jax.eval_shape(auxes, x)))
 

@@ -15,8 +15,10 @@ from maxlib.training._placement import place_batch
 
 @runtime_checkable
 class StatefulLoader(Protocol):
-    """This host's rows of every batch; `maxlib.data.Loader` is one. What a `metrics()` of it counts is written at every
-    step, or, summed, when several processes save and evaluate.
+    """Protocol of loaders that return this host's rows of every batch; `maxlib.data.Loader` is one.
+
+    If it has a method `metrics()`, its counts are written at every step, or, with several processes, summed over them
+    at saves and evaluations.
     """
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...

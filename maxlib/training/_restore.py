@@ -1,4 +1,4 @@
-"""What a run begins with, and what it leaves for the next one."""
+"""The state that a run begins with, and the state that it saves for the next one."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from maxlib.training._step import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a state came from, in words, where in the data it stands, and the metrics it was saved with."""
+    """Origin of a state: a description for the log, its position in the data, and the metrics saved with it."""
 
     text: str
     data_state: Any = None
@@ -30,8 +30,9 @@ def initial_state(
     *,
     layout: sharding.Layout | None,
 ) -> tuple[TrainState, Origin]:
-    """See `Trainer.restore`. A state that is resumed takes the structure and the places of `state`, whose arrays are
-    deleted.
+    """Returns the state to begin with, as `Trainer.restore` describes.
+
+    A resumed state has the structure and the shardings of `state`, whose arrays are deleted first to free their memory.
     """
     if checkpointer is not None:
         checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
@@ -62,13 +63,13 @@ def save(
 
 
 def items_of(state: TrainState) -> dict[str, Any]:
-    """What a checkpoint of `state` consists of."""
+    """Returns the items of a checkpoint of `state`: trained parameters, optimizer state, and the frozen rest."""
     frozen = {path: v.get_value() for path, v in nn.variables(state.rest).items() if path not in state.trainable}
     return {"params": state.trainable, "opt": state.opt_state, "rest": frozen}
 
 
 def _make_room(state: TrainState) -> dict[str, Any]:
-    """What to restore and where to, while the memory of what is replaced is free again."""
+    """Returns shapes and shardings to restore into, and deletes the arrays of `state` to free their memory."""
     items = items_of(state)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), items)
     jax.tree.map(lambda x: x.delete(), items)
@@ -90,7 +91,7 @@ def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[T
 
 
 def _parameters(state: TrainState, directory: Path, layouts: Any, layout: sharding.Layout | None) -> dict[str, Any]:
-    """Parameters only: of a Hugging Face directory, or of a checkpoint."""
+    """Reads the parameters only, from a Hugging Face directory or a checkpoint."""
     if not (directory / "config.json").exists():
         like = {"params": state.trainable}
         return checkpoint.load(directory, like, layouts=layouts, cast=True)["params"]

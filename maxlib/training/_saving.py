@@ -1,4 +1,4 @@
-"""What a trainer leaves behind: checkpoints and exports. What cannot be written is said, and training goes on."""
+"""Checkpoints and exports of a trainer. A failed save is reported, and training goes on."""
 
 import collections
 import re
@@ -71,7 +71,7 @@ class Saving:
             self._try(self.checkpointer.settle, "this process's part of the last checkpoint to be written")
 
     def last_good(self) -> str:
-        """Which checkpoint to go back to, in words."""
+        """Returns a sentence that names the last good checkpoint."""
         if self.checkpointer is None:
             return "There is no checkpoint, as this trainer has no checkpointer"
         self.wait()
@@ -83,8 +83,9 @@ class Saving:
         )
 
     def cause(self, step: int, state: TrainState, batch: Batch | None, loss: Loss) -> str:
-        """Where the numbers of a bad step stop being finite, with the parameters of the last good checkpoint: its own
-        are gone.
+        """Returns a sentence that names the first tensor of a bad step that is not finite.
+
+        The step is computed again with the parameters of the last good checkpoint, because its own are gone.
         """
         if self.checkpointer is None or batch is None or self.checkpointer.latest() is None:
             return ""

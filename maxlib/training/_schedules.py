@@ -4,22 +4,51 @@ import optax
 
 
 def warmup_cosine(peak: float, steps: int, *, warmup: int, end: float = 0.1) -> optax.Schedule:
-    """Returns a linear warm-up, then half a cosine down to `end * peak` at `steps`."""
+    """Returns a schedule with a linear warm-up, then half a cosine down to `end * peak` at `steps`.
+
+    Args:
+      peak: largest learning rate.
+      steps: number of steps of the run.
+      warmup: number of steps of the warm-up.
+      end: last learning rate, as a fraction of `peak`.
+
+    Raises:
+      ValueError: when the parts do not fit into `steps`.
+    """
     _check(steps, warmup)
     return _after_warmup(peak, warmup, optax.cosine_decay_schedule(peak, steps - warmup, alpha=end))
 
 
 def warmup_linear(peak: float, steps: int, *, warmup: int, end: float = 0.0) -> optax.Schedule:
-    """Returns a linear warm-up, then a line down to `end * peak` at `steps`."""
+    """Returns a schedule with a linear warm-up, then a straight line down to `end * peak` at `steps`.
+
+    Args:
+      peak: largest learning rate.
+      steps: number of steps of the run.
+      warmup: number of steps of the warm-up.
+      end: last learning rate, as a fraction of `peak`.
+
+    Raises:
+      ValueError: when the parts do not fit into `steps`.
+    """
     _check(steps, warmup)
     return _after_warmup(peak, warmup, optax.linear_schedule(peak, end * peak, steps - warmup))
 
 
 def warmup_stable_decay(peak: float, steps: int, *, warmup: int, decay: int, end: float = 0.0) -> optax.Schedule:
-    """Returns a linear warm-up, a plateau, and a line down to `end * peak` over the last `decay` steps (WSD,
-    arXiv:2404.06395).
+    """Returns a schedule with a linear warm-up, a plateau, and a linear decay to `end * peak` (WSD, arXiv:2404.06395).
 
-    A run may be lengthened from any checkpoint of its plateau.
+    A run may be extended from any checkpoint of its plateau.
+
+    Args:
+      peak: largest learning rate.
+      steps: number of steps of the run.
+      warmup: number of steps of the warm-up.
+      decay: number of steps of the decay at the end.
+      end: last learning rate, as a fraction of `peak`.
+
+    Raises:
+      ValueError: when the parts do not fit into `steps`.
     """
     _check(steps, warmup, decay)
     parts = [optax.constant_schedule(peak), optax.linear_schedule(peak, end * peak, decay)]

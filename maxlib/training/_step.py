@@ -21,10 +21,14 @@ Metrics = dict[str, Any]
 
 @nn.pytree
 class TrainState:
-    """All that a step reads and writes. A donated state is gone; the step returns its successor.
+    """Everything that a training step reads and writes. A donated state is deleted; the step returns its successor.
 
-    trainable: parameters by path; rest: what else the model consists of (`nn.partition`). key: constant through a run;
-    the step folds its number in.
+    Args:
+      trainable: trained parameters by path.
+      rest: the rest of the model (`nn.partition`).
+      opt_state: state of the optimizer.
+      step: number of steps done.
+      key: random key of the whole run; each step folds its number into it.
     """
 
     trainable: dict[str, Any]
@@ -166,7 +170,11 @@ def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
 
 
 def jit_step(step: Step) -> Step:
-    """Compiles `step` with its state donated: after a call only the state it returned exists."""
+    """Compiles `step` with its state donated: after a call, only the state that it returned exists.
+
+    Args:
+      step: a step from `make_train_step`.
+    """
     return jax.jit(step, donate_argnums=0)
 
 

@@ -31,7 +31,7 @@ from maxlib.training._step import jit_step, make_eval_step, make_state, make_tra
 
 
 class Diverged(FloatingPointError):
-    """The loss or its gradient is no finite number any more."""
+    """Error for a loss or gradient that is no longer a finite number."""
 
 
 class Trainer:
@@ -128,11 +128,14 @@ class Trainer:
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), self.state.model)
 
     def restore(self, *, resume_from: str | Path | None = None, params_from: str | Path | None = None) -> str:
-        """Takes up the first that there is, and says which: this run's newest complete checkpoint; `resume_from`, a
-        directory of full checkpoints; `params_from`, parameters only (an Orbax or a Hugging Face directory); else it
-        starts anew.
+        """Restores the state from the first of these that exists, prints which one, and returns that line.
 
-        `fit` calls it when it has not been called.
+        These are this run's newest complete checkpoint, `resume_from`, `params_from`, or else a fresh start. `fit`
+        calls it if it has not been called.
+
+        Args:
+          resume_from: directory of full checkpoints.
+          params_from: directory with parameters only, of Orbax or Hugging Face.
         """
         with self.clock.span("restore"), self.sharded(), hard_timeout(self.timeout, "the checkpoint to be restored"):
             self.state, origin = initial_state(

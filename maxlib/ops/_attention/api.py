@@ -108,14 +108,28 @@ def attention(
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Attends from each query `i` to the keys `[k_start[i], k_end[i])`: softmax(scale q k + bias) v.
 
-    The K key heads are shared by N / K query heads each. Bounds are indices into the key array (default: every key); an
-    empty interval gives zeros. `scale` defaults to `Hk ** -0.5`. The order is scale, soft-cap, bias. Accumulates in
-    float32 (float64 for float64 inputs) and returns `q`'s dtype. With `return_lse`, also returns the float32
-    log-sum-exp of every row's logits (sink included, `-inf` where there are none); both results are differentiable.
+    Accumulates in float32 (float64 for float64 inputs). The logits are scaled, then soft-capped, then biased.
 
-    `implementation` None takes the best that can run, a name takes that one; `explain_attention` says which and why.
+    Args:
+      q: queries, N heads.
+      k: keys, K heads; each is shared by N / K consecutive query heads (grouped-query attention).
+      v: values, K heads, of any width.
+      k_start: index of the first key that each query attends to; default 0.
+      k_end: index after the last key that each query attends to; default S. An empty interval gives zeros.
+      scale: factor on the products of queries and keys; default `Hk ** -0.5`.
+      softcap: logits become `softcap * tanh(logits / softcap)`; None for no cap.
+      sinks: a further logit per query head that takes weight and has no value (GPT-OSS).
+      bias: added to the logits; B and N may be 1.
+      implementation: name of the implementation to run. None runs the first in order of preference that supports the
+        call; `explain_attention` tells which one and why.
+      return_lse: also return the log-sum-exp of every row's logits.
 
-    Raises ValueError for shapes that do not fit and for an implementation that cannot run the call.
+    Returns:
+      The output, in the dtype of `q`; with `return_lse` also the float32 log-sum-exp (sink included, `-inf` for empty
+      rows). Both are differentiable.
+
+    Raises:
+      ValueError: when shapes do not agree, or the named implementation cannot run the call.
     """
     call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse)
     out, lse = _attention(
@@ -134,11 +148,12 @@ def attention(
 
 
 def _flops(q, k, v, k_start, k_end, *_) -> Any:
-    """Two matmuls over every pair of a query and a key it sees; over all pairs where the bounds are not known."""
+    """Counts the FLOPs of both matmuls over all visible pairs of a query and a key, or all pairs for unknown bounds."""
     pairs = math.prod(q.shape[:-2]) * k.shape[-3]
     if not isinstance(k_start, jax.ShapeDtypeStruct) and not isinstance(k_end, jax.ShapeDtypeStruct):
         seen = jnp.minimum(k_end, k.shape[-3]) - jnp.maximum(k_start, 0)
         pairs = jnp.sum(jnp.maximum(seen, 0).astype(jnp.float32))
+    # Each pair and query head: 2 Hk for the logit, 2 Hv for the weighted value.
     return 2.0 * q.shape[-2] * (q.shape[-1] + v.shape[-1]) * pairs
 
 
@@ -162,10 +177,26 @@ def explain_attention(
     return_lse: bool = False,
     device: tuple[str, str] | None = None,
 ) -> dispatch.Explanation:
-    """Says which implementation `attention` would run for these arguments, and why; prints readably.
+    """Explains which implementation `attention` would run for these arguments, and why.
 
-    Arrays may be `jax.ShapeDtypeStruct`s. `device` is a platform and a device kind, such as `("gpu", "NVIDIA H100")`;
-    by default the one that would be used here.
+    Args:
+      q: queries; this and every other array may be a `jax.ShapeDtypeStruct`.
+      k: keys.
+      v: values.
+      k_start: as in `attention`.
+      k_end: as in `attention`.
+      softcap: as in `attention`.
+      sinks: as in `attention`.
+      bias: as in `attention`.
+      implementation: as in `attention`.
+      return_lse: as in `attention`.
+      device: platform and device kind, such as `("gpu", "NVIDIA H100")`; default: the device in use.
+
+    Returns:
+      An `Explanation`, which prints as a readable text.
+
+    Raises:
+      ValueError: when shapes do not agree, or no implementation has the name `implementation`.
     """
     call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, device)
     return dispatch.explain(call, implementation)

@@ -2,8 +2,8 @@
 
 A tile is one block of queries against one block of keys. Queries are scanned block by block; each block visits only
 the key blocks between its rows' smallest `k_start` and largest `k_end`, so masked tiles cost nothing. The backward pass
-sweeps the same tiles in the same order and computes all gradients of a tile together, recomputing its
-probabilities from the log-sum-exp. Hence neither pass needs the intervals' ends to be monotone.
+visits the same tiles in the same order and computes all gradients of a tile together. It recomputes the probabilities
+from the log-sum-exp (FlashAttention-2, https://arxiv.org/abs/2307.08691). Neither pass needs monotone intervals.
 
 Letters inside this file: Q query blocks, R the rows of one block (the G query heads of a key head, times t
 queries: grouped heads share a matmul and keys are never repeated), c the keys of one block.
@@ -23,7 +23,7 @@ from maxlib.ops._varying import vary_alike
 
 
 class Spec(NamedTuple):
-    """What is known when tracing: the maths, and how the work is cut. `rows` batch rows share a tile."""
+    """Static parameters: the maths and the block sizes. `rows` is the number of batch rows in one tile."""
 
     scale: float
     softcap: float | None
@@ -33,7 +33,7 @@ class Spec(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Everything about queries, in blocks: leading axis Q, then `B K R ...`; bounds are `Q B 1 R`."""
+    """Queries and what belongs to them, in blocks: leading axis Q, then `B K R ...`; bounds are `Q B 1 R`."""
 
     q: Array
     start: Array
@@ -57,7 +57,20 @@ def chunked(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
 
-    Blocks are chosen from the shapes unless given. Differentiable once (reverse mode) in q, k, v, sinks and bias.
+    Differentiable once (reverse mode) in q, k, v, sinks and bias.
+
+    Args:
+      q: queries.
+      k: keys.
+      v: values.
+      k_start: index of the first key that each query attends to.
+      k_end: index after the last one.
+      scale: factor on the products of queries and keys.
+      softcap: bound of the logits, or None.
+      sinks: a further logit per head, without a value.
+      bias: added to the logits.
+      block_q: queries per block; by default chosen from the shapes.
+      block_k: keys per block; by default chosen from the shapes.
     """
     spec = choose_blocks(q, k, scale, softcap, block_q, block_k, whole_batch=bias is not None)
     bias = None if bias is None else _fold_bias(bias, q.shape[2], k.shape[2], spec.block_q)
@@ -68,9 +81,9 @@ def chunked(
 
 
 def choose_blocks(q, k, scale, softcap=None, block_q=None, block_k=None, *, whole_batch=False) -> Spec:
-    """Measured on CPUs: tiles of at most 2 MiB stay in cache; small ones keep no core busy; few queries want long
-    blocks.
-    """
+    """Chooses block sizes from the shapes, by measurements on CPUs."""
+    # 2^19 float32 logits are 2 MiB, which stay in cache. Smaller tiles do not keep the cores busy; with few queries the
+    # blocks of keys are longer instead.
     (B, T, N, _), S, budget = q.shape, k.shape[1], 2**19
     block = 256 if T >= 2048 and budget >= N * 256 * 256 else 128
     block_q = _even(T, block, 1) if block_q is None else min(block_q, T)
@@ -81,7 +94,10 @@ def choose_blocks(q, k, scale, softcap=None, block_q=None, block_k=None, *, whol
 
 
 def _even(length: int, block: int, multiple: int) -> int:
-    """The smallest block that cuts `length` in as many pieces as `block` would, so that little is padded."""
+    """Returns the smallest block that cuts `length` into as many pieces as `block` would, to pad as little as possible.
+
+    The result is rounded up to a multiple of `multiple`.
+    """
     pieces = -(-length // block)
     even = -(-length // pieces)
     return min(length, -(-even // multiple) * multiple)
@@ -103,6 +119,8 @@ def _attend_fwd(spec: Spec, *args):
 def _attend_bwd(spec: Spec, residuals, cotangents):
     args, out, lse = residuals
     d_out, d_lse = cotangents
+    # d_logits = probs * (d_out v - delta) with delta = sum(d_out * out) - d_lse: one number per row replaces the sum
+    # over all keys that the softmax's gradient needs, so that tiles are independent of each other.
     delta = jnp.sum(d_out.astype(lse.dtype) * out.astype(lse.dtype), axis=-1) - d_lse
     delta = jnp.where(jnp.isfinite(lse), delta, 0.0)
     dq, dk, dv, d_bias = _by_rows(spec, _backward, *args, jnp.where(jnp.isfinite(lse), lse, 0.0), delta, d_out)
@@ -114,9 +132,10 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _by_rows(spec: Spec, fn, *args):
-    """Runs `fn` on `spec.rows` batch rows at a time: each group skips by its own intervals and fits in cache."""
+    """Runs `fn` on `spec.rows` batch rows at a time; each group fits in cache and skips tiles by its own intervals."""
     if spec.rows == args[0].shape[0]:
         return fn(spec, *args)
+    # [B, ...] -> [B / rows, rows, ...], and back
     split = jax.tree.map(lambda x: x.reshape(-1, spec.rows, *x.shape[1:]), args)
     joined = lax.map(lambda group: fn(spec, *group), split)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), joined)
@@ -132,20 +151,22 @@ def _forward(spec: Spec, q, k, v, bias, k_start, k_end):
 
 
 def _forward_block(spec: Spec, row: Rows, keys, values):
-    """One block of queries against all keys it can see, by the online softmax."""
+    """Attends from one block of queries to all keys visible to it, by the online softmax."""
     compute, width = _compute_dtype(row.q), values.shape[-1]
-    zeros = _zeros(row.q.shape[:-1], compute, row.q)
-    # The smallest finite number, not -inf, so that rows which have seen nothing yet stay free of NaN.
+    zeros = _zeros(row.q.shape[:-1], compute, row.q)  # [B, K, R]
+    # The smallest finite number, not -inf: rows without a visible key so far would give -inf - -inf = NaN.
     init = zeros + jnp.finfo(compute).min, zeros, _zeros((*row.q.shape[:-1], width), compute, row.q)
     step = lambda j, carry: _forward_tile(spec, row, keys, values, j, *carry)
     peak, total, acc = lax.fori_loop(*_visited(row, keys), step, init)
+    # Divide once, after the last block: the sums are exp(x - peak), so lse = peak + log(total).
     seen = total > 0
     safe = jnp.where(seen, total, 1.0)
     return (acc / safe[..., None]).astype(row.q.dtype), jnp.where(seen, peak + jnp.log(safe), -jnp.inf)
 
 
 def _forward_tile(spec: Spec, row: Rows, keys, values, j, peak, total, acc):
-    logits, _ = _logits(spec, row, keys, j)
+    # The sums so far are relative to the old maximum m: rescale them by exp(m - m') before adding the new block's.
+    logits, _ = _logits(spec, row, keys, j)  # [B, K, R, c]
     new_peak = jnp.maximum(peak, jnp.max(logits, axis=-1))
     # The barrier keeps XLA from computing the exponentials twice, once for their sum.
     probs = lax.optimization_barrier(jnp.exp(logits - new_peak[..., None]))
@@ -167,7 +188,7 @@ def _backward(spec: Spec, q, k, v, bias, k_start, k_end, lse, delta, d_out):
 
 
 def _backward_block(spec: Spec, keys, values, totals, row: Rows, lse, delta, d_out):
-    """One block of queries: its own dq and d_bias, and what it adds to the totals of dk and dv."""
+    """Computes dq and d_bias of one block of queries, and adds its share to the totals of dk and dv."""
     zeros = lambda x: None if x is None else _zeros(x.shape, _compute_dtype(row.q), row.q)
     init = *totals, zeros(row.q), zeros(row.bias)
     step = lambda j, carry: _backward_tile(spec, row, keys, values, lse, delta, d_out, j, *carry)
@@ -177,9 +198,11 @@ def _backward_block(spec: Spec, keys, values, totals, row: Rows, lse, delta, d_o
 
 def _backward_tile(spec: Spec, row: Rows, keys, values, lse, delta, d_out, j, dk, dv, dq, d_bias):
     logits, slope = _logits(spec, row, keys, j)
+    # Recompute the probabilities exactly: softmax(x) = exp(x - lse), with no second pass over the keys.
     probs = jnp.exp(logits - lse[..., None])
     d_logits = probs * (_dot("BKRH,BKcH->BKRc", d_out, values[j]) - delta[..., None])
-    d_scores = d_logits * slope
+    d_scores = d_logits * slope  # chain rule through the scale and the soft-cap
+    # [B, K, R, c] by the block's keys, queries and output gradients; dk and dv add up over all blocks of queries.
     dq = dq + _dot("BKRc,BKcH->BKRH", d_scores, keys[j])
     dk = keys.add(dk, j, _dot("BKRc,BKRH->BKcH", d_scores, row.q))
     dv = values.add(dv, j, _dot("BKRc,BKRH->BKcH", probs, d_out))
@@ -193,7 +216,7 @@ def _backward_tile(spec: Spec, row: Rows, keys, values, lse, delta, d_out, j, dk
 
 
 def _visited(row: Rows, keys) -> tuple[Array, Array]:
-    """The key blocks `[first, last)` that any row of this query block can see; none when all rows are empty."""
+    """Returns the range `[first, last)` of key blocks visible to any row of this block; empty if all rows are."""
     seen = row.start < row.end
     first = jnp.min(jnp.where(seen, row.start, keys.length))
     last = jnp.max(jnp.where(seen, jnp.minimum(row.end, keys.length), 0))
@@ -201,21 +224,21 @@ def _visited(row: Rows, keys) -> tuple[Array, Array]:
 
 
 def _logits(spec: Spec, row: Rows, keys, j) -> tuple[Array, Array | float]:
-    """The tile's logits, `-inf` where masked, and their derivative with respect to the bare dot products."""
+    """Returns the tile's logits, `-inf` where masked, and their derivative with respect to the dot products."""
     logits, slope = _dot("BKRH,BKcH->BKRc", row.q, keys[j]) * spec.scale, spec.scale
     if spec.softcap is not None:
         bent = jnp.tanh(logits / spec.softcap)
-        logits, slope = spec.softcap * bent, spec.scale * (1.0 - bent * bent)
+        logits, slope = spec.softcap * bent, spec.scale * (1.0 - bent * bent)  # tanh' = 1 - tanh^2
     if row.bias is not None:
         logits = logits + lax.dynamic_slice_in_dim(row.bias, keys.first(j), keys.block, axis=-1).astype(logits.dtype)
     index = (keys.first(j) + jnp.arange(keys.block, dtype=jnp.int32))[None, None, None]
-    # The last block may reach back over keys of the one before it, which were counted there.
+    # The last block is moved back to end with the array; keys that it shares with the block before are masked here.
     visible = (index >= jnp.maximum(row.start, j * keys.block)[..., None]) & (index < row.end[..., None])
     return jnp.where(visible, logits, -jnp.inf), slope
 
 
 def _dot(spec: str, x, y):
-    """A matmul in y's precision, summed in at least float32."""
+    """Multiplies in y's precision and accumulates in at least float32."""
     return jnp.einsum(spec, x.astype(y.dtype), y, preferred_element_type=_compute_dtype(y))
 
 
@@ -228,7 +251,7 @@ def _add_slice(x, update, start, axis: int):
 
 
 def _cut(spec: Spec, q, k, v, bias, k_start, k_end):
-    """The queries in blocks, and keys and values ready to be read in blocks."""
+    """Cuts the queries into blocks, and prepares keys and values to be read in blocks."""
     K, groups = k.shape[2], q.shape[2] // k.shape[2]
     ends = (jnp.broadcast_to(e[:, :, None, None], (*e.shape, groups, 1)) for e in (k_start, k_end))
     start, end = (_fold(e, 1, spec.block_q)[..., 0] for e in ends)
@@ -240,8 +263,8 @@ def _cut(spec: Spec, q, k, v, bias, k_start, k_end):
 class _KeyBlocks:
     """Keys or values, `B S K H`, read as blocks `B K c H` in the queries' dtype.
 
-    With `turn`, the whole array is laid out heads-first once. With a single query block (decoding) each block is turned
-    as it is read, so that a long cache is neither copied nor read beyond what is visible.
+    With `turn`, the whole array is transposed to heads-first once. With a single query block (decoding) each block is
+    transposed when it is read, so that a long cache is neither copied nor read beyond its visible part.
     """
 
     def __init__(self, x, block: int, turn: bool, dtype):
@@ -250,7 +273,7 @@ class _KeyBlocks:
         self.shape = (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
 
     def first(self, j):
-        """The first key of block `j`. The last block is moved back to end with the array: keys are never padded."""
+        """Returns the first key of block `j`. The last block ends with the array, so keys are never padded."""
         return jnp.minimum(j * self.block, self.length - self.block)
 
     def __getitem__(self, j):
@@ -265,22 +288,24 @@ class _KeyBlocks:
 
 
 def _turn(x):
+    """Swaps the sequence and head axes: `B S K H` to `B K S H`, and back."""
     return jnp.swapaxes(x, 1, 2)
 
 
 def _fold(x, num_kv_heads: int, block_q: int):
-    """`B T N H` to `Q B K (G t) H`; what is padded at the end has empty intervals and no gradient."""
+    """Folds `B T N H` into `Q B K (G t) H`; queries padded at the end have empty intervals and no gradient."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block_q), (0, 0), (0, 0)))
     return einops.rearrange(x, "B (Q t) (K G) H -> Q B K (G t) H", t=block_q, K=num_kv_heads)
 
 
 def _unfold(x, num_queries: int, num_heads: int):
+    """Inverts `_fold`: `Q B K (G t) H` to `B T N H`, without the padding."""
     groups = num_heads // x.shape[2]
     return einops.rearrange(x, "Q B K (G t) H -> B (Q t) (K G) H", G=groups)[:, :num_queries]
 
 
 def _fold_bias(bias, num_heads: int, num_kv_heads: int, block_q: int):
-    """`#B #N T S` to `Q #B #K (G t) S`; autodiff undoes it."""
+    """Folds `#B #N T S` into `Q #B #K (G t) S`; autodiff inverts it for the gradient."""
     groups = num_heads // num_kv_heads
     if bias.shape[1] == 1:
         bias = jnp.broadcast_to(bias, (bias.shape[0], groups, *bias.shape[2:]))

@@ -1,4 +1,4 @@
-"""Which implementation runs: what each can do, and why one is chosen."""
+"""The table of attention implementations: what each supports, and which one a call gets."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ FEATURES = {
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """All that decides who can compute one attention: shapes, dtype, features used, device."""
+    """One call of attention, as far as it decides the implementation: shapes, dtype, features, device."""
 
     batch: int
     queries: int
@@ -42,11 +42,16 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to compute attention. `run` has the signature of `reference`; every row of the table has gradients.
+    """One way to compute attention; all of them are differentiable.
 
-    by_name: why it runs only where it is asked for (None: it may be chosen). platforms: where it runs (None:
-    everywhere). features: which of `FEATURES` it has. accepts: any further condition, as a function from the call to
-    the reason against it, or None.
+    Args:
+      name: name by which a call selects it.
+      run: the function, with the signature of `reference`.
+      about: one line for the table of capabilities.
+      platforms: platforms it runs on; None for all.
+      features: the `FEATURES` it supports.
+      accepts: function that returns the reason why it cannot run a call, or None; for any further condition.
+      by_name: reason why it runs only when it is selected by name; None if it may be chosen automatically.
     """
 
     name: str
@@ -58,7 +63,7 @@ class Implementation:
     by_name: str | None = None
 
     def refusal(self, call: Call) -> str | None:
-        """Why it cannot run this call, or None if it can."""
+        """Returns the reason why it cannot run this call, or None if it can."""
         if self.platforms is not None and call.platform not in self.platforms:
             return f"runs on {' and '.join(sorted(self.platforms))}, not on {call.platform}"
         if missing := call.features - self.features:
@@ -68,7 +73,7 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Which implementation a call gets (None: the one asked for cannot run it), and why."""
+    """The implementation that a call gets (`chosen`; None if the named one cannot run it), and the reasons."""
 
     call: Call
     chosen: str | None
@@ -84,7 +89,15 @@ _implementations: list[Implementation] = []
 
 
 def register(implementation: Implementation, *, before: str | None = None) -> None:
-    """Adds an implementation; `implementation=None` takes the first that accepts, so put better ones `before`."""
+    """Adds an implementation to the table.
+
+    Args:
+      implementation: the row to add.
+      before: name of the row to insert it before; default: at the end. The first row that supports a call runs it.
+
+    Raises:
+      ValueError: when the name is taken.
+    """
     names = [one.name for one in _implementations]
     if implementation.name in names:
         raise ValueError(f"attention already has an implementation called {implementation.name!r}")
@@ -92,12 +105,20 @@ def register(implementation: Implementation, *, before: str | None = None) -> No
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """All implementations, in the order in which they are preferred."""
+    """Returns all implementations in order of preference."""
     return tuple(_implementations)
 
 
 def explain(call: Call, name: str | None = None) -> Explanation:
-    """Says who would run `call`, without running it."""
+    """Finds the implementation that would run `call`, without running it.
+
+    Args:
+      call: the call.
+      name: name of the requested implementation; None for the first that supports the call.
+
+    Raises:
+      ValueError: when no implementation has this name.
+    """
     refusals = {one.name: one.refusal(call) for one in _implementations}
     if name is not None and name not in refusals:
         raise ValueError(f"implementation must be None or one of {sorted(refusals)}, got {name!r}")
@@ -113,7 +134,11 @@ def explain(call: Call, name: str | None = None) -> Explanation:
 
 
 def choose(call: Call, name: str | None = None) -> Implementation:
-    """The implementation to run. A name means that one or an error, never another one."""
+    """Returns the implementation to run. A named one is never replaced by another.
+
+    Raises:
+      ValueError: when the named implementation cannot run the call, or does not exist.
+    """
     answer = explain(call, name)
     if answer.chosen is None:
         raise ValueError(f"attention cannot run as asked: {answer.reason}. Pass implementation=None for the best one.")
@@ -121,18 +146,19 @@ def choose(call: Call, name: str | None = None) -> Implementation:
 
 
 def by_name(name: str) -> Implementation:
+    """Returns the implementation called `name`."""
     return next(one for one in _implementations if one.name == name)
 
 
 class Table(str):
-    """Markdown, which notebooks show as the table that it is."""
+    """A Markdown table, which notebooks render."""
 
     def _repr_markdown_(self) -> str:
         return str(self)
 
 
 def capabilities() -> Table:
-    """The capability matrix: which implementation runs where and has which feature."""
+    """Returns the table of implementations, with the platforms and features of each."""
     rows = [["implementation", "runs on", *FEATURES], ["---"] * (len(FEATURES) + 2)]
     for one in _implementations:
         where = "everything" if one.platforms is None else ", ".join(sorted(one.platforms))
@@ -141,8 +167,9 @@ def capabilities() -> Table:
 
 
 def current_device() -> tuple[str, str]:
-    """Platform and kind of the device a trace is for: the mesh in context (which may be absent hardware), or the
-    default.
+    """Returns the platform and kind of the device that is traced for.
+
+    This is the device of the mesh in context, which need not be present, or else the default device.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:

@@ -1,4 +1,4 @@
-"""How kernels make logits of the raw products of queries and keys, a tile at a time."""
+"""Scale and soft-cap of logits, as the kernels apply them to a tile of raw products of queries and keys."""
 
 import dataclasses
 import math
@@ -11,9 +11,14 @@ LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """How raw products become logits. `scale` must be positive.
+    """Map from raw products `q k` to logits: `scale * q k`, or `softcap * tanh(scale * q k / softcap)`.
 
-    Logits are kept in base 2 and unscaled: `exp(logit - max)` is `exp2(factor * bent - max2)`, one multiply-add.
+    Kernels keep unscaled logits `bent` and a maximum `max2` in base 2, so that `exp(logit - max)` is
+    `exp2(factor * bent - max2)`: one multiply-add and the hardware's exponential.
+
+    Args:
+      scale: factor on the products; positive.
+      softcap: bound of the logits, or None.
     """
 
     scale: float
@@ -21,12 +26,14 @@ class Logits:
 
     @property
     def factor(self) -> float:
+        """Returns the factor from `bend`'s result to logits in base 2."""
         return LOG2_E * (self.scale if self.softcap is None else self.softcap)
 
     def bend(self, products):
-        """The soft-cap's curve, in units of the cap."""
+        """Applies the soft-cap's tanh, without multiplying by the cap; without a soft-cap returns the products."""
         return products if self.softcap is None else jnp.tanh(products * (self.scale / self.softcap))
 
     def slope(self, bent, weights):
-        """`weights` times the derivative of the logits by the products, over `scale`."""
+        """Multiplies `weights` by the derivative of the logits with respect to the products, divided by `scale`."""
+        # d/dx [c tanh(s x / c)] = s (1 - tanh^2)
         return weights if self.softcap is None else weights * (1.0 - bent * bent)

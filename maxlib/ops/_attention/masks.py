@@ -1,8 +1,8 @@
 """Masks as per-query key intervals.
 
-Every mask maxlib knows says, for query `i`, which keys it may see as one interval `[k_start, k_end)`.
-Small frozen specs combine (`Causal() & SlidingWindow(4096)`) and lower to two int32 arrays once per
-forward pass. Every implementation reads the same two arrays, and skips the tiles that they leave out.
+A mask gives each query `i` the keys that it attends to, as one interval `[k_start, k_end)`. Small frozen specs combine
+(`Causal() & SlidingWindow(4096)`) and lower to two int32 arrays once per forward pass. Every implementation reads the
+same two arrays, and skips the tiles that they leave out. No mask of shape T x S is ever made.
 """
 
 import dataclasses
@@ -16,11 +16,15 @@ Interval = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """What masks know about each query. All are indices into the key array, shape `B T`.
+    """Position and document of each query: all fields are indices into the key array, shape `B T`.
 
-    index: where the query itself stands. start, stop: its document, `[start, stop)`; padding is a
-    document of its own that is empty. span_start, span_stop: the run of tokens that see each other in
-    both directions (an image, a prefix); `[index, index + 1)` where there is none.
+    Args:
+      index: the query's own key.
+      start: first key of its document.
+      stop: index after the last key of its document; `stop <= start` marks padding.
+      span_start: first token of the bidirectional run (an image, a prefix) that the query belongs to; its own index
+        if there is none. None if no query has one.
+      span_stop: index after the last token of that run.
     """
 
     index: Int[Array, "B T"]
@@ -31,21 +35,22 @@ class Tokens:
 
 
 class Mask:
-    """A frozen spec that lowers to key intervals; `&` intersects, `|` unites.
+    """Base class of masks: a frozen spec that lowers to key intervals; `&` intersects, `|` unites.
 
-    A union is only right where the two intervals of each query overlap (they do for all specs here: each
-    contains the query itself). The interval's ends must not decrease along a row, so that the
-    transposed intervals of the backward pass exist; all specs here keep that.
+    A union is correct only if the two intervals of each query overlap. This holds for all masks here, because each
+    interval contains the query itself. Neither end of the interval may decrease along a row, so that the transposed
+    intervals of the backward pass exist; all masks here satisfy this.
     """
 
     def interval(self, tokens: Tokens) -> Interval:
+        """Returns `[k_start, k_end)` for each query, two arrays of shape `B T`."""
         raise NotImplementedError
 
     @property
     def ring(self) -> int | None:
-        """How many slots a ring cache needs for this mask; None if it must keep every key.
+        """Returns the number of slots that a ring cache needs for this mask; None if it must keep every key.
 
-        A ring of that size never has to be unrolled for a single new token: the visible slots are one interval.
+        A ring of this size never has to be unrolled for a single new token: the visible slots are one interval.
         """
         return None
 
@@ -58,7 +63,7 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True)
 class Full(Mask):
-    """Every key of the query's own document."""
+    """Bidirectional mask: every key of the query's own document."""
 
     def interval(self, tokens: Tokens) -> Interval:
         return tokens.start, tokens.stop
@@ -66,7 +71,7 @@ class Full(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Causal(Mask):
-    """The query itself and what came before it."""
+    """Causal mask: the query itself and every earlier key of its document."""
 
     def interval(self, tokens: Tokens) -> Interval:
         return tokens.start, tokens.index + 1
@@ -74,9 +79,15 @@ class Causal(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """Keys less than `window` before the query (Mistral's convention: the query counts), and every later key.
+    """Sliding window over the past: the keys less than `window` before the query, and every later key.
 
-    Use it as `Causal() & SlidingWindow(window)`: alone it bounds the past only, and each query also sees the future.
+    Use it as `Causal() & SlidingWindow(window)`: on its own it limits the past only.
+
+    Args:
+      window: number of keys, the query's own included (Mistral's convention).
+
+    Raises:
+      ValueError: when `window` is not a whole number of at least 1.
     """
 
     window: int
@@ -95,7 +106,14 @@ class SlidingWindow(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Chunked(Mask):
-    """Keys of the query's own chunk; chunks of `chunk` tokens count from the document's start (Llama 4)."""
+    """Chunked mask: the keys of the query's own chunk (Llama 4); use as `Causal() & Chunked(n)`.
+
+    Args:
+      chunk: tokens per chunk, counted from the start of the document.
+
+    Raises:
+      ValueError: when `chunk` is below 1.
+    """
 
     chunk: int
 
@@ -108,13 +126,18 @@ class Chunked(Mask):
         return self.chunk
 
     def interval(self, tokens: Tokens) -> Interval:
+        # Round the position within the document down to the first token of its chunk.
         start = tokens.start + (tokens.index - tokens.start) // self.chunk * self.chunk
         return start, jnp.minimum(start + self.chunk, tokens.stop)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefix(Mask):
-    """The first `length` tokens of a document see each other; use as `Causal() | Prefix(n)`."""
+    """Prefix mask: the first `length` tokens of a document attend to each other; use as `Causal() | Prefix(n)`.
+
+    Args:
+      length: number of tokens in the prefix.
+    """
 
     length: int
 
@@ -126,7 +149,10 @@ class Prefix(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class BidirectionalBlocks(Mask):
-    """The tokens of one span (an image) see each other; use as `Causal() | BidirectionalBlocks()`."""
+    """Bidirectional blocks: the tokens of one span (an image) attend to each other.
+
+    Use it as `Causal() | BidirectionalBlocks()`. The spans come from `Tokens.span_start` and `Tokens.span_stop`.
+    """
 
     def interval(self, tokens: Tokens) -> Interval:
         if tokens.span_start is None or tokens.span_stop is None:
@@ -145,6 +171,7 @@ class _And(Mask):
         return rings[0] if len(rings) == 1 else None  # two rings would not nest: keep every key
 
     def interval(self, tokens: Tokens) -> Interval:
+        # [a, b) and [c, d): an intersection of intervals is an interval, possibly empty.
         (a, b), (c, d) = self.left.interval(tokens), self.right.interval(tokens)
         return jnp.maximum(a, c), jnp.minimum(b, d)
 
@@ -162,11 +189,12 @@ class _Or(Mask):
 
     def interval(self, tokens: Tokens) -> Interval:
         (a, b), (c, d) = self.left.interval(tokens), self.right.interval(tokens)
-        return jnp.minimum(a, c), jnp.maximum(b, d)
+        return jnp.minimum(a, c), jnp.maximum(b, d)  # the hull, which is the union if the intervals overlap
 
 
 def key_intervals(mask: Mask, tokens: Tokens) -> Interval:
     """Lowers `mask` to `[k_start, k_end)` per query; padding gets the empty interval `[i, i)`."""
+    # [i, i) rather than [0, 0): the ends stay non-decreasing along the row.
     start, end = mask.interval(tokens)
     empty = tokens.stop <= tokens.start
     return jnp.where(empty, tokens.index, start), jnp.where(empty, tokens.index, end)
@@ -175,10 +203,20 @@ def key_intervals(mask: Mask, tokens: Tokens) -> Interval:
 def query_intervals(
     k_start: Int[Array, "B T"], k_end: Int[Array, "B T"], num_keys: int
 ) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
-    """The transpose: for key `j`, the queries `[q_start, q_end)` that see it (and, in between, empty rows).
+    """Transposes key intervals: finds the queries `[q_start, q_end)` that attend to each key.
 
-    Exact because both ends are non-decreasing along a row. Returns two arrays of shape `B S`.
+    The result is exact because both ends are non-decreasing along a row; it may include empty rows in between.
+
+    Args:
+      k_start: index of the first key of each query.
+      k_end: index after the last key of each query.
+      num_keys: number of keys, S.
+
+    Returns:
+      `q_start` and `q_end`, both of shape `B S`.
     """
+    # Query i attends to key j if k_start[i] <= j < k_end[i]. The ends are sorted, so k_end[i] <= j holds for the first
+    # queries (count them: q_start) and k_start[i] <= j for the first q_end.
     keys = jnp.broadcast_to(jnp.arange(num_keys, dtype=jnp.int32), (k_start.shape[0], num_keys))
     count = lambda ends: _count_up_to(ends, keys)
     q_start, q_end = count(k_end), count(k_start)
@@ -186,5 +224,5 @@ def query_intervals(
 
 
 def _count_up_to(ends: Int[Array, "B T"], keys: Int[Array, "B S"]) -> Int[Array, "B S"]:
-    """For each key `j`, how many entries of the non-decreasing row `ends` are `<= j`."""
+    """Counts, for each key `j`, the entries of the non-decreasing row `ends` that are `<= j`."""
     return jax.vmap(lambda row, j: jnp.searchsorted(row, j, side="right").astype(jnp.int32))(ends, keys)

@@ -1,4 +1,4 @@
-"""Attention as it is defined, in one screen: the specification every other implementation is tested against."""
+"""Attention as it is defined: the specification that every other implementation is tested against."""
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ def reference(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the output and the log-sum-exp of each row's logits (sink included; `-inf` for empty rows)."""
     S, K, compute = *k.shape[1:3], jnp.promote_types(q.dtype, jnp.float32)
+    # Query heads of one key head are grouped, so that keys are never repeated: N = K * G.
     queries = rearrange(q.astype(compute), "B T (K G) H -> B T K G H", K=K)
     logits = scale * jnp.einsum("BTKGH,BSKH->BKGTS", queries, k.astype(compute))
     logits = rearrange(logits, "B K G T S -> B (K G) T S")
@@ -31,10 +32,11 @@ def reference(
     visible = (k_start[..., None] <= keys) & (keys < k_end[..., None])  # B T S
     logits = jnp.where(visible[:, None], logits, -jnp.inf)
     sink = jnp.full((), -jnp.inf, compute) if sinks is None else sinks.astype(compute)
+    # The sink is one more logit of the softmax, without a value: it takes part in the maximum and in the total only.
     sink = jnp.broadcast_to(sink.reshape(1, -1, 1, 1), (*logits.shape[:3], 1))
 
-    # The peak changes nothing but the range of the exponentials, so no gradient runs through it. Rows that see nothing
-    # are kept clear of every infinity: a NaN would survive the selection in the gradient.
+    # The peak changes only the range of the exponentials, so no gradient goes through it. Rows without a visible key
+    # avoid every infinity: a NaN in the branch that `where` discards would still reach the gradient.
     peak = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sink))
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
     weights = jnp.exp(logits - peak)

@@ -1,10 +1,8 @@
-"""Attention over keys that are spread over devices: they travel around a ring, queries stay (Liu et al.,
-arXiv:2310.01889).
+"""Ring attention: keys are split over devices and travel around a ring, queries stay (Liu et al., arXiv:2310.01889).
 
-Each device meets every part of the keys once, computes attention over that part with any implementation, and merges the
-results by their log-sum-exps. The gradient goes around once more, with the sums of dk and dv travelling along, so no
-device ever holds more than two parts. Parts that a query block cannot see cost nothing, as in one array: the intervals
-say so.
+Each device receives every part of the keys once, computes attention over that part with any implementation, and merges
+the results by their log-sum-exps. The backward pass sends the keys around once more, together with the sums of dk and
+dv, so no device ever holds more than two parts. Tiles outside the intervals cost nothing, as in one array.
 """
 
 import functools
@@ -20,7 +18,7 @@ from maxlib.ops._attention.sinks import merge_sinks
 
 
 class _Ring(NamedTuple):
-    """What is known when tracing. pieces: see `ring_attention`."""
+    """Static parameters; `pieces` as in `ring_attention`, `options` for `ops.attention`."""
 
     axis: str
     pieces: int
@@ -41,12 +39,29 @@ def ring_attention(
     sinks: Float[Array, " N"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """`attention`, inside `jax.shard_map`, where every device of `axis_name` holds some queries and some keys.
+    """Computes `attention` inside `jax.shard_map`, where every device of `axis_name` holds some queries and some keys.
 
-    k_start, k_end: indices into the whole key array. pieces: 1 if device `i` of `n` holds the `i`-th part of the keys,
-    2 if it holds the `i`-th and the `i`-th last of `2 n` (`sharding.layers.zigzag`), which gives all of them the same
-    work under a causal mask. Differentiable once (reverse mode) in q, k, v and sinks. Raises ValueError for keys that
-    `pieces` does not divide.
+    Differentiable once (reverse mode) in q, k, v and sinks.
+
+    Args:
+      q: this device's queries.
+      k: this device's part of the keys.
+      v: this device's part of the values.
+      k_start: first key of each query, as an index into the whole key array of all devices.
+      k_end: index after the last key of each query.
+      axis_name: mesh axis over which keys are split.
+      pieces: 1 if device `i` of `n` holds the `i`-th part of the keys. 2 if it holds the `i`-th and the `i`-th last of
+        `2 n` parts (`sharding.layers.zigzag`), which gives all devices the same work under a causal mask.
+      scale: as in `attention`.
+      softcap: as in `attention`.
+      sinks: as in `attention`.
+      implementation: as in `attention`; it runs on each part.
+
+    Returns:
+      The output for this device's queries, over the keys of all devices.
+
+    Raises:
+      ValueError: when `pieces` is neither 1 nor 2, or does not divide the device's keys.
     """
     if pieces not in (1, 2) or k.shape[1] % pieces:
         raise ValueError(
@@ -59,9 +74,11 @@ def ring_attention(
 
 
 def _attend(ring: _Ring, q, k, v, k_start, k_end):
+    """Returns the output and the log-sum-exp over the keys of all devices."""
+
     def meet(step, carry):
         k, v, out, lse = carry
-        following = _pass_on(ring, (k, v))  # on its way while this part is computed
+        following = _pass_on(ring, (k, v))  # the transfer overlaps with this part's attention
         out, lse = _merge((out, lse), _part(ring, step, q, k, v, k_start, k_end))
         return *following, out, lse
 
@@ -78,21 +95,21 @@ def _forward(ring: _Ring, q, k, v, k_start, k_end):
 def _backward(ring: _Ring, residuals, cotangents):
     q, k, v, k_start, k_end, out, lse = residuals
     d_out, d_lse = (x.astype(jnp.float32) for x in cotangents)
-    delta = jnp.sum(d_out * out.astype(jnp.float32), axis=-1) - d_lse
+    delta = jnp.sum(d_out * out.astype(jnp.float32), axis=-1) - d_lse  # [B, T, N], as in FlashAttention
 
     def meet(step, carry):
         k, v, dq, dk, dv = carry
         following = _pass_on(ring, (k, v))
         part = lambda q, k, v: _part(ring, step, q, k, v, k_start, k_end)
         (own, own_lse), pull = jax.vjp(part, q, k, v)
-        # This part's softmax has the weight exp(own_lse - lse) in the whole one; delta carries what the others
-        # contribute.
+        # out = sum_p w_p out_p with w_p = exp(lse_p - lse), so d_out_p = w_p d_out. The other parts enter through the
+        # weights: d_lse_p = w_p (d_out . out_p - delta).
         weight = jnp.exp(jnp.where(own_lse > -jnp.inf, own_lse - lse, -jnp.inf))
         d_own = weight[..., None] * d_out
         d_own_lse = jnp.sum(d_own * own.astype(jnp.float32), axis=-1) - weight * delta
         more = pull((d_own.astype(own.dtype), d_own_lse))
         dq, dk, dv = (total + x.astype(jnp.float32) for total, x in zip((dq, dk, dv), more, strict=True))
-        return *following, dq, *_pass_on(ring, (dk, dv))
+        return *following, dq, *_pass_on(ring, (dk, dv))  # dk and dv travel with the keys that they belong to
 
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
     *_, dq, dk, dv = _around(ring, meet, (k, v, *zeros))
@@ -104,21 +121,24 @@ _attend.defvjp(_forward, _backward)
 
 
 def _around(ring: _Ring, meet, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All steps of the ring; after them everything that travels is home again."""
+    """Runs all n steps of the ring; afterwards every array that travels is back on its own device."""
     return lax.fori_loop(0, lax.axis_size(ring.axis), meet, carry)
 
 
 def _pass_on(ring: _Ring, arrays):
+    """Sends the arrays to the next device of the ring."""
     n = lax.axis_size(ring.axis)
     return lax.ppermute(arrays, ring.axis, [(i, (i + 1) % n) for i in range(n)])
 
 
 def _part(ring: _Ring, step, q, k, v, k_start, k_end) -> tuple[Array, Array]:
-    """Attention over the keys that have arrived at `step`, and its log-sum-exp."""
+    """Computes attention over the keys that are here in `step`, and its log-sum-exp."""
     n, size = lax.axis_size(ring.axis), k.shape[1] // ring.pieces
+    # After `step` transfers to the next device, the keys here are those of the device `step` places before this one.
     owner = (lax.axis_index(ring.axis) - step) % n
     parts = []
     for piece, first in enumerate((owner, 2 * n - 1 - owner)[: ring.pieces]):
+        # Global bounds to indices into this piece; a query that attends to none of it gets an empty interval.
         start, end = (jnp.clip(bound - first * size, 0, size) for bound in (k_start, k_end))
         keys, values = (lax.slice_in_dim(x, piece * size, (piece + 1) * size, axis=1) for x in (k, v))
         own = attention(q, keys, values, k_start=start, k_end=end, return_lse=True, **dict(ring.options))
@@ -127,7 +147,8 @@ def _part(ring: _Ring, step, q, k, v, k_start, k_end) -> tuple[Array, Array]:
 
 
 def _merge(a, b):
-    """Two softmaxes over different keys as one over all of them; differentiable, also where a row sees no key."""
+    """Merges two softmaxes over different keys; differentiable, also for a row without a visible key."""
+    # out = (e^a out_a + e^b out_b) / (e^a + e^b) for the log-sum-exps a and b, shifted by the larger one.
     (out_a, lse_a), (out_b, lse_b) = a, b
     peak = jnp.maximum(lse_a, lse_b)
     peak = jnp.where(jnp.isfinite(peak), lax.stop_gradient(peak), 0.0)

@@ -1,4 +1,4 @@
-"""Attention sinks as a step after attention, so that no kernel needs to know about them."""
+"""Attention sinks, applied after attention so that kernels need no support for them."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -7,12 +7,20 @@ from jaxtyping import Array, Float
 def merge_sinks(
     out: Float[Array, "B T N Hv"], lse: Float[Array, "B T N"], sinks: Float[Array, " N"]
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """Adds one logit per head that takes weight and gives no value (GPT-OSS).
+    """Adds one logit per head that takes weight and has no value (GPT-OSS, https://arxiv.org/abs/2508.10925).
 
-    Exact, and differentiable wherever the attention is differentiable in `out` and `lse`: a softmax with one more logit
-    is the old one times `sigmoid(lse - sink)`. (Written as an exponential, whose gradient does not lose the digits of a
-    small sink.)
+    The result is exact, and differentiable in `out`, `lse` and `sinks`.
+
+    Args:
+      out: output of attention without sinks.
+      lse: log-sum-exp of its logits.
+      sinks: the additional logit of each head.
+
+    Returns:
+      The output and the log-sum-exp with the sinks included.
     """
+    # A softmax with one more logit is the old one times exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink). It is
+    # computed as an exponential, because the gradient of the sigmoid would lose the digits of a small sink.
     sink = jnp.broadcast_to(sinks.astype(lse.dtype)[None, None], lse.shape)
     seen = jnp.where(jnp.isfinite(lse), lse, jnp.finfo(lse.dtype).min)  # an empty row minus a sink of -inf is no NaN
     keep = jnp.exp(seen - jnp.logaddexp(seen, sink))

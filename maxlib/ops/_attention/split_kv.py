@@ -1,8 +1,8 @@
-"""Few queries against many keys (decoding), in plain XLA: parts of the keys side by side, merged by their log-sum-exps.
+"""Few queries against many keys (decoding), in plain XLA: parts of the keys in parallel, merged by their log-sum-exps.
 
-One query leaves a large machine idle if keys are visited one block after the other. Here a wave of many parts is
-computed at once, and as many waves run, one after the other, as there are keys to see: the cost follows the filled
-length of a cache, not its capacity.
+One query leaves a large device idle if key blocks are visited one after the other. Here a wave of many parts is
+computed at once (flash-decoding). Waves run one after the other over the visible keys only, so the cost follows the
+filled length of a cache, not its capacity.
 
 Letters inside this file: P parts of a wave, c keys of a part, G query heads of a key head.
 """
@@ -20,12 +20,12 @@ from maxlib.ops._attention.dispatch import Call
 from maxlib.ops._attention.merge import merge_parts
 from maxlib.ops._attention.sinks import merge_sinks
 
-MAX_QUERIES = 16  # queries
-WAVE, PART = 4096, 256
+MAX_QUERIES = 16
+WAVE, PART = 4096, 256  # keys
 
 
 class Spec(NamedTuple):
-    """What is known when tracing."""
+    """Static parameters: the maths, and the number of keys in a wave and in a part."""
 
     scale: float
     softcap: float | None
@@ -34,7 +34,7 @@ class Spec(NamedTuple):
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why this is the wrong tool for `call`, or None."""
+    """Returns the reason why this implementation does not suit `call`, or None."""
     return (
         None if call.queries <= MAX_QUERIES else f"is for at most {MAX_QUERIES} queries at a time, not {call.queries}"
     )
@@ -56,7 +56,8 @@ def split_kv(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
 
-    wave: keys computed at once; part: about how many keys make one part. The gradient is that of `chunked`.
+    All but two arguments are those of `reference`; the gradient is that of `chunked`. `wave` is the number of keys
+    computed at once, and `part` the number of keys in a part, which is rounded up to a divisor of `wave`.
     """
     wave = min(wave, k.shape[1])
     spec = Spec(scale, softcap, wave, _divisor(wave, part))
@@ -65,7 +66,7 @@ def split_kv(
 
 
 def _divisor(wave: int, part: int) -> int:
-    """The smallest divisor of `wave` that is no smaller than `part`."""
+    """Returns the smallest divisor of `wave` that is at least `part`."""
     return next(size for size in range(min(part, wave), wave + 1) if wave % size == 0)
 
 
@@ -74,10 +75,12 @@ def _attend(spec: Spec, q, k, v, k_start, k_end):
     rows = einops.rearrange(q, "B T (K G) H -> B K G T H", G=groups)
     start, end = jnp.maximum(k_start, 0), jnp.minimum(k_end, k.shape[1])
     seen = start < end
+    # Waves [first, last) contain every key that any query of the batch attends to.
     first = jnp.min(jnp.where(seen, start, k.shape[1])) // spec.wave
     last = -(-jnp.max(jnp.where(seen, end, 0)) // spec.wave)
 
     def step(i, before):
+        # The result so far is merged as one more part: [1, ...] and [P, ...] -> [P + 1, ...] -> [...].
         parts = _wave(spec, rows, k, v, start, end, i)
         return merge_parts(*(jnp.concatenate([x[None], y]) for x, y in zip(before, parts, strict=True)))
 
@@ -89,19 +92,20 @@ def _attend(spec: Spec, q, k, v, k_start, k_end):
 
 
 def _wave(spec: Spec, rows, k, v, start, end, i):
-    """Output and log-sum-exp of each part, with the leading axis P."""
-    # The last wave is moved back to end with the keys; those of the wave before it are not counted again.
+    """Computes the output and log-sum-exp of each part of wave `i`, with the leading axis P."""
+    # The last wave is moved back to end with the keys; keys that it shares with the wave before are masked below.
     first = jnp.minimum(i * spec.wave, k.shape[1] - spec.wave)
     read = lambda x: lax.dynamic_slice_in_dim(x, first, spec.wave, axis=1).astype(rows.dtype)
     keys, values = (einops.rearrange(read(x), "B (P c) K H -> P B K c H", c=spec.part) for x in (k, v))
     exact = jnp.promote_types(rows.dtype, jnp.float32)
+    # Parts are one more batch axis of the matmul: [B, K, G, T, H] x [P, B, K, c, H] -> [P, B, K, G, T, c].
     logits = spec.scale * jnp.einsum("BKGTH,PBKcH->PBKGTc", rows, keys, preferred_element_type=exact)
     if spec.softcap is not None:
         logits = spec.softcap * jnp.tanh(logits / spec.softcap)
     index = (first + jnp.arange(spec.wave, dtype=jnp.int32)).reshape(-1, 1, 1, spec.part)  # P 1 1 c
     visible = (index >= jnp.maximum(start, i * spec.wave)[None, ..., None]) & (index < end[None, ..., None])
     logits = jnp.where(visible[:, :, None, None], logits, -jnp.inf)
-    peak = jnp.maximum(jnp.max(logits, axis=-1), jnp.finfo(exact).min)
+    peak = jnp.maximum(jnp.max(logits, axis=-1), jnp.finfo(exact).min)  # finite, so that -inf - peak is not NaN
     probs = jnp.exp(logits - peak[..., None])
     total = jnp.sum(probs, axis=-1)
     safe = jnp.where(total > 0, total, 1.0)
@@ -116,6 +120,7 @@ def _attend_fwd(spec: Spec, *args):
 def _attend_bwd(spec: Spec, args, cotangents):
     q, k, v, k_start, k_end = args
     options = {"k_start": k_start, "k_end": k_end, "scale": spec.scale, "softcap": spec.softcap}
+    # Decoding rarely needs a gradient: take that of the blockwise implementation, which computes the same function.
     _, vjp = jax.vjp(lambda q, k, v: chunked(q, k, v, **options), q, k, v)
     return *vjp(cotangents), None, None
 

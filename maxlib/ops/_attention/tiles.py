@@ -1,7 +1,7 @@
-"""Which tiles a kernel visits, from the intervals of single queries.
+"""Tiles that a kernel visits, from the key intervals of single queries.
 
-A tile is a block of queries against a block of keys. It is visited if any of its queries sees any of its keys, and it
-is full if all see all: then the kernel needs no mask arithmetic.
+A tile is a block of queries times a block of keys. It is visited if any of its queries attends to any of its keys, and
+full if every query attends to every key; a full tile needs no mask arithmetic.
 """
 
 import jax.numpy as jnp
@@ -11,9 +11,21 @@ from jaxtyping import Array, Bool, Int
 def tiles(
     start: Int[Array, "B P"], end: Int[Array, "B P"], num_keys: int, block_q: int, block_k: int
 ) -> tuple[Bool[Array, "B Q K"], Bool[Array, "B Q K"]]:
-    """Per tile: whether it is visited, and whether it is full. The ends of the intervals may be in any order."""
-    start, end = (x.reshape(x.shape[0], -1, block_q) for x in (start, end))
+    """Finds the tiles to visit and those that need no mask; the intervals may be in any order.
+
+    Args:
+      start: index of the first key of each query, padded to whole blocks.
+      end: index after the last key of each query.
+      num_keys: number of keys.
+      block_q: queries per tile.
+      block_k: keys per tile.
+
+    Returns:
+      Two boolean arrays: visited tiles, and full tiles.
+    """
+    start, end = (x.reshape(x.shape[0], -1, block_q) for x in (start, end))  # [B, P] -> [B, Q, block_q]
     seen = start < end
+    # The union of the block's intervals, [first, last), overlaps the tile: visited. Their intersection covers it: full.
     first = jnp.min(jnp.where(seen, start, num_keys), axis=-1)[..., None]
     last = jnp.max(jnp.where(seen, end, 0), axis=-1)[..., None]
     left = jnp.arange(0, num_keys, block_k, dtype=jnp.int32)[None, None]
@@ -23,8 +35,9 @@ def tiles(
 
 
 def causal_tiles(rows: int, columns: int) -> int:
-    """How many of `rows` x `columns` tiles a causal mask leaves where the rows' queries see all keys in the end.
+    """Counts the tiles of a `rows` x `columns` grid that a causal mask leaves if the last row attends to all columns.
 
-    What a call sees is data, which no compiler knows: this is what kernels tell it for an estimate of their cost.
+    The visible keys of a call are data, which a compiler does not know. Kernels use this number to estimate their cost.
     """
+    # Row r (from 0) reaches ceil((r + 1) * columns / rows) columns.
     return sum(-(-(row + 1) * columns // rows) for row in range(rows))

@@ -1,4 +1,4 @@
-"""The public loss: checks its arguments, takes ignored tokens out, and chooses an implementation."""
+"""The public loss: checks its arguments, removes ignored tokens, and chooses an implementation."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ Implementation = Literal["chunked", "reference"]
 
 
 class CrossEntropy(NamedTuple):
-    """What the loss returns. Everything is float32, differentiable and 0 (False) where the target is ignored."""
+    """Result of `linear_cross_entropy`: float32, differentiable, and 0 (False) where the target is ignored."""
 
     loss: Float[Array, ""]
     """Sum over tokens of `weights * token_loss`; the fast one to differentiate."""
@@ -44,14 +44,12 @@ def linear_cross_entropy(
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> CrossEntropy:
-    """Cross-entropy of `hidden @ weight.T` against `targets`, a chunk of tokens at a time.
+    """Computes the cross-entropy of `hidden @ weight.T` against `targets`, a chunk of tokens at a time.
 
-    Gradients of `.loss` are formed during the forward pass, so the logits are computed once. Gradients of the
-    per-token fields are right too, but compute the logits a second time. To train, put the normalisation into
-    `weights` (for example `mask / mask.sum()`) and differentiate `.loss`.
-
-    Logits and the gradient of `weight` accumulate in float32. The matmuls run in the dtype of `hidden`; gradients
-    come back in the dtype of their argument. Temporary memory is `chunk * V` logits and one float32 `V D`.
+    The forward pass forms the gradients of `.loss`, so logits are computed once; gradients of per-token fields compute
+    them a second time. To train, put the normalisation into `weights` (`mask / mask.sum()`) and differentiate `.loss`.
+    Matmuls run in the dtype of `hidden`. Logits and the gradient of `weight` accumulate in float32; gradients have the
+    dtype of their argument. Temporary memory is `chunk * V` logits and one float32 `V D`.
 
     Args:
         hidden: the model's output after its final norm, with any leading axes.
@@ -63,8 +61,7 @@ def linear_cross_entropy(
         softcap: logits become `softcap * tanh(logits / softcap)`.
         z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
         label_smoothing: probability mass spread evenly over the vocabulary.
-        chunk: tokens per chunk. More is faster where the accelerator's memory allows, and changes the result by
-            rounding only.
+        chunk: tokens per chunk. More is faster if memory allows, and changes the result by rounding only.
         axis_name: inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split; `hidden`
             and `targets` are equal along it, and so are the results. Other axes need no name: sum `.loss` over them.
         implementation: "chunked" (the default) or "reference", which makes all logits and is the specification.
@@ -81,6 +78,7 @@ def linear_cross_entropy(
 
     valid = targets != ignore_index
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    # [*B, D] -> [M, D]. Ignored rows become zeros with weight 0, so that not even a NaN in them reaches a gradient.
     rows = jnp.where(valid[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
     loss, terms = run(
         rows,

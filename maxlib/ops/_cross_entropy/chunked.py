@@ -1,7 +1,7 @@
 """Cross-entropy and log-probabilities, chunk by chunk.
 
-`chunked` forms the gradients of the weighted sum in the forward pass, where the logits are. `chunked_per_token` knows
-the gradients of its results in the backward pass only, and computes the logits of every chunk again there.
+`chunked` forms the gradients of the weighted sum in the forward pass, where the logits are available.
+`chunked_per_token` gets the gradients of its results only in the backward pass, and computes the logits again there.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.ops._cross_entropy.terms import AxisName, Cotangents, Options, Terms, logits_gradient, logits_of, terms_of
 
-DEFAULT_CHUNK = 1024
+DEFAULT_CHUNK = 1024  # tokens
 
 
 def chunked(
@@ -47,14 +47,16 @@ def chunked_per_token(
 
 
 def _chunks(rows: Array, chunk: int | None) -> int:
+    """Returns the number of chunks."""
     return max(1, -(-rows.shape[0] // (chunk or DEFAULT_CHUNK)))
 
 
 def _split(x: Array, count: int) -> Array:
-    """Chunk i takes every `count`-th row: rows that are sharded over devices stay evenly sharded in every chunk."""
+    """Splits `M ...` into `count` chunks, `count size ...`; chunk i takes every `count`-th row, starting with row i."""
+    # Strided, not contiguous: rows that are sharded over devices stay evenly sharded in every chunk.
     size = -(-x.shape[0] // count)
     x = jnp.pad(x, [(0, size * count - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
-    return x.reshape(size, count, *x.shape[1:]).swapaxes(0, 1)
+    return x.reshape(size, count, *x.shape[1:]).swapaxes(0, 1)  # [M, ...] -> [size, count, ...] -> [count, size, ...]
 
 
 def _merged(terms: Terms, M: int) -> Terms:
@@ -69,12 +71,15 @@ def _chunked(rows, weight, targets, weights, options: Options):
 
 
 def _terms(rows, weight, targets, options: Options) -> Terms:
+    """Computes the per-token terms of all chunks, one after the other."""
     w = weight.astype(rows.dtype)
     return jax.lax.map(lambda x: terms_of(logits_of(x[0], w, options), x[1], options), (rows, targets))
 
 
 def _forward(rows, weight, targets, weights, options: Options):
     rows, weight, targets, weights = (x.value for x in (rows, weight, targets, weights))
+    # loss = sum(weights * token_loss), so d loss / d token_loss is known already: form the gradients of rows and weight
+    # while the logits exist, and keep those instead. The backward pass only multiplies them by d_loss.
     zero = jnp.zeros_like(weights)
     grads = Cotangents(token_loss=weights, log_prob=zero, lse=zero)
     terms, d_rows, d_weight = _gradients(rows, weight, targets, grads, options)
@@ -88,7 +93,7 @@ def _backward(options: Options, residuals, cotangents):
     d_loss, *d_terms = (_or_none(d) for d in (d_loss, d_terms.token_loss, d_terms.log_prob, d_terms.lse))
     d_loss = jnp.zeros_like(token_loss, shape=()) if d_loss is None else d_loss
     factor = _whole(d_loss, options.axis_name)
-    if all(d is None for d in d_terms):
+    if all(d is None for d in d_terms):  # only `.loss` is differentiated: the gradients of the forward pass suffice
         return _scaled(d_rows, factor), _scaled(d_weight, factor), None, d_loss * token_loss
     d_terms = [jnp.zeros_like(weights) if d is None else _whole(d, options.axis_name) for d in d_terms]
     grads = Cotangents(d_terms[0] + factor * weights, *d_terms[1:])
@@ -124,7 +129,7 @@ _per_token.defvjp(lambda *args: (_per_token(*args), args[:3]), _per_token_backwa
 
 
 def _gradients(rows, weight, targets, grads: Cotangents, options: Options):
-    """The results and, for the given gradients with respect to them, those of `rows` and `weight`."""
+    """Computes the per-token terms and, from the gradients `grads` of these, the gradients of `rows` and `weight`."""
     w = weight.astype(rows.dtype)
 
     def step(d_weight, chunk):
@@ -132,10 +137,11 @@ def _gradients(rows, weight, targets, grads: Cotangents, options: Options):
         logits = logits_of(h, w, options)
         terms = terms_of(logits, y, options)
         d_logits = logits_gradient(logits, y, terms, grad, options).astype(h.dtype)
+        # d_weight += d_logits^T h: [m, V]^T [m, D] -> [V, D], summed over chunks in float32
         d_weight = d_weight + jax.lax.dot_general(
             d_logits, h, (((0,), (0,)), ((), ())), preferred_element_type=d_weight.dtype
         )
-        return d_weight, (terms, d_logits @ w)
+        return d_weight, (terms, d_logits @ w)  # d_rows: [m, V] [V, D] -> [m, D]
 
     start = jnp.zeros_like(weight, dtype=jnp.promote_types(rows.dtype, jnp.float32))
     d_weight, (terms, d_rows) = jax.lax.scan(step, start, (rows, targets, grads))
@@ -143,25 +149,29 @@ def _gradients(rows, weight, targets, grads: Cotangents, options: Options):
 
 
 def _vary_alike(rows, weight, targets, weights, axis_name: AxisName | None):
-    """Inside shard_map, mark operands as varying wherever another one does, so that JAX sums their gradients there."""
+    """Marks operands as varying over the mesh axes that any of them varies over, so that JAX sums their gradients."""
     varying = [_varying(x) for x in (rows, weight, targets, weights)]
     split = _axes(axis_name)
     if _is_checked(split) and not split <= varying[1]:
         raise ValueError(
             f"axis_name={axis_name!r} must be where the rows of weight are split; it varies over {sorted(varying[1])}"
         )
+    # Targets and weights must not vary over the split of the vocabulary: every device scores the same tokens.
     everywhere = frozenset().union(*varying)
     along = everywhere - split
     return _vary(rows, everywhere), _vary(weight, everywhere), _vary(targets, along), _vary(weights, along)
 
 
 def _whole(cotangent: Array, axis_name: AxisName | None) -> Array:
-    """Under check_vma=False each device holds a share of a replicated result's cotangent, as `psum` has it too."""
+    """Returns the whole cotangent of a result that is replicated over `axis_name`.
+
+    With `check_vma=False` each device holds only a share of it, which is the convention of `psum` there.
+    """
     return cotangent if _is_checked(_axes(axis_name)) else jax.lax.psum(cotangent, axis_name)
 
 
 def _is_checked(axes: frozenset[str]) -> bool:
-    """Whether JAX keeps book of what varies over `axes`: its own index does, of all things."""
+    """Tells whether JAX tracks what varies over `axes` (`check_vma`): if so, the device's index on an axis varies."""
     return all(axis in _varying(jax.lax.axis_index(axis)) for axis in axes)
 
 

@@ -11,7 +11,7 @@ from maxlib.ops._cross_entropy.terms import AxisName, Options
 
 
 class LogProbs(NamedTuple):
-    """Per-token results, 0 (False) where the target is ignored."""
+    """Result of `linear_log_probs`: one value per token, 0 (False) where the target is ignored."""
 
     log_prob: Float[Array, "*B"]
     """Log-probability of the target at the temperature, float32 (float64 from float64)."""

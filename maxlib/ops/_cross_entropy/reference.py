@@ -14,5 +14,6 @@ def reference(
     chunk: int | None,
     options: Options,
 ) -> tuple[Array, Terms]:
+    """Computes the weighted sum of the losses and the per-token terms from all logits at once."""
     terms = terms_of(logits_of(rows, weight.astype(rows.dtype), options), targets, options)
     return jnp.sum(weights * terms.token_loss), terms

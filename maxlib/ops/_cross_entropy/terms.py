@@ -10,6 +10,8 @@ AxisName = str | tuple[str, ...]
 
 
 class Options(NamedTuple):
+    """Static parameters of the loss, as in `linear_cross_entropy` and `linear_log_probs`."""
+
     softcap: float | None
     z_loss: float
     label_smoothing: float
@@ -38,7 +40,7 @@ class Cotangents(NamedTuple):
 
 
 def logits_of(rows: Float[Array, "M D"], weight: Float[Array, "V D"], options: Options) -> Float[Array, "M V"]:
-    """Computes the logits that the softmax sees: `rows @ weight.T`, soft-capped, then divided by the temperature."""
+    """Computes the inputs of the softmax: `rows @ weight.T`, soft-capped, then divided by the temperature."""
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
     logits = jax.lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
     logits = logits if options.softcap is None else options.softcap * jnp.tanh(logits / options.softcap)
@@ -46,6 +48,12 @@ def logits_of(rows: Float[Array, "M D"], weight: Float[Array, "V D"], options: O
 
 
 def terms_of(logits: Float[Array, "M V"], targets: Int[Array, " M"], options: Options) -> Terms:
+    """Computes the per-token results of a block of logits, whose V columns may be one device's share of the vocabulary.
+
+    With smoothing, `token_loss = lse - (1 - eps) z_target - eps mean(z)`; the z-loss adds `z_loss * lse^2`.
+    """
+    # Every sum or maximum over the vocabulary is a local one, followed by one over the devices of `axis`. The target's
+    # logit is on exactly one of them; the others contribute 0.
     axis, eps = options.axis_name, options.label_smoothing
     local = _local(targets, logits.shape[1], axis)
     here = (local >= 0) & (local < logits.shape[1])
@@ -80,7 +88,9 @@ def logits_gradient(
     per token for each of the three is enough. That of the entropy is `dH/dz = -p (log p + H)`.
     """
     axis, eps = options.axis_name, options.label_smoothing
+    # d lse / dz = p (the probabilities), d z_target / dz = one-hot, d mean / dz = 1 / V.
     of_lse = grads.token_loss * (1 + 2 * options.z_loss * terms.lse) - grads.log_prob + grads.lse
+    # The sign: token_loss = lse - z_target, but log_prob = z_target - lse.
     of_target = grads.log_prob - (1 - eps) * grads.token_loss
     is_target = jnp.arange(logits.shape[1])[None, :] == _local(targets, logits.shape[1], axis)[:, None]
     log_p, of_p = logits - terms.lse[:, None], of_lse[:, None]  # M V and M 1
@@ -89,16 +99,18 @@ def logits_gradient(
     out = of_p * jnp.exp(log_p) + jnp.where(is_target, of_target[:, None], 0)
     if eps:
         out = out - (eps / vocab_size(logits, axis)) * grads.token_loss[:, None]
-    if options.softcap is not None:  # tanh' = 1 - tanh^2
+    if options.softcap is not None:  # tanh' = 1 - tanh^2, and tanh = logits * temperature / softcap
         out = out * (1 - (logits * (options.temperature / options.softcap)) ** 2)
     return out if options.temperature == 1 else out / options.temperature
 
 
 def vocab_size(logits: Float[Array, "M V"], axis: AxisName | None) -> int:
+    """Returns the size of the whole vocabulary, over all devices of `axis`."""
     return logits.shape[1] * (1 if axis is None else jax.lax.axis_size(axis))
 
 
 def _local(targets: Int[Array, " M"], vocab: int, axis: AxisName | None) -> Int[Array, " M"]:
+    """Returns the targets as columns of this device's share, `vocab` columns wide; others' are outside `[0, vocab)`."""
     return targets if axis is None else targets - vocab * jax.lax.axis_index(axis)
 
 

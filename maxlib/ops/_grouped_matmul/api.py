@@ -38,26 +38,31 @@ def grouped_matmul(
     out_dtype: Any = None,
     implementation: Implementation | None = None,
 ) -> Num[Array, "M O"]:
-    """Multiplies each run of rows with its own expert's matrix: `rows[start:end] @ weights[e].T`, the runs one after
-    another.
+    """Multiplies the rows of each expert with its own matrix: `rows[start:end] @ weights[e].T`.
 
-    `rows` are sorted by expert and `rows_per_expert` counts them; rows beyond the sum of the counts give zeros, and so
-    do their gradients. Counts may be zero; their sum must not exceed M, which inside `jit` cannot be checked. Computes
-    in the dtype of `rows`, which is also the result's, and accumulates in float32 (float64 for float64). The gradient
-    of `weights` has their dtype and is never rounded to another one before.
+    Computes in the dtype of `rows` and accumulates in float32 (float64 for float64). The gradient of `weights` has
+    their dtype and is never rounded to another one first.
 
-    layout: which dimensions `weights` have, in this order; "EIO" multiplies by `weights[e]` itself. weights: an array,
-    or a pytree of arrays with the leading axis E that has the matrices' `shape` and gives them by `weights[...]`, such
-    as `nn.quantized.QuantizedWeight`; it has no gradient. out_dtype: operands are multiplied as they are, in whatever
-    narrow dtypes, integers are accumulated in int32, and the result has this dtype; it has no gradient either.
+    Args:
+      rows: rows sorted by expert.
+      weights: one matrix per expert. An array, or a pytree of arrays with the leading axis E that has the `shape` of
+        the matrices and returns them for `weights[...]`, such as `nn.quantized.QuantizedWeight`, without a gradient.
+      rows_per_expert: number of rows of each expert, also 0. The sum must be at most M, which cannot be checked inside
+        `jit`. Rows beyond the sum give zeros, and their gradients are zeros.
+      layout: dimensions of `weights` in their order; "EIO" multiplies by `weights[e]` itself.
+      out_dtype: dtype of the result. If given, operands are multiplied in their own narrow dtypes (integers are
+        accumulated in int32), and there is no gradient. None: the dtype of `rows`.
+      implementation: None for the best one that supports the call; `explain_grouped_matmul` tells which one and why.
+        "megablox" (the default on TPU) uses JAX's kernels. "tiled" (the default elsewhere) computes tiles of rows, at
+        a cost in proportion to the rows. "ragged_dot" is XLA's own. "mosaic_gpu" is for NVIDIA's Hopper, and runs by
+        name only until a GPU has run it. "reference" is the specification, a loop over experts.
 
-    implementation: "megablox" (the default on TPU) are JAX's kernels; "tiled" (the default elsewhere) works through
-    tiles of rows, so that its cost follows the rows and not rows times experts; "ragged_dot" is XLA's own;
-    "mosaic_gpu", by name only until a GPU has run it, is for NVIDIA's Hopper; "reference" is the specification, a loop
-    over experts. `explain_grouped_matmul` says which one a call gets, and why.
+    Returns:
+      One row of outputs for each row.
 
-    Raises ValueError for shapes that do not fit, for an unknown implementation or layout, and for an implementation
-    that cannot run the call.
+    Raises:
+      ValueError: when shapes do not agree, the layout or implementation is unknown, or the named implementation cannot
+        run the call.
     """
     check("grouped_matmul", rows, weights, rows_per_expert, layout)
     name = choose("grouped_matmul", rows, weights, layout, out_dtype, implementation)
@@ -74,11 +79,21 @@ def grouped_outer(
     *,
     implementation: Literal["megablox", "ragged_dot", "tiled", "reference"] | None = None,
 ) -> Float[Array, "E O I"]:
-    """The transpose of `grouped_matmul`, which gives the gradient of its weights: `d_out[start:end].T @
-    rows[start:end]` for each expert.
+    """Computes `d_out[start:end].T @ rows[start:end]` for each expert: the gradient of `grouped_matmul`'s weights.
 
-    Operands are multiplied as they are, in whatever narrow dtypes; the result is float32 (float64 for float64). It has
-    no gradient itself. All else is as in `grouped_matmul`.
+    Operands are multiplied in their own dtypes, narrow ones too. The function is not differentiable.
+
+    Args:
+      d_out: gradients of the results, sorted by expert.
+      rows: rows that were multiplied.
+      rows_per_expert: number of rows of each expert.
+      implementation: as in `grouped_matmul`.
+
+    Returns:
+      A matrix for each expert, in float32 (float64 for float64).
+
+    Raises:
+      ValueError: when `d_out` and `rows` differ in their number of rows, or the implementation is unknown.
     """
     if d_out.shape[0] != rows.shape[0]:
         raise ValueError(f"grouped_outer: both must have the same rows, got {d_out.shape} and {rows.shape}")
@@ -95,7 +110,7 @@ def explain_grouped_matmul(
     implementation: Implementation | None = None,
     device: tuple[str, str] | None = None,
 ) -> dispatch.Explanation:
-    """Says which implementation `grouped_matmul` would run for these arguments, and why; prints readably.
+    """Explains which implementation `grouped_matmul` would run for these arguments, and why.
 
     Args:
         rows: `M I`, an array or a `jax.ShapeDtypeStruct`.
@@ -106,7 +121,7 @@ def explain_grouped_matmul(
         device: A platform and a device kind, such as `("tpu", "TPU v5p")`; by default the one that would be used here.
 
     Returns:
-        The choice. Its `chosen` is None where the implementation asked for cannot run the call.
+        An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
 
     Raises:
         ValueError: No implementation has this name.
@@ -130,7 +145,7 @@ def choose(op: str, rows: Any, weights: Any, layout: str, out_dtype: Any, implem
 
 
 def _flops(rows, weights, *rest) -> float:
-    """As if every row had an expert."""
+    """Counts FLOPs as if every row had an expert."""
     return 2.0 * rows.shape[0] * weights.shape[1] * weights.shape[2]
 
 
@@ -149,7 +164,11 @@ def _grouped_outer(d_out, rows, rows_per_expert, *, implementation):
 
 
 def check(op: str, rows, weights, rows_per_expert, layout) -> None:
-    """Raises ValueError for shapes that do not fit."""
+    """Checks the layout and the shapes.
+
+    Raises:
+      ValueError: when they do not agree.
+    """
     if layout not in ("EOI", "EIO"):
         raise ValueError(f"{op}: layout must be 'EOI' or 'EIO', got {layout!r}")
     if rows.ndim != 2 or len(weights.shape) != 3 or rows.shape[1] != weights.shape[layout.index("I")]:

@@ -1,4 +1,4 @@
-"""Which grouped matmul runs where: one table, in the order of preference."""
+"""The table of grouped matmuls, in order of preference: where each runs, and which one a call gets."""
 
 import dataclasses
 from typing import Any
@@ -37,7 +37,7 @@ TABLE = {
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Says which implementation a call gets (None: the one asked for cannot run it), and why not another."""
+    """The implementation that a call gets (`chosen`; None if the named one cannot run it), and the reasons."""
 
     call: str
     chosen: str | None
@@ -72,7 +72,7 @@ def refusals(rows: Any, weights: Any, layout: str, out_dtype: Any, device: tuple
 
 
 def explain(call: str, reasons: dict[str, str | None], name: str | None = None) -> Explanation:
-    """Says who would run a call.
+    """Finds the implementation that would run a call.
 
     Raises:
         ValueError: No implementation has this name.

@@ -29,18 +29,28 @@ def grouped_glu(
 ) -> Float[Array, "M O"]:
     """Joins two grouped matmuls of the same rows: `activation(x @ gate[e].T + gate_bias[e], x @ up[e].T + up_bias[e])`.
 
-    activation: an elementwise function of both, such as `ops.swiglu` or `ops.ClampedSwiGLU()`: hashable, and zero where
-    both are. Rows, counts, weights and layout are as in `grouped_matmul`.
+    In policies of `jax.checkpoint`, gate and up have the names "expert_gate" and "expert_up".
 
-    implementation: as in `grouped_matmul`, and None chooses the same one. All but one are two matmuls, rounded to the
-    dtype of `rows`, and then `activation`. "mosaic_gpu", by name only until a GPU has run it, is one kernel for
-    NVIDIA's
-    Hopper that reads rows once and joins in float32 before anything is written; where a gradient is wanted it writes
-    gate and up, from which XLA makes the result and later the gradient. In all of them gate and up carry the names
-    "expert_gate" and "expert_up" for policies of `jax.checkpoint`.
+    Args:
+      rows: rows sorted by expert, as in `grouped_matmul`.
+      gate: matrices of the gate projection.
+      up: matrices of the up projection, of the same shape.
+      rows_per_expert: number of rows of each expert.
+      activation: an elementwise function of both products, such as `ops.swiglu` or `ops.ClampedSwiGLU()`. It must be
+        hashable, and zero where both are zero.
+      gate_bias: bias of the gate projection; both biases are given, or none.
+      up_bias: bias of the up projection.
+      layout: dimensions of `gate` and `up`, as in `grouped_matmul`.
+      implementation: as in `grouped_matmul`; None chooses the same one. All but one compute two matmuls, rounded to
+        the dtype of `rows`, and then `activation`. "mosaic_gpu" is one kernel for NVIDIA's Hopper that reads rows once
+        and joins in float32; if a gradient is needed it writes gate and up, and XLA joins them.
 
-    Raises ValueError for shapes that do not fit, for an unknown implementation or layout, and for an implementation
-    that cannot run the call.
+    Returns:
+      One row of outputs for each row.
+
+    Raises:
+      ValueError: when shapes do not agree, the layout or implementation is unknown, or the named implementation cannot
+        run the call.
     """
     _check(rows, gate, up, rows_per_expert, (gate_bias, up_bias), layout)
     biases = () if gate_bias is None else (gate_bias, up_bias)
@@ -62,12 +72,12 @@ def _unfused(rows, gate, up, rows_per_expert, biases, *, activation, **how):
 def add_bias(
     rows: Float[Array, "M O"], bias: Float[Array, "E O"], rows_per_expert: Int[Array, " E"]
 ) -> Float[Array, "M O"]:
-    """Adds to each row the bias of its expert; to rows of none, nothing."""
+    """Adds the bias of its expert to each row; rows beyond the last expert's stay as they are."""
     return rows + bias.at[owners(rows_per_expert, len(rows))].get(mode="fill", fill_value=0)
 
 
 def _flops(rows, gate, *rest) -> float:
-    """Of the matmuls, as if every row had an expert."""
+    """Counts the FLOPs of both matmuls, as if every row had an expert."""
     return 4.0 * rows.shape[0] * gate.shape[1] * gate.shape[2]
 
 

@@ -29,9 +29,7 @@ def megablox(
     layout: str = "EOI",
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
-    """Computes `reference`. Operands narrower than bfloat16 have no gradient, and XLA's kernel takes them as they
-    are.
-    """
+    """Computes `grouped_matmul` with JAX's kernel; operands narrower than bfloat16 use XLA's, without a gradient."""
     if out_dtype is not None or str(rows.dtype) not in DTYPES:
         return ragged_dot(rows, weights, rows_per_expert, layout, out_dtype)
     return _multiply(rows, weights, rows_per_expert, layout)
@@ -40,9 +38,7 @@ def megablox(
 def megablox_outer(
     d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
 ) -> Float[Array, "E O I"]:
-    """Computes `reference_outer`. Operands narrower than bfloat16 are widened to it, which holds all of their
-    values.
-    """
+    """Computes `grouped_outer` with JAX's kernel; operands narrower than bfloat16 are widened to it, without loss."""
     exact = summed_in(rows.dtype)
     d_out, rows = (x if str(x.dtype) in DTYPES else x.astype(jnp.bfloat16) for x in (d_out, rows))
     return _outer(d_out, rows, rows_per_expert, exact)
@@ -60,6 +56,7 @@ def _forward(rows, weights, rows_per_expert, layout):
 
 def _backward(layout, kept, d):
     rows, weights, rows_per_expert = kept
+    # y = x w^T: dx = dy w, and dw = dy^T x, summed over the rows of each expert.
     d_rows = _rows(d, weights.astype(d.dtype), rows_per_expert, transpose=layout == "EIO")
     pair = (d, rows) if layout == "EOI" else (rows, d)
     return d_rows, _outer(*pair, rows_per_expert, weights.dtype), None
@@ -69,7 +66,7 @@ _multiply.defvjp(_forward, _backward)
 
 
 def _rows(rows, weights, rows_per_expert, *, transpose: bool):
-    """`M K` times `E K N`, or `E N K` with `transpose`."""
+    """Multiplies `M K` with `E K N`, or with `E N K` if `transpose`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     (M, K), N = rows.shape, weights.shape[1 if transpose else 2]
@@ -81,13 +78,13 @@ def _rows(rows, weights, rows_per_expert, *, transpose: bool):
             gmm, preferred_element_type=rows.dtype, tiling=_sizes(tiles), transpose_rhs=transpose
         )
         out = kernel(_padded(rows, tiles), weights, rows_per_expert)[:M]
-        return _used(out, rows_per_expert)  # what the kernel leaves beyond the last expert's rows is anything
+        return _used(out, rows_per_expert)  # the kernel does not write rows beyond the last expert's
 
     return unbatched(one)(rows, weights, rows_per_expert)
 
 
 def _outer(left, right, rows_per_expert, dtype: Any):
-    """`left[start:end].T @ right[start:end]` for each expert: `E K N` of `M K` and `M N`."""
+    """Computes `left[start:end].T @ right[start:end]` for each expert: `M K` and `M N` to `E K N`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     (M, K), N, E = left.shape, right.shape[1], len(rows_per_expert)
@@ -97,7 +94,7 @@ def _outer(left, right, rows_per_expert, dtype: Any):
     def one(left, right, rows_per_expert):
         left, right = (_padded(x, tiles) for x in (left, right))
         kernel = functools.partial(tgmm, preferred_element_type=dtype, tiling=_sizes(tiles))
-        return kernel(left.swapaxes(0, 1), right, rows_per_expert)  # which turns it back
+        return kernel(left.swapaxes(0, 1), right, rows_per_expert)  # the kernel takes [K, M]
 
     return unbatched(one)(left, right, rows_per_expert)
 
@@ -107,11 +104,11 @@ def _sizes(tiles: Tiles) -> tuple[int, int, int]:
 
 
 def _padded(rows, tiles: Tiles):
-    """Rows in whole tiles."""
+    """Pads rows to whole tiles."""
     return jnp.pad(rows, ((0, -rows.shape[0] % tiles.rows), (0, 0)))
 
 
 def _used(rows, rows_per_expert):
-    """Zeros in place of rows of no expert."""
+    """Sets rows beyond the last expert's to zero."""
     used = (jnp.arange(len(rows)) < rows_per_expert.sum())[:, None]
     return jnp.where(used, rows, jnp.zeros_like(rows))

@@ -22,9 +22,10 @@ def ragged_dot(
     layout: str = "EOI",
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
-    # The result's own dtype, not float32: the kernel sums in float32 anyway, and the gradient of the weights takes this
-    # dtype too, which in float32 was twice as large as anything else of a layer. What XLA leaves in rows beyond the
-    # last group differs between platforms.
+    """Computes `grouped_matmul` with `jax.lax.ragged_dot_general`."""
+    # Ask for the result's own dtype, not float32: the kernel sums in float32 anyway, and the gradient of the weights
+    # takes this dtype too; in float32 it was twice as large as any other array of a layer. Rows beyond the last group
+    # are set to zero, because XLA's results there differ between platforms.
     used = (jnp.arange(rows.shape[0]) < rows_per_expert.sum())[:, None]
     rows, dtype = jnp.where(used, rows, jnp.zeros_like(rows)), accumulator(rows.dtype) if out_dtype else rows.dtype
     out: Any = _multiply(rows, weights if out_dtype else weights.astype(rows.dtype), rows_per_expert, layout, dtype)
@@ -34,6 +35,7 @@ def ragged_dot(
 def ragged_outer(
     d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
 ) -> Float[Array, "E O I"]:
+    """Computes `grouped_outer` with `jax.lax.ragged_dot_general`."""
     used = (jnp.arange(rows.shape[0]) < rows_per_expert.sum())[:, None]
     d, x = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d_out, rows))
     return _general(d, x, rows_per_expert, _OUTER, accumulator(rows.dtype)).astype(summed_in(rows.dtype))
@@ -41,7 +43,7 @@ def ragged_outer(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _multiply(rows, weights, rows_per_expert, layout: str, dtype: Any):
-    """Each row with its expert's matrix, over the dimension of `weights` that `layout` calls I."""
+    """Multiplies each row with its expert's matrix, over the dimension of `weights` that `layout` calls I."""
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(([1], [layout.index("I")]), ([], [])),
         lhs_ragged_dimensions=[0],
@@ -56,6 +58,7 @@ def _forward(rows, weights, rows_per_expert, layout, dtype):
 
 def _backward(layout, dtype, kept, d):
     rows, weights, rows_per_expert = kept
+    # dx = dy w swaps the roles of I and O; dw sums the outer products of each expert's rows.
     turned = layout.translate(str.maketrans("IO", "OI"))
     one, other = (d, rows) if layout == "EOI" else (rows, d)
     d_weights = _general(one, other, rows_per_expert, _OUTER, dtype)
@@ -67,7 +70,7 @@ _multiply.defvjp(_forward, _backward)
 
 
 def _general(rows, others, rows_per_expert, dimensions: Any, dtype: Any) -> Any:
-    """Computes `jax.lax.ragged_dot_general`, of which TPUs have none with a batch."""
+    """Computes `jax.lax.ragged_dot_general`, which TPUs do not support with a batch axis."""
     one = functools.partial(
         jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=dimensions, preferred_element_type=dtype
     )

@@ -1,4 +1,4 @@
-"""The specification: expert after expert multiplies all rows, those of others taken as zeros."""
+"""The specification: a loop over experts, each of which multiplies all rows with those of others set to zero."""
 
 from typing import Any
 
@@ -13,12 +13,13 @@ def reference(
     layout: str = "EOI",
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
+    """Computes `grouped_matmul` by its definition, at the cost of every row times every expert."""
     exact = accumulator(rows.dtype)
     out = jnp.zeros((rows.shape[0], weights.shape[layout.index("O")]), exact)
     ends = jnp.cumsum(rows_per_expert)
     row = jnp.arange(rows.shape[0])
     for e in range(weights.shape[0]):
-        mine = (row >= ends[e] - rows_per_expert[e]) & (row < ends[e])
+        mine = (row >= ends[e] - rows_per_expert[e]) & (row < ends[e])  # [M]
         w = weights[e] if out_dtype else weights[e].astype(rows.dtype)
         x = jnp.where(mine[:, None], rows, jnp.zeros_like(rows))
         out = out + jnp.einsum(f"MI,{layout[1:]}->MO", x, w, preferred_element_type=exact)
@@ -28,6 +29,7 @@ def reference(
 def reference_outer(
     d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
 ) -> Float[Array, "E O I"]:
+    """Computes `grouped_outer` by its definition."""
     ends, row = jnp.cumsum(rows_per_expert), jnp.arange(rows.shape[0])
     found = []
     for e in range(rows_per_expert.shape[0]):
@@ -38,17 +40,18 @@ def reference_outer(
 
 
 def owners(rows_per_expert: Int[Array, " E"], num_rows: int) -> Int[Array, " M"]:
-    """Each row's expert, E for rows of none."""
+    """Returns the expert of each row; E for rows beyond the last expert's."""
+    # The number of experts whose rows end at or before this row.
     return jnp.searchsorted(jnp.cumsum(rows_per_expert), jnp.arange(num_rows), side="right")
 
 
 def accumulator(dtype: Any) -> Any:
-    """What products of `dtype` are summed in."""
+    """Returns the dtype in which products of `dtype` are summed."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.int32
     return jnp.float32 if jnp.dtype(dtype).itemsize == 1 else jnp.promote_types(dtype, jnp.float32)
 
 
 def summed_in(dtype: Any) -> Any:
-    """The floating dtype of sums of products of `dtype`."""
+    """Returns the floating-point dtype of sums of products of `dtype`."""
     return jnp.promote_types(accumulator(dtype), jnp.float32)

@@ -1,7 +1,8 @@
 """Tiles of rows, each multiplied with one expert's matrix: the cost follows the rows, forward and backward.
 
-An expert's rows are cut into full tiles, what remains into smaller ones, the last of which is rounded up. One loop per
-size runs over just the tiles that exist. (A `switch` over the sizes would copy the whole result in every branch.)
+The rows of an expert are cut into tiles of the largest size, the rest into smaller ones, and the last tile is rounded
+up. One loop per size runs over the tiles that exist. (A `switch` over the sizes would copy the whole result in every
+branch.)
 """
 
 import functools
@@ -17,13 +18,14 @@ from maxlib.ops._varying import vary_alike
 
 
 class Tile(NamedTuple):
-    """first: where its slice of rows begins, which stays inside the array. mine: which of these rows are the tile's."""
+    """A slice of `size` rows from row `first`, which stays inside the array; `mine` marks the rows of this tile."""
 
     first: Int[Array, ""]
     size: int
     mine: Bool[Array, "S 1"]
 
     def of(self, rows: Num[Array, "M I"]) -> Num[Array, "S I"]:
+        """Returns the tile's slice of `rows`."""
         return jax.lax.dynamic_slice_in_dim(rows, self.first, self.size)
 
 
@@ -34,7 +36,8 @@ def tiled(
     layout: str = "EOI",
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
-    contract = layout.index("I")
+    """Computes `grouped_matmul` tile by tile."""
+    contract = layout.index("I")  # 2 for "EOI", 1 for "EIO"; 3 - contract is the other one
     if rows.shape[0] == 0:
         return jnp.zeros((0, weights.shape[3 - contract]), out_dtype or rows.dtype)
     if out_dtype is not None or not isinstance(weights, jax.Array):
@@ -45,6 +48,7 @@ def tiled(
 def tiled_outer(
     d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
 ) -> Float[Array, "E O I"]:
+    """Computes `grouped_outer` tile by tile."""
     exact = summed_in(rows.dtype)
     if rows.shape[0] == 0:
         return jnp.zeros((len(rows_per_expert), d_out.shape[1], rows.shape[1]), exact)
@@ -63,6 +67,7 @@ def _forward(rows, weights, rows_per_expert, contract):
 
 def _backward(contract, residuals, d_out):
     rows, weights, rows_per_expert = residuals
+    # y = x w^T: dx = dy w, and dw = dy^T x, summed over the rows of each expert.
     d_rows = _by_expert(d_out, weights, rows_per_expert, contract=3 - contract)
     pair = (d_out, rows) if contract == 2 else (rows, d_out)
     return d_rows, _outer(*pair, rows_per_expert, weights.dtype), None
@@ -72,7 +77,7 @@ _tiled.defvjp(_forward, _backward)
 
 
 def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any = None):
-    """Rows times their expert's matrix, over the axis `contract` of `weights`."""
+    """Multiplies rows with their expert's matrix, over the axis `contract` of `weights`."""
     sizes = tile_sizes(len(rows), weights.shape[0])
     dtype = out_dtype or rows.dtype
 
@@ -82,7 +87,7 @@ def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any 
 
         def multiply(tile: Tile, out):
             y = _dot(tile.of(rows), w, 1, contract - 1).astype(dtype)
-            y = jnp.where(tile.mine, y, tile.of(out))
+            y = jnp.where(tile.mine, y, tile.of(out))  # a tile may overlap its neighbours: keep their results
             return jax.lax.dynamic_update_slice_in_dim(out, y, tile.first, axis=0)
 
         return _for_each_tile(multiply, start, stop, len(rows), sizes, out)
@@ -92,12 +97,12 @@ def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any 
 
 
 def _outer(d_out, rows, rows_per_expert, dtype):
-    """Each expert's sum of outer products: the gradient of the weights."""
+    """Computes the sum of outer products of each expert: the gradient of the weights, `E O I`."""
     sizes, exact = tile_sizes(len(rows), len(rows_per_expert)), summed_in(rows.dtype)
     shape = (len(rows_per_expert), d_out.shape[1], rows.shape[1])
 
     def add(tile: Tile, total):
-        # Both sides: rows of others, or of none, need not be finite.
+        # Mask both operands: rows of other experts, or of none, need not be finite, and 0 * inf is NaN.
         d, x = (jnp.where(tile.mine, part, jnp.zeros_like(part)) for part in (tile.of(d_out), tile.of(rows)))
         return total + _dot(d, x, 0, 0).astype(exact)
 
@@ -115,23 +120,23 @@ def _dot(a, b, axis_a: int, axis_b: int):
 
 
 def _for_each_expert(step: Callable, rows_per_expert: Int[Array, " E"], out: Array) -> Array:
-    """`out = step(expert, start, stop, out)` over the experts that have rows."""
+    """Repeats `out = step(expert, start, stop, out)` over the experts that have rows."""
     stop = jnp.cumsum(rows_per_expert)
     used = rows_per_expert > 0
-    first = jnp.argsort(~used, stable=True)
+    first = jnp.argsort(~used, stable=True)  # experts with rows come first, in their order
     body = lambda i, out: step(first[i], stop[first[i]] - rows_per_expert[first[i]], stop[first[i]], out)
     return jax.lax.fori_loop(0, used.sum(), body, out)
 
 
 def _for_each_tile(step: Callable, start, stop, num_rows: int, sizes: list[int], out: Array) -> Array:
-    """`out = step(tile, out)` over tiles of the rows `[start, stop)`, one loop for each size."""
+    """Repeats `out = step(tile, out)` over tiles of the rows `[start, stop)`, one loop for each size."""
     for size in sizes:
         left = stop - start
         count = -(-left // size) if size == sizes[-1] else left // size
 
         def body(i, out, start=start, size=size):
             begin = start + i * size
-            first = jnp.minimum(begin, num_rows - size)
+            first = jnp.minimum(begin, num_rows - size)  # move the last tile back into the array
             row = first + jnp.arange(size)
             return step(Tile(first, size, ((row >= begin) & (row < stop))[:, None]), out)
 
@@ -141,7 +146,8 @@ def _for_each_tile(step: Callable, start, stop, num_rows: int, sizes: list[int],
 
 
 def tile_sizes(M: int, E: int) -> list[int]:
-    """Largest first. Reading a matrix costs about as much as 30 rows: few tiles matter as much as little rounding."""
+    """Returns the tile sizes for M rows and E experts, largest first."""
+    # Reading an expert's matrix costs about as much as 30 rows, so few tiles matter as much as little padding.
     if M <= 64 * E:
         sizes = [64, 16]
     else:

@@ -1,4 +1,4 @@
-"""Kernels that have no batch, under `jax.vmap`."""
+"""Support of `jax.vmap` for kernels that have no batch axis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +8,15 @@ import jax.numpy as jnp
 
 
 def unbatched(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Runs a kernel for each entry of a batch, one after another: `jax.vmap` over a pipeline's stages, of which a
-    device has one.
+    """Wraps a kernel so that `jax.vmap` runs it for each entry of a batch in turn.
+
+    The batch is usually the stages of a pipeline, of which each device has one.
 
     Args:
         kernel: A function of arrays only, whose result is one array.
 
     Returns:
-        The same function, which `jax.vmap` never gives a batch.
+        The wrapped function.
     """
     one = jax.custom_batching.custom_vmap(kernel)
 

@@ -1,1 +1,1 @@
-"""What is minimized: the protocol of a training loss, and the losses of language models."""
+"""Training losses: their protocol, and the losses of language models."""

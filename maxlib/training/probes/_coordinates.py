@@ -20,8 +20,12 @@ from maxlib.training.probes._layers import observe
 
 @dataclasses.dataclass(frozen=True)
 class CoordinateCheck:
-    """sizes: by layer (`layers.3.attn.q`, and `logits`), the root mean square of its output, by width and number of
-    steps done.
+    """Result of `mup_coord_check`.
+
+    Args:
+      widths: the widths that were trained.
+      sizes: by layer (`layers.3.attn.q`, and `logits`), the root mean square of its output, by width and number of
+        steps.
     """
 
     widths: tuple[int, ...]
@@ -50,14 +54,21 @@ def mup_coord_check(
     batches: Sequence[Batch],
     loss: Loss,
 ) -> CoordinateCheck:
-    """Trains `build(width)` for each width on `batches`, and looks at every layer's output before each step and after
-    the last.
+    """Trains a model in several widths for a few steps and records the size of every layer's output (for muP).
 
-    optimizer: makes one from the (abstract) model, so that it may end with
-    `scale_by_path(width_factors(model, base), model=model)`.
-    All is looked at on the first batch. A handful of steps at the learning rate that is meant shows whether it fits all
-    widths (Yang et al. 2022, arXiv:2203.03466, appendix D.1). Raises ValueError for fewer than two widths and for
-    models with different layers.
+    If the sizes do not change with the width, a learning rate suits all widths (arXiv:2203.03466, appendix D.1).
+    Outputs are recorded on the first batch, before each step and after the last.
+
+    Args:
+      build: function from a width to a model.
+      widths: at least two widths.
+      optimizer: function from the (abstract) model to an optimizer, so that it may end with
+        `scale_by_path(width_factors(model, base), model=model)`; use the learning rate that you want to check.
+      batches: one batch per step; a handful is enough.
+      loss: the training loss.
+
+    Raises:
+      ValueError: when there are fewer than two widths, or the models have different layers.
     """
     if len(set(widths)) < 2:
         raise ValueError(f"growth needs at least two widths, got {list(widths)}")

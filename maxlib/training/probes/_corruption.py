@@ -19,13 +19,14 @@ class Corrupted(RuntimeError):
 
 
 class Recompute:
-    """A callback that computes a microbatch's gradients twice and compares them bit by bit: `callbacks=[(1000,
-    Recompute())]`.
+    """Callback that computes the gradients of a microbatch twice and compares them bit by bit, to find faulty hardware.
 
-    rows: how many of the last batch's rows the microbatch has (all processes together). Raises Corrupted, with the
-    names of the parameters, unless `stop` is false: then it warns. It also compares the copies of replicated
-    parameters. On GPUs it needs `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, for sums of unordered threads differ by
-    themselves.
+    Use it as `callbacks=[(1000, Recompute())]`. It also compares the copies of replicated parameters. GPUs need
+    `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, because sums in a random order differ by themselves.
+
+    Args:
+      rows: number of rows of the last batch to use, over all processes.
+      stop: raise `Corrupted`, with the names of the parameters; otherwise only warn.
     """
 
     def __init__(self, *, rows: int | None = None, stop: bool = True):
@@ -54,7 +55,15 @@ class Recompute:
 def gradient_digests(
     model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter = nn.is_trainable
 ) -> dict[str, str]:
-    """A hash of the bits of every parameter's gradient, and of the loss; equal runs have equal hashes."""
+    """Computes a hash of the bits of every parameter's gradient, and of the loss; equal runs have equal hashes.
+
+    Args:
+      model: the model.
+      batch: the batch.
+      loss: the training loss.
+      key: random key of the loss.
+      filter: the parameters to differentiate.
+    """
     key = jax.random.key(0) if key is None else key
     value, grads = _gradient(loss, filter)(model, batch, key)
     sums = {
@@ -64,7 +73,11 @@ def gradient_digests(
 
 
 def replicas_that_differ(params: dict[str, Array]) -> list[str]:
-    """The arrays whose copies on this process's devices are not the same, bit for bit."""
+    """Finds the arrays whose copies on this process's devices differ in any bit.
+
+    Args:
+      params: arrays by path.
+    """
     return [path for path, array in params.items() if _differ(array)]
 
 

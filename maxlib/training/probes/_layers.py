@@ -1,4 +1,4 @@
-"""What every layer's values, gradients and parameters look like on one batch."""
+"""Statistics of every layer's values, gradients and parameters on one batch."""
 
 import dataclasses
 import functools
@@ -19,10 +19,15 @@ from maxlib.training.probes import _hooks as hooks
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """outputs: by layer (`layers.3.attn.q`), in the order in which the forward pass finishes them, the root mean square
-    (`rms`) and largest size (`max`) of its output, the `gradient_rms` of that, how many values of both are `nonfinite`,
-    and for attention `max_logit` and `entropy` (nats) of the batch's first row. parameters, gradients: norms of every
-    weight, layer by layer. loss: per target.
+    """Statistics of one forward and backward pass, from `observe`.
+
+    Args:
+      outputs: by layer (`layers.3.attn.q`), in the order of the forward pass: the root mean square (`rms`) and largest
+        magnitude (`max`) of its output, the `gradient_rms` of the output, the number of `nonfinite` values in both, and
+        for attention `max_logit` and `entropy` (nats) of the batch's first row.
+      parameters: norm of every weight, layer by layer.
+      gradients: norm of every weight's gradient.
+      loss: loss per target.
     """
 
     outputs: dict[str, dict[str, float]]
@@ -34,8 +39,16 @@ class Observation:
 def observe(
     model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter = nn.is_trainable
 ) -> Observation:
-    """One forward and backward pass that is watched. The model is not changed; call it inside `sharding.use` if it is
-    sharded.
+    """Runs one forward and backward pass and records statistics of every layer. The model is not changed.
+
+    Call it inside `sharding.use` if the model is sharded.
+
+    Args:
+      model: the model.
+      batch: the batch.
+      loss: the training loss.
+      key: random key of the loss.
+      filter: the parameters to differentiate.
     """
     key = jax.random.key(0) if key is None else key
     found = _watched(loss, filter)(model, batch, key)
@@ -52,20 +65,25 @@ def observe(
 
 
 def norms_by_layer(params: dict[str, Any], model: Any) -> dict[str, float]:
-    """The norm of every array of `{path: array}` (parameters, gradients, a moment), with the layers of stacks one by
-    one.
+    """Computes the norm of every array of `{path: array}`, separately for each layer of a stack.
+
+    Args:
+      params: parameters, gradients or a moment.
+      model: the model they belong to.
     """
     return _by_layer(_norms(params, nn.tree.axes(model)), layouts(model))
 
 
 class LayerStatistics:
-    """A callback that writes statistics of every layer to the Trainer's writers: `callbacks=[(500,
-    LayerStatistics())]`.
+    """Callback that writes statistics of every layer to the Trainer's writers: `callbacks=[(500, LayerStatistics())]`.
 
-    Computes the gradient of the last batch once more, so let it be rare. Written as arrays with one number per layer,
-    by stack (`layers/...`): `output_rms`, `output_max`, `gradient_rms` (of the output), `parameter_norm`,
-    `gradient_norm`, and `max_logit`, `entropy` of attention. The load of experts is among the metrics of every step,
-    `moe/load`.
+    It computes the gradient of the last batch once more, so it should run rarely. It writes arrays with one number per
+    layer of a stack (`layers/...`): `output_rms`, `output_max`, `gradient_rms` (of the output), `parameter_norm`,
+    `gradient_norm`, and for attention `max_logit` and `entropy`. The load of experts is a metric of every step
+    (`moe/load`).
+
+    Args:
+      filter: the parameters to differentiate.
     """
 
     def __init__(self, *, filter: nn.tree.Filter = nn.is_trainable):

@@ -14,11 +14,20 @@ from maxlib.training.probes._layers import Observation, observe
 def find_nonfinite(
     model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter = nn.is_trainable
 ) -> str | None:
-    """Names the first layer and tensor that is not finite in the forward and in the backward pass of `loss`; None if
-    all are.
+    """Finds the first layer and tensor that is not finite in the forward and in the backward pass of `loss`.
 
-    One gradient of its own, so call it on what went wrong: the model before the bad step and that step's batch. Call it
-    inside `sharding.use` if the model is sharded.
+    It computes one gradient, so call it after a failure: with the model before the bad step and the batch of that step.
+    Call it inside `sharding.use` if the model is sharded.
+
+    Args:
+      model: the model before the bad step.
+      batch: the batch of the bad step.
+      loss: the training loss.
+      key: random key of the step.
+      filter: the parameters to differentiate.
+
+    Returns:
+      A description, or None if everything is finite.
     """
     found = observe(model, batch, loss, key, filter=filter)
     lines = [line for line in (_parameters(found), _forward(found), _backward(found), _gradients(found)) if line]

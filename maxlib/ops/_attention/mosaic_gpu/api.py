@@ -19,7 +19,7 @@ HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why these kernels cannot run `call`, or None."""
+    """Returns the reason why these kernels cannot run `call`, or None."""
     if not HOPPER.search(call.device_kind):
         return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {call.device_kind}"
     if call.dtype not in ("bfloat16", "float16"):
@@ -46,7 +46,7 @@ def mosaic_gpu(
 
     Differentiable once (reverse mode) in q, k, v and sinks; the gradients are the same in every run.
     """
-    if scale <= 0:  # the kernels take the maximum before they scale
+    if scale <= 0:  # the kernels take the maximum before they scale, which needs scale > 0
         q, scale = q * jnp.sign(jnp.asarray(scale, q.dtype)), abs(scale) or 1.0
     T, S = q.shape[1], k.shape[1]
     k, v = k.astype(q.dtype), v.astype(q.dtype)
@@ -59,12 +59,15 @@ def mosaic_gpu(
 
 
 def _to_eights(x):
-    """Rows that do not fill the memory unit's tiles of 8 are added; beyond that it reads zeros and writes nothing."""
+    """Pads rows to a multiple of 8, the memory unit's tile; beyond the array it reads zeros and writes nothing."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), *[(0, 0)] * (x.ndim - 2)))
 
 
 def _attend(logits, T: int, q, k, v, sinks, start, end):
-    """Without a gradient. Only the first T queries are real; if they are few, more blocks of threads share the keys."""
+    """Computes attention without a gradient; only the first T queries are real.
+
+    For few queries the decode kernel is used, in which more blocks of threads share the keys.
+    """
     if not config.decodes(T, q.shape[2] // k.shape[2]):
         return _forward(logits, q, k, v, sinks, start, end)
     from maxlib.ops._attention.mosaic_gpu.decode import decode
@@ -81,7 +84,7 @@ def _forward(logits, q, k, v, sinks, start, end):
     # Queries added at the end repeat the last one, so that they neither widen a tile's range nor make it partial.
     start, end = (jnp.pad(x, pad, mode="edge") for x in (start, end))
     out, lse = forward.forward(q, k, v, start, end, sinks * LOG2_E, logits=logits, tiles=tiles)
-    return out, jnp.swapaxes(lse, 1, 2)[:, : q.shape[1]] / LOG2_E
+    return out, jnp.swapaxes(lse, 1, 2)[:, : q.shape[1]] / LOG2_E  # [B, N, P] -> [B, T, N], base 2 -> natural
 
 
 def _attend_fwd(logits, T: int, *args):
@@ -95,18 +98,22 @@ def _attend_bwd(logits, T: int, residuals, cotangents):
 
     (q, k, v, sinks, start, end), out, lse = residuals
     d_out, d_lse = cotangents
+    # delta = sum(d_out * out) - d_lse, the row's term in the softmax's gradient: d_logits = probs * (d_probs - delta).
     seen = jnp.isfinite(lse)
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_lse
     delta = jnp.where(seen, delta, 0.0)
+    # The sink's probability is exp(sink - lse) and its d_probs is 0 (no value): d_sink = -sum(prob * delta).
     d_sinks = -jnp.sum(jnp.exp(sinks[None, None] - jnp.where(seen, lse, jnp.inf)) * delta, axis=(0, 1))
+    # [B, T, N] -> [B, N, P] with P a multiple of 128: a kernel loads the numbers of a whole tile of queries.
     by_head = lambda x, fill: jnp.pad(
         jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, -x.shape[1] % 128)), constant_values=fill
     )
-    # Rows that see nothing, or do not exist, get probabilities of exp(-inf).
+    # lse = +inf gives probabilities exp(-inf) = 0 to empty rows and to the padding.
     lse, delta = by_head(jnp.where(seen, lse * LOG2_E, jnp.inf), jnp.inf), by_head(delta, 0.0)
     start, end = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % 128)), mode="edge") for x in (start, end))
     given = backward.Given(q, k, v, d_out.astype(q.dtype), lse, delta, start, end)
     sizes = q.shape[3], v.shape[3], logits.softcap is not None
+    # dq and dk, dv have kernels of their own: each sums over the other's axis in registers, without atomics.
     dq = backward.queries(given, logits=logits, tiles=config.query_gradient_tiles(*sizes))
     parts = [
         x

@@ -1,10 +1,10 @@
 """The backward kernels: one for dq, and one for dk and dv. No atomics, so results are the same in every run.
 
-Both recompute a tile's probabilities from the log-sum-exp. With `delta`, the row sums of d_out * out less d_lse:
+Both recompute a tile's probabilities from the log-sum-exp. With `delta`, the row sums of d_out * out minus d_lse:
 d_logits = probs * (d_out v - delta), dq = scale d_logits k, dk = scale d_logits^T q, dv = probs^T d_out.
 
-`queries` walks as the forward kernel does: queries stay, keys and values stream. `keys` is its transpose: keys and
-values stay, and all query heads that share them stream past, so that their gradients are summed where they are made.
+`queries` visits tiles as the forward kernel does: queries stay, keys and values stream. `keys` is its transpose: keys
+and values stay, and all query heads that share them stream past, so that their gradients are summed in registers.
 """
 
 import functools
@@ -28,7 +28,7 @@ BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 class Given(NamedTuple):
-    """What both kernels read. `lse` is in base 2, `+inf` for rows that see nothing or do not exist."""
+    """Inputs of both kernels. `lse` is in base 2, `+inf` for empty rows and padding."""
 
     q: Float[Array, "B T N Hk"]
     k: Float[Array, "B S K Hk"]
@@ -40,13 +40,13 @@ class Given(NamedTuple):
     end: Any
 
     def pairs(self, block_q: int, block_k: int) -> int:
-        """Of a query and a key that meet in blocks of such sizes, under a causal mask."""
+        """Counts the pairs of a query and a key in visited tiles of this size, under a causal mask."""
         (B, _, N, _), S, P = self.q.shape, self.k.shape[1], self.lse.shape[2]
         return B * N * causal_tiles(-(-P // block_q), -(-S // block_k)) * block_q * block_k
 
 
 def _accumulate(totals, *products):
-    """Adds a matmul to each of `totals` (in registers), all in flight together."""
+    """Adds a matmul to each of `totals` (in registers); all of them are in flight together."""
 
     def run(refs):
         for ref, (a, b) in zip(refs, products, strict=True):
@@ -60,7 +60,7 @@ def _zeros(width: int):
 
 
 def _launch(name: str, kernel, out_type, scratch, grid, axes, tiles: Tiles, *, pairs: int, width: int):
-    """pairs: of a query and a key that meet. width: of all matmuls together."""
+    """Builds a kernel that computes `pairs` pairs of a query and a key, with matmuls `width` wide in total."""
     return _compat.kernel(
         kernel,
         out_type=out_type,
@@ -80,6 +80,8 @@ def _launch(name: str, kernel, out_type, scratch, grid, axes, tiles: Tiles, *, p
 
 
 class QueryScratch(NamedTuple):
+    """Shared memory and barriers of the kernel for dq."""
+
     q: Any  # W r Hk; dq leaves through it
     d_out: Any  # W r Hv
     k: memory.Stream  # stage c Hk
@@ -88,7 +90,7 @@ class QueryScratch(NamedTuple):
 
 
 def queries(given: Given, *, logits: Logits, tiles: Tiles) -> Float[Array, "B T N Hk"]:
-    """The gradient of the queries."""
+    """Computes the gradient of the queries."""
     (B, T, N, Hk), (S, _, Hv), W = given.q.shape, given.v.shape[1:], tiles.warpgroups
     visits = intervals.walk(*intervals.tiles(given.start, given.end, S, tiles.rows, tiles.columns))
     shared = memory.matrices(given.q.dtype, Hk, Hv, tiles.columns)
@@ -101,6 +103,7 @@ def queries(given: Given, *, logits: Logits, tiles: Tiles) -> Float[Array, "B T 
     )
     kernel = functools.partial(_queries_kernel, logits=logits, tiles=tiles)
     out, grid = jax.ShapeDtypeStruct((B, T, N, Hk), given.q.dtype), (N, visits.shape[1], B)
+    # Three matmuls per tile: q k and d_logits k, both Hk wide, and d_out v, Hv wide.
     cost = {"pairs": given.pairs(tiles.rows, tiles.columns), "width": 2 * Hk + Hv}
     return _launch("dq", kernel, out, scratch, grid, ("head", "tile", "batch"), tiles, **cost)(*given, visits)
 
@@ -139,6 +142,7 @@ def _queries_kernel(q, k, v, d_out, lse, delta, start, end, visits, dq, scratch,
 
 
 def _queries_step(own, first_key, ends, stats, i, total, *, masked: bool, logits: Logits, tiles: Tiles):
+    """Adds one block of keys to dq, without the factor `scale`."""
     slot = lax.rem(i, jnp.int32(tiles.stages))
     (k, v), (lse, delta) = (x.buffers[0].at[slot] for x in (own.k, own.v)), stats
 
@@ -154,7 +158,7 @@ def _queries_step(own, first_key, ends, stats, i, total, *, masked: bool, logits
 
     shape = plgpu.WGMMAAccumulatorRef((ROWS, tiles.columns), jnp.float32)
     d_products = pl.run_scoped(tile, shape, shape)
-    plgpu.barrier_arrive(own.v.free.at[slot])
+    plgpu.barrier_arrive(own.v.free.at[slot])  # v is done with; k is needed for dq += d_logits k
     (total,) = _accumulate([total], (d_products.astype(k.dtype), k))
     plgpu.barrier_arrive(own.k.free.at[slot])
     return total
@@ -164,6 +168,8 @@ def _queries_step(own, first_key, ends, stats, i, total, *, masked: bool, logits
 
 
 class KeyScratch(NamedTuple):
+    """Shared memory and barriers of the kernels for dk and dv."""
+
     k: Any  # W r Hk; dk leaves through it
     v: Any  # W r Hv; dv leaves through it
     q: memory.Stream  # stage c Hk, and the log-sum-exp and interval of each query
@@ -173,8 +179,9 @@ class KeyScratch(NamedTuple):
 
 
 def keys(given: Given, wanted: tuple[str, ...], *, logits: Logits, tiles: Tiles) -> tuple[Float[Array, "B S K _"], ...]:
-    """The gradients of keys and values: those that are `wanted`, of "dk" and "dv" in this order."""
+    """Computes the gradients of keys and values that are `wanted`, of "dk" and "dv" in this order."""
     (B, S, K, Hk), Hv = given.k.shape, given.v.shape[3]
+    # [B, Q, C] -> [B, C, Q]: a block of keys visits the blocks of queries that attend to it.
     tiled = intervals.tiles(given.start, given.end, S, tiles.columns, tiles.rows)
     visits = intervals.walk(*(jnp.swapaxes(x, 1, 2) for x in tiled))
     kernel = functools.partial(_keys_kernel, wanted=wanted, logits=logits, tiles=tiles)
@@ -182,13 +189,13 @@ def keys(given: Given, wanted: tuple[str, ...], *, logits: Logits, tiles: Tiles)
     out = tuple(jax.ShapeDtypeStruct(shape[name].shape, shape[name].dtype) for name in wanted)
     scratch = _key_scratch(given.q.dtype, Hk, Hv, wanted, tiles)
     name, grid = "_".join(wanted), (K, visits.shape[1], B)
-    widths = {"dk": Hk + Hv, "dv": Hv}  # beside the products of queries and keys
+    widths = {"dk": Hk + Hv, "dv": Hv}  # in addition to q k
     cost = {"pairs": given.pairs(tiles.columns, tiles.rows), "width": Hk + sum(widths[name] for name in wanted)}
     return _launch(name, kernel, out, scratch, grid, ("kv_head", "tile", "batch"), tiles, **cost)(*given, visits)
 
 
 def _key_scratch(dtype, key_dim: int, value_dim: int, wanted: tuple[str, ...], tiles: Tiles):
-    """K and V side by side; where dk is not wanted V is not read, and dv leaves where K was."""
+    """Allocates K and V; if dk is not wanted, V is not read and dv is stored over K."""
     shared = memory.matrices(dtype, key_dim, value_dim, tiles.columns)
     keys, values = shared(tiles.warpgroups, ROWS, key_dim), shared(tiles.warpgroups, ROWS, value_dim)
     vector = lambda dtype: plgpu.SMEM((tiles.stages, tiles.columns), dtype)
@@ -223,6 +230,7 @@ def _keys_kernel(q, k, v, d_out, lse, delta, start, end, visits, *outputs, wante
         read = [(k.at[place], own.k()), (v.at[place], own.v())]
         memory.load(scratch.loaded.at[warpgroup], *read[: 2 if "dk" in wanted else 1])
 
+        # The query heads of a key head follow each other, so that dk and dv add up in registers.
         def one_head(group, totals):
             step = functools.partial(_keys_step, own, first_key, group * visited, wanted, logits=logits, tiles=tiles)
             totals = lax.fori_loop(0, full, functools.partial(step, masked=False), totals)
@@ -230,7 +238,7 @@ def _keys_kernel(q, k, v, d_out, lse, delta, start, end, visits, *outputs, wante
 
         totals = lax.fori_loop(0, groups, one_head, tuple(_zeros(x.shape[3]) for x in outputs))
         buffers = [{"dk": own.k, "dv": own.v}[name]() for name in wanted]
-        if "dk" not in wanted and k.shape != v.shape:  # then one's dv lies over another one's keys
+        if "dk" not in wanted and k.shape != v.shape:  # then dv of one warpgroup overlaps the keys of another
             memory.finish_together(own.finished.at[0])
         for name, buffer, total in zip(wanted, buffers, totals, strict=True):
             buffer[...] = (total * (logits.scale if name == "dk" else 1.0)).astype(k.dtype)
@@ -251,7 +259,7 @@ def _keys_kernel(q, k, v, d_out, lse, delta, start, end, visits, *outputs, wante
 
 
 def _keys_step(own, first_key, done, wanted, i, totals, *, masked: bool, logits: Logits, tiles: Tiles):
-    """One block of queries, transposed: a tile has keys as rows and queries as columns."""
+    """Adds one block of queries to dk and dv. Tiles are transposed: keys are rows and queries columns."""
     slot = lax.rem(done + i, jnp.int32(tiles.stages))
     q, d_out = own.q.buffers[0].at[slot], own.d_out.buffers[0].at[slot]
     start, end, lse, delta = (

@@ -1,8 +1,9 @@
-"""The forward kernel: one block of queries stays on a multiprocessor, the keys and values it can see stream past.
+"""The forward kernel: a block of queries stays on a multiprocessor, the keys and values visible to it stream past.
 
-Two or three compute warpgroups own 64 queries each; one more warpgroup does nothing but ask the memory unit (TMA) for
-the next blocks. Letters: W compute warpgroups, P queries padded to whole tiles, r the 64 queries of a warpgroup, c the
-keys of a block.
+Two or three compute warpgroups own 64 queries each; one more warpgroup only asks the memory unit (TMA) for the next
+blocks (the design of FlashAttention-3, https://arxiv.org/abs/2407.08608).
+
+Letters: W compute warpgroups, P queries padded to whole tiles, r the 64 queries of a warpgroup, c the keys of a block.
 """
 
 import functools
@@ -47,9 +48,9 @@ def forward(
     tiles: Tiles,
     name: str = "forward",
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N P"]]:
-    """The output, and the log-sum-exp of every row. Sinks (`-inf` is none) and log-sum-exp are in base 2."""
+    """Computes the output and the log-sum-exp of every row; sinks (`-inf` for none) and log-sum-exp are in base 2."""
     (B, T, N, Hk), (S, _, Hv) = q.shape, v.shape[1:]
-    padded = start.shape[1]
+    padded = start.shape[1]  # P
     visits = intervals.walk(*intervals.tiles(start, end, S, tiles.rows, tiles.columns))
     # An empty block of queries goes through one masked tile, so that the loop's first step needs no condition.
     visits = visits.at[..., 1].max(1)
@@ -89,7 +90,8 @@ def _scratch(key_dim: int, value_dim: int, dtype, tiles: Tiles) -> Scratch:
 
 def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, logits: Logits, tiles: Tiles):
     batch, head, warpgroup = (lax.axis_index(name) for name in ("batch", "head", "warpgroup"))
-    # Later queries see more keys under causal masks: the longest tiles go first, so that none is left over at the end.
+    # Later queries attend to more keys under a causal mask. The longest tiles start first, so that no processor is left
+    # with one of them at the end.
     tile = visits.shape[1] - 1 - lax.axis_index("tile")
     first, visited, full_first, full = (visits[batch, tile, i] for i in range(4))
     block = lambda step: memory.column(step, first, full_first, full)
@@ -118,21 +120,23 @@ def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, logits: Lo
 
 
 class _Turns:
-    """Warpgroups take turns at the tensor cores: while one multiplies, another works on its softmax."""
+    """Schedule of the tensor cores among warpgroups: while one multiplies, another computes its softmax."""
 
     def __init__(self, barrier, warpgroup, count: int):
         self.own, self.next = barrier.at[warpgroup], barrier.at[lax.rem(warpgroup + 1, jnp.int32(count))]
         pl.when(warpgroup == count - 1)(self.give)
 
     def take(self):
+        """Waits for this warpgroup's turn."""
         plgpu.barrier_wait(self.own)
 
     def give(self):
+        """Passes the turn to the next warpgroup."""
         plgpu.barrier_arrive(self.next)
 
 
 def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: Logits, tiles: Tiles):
-    """The online softmax over all visited blocks. In step i the tensor cores get q k(i) and p(i-1) v(i-1) together."""
+    """Runs the online softmax over all visited blocks; step i issues q k(i) and p(i-1) v(i-1) together."""
     columns, slot = tiles.columns, lambda step: lax.rem(step, jnp.int32(tiles.stages))
     (k,), (v,), queries = own.k.buffers, own.v.buffers, own.q_out[0]
     row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
@@ -142,6 +146,7 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
         bent = logits.bend(products)
         if masked:
             bent = hide(bent, ends, block(step) * columns, axis=1)
+        # m' = max(m, max x); p = 2^(x - m'); total' = total * 2^(m - m') + sum p
         new_peak = jnp.maximum(peak, jnp.max(bent, axis=1) * logits.factor)
         shrink = jnp.exp2(peak - new_peak)
         probs = jnp.exp2(bent * logits.factor - spread(new_peak, bent))
@@ -165,6 +170,7 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
             plgpu.barrier_wait(own.v.ready.at[before])
             plgpu.wgmma(acc_ref, probs, v.at[before])
             turns.give()
+            # Wait for all but one matmul: the softmax of this step runs while p(i-1) v(i-1) is still in flight.
             products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
             plgpu.barrier_arrive(own.k.free.at[here])
             new = softmax(products, i, peak, total, masked=masked)
@@ -190,6 +196,7 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
     plgpu.barrier_arrive(own.k.free.at[0])
     probs, peak, total, _ = softmax(products, jnp.int32(0), row(LOWEST), row(0.0), masked=True)
     carry = zeros, probs.astype(v.dtype), peak, total
+    # Full tiles come first and need no mask. Step 0 was masked in any case: the row may have no full tile.
     carry = lax.fori_loop(1, full, functools.partial(step, masked=False), carry)
     acc, probs, peak, total = lax.fori_loop(jnp.maximum(full, 1), visited, functools.partial(step, masked=True), carry)
     plgpu.barrier_wait(own.v.ready.at[slot(visited - 1)])
@@ -197,14 +204,15 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
 
 
 def _store(result, own: Scratch, sink, out, lse):
-    """Divides by the total, to which the sink adds its share; rows that see nothing become zeros and `-inf`."""
+    """Divides by the total, including the sink's share, and stores; empty rows become zeros and `-inf`."""
     acc, peak, total = result
+    # The sink is one more logit without a value: it joins the maximum and the total, not the weighted sum.
     top = jnp.maximum(peak, sink)
     total = total * jnp.exp2(peak - top) + jnp.exp2(sink - top)
     share = jnp.where(total > 0, jnp.exp2(peak - top) / total, 0.0)
     own.lse[...] = jnp.where(total > 0, top + jnp.log2(total), -jnp.inf)
     queries, place = own.q_out
-    if queries.shape != place.shape:  # then one's output lies over another one's queries
+    if queries.shape != place.shape:  # then the output of one warpgroup overlaps the queries of another
         memory.finish_together(own.finished.at[0])
     place[...] = (acc * spread(share, acc)).astype(out.dtype)
     memory.store((place, out), (own.lse, lse))

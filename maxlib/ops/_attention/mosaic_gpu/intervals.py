@@ -1,4 +1,4 @@
-"""How the kernels walk along one row (or column) of tiles: full ones first, which changes nothing but the rounding."""
+"""Order of the tiles along one row (or column): full ones first, which changes only the rounding."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -7,9 +7,10 @@ from maxlib.ops._attention.tiles import tiles as tiles
 
 
 def walk(visited: Bool[Array, "B R C"], full: Bool[Array, "B R C"]) -> Int[Array, "B R 4"]:
-    """For each row of tiles: first visited, number visited, first full, number full (of the first run of full ones).
+    """Describes each row of tiles by four numbers: first visited, number visited, first full, number full.
 
-    What lies between two visited tiles is visited too. All intervals at hand leave no such holes.
+    The full ones are the first unbroken run of full tiles. Tiles between two visited ones are visited too; intervals
+    leave no such holes.
     """
     first, stop = _run(visited, whole=True)
     full_first, full_stop = _run(full, whole=False)
@@ -17,7 +18,7 @@ def walk(visited: Bool[Array, "B R C"], full: Bool[Array, "B R C"]) -> Int[Array
 
 
 def _run(chosen, *, whole: bool):
-    """From the first chosen column to behind the last (`whole`), or to behind the end of the first unbroken run."""
+    """Returns the first chosen column, and the index after the last one (`whole`) or after the first unbroken run."""
     columns = jnp.arange(chosen.shape[-1], dtype=jnp.int32)[None, None]
     first = jnp.argmax(chosen, axis=-1).astype(jnp.int32)
     if whole:

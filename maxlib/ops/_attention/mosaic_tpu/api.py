@@ -20,7 +20,7 @@ from maxlib.ops._attention.tiles import tiles
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why these kernels cannot run `call`, or None."""
+    """Returns the reason why these kernels cannot run `call`, or None."""
     if call.dtype not in ("bfloat16", "float32"):
         return f"takes queries in bfloat16 or float32, not in {call.dtype}"
     chip = config.generation(call.device_kind)
@@ -33,7 +33,7 @@ def unsupported_reason(call: Call) -> str | None:
 
 
 class Spec(NamedTuple):
-    """What is known when tracing."""
+    """Static parameters: the maths, and the TPU generation that sets the block sizes."""
 
     scale: float
     softcap: float | None
@@ -58,7 +58,7 @@ def mosaic_tpu(
     Block sizes are those of `chip`, by default the device in use. Differentiable once (reverse mode) in q, k, v and
     sinks.
     """
-    if scale <= 0:  # the kernels take the maximum before they scale
+    if scale <= 0:  # the kernels take the maximum before they scale, which needs scale > 0
         q, scale = q * jnp.sign(jnp.asarray(scale, q.dtype)), abs(scale) or 1.0
     spec = Spec(scale, softcap, chip or config.generation(current_device()[1]))
     start, end = (jnp.clip(x.astype(jnp.int32), 0, k.shape[1]) for x in (k_start, k_end))
@@ -70,7 +70,7 @@ def mosaic_tpu(
 
 
 def _attend(spec: Spec, q, k, v, start, end):
-    """Without a gradient. Few queries have a kernel of their own, which does not lay the keys out anew."""
+    """Computes attention without a gradient; few queries use the decode kernel, which keeps the layout of keys."""
     if not config.decodes(*q.shape[1:3]):
         return _forward(spec, q, k, v, start, end)
     from maxlib.ops._attention.mosaic_tpu.decode import decode
@@ -103,11 +103,13 @@ def _attend_bwd(spec: Spec, residuals, cotangents):
     (q, k, v, start, end), out, lse = residuals
     d_out, d_lse = cotangents
     seen = jnp.isfinite(lse)
+    # delta = sum(d_out * out) - d_lse, the row's term in the softmax's gradient: d_logits = probs * (d_probs - delta).
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_lse
     delta = jnp.where(seen, delta, 0.0)
-    lse = jnp.where(seen, lse * LOG2_E, jnp.inf)  # rows that see nothing get probabilities of exp(-inf)
+    lse = jnp.where(seen, lse * LOG2_E, jnp.inf)  # empty rows get probabilities exp(-inf) = 0
 
     cut = _Cut.of(spec.chip.backward, q.shape[1], k.shape[1], q.shape[2] // k.shape[2])
+    # [B, T, N] -> [B, K, Q, 1, R]: one number per row of a tile, along the lanes.
     vector = lambda x, fill: jnp.swapaxes(cut.rows(x[..., None], k.shape[2], fill), -1, -2)
     rows = backward.Rows(
         q=cut.rows(q, k.shape[2]),
@@ -120,6 +122,7 @@ def _attend_bwd(spec: Spec, residuals, cotangents):
     options = {"logits": Logits(spec.scale, spec.softcap), "vmem": spec.chip.vmem}
     keys, values = (cut.blocks(x.astype(q.dtype)) for x in (k, v))
     visited, full = cut.tiles(start, end)
+    # dk and dv visit the same tiles column by column: [1, B, Q, C] -> [1, B, C, Q].
     turned = visits.table(jnp.swapaxes(visited, 2, 3), jnp.swapaxes(full, 2, 3))
     dq = backward.queries(rows, keys, values, visits.table(visited, full), **options)
     dk, dv = backward.keys(rows, keys, values, turned, **options)
@@ -135,7 +138,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """How T queries and S keys are cut into blocks. Query heads that share a key head are rows of one block."""
+    """Sizes by which T queries and S keys are cut into blocks; heads that share a key head are rows of one block."""
 
     T: int
     S: int
@@ -148,34 +151,34 @@ class _Cut:
         return cls(T, S, groups, config.queries(blocks, groups, T), config.keys(blocks, S))
 
     def rows(self, x, num_kv_heads: int, fill: float = 0.0):
-        """`B T N H` to `B K Q (G t) H`."""
+        """Cuts queries into blocks: `B T N H` to `B K Q (G t) H`."""
         x = jnp.pad(x, ((0, 0), (0, -self.T % self.queries), (0, 0), (0, 0)), constant_values=fill)
         return einops.rearrange(x, "B (Q t) (K G) H -> B K Q (G t) H", t=self.queries, K=num_kv_heads)
 
     def unrows(self, x):
+        """Inverts `rows`: `B K Q (G t) H` to `B T N H`."""
         x = einops.rearrange(x, "B K Q (G t) H -> B (Q t) (K G) H", G=self.groups)
         return x[:, : self.T]
 
     def blocks(self, x):
-        """`B S K H` to `B K C c H`."""
+        """Cuts keys or values into blocks: `B S K H` to `B K C c H`."""
         x = jnp.pad(x, ((0, 0), (0, -self.S % self.keys), (0, 0), (0, 0)))
         return einops.rearrange(x, "B (C c) K H -> B K C c H", c=self.keys)
 
     def unblocks(self, x):
+        """Inverts `blocks`: `B K C c H` to `B S K H`."""
         return einops.rearrange(x, "B K C c H -> B (C c) K H")[:, : self.S]
 
     def pad(self, x):
-        """Queries added at the end repeat the last one, so that they neither widen a tile's range nor make it
-        partial.
-        """
+        """Pads bounds `B T` to whole blocks by repeating the last query's, so that a tile's range stays the same."""
         return jnp.pad(x, ((0, 0), (0, -self.T % self.queries)), mode="edge")
 
     def ends(self, x):
-        """`B T` to `B 1 Q 1 (G t)`."""
+        """Repeats bounds `B T` for each head of a key head: `B 1 Q 1 (G t)`."""
         return einops.repeat(self.pad(x), "B (Q t) -> B 1 Q 1 (G t)", t=self.queries, G=self.groups)
 
     def tiles(self, start, end):
-        """Those visited, and those that are full: `1 B Q C`."""
+        """Finds the visited tiles and the full ones, both `1 B Q C`."""
         S = self.S + -self.S % self.keys
         visited, full = tiles(self.pad(start), self.pad(end), S, self.queries, self.keys)
         return visited[None], full[None]

@@ -1,11 +1,10 @@
-"""The backward kernels: one for dq, and one for dk and dv. Nothing is added atomically: results are the same in every
-run.
+"""The backward kernels: one for dq, and one for dk and dv. No atomics, so results are the same in every run.
 
-Both recompute a tile's probabilities from the log-sum-exp. With `delta`, the row sums of d_out * out less d_lse:
+Both recompute a tile's probabilities from the log-sum-exp. With `delta`, the row sums of d_out * out minus d_lse:
 d_logits = probs * (d_out v - delta), dq = scale d_logits k, dk = scale d_logits^T q, dv = probs^T d_out.
 
-`queries` walks as the forward kernel does. `keys` is its transpose, also within a tile: keys are rows and queries
-columns. The query heads that share a key head are rows of one block, so that their gradients are summed by the matmul.
+`queries` visits tiles as the forward kernel does. `keys` is its transpose, also within a tile: keys are rows, queries
+are columns. The query heads that share a key head are rows of one block, so that the matmul sums their gradients.
 """
 
 import functools
@@ -24,7 +23,7 @@ from maxlib.ops._attention.tiles import causal_tiles
 
 
 class Rows(NamedTuple):
-    """What is given of the queries. `lse` is in base 2, `+inf` for rows that see nothing or do not exist."""
+    """Queries and what belongs to them, in blocks. `lse` is in base 2, `+inf` for empty rows and padding."""
 
     q: Any  # B K Q R Hk
     d_out: Any  # B K Q R Hv
@@ -34,7 +33,7 @@ class Rows(NamedTuple):
     end: Any  # B 1 Q 1 R
 
     def work(self, v, *, with_keys: int, with_values: int) -> Work:
-        """Of so many matmuls for each tile as wide as keys, and as wide as values."""
+        """Estimates a lane's work: `with_keys` matmuls per tile as wide as keys, `with_values` as wide as values."""
         (B, _, Q, R, Hk), (C, c, Hv) = self.q.shape, v.shape[2:]
         return Work(B * causal_tiles(Q, C), R * c * (with_keys * Hk + with_values * Hv), exps=R * c)
 
@@ -42,7 +41,7 @@ class Rows(NamedTuple):
 def queries(
     rows: Rows, k: Float[Array, "B K C c Hk"], v: Float[Array, "B K C c Hv"], table, *, logits: Logits, vmem: int
 ) -> Float[Array, "B K Q R Hk"]:
-    """The gradient of the queries."""
+    """Computes the gradient of the queries."""
     (dq,) = launch(
         "dq",
         functools.partial(_queries_kernel, logits=logits),
@@ -65,8 +64,8 @@ def _queries_kernel(tile: Tile, *refs, logits: Logits):
         total[...] = jnp.zeros_like(total)
 
     def step(mask):
-        bent = logits.bend(dot(rows.q[...], k[...], 1, 1))
-        probs = jnp.exp2(mask(bent * logits.factor) - rows.lse[...].T)
+        bent = logits.bend(dot(rows.q[...], k[...], 1, 1))  # [R, Hk] [c, Hk]^T -> [R, c]
+        probs = jnp.exp2(mask(bent * logits.factor) - rows.lse[...].T)  # lse [1, R] -> [R, 1]
         d_probs = dot(rows.d_out[...], v[...], 1, 1)
         d_products = logits.slope(bent, probs * (d_probs - rows.delta[...].T))
         total[...] += dot(d_products.astype(k.dtype), k[...], 1, 0)
@@ -85,7 +84,7 @@ def _queries_kernel(tile: Tile, *refs, logits: Logits):
 def keys(
     rows: Rows, k: Float[Array, "B K C c Hk"], v: Float[Array, "B K C c Hv"], table, *, logits: Logits, vmem: int
 ) -> tuple[Float[Array, "B K C c Hk"], Float[Array, "B K C c Hv"]]:
-    """The gradients of keys and values."""
+    """Computes the gradients of keys and values."""
     dk, dv = launch(
         "dk_dv",
         functools.partial(_keys_kernel, logits=logits),
@@ -109,8 +108,9 @@ def _keys_kernel(tile: Tile, k, v, *refs, logits: Logits):
         dv_total[...] = jnp.zeros_like(dv_total)
 
     def step(mask):
-        bent = logits.bend(dot(k[...], rows.q[...], 1, 1))
+        bent = logits.bend(dot(k[...], rows.q[...], 1, 1))  # transposed: [c, Hk] [R, Hk]^T -> [c, R]
         probs = jnp.exp2(mask(bent * logits.factor) - rows.lse[...])
+        # [c, R] [R, Hv] -> [c, Hv]: R includes the query heads of this key head, which are summed thereby.
         dv_total[...] += dot(probs.astype(v.dtype), rows.d_out[...], 1, 0)
         d_probs = dot(v[...], rows.d_out[...], 1, 1)
         d_products = logits.slope(bent, probs * (d_probs - rows.delta[...]))

@@ -3,13 +3,13 @@
 import dataclasses
 import math
 
-LANES = 128  # of a vector register, by 8 sublanes
-MOST_TILES = 2**17  # the table of tiles: half of a core's scalar memory
+LANES = 128  # a vector register has 128 lanes and 8 sublanes
+MOST_TILES = 2**17  # entries of the table of tiles, which then takes half of a core's scalar memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """A tile: `rows` are queries times the heads that share a key head, `keys` are keys."""
+    """Size of a tile: `rows` counts queries times the heads that share a key head, `keys` counts keys."""
 
     rows: int
     keys: int
@@ -17,8 +17,9 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What differs between TPUs. vmem: bytes of vector memory for a kernel. cores: how many share a device's grid
-    (megacore).
+    """Properties of a TPU generation: block sizes, `vmem` bytes of vector memory for a kernel, and `cores` per device.
+
+    Two cores of one device share a kernel's grid (megacore).
     """
 
     forward: Blocks
@@ -47,14 +48,13 @@ GENERATIONS = {
 
 
 def generation(device_kind: str) -> Generation:
-    """By jax's name of the device; the smallest for one that is not known."""
+    """Returns the generation of a device by jax's name for it; the smallest one for an unknown device."""
     return GENERATIONS.get(device_kind, V4)
 
 
 def queries(blocks: Blocks, groups: int, num_queries: int) -> int:
-    """How many queries of each of `groups` heads make the rows of a tile: whole registers, and no more than there
-    are.
-    """
+    """Returns the number of queries of each of `groups` heads in a tile, so that its rows fill whole registers."""
+    # The smallest number of queries for which queries * groups is a multiple of `rows`.
     whole = lambda rows: rows // math.gcd(rows, groups)
     unit = whole(LANES) if groups * whole(LANES) <= 2 * blocks.rows else whole(16)
     fitting = max(blocks.rows // (groups * unit), 1) * unit
@@ -62,17 +62,17 @@ def queries(blocks: Blocks, groups: int, num_queries: int) -> int:
 
 
 def keys(blocks: Blocks, num_keys: int) -> int:
-    """Keys of a tile: no more than there are."""
+    """Returns the number of keys in a tile: at most all keys, rounded up to whole registers."""
     return min(blocks.keys, -(-num_keys // LANES) * LANES)
 
 
 def decodes(num_queries: int, num_heads: int) -> bool:
-    """Whether reading the cache takes longer than computing with it, so that it pays to read it as it lies."""
+    """Tells whether the decode kernel is faster: reading the cache takes longer than computing with it."""
     return num_queries <= 16 and num_queries * num_heads <= 512
 
 
 def decode_keys(num_keys: int, num_kv_heads: int, width: int) -> int:
-    """Keys read at a time: about half a MiB in bfloat16 and whole registers, or all there are."""
+    """Returns the number of keys to read at a time: about half a MiB in bfloat16, in whole registers, or all keys."""
     unit = LANES // math.gcd(LANES, num_kv_heads)
     fitting = max(2**18 // (width * num_kv_heads * unit), 1) * unit
     return min(fitting, num_keys)

@@ -1,8 +1,8 @@
-"""The kernel for few queries against a long cache, which it reads once and as it lies in memory.
+"""The kernel for few queries against a long cache, which it reads once and without changing its layout.
 
-All heads are computed together: a cache `S K H` is read as a matrix of S K rows, every query head meets the rows of
-every key head, and what does not belong together is masked. These are K times the products, and they still take less
-time than the cache takes to arrive. A device with two cores splits the visited keys of each row among them; the parts
+All heads are computed together: a cache `S K H` is read as a matrix of S K rows, every query head is multiplied with
+the rows of every key head, and pairs of different heads are masked. This is K times the products, and still takes less
+time than reading the cache. A device with two cores splits the visited keys of each row among them; the parts
 are merged by their log-sum-exps.
 
 Letters: P parts, R rows (T queries of N heads), C blocks of keys, c rows of one (keys times their heads).
@@ -36,10 +36,11 @@ def decode(
     parts: int,
     vmem: int,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """The output and the log-sum-exp of every row. block: keys read at a time. parts: how many share them."""
+    """Computes the output and the log-sum-exp of every row, reading `block` keys at a time on each of `parts` cores."""
     (B, T, N, Hk), (S, K, Hv) = q.shape, v.shape[1:]
     R, c = T * N, block * K
     by_row = [q.reshape(B, R, Hk), *(jnp.repeat(x, N, axis=1)[..., None] for x in (start, end))]
+    # The key head of each query row, and for each row of a block its key and its key head.
     row_head = jnp.tile(jnp.arange(N, dtype=jnp.int32) // (N // K), T)[:, None]
     place = jnp.arange(c, dtype=jnp.int32)[None]
     given = [
@@ -89,13 +90,14 @@ def _kernel(
         first_key = tile.column * block
         bent = logits.bend(dot(q[...], k[...].astype(q.dtype), 1, 1))
         key = first_key + key_of[...]
+        # A row attends only to the keys of its own key head; the other products of the dense matmul are discarded.
         seen = (row_head[...] == head_of[...]) & (start[...] <= key) & (key < end[...])
         bent = jnp.where(seen, bent, -jnp.inf)
         new_peak = jnp.maximum(peak[...], jnp.max(bent, axis=1, keepdims=True) * logits.factor)
         shrink = jnp.exp2(peak[...] - new_peak)
         probs = jnp.exp2(bent * logits.factor - new_peak)
         values = v[...].astype(q.dtype)
-        if S % block:  # what lies behind the end of an array is anything, also NaN
+        if S % block:  # memory after the end of the array may hold anything, also NaN, and 0 * NaN is NaN
             row = lax.broadcasted_iota(jnp.int32, (v.shape[0], 1), 0)
             values = jnp.where(row < (S - first_key) * (v.shape[0] // block), values, 0)
         peak[...] = new_peak

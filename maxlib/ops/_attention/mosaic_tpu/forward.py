@@ -1,4 +1,4 @@
-"""The forward kernel: one block of queries stays, the blocks of keys and values that it can see pass by.
+"""The forward kernel: one block of queries stays, the blocks of keys and values visible to it stream past.
 
 Letters: Q blocks of queries, R rows of one block (the query heads of a key head, times some queries), C blocks of keys,
 c keys of one.
@@ -29,7 +29,7 @@ def forward(
     logits: Logits,
     vmem: int,
 ) -> tuple[Float[Array, "B K Q R Hv"], Float[Array, "B K Q 1 R"]]:
-    """The output, and the log-sum-exp of every row in base 2."""
+    """Computes the output, and the log-sum-exp of every row in base 2."""
     (B, K, Q, R, Hk), (C, c, Hv) = q.shape, v.shape[2:]
     out = jax.ShapeDtypeStruct((B, K, Q, R, Hv), q.dtype)
     lse = jax.ShapeDtypeStruct((B, K, Q, 1, R), jnp.float32)
@@ -55,17 +55,20 @@ def _kernel(tile: Tile, q, start, end, k, v, out, lse, peak, total, acc, *, logi
         acc[...] = jnp.zeros_like(acc)
 
     def step(mask):
-        bent = mask(logits.bend(dot(q[...], k[...], 1, 1)))
+        # Online softmax in base 2: m' = max(m, max x); p = 2^(x - m'); sums so far shrink by 2^(m - m').
+        bent = mask(logits.bend(dot(q[...], k[...], 1, 1)))  # [R, Hk] [c, Hk]^T -> [R, c]
         new_peak = jnp.maximum(peak[...], jnp.max(bent, axis=1, keepdims=True) * logits.factor)
         shrink = jnp.exp2(peak[...] - new_peak)
         probs = jnp.exp2(bent * logits.factor - new_peak)
         peak[...] = new_peak
         total[...] = total[...] * shrink + jnp.sum(probs, axis=1, keepdims=True)
+        # [R, c] [c, Hv] -> [R, Hv]; probabilities are rounded to the dtype of v for the matrix unit
         acc[...] = acc[...] * shrink + dot(probs.astype(v.dtype), v[...], 1, 0)
 
     def mask(bent):
         return hide(bent, start[...].T, end[...].T, tile.column * k.shape[0], axis=1)
 
+    # Two copies of the step: full tiles, the majority of a long sequence, skip the mask's comparisons.
     pl.when(tile.full)(lambda: step(lambda bent: bent))
     pl.when(tile.masked)(lambda: step(mask))
 

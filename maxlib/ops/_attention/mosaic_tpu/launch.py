@@ -1,4 +1,4 @@
-"""How all kernels start: a grid of lanes times tiles, and blocks of arrays that go with them.
+"""Launch of the kernels: a grid of lanes times tiles, and the blocks of arrays that belong to them.
 
 Lanes are independent (heads, or parts of the work) and tiles come from a table (`visits`). The blocks of the next tile
 are fetched while this one is computed, and a block that stays is fetched once.
@@ -17,9 +17,13 @@ from maxlib.ops._attention.mosaic_tpu.visits import Table, Tile
 
 
 class Block(NamedTuple):
-    """How an array is cut: a block's shape (None: one, without an axis), and which block a lane's tile has.
+    """An array and the way it is cut into blocks.
 
-    fetched: how many blocks a lane has to fetch (or write), None for one with every tile.
+    Args:
+      array: the array, or its shape and dtype.
+      shape: shape of a block; None for an axis of size 1 that is dropped.
+      place: function from a lane and a tile to the index of its block.
+      fetched: number of blocks that a lane fetches (or writes); None for one with every tile.
     """
 
     array: Any
@@ -29,15 +33,14 @@ class Block(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is told to the compiler: how many tiles a lane visits, and for each the products of its matmuls and the
-    exponentials.
-    """
+    """Estimate of a lane's work, for the compiler: the number of tiles, and the products and exponentials of each."""
 
     tiles: float
     products: int
     exps: int
 
     def cost(self, lanes: int, blocks: Sequence[Block]) -> pl.CostEstimate:
+        """Returns the estimate for all lanes, with the bytes that their blocks move."""
         moved = sum(_bytes(block) * (self.tiles if block.fetched is None else block.fetched) for block in blocks)
         totals = self.tiles * 2 * self.products, self.tiles * self.exps, moved
         return pl.CostEstimate(*(int(lanes * total) for total in totals))
@@ -59,10 +62,21 @@ def launch(
     work: Work,
     vmem: int,
 ) -> Sequence[jax.Array]:
-    """Runs `kernel(tile, *given, *out, *scratch)` for every tile.
+    """Runs `kernel(tile, *given, *out, *scratch)` for every tile of every lane.
 
-    table: of one part, for all lanes, or of a part for each lane. scratch: shapes, float32, kept from tile to tile.
-    vmem: bytes of vector memory that may be used.
+    Args:
+      name: name of the kernel, for profiles.
+      kernel: the function that computes one tile.
+      table: tiles from `visits.table`: one part for all lanes, or one part per lane.
+      lanes: number of independent lanes.
+      given: inputs.
+      out: results.
+      scratch: shapes of float32 buffers that keep their contents from tile to tile.
+      work: estimate of a lane's work.
+      vmem: bytes of vector memory that the kernel may use.
+
+    Returns:
+      One array for each of `out`.
     """
     how, codes, count = table
     parts, length = codes.shape
@@ -89,12 +103,12 @@ def launch(
 
 
 def staying(x) -> Block:
-    """A block of `B K blocks rows width` that belongs to a row of tiles; heads share it where K is 1."""
+    """Returns the blocks of `B K blocks rows width` that belong to rows of tiles; heads share them if K is 1."""
     return _by_head(x, lambda tile: tile.row)._replace(fetched=x.shape[0] * x.shape[2])
 
 
 def passing(x) -> Block:
-    """One that belongs to a column of tiles."""
+    """Returns the blocks of an array `B K blocks rows width` that belong to columns of tiles."""
     return _by_head(x, lambda tile: tile.column)
 
 

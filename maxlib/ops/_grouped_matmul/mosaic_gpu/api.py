@@ -1,5 +1,4 @@
-"""The implementations that `ops.grouped_matmul` and `ops.grouped_glu` call: checks, and the custom gradients around
-the kernels.
+"""The implementations for `ops.grouped_matmul` and `ops.grouped_glu`: checks, and custom gradients around the kernels.
 
 The kernels are imported when they are first called, because Mosaic GPU takes longer to import than all of maxlib.
 """
@@ -19,7 +18,7 @@ from maxlib.ops._grouped_matmul.reference import owners
 
 
 def unsupported_reason(rows, weights, layout: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
-    """Why these kernels cannot multiply these, or None."""
+    """Returns the reason why these kernels cannot run a call, or None."""
     platform, kind = device
     if platform != "gpu" or not HOPPER.search(kind):
         return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {kind}"
@@ -40,7 +39,10 @@ def mosaic_gpu(
     layout: str = "EOI",
     out_dtype: None = None,
 ) -> Num[Array, "M O"]:
-    """`tiled`, but that rows which are not finite may spoil the gradient of the next expert's weights, too."""
+    """Computes `grouped_matmul`, as `tiled` does.
+
+    Unlike there, rows that are not finite may also spoil the gradient of the next expert's weights.
+    """
     ours = lambda rows: _multiply(rows, weights, rows_per_expert, layout)
     return _on_whole_tiles(ours, rows, rows_per_expert)
 
@@ -54,24 +56,25 @@ def glu(
     layout: str,
     activation: Callable[[Array, Array], Array],
 ) -> Num[Array, "M O"]:
-    """Gate and up in one kernel, which reads rows once and joins both before they are rounded or written.
+    """Computes `grouped_glu` in one kernel, which reads rows once and joins both products before they are rounded.
 
-    Where a gradient is wanted the kernel writes gate and up, and XLA joins them: they are what the gradient needs, and
-    they carry names, so that `jax.checkpoint` may keep them or run the kernel again.
+    If a gradient is needed, the kernel writes gate and up instead, and XLA joins them: the gradient needs them, and
+    both have names, so that `jax.checkpoint` can keep them or run the kernel again.
     """
     ours = lambda rows: _glu(rows, gate, up, rows_per_expert, biases, layout, activation)
     return _on_whole_tiles(ours, rows, rows_per_expert)
 
 
 def _on_whole_tiles(multiply, rows, rows_per_expert):
+    """Runs `multiply` on rows padded to a multiple of 8, with zeros beyond the last expert's rows."""
     M = rows.shape[0]
     rows = jnp.pad(rows, ((0, -M % 8), (0, 0)))  # the memory unit's tiles
-    # What lies behind the last expert's rows need not be finite, and what a kernel leaves there is anything.
+    # Rows beyond the last expert's need not be finite, and the kernel does not write their results.
     return _used(multiply(_used(rows, rows_per_expert)), rows_per_expert)[:M]
 
 
 def _used(rows, rows_per_expert):
-    """Zeros in place of rows of no expert."""
+    """Sets rows beyond the last expert's to zero."""
     used = (jnp.arange(len(rows)) < rows_per_expert.sum())[:, None]
     return jnp.where(used, rows, jnp.zeros_like(rows))
 
@@ -98,7 +101,7 @@ def _backward(layout, residuals, d_out):
 
 
 def _gradients(layout, rows, weights, rows_per_expert, d_out):
-    """Of the rows, summed over several products of theirs, and of each product's weights."""
+    """Computes the gradient of the rows, summed over their products, and that of each product's weights."""
     from maxlib.ops._grouped_matmul.mosaic_gpu.by_experts import by_experts
     from maxlib.ops._grouped_matmul.mosaic_gpu.by_rows import by_rows
 
@@ -134,7 +137,7 @@ def _glu_forward(rows, gate, up, rows_per_expert, biases, layout, activation):
 
 
 def _joined(activation, dtype):
-    """In float32, as in the kernel."""
+    """Returns a function that joins the products in float32, as the kernel does, and rounds the result to `dtype`."""
     return lambda *products: activation(*(x.astype(jnp.float32) for x in products)).astype(dtype)
 
 
@@ -143,6 +146,7 @@ def _glu_backward(layout, activation, residuals, d_out):
     d_found = jax.vjp(_joined(activation, rows.dtype), *found)[1](d_out)
     d_found = [_used(d, rows_per_expert) for d in d_found]
     d_rows, d_weights = _gradients(layout, rows, (gate, up), rows_per_expert, d_found)
+    # The gradient of a bias sums over its expert's rows: [M, E]^T [M, O] -> [E, O].
     share = jax.nn.one_hot(owners(rows_per_expert, len(rows)), len(rows_per_expert), dtype=rows.dtype)
     total = lambda d, b: jnp.einsum("ME,MO->EO", share, d, preferred_element_type=jnp.float32).astype(b.dtype)
     return d_rows, *d_weights, None, tuple(map(total, d_found, biases))

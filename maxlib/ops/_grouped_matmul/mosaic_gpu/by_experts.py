@@ -1,6 +1,6 @@
-"""Each expert's sum of outer products (the gradient of the weights), a tile of one matrix per block of threads.
+"""Sums of outer products per expert (the gradient of the weights), a tile of one matrix per block of threads.
 
-The rows of an expert stream past, 64 at a time. In the first and last block, rows of other experts are cleared in
+The rows of an expert stream past, 64 at a time. In the first and last block, rows of other experts are set to zero in
 shared memory before they are multiplied. Two warpgroups own 64 rows of the tile each; one more only asks for the next
 blocks. An expert without rows gets zeros.
 
@@ -26,6 +26,8 @@ REGISTERS = 232, 40  # per thread of a compute and of the memory warpgroup
 
 
 class Scratch(NamedTuple):
+    """Shared memory, and the barriers `ready` (bytes have arrived) and `free` (warpgroups are done) of each stage."""
+
     d_out: Any  # stage W s o
     rows: Any  # stage s i
     ready: Any
@@ -36,7 +38,7 @@ class Scratch(NamedTuple):
 def by_experts(
     d_out: Float[Array, "M O"], rows: Float[Array, "M I"], rows_per_expert: Int[Array, " E"], dtype: Any
 ) -> Float[Array, "E O I"]:
-    """`d_out[mine].T @ rows[mine]` for every expert, in `dtype`."""
+    """Computes `d_out[mine].T @ rows[mine]` for every expert, in `dtype`."""
     (O, I), E = (d_out.shape[1], rows.shape[1]), len(rows_per_expert)
     shared = memory.matrices(rows.dtype, SUMMED)
     scratch = Scratch(
@@ -94,6 +96,8 @@ def _kernel(d_out, rows, bounds, out, scratch):
 
 
 def _sum(scratch: Scratch, warpgroup, begin, first, last, steps, acc):
+    """Adds up `d_out^T rows` over all steps: [s, o]^T [s, i] -> [o, i]."""
+
     @pl.loop(0, steps)
     def _(i):
         slot = lax.rem(i, jnp.int32(STAGES))
@@ -102,7 +106,7 @@ def _sum(scratch: Scratch, warpgroup, begin, first, last, steps, acc):
 
         here = begin + i * SUMMED
 
-        @pl.when((here < first) | (here + SUMMED > last))
+        @pl.when((here < first) | (here + SUMMED > last))  # the block contains rows of other experts
         def _():
             row = here + plgpu.broadcasted_iota(jnp.int32, (SUMMED, OUTPUTS), 0, layout=plgpu.Layout.WGMMA)
             mine = jnp.where(
@@ -112,6 +116,7 @@ def _sum(scratch: Scratch, warpgroup, begin, first, last, steps, acc):
             plgpu.commit_smem()
 
         plgpu.wgmma(acc, _compat.transpose(a), scratch.rows.at[slot])
+        # One matmul stays in flight; the one before it is done, so its slot is free for the next copy.
         plgpu.wgmma_wait(1)
         pl.when(i > 0)(lambda: plgpu.barrier_arrive(scratch.free.at[lax.rem(i - 1, jnp.int32(STAGES))]))
 

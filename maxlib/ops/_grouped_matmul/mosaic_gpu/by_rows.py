@@ -1,10 +1,11 @@
-"""Rows times their expert's matrix (forward, and the gradient of the rows), a tile of rows of one expert per block of
-threads. Gate and up go together: the same rows times two matrices, and in the gradient a sum of two products.
+"""Rows times their expert's matrix (forward, and the gradient of the rows), one tile of rows per block of threads.
 
-A tile begins where its expert's rows begin, rounded down to the memory unit's 8 rows, or a multiple of 128 behind. What
-it reads of other experts is multiplied too, and not stored. Two warpgroups own 64 rows each; one more only asks for the
-next blocks. Of two matrices for the same rows, blocks of the same columns arrive together: rows are read once, and both
-products meet in the registers of one warpgroup.
+Gate and up are computed together: the same rows times two matrices, and in the gradient a sum of two products.
+
+A tile has rows of one expert. It begins where the expert's rows begin, rounded down to the memory unit's 8 rows, or a
+multiple of 128 rows later. Rows of other experts that it reads are multiplied too, but not stored. Two warpgroups own
+64 rows each; one more only asks for the next blocks. Blocks of the same columns of both matrices arrive together, so
+that rows are read once and one warpgroup has both products in its registers.
 
 Letters: r the 64 rows of a warpgroup, c 128 columns of the result, s 64 numbers that are summed in one step.
 """
@@ -29,6 +30,8 @@ REGISTERS = 232, 40  # per thread of a compute and of the memory warpgroup
 
 
 class Scratch(NamedTuple):
+    """Shared memory, and the barriers `ready` (bytes have arrived) and `free` (warpgroups are done) of each stage."""
+
     a: Any  # stage W r s
     b: Any  # stage c s, or stage s c, for each product
     ready: Any
@@ -46,9 +49,19 @@ def by_rows(
     activation: Callable | None = None,
     name: str,
 ) -> tuple[Float[Array, "M C"], ...]:
-    """Products number k = 0, 1 ...: the sum over j of `rows[j] @ weights[j][k][e]`, with `turned` of `rows[j] @
-    weights[j][k][e].T`, plus `biases[k][e]`. With `activation` they are joined, in float32, to a single result. Rows
-    of no expert are not written.
+    """Computes the products `sum_j rows[j] @ weights[j][k][e] + biases[k][e]` for k = 0, 1, ...
+
+    Args:
+      rows: arrays of rows, sorted by expert.
+      weights: for each of `rows`, one array of matrices for each product.
+      rows_per_expert: number of rows of each expert e.
+      turned: multiply by the transposed matrices, `rows[j] @ weights[j][k][e].T`.
+      biases: one array for each product, or none.
+      activation: function that joins the products to a single result, in float32; None to return all products.
+      name: end of the kernel's name, for profiles.
+
+    Returns:
+      The products, or the one joined result. Rows of no expert are not written.
     """
     (M, _), dtype, width = rows[0].shape, rows[0].dtype, weights[0][0].shape[1 if turned else 2]
     products, shared = len(weights[0]), memory.matrices(dtype, SUMMED)
@@ -93,6 +106,7 @@ def _kernel(rows, weights, biases, tiles, *rest, turned: bool, activation: Calla
         if biases:
             products = [_add(product, bias.at[expert, columns]) for product, bias in zip(products, biases, strict=True)]
         place, here = scratch.out.at[warpgroup], begin + warpgroup * ROWS
+        # Of this warpgroup's 64 rows, [skipped, skipped + count) belong to the tile's expert.
         skipped = jnp.clip(first - here, 0, ROWS)
         count = jnp.clip(last - here, skipped, ROWS) - skipped
         for out, result in zip(outs, products if activation is None else [activation(*products)], strict=True):
@@ -110,7 +124,7 @@ def _kernel(rows, weights, biases, tiles, *rest, turned: bool, activation: Calla
 
 
 def _fetch(scratch: Scratch, rows, begin, blocks, done, steps):
-    """Asks for the blocks of `steps` steps, when as many as `done` have been asked for."""
+    """Starts the copies of `steps` steps, after the copies of `done` steps have been started."""
 
     @pl.loop(0, steps)
     def _(i):
@@ -124,7 +138,7 @@ def _fetch(scratch: Scratch, rows, begin, blocks, done, steps):
 
 
 def _sum(scratch: Scratch, warpgroup, steps, *accs, turned: bool):
-    """The products of all steps, the next one's matmuls being issued before this one's are done."""
+    """Sums the products of all steps; the next step's matmuls are issued before this one's are done."""
 
     @pl.loop(0, steps)
     def _(i):
@@ -132,6 +146,7 @@ def _sum(scratch: Scratch, warpgroup, steps, *accs, turned: bool):
         plgpu.barrier_wait(scratch.ready.at[slot])
         for acc, b in zip(accs, (x.at[slot] for x in scratch.b), strict=True):
             plgpu.wgmma(acc, scratch.a.at[slot, warpgroup], _compat.transpose(b) if turned else b)
+        # This step's matmuls stay in flight; those of the step before are done, so its slot is free.
         plgpu.wgmma_wait(len(accs))
         pl.when(i > 0)(lambda: plgpu.barrier_arrive(scratch.free.at[lax.rem(i - 1, jnp.int32(STAGES))]))
 
@@ -139,14 +154,14 @@ def _sum(scratch: Scratch, warpgroup, steps, *accs, turned: bool):
 
 
 def _add(product, bias):
+    """Adds a bias of one number per column to a product in registers."""
     row = _compat.load(bias, plgpu.Layout.WGMMA.reduce(0))
     return product + lax.broadcast_in_dim(row, product.shape, [1])
 
 
 def _store(place, out, columns, here, skipped, count):
-    """`count` rows behind those that are skipped, as copies of 64, 32, 16 ... rows: the compiler must know their
-    sizes.
-    """
+    """Stores `count` rows after the skipped ones, in copies of 64, 32, 16 ... rows."""
+    # The compiler must know the size of a copy, so one is made for each bit of `count`, the highest first.
     size = ROWS
     while size:
         row = skipped + (count & ~(2 * size - 1))
