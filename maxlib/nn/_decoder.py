@@ -242,13 +242,13 @@ class MTPDecoder(Decoder):
             inputs: `positions`, `segment_ids`, `valid`, `remat`.
 
         Returns:
-            One output per module (`nn.predict_ahead`).
+            One output per module (`nn.mtp.predict_ahead`).
         """
         # The modules share the model's embedding.
         return predict_ahead(self.mtp, self.embed, hidden, tokens, ropes=self.ropes, **inputs)
 
     def draft(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any):
-        """Drafts with the first module while decoding (`nn.draft`); `inputs` are `cache` and `valid`."""
+        """Drafts with the first module while decoding (`nn.mtp.draft`); `inputs` are `cache` and `valid`."""
         return draft(self._drafter, self.embed, hidden, tokens, masks=self.masks, ropes=self.ropes, **inputs)
 
     def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> Cache:
