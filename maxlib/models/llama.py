@@ -58,7 +58,7 @@ class Block(nn.Layer):
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         # `ctx` has what all layers share: key intervals of the mask, rotary tables. `cache` is this layer's own.
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        # `constrain` names the axes of x, so that a layout can split it; remat policies keep what has a checkpoint_name.
+        # `constrain` names the axes of x, so that a layout can split it; remat policies keep what is named below.
         x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
         x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
         return constrain(x, "batch", "seq", "act_embed"), cache, {}  # no losses or metrics of its own
