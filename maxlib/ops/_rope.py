@@ -395,7 +395,8 @@ class Rope:
     def _check_known(self, positions: Array | np.ndarray, length: Lengths | None) -> None:
         for value in (length, positions.max() + 1 if positions.size else None):
             with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: its value is not known here
-                self.check_length(0 if value is None else int(jnp.max(jnp.asarray(value))))
+                # jnp.max of a plain number would be traced inside jit, and so be unknown.
+                self.check_length(int(value.max()) if hasattr(value, "max") else value or 0)
 
 
 def apply_rope(
