@@ -396,7 +396,8 @@ class Rope:
         for value in (length, positions.max() + 1 if positions.size else None):
             with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: its value is not known here
                 # jnp.max of a plain number would be traced inside jit, and so be unknown.
-                self.check_length(int(value.max()) if hasattr(value, "max") else value or 0)
+                if value is not None:
+                    self.check_length(value if isinstance(value, int) else int(value.max()))
 
 
 def apply_rope(
