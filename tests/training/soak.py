@@ -31,8 +31,8 @@ from tests.training import tiny
 TIMES = {"trainer": 3000, "generator": 2000, "weights": 200, "loader": 500}
 FEWEST = {"trainer": 60, "generator": 40, "weights": 12, "loader": 20, "short": 150}
 SAMPLES = 60
-# Growth that is allowed for each repeat after the first fifth. Most of the blocks are strings that tensorstore leaks, some
-# for each array that is saved (docs/reliability.md).
+# Growth that is allowed for each repeat after the first fifth. Most of the blocks are strings that tensorstore leaks,
+# some for each array that is saved (docs/reliability.md).
 LIMITS = {"threads": 0.02, "rss_kib": 20.0, "in_use_kib": 20.0, "python_blocks": 250.0}
 Sample = dict[str, float]
 
@@ -248,6 +248,7 @@ def main(arguments: list[str]) -> int:
         names = LIMITS if times >= 300 else set(LIMITS) - {"rss_kib"}
         samples = run(part, times, SAMPLES if times >= 300 else 15)
         found[part] = samples
+        print(part, json.dumps({"samples": samples[:: max(1, len(samples) // 10)]}), flush=True)
         print(part, json.dumps({"first": samples[0], "last": samples[-1], "growth": slopes(samples)}), flush=True)
         bad += [f"{part}: {problem}" for problem in failures(samples, names)]
     if chosen.draw:
