@@ -54,15 +54,14 @@ def trainer(directory: Path, times: int) -> Iterator[None]:
         optimizer=training.adamw(1e-3, mask=training.decay_mask(model)),
         loss=tiny.loss,
         loader=loader_of(seed=0),
-        eval_loader=loader_of(seed=1, num_batches=2),
-        eval_every=10,
+        evaluation=training.Evaluation(loader_of(seed=1, num_batches=2), every=10),
         directory=directory,
         checkpointer=checkpoint.Checkpointer(directory / "run", every=1, keep=2, best=checkpoint.Best("eval/loss")),
-        exports=[
+        callbacks=[
+            (1, lambda _: ticks.append(None)),
             training.HuggingFaceExport(directory / "exports", every=25, keep=2),
             training.ParameterExport(directory / "parameters", every=25, keep=2),
         ],
-        callbacks=[(1, lambda _: ticks.append(None))],
     )
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
         for step in range(1, times + 1, max(1, times // SAMPLES)):

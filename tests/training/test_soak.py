@@ -14,12 +14,13 @@ def short(directory, times):
         optimizer=training.adamw(1e-3, mask=None),
         loss=tiny.loss,
         loader=soak.loader_of(seed=0),
-        eval_loader=soak.loader_of(seed=1, num_batches=2),
-        eval_every=5,
+        evaluation=training.Evaluation(soak.loader_of(seed=1, num_batches=2), every=5),
         directory=directory,
         checkpointer=checkpoint.Checkpointer(directory / "run", every=1, keep=2),
-        exports=[training.ParameterExport(directory / "parameters", every=10, keep=1)],
-        callbacks=[(1, lambda _: ticks.append(None))],
+        callbacks=[
+            (1, lambda _: ticks.append(None)),
+            training.ParameterExport(directory / "parameters", every=10, keep=1),
+        ],
     )
     for step in range(5, times + 1, 5):
         ours.fit(step)
