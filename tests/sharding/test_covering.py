@@ -182,7 +182,12 @@ class Run:
     layers: int
     matrices: int
     temporaries: int
-    costs: Costs
+    program: str
+    mesh: Any
+
+    @functools.cached_property
+    def costs(self) -> Costs:
+        return read_costs(self.program, self.mesh)
 
     @property
     def collectives(self) -> dict[str, list[int]]:
@@ -204,15 +209,26 @@ def compiled(model: Any, mesh: Any) -> Run:
     layers = {path: size for path, size in held.items() if ".body." in path}
     matrices = sum(size for path, size in layers.items() if len(nn.tree.own_axes(names[path])) > 1)
     sizes: Any = program.memory_analysis()
-    costs = read_costs(program.as_text(), mesh)
     parameters = sum(held.values()), sum(layers.values()), matrices
-    return Run(loss, gradients, *parameters, sizes.temp_size_in_bytes, costs)
+    return Run(loss, gradients, *parameters, sizes.temp_size_in_bytes, program.as_text(), mesh)
 
 
 @functools.cache
 def alone(name: str, num_layers: int) -> tuple[Any, Run]:
-    model = jax.jit(MODELS[name], static_argnums=0)(num_layers)
+    model = filled(lambda: MODELS[name](num_layers))
     return model, compiled(model, {"data": 1})
+
+
+def filled(make) -> Any:
+    """The model with random values, for which nothing is compiled: matrices, and scales near one."""
+    rng = np.random.default_rng(0)
+    model = jax.eval_shape(make)
+    names = {path: nn.tree.own_axes(axes) for path, axes in nn.tree.axes(model).items()}
+    for path, variable in nn.variables(model).items():
+        x = variable.get_value()
+        value = rng.normal(size=x.shape) * (0.15 if len(names[path]) > 1 else 0.1) + (len(names[path]) < 2)
+        variable.set_value(jnp.asarray(value, x.dtype))
+    return model
 
 
 def spread(name: str, one: Case) -> Run:

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, ops, sharding, training
-from maxlib.models import deepseek, gemma2, gemma3, gpt2
+from maxlib.models import deepseek, gemma2, gemma3, gpt2, mixtral
 from maxlib.plan._hlo import read_costs
 from tests.nn.tiny import tiny_llama
 from tests.sharding.test_context import batch
@@ -53,6 +53,12 @@ def experts(num_layers=5, num_dense=1):
     return deepseek.DeepSeek(deepseek.Config(version=3, **size, **latent, **routing), rngs=nnx.Rngs(0))
 
 
+def mixture(num_layers=4):
+    size = {"vocab": 64, "dim": 32, "expert_dim": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    cfg = mixtral.Config(**size, num_layers=num_layers, rope=ops.Rope(8), num_experts=4, top_k=2)
+    return mixtral.Mixtral(cfg, rngs=nnx.Rngs(0))
+
+
 def rows(count: int):
     return jax.tree.map(lambda a: np.concatenate([a] * (count // 2)), batch())
 
@@ -82,9 +88,8 @@ MORE = {
 MORE["a vocabulary over stages"] = (llama, {"stage": 4, "fsdp": 2}, sharding.FSDP | PP | VOCAB, "full")
 
 
-# By default one schedule goes around twice, the other does not.
-ONCE, TWICE = ([pytest.param(case, marks=() if case == one else pytest.mark.full) for case in CASES | MORE]
-               for one in ("dense", "uneven, twice around"))  # fmt: skip
+# By default one goes around twice; 1F1B once, below, with positions that are learned.
+TWICE = [pytest.param(case, marks=() if case == "uneven, twice around" else pytest.mark.full) for case in CASES | MORE]
 
 
 @pytest.mark.parametrize("case", TWICE)
@@ -185,8 +190,9 @@ def test_what_does_not_fit_is_said():
     sharding.Pipeline("stage", microbatches=1, repeats=1)
 
 
-def test_experts_report_the_mean_over_microbatches():
-    model, tokens = jax.jit(experts)(), rows(8)["tokens"]
+@pytest.mark.parametrize("build", [mixture, pytest.param(experts, marks=pytest.mark.full)])
+def test_experts_report_the_mean_over_microbatches(build):
+    model, tokens = jax.jit(build)(), rows(8)["tokens"]
     run = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).aux)
     want = run(model, tokens)
     with sharding.use(sharding.Layout(sharding.make_mesh(stage=4, data=2), sharding.DP | PP)):
@@ -202,7 +208,8 @@ def one_f_one_b(params, rest, data, remat=None):
     return mean * stats.num_targets, jax.tree.map(lambda g: g * stats.num_targets, grads), stats.sums
 
 
-@pytest.mark.parametrize("case", ONCE)
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES | MORE)
 def test_one_f_one_b_gives_the_loss_and_gradients_of_one_device(case):
     build, degrees, rules, remat = (CASES | MORE)[case]
     model, data = jax.jit(build)(), rows(8)
@@ -222,7 +229,7 @@ def test_one_f_one_b_gives_the_loss_and_gradients_of_one_device(case):
 def test_stages_choose_together_how_tokens_travel():
     """One of both ways is computed; a choice of each stage by itself would be a select of both."""
     layout = sharding.Layout(sharding.make_mesh(stage=2, expert=4), sharding.EP | PP)
-    model = jax.eval_shape(experts)
+    model = jax.eval_shape(mixture)
     with sharding.use(layout):
         hidden = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).hidden)
         assert hidden.lower(model, rows(8)["tokens"]).as_text().count("stablehlo.case") == 1
@@ -256,9 +263,12 @@ def positioned():
 @pytest.mark.parametrize("build", [pytest.param(scaled, marks=pytest.mark.full), positioned])
 def test_one_f_one_b_enters_as_the_model_does(build):
     model, data = jax.jit(build)(), rows(8)
+    data["targets"][:3, :9] = -1  # microbatches with other numbers of targets
     want = loss_and_gradients(*nn.partition(model), data)
-    with sharding.use(sharding.Layout(sharding.make_mesh(stage=2, devices=jax.devices()[:2]), sharding.DP | PP)):
-        got = one_f_one_b(*nn.partition(model), data)
+    layout = sharding.Layout(sharding.make_mesh(stage=2, fsdp=2, devices=jax.devices()[:4]), sharding.FSDP | PP)
+    spread = jax.device_put(model, sharding.shardings(model, layout))
+    with sharding.use(layout):
+        got = one_f_one_b(*nn.partition(spread), data)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     # A bias of keys has no gradient, no softmax sees it: what is computed there is noise.
     noise = 1e-7 * max(np.abs(gradient).max() for gradient in want[1].values())
