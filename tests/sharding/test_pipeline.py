@@ -89,7 +89,8 @@ MORE["a vocabulary over stages"] = (llama, {"stage": 4, "fsdp": 2}, sharding.FSD
 
 
 # By default one goes around twice; 1F1B once, below, with positions that are learned.
-TWICE = [pytest.param(case, marks=() if case == "uneven, twice around" else pytest.mark.full) for case in CASES | MORE]
+BY_DEFAULT = "uneven, twice around, data"
+TWICE = [pytest.param(case, marks=() if case == BY_DEFAULT else pytest.mark.full) for case in CASES | MORE]
 
 
 @pytest.mark.parametrize("case", TWICE)
@@ -101,7 +102,11 @@ def test_loss_and_gradients_are_those_of_one_device(case):
     layout = sharding.Layout(mesh, rules)
     spread = jax.device_put(model, sharding.shardings(model, layout))
     with sharding.use(layout):
-        got = loss_and_gradients(*nn.partition(spread), data, remat=remat)
+        arguments = *nn.partition(spread), data
+        program = loss_and_gradients.lower(*arguments, remat=remat).compile(compiler_options=QUICKLY)
+        got = program(*arguments)
+    if case == BY_DEFAULT:
+        assert_summed_once(program, mesh, want[1])
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     for path, gradient in want[1].items():
         np.testing.assert_allclose(got[1][path], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=path)
@@ -235,15 +240,20 @@ def test_stages_choose_together_how_tokens_travel():
         assert hidden.lower(model, rows(8)["tokens"]).as_text().count("stablehlo.case") == 1
 
 
+def assert_summed_once(program, mesh, gradients) -> None:
+    """Gradients are summed over data as often as there are arrays, and not in every tick."""
+    found = [one for one in read_costs(program.as_text(), dict(mesh.shape)).collectives if "data" in one.axes]
+    assert {one.kind for one in found} == {"all-reduce"} and sum(one.runs for one in found) <= len(gradients) + 4
+    assert sum(one.bytes for one in found) < 1.1 * sum(x.size for x in gradients.values()) * 4
+
+
+@pytest.mark.full
 def test_gradients_are_summed_over_data_once():
-    """As often as there are arrays, and not in every tick."""
     layout = sharding.Layout(sharding.make_mesh(stage=2, data=2, devices=jax.devices()[:4]), sharding.DP | PP)
     params, rest = nn.partition(jax.eval_shape(llama))
     with sharding.use(layout):
         program = loss_and_gradients.lower(params, rest, rows(8)).compile(compiler_options=QUICKLY)
-    found = [one for one in read_costs(program.as_text(), dict(layout.mesh.shape)).collectives if "data" in one.axes]
-    assert {one.kind for one in found} == {"all-reduce"} and sum(one.runs for one in found) <= len(params) + 4
-    assert sum(one.bytes for one in found) < 1.1 * sum(x.size for x in params.values()) * 4
+    assert_summed_once(program, layout.mesh, params)
 
 
 def scaled():
