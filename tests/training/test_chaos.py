@@ -6,7 +6,7 @@ from tests.training import chaos
 
 
 def test_three_faults(tmp_path, monkeypatch):
-    """One process: a disk that is full for a while, a clock that jumps, a kill with a flipped bit in the newest step."""
+    """One process: a disk that is full for a while, a clock that jumps, a kill and a flipped bit in the newest step."""
     monkeypatch.setattr(chaos, "BRIEF", 1.0)
     result = chaos.chaos(tmp_path, ["full_disk", "clock", "flipped"], processes=1, gap=0.2, pause=0.02)
     assert [fault.restarted for fault in result.faults] == [False, False, True]
