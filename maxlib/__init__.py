@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from maxlib import training as training
     from maxlib import weights as weights
     from maxlib.weights import from_pretrained as from_pretrained
+    from maxlib.weights import push_to_hub as push_to_hub
     from maxlib.weights import save_pretrained as save_pretrained
 
 __version__ = "0.1.0.dev0"
@@ -46,7 +47,7 @@ _SUBPACKAGES = (
     "training",
     "weights",
 )
-_FUNCTIONS = ("from_pretrained", "save_pretrained")
+_FUNCTIONS = ("from_pretrained", "push_to_hub", "save_pretrained")
 
 
 def __getattr__(name: str):

@@ -33,6 +33,18 @@ class _WithoutTraces(logging.Filter):
 _without_traces = _WithoutTraces()
 
 
+def _forget_throughput() -> None:
+    """Keeps orbax from asking tensorstore for its metrics several times a save, only to log them.
+
+    Each answer of tensorstore 0.1.86 leaks its lists, some 25 KiB a save
+    (`experimental_collect_matching_metrics` returns values with a reference too many).
+    """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    if hasattr(tensorstore_utils, "get_tensorstore_raw_bytes"):
+        tensorstore_utils.get_tensorstore_raw_bytes = lambda *_: 0
+
+
 class Steps:
     """Directory of one run's steps, of which one is saved at a time.
 
@@ -44,10 +56,12 @@ class Steps:
     def __init__(self, directory: epath.Path, *, clean: bool):
         self.directory = directory
         logging.getLogger("absl").addFilter(_without_traces)  # importing this module changes no logger
+        _forget_throughput()
         if clean and jax.process_index() == 0:
             _remove_unfinished(directory)  # orbax would in the background, where a second one fails all later saves
         self._barrier = SaveBarrier()
         self._orbax = ocp.training.Checkpointer(directory, context=_context(self._barrier))
+        self._deleted = 0  # steps of which orbax does not know yet
         self._response: Any = None  # of the save that runs; it holds a thread and three descriptors until it is asked
 
     def save(self, step: int, arrays: dict[str, Arrays], texts: dict[str, Callable[[], str]]) -> None:
@@ -112,6 +126,10 @@ class Steps:
         if jax.process_index() == 0:
             for step in steps:
                 (self.directory / str(step)).rmtree(missing_ok=True)
+        self._deleted += len(steps)
+        if self._deleted >= 100:  # orbax lists all steps that it has saved, and searches the list at every save
+            self._deleted = 0
+            self._orbax.reload()
 
     def set_aside(self, step: int) -> epath.Path:
         """Renames a step so that it is none any more. All hosts call it."""

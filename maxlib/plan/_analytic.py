@@ -108,7 +108,7 @@ def _step(program: Program) -> _Step:
     stacks = _stacks(program)
     size = chunks(max(stacks), schedule.stages, schedule.repeats).size
     share = schedule.ticks * size / (schedule.microbatches * max(stacks))
-    again = job.remat == "full" or job.gradients is not None
+    again = job.remat == "full" or job.is_1f1b
     step = _Step(program, rows * job.sequence, sum(stacks) * share, 3 if again else 2, schedule)
     return step._replace(tokens=step.tokens / step.parts(_contexts(step)))
 

@@ -24,6 +24,7 @@ from maxlib.weights._table import Table
 MAX_SHARD_BYTES = 5 * 10**9
 # What an export, or a download of one, consists of; a directory with anything else in it is never replaced.
 OWN_FILES = (
+    "README.md",
     "*.safetensors",
     "*.safetensors.index.json",
     "config.json",
