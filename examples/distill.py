@@ -46,7 +46,7 @@ def main() -> None:
         directory=args.out,
         layout=layout,
         schedule=schedule,
-        eval_loader=held_out,
+        evaluation=training.Evaluation(held_out),
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
     )
     trainer.restore()

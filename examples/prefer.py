@@ -37,14 +37,14 @@ def main() -> None:
         loader = post_training.add_reference(loader, read(dtype=DTYPE), layout=layout, dtype=DTYPE)
     model = read(dtype=jnp.float32)
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=max(args.steps // 10, 1))
+    loss = functools.partial(post_training.preference_loss, kind=kind, dtype=DTYPE, remat="full")
     trainer = training.Trainer(
         model,
         optimizer=training.adamw(schedule),
         loader=loader,
-        loss=functools.partial(post_training.preference_loss, kind=kind, dtype=DTYPE, remat="full"),
+        loss=training.accumulate(loss, args.accumulate),
         directory=args.out,
         layout=layout,
-        accumulate=args.accumulate,
         schedule=schedule,
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
     )

@@ -215,12 +215,12 @@ def test_in_a_1f1b_pipeline_as_on_one_device(mesh):
     layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
     spread = jax.device_put(model(), sharding.shardings(model(), layout))
     with sharding.use(layout):
-        check(run(training.one_f_one_b(loss), spread, batch()), alone())
+        check(run(training.one_f_one_b(loss).gradients, spread, batch()), alone())
 
 
 def test_microbatches_make_the_whole():
     optimizer = optax.sgd(1.0)
-    step = tiny.jit_step(training.make_train_step(loss, optimizer, accumulate=4))
+    step = tiny.jit_step(training.make_train_step(training.accumulate(loss, 4), optimizer))
     state, metrics = jax.device_get(step(training.make_state(model(), optimizer), jax.tree.map(jnp.asarray, batch())))
     want_grads, value, stats = alone()
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
