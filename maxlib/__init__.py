@@ -1,8 +1,8 @@
 """Composable LLM building blocks on JAX and Flax NNX.
 
 The subpackages are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `distributed`, `weights`,
-`tokenization`, `data`, `training`, `checkpoint`, `observability`, `inference`, `quantization` and `plan`. Importing
-`maxlib` imports none of them: each is imported when it is first named.
+`tokenization`, `data`, `training`, `checkpoint`, `observability`, `inference`, `quantization`, `post_training` and
+`plan`. Importing `maxlib` imports none of them: each is imported when it is first named.
 """
 
 import importlib
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from maxlib import observability as observability
     from maxlib import ops as ops
     from maxlib import plan as plan
+    from maxlib import post_training as post_training
     from maxlib import quantization as quantization
     from maxlib import sharding as sharding
     from maxlib import tokenization as tokenization
@@ -39,6 +40,7 @@ _SUBPACKAGES = (
     "observability",
     "ops",
     "plan",
+    "post_training",
     "quantization",
     "sharding",
     "tokenization",

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import ops, sharding
 from maxlib.nn._head import _ROWS, _on_parts, head_split
+from maxlib.ops._cross_entropy.distillation import check_vocabulary
 
 _WIDE = (*_ROWS, None)
 
@@ -16,7 +17,7 @@ def token_divergence(
     hidden: Float[Array, "B T D"],
     head_weight: Float[Array, "V D"],
     teacher_hidden: Float[Array, "B T E"],
-    teacher_weight: Float[Array, "V E"],
+    teacher_weight: Float[Array, "U E"],
     where: Bool[Array, "B T"],
     *,
     beta: float = 0.0,
@@ -47,11 +48,7 @@ def token_divergence(
         rest = {"where": where, "chunk": split.chunk, "axis_name": split.axis_name}
         return ops.linear_divergence(hidden, weight, teacher_hidden, teacher_weight, **rest, **options)
 
-    if head_weight.shape[0] != teacher_weight.shape[0]:
-        raise ValueError(
-            f"student and teacher must have one vocabulary; the student's has {head_weight.shape[0]} tokens, the teacher's "
-            f"{teacher_weight.shape[0]}. Distill from a teacher with the same tokenizer and the same padding of its table"
-        )
+    check_vocabulary(head_weight, teacher_weight)
     teacher_hidden, teacher_weight = jax.lax.stop_gradient((teacher_hidden, teacher_weight))
     more = teacher_hidden, teacher_weight.astype(teacher_hidden.dtype), where
     names = _WIDE, ("vocab", None), _ROWS

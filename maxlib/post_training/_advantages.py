@@ -8,15 +8,16 @@ import numpy as np
 from jaxtyping import Float
 
 EPSILON = 1e-4  # beside the standard deviation
+Rewards = Any  # an array or nested lists
 
 
 def group_advantages(
-    rewards: Float[np.ndarray, "N G"], *, scale: Literal["group", "batch"] | None = "group"
+    rewards: Rewards, *, scale: Literal["group", "batch"] | None = "group"
 ) -> Float[np.ndarray, "N G"]:
     """Computes how much better each completion is than the mean of its group (GRPO, arXiv:2402.03300).
 
     Args:
-        rewards: One reward per completion, NaN where there is none.
+        rewards: One reward per completion, `N G`, NaN where there is none.
         scale: Standard deviation to divide by, with `n - 1`: that of the "group", that of the whole "batch", or None
             (Dr. GRPO, arXiv:2503.20783).
 
@@ -36,11 +37,11 @@ def group_advantages(
     return _finished(deviation, rewards)
 
 
-def leave_one_out(rewards: Float[np.ndarray, "N G"], *, normalize: bool = False) -> Float[np.ndarray, "N G"]:
+def leave_one_out(rewards: Rewards, *, normalize: bool = False) -> Float[np.ndarray, "N G"]:
     """Computes each reward minus the mean of the others of its group (RLOO, arXiv:2402.14740).
 
     Args:
-        rewards: One reward per completion, NaN where there is none.
+        rewards: One reward per completion, `N G`, NaN where there is none.
         normalize: True subtracts the mean of the batch's advantages and divides by their standard deviation.
 
     Raises:
@@ -56,13 +57,11 @@ def leave_one_out(rewards: Float[np.ndarray, "N G"], *, normalize: bool = False)
     return _finished(deviation, rewards)
 
 
-def combine_rewards(
-    rewards: Float[np.ndarray, "N G K"], weights: Sequence[float] | None = None
-) -> Float[np.ndarray, "N G"]:
+def combine_rewards(rewards: Rewards, weights: Sequence[float] | None = None) -> Float[np.ndarray, "N G"]:
     """Sums several rewards with weights; a completion that none of them scored stays NaN.
 
     Args:
-        rewards: K rewards per completion; NaN counts as 0 beside others.
+        rewards: K rewards per completion, `N G K`; NaN counts as 0 beside others.
         weights: Factor of each, 1 by default.
     """
     rewards = np.asarray(rewards, np.float64)
@@ -70,13 +69,11 @@ def combine_rewards(
     return np.where(np.isnan(rewards).all(axis=-1), np.nan, total)
 
 
-def decoupled_advantages(
-    rewards: Float[np.ndarray, "N G K"], weights: Sequence[float] | None = None
-) -> Float[np.ndarray, "N G"]:
+def decoupled_advantages(rewards: Rewards, weights: Sequence[float] | None = None) -> Float[np.ndarray, "N G"]:
     """Normalizes each of several rewards in its group, sums them, and normalizes over the batch (GDPO, 2601.05242).
 
     Args:
-        rewards: K rewards per completion, NaN where there is none.
+        rewards: K rewards per completion, `N G K`, NaN where there is none.
         weights: Factor of each, 1 by default.
 
     Raises:
@@ -115,12 +112,12 @@ def overlong_penalty(lengths: Any, *, longest: int, buffer: int) -> np.ndarray:
     return np.maximum(0.0, (np.asarray(lengths) - (longest - buffer)) / buffer)
 
 
-def has_spread(rewards: Float[np.ndarray, "N G"]) -> np.ndarray:
+def has_spread(rewards: Rewards) -> np.ndarray:
     """Tells for each group whether its rewards differ: others have no gradient, and DAPO replaces them."""
     return _std(np.asarray(rewards, np.float64), axis=1)[:, 0] > 1e-8
 
 
-def reward_metrics(rewards: Float[np.ndarray, "N G"]) -> dict[str, float]:
+def reward_metrics(rewards: Rewards) -> dict[str, float]:
     """Computes `reward`, `reward_std`, `frac_reward_zero_std` (groups without spread) and `unscored`."""
     rewards = np.asarray(rewards, np.float64)
     missing = np.isnan(rewards)

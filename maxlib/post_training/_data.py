@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import grain
 import numpy as np
-from jaxtyping import Float
 
 from maxlib.data._chats import _with_targets
 from maxlib.data._sources import Document
@@ -78,7 +77,7 @@ def pad(documents: grain.MapDataset[Any], *, length: int, long: Long = "error") 
 def completion_batch(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
-    advantages: Float[np.ndarray, "..."],
+    advantages: Any,
     *,
     length: int,
     sampler_log_probs: Sequence[Sequence[float]] | None = None,

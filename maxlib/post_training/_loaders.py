@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
+from maxlib.observability._metrics import reported
 from maxlib.post_training._models import hidden_states, log_probs
 from maxlib.training import StatefulLoader, place_batch
 
@@ -30,12 +31,6 @@ class MappedLoader:
     def __next__(self) -> Batch:
         return self.function(next(self.loader))
 
-    def __getattr__(self, name: str) -> Any:
-        """Takes `reset`, `get_state`, `set_state`, `metrics` from the loader inside."""
-        if name in ("loader", "function"):  # not made yet, as when it is copied
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
     def reset(self) -> None:
         """Goes back to the first batch."""
         self.loader.reset()
@@ -47,6 +42,10 @@ class MappedLoader:
     def set_state(self, state: Any) -> None:
         """Continues from a position."""
         self.loader.set_state(state)
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns the counts of the loader inside."""
+        return reported(self.loader)
 
 
 def add_reference(

@@ -57,29 +57,32 @@ def policy_loss(
     scored = nn.token_log_probs(
         hidden, head.head_weight(), batch["targets"], softcap=head.softcap, temperature=temperature, entropy=True
     )
-    log_prob, old, advantages = scored.log_prob, batch.get("old"), batch["advantages"]
+    rho = policy_ratio(scored.log_prob, batch.get("old"), mask, segment_ids, by=ratio)
+    losses, metrics = _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correction)
+    weights, count = mean_weights(mask, segment_ids, by=mean)
+    # Metrics are means whose weights add up to the count; those of a fixed length do not.
+    even = mean_weights(mask, segment_ids)[0] if isinstance(mean, Fixed) else weights
+    total = lambda weights, x: jnp.sum(weights * jnp.where(mask, x, 0))
+    sums = {name: total(even, value) for name, value in metrics.items()}
+    return total(weights, losses), jax.lax.stop_gradient(Stats(count, sums))
+
+
+def _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correction) -> tuple[Array, dict[str, Array]]:
+    """Computes the loss of each token with all its terms, and the metrics of each token."""
+    log_prob, advantages = scored.log_prob, batch["advantages"]
     advantages = jnp.broadcast_to(advantages[:, None] if advantages.ndim == 1 else advantages, mask.shape)
-    rho = policy_ratio(log_prob, old, mask, segment_ids, by=ratio)
     losses, low, high = surrogate(rho, advantages, log_prob)
     metrics = {"ratio": rho, "entropy": scored.entropy}
     metrics |= {"clip_ratio/low": low, "clip_ratio/high": high, "clip_ratio/region": low | high}
     if correction is not None:
-        weight = correction(
-            jax.lax.stop_gradient(log_prob) if old is None else old, batch["sampler"], mask, segment_ids
-        )
+        trained = batch.get("old", jax.lax.stop_gradient(log_prob))
+        weight = correction(trained, batch["sampler"], mask, batch.get("segment_ids"))
         losses, metrics = losses * weight, metrics | {"sampler_weight": weight}
     if kl_term is not None:  # not times the sampler's weight
         reference = jnp.where(mask, batch["reference"], 0)
         divergence = kl(log_prob, reference, kind=kl_term.kind, ratio=rho)
         losses, metrics = losses + kl_term.beta * divergence, metrics | {"kl": divergence}
-    if entropy:
-        losses = losses - entropy * scored.entropy
-    weights, count = mean_weights(mask, segment_ids, by=mean)
-    total = lambda x: jnp.sum(weights * jnp.where(mask, x, 0))
-    # Metrics are means whose weights add up to the count; those of a fixed length do not.
-    even = weights if not isinstance(mean, Fixed) else mean_weights(mask, segment_ids)[0]
-    sums = {name: jnp.sum(even * jnp.where(mask, value, 0)) for name, value in metrics.items()}
-    return total(losses), jax.lax.stop_gradient(Stats(count, sums))
+    return losses - entropy * scored.entropy, metrics
 
 
 grpo = functools.partial(policy_loss, surrogate=Clip(0.2, 0.2), mean="sequence")

@@ -37,8 +37,8 @@ def divergence(
 def linear_divergence(
     hidden: Float[Array, "*B D"],
     weight: Float[Array, "V D"],
-    teacher_hidden: Float[Array, "*B E"],
-    teacher_weight: Float[Array, "V E"],
+    teacher_hidden: Float[Array, "*C E"],
+    teacher_weight: Float[Array, "U E"],
     *,
     where: Bool[Array, "*B"] | None = None,
     beta: float = 0.0,
@@ -69,8 +69,12 @@ def linear_divergence(
     Raises:
         ValueError: when shapes disagree, vocabularies differ or an option is out of range.
     """
-    _check_pair(hidden, weight, teacher_hidden, teacher_weight)
+    check_vocabulary(weight, teacher_weight)
     _check(temperature, chunk)
+    if hidden.shape[:-1] != teacher_hidden.shape[:-1]:
+        raise ValueError(
+            f"student and teacher must have read the same tokens; got hidden {hidden.shape} and {teacher_hidden.shape}"
+        )
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
     ours = Options(softcap, 0.0, 0.0, axis_name, float(temperature))
@@ -215,19 +219,16 @@ def _rows(hidden: Float[Array, "*B D"], where: Bool[Array, "*B"] | None) -> Floa
     return hidden.reshape(-1, hidden.shape[-1])
 
 
-def _check(temperature: float, chunk: int | None) -> None:
-    check_chunk(chunk)
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive; got {temperature}")
-
-
-def _check_pair(hidden: Array, weight: Array, teacher_hidden: Array, teacher_weight: Array) -> None:
+def check_vocabulary(weight: Array, teacher_weight: Array) -> None:
+    """Raises ValueError unless both heads, `V ...`, have as many tokens."""
     if weight.shape[0] != teacher_weight.shape[0]:
         raise ValueError(
             f"student and teacher must have one vocabulary; the student's has {weight.shape[0]} tokens, the teacher's "
             f"{teacher_weight.shape[0]}. Distill from a teacher with the same tokenizer and the same padding of its table"
         )
-    if hidden.shape[:-1] != teacher_hidden.shape[:-1]:
-        raise ValueError(
-            f"student and teacher must have read the same tokens; got hidden {hidden.shape} and {teacher_hidden.shape}"
-        )
+
+
+def _check(temperature: float, chunk: int | None) -> None:
+    check_chunk(chunk)
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive; got {temperature}")
