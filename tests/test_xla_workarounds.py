@@ -34,34 +34,8 @@ def test_a_loop_that_runs_once_is_unrolled(kept):
     assert jnp.array_equal(compiled(x), jax.jit(lambda x: 2 * jnp.sin(x))(x))
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_exponentials_are_computed_for_each_use(kept):
-    def softmax_of_a_tile(x, v):
-        weights = jnp.exp(x - x.max(-1, keepdims=True))
-        weights = workarounds.compute_once(weights) if kept else weights
-        return weights @ v, weights.sum(-1)
-
-    x, v = jnp.ones((64, 64)), jnp.ones((64, 8))
-    text = jax.jit(softmax_of_a_tile).lower(x, v).compile().as_text()
-    assert text.count(" exponential(") == (1 if kept else 2)
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_cast_waits_until_the_array_has_moved(kept):
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-
-    def gathered(w):
-        w = w.astype(jnp.bfloat16)
-        w = workarounds.cast_before_moving(w) if kept else w
-        return lax.with_sharding_constraint(w, jax.NamedSharding(mesh, P()))
-
-    w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=jax.NamedSharding(mesh, P("x")))
-    (moved,) = [line for line in jax.jit(gathered).lower(w).compile().as_text().splitlines() if " all-gather(" in line]
-    assert ("bf16[" in moved) == kept, moved
-
-
 TPU_PROGRAM = """
-import json, sys
+import json
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from maxlib._xla_workarounds import keep_float32
@@ -70,13 +44,14 @@ array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype, sha
 
 def layers(keep, x, stack):
     def layer(x, w):
-        return x @ keep(w).astype(x.dtype), None
+        w = keep(w).astype(x.dtype)
+        return jnp.tanh(x @ w) @ w.T, None
     return jax.lax.scan(layer, x, stack)[0]
 
 found = {}
 for name, keep in (("kept", keep_float32), ("plain", lambda w: w)):
     run = jax.jit(lambda x, stack: layers(keep, x, stack))
-    args = array(256, 1024, dtype=jnp.bfloat16), array(8, 1024, 1024)
+    args = array(2048, 4096, dtype=jnp.bfloat16), array(8, 4096, 4096)
     found[name] = run.trace(*args).lower(lowering_platforms=("tpu",)).compile().memory_analysis().temp_size_in_bytes
 print(json.dumps(found))
 """
@@ -92,15 +67,14 @@ def test_a_stack_of_layers_is_cast_before_the_loop():
     done = subprocess.run([sys.executable, "-c", TPU_PROGRAM], env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     memory = json.loads(done.stdout.splitlines()[-1])
-    whole = 8 * 1024 * 1024 * 2  # the stack in bfloat16
+    whole = 8 * 4096 * 4096 * 2  # the stack in bfloat16
     assert memory["kept"] < whole <= memory["plain"]
 
 
-@pytest.mark.skip(
-    reason="shows only in a large sharded step on TPUs: `nox -s plans` has the peak of memory that it lowers"
-)
-def test_a_gradient_of_a_head_waits_for_the_end():
-    """`together`."""
+@pytest.mark.skip(reason="shows only in a large sharded step on TPUs: `nox -s plans` has the memory and the traffic")
+@pytest.mark.parametrize("name", ["together", "cast_before_moving"])
+def test_others_show_in_a_plan(name):
+    """Small programs that libtpu 0.0.42 compiles, a loop over sharded layers with its gradient too, do not need them."""
 
 
 @pytest.mark.skipif(
