@@ -74,7 +74,7 @@ def test_a_stack_of_layers_is_cast_before_the_loop():
 @pytest.mark.skip(reason="shows only in a large sharded step on TPUs: `nox -s plans` has the memory and the traffic")
 @pytest.mark.parametrize("name", ["together", "cast_before_moving"])
 def test_others_show_in_a_plan(name):
-    """Small programs that libtpu 0.0.42 compiles, a loop over sharded layers with its gradient too, do not need them."""
+    """libtpu 0.0.42 compiles small programs as they should be, also the gradient of a loop over sharded layers."""
 
 
 @pytest.mark.skipif(

@@ -26,5 +26,6 @@ def cudnn(
     # JAX counts the keys before the query's own, our windows count that one too.
     window = None if mask.static.window is None else (mask.static.window - 1, 0)
     options = {"scale": scale, "is_causal": mask.static.end == "query", "local_window_size": window}
+    # [B, T, N, H] and [B, S, K, H], as JAX wants them: key heads are not repeated.
     k, v = k.astype(q.dtype), v.astype(q.dtype)
     return jax.nn.dot_product_attention(q, k, v, **options, implementation="cudnn"), None

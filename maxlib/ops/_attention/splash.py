@@ -65,6 +65,7 @@ def choose_blocks(T: int, S: int, key_dim: int, value_dim: int) -> Passes:
     # A block of keys is read once for a block of queries: 1024 queries x 4 bytes of keys and values for 4 FLOPs each
     # are 1024 FLOPs a byte, more than any TPU computes in the time of a byte. Wide heads take the place of half of it.
     wide = max(key_dim, value_dim) > LANES
+    # Backward holds logits, probabilities and their gradients of a block at once, forward the first two.
     forward = Blocks(512 if wide else 1024, 1024)
     backward = Blocks(512, 512 if wide else 1024)
     return Passes(forward.fit(T, S), backward.fit(T, S), backward.fit(T, S))
@@ -112,6 +113,7 @@ def splash(
       passes: block sizes; by default `choose_blocks`.
       interpret: run the kernels in Pallas's interpreter, on any device.
     """
+    # [B, T, N, Hk], [B, S, K, Hv]
     (_, T, _, Hk), (_, S, _, Hv) = q.shape, v.shape
     spec = Spec(softcap, mask.static, passes or choose_blocks(T, S, Hk, Hv), interpret)
     ids = mask.segment_ids if mask.static.segmented else None
@@ -188,6 +190,7 @@ def _backward(spec: Spec, residuals, cotangents):
     passes = spec.passes
     compute = {"bkv_compute": passes.dkv.compute, "use_fused_bwd_kernel": False}  # fused, its memory is T x S
     _, dk, dv = gradients(passes.dkv, kernels._splash_attention_bwd_dkv, by_keys=True, **compute)
+    # Two kernels sum over keys and over queries, each in vector memory: nothing is added up in main memory.
     dq = gradients(passes.dq, kernels._splash_attention_bwd_dq, by_keys=False)
     natural = lambda x, length: jnp.swapaxes(x, 1, 2)[:, :length]  # [B, N, T, H] -> [B, T, N, H]
     return natural(dq, q.shape[1]), natural(dk, k.shape[1]), natural(dv, v.shape[1]), None, None, None
