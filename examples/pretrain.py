@@ -56,8 +56,7 @@ def main() -> None:
         directory=args.out,
         layout=sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP) if jax.device_count() > 1 else None,
         schedule=schedule,
-        eval_loader=eval_loader,
-        eval_every=max(args.steps // 4, 1),
+        evaluation=training.Evaluation(eval_loader, every=max(args.steps // 4, 1)),
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
         timeout=1800,  # ends a process that hangs, so that whoever started it can start it again
     )

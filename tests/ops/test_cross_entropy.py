@@ -177,7 +177,9 @@ def test_weight_gradient_accumulates_in_float32():
     tokens = 600
     hidden, weight = jnp.ones((tokens, 4), jnp.bfloat16), jnp.zeros((2, 4), jnp.bfloat16)
     loss = lambda w: linear_cross_entropy(hidden, w, jnp.zeros(tokens, jnp.int32), chunk=1).loss
-    np.testing.assert_allclose(np.asarray(jax.jit(jax.grad(loss))(weight), np.float32), [[-300] * 4, [300] * 4], rtol=0.01)
+    np.testing.assert_allclose(
+        np.asarray(jax.jit(jax.grad(loss))(weight), np.float32), [[-300] * 4, [300] * 4], rtol=0.01
+    )
 
 
 def test_float32_weight_under_bfloat16_hidden_keeps_its_gradient_in_float32():

@@ -209,7 +209,7 @@ def test_experts_report_the_mean_over_microbatches(build):
 @functools.partial(jax.jit, static_argnames="remat")
 def one_f_one_b(params, rest, data, remat=None):
     loss = functools.partial(training.next_token_loss, dtype=jnp.float32, remat=remat)
-    grads, mean, stats = training.one_f_one_b(loss)(params, rest, data, jax.random.key(0))
+    grads, mean, stats = training.one_f_one_b(loss).gradients(params, rest, data, jax.random.key(0))
     return mean * stats.num_targets, jax.tree.map(lambda g: g * stats.num_targets, grads), stats.sums
 
 

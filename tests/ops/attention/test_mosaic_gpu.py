@@ -66,7 +66,9 @@ def test_the_kernels_code_equals_the_reference_pairwise(case, emulated):
 
 
 @no_gpu
-@pytest.mark.parametrize(("lengths", "every"), [((72, 140), 7), slow_if(True, (72, 140), 1), slow_if(True, (200, 330), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "every"), [((72, 140), 7), slow_if(True, (72, 140), 1), slow_if(True, (200, 330), 1)], ids=str
+)
 def test_masks(lengths, every, emulated):
     """By default all keys of one document, a window over packed ones, chunks of padded ones."""
     check(mosaic_gpu, cases.Case((2, 1), (64, 64), lengths, None, True, None), MASKS[::every], jnp.float32, 1e-5)
