@@ -103,8 +103,25 @@ def test_generate_writes_from_a_directory(finetuned):
 def test_pretrain_help_explains_every_flag():
     done = subprocess.run([sys.executable, str(EXAMPLES / "pretrain.py"), "--help"], capture_output=True, text=True)
     assert done.returncode == 0
-    for flag in ("--out", "--steps", "--batch", "--length", "--vocab", "--layers", "--dim", "--learning-rate"):
+    for flag in (
+        "--mesh",
+        "--strategy",
+        "--out",
+        "--steps",
+        "--batch",
+        "--length",
+        "--vocab",
+        "--layers",
+        "--dim",
+        "--learning-rate",
+    ):
         assert flag in done.stdout
+
+
+def test_pretrain_names_a_misspelt_mesh_axis():
+    command = [sys.executable, str(EXAMPLES / "pretrain.py"), "--mesh", "fdsp=8"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "no mesh axis is named 'fdsp' (is 'fsdp' meant?)" in done.stderr
 
 
 def test_quickstart_notebook_runs():
