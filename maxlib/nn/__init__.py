@@ -24,8 +24,12 @@ from maxlib.nn._context import context as context
 from maxlib.nn._decoder import Decoder as Decoder
 from maxlib.nn._decoder import MTPDecoder as MTPDecoder
 from maxlib.nn._decoder import VisionDecoder as VisionDecoder
+from maxlib.nn._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn._head import cross_entropy as cross_entropy
 from maxlib.nn._head import token_log_probs as token_log_probs
+from maxlib.nn._head_distillation import token_divergence as token_divergence
+from maxlib.nn._head_distillation import token_gather_log_probs as token_gather_log_probs
+from maxlib.nn._head_distillation import token_top_k as token_top_k
 from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed

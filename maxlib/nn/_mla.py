@@ -165,12 +165,12 @@ class MLA(SequenceMixer):
         """
         nope, turned = jnp.split(q, [self.nope_dim], axis=-1)
         # [B, T, N, nope_dim] -> [B, T, N, R]
-        nope = jnp.einsum("BTNH,NHR->BTNR", nope, jnp.asarray(self.k_up.w[...], q.dtype))
+        nope = self.k_up.product("BTNH,NHR->BTNR", nope)
         # Multi-query attention: one key head, the latent and the rotated part, [B, S, R] -> [B, S, 1, R].
         q, k = jnp.concatenate([nope, turned], axis=-1), latent[:, :, None]
         # The values are the latents without the rotated part: [B, T, N, R].
         out = attend(q, k, k[..., : self.kv_rank], *ctx.bounds(self.mask), scale=self.scale)
-        return jnp.einsum("BTNR,NHR->BTNH", out, jnp.asarray(self.v_up.w[...], q.dtype))
+        return self.v_up.product("BTNR,NHR->BTNH", out)
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> LatentCache | QuantizedLatentCache:
         """Makes an empty cache for `batch` rows of up to `capacity` tokens; int8 and float8 round the latents."""

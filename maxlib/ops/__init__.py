@@ -12,8 +12,12 @@ from maxlib.ops._attention import explain_attention as explain_attention
 from maxlib.ops._attention import ring_attention as ring_attention
 from maxlib.ops._cross_entropy import CrossEntropy as CrossEntropy
 from maxlib.ops._cross_entropy import LogProbs as LogProbs
+from maxlib.ops._cross_entropy import divergence as divergence
 from maxlib.ops._cross_entropy import linear_cross_entropy as linear_cross_entropy
+from maxlib.ops._cross_entropy import linear_divergence as linear_divergence
+from maxlib.ops._cross_entropy import linear_gather_log_probs as linear_gather_log_probs
 from maxlib.ops._cross_entropy import linear_log_probs as linear_log_probs
+from maxlib.ops._cross_entropy import linear_top_k as linear_top_k
 from maxlib.ops._glu import ClampedSwiGLU as ClampedSwiGLU
 from maxlib.ops._glu import swiglu as swiglu
 from maxlib.ops._grid_rope import GridRope as GridRope

@@ -13,11 +13,10 @@ from rich import box
 from rich.table import Table
 
 from maxlib import nn
-from maxlib._utils.paths import dotted
 from maxlib._utils.tables import to_text
+from maxlib.nn._sites import SITES, Kind, find, kind_of, unknown
 from maxlib.observability._flops import flops_by_dtype
 from maxlib.quantization._matmul import Quantized
-from maxlib.quantization._rules import SITES, Kind, kind_of, unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +102,9 @@ def report(model: Any) -> Report:
     Args:
         model: A model; `jax.eval_shape` of one is enough.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, SITES))
-    sites = [(dotted(path), x) for path, x in leaves if isinstance(x, SITES)]
-    rows = [_row(path, site) for path, site in sites] + [_unknown_row(path, x) for path, x in unknown(model).items()]
+    rows = [_row(path, site) for path, site in find(model, SITES)] + [
+        _unknown_row(path, x) for path, x in unknown(model).items()
+    ]
     total = sum(_bytes(leaf) for leaf in jax.tree.leaves(model))
     return Report(tuple(rows), total - sum(row.after for row in rows))
 

@@ -39,10 +39,14 @@ def emulated(monkeypatch):
 
 
 @no_gpu
-def test_the_kernels_code_equals_a_loop_over_experts(emulated):
+@pytest.mark.parametrize(
+    "counts_of", [["less than a tile each", "nothing"], pytest.param(COUNTS, marks=pytest.mark.full)], ids=len
+)
+def test_the_kernels_code_equals_a_loop_over_experts(emulated, counts_of):
+    """Others come in other tests here."""
     rows, weights, d_out = arrays(M, I, O, 4)
     run = jax.jit(both)
-    for counts in COUNTS.values():
+    for counts in map(COUNTS.get, counts_of):
         spoiled = rows.at[sum(counts) :].set(jnp.nan)  # rows of no expert need not be finite
         close(run(spoiled, weights, jnp.array(counts), d_out), loop(rows, weights, counts, d_out))
 

@@ -143,8 +143,11 @@ def test_remat_can_save_the_results_by_name(inputs):
     assert loops(None) == 3
 
 
-@pytest.mark.parametrize("kv_heads", ["heads", None])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("kv_heads", "check_vma"),
+    [("heads", False), (None, True)]
+    + [pytest.param(*pair, marks=pytest.mark.full) for pair in (("heads", True), (None, False))],
+)
 def test_shard_map_over_batch_and_heads(kv_heads, check_vma, inputs):
     """Sinks and bias are replicated over the batch (keys over heads, too, if asked): their gradients are summed."""
     (q, k, v, sinks, bias), bounds = inputs
