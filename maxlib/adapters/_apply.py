@@ -82,7 +82,7 @@ def adapted(model: Any) -> list[tuple[str, Any]]:
     return [(path, site) for path, site in sites.find(model, sites.SITES) if _has(site)]
 
 
-def make(site: Any, path: str, lora: LoRA, values: Callable[[Any], tuple[Any, Any]], *args: Any) -> Any:
+def make(site: Any, path: str, lora: LoRA, values: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
     """Returns a layer with an adapter whose factors are `values(site, *args)`; `args` have the axis of layers too."""
     if isinstance(site, nn.Embed):
         raise ValueError(f"{path}: embeddings and heads have no matmul that could be adapted; give it no rule")
@@ -127,7 +127,7 @@ def _initial(site: Any, lora: LoRA, key: jax.Array) -> tuple[jax.Array, jax.Arra
     return a.astype(lora.dtype), jnp.zeros(of_b, lora.dtype)
 
 
-def _low_rank(site: Any, lora: LoRA, a: jax.Array, b: jax.Array, magnitude: jax.Array | None = None) -> LowRank:
+def _low_rank(site: Any, lora: LoRA, a: Any, b: Any, magnitude: Any = None) -> LowRank:
     """Returns the matmul of one layer with these factors."""
     names = sites.axes_of(site)
     named = lambda dims: tuple(names[d] for d in dims)

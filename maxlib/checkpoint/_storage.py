@@ -17,6 +17,7 @@ import tensorstore
 from etils import epath
 
 from maxlib.checkpoint import _replicas as replicas
+from maxlib.checkpoint import _tensorstore_leaks
 from maxlib.checkpoint._barrier import SaveBarrier
 from maxlib.distributed import raise_on_all
 
@@ -33,18 +34,6 @@ class _WithoutTraces(logging.Filter):
 _without_traces = _WithoutTraces()
 
 
-def _forget_throughput() -> None:
-    """Keeps orbax from asking tensorstore for its metrics several times a save, only to log them.
-
-    Each answer of tensorstore 0.1.86 leaks its lists, some 25 KiB a save
-    (`experimental_collect_matching_metrics` returns values with a reference too many).
-    """
-    from orbax.checkpoint._src.serialization import tensorstore_utils
-
-    if hasattr(tensorstore_utils, "get_tensorstore_raw_bytes"):
-        tensorstore_utils.get_tensorstore_raw_bytes = lambda *_: 0
-
-
 class Steps:
     """Directory of one run's steps, of which one is saved at a time.
 
@@ -56,7 +45,7 @@ class Steps:
     def __init__(self, directory: epath.Path, *, clean: bool):
         self.directory = directory
         logging.getLogger("absl").addFilter(_without_traces)  # importing this module changes no logger
-        _forget_throughput()
+        _tensorstore_leaks.avoid()
         if clean and jax.process_index() == 0:
             _remove_unfinished(directory)  # orbax would in the background, where a second one fails all later saves
         self._barrier = SaveBarrier()

@@ -96,7 +96,7 @@ class Attention(nn.SequenceMixer):
 
     def traffic(self, split: nn.mixer.SplitSequence) -> dict[str, float]:
         both = 2 * self.num_heads * self.head_dim
-        return nn.mixer.attention_traffic(split, queries=both, keys=both)
+        return split.attention(queries=both, keys=both)
 
     @property
     def kind(self) -> str:

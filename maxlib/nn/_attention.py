@@ -15,7 +15,7 @@ from maxlib import ops
 from maxlib.nn._context import Context, context
 from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import AttentionCache, kv_cache
-from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic, attention_traffic
+from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
 from maxlib.ops._attention import Causal, Mask
 from maxlib.ops._grid_rope import GridRope
@@ -192,11 +192,9 @@ class Attention(SequenceMixer):
         )
 
     def traffic(self, split: SplitSequence) -> Traffic:
-        """Returns the bytes that attention sends in a training step (`attention_traffic`)."""
+        """Returns the bytes that attention sends in a training step (`SplitSequence.attention`)."""
         # Queries and outputs have N * H numbers per token each, keys and values K * H each.
-        return attention_traffic(
-            split, queries=2 * self.num_heads * self.head_dim, keys=2 * self.num_kv_heads * self.head_dim
-        )
+        return split.attention(queries=2 * self.num_heads * self.head_dim, keys=2 * self.num_kv_heads * self.head_dim)
 
     def queries_and_keys(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array]:
         """Returns queries `B T N H` and keys `B T K H` as they are scored, for probes."""

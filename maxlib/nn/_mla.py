@@ -15,7 +15,7 @@ from maxlib.nn._context import Context, context
 from maxlib.nn._linear import Einsum
 from maxlib.nn._norm import RMSNorm
 from maxlib.nn.cache import LatentCache, QuantizedLatentCache, is_quantized
-from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic, attention_traffic
+from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
 from maxlib.ops._attention import Causal, Mask
 from maxlib.ops._rope import Rope, apply_rope
@@ -180,10 +180,10 @@ class MLA(SequenceMixer):
         return QuantizedLatentCache(values, jnp.zeros((batch, capacity, 2)), self.kv_rank)
 
     def traffic(self, split: SplitSequence) -> Traffic:
-        """Returns the bytes that attention sends in a training step (`attention_traffic`)."""
+        """Returns the bytes that attention sends in a training step (`SplitSequence.attention`)."""
         # In training keys and values exist for every head, so they are as large as queries and outputs.
         both = self.num_heads * (self.nope_dim + self.rope.dim + self.v_dim)
-        return attention_traffic(split, queries=both, keys=both)
+        return split.attention(queries=both, keys=both)
 
     def queries_and_keys(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array]:
         """Returns queries and keys `B T N H` as they are scored, for probes."""

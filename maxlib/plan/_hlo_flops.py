@@ -1,4 +1,8 @@
-"""Counts the floating-point operations of an instruction of a compiled program."""
+"""Counts the floating-point operations of an instruction of a compiled program.
+
+What a compiler writes is text, has recomputation and padding, and is the work of one device; what the model asks for is
+counted on the trace, by `maxlib.observability.forward_flops`.
+"""
 
 import functools
 import math

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 
 from maxlib import nn
-from maxlib.nn._expert_parallel import ROOM
 from maxlib.plan._job import MARK, Job, from_json
 from maxlib.plan._loops import expert_trips
 from maxlib.plan._memory import estimate_memory
 from maxlib.plan._program import Program, bytes_on_device, bytes_on_host, causal_trips, make_program
 from maxlib.plan._roofline import link_speeds
 from maxlib.plan._targets import parse_target
+from maxlib.sharding._experts import ROOM
 
 
 def describe(job: Job) -> tuple[Program, dict[str, Any]]:

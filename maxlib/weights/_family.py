@@ -91,6 +91,12 @@ def _the(matching: list[Family], what: str, known: str) -> Family:
     )
 
 
+def family_of(model: Any) -> Family:
+    """Returns the registered family of a model; raises ValueError if there is none."""
+    matching = [f for f in families() if type(model) is f.model]
+    return _the(matching, f"models of class {type(model).__name__}", ", ".join(f.name for f in families()))
+
+
 def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[Family, Any]:
     """Reads the config.json of `directory`; weights are not looked at.
 
@@ -197,11 +203,7 @@ def save_pretrained(
     Raises:
         FileExistsError: If the directory has something in it.
     """
-    family = family or _the(
-        [f for f in families() if type(model) is f.model],
-        f"models of class {type(model).__name__}",
-        ", ".join(f.name for f in families()),
-    )
+    family = family or family_of(model)
     config = model.cfg.to_hf()
     table = family.table(model.cfg)
     what, first = f"saving in {directory}", jax.process_index() == 0

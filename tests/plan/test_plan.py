@@ -310,6 +310,48 @@ def test_keys_and_values_of_a_split_sequence_are_estimated():
         assert one["all-reduce", "context"] == one["reduce-scatter", "fsdp"] / 2  # their own part of the gradients
 
 
+@pytest.mark.parametrize(
+    ("strategy", "degrees"),
+    [
+        ("fsdp_tp+cp_ring", {"fsdp": 2, "tensor": 2, "context": 2}),
+        ("dp+cp_gather", {"data": 2, "context": 4}),
+        ("fsdp_tp+cp_ulysses", {"fsdp": 2, "tensor": 2, "context": 2}),
+    ],
+)
+def test_plain_rules_cost_what_the_strategies_do_that_write_them(strategy, degrees):
+    """The costs of `DataParallel`, `FullyShard`, `TensorParallel` and of a split sequence follow from the rules."""
+    ours = layout(strategy, **degrees)
+    job = plan.Job(CONFIG, "h100x8", layout=ours, batch_per_chip=1 / 2, sequence=64)
+    plain = dataclasses.replace(job, layout=layout(dict(ours.rules), **degrees))
+    assert moved(plan.estimated(job)) == moved(plan.estimated(plain)) != {}
+
+
+def test_a_strategy_that_states_no_costs_leaves_those_of_its_rules():
+    @dataclasses.dataclass(frozen=True)
+    class Own(sharding.Strategy):
+        slot = "sequence"
+
+        def apply(self, rules):
+            return {**rules, "seq": "context", "q_seq": "context", "kv_seq": "context"}
+
+    @dataclasses.dataclass(frozen=True)
+    class Stated(Own):
+        def traffic(self, step):
+            yield "all-to-all", ("context",), 3.0 * step.tokens
+
+        def host_copies(self, step):
+            return 5.0, 7.0
+
+    def estimated(strategy):
+        own = layout(sharding.FSDP | strategy, fsdp=2, context=4)
+        return plan.estimated(plan.Job(CONFIG, "h100x8", layout=own, batch_per_chip=1 / 4, sequence=64))
+
+    ring, rules, stated = map(estimated, (sharding.CP_RING, Own(), Stated()))
+    assert moved(rules) == moved(ring) and moved(stated)["all-to-all", "context"] == 3 * 16
+    assert ("collective-permute", "context") not in moved(stated)
+    assert (stated.costs.to_host, stated.costs.from_host) == (5.0, 7.0)
+
+
 def test_an_estimate_says_that_nothing_was_compiled():
     text = str(plan.estimated(plan.Job(model=CONFIG, target="h100x8", sequence=16)))
     assert "as nothing was compiled" in text and "not counted are" in text and "every fusion" not in text

@@ -44,7 +44,7 @@ MEMORY = {"rss_kib": 1e6, "in_use_kib": 1e5, "python_blocks": 7e5}
         ("rss_kib", 25, "rss_kib grows by 25.000 a repeat, limit 20.0"),
         ("rss_kib", 15, None),
         ("in_use_kib", 25, "in_use_kib grows by 25.000 a repeat, limit 20.0"),
-        ("python_blocks", 300, "python_blocks grows by 300.000 a repeat, limit 250.0"),
+        ("python_blocks", 100, "python_blocks grows by 100.000 a repeat, limit 60.0"),
     ],
 )
 def test_a_leak_is_found(name, by, said):
