@@ -23,8 +23,8 @@ def pairs(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain
     that answer. `pad` makes rows of them.
 
     Args:
-        documents: Records with the fields of TRL's preference data sets: a dataset of grain's, a list, or a Hugging Face
-            `Dataset`.
+        documents: Records with the fields of TRL's preference data sets: a dataset of grain's, a list, or one of
+            Hugging Face's.
         tokenizer: A `tokenizers.Tokenizer`, or a Hugging Face tokenizer that has one.
         template: The chat template.
 
