@@ -96,8 +96,6 @@ def test_doras_length_carries_no_gradient():
     b = layer.matmul.b[...]
     gains = layer.matmul.magnitude[...] / length
     run = lambda b: (gains * (x @ (layer.w[...] + 1.5 * b @ layer.matmul.a[...]).T)[0]).sum()
-        layer.matmul.magnitude[...] / length * (x @ (layer.w[...] + 1.5 * b @ layer.matmul.a[...]).T)
-    ).sum()
 
     def through(b):
         factors, rest = nn.partition(layer, adapters.trainable)
