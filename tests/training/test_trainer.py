@@ -78,6 +78,7 @@ def test_on_a_mesh(tmp_path):
     assert not ours.state.trainable["layers.body.0.mlp.up.w"].sharding.is_fully_replicated
 
 
+@pytest.mark.full  # test_objectives has the gradients themselves
 def test_in_a_1f1b_pipeline():
     """The gradients that the trainer is given are those of autodiff; evaluation runs in the same pipeline."""
     rules = sharding.DP | sharding.Pipeline("stage", microbatches=4)
@@ -91,8 +92,30 @@ def test_in_a_1f1b_pipeline():
         assert float(last[name]) == pytest.approx(float(want[name]), rel=1e-5), name
     for path, value in alone.state.trainable.items():
         np.testing.assert_allclose(ours.state.trainable[path], value, atol=1e-5, err_msg=path)
+
+
+def test_gradients_that_the_trainer_is_given_are_those_it_takes():
+    """Halved ones move the parameters half as far."""
+    ours, want = trainer(optimizer=optax.sgd(0.1), gradients=halved), trainer(optimizer=optax.sgd(0.1))
+    start = dict(want.state.trainable)
+    start = {path: np.asarray(value) for path, value in start.items()}
+    assert float(ours.fit(1)["loss"]) == pytest.approx(float(want.fit(1)["loss"]), rel=1e-6)
+    for path, value in want.state.trainable.items():
+        np.testing.assert_allclose(2 * (ours.state.trainable[path] - start[path]), value - start[path], atol=1e-6)
+
+
+def halved(params, rest, batch, key):
+    def mean(params):
+        value, stats = tiny.loss(nn.combine(params, rest), batch, key)
+        return value / stats.num_targets, stats
+
+    (value, stats), grads = jax.value_and_grad(mean, has_aux=True)(params)
+    return jax.tree.map(lambda g: g / 2, grads), value, stats
+
+
+def test_a_pipelines_gradients_are_not_cut_again():
     with pytest.raises(ValueError, match="accumulate=2 would cut"):
-        trainer(gradients=gradients, accumulate=2)
+        trainer(gradients=training.one_f_one_b(tiny.loss), accumulate=2)
 
 
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
