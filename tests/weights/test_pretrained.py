@@ -73,7 +73,9 @@ def test_round_trip(model, exported):
     assert same(back, model)
 
 
-@pytest.mark.parametrize("preset", ["DP", "FSDP", "TP", "FSDP_TP"])
+@pytest.mark.parametrize(
+    "preset", ["FSDP_TP", *(pytest.param(one, marks=pytest.mark.full) for one in ("DP", "FSDP", "TP"))]
+)
 def test_round_trip_on_eight_devices(preset, model, exported, tmp_path):
     axes = {"DP": {"data": 8}, "FSDP": {"fsdp": 4, "data": 2}, "TP": {"tensor": 2, "data": 4}}
     mesh = sharding.make_mesh(**axes.get(preset, {"data": 2, "fsdp": 2, "tensor": 2}))
