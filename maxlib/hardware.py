@@ -1,6 +1,7 @@
 """What one jax device offers, from the makers' data sheets: for MFU, for plans, and for kernels that ask."""
 
 import dataclasses
+import re
 
 GIB = 2**30
 GPUS_PER_HOST = 8  # joined by NVLink
@@ -42,13 +43,14 @@ class Chip:
 # Model" (jax-ml.github.io/scaling-book/tpus) has about 15 GB/s a chip, and 32 for v6e. That v4 and v7x have as much as
 # v5p is assumed. CPU devices share one memory with the host.
 # Networks between GPU hosts: one adapter of 400 Gbit/s per GPU (A100: 200), as in the makers' own systems.
-# A chip of TPU v7x is two jax devices, each with half of the data sheet's 2307 TFLOP/s, 192 GiB and 7.38 TB/s.
+# A chip of TPU v7x is two jax devices, each with half of the data sheet's 2307 TFLOP/s, 192 GiB, 7.38 TB/s, and of
+# its links, which are v5p's: 1200 GB/s a chip in both directions (docs.cloud.google.com/tpu/docs/tpu7x).
 CHIPS = {
     "v4": Chip("TPU v4", ("TPU v4",), 275e12, 31.75 * GIB, 1.23e12, 9e10, 6.25e9, 1.5e10, 3, cores=2),
     "v5e": Chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * GIB, 8.2e11, 9e10, 3.1e9, 1.5e10, 2),
     "v5p": Chip("TPU v5p", ("TPU v5", "TPU v5p"), 459e12, 95.74 * GIB, 2.765e12, 1.8e11, 6.25e9, 1.5e10, 3, cores=2),
     "v6e": Chip("TPU v6e", ("TPU v6",), 918e12, 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 3.2e10, 2),
-    "v7x": Chip("TPU v7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3.69e12, 2e11, 6.25e9, 1.5e10, 3),
+    "v7x": Chip("TPU v7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3.69e12, 9e10, 6.25e9, 1.5e10, 3),
     "a100": Chip("NVIDIA A100 SXM", ("NVIDIA A100",), 312e12, 79.1 * GIB, 2.039e12, 3e11, 2.5e10, 3.2e10, cache=40 * 2**20),
     "h20": Chip("NVIDIA H20", ("NVIDIA H20",), 148e12, 95 * GIB, 4e12, 4.5e11, 5e10, 6.4e10, cache=60 * 2**20),
     "h100": Chip("NVIDIA H100 SXM", ("NVIDIA H100",), 989e12, 79.1 * GIB, 3.35e12, 4.5e11, 5e10, 6.4e10, cache=50 * 2**20),
@@ -67,3 +69,21 @@ def chip_of(device_kind: str) -> Chip | None:
         (len(prefix), chip) for chip in CHIPS.values() for prefix in chip.prefixes if device_kind.startswith(prefix)
     ]
     return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def is_hopper(device_kind: str) -> bool:
+    """Tells whether a device is an NVIDIA GPU of the Hopper generation (H20, H100, H200, H800, GH200)."""
+    return re.search(r"\bG?H(20|100|200|800)\b", device_kind) is not None
+
+
+def current_device() -> tuple[str, str]:
+    """Returns the platform and kind of the device that is traced for.
+
+    This is the device of the mesh in context, which need not be present, or else the default device.
+    """
+    import jax  # here, so that data sheets can be read without it
+
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        device = jax.default_device.value or jax.devices()[0]
+    return (device, device) if isinstance(device, str) else (device.platform, device.device_kind)

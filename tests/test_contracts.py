@@ -120,7 +120,7 @@ def test_a_familys_own_attention_answers_too():
     np.testing.assert_allclose(hidden(chosen), hidden(small), atol=1e-5)
 
     def moved(build, strategy):
-        job = plan.Job(model=build, target="h100x4", sequence=64, batch_per_chip=1, rules=strategy, mesh={"context": 4})
+        job = plan.Job(build, "h100x4", layout=sharding.Layout({"context": 4}, strategy), sequence=64)
         return {one.kind: one.bytes for one in plan.estimated(job).costs.collectives if one.axes == ("context",)}
 
     other = llama.Config(**sizes, num_kv_heads=2, head_dim=8, rope=ops.Rope(8))

@@ -124,8 +124,25 @@ def test_pretrain_help_explains_every_flag(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         run_here(monkeypatch, "pretrain.py", "--help")
     shown = capsys.readouterr().out
-    for flag in ("--out", "--steps", "--batch", "--length", "--vocab", "--layers", "--dim", "--learning-rate"):
+    for flag in (
+        "--mesh",
+        "--strategy",
+        "--out",
+        "--steps",
+        "--batch",
+        "--length",
+        "--vocab",
+        "--layers",
+        "--dim",
+        "--learning-rate",
+    ):
         assert flag in shown
+
+
+def test_pretrain_names_a_misspelt_mesh_axis(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run_here(monkeypatch, "pretrain.py", "--mesh", "fdsp=8")
+    assert "no mesh axis is named 'fdsp' (is 'fsdp' meant?)" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("little_text")
@@ -150,3 +167,47 @@ def test_mixture_changes_its_shares(tmp_path, monkeypatch, capsys):
     read = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert read[0].get("data/tokens/long", 0) == 0 < read[-1]["data/tokens/long"]
     assert "step   21" in capsys.readouterr().out
+
+
+def test_reinforce_raises_the_reward_and_resumes(tmp_path):
+    options = ["--out", tmp_path, "--prompts", 4, "--group", 8, "--tokens", 6, "--learning-rate", 3e-3]
+    text = example("reinforce.py", "--steps", 30, *options)
+    before, after = (float(re.search(rf"{word}: reward (\S+)", text)[1]) for word in ("before", "after"))
+    assert after > before + 0.1
+    assert "step 30" in example("reinforce.py", "--steps", 30, *options)
+
+
+def test_prefer_tells_pairs_apart_and_exports(run, tmp_path):
+    turn = lambda role, content: {"role": role, "content": content}
+    ask = lambda i: [turn("user", f"What comes after {i} bricks?")]
+    lines = [
+        {"chosen": [*ask(i), turn("assistant", f"{i + 1} bricks.")], "rejected": [*ask(i), turn("assistant", "No.")]}
+        for i in range(20)
+    ]
+    lines[3]["rejected"] = lines[3]["chosen"]  # counted, and left out
+    (path := tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = [
+        "--out",
+        tmp_path,
+        "--steps",
+        6,
+        "--batch",
+        4,
+        "--accumulate",
+        2,
+        "--length",
+        96,
+        "--learning-rate",
+        1e-3,
+    ]
+    text = example("prefer.py", run[0] / "model", path, *options)
+    assert float(re.search(r"pairs right (\S+),", text)[1]) > 0.7
+    assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
+
+
+def test_distill_comes_nearer_to_the_teacher(corpus, run, tmp_path):
+    options = ["--out", tmp_path, "--layers", 1, "--steps", 8, "--batch", 4, "--length", 32, "--learning-rate", 1e-2]
+    text = example("distill.py", run[0] / "model", corpus, *options)
+    before, after = (float(re.search(rf"{word}: (\S+) nats", text)[1]) for word in ("before", "after"))
+    assert after < before - 0.05
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["num_hidden_layers"] == 1

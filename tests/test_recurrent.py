@@ -188,7 +188,7 @@ def test_caches_answer_for_themselves():
 
 def test_plans_ask_the_layer():
     """With a sequence over 4 devices: the attention's ring, and the gathers that the recurrence states."""
-    base = {"target": "h100x4", "sequence": 64, "batch_per_chip": 1, "rules": sharding.CP_RING, "mesh": {"context": 4}}
+    base = {"target": "h100x4", "sequence": 64, "layout": sharding.Layout({"context": 4}, sharding.CP_RING)}
     bytes_of = lambda model: {
         one.kind: one.bytes
         for one in plan.estimated(plan.Job(model=model, **base)).costs.collectives

@@ -298,9 +298,17 @@ class Checkpointer:
                 if self._keep.best and step not in self._metrics:
                     self._metrics[step] = restore.metrics(self.directory / str(step))
             keep = self._keep(good, self._metrics)
-            self._steps.delete([step for step in steps if step < max(good, default=0) and step not in keep])
+            gone = [step for step in steps if step < max(good, default=0) and step not in keep]
+            self._steps.delete(gone)
+            self._forget(gone)
         except OSError as error:  # the new step is good all the same
             _log.warning("Old steps of %s could not be deleted: %s.", self.directory, summary(error))
+
+    def _forget(self, gone: list[int]) -> None:
+        """Drops what is known of deleted steps, of which a long run has many."""
+        self._own.difference_update(gone)
+        for step in gone:
+            self._metrics.pop(step, None)
 
     def _wait_quietly(self) -> None:
         failed = self._finish()

@@ -17,6 +17,7 @@ import tensorstore
 from etils import epath
 
 from maxlib.checkpoint import _replicas as replicas
+from maxlib.checkpoint import _tensorstore_leaks
 from maxlib.checkpoint._barrier import SaveBarrier
 from maxlib.distributed import raise_on_all
 
@@ -44,10 +45,12 @@ class Steps:
     def __init__(self, directory: epath.Path, *, clean: bool):
         self.directory = directory
         logging.getLogger("absl").addFilter(_without_traces)  # importing this module changes no logger
+        _tensorstore_leaks.avoid()
         if clean and jax.process_index() == 0:
             _remove_unfinished(directory)  # orbax would in the background, where a second one fails all later saves
         self._barrier = SaveBarrier()
         self._orbax = ocp.training.Checkpointer(directory, context=_context(self._barrier))
+        self._deleted = 0  # steps of which orbax does not know yet
         self._response: Any = None  # of the save that runs; it holds a thread and three descriptors until it is asked
 
     def save(self, step: int, arrays: dict[str, Arrays], texts: dict[str, Callable[[], str]]) -> None:
@@ -112,6 +115,10 @@ class Steps:
         if jax.process_index() == 0:
             for step in steps:
                 (self.directory / str(step)).rmtree(missing_ok=True)
+        self._deleted += len(steps)
+        if self._deleted >= 100:  # orbax lists all steps that it has saved, and searches the list at every save
+            self._deleted = 0
+            self._orbax.reload()
 
     def set_aside(self, step: int) -> epath.Path:
         """Renames a step so that it is none any more. All hosts call it."""

@@ -2,6 +2,9 @@
 `close`.
 """
 
+import collections
+import errno
+import io
 import json
 import math
 import shutil
@@ -82,17 +85,22 @@ def reported_by_all(part: object) -> Values:
 
 
 class Jsonl:
-    """Writer of one JSON object per line, `{"step": 10, "loss": 2.5, ...}`; NaN and infinities become null."""
+    """Writer of one JSON object per line, `{"step": 10, "loss": 2.5, ...}`; NaN and infinities become null.
+
+    Lines that cannot be written wait for the next one, up to 10,000 of them.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = None
+        self._file: io.FileIO | None = None
+        self._waiting: collections.deque[str] = collections.deque(maxlen=10_000)
         self._have: set[tuple[int, tuple[str, ...]]] = set()
 
     def resume(self, step: int) -> None:
         """Keeps the lines up to `step`; where later ones exist, the whole file stays behind under the ending `.old`."""
         self.close()
+        self._waiting.clear()
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         keep = [line for line in lines if (found := _step(line)) is not None and found <= step]
         self._have = {(step, _names(json.loads(line))) for line in keep if _step(line) == step}
@@ -104,15 +112,25 @@ class Jsonl:
     def write(self, step: int, values: Values) -> None:
         if not values or (step, _names(values)) in self._have:  # the evaluation after the last step, once more
             return
-        if self._file is None:
-            self._file = self.path.open("a")
-        self._file.write(json.dumps({"step": step} | {k: _plain(v) for k, v in values.items()}, allow_nan=False) + "\n")
-        self._file.flush()
+        line = {"step": step} | {k: _plain(v) for k, v in values.items()}
+        self._waiting.append(json.dumps(line, allow_nan=False) + "\n")
+        self._append()
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
         self._file = None
+
+    def _append(self) -> None:
+        """Writes the lines that wait. They go on waiting where they cannot be written, as on a full disk."""
+        if self._file is None:  # without a buffer, which would be lost where it cannot be flushed
+            self._file = self.path.open("ab", buffering=0)
+        data = "".join(self._waiting).encode()
+        written = self._file.write(data)
+        if written < len(data):
+            self._waiting.appendleft("\n")  # ends the line that was cut short
+            raise OSError(errno.ENOSPC, f"{self.path}: only {written} of {len(data)} bytes could be written")
+        self._waiting.clear()
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:

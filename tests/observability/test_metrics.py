@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +43,23 @@ def test_a_resumed_jsonl_has_every_step_once(tmp_path):
     again = observability.Jsonl(path)
     again.resume(3)
     assert observability.read_jsonl(path) == rows
+
+
+def test_lines_wait_while_the_disk_is_full(tmp_path):
+    """Also across the end of a `fit`, and where a line was cut in the middle."""
+    writer = observability.Jsonl(tmp_path / "m.jsonl")
+    writer.write(1, {"loss": 1.0})
+    file = writer._file
+    full, nearly = io.FileIO("/dev/full", "ab"), SimpleNamespace(write=lambda data: file.write(data[:5]))
+    for step, broken in ((2, full), (3, nearly)):
+        writer._file = broken
+        with pytest.raises(OSError, match="No space left|only 5 of"):
+            writer.write(step, {"loss": 2.0})
+    writer._file = file
+    writer.close()
+    writer.write(4, {"loss": 4.0})
+    writer.close()
+    assert [row["step"] for row in observability.read_jsonl(writer.path)] == [1, 2, 3, 4]
 
 
 def test_console_without_a_terminal_prints_lines():

@@ -1,0 +1,27 @@
+"""Three faults of `tests.training.chaos`, which `nox -s chaos` throws all of."""
+
+import pytest
+
+from tests.training import chaos
+
+
+def test_three_faults(tmp_path, monkeypatch):
+    """One process: a disk that is full for a while, a clock that jumps, a kill and a flipped bit in the newest step."""
+    monkeypatch.setattr(chaos, "BRIEF", 1.0)
+    result = chaos.chaos(tmp_path, ["full_disk", "clock", "flipped"], processes=1, gap=0.2, pause=0.02)
+    assert [fault.restarted for fault in result.faults] == [False, False, True]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_each_fault_of_two_processes(tmp_path):
+    result = chaos.chaos(tmp_path, list(chaos.FAULTS), processes=2, gap=1.0)
+    assert {fault.name for fault in result.faults if fault.restarted} >= chaos.FATAL
+
+
+def test_a_run_that_lost_a_step_is_noticed(tmp_path):
+    for name, steps in (("ours", (1, 2)), ("untouched", (1, 3))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "final-0.json").write_text(str(list(steps)))
+    with pytest.raises(AssertionError, match="came to another end"):
+        chaos.compare(tmp_path / "ours", tmp_path / "untouched", 1, 2)
