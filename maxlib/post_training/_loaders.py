@@ -45,7 +45,7 @@ class MappedLoader:
 
     def metrics(self) -> dict[str, Any]:
         """Returns the counts of the loader inside."""
-        return reported(self.loader)
+        return dict(reported(self.loader))
 
 
 def add_reference(

@@ -1,35 +1,17 @@
-"""The implementations for `ops.grouped_matmul` and `ops.grouped_glu`: checks, and custom gradients around the kernels.
+"""Grouped matmul, and gate and up together: padding, and custom gradients around the kernels.
 
 The kernels are imported when they are first called, because Mosaic GPU takes longer to import than all of maxlib.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Num
 
-from maxlib.ops._attention.mosaic_gpu.api import HOPPER
-from maxlib.ops._glu import NAMES
-from maxlib.ops._grouped_matmul.reference import owners
-
-
-def unsupported_reason(rows, weights, layout: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
-    """Returns the reason why these kernels cannot run a call, or None."""
-    platform, kind = device
-    if platform != "gpu" or not HOPPER.search(kind):
-        return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {kind}"
-    if rows.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"takes rows in bfloat16 or float16, not in {rows.dtype}"
-    if out_dtype is not None:
-        return "gives rows of their own dtype"
-    for name, width in zip(layout, weights.shape, strict=True):
-        if name != "E" and width % 64:
-            return f"takes widths that are multiples of 64, not {name}={width}"
-    return None
+from maxlib.kernels.grouped_matmul.rows import NAMES, only_used, owners
 
 
 def mosaic_gpu(
@@ -70,13 +52,7 @@ def _on_whole_tiles(multiply, rows, rows_per_expert):
     M = rows.shape[0]
     rows = jnp.pad(rows, ((0, -M % 8), (0, 0)))  # the memory unit's tiles
     # Rows beyond the last expert's need not be finite, and the kernel does not write their results.
-    return _used(multiply(_used(rows, rows_per_expert)), rows_per_expert)[:M]
-
-
-def _used(rows, rows_per_expert):
-    """Sets rows beyond the last expert's to zero."""
-    used = (jnp.arange(len(rows)) < rows_per_expert.sum())[:, None]
-    return jnp.where(used, rows, jnp.zeros_like(rows))
+    return only_used(multiply(only_used(rows, rows_per_expert)), rows_per_expert)[:M]
 
 
 # ---------------------------------------------------------------------------------------------- one matrix
@@ -84,7 +60,7 @@ def _used(rows, rows_per_expert):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _multiply(rows, weights, rows_per_expert, layout):
-    from maxlib.ops._grouped_matmul.mosaic_gpu.by_rows import by_rows
+    from maxlib.kernels.grouped_matmul.mosaic_gpu.by_rows import by_rows
 
     matrix, turned = weights.astype(rows.dtype), layout == "EOI"
     return by_rows([rows], [[matrix]], rows_per_expert, turned=turned, name="forward")[0]
@@ -102,14 +78,14 @@ def _backward(layout, residuals, d_out):
 
 def _gradients(layout, rows, weights, rows_per_expert, d_out):
     """Computes the gradient of the rows, summed over their products, and that of each product's weights."""
-    from maxlib.ops._grouped_matmul.mosaic_gpu.by_experts import by_experts
-    from maxlib.ops._grouped_matmul.mosaic_gpu.by_rows import by_rows
+    from maxlib.kernels.grouped_matmul.mosaic_gpu.by_experts import by_experts
+    from maxlib.kernels.grouped_matmul.mosaic_gpu.by_rows import by_rows
 
     matrices, turned = [[w.astype(rows.dtype)] for w in weights], layout == "EIO"
     (d_rows,) = by_rows(d_out, matrices, rows_per_expert, turned=turned, name="d_rows")
     pairs = [(d, rows) if layout == "EOI" else (rows, d) for d in d_out]
     d_weights = [by_experts(*pair, rows_per_expert, w.dtype) for pair, w in zip(pairs, weights, strict=True)]
-    return _used(d_rows, rows_per_expert), d_weights
+    return only_used(d_rows, rows_per_expert), d_weights
 
 
 _multiply.defvjp(_forward, _backward)
@@ -124,7 +100,7 @@ def _glu(rows, gate, up, rows_per_expert, biases, layout, activation):
 
 
 def _gate_up(rows, gate, up, rows_per_expert, biases, layout, **how):
-    from maxlib.ops._grouped_matmul.mosaic_gpu.by_rows import by_rows
+    from maxlib.kernels.grouped_matmul.mosaic_gpu.by_rows import by_rows
 
     matrices = [w.astype(rows.dtype) for w in (gate, up)]
     return by_rows([rows], [matrices], rows_per_expert, turned=layout == "EOI", biases=biases, **how)
@@ -144,7 +120,7 @@ def _joined(activation, dtype):
 def _glu_backward(layout, activation, residuals, d_out):
     rows, gate, up, rows_per_expert, biases, *found = residuals
     d_found = jax.vjp(_joined(activation, rows.dtype), *found)[1](d_out)
-    d_found = [_used(d, rows_per_expert) for d in d_found]
+    d_found = [only_used(d, rows_per_expert) for d in d_found]
     d_rows, d_weights = _gradients(layout, rows, (gate, up), rows_per_expert, d_found)
     # The gradient of a bias sums over its expert's rows: [M, E]^T [M, O] -> [E, O].
     share = jax.nn.one_hot(owners(rows_per_expert, len(rows)), len(rows_per_expert), dtype=rows.dtype)

@@ -9,6 +9,7 @@ Letters: P parts, R rows (T queries of N heads), C blocks of keys, c rows of one
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from maxlib.ops._attention.logits import LOG2_E, LOWEST, Logits
-from maxlib.ops._attention.merge import merge_parts
-from maxlib.ops._attention.mosaic_tpu import visits
-from maxlib.ops._attention.mosaic_tpu.launch import Block, Work, launch
-from maxlib.ops._attention.mosaic_tpu.logits import dot
-from maxlib.ops._attention.tiles import tiles
+from maxlib.kernels.attention.logits import LOG2_E, LOWEST, Logits
+from maxlib.kernels.attention.merge import merge_parts
+from maxlib.kernels.attention.mosaic_tpu import visits
+from maxlib.kernels.attention.mosaic_tpu.launch import Block, Work, launch
+from maxlib.kernels.attention.mosaic_tpu.logits import dot
+from maxlib.kernels.attention.tiles import tiles
 
 
 def decode(
@@ -76,9 +77,27 @@ def _of_part(part, tile):
     return part, tile.batch, 0, 0
 
 
-def _kernel(
-    tile: visits.Tile, q, start, end, row_head, key_of, head_of, k, v, out, lse, peak, total, acc, *, logits, block, S
-):
+class _Refs(NamedTuple):
+    """Inputs, results and buffers of one tile. A row is one query of one head."""
+
+    q: Any  # R Hk
+    start: Any  # R 1
+    end: Any
+    row_head: Any  # R 1: the key head of each row
+    key_of: Any  # 1 c: key and key head of each row of the block
+    head_of: Any
+    k: Any  # c Hk
+    v: Any  # c Hv
+    out: Any  # R Hv
+    lse: Any  # R 1
+    peak: Any  # R 1: softmax so far
+    total: Any
+    acc: Any  # R Hv
+
+
+def _kernel(tile: visits.Tile, *refs, logits: Logits, block: int, S: int):
+    q, start, end, row_head, key_of, head_of, k, v, out, lse, peak, total, acc = _Refs(*refs)
+
     @pl.when(tile.first)
     def _():
         peak[...] = jnp.full_like(peak, LOWEST)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxlib.ops._attention.mosaic_gpu.config import Tiles
+from maxlib.kernels.attention.mosaic_gpu.config import Tiles
 
 
 class Stream(NamedTuple):

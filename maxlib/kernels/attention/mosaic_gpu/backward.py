@@ -17,12 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from maxlib.ops import _compat
-from maxlib.ops._attention.logits import Logits
-from maxlib.ops._attention.mosaic_gpu import intervals, memory
-from maxlib.ops._attention.mosaic_gpu.config import ROWS, Tiles
-from maxlib.ops._attention.mosaic_gpu.logits import hide, probabilities, settle, spread
-from maxlib.ops._attention.tiles import causal_tiles
+from maxlib.kernels import _compat
+from maxlib.kernels.attention.logits import Logits
+from maxlib.kernels.attention.mosaic_gpu import intervals, memory
+from maxlib.kernels.attention.mosaic_gpu.config import ROWS, Tiles
+from maxlib.kernels.attention.mosaic_gpu.logits import hide, probabilities, settle, spread
+from maxlib.kernels.attention.tiles import causal_tiles
 
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -108,7 +108,8 @@ def queries(given: Given, *, logits: Logits, tiles: Tiles) -> Float[Array, "B T 
     return _launch("dq", kernel, out, scratch, grid, ("head", "tile", "batch"), tiles, **cost)(*given, visits)
 
 
-def _queries_kernel(q, k, v, d_out, lse, delta, start, end, visits, dq, scratch, *, logits: Logits, tiles: Tiles):
+def _queries_kernel(*refs, logits: Logits, tiles: Tiles):
+    (q, k, v, d_out, lse, delta, start, end), (visits, dq, scratch) = Given(*refs[:8]), refs[8:]
     batch, head, warpgroup = (lax.axis_index(name) for name in ("batch", "head", "warpgroup"))
     tile = visits.shape[1] - 1 - lax.axis_index("tile")
     first, visited, full_first, full = (visits[batch, tile, i] for i in range(4))
@@ -212,8 +213,8 @@ def _key_scratch(dtype, key_dim: int, value_dim: int, wanted: tuple[str, ...], t
     return scratch if "dk" in wanted else scratch._replace(k=plgpu.RefUnion(keys, values), v=None)
 
 
-def _keys_kernel(q, k, v, d_out, lse, delta, start, end, visits, *outputs, wanted, logits: Logits, tiles: Tiles):
-    *outputs, scratch = outputs
+def _keys_kernel(*refs, wanted, logits: Logits, tiles: Tiles):
+    (q, k, v, d_out, lse, delta, start, end), (visits, *outputs, scratch) = Given(*refs[:8]), refs[8:]
     batch, kv_head, warpgroup, tile = (lax.axis_index(name) for name in ("batch", "kv_head", "warpgroup", "tile"))
     first, visited, full_first, full = (visits[batch, tile, i] for i in range(4))
     first_query = lambda step: memory.column(step, first, full_first, full) * tiles.columns

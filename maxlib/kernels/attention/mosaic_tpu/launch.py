@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from maxlib.ops._attention.mosaic_tpu.visits import Table, Tile
+from maxlib.kernels.attention.mosaic_tpu.visits import Table, Tile
 
 
 class Block(NamedTuple):

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from maxlib.ops._attention.logits import Logits
-from maxlib.ops._attention.mosaic_tpu.launch import Work, launch, passing, staying
-from maxlib.ops._attention.mosaic_tpu.logits import dot, hide
-from maxlib.ops._attention.mosaic_tpu.visits import Tile
-from maxlib.ops._attention.tiles import causal_tiles
+from maxlib.kernels.attention.logits import Logits
+from maxlib.kernels.attention.mosaic_tpu.launch import Work, launch, passing, staying
+from maxlib.kernels.attention.mosaic_tpu.logits import dot, hide
+from maxlib.kernels.attention.mosaic_tpu.visits import Tile
+from maxlib.kernels.attention.tiles import causal_tiles
 
 
 class Rows(NamedTuple):

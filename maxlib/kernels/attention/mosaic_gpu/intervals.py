@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from maxlib.ops._attention.tiles import tiles as tiles
+from maxlib.kernels.attention.tiles import tiles as tiles
 
 
 def walk(visited: Bool[Array, "B R C"], full: Bool[Array, "B R C"]) -> Int[Array, "B R 4"]:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxlib.ops._attention.logits import Logits
+from maxlib.kernels.attention.logits import Logits
 
 
 def probabilities(logits: Logits, bent, hide, lse, axis: int):

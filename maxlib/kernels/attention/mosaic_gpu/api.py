@@ -1,33 +1,16 @@
-"""The implementation that `ops.attention` calls: checks, padding, and the custom gradient around the kernels.
+"""Attention on Hopper: padding, and the custom gradient around the kernels.
 
 The kernels are imported when they are first called, because Mosaic GPU takes longer to import than all of maxlib.
 """
-
-import re
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from maxlib.ops._attention.dispatch import Call
-from maxlib.ops._attention.logits import LOG2_E, Logits
-from maxlib.ops._attention.mosaic_gpu import config
-from maxlib.ops._attention.sinks import merge_sinks
-
-HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
-
-
-def unsupported_reason(call: Call) -> str | None:
-    """Returns the reason why these kernels cannot run `call`, or None."""
-    if not HOPPER.search(call.device_kind):
-        return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {call.device_kind}"
-    if call.dtype not in ("bfloat16", "float16"):
-        return f"takes queries in bfloat16 or float16, not in {call.dtype}"
-    for name, width in (("Hk", call.key_dim), ("Hv", call.value_dim)):
-        if width % 16 or width > config.WIDEST:
-            return f"takes heads whose width is a multiple of 16, at most {config.WIDEST}, not {name}={width}"
-    return None
+from maxlib.kernels.attention.logits import LOG2_E, Logits
+from maxlib.kernels.attention.mosaic_gpu import config
+from maxlib.kernels.attention.sinks import merge_sinks
 
 
 def mosaic_gpu(
@@ -70,14 +53,14 @@ def _attend(logits, T: int, q, k, v, sinks, start, end):
     """
     if not config.decodes(T, q.shape[2] // k.shape[2]):
         return _forward(logits, q, k, v, sinks, start, end)
-    from maxlib.ops._attention.mosaic_gpu.decode import decode
+    from maxlib.kernels.attention.mosaic_gpu.decode import decode
 
     out, lse = decode(q[:, :T], k, v, start[:, :T], end[:, :T], logits=logits)
     return tuple(_to_eights(x) for x in merge_sinks(out, lse, sinks))
 
 
 def _forward(logits, q, k, v, sinks, start, end):
-    from maxlib.ops._attention.mosaic_gpu import forward
+    from maxlib.kernels.attention.mosaic_gpu import forward
 
     tiles = config.forward_tiles(q.shape[3], v.shape[3])
     pad = ((0, 0), (0, -q.shape[1] % tiles.rows))
@@ -94,7 +77,7 @@ def _attend_fwd(logits, T: int, *args):
 
 
 def _attend_bwd(logits, T: int, residuals, cotangents):
-    from maxlib.ops._attention.mosaic_gpu import backward
+    from maxlib.kernels.attention.mosaic_gpu import backward
 
     (q, k, v, sinks, start, end), out, lse = residuals
     d_out, d_lse = cotangents

@@ -16,12 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from maxlib.ops import _compat
-from maxlib.ops._attention.logits import LOWEST, Logits
-from maxlib.ops._attention.mosaic_gpu import intervals, memory
-from maxlib.ops._attention.mosaic_gpu.config import ROWS, Tiles
-from maxlib.ops._attention.mosaic_gpu.logits import hide, spread
-from maxlib.ops._attention.tiles import causal_tiles
+from maxlib.kernels import _compat
+from maxlib.kernels.attention.logits import LOWEST, Logits
+from maxlib.kernels.attention.mosaic_gpu import intervals, memory
+from maxlib.kernels.attention.mosaic_gpu.config import ROWS, Tiles
+from maxlib.kernels.attention.mosaic_gpu.logits import hide, spread
+from maxlib.kernels.attention.tiles import causal_tiles
 
 
 class Scratch(NamedTuple):
@@ -139,18 +139,13 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
     """Runs the online softmax over all visited blocks; step i issues q k(i) and p(i-1) v(i-1) together."""
     columns, slot = tiles.columns, lambda step: lax.rem(step, jnp.int32(tiles.stages))
     (k,), (v,), queries = own.k.buffers, own.v.buffers, own.q_out[0]
-    row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, v.shape[2]), jnp.float32), plgpu.Layout.WGMMA)
 
     def softmax(products, step, peak, total, *, masked: bool):
         bent = logits.bend(products)
         if masked:
             bent = hide(bent, ends, block(step) * columns, axis=1)
-        # m' = max(m, max x); p = 2^(x - m'); total' = total * 2^(m - m') + sum p
-        new_peak = jnp.maximum(peak, jnp.max(bent, axis=1) * logits.factor)
-        shrink = jnp.exp2(peak - new_peak)
-        probs = jnp.exp2(bent * logits.factor - spread(new_peak, bent))
-        return probs, new_peak, total * shrink + jnp.sum(probs, axis=1), shrink
+        return _online_softmax(bent, peak, total, logits.factor)
 
     def first_scores(scores):
         turns.take()
@@ -187,20 +182,31 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
         plgpu.wgmma(acc_ref, probs, v.at[slot(visited - 1)])
         return acc_ref[...]
 
-    scores_ref, acc_ref = (
-        plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32),
-        plgpu.WGMMAAccumulatorRef(zeros.shape, jnp.float32),
-    )
+    scores_ref, acc_ref = (plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in ((ROWS, columns), zeros.shape))
     plgpu.barrier_wait(own.k.ready.at[0])
     products = pl.run_scoped(first_scores, scores_ref)
     plgpu.barrier_arrive(own.k.free.at[0])
-    probs, peak, total, _ = softmax(products, jnp.int32(0), row(LOWEST), row(0.0), masked=True)
+    probs, peak, total, _ = softmax(products, jnp.int32(0), _row(LOWEST), _row(0.0), masked=True)
     carry = zeros, probs.astype(v.dtype), peak, total
     # Full tiles come first and need no mask. Step 0 was masked in any case: the row may have no full tile.
     carry = lax.fori_loop(1, full, functools.partial(step, masked=False), carry)
     acc, probs, peak, total = lax.fori_loop(jnp.maximum(full, 1), visited, functools.partial(step, masked=True), carry)
     plgpu.barrier_wait(own.v.ready.at[slot(visited - 1)])
     return pl.run_scoped(last_values, acc_ref), peak, total
+
+
+def _row(value: float):
+    """Returns one number per query, in registers."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def _online_softmax(bent, peak, total, factor: float):
+    """Returns the tile's exponentials, the new peak and total, and the factor by which sums so far shrink."""
+    # m' = max(m, max x); p = 2^(x - m'); total' = total * 2^(m - m') + sum p
+    new_peak = jnp.maximum(peak, jnp.max(bent, axis=1) * factor)
+    shrink = jnp.exp2(peak - new_peak)
+    probs = jnp.exp2(bent * factor - spread(new_peak, bent))
+    return probs, new_peak, total * shrink + jnp.sum(probs, axis=1), shrink
 
 
 def _store(result, own: Scratch, sink, out, lse):

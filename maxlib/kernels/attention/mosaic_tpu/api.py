@@ -1,4 +1,4 @@
-"""The implementation that `ops.attention` calls: checks, layouts, and the custom gradient around the kernels.
+"""Attention on TPUs: layouts, and the custom gradient around the kernels.
 
 The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
 """
@@ -12,24 +12,17 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from maxlib.ops._attention.dispatch import Call, current_device
-from maxlib.ops._attention.logits import LOG2_E, Logits
-from maxlib.ops._attention.mosaic_tpu import config, visits
-from maxlib.ops._attention.sinks import merge_sinks
-from maxlib.ops._attention.tiles import tiles
+from maxlib.hardware import current_device
+from maxlib.kernels.attention.logits import LOG2_E, Logits
+from maxlib.kernels.attention.mosaic_tpu import config, visits
+from maxlib.kernels.attention.sinks import merge_sinks
+from maxlib.kernels.attention.tiles import tiles
 
 
-def unsupported_reason(call: Call) -> str | None:
-    """Returns the reason why these kernels cannot run `call`, or None."""
-    if call.dtype not in ("bfloat16", "float32"):
-        return f"takes queries in bfloat16 or float32, not in {call.dtype}"
-    chip = config.generation(call.device_kind)
-    for blocks in (chip.forward, chip.backward):
-        cut = _Cut.of(blocks, call.queries, call.keys, call.heads // call.kv_heads)
-        count = call.batch * -(-call.queries // cut.queries) * -(-call.keys // cut.keys)
-        if count > config.MOST_TILES:
-            return f"takes at most {config.MOST_TILES} tiles of {cut.queries} x {cut.keys}, not {count}: split batch or sequence"
-    return None
+def count_tiles(chip: config.Generation, batch: int, queries: int, keys: int, groups: int) -> int:
+    """Counts the tiles of the pass that has more of them; the table holds `config.MOST_TILES`."""
+    cuts = (_Cut.of(blocks, queries, keys, groups) for blocks in (chip.forward, chip.backward))
+    return max(batch * -(-queries // cut.queries) * -(-keys // cut.keys) for cut in cuts)
 
 
 class Spec(NamedTuple):
@@ -73,7 +66,7 @@ def _attend(spec: Spec, q, k, v, start, end):
     """Computes attention without a gradient; few queries use the decode kernel, which keeps the layout of keys."""
     if not config.decodes(*q.shape[1:3]):
         return _forward(spec, q, k, v, start, end)
-    from maxlib.ops._attention.mosaic_tpu.decode import decode
+    from maxlib.kernels.attention.mosaic_tpu.decode import decode
 
     block = config.decode_keys(*k.shape[1:])
     options = {"block": block, "parts": spec.chip.cores, "vmem": spec.chip.vmem}
@@ -81,7 +74,7 @@ def _attend(spec: Spec, q, k, v, start, end):
 
 
 def _forward(spec: Spec, q, k, v, start, end):
-    from maxlib.ops._attention.mosaic_tpu.forward import forward
+    from maxlib.kernels.attention.mosaic_tpu.forward import forward
 
     cut = _Cut.of(spec.chip.forward, q.shape[1], k.shape[1], q.shape[2] // k.shape[2])
     keys, values = (cut.blocks(x.astype(q.dtype)) for x in (k, v))
@@ -98,7 +91,7 @@ def _attend_fwd(spec: Spec, *args):
 
 
 def _attend_bwd(spec: Spec, residuals, cotangents):
-    from maxlib.ops._attention.mosaic_tpu import backward
+    from maxlib.kernels.attention.mosaic_tpu import backward
 
     (q, k, v, start, end), out, lse = residuals
     d_out, d_lse = cotangents

@@ -1,6 +1,6 @@
-"""Differences between the supported versions of jax (0.10.2 and newer) that the kernels of `ops` depend on.
+"""Differences between the supported versions of jax (0.10.2 and newer) that the kernels depend on.
 
-No other module of `ops` checks the version of jax.
+No other module here checks the version of jax.
 """
 
 import inspect

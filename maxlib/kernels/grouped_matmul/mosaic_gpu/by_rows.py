@@ -21,9 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from maxlib.ops import _compat
-from maxlib.ops._attention.mosaic_gpu import memory
-from maxlib.ops._grouped_matmul.mosaic_gpu import groups
+from maxlib.kernels import _compat
+from maxlib.kernels.attention.mosaic_gpu import memory
+from maxlib.kernels.grouped_matmul.mosaic_gpu import groups
 
 WARPGROUPS, ROWS, COLUMNS, SUMMED, STAGES = 2, 64, 128, 64, 4
 REGISTERS = 232, 40  # per thread of a compute and of the memory warpgroup
