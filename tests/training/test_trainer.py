@@ -29,7 +29,7 @@ def _quickly(monkeypatch):
 
 def trainer(model=tiny.model, **options):
     options = {"optimizer": OPTIMIZER, "loader": tiny.Loader(), "loss": tiny.loss} | options
-    return training.Trainer(model, **options)
+    return training.Trainer(model, options.pop("optimizer"), options.pop("loader"), **options)
 
 
 def same(a, b):
