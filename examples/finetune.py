@@ -34,17 +34,17 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     train, held_out = loaders(tokenizer, args)
     model = maxlib.from_pretrained(args.model, dtype=jnp.float32, layout=layout)
+    loss = functools.partial(training.next_token_loss, dtype=DTYPE, remat="full")
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=args.steps // 10)
     trainer = training.Trainer(
         model,
         optimizer=training.adamw(schedule),
         loader=train,
-        loss=functools.partial(training.next_token_loss, dtype=DTYPE, remat="full"),
+        loss=training.accumulate(loss, args.accumulate),
         directory=args.out,
         layout=layout,
-        accumulate=args.accumulate,
         schedule=schedule,
-        eval_loader=held_out,
+        evaluation=training.Evaluation(held_out),
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
         timeout=1800,  # ends a process that hangs, so that whoever started it can start it again
     )

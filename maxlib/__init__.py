@@ -1,8 +1,8 @@
 """Composable LLM building blocks on JAX and Flax NNX.
 
 The subpackages are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `distributed`, `weights`,
-`tokenization`, `data`, `training`, `checkpoint`, `observability`, `inference`, `quantization` and `plan`. Importing
-`maxlib` imports none of them: each is imported when it is first named.
+`tokenization`, `data`, `training`, `checkpoint`, `observability`, `inference`, `quantization`, `post_training` and
+`plan`. Importing `maxlib` imports none of them: each is imported when it is first named.
 """
 
 import importlib
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from maxlib import observability as observability
     from maxlib import ops as ops
     from maxlib import plan as plan
+    from maxlib import post_training as post_training
     from maxlib import quantization as quantization
     from maxlib import sharding as sharding
     from maxlib import tokenization as tokenization
     from maxlib import training as training
     from maxlib import weights as weights
     from maxlib.weights import from_pretrained as from_pretrained
+    from maxlib.weights import push_to_hub as push_to_hub
     from maxlib.weights import save_pretrained as save_pretrained
 
 __version__ = "0.1.0.dev0"
@@ -38,13 +40,14 @@ _SUBPACKAGES = (
     "observability",
     "ops",
     "plan",
+    "post_training",
     "quantization",
     "sharding",
     "tokenization",
     "training",
     "weights",
 )
-_FUNCTIONS = ("from_pretrained", "save_pretrained")
+_FUNCTIONS = ("from_pretrained", "push_to_hub", "save_pretrained")
 
 
 def __getattr__(name: str):

@@ -36,7 +36,6 @@ import importlib.util  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import jax  # noqa: E402
-import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 from tests import typecheck  # noqa: E402
@@ -46,7 +45,7 @@ if _ON_A_GPU and jax.default_backend() != "gpu":
         f"MAXLIB_TEST_GPU=1 asks for the tests on a GPU, but jax runs on {jax.default_backend()}: install jax[cuda13] on "
         "a machine with an NVIDIA GPU and leave JAX_PLATFORMS out, or leave MAXLIB_TEST_GPU out"
     )
-jaxtyping.install_import_hook("maxlib", f"{typecheck.__name__}.check")
+typecheck.install("maxlib")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import page_names
+
 ROOT = Path(__file__).parents[1]
 # Decisions show signatures, not programs.
 FOUND = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").rglob("*.md")]
@@ -28,13 +30,46 @@ def blocks(page: str) -> list[tuple[str, bool]]:
     return [(n + match["code"], "raises-exception" in match["options"]) for n, match in zip(down, found, strict=True)]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks((ROOT / page).read_text())], ids=str)
+# Pages whose programs take longer than ten seconds to compile; `test_names_of_maxlib_exist` reads them by default.
+LONG = ("add-a-layer", "diagnostics", "models", "mtp", "sharding", "training")
+
+
+def marked(page: Path):
+    is_long = page.parent.name == "guides" and page.stem in LONG
+    return pytest.param(page, marks=[pytest.mark.full] * is_long, id=str(page))
+
+
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES if blocks((ROOT / page).read_text())])
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
     for block, fails in blocks((ROOT / page).read_text()):
         with pytest.raises(Exception) if fails else contextlib.nullcontext():
             exec(compile(block, str(ROOT / page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_names_of_maxlib_exist(page: Path):
+    text = (ROOT / page).read_text()
+    assert page_names.wrong_names([block for block, _ in blocks(text)]) == []
+
+
+def test_names_that_do_not_exist_are_found():
+    page = [
+        "import functools\nfrom maxlib import nn, ops as o, nothing\nfrom maxlib.models import lama\n",
+        "nn.Atention(4)\no.Rope(4, bass=1)\nfunctools.partial(nn.Attention, dims=3)\nx = nn.cast(y)\n",
+        "nn = x.anything\nnn.Anything(1)\n",
+        "nn.context(1, 2, 3, 4)\n",
+    ]
+    assert sorted(line.partition(": ")[2] for line in page_names.wrong_names(page)) == [
+        "functools.partial takes no dims",
+        "maxlib has no nothing",
+        "maxlib.models has no lama",
+        "maxlib.nn has no Atention",
+        "nn.context takes 2 arguments by position",
+        "nothing defines y",
+        "o.Rope takes no bass",
+    ]
 
 
 def test_blocks_are_found_where_they_stand():

@@ -3,11 +3,15 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
+
+from maxlib.data import _sample_text
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = ["--steps", "6", "--batch", "4", "--length", "32", "--vocab", "300", "--layers", "2", "--dim", "64"]
@@ -35,8 +39,24 @@ def example(name: str, *arguments) -> str:
 
 
 def one_device() -> dict[str, str]:
-    """The environment of a user, without the eight devices of tests/conftest.py."""
-    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    """The environment of a user, without the eight devices of tests/conftest.py but with its quick compiler."""
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    return os.environ | {"XLA_FLAGS": " ".join(flags)}
+
+
+@pytest.fixture
+def little_text(monkeypatch):
+    """Of the standard library a folder: parsing all of it takes longer than training."""
+    stdlib = sysconfig.get_path("stdlib")
+    monkeypatch.setattr(_sample_text.sysconfig, "get_path", lambda name: f"{stdlib}/email")
+    _sample_text._documents.cache_clear()
+    yield
+    _sample_text._documents.cache_clear()
+
+
+def run_here(monkeypatch, name: str, *arguments) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
 def final_loss(text: str) -> str:
@@ -100,13 +120,32 @@ def test_generate_writes_from_a_directory(finetuned):
     assert "tokens/s" in text and len(text.partition("\n\n[")[0]) > 4
 
 
-def test_pretrain_help_explains_every_flag():
-    done = subprocess.run([sys.executable, str(EXAMPLES / "pretrain.py"), "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
-    for flag in ("--out", "--steps", "--batch", "--length", "--vocab", "--layers", "--dim", "--learning-rate"):
-        assert flag in done.stdout
+def test_pretrain_help_explains_every_flag(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run_here(monkeypatch, "pretrain.py", "--help")
+    shown = capsys.readouterr().out
+    for flag in (
+        "--mesh",
+        "--strategy",
+        "--out",
+        "--steps",
+        "--batch",
+        "--length",
+        "--vocab",
+        "--layers",
+        "--dim",
+        "--learning-rate",
+    ):
+        assert flag in shown
 
 
+def test_pretrain_names_a_misspelt_mesh_axis(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run_here(monkeypatch, "pretrain.py", "--mesh", "fdsp=8")
+    assert "no mesh axis is named 'fdsp' (is 'fsdp' meant?)" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("little_text")
 def test_quickstart_notebook_runs():
     """Cell by cell in one namespace, as Jupyter would."""
     import matplotlib.pyplot as plt
@@ -122,8 +161,53 @@ def test_quickstart_notebook_runs():
     plt.close("all")
 
 
-def test_mixture_changes_its_shares(tmp_path):
-    shown = example("mixture.py", "--out", tmp_path, "--steps", "12")
+@pytest.mark.usefixtures("little_text")
+def test_mixture_changes_its_shares(tmp_path, monkeypatch, capsys):
+    run_here(monkeypatch, "mixture.py", "--out", tmp_path, "--steps", 24)
     read = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert read[0].get("data/tokens/long", 0) == 0 < read[-1]["data/tokens/long"]
-    assert "step   11" in shown
+    assert "step   21" in capsys.readouterr().out
+
+
+def test_reinforce_raises_the_reward_and_resumes(tmp_path):
+    options = ["--out", tmp_path, "--prompts", 4, "--group", 8, "--tokens", 6, "--learning-rate", 3e-3]
+    text = example("reinforce.py", "--steps", 30, *options)
+    before, after = (float(re.search(rf"{word}: reward (\S+)", text)[1]) for word in ("before", "after"))
+    assert after > before + 0.1
+    assert "step 30" in example("reinforce.py", "--steps", 30, *options)
+
+
+def test_prefer_tells_pairs_apart_and_exports(run, tmp_path):
+    turn = lambda role, content: {"role": role, "content": content}
+    ask = lambda i: [turn("user", f"What comes after {i} bricks?")]
+    lines = [
+        {"chosen": [*ask(i), turn("assistant", f"{i + 1} bricks.")], "rejected": [*ask(i), turn("assistant", "No.")]}
+        for i in range(20)
+    ]
+    lines[3]["rejected"] = lines[3]["chosen"]  # counted, and left out
+    (path := tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = [
+        "--out",
+        tmp_path,
+        "--steps",
+        6,
+        "--batch",
+        4,
+        "--accumulate",
+        2,
+        "--length",
+        96,
+        "--learning-rate",
+        1e-3,
+    ]
+    text = example("prefer.py", run[0] / "model", path, *options)
+    assert float(re.search(r"pairs right (\S+),", text)[1]) > 0.7
+    assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
+
+
+def test_distill_comes_nearer_to_the_teacher(corpus, run, tmp_path):
+    options = ["--out", tmp_path, "--layers", 1, "--steps", 8, "--batch", 4, "--length", 32, "--learning-rate", 1e-2]
+    text = example("distill.py", run[0] / "model", corpus, *options)
+    before, after = (float(re.search(rf"{word}: (\S+) nats", text)[1]) for word in ("before", "after"))
+    assert after < before - 0.05
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["num_hidden_layers"] == 1

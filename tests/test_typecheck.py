@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from maxlib import nn, ops
+from maxlib import nn, ops, training
 
 
 def test_a_wrong_shape_is_caught():
@@ -17,6 +17,13 @@ def test_a_wrong_shape_is_caught():
 def test_a_wrong_shape_is_caught_under_jit():
     with pytest.raises(jaxtyping.TypeCheckError, match="maxlib.ops._attention"):
         jax.eval_shape(ops.attention, *[jax.ShapeDtypeStruct((1, 4, 2), jnp.float32)] * 3)
+
+
+def test_a_wrong_type_is_caught_where_no_shapes_are_named():
+    with pytest.raises(TypeError, match="window"):
+        ops.SlidingWindow(4.5)
+    with pytest.raises(TypeError, match="learning_rate"):
+        training.adamw("1e-3")
 
 
 def test_a_wrong_field_is_caught():

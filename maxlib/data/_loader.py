@@ -19,7 +19,7 @@ import numpy as np
 from maxlib.data import _counting as counting
 from maxlib.data._bad_records import SkipBadRecords
 
-Batch = dict[str, np.ndarray]
+Batch = dict[str, Any]  # arrays with rows first, in dictionaries of any depth
 State = dict[str, Any]
 
 
@@ -208,12 +208,12 @@ class Loader:
         """Joins one batch of all shards, filled up with rows of padding."""
         size = self._batch_size // self.num_shards
         example = next((part for part in parts if part is not None), None)
-        blank = self._blank if example is None else {name: _padding(name, a[:1]) for name, a in example.items()}
+        blank = self._blank if example is None else _by_name(lambda name, a: _padding(name, a[:1]), example)
         assert blank is not None  # _check_end has seen to it
         self._blank = blank
         rows = [blank if part is None else part for part in parts]
-        whole = lambda name: np.concatenate([_fill(part[name], blank[name], size) for part in rows])
-        return {name: whole(name)[self._own] for name in blank}
+        whole = lambda name, own, *arrays: np.concatenate([_fill(array, own, size) for array in arrays])[self._own]
+        return _by_name(whole, blank, *rows)
 
     def _checked(self, state: Mapping[str, State]) -> tuple[int, dict[int, Any]]:
         missing = [s for s in self.shards if str(s) not in state]
@@ -374,6 +374,16 @@ def _check(batch_size: int, num_shards: int, shards: list[int]) -> None:
         )
     if not shards or len(set(shards)) != len(shards) or shards[0] < 0 or shards[-1] >= num_shards:
         raise ValueError(f"shards must be distinct numbers from 0 to {num_shards - 1}, at least one, got {shards}.")
+
+
+def _by_name(function: Callable[..., Any], *batches: Batch) -> Batch:
+    """Maps `function(name, *arrays)` over the arrays of batches, which may be in dictionaries of any depth."""
+    first, *_ = batches
+    below = lambda name: [batch[name] for batch in batches]
+    is_nested = lambda name: isinstance(first[name], Mapping)
+    return {
+        name: _by_name(function, *below(name)) if is_nested(name) else function(name, *below(name)) for name in first
+    }
 
 
 def _padding(name: str, row: np.ndarray) -> np.ndarray:

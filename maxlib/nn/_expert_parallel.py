@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from maxlib.hardware import current_device
 from maxlib.nn import _expert_dispatch as dispatch
 from maxlib.nn._pytree import pytree
-from maxlib.ops._attention.dispatch import current_device
 from maxlib.sharding import current
+from maxlib.sharding._experts import BEST_RAGGED, ROOM
 from maxlib.sharding.pipelining import stages
 
-# Where XLA has `ragged_all_to_all`, and where it is chosen.
-CAN_RAGGED, BEST_RAGGED = ("tpu", "gpu"), ("tpu",)
-ROOM = 2  # for so many times an even share
+# Where XLA has `ragged_all_to_all`.
+CAN_RAGGED = ("tpu", "gpu")
 Experts = Callable[[Float[Array, "R D"], dispatch.Plan], Float[Array, "R D"]]
 
 

@@ -5,7 +5,7 @@ logits of all tokens in memory. Shapes: B rows, T tokens, D width, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import ops, sharding
+from maxlib._xla_workarounds import together
 from maxlib.nn._pytree import pytree
 from maxlib.sharding.layers import drop_uneven
 from maxlib.sharding.pipelining import is_in_a_stage
@@ -181,16 +182,27 @@ def _vocab_axes(vocab: int, layout: sharding.Layout) -> Axes:
     return axes if vocab % math.prod(layout.mesh.shape[axis] for axis in axes) == 0 else own
 
 
-def _on_parts(op: Callable, split: HeadSplit, hidden: Array, weight: Array, *rows: Array | None, out_names: Any) -> Any:
-    """Runs `op(hidden, weight, *rows)` on each device's part of the rows and of the vocabulary."""
+def _on_parts(
+    op: Callable,
+    split: HeadSplit,
+    hidden: Array,
+    weight: Array,
+    *more: Array | None,
+    more_names: Sequence[Any] | None = None,
+    out_names: Any,
+) -> Any:
+    """Runs `op(hidden, weight, *more)` on each device's part of the rows and of the vocabulary.
+
+    `more` are arrays `B T`, unless `more_names` has the names of their axes.
+    """
     if sharding.current() is not None and not is_in_a_stage():
         # Over devices the weight travels, and its gradient is summed, in the dtype of `hidden`: as those of layers.
         # In a pipeline this runs once for every microbatch, and gradients stay where they are made until the last.
         hidden, weight = _reduced_first(hidden, weight.astype(hidden.dtype))
     changes = {"vocab": split.vocab + split.more} | ({"batch": split.batch} if split.more else {})
-    names = [None if x is None else _ROWS for x in rows]
+    names = [None if x is None else _ROWS for x in more] if more_names is None else more_names
     mapped = sharding.shard_map_by_name(op, [(*_ROWS, None), ("vocab", None), *names], out_names, changes=changes)
-    return mapped(hidden, weight, *rows)
+    return mapped(hidden, weight, *more)
 
 
 def head_gradient(gradient: Float[Array, "V D"]) -> Float[Array, "V D"]:
@@ -209,15 +221,14 @@ def head_gradient(gradient: Float[Array, "V D"]) -> Float[Array, "V D"]:
 def _reduced_first(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]):
     """Returns its arguments; in the backward pass, sums and splits the gradient of `weight` before the layers run.
 
-    XLA would otherwise postpone that to the end and keep the whole gradient (8 GiB for a large model) while the layers
-    need all memory.
+    Otherwise XLA postpones that to the end of the step (`together`).
     """
     return hidden, weight
 
 
 def _reduced_backward(_, d):
     """Ties the gradient of `hidden` to that of `weight`, reduced and split."""
-    return jax.lax.optimization_barrier((d[0], sharding.constrain(d[1], "vocab", "embed")))
+    return together(d[0], sharding.constrain(d[1], "vocab", "embed"))
 
 
 _reduced_first.defvjp(lambda hidden, weight: ((hidden, weight), None), _reduced_backward)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxlib.nn.matmul import Exact, Matmul
+from maxlib.nn.matmul import Exact, LowRank, Matmul
 from maxlib.sharding import IfFree, constrain
 from maxlib.sharding.layers import gather_once
 
@@ -91,6 +91,11 @@ class Einsum(nnx.Module):
         # [kept dimensions] -> [..., kept dimensions], in the dtype of the activations.
         b = jnp.asarray(self.b[...], x.dtype)
         return y + jnp.expand_dims(b, range(y.ndim - b.ndim))
+
+    def product(self, spec: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Multiplies `x` by the weight under another spec, without the bias, in the dtype of `x`."""
+        matmul = self.matmul.exact() if isinstance(self.matmul, LowRank) else Exact()
+        return matmul.einsum(spec, x, self.w)
 
     def _gathered(self, x: Float[Array, "..."]) -> Any:
         """Gathers the weight for all its uses, unless it is quantized or there is a single token (activations are

@@ -20,7 +20,7 @@ from maxlib.nn import _expert_dispatch as dispatch
 from maxlib.nn import _expert_parallel as exchange
 from maxlib.nn._context import Context
 from maxlib.nn._linear import Init, draw_key
-from maxlib.nn.matmul import Exact, Matmul
+from maxlib.nn.matmul import Exact, LowRank, Matmul
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.router import Router, Routing, SigmoidInputRouter, expert_counts
 from maxlib.ops._glu import swiglu
@@ -188,7 +188,8 @@ class MoE(nnx.Module):
         matrices = [_matrices(m, letter, x.dtype) for m, letter in zip(parts, "OOI", strict=True)]
         w, tree = jax.tree.flatten([m.values for m in matrices])
         b = [None if m.b is None else jnp.asarray(m.b[...], x.dtype) for m in (self.gate, self.up)]
-        matmuls = tuple(m.matmul for m in parts)
+        # An adapter has arrays, which travel with the matrices.
+        matmuls = tuple(None if isinstance(m.matmul, LowRank) else m.matmul for m in parts)
         how = {"activation": self.activation, "layouts": (matrices[0].layout, matrices[2].layout)}
         options = {**how, "capacity": capacity, "num_experts": E, "axis": axis}
         run = functools.partial(_run, matmuls=matmuls, tree=tree, **options)
@@ -245,7 +246,7 @@ class MoE(nnx.Module):
 
 
 class _Matrices(NamedTuple):
-    """Matrices to multiply with, the axis names of each of their arrays, and the order of their dimensions."""
+    """Matrices to multiply with and their adapter, the axis names of each array, and the order of their dimensions."""
 
     values: Any
     names: list[Any]
@@ -261,12 +262,23 @@ def _matrices(linear: ExpertLinear, split: str, dtype: Any) -> _Matrices:
     names = {"E": "act_expert", split: "mlp"}
     wanted = tuple(names.get(letter) for letter in linear.layout)
     w = _placed(linear.stored(dtype), linear.w)
+    adapter, names = _adapter(linear)
     split_names = _names(w, linear.w, wanted)
     if not (isinstance(split_names[0], AllGatherArg) and gathers_odd_parts(split_names[0], linear.w.shape)):
-        return _Matrices(w, split_names, linear.layout)
+        return _Matrices((w, adapter), split_names + names, linear.layout)
     turn = lambda names: (names[0], names[2], names[1])
     turned = AllGatherArg(turn(split_names[0].kept), turn(split_names[0].wanted))
-    return _Matrices(jnp.swapaxes(w, 1, 2), [turned], "EIO" if linear.layout == "EOI" else "EOI")
+    return _Matrices((jnp.swapaxes(w, 1, 2), adapter), [turned, *names], "EIO" if linear.layout == "EOI" else "EOI")
+
+
+def _adapter(linear: ExpertLinear) -> tuple[LowRank | None, list[Any]]:
+    """Returns the adapter of `linear`, if it has one, and the axis names of each of its arrays."""
+    if not isinstance(linear.matmul, LowRank):
+        return None, []
+    adapter, wanted = linear.matmul.with_gain(linear.w), {"expert": "act_expert", "mlp": "mlp"}
+    variables = jax.tree.leaves(adapter, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    axes = [v.get_metadata()["axes"] for v in variables]
+    return adapter, [AllGatherArg(names, tuple(wanted.get(name) for name in names)) for names in axes]
 
 
 def _placed(w: Any, weight: Any) -> Any:
@@ -303,9 +315,10 @@ def _run(
 
     All its tokens are one group without a capacity; with one, each row is a group.
     """
-    # Arguments of a shard_map are flat: two biases, then the leaves of the three matrices.
+    # Arguments of a shard_map are flat: two biases, then the leaves of the three matrices and of their adapters.
     biases, matrices = rest[:2], jax.tree.unflatten(tree, rest[2:])
-    linears = [*zip(matmuls, matrices, (*biases, None), strict=True)]
+    parts = zip(matmuls, matrices, (*biases, None), strict=True)
+    linears = [(matmul or adapter, w, b) for matmul, (w, adapter), b in parts]
     apply = functools.partial(_apply, linears=linears, activation=activation, layouts=layouts)
     split = {"apply": apply, "num_experts": num_experts, "axis": axis}
     if capacity is not None:

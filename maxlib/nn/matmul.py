@@ -3,19 +3,23 @@
 import dataclasses
 import functools
 import math
+import string
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops, sharding
+from maxlib.kernels.grouped_matmul.rows import owners
 
 
 @runtime_checkable
 class Matmul(Protocol):
     """Products of activations and a stored weight, whose matrix is `w[...]`: a Param, an array or a `QuantizedWeight`.
 
-    An implementation must be hashable and compare by value, because it is part of the layer's structure.
+    An implementation without arrays must be hashable and compare by value, as it is part of the layer's structure.
     """
 
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]: ...
@@ -70,3 +74,116 @@ def _as_matrix(spec: str, x: Array, w: Array) -> Array:
     # [..., N, H] -> [..., I] and [D, N, H] -> [D, I], for example; then [..., O] back to the dimensions that are kept.
     y = jnp.einsum("...I,OI->...O", x.reshape(*lead, fan_in), w.reshape(-1, fan_in))
     return y.reshape(*lead, *kept)
+
+
+class LowRank(nnx.Module):
+    """Matmul of an adapted weight: `gain * (w + scale * b @ a)` (LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353).
+
+    `maxlib.adapters` puts it in the place of another matmul. The product `b @ a` is not computed: inputs are multiplied
+    by `a` and the results by `b`, in the dtype of the activations.
+
+    Args:
+        inner: The matmul of the weight itself.
+        a: First factor, `rank inputs`, after an axis of experts if there is one.
+        b: Second factor, `outputs rank`, likewise.
+        scale: Factor on the product.
+        summed: Dimensions of the weight that are summed over, counted from its end.
+        kept: Dimensions of the weight that are outputs, counted from its end.
+        magnitude: Length of each output's row of the adapted matrix, `outputs` (DoRA); None leaves the length free.
+        normalized: False if `magnitude` is the gain itself.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        a: nnx.Variable,
+        b: nnx.Variable,
+        *,
+        scale: float,
+        summed: tuple[int, ...],
+        kept: tuple[int, ...],
+        magnitude: nnx.Variable | None = None,
+        normalized: bool = True,
+    ):
+        self.inner, self.scale, self.summed, self.kept = inner, scale, summed, kept
+        self.a, self.b, self.magnitude, self.normalized = a, b, magnitude, normalized
+
+    @property
+    def rank(self) -> int:
+        """Returns the rank of the product."""
+        return self.b.get_value().shape[-1]
+
+    def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
+        """Computes `einsum(spec, x, adapted w)` in the dtype of `x`; `spec` may sum over any dimensions of `w`."""
+        of_x, of_w, of_y = spec.replace("->", ",").split(",")
+        of_a, of_b, of_gain = self._letters(of_w)
+        gain = None if self.magnitude is None else self.gain(w).astype(x.dtype)
+        late = {*of_gain} <= {*of_y}  # otherwise `spec` sums over the weight's outputs, and gains are a factor on `x`
+        if gain is not None and not late:
+            x = jnp.einsum(f"{of_x},{of_gain}->{of_x}", x, gain)
+        a, b = jnp.asarray(self.a[...], x.dtype), jnp.asarray(self.b[...], x.dtype)
+        # In the order with the fewest operations: x with one factor, the result with the other.
+        low = jnp.einsum(f"{of_x},{of_a},{of_b}->{of_y}", x, a, b, optimize="optimal")
+        y = self.inner.einsum(spec, x, w) + self.scale * low
+        return jnp.einsum(f"{of_y},{of_gain}->{of_y}", y, gain) if gain is not None and late else y
+
+    def grouped(
+        self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"], layout: ops.Layout = "EOI"
+    ) -> Float[Array, "M O"]:
+        """Multiplies rows by the adapted matrices of their experts."""
+        a, b = jnp.asarray(self.a[...], rows.dtype), jnp.asarray(self.b[...], rows.dtype)
+        # [M, I] -> [M, rank] -> [M, O]
+        low = ops.grouped_matmul(ops.grouped_matmul(rows, a, rows_per_expert), b, rows_per_expert)
+        y = self.inner.grouped(rows, w, rows_per_expert, layout) + self.scale * low
+        if self.magnitude is None:
+            return y
+        # [E, O] -> [M, O]: the gains of each row's expert.
+        return y * self.gain(w).astype(y.dtype).at[owners(rows_per_expert, len(rows))].get(mode="clip")
+
+    def matrix(self, w: Any) -> Float[Array, "..."]:
+        """Returns the adapted weight in float32, with the dimensions of `w`."""
+        free = self._free_matrix(w)
+        of_w = string.ascii_uppercase[: free.ndim]
+        of_gain = self._letters(of_w)[2]
+        return free if self.magnitude is None else jnp.einsum(f"{of_w},{of_gain}->{of_w}", free, self.gain(w))
+
+    def length(self, w: Any) -> Float[Array, "..."]:
+        """Returns the length of each output's row of `w + scale * b @ a`."""
+        return jnp.sqrt(jnp.sum(jnp.square(self._free_matrix(w)), axis=self.summed))
+
+    def gain(self, w: Any) -> Float[Array, "..."]:
+        """Returns `magnitude / length` of each output; the length carries no gradient."""
+        assert self.magnitude is not None
+        magnitude = self.magnitude[...].astype(jnp.float32)
+        return magnitude / jax.lax.stop_gradient(self.length(w)) if self.normalized else magnitude
+
+    def with_gain(self, w: Any) -> "LowRank":
+        """Returns a matmul that holds its gains, for devices that have only a part of `w`."""
+        inner = self.inner.with_gain(w) if isinstance(self.inner, LowRank) else self.inner
+        gain = None if self.magnitude is None else self.magnitude.replace(self.gain(w))
+        return self._with(inner, gain, normalized=gain is None)
+
+    def exact(self) -> "LowRank":
+        """Returns a matmul that multiplies the weight itself in the dtype of the activations."""
+        inner = self.inner.exact() if isinstance(self.inner, LowRank) else Exact()
+        return self._with(inner, self.magnitude, normalized=self.normalized)
+
+    def _with(self, inner: Any, magnitude: nnx.Variable | None, *, normalized: bool) -> "LowRank":
+        parts: dict[str, Any] = {"scale": self.scale, "summed": self.summed, "kept": self.kept}
+        return LowRank(inner, self.a, self.b, **parts, magnitude=magnitude, normalized=normalized)
+
+    def _free_matrix(self, w: Any) -> Float[Array, "..."]:
+        """Returns `w + scale * b @ a` in float32."""
+        whole = self.inner.matrix(w) if isinstance(self.inner, LowRank) else w[...].astype(jnp.float32)
+        of_w = string.ascii_uppercase[: whole.ndim]
+        of_a, of_b, _ = self._letters(of_w)
+        a, b = self.a[...].astype(jnp.float32), self.b[...].astype(jnp.float32)
+        precision = jax.lax.Precision.HIGHEST
+        return whole + self.scale * jnp.einsum(f"{of_b},{of_a}->{of_w}", b, a, precision=precision)
+
+    def _letters(self, of_w: str) -> tuple[str, str, str]:
+        """Returns the letters of `a`, of `b` and of the gains, given those of the weight; `r` is the rank."""
+        inner = {d % len(of_w) for d in (*self.summed, *self.kept)}
+        experts = "".join(letter for d, letter in enumerate(of_w) if d not in inner)
+        summed, kept = ("".join(of_w[d] for d in dims) for dims in (self.summed, self.kept))
+        return f"{experts}r{summed}", f"{experts}{kept}r", f"{experts}{kept}"

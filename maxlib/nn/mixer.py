@@ -1,8 +1,7 @@
 """The contract of sequence mixers: properties that other code asks for, instead of listing types."""
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,31 +10,7 @@ from jaxtyping import Array, Float
 
 from maxlib.nn._context import Context
 from maxlib.nn.cache import is_quantized
-
-
-@dataclasses.dataclass(frozen=True)
-class SplitSequence:
-    """A sequence that several devices share, as a plan describes it to a layer that computes its traffic.
-
-    Args:
-        strategy: How attention brings it together: "ring" (keys and values travel around), "gather" (they are gathered)
-            or "ulysses" (tokens are exchanged for heads).
-        parts: Devices that share a sequence.
-        heads: Devices that share the heads (tensor parallelism).
-        rows: Sequences on a device.
-        tokens: Tokens on a device.
-        width: Bytes of a number in the compute dtype.
-        passes: 2 for forward and backward, 3 if the forward pass is computed again.
-    """
-
-    strategy: Literal["ring", "gather", "ulysses"]
-    parts: int
-    heads: int
-    rows: float
-    tokens: float
-    width: int
-    passes: int
-
+from maxlib.sharding.strategies import SplitSequence
 
 Traffic = dict[str, float]
 
@@ -99,28 +74,6 @@ class SequenceMixer(nnx.Module):
     def features(self) -> Iterator[str]:
         """Yields labels for tables of options that distinguish it from others of its kind."""
         yield from ()
-
-
-def attention_traffic(split: SplitSequence, *, queries: int, keys: int) -> Traffic:
-    """Returns the bytes that attention sends, given how `nn.attend` brings a split sequence together.
-
-    Args:
-        split: The split sequence.
-        queries: Numbers in a token's queries and outputs.
-        keys: Numbers in a token's keys and values.
-
-    Returns:
-        Bytes by kind of collective.
-    """
-    # Bytes of one number per token on this device.
-    one = split.tokens * split.width / split.heads
-    if split.strategy == "ulysses":  # all four are exchanged in every pass
-        return {"all-to-all": split.passes * one * (queries + keys)}
-    if split.strategy == "ring":  # backward with the sums of their gradients, in float32
-        return {"collective-permute": (split.passes + 4 / split.width) * one * keys * split.parts}
-    # Forward: keys and values gathered from all parts. Backward: their gradients are summed and scattered.
-    whole = one * keys * split.parts
-    return {"all-gather": (split.passes - 1) * whole, "reduce-scatter": whole}
 
 
 def mixers(model: Any) -> Iterator[SequenceMixer]:

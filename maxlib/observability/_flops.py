@@ -1,4 +1,7 @@
-"""How much arithmetic a model asks for, counted on its traced forward pass, and how much a device offers."""
+"""How much arithmetic a model asks for, counted on its traced forward pass, and how much a device offers.
+
+`maxlib.plan` counts another thing, on the compiler's text: what a program executes, recomputation and padding included.
+"""
 
 import functools
 import math
@@ -15,7 +18,17 @@ from jax.extend import core
 from maxlib.hardware import chip_of
 from maxlib.ops._cost import FORMULAS
 
-Counts = list[tuple[float, Any]]
+
+class Counts(list[tuple[float, Any, str]]):
+    """Counted FLOPs: how often, FLOPs of one time, and by which op and on which dtypes.
+
+    Args:
+      follow: compute the integers on which masks depend, as far as they are known.
+    """
+
+    def __init__(self, follow: bool = True):
+        super().__init__()
+        self.follow = follow
 
 
 def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any) -> float:
@@ -38,21 +51,38 @@ def forward_flops(fn: Callable[..., Any], *args: Any) -> float:
     leaves them unknown (then every pair counts). Ops registered in `maxlib.ops._cost` go by their own formula. No float
     is computed. Count without a mesh: call it outside `sharding.use`.
     """
+    return sum(flops for _, flops in _counted(fn, args, follow=True))
+
+
+def flops_by_dtype(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
+    """Counts as `forward_flops` does, by the dtypes of the operands, such as "int8 x int8".
+
+    Ops of `maxlib.ops` come under their own name ("grouped_matmul int8 x int8"), attention as if every query attended
+    to every key.
+    """
+    found: dict[str, float] = {}
+    for what, flops in _counted(fn, args, follow=False):
+        found[what] = found.get(what, 0.0) + flops
+    return found
+
+
+def _counted(fn: Callable[..., Any], args: Any, *, follow: bool) -> list[tuple[str, float]]:
+    """Returns what `fn(*args)` multiplies and the FLOPs of it, once for each equation of the trace."""
     leaves, tree = jax.tree.flatten(args)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     traced = jax.make_jaxpr(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)))(*shapes)
-    known = [np.asarray(x) if _is_known(x) else None for x in leaves]
-    times: list[float] = []
+    known = [np.asarray(x) if follow and _is_known(x) else None for x in leaves]
+    found: list[tuple[float, str]] = []
 
     def evaluate(known: list[Any]) -> list[jax.Array]:
-        counts: Counts = []
+        counts = Counts(follow)
         _walk(traced, known, 1.0, counts)
-        times[:] = [n for n, _ in counts]
-        return [jnp.asarray(count, jnp.float32) for _, count in counts]
+        found[:] = [(times, what) for times, _, what in counts]
+        return [jnp.asarray(flops, jnp.float32) for _, flops, _ in counts]
 
     # One small program computes the integers that masks depend on; all else in the trace is dead code to it.
-    counts = jax.device_get(jax.jit(evaluate)(known))
-    return float(sum(n * float(count) for n, count in zip(times, counts, strict=True)))
+    flops = jax.device_get(jax.jit(evaluate)(known))
+    return [(what, times * float(one)) for (times, what), one in zip(found, flops, strict=True)]
 
 
 def peak_flops() -> float | None:
@@ -94,6 +124,7 @@ def _walk(traced: Any, known: Sequence[Any], times: float, counts: Counts) -> li
     values = dict(zip(jaxpr.constvars, getattr(traced, "consts", ()), strict=False))
     values |= dict(zip(jaxpr.invars, known, strict=True))
     look = lambda atom: jnp.asarray(atom.val) if isinstance(atom, core.Literal) else values.get(atom)
+    look = look if counts.follow else lambda atom: None
     for eqn in jaxpr.eqns:
         outputs = _count(eqn, [look(atom) for atom in eqn.invars], times, counts)
         values |= dict(zip(eqn.outvars, outputs, strict=True))
@@ -106,18 +137,24 @@ def _count(eqn: Any, known: list[Any], times: float, counts: Counts) -> list[Any
     if name in _RULES:
         _RULES[name](eqn, known, times, counts)
         return unknown
-    if name in ("jit", "pjit") and params["name"] in FORMULAS:
+    # Of an op in a backward pass there may be left what has two inputs: its own matmuls count then.
+    if name in ("jit", "pjit") and params["name"] in FORMULAS and len(eqn.invars) > 2:
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         given = [shape if value is None else value for shape, value in zip(shapes, known, strict=True)]
-        counts.append((times, FORMULAS[params["name"]](*given)))
+        op = params["name"].rpartition(".")[2].lstrip("_")
+        counts.append((times, FORMULAS[params["name"]](*given), f"{op} {_dtypes(eqn)}"))
         return unknown
     inner = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
     if inner is not None:
         return _walk(inner, known, times, counts)
-    if any(value is None for value in known) or not all(_is_integer(v.aval) for v in eqn.outvars):
+    if not counts.follow or any(value is None for value in known) or not all(_is_integer(v.aval) for v in eqn.outvars):
         return unknown
     result = eqn.primitive.bind(*known, **params)
     return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def _dtypes(eqn: Any) -> str:
+    return " x ".join(str(atom.aval.dtype) for atom in eqn.invars[:2])
 
 
 def _is_integer(aval: Any) -> bool:
@@ -130,7 +167,7 @@ def _is_integer(aval: Any) -> bool:
 def _dot(eqn, known, times, counts):
     (contracted, _), _ = eqn.params["dimension_numbers"]
     summed = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
-    counts.append((times, 2 * summed * math.prod(eqn.outvars[0].aval.shape)))
+    counts.append((times, 2 * summed * math.prod(eqn.outvars[0].aval.shape), _dtypes(eqn)))
 
 
 def _ragged_dot(eqn, known, times, counts):
@@ -139,13 +176,13 @@ def _ragged_dot(eqn, known, times, counts):
     (contracted, _), _ = dims.dot_dimension_numbers
     lhs, out = eqn.invars[0].aval.shape, math.prod(eqn.outvars[0].aval.shape)
     groups = eqn.invars[2].aval.shape[-1] if dims.lhs_ragged_dimensions[0] in contracted else 1
-    counts.append((times, 2 * math.prod(lhs[d] for d in contracted) * out / groups))
+    counts.append((times, 2 * math.prod(lhs[d] for d in contracted) * out / groups, f"ragged_dot {_dtypes(eqn)}"))
 
 
 def _convolution(eqn, known, times, counts):
     kernel, out = eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
     features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-    counts.append((times, 2 * math.prod(out) * math.prod(kernel) / features))
+    counts.append((times, 2 * math.prod(out) * math.prod(kernel) / features, f"convolution {_dtypes(eqn)}"))
 
 
 def _scan(eqn, known, times, counts):
@@ -169,12 +206,15 @@ def _while(eqn, known, times, counts):
 
 
 def _cond(eqn, known, times, counts):
-    totals = []
+    """Counts the dearest branch."""
+    branches, totals = [], []
     for branch in eqn.params["branches"]:
-        mine: Counts = []
+        branches.append(mine := Counts(counts.follow))
         _walk(branch, known[1:], times, mine)
-        totals.append(sum((jnp.asarray(n * count, jnp.float32) for n, count in mine), start=jnp.zeros(())))
-    counts.append((1.0, functools.reduce(jnp.maximum, totals)))
+        totals.append(sum((jnp.asarray(n * count, jnp.float32) for n, count, _ in mine), start=jnp.zeros(())))
+    dearest = jnp.argmax(jnp.stack(totals))
+    for number, branch in enumerate(branches):
+        counts += [(n, jnp.where(dearest == number, count, 0), what) for n, count, what in branch]
 
 
 def _shard_map(eqn, known, times, counts):
@@ -191,7 +231,7 @@ def _pallas_call(eqn, known, times, counts):
             stacklevel=2,
         )
     else:
-        counts.append((times, estimate.flops))
+        counts.append((times, estimate.flops, "kernel"))
 
 
 _RULES = {

@@ -5,7 +5,6 @@ python -m maxlib.plan llama3-70b --target v5p-128
 
 from maxlib.plan._api import estimated as estimated
 from maxlib.plan._api import plan as plan
-from maxlib.plan._api import plan_job as plan_job
 from maxlib.plan._job import Job as Job
 from maxlib.plan._report import Plan as Plan
 from maxlib.plan._search import Search as Search

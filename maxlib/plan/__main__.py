@@ -1,16 +1,17 @@
 """`python -m maxlib.plan llama3-70b --target v5p-128`."""
 
 import argparse
-import re
 import sys
 from typing import Any
 
 import jax
 
+from maxlib import training
 from maxlib.distributed import xla_flags
 from maxlib.nn.remat import POLICIES
-from maxlib.plan import parse_target, plan, search
-from maxlib.sharding import PRESETS
+from maxlib.plan import Job, parse_target, plan, search
+from maxlib.plan._job import by_name
+from maxlib.sharding import PRESETS, Layout, parse_degrees, preset
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,17 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _plan(args: argparse.Namespace) -> int:
     if args.compile is not None:
         raise ValueError("--compile is for --search: without it the one plan is compiled")
-    result = plan(
-        args.model,
-        args.target,
-        batch_per_chip=1 if args.batch_per_chip is None else args.batch_per_chip,
-        mesh=_degrees("--mesh", args.mesh),
-        rules=args.rules or "fsdp",
-        remat=_remat(args.remat or "full"),
-        full=args.full,
-        keep=args.keep,
-        **_settings(args),
-    )
+    result = plan(_job(args), full=args.full, keep=args.keep)
     _log(result)
     return 0 if result.fits else 1
 
@@ -46,15 +37,16 @@ def _search(args: argparse.Namespace) -> int:
     if args.full or args.keep:
         raise ValueError("--search takes no --full and no --keep: plan the layout that it finds again, with them")
     fixed: dict[str, Any] = {}
-    if args.mesh or args.rules:
-        fixed["layouts"] = [(_degrees("--mesh", args.mesh) or {"fsdp": -1}, args.rules or "fsdp")]
+    job = _job(args)
+    if args.mesh or args.strategy:
+        fixed["layouts"] = [job.layout]
     if args.remat:
-        fixed["remats"] = [_remat(args.remat)]
+        fixed["remats"] = [job.remat]
     if args.batch_per_chip is not None:
-        fixed["batches"] = [args.batch_per_chip]
+        fixed["batches"] = [job.batch_per_chip]
     if args.compile is not None:
         fixed["compile"] = args.compile
-    found = search(args.model, args.target, **fixed, **_settings(args))
+    found = search(job, **fixed)
     _log(found)
     try:
         _log(found.best)
@@ -64,25 +56,41 @@ def _search(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings that a single plan and all plans of a search share."""
-    slices, dcn = parse_target(args.target).slices, _degrees("--dcn", args.dcn)
+def _job(args: argparse.Namespace) -> Job:
+    """Returns the job that the options describe."""
+    return Job(
+        args.model,
+        args.target,
+        layout=_layout(args),
+        batch_per_chip=1 if args.batch_per_chip is None else args.batch_per_chip,
+        sequence=args.sequence,
+        remat=_remat(args.remat or "full"),
+        attention=args.attention,
+        optimizer=args.optimizer,
+        loss=_loss(args),
+        batch=args.batch,
+        options=xla_flags.options(*args.flags),
+    )
+
+
+def _layout(args: argparse.Namespace) -> Layout:
+    slices, dcn = parse_target(args.target).slices, parse_degrees(*args.dcn)
     if slices > 1 and not dcn:
         raise ValueError(
             f"{args.target} has {slices} slices, which a slower network joins: say which axis crosses it, for example "
             "--dcn data=-1"
         )
-    return {
-        "sequence": args.sequence,
-        "dcn": dcn or None,
-        "attention": args.attention,
-        "optimizer": args.optimizer,
-        "accumulate": args.accumulate,
-        "gradients": args.gradients,
-        "loss": args.loss,
-        "batch": args.batch,
-        "options": xla_flags.options(*args.flags),
-    }
+    degrees = parse_degrees(*args.mesh) or {"fsdp": -1}
+    return Layout({**degrees, "dcn": dcn}, preset(args.strategy or "fsdp"))
+
+
+def _loss(args: argparse.Namespace) -> Any:
+    loss = by_name(args.loss or training.next_token_loss, "loss")
+    try:
+        loss = training.one_f_one_b(loss) if args.gradients else loss
+        return loss if args.accumulate == 1 else training.accumulate(loss, args.accumulate)
+    except TypeError as error:  # a loss that 1F1B or accumulation cannot take
+        raise ValueError(str(error)) from error
 
 
 # Advice in error messages for Python -> the same for the command line.
@@ -115,10 +123,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--batch-per-chip", type=float, help="sequences per chip in a step (default 1)")
     add("--sequence", type=int, default=2048, help="tokens of a sequence (default 2048)")
-    add("--mesh", nargs="*", default=[], help="degrees, such as fsdp=-1 tensor=4 (default fsdp=-1)")
+    add("--mesh", nargs="*", default=[], help="degrees, such as fsdp=-1,tensor=4 (default fsdp=-1)")
     add("--dcn", nargs="*", default=[], help="degrees across slices, such as data=-1")
     add(
-        "--rules",
+        "--strategy",
         help=f"{', '.join(PRESETS)}, or several: fsdp_tp+cp_ring+pp:16x2, 16 microbatches twice around (default fsdp)",
     )
     add(
@@ -157,15 +165,6 @@ def _remat(text: str) -> Any:
         return None
     words = [word.partition("=") for word in text.split(",")]
     return text if text in POLICIES else {name: choice or "keep" for name, _, choice in words}
-
-
-def _degrees(option: str, words: list[str]) -> dict[str, int]:
-    if wrong := [word for word in words if not re.fullmatch(r"\w+=-?\d+", word)]:
-        raise ValueError(f"a degree reads axis=number, such as fsdp=-1; got {wrong[0]!r}")
-    names = [word.partition("=")[0] for word in words]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"{option} must name an axis once; got {twice.pop()} twice, in {' '.join(words)}")
-    return {name: int(degree) for name, _, degree in (word.partition("=") for word in words)}
 
 
 if __name__ == "__main__":

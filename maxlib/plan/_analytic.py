@@ -1,22 +1,32 @@
 """Costs of a step from shapes and rules, without compiling, to rank layouts before a few of them are compiled."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import nn, sharding
-from maxlib.nn._expert_parallel import BEST_RAGGED, ROOM
 from maxlib.nn._stack_layout import segments as segments_of
 from maxlib.plan._hlo import Collective, Costs
 from maxlib.plan._memory import part_bytes
 from maxlib.plan._program import Program, bytes_on_host, schedule_of
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._axes import mesh_axes_of
-from maxlib.sharding.pipelining import chunks
-from maxlib.sharding.strategies import TensorParallel, Traffic
+from maxlib.sharding._sequence import by_rules, split_axes
+from maxlib.sharding.pipelining import Schedule, chunks
+from maxlib.sharding.strategies import (
+    DataParallel,
+    ExpertLayer,
+    ExpertParallel,
+    FullyShard,
+    Step,
+    Strategy,
+    TensorParallel,
+    Weight,
+)
 
 ASSUMES = (
     "what shapes and rules say, as nothing was compiled: weights gathered and gradients summed, tensor parallelism's sums, keys "
@@ -24,52 +34,6 @@ ASSUMES = (
     "nothing else, so not counted are rows on their way to embedding and head (whose weights count as gathered), into a "
     "pipeline and out of it, weights of a pipeline that do not lie in order, and what remat other than 'full' computes again",
 )
-
-
-class _Step(NamedTuple):
-    """One device's work in a step; see `sharding.strategies.Step`.
-
-    Args:
-      program: the training step.
-      tokens: tokens of the batch on this device.
-      layers: layers computed for these tokens, the idle ticks of a pipeline included.
-      passes: 2 for forward and backward, 3 if remat is full.
-      schedule: the pipeline's timetable, or that of a single stage.
-    """
-
-    program: Program
-    tokens: float
-    layers: float
-    passes: int
-    schedule: Any
-
-    @property
-    def width(self) -> int:
-        """Bytes of an element in the compute dtype."""
-        return jnp.dtype(self.program.job.dtype).itemsize
-
-    @property
-    def hidden(self) -> float:
-        """Bytes of the residual stream of these tokens."""
-        return self.tokens * self.program.head[1] * self.width
-
-    @property
-    def ticks(self) -> float:
-        """Ticks of a pipeline divided by its microbatches; 1 without one."""
-        return self.schedule.ticks / self.schedule.microbatches
-
-    @property
-    def share(self) -> float:
-        """Layers computed for these tokens, as a share of all layers."""
-        return self.layers / sum(_stacks(self.program))
-
-    def axes(self, name: str) -> tuple[str, ...]:
-        """Returns the mesh axes of more than one device that split the axis `name`."""
-        return self.program.layout.mesh_axes(name)
-
-    def parts(self, axes: Any) -> int:
-        """Returns the number of devices along these mesh axes."""
-        return math.prod(self.program.mesh.shape[axis] for axis in axes)
 
 
 def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Costs:
@@ -84,46 +48,65 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
       model_flops: the model's FLOPs of a step on all devices.
       offloaded: bytes of activations that the backward pass reads from the host.
     """
-    step, (vocab, dim) = _step(program), program.head
+    step, schedule, (vocab, dim) = step_of(program), schedule_of(program.layout), program.head
+    strategies = _strategies(step)
     found: dict[tuple[str, tuple[str, ...]], float] = {}
-    for kind, axes, size in (*_of_weights(step), *_of_strategies(step), *_of_sequences(step), *_of_experts(step)):
+    for kind, axes, size in (traffic for one in strategies for traffic in one.traffic(step)):
         if axes and size:
             key = kind, tuple(axis for axis in program.mesh.axis_names if axis in axes)
             found[key] = found.get(key, 0.0) + size
     collectives = sorted((Collective(*key, 0, 0, size) for key, size in found.items()), key=lambda one: -one.bytes)
-    weights = sum((4 if moving else 2) * whole * turns for _, moving, whole, turns in _weights(step))
+    weights = sum((4 if one.gathered else 2) * one.size * one.uses for one in step.weights)
     traffic = weights + 8 * _local(program) + 20 * step.passes * step.layers * step.hidden
     # The head splits its rows over stages; only layers idle in a pipeline. Forward is 1/3 of a layer's FLOPs, so
     # another forward pass adds 1/3.
     head = 6.0 * vocab * dim * program.rows * program.job.sequence
-    layers = (model_flops - head) * step.share * step.schedule.stages
+    layers = (model_flops - head) * _share(program, schedule) * schedule.stages
     flops = (head + layers * (1 + (step.passes - 2) / 3)) / program.mesh.size
-    copies = [way + offloaded for way in _copies(program)]
-    return Costs(flops, traffic, tuple(collectives), 0, *copies, assumes=ASSUMES)
+    copies = [one.host_copies(step) for one in strategies]
+    to_host, from_host = offloaded + sum(there for there, _ in copies), offloaded + sum(back for _, back in copies)
+    return Costs(flops, traffic, tuple(collectives), 0, to_host, from_host, assumes=ASSUMES)
 
 
-def _step(program: Program) -> _Step:
-    job, schedule = program.job, schedule_of(program.layout)
-    rows = max(1, program.rows // program.layout.axis_size("batch"))
-    stacks = _stacks(program)
-    size = chunks(max(stacks), schedule.stages, schedule.repeats).size
-    share = schedule.ticks * size / (schedule.microbatches * max(stacks))
-    again = job.remat == "full" or job.gradients is not None
-    step = _Step(program, rows * job.sequence, sum(stacks) * share, 3 if again else 2, schedule)
-    return step._replace(tokens=step.tokens / step.parts(_contexts(step)))
+def _strategies(step: Step) -> list[Strategy]:
+    """Lists the strategies whose costs a step has: those of the layout, and those to which its plain rules amount."""
+    joined = step.layout.strategies
+    # A default of one device along its axes costs nothing. One gives way to a strategy in its slot that states costs.
+    known = {one.slot for one in joined if type(one).traffic is not Strategy.traffic}
+    defaults = (DataParallel(), FullyShard(), TensorParallel(), ExpertParallel(), by_rules(step))
+    return [*joined, *(one for one in defaults if one.slot not in known)]
 
 
-def _contexts(step: _Step) -> tuple[str, ...]:
-    """Returns the mesh axes over which a sequence stays split in attention."""
-    return tuple(axis for axis in step.axes("seq") if axis not in step.axes("act_heads"))
+def step_of(program: Program) -> Step:
+    """Returns one device's part of a program's step, as strategies and layers are told of it."""
+    job, layout, schedule = program.job, program.layout, schedule_of(program.layout)
+    rows, stacks = max(1, program.rows // layout.axis_size("batch")), _stacks(program)
+    share, width = _share(program, schedule), jnp.dtype(job.dtype).itemsize
+    again = job.remat == "full" or job.is_1f1b
+    whole = Step(
+        layout=layout,
+        platform=parse_target(job.target).platform,
+        sequence=job.sequence,
+        tokens=rows * job.sequence,
+        width=width,
+        hidden=0.0,
+        layers=sum(stacks) * share,
+        passes=3 if again else 2,
+        ticks=schedule.ticks / schedule.microbatches,
+        weights=tuple(_weights(program, schedule)),
+        mixers=tuple((one, _repeats(one) * share) for one in nn.mixer.mixers(program.model)),
+        experts=tuple(_experts(program, share)),
+        moments_on_host=bytes_on_host(program.state.opt_state),
+        weights_on_host=bytes_on_host(program.state.trainable),
+    )
+    tokens = whole.tokens / whole.parts(split_axes(whole))
+    return dataclasses.replace(whole, tokens=tokens, hidden=tokens * program.head[1] * width)
 
 
-def _copies(program: Program) -> tuple[float, float]:
-    """Returns the bytes copied to the host and from it, activations aside."""
-    # Moments are copied both ways. Offloaded weights come four times (forward, backward, optimizer, update) and their
-    # gradients once; the new weights and the gradients go.
-    moments, weights = bytes_on_host(program.state.opt_state), bytes_on_host(program.state.trainable)
-    return moments + 2.0 * weights, moments + 5.0 * weights
+def _share(program: Program, schedule: Schedule) -> float:
+    """Returns the layers computed for a device's tokens, idle ticks of a pipeline included, as a share of all."""
+    most = max(_stacks(program))
+    return schedule.ticks * chunks(most, schedule.stages, schedule.repeats).size / (schedule.microbatches * most)
 
 
 def _local(program: Program) -> float:
@@ -140,79 +123,27 @@ def _stacks(program: Program) -> list[int]:
     return [one.repeats for one in segments if one.repeats for _ in range(one.slots)] or [1]
 
 
-def _weights(step: _Step) -> Iterator[tuple[set[str], set[str], float, float]]:
-    """Yields for each parameter the mesh axes that split it, those that gather it, bytes then, and how often."""
+def _weights(program: Program, schedule: Schedule) -> Iterator[Weight]:
+    """Yields the trained parameters and how they are gathered."""
     # Weights are gathered over the axes that also split the batch, in every tick of a pipeline. Experts to which tokens
     # travel are not gathered.
-    program = step.program
-    mesh, names = program.mesh, nn.tree.axes(program.state.rest)
+    layout, mesh, names = program.layout, program.mesh, nn.tree.axes(program.state.rest)
+    width = jnp.dtype(program.job.dtype).itemsize
     for path, x in program.state.trainable.items():
-        places = program.layout.parameter_spec(names[path], x.shape, path=path)
-        used = {axis for place in places for axis in mesh_axes_of(place) if mesh.shape[axis] > 1}
-        stay = step.axes("act_expert") if "expert" in names[path] else ()
-        moving = (used & {*step.axes("batch")}) - {*stay}
-        turns = step.schedule.ticks / step.schedule.repeats if sharding.layers.is_stacked(names[path]) else 1.0
-        whole = math.prod(x.shape) * step.width / step.parts(used - moving)
-        yield used, moving, whole, turns * program.job.accumulate
+        places = layout.parameter_spec(names[path], x.shape, path=path)
+        split = {axis for place in places for axis in mesh_axes_of(place) if mesh.shape[axis] > 1}
+        stay = layout.mesh_axes("act_expert") if "expert" in names[path] else ()
+        gathered = (split & {*layout.mesh_axes("batch")}) - {*stay}
+        size = math.prod(x.shape) * width / math.prod(mesh.shape[axis] for axis in split - gathered)
+        turns = schedule.ticks / schedule.repeats if sharding.layers.is_stacked(names[path]) else 1.0
+        yield Weight(split, gathered, size, turns * program.job.accumulate)
 
 
-def _of_weights(step: _Step) -> Iterator[tuple[str, Any, float]]:
-    """Yields the gathers of weights and the sums of their gradients."""
-    # Weights are gathered for the forward and for the backward pass. Gradients are summed over all axes whose devices
-    # have different tokens.
-    summed = {*step.axes("batch"), *step.axes("seq"), *step.axes("layers")}
-    for used, moving, whole, turns in _weights(step):
-        yield "all-gather", moving, 2 * whole * turns
-        yield "reduce-scatter", moving, whole * turns
-        yield "all-reduce", summed - used, whole / step.parts(moving)
-
-
-def _of_strategies(step: _Step) -> Iterator[Traffic]:
-    """Yields the traffic of every strategy; plain rules may amount to tensor parallelism without its strategy."""
-    joined = step.program.layout.strategies
-    alone = () if any(isinstance(one, TensorParallel) for one in joined) else (TensorParallel(),)
-    for one in (*joined, *alone):
-        yield from one.traffic(step)
-
-
-def _of_sequences(step: _Step) -> Iterator[tuple[str, Any, float]]:
-    """Yields the traffic of every layer that mixes tokens, where a sequence is split over devices."""
-    if not (context := _contexts(step)):
-        return
-    split = _split(step, context)
-    for mixer in nn.mixer.mixers(step.program.model):
-        for kind, size in mixer.traffic(split).items():
-            yield kind, context, size * _repeats(mixer) * step.share
-
-
-def _split(step: _Step, context: tuple[str, ...]) -> nn.mixer.SplitSequence:
-    """Describes split sequences to a layer."""
-    ulysses, ring = not set(context) & set(step.axes("q_seq")), set(context) & set(step.axes("kv_seq"))
-    return nn.mixer.SplitSequence(
-        strategy="ulysses" if ulysses else "ring" if ring else "gather",
-        parts=step.parts(context),
-        heads=step.parts(set(step.axes("attn_heads")) - set(context)),
-        rows=step.tokens * step.parts(context) / step.program.job.sequence,
-        tokens=step.tokens,
-        width=step.width,
-        passes=step.passes,
-    )
-
-
-def _of_experts(step: _Step) -> Iterator[tuple[str, Any, float]]:
-    """Yields the traffic of experts: a copy of each token goes to every expert that it chooses, and comes back."""
-    # Without a capacity the exchange is always recomputed in the backward pass. Messages of one size are sent with all
-    # their padding.
-    job, experts = step.program.job, step.program.layout.experts
-    ragged = parse_target(job.target).platform in BEST_RAGGED and step.schedule.stages == 1
-    ragged = experts.how == "ragged" if experts is not None and experts.how is not None else ragged
-    for _, m in nnx.iter_modules(step.program.model):
-        if isinstance(m, nn.MoE):
-            room = m.capacity_factor or (1 if ragged else ROOM)
-            passes = step.passes if m.capacity_factor else 3
-            copies = m.router.top_k * room * step.hidden * _repeats(m) * step.share
-            kind = "ragged-all-to-all" if ragged and not m.capacity_factor else "all-to-all"
-            yield kind, step.axes("act_expert"), 2 * passes * copies
+def _experts(program: Program, share: float) -> Iterator[ExpertLayer]:
+    """Yields the mixtures of experts."""
+    for _, moe in nnx.iter_modules(program.model):
+        if isinstance(moe, nn.MoE):
+            yield ExpertLayer(moe.router.top_k, moe.capacity_factor, _repeats(moe) * share)
 
 
 def _repeats(layer: Any) -> int:

@@ -1,6 +1,5 @@
-"""The entry points `plan`, `plan_job` and `estimated`."""
+"""The entry points `plan` and `estimated`."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,77 +15,25 @@ from maxlib.plan._run import Compiled, run
 from maxlib.plan._targets import parse_target
 
 
-def plan(
-    model: Any,
-    target: str,
-    *,
-    batch_per_chip: float = 1,
-    sequence: int = 2048,
-    mesh: Mapping[str, int] | None = None,
-    dcn: Mapping[str, int] | None = None,
-    rules: Any = "fsdp",
-    remat: Any = "full",
-    attention: str | None = None,
-    optimizer: Any = "adamw",
-    dtype: str = "bfloat16",
-    accumulate: int = 1,
-    gradients: str | None = None,
-    loss: Any = None,
-    batch: Any = None,
-    options: Mapping[str, Any] | None = None,
-    full: bool = False,
-    keep: str | Path | None = None,
-    timeout: float = 3600,
-) -> Plan:
+def plan(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout: float = 3600) -> Plan:
     """Compiles a training step for hardware that need not be present; print the result for a report.
 
     The compiler runs in a process of its own and stops once memory is assigned. Plans for GPUs are estimated from
     shapes, without compiling, if jax's CUDA plugin is not installed or the job sends arrays to the host.
 
-    Every argument from `model` to `options` is a field of `Job`, which describes it; `mesh=None` is `{"fsdp": -1}`.
-    `full` also makes the machine code, which takes minutes. `keep` is an empty folder for the compiler's files, which
-    include the optimized program. `timeout` is the number of seconds that the compiler may take.
-
-    Raises:
-      ValueError: when model, mesh, rules, batch or options do not go together.
-      ImportError: when the compiler for the target is not installed; the message has the command to install it.
-      TimeoutError: when compiling takes longer than `timeout`.
-    """
-    job = Job(
-        model=model,
-        target=target,
-        batch_per_chip=batch_per_chip,
-        sequence=sequence,
-        mesh=mesh or {"fsdp": -1},
-        dcn=dcn,
-        rules=rules,
-        remat=remat,
-        attention=attention,
-        optimizer=optimizer,
-        dtype=dtype,
-        accumulate=accumulate,
-        gradients=gradients,
-        loss=loss,
-        batch=batch,
-        options=options or {},
-    )
-    return plan_job(job, full=full, keep=keep, timeout=timeout)
-
-
-def plan_job(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout: float = 3600) -> Plan:
-    """Plans a `Job`, as `plan` does.
-
     Args:
       job: the training step and its target.
       full: also make the machine code, which takes minutes.
-      keep: an empty folder for the compiler's files.
+      keep: an empty folder for the compiler's files, which include the optimized program.
       timeout: seconds that the compiler may take.
 
     Raises:
       ValueError: when the parts of the job do not go together.
-      ImportError: when the compiler for the target is not installed.
+      ImportError: when the compiler for the target is not installed; the message has the command to install it.
       TimeoutError: when compiling takes longer than `timeout`.
     """
+    if not isinstance(job, Job):
+        raise TypeError(f"plan takes a plan.Job, such as plan.Job('llama3-70b', 'v5p-128'), got {job!r:.80}")
     target = parse_target(job.target)
     check_names(job)
     if target.platform == "cuda" and refused(job):

@@ -15,51 +15,77 @@ from flax import nnx
 from maxlib import nn, sharding, training, weights
 from maxlib.ops._attention.dispatch import implementations
 from maxlib.plan._targets import parse_target
+from maxlib.sharding._mesh import MeshDegrees
+from maxlib.training._gradients import Accumulated
+from maxlib.training._pipelining import OneFOneB
 
 MARK = "maxlib-plan "
+FSDP_EVERYWHERE = sharding.Layout({"fsdp": -1}, sharding.FSDP)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Job:
     """A training step and the hardware to plan it for. Functions must be importable from a module.
 
     Args:
       model: the name of a preset, a `Config` of a known family, or a function that builds the model.
       target: the hardware, as `parse_target` reads it.
+      layout: how everything lies on the devices: degrees and a strategy, `Layout({"fsdp": -1, "tensor": 4}, FSDP_TP)`,
+        with `"dcn"` among the degrees for several slices or hosts; or the layout of a mesh of as many devices.
       batch_per_chip: sequences per device in one step; a fraction where several devices share a sequence.
       sequence: tokens of a sequence.
-      mesh: degrees as in `sharding.make_mesh`.
-      dcn: degrees across slices or hosts, as in `sharding.make_mesh`.
-      rules: a name for `sharding.preset`, a strategy, or a table of rules.
       remat: the `remat` argument of the model.
       attention: the implementation of `ops.attention` in all layers; None for the best that can run.
       optimizer: "adamw", "sgd", or a function `optimizer(model) -> optax.GradientTransformation`.
       dtype: dtype of activations and of weights in matmuls.
-      accumulate: microbatches whose gradients are accumulated in a step.
-      gradients: None for autodiff, or "1f1b" for `training.one_f_one_b` in a pipeline.
-      options: XLA compiler options, by name.
       loss: a loss with the options `dtype` and `remat`, as `training.objective` makes it, a `functools.partial` of one,
-        or its name "module:name"; None for `training.next_token_loss`.
+        or its name "module:name"; in `training.accumulate` or `training.one_f_one_b` for microbatches.
       batch: a function `batch(rows, sequence) -> {name: jax.ShapeDtypeStruct}`, or its name, for inputs of the loss
         other than int32 `tokens` and `targets`.
+      options: XLA compiler options, by name.
     """
 
     model: Any
     target: str
+    _: dataclasses.KW_ONLY
+    layout: sharding.Layout = FSDP_EVERYWHERE
     batch_per_chip: float = 1
     sequence: int = 2048
-    mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
-    dcn: Mapping[str, int] | None = None
-    rules: Any = "fsdp"
     remat: Any = "full"
     attention: str | None = None
     optimizer: Any = "adamw"
     dtype: str = "bfloat16"
-    accumulate: int = 1
-    gradients: str | None = None
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    loss: Any = None
+    loss: Any = training.next_token_loss
     batch: Any = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        if not isinstance(self.layout, sharding.Layout):
+            raise TypeError(
+                f"layout must be a sharding.Layout, such as Layout({{'fsdp': -1}}, FSDP), got {self.layout!r:.80}"
+            )
+        if not isinstance(mesh := self.layout.mesh, MeshDegrees):  # only its sizes go to other devices
+            object.__setattr__(self, "layout", sharding.Layout(dict(mesh.shape), self.layout.strategy))
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees of the mesh, within a slice or host if `dcn` has some."""
+        return dict(self.layout.mesh.degrees)
+
+    @property
+    def dcn(self) -> dict[str, int]:
+        """The degrees of the mesh across slices or hosts."""
+        return dict(self.layout.mesh.dcn)
+
+    @property
+    def accumulate(self) -> int:
+        """Microbatches whose gradients are accumulated in a step."""
+        return getattr(self.loss, "microbatches", 1)
+
+    @property
+    def is_1f1b(self) -> bool:
+        """Tells whether a 1F1B pipeline computes the gradient."""
+        return isinstance(self.loss, OneFOneB)
 
     def build(self) -> Any:
         """Builds the model; call it under `jax.eval_shape`.
@@ -83,7 +109,8 @@ class Job:
         Raises:
           ValueError: when the loss does not take them.
         """
-        loss = training.next_token_loss if self.loss is None else by_name(self.loss, "loss")
+        wrapped = isinstance(self.loss, Accumulated | OneFOneB)
+        loss = by_name(self.loss.loss if wrapped else self.loss, "loss")
         options = {"dtype": jnp.dtype(self.dtype)} | options
         try:
             inspect.signature(loss).bind(None, None, None, **options)
@@ -92,7 +119,8 @@ class Job:
                 f"a loss in a plan is called as loss(model, batch, key, {', '.join(options)}), which {loss!r} does not "
                 f"take ({error}): make it with training.objective, or let it take these"
             ) from error
-        return functools.partial(loss, **options)
+        loss = functools.partial(loss, **options)
+        return dataclasses.replace(self.loss, loss=loss) if wrapped else loss
 
     def batch_shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of a batch of `rows`, by name."""
@@ -101,18 +129,11 @@ class Job:
         return {"tokens": ids, "targets": ids} | more
 
     @property
-    def strategy(self) -> sharding.Strategy:
-        """The strategy of `rules`. Raises ValueError for an unknown preset."""
-        return sharding.preset(self.rules) if isinstance(self.rules, str) else sharding.strategies.join(self.rules)
-
-    @property
     def offloads(self) -> bool:
         """Tells whether the job sends activations, moments or layers to the host's memory."""
         remat = nn.remat.POLICIES.get(self.remat) if isinstance(self.remat, str) else self.remat
         away = isinstance(remat, Mapping) and "offload" in remat.values()
-        return away or any(
-            isinstance(one, sharding.strategies.Offload) for one in sharding.strategies.parts_of(self.strategy)
-        )
+        return away or any(isinstance(one, sharding.strategies.Offload) for one in self.layout.strategies)
 
     @property
     def title(self) -> str:
@@ -126,7 +147,8 @@ def _from_config(cfg: Any) -> Any:
     family = next((f for f in weights.families() if type(cfg) is f.config), None)
     if family is None:
         raise ValueError(f"{type(cfg).__name__} is no Config of a known family; pass a function that builds the model")
-    return family.model(cfg, rngs=nnx.Rngs(0))
+    with nn.stack.skip_layer_check():  # a family's own layout; half the time of an estimate
+        return family.model(cfg, rngs=nnx.Rngs(0))
 
 
 def by_name(thing: Any, what: str) -> Any:
@@ -209,27 +231,16 @@ _FOREIGN = {"tpu": ("xla_gpu_",), "cuda": _TPU, "cpu": _TPU}
 
 
 def check_names(job: Job) -> None:
-    """Raises ValueError for a remat policy, attention, loss, `gradients` or option that the target does not have."""
+    """Raises ValueError for a remat policy, attention, loss or option that the target does not have."""
     nn.remat.remat_policy(job.remat)
     _check_attention(job)
-    loss = job.loss_fn(remat=job.remat)
-    if job.gradients not in (None, "1f1b"):
-        raise ValueError(f"gradients must be None (autodiff) or '1f1b'; got {job.gradients!r}")
-    if job.gradients == "1f1b":
-        _check_divides(loss)
+    job.loss_fn(remat=job.remat)
     foreign = _FOREIGN[parse_target(job.target).platform]
     if wrong := sorted(name for name in job.options if name.startswith(foreign)):
         raise ValueError(
             f"the compiler for {job.target} has no option {wrong[0]}, which is another platform's: leave it out, or take --flags "
             "for this one (python -m maxlib.distributed.xla_flags shows them)"
         )
-
-
-def _check_divides(loss: Any) -> None:
-    try:
-        training.one_f_one_b(loss)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
 
 
 def _check_attention(job: Job) -> None:

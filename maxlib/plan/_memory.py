@@ -80,7 +80,7 @@ def estimate_memory(program: Program) -> Memory:
     at_once, held, ends = _in_pipeline(program, rows)
     kept, transient, offloaded = _residuals(program, at_once)
     layer = _layer_weights(program) + transient + _whole_sequences(program, at_once) + _travelling(program, at_once)
-    loss = _loss(program, rows if program.job.gradients is None else at_once)
+    loss = _loss(program, rows if not program.job.is_1f1b else at_once)
     return Memory(
         parameters,
         optimizer,
@@ -106,7 +106,7 @@ def _in_pipeline(program: Program, rows: int) -> tuple[int, float, float]:
     stages = program.mesh.shape[pipeline.axis]
     chunks = stages * pipeline.repeats
     # GPipe keeps residuals of every tick, 1F1B of 2 S V - 1; a tick has 1 / (S V) of the layers.
-    ticks = pipeline.microbatches * pipeline.repeats + stages - 1 if job.gradients is None else 2 * chunks - 1
+    ticks = pipeline.microbatches * pipeline.repeats + stages - 1 if not job.is_1f1b else 2 * chunks - 1
     hidden = rows * job.sequence * program.head[1] * jnp.dtype(job.dtype).itemsize
     return max(1, rows // pipeline.microbatches), ticks / chunks, 3.0 * hidden
 
@@ -131,7 +131,7 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
 
     weights = {x.shape for x in shapes.values()}
     count = lambda leaves: sum(_kept_bytes(x, weights, program) for x in leaves if x.shape not in weights)
-    remat = job.remat if job.gradients is None else "full"  # 1F1B keeps what enters a layer
+    remat = job.remat if not job.is_1f1b else "full"  # 1F1B keeps what enters a layer
     here = nn.remat.kept_on_device(remat)
     saved, all_ = count(kept(here)), count(kept(None))
     offloaded = 0.0 if here == remat else count(kept(remat)) - saved

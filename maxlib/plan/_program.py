@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib import nn, observability, sharding, training
 from maxlib.hardware import GPUS_PER_HOST
 from maxlib.ops._attention.chunked import choose_blocks
+from maxlib.ops._attention.dispatch import OFFLINE
 from maxlib.plan._job import Job, check_names
 from maxlib.plan._targets import INSTALL_GPU_COMPILER, Target, devices_of, has_gpu_compiler, parse_target
 from maxlib.sharding._mesh import fill
@@ -64,11 +65,12 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """Lowers the step for the layout's devices."""
-        gradients = training.one_f_one_b(self.loss) if self.job.gradients == "1f1b" else None
-        step = training.make_train_step(self.loss, self.optimizer, accumulate=self.job.accumulate, gradients=gradients)
+        step = training.make_train_step(self.loss, self.optimizer)
         state = self.state
-        if self.job.attention is not None:  # only now: what is counted from shapes is counted as if on a CPU
-            state = dataclasses.replace(state, rest=nn.with_attention(state.rest, self.job.attention))
+        # Only now: what is counted from shapes is counted as if on a CPU. cuDNN cannot be compiled without a GPU.
+        without_gpu = OFFLINE if parse_target(self.job.target).platform == "cuda" else None
+        if (attention := self.job.attention or without_gpu) is not None:
+            state = dataclasses.replace(state, rest=nn.with_attention(state.rest, attention))
         with sharding.use(self.layout):
             return training.jit_step(step).lower(state, self.batch)
 
@@ -86,11 +88,11 @@ def make_program(job: Job) -> Program:
       job: the training step and its target.
 
     Raises:
-      ValueError: when mesh, rules, batch or remat do not fit the model or the devices.
+      ValueError: when layout, batch or remat do not fit the model or the devices.
       ImportError: when the compiler for the target is not installed.
     """
     check_names(job)
-    layout = sharding.Layout(_mesh(job), job.strategy)
+    layout = _layout(job)
     rows = _rows(job, layout)
     model = jax.eval_shape(job.build)
     places = sharding.shardings(model, layout)
@@ -142,27 +144,25 @@ def refused(job: Job) -> str | None:
     return None
 
 
-def _mesh(job: Job) -> Any:
-    if unknown := set(job.mesh) - set(sharding.MESH_AXES):
-        raise ValueError(f"the mesh names {sorted(unknown)}, but its axes are {', '.join(sharding.MESH_AXES)}")
-    target = parse_target(job.target)
+def _layout(job: Job) -> sharding.Layout:
+    """Returns the job's layout over the devices of its target, or over as many that cannot be described."""
+    target, strategy = parse_target(job.target), job.layout.strategy
     if job.dcn and target.slices == 1 and target.platform == "tpu":
-        raise ValueError(f"dcn={dict(job.dcn)} is for several slices, such as {target.name}x2; {target.name} is one")
+        raise ValueError(f"dcn={job.dcn} is for several slices, such as {target.name}x2; {target.name} is one")
     if target.platform != "cuda" or not refused(job):
-        return sharding.make_mesh(**job.mesh, dcn=job.dcn, devices=devices_of(target))
+        return job.layout.on(devices_of(target))
     across = across_hosts(job, target)
-    inside = {axis: job.mesh.get(axis, 1) for axis in sharding.MESH_AXES}
+    inside = {axis: job.degrees.get(axis, 1) for axis in sharding.MESH_AXES}
     inside = fill(inside, target.devices // math.prod(across.values()), "devices")
     degrees = tuple(across[axis] * inside[axis] for axis in sharding.MESH_AXES)
-    return AbstractMesh(degrees, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * len(degrees))
+    mesh = AbstractMesh(degrees, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * len(degrees))
+    return sharding.Layout(mesh, strategy)
 
 
 def across_hosts(job: Job, target: Target) -> dict[str, int]:
     """Returns the degrees of `dcn` on GPUs, as `sharding.make_mesh` fills them in; all 1 without `dcn`."""
-    if unknown := set(job.dcn or {}) - set(sharding.MESH_AXES):
-        raise ValueError(f"dcn names {sorted(unknown)}, but the axes of a mesh are {', '.join(sharding.MESH_AXES)}")
     hosts = math.ceil(target.devices / GPUS_PER_HOST) if job.dcn else 1
-    return fill({axis: (job.dcn or {}).get(axis, 1) for axis in sharding.MESH_AXES}, hosts, "hosts")
+    return fill({axis: job.dcn.get(axis, 1) for axis in sharding.MESH_AXES}, hosts, "hosts")
 
 
 def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:
@@ -176,7 +176,7 @@ def _rows(job: Job, layout: sharding.Layout) -> int:
     _check_pipeline(job, schedule)
     if job.sequence % (cut := layout.axis_size("seq")):
         raise ValueError(
-            f"a sequence of {job.sequence} tokens does not divide into the {cut} parts that the rules and the mesh "
+            f"a sequence of {job.sequence} tokens does not divide into the {cut} parts that the strategy and the mesh "
             f"{dict(mesh.shape)} cut it into; change the sequence or the mesh"
         )
     rows = job.batch_per_chip * mesh.size
@@ -189,7 +189,7 @@ def _rows(job: Job, layout: sharding.Layout) -> int:
     if int(rows) // job.accumulate % (microbatches := schedule.microbatches):
         raise ValueError(
             f"{rows:g} sequences, by accumulate={job.accumulate}, cannot be cut into the pipeline's {microbatches} microbatches; "
-            f"change their number, as in --rules fsdp+pp:8 --mesh stage={schedule.stages}, or batch_per_chip"
+            f"change their number, as in --strategy fsdp+pp:8 --mesh stage={schedule.stages}, or batch_per_chip"
         )
     return int(rows)
 
@@ -202,29 +202,24 @@ def schedule_of(layout: sharding.Layout) -> Schedule:
 
 
 def _check_pipeline(job: Job, schedule: Schedule) -> None:
-    """Raises ValueError when `gradients` needs another pipeline, or microbatches are no multiple of the stages."""
+    """Raises ValueError when 1F1B has no pipeline, or microbatches are no multiple of the stages."""
     stages, microbatches, repeats = schedule
-    if job.gradients is not None and stages == 1:
+    if job.is_1f1b and stages == 1:
         raise ValueError(
-            f"gradients={job.gradients!r} need a pipeline of more than one stage: give --rules fsdp+pp:8 --mesh stage=4 fsdp=-1, "
-            "or leave --gradients out"
-        )
-    if job.gradients is not None and job.accumulate > 1:
-        raise ValueError(
-            f"gradients={job.gradients!r} take the whole batch: leave out accumulate={job.accumulate}, a pipeline cuts "
-            "microbatches by itself (--rules fsdp+pp:8)"
+            "1F1B needs a pipeline of more than one stage: give --strategy fsdp+pp:8 --mesh stage=4,fsdp=-1, or leave "
+            "--gradients 1f1b (training.one_f_one_b) out"
         )
     if repeats > 1 and microbatches % stages:
         raise ValueError(
             f"{microbatches} microbatches go around {repeats} times in groups of {stages} stages, of which they must be a multiple; "
-            f"change the rules, such as --rules fsdp+pp:{2 * stages}x{repeats}, or the stages, --mesh stage={microbatches}"
+            f"change the strategy, such as --strategy fsdp+pp:{2 * stages}x{repeats}, or the stages, --mesh stage={microbatches}"
         )
 
 
 def _check_sizes(job: Job) -> None:
-    sizes = {"sequence": job.sequence, "accumulate": job.accumulate, "batch_per_chip": job.batch_per_chip}
+    sizes = {"sequence": job.sequence, "batch_per_chip": job.batch_per_chip}
     if wrong := {name: size for name, size in sizes.items() if not 0 < size < math.inf}:
-        raise ValueError(f"sequence, accumulate and batch_per_chip must be positive; got {wrong}")
+        raise ValueError(f"sequence and batch_per_chip must be positive; got {wrong}")
 
 
 def _optimizer(job: Job, model: Any) -> Any:
@@ -260,11 +255,12 @@ def _state(model: Any, optimizer: Any, layout: sharding.Layout) -> training.Trai
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(own))
 
 
-def causal_trips(text: str) -> float:
+def causal_trips(text: str, platform: str = "cpu") -> float:
     """Returns the average number of key blocks that blockwise attention visits per query block, under a causal mask.
 
     Args:
       text: the lowered program, in which this trip count depends on data.
+      platform: "cpu", "gpu" or "tpu".
 
     Returns:
       `(blocks + 1) / 2`, or 1 without attention.
@@ -274,7 +270,7 @@ def causal_trips(text: str) -> float:
         return 1.0
     # [B, T, N, H] are the last four axes: in a pipeline, axes of stages and of parts come before them.
     q, k = (jax.ShapeDtypeStruct(tuple(map(int, sizes[:-1].split("x")))[-4:], jnp.bfloat16) for sizes in found.groups())
-    return (k.shape[1] / choose_blocks(q, k, 1.0).block_k + 1) / 2
+    return (k.shape[1] / choose_blocks(q, k, 1.0, platform=platform).block_k + 1) / 2
 
 
 def _batch(job: Job, layout: sharding.Layout, rows: int) -> dict[str, Any]:

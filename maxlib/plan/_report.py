@@ -16,6 +16,7 @@ from maxlib.plan._memory import Memory
 from maxlib.plan._program import refused
 from maxlib.plan._roofline import Estimate
 from maxlib.plan._targets import Target
+from maxlib.sharding._presets import preset_name
 
 EXCESS = 1.6  # times the model's FLOPs: full remat and a kernel that recomputes stay below
 
@@ -92,10 +93,10 @@ class Plan:
 def _report(plan: Plan) -> list[Any]:
     job = plan.job
     mesh = ", ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one device"
-    rules = (job.rules if isinstance(job.rules, str) else "own rules") + (f"; {job.gradients}" if job.gradients else "")
+    strategy = preset_name(job.layout.strategy) + ("; 1f1b" if job.is_1f1b else "")
     head = [
         f"{job.title}, {plan.num_parameters / 1e9:.2f} billion parameters, on {plan.target}",
-        f"mesh: {mesh}; rules: {rules}; remat: {job.remat}; optimizer: {getattr(job.optimizer, '__name__', job.optimizer)}",
+        f"mesh: {mesh}; strategy: {strategy}; remat: {job.remat}; optimizer: {getattr(job.optimizer, '__name__', job.optimizer)}",
         f"batch: {plan.rows} x {job.sequence} tokens ({job.batch_per_chip:g} per chip); {job.dtype} arithmetic",
         "",
     ]

@@ -189,6 +189,6 @@ def _used(message: str) -> float | None:
 
 def _costs(job: Job, dump: Path, mesh: dict[str, int], trips: Trips) -> Costs | None:
     paths = [*dump.glob("text"), *dump.glob(_PROGRAM)]
-    across = tuple(axis for axis, degree in (job.dcn or {}).items() if degree != 1)
+    across = tuple(axis for axis, degree in job.dcn.items() if degree != 1)
     cache = parse_target(job.target).chip.cache / 4
     return read_costs(paths[0].read_text(), mesh, across=across, trips=trips, cache=cache) if paths else None

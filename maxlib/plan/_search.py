@@ -13,12 +13,14 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from maxlib import sharding
 from maxlib._utils.tables import to_text
 from maxlib.hardware import GIB
-from maxlib.plan._api import estimated, plan_job
+from maxlib.plan import _api
 from maxlib.plan._job import Job
 from maxlib.plan._report import Plan
 from maxlib.plan._targets import parse_target
+from maxlib.sharding._presets import preset_name
 
 # The analytic model errs: a layout that it puts this far over the capacity may still fit.
 SLACK = 1.1
@@ -59,7 +61,7 @@ class Search:
 
     def __str__(self) -> str:
         table = Table(box=box.SIMPLE)
-        for name in ("mesh", "rules", "remat"):
+        for name in ("mesh", "strategy", "remat"):
             table.add_column(name)
         for name in ("batch/chip", "peak GiB", "analytic GiB", "tokens/s", "MFU", ""):
             table.add_column(name, justify="right")
@@ -79,59 +81,42 @@ class Search:
 
 
 def search(
-    model: Any,
-    target: str,
+    job: Job,
     *,
-    sequence: int = 2048,
-    batches: Sequence[float] = (1, 2, 4),
+    layouts: Iterable[sharding.Layout] | None = None,
     remats: Sequence[Any] = ("full", "dots", None),
-    layouts: Iterable[tuple[Mapping[str, int], Any]] | None = None,
-    dcn: Mapping[str, int] | None = None,
-    attention: str | None = None,
-    optimizer: Any = "adamw",
-    accumulate: int = 1,
-    gradients: str | None = None,
-    loss: Any = None,
-    batch: Any = None,
-    options: Mapping[str, Any] | None = None,
+    batches: Sequence[float] = (1, 2, 4),
     compile: int = 3,
     workers: int | None = None,
     timeout: float = 3600,
 ) -> Search:
-    """Estimates every combination of layout, remat and batch, and compiles the `compile` most promising that may fit.
+    """Estimates every combination of layout, remat and batch, and compiles the most promising that may fit.
 
-    `layouts` are pairs of a mesh and rules (default: FSDP, with tensor parallelism up to 16), `batches` are per chip,
-    `workers` compilers run at once; the rest is as in `plan`. Raises ValueError when no layout can be planned.
+    Args:
+      job: what all of them share; its own layout, remat and batch are not tried.
+      layouts: the layouts to try; by default FSDP, with tensor parallelism up to 16, and the job's `dcn`.
+      remats: remat policies to try.
+      batches: sequences per device to try.
+      compile: number of estimates to compile.
+      workers: number of compilers that run at once; by default half of the processors.
+      timeout: seconds that one compiler may take.
+
+    Raises:
+      ValueError: when no layout can be planned.
     """
     if compile < 0:
         raise ValueError(f"compile must be at least 0, the number of layouts to compile; got {compile}")
     begin = time.monotonic()
-    layouts = list(layouts or _default_layouts(parse_target(target).devices))
+    layouts = list(layouts or _default_layouts(parse_target(job.target).devices, job.dcn))
     jobs = [
-        Job(
-            model=model,
-            target=target,
-            batch_per_chip=per_chip,
-            sequence=sequence,
-            mesh=mesh,
-            dcn=dcn,
-            rules=rules,
-            remat=remat,
-            attention=attention,
-            optimizer=optimizer,
-            accumulate=accumulate,
-            gradients=gradients,
-            loss=loss,
-            batch=batch,
-            options=options or {},
-        )
-        for (mesh, rules), remat, per_chip in itertools.product(layouts, remats, batches)
+        dataclasses.replace(job, layout=layout, remat=remat, batch_per_chip=per_chip)
+        for layout, remat, per_chip in itertools.product(layouts, remats, batches)
     ]
-    estimates, refused = _sorted(_attempt(estimated, job) for job in jobs)
+    estimates, refused = _sorted(_attempt(_api.estimated, job) for job in jobs)
     hopeful = [plan for plan in estimates if plan.peak <= SLACK * plan.target.chip.memory][:compile]
     workers = workers or max(1, (os.cpu_count() or 2) // 2)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        attempt = lambda plan: _attempt(functools.partial(plan_job, timeout=timeout), plan.job)
+        attempt = lambda plan: _attempt(functools.partial(_api.plan, timeout=timeout), plan.job)
         compiled, failed = _sorted(pool.map(attempt, hopeful))
     done = {id(plan) for plan in hopeful}
     plans, refused = (*compiled, *(plan for plan in estimates if id(plan) not in done)), (*refused, *failed)
@@ -149,9 +134,10 @@ def pareto(plans: Iterable[Plan]) -> list[Plan]:
     return front
 
 
-def _default_layouts(devices: int) -> list[tuple[Mapping[str, int], Any]]:
+def _default_layouts(devices: int, dcn: Mapping[str, int]) -> list[sharding.Layout]:
+    split = sharding.FSDP_TP | sharding.SP
     degrees = [n for n in (1, 2, 4, 8, 16) if devices % n == 0 and n <= devices]
-    return [({"fsdp": -1, "tensor": n}, "fsdp_tp_sp") if n > 1 else ({"fsdp": -1}, "fsdp") for n in degrees]
+    return [sharding.Layout({"fsdp": -1, "tensor": n, "dcn": dcn}, split if n > 1 else sharding.FSDP) for n in degrees]
 
 
 def _attempt(make: Callable[[Job], Plan], job: Job) -> Plan | tuple[str, str]:
@@ -161,7 +147,7 @@ def _attempt(make: Callable[[Job], Plan], job: Job) -> Plan | tuple[str, str]:
     except ImportError:
         raise  # no compiler: no layout could be
     except Exception as error:
-        return f"{dict(job.mesh)}, remat {job.remat}, {job.batch_per_chip:g} per chip", str(error) or repr(error)
+        return f"{job.degrees}, remat {job.remat}, {job.batch_per_chip:g} per chip", str(error) or repr(error)
 
 
 def _sorted(attempts: Iterable[Plan | tuple[str, str]]) -> tuple[list[Plan], tuple[tuple[str, str], ...]]:
@@ -187,13 +173,12 @@ def _words(plan: Plan) -> str:
 
 def _row(plan: Plan) -> list[str]:
     mesh = " x ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one device"
-    rules = plan.job.rules if isinstance(plan.job.rules, str) else "own"
     mfu = f"{plan.estimate.mfu_serial:.1%}" if plan.estimate else "-"
     state = ("compiled" if plan.compiled else "estimated") + ("" if plan.fits else ", does not fit")
     sizes = [f"{size / GIB:.2f}" for size in (plan.peak, plan.analytic.total)]
     return [
         mesh,
-        rules,
+        preset_name(plan.job.layout.strategy),
         str(plan.job.remat),
         f"{plan.job.batch_per_chip:g}",
         *sizes,

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 
 from maxlib import nn
-from maxlib.nn._expert_parallel import ROOM
 from maxlib.plan._job import MARK, Job, from_json
 from maxlib.plan._loops import expert_trips
 from maxlib.plan._memory import estimate_memory
 from maxlib.plan._program import Program, bytes_on_device, bytes_on_host, causal_trips, make_program
 from maxlib.plan._roofline import link_speeds
 from maxlib.plan._targets import parse_target
+from maxlib.sharding._experts import ROOM
 
 
 def describe(job: Job) -> tuple[Program, dict[str, Any]]:
@@ -83,7 +83,9 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
 
 def _trips(program: Program, text: str) -> dict[str, float]:
     travel = program.layout.axis_size("act_expert") > 1
-    return {"attention": causal_trips(text)} | expert_trips(text, ROOM if travel else 1)
+    return {
+        "attention": causal_trips(text, parse_target(program.job.target).platform.replace("cuda", "gpu"))
+    } | expert_trips(text, ROOM if travel else 1)
 
 
 def _options(job: Job) -> dict[str, Any]:

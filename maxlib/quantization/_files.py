@@ -14,11 +14,11 @@ from flax import nnx
 from maxlib import nn, sharding, weights
 from maxlib._utils.paths import dotted
 from maxlib.checkpoint._migrations import current_names
+from maxlib.nn import _sites as sites
 from maxlib.nn._layer_axis import map_layers
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
 from maxlib.quantization._matmul import Quantized
-from maxlib.quantization._rules import SITES
 from maxlib.weights._files import Header, find_tensors, shard, write_file, write_index
 from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json
 
@@ -83,14 +83,14 @@ def load(
 def _manifest(model: Any) -> dict[str, Any]:
     """Returns the contents of quantization.json: the format and dtype of each weight, and the layouts of stacks."""
     formats, dtypes = {}, {}
-    for path, site in _found(model, SITES):
+    for path, site in sites.find(model, sites.SITES):
         if isinstance(site.w, nn.quantized.QuantizedWeight):
             rounds = (
                 None if isinstance(site, nn.Embed) or not isinstance(site.matmul, Quantized) else site.matmul.format
             )
             formats[path] = dataclasses.asdict(rounds or Format(site.w.qtype, group=site.w.group))
             dtypes[path] = np.dtype(site.w.dtype).name
-    layouts = {path: stack.layout for path, stack in _found(model, nn.Stack)}
+    layouts = {path: stack.layout for path, stack in sites.find(model, nn.Stack)}
     return {"version": _VERSION, "formats": formats, "dtypes": dtypes, "layouts": layouts}
 
 
@@ -115,14 +115,14 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
 
     def quantize(path, site):
         name = dotted(path)
-        if not isinstance(site, SITES) or name not in manifest["formats"]:
+        if not isinstance(site, sites.SITES) or name not in manifest["formats"]:
             return site
         format, dtype = Format(**manifest["formats"][name]), np.dtype(manifest["dtypes"][name])
         make = lambda site: store(jax.tree.map(lambda a: a.astype(dtype), site), format, name)
         return map_layers(make, site)
 
     model = jax.tree_util.tree_map_with_path(lay_out, model, is_leaf=lambda x: isinstance(x, nn.Stack))
-    return jax.tree_util.tree_map_with_path(quantize, model, is_leaf=lambda x: isinstance(x, SITES))
+    return jax.tree_util.tree_map_with_path(quantize, model, is_leaf=lambda x: isinstance(x, sites.SITES))
 
 
 def _differences(stored: Any, wanted: dict[str, Any]) -> list[str]:
@@ -135,9 +135,3 @@ def _differences(stored: Any, wanted: dict[str, Any]) -> list[str]:
         if path in stored and stored[path].shape != v.get_value().shape
     ]
     return missing + extra + shapes
-
-
-def _found(model: Any, kinds: Any) -> list[tuple[str, Any]]:
-    """Lists parts of `model` of the given types with their paths."""
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, kinds))
-    return [(dotted(path), x) for path, x in leaves if isinstance(x, kinds)]

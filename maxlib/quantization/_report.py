@@ -1,6 +1,5 @@
 """Reports: which matmuls are quantized, and the cost in accuracy."""
 
-import collections
 import dataclasses
 import math
 from collections.abc import Callable
@@ -9,17 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jaxtyping import Array, Int
 from rich import box
 from rich.table import Table
 
 from maxlib import nn
-from maxlib._utils.paths import dotted
 from maxlib._utils.tables import to_text
-from maxlib.ops._cost import FORMULAS
+from maxlib.nn._sites import SITES, Kind, find, kind_of, unknown
+from maxlib.observability._flops import flops_by_dtype
 from maxlib.quantization._matmul import Quantized
-from maxlib.quantization._rules import SITES, Kind, kind_of, unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +102,9 @@ def report(model: Any) -> Report:
     Args:
         model: A model; `jax.eval_shape` of one is enough.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, SITES))
-    sites = [(dotted(path), x) for path, x in leaves if isinstance(x, SITES)]
-    rows = [_row(path, site) for path, site in sites] + [_unknown_row(path, x) for path, x in unknown(model).items()]
+    rows = [_row(path, site) for path, site in find(model, SITES)] + [
+        _unknown_row(path, x) for path, x in unknown(model).items()
+    ]
     total = sum(_bytes(leaf) for leaf in jax.tree.leaves(model))
     return Report(tuple(rows), total - sum(row.after for row in rows))
 
@@ -215,43 +212,4 @@ def matmuls(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
     Returns:
         FLOPs by the dtypes of the operands, such as "int8 x int8".
     """
-    found: dict[str, float] = collections.defaultdict(float)
-    _walk(jax.make_jaxpr(fn)(*args).jaxpr, 1.0, found)
-    return dict(found)
-
-
-def _walk(jaxpr: Any, times: float, found: dict[str, float]) -> None:
-    """Adds the FLOPs of a jaxpr, run `times` times, to `found`."""
-    for eqn in jaxpr.eqns:
-        inputs = [x.aval for x in eqn.invars]
-        if (name := str(eqn.params.get("name"))) in FORMULAS and len(
-            inputs
-        ) > 2:  # not what is left of one in a backward pass
-            op = name.rpartition(".")[2].lstrip("_")
-            found[f"{op} {inputs[0].dtype} x {inputs[1].dtype}"] += times * _op_flops(op, inputs)
-        elif eqn.primitive.name == "dot_general":
-            (summed, _), _ = eqn.params["dimension_numbers"]
-            each = 2.0 * math.prod(inputs[0].shape[d] for d in summed)
-            found[f"{inputs[0].dtype} x {inputs[1].dtype}"] += times * each * eqn.outvars[0].aval.size
-        else:
-            inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
-            for sub in _inside(eqn):
-                _walk(sub, inner, found)
-
-
-def _op_flops(op: str, inputs: list[Any]) -> float:
-    """Returns the FLOPs of an op of `maxlib.ops`, given its inputs."""
-    a, b = inputs[:2]
-    if op == "grouped_matmul":
-        return 2.0 * a.shape[0] * b.shape[1] * b.shape[2]
-    if op == "grouped_glu":
-        return 4.0 * a.shape[0] * b.shape[1] * b.shape[2]
-    if op == "grouped_outer":
-        return 2.0 * a.size * b.shape[1]
-    return 4.0 * a.size * b.shape[1] if op == "attention" else 2.0 * a.size * b.shape[0]
-
-
-def _inside(eqn: Any) -> list[Any]:
-    """Lists the jaxprs in an equation's parameters."""
-    values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else [p])]
-    return [getattr(v, "jaxpr", v) for v in values if isinstance(v, core.ClosedJaxpr | core.Jaxpr)]
+    return flops_by_dtype(fn, *args)

@@ -22,6 +22,7 @@ from maxlib.sharding._layout import current as current
 from maxlib.sharding._layout import use as use
 from maxlib.sharding._mesh import MESH_AXES as MESH_AXES
 from maxlib.sharding._mesh import make_mesh as make_mesh
+from maxlib.sharding._mesh import parse_degrees as parse_degrees
 from maxlib.sharding._pipeline import Pipeline as Pipeline
 from maxlib.sharding._presets import CP_GATHER as CP_GATHER
 from maxlib.sharding._presets import CP_RING as CP_RING

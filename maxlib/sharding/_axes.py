@@ -14,6 +14,7 @@ ARRAY_AXES: dict[str, str] = {
     "head_dim": "width of a head",
     "mlp": "inner width of an MLP, in a matrix",
     "rank": "width of a low-rank latent (MLA)",
+    "lora_rank": "rank of an adapter",
     "expert": "experts, in the matrices of a mixture",
     "expert_embed": "width of the residual stream, in an expert's matrix",
     "router": "experts, as a router scores them",

@@ -1,10 +1,15 @@
 """Expert parallelism: the experts of a mixture are spread over devices, and tokens travel to them and back."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
 from maxlib.sharding._axes import IfFree, Table, mesh_axes_of
+from maxlib.sharding._costs import Step, Traffic
 from maxlib.sharding._strategy import Strategy
+
+BEST_RAGGED = ("tpu",)  # platforms on which exchanges without padding are the faster ones
+ROOM = 2  # padded messages have room for so many times an even share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,3 +43,15 @@ class ExpertParallel(Strategy):
             axes = (*mesh_axes_of(rules["embed"]), self.axis)
             more |= {"embed": axes, "rank": IfFree(axes)}
         return {**rules, **more, "expert": self.axis, "act_expert": self.axis}
+
+    def traffic(self, step: Step) -> Iterator[Traffic]:
+        """Yields the exchanges of tokens: a copy of each goes to every expert that it chooses, and comes back."""
+        best = step.platform in BEST_RAGGED and not step.axes("layers")
+        ragged = best if self.how is None else self.how == "ragged"
+        for moe in step.experts:
+            # Messages of one size are sent with all their padding. Without a capacity the exchange is always recomputed
+            # in the backward pass.
+            room = moe.capacity_factor or (1 if ragged else ROOM)
+            passes = step.passes if moe.capacity_factor else 3
+            kind = "ragged-all-to-all" if ragged and not moe.capacity_factor else "all-to-all"
+            yield kind, step.axes("act_expert"), 2 * passes * moe.top_k * room * step.hidden * moe.layers

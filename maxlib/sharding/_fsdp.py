@@ -1,11 +1,13 @@
 """Parallelism over the batch: data parallelism, fully sharded parameters (FSDP), and a sharded optimizer (ZeRO-1)."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding._axes import IfFree, Table
+from maxlib.sharding._costs import Step, Traffic
 from maxlib.sharding._rules import split_further
 from maxlib.sharding._strategy import Strategy
 
@@ -23,6 +25,13 @@ class DataParallel(Strategy):
 
     def apply(self, rules: Table) -> Table:
         return {**rules, "batch": self.axes}
+
+    def traffic(self, step: Step) -> Iterator[Traffic]:
+        """Yields the sums of gradients over devices that have other tokens and the same part of a weight."""
+        # A sequence that is split, and stages that share rows, are other tokens too.
+        others = {*step.axes("batch"), *step.axes("seq"), *step.axes("layers")}
+        for weight in step.weights:
+            yield "all-reduce", others - {*weight.split}, weight.size / step.parts(weight.gathered)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +58,12 @@ class FullyShard(Strategy):
         experts = {"expert": self.axis} if self.by_expert else {"expert_embed": self.axis}
         own = {"batch": (self.replicas, self.axis), "embed": self.axis, "rank": IfFree(self.axis)}
         return {**rules, **own, **experts}
+
+    def traffic(self, step: Step) -> Iterator[Traffic]:
+        """Yields the gathers of weights, for the forward and for the backward pass, and the scattered gradients."""
+        for weight in step.weights:
+            yield "all-gather", weight.gathered, 2 * weight.size * weight.uses
+            yield "reduce-scatter", weight.gathered, weight.size * weight.uses
 
 
 @dataclasses.dataclass(frozen=True)

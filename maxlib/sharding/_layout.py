@@ -1,8 +1,9 @@
 """Layouts (a mesh and the strategies that use it), and the layout in use."""
 
 import dataclasses
+import difflib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ from maxlib.sharding import _rules
 from maxlib.sharding._axes import Name, Table, mesh_axes_of
 from maxlib.sharding._experts import ExpertParallel
 from maxlib.sharding._layer_axes import is_stacked, own_axes
+from maxlib.sharding._mesh import MeshDegrees
 from maxlib.sharding._offload import HOST, Offload
 from maxlib.sharding._pipeline import Pipeline
 from maxlib.sharding._presets import FSDP_TP
@@ -30,7 +32,8 @@ class Layout:
     Layouts are hashable, and the one in use is part of `jit`'s cache key.
 
     Args:
-      mesh: a mesh of devices; with an abstract one programs can be traced, not run.
+      mesh: a mesh of devices; with an abstract one programs can be traced, not run. The degrees of one as a mapping,
+        `{"fsdp": -1, "tensor": 4}`, are a layout for any devices: plans take it, and `layout.on(devices)` places it.
       strategy: strategies joined by `|`, or a table of plain rules; stored as a `Strategy`.
 
     Raises:
@@ -39,17 +42,32 @@ class Layout:
         do not go together, or not with the devices.
     """
 
-    mesh: AnyMesh
+    mesh: Any  # AnyMesh | MeshDegrees, or a mapping that becomes one
     strategy: Strategy | Table = FSDP_TP
 
     def __post_init__(self):
-        if not isinstance(self.mesh, AnyMesh):
+        if isinstance(self.mesh, Mapping):
+            object.__setattr__(self, "mesh", MeshDegrees.of(self.mesh))
+        if not isinstance(self.mesh, AnyMesh | MeshDegrees):
             raise TypeError(f"a layout's mesh must be a mesh, got {self.mesh!r}; sharding.make_mesh(fsdp=-1) makes one")
         object.__setattr__(self, "strategy", join(self.strategy))
         for name, place in self.rules.items():
             _check_axes_of(self.mesh, name, place)
-        for one in self.strategies:
+        for one in self.strategies if isinstance(self.mesh, AnyMesh) else ():
             one.check(self.mesh, self.strategies)
+
+    def on(self, devices: Sequence[Any]) -> "Layout":
+        """Returns a layout of given degrees with a mesh over devices.
+
+        Args:
+          devices: such as `jax.devices()`, or those of a described topology.
+
+        Raises:
+          ValueError: when the degrees do not fit the devices, or when the layout has a mesh already.
+        """
+        if not isinstance(self.mesh, MeshDegrees):
+            raise ValueError(f"this layout has a mesh already: {self.mesh}")
+        return Layout(self.mesh.make(devices), self.strategy)
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -164,12 +182,14 @@ class Layout:
         return NamedSharding(self.mesh, own, memory_kind=HOST if is_layers and self.offload.layers else None)
 
 
-def _check_axes_of(mesh: AnyMesh, name: str, place: Any) -> None:
+def _check_axes_of(mesh: Any, name: str, place: Any) -> None:
     """Raises ValueError when a rule names a mesh axis that the mesh does not have."""
     for axis in mesh_axes_of(place):
         if axis not in mesh.axis_names:
+            close = difflib.get_close_matches(axis, mesh.axis_names, 1)
+            meant = f" (is {close[0]!r} meant?)" if close else ""
             raise ValueError(
-                f"rule {name!r} -> {place!r} names the mesh axis {axis!r}, but the mesh has {mesh.axis_names}; "
+                f"rule {name!r} -> {place!r} names the mesh axis {axis!r}, but the mesh has {mesh.axis_names}{meant}; "
                 "build it with sharding.make_mesh, or take rules that fit it"
             )
 
@@ -189,6 +209,8 @@ def use(layout: Layout) -> Iterator[None]:
       layout: the layout. With an abstract mesh, programs can be traced inside, not run.
     """
     mesh = layout.mesh
+    if isinstance(mesh, MeshDegrees):
+        raise mesh.without_devices()
     entered = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
     with entered, _context(_running(layout)):
         yield

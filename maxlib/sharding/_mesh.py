@@ -1,8 +1,11 @@
-"""Device meshes with the axis names that the rule presets use."""
+"""Device meshes with the axis names that the presets use."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.experimental import mesh_utils
@@ -59,10 +62,80 @@ def make_mesh(
     return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+@dataclasses.dataclass(frozen=True)
+class MeshDegrees:
+    """Degrees of a mesh whose devices are not known yet; `Layout.on` makes the mesh.
+
+    Args:
+      degrees: pairs of a mesh axis and its degree; one of the degrees may be -1.
+      dcn: pairs for the slower network between slices or hosts.
+
+    Raises:
+      ValueError: for an axis that a mesh does not have; the message has the closest one.
+    """
+
+    axis_names: ClassVar[tuple[str, ...]] = MESH_AXES
+    degrees: tuple[tuple[str, int], ...]
+    dcn: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self):
+        check_mesh_axes(dict(self.degrees), "mesh")
+        check_mesh_axes(dict(self.dcn), "dcn")
+
+    @classmethod
+    def of(cls, degrees: Mapping[str, Any]) -> "MeshDegrees":
+        """Reads the degrees that `make_mesh` takes, such as `{"fsdp": -1, "dcn": {"data": 2}}`."""
+        own = {axis: degree for axis, degree in degrees.items() if axis != "dcn"}
+        return cls(tuple(own.items()), tuple((degrees.get("dcn") or {}).items()))
+
+    def make(self, devices: Sequence[Any] | None = None) -> Mesh:
+        """Makes the mesh over devices; see `make_mesh`."""
+        return make_mesh(**dict(self.degrees), dcn=dict(self.dcn) or None, devices=devices)
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """Raises ValueError: sizes are known once there are devices."""
+        raise self.without_devices()
+
+    def without_devices(self) -> ValueError:
+        """Returns the error for a use that needs devices."""
+        return ValueError(
+            f"the mesh {dict(self.degrees)} has no devices yet: take layout.on(jax.devices()), or give the layout a mesh "
+            "of sharding.make_mesh"
+        )
+
+
+def check_mesh_axes(names: Iterable[str], what: str) -> None:
+    """Raises ValueError for a name that is no axis of a mesh, with the closest one that is."""
+    for name in names:
+        if name not in MESH_AXES:
+            close = difflib.get_close_matches(name, MESH_AXES, 1)
+            meant = f" (is {close[0]!r} meant?)" if close else ""
+            raise ValueError(f"{what}: no mesh axis is named {name!r}{meant}; the axes are {', '.join(MESH_AXES)}")
+
+
+def parse_degrees(*words: str) -> dict[str, int]:
+    """Reads the degrees of a mesh from a command line, such as `fsdp=-1,tensor=4`.
+
+    Args:
+      words: texts of one or several `axis=number`, separated by commas.
+
+    Raises:
+      ValueError: for another form, an axis that a mesh does not have, or one that is named twice.
+    """
+    parts = [part for word in words for part in word.split(",") if part]
+    if wrong := [part for part in parts if not re.fullmatch(r"\w+=-?\d+", part)]:
+        raise ValueError(f"a degree reads axis=number, such as fsdp=-1; got {wrong[0]!r}")
+    names = [part.partition("=")[0] for part in parts]
+    check_mesh_axes(names, ",".join(parts))
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"a mesh must name an axis once; got {twice.pop()} twice, in {' '.join(parts)}")
+    return {name: int(degree) for name, _, degree in (part.partition("=") for part in parts)}
+
+
 def _groups(devices: list[Any], dcn: Mapping[str, int] | None) -> tuple[bool, int]:
     """Returns whether the slower network connects hosts (else slices), and over how many of them `dcn` spreads."""
-    if unknown := set(dcn or {}) - set(MESH_AXES):
-        raise ValueError(f"dcn names {sorted(unknown)}, but the axes of a mesh are {MESH_AXES}")
+    check_mesh_axes(dcn or {}, "dcn")
     slices = {getattr(device, "slice_index", 0) for device in devices}
     hosts = {device.process_index for device in devices}
     if not dcn and len(slices) > 1 and devices[0].platform == "tpu":

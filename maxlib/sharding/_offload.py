@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from jax.sharding import Mesh
 
+from maxlib.sharding._costs import Step
 from maxlib.sharding._strategy import Strategy
 
 HOST = "pinned_host"  # page-locked, so devices copy from it at full speed
@@ -26,6 +27,13 @@ class Offload(Strategy):
     def merge(self, earlier: Strategy) -> Strategy:
         assert isinstance(earlier, Offload)
         return Offload(self.optimizer or earlier.optimizer, self.layers or earlier.layers)
+
+    def host_copies(self, step: Step) -> tuple[float, float]:
+        """Returns the bytes of moments and weights that go to the host in a step, and come from it."""
+        # Moments are copied both ways. Weights come four times (forward, backward, optimizer, update) and their
+        # gradients once; the new weights and the gradients go.
+        moments, weights = step.moments_on_host, step.weights_on_host
+        return moments + 2.0 * weights, moments + 5.0 * weights
 
     def check(self, mesh: Any, others: tuple[Strategy, ...]) -> None:
         if not (self.optimizer or self.layers):

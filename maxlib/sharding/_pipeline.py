@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding._axes import Table, mesh_axes_of
+from maxlib.sharding._costs import Step, Traffic
 from maxlib.sharding._layer_axes import LAYERS
 from maxlib.sharding._pipeline_chunks import chunks
 from maxlib.sharding._rules import partition, split_further
-from maxlib.sharding._strategy import Step, Strategy, Traffic
+from maxlib.sharding._strategy import Strategy
 
 
 @dataclasses.dataclass(frozen=True)

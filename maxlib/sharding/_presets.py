@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 
+from maxlib.sharding._axes import Table
 from maxlib.sharding._experts import ExpertParallel
 from maxlib.sharding._fsdp import DataParallel, FullyShard, ShardOptimizer
 from maxlib.sharding._offload import Offload
 from maxlib.sharding._pipeline import Pipeline
 from maxlib.sharding._sequence import Gather, Ring, Ulysses
-from maxlib.sharding._strategy import Strategy, join
+from maxlib.sharding._strategy import Strategy, join, parts_of
 from maxlib.sharding._tensor import TensorParallel, TensorSequence
 
 DP: Strategy = DataParallel()
@@ -61,6 +62,24 @@ def preset(name: str) -> Strategy:
     return join(*(_one(part.strip(), name) for part in name.split("+")))
 
 
+def preset_name(strategy: Strategy | Table) -> str:
+    """Returns the name that `preset` reads as `strategy`; what has no name comes as its class."""
+    left, names = list(parts_of(strategy)), []
+    for name, one in sorted(PRESETS.items(), key=lambda item: -len(parts_of(item[1]))):
+        if all(part in left for part in parts_of(one)):
+            names.append(name)
+            left = [part for part in left if part not in parts_of(one)]
+    return "+".join(names + [_name_of(part) for part in left])
+
+
+def _name_of(part: Strategy) -> str:
+    if isinstance(part, Pipeline) and part.axis == "stage":
+        return f"pp:{part.microbatches}x{part.repeats}" if part.repeats > 1 else f"pp:{part.microbatches}"
+    if part == Offload(optimizer=True, layers=True):
+        return "offload_optimizer+offload_layers"
+    return type(part).__name__
+
+
 def _one(part: str, whole: str) -> Strategy:
     """Returns one preset; `whole` is the name that the user gave."""
     part, _, numbers = part.partition(":")
@@ -68,6 +87,6 @@ def _one(part: str, whole: str) -> Strategy:
     known = part in PRESETS and all(count.isdecimal() for count in counts)
     if not known or len(counts) > (2 if part == "pp" else 0):
         raise ValueError(
-            f"rules must be one of {', '.join(PRESETS)}, several such as fsdp+cp_ring+pp:16x2, or a table; got {whole!r}"
+            f"a strategy must be one of {', '.join(PRESETS)}, or several such as fsdp+cp_ring+pp:16x2; got {whole!r}"
         )
     return Pipeline("stage", *map(int, counts)) if counts else PRESETS[part]

@@ -5,46 +5,138 @@ the keys of other devices.
 """
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from maxlib.sharding._axes import Table, mesh_axes_of
+from maxlib.sharding._costs import Step, Traffic
 from maxlib.sharding._strategy import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
-class Gather(Strategy):
+class SplitSequence:
+    """A sequence that several devices share, as a layer that mixes tokens is told when it states its traffic.
+
+    Args:
+      strategy: how attention brings it together.
+      mesh: from mesh axis to number of devices.
+      parts: devices that share a sequence.
+      heads: devices that share the heads (tensor parallelism).
+      rows: sequences on a device.
+      tokens: tokens on a device.
+      width: bytes of a number in the compute dtype.
+      passes: 2 for forward and backward, 3 if the forward pass is computed again.
+    """
+
+    strategy: "ContextParallel"
+    mesh: Mapping[str, int]
+    parts: int
+    heads: int
+    rows: float
+    tokens: float
+    width: int
+    passes: int
+
+    def attention(self, *, queries: int, keys: int) -> dict[str, float]:
+        """Returns the bytes that attention sends in a training step, by kind of collective.
+
+        Args:
+          queries: numbers in a token's queries and outputs.
+          keys: numbers in a token's keys and values.
+        """
+        return self.strategy.attention(self, queries=queries, keys=keys)
+
+
+class ContextParallel(Strategy):
+    """Base class of strategies that split a sequence; they differ in `apply` and in what `attention` sends."""
+
+    slot: ClassVar[str] = "sequence"
+
+    def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
+        """Returns the bytes that attention sends in a training step, by kind of collective.
+
+        Args:
+          split: the sequence that is split.
+          queries: numbers in a token's queries and outputs.
+          keys: numbers in a token's keys and values.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define attention(split, queries, keys) to be planned")
+
+    def traffic(self, step: Step) -> Iterator[Traffic]:
+        """Yields what every layer that mixes tokens sends because it has a part of each sequence."""
+        if not (context := split_axes(step)):
+            return
+        parts = step.parts(context)
+        split = SplitSequence(
+            strategy=self,
+            mesh=step.layout.mesh.shape,
+            parts=parts,
+            heads=step.parts(set(step.axes("attn_heads")) - set(context)),
+            rows=step.tokens * parts / step.sequence,
+            tokens=step.tokens,
+            width=step.width,
+            passes=step.passes,
+        )
+        for mixer, layers in step.mixers:
+            for kind, size in mixer.traffic(split).items():
+                yield kind, context, size * layers
+
+
+def split_axes(step: Step) -> tuple[str, ...]:
+    """Returns the mesh axes over which a sequence stays split in attention."""
+    return tuple(axis for axis in step.axes("seq") if axis not in step.axes("act_heads"))
+
+
+def by_rules(step: Step) -> ContextParallel:
+    """Returns the strategy to which rules amount, where none of these wrote them."""
+    context = set(split_axes(step))
+    if not context & set(step.axes("q_seq")):
+        return Ulysses()
+    return Ring() if context & set(step.axes("kv_seq")) else Gather()
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather(ContextParallel):
     """All-gather attention: every device gathers all keys and values, for its own queries (Llama 3, arXiv:2407.21783).
 
     Args:
       axis: the mesh axis that splits the sequence.
     """
 
-    slot: ClassVar[str] = "sequence"
     axis: str = "context"
 
     def apply(self, rules: Table) -> Table:
         # "kv_seq" has no rule, so inside attention keys and values are whole: [B, T / n, N, H] and [B, T, K, H].
         return {**rules, "seq": self.axis, "q_seq": self.axis}
 
+    def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
+        # Forward: keys and values gathered from all parts. Backward: their gradients are summed and scattered.
+        whole = split.tokens * split.width / split.heads * keys * split.parts
+        return {"all-gather": (split.passes - 1) * whole, "reduce-scatter": whole}
+
 
 @dataclasses.dataclass(frozen=True)
-class Ring(Strategy):
+class Ring(ContextParallel):
     """Ring attention: keys and values go around the devices, past the queries of each (arXiv:2310.01889).
 
     Args:
       axis: the mesh axis that splits the sequence.
     """
 
-    slot: ClassVar[str] = "sequence"
     axis: str = "context"
 
     def apply(self, rules: Table) -> Table:
         # No device ever holds all keys: queries [B, T / n, N, H], keys and values [B, T / n, K, H].
         return {**rules, "seq": self.axis, "q_seq": self.axis, "kv_seq": self.axis}
 
+    def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
+        # All keys and values pass in every pass; backward with the sums of their gradients, in float32.
+        one = split.tokens * split.width / split.heads
+        return {"collective-permute": (split.passes + 4 / split.width) * one * keys * split.parts}
+
 
 @dataclasses.dataclass(frozen=True)
-class Ulysses(Strategy):
+class Ulysses(ContextParallel):
     """Ulysses attention: all-to-alls change from split tokens to split heads and back (arXiv:2309.14509).
 
     The mesh axis splits the heads that tensor parallelism leaves to a device.
@@ -53,9 +145,12 @@ class Ulysses(Strategy):
       axis: the mesh axis that splits the sequence.
     """
 
-    slot: ClassVar[str] = "sequence"
     axis: str = "context"
 
     def apply(self, rules: Table) -> Table:
         # "q_seq" and "kv_seq" have no rule: [B, T / n, N, H] -> [B, T, N / n, H] inside attention.
         return {**rules, "seq": self.axis, "attn_heads": (*mesh_axes_of(rules.get("act_heads")), self.axis)}
+
+    def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
+        # Queries, keys, values and outputs are exchanged in every pass.
+        return {"all-to-all": split.passes * (split.tokens * split.width / split.heads) * (queries + keys)}

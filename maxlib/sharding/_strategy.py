@@ -3,51 +3,16 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding._axes import IfFree, Table, check_axes
+from maxlib.sharding._costs import Step, Traffic
 
 # Strategies apply in this order, however they were joined, as some read the rules of earlier ones (experts extend the
 # batch). Those with other slots come after these, plain rules last.
 SLOTS = ("batch", "fsdp", "tensor", "tensor_sequence", "experts", "sequence", "pipeline", "optimizer", "offload")
-
-Traffic = tuple[str, tuple[str, ...], float]  # kind of collective, mesh axes, bytes on one device
-
-
-@runtime_checkable
-class Step(Protocol):
-    """One device's part of a training step; the argument of `Strategy.traffic`."""
-
-    @property
-    def tokens(self) -> float:
-        """Tokens of the batch on this device."""
-        ...
-
-    @property
-    def hidden(self) -> float:
-        """Bytes of the residual stream of these tokens."""
-        ...
-
-    @property
-    def layers(self) -> float:
-        """Layers computed for these tokens, the idle ticks of a pipeline included."""
-        ...
-
-    @property
-    def passes(self) -> int:
-        """2 for forward and backward, 3 where layers are computed again."""
-        ...
-
-    @property
-    def ticks(self) -> float:
-        """Ticks of a pipeline divided by its microbatches; 1 without one."""
-        ...
-
-    def axes(self, name: str) -> tuple[str, ...]:
-        """Returns the mesh axes of more than one device that split the axis `name`."""
-        ...
 
 
 class Strategy:
@@ -123,6 +88,14 @@ class Strategy:
           step: one device's part of the step.
         """
         yield from ()
+
+    def host_copies(self, step: Step) -> tuple[float, float]:
+        """Returns the bytes that a device copies to the host in a training step, and from it, due to this strategy.
+
+        Args:
+          step: one device's part of the step.
+        """
+        return 0.0, 0.0
 
     def __or__(self, other: "Strategy | Table") -> "Strategy":
         return join(self, other)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from maxlib.sharding._axes import IfFree, Table
-from maxlib.sharding._strategy import Step, Strategy, Traffic
+from maxlib.sharding._costs import Step, Traffic
+from maxlib.sharding._strategy import Strategy
 
 # Of two matmuls in a row, [D, F] then [F, D], the first is split by its outputs and the second by its inputs: between
 # them nothing is communicated, and after them one sum over devices gives the result.

@@ -9,10 +9,12 @@ from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
     from maxlib.training import probes as probes
+    from maxlib.training._evaluation import Evaluation as Evaluation
     from maxlib.training._evaluation import evaluate as evaluate
     from maxlib.training._export import Export as Export
     from maxlib.training._export import HuggingFaceExport as HuggingFaceExport
     from maxlib.training._export import ParameterExport as ParameterExport
+    from maxlib.training._gradients import accumulate as accumulate
     from maxlib.training._objectives.mtp import mtp_loss as mtp_loss
     from maxlib.training._objectives.next_token import next_token_loss as next_token_loss
     from maxlib.training._objectives.objective import Objective as Objective
@@ -51,8 +53,9 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "": ("probes",),
-        "_evaluation": ("evaluate",),
+        "_evaluation": ("Evaluation", "evaluate"),
         "_export": ("Export", "HuggingFaceExport", "ParameterExport"),
+        "_gradients": ("accumulate",),
         "_objectives.mtp": ("mtp_loss",),
         "_objectives.next_token": ("next_token_loss",),
         "_objectives.objective": ("Objective", "Stats", "objective"),

@@ -1,5 +1,6 @@
-"""The mean loss over held-out batches."""
+"""The mean loss over held-out batches, and when a `Trainer` computes it."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -7,7 +8,35 @@ import jax
 import jax.numpy as jnp
 
 from maxlib.training._objectives.objective import Batch, Stats
+from maxlib.training._prefetch import StatefulLoader, check_loader
 from maxlib.training._step import TrainState, means
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Evaluation of a training run on held-out data: which batches, and how often.
+
+    Args:
+      loader: this host's rows of the held-out batches, read from the start each time.
+      every: steps from one evaluation to the next; 0 evaluates at the end of the run only.
+      batches: number of batches to read; None reads to the end.
+
+    Raises:
+      TypeError: for a loader without a state.
+      ValueError: for a negative `every`, or less than one batch.
+    """
+
+    loader: StatefulLoader
+    every: int = 0
+    batches: int | None = None
+
+    def __post_init__(self):
+        check_loader(self.loader, "Evaluation.loader")
+        if self.every < 0 or (self.batches is not None and self.batches < 1):
+            raise ValueError(
+                f"Evaluation needs every of at least 0 and at least one batch, got every={self.every} and "
+                f"batches={self.batches}"
+            )
 
 
 def evaluate(

@@ -2,6 +2,7 @@
 whole batch.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,26 +18,23 @@ from maxlib.sharding import pipelining
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Loss, Stats, own_losses, split_options, with_reports
 
-Gradients = Callable[[dict[str, Any], Any, Batch, Array], tuple[dict[str, Any], Array, Stats]]
 
+@dataclasses.dataclass(frozen=True)
+class OneFOneB:
+    """Loss whose gradient a 1F1B pipeline computes; `one_f_one_b` makes it."""
 
-def one_f_one_b(loss: Loss = next_token_loss) -> Gradients:
-    """Makes `gradients` for `make_train_step` and `Trainer`, computed by a 1F1B pipeline (arXiv:1806.03377).
+    loss: Loss
 
-    It keeps the inputs of at most `2 S V - 1` chunks' layers (periods of the stack) for S stages and V repeats, not the
-    residuals of every microbatch, and computes one of them again at a time: the arithmetic of remat "full".
+    def __call__(self, model: Any, batch: Batch, key: Array) -> tuple[Array, Stats]:
+        """Computes the loss by a forward pass of the pipeline, as evaluation does."""
+        return self.loss(model, batch, key)
 
-    Args:
-        loss: an `objective`, or `functools.partial` of it; `remat` applies to layers before and after the pipeline.
-
-    Raises:
-        TypeError: the loss is another function; when called, the model is no `nn.SupportsPipelining` that repeats.
-        ValueError: when called, for images, an array without the batch's rows, or without a pipeline.
-    """
-    goal, options = split_options(loss)
-    dtype, remat = options.pop("dtype", jnp.bfloat16), options.pop("remat", None)
-
-    def gradients(trainable: dict[str, Any], rest: Any, batch: Batch, key: Array):
+    def gradients(
+        self, trainable: dict[str, Any], rest: Any, batch: Batch, key: Array
+    ) -> tuple[dict[str, Any], Array, Stats]:
+        """Returns the gradient of the mean loss, that mean, and the statistics of the batch."""
+        goal, options = split_options(self.loss)
+        dtype, remat = options.pop("dtype", jnp.bfloat16), options.pop("remat", None)
         if not isinstance(rest, nn.SupportsPipelining) or not len(rest.layers.body):
             raise TypeError(
                 "a 1F1B pipeline needs a model with the methods of nn.SupportsPipelining, such as an nn.Decoder, whose "
@@ -79,13 +77,28 @@ def one_f_one_b(loss: Loss = next_token_loss) -> Gradients:
         count = jnp.maximum(stats.num_targets, 1)
         return jax.tree.map(lambda g: g / count, grads), (loss + more) / count, with_reports(stats, aux)
 
-    return gradients
+
+def one_f_one_b(loss: Loss = next_token_loss) -> OneFOneB:
+    """Makes a loss for `make_train_step` and `Trainer` whose gradient a 1F1B pipeline computes (arXiv:1806.03377).
+
+    It keeps the inputs of at most `2 S V - 1` chunks' layers (periods of the stack) for S stages and V repeats, not the
+    residuals of every microbatch, and computes one of them again at a time: the arithmetic of remat "full".
+
+    Args:
+        loss: an `objective`, or `functools.partial` of it; `remat` applies to layers before and after the pipeline.
+
+    Raises:
+        TypeError: the loss is another function; when called, the model is no `nn.SupportsPipelining` that repeats.
+        ValueError: when called, for images, an array without the batch's rows, or without a pipeline.
+    """
+    split_options(loss)  # raises for a loss that cannot be divided
+    return OneFOneB(loss)
 
 
 def _inputs(batch: Batch) -> dict[str, Any]:
     if "images" in batch:
         raise ValueError(
-            "a 1F1B pipeline takes text only, this batch has images: leave `gradients` out, for GPipe by autodiff"
+            "a 1F1B pipeline takes text only, this batch has images: give the loss without one_f_one_b, for GPipe by autodiff"
         )
     return {name: batch[name] for name in ("positions", "segment_ids", "valid") if name in batch}
 
@@ -97,7 +110,7 @@ def _check_rows(batch: Batch) -> None:
             raise ValueError(
                 f"a pipeline cuts the batch into microbatches by rows: batch{jax.tree_util.keystr(path)} must have the "
                 f"{rows} rows of batch['tokens'] as its first axis, got the shape {x.shape}. Put what belongs to a row "
-                "beside it, or leave `gradients` out, for GPipe by autodiff"
+                "beside it, or give the loss without one_f_one_b, for GPipe by autodiff"
             )
 
 

@@ -9,8 +9,9 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from maxlib import sharding
+from maxlib import nn, sharding
 from maxlib.training._objectives.objective import Batch
 
 
@@ -45,6 +46,33 @@ def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
             ) from error
 
     return jax.tree_util.tree_map_with_path(put, batch)
+
+
+def place_like_parameters(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = False) -> Any:
+    """Constrains gradients, moments and the like to the place of their parameter; all else is on every device.
+
+    Without this XLA chooses, and may gather a gradient or turn a donated buffer into another layout.
+
+    Args:
+      tree: of arrays, keyed by the paths of parameters on some level.
+      params: trained parameters by path.
+      rest: the rest of the model, with the axis names.
+      optimizer: to the place of the optimizer's state of their parameter instead.
+    """
+    if (layout := sharding.current()) is None:
+        return tree
+    names = nn.tree.axes(rest)
+
+    def put(path, leaf):
+        spec = P()
+        for name in (getattr(part, "key", None) for part in path):
+            if name in params and leaf.shape == params[name].shape:
+                spec = layout.parameter_spec(names[name], leaf.shape, path=name)
+                if optimizer:
+                    spec = layout.optimizer_spec(names[name], leaf.shape, path=name)
+        return jax.lax.with_sharding_constraint(leaf, spec)
+
+    return jax.tree_util.tree_map_with_path(put, tree)
 
 
 def host_rows(batch: Batch) -> Batch:

@@ -28,6 +28,15 @@ class StatefulLoader(Protocol):
     def set_state(self, state: Any) -> None: ...
 
 
+def check_loader(loader: Any, name: str) -> None:
+    """Raises TypeError for a loader without a state; `name` is its argument's."""
+    if not isinstance(loader, StatefulLoader):
+        lacking = [n for n in ("__next__", "reset", "get_state", "set_state") if not hasattr(loader, n)]
+        raise TypeError(
+            f"{name} must be a loader with a state, such as data.Loader; {type(loader).__name__} lacks {', '.join(lacking)}"
+        )
+
+
 class Prefetch:
     """Loader whose batches are on the devices, or on their way: it is `size` batches ahead of the loop.
 

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
+from maxlib.training._gradients import gradients_of
 from maxlib.training._objectives.objective import Batch, Loss, Stats
 from maxlib.training._offload import apply_updates, check_offloaded, update
-from maxlib.training._pipelining import Gradients
-from maxlib.training._placement import batch_names, own_model
+from maxlib.training._placement import batch_names, own_model, place_like_parameters
 
 Metrics = dict[str, Any]
 
@@ -83,7 +83,7 @@ def make_state(
         raise ValueError(_nothing_to_train(model))
     seed = jax.random.key(key) if isinstance(key, int) else key
     start = lambda params, key: (optimizer.init(sharding.memory.to_device(params)), jnp.zeros((), jnp.int32), key)
-    born = lambda params, key: _place(start(params, key), params, rest, optimizer=True)
+    born = lambda params, key: place_like_parameters(start(params, key), params, rest, optimizer=True)
     opt_state, step, own_key = jax.jit(born)(trainable, seed)
     check_offloaded(opt_state, trainable)
     return TrainState(trainable, rest, opt_state, step, own_key)
@@ -103,9 +103,7 @@ def make_train_step(
     loss_fn: Loss,
     optimizer: optax.GradientTransformation,
     *,
-    accumulate: int = 1,
     schedule: optax.Schedule | None = None,
-    gradients: Gradients | None = None,
 ) -> Step:
     """Makes `step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
@@ -115,39 +113,28 @@ def make_train_step(
 
     Args:
       loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows
-        the gradient of the mean.
+        the gradient of the mean. Autodiff finds it, unless the loss is `accumulate(loss, 4)`, `one_f_one_b(loss)` or
+        another with a method `gradients`.
       optimizer: of `{path: array}`.
-      accumulate: number of microbatches that a batch is computed in; they are weighted by their numbers of targets, so
-        the mean is that of the whole batch.
       schedule: only reported, as `learning_rate`.
-      gradients: finds the gradient in place of autodiff of `loss_fn`, as `one_f_one_b(loss_fn)` does:
-        `(trainable, rest, batch, key) -> (gradients of the mean, mean, Stats)`.
 
     Raises:
-      ValueError: both `gradients` and `accumulate` are given; by the step, for a batch whose rows (of each microbatch)
-        or sequence the mesh does not divide by the layout in use.
+      ValueError: by the step, for a batch whose rows (of each microbatch) or sequence the mesh does not divide by the
+        layout in use.
     """
-    if gradients is not None and accumulate > 1:
-        raise ValueError(
-            f"gradients takes the whole batch, which accumulate={accumulate} would cut: leave accumulate out (a pipeline has "
-            "microbatches of its own)"
-        )
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer, gradients = optax.with_extra_args_support(optimizer), gradients_of(loss_fn)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        jax.tree.map(lambda x: _check_divides(x, accumulate), batch)
+        jax.tree.map(lambda x: _check_divides(x, getattr(loss_fn, "microbatches", 1)), batch)
         key = jax.random.fold_in(state.key, state.step)
         batch = jax.tree.map(_by_rows, batch)
-        if gradients is None:
-            grads, loss, stats = _gradients(loss_fn, state, batch, key, accumulate)
-        else:
-            grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
-        grads = _place(grads, state.trainable, state.rest, optimizer=True)
+        grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
+        grads = place_like_parameters(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # by_layer takes those layer by layer
         updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, **extra)
-        trainable = _place(apply_updates(state.trainable, updates), state.trainable, state.rest)
-        opt_state = _place(opt_state, state.trainable, state.rest, optimizer=True)
+        trainable = place_like_parameters(apply_updates(state.trainable, updates), state.trainable, state.rest)
+        opt_state = place_like_parameters(opt_state, state.trainable, state.rest, optimizer=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         metrics = {"loss": loss, "num_targets": stats.num_targets, "grad_norm": norm, "finite": finite} | means(stats)
         if (skipped := optax.tree.get(opt_state, "skipped")) is not None:  # `skip_spikes`
@@ -183,62 +170,11 @@ def means(stats: Stats) -> Metrics:
     return {name: value / jnp.maximum(stats.num_targets, 1) for name, value in stats.sums.items()}
 
 
-def _gradients(loss_fn: Loss, state: TrainState, batch: Batch, key: Array, accumulate: int) -> tuple[Any, Array, Stats]:
-    """Computes the gradient of the mean loss, that mean, and the statistics of the whole batch."""
-
-    def loss_of(trainable, batch, key, mean: bool):
-        loss, stats = _checked(loss_fn(nn.combine(trainable, state.rest), batch, key))
-        return loss / jnp.maximum(stats.num_targets, 1) if mean else loss, stats
-
-    def gradient(*args):
-        value, grads = jax.value_and_grad(loss_of, has_aux=True)(*args)
-        return value, sharding.memory.to_device(grads)  # those of parameters on the host are born there
-
-    if accumulate == 1:
-        (loss, stats), grads = gradient(state.trainable, batch, key, True)
-        return grads, loss, stats
-
-    def add(total, xs):
-        batch, key = xs
-        (loss, stats), grads = gradient(state.trainable, batch, key, False)
-        new = _place(jax.tree.map(lambda g: g.astype(jnp.float32), grads), state.trainable, state.rest), loss, stats
-        return jax.tree.map(jnp.add, total, new), None
-
-    xs = jax.tree.map(lambda x: _microbatches(x, accumulate), batch), jax.random.split(key, accumulate)
-    first_batch, first_key = jax.tree.map(lambda x: x[0], xs)
-    _, stats = jax.eval_shape(lambda t: loss_of(t, first_batch, first_key, False), state.trainable)
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.trainable)
-    start = (_place(zeros, state.trainable, state.rest), jnp.zeros(()), jax.tree.map(_zeros_like, stats))
-    (grads, loss, stats), _ = jax.lax.scan(add, start, xs)
-    count = jnp.maximum(stats.num_targets, 1)
-    return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, state.trainable), loss / count, stats
-
-
-def _checked(result: Any) -> tuple[Array, Stats]:
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Stats):
-        kinds = ", ".join(type(x).__name__ for x in (result if isinstance(result, tuple) else (result,)))
-        raise TypeError(f"a loss must return its sum over the targets and a training.Stats, got ({kinds})")
-    return result
-
-
-def _zeros_like(x: Any) -> Array:
-    return jnp.zeros(x.shape, x.dtype)
-
-
-def _microbatches(x: Array, count: int) -> Array:
-    """Splits a batch: microbatch `i` takes every `count`-th row, so rows that are spread over devices stay evenly
-    spread.
-    """
-    if x.shape[0] % count:
-        raise ValueError(f"accumulate={count} must divide the batch's {x.shape[0]} rows; change one of them")
-    return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
-
-
 def _by_rows(x: Array) -> Array:
     return sharding.constrain(x, *batch_names(x))
 
 
-def _check_divides(x: Array, accumulate: int) -> None:
+def _check_divides(x: Array, microbatches: int) -> None:
     """Refuses what does not divide: `constrain` leaves it whole, as decoding wants it, and each device would train on
     all of it.
     """
@@ -246,39 +182,17 @@ def _check_divides(x: Array, accumulate: int) -> None:
         return
     mesh, stages = layout.mesh, layout.mesh_axes("layers")  # which share the rows where they can
     names = batch_names(x)
-    places = zip(names, layout.spec(*names, what="batch"), x.shape, (accumulate, 1), strict=False)
+    places = zip(names, layout.spec(*names, what="batch"), x.shape, (microbatches, 1), strict=False)
     for name, place, size, cut in places:
         axes = (place,) if isinstance(place, str) else place or ()
         degrees = {axis: mesh.shape[axis] for axis in axes if axis not in stages and mesh.shape[axis] > 1}
         if size % (parts := cut * math.prod(degrees.values())):
-            times = f", times accumulate={cut}" if cut > 1 else ""
+            times = f", times {cut} accumulated microbatches" if cut > 1 else ""
             raise ValueError(
                 f"a batch of shape {x.shape} does not divide over the mesh: its {size} {'rows' if name == 'batch' else 'tokens'} "
                 f"must be a multiple of {parts}, as the rule {name!r} splits them over {degrees}{times}; change the batch, the "
                 "mesh or that rule"
             )
-
-
-def _place(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = False) -> Any:
-    """Constrains what is like a parameter (gradients, moments) to that parameter's place, or the place of its optimizer
-    state; all else is on every device.
-
-    Without this XLA chooses, and may gather a gradient or turn a donated buffer into another layout.
-    """
-    if (layout := sharding.current()) is None:
-        return tree
-    names = nn.tree.axes(rest)
-
-    def put(path, leaf):
-        spec = P()
-        for name in (getattr(part, "key", None) for part in path):
-            if name in params and leaf.shape == params[name].shape:
-                spec = layout.parameter_spec(names[name], leaf.shape, path=name)
-                if optimizer:
-                    spec = layout.optimizer_spec(names[name], leaf.shape, path=name)
-        return jax.lax.with_sharding_constraint(leaf, spec)
-
-    return jax.tree_util.tree_map_with_path(put, tree)
 
 
 def _everywhere(tree: Any) -> Any:

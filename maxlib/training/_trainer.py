@@ -1,6 +1,7 @@
 """A small trainer around `make_train_step`: the same loop as by hand, plus restoring, saving, metrics and stopping."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,13 +19,12 @@ from maxlib.observability import _flops as flops
 from maxlib.observability._goodput import Clock
 from maxlib.observability._memory import Sampled, memory_use
 from maxlib.observability._metrics import Console, Jsonl, Meter, Writers, reported, reported_by_all
-from maxlib.training._evaluation import evaluate
+from maxlib.training._evaluation import Evaluation, evaluate
 from maxlib.training._export import Export
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Loss
-from maxlib.training._pipelining import Gradients
 from maxlib.training._placement import host_rows, own_model, place_batch
-from maxlib.training._prefetch import StatefulLoader
+from maxlib.training._prefetch import StatefulLoader, check_loader
 from maxlib.training._restore import Origin, initial_state
 from maxlib.training._saving import Saving
 from maxlib.training._step import jit_step, make_eval_step, make_state, make_train_step
@@ -44,21 +44,17 @@ class Trainer:
         live.
       optimizer: of `{path: array}`, such as `adamw(1e-3)`.
       loader: this host's rows of every batch, with a state; see `StatefulLoader`.
-      loss: see `make_train_step`; give options with `functools.partial`.
-      directory: where `metrics.jsonl` and `goodput.jsonl` go.
+      loss: see `make_train_step`; give options with `functools.partial`, and `accumulate(loss, 4)` or
+        `one_f_one_b(loss)` for microbatches.
       layout: how everything lies on devices, such as `sharding.Layout(mesh)`.
-      accumulate: number of microbatches that a batch is computed in.
-      gradients: finds the gradient in place of autodiff of `loss`, as `one_f_one_b(loss)` does; `loss` is then that of
-        evaluation.
       filter: what is trained.
       schedule: only reported, as `learning_rate`.
-      eval_loader: read from its start to its end every `eval_every` steps and at the end.
-      eval_every: steps between evaluations; 0 evaluates at the end only.
+      evaluation: held-out data, and how often the loss is computed on it; also at the end.
       checkpointer: saves by its own policy, and at the end.
-      exports: such as `HuggingFaceExport`; also made at the end, and at the start where the run before was killed in
-        one.
-      callbacks: pairs `(n, f)`; `f(trainer)` runs after every `n` steps, and its time counts as training only if n is
-        1.
+      callbacks: pairs `(n, f)`, where `f(trainer)` runs after every `n` steps and counts as training time only if n is
+        1; and exports such as `HuggingFaceExport`, which are also made at the end, and at the start where the run
+        before was killed in one.
+      directory: where `metrics.jsonl` and `goodput.jsonl` go.
       timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which ends the process
         with status 75 after printing what it waited for and every thread's stack. None, the default, ends nothing.
 
@@ -76,24 +72,20 @@ class Trainer:
     def __init__(
         self,
         model: nnx.Module | Callable[[], nnx.Module],
-        *,
         optimizer: optax.GradientTransformation,
         loader: StatefulLoader,
+        *,
         loss: Loss = next_token_loss,
-        directory: str | Path | None = None,
         layout: sharding.Layout | None = None,
-        accumulate: int = 1,
-        gradients: Gradients | None = None,
         filter: nn.tree.Filter = nn.is_trainable,
         schedule: optax.Schedule | None = None,
-        eval_loader: StatefulLoader | None = None,
-        eval_every: int = 0,
+        evaluation: Evaluation | None = None,
         checkpointer: Checkpointer | Tiers | None = None,
-        exports: Sequence[Export] = (),
-        callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]]] = (),
+        callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]] | Export] = (),
+        directory: str | Path | None = None,
         timeout: float | None = None,
     ):
-        _check(model, loader, eval_loader, eval_every, checkpointer, callbacks)
+        _check(model, loader, evaluation, checkpointer, callbacks)
         if layout is None and jax.process_count() > 1:
             raise ValueError(
                 f"{jax.process_count()} processes without a layout would train as many models: pass layout=, for example "
@@ -101,8 +93,9 @@ class Trainer:
             )
         self.clock = Clock(directory if jax.process_index() == 0 else None)
         self.layout, self.timeout = layout, timeout
-        self.loader, self.eval_loader, self.eval_every = loader, eval_loader, (0 if eval_loader is None else eval_every)
-        self.loss, self.checkpointer, self.callbacks = loss, checkpointer, list(callbacks)
+        self.loader, self.evaluation, self.loss, self.checkpointer = loader, evaluation, loss, checkpointer
+        exports = [one for one in callbacks if isinstance(one, Export)]
+        self.callbacks = [one for one in callbacks if not isinstance(one, Export)]
         self._saving = Saving(checkpointer, exports, clock=self.clock, timeout=timeout, log=self.log)
         self._interrupt = Interrupt()
         self.console = Console()
@@ -112,8 +105,7 @@ class Trainer:
         with self.sharded(), hard_timeout(timeout, "the model's parameters and moments"):
             self.state = jax.block_until_ready(make_state(own_model(model, layout), optimizer, filter=filter))
         self.step, self.batch, self._batch_before = 0, None, None
-        options = {"accumulate": accumulate, "schedule": schedule, "gradients": gradients}
-        self.train_step = jit_step(make_train_step(loss, optimizer, **options))
+        self.train_step = jit_step(make_train_step(loss, optimizer, schedule=schedule))
         self._eval_step = jax.jit(make_eval_step(loss))
         self._meter, self._memory = Meter(), Sampled(memory_use)
         self._counted = False
@@ -161,7 +153,7 @@ class Trainer:
             try:
                 self._make_up()
                 self._loop(steps)
-                if self.eval_loader is not None and self._evaluated != self.step:
+                if self.evaluation is not None and self._evaluated != self.step:
                     self.evaluate()
             except Interrupted:
                 self._save_at_end(urgent=True)
@@ -172,14 +164,15 @@ class Trainer:
         return self._last
 
     def evaluate(self) -> dict[str, Any]:
-        """Computes the metrics over the whole of `eval_loader`, written as `eval/...`."""
-        if self.eval_loader is None:
-            raise ValueError("this trainer has no eval_loader; give it one, or call training.evaluate")
+        """Computes the metrics over the held-out batches of `evaluation`, written as `eval/...`."""
+        if self.evaluation is None:
+            raise ValueError(
+                "this trainer has no held-out data; give it some, evaluation=Evaluation(loader), or call training.evaluate"
+            )
         self._flush()
-        loader = self.eval_loader
-        loader.reset()
+        self.evaluation.loader.reset()
         with self.clock.span("evaluation"), self.sharded():
-            values = evaluate(self._eval_step, self.state, self._batches(loader))
+            values = evaluate(self._eval_step, self.state, self._batches(self.evaluation))
         values = {f"eval/{name}": value for name, value in values.items()}
         self._evaluated, self._last = self.step, self._last | values
         self.writers.write(self.step, values)
@@ -279,7 +272,7 @@ class Trainer:
                     self._flush()
                 with self.clock.span("callbacks"):
                     callback(self)
-        if self._due(self.eval_every):
+        if self.evaluation is not None and self._due(self.evaluation.every):
             self.evaluate()
         self._saving.export(self.step, self.state)
         if self.checkpointer is not None and self.checkpointer.should_save(self.step):
@@ -289,8 +282,10 @@ class Trainer:
         with hard_timeout(self.timeout, f"a batch of {what} data"):
             return next(loader, None)
 
-    def _batches(self, loader: StatefulLoader) -> Iterator[Batch]:
-        while (batch := self._next(loader, "evaluation")) is not None:
+    def _batches(self, evaluation: Evaluation) -> Iterator[Batch]:
+        for _ in itertools.count() if evaluation.batches is None else range(evaluation.batches):
+            if (batch := self._next(evaluation.loader, "evaluation")) is None:
+                return
             self._interrupt.check()
             yield place_batch(batch, self.layout)
 
@@ -315,7 +310,8 @@ class Trainer:
 
     def _make_up(self) -> None:
         """Runs the evaluation, exports and slower tiers' checkpoints that the restored step still owed."""
-        if self._due(self.eval_every) and not any(name.startswith("eval/") for name in self._last):
+        evaluated = any(name.startswith("eval/") for name in self._last)
+        if self.evaluation is not None and self._due(self.evaluation.every) and not evaluated:
             self.evaluate()
         self._saving.export(self.step, self.state, missing=True)
         if self.checkpointer is not None and self.checkpointer.should_save(self.step):
@@ -337,22 +333,19 @@ class Trainer:
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
 
 
-def _check(model: Any, loader: Any, eval_loader: Any, eval_every: int, checkpointer: Any, callbacks: Any) -> None:
+def _check(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callbacks: Any) -> None:
     """Names what is not what it has to be, before anything is computed."""
     if not callable(model) and not nn.variables(model):
         raise TypeError(
             f"model must be an nnx.Module, a pytree of them or a function that builds one, got {type(model).__name__}"
         )
-    for name, one in (("loader", loader), ("eval_loader", eval_loader)):
-        if one is not None and not isinstance(one, StatefulLoader):
-            lacking = [n for n in ("__next__", "reset", "get_state", "set_state") if not hasattr(one, n)]
-            raise TypeError(
-                f"{name} must be a loader with a state, such as data.Loader; {type(one).__name__} lacks {', '.join(lacking)}"
-            )
-    if eval_every and eval_loader is None:
-        raise ValueError(f"eval_every={eval_every} needs an eval_loader, whose batches are evaluated")
+    check_loader(loader, "loader")
+    if evaluation is not None and not isinstance(evaluation, Evaluation):
+        raise TypeError(f"evaluation must be a training.Evaluation(loader, every=100), got {evaluation!r:.80}")
     if checkpointer is not None and not hasattr(checkpointer, "should_save"):
         raise TypeError(f"checkpointer must be a checkpoint.Checkpointer(directory) or Tiers, got {checkpointer!r}")
     for one in callbacks:
-        if not isinstance(one, tuple) or len(one) != 2 or not callable(one[1]):
-            raise TypeError(f"callbacks must be pairs (every, function), such as (1, f), got {one!r}")
+        if not isinstance(one, Export) and not (isinstance(one, tuple) and len(one) == 2 and callable(one[1])):
+            raise TypeError(
+                f"callbacks must be pairs (every, function), such as (1, f), or exports such as HuggingFaceExport, got {one!r}"
+            )

@@ -1,6 +1,7 @@
-"""Hugging Face directories to models and back, through a table that each model file declares."""
+"""Hugging Face models, in directories or on the hub, both ways, through a table that each model file declares."""
 
 from maxlib.weights import names as names
+from maxlib.weights._card import ModelCard as ModelCard
 from maxlib.weights._family import Family as Family
 from maxlib.weights._family import families as families
 from maxlib.weights._family import from_pretrained as from_pretrained
@@ -21,6 +22,8 @@ from maxlib.weights._hf_fields import hf_mtp as hf_mtp
 from maxlib.weights._hf_fields import hf_rope as hf_rope
 from maxlib.weights._hf_fields import hf_switched_window as hf_switched_window
 from maxlib.weights._hf_fields import switched_window as switched_window
+from maxlib.weights._hub import download as download
+from maxlib.weights._hub import push_to_hub as push_to_hub
 from maxlib.weights._loading import load as load
 from maxlib.weights._table import Absent as Absent
 from maxlib.weights._table import Convert as Convert

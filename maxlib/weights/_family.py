@@ -17,9 +17,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from maxlib import distributed, sharding
+from maxlib import distributed, nn, sharding
+from maxlib.weights._card import ModelCard, write_card
 from maxlib.weights._hf_config import HFConfig, read_config
+from maxlib.weights._hub import model_directory
 from maxlib.weights._loading import load
+from maxlib.weights._readback import check_reads_back
 from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json, write_tokenizer, write_weights
 from maxlib.weights._table import Table
 
@@ -89,6 +92,12 @@ def _the(matching: list[Family], what: str, known: str) -> Family:
     )
 
 
+def family_of(model: Any) -> Family:
+    """Returns the registered family of a model; raises ValueError if there is none."""
+    matching = [f for f in families() if type(model) is f.model]
+    return _the(matching, f"models of class {type(model).__name__}", ", ".join(f.name for f in families()))
+
+
 def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[Family, Any]:
     """Reads the config.json of `directory`; weights are not looked at.
 
@@ -123,17 +132,21 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
 
 
 def from_pretrained(
-    directory: str | Path,
+    name: str | Path,
     *,
+    revision: str | None = None,
+    token: str | bool | None = None,
     layout: sharding.Layout | None = None,
     dtype: Any = None,
     family: Family | None = None,
     **changes: Any,
 ) -> Any:
-    """Reads a Hugging Face directory: config.json and safetensors, one file or several with an index.
+    """Reads a Hugging Face model: config.json and safetensors, one file or several with an index.
 
     Args:
-        directory: The directory.
+        name: A directory, or a name on the hub such as "HuggingFaceTB/SmolLM2-135M" (needs `maxlib[hub]`).
+        revision: Branch, tag or commit on the hub; None is the main branch.
+        token: Access token for the hub; None takes the one of `hf auth login` or of the variable `HF_TOKEN`.
         layout: Placement over a mesh, by which every device reads its own part only; None reads onto one device.
         dtype: The dtype of the weights; None keeps what is stored, training wants `jnp.float32`.
         family: Needed only for models that are not registered.
@@ -144,9 +157,11 @@ def from_pretrained(
 
     Raises:
         ValueError: If config or weights do not fit, before weights are read.
-        FileNotFoundError: If a file is missing.
+        FileNotFoundError: If a file is missing, or no directory and no model on the hub has this name.
+        PermissionError: If the model on the hub is gated, and its terms were not accepted.
         TypeError: For an argument that is no field of the configuration.
     """
+    directory = model_directory(name, revision=revision, token=token)
     family, cfg = read_model(directory, family=family)
     _check_known(changes, cfg, family)
     cfg = dataclasses.replace(cfg, **changes)
@@ -174,6 +189,7 @@ def save_pretrained(
     tokenizer: Any = None,
     generation: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    model_card: ModelCard | bool = False,
     family: Family | None = None,
 ) -> None:
     """Writes `model` as a Hugging Face directory that transformers opens; nothing is there until all of it is.
@@ -188,18 +204,17 @@ def save_pretrained(
         tokenizer: A `tokenizers.Tokenizer` or a Hugging Face one.
         generation: Content of generation_config.json (`{"eos_token_id": 1}`).
         overwrite: Replace an earlier export.
+        model_card: What README.md says; True writes what is known, False none.
         family: Needed only for models that are not registered.
 
     Raises:
         FileExistsError: If the directory has something in it.
+        ValueError: If the directory would be read as another model, since parts of this one were swapped.
     """
-    family = family or _the(
-        [f for f in families() if type(model) is f.model],
-        f"models of class {type(model).__name__}",
-        ", ".join(f.name for f in families()),
-    )
+    family = family or family_of(model)
     config = model.cfg.to_hf()
     table = family.table(model.cfg)
+    check_reads_back(model, family.model, table)
     what, first = f"saving in {directory}", jax.process_index() == 0
     with distributed.raise_on_all(what), contextlib.ExitStack() as stack:
         with distributed.raise_on_all(what):  # before others wait for this one to gather with them
@@ -214,3 +229,6 @@ def save_pretrained(
             write_json(part / "generation_config.json", generation)
         if tokenizer is not None:
             write_tokenizer(tokenizer, part)
+        if model_card:
+            about = {"title": Path(directory).name, "config": config, "parameters": nn.num_parameters(model)}
+            write_card(model_card, part / "README.md", **about)

@@ -245,7 +245,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
-        found = "There is no such directory; `hf download NAME --local-dir DIR` fetches one from the hub."
+        found = 'There is no such directory. A name on the hub is written as it is there: "org/name".'
         if path.parent.exists():
             found = "The directory has none." if path.parent.is_dir() else f"{directory} is a file: name its directory."
         raise FileNotFoundError(

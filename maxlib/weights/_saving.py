@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
 
 from maxlib import nn, sharding
@@ -24,6 +25,7 @@ from maxlib.weights._table import Table
 MAX_SHARD_BYTES = 5 * 10**9
 # What an export, or a download of one, consists of; a directory with anything else in it is never replaced.
 OWN_FILES = (
+    "README.md",
     "*.safetensors",
     "*.safetensors.index.json",
     "config.json",
@@ -81,6 +83,10 @@ class _Source:
     def __init__(self, model: Any, table: Table, dtype: Any):
         plan = resolve(model, table)
         plan = Plan(plan.pieces, [c for c in plan.conversions if c.entry.save is not None], plan.absent)
+        if any(".matmul." in path and isinstance(v, nnx.LoRAParam) for path, v in nn.variables(model).items()):
+            raise ValueError(
+                "the model has adapters: adapters.merge writes them into its weights, adapters.base leaves them"
+            )
         if gaps := uncovered(model, plan):
             raise ValueError("the model's table has no entry that can write " + ", ".join(gaps))
         self._plan, self._dtype = plan, None if dtype is None else np.dtype(dtype)

@@ -35,7 +35,7 @@ def build(args: argparse.Namespace) -> llama.Llama:
     return llama.Llama(cfg, rngs=nnx.Rngs(0))
 
 
-def step(args: argparse.Namespace, pipeline: sharding.Pipeline, gradients=None, stages: int = 0) -> tuple[float, Costs]:
+def step(args: argparse.Namespace, pipeline: sharding.Pipeline, loss=LOSS, stages: int = 0) -> tuple[float, Costs]:
     """MiB per device of one training step beside its arguments, and what a device does in it."""
     stages = stages or args.stages
     rules, mesh = sharding.DP | pipeline, sharding.make_mesh(stage=stages, devices=jax.devices()[:stages])
@@ -44,7 +44,7 @@ def step(args: argparse.Namespace, pipeline: sharding.Pipeline, gradients=None, 
     batch = {name: jnp.zeros((2 * pipeline.microbatches, 512), jnp.int32) for name in ("tokens", "targets")}
     with sharding.use(layout):
         state = training.make_state(model, optimizer)
-        run = training.jit_step(training.make_train_step(LOSS, optimizer, gradients=gradients))
+        run = training.jit_step(training.make_train_step(loss, optimizer))
         program = run.lower(state, batch).compile()
     costs = read_costs(program.as_text(), dict(mesh.shape))
     return program.memory_analysis().temp_size_in_bytes / 2**20, costs

@@ -36,14 +36,16 @@ from typing import Any
 
 import jax
 
-from maxlib import nn, plan, weights
+from maxlib import nn, plan, sharding, training, weights
 from maxlib.distributed import xla_flags
 from maxlib.plan._program import make_program
 from maxlib.plan._targets import has_gpu_compiler
 from tests.benchmarks.published import PRESENT, ROWS, Row
+from tests.plan.jobs import layout
 
 GIB = 2**30
-EXPERTS_BY_NUMBER = {"rules": "ep_fsdp"}
+EARLY = training.one_f_one_b()
+EXPERTS_BY_NUMBER = {"layout": layout("ep_fsdp")}
 DEEPSEEK = "deepseek-v3", "v5p-512", 4096
 
 
@@ -69,21 +71,21 @@ class Peer:
 CASES: dict[str, tuple[str, str, int, Peer | None, dict[str, Any]]] = {
     "llama2-7b": ("llama2-7b", "v5p-8", 2048, Peer(29.04, 36, 36.71), {}),
     "llama3.1-8b": ("llama3.1-8b", "v5e-16", 2048, Peer(9.32, 95, 42.89), {}),
-    "llama3.1-8b offloaded": ("llama3.1-8b", "v5e-16", 2048, None, {"rules": "fsdp+offload_optimizer"}),
+    "llama3.1-8b offloaded": ("llama3.1-8b", "v5e-16", 2048, None, {"layout": layout("fsdp+offload_optimizer")}),
     "llama3.1-8b offloaded layers": (
         "llama3.1-8b",
         "v5e-16",
         2048,
         None,
-        {"rules": "fsdp+offload_optimizer+offload_layers"},
+        {"layout": layout("fsdp+offload_optimizer+offload_layers")},
     ),
     "mixtral-8x7b": ("mixtral-8x7b", "v5p-128", 4096, Peer(17.50, 33, 262.56), {}),
     "mixtral-8x22b": ("mixtral-8x22b", "v5p-128", 4096, Peer(46.47, 34, 793.61), {}),
     "llama2-70b": ("llama2-70b", "v5p-128", 4096, Peer(25.87, 34, 383.61), {}),
     "llama3.1-405b": ("llama3.1-405b", "v5p-512", 8192, Peer(71.82, 29, 2252.72), {}),
     "deepseek-v3": (*DEEPSEEK, Peer(77.52, 69, 3763.35), EXPERTS_BY_NUMBER),
-    "deepseek-v3 ep8": (*DEEPSEEK, Peer(71.53, 89, 718.36), {"mesh": {"fsdp": 32, "expert": 8}, "rules": "ep"}),
-    "deepseek-v3 ep64": (*DEEPSEEK, Peer(None), {"mesh": {"fsdp": 4, "expert": 64}, "rules": "ep"}),
+    "deepseek-v3 ep8": (*DEEPSEEK, Peer(71.53, 89, 718.36), {"layout": layout("ep", fsdp=32, expert=8)}),
+    "deepseek-v3 ep64": (*DEEPSEEK, Peer(None), {"layout": layout("ep", fsdp=4, expert=64)}),
 }
 # preset, target, sequences per GPU, sequence, other settings; attention by our kernels for Hopper where not said.
 GPU_CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
@@ -94,32 +96,32 @@ GPU_CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "llama3-70b h200x16": ("llama3-70b", "h200x16", 1, 8192, {}),
     "llama3-70b": ("llama3-70b", "h100x128", 2, 8192, {}),
     "mixtral-8x7b": ("mixtral-8x7b", "h100x16", 1, 4096, {}),
-    "mixtral-8x7b ep8": ("mixtral-8x7b", "h100x32", 1, 4096, {"mesh": {"fsdp": 4, "expert": 8}, "rules": "ep"}),
+    "mixtral-8x7b ep8": ("mixtral-8x7b", "h100x32", 1, 4096, {"layout": layout("ep", fsdp=4, expert=8)}),
 }
 DEEPSEEK_LONG, LONG = (*DEEPSEEK, 2), {"stage": 4, "expert": 64}
 EIGHT, SEVENTY = ("llama3-8b", "v5p-32", 4096, 4), ("llama2-70b", "v5p-128", 4096, 4)
 SMALL, LARGE = {"stage": 4, "fsdp": 4}, {"stage": 4, "fsdp": 16}
-# model, target, sequence, sequences per chip; mesh, rules and other settings
+# model, target, sequence, sequences per chip; layout and other settings
 PIPELINES: dict[str, tuple[tuple[str, str, int, int], dict[str, Any]]] = {
-    "8B GPipe": (EIGHT, {"mesh": SMALL, "rules": "fsdp+pp:16"}),
-    "8B GPipe, twice around": (EIGHT, {"mesh": SMALL, "rules": "fsdp+pp:16x2"}),
-    "8B 1F1B": (EIGHT, {"mesh": SMALL, "rules": "fsdp+pp:16", "gradients": "1f1b"}),
-    "8B 1F1B, twice around": (EIGHT, {"mesh": SMALL, "rules": "fsdp+pp:16x2", "gradients": "1f1b"}),
-    "8B GPipe, whole": (EIGHT, {"mesh": {"stage": 4, "data": 4}, "rules": "zero1+pp:16"}),
-    "8B 1F1B, whole": (EIGHT, {"mesh": {"stage": 4, "data": 4}, "rules": "zero1+pp:16", "gradients": "1f1b"}),
-    "70B GPipe": (SEVENTY, {"mesh": LARGE, "rules": "fsdp+pp:16"}),
-    "70B 1F1B": (SEVENTY, {"mesh": LARGE, "rules": "fsdp+pp:16", "gradients": "1f1b"}),
-    "70B 1F1B, twice around": (SEVENTY, {"mesh": LARGE, "rules": "fsdp+pp:16x2", "gradients": "1f1b"}),
+    "8B GPipe": (EIGHT, {"layout": layout("fsdp+pp:16", **SMALL)}),
+    "8B GPipe, twice around": (EIGHT, {"layout": layout("fsdp+pp:16x2", **SMALL)}),
+    "8B 1F1B": (EIGHT, {"layout": layout("fsdp+pp:16", **SMALL), "loss": EARLY}),
+    "8B 1F1B, twice around": (EIGHT, {"layout": layout("fsdp+pp:16x2", **SMALL), "loss": EARLY}),
+    "8B GPipe, whole": (EIGHT, {"layout": layout("zero1+pp:16", stage=4, data=4)}),
+    "8B 1F1B, whole": (EIGHT, {"layout": layout("zero1+pp:16", stage=4, data=4), "loss": EARLY}),
+    "70B GPipe": (SEVENTY, {"layout": layout("fsdp+pp:16", **LARGE)}),
+    "70B 1F1B": (SEVENTY, {"layout": layout("fsdp+pp:16", **LARGE), "loss": EARLY}),
+    "70B 1F1B, twice around": (SEVENTY, {"layout": layout("fsdp+pp:16x2", **LARGE), "loss": EARLY}),
     "70B 1F1B, two slices": (
         ("llama2-70b", "v5p-128x2", 4096, 2),
-        {"mesh": {"fsdp": -1}, "dcn": {"stage": 2}, "rules": "fsdp+pp:4", "gradients": "1f1b"},
+        {"layout": layout("fsdp+pp:4", fsdp=-1, dcn={"stage": 2}), "loss": EARLY},
     ),
     "Mixtral 1F1B": (
         ("mixtral-8x7b", "v5p-128", 4096, 4),
-        {"mesh": {"stage": 4, "fsdp": 4, "expert": 4}, "rules": "ep+pp:16", "gradients": "1f1b"},
+        {"layout": layout("ep+pp:16", stage=4, fsdp=4, expert=4), "loss": EARLY},
     ),
-    "DeepSeek-V3 GPipe, uneven": (DEEPSEEK_LONG, {"mesh": LONG, "rules": "ep+pp:8"}),
-    "DeepSeek-V3 1F1B, uneven": (DEEPSEEK_LONG, {"mesh": LONG, "rules": "ep+pp:8", "gradients": "1f1b"}),
+    "DeepSeek-V3 GPipe, uneven": (DEEPSEEK_LONG, {"layout": layout("ep+pp:8", **LONG)}),
+    "DeepSeek-V3 1F1B, uneven": (DEEPSEEK_LONG, {"layout": layout("ep+pp:8", **LONG), "loss": EARLY}),
 }
 
 
@@ -158,7 +160,7 @@ def compare(names: list[str], out: Path | None, check: bool) -> None:
     print("|---|---|---|---|---|---|---|---|---|---|")
     for name in names or CASES:
         preset, target, sequence, peer, more = CASES[name]
-        got = plan.plan(preset, target, sequence=sequence, **more)
+        got = plan.plan(plan.Job(preset, target, sequence=sequence, **more))
         kinds = [f"{one.written} {one.kind}" for one in got.costs.collectives] if got.costs else ["not readable"]
         sizes = [f"{got.peak / GIB:.2f}", analytic(got), theirs(peer)]
         sums = [f"{moved(got):.2f}", f"{peer.moved:.2f}" if peer and peer.peak else "", f"{got.lower_seconds:.1f}"]
@@ -207,7 +209,7 @@ def lowering() -> list[str]:
 def lowered(layers: int) -> float:
     """Seconds of one core, the least of three: the first lowering in a process does more."""
     cfg = dataclasses.replace(weights.presets()["llama3-70b"], num_layers=layers)
-    program = make_program(plan.Job(model=cfg, target="v5p-128", sequence=4096))
+    program = make_program(plan.Job(cfg, "v5p-128", sequence=4096))
     seconds = []
     for _ in range(3):
         jax.clear_caches()
@@ -218,7 +220,7 @@ def lowered(layers: int) -> float:
 
 
 def search(check: bool) -> None:
-    found = plan.search("llama3.1-8b", "v5e-16", batches=(1, 2), remats=("full", "qkv", "dots"))
+    found = plan.search(plan.Job("llama3.1-8b", "v5e-16"), batches=(1, 2), remats=("full", "qkv", "dots"))
     print(found)
     tried = len(found.plans) + len(found.refused)
     if check and (tried != 30 or found.seconds >= 600 or not found.best.compiled):
@@ -289,7 +291,7 @@ def gpu_table(names: list[str], out: Path | None, check: bool) -> None:
     for name in names or GPU_CASES:
         preset, target, batch, sequence, more = GPU_CASES[name]
         settings = {"attention": "mosaic_gpu"} | more
-        got = plan.plan(preset, target, batch_per_chip=batch, sequence=sequence, **settings)
+        got = plan.plan(plan.Job(preset, target, batch_per_chip=batch, sequence=sequence, **settings))
         print(f"| {preset}, {target} | {batch} x {sequence} | {' | '.join(on_gpus(got))} |", flush=True)
         rows.append(numbers(name, got) | {"flops": again(got)})
         fine = got.fits and abs(error(got)) <= 0.1 and 1.2 <= 1 + again(got) <= 1.4 and got.compile_seconds < 120
@@ -348,7 +350,7 @@ def remat_table() -> None:
     print("| remat | peak GiB | kept for the backward pass, GiB | compiled FLOPs / the model's |")
     print("|---|---|---|---|")
     for remat in (*nn.remat.POLICIES, None):
-        got = plan.plan("llama3.1-8b", "v5p-16", sequence=4096, remat=remat)
+        got = plan.plan(plan.Job("llama3.1-8b", "v5p-16", sequence=4096, remat=remat))
         flops = got.costs.flops * got.target.devices / got.model_flops if got.costs else float("nan")
         print(f"| {remat} | {got.peak / GIB:.2f} | {got.analytic.activations / GIB:.2f} | {flops:.2f} |", flush=True)
 
@@ -364,8 +366,8 @@ def pipelines(names: list[str], check: bool) -> None:
     print("|---" * 10 + "|")
     for name in names or PIPELINES:
         (model, target, sequence, batch), more = PIPELINES[name]
-        got = plan.plan(model, target, sequence=sequence, batch_per_chip=batch, **more)
-        pipeline: Any = got.job.table["layers"]
+        got = plan.plan(plan.Job(model, target, sequence=sequence, batch_per_chip=batch, **more))
+        pipeline = next(one for one in got.job.layout.strategies if isinstance(one, sharding.Pipeline))
         turns, stages = pipeline.microbatches * pipeline.repeats, got.mesh["stage"]
         flops = got.costs.flops * got.target.devices / got.model_flops if got.costs else float("nan")
         mfu = f"{got.estimate.mfu_serial:.1%}" if got.estimate else "-"

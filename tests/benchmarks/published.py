@@ -15,7 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from maxlib import nn, ops, plan
+from maxlib import nn, ops, plan, sharding
 from maxlib.models import llama
 from maxlib.plan import parse_target
 from maxlib.sharding import constrain
@@ -100,17 +100,12 @@ class Row:
 
     def plan(self, **options: Any) -> plan.Plan:
         several = parse_target(self.target).slices > 1
-        return plan.plan(
-            self.net,
-            self.target,
-            batch_per_chip=self.batch_per_chip,
-            sequence=2048,
-            mesh={"fsdp": -1, "tensor": self.tensor},
-            dcn={"data": -1} if several else None,
-            rules="fsdp_tp_sp" if self.tensor > 1 else "fsdp",
-            remat=self.remat,
-            **options,
+        layout = sharding.Layout(
+            {"fsdp": -1, "tensor": self.tensor, "dcn": {"data": -1} if several else None},
+            sharding.preset("fsdp_tp_sp" if self.tensor > 1 else "fsdp"),
         )
+        sizes = {"batch_per_chip": self.batch_per_chip, "sequence": 2048}
+        return plan.plan(plan.Job(self.net, self.target, layout=layout, remat=self.remat, **sizes, **options))
 
 
 MINIMAL = "dots"  # what MaxText calls minimal

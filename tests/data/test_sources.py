@@ -8,6 +8,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxlib import data
+from maxlib.data import _sample_text
 
 
 def texts(documents):
@@ -72,11 +73,28 @@ def test_in_memory():
     assert tokens[1]["tokens"].dtype == np.int32
 
 
+@pytest.mark.full
 def test_python_text_is_long_and_always_the_same():
-    documents = data.python_text()
-    assert sum(map(len, texts(documents))) > 1_500_000
-    assert texts(documents) == texts(data.python_text())
-    assert any("list comprehension" in text for text in texts(documents))
+    found = _sample_text._documents.__wrapped__()
+    assert sum(map(len, found)) > 1_500_000
+    assert list(found) == texts(data.python_text())
+
+
+def test_python_text_is_topics_and_docstrings_in_order(tmp_path, monkeypatch):
+    from pydoc_data.topics import topics
+
+    write(
+        tmp_path / "b.py", b'"""Second."""\ndef f():\n    """  Of f.\n\n    More."""\n    class C:\n        "Of C."\n'
+    )
+    write(tmp_path / "a.py", b'"""First."""\nx = "not this"\nif x:\n    async def g(): "Of g."\n')
+    write(tmp_path / "empty.py", b"x = 1\n")
+    (tmp_path / "test").mkdir()
+    write(tmp_path / "test" / "left_out.py", b'"""Left out."""\n')
+    monkeypatch.setattr(_sample_text.sysconfig, "get_path", lambda name: str(tmp_path))
+    found = _sample_text._documents.__wrapped__()
+    assert found[-2:] == ("First.\n\nOf g.", "Second.\n\nOf f.\n\nMore.\n\nOf C.")
+    assert list(found[:-2]) == [topics[name] for name in sorted(topics) if topics[name].strip()]
+    assert any("list comprehension" in text for text in found)
 
 
 @pytest.mark.parametrize(

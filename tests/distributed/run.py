@@ -67,8 +67,7 @@ def run(directory: Path, steps: int, callbacks: Sequence[Any] = ()) -> training.
         loss=tiny.loss,
         directory=directory,
         layout=sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP) if jax.process_count() > 1 else None,
-        eval_loader=held_out,
-        eval_every=3,
+        evaluation=training.Evaluation(held_out, every=3),
         checkpointer=checkpoint.Checkpointer(directory / "checkpoints", every=2),
         callbacks=callbacks,
     )

@@ -23,7 +23,19 @@ def build(mask=ops.Causal(), **options):
 
 
 def inputs(batch=2, seq=11, dim=16):
-    return jax.random.normal(jax.random.key(1), (batch, seq, dim))
+    return np.random.default_rng(1).normal(size=(batch, seq, dim)).astype(np.float32)
+
+
+@jax.jit
+def run(layer, x, **context):
+    """The layer's results; `context` has the arrays of `nn.context`."""
+    return layer(x, nn.context(*x.shape[:2], **context) if context else None)[0]
+
+
+@jax.jit
+def extend(layer, x, cache, length, valid=None):
+    """Results and the new cache, of which `length` tokens of each row are there before."""
+    return layer(x, nn.context(*x.shape[:2], valid=valid, cache=nn.Cache([cache], length)), cache)
 
 
 def visible(name, i, j):
@@ -67,7 +79,7 @@ def rotate(x):
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_against_formula(name):
     layer = build(MASKS[name])
-    np.testing.assert_allclose(layer(inputs())[0], formula(layer, inputs(), name), atol=2e-6)
+    np.testing.assert_allclose(run(layer, inputs()), formula(layer, inputs(), name), atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -85,19 +97,19 @@ def test_features_against_formula(options):
     layer = build(**options)
     for i, part in enumerate((layer.q, layer.k, layer.v, layer.o)):
         if part.b is not None:
-            part.b[...] = jax.random.normal(jax.random.key(i), part.b[...].shape)
+            part.b[...] = np.random.default_rng(i).normal(size=part.b.shape).astype(np.float32)
     if layer.sinks is not None:
-        layer.sinks[...] = jnp.arange(4.0)
+        layer.sinks[...] = np.arange(4, dtype=np.float32)
     want = formula(layer, inputs(), "causal", options.get("scale"), options.get("softcap"))
-    np.testing.assert_allclose(layer(inputs())[0], want, atol=3e-6)
+    np.testing.assert_allclose(run(layer, inputs()), want, atol=3e-6)
 
 
 def test_qk_norm_is_applied_before_rotation():
     plain, normed = build(), build(q_norm=nn.RMSNorm(6), k_norm=nn.RMSNorm(6))
     normed.q.w[...] = 100.0 * normed.q.w[...]  # a norm undoes the size of its input
-    want = build(q_norm=nn.RMSNorm(6), k_norm=nn.RMSNorm(6))(inputs())[0]
-    np.testing.assert_allclose(normed(inputs())[0], want, atol=2e-5)
-    assert np.abs(plain(inputs())[0] - want).max() > 1e-3
+    want = run(build(q_norm=nn.RMSNorm(6), k_norm=nn.RMSNorm(6)), inputs())
+    np.testing.assert_allclose(run(normed, inputs()), want, atol=2e-5)
+    assert np.abs(run(plain, inputs()) - want).max() > 1e-3
 
 
 def test_temperature_counts_within_documents():
@@ -105,26 +117,26 @@ def test_temperature_counts_within_documents():
     tuning, segments = nn.TemperatureTuning(floor=3, scale=0.7), jnp.array([[1] * 4 + [2] * 7] * 2)
     index = np.concatenate([np.arange(4), np.arange(7)])
     want = 1 + 0.7 * np.log(1 + (index + 1) // 3)
-    tuned, plain, ctx = build(rope=None, temperature=tuning), build(rope=None), nn.context(2, 11, segment_ids=segments)
-    got, q = tuned.project(inputs(), ctx)[0], plain.project(inputs(), ctx)[0]
+    tuned, plain = build(rope=None, temperature=tuning), build(rope=None)
+    queries = jax.jit(lambda layer, x: layer.project(x, nn.context(2, 11, segment_ids=segments))[0])
+    got, q = queries(tuned, inputs()), queries(plain, inputs())
     np.testing.assert_allclose(got, q * want[None, :, None, None], rtol=1e-6)
-    assert tuned.project(inputs().astype(jnp.bfloat16), ctx)[0].dtype == jnp.bfloat16
+    assert jax.eval_shape(queries, tuned, inputs().astype(jnp.bfloat16)).dtype == jnp.bfloat16
     np.testing.assert_array_equal(tuning(jnp.array([[0, 1]], jnp.int32)), 1.0)  # far from the first step
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("chunks", [[11], [4, 1, 1, 5], [1] * 11, [7, 4]], ids=str)
-def test_prefill_and_decode_equal_the_full_pass(name, chunks):
+def test_prefill_and_decode_equal_the_full_pass(name):
     layer, x = build(MASKS[name]), inputs()
-    want = np.asarray(layer(x)[0])
-    if name == "prefix":  # a prefix is seen whole only where it comes in one call
-        chunks = [max(chunks[0], 3), *[1] * (11 - max(chunks[0], 3))]
-    cache, length, got = layer.init_cache(2, 16, jnp.float32), 0, []
-    for size in chunks:
-        whole = nn.Cache([cache], jnp.full(2, length, jnp.int32))
-        y, cache = layer(x[:, length : length + size], nn.context(2, size, cache=whole), cache)
-        got, length = [*got, y], length + size
-    np.testing.assert_allclose(np.concatenate(got, axis=1), want, atol=2e-6)
+    want, empty = run(layer, x), layer.init_cache(2, 16, jnp.float32)
+    for chunks in ([11], [4, 1, 1, 1, 4], [1] * 11, [7, 4]):
+        if name == "prefix":  # a prefix is seen whole only where it comes in one call
+            chunks = [max(chunks[0], 4), *[1] * (11 - max(chunks[0], 4))]
+        cache, length, got = empty, 0, []
+        for size in chunks:
+            y, cache = extend(layer, x[:, length : length + size], cache, np.full(2, length, np.int32))
+            got, length = [*got, y], length + size
+        np.testing.assert_allclose(np.concatenate(got, axis=1), want, atol=2e-6, err_msg=str(chunks))
 
 
 def test_windows_hold_a_ring():
@@ -139,15 +151,11 @@ def test_windows_hold_a_ring():
 def test_rows_of_different_lengths_share_a_cache(name):
     """Right-padded prompts of 3 and 9 tokens, then decoding: each row equals itself alone."""
     layer, x = build(MASKS[name]), inputs()
-    lengths = np.array([3, 9])
+    lengths = np.array([3, 9], np.int32)
     valid = np.arange(9)[None] < lengths[:, None]
-    cache, whole = layer.init_cache(2, 16, jnp.float32), jnp.zeros(2, jnp.int32)
-    ctx = nn.context(2, 9, valid=jnp.asarray(valid), cache=nn.Cache([cache], whole))
-    _, cache = layer(x[:, :9], ctx, cache)
-    next_token = jnp.stack([x[0, 3], x[1, 9]])[:, None]
-    ctx = nn.context(2, 1, cache=nn.Cache([cache], jnp.asarray(lengths, jnp.int32)))
-    got, _ = layer(next_token, ctx, cache)
-    want = layer(x)[0]
+    _, cache = extend(layer, x[:, :9], layer.init_cache(2, 16, jnp.float32), np.zeros(2, np.int32), valid)
+    got, _ = extend(layer, x[[0, 1], lengths][:, None], cache, lengths)
+    want = run(layer, x)
     np.testing.assert_allclose(got[0, 0], want[0, 3], atol=2e-6)
     np.testing.assert_allclose(got[1, 0], want[1, 9], atol=2e-6)
 
@@ -155,21 +163,22 @@ def test_rows_of_different_lengths_share_a_cache(name):
 @pytest.mark.parametrize("name", MASKS)
 def test_packed_documents_equal_separate_ones(name):
     layer, x = build(MASKS[name]), inputs(1, 11)
-    segments = jnp.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0]])
-    packed = layer(x, nn.context(1, 11, segment_ids=segments))[0]
+    segments = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0]], np.int32)
+    packed = np.asarray(run(layer, x, segment_ids=segments))
     for part in (slice(0, 4), slice(4, 9)):
-        np.testing.assert_allclose(packed[:, part], layer(x[:, part])[0], atol=2e-6)
+        np.testing.assert_allclose(packed[:, part], run(layer, x[:, part]), atol=2e-6)
     np.testing.assert_array_equal(packed[:, 9:], 0)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", MASKS)
-def test_padding_changes_nothing(name, side):
+def test_padding_changes_nothing(name):
+    """To the left and to the right."""
     layer, x = build(MASKS[name]), inputs(2, 11)
-    real = slice(3, 11) if side == "left" else slice(0, 8)
-    valid = jnp.zeros((2, 11), bool).at[:, real].set(True)
-    padded = layer(x, nn.context(2, 11, valid=valid))[0]
-    np.testing.assert_allclose(padded[:, real], layer(x[:, real])[0], atol=2e-6)
+    for real in (slice(3, 11), slice(0, 8)):
+        valid = np.zeros((2, 11), bool)
+        valid[:, real] = True
+        padded = np.asarray(run(layer, x, valid=valid))
+        np.testing.assert_allclose(padded[:, real], run(layer, x[:, real]), atol=2e-6)
 
 
 def test_errors_say_what_must_hold():
@@ -179,7 +188,7 @@ def test_errors_say_what_must_hold():
         build(rope=ops.Rope(8))
     cache = build().init_cache(1, 4, jnp.float32)
     with pytest.raises(ValueError, match="do not fit a cache of capacity 4"):
-        build()(inputs(1, 5), nn.context(1, 5, cache=nn.Cache([cache], jnp.zeros(1, jnp.int32))), cache)
+        extend(build(), inputs(1, 5), cache, np.zeros(1, np.int32))
     with pytest.raises(ValueError, match="segment_ids cannot be combined with a cache"):
         whole = nn.Cache([cache], jnp.zeros(1, jnp.int32))
         nn.context(1, 4, segment_ids=jnp.ones((1, 4), jnp.int32), cache=whole)
@@ -188,9 +197,9 @@ def test_errors_say_what_must_hold():
 def test_an_implementation_is_asked_for_by_name():
     x = inputs()
     asked, best = build(implementation="reference"), build()
-    np.testing.assert_allclose(asked(x)[0], best(x)[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(run(asked, x), run(best, x), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="mosaic_tpu was asked for and runs on tpu, not on cpu; chunked can run it"):
-        build(implementation="mosaic_tpu")(x)
+        run(build(implementation="mosaic_tpu"), x)
 
 
 def test_with_attention_sets_every_layer_of_a_model_and_leaves_the_old_one():

@@ -9,7 +9,7 @@ from flax import nnx
 
 from maxlib import nn, quantization, sharding, training
 from maxlib.nn._layer_axis import layer_axis, map_layers, with_layer_axis, without_layer_axis
-from maxlib.quantization._rules import unknown
+from maxlib.nn._sites import unknown
 from maxlib.training._offload import _groups
 from maxlib.training._optimizers import muon_dimensions
 from tests.training.stacked import Layer, abstract_model

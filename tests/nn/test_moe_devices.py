@@ -47,8 +47,14 @@ SPLIT_EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["one on each device", pytest.param("in parts", marks=pytest.mark.full)])
-def test_experts_split_over_devices_equal_the_loop(name):
+@pytest.mark.parametrize(
+    ("name", "capacity_factor"),
+    [  # without one: below, too
+        ("one on each device", 8 / X),
+        *(pytest.param(name, c, marks=pytest.mark.full) for name in SPLIT_EXPERTS for c in (None, 8 / X)),
+    ],
+)
+def test_experts_split_over_devices_equal_the_loop(name, capacity_factor):
     """Values and gradients, dropless and with room for all."""
     degrees, rules, part = SPLIT_EXPERTS[name]
     layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), bias=True)
@@ -58,11 +64,10 @@ def test_experts_split_over_devices_equal_the_loop(name):
     layout = sharding.Layout(mesh, rules)
     split = jax.device_put(layer, sharding.shardings(layer, layout))
     assert split.gate.w[...].addressable_shards[0].data.shape == part
-    for capacity_factor in (None, 8 / X):
-        split.capacity_factor = capacity_factor
-        with sharding.use(layout):
-            got = value_and_gradients(lambda layer, x: layer(x, context())[0], split, x)
-        close(jax.device_get(got), want)
+    split.capacity_factor = capacity_factor
+    with sharding.use(layout):
+        got = value_and_gradients(lambda layer, x: layer(x, context())[0], split, x)
+    close(jax.device_get(got), want)
 
 
 def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
@@ -87,14 +92,21 @@ def exchanging(request, monkeypatch):
     return sharding.EP | sharding.ExpertParallel(how=request.param)
 
 
+def differentiated(run):
+    """Of a loss of the results, the value and the gradients."""
+    return jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(run(m, x))), argnums=(0, 1)))
+
+
 def test_dropless_whether_experts_share_evenly_or_two_get_everything(exchanging):
     """The usual exchange and the one for the worst case, in one program; which one runs is for the data to say."""
-    layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)))
+    layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), bias=True)
     mesh, x = sharding.make_mesh(expert=4, data=2), inputs(B=8, T=16)
     layout = sharding.Layout(mesh, exchanging)
     split = jax.device_put(layer, sharding.shardings(layer, layout))
-    gradients = jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x)[0])), argnums=(0, 1)))
-    looped = jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m.reference(x))), argnums=(0, 1)))
+    valid = np.arange(16)[None] < 14 + np.arange(8)[:, None] % 3
+    context = lambda: nn.context(*valid.shape, valid=jnp.asarray(valid))
+    gradients = differentiated(lambda m, x: m(x, context())[0])
+    looped = differentiated(lambda m, x: m.reference(x, context()))
     for even in (True, False):
         for one in (layer, split):
             one.router.gate.w[...] = one.router.gate.w[...] * even  # equal scores: the first experts win everywhere

@@ -130,8 +130,7 @@ def test_a_trainer_with_everything_attached(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trainer_module, "jit_step", tiny.jit_step)
     ours = trainer(
         directory=tmp_path,
-        eval_loader=tiny.Loader(2),
-        eval_every=4,
+        evaluation=training.Evaluation(tiny.Loader(2), every=4),
         checkpointer=checkpoint.Checkpointer(tmp_path / "checkpoints", every=4),
         callbacks=[
             (1, observability.Profile(tmp_path / "profile", after=2, steps=2)),

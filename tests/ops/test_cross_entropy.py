@@ -126,14 +126,16 @@ def test_gradients_of_per_token_results(fields):
 
 def test_equals_optax():
     hidden, weight, targets, _ = inputs(ignore_index=3)
-    logits = hidden @ weight.T
-    out = linear_cross_entropy(hidden, weight, targets, ignore_index=-1)
-    np.testing.assert_allclose(
-        out.token_loss, optax.softmax_cross_entropy_with_integer_labels(logits, targets), rtol=1e-5
-    )
-    smooth = optax.smooth_labels(jax.nn.one_hot(targets, V), 0.1)
-    out = linear_cross_entropy(hidden, weight, targets, label_smoothing=0.1)
-    np.testing.assert_allclose(out.token_loss, optax.softmax_cross_entropy(logits, smooth), rtol=1e-5)
+
+    @jax.jit
+    def losses(hidden, weight):
+        logits, smooth = hidden @ weight.T, optax.smooth_labels(jax.nn.one_hot(targets, V), 0.1)
+        ours = [linear_cross_entropy(hidden, weight, targets, label_smoothing=s).token_loss for s in (0.0, 0.1)]
+        sharp = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return ours, [sharp, optax.softmax_cross_entropy(logits, smooth)]
+
+    for ours, theirs in zip(*losses(hidden, weight), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -146,8 +148,9 @@ def test_ignored_tokens_add_exactly_nothing(per_token):
         out = linear_cross_entropy(hidden, weight, targets, z_loss=0.1, chunk=4)
         return (out.token_loss.sum() if per_token else out.loss), out
 
-    (_, out), (d_hidden, d_weight) = jax.value_and_grad(total, (0, 1), has_aux=True)(poisoned, weight)
-    _, clean = jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
+    run = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
+    (_, out), (d_hidden, d_weight) = run(poisoned, weight)
+    _, clean = run(hidden, weight)
     assert all((np.asarray(x)[ignored] == 0).all() for x in out[1:])
     assert (np.asarray(d_hidden)[ignored] == 0).all()
     np.testing.assert_array_equal(d_hidden, clean[0])
@@ -157,14 +160,14 @@ def test_ignored_tokens_add_exactly_nothing(per_token):
 def test_nothing_to_predict():
     hidden, weight, _, _ = inputs()
     total = lambda h, w: linear_cross_entropy(h, w, jnp.full((B, T), -1)).loss
-    value, grads = jax.value_and_grad(total, (0, 1))(hidden, weight)
+    value, grads = jax.jit(jax.value_and_grad(total, (0, 1)))(hidden, weight)
     assert value == 0
     assert not any(np.any(g) for g in grads)
 
 
 def test_logits_far_apart_stay_finite():
     hidden, weight, targets, _ = inputs()
-    out = linear_cross_entropy(hidden * 1e4, weight, targets)
+    out = jax.jit(linear_cross_entropy)(hidden * 1e4, weight, targets)
     assert np.isfinite(out.loss)
     assert out.loss > 1e3
 
@@ -174,13 +177,15 @@ def test_weight_gradient_accumulates_in_float32():
     tokens = 600
     hidden, weight = jnp.ones((tokens, 4), jnp.bfloat16), jnp.zeros((2, 4), jnp.bfloat16)
     loss = lambda w: linear_cross_entropy(hidden, w, jnp.zeros(tokens, jnp.int32), chunk=1).loss
-    np.testing.assert_allclose(np.asarray(jax.grad(loss)(weight), np.float32), [[-300] * 4, [300] * 4], rtol=0.01)
+    np.testing.assert_allclose(
+        np.asarray(jax.jit(jax.grad(loss))(weight), np.float32), [[-300] * 4, [300] * 4], rtol=0.01
+    )
 
 
 def test_float32_weight_under_bfloat16_hidden_keeps_its_gradient_in_float32():
     hidden, weight, targets, weights = inputs(jnp.bfloat16)
     master = weight.astype(jnp.float32)
-    grad = jax.grad(lambda w: linear_cross_entropy(hidden, w, targets, chunk=2).loss)(master)
+    grad = jax.jit(jax.grad(lambda w: linear_cross_entropy(hidden, w, targets, chunk=2).loss))(master)
     assert grad.dtype == jnp.float32
     close(grad, truth(hidden, weight, targets, jnp.ones_like(weights))[1][1], 1e-2)
 
@@ -192,7 +197,7 @@ def test_checkpoint_vmap_and_scan(field):
     def total(hidden, targets, weight):
         return jnp.sum(getattr(linear_cross_entropy(hidden, weight, targets, chunk=4, z_loss=0.1), field))
 
-    want = jax.value_and_grad(lambda h, w: total(h, targets, w), (0, 1))(hidden, weight)
+    want = jax.jit(jax.value_and_grad(lambda h, w: total(h, targets, w), (0, 1)))(hidden, weight)
 
     def mapped(hidden, weight):
         return jnp.sum(jax.vmap(total, (0, 0, None))(hidden, targets, weight))

@@ -11,7 +11,8 @@ import pytest
 from jax import export
 
 from maxlib import ops
-from maxlib.ops._grouped_matmul.mosaic_gpu import by_experts, by_rows, groups, mosaic_gpu, unsupported_reason
+from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, groups, mosaic_gpu
+from maxlib.ops._grouped_matmul import dispatch
 from tests.ops.attention import emulator
 from tests.ops.test_grouped_matmul import arrays, close, loop
 
@@ -39,10 +40,14 @@ def emulated(monkeypatch):
 
 
 @no_gpu
-def test_the_kernels_code_equals_a_loop_over_experts(emulated):
+@pytest.mark.parametrize(
+    "counts_of", [["less than a tile each", "nothing"], pytest.param(COUNTS, marks=pytest.mark.full)], ids=len
+)
+def test_the_kernels_code_equals_a_loop_over_experts(emulated, counts_of):
+    """Others come in other tests here."""
     rows, weights, d_out = arrays(M, I, O, 4)
     run = jax.jit(both)
-    for counts in COUNTS.values():
+    for counts in map(COUNTS.get, counts_of):
         spoiled = rows.at[sum(counts) :].set(jnp.nan)  # rows of no expert need not be finite
         close(run(spoiled, weights, jnp.array(counts), d_out), loop(rows, weights, counts, d_out))
 
@@ -101,7 +106,8 @@ def test_tiles_cover_every_row_of_an_expert_once(counts):
 def test_what_they_cannot_run_is_explained(change, reason):
     options = dict(device=("gpu", "NVIDIA H200"), dtype=jnp.bfloat16, out_dtype=None, width=64) | change
     rows, weights = jnp.ones((8, options["width"]), options["dtype"]), jnp.ones((2, 64, options["width"]))
-    assert re.search(reason, unsupported_reason(rows, weights, "EOI", options["out_dtype"], options["device"]))
+    refusals = dispatch.refusals(rows, weights, "EOI", options["out_dtype"], options["device"])
+    assert re.search(reason, refusals["mosaic_gpu"])
 
 
 def test_a_name_never_falls_back():

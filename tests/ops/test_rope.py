@@ -75,7 +75,12 @@ CASES = {
     ),
 }
 names = pytest.mark.parametrize("name", CASES)
-thetas = pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+# Within and beyond the first context; by default each with one base.
+bases = pytest.mark.parametrize(
+    ("theta", "length"),
+    [(10_000.0, 400), (500_000.0, 40)]
+    + [pytest.param(theta, length, marks=pytest.mark.full) for theta, length in ((10_000.0, 40), (500_000.0, 400))],
+)
 
 
 def llama_tables(parameters: dict, max_length: int, positions: np.ndarray):
@@ -98,8 +103,7 @@ def llama_tables(parameters: dict, max_length: int, positions: np.ndarray):
 
 
 @names
-@thetas
-@pytest.mark.parametrize("length", [40, 400])  # within and beyond the first context
+@bases
 def test_tables_equal_transformers(name, theta, length):
     scaling, parameters, max_length = CASES[name]
     positions = np.stack([np.arange(length), np.arange(length)[::-1]])
@@ -147,13 +151,12 @@ def exact_yarn(name, theta, pair, plain):
 
 
 @names
-@thetas
-@pytest.mark.parametrize("length", [40, 400])
+@bases
 def test_tables_equal_formula(name, theta, length):
     frequencies, magnitude = exact_inv_freq(name, theta, length)
     rope = Rope(DIM, theta, CASES[name][0])
     np.testing.assert_allclose(rope.inv_freq(length), frequencies, rtol=6e-7)
-    cos, sin = rope.tables(np.arange(length)[None])
+    cos, sin = jax.jit(rope.tables)(np.arange(length)[None])
     angles = np.arange(length)[:, None] * frequencies
     np.testing.assert_allclose(cos[0], np.cos(angles) * magnitude, atol=length * 6e-7)
     np.testing.assert_allclose(sin[0], np.sin(angles) * magnitude, atol=length * 6e-7)

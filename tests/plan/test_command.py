@@ -2,18 +2,18 @@
 
 import dataclasses
 import functools
-import importlib
 
 import pytest
 
-from maxlib import plan
+from maxlib import plan, training
 from maxlib.plan import __main__ as command
 from maxlib.plan import _run as run
 from maxlib.plan import _targets as targets
 from tests.nn.tiny import LLAMA
+from tests.plan.jobs import layout
 
 CONFIG = dataclasses.replace(LLAMA, vocab=64, num_layers=4)
-JOB = plan.Job(model=CONFIG, target="h100x8", sequence=16)
+JOB = plan.Job(CONFIG, "h100x8", sequence=16)
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def asked(monkeypatch):
     """What the command hands to `search`."""
     calls = []
 
-    def search(*names, **settings):
-        calls.append(settings)
+    def search(job, **settings):
+        calls.append((job, settings))
         raise ValueError("seen")
 
     monkeypatch.setattr(command, "search", search)
@@ -30,26 +30,35 @@ def asked(monkeypatch):
 
 
 def test_a_search_takes_what_the_command_line_fixes(asked):
-    words = "llama3-8b --target v5e-16x2 --search --mesh fsdp=4 tensor=4 --dcn data=-1 --rules fsdp_tp --remat none"
-    more = "--batch-per-chip 2 --attention mosaic_tpu --accumulate 2 --gradients 1f1b --flags tpu-vmem --compile 0"
+    words = "llama3-8b --target v5e-16x2 --search --mesh fsdp=4,tensor=4 --dcn data=-1 --strategy fsdp_tp --remat none"
+    more = "--batch-per-chip 2 --attention mosaic_tpu --accumulate 2 --flags tpu-vmem --compile 0"
     assert command.main([*words.split(), *more.split()]) == 2
-    (got,) = asked
-    assert got["layouts"] == [({"fsdp": 4, "tensor": 4}, "fsdp_tp")] and got["dcn"] == {"data": -1}
+    ((job, got),) = asked
+    assert got["layouts"] == [job.layout] == [layout("fsdp_tp", fsdp=4, tensor=4, dcn={"data": -1})]
     assert got["remats"] == [None] and got["batches"] == [2] and got["compile"] == 0
-    assert got["attention"] == "mosaic_tpu" and got["accumulate"] == 2 and got["gradients"] == "1f1b"
-    assert got["options"] == {"xla_tpu_scoped_vmem_limit_kib": 98304}
-    command.main(["llama3-8b", "--target", "v5e-16", "--search"])
-    assert not {"layouts", "remats", "batches", "compile"} & asked[1].keys()
+    assert job.attention == "mosaic_tpu" and job.loss == training.accumulate(training.next_token_loss, 2)
+    assert job.options == {"xla_tpu_scoped_vmem_limit_kib": 98304}
+    command.main(["llama3-8b", "--target", "v5e-16", "--search", "--gradients", "1f1b"])
+    assert not {"layouts", "remats", "batches", "compile"} & asked[1][1].keys()
+    assert asked[1][0].loss == training.one_f_one_b()
+
+
+def test_degrees_are_separated_by_commas_or_spaces(asked):
+    for words in (["fsdp=4,tensor=4"], ["fsdp=4", "tensor=4"]):
+        command.main(["llama3-8b", "--target", "v5e-16", "--search", "--mesh", *words])
+    assert asked[0] == asked[1] and asked[0][0].degrees == {"fsdp": 4, "tensor": 4}
 
 
 def test_a_search_plans_what_it_was_told():
     """Each setting reaches every plan: one that it cannot be refuses them all."""
-    take = functools.partial(plan.search, CONFIG, "h100x8", sequence=16, layouts=[({"fsdp": -1}, "fsdp")], compile=0)
-    (one,) = take(batches=(1,), remats=("full",), dcn={"data": 1}, attention="chunked").plans
-    assert one.job == dataclasses.replace(JOB, dcn={"data": 1}, attention="chunked")
-    for wrong in ({"attention": "flash"}, {"accumulate": 3}, {"gradients": "2f2b"}, {"optimizer": "lion"}):
+    own = layout(dcn={"data": 1})
+    take = functools.partial(plan.search, layouts=[own], batches=(1,), remats=("full",), compile=0)
+    cut = training.accumulate(training.next_token_loss, 3)
+    (one,) = take(dataclasses.replace(JOB, attention="chunked")).plans
+    assert one.job == dataclasses.replace(JOB, layout=own, attention="chunked")
+    for wrong in ({"attention": "flash"}, {"loss": cut}, {"loss": "nowhere"}, {"optimizer": "lion"}):
         with pytest.raises(ValueError, match="layouts can be planned: {'fsdp': -1}, remat full, 1 per chip: "):
-            take(batches=(1,), remats=("full",), **wrong)
+            take(dataclasses.replace(JOB, **wrong))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +68,10 @@ def test_a_search_plans_what_it_was_told():
         ("--search --keep folder", "--search takes no --full and no --keep"),
         ("--search --compile -3", "compile must be at least 0, the number of layouts to compile; got -3"),
         ("--compile 2", "--compile is for --search"),
-        ("--mesh fsdp=2 fsdp=8", "--mesh must name an axis once; got fsdp twice, in fsdp=2 fsdp=8"),
+        ("--mesh fsdp=2 fsdp=8", "a mesh must name an axis once; got fsdp twice, in fsdp=2 fsdp=8"),
+        ("--mesh fdsp=8", "no mesh axis is named 'fdsp' (is 'fsdp' meant?)"),
+        ("--accumulate 0", "at least one microbatch, got 0"),
+        ("--accumulate 2 --gradients 1f1b", "Leave accumulate out: a pipeline has microbatches of its own"),
         ("--mesh fsdp=3", "change a degree of --mesh or --dcn, or let one be -1"),
         ("--batch-per-chip 0.3", "change --batch-per-chip or the mesh"),
     ],
@@ -83,16 +95,16 @@ def test_a_report_names_options(capsys):
 
 
 def test_a_layout_that_does_not_compile_does_not_end_a_search(monkeypatch):
-    def plan_job(job, **_):
-        if job.mesh == {"fsdp": -1}:
+    def compiled(job, **_):
+        if job.degrees == {"fsdp": -1}:
             raise AssertionError("a bug of the compiler")
         return dataclasses.replace(plan.estimated(job), compiled=True)
 
-    monkeypatch.setattr(importlib.import_module("maxlib.plan._search"), "plan_job", plan_job)
-    take = functools.partial(plan.search, CONFIG, "h100x8", sequence=16, batches=(1,), remats=("full",))
-    both = [({"fsdp": -1}, "fsdp"), ({"data": -1}, "dp")]
+    monkeypatch.setattr("maxlib.plan._api.plan", compiled)
+    take = functools.partial(plan.search, JOB, batches=(1,), remats=("full",))
+    both = [layout(), layout("dp", data=-1)]
     found = take(layouts=both)
-    assert [one.job.mesh for one in found.plans] == [{"data": -1}] and found.best.compiled
+    assert [one.job.degrees for one in found.plans] == [{"data": -1}] and found.best.compiled
     assert found.refused == (("{'fsdp': -1}, remat full, 1 per chip", "a bug of the compiler"),)
     assert "1 refused" in str(found) and "remat full, 1 per chip: a bug of the compiler" in str(found)
     with pytest.raises(ValueError, match="none of 1 layouts can be planned: .*a bug of the compiler"):

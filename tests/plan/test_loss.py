@@ -6,15 +6,16 @@ import functools
 import jax.numpy as jnp
 import pytest
 
-from maxlib import plan, sharding, training
+from maxlib import plan, training
 from maxlib.plan import __main__ as command
 from maxlib.plan import _job as jobs
 from maxlib.plan._program import make_program
 from tests.nn.tiny import LLAMA
+from tests.plan.jobs import layout
 from tests.training import objectives
 
 CONFIG = dataclasses.replace(LLAMA, vocab=64, num_layers=4)
-JOB = plan.Job(model=CONFIG, target="cpu", sequence=16, mesh={"fsdp": 8}, dtype="float32")
+JOB = plan.Job(CONFIG, "cpu", layout=layout(fsdp=8), sequence=16, dtype="float32")
 PAIRS = {"loss": functools.partial(objectives.preferred, beta=0.3), "batch": objectives.pair_shapes}
 
 
@@ -29,6 +30,10 @@ def test_a_loss_travels_with_its_options():
     assert loss.func is objectives.focal
     assert loss.keywords == {"gamma": 1.0, "dtype": jnp.float32, "remat": "full"}
     assert JOB.loss_fn().func is training.next_token_loss
+    early = dataclasses.replace(JOB, loss=training.one_f_one_b(PAIRS["loss"]))
+    assert early.is_1f1b and jobs.from_json(jobs.to_json(early)).loss_fn().loss.keywords["beta"] == 0.3
+    cut = dataclasses.replace(JOB, loss=training.accumulate(training.next_token_loss, 2))
+    assert jobs.from_json(jobs.to_json(cut)).accumulate == 2 and JOB.accumulate == 1
 
 
 def test_the_step_of_a_plan_is_that_of_the_loss():
@@ -50,9 +55,9 @@ def test_the_step_of_a_plan_is_that_of_the_loss():
 
 
 def test_a_plan_compiles_an_outside_loss_in_a_pipeline():
-    rules = sharding.FSDP | sharding.Pipeline("stage", microbatches=4)
-    options = {"sequence": 16, "mesh": {"stage": 4, "fsdp": 2}, "rules": rules, "dtype": "float32"}
-    found = plan.plan(CONFIG, "cpu", gradients="1f1b", **options, **PAIRS)
+    loss = training.one_f_one_b(PAIRS["loss"])
+    piped = layout("fsdp+pp:4", stage=4, fsdp=2)
+    found = plan.plan(dataclasses.replace(JOB, layout=piped, loss=loss, batch=PAIRS["batch"]))
     assert found.compiled and found.costs is not None and found.costs.flops * 8 > found.model_flops
 
 
@@ -73,11 +78,11 @@ def test_the_command_line_takes_a_loss_by_name(words, said, capsys):
 
 def test_the_command_line_hands_the_loss_on(monkeypatch):
     calls = []
-    monkeypatch.setattr(command, "plan", lambda *names, **settings: calls.append(settings) or 1 / 0)
+    monkeypatch.setattr(command, "plan", lambda job, **_: calls.append(job) or 1 / 0)
     words = (
         "llama3.2-1b --target cpu --loss tests.training.objectives:focal --batch tests.training.objectives:pair_shapes"
     )
     with pytest.raises(ZeroDivisionError):
         command.main(words.split())
-    assert calls[0]["loss"] == "tests.training.objectives:focal"
-    assert calls[0]["batch"] == "tests.training.objectives:pair_shapes"
+    assert calls[0].loss is objectives.focal
+    assert calls[0].batch == "tests.training.objectives:pair_shapes"

@@ -20,8 +20,10 @@ from maxlib.plan import _targets as targets
 from maxlib.plan._program import causal_trips, make_program
 from maxlib.plan._roofline import link_speeds
 from maxlib.plan._search import pareto
+from maxlib.sharding._presets import preset_name
 from tests.benchmarks.published import ROWS, Net
 from tests.nn.tiny import LLAMA
+from tests.plan.jobs import layout
 from tests.training import tiny
 
 CONFIG = dataclasses.replace(LLAMA, vocab=64, num_layers=4)
@@ -33,15 +35,14 @@ def bigram():
 
 @functools.cache
 def compiled():
-    return plan.plan(CONFIG, "cpu", sequence=16, mesh={"data": 2, "fsdp": 4}, rules=sharding.FSDP, dtype="float32")
+    return plan.plan(plan.Job(CONFIG, "cpu", layout=layout(data=2, fsdp=4), sequence=16, dtype="float32"))
 
 
 def test_a_compiled_plan_counts_what_training_holds():
     got = compiled()
-    mesh = sharding.make_mesh(data=2, fsdp=4)
-    layout = sharding.Layout(mesh, sharding.FSDP)
-    model = sharding.create(lambda: llama.Llama(CONFIG, rngs=tiny.nnx.Rngs(0)), layout)
-    with sharding.use(layout):
+    ours = sharding.Layout(sharding.make_mesh(data=2, fsdp=4), sharding.FSDP)
+    model = sharding.create(lambda: llama.Llama(CONFIG, rngs=tiny.nnx.Rngs(0)), ours)
+    with sharding.use(ours):
         state = training.make_state(model, training.adamw(1e-4, mask=training.decay_mask(model)))
     local = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
     assert got.compiled and got.fits and got.num_parameters == nn.num_parameters(state.trainable)
@@ -64,7 +65,7 @@ def test_the_report_reads():
     for words in (
         "5.",
         "on cpu: 8 x",
-        "mesh: data 2, fsdp 4",
+        "mesh: data 2, fsdp 4; strategy: fsdp; remat: full",
         "gradients",
         "fits:",
         "all-gather",
@@ -85,11 +86,11 @@ def test_a_causal_mask_leaves_about_half_the_blocks_that_a_device_cuts(heads, vi
 
 
 def test_jobs_travel_as_text():
-    job = plan.Job(
-        model=CONFIG, target="cpu", mesh={"fsdp": -1}, remat=("attn", "mlp"), rules=sharding.FSDP | sharding.SP
-    )
+    strategy = sharding.FSDP | sharding.SP | {"vocab": None}
+    loss = training.one_f_one_b()
+    job = plan.Job(CONFIG, "cpu", layout=layout(strategy, dcn={"data": 2}), remat=("attn", "mlp"), loss=loss)
     again = jobs.from_json(jobs.to_json(job))
-    assert again.model == CONFIG and again.remat == job.remat and again.rules == job.rules
+    assert again.model == CONFIG and again.remat == job.remat and again.layout == job.layout and again.loss == loss
     assert jobs.from_json(jobs.to_json(dataclasses.replace(job, model=bigram))).model is bigram
     with pytest.raises(ValueError, match="cannot be found by name in another process"):
         jobs.to_json(dataclasses.replace(job, model=lambda: None))
@@ -102,8 +103,9 @@ def test_a_model_that_does_not_fit_says_by_how_much():
 
 
 def test_where_sequences_are_split_between_matmuls_a_layer_holds_them_whole():
-    base = dict(model="llama3.2-1b", target="h100x8", sequence=4096, mesh={"fsdp": 2, "tensor": 4})
-    split, whole = (plan.estimated(plan.Job(**base, rules=rules)).analytic for rules in ("fsdp_tp_sp", "fsdp_tp"))
+    base = dict(model="llama3.2-1b", target="h100x8", sequence=4096)
+    make = lambda strategy: plan.Job(**base, layout=layout(strategy, fsdp=2, tensor=4))
+    split, whole = (plan.estimated(make(strategy)).analytic for strategy in ("fsdp_tp_sp", "fsdp_tp"))
     rows = 4 * 4096 * 2048 * 2  # of four devices, each with one row
     assert split.activations < 0.3 * whole.activations and 3.5 * rows < split.layer < whole.layer + 4 * rows
 
@@ -114,8 +116,8 @@ def test_what_waits_on_the_host_takes_time_to_travel():
         plan.estimated(plan.Job(**base, **more))
         for more in (
             {},
-            {"rules": "fsdp+offload_optimizer"},
-            {"rules": "fsdp+offload_optimizer+offload_layers"},
+            {"layout": layout("fsdp+offload_optimizer")},
+            {"layout": layout("fsdp+offload_optimizer+offload_layers")},
             {"remat": "qkv_offload"},
         )
     )
@@ -142,11 +144,8 @@ def test_the_published_networks_have_their_published_sizes_and_travel():
 
 MISTAKES = {
     "preset": (dict(model="llama9"), "no preset is called 'llama9'; there are"),
-    "degree": (dict(mesh={"fsdp": 3}), "needs 3 devices, but there are 8"),
-    "axis": (dict(mesh={"model": 8}), r"names \['model'\], but its axes are"),
-    "rules": (dict(rules="zero9"), "rules must be one of dp, zero1"),
-    "rule": (dict(rules={"embed": "model"}), "names the mesh axis 'model'"),
-    "heads": (dict(mesh={"tensor": 8}, rules="tp"), "of size [24] does not divide over 'tensor'"),
+    "degree": (dict(layout=layout(fsdp=3)), "needs 3 devices, but there are 8"),
+    "heads": (dict(layout=layout("tp", tensor=8)), "of size [24] does not divide over 'tensor'"),
     "batch": (dict(batch_per_chip=0.5), "4 in all, which must be a multiple of the 8 parts"),
     "attention": (dict(attention="flash"), "attention must be one of .*, mosaic_tpu, .*; got 'flash'"),
     "remat": (dict(remat="some"), "remat must be None, one of"),
@@ -154,29 +153,27 @@ MISTAKES = {
     "optimizer": (dict(optimizer="lion"), "optimizer must be 'adamw', 'sgd'"),
     "target": (dict(target="v5p-9"), "counts cores"),
     "none": (dict(target="h100x0"), "no hardware of 0 chips or slices"),
-    "two axes": (dict(rules={"embed": "fsdp", "mlp": "fsdp"}), "put .embed. and .mlp. both on the mesh axis .fsdp."),
+    "two axes": (
+        dict(layout=layout({"embed": "fsdp", "mlp": "fsdp"})),
+        "put .embed. and .mlp. both on the mesh axis .fsdp.",
+    ),
     "experts": (
-        dict(model="mixtral-8x7b", mesh={"expert": 16}, target="h100x16", rules="ep"),
+        dict(model="mixtral-8x7b", target="h100x16", layout=layout("ep", expert=16)),
         "'expert' of size 8 does",
     ),
-    "layers": (dict(mesh={"stage": 8}, rules="pp:8"), "4 repeats of layers cannot be cut into 8 stages"),
+    "layers": (dict(layout=layout("pp:8", stage=8)), "4 repeats of layers cannot be cut into 8 stages"),
     "sequence": (
-        dict(mesh={"fsdp": 2, "context": 4}, rules="fsdp+cp_ring", sequence=18),
+        dict(layout=layout("fsdp+cp_ring", fsdp=2, context=4), sequence=18),
         "of 18 tokens does not divide",
     ),
-    "accumulate": (dict(accumulate=0), r"must be positive; got \{'accumulate': 0\}"),
-    "hosts": (dict(dcn={"bogus": 7}), r"dcn names \['bogus'\], but the axes"),
-    "too many hosts": (dict(dcn={"data": 3}, target="h100x16"), "needs 3 hosts, but there are 2"),
+    "length": (dict(sequence=0), r"must be positive; got \{'sequence': 0\}"),
+    "too many hosts": (dict(layout=layout(dcn={"data": 3}), target="h100x16"), "needs 3 hosts, but there are 2"),
     "microbatches": (
-        dict(mesh={"stage": 4, "fsdp": 2}, rules="fsdp+pp:3"),
+        dict(layout=layout("fsdp+pp:3", stage=4, fsdp=2)),
         "cannot be cut into the pipeline's 3 micro",
     ),
-    "around": (dict(mesh={"stage": 4, "fsdp": 2}, rules="fsdp+pp:2x2"), "groups of 4 stages"),
-    "no pipeline": (dict(gradients="1f1b"), "give --rules fsdp.pp:8 --mesh stage=4"),
-    "both": (
-        dict(gradients="1f1b", accumulate=2, mesh={"stage": 4, "fsdp": 2}, rules="fsdp+pp:4"),
-        "leave out accumulate=2",
-    ),
+    "around": (dict(layout=layout("fsdp+pp:2x2", stage=4, fsdp=2)), "groups of 4 stages"),
+    "no pipeline": (dict(loss=training.one_f_one_b()), "give --strategy fsdp.pp:8 --mesh stage=4"),
     "kernel": (dict(attention="mosaic_tpu"), "runs on tpu, not on h100x8; take one of mosaic_gpu"),
     "options": (dict(options=xla_flags.options("tpu-overlap")), "the compiler for h100x8 has no option xla_tpu_"),
     "gpu options": (dict(options=xla_flags.options("gpu-overlap"), target="v5e-16"), "v5e-16 has no option xla_gpu_"),
@@ -188,6 +185,36 @@ def test_mistakes_are_named(case):
     changes, words = MISTAKES[case]
     with pytest.raises(ValueError, match=words):
         plan.estimated(plan.Job(**({"model": CONFIG, "target": "h100x8", "sequence": 16} | changes)))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: layout(fdsp=8), r"mesh: no mesh axis is named 'fdsp' \(is 'fsdp' meant\?\); the axes are stage, data"),
+        (lambda: layout(dcn={"dat": 2}), r"dcn: no mesh axis is named 'dat' \(is 'data' meant\?\)"),
+        (lambda: layout({"embed": "fdsp"}), r"names the mesh axis 'fdsp', but the mesh has .* \(is 'fsdp' meant\?\)"),
+        (lambda: layout("zero9"), "a strategy must be one of dp, zero1"),
+        (lambda: layout().mesh.shape, "has no devices yet: take layout.on"),
+        (lambda: sharding.use(layout()).__enter__(), "has no devices yet: take layout.on"),
+        (lambda: layout(fsdp=8).on(jax.devices()).on(jax.devices()), "has a mesh already"),
+    ],
+)
+def test_mistakes_in_a_layout_are_named_before_there_is_a_job(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_the_layout_of_a_trainer_is_planned_on_other_devices_of_that_number():
+    placed = layout("fsdp_tp", fsdp=-1, tensor=2).on(jax.devices())
+    assert placed == sharding.Layout(sharding.make_mesh(fsdp=4, tensor=2), sharding.FSDP_TP)
+    job = plan.Job(CONFIG, "h100x8", layout=placed, sequence=16)
+    want = dataclasses.replace(job, layout=layout("fsdp_tp", fsdp=4, tensor=2))
+    assert moved(plan.estimated(jobs.from_json(jobs.to_json(job)))) == moved(plan.estimated(want))
+
+
+@pytest.mark.parametrize("name", [*sharding.PRESETS, "fsdp_tp_sp+cp_ring+pp:16x2", "ep+exchange_ragged+pp:4"])
+def test_a_report_names_a_strategy_as_the_command_line_does(name):
+    assert sharding.preset(preset_name(sharding.preset(name))) == sharding.preset(name)
 
 
 def test_the_command_says_what_is_wrong(capsys):
@@ -202,7 +229,7 @@ def test_the_command_says_what_is_wrong(capsys):
 
 
 def test_a_search_in_which_nothing_fits_ends_like_a_plan_that_does_not_fit(capsys, monkeypatch):
-    layouts = [({"fsdp": -1}, "fsdp")]
+    layouts = [layout()]
     monkeypatch.setattr(
         command, "search", functools.partial(plan.search, layouts=layouts, batches=(1,), remats=("full",))
     )
@@ -211,8 +238,9 @@ def test_a_search_in_which_nothing_fits_ends_like_a_plan_that_does_not_fit(capsy
 
 
 def test_a_search_orders_what_fits_by_speed():
-    layouts = [({"fsdp": -1}, "fsdp"), ({"fsdp": 2, "tensor": 4}, "fsdp_tp_sp"), ({"fsdp": 3}, "fsdp")]
-    found = plan.search("llama3-8b", "h100x8", layouts=layouts, batches=(1, 64), remats=("full",), sequence=4096)
+    layouts = [layout(), layout("fsdp_tp_sp", fsdp=2, tensor=4), layout(fsdp=3)]
+    job = plan.Job("llama3-8b", "h100x8", sequence=4096)
+    found = plan.search(job, layouts=layouts, batches=(1, 64), remats=("full",))
     assert found.best.fits and len(found.plans) == 4 and len(found.refused) == 2
     speeds = [p.tokens / p.estimate.serial for p in found.plans if p.fits and p.estimate]
     assert speeds == sorted(speeds, reverse=True) and any(not p.fits for p in found.plans)
@@ -220,7 +248,7 @@ def test_a_search_orders_what_fits_by_speed():
     assert [p.peak for p in front] == sorted(p.peak for p in front)
     assert "layouts in" in str(found)
     with pytest.raises(ValueError, match=r"no layout fits h100: .* GiB more than there is"):
-        _ = plan.search("llama3-70b", "h100", layouts=layouts[:1], batches=(1,), remats=("full",)).best
+        _ = plan.search(plan.Job("llama3-70b", "h100"), layouts=layouts[:1], batches=(1,), remats=("full",)).best
 
 
 def test_remat_and_tensor_parallelism_shrink_the_analytic_model():
@@ -228,7 +256,7 @@ def test_remat_and_tensor_parallelism_shrink_the_analytic_model():
     full, none = (plan.estimated(plan.Job(**base, remat=remat)).analytic for remat in ("full", None))
     layer_inputs = 32 * 4096 * 4096 * 2
     assert full.activations == pytest.approx(layer_inputs, rel=0.2) and none.activations > 10 * full.activations
-    split = plan.estimated(plan.Job(**base, mesh={"fsdp": 2, "tensor": 4}, rules="fsdp_tp_sp")).analytic
+    split = plan.estimated(plan.Job(**base, layout=layout("fsdp_tp_sp", fsdp=2, tensor=4))).analytic
     assert split.parameters == pytest.approx(full.parameters, rel=1e-3) and math.isfinite(split.total)
 
 
@@ -243,7 +271,7 @@ def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
     """libtpu's program for Mixtral-8x7B, 8 experts x context 2, moves 12.000 GiB ragged, as its estimate says."""
     sizes = dict(vocab=64, num_layers=4, dim=32, expert_dim=48, num_heads=4, num_kv_heads=2, head_dim=8)
     cfg = mixtral.Config(**sizes, rope=ops.Rope(8), num_experts=8, top_k=2)
-    got = plan.estimated(plan.Job(model=cfg, target="h100x8", sequence=16, mesh={"expert": 8}, rules="ep" + how))
+    got = plan.estimated(plan.Job(cfg, "h100x8", layout=layout("ep" + how, expert=8), sequence=16))
     found, experts = moved(got), 4 * 8 * 3 * 32 * 48
     # Out and back, in the forward pass, again, and backward, two bytes a number.
     assert found[kind, "expert"] == 6 * 4 * room * 2 * (16 * 32 * 2)
@@ -253,10 +281,10 @@ def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
 
 def test_a_pipeline_that_idles_is_estimated_to():
     """libtpu counts 1.59 times the model's arithmetic for Llama3.2-1B in pp:8 on 4 stages, the estimate 1.67."""
-    base = dict(model=CONFIG, target="h100x8", batch_per_chip=2, sequence=16, mesh={"stage": 4, "fsdp": 2})
+    base, piped = dict(batch_per_chip=2, sequence=16), lambda name: layout(name, stage=4, fsdp=2)
     long, short, early = (
-        plan.estimated(plan.Job(**base, **more))
-        for more in ({"rules": "fsdp+pp:8"}, {"rules": "fsdp+pp:1"}, {"rules": "fsdp+pp:8", "gradients": "1f1b"})
+        plan.estimated(plan.Job(CONFIG, "h100x8", layout=piped(name), **base, **more))
+        for name, more in (("fsdp+pp:8", {}), ("fsdp+pp:1", {}), ("fsdp+pp:8", {"loss": training.one_f_one_b()}))
     )
     head = 6 * 64 * 32 * (16 * 16) / 8
     assert (short.costs.flops - head) / (long.costs.flops - head) == pytest.approx(4 / (11 / 8))
@@ -271,16 +299,57 @@ def test_a_pipeline_that_idles_is_estimated_to():
 
 def test_keys_and_values_of_a_split_sequence_are_estimated():
     """libtpu's programs hold the same permutes: two bfloat16 arrays in each pass, and two float32 ones backward."""
-    base = dict(model=CONFIG, target="h100x8", batch_per_chip=1 / 4, sequence=64, mesh={"fsdp": 2, "context": 4})
-    found = {
-        way: moved(plan.estimated(plan.Job(**base, rules=f"fsdp+cp_{way}"))) for way in ("ring", "gather", "ulysses")
-    }
+    base = dict(model=CONFIG, target="h100x8", batch_per_chip=1 / 4, sequence=64)
+    split = lambda way: layout(f"fsdp+cp_{way}", fsdp=2, context=4)
+    found = {way: moved(plan.estimated(plan.Job(**base, layout=split(way)))) for way in ("ring", "gather", "ulysses")}
     keys, queries = 4 * (2 * 2 * 12) * 16 * 2, 4 * (2 * 4 * 12) * 16 * 2  # layers, numbers of a token, tokens, bytes
     assert found["ring"]["collective-permute", "context"] == (3 + 2) * 4 * keys
     assert found["gather"]["all-gather", "context"] == 2 * found["gather"]["reduce-scatter", "context"] == 2 * 4 * keys
     assert found["ulysses"]["all-to-all", "context"] == 3 * (queries + keys)
     for one in found.values():
         assert one["all-reduce", "context"] == one["reduce-scatter", "fsdp"] / 2  # their own part of the gradients
+
+
+@pytest.mark.parametrize(
+    ("strategy", "degrees"),
+    [
+        ("fsdp_tp+cp_ring", {"fsdp": 2, "tensor": 2, "context": 2}),
+        ("dp+cp_gather", {"data": 2, "context": 4}),
+        ("fsdp_tp+cp_ulysses", {"fsdp": 2, "tensor": 2, "context": 2}),
+    ],
+)
+def test_plain_rules_cost_what_the_strategies_do_that_write_them(strategy, degrees):
+    """The costs of `DataParallel`, `FullyShard`, `TensorParallel` and of a split sequence follow from the rules."""
+    ours = layout(strategy, **degrees)
+    job = plan.Job(CONFIG, "h100x8", layout=ours, batch_per_chip=1 / 2, sequence=64)
+    plain = dataclasses.replace(job, layout=layout(dict(ours.rules), **degrees))
+    assert moved(plan.estimated(job)) == moved(plan.estimated(plain)) != {}
+
+
+def test_a_strategy_that_states_no_costs_leaves_those_of_its_rules():
+    @dataclasses.dataclass(frozen=True)
+    class Own(sharding.Strategy):
+        slot = "sequence"
+
+        def apply(self, rules):
+            return {**rules, "seq": "context", "q_seq": "context", "kv_seq": "context"}
+
+    @dataclasses.dataclass(frozen=True)
+    class Stated(Own):
+        def traffic(self, step):
+            yield "all-to-all", ("context",), 3.0 * step.tokens
+
+        def host_copies(self, step):
+            return 5.0, 7.0
+
+    def estimated(strategy):
+        own = layout(sharding.FSDP | strategy, fsdp=2, context=4)
+        return plan.estimated(plan.Job(CONFIG, "h100x8", layout=own, batch_per_chip=1 / 4, sequence=64))
+
+    ring, rules, stated = map(estimated, (sharding.CP_RING, Own(), Stated()))
+    assert moved(rules) == moved(ring) and moved(stated)["all-to-all", "context"] == 3 * 16
+    assert ("collective-permute", "context") not in moved(stated)
+    assert (stated.costs.to_host, stated.costs.from_host) == (5.0, 7.0)
 
 
 def test_an_estimate_says_that_nothing_was_compiled():
@@ -291,11 +360,11 @@ def test_an_estimate_says_that_nothing_was_compiled():
 
 def test_a_mesh_of_gpus_spreads_over_hosts_as_dcn_says():
     def estimated(**degrees):
-        return plan.estimated(plan.Job(model=CONFIG, target="h100x16", sequence=16, rules="dp", **degrees))
+        return plan.estimated(plan.Job(CONFIG, "h100x16", layout=layout("dp", **degrees), sequence=16))
 
-    got = estimated(mesh={"fsdp": 8}, dcn={"data": -1})
+    got = estimated(fsdp=8, dcn={"data": -1})
     assert (got.mesh["data"], got.mesh["fsdp"]) == (2, 8)
-    inner = estimated(mesh={"data": 2, "fsdp": 4}, dcn={"fsdp": 2})
+    inner = estimated(data=2, fsdp=4, dcn={"fsdp": 2})
     assert (inner.mesh["data"], inner.mesh["fsdp"]) == (2, 8)
     words = "data 450 GB/s, fsdp 200 GB/s"  # four ways out of a host
     assert words in str(inner) and "data 50 GB/s, fsdp 450 GB/s" in str(got)
@@ -307,7 +376,7 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 @needs_libtpu
 @pytest.mark.full
 def test_llama2_7b_on_four_chips_is_no_larger_than_the_peer():
-    got = plan.plan("llama2-7b", "v5p-8")
+    got = plan.plan(plan.Job("llama2-7b", "v5p-8"))
     assert got.peak <= 29.04 * 2**30 and got.analytic.total == pytest.approx(got.peak, rel=0.1)
     # Layers' weights come twice and their gradients go once, in bfloat16. What else travels is rows: of lookups, and to
     # the head.
@@ -324,8 +393,7 @@ def test_llama2_7b_on_four_chips_is_no_larger_than_the_peer():
 @pytest.mark.full
 def test_a_kernel_counts_about_what_blockwise_attention_does():
     chunked, kernel = (
-        plan.plan(CONFIG, "v5p-8", batch_per_chip=1, sequence=4096, attention=name)
-        for name in ("chunked", "mosaic_tpu")
+        plan.plan(plan.Job(CONFIG, "v5p-8", sequence=4096, attention=name)) for name in ("chunked", "mosaic_tpu")
     )
     assert chunked.costs.unknown_loops > 0 and kernel.costs.unknown_loops == 0
     # The forward pass runs twice, and backward there are seven matmuls in two kernels, five in blocks. Tiles on the
@@ -337,7 +405,7 @@ def test_a_kernel_counts_about_what_blockwise_attention_does():
 
 def test_gpus_are_linked_within_a_host_and_each_has_a_way_out_of_it():
     def speeds(**mesh):
-        job = plan.Job(model=CONFIG, target="h100x16", sequence=16, mesh=mesh, rules="dp")
+        job = plan.Job(CONFIG, "h100x16", layout=layout("dp", **mesh), sequence=16)
         return make_program(job).mesh, plan.parse_target("h100x16")
 
     near, out = 4.5e11, 5e10
@@ -351,13 +419,17 @@ def test_gpus_are_linked_within_a_host_and_each_has_a_way_out_of_it():
 def test_without_a_compiler_for_gpus_a_plan_estimates_and_says_what_to_install(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if "cuda" in name else find(name, *rest))
-    text = str(plan.plan(CONFIG, "h100x8", sequence=16))
+    text = str(plan.plan(plan.Job(CONFIG, "h100x8", sequence=16)))
     assert "analytic model only" in text and 'pip install "maxlib[cuda]"' in text
 
 
 def test_what_gpus_send_to_the_host_is_estimated(monkeypatch):
     monkeypatch.setattr(programs, "has_gpu_compiler", lambda: True)
-    for change in (dict(rules="fsdp+offload_optimizer"), dict(remat={"q": "offload"}), dict(remat="qkv_offload")):
+    for change in (
+        dict(layout=layout("fsdp+offload_optimizer")),
+        dict(remat={"q": "offload"}),
+        dict(remat="qkv_offload"),
+    ):
         assert "without the host's memory" in programs.refused(plan.Job(model=CONFIG, target="h100x8", **change))
     assert programs.refused(plan.Job(model=CONFIG, target="h100x8", remat={"q": "keep"})) is None
 
@@ -369,7 +441,7 @@ needs_cuda = pytest.mark.skipif(not targets.has_gpu_compiler(), reason="needs ja
 @pytest.mark.full
 @pytest.mark.parametrize("attention", [None, "mosaic_gpu"])
 def test_a_step_compiles_for_gpus_that_are_not_there(attention):
-    got = plan.plan("llama2-7b", "h100x16", sequence=2048, attention=attention)
+    got = plan.plan(plan.Job("llama2-7b", "h100x16", sequence=2048, attention=attention))
     assert got.compiled and got.fits and got.analytic.total == pytest.approx(got.peak, rel=0.1)
     assert 1.15 < got.costs.flops * 16 / got.model_flops < 1.35
     # Weights come twice and their gradients go once, in bfloat16; rows travel to embedding and head.
@@ -384,8 +456,9 @@ def test_a_step_compiles_for_gpus_that_are_not_there(attention):
 @pytest.mark.full
 def test_a_1f1b_pipeline_needs_less_memory_and_no_more_arithmetic():
     """Beside full remat, 16 microbatches on 4 stages idle in 3 of 19 ticks; what moves between stages is small."""
-    job = {"sequence": 4096, "batch_per_chip": 4, "mesh": {"stage": 4, "fsdp": 4}, "rules": "fsdp+pp:16"}
-    gpipe, early = (plan.plan("llama3-8b", "v5p-32", **job, gradients=one) for one in (None, "1f1b"))
+    piped = layout("fsdp+pp:16", stage=4, fsdp=4)
+    job = plan.Job("llama3-8b", "v5p-32", layout=piped, sequence=4096, batch_per_chip=4)
+    gpipe, early = plan.plan(job), plan.plan(dataclasses.replace(job, loss=training.one_f_one_b()))
     assert early.peak < 0.8 * gpipe.peak and early.analytic.total == pytest.approx(early.peak, rel=0.1)
     for got in (gpipe, early):
         assert got.costs.flops * 16 / got.model_flops < 1.26 * 19 / 16
@@ -394,14 +467,14 @@ def test_a_1f1b_pipeline_needs_less_memory_and_no_more_arithmetic():
             one.bytes for one in got.costs.collectives if one.axes == ("stage",) and "permute" in one.kind
         )
         assert 0 < activations < 3.5 * 2**30
-    with pytest.raises(ValueError, match="gradients must be None .autodiff. or '1f1b'"):
-        plan.plan("llama3-8b", "v5p-32", gradients="2f2b")
 
 
 @needs_libtpu
 @pytest.mark.full
 def test_what_is_on_the_host_is_not_on_the_device():
-    usual, offloaded = (plan.plan("llama3.2-1b", "v5e-16", rules=rules) for rules in ("fsdp", "fsdp+offload_optimizer"))
+    usual, offloaded = (
+        plan.plan(plan.Job("llama3.2-1b", "v5e-16", layout=layout(name))) for name in ("fsdp", "fsdp+offload_optimizer")
+    )
     assert usual.host == 0 and offloaded.host == pytest.approx(usual.optimizer, rel=0.01)
     assert usual.peak - offloaded.peak > 0.95 * usual.optimizer
     assert offloaded.costs.from_host == pytest.approx(offloaded.host, rel=0.01)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, ops, sharding, training
-from maxlib.models import deepseek, gemma2, gemma3, gpt2
+from maxlib.models import deepseek, gemma2, gemma3, gpt2, mixtral
 from maxlib.plan._hlo import read_costs
 from tests.nn.tiny import tiny_llama
 from tests.sharding.test_context import batch
@@ -53,6 +53,12 @@ def experts(num_layers=5, num_dense=1):
     return deepseek.DeepSeek(deepseek.Config(version=3, **size, **latent, **routing), rngs=nnx.Rngs(0))
 
 
+def mixture(num_layers=4):
+    size = {"vocab": 64, "dim": 32, "expert_dim": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    cfg = mixtral.Config(**size, num_layers=num_layers, rope=ops.Rope(8), num_experts=4, top_k=2)
+    return mixtral.Mixtral(cfg, rngs=nnx.Rngs(0))
+
+
 def rows(count: int):
     return jax.tree.map(lambda a: np.concatenate([a] * (count // 2)), batch())
 
@@ -82,9 +88,9 @@ MORE = {
 MORE["a vocabulary over stages"] = (llama, {"stage": 4, "fsdp": 2}, sharding.FSDP | PP | VOCAB, "full")
 
 
-# By default one schedule goes around twice, the other does not.
-ONCE, TWICE = ([pytest.param(case, marks=() if case == one else pytest.mark.full) for case in CASES | MORE]
-               for one in ("dense", "uneven, twice around"))  # fmt: skip
+# By default one goes around twice; 1F1B once, below, with positions that are learned.
+BY_DEFAULT = "uneven, twice around, data"
+TWICE = [pytest.param(case, marks=() if case == BY_DEFAULT else pytest.mark.full) for case in CASES | MORE]
 
 
 @pytest.mark.parametrize("case", TWICE)
@@ -96,7 +102,11 @@ def test_loss_and_gradients_are_those_of_one_device(case):
     layout = sharding.Layout(mesh, rules)
     spread = jax.device_put(model, sharding.shardings(model, layout))
     with sharding.use(layout):
-        got = loss_and_gradients(*nn.partition(spread), data, remat=remat)
+        arguments = *nn.partition(spread), data
+        program = loss_and_gradients.lower(*arguments, remat=remat).compile(compiler_options=QUICKLY)
+        got = program(*arguments)
+    if case == BY_DEFAULT:
+        assert_summed_once(program, mesh, want[1])
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     for path, gradient in want[1].items():
         np.testing.assert_allclose(got[1][path], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=path)
@@ -185,8 +195,9 @@ def test_what_does_not_fit_is_said():
     sharding.Pipeline("stage", microbatches=1, repeats=1)
 
 
-def test_experts_report_the_mean_over_microbatches():
-    model, tokens = jax.jit(experts)(), rows(8)["tokens"]
+@pytest.mark.parametrize("build", [mixture, pytest.param(experts, marks=pytest.mark.full)])
+def test_experts_report_the_mean_over_microbatches(build):
+    model, tokens = jax.jit(build)(), rows(8)["tokens"]
     run = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).aux)
     want = run(model, tokens)
     with sharding.use(sharding.Layout(sharding.make_mesh(stage=4, data=2), sharding.DP | PP)):
@@ -198,11 +209,12 @@ def test_experts_report_the_mean_over_microbatches():
 @functools.partial(jax.jit, static_argnames="remat")
 def one_f_one_b(params, rest, data, remat=None):
     loss = functools.partial(training.next_token_loss, dtype=jnp.float32, remat=remat)
-    grads, mean, stats = training.one_f_one_b(loss)(params, rest, data, jax.random.key(0))
+    grads, mean, stats = training.one_f_one_b(loss).gradients(params, rest, data, jax.random.key(0))
     return mean * stats.num_targets, jax.tree.map(lambda g: g * stats.num_targets, grads), stats.sums
 
 
-@pytest.mark.parametrize("case", ONCE)
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES | MORE)
 def test_one_f_one_b_gives_the_loss_and_gradients_of_one_device(case):
     build, degrees, rules, remat = (CASES | MORE)[case]
     model, data = jax.jit(build)(), rows(8)
@@ -222,21 +234,26 @@ def test_one_f_one_b_gives_the_loss_and_gradients_of_one_device(case):
 def test_stages_choose_together_how_tokens_travel():
     """One of both ways is computed; a choice of each stage by itself would be a select of both."""
     layout = sharding.Layout(sharding.make_mesh(stage=2, expert=4), sharding.EP | PP)
-    model = jax.eval_shape(experts)
+    model = jax.eval_shape(mixture)
     with sharding.use(layout):
         hidden = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).hidden)
         assert hidden.lower(model, rows(8)["tokens"]).as_text().count("stablehlo.case") == 1
 
 
+def assert_summed_once(program, mesh, gradients) -> None:
+    """Gradients are summed over data as often as there are arrays, and not in every tick."""
+    found = [one for one in read_costs(program.as_text(), dict(mesh.shape)).collectives if "data" in one.axes]
+    assert {one.kind for one in found} == {"all-reduce"} and sum(one.runs for one in found) <= len(gradients) + 4
+    assert sum(one.bytes for one in found) < 1.1 * sum(x.size for x in gradients.values()) * 4
+
+
+@pytest.mark.full
 def test_gradients_are_summed_over_data_once():
-    """As often as there are arrays, and not in every tick."""
     layout = sharding.Layout(sharding.make_mesh(stage=2, data=2, devices=jax.devices()[:4]), sharding.DP | PP)
     params, rest = nn.partition(jax.eval_shape(llama))
     with sharding.use(layout):
         program = loss_and_gradients.lower(params, rest, rows(8)).compile(compiler_options=QUICKLY)
-    found = [one for one in read_costs(program.as_text(), dict(layout.mesh.shape)).collectives if "data" in one.axes]
-    assert {one.kind for one in found} == {"all-reduce"} and sum(one.runs for one in found) <= len(params) + 4
-    assert sum(one.bytes for one in found) < 1.1 * sum(x.size for x in params.values()) * 4
+    assert_summed_once(program, layout.mesh, params)
 
 
 def scaled():
@@ -256,9 +273,12 @@ def positioned():
 @pytest.mark.parametrize("build", [pytest.param(scaled, marks=pytest.mark.full), positioned])
 def test_one_f_one_b_enters_as_the_model_does(build):
     model, data = jax.jit(build)(), rows(8)
+    data["targets"][:3, :9] = -1  # microbatches with other numbers of targets
     want = loss_and_gradients(*nn.partition(model), data)
-    with sharding.use(sharding.Layout(sharding.make_mesh(stage=2, devices=jax.devices()[:2]), sharding.DP | PP)):
-        got = one_f_one_b(*nn.partition(model), data)
+    layout = sharding.Layout(sharding.make_mesh(stage=2, fsdp=2, devices=jax.devices()[:4]), sharding.FSDP | PP)
+    spread = jax.device_put(model, sharding.shardings(model, layout))
+    with sharding.use(layout):
+        got = one_f_one_b(*nn.partition(spread), data)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     # A bias of keys has no gradient, no softmax sees it: what is computed there is noise.
     noise = 1e-7 * max(np.abs(gradient).max() for gradient in want[1].values())

@@ -124,7 +124,7 @@ def raises(host: int, directory: str) -> None:
 def export(host: int, directory: str) -> None:
     """The host that writes is refused, when the others are ready to gather with it."""
     model = lambda: tiny.llama(rope=ops.Rope(12, max_length=64))
-    trainer = small(model, exports=[training.HuggingFaceExport(directory, every=2)])
+    trainer = small(model, callbacks=[training.HuggingFaceExport(directory, every=2)])
     trainer.fit(5)
     print(trainer.step)
 

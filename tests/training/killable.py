@@ -135,14 +135,13 @@ def make_trainer(directory: Path, watch: Watch) -> training.Trainer:
         optimizer=training.adamw(1e-2, mask=training.decay_mask(model)),
         loss=tiny.loss,
         loader=loader(watch, seed=0, documents=400),
-        eval_loader=loader(watch, seed=1, documents=12),
-        eval_every=4,
+        evaluation=training.Evaluation(loader(watch, seed=1, documents=12), every=4),
         directory=directory,
         checkpointer=checkpoint.Tiers(
             checkpoint.Checkpointer(directory / "near", every=2, keep=1),
             checkpoint.Checkpointer(directory / "checkpoints", every=4, keep=2, best=checkpoint.Best("eval/loss")),
         ),
-        exports=[
+        callbacks=[
             training.HuggingFaceExport(directory / "exports", every=8),
             training.ParameterExport(directory / "parameters", every=12),
         ],

@@ -114,12 +114,10 @@ def train(model: Any, directory: Path, times: int, record: Recorder, *, hugging_
         optimizer=training.adamw(1e-3, mask=training.decay_mask(model)),
         loss=tiny.loss,
         loader=loader_of(seed=0),
-        eval_loader=loader_of(seed=1, num_batches=2),
-        eval_every=10,
+        evaluation=training.Evaluation(loader_of(seed=1, num_batches=2), every=10),
         directory=directory,
         checkpointer=checkpoint.Checkpointer(directory / "run", every=1, keep=2, best=checkpoint.Best("eval/loss")),
-        exports=exports,
-        callbacks=[(1, lambda _: record(settle))],
+        callbacks=[*exports, (1, lambda _: record(settle))],
     )
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
         ours.fit(times)

@@ -80,11 +80,14 @@ def packed(model, batch):
 def test_no_module_looks_beyond_its_document(model, batch, packed):
     """Each document alone, a row each, gives the same; and where the next token is unknown nothing is valid."""
     places = list(documents())
-    alone, segments = np.zeros((2, len(places), SEQ), np.int32)
+    # As many rows at a time as `packed` has: one program for both.
+    alone, segments = np.zeros((2, -(-len(places) // len(LENGTHS)) * len(LENGTHS), SEQ), np.int32)
     for i, (row, start, stop) in enumerate(places):
         alone[i, : stop - start] = batch["tokens"][row, start:stop]
         segments[i, : stop - start] = 1
-    _, modules, _ = jax.tree.map(np.asarray, run(model, jnp.asarray(alone), jnp.asarray(segments)))
+    cut = lambda x: jnp.asarray(x).reshape(-1, len(LENGTHS), SEQ)
+    runs = [jax.device_get(run(model, *one)) for one in zip(cut(alone), cut(segments), strict=True)]
+    modules = jax.tree.map(lambda *parts: np.concatenate(parts), *[modules for _, modules, _ in runs])
     for depth, (module, want) in enumerate(zip(packed[1], modules, strict=True), start=1):
         expected = np.zeros((len(LENGTHS), SEQ), bool)
         for i, (row, start, stop) in enumerate(places):
@@ -96,11 +99,11 @@ def test_no_module_looks_beyond_its_document(model, batch, packed):
 
 def test_a_module_is_what_the_paper_says(model, batch, packed):
     """Without padding: norms, the next token's embedding first, projection, block, norm."""
-    module, hidden, tokens = model.mtp[0], packed[0].hidden[:1, :7], batch["tokens"][:1, :7]
+    module, hidden, tokens = model.mtp[0], packed[0].hidden[:1, :7], np.asarray(batch["tokens"])[:1, :7]
     norm = lambda x: x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + CFG.norm_eps)
-    x = np.concatenate([norm(np.asarray(model.embed.w[tokens[:, 1:]])), norm(hidden[:, :-1])], axis=-1)
-    ctx = nn.context(1, 6)
-    want = module.block(jnp.asarray(x @ np.asarray(module.project.w[...]).T), ctx, None)[0]
+    x = np.concatenate([norm(np.asarray(model.embed.w[...])[tokens[:, 1:]]), norm(hidden[:, :-1])], axis=-1)
+    block = jax.jit(lambda block, x: block(x, nn.context(1, 6), None)[0])
+    want = block(module.block, jnp.asarray(x @ np.asarray(module.project.w[...]).T))
     np.testing.assert_allclose(packed[1][0].hidden[:1, :6], norm(np.asarray(want)), atol=2e-5)
 
 

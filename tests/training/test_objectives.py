@@ -1,6 +1,7 @@
 """Losses defined outside of maxlib: with microbatches, on meshes, in 1F1B pipelines; with a frozen reference."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def batch(seed=0):
 
 
 def by_autodiff(loss):
-    """Gradients, mean and statistics, as `training.one_f_one_b` gives them."""
+    """Gradients, mean and statistics, as `training.one_f_one_b(loss).gradients` gives them."""
 
     def gradients(params, rest, data, key):
         def mean(params):
@@ -82,9 +83,8 @@ def check(got, want):
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_outside_loss_is_its_formula(name):
     data = batch()
-    hidden = model()(
-        jnp.asarray(data["tokens"]), segment_ids=jnp.asarray(data["segment_ids"]), dtype=jnp.float32
-    ).hidden
+    run = jax.jit(lambda model, tokens, ids: model(tokens, segment_ids=ids, dtype=jnp.float32).hidden)
+    hidden = run(model(), data["tokens"], data["segment_ids"])
     logits = np.asarray(hidden, np.float64) @ np.asarray(model().head_weight(), np.float64).T
     counts, index = data["targets"] >= 0, np.maximum(data["targets"], 0)[..., None]
 
@@ -101,6 +101,13 @@ def test_an_outside_loss_is_its_formula(name):
     np.testing.assert_allclose(alone(name)[1], want, rtol=1e-5)
 
 
+def few(chosen, *all_of):
+    """The product, of which only `chosen` is not `full`."""
+    product = set(itertools.product(*all_of))
+    assert product.issuperset(chosen)
+    return [*chosen, *(pytest.param(*one, marks=pytest.mark.full) for one in sorted(product - set(chosen)))]
+
+
 MESHES = {
     "fsdp x tensor": ({"fsdp": 4, "tensor": 2}, sharding.FSDP_TP),
     "data x context": ({"data": 2, "context": 4}, sharding.DP | sharding.CP_RING),
@@ -108,8 +115,10 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", LOSSES)
+# By default each loss on one mesh; 1F1B below stands for GPipe.
+@pytest.mark.parametrize(
+    ("name", "mesh"), few([("focal", "data x context"), ("pairs in a row", "fsdp x tensor")], LOSSES, MESHES)
+)
 def test_on_a_mesh_as_on_one_device(name, mesh):
     degrees, rules = MESHES[mesh]
     layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
@@ -124,22 +133,21 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("mesh", PIPELINES)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "mesh"), few([("pairs in a row", "data x tensor")], LOSSES, PIPELINES))
 def test_in_a_1f1b_pipeline_as_on_one_device(name, mesh):
     degrees, rules = PIPELINES[mesh]
     layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
     spread = jax.device_put(model(), sharding.shardings(model(), layout))
     with sharding.use(layout):
-        check(run(training.one_f_one_b(LOSSES[name]), spread, batch()), alone(name))
+        check(run(training.one_f_one_b(LOSSES[name]).gradients, spread, batch()), alone(name))
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [pytest.param("focal", marks=pytest.mark.full), "pairs in a row"])
 def test_microbatches_make_the_whole(name):
     optimizer = optax.sgd(1.0)
 
-    def step(accumulate):
-        run = tiny.jit_step(training.make_train_step(LOSSES[name], optimizer, accumulate=accumulate))
+    def step(microbatches):
+        run = tiny.jit_step(training.make_train_step(training.accumulate(LOSSES[name], microbatches), optimizer))
         state = training.make_state(jax.tree.map(jnp.copy, model()), optimizer)
         return jax.device_get(run(state, jax.tree.map(jnp.asarray, batch())))
 
@@ -172,7 +180,7 @@ class Pairs(tiny.Loader):
         return batch(self.next)
 
 
-@pytest.mark.parametrize("mesh", [None, {"fsdp": 8}])
+@pytest.mark.parametrize("mesh", [None, pytest.param({"fsdp": 8}, marks=pytest.mark.full)])
 def test_a_frozen_reference_beside_the_policy_trains_as_one_in_the_batch(mesh, monkeypatch):
     monkeypatch.setattr("maxlib.training._trainer.jit_step", tiny.jit_step)
     score = jax.jit(lambda m, b: against_scores(m, b), compiler_options=tiny.QUICKLY)
@@ -212,8 +220,8 @@ def test_a_plain_loss_may_run_the_model_twice_on_nested_batches():
     data = {half: tiny.batch(ROWS, 12, vocab=64, seed=seed) for seed, half in enumerate(("chosen", "rejected"))}
     optimizer = optax.sgd(1.0)
 
-    def step(layout=None, accumulate=1):
-        run = tiny.jit_step(training.make_train_step(objectives.contrast, optimizer, accumulate=accumulate))
+    def step(layout=None, microbatches=1):
+        run = tiny.jit_step(training.make_train_step(training.accumulate(objectives.contrast, microbatches), optimizer))
         own = training.own_model(model(), layout)
         state = training.make_state(own, optimizer)
         return jax.device_get(run(state, training.place_batch(data, layout)))
@@ -221,7 +229,7 @@ def test_a_plain_loss_may_run_the_model_twice_on_nested_batches():
     whole, metrics = step()
     layout = sharding.Layout(sharding.make_mesh(fsdp=4, devices=jax.devices()[:4]), sharding.FSDP)
     with sharding.use(layout):
-        spread = step(layout, accumulate=2)
+        spread = step(layout, microbatches=2)
     assert metrics["num_targets"] == ROWS
     for name in ("loss", "margin", "grad_norm"):
         np.testing.assert_allclose(spread[1][name], metrics[name], rtol=1e-5)
@@ -241,10 +249,10 @@ def test_what_a_pipeline_cannot_divide_is_refused():
     args = (*nn.partition(jax.eval_shape(model)), batch(), jax.random.key(0))
     with sharding.use(sharding.Layout(mesh, sharding.DP | PP)):
         with pytest.raises(ValueError, match="num_targets must be a function of the batch alone"):
-            jax.eval_shape(training.one_f_one_b(counted), *args)
+            jax.eval_shape(training.one_f_one_b(counted).gradients, *args)
         args[2]["lengths"] = np.zeros(3, np.int32)
         with pytest.raises(ValueError, match=r"batch\['lengths'\] must have the 8 rows"):
-            jax.eval_shape(training.one_f_one_b(), *args)
+            jax.eval_shape(training.one_f_one_b().gradients, *args)
 
 
 def test_a_loss_says_what_it_takes():

@@ -13,6 +13,7 @@ import maxlib
 from maxlib import checkpoint, nn, ops, plan, sharding, training
 from maxlib.models import llama
 from maxlib.training._restore import items_of
+from tests.plan.jobs import layout
 from tests.plan.test_plan import CONFIG
 from tests.training import tiny
 
@@ -124,7 +125,7 @@ def test_a_backend_without_that_memory_is_named(monkeypatch):
 def test_plans_count_the_host_by_itself():
     job = functools.partial(plan.Job, model=CONFIG, target="h100x8", sequence=16)
     usual = plan.estimated(job())
-    offloaded = plan.estimated(job(rules="fsdp+offload_optimizer+offload_layers"))
+    offloaded = plan.estimated(job(layout=layout("fsdp+offload_optimizer+offload_layers")))
     assert usual.host == 0 and "on the host" not in str(usual) and "on the host" in str(offloaded)
     total = lambda p: p.parameters + p.optimizer + p.host
     assert total(offloaded) == total(usual) and offloaded.optimizer < 100 < usual.optimizer

@@ -17,7 +17,7 @@ EVEN = {"mesh": {"stage": 2, "fsdp": 4}, "rules": sharding.FSDP | sharding.Pipel
 AROUND = {
     "mesh": {"stage": 4, "data": 2},
     "rules": sharding.DP | sharding.Pipeline("stage", 4, repeats=2),
-    "gradients": training.one_f_one_b(tiny.loss),
+    "loss": training.one_f_one_b(tiny.loss),
 }
 ONE = {"mesh": {"data": 1}, "rules": sharding.DP}
 
@@ -31,11 +31,8 @@ def run(directory, mesh, rules, layers, **options: Any):
     """A trainer that goes on where the last one of this directory stopped."""
     devices = jax.devices()[: math.prod(mesh.values())]
     make = lambda: tiny.llama(num_layers=layers)
-    options |= {
-        "layout": sharding.Layout(sharding.make_mesh(**mesh, devices=devices), rules),
-        "loss": tiny.loss,
-        "loader": tiny.Loader(),
-    }
+    layout = sharding.Layout(sharding.make_mesh(**mesh, devices=devices), rules)
+    options = {"layout": layout, "loss": tiny.loss, "loader": tiny.Loader()} | options
     checkpointer = checkpoint.Checkpointer(directory, layouts=checkpoint.layouts(jax.eval_shape(make)))
     optimizer = tiny.optimizer(jax.eval_shape(make))
     ours = training.Trainer(make, optimizer=optimizer, checkpointer=checkpointer, **options)
@@ -54,7 +51,7 @@ def numbers(trainer):
         (AROUND, FSDP, 7),
         (FSDP, AROUND, 7),
         (EVEN, ONE, 4),
-        (ONE, EVEN | {"gradients": AROUND["gradients"]}, 4),
+        (ONE, EVEN | {"loss": AROUND["loss"]}, 4),
         (EVEN, AROUND, 8),
     ],
 )

@@ -70,10 +70,10 @@ def test_a_step_is_plain_autodiff_and_optax():
     assert metrics["finite"] and state.step == 1
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param(2, marks=pytest.mark.full), 4])
-def test_accumulation_is_the_big_batch(accumulate):
+@pytest.mark.parametrize("microbatches", [pytest.param(2, marks=pytest.mark.full), 4])
+def test_accumulation_is_the_big_batch(microbatches):
     """Microbatches have different numbers of targets, one none at all."""
-    state, metrics = steps(tiny.model(), tiny.batch(uneven=True), accumulate=accumulate)
+    state, metrics = steps(tiny.model(), tiny.batch(uneven=True), loss=training.accumulate(tiny.loss, microbatches))
     want, want_metrics = reference()
     close(want.trainable, state.trainable)
     for name in want_metrics:
@@ -81,15 +81,20 @@ def test_accumulation_is_the_big_batch(accumulate):
 
 
 def test_accumulation_must_divide_the_batch():
-    with pytest.raises(ValueError, match="accumulate=3 must divide the batch's 8 rows"):
-        steps(tiny.model(), tiny.batch(), accumulate=3)
+    with pytest.raises(ValueError, match="3 accumulated microbatches must divide the batch's 8 rows"):
+        steps(tiny.model(), tiny.batch(), loss=training.accumulate(tiny.loss, 3))
 
 
 @pytest.mark.parametrize(
     ("rules", "mesh", "sizes", "words"),
     [
         ("fsdp", {"fsdp": 8}, (6, 12), r"its 6 rows must be a multiple of 8, .* over \{'fsdp': 8\}; change the batch"),
-        ("fsdp", {"data": 2, "fsdp": 2}, (8, 12, 4), r"its 8 rows must be a multiple of 16, .*, times accumulate=4"),
+        (
+            "fsdp",
+            {"data": 2, "fsdp": 2},
+            (8, 12, 4),
+            r"its 8 rows must be a multiple of 16, .*, times 4 accumulated microbatches",
+        ),
         ("fsdp+cp_ring", {"context": 8}, (8, 33), r"its 33 tokens must be a multiple of 8, as the rule 'seq'"),
         ("tp_sp", {"tensor": 8}, (8, 33), r"its 33 tokens must be a multiple of 8, as the rule 'seq'"),
         ("dp+pp:2", {"data": 2, "stage": 2}, (6, 12), None),  # of which stages share rows only where they can
@@ -97,9 +102,9 @@ def test_accumulation_must_divide_the_batch():
     ],
 )
 def test_a_mesh_divides_what_is_trained_on(rules, mesh, sizes, words):
-    rows, length, accumulate = (*sizes, 1)[:3]
+    rows, length, microbatches = (*sizes, 1)[:3]
     mesh = sharding.make_mesh(**mesh, devices=jax.devices()[: math.prod(mesh.values())])
-    step = training.make_train_step(tiny.loss, SGD, accumulate=accumulate)
+    step = training.make_train_step(training.accumulate(tiny.loss, microbatches), SGD)
     with sharding.use(sharding.Layout(mesh, sharding.preset(rules))):
         state = jax.eval_shape(lambda: training.make_state(tiny.model(), SGD))
         run = lambda: jax.eval_shape(step, state, tiny.batch(rows, length))
@@ -123,13 +128,13 @@ def test_remat_changes_nothing(remat):
 
 @pytest.mark.parametrize("preset", MESHES)
 def test_every_preset_is_one_device(preset):
-    check_preset(preset, accumulate=1)
+    check_preset(preset, microbatches=1)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("preset", MESHES)
 def test_every_preset_is_one_device_accumulating(preset):
-    check_preset(preset, accumulate=2)
+    check_preset(preset, microbatches=2)
 
 
 @functools.cache
@@ -137,7 +142,7 @@ def llama_reference():
     return steps(tiny.llama(), tiny.batch(rows=16, uneven=True))
 
 
-def check_preset(preset, accumulate):
+def check_preset(preset, microbatches):
     """Loss, gradient norm and two updates; parameters and moments stay in their place, so the step compiles once."""
     layout = sharding.Layout(sharding.make_mesh(**MESHES[preset]), getattr(sharding, preset))
     batch = tiny.batch(rows=16, uneven=True)
@@ -145,7 +150,7 @@ def check_preset(preset, accumulate):
     with sharding.use(layout):
         state = training.make_state(placed(tiny.llama(), layout), SGD)
         places = jax.tree.map(lambda x: x.sharding, (state.trainable, state.opt_state))
-        step = tiny.jit_step(training.make_train_step(tiny.loss, SGD, accumulate=accumulate))
+        step = tiny.jit_step(training.make_train_step(training.accumulate(tiny.loss, microbatches), SGD))
         for _ in range(2):
             state, metrics = step(state, training.place_batch(batch, layout))
     close(want.trainable, state.trainable)
@@ -176,7 +181,7 @@ def noisy(model, batch, key):
 
 
 def test_keys_differ_by_step_and_microbatch_and_what_is_not_finite_is_flagged():
-    step = jax.jit(training.make_train_step(noisy, SGD, accumulate=2), compiler_options=tiny.QUICKLY)
+    step = jax.jit(training.make_train_step(training.accumulate(noisy, 2), SGD), compiler_options=tiny.QUICKLY)
     batch = tiny.batch() | {"factor": np.ones(8, np.float32)}
     first = training.make_state(tiny.model(), SGD)
     second, metrics = step(first, batch)

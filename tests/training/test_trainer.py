@@ -48,7 +48,9 @@ def by_hand(steps):
 def test_it_is_the_bare_loop_and_leaves_the_model_alone(tmp_path):
     model, seen = tiny.model(), []
     before = {path: np.asarray(v.get_value()) for path, v in nn.variables(model).items()}
-    ours = trainer(model, directory=tmp_path, eval_loader=tiny.Loader(3), eval_every=4, schedule=lambda step: 0.5)
+    ours = trainer(
+        model, directory=tmp_path, evaluation=training.Evaluation(tiny.Loader(3), every=4), schedule=lambda step: 0.5
+    )
     ours.callbacks += [(1, lambda trainer: seen.append(trainer.step)), (5, lambda trainer: seen.append(-trainer.step))]
     ours.fit(3)
     kept = ours.model  # a notebook may hold on to it
@@ -68,7 +70,11 @@ def test_it_is_the_bare_loop_and_leaves_the_model_alone(tmp_path):
 def test_on_a_mesh(tmp_path):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     layout = sharding.Layout(mesh)
-    ours = trainer(layout=layout, loader=training.Prefetch(tiny.Loader(), layout=layout), eval_loader=tiny.Loader(1))
+    ours = trainer(
+        layout=layout,
+        loader=training.Prefetch(tiny.Loader(), layout=layout),
+        evaluation=training.Evaluation(tiny.Loader(1)),
+    )
     last = ours.fit(3)
     assert last["data/wait_seconds"] > 0 and ours.loader.get_state() == {"0": {"next": 3}}
     state, metrics = by_hand(3)
@@ -78,12 +84,21 @@ def test_on_a_mesh(tmp_path):
     assert not ours.state.trainable["layers.body.0.mlp.up.w"].sharding.is_fully_replicated
 
 
+def test_evaluation_reads_so_many_batches_from_the_start_each_time():
+    few, short = (
+        trainer(evaluation=training.Evaluation(tiny.Loader(count), batches=batches))
+        for count, batches in ((5, 2), (2, None))
+    )
+    want = short.evaluate()
+    assert few.evaluate() == want == few.evaluate() and want["eval/num_targets"] == 2 * 8 * 12
+
+
 def test_in_a_1f1b_pipeline():
     """The gradients that the trainer is given are those of autodiff; evaluation runs in the same pipeline."""
     rules = sharding.DP | sharding.Pipeline("stage", microbatches=4)
     mesh = sharding.make_mesh(stage=2, devices=jax.devices()[:2])
-    gradients, optimizer = training.one_f_one_b(tiny.loss), optax.sgd(0.1)
-    piped = {"layout": sharding.Layout(mesh, rules), "gradients": gradients, "eval_loader": tiny.Loader(1)}
+    loss, optimizer = training.one_f_one_b(tiny.loss), optax.sgd(0.1)
+    piped = {"layout": sharding.Layout(mesh, rules), "loss": loss, "evaluation": training.Evaluation(tiny.Loader(1))}
     ours, alone = (trainer(tiny.llama, optimizer=optimizer, **more) for more in (piped, {}))
     last, want = ours.fit(2), alone.fit(2)
     assert last["eval/loss"] < 5
@@ -91,8 +106,8 @@ def test_in_a_1f1b_pipeline():
         assert float(last[name]) == pytest.approx(float(want[name]), rel=1e-5), name
     for path, value in alone.state.trainable.items():
         np.testing.assert_allclose(ours.state.trainable[path], value, atol=1e-5, err_msg=path)
-    with pytest.raises(ValueError, match="accumulate=2 would cut"):
-        trainer(gradients=gradients, accumulate=2)
+    with pytest.raises(TypeError, match="finds its own gradient from the whole batch. Leave accumulate out"):
+        training.accumulate(loss, 2)
 
 
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
@@ -245,12 +260,11 @@ def test_sigterm_cuts_an_evaluation_short_and_again_is_as_once(tmp_path):
     options = {
         "directory": tmp_path,
         "checkpointer": checkpoint.Checkpointer(tmp_path / "checkpoints"),
-        "eval_every": 3,
     }
     with pytest.raises(distributed.Interrupted) as stopped:
-        trainer(**options, eval_loader=Long()).fit(100)
+        trainer(**options, evaluation=training.Evaluation(Long(), every=3)).fit(100)
     assert stopped.value.code == 128 + signal.SIGTERM and options["checkpointer"].steps() == [3]
-    trainer(**options, eval_loader=tiny.Loader(1)).fit(4)  # makes up for it
+    trainer(**options, evaluation=training.Evaluation(tiny.Loader(1), every=3)).fit(4)  # makes up for it
     rows = observability.read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval/loss" in row] == [3, 4]
 
@@ -267,7 +281,7 @@ def test_exports_are_made_in_the_background_and_made_up_for(tmp_path, capsys):
         loader=tiny.Loader(),
         loss=tiny.loss,
         checkpointer=checkpoint.Checkpointer(tmp_path / "checkpoints", every=2),
-        exports=exports(),
+        callbacks=exports(),
     )
     ours = make()
     ours.fit(5)
@@ -291,7 +305,7 @@ def test_exports_are_made_in_the_background_and_made_up_for(tmp_path, capsys):
 
 
 def test_an_export_that_fails_is_said_and_training_goes_on(tmp_path, capsys):
-    ours = trainer(exports=[training.HuggingFaceExport(tmp_path / "hf", every=2)])  # of no family
+    ours = trainer(callbacks=[training.HuggingFaceExport(tmp_path / "hf", every=2)])  # of no family
     ours.fit(3)
     assert "NOT SAVED: Step 2 could not be exported" in " ".join(capsys.readouterr().out.split())
 
@@ -300,8 +314,7 @@ def test_the_best_checkpoint_stays(tmp_path):
     best = checkpoint.Best("eval/loss")
     ours = trainer(
         checkpointer=checkpoint.Checkpointer(tmp_path, every=1, keep=1, best=best),
-        eval_loader=tiny.Loader(1),
-        eval_every=1,
+        evaluation=training.Evaluation(tiny.Loader(1), every=1),
     )
     losses = {}
     ours.callbacks.append((1, lambda trainer: losses.setdefault(trainer.step, trainer.evaluate()["eval/loss"])))
@@ -315,7 +328,7 @@ def test_a_tier_gets_the_step_that_a_kill_kept_from_it(tmp_path):
     def begin():
         near, far = (checkpoint.Checkpointer(tmp_path / name, every=2) for name in ("near", "far"))
         tiers = checkpoint.Tiers(near, far)
-        return trainer(checkpointer=tiers, eval_loader=tiny.Loader(1), eval_every=2)
+        return trainer(checkpointer=tiers, evaluation=training.Evaluation(tiny.Loader(1), every=2))
 
     before = begin().fit(2)
     shutil.rmtree(tmp_path / "far" / "2")

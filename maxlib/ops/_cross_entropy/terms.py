@@ -109,7 +109,7 @@ def vocab_size(logits: Float[Array, "M V"], axis: AxisName | None) -> int:
     return logits.shape[1] * (1 if axis is None else jax.lax.axis_size(axis))
 
 
-def _local(targets: Int[Array, " M"], vocab: int, axis: AxisName | None) -> Int[Array, " M"]:
+def _local(targets: Int[Array, "M *K"], vocab: int, axis: AxisName | None) -> Int[Array, "M *K"]:
     """Returns the targets as columns of this device's share, `vocab` columns wide; others' are outside `[0, vocab)`."""
     return targets if axis is None else targets - vocab * jax.lax.axis_index(axis)
 

@@ -108,8 +108,8 @@ def split_options(loss: Loss) -> tuple[Objective, dict[str, Any]]:
     if not isinstance(loss, Objective):
         raise TypeError(
             "a 1F1B pipeline needs a loss that is a function of the last hidden states, decorated with "
-            f"training.objective, or functools.partial of one; got {loss!r}. Any other loss trains with "
-            "gradients=None, where autodiff makes the pipeline GPipe"
+            f"training.objective, or functools.partial of one; got {loss!r}. Any other loss trains without "
+            "one_f_one_b, where autodiff makes the pipeline GPipe"
         )
     return loss, {}
 

@@ -1,6 +1,7 @@
 """The features of attention as a product, a pairwise cover of it, and the inputs of one case."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax.numpy as jnp
@@ -88,6 +89,7 @@ def tokens(documents: str, num_queries: int, num_keys: int) -> Tokens:
     return Tokens(*(jnp.asarray(np.stack(column), jnp.int32) for column in zip(*rows, strict=True)))
 
 
+@functools.cache
 def bounds(mask: str, documents: str, lengths: tuple[int, int]):
     return key_intervals(MASKS[mask], tokens(documents, *lengths))
 

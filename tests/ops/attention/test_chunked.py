@@ -22,7 +22,7 @@ def visited(mask: str, documents: str, block_q: int, block_k: int):
     """Which tiles the forward and the backward pass touch: those where poisoned values show up in the block's rows."""
     start, end = (x[:1] for x in cases.bounds(mask, documents, (T, T)))
     q, k, v = (jnp.ones((1, T, 1, 4)) for _ in range(3))
-    spec = choose_blocks(q, k, 1.0, None, block_q, block_k)
+    spec = choose_blocks(q, k, 1.0, block_q=block_q, block_k=block_k)
     out, lse = _attend(spec, q, k, v, None, start, end)
 
     @jax.jit
@@ -143,8 +143,11 @@ def test_remat_can_save_the_results_by_name(inputs):
     assert loops(None) == 3
 
 
-@pytest.mark.parametrize("kv_heads", ["heads", None])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("kv_heads", "check_vma"),
+    [("heads", False), (None, True)]
+    + [pytest.param(*pair, marks=pytest.mark.full) for pair in (("heads", True), (None, False))],
+)
 def test_shard_map_over_batch_and_heads(kv_heads, check_vma, inputs):
     """Sinks and bias are replicated over the batch (keys over heads, too, if asked): their gradients are summed."""
     (q, k, v, sinks, bias), bounds = inputs

@@ -3,7 +3,7 @@
 import dataclasses
 from types import SimpleNamespace
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -77,10 +77,10 @@ def test_padding_sees_nothing():
 @pytest.mark.parametrize("seed", range(20))
 def test_query_intervals_are_the_exact_transpose(seed):
     rng = np.random.default_rng(seed)
-    T, S = rng.integers(1, 30, 2)
+    T, S = [(1, 17), (13, 1), (29, 24), (11, 26)][seed % 4]
     start = np.sort(rng.integers(0, S + 1, (3, T)), axis=1)
-    end = np.maximum(np.sort(rng.integers(0, S + 1, (3, T)), axis=1), start * (seed % 2))
-    got = (np.asarray(x) for x in query_intervals(jnp.asarray(start), jnp.asarray(end), int(S)))
+    end = np.maximum(np.sort(rng.integers(0, S + 1, (3, T)), axis=1), start * (seed // 4 % 2))
+    got = (np.asarray(x) for x in jax.jit(query_intervals, static_argnums=2)(start, end, S))
     keys, queries = np.arange(S)[None, None], np.arange(T)[None, :, None]
     sees = (start[..., None] <= keys) & (keys < end[..., None])  # 3 T S
     first, last = (x[:, None] for x in got)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import export
 
+from maxlib.kernels.attention.mosaic_gpu import config, intervals, memory, mosaic_gpu
 from maxlib.ops._attention import attention, explain_attention
-from maxlib.ops._attention.mosaic_gpu import config, intervals, memory, mosaic_gpu
 from tests.ops.attention import cases, emulator
 from tests.ops.attention.kernels import MASKS, check, everything, some_masks, values
 
@@ -48,10 +48,14 @@ def slow_if(slow, *values):
     return pytest.param(*values, marks=pytest.mark.full if slow else ())
 
 
+SHORT = cases.Case((3, 1), (192, 128), (70, 70), 2.0, True, None)  # a few tiles, partial ones among them
+TOKEN = cases.Case((2, 2), (80, 80), (1, 33), None, True, None)
+
+
 @no_gpu
-@pytest.mark.parametrize("case", [slow_if(case.lengths == (200, 330), case) for case in MAX_QUERIES], ids=str)
+@pytest.mark.parametrize("case", [SHORT, TOKEN, *(slow_if(True, case) for case in MAX_QUERIES)], ids=str)
 def test_the_kernels_code_equals_the_reference(case, emulated):
-    check(mosaic_gpu, case, some_masks(case, 2), jnp.float32, 1e-5)
+    check(mosaic_gpu, case, some_masks(case, 1 if case is SHORT else 2), jnp.float32, 1e-5)
 
 
 @no_gpu
@@ -62,9 +66,11 @@ def test_the_kernels_code_equals_the_reference_pairwise(case, emulated):
 
 
 @no_gpu
-@pytest.mark.parametrize(("lengths", "every"), [((72, 140), 3), slow_if(True, (200, 330), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "every"), [((72, 140), 7), slow_if(True, (72, 140), 1), slow_if(True, (200, 330), 1)], ids=str
+)
 def test_masks(lengths, every, emulated):
-    """A third of them by default."""
+    """By default all keys of one document, a window over packed ones, chunks of padded ones."""
     check(mosaic_gpu, cases.Case((2, 1), (64, 64), lengths, None, True, None), MASKS[::every], jnp.float32, 1e-5)
 
 
@@ -78,19 +84,28 @@ DECODING = [
 @pytest.mark.parametrize("case", DECODING, ids=str)
 def test_decoding_equals_the_reference(case, emulated):
     assert config.decode_parts(4, 1536) == 3
-    check(mosaic_gpu, case, some_masks(case, 3), jnp.float32, 1e-5, results=values)
+    check(mosaic_gpu, case, some_masks(case, 1), jnp.float32, 1e-5, results=values)
 
 
 @no_gpu
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow_if(True, jnp.float16)], ids=["bfloat16", "float16"])
-def test_low_precision(dtype, emulated):
-    check(
-        mosaic_gpu,
-        cases.Case((4, 2), (64, 64), (137, 137), None, True, None),
-        MASKS[3:6],
-        dtype,
-        4 * jnp.finfo(dtype).eps,
-    )
+@pytest.mark.full
+@pytest.mark.parametrize("case", DECODING, ids=str)
+def test_decoding_equals_the_reference_with_every_mask(case, emulated):
+    check(mosaic_gpu, case, MASKS, jnp.float32, 1e-5, results=values)
+
+
+@no_gpu
+@pytest.mark.parametrize(
+    ("dtype", "length", "masks"),
+    [
+        (jnp.bfloat16, 70, MASKS[4:5]),  # causal, of packed documents
+        slow_if(True, jnp.bfloat16, 137, MASKS[3:6]),
+        slow_if(True, jnp.float16, 137, MASKS[3:6]),
+    ],
+)
+def test_low_precision(dtype, length, masks, emulated):
+    case = cases.Case((4, 2), (64, 64), (length, length), None, True, None)
+    check(mosaic_gpu, case, masks, dtype, 4 * jnp.finfo(dtype).eps)
 
 
 @no_gpu
@@ -113,19 +128,22 @@ def lower(case, dtype=jnp.bfloat16):
     )
 
 
-LOWERED = list(itertools.product(FACTORS["widths"], [None, 30.0]))
+LOWERED = list(itertools.product(FACTORS["widths"], [None, 30.0], [jnp.bfloat16, jnp.float16]))
+BY_DEFAULT = [((64, 64), None, jnp.float16), ((192, 128), None, jnp.bfloat16), ((256, 256), 30.0, jnp.bfloat16)]
 
 
 @no_gpu
-@pytest.mark.parametrize(("widths", "softcap"), [slow_if(i % 4 in (1, 2), *pair) for i, pair in enumerate(LOWERED)])
-def test_every_kernel_lowers(widths, softcap):
-    text = lower(cases.Case((8, 2), widths, (1001, 777), softcap, True, None)).mlir_module()
+@pytest.mark.parametrize(
+    ("widths", "softcap", "dtype"), [slow_if(one not in BY_DEFAULT, *one) for one in LOWERED], ids=str
+)
+def test_every_kernel_lowers(widths, softcap, dtype):
+    text = lower(cases.Case((8, 2), widths, (1001, 777), softcap, True, None), dtype).mlir_module()
     sizes = *widths, softcap is not None
     assert text.count("@mosaic_gpu_v2(") == 2 + len(config.key_gradient_tiles(*sizes))
 
 
 @no_gpu
-@pytest.mark.parametrize("widths", [(80, 80), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("widths", [slow_if(w != (256, 256), w) for w in [(80, 80), (192, 128), (256, 256)]], ids=str)
 def test_decoding_lowers(widths):
     case = cases.Case((8, 2), widths, (4, 4096), None, True, None)
     given = jax.eval_shape(lambda: cases.arrays(case, jnp.bfloat16))
@@ -135,7 +153,8 @@ def test_decoding_lowers(widths):
 
 
 @no_gpu
-def test_half_precision_lowers():
+@pytest.mark.full
+def test_half_precision_lowers_for_one_query():
     lower(cases.Case((8, 8), (128, 128), (1, 4096), None, False, None), jnp.float16)
 
 
@@ -152,8 +171,8 @@ def test_hopper_gets_these_kernels_by_name(kind):
     """Until a GPU has run them."""
     assert explain(("gpu", kind), implementation="mosaic_gpu").chosen == "mosaic_gpu"
     answer = explain(("gpu", kind))
-    assert answer.chosen == "chunked"
-    assert answer.refused["mosaic_gpu"] == "runs only by name: it has not run on a GPU yet"
+    assert answer.chosen == "cudnn"
+    assert answer.refused["mosaic_gpu"] == "runs only by name: it has not run on a GPU yet, and cuDNN has"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +190,7 @@ def test_hopper_gets_these_kernels_by_name(kind):
 )
 def test_what_they_cannot_run_is_explained(change, reason):
     answer = explain(**change)
-    assert answer.chosen == "chunked"
+    assert answer.chosen != "mosaic_gpu"
     assert re.search(reason, answer.refused["mosaic_gpu"])
 
 
@@ -182,17 +201,20 @@ def test_asking_for_them_on_a_cpu_is_an_error():
         attention(q, q, q, implementation="mosaic_gpu")
 
 
+TILES, WALK = jax.jit(intervals.tiles, static_argnums=(2, 3, 4)), jax.jit(intervals.walk)
+
+
 @pytest.mark.parametrize("mask", cases.MASKS)
 def test_visited_and_full_tiles_are_those_of_the_mask(mask, emulated):
     start, end = (np.asarray(x) for x in cases.bounds(mask, "padded", (96, 96)))
     keys = np.arange(96)
     seen = (start[..., None] <= keys) & (keys < end[..., None])
     blocks = seen.reshape(2, 6, 16, 4, 24)
-    visited, full = intervals.tiles(jnp.asarray(start), jnp.asarray(end), 96, 16, 24)
+    visited, full = TILES(start, end, 96, 16, 24)
     assert not (blocks.any((2, 4)) & ~np.asarray(visited)).any()
     np.testing.assert_array_equal(full, blocks.all((2, 4)))
     for rows, whole in ((visited, full), (visited.swapaxes(1, 2), full.swapaxes(1, 2))):
-        walks = np.asarray(intervals.walk(rows, whole)).reshape(-1, 4)
+        walks = np.asarray(WALK(rows, whole)).reshape(-1, 4)
         rows, whole = (np.asarray(x).reshape(-1, x.shape[2]) for x in (rows, whole))
         for walk, row, full_row in zip(walks, rows, whole, strict=True):
             order = [int(memory.column(step, walk[0], walk[2], walk[3])) for step in range(walk[1])]
@@ -205,13 +227,13 @@ def test_visited_and_full_tiles_are_those_of_the_mask(mask, emulated):
 def test_a_window_costs_what_it_covers(widths):
     """The number of visited tiles follows the window, in both passes."""
     T, window, sizes = 8192, 1024, (*widths, False)
-    end = jnp.arange(1, T + 1, dtype=jnp.int32)[None]
-    start = jnp.maximum(end - window, 0)
+    end = np.arange(1, T + 1, dtype=np.int32)[None]
+    start = np.maximum(end - window, 0)
     (keys, *_), rows = config.key_gradient_tiles(*sizes).values(), config.forward_tiles(*widths)
     for block_q, block_k in ((rows.rows, rows.columns), (keys.columns, keys.rows)):
         pad = ((0, 0), (0, -T % block_q))
-        visited, _ = intervals.tiles(*(jnp.pad(x, pad, mode="edge") for x in (start, end)), T, block_q, block_k)
-        assert visited.sum() * block_q * block_k < 1.4 * window * T
+        visited, _ = TILES(*(np.pad(x, pad, mode="edge") for x in (start, end)), T, block_q, block_k)
+        assert np.sum(visited) * block_q * block_k < 1.4 * window * T
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU

@@ -1,5 +1,7 @@
 """The specification itself, against a numpy formula, against jax.nn, and its gradients against finite differences."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +35,9 @@ def test_equals_the_textbook(case, documents, float64):
     given = cases.arrays(case)
     start, end = cases.bounds("window", documents, case.lengths)
     options = {"scale": 0.7, "softcap": case.softcap, "sinks": given["sinks"], "bias": given["bias"]}
-    got = reference(given["q"], given["k"], given["v"], k_start=start, k_end=end, **options)
+    run = jax.jit(functools.partial(reference, scale=options.pop("scale"), softcap=options.pop("softcap")))
+    got = run(given["q"], given["k"], given["v"], k_start=start, k_end=end, **options)
+    options |= {"scale": 0.7, "softcap": case.softcap}
     options = jax.tree.map(np.asarray, options)
     want = formula(*(np.asarray(x) for x in (given["q"], given["k"], given["v"], start, end)), **options)
     for x, y in zip(got, want, strict=True):
@@ -51,9 +55,15 @@ def test_equals_jax_nn(window, float64):
         q, k, v, bias, is_causal=True, local_window_size=None if window is None else (window - 1, 0)
     )
     x = [given[name] for name in ("q", "k", "v", "bias")]
-    (got, got_vjp), (want, want_vjp) = jax.vjp(ours, *x), jax.vjp(theirs, *x)
+
+    @jax.jit
+    def results(d_out, *x):
+        (got, got_vjp), (want, want_vjp) = jax.vjp(ours, *x), jax.vjp(theirs, *x)
+        return got, want, got_vjp(d_out), want_vjp(d_out)
+
+    got, want, got_gradients, want_gradients = results(given["d_out"], *x)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)  # theirs has a softmax in float32
-    for a, b in zip(got_vjp(given["d_out"]), want_vjp(given["d_out"]), strict=True):
+    for a, b in zip(got_gradients, want_gradients, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -64,6 +74,7 @@ def test_gradients_equal_finite_differences(sinks, documents, float64):
     start, end = cases.bounds("window", documents, CASE.lengths)
     names = ["q", "k", "v", "bias"] + ["sinks"] * sinks
 
+    @jax.jit
     def results(*x):
         given = dict(zip(names, map(jnp.asarray, x), strict=True))
         out, lse = reference(**given, k_start=start, k_end=end, scale=0.7, softcap=2.0)

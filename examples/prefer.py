@@ -1,0 +1,96 @@
+"""Tunes a Hugging Face model on pairs of answers (DPO), and exports it back. Fork me.
+
+The pairs are lines of JSON with `chosen` and `rejected`, each a list of messages (`role`, `content`) that ends with the
+answer; `prompt` may hold the messages before. Run the same command again to resume.
+"""
+
+import argparse
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from tokenizers import Tokenizer
+
+import maxlib
+from maxlib import checkpoint, data, post_training, sharding, tokenization, training
+
+DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+KINDS = {
+    "dpo": post_training.Sigmoid,
+    "ipo": post_training.IPO,
+    "apo": post_training.APOZero,
+    "simpo": post_training.SimPO,
+    "orpo": post_training.ORPO,
+}
+
+
+def main() -> None:
+    args = arguments()
+    layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP) if jax.device_count() > 1 else None
+    read = functools.partial(maxlib.from_pretrained, args.model, layout=layout)
+    kind = KINDS[args.loss](**({} if args.beta is None else {"beta": args.beta}))
+    loader = pair_loader(args)
+    if kind.needs_reference:  # the model as it was, whose log-probabilities go into the batches
+        loader = post_training.add_reference(loader, read(dtype=DTYPE), layout=layout, dtype=DTYPE)
+    model = read(dtype=jnp.float32)
+    schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=max(args.steps // 10, 1))
+    loss = functools.partial(post_training.preference_loss, kind=kind, dtype=DTYPE, remat="full")
+    trainer = training.Trainer(
+        model,
+        optimizer=training.adamw(schedule),
+        loader=loader,
+        loss=training.accumulate(loss, args.accumulate),
+        directory=args.out,
+        layout=layout,
+        schedule=schedule,
+        checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
+    )
+    metrics = trainer.fit(args.steps)
+    accuracy, margin = (float(metrics[f"rewards/{name}"]) for name in ("accuracies", "margins"))
+    trainer.log(f"of the last step: pairs right {accuracy:.3f}, margin {margin:.3f}")
+    maxlib.save_pretrained(trainer.model, args.out / "model", overwrite=True)
+
+
+def pair_loader(args: argparse.Namespace) -> data.Loader:
+    """Rows of chosen and rejected answers, without end; pairs that cannot be used are counted and left out."""
+    records = [json.loads(line) for line in args.pairs.read_text(encoding="utf-8").splitlines()]
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    try:
+        template = tokenization.ChatTemplate.from_directory(args.model)
+    except FileNotFoundError:
+        template = tokenization.ChatTemplate(PLAIN)
+    bad = data.SkipBadRecords(limit=len(records) // 10)
+    pairs = bad.guard(post_training.pairs(records, tokenizer, template), name="pairs")
+    rows = post_training.pad(pairs, length=args.length, long="drop").shuffle(seed=0).repeat()
+    to_rows = lambda part: rows[part].to_iter_dataset()
+    return data.Loader(to_rows, batch_size=args.batch, quarantine=bad)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = functools.partial(parser.add_argument, metavar="N", type=int)
+    add("model", metavar="DIR", type=Path, help="a Hugging Face directory")
+    add("pairs", metavar="FILE", type=Path, help="pairs, as lines of JSON")
+    add("--out", metavar="DIR", type=Path, default=Path("runs/prefer"), help="where everything goes (%(default)s)")
+    add(
+        "--loss",
+        metavar="NAME",
+        type=str,
+        choices=KINDS,
+        default="dpo",
+        help=f"one of {', '.join(KINDS)} (%(default)s)",
+    )
+    add("--beta", metavar="X", type=float, help="strength of the reference, by default that of the loss")
+    add("--steps", default=100, help="optimizer steps in all (%(default)s)")
+    add("--batch", default=8, help="pairs in a step (%(default)s)")
+    add("--accumulate", default=1, help="microbatches that a step is cut into, for less memory (%(default)s)")
+    add("--length", default=512, help="tokens of prompt and answer; longer pairs are left out (%(default)s)")
+    add("--learning-rate", metavar="X", type=float, default=1e-6, help="its peak (%(default)s)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""Low-rank adapters, put on a model from outside: trained, merged, read and written as PEFT directories."""
+
+from maxlib.adapters._apply import add as add
+from maxlib.adapters._apply import base as base
+from maxlib.adapters._apply import frozen as frozen
+from maxlib.adapters._apply import merge as merge
+from maxlib.adapters._apply import trainable as trainable
+from maxlib.adapters._peft_load import load as load
+from maxlib.adapters._peft_save import save as save
+from maxlib.adapters._report import Report as Report
+from maxlib.adapters._report import report as report
+from maxlib.adapters._rules import LoRA as LoRA
+from maxlib.adapters._rules import Rule as Rule
+from maxlib.adapters._rules import Rules as Rules

@@ -1,0 +1,189 @@
+"""Adapters put on a model, taken off it, and merged into it."""
+
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxlib import nn
+from maxlib.adapters._rules import LoRA, Rules, as_rules
+from maxlib.nn import _sites as sites
+from maxlib.nn._layer_axis import layer_axis, map_layers
+from maxlib.nn._linear import draw_key
+from maxlib.nn.matmul import LowRank
+from maxlib.quantization._apply import store
+from maxlib.quantization._formats import Format
+
+Model = TypeVar("Model")
+
+
+def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
+    """Returns a model with adapters, which compute nothing at first; weights and their paths stay as they are.
+
+    A stack whose layers get different adapters gets another layout, so that equal layers are still scanned. Works on
+    `jax.eval_shape` of a model, inside `jit`, and on quantized weights (QLoRA, arXiv:2305.14314). Initial values do not
+    depend on the layout: `a` is uniform in ±1/sqrt(inputs), `b` is zero.
+
+    Args:
+        model: A model.
+        rules: A `LoRA` for all dense and expert matrices, or `Rule`s, of which the first that fits decides.
+        rngs: One key is drawn from `params`.
+
+    Raises:
+        ValueError: when a rule decides nothing, or a layer cannot have an adapter.
+    """
+    rules, key = as_rules(rules), draw_key(rngs)
+    decide = sites.Decisions(rules, lambda rule: rule.adapter)
+    put = lambda site, lora, path, layers: _with_adapter(site, lora, path, layers, key)
+    new = _traced(model, lambda model: sites.change_sites(model, decide, put))
+    decide.check()
+    return new
+
+
+def base(model: Model) -> Model:
+    """Returns the model without its trainable adapters; its arrays are those of `model`, not copies.
+
+    It is the reference policy of a model that began with a fresh adapter. Adapters from `frozen` stay.
+    """
+    return _unwrap(model, lambda site, matmul: sites.replace(site, matmul=matmul.inner))
+
+
+def frozen(model: Model) -> Model:
+    """Returns a model whose adapters, with factors copied, are no longer trainable and belong to its base.
+
+    `add` puts new adapters on top of them; `base` takes off only the new ones.
+    """
+    return _unwrap(model, lambda site, matmul: sites.replace(site, matmul=_frozen(matmul)))
+
+
+def merge(model: Model, *, requantize: bool = False) -> Model:
+    """Returns a model with plain weights `gain * (w + scale * b @ a)`, computed in float32 and cast once.
+
+    Args:
+        model: A model with adapters.
+        requantize: True rounds merged weights to the format that they had. By default weights that were quantized
+            become parameters in the dtype that they had before, because rounding again loses part of the adapter.
+    """
+    one = lambda site: _merged(site, requantize)
+    return sites.map_sites(model, lambda _, site: map_layers(one, site) if _has(site) else site)
+
+
+def trainable(path: str, variable: nnx.Variable) -> bool:
+    """Returns True for the factors of adapters: `Trainer(filter=adapters.trainable)`."""
+    return isinstance(variable, nnx.LoRAParam)
+
+
+def adapted(model: Any) -> list[tuple[str, Any]]:
+    """Lists the layers that have adapters, with their paths."""
+    return [(path, site) for path, site in sites.find(model, sites.SITES) if _has(site)]
+
+
+def make(site: Any, path: str, lora: LoRA, values: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
+    """Returns a layer with an adapter whose factors are `values(site, *args)`; `args` have the axis of layers too."""
+    if isinstance(site, nn.Embed):
+        raise ValueError(f"{path}: embeddings and heads have no matmul that could be adapted; give it no rule")
+    if trains(site):
+        raise ValueError(f"{path} has an adapter already; `frozen` keeps it below a new one, `merge` writes it in")
+    matmul = map_layers(lambda both: _low_rank(both[0], lora, *values(*both)), (site, *args))
+    return sites.replace(site, matmul=matmul)
+
+
+def trains(site: Any) -> bool:
+    """Returns True if a layer has an adapter that is trained."""
+    return _has(site) and isinstance(site.matmul.b, nnx.LoRAParam)
+
+
+def factor_shapes(site: Any, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shapes of `a` and `b` of one layer."""
+    experts, kept, summed = dimensions(site)
+    sizes = lambda dims: tuple(site.w.shape[d] for d in dims)
+    return (*sizes(experts), rank, *sizes(summed)), (*sizes(experts), *sizes(kept), rank)
+
+
+def _traced(model: Any, f: Callable[[Any], Any]) -> Any:
+    """Calls `f`, by `jax.eval_shape` if the model is abstract."""
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model))
+    return jax.eval_shape(f, model) if is_abstract else f(model)
+
+
+def _with_adapter(site: Any, lora: LoRA, path: str, layers: tuple[int, ...] | None, key: jax.Array) -> Any:
+    """Returns a layer with a fresh adapter, whose key depends on its path and number only."""
+    key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.asarray(layers or (0,)))
+    keys = keys if layer_axis(site) is not None else keys[0]
+    return make(site, path, lora, lambda site, key: _initial(site, lora, key), keys)
+
+
+def _initial(site: Any, lora: LoRA, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the factors of an adapter that computes nothing."""
+    of_a, of_b = factor_shapes(site, lora.rank)
+    summed = len(dimensions(site)[2])
+    bound = 1 / math.sqrt(math.prod(of_a[len(of_a) - summed :]))
+    a = jax.random.uniform(key, of_a, jnp.float32, -bound, bound)
+    return a.astype(lora.dtype), jnp.zeros(of_b, lora.dtype)
+
+
+def _low_rank(site: Any, lora: LoRA, a: Any, b: Any, magnitude: Any = None) -> LowRank:
+    """Returns the matmul of one layer with these factors."""
+    names = sites.axes_of(site)
+    named = lambda dims: tuple(names[d] for d in dims)
+    experts, kept, summed = dimensions(site)
+    param: Any = lambda value, axes, summed: nnx.LoRAParam(value, axes=axes, summed=summed)
+    a = param(a, (*named(experts), "lora_rank", *named(summed)), named(summed))
+    b = param(b, (*named(experts), *named(kept), "lora_rank"), ("lora_rank",))
+    parts: dict[str, Any] = {"scale": lora.scale, "summed": summed, "kept": kept}
+    new = LowRank(site.matmul, a, b, **parts)
+    if not lora.dora:
+        return new
+    start = new.length(site.w).astype(lora.dtype) if magnitude is None else magnitude
+    return LowRank(site.matmul, a, b, **parts, magnitude=nnx.LoRAParam(start, axes=(*named(experts), *named(kept))))
+
+
+def dimensions(site: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Returns the dimensions of one layer's weight, from its end: those of experts, of outputs, and of inputs."""
+    count, out = len(sites.axes_of(site)), sites.outputs(site)
+    letters = site.layout if isinstance(site, nn.ExpertLinear) else "." * count
+    experts = tuple(d - count for d in out if letters[d] == "E")
+    kept = tuple(d - count for d in out if letters[d] != "E")
+    return experts, kept, tuple(d - count for d in range(count) if d not in out)
+
+
+def _has(site: Any) -> bool:
+    return isinstance(getattr(site, "matmul", None), LowRank)
+
+
+def _unwrap(model: Any, change: Callable[[Any, LowRank], Any]) -> Any:
+    """Changes the layers whose adapter is trained."""
+    return sites.map_sites(model, lambda _, site: change(site, site.matmul) if trains(site) else site)
+
+
+def _frozen(matmul: LowRank) -> LowRank:
+    """Returns a matmul with copies of its factors that are no parameters."""
+    fixed = lambda v: None if v is None else nnx.Variable(jnp.copy(v[...]), **_kept_metadata(v))
+    factors: Any = fixed(matmul.a), fixed(matmul.b)
+    parts: dict[str, Any] = {"scale": matmul.scale, "summed": matmul.summed, "kept": matmul.kept}
+    return LowRank(matmul.inner, *factors, **parts, magnitude=fixed(matmul.magnitude))
+
+
+def _kept_metadata(variable: nnx.Variable) -> dict[str, Any]:
+    names = ("axes", "summed", "unnamed")
+    return {name: value for name, value in variable.get_metadata().items() if name in names}
+
+
+def _merged(site: Any, requantize: bool) -> Any:
+    """Returns one layer with its adapters, trained or frozen, written into its weight."""
+    matmul, w = site.matmul, site.w
+    inner = matmul.inner
+    while isinstance(inner, LowRank):
+        inner = inner.inner
+    plain = w.restored() if isinstance(w, nn.quantized.QuantizedWeight) else w
+    new = sites.replace(site, w=plain.replace(matmul.matrix(w).astype(plain.dtype)), matmul=inner)
+    if not isinstance(w, nn.quantized.QuantizedWeight):
+        return new
+    if requantize:
+        return sites.replace(store(new, Format(w.qtype, group=w.group), "the merged layer"), matmul=inner)
+    return sites.replace(new, matmul=nn.matmul.Exact())

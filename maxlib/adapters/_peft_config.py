@@ -1,0 +1,148 @@
+"""adapter_config.json of PEFT: which fields change the result, and which adapter each module has."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maxlib._utils.files import without_duplicates
+from maxlib.adapters._rules import LoRA
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_HONOURED = {"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"}
+# Tensors say what is adapted and saved; the others concern training only, or how modules are found.
+_WITHOUT_EFFECT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "megatron_core",
+    "modules_to_save",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "target_parameters",
+    "task_type",
+}
+# Initializers that leave the base weights as they are.
+_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Fields of a PEFT config that change the result.
+
+    Attributes:
+        fields: All fields.
+        where: The file, for errors.
+    """
+
+    fields: Mapping[str, Any]
+    where: Path
+
+    def adapter(self, module: str, dtype: Any) -> LoRA:
+        """Returns the adapter of a module, by the first pattern that fits."""
+        rank = _by_pattern(self.fields.get("rank_pattern"), module, self.fields["r"])
+        alpha = _by_pattern(self.fields.get("alpha_pattern"), module, self.fields["lora_alpha"])
+        flags = {"rslora": bool(self.fields.get("use_rslora")), "dora": bool(self.fields.get("use_dora"))}
+        return LoRA(rank, alpha, **flags, dtype=dtype)
+
+    @property
+    def version(self) -> tuple[int, ...] | None:
+        """Returns the version of PEFT that wrote the file, None if it does not say."""
+        found = re.match(r"(\d+)\.(\d+)\.?(\d*)", str(self.fields.get("peft_version") or ""))
+        return None if found is None else tuple(int(part or 0) for part in found.groups())
+
+
+def read(directory: Path) -> Config:
+    """Reads the config of a PEFT directory.
+
+    Raises:
+        FileNotFoundError: when it is not there.
+        ValueError: when a field is missing, or changes the result in a way that is not supported.
+    """
+    path = directory / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} must describe the adapter, as PEFT writes it, but is not there")
+    fields = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
+    if fields.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type must be 'LORA', got {fields.get('peft_type')!r}")
+    if missing := [name for name in ("r", "lora_alpha") if not isinstance(fields.get(name), int | float)]:
+        raise ValueError(
+            f"{path} must give {' and '.join(missing)} as numbers; the scale of the adapter depends on them"
+        )
+    known = _HONOURED | _WITHOUT_EFFECT
+    refused = {name: value for name, value in fields.items() if name not in known and _matters(name, value)}
+    if (init := fields.get("init_lora_weights")) not in _INITS:
+        refused["init_lora_weights"] = init  # those change the base
+    if refused:
+        raise ValueError(f"{path} has fields that change the result and are not supported: {refused}")
+    return Config(fields, path)
+
+
+def _matters(name: str, value: Any) -> bool:
+    """Returns True for a value that asks for something."""
+    return bool(value) and not (name == "bias" and value == "none")
+
+
+def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """Returns the value of the first pattern that fits the module's path or its end."""
+    fits = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(fits, default)
+
+
+def make(
+    adapters: Mapping[str, tuple[int, float]], *, experts: Mapping[str, tuple[int, float]], dora: bool, base: str | None
+) -> dict[str, Any]:
+    """Returns the fields of a config.
+
+    Args:
+        adapters: Rank and scale of every module.
+        experts: Rank and scale of expert parameters that are adapted as a whole, by name.
+        dora: True if the adapters train lengths.
+        base: Name of the base model.
+    """
+    everything = {**adapters, **experts}
+    counts: dict[tuple[int, float], int] = {}
+    for name, value in everything.items():  # a tensor per expert: PEFT takes their rank from `r`
+        counts[value] = counts.get(value, 0) + (len(everything) if ".experts." in name and name in adapters else 1)
+    rank, scale = max(counts, key=lambda value: counts[value])
+    others = {re.escape(name): value for name, value in sorted(everything.items()) if value != (rank, scale)}
+    return {
+        "alpha_pattern": {name: _alpha(*value) for name, value in others.items()},
+        "auto_mapping": None,
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": _alpha(rank, scale),
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "peft_version": "0.19.1",  # the first one that reads experts as they are written
+        "r": rank,
+        "rank_pattern": {name: value[0] for name, value in others.items()},
+        "target_parameters": sorted({".".join(name.split(".")[-2:]) for name in experts}) or None,
+        "task_type": "CAUSAL_LM",
+        "use_dora": dora,
+        "use_rslora": False,
+    }
+
+
+def _alpha(rank: int, scale: float) -> int | float:
+    """Returns the alpha that gives this scale, an int if it is one."""
+    alpha = scale * rank
+    return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha

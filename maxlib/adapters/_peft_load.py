@@ -1,0 +1,279 @@
+"""PEFT directories into models."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlib import nn, sharding
+from maxlib.adapters import _peft_config as peft
+from maxlib.adapters._apply import make, trainable
+from maxlib.adapters._peft_names import Names, Part, names_of
+from maxlib.adapters._rules import LoRA
+from maxlib.nn import _sites as sites
+from maxlib.nn._layer_axis import layer_axis
+from maxlib.weights._files import read_header
+
+Model = TypeVar("Model")
+_FACTOR = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?$")
+_SWAPS_FROM = (0, 19, 1)  # from this version of PEFT on, inputs and outputs of `E out in` experts are not swapped
+Factors = dict[str, np.ndarray]
+
+
+@dataclass
+class _Layer:
+    """Adapter of one layer: its settings, and factors by number of expert (None for all of them)."""
+
+    lora: LoRA
+    factors: dict[int | None, tuple[np.ndarray, ...]] = field(default_factory=dict)
+
+
+def load(
+    model: Model,
+    directory: str | Path,
+    *,
+    into_base: bool = False,
+    dtype: Any = jnp.float32,
+    layout: sharding.Layout | None = None,
+) -> Model:
+    """Reads a PEFT directory and puts its adapters on `model`.
+
+    Tensors decide what is adapted. Dropout is ignored, as it is in inference.
+
+    Args:
+        model: The base model.
+        directory: Has adapter_config.json and adapter_model.safetensors.
+        into_base: True allows saved modules, and adapters of embeddings and heads, which are written into the weights;
+            `base` then returns weights with them.
+        dtype: Dtype of the factors.
+        layout: Placement of the factors over a mesh; None puts them on one device.
+
+    Returns:
+        The model with adapters.
+
+    Raises:
+        FileNotFoundError: when a file is missing.
+        ValueError: when a field, a tensor or a shape does not fit the model, with its name.
+    """
+    config = peft.read(Path(directory))
+    modules, saved = _read(Path(directory) / peft.TENSORS)
+    plain, fused = names_of(model), names_of(model, fused=True)
+    spelled = {plain.ours(name): factors for name, factors in modules.items()}
+    spelled, swapped = _of_experts(spelled, fused, config)
+    layers, merged = _collect(spelled, plain, fused, config, dtype, swapped)
+    saved = {plain.ours(name): value for name, value in saved.items()}
+    if unknown := [name for name in saved if name not in plain.whole]:
+        raise ValueError(f"{directory} has tensors that the model has no place for: {unknown[:10]}")
+    if (merged or saved) and not into_base:
+        raise ValueError(
+            f"{directory} replaces or adapts whole tables ({[*merged, *saved][:5]}), which have no adapter here: give "
+            "into_base=True to write them into the weights, which `base` does not take back"
+        )
+    model = _written(model, plain, merged, saved, config, dtype)
+    new = _put(model, layers)
+    return new if layout is None else _placed(new, layout)
+
+
+def _read(path: Path) -> tuple[dict[str, Factors], Factors]:
+    """Returns the factors of every module, and tensors that are none."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} must hold the adapter's tensors; pickled adapters are not read")
+    modules: dict[str, Factors] = {}
+    saved: Factors = {}
+    for name, tensor in read_header(path).items():
+        if not name.startswith(peft.PREFIX):
+            raise ValueError(f"{path}: names must begin with {peft.PREFIX!r}, as PEFT writes them; got {name!r}")
+        short = name.removeprefix(peft.PREFIX)
+        if found := _FACTOR.match(short):
+            modules.setdefault(found[1], {})[found[2].removeprefix("embedding_")] = tensor.view()
+        elif ".lora_" in short:
+            raise ValueError(f"{path}: {name} belongs to a kind of adapter that is not supported")
+        else:
+            saved[short] = tensor.view()
+    for module, factors in modules.items():
+        if not {"A", "B"} <= factors.keys():
+            raise ValueError(f"{path}: {module} has only {sorted(factors)}; an adapter needs lora_A and lora_B")
+    return modules, saved
+
+
+def _of_experts(
+    modules: dict[str, Factors], fused: Names, config: peft.Config
+) -> tuple[dict[str, Factors], Callable[[Part, Factors], bool]]:
+    """Returns modules with the names of fused experts' parameters, and a function that says which are swapped.
+
+    PEFT names them by nesting: `experts.base_layer` is the inner one, gate and up; `experts` is down, or the only one.
+    """
+    renamed = {}
+    votes: set[bool] = set()
+    for name, factors in modules.items():
+        stem = name.removesuffix(".base_layer").replace("block_sparse_moe", "mlp")
+        own = {n: parts for n, parts in fused.parts.items() if n.rpartition(".")[0] == stem and parts[0].experts}
+        if not own or not stem.endswith("experts"):
+            renamed[name] = factors
+            continue
+        both = f"{stem}.base_layer" in modules or f"{name}.base_layer" in modules
+        wanted = ["gate_up_proj" if name.endswith(".base_layer") else "down_proj"] if both else _targets(config, own)
+        if len(wanted) != 1:
+            raise ValueError(f"{config.where}: target_parameters must say which parameter of {stem} is adapted")
+        renamed[f"{stem}.{wanted[0]}"] = factors
+        votes |= {v for v in [_orientation(own[f"{stem}.{wanted[0]}"][0], factors)] if v is not None}
+    return renamed, lambda part, factors: _is_swapped(part, factors, votes, config)
+
+
+def _targets(config: peft.Config, own: Mapping[str, Any]) -> list[str]:
+    """Returns the parameters of these experts that `target_parameters` names."""
+    targets = [target.rpartition(".")[2] for target in config.fields.get("target_parameters") or ()]
+    return sorted({name.rpartition(".")[2] for name in own} & {*targets})
+
+
+def _orientation(part: Part, factors: Factors) -> bool | None:
+    """Returns True if inputs and outputs are swapped, False if not, None if they are equally many."""
+    inputs, outputs = part.size(part.summed), part.size(part.kept)
+    if inputs == outputs:
+        return None
+    found = factors["A"].shape[-1], factors["B"].shape[0]
+    if found not in ((inputs, outputs), (outputs, inputs)):
+        raise ValueError(f"{part.site}: factors must be for {inputs} inputs and {outputs} outputs, got {found}")
+    return found == (outputs, inputs)
+
+
+def _is_swapped(part: Part, factors: Factors, votes: set[bool], config: peft.Config) -> bool:
+    """Returns True if inputs and outputs are swapped; square matrices follow the others of the file, or the version."""
+    if (own := _orientation(part, factors)) is not None:
+        return own
+    if len(votes) == 1:
+        return next(iter(votes))
+    stored_out_in = part.piece.groups.index(part.group(part.kept)) < part.piece.groups.index(part.group(part.summed))
+    if config.version is None or not stored_out_in:
+        raise ValueError(
+            f"{config.where}: inputs and outputs of {part.site} are equally many, and nothing says which is which"
+        )
+    return config.version < _SWAPS_FROM
+
+
+def _collect(
+    modules: dict[str, Factors], plain: Names, fused: Names, config: peft.Config, dtype: Any, swapped: Callable
+) -> tuple[dict[tuple[str, int | None], _Layer], dict[str, Factors]]:
+    """Returns the adapters by pattern path and number of layer, and those of tables."""
+    layers: dict[tuple[str, int | None], _Layer] = {}
+    tables = {}
+    for module, factors in modules.items():
+        parts = plain.parts.get(module) or fused.parts.get(module)
+        if parts is None:
+            raise ValueError(f"{config.where.parent}: {module} is adapted, but the model has no such matrix")
+        if module in plain.tables:
+            tables[module] = factors
+            continue
+        lora = config.adapter(module, dtype)
+        for part in parts:
+            layer = layers.setdefault(part.key, _Layer(lora))
+            if layer.lora != lora:
+                raise ValueError(
+                    f"{module}: all experts of a layer must have one rank and alpha, got {layer.lora}, {lora}"
+                )
+            layer.factors[part.expert] = _ours(part, module, factors, lora, swapped)
+    return layers, tables
+
+
+def _ours(part: Part, module: str, factors: Factors, lora: LoRA, swapped: Callable) -> tuple[np.ndarray, ...]:
+    """Returns our factors of one module's part."""
+    a, b = factors["A"], factors["B"]
+    count = int(np.prod([part.lengths[axis] for axis in part.experts])) if part.expert is None else 1
+    rank = lora.rank
+    if lora.dora != ("magnitude_vector" in factors):
+        raise ValueError(f"{module}: use_dora and lora_magnitude_vector must come together")
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank * count or b.shape[1] != rank * count:
+        raise ValueError(f"{module}: factors must have rank {rank} by r and rank_pattern, got {a.shape} and {b.shape}")
+    fused = part.expert is None and bool(part.experts)
+    if fused:  # A is expert-major; in B the index of experts runs fastest
+        a, b = a.reshape(count, rank, -1), b.reshape(b.shape[0], rank, count).transpose(2, 0, 1)
+        if swapped(part, factors):
+            a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
+    lead = int(fused)
+    wanted = part.size(part.summed), part.size(part.kept)
+    if (a.shape[-1], b.shape[lead]) != wanted:
+        raise ValueError(
+            f"{module}: factors are for {a.shape[-1]} inputs and {b.shape[lead]} outputs, must be {wanted}"
+        )
+    made = (
+        part.view(np.ascontiguousarray(a), lead + 1, part.summed),
+        part.view(np.ascontiguousarray(b), lead, part.kept),
+    )
+    return (*made, part.view(factors["magnitude_vector"].reshape(-1), 0, part.kept)) if lora.dora else made
+
+
+def _put(model: Any, layers: dict[tuple[str, int | None], _Layer]) -> Any:
+    """Puts collected adapters on the model."""
+    by_path: dict[str, dict[int | None, _Layer]] = {}
+    for (path, number), layer in layers.items():
+        by_path.setdefault(path, {})[number] = layer
+    used = set()
+
+    def of(path: str, number: int | None) -> _Layer | None:
+        here = by_path.get(path, {})
+        return here.get(number) if number is not None else next(iter(here.values()), None)
+
+    def decide(where: sites.Where) -> LoRA | None:
+        layer = of(where.path, where.layer)
+        return None if layer is None else layer.lora
+
+    def change(site: Any, lora: LoRA, path: str, numbers: tuple[int, ...] | None) -> Any:
+        found = [of(path, number) for number in numbers or (None,)]
+        used.update(id(layer) for layer in found)
+        each = [_stacked(layer, path, site) for layer in found if layer is not None]
+        arrays = [np.stack(values) if layer_axis(site) is not None else values[0] for values in zip(*each, strict=True)]
+        return make(site, path, lora, lambda _, *values: values, *(jnp.asarray(a, lora.dtype) for a in arrays))
+
+    new = sites.change_sites(model, decide, change)
+    if left := [key for key, layer in layers.items() if id(layer) not in used]:
+        raise ValueError(f"no place in the model for the adapters of {left[:10]}")
+    return new
+
+
+def _stacked(layer: _Layer, path: str, site: Any) -> tuple[np.ndarray, ...]:
+    """Returns the factors of a layer, with an axis of experts if each has a module of its own."""
+    if None in layer.factors:
+        return layer.factors[None]
+    count = site.w.shape[-3]
+    if missing := [e for e in range(count) if e not in layer.factors]:
+        raise ValueError(f"{path}: all {count} experts must have adapters, there are none of {missing[:10]}")
+    return tuple(np.stack(arrays) for arrays in zip(*(layer.factors[e] for e in range(count)), strict=True))
+
+
+def _written(model: Any, names: Names, tables: Mapping, saved: Factors, config: peft.Config, dtype: Any) -> Any:
+    """Returns the model with saved modules, and adapters of tables, in its weights."""
+    if not (tables or saved):
+        return model
+    values, new = nn.variables(model), {}
+    for name, value in saved.items():
+        new[names.whole[name]] = value
+    for module, factors in tables.items():
+        path, lora = names.whole[f"{module}.weight"], config.adapter(module, dtype)
+        if getattr(model, "head", None) is None and path == "embed.w":
+            raise ValueError(
+                f"{module} is adapted alone, but the model uses it as its head too: adapt neither or untie them"
+            )
+        a, b = (np.asarray(factors[n], np.float32) for n in "AB")
+        w = np.asarray(new.get(path, values[path].get_value()), np.float32)
+        change = b @ a  # of a head; an embedding's is stored as (rank, vocab) and (dim, rank)
+        new[path] = w + lora.scale * (change if change.shape == w.shape else change.T)
+    for path, value in new.items():
+        if value.shape != values[path].get_value().shape:
+            raise ValueError(f"{path} must be {values[path].get_value().shape}, got {value.shape}")
+    arrays, rest = nn.partition(model, lambda path, variable: True)
+    cast = {path: jnp.asarray(value).astype(arrays[path].dtype) for path, value in new.items()}
+    return nn.combine(arrays | cast, rest)
+
+
+def _placed(model: Any, layout: sharding.Layout) -> Any:
+    """Puts the factors in their places on the mesh."""
+    factors, rest = nn.partition(model, trainable)
+    found = nn.variables(model)
+    return nn.combine(
+        {path: jax.device_put(v, layout.sharding(path, found[path])) for path, v in factors.items()}, rest
+    )

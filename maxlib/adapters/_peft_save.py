@@ -1,0 +1,217 @@
+"""Models into PEFT directories."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from maxlib.adapters import _peft_config as peft
+from maxlib.adapters._apply import adapted
+from maxlib.adapters._peft_names import Names, Part, names_of
+from maxlib.adapters._report import report
+from maxlib.nn._layer_axis import layer_axis
+from maxlib.nn.matmul import LowRank
+from maxlib.weights._files import Header, write_file
+from maxlib.weights._saving import whole_directory, write_json
+
+# Families whose experts transformers holds as inputs x outputs and says so; PEFT swaps those of others.
+_TRANSPOSED = ("gpt_oss",)
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Factors of one part of a module."""
+
+    part: Part
+    a: np.ndarray
+    b: np.ndarray
+    scale: float
+    magnitude: np.ndarray | None
+
+
+def save(
+    model: Any,
+    directory: str | Path,
+    *,
+    base: str | None = None,
+    experts: Literal["each", "fused"] | None = None,
+    overwrite: bool = False,
+) -> tuple[str, ...]:
+    """Writes the adapters of `model` as a PEFT directory; it appears only when it is complete. Runs on one host.
+
+    A fused matrix (gate and up, or queries, keys and values) whose parts have different first factors is written with
+    the sum of their ranks.
+
+    Args:
+        model: A model with adapters, of a registered family.
+        directory: Where to write.
+        base: Name or directory of the base model, recorded as `base_model_name_or_path`.
+        experts: "each" writes a module per expert, "fused" the parameters of transformers 5; None does as published
+            files of the family do.
+        overwrite: True replaces what is there.
+
+    Returns:
+        A line for each reader: what it reads, and what it would ignore.
+
+    Raises:
+        ValueError: when PEFT cannot express the adapters.
+        FileExistsError: when the directory exists and `overwrite` is False.
+    """
+    if not adapted(model):
+        raise ValueError("the model has no adapters to save; put some on it with adapters.add")
+    names = names_of(model, fused=experts == "fused")
+    if experts == "each" and any(parts[0].experts and parts[0].expert is None for parts in names.parts.values()):
+        raise ValueError(
+            f"{names.family} stores its experts in fused matrices, which have no modules: take experts=None"
+        )
+    modules = _modules(model, names)
+    tensors: dict[str, np.ndarray] = {}
+    ranks: dict[str, tuple[int, float]] = {}
+    for name, factors in modules.items():
+        ranks[names.theirs(name)], made = _written(name, factors, names, modules)
+        tensors |= {peft.PREFIX + key: np.ascontiguousarray(value) for key, value in made.items()}
+    whole = {n: r for n, r in ranks.items() if _is_fused(modules[names.ours(n)])}
+    config = peft.make(
+        {n: r for n, r in ranks.items() if n not in whole}, experts=whole, dora=_dora(modules), base=base
+    )
+    config["target_modules"] = _targets(names, [n for n in ranks if n not in whole])
+    headers = [Header(name, value.dtype, value.shape) for name, value in sorted(tensors.items())]
+    headers.sort(key=lambda header: -header.dtype.itemsize)
+    with whole_directory(directory, overwrite=overwrite) as part:
+        write_json(part / peft.CONFIG, config)
+        write_file(part / peft.TENSORS, headers, (tensors[header.name] for header in headers))
+    return _readers(model, ranks, whole)
+
+
+def _modules(model: Any, names: Names) -> dict[str, list[_Factors]]:
+    """Returns the factors of every adapted module."""
+    sites = dict(adapted(model))
+    found: dict[str, list[_Factors]] = {}
+    taken = set()
+    joined = {path: _joined(path, site) for path, site in sites.items()}
+    for name, parts in names.parts.items():
+        for part in parts:
+            if part.site in sites:
+                taken.add(part.site)
+                found.setdefault(name, []).append(_factors(part, *joined[part.site]))
+    if lost := sorted(sites.keys() - taken):
+        raise ValueError(f"{lost} have no name in transformers, so PEFT cannot express their adapters")
+    return found
+
+
+def _joined(path: str, site: Any) -> tuple[list[Any], float]:
+    """Returns `a`, `b` and magnitude of a layer, on the host, and their scale; several adapters become one."""
+    matmul, levels = site.matmul, []
+    while isinstance(matmul, LowRank):
+        levels.append(matmul)
+        matmul = matmul.inner
+    if len(levels) > 1 and any(level.magnitude is not None for level in levels):
+        raise ValueError(f"{path}: PEFT cannot express DoRA on top of another adapter; merge the lower one first")
+    host = lambda v: np.asarray(jax.device_get(v.get_value()))
+    scale, lead = levels[0].scale, int(layer_axis(site) is not None) + int(len(site.w.shape) > 2 and _experts(site))
+    a = np.concatenate([host(level.a) for level in levels], axis=lead)
+    b = np.concatenate([host(level.b) * np.asarray(level.scale / scale, level.b.dtype) for level in levels], axis=-1)
+    return [a, b, None if levels[0].magnitude is None else host(levels[0].magnitude)], scale
+
+
+def _experts(site: Any) -> bool:
+    return hasattr(site, "layout")
+
+
+def _factors(part: Part, arrays: Sequence[Any], scale: float) -> _Factors:
+    """Returns a layer's, or an expert's, part of the factors that a site holds."""
+    index = [i for i in (part.piece.place.index, part.expert) if i is not None]
+    one = lambda array: None if array is None else array[tuple(index)]
+    a, b, magnitude = map(one, arrays)
+    return _Factors(part, a, b, scale, magnitude)
+
+
+def _is_fused(factors: Sequence[_Factors]) -> bool:
+    """Returns True for a parameter that holds all experts."""
+    return factors[0].part.expert is None and bool(factors[0].part.experts)
+
+
+def _dora(modules: dict[str, list[_Factors]]) -> bool:
+    """Returns True if all adapters train lengths; raises ValueError if only some do."""
+    kinds = {f.magnitude is not None for factors in modules.values() for f in factors}
+    if len(kinds) > 1:
+        raise ValueError("PEFT has one use_dora for all modules: give DoRA to all adapters or to none")
+    return kinds.pop()
+
+
+def _written(
+    name: str, factors: Sequence[_Factors], names: Names, modules: dict[str, Any]
+) -> tuple[tuple[int, float], dict[str, np.ndarray]]:
+    """Returns rank and scale of a module, and its tensors by name."""
+    part, fused = factors[0].part, _is_fused(factors)
+    lead = (factors[0].a.shape[0],) if fused else ()
+    shared = all(np.array_equal(f.a, factors[0].a) for f in factors)
+    rank = factors[0].b.shape[-1] if shared else sum(f.b.shape[-1] for f in factors)
+    a = np.zeros((*lead, rank, part.size(part.summed)), factors[0].a.dtype)
+    b = np.zeros((*lead, part.size(part.kept), rank), factors[0].b.dtype)
+    start, scale = 0, factors[0].scale
+    for f in factors:
+        rows = slice(start, start + f.b.shape[-1])
+        f.part.view(a[..., rows, :], len(lead) + 1, part.summed)[...] = f.a
+        f.part.view(b, len(lead), part.kept)[..., rows] = f.b * np.asarray(f.scale / scale, f.b.dtype)
+        start += 0 if shared else f.b.shape[-1]
+    if fused:
+        return (rank, scale), _fused(name, a, b, names, modules, _dora({name: [*factors]}))
+    made = {f"{names.theirs(name)}.lora_A.weight": a, f"{names.theirs(name)}.lora_B.weight": b}
+    return (rank, scale), made | _magnitude(name, factors, names)
+
+
+def _magnitude(name: str, factors: Sequence[_Factors], names: Names) -> dict[str, np.ndarray]:
+    """Returns the lengths of a module's rows, if they are trained."""
+    if factors[0].magnitude is None:
+        return {}
+    if len(factors) != len(names.parts[name]):
+        raise ValueError(f"{name}: with DoRA either all parts of a fused matrix have adapters or none")
+    part = factors[0].part
+    whole = np.zeros(part.size(part.kept), factors[0].magnitude.dtype)
+    for f in factors:
+        f.part.view(whole, 0, part.kept)[...] = f.magnitude
+    return {f"{names.theirs(name)}.lora_magnitude_vector": whole}
+
+
+def _fused(
+    name: str, a: np.ndarray, b: np.ndarray, names: Names, modules: dict[str, Any], dora: bool
+) -> dict[str, np.ndarray]:
+    """Returns the tensors of a parameter of all experts: A is expert-major, in B the index of experts runs fastest."""
+    if dora:
+        raise ValueError(f"{name}: PEFT has no DoRA for fused experts")
+    part = names.parts[name][0]
+    in_out = part.piece.groups.index(part.group(part.summed)) < part.piece.groups.index(part.group(part.kept))
+    if in_out and names.family not in _TRANSPOSED:
+        a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
+    stem, _, parameter = name.rpartition(".")
+    inner = parameter == "gate_up_proj" and f"{stem}.down_proj" in modules
+    where = names.theirs(stem) + ".base_layer" * inner
+    # [E, r, I] -> [E r, I]; [E, O, r] -> [O, r, E] -> [O, r E]
+    a, b = a.reshape(-1, a.shape[-1]), b.transpose(1, 2, 0).reshape(b.shape[1], -1)
+    return {f"{where}.lora_A.weight": a, f"{where}.lora_B.weight": b}
+
+
+def _targets(names: Names, modules: Sequence[str]) -> list[str]:
+    """Returns `target_modules`: last names where these fit adapted modules only, whole ones elsewhere."""
+    others = {names.theirs(n) for n in names.parts} - {*modules}
+    shared = {name.rpartition(".")[2] for name in others}
+    short = {name if name.rpartition(".")[2] in shared else name.rpartition(".")[2] for name in modules}
+    return sorted(short)
+
+
+def _readers(model: Any, ranks: dict[str, Any], whole: dict[str, Any]) -> tuple[str, ...]:
+    """Returns a line for each reader."""
+    found, lines = {*ranks.values()}, list(report(model).readers)
+    if len(found) > 1:
+        lines[1] = "vLLM: cannot read these (one rank and scale for all modules)"
+    if whole:
+        lines[1] = "vLLM: cannot read these (a module per expert)"
+    experts = [n for n in ranks if ".experts." in n]
+    dense = [n for n in ranks if n.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj") and ".experts." not in n]
+    if experts and not whole and dense:
+        lines[0] = f"PEFT: ignores {len(dense)} dense MLP modules beside experts, such as {dense[0]}; vLLM reads them"
+    return tuple(lines)

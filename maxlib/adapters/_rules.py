@@ -1,0 +1,75 @@
+"""Adapters and the rules that say which matmul gets which."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from maxlib.nn._sites import Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapter `w + scale * b @ a` (arXiv:2106.09685), with `scale = alpha / rank`.
+
+    Args:
+        rank: Rank of the product.
+        alpha: Numerator of the scale.
+        rslora: True makes the scale `alpha / sqrt(rank)` (arXiv:2312.03732).
+        dora: True trains the length of each output's row apart from its direction (arXiv:2402.09353).
+        dtype: Dtype of the factors. Those in bfloat16 lose small updates.
+
+    Raises:
+        ValueError: when rank or alpha is not positive, or `dtype` is not floating.
+    """
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    dora: bool = False
+    dtype: Any = jnp.float32
+
+    def __post_init__(self):
+        if self.rank < 1 or not self.alpha > 0:
+            raise ValueError(f"rank must be at least 1 and alpha positive, got rank={self.rank}, alpha={self.alpha}")
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise ValueError(f"dtype must be floating, such as jnp.float32, got {self.dtype}")
+
+    @property
+    def scale(self) -> float:
+        """Returns the factor on the product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Gives `adapter` to the layers that the other fields select.
+
+    Args:
+        adapter: The adapter; None leaves them as they are.
+        match: Shell pattern on pattern paths ("layers.attn.q").
+        layers: Numbers of layers in each stack; negative ones count from the end. None for all.
+        kinds: Kinds of layers, by default not routers.
+    """
+
+    adapter: LoRA | None
+    match: str = "*"
+    layers: tuple[int, ...] | None = None
+    kinds: tuple[Kind, ...] = ("dense", "expert")
+
+
+Rules = LoRA | Rule | Sequence[Rule]
+
+
+def as_rules(rules: Rules) -> tuple[Rule, ...]:
+    """Returns rules; an adapter alone is for all dense and expert matrices."""
+    if isinstance(rules, LoRA):
+        return (Rule(rules),)
+    rules = (rules,) if isinstance(rules, Rule) else tuple(rules)
+    if not any(rule.adapter for rule in rules):
+        raise ValueError(
+            f"rules must give an adapter to something, got {rules}; LoRA(rank=16, alpha=32) alone fits all"
+        )
+    return rules

@@ -1,0 +1,241 @@
+"""Layers that multiply by a weight, and rules that change them from outside: the common part of quantization and
+adapters.
+"""
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxlib._utils.paths import dotted
+from maxlib.nn._linear import Einsum, Embed
+from maxlib.nn._moe import ExpertLinear
+from maxlib.nn._stack_layout import layout_for
+from maxlib.nn.quantized import QuantizedWeight
+from maxlib.nn.stack import Stack
+from maxlib.sharding.layers import num_layer_axes
+
+Kind = Literal["dense", "expert", "router", "embedding", "unknown"]
+Site = Einsum | ExpertLinear | Embed
+SITES = (Einsum, ExpertLinear, Embed)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Location of a matmul.
+
+    Attributes:
+        path: Pattern path.
+        kind: Kind of the layer.
+        layer: Number of the layer in its stack; None outside stacks.
+        count: Layers in the stack.
+    """
+
+    path: str
+    kind: Kind
+    layer: int | None = None
+    count: int = 0
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """A rule, which selects layers by pattern path, number and kind."""
+
+    @property
+    def match(self) -> str: ...
+    @property
+    def layers(self) -> tuple[int, ...] | None: ...
+    @property
+    def kinds(self) -> tuple[Kind, ...]: ...
+
+
+def fits(rule: Selector, site: Where) -> bool:
+    """Returns True if `rule` selects this matmul."""
+    return (
+        site.kind in rule.kinds
+        and fnmatch.fnmatchcase(site.path, rule.match)
+        and (rule.layers is None or site.layer in [i + site.count if i < 0 else i for i in rule.layers])
+    )
+
+
+def decide(rules: Sequence[Selector], where: Where) -> int | None:
+    """Returns the index of the first rule that fits, None if none does."""
+    return next((n for n, rule in enumerate(rules) if fits(rule, where)), None)
+
+
+class Decisions:
+    """Treatments by rules, of which the first that fits decides, with a check that every rule decided something.
+
+    Args:
+        rules: The rules.
+        treatment: Returns the treatment that a rule gives.
+    """
+
+    def __init__(self, rules: Sequence[Any], treatment: Callable[[Any], Hashable]):
+        self.rules, self.treatment = rules, treatment
+        self._used: set[int] = set()
+        self._seen: dict[str, Kind] = {}
+        self._most = 0
+
+    def __call__(self, where: Where) -> Any:
+        """Returns the treatment of a matmul, None for none."""
+        self._seen[where.path], self._most = where.kind, max(self._most, where.count)
+        if (n := decide(self.rules, where)) is None:
+            return None
+        self._used.add(n)
+        return self.treatment(self.rules[n])
+
+    def check(self) -> None:
+        """Raises ValueError if a rule decided nothing, or names a layer that does not exist."""
+        idle = [rule for n, rule in enumerate(self.rules) if n not in self._used]
+        if idle:
+            near = difflib.get_close_matches(idle[0].match, self._seen, n=3, cutoff=0.4)
+            raise ValueError(
+                f"each rule must decide about a matmul, these decide none: {idle}; earlier rules win. "
+                f"The nearest names are {', '.join(near) or 'none'}; the matmuls are "
+                f"{', '.join(f'{path} ({kind})' for path, kind in self._seen.items())}"
+            )
+        for rule in self.rules:
+            if absent := [i for i in rule.layers or () if not -self._most <= i < self._most]:
+                raise ValueError(
+                    f"{rule} names the layers {absent}, the largest stack has {self._most}, numbered from 0"
+                )
+
+
+def kind_of(site: Any) -> Kind:
+    """Returns the kind of a layer."""
+    if isinstance(site, Embed):
+        return "embedding"
+    if isinstance(site, ExpertLinear):
+        return "expert"
+    return "router" if "router" in axes_of(site) else "dense"
+
+
+def axes_of(site: Any) -> tuple[str, ...]:
+    """Returns the axis names of a layer's weight."""
+    w = site.w.values if isinstance(site.w, QuantizedWeight) else site.w
+    assert isinstance(w, nnx.Variable)
+    return tuple(w.get_metadata()["axes"])
+
+
+def outputs(site: Any) -> tuple[int, ...]:
+    """Returns the dimensions of a layer's weight that are not summed over."""
+    if isinstance(site, Einsum):
+        letters, out = site.spec.partition(",")[2].split("->")
+        return tuple(d for d, letter in enumerate(letters) if letter in out)
+    if isinstance(site, ExpertLinear):
+        return tuple(d for d, letter in enumerate(site.layout) if letter != "I")
+    return (0,)
+
+
+def unknown(model: Any) -> dict[str, nnx.Variable]:
+    """Returns by path the floating matrices in layers of unknown types, without tables of positions."""
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, (*SITES, nnx.Variable)))
+    found = {dotted(path): x for path, x in leaves if isinstance(x, nnx.Variable)}
+    return {path: x for path, x in found.items() if _is_matrix(x)}
+
+
+def _is_matrix(x: nnx.Variable) -> bool:
+    """Returns True for floating matrices, by axis names or else by the number of dimensions, without a stack's axis."""
+    axes, value = x.get_metadata().get("axes"), x.get_value()
+    rank = value.ndim if axes is None else len(axes) - num_layer_axes(axes)
+    return rank >= 2 and "position" not in (axes or ()) and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+Decide = Callable[[Where], Hashable]
+Change = Callable[[Any, Any, str, "tuple[int, ...] | None"], Any]
+
+
+def change_sites(model: Any, decide: Decide, change: Change) -> Any:
+    """Changes the layers of `model` that multiply.
+
+    A stack whose layers are treated differently gets another layout, so that equal layers are still scanned.
+
+    Args:
+        model: A model.
+        decide: Returns the treatment of a matmul, compared by value; None leaves it as it is.
+        change: Called with a layer, its treatment, its pattern path and the numbers of the layers that are stored
+            together in it (None outside stacks); returns the new layer.
+    """
+
+    def one(path, node):
+        full = dotted(path)
+        if isinstance(node, Stack):
+            return _in_stack(node, full, decide, change)
+        if not isinstance(node, SITES):
+            return node
+        treatment = decide(Where(full, kind_of(node)))
+        return node if treatment is None else change(node, treatment, full, None)
+
+    return jax.tree_util.tree_map_with_path(one, model, is_leaf=_is_place)
+
+
+def map_sites(model: Any, f: Callable[[str, Any], Any]) -> Any:
+    """Applies `f` to the path and the layer of every matmul."""
+    one = lambda path, site: f(dotted(path), site) if isinstance(site, SITES) else site
+    return jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda x: isinstance(x, SITES))
+
+
+def find(model: Any, kinds: Any) -> list[tuple[str, Any]]:
+    """Lists parts of `model` of the given types with their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, kinds))
+    return [(dotted(path), x) for path, x in leaves if isinstance(x, kinds)]
+
+
+def replace(site: Any, **parts: Any) -> Any:
+    """Returns a copy of a layer with some attributes replaced; arrays are the same."""
+    new = jax.tree.map(lambda a: a, site)
+    for name, part in parts.items():
+        # A matmul is part of the structure, unless it has arrays.
+        static = name == "matmul" and not isinstance(part, nnx.Module)
+        setattr(new, name, nnx.static(part) if static else nnx.data(part))
+    return new
+
+
+def _in_stack(stack: Stack, path: str, decide: Decide, change: Change) -> Stack:
+    """Changes the matmuls of a stack, in a layout where layers of a slot are treated alike."""
+    stack = _laid_out(stack, path, decide)
+    new, count = jax.tree.map(lambda a: a, stack), stack.num_layers
+    for name, segment in stack.segments.items():
+        layers = enumerate(getattr(stack, name))
+        changed = [_in_layer(layer, path, (*segment.layers(n),), count, decide, change) for n, layer in layers]
+        setattr(new, name, nnx.List(changed))
+    return new
+
+
+def _in_layer(layer: Any, path: str, numbers: tuple[int, ...], count: int, decide: Decide, change: Change) -> Any:
+    """Changes a layer, or several on a leading axis, which are treated alike."""
+
+    def one(inner: str, site: Any) -> Any:
+        full = f"{path}.{inner}"
+        treatments = [decide(Where(full, kind_of(site), i, count)) for i in numbers]
+        return site if treatments[0] is None else change(site, treatments[0], full, numbers)
+
+    return map_sites(layer, one)
+
+
+def _laid_out(stack: Stack, path: str, decide: Decide) -> Stack:
+    """Returns the stack in a layout where layers of a slot are treated alike."""
+    layers = jax.eval_shape(lambda s: list(s), stack)
+    kinds = [_treatments(layer, path, i, len(layers), decide) for i, layer in enumerate(layers)]
+    place = [stack.where(i)[0] for i in range(len(layers))]
+    # Already so: each slot has one treatment.
+    if len(set(zip(place, kinds, strict=True))) == len(set(place)):
+        return stack
+    shapes = [(jax.tree.structure(layer), tuple(jax.tree.leaves(layer))) for layer in layers]
+    return stack.with_layout(**layout_for(zip(shapes, kinds, strict=True)))
+
+
+def _treatments(layer: Any, path: str, i: int, count: int, decide: Decide) -> tuple[Hashable, ...]:
+    """Returns the treatment of each matmul of a layer."""
+    return tuple(decide(Where(f"{path}.{inner}", kind_of(site), i, count)) for inner, site in find(layer, SITES))
+
+
+def _is_place(x: Any) -> bool:
+    """Returns True for a layer with a matmul, and for a stack."""
+    return isinstance(x, (*SITES, Stack))

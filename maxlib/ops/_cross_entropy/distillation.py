@@ -1,0 +1,241 @@
+"""What distillation computes from hidden states and heads, a chunk of tokens at a time: divergences of two models, and
+the probabilities of chosen tokens.
+
+Everything here is differentiated by autodiff. `_by_chunks` recomputes the logits of a chunk in the backward pass.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from maxlib.ops._cross_entropy.api import check_chunk
+from maxlib.ops._cross_entropy.chunked import _axes, _chunks, _split, _vary, _varying
+from maxlib.ops._cross_entropy.terms import AxisName, Options, _local, _pmax, _psum, logits_of
+
+
+def divergence(
+    student: Float[Array, "*B V"], teacher: Float[Array, "*B V"], *, beta: float = 0.0
+) -> Float[Array, "*B"]:
+    """Computes the generalised Jensen-Shannon divergence of two distributions, in nats (GKD, arXiv:2306.13649).
+
+    With p the teacher's and q the student's probabilities: KL(p ‖ q) for beta 0, KL(q ‖ p) for beta 1, and between
+    `beta KL(p ‖ M) + (1 - beta) KL(q ‖ M)`, M = beta p + (1 - beta) q. The formula between vanishes like beta and
+    1 - beta near the ends, so it does not meet them.
+
+    Args:
+        student: Log-probabilities; `-inf` for none at all.
+        teacher: Log-probabilities.
+        beta: The kind, in [0, 1].
+    """
+    return jnp.sum(_pointwise(student, teacher, beta), axis=-1)
+
+
+def linear_divergence(
+    hidden: Float[Array, "*B D"],
+    weight: Float[Array, "V D"],
+    teacher_hidden: Float[Array, "*C E"],
+    teacher_weight: Float[Array, "U E"],
+    *,
+    where: Bool[Array, "*B"] | None = None,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    chunk: int | None = None,
+    axis_name: AxisName | None = None,
+) -> Float[Array, "*B"]:
+    """Computes `divergence` of two models' next-token distributions for each token, without making all logits.
+
+    It is differentiable with respect to `hidden` and `weight`; the teacher gets no gradient. Temporary memory is a few
+    times `chunk * V` floats and the float32 gradient of `weight`, forward and backward.
+
+    Args:
+        hidden: The student's output after its final norm, with any leading axes.
+        weight: The student's unembedding.
+        teacher_hidden: The teacher's output for the same tokens, of any width.
+        teacher_weight: The teacher's unembedding, of the same vocabulary.
+        where: Tokens to compare, all by default; the others get 0 and have no gradient, even where not finite.
+        beta: 0 for KL(teacher ‖ student), 1 for KL(student ‖ teacher), between as in `divergence`.
+        temperature: Divisor of both models' logits, after their soft-caps.
+        softcap: The student's, see `linear_cross_entropy`.
+        teacher_softcap: The teacher's.
+        chunk: Tokens per chunk; changes the result by rounding only.
+        axis_name: Inside `jax.shard_map`, the mesh axis (or axes) over which the rows of both weights are split.
+
+    Raises:
+        ValueError: when shapes disagree, vocabularies differ or an option is out of range.
+    """
+    check_vocabulary(weight, teacher_weight)
+    _check(temperature, chunk)
+    if hidden.shape[:-1] != teacher_hidden.shape[:-1]:
+        raise ValueError(
+            f"student and teacher must have read the same tokens; got hidden {hidden.shape} and {teacher_hidden.shape}"
+        )
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta must lie in [0, 1], got {beta}")
+    ours = Options(softcap, 0.0, 0.0, axis_name, float(temperature))
+    theirs = ours._replace(softcap=teacher_softcap)
+    teacher_hidden, teacher_weight = jax.lax.stop_gradient((teacher_hidden, teacher_weight))
+
+    def compare(h, g, w, v):
+        student, teacher = _log_softmax(h, w, ours), _log_softmax(g, v, theirs)
+        return _psum(jnp.sum(_pointwise(student, teacher, beta), axis=-1), axis_name)
+
+    rows = _rows(hidden, where), _rows(teacher_hidden, where)
+    out = _by_chunks(compare, rows, (weight, teacher_weight), chunk, axis_name).reshape(hidden.shape[:-1])
+    return out if where is None else jnp.where(where, out, 0)
+
+
+def linear_gather_log_probs(
+    hidden: Float[Array, "*B D"],
+    weight: Float[Array, "V D"],
+    ids: Int[Array, "*B K"],
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    axis_name: AxisName | None = None,
+) -> Float[Array, "*B K"]:
+    """Computes the log-probabilities of K tokens at each place; `linear_log_probs` for one.
+
+    Args:
+        hidden: The model's output after its final norm.
+        weight: The unembedding.
+        ids: Tokens to look up, in [0, V).
+        temperature: Divisor of the logits, after the soft-cap.
+        softcap: See `linear_cross_entropy`.
+        chunk: Tokens per chunk.
+        axis_name: As in `linear_divergence`.
+
+    Returns:
+        Log-probabilities, differentiable with respect to `hidden` and `weight`.
+    """
+    _check(temperature, chunk)
+    options = Options(softcap, 0.0, 0.0, axis_name, float(temperature))
+
+    def look_up(h, ids, w):
+        log_p = _log_softmax(h, w, options)  # [m, V], or this device's part of V
+        local = _local(ids, log_p.shape[1], axis_name)
+        here = (local >= 0) & (local < log_p.shape[1])
+        found = jnp.take_along_axis(log_p, jnp.clip(local, 0, log_p.shape[1] - 1), axis=1)  # [m, K]
+        return _psum(jnp.where(here, found, 0), axis_name)
+
+    rows = _rows(hidden, None), ids.reshape(-1, ids.shape[-1])
+    return _by_chunks(look_up, rows, (weight,), chunk, axis_name).reshape(ids.shape)
+
+
+def linear_top_k(
+    hidden: Float[Array, "*B D"],
+    weight: Float[Array, "V D"],
+    k: int,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    axis_name: AxisName | None = None,
+) -> tuple[Float[Array, "*B K"], Int[Array, "*B K"]]:
+    """Finds the k likeliest tokens at each place, for a teacher whose answers are stored. It has no gradient.
+
+    Args:
+        hidden: The model's output after its final norm.
+        weight: The unembedding.
+        k: Number of tokens.
+        temperature: Divisor of the logits, after the soft-cap.
+        softcap: See `linear_cross_entropy`.
+        chunk: Tokens per chunk.
+        axis_name: As in `linear_divergence`.
+
+    Returns:
+        Their log-probabilities in falling order, and their ids.
+    """
+    _check(temperature, chunk)
+    options = Options(softcap, 0.0, 0.0, axis_name, float(temperature))
+
+    def best(h, w):
+        log_p = _log_softmax(h, w, options)
+        values, ids = jax.lax.top_k(log_p, min(k, log_p.shape[1]))
+        if axis_name is not None:  # the best of each part of the vocabulary, then the best of those
+            ids = ids + log_p.shape[1] * jax.lax.axis_index(axis_name)
+            values, ids = _of_all_parts(values, axis_name), _of_all_parts(ids, axis_name)
+            values, order = jax.lax.top_k(values, k)
+            ids = jnp.take_along_axis(ids, order, axis=1)
+        return values, ids.astype(jnp.int32)
+
+    hidden, weight = jax.lax.stop_gradient((hidden, weight))
+    out = _by_chunks(best, (_rows(hidden, None),), (weight,), chunk, axis_name)
+    return jax.tree.map(lambda x: x.reshape(*hidden.shape[:-1], k), out)
+
+
+def _of_all_parts(x: Array, axis_name: AxisName) -> Array:
+    """Gathers `m k` of each device to `m (n k)`; as a sum, which JAX knows to be equal on all devices."""
+    own = jax.lax.axis_index(axis_name)
+    parts = jnp.zeros((x.shape[0], jax.lax.axis_size(axis_name), x.shape[1]), x.dtype).at[:, own].set(x)
+    return jax.lax.psum(parts, axis_name).reshape(x.shape[0], -1)
+
+
+def _pointwise(student: Array, teacher: Array, beta: float) -> Array:
+    """Computes what each token of the vocabulary adds to `divergence`."""
+    if beta == 0:
+        return _kl(teacher, student)
+    if beta == 1:
+        return _kl(student, teacher)
+    mixture = jnp.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
+
+
+def _kl(a: Array, b: Array) -> Array:
+    """Computes `e^a (a - b)`, 0 where a is -inf."""
+    never = a == -jnp.inf
+    return jnp.exp(a) * (jnp.where(never, 0, a) - jnp.where(never, 0, b))
+
+
+def _log_softmax(rows: Float[Array, "m D"], weight: Float[Array, "V D"], options: Options) -> Float[Array, "m V"]:
+    """Computes log-probabilities, of which each device may have a part of the vocabulary."""
+    logits = logits_of(rows, weight.astype(rows.dtype), options)
+    top = _pmax(jax.lax.stop_gradient(jnp.max(logits, axis=1)), options.axis_name)
+    shifted = logits - top[:, None]
+    return shifted - jnp.log(_psum(jnp.sum(jnp.exp(shifted), axis=1), options.axis_name))[:, None]
+
+
+def _by_chunks(f: Callable, rows: tuple, weights: tuple, chunk: int | None, axis_name: AxisName | None) -> Any:
+    """Maps `f(*rows, *weights)` over chunks of rows, and recomputes a chunk for its gradient.
+
+    Gradients of the weights are summed over chunks in float32.
+    """
+    M, count = rows[0].shape[0], _chunks(rows[0], chunk)
+    # Weights vary over the mesh axes of rows too, so that their gradients are summed over devices once, not per chunk.
+    everywhere = frozenset().union(*(_varying(x) for x in (*rows, *weights)))
+    rows = tuple(
+        _vary(x, everywhere if jnp.issubdtype(x.dtype, jnp.floating) else everywhere - _axes(axis_name)) for x in rows
+    )
+    wide = lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32))
+    weights = tuple(wide(_vary(w, everywhere)) for w in weights)
+    one = jax.checkpoint(lambda xs, weights: f(*xs, *weights))
+    out = jax.lax.map(lambda xs: one(xs, weights), tuple(_split(x, count) for x in rows))
+    # [count, size, ...] -> [M, ...]: chunk i has every count-th row (`_split`).
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:M], out)
+
+
+def _rows(hidden: Float[Array, "*B D"], where: Bool[Array, "*B"] | None) -> Float[Array, "M D"]:
+    """Flattens the leading axes; rows that do not count become zeros."""
+    hidden = hidden if where is None else jnp.where(where[..., None], hidden, 0)
+    return hidden.reshape(-1, hidden.shape[-1])
+
+
+def check_vocabulary(weight: Array, teacher_weight: Array) -> None:
+    """Raises ValueError unless both heads, `V ...`, have as many tokens."""
+    if weight.shape[0] != teacher_weight.shape[0]:
+        raise ValueError(
+            f"student and teacher must have one vocabulary; the student's has {weight.shape[0]} tokens, the teacher's "
+            f"{teacher_weight.shape[0]}. Distill from a teacher with the same tokenizer and the same padding of its table"
+        )
+
+
+def _check(temperature: float, chunk: int | None) -> None:
+    check_chunk(chunk)
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive; got {temperature}")

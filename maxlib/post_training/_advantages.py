@@ -1,0 +1,174 @@
+"""From rewards to advantages, on the host: N prompts, G completions of each, K rewards; NaN where none was given."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float
+
+EPSILON = 1e-4  # beside the standard deviation
+Rewards = Any  # an array or nested lists
+
+
+def group_advantages(
+    rewards: Rewards, *, scale: Literal["group", "batch"] | None = "group"
+) -> Float[np.ndarray, "N G"]:
+    """Computes how much better each completion is than the mean of its group (GRPO, arXiv:2402.03300).
+
+    Args:
+        rewards: One reward per completion, `N G`, NaN where there is none.
+        scale: Standard deviation to divide by, with `n - 1`: that of the "group", that of the whole "batch", or None
+            (Dr. GRPO, arXiv:2503.20783).
+
+    Returns:
+        The advantages: 0 for completions without a reward, and for all of a group whose rewards are equal.
+
+    Raises:
+        ValueError: when groups have a single completion, which is its own mean.
+    """
+    if scale not in ("group", "batch", None):
+        raise ValueError(f"scale must be 'group', 'batch' or None, got {scale!r}")
+    rewards = _checked(rewards)
+    deviation = rewards - _over_scored(np.nanmean, rewards)
+    if scale is not None:
+        spread = _std(rewards, axis=1) if scale == "group" else _std(rewards.reshape(1, -1), axis=1)
+        deviation = deviation / (spread + EPSILON)
+    return _finished(deviation, rewards)
+
+
+def leave_one_out(rewards: Rewards, *, normalize: bool = False) -> Float[np.ndarray, "N G"]:
+    """Computes each reward minus the mean of the others of its group (RLOO, arXiv:2402.14740).
+
+    Args:
+        rewards: One reward per completion, `N G`, NaN where there is none.
+        normalize: True subtracts the mean of the batch's advantages and divides by their standard deviation.
+
+    Raises:
+        ValueError: when groups have a single completion.
+    """
+    rewards = _checked(rewards)
+    count = np.sum(~np.isnan(rewards), axis=1, keepdims=True)
+    # r_i - (sum - r_i) / (n - 1) = n / (n - 1) (r_i - mean)
+    deviation = count / np.maximum(count - 1, 1) * (rewards - _over_scored(np.nanmean, rewards))
+    deviation = np.where(count > 1, deviation, 0 * rewards)
+    if normalize:
+        deviation = (deviation - np.nanmean(deviation)) / (_std(deviation.reshape(1, -1), axis=1) + EPSILON)
+    return _finished(deviation, rewards)
+
+
+def combine_rewards(rewards: Rewards, weights: Sequence[float] | None = None) -> Float[np.ndarray, "N G"]:
+    """Sums several rewards with weights; a completion that none of them scored stays NaN.
+
+    Args:
+        rewards: K rewards per completion, `N G K`; NaN counts as 0 beside others.
+        weights: Factor of each, 1 by default.
+    """
+    rewards = np.asarray(rewards, np.float64)
+    total = np.nansum(rewards * _weights(weights, rewards), axis=-1)
+    return np.where(np.isnan(rewards).all(axis=-1), np.nan, total)
+
+
+def decoupled_advantages(rewards: Rewards, weights: Sequence[float] | None = None) -> Float[np.ndarray, "N G"]:
+    """Normalizes each of several rewards in its group, sums them, and normalizes over the batch (GDPO, 2601.05242).
+
+    Args:
+        rewards: K rewards per completion, `N G K`, NaN where there is none.
+        weights: Factor of each, 1 by default.
+
+    Raises:
+        ValueError: when groups have a single completion.
+    """
+    rewards = np.asarray(rewards, np.float64)
+    each = [_checked(one) for one in np.moveaxis(rewards, -1, 0)]
+    scaled = [(r - _over_scored(np.nanmean, r)) / (_std(r, axis=1) + EPSILON) for r in each]
+    total = combine_rewards(np.stack(scaled, axis=-1), weights)
+    spread = _std(total.reshape(1, -1), axis=1)
+    return _finished((total - np.nanmean(total)) / (spread + EPSILON), combine_rewards(rewards, weights))
+
+
+def kl_penalized(rewards: Any, old: Any, reference: Any, mask: Any, *, beta: float) -> np.ndarray:
+    """Subtracts `beta * Σ mask (old - reference)` from the rewards: how RLOO stays near the reference.
+
+    Args:
+        rewards: One reward per completion, of any shape.
+        old: Log-probabilities under the sampling policy, with a last axis of tokens.
+        reference: Those under the reference.
+        mask: True for the completion's tokens.
+        beta: Factor of the divergence.
+    """
+    difference = np.where(mask, np.asarray(old) - np.asarray(reference), 0)
+    return np.asarray(rewards) - beta * difference.sum(-1)
+
+
+def overlong_penalty(lengths: Any, *, longest: int, buffer: int) -> np.ndarray:
+    """Computes what overlong completions lose (DAPO, arXiv:2503.14476): 0 up to `longest - buffer`, 1 at `longest`.
+
+    Args:
+        lengths: Numbers of tokens.
+        longest: Largest length allowed.
+        buffer: Number of tokens over which the penalty grows.
+    """
+    return np.maximum(0.0, (np.asarray(lengths) - (longest - buffer)) / buffer)
+
+
+def has_spread(rewards: Rewards) -> np.ndarray:
+    """Tells for each group whether its rewards differ: others have no gradient, and DAPO replaces them."""
+    return _std(np.asarray(rewards, np.float64), axis=1)[:, 0] > 1e-8
+
+
+def reward_metrics(rewards: Rewards) -> dict[str, float]:
+    """Computes `reward`, `reward_std`, `frac_reward_zero_std` (groups without spread) and `unscored`."""
+    rewards = np.asarray(rewards, np.float64)
+    missing = np.isnan(rewards)
+    return {
+        "reward": float(np.nanmean(rewards)) if not missing.all() else 0.0,
+        "reward_std": _std(rewards.reshape(1, -1), axis=1).item(),
+        "frac_reward_zero_std": float(np.mean(~has_spread(rewards))),
+        "unscored": int(missing.sum()),
+    }
+
+
+def _checked(rewards: Any) -> np.ndarray:
+    rewards = np.asarray(rewards, np.float64)
+    if rewards.ndim != 2 or rewards.shape[1] < 2:
+        raise ValueError(
+            f"rewards must be 'N G', G > 1 completions of each of N prompts, got the shape {rewards.shape}: a completion alone "
+            "has nobody to be compared with, and its advantage is 0"
+        )
+    if np.isinf(rewards).any():
+        raise ValueError("rewards must be finite, or NaN for a completion that was not scored; got infinity")
+    return rewards
+
+
+def _finished(advantages: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    """Sets the advantages of unscored completions to 0; warns if no group can teach anything."""
+    if not has_spread(rewards).any():
+        warnings.warn(
+            "all rewards of each group are equal, so all advantages are 0 and nothing is learned; `reward_metrics` has the share "
+            "of such groups (frac_reward_zero_std)",
+            stacklevel=3,
+        )
+    return np.nan_to_num(advantages, nan=0.0).astype(np.float32)
+
+
+def _over_scored(function: Any, rewards: np.ndarray) -> np.ndarray:
+    """Reduces each group over its scored completions; a group without any gives NaN."""
+    empty = np.isnan(rewards).all(axis=1, keepdims=True)
+    return np.where(empty, np.nan, function(np.where(empty, 0, rewards), axis=1, keepdims=True))
+
+
+def _std(rewards: np.ndarray, *, axis: int) -> np.ndarray:
+    """Computes the standard deviation with `n - 1` over scored completions, 0 for fewer than two; keeps the axis."""
+    scored = ~np.isnan(rewards)
+    count = scored.sum(axis, keepdims=True)
+    mean = np.where(scored, rewards, 0).sum(axis, keepdims=True) / np.maximum(count, 1)
+    square = np.where(scored, rewards - mean, 0) ** 2
+    return np.sqrt(square.sum(axis, keepdims=True) / np.maximum(count - 1, 1))
+
+
+def _weights(weights: Sequence[float] | None, rewards: np.ndarray) -> np.ndarray:
+    out = np.ones(rewards.shape[-1]) if weights is None else np.asarray(weights, np.float64)
+    if out.shape != rewards.shape[-1:]:
+        raise ValueError(f"there must be a weight for each of the {rewards.shape[-1]} rewards, got {out.shape}")
+    return out

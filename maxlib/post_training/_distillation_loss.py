@@ -1,0 +1,155 @@
+"""The training losses of distillation and of supervised tuning, for models."""
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxlib import nn
+from maxlib.post_training._divergences import top_k_divergence
+from maxlib.post_training._models import Other, hidden_states, trained_and_frozen
+from maxlib.training import Objective, Stats, objective
+
+Batch = dict[str, Any]
+
+
+class DistillationObjective(Objective):
+    """A training loss that is compared with a teacher.
+
+    Called as `loss(model, batch, key, *, teacher, dtype, remat, **options)`. The teacher is that of `WithFrozen`, or
+    `teacher(model)`, or its k likeliest tokens are in the batch.
+    """
+
+    def __init__(self, from_hidden: Any, *, by_row: bool = True):
+        super().__init__(from_hidden, by_row=by_row)
+        option = inspect.Parameter("teacher", inspect.Parameter.KEYWORD_ONLY, default=None)
+        own = [p for p in self.__signature__.parameters.values() if p.name != "teacher_head"]
+        self.__signature__ = self.__signature__.replace(parameters=[*own, option])
+
+    def __call__(
+        self,
+        model: Any,
+        batch: Batch,
+        key: Array | None = None,
+        *,
+        teacher: Other | None = None,
+        dtype: Any = jnp.bfloat16,
+        remat: nn.remat.Policy = None,
+        **options: Any,
+    ) -> tuple[Float[Array, ""], Stats]:
+        """Runs the models on the batch and returns `(loss sum, Stats)`."""
+        model, frozen = trained_and_frozen(model, teacher, "teacher")
+        if frozen is not None:
+            frozen = jax.lax.stop_gradient(frozen)
+            seen = hidden_states(frozen, batch, dtype=dtype, remat=remat).hidden
+            batch = batch | {"teacher_hidden": jax.lax.stop_gradient(seen)}
+            options["teacher_head"] = frozen
+        return super().__call__(model, batch, key, dtype=dtype, remat=remat, **options)
+
+
+@DistillationObjective
+def distillation_loss(
+    head: Any,
+    hidden: Float[Array, "B T D"],
+    batch: Batch,
+    *,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    hard: float = 0.0,
+    tail: bool = True,
+    teacher_head: Any = None,
+) -> tuple[Float[Array, ""], Stats]:
+    """Computes the divergence of the student from the teacher at every target, summed, in nats.
+
+    Called as `distillation_loss(model, batch, key, *, teacher, dtype, remat, **options)`. The gradient is not
+    multiplied by the squared temperature. Metrics: `divergence`, and with `hard` also `nll` and `accuracy`. For
+    on-policy distillation give batches of the student's own completions.
+
+    Args:
+        head: The student.
+        hidden: Its last hidden states.
+        batch: `tokens`, `targets` (-1: not learned), and `teacher_ids`, `teacher_log_probs` (`B T K`, at the same
+            temperature: `add_teacher`) if there is no teacher beside the student.
+        beta: 0 for KL(teacher ‖ student), 1 for KL(student ‖ teacher), between as in `ops.divergence`.
+        temperature: Divisor of both models' logits.
+        hard: Weight of the cross-entropy of the targets, to which the divergence is added with `1 - hard`.
+        tail: For stored targets, see `top_k_divergence`.
+        teacher_head: The teacher, whose hidden states are `batch["teacher_hidden"]`; set by the loss itself.
+
+    Raises:
+        ValueError: when there is no teacher, or it has another vocabulary.
+    """
+    mask, weight = batch["targets"] >= 0, head.head_weight()
+    if teacher_head is not None:
+        theirs = batch["teacher_hidden"], teacher_head.head_weight(), mask
+        caps = {"softcap": head.softcap, "teacher_softcap": teacher_head.softcap}
+        losses = nn.distillation.token_divergence(hidden, weight, *theirs, beta=beta, temperature=temperature, **caps)
+    elif "teacher_ids" in batch:
+        ours = nn.distillation.token_gather_log_probs(
+            hidden, weight, batch["teacher_ids"], temperature=temperature, softcap=head.softcap
+        )
+        losses = top_k_divergence(ours, batch["teacher_log_probs"], beta=beta, tail=tail)
+    else:
+        raise ValueError(
+            "distillation needs a teacher: train WithFrozen(student, teacher), pass teacher=, or store its likeliest tokens in "
+            "the batch (add_teacher)"
+        )
+    divergence = jnp.sum(jnp.where(mask, losses, 0))
+    count, sums = jnp.sum(mask).astype(jnp.float32), {"divergence": divergence}
+    loss = (1 - hard) * divergence
+    if hard:
+        nll, terms = nn.cross_entropy(hidden, weight, batch["targets"], softcap=head.softcap)
+        loss, sums = loss + hard * nll, sums | terms
+    return loss, jax.lax.stop_gradient(Stats(count, sums))
+
+
+@objective
+def dft_loss(head: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
+    """Computes dynamic fine-tuning (arXiv:2508.05629): the cross-entropy of each target times its probability.
+
+    Called as `dft_loss(model, batch, key, *, dtype, remat)`. The factor has no gradient: -Σ sg(p) log p. Metrics are
+    those of `next_token_loss`.
+
+    Args:
+        head: The model.
+        hidden: Its last hidden states.
+        batch: With `targets`, -1 outside of what is learned.
+    """
+    scored = nn.token_log_probs(hidden, head.head_weight(), batch["targets"], softcap=head.softcap)
+    loss = -jnp.sum(jax.lax.stop_gradient(jnp.exp(scored.log_prob)) * scored.log_prob)  # 0 where ignored
+    sums = {"nll": -jnp.sum(scored.log_prob), "accuracy": jnp.sum(scored.correct, dtype=jnp.float32)}
+    return loss, jax.lax.stop_gradient(Stats(jnp.sum(batch["targets"] >= 0).astype(jnp.float32), sums))
+
+
+def with_embedding_noise(loss: Any, *, alpha: float = 5.0) -> Any:
+    """Makes a loss that adds noise to token vectors (NEFTune, arXiv:2310.05914): uniform in ±alpha / √(T D).
+
+    Args:
+        loss: Any training loss; the model needs `embed_tokens`, as `nn.Decoder` has it.
+        alpha: Size of the noise.
+
+    Returns:
+        A loss of the same arguments, which draws the noise with its `key`. Evaluate with `loss` itself.
+    """
+    return functools.partial(_noisy_loss, loss=loss, alpha=alpha)
+
+
+def _noisy_loss(model: Any, batch: Batch, key: Array, *, loss: Any, alpha: float, **options: Any) -> Any:
+    """Runs `loss` on a model whose token vectors are noisy."""
+    if not hasattr(model, "embed_tokens"):
+        raise TypeError(
+            f"embedding noise needs a model with embed_tokens, such as an nn.Decoder, got {type(model).__name__}"
+        )
+    noisy = jax.tree.map(lambda x: x, model)  # another object with the same arrays
+    embed_tokens = noisy.embed_tokens
+
+    def with_noise(tokens: Array, dtype: Any) -> Array:
+        x = embed_tokens(tokens, dtype)
+        size = alpha / (x.shape[1] * x.shape[2]) ** 0.5
+        return x + jax.random.uniform(key, x.shape, x.dtype, -size, size)
+
+    noisy.embed_tokens = with_noise
+    return loss(noisy, batch, key, **options)

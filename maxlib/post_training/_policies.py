@@ -1,0 +1,212 @@
+"""Policy losses on arrays. Shapes: B rows, T tokens; what concerns sequences runs over the segments of packed rows.
+
+Notation: ℓ is the log-probability of a sampled token at the sampler's temperature, A its advantage, ρ the ratio of the
+policy to the one that sampled, m the mask of completion tokens.
+"""
+
+import dataclasses
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from maxlib.post_training._segments import Segments, segment_sums, spread, token_counts
+
+Ratio = Literal["token", "sequence", "sequence_token", "sequence_sum"]
+Tokens = Float[Array, "B T"]
+stop = jax.lax.stop_gradient
+
+
+class Surrogate(NamedTuple):
+    """Result of `Clip` and `CISPO`: the loss of each token, and whether its ratio was clipped from below or above."""
+
+    loss: Tokens
+    low: Bool[Array, "B T"]
+    high: Bool[Array, "B T"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """-min(ρ A, clip(ρ, 1 - low, 1 + high) A), PPO's clipped objective (arXiv:1707.06347).
+
+    Args:
+        low: Distance below 1 at which ρ is clipped.
+        high: Distance above 1; DAPO has 0.28 ("clip higher").
+        delta: Upper limit of the unclipped ρ, for the two-sided clip (arXiv:2505.07291); None for none.
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    delta: float | None = None
+
+    def __call__(self, ratio: Tokens, advantages: Tokens, log_prob: Tokens) -> Surrogate:
+        """Computes the loss of each token."""
+        clipped = jnp.clip(ratio, 1 - self.low, 1 + self.high)
+        ratio = ratio if self.delta is None else jnp.minimum(ratio, self.delta)
+        loss = -jnp.minimum(ratio * advantages, clipped * advantages)
+        return Surrogate(loss, (ratio < 1 - self.low) & (advantages < 0), (ratio > 1 + self.high) & (advantages > 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class CISPO:
+    """-sg(min(ρ, limit)) A ℓ (MiniMax-M1, arXiv:2506.13585): every token keeps a gradient.
+
+    Args:
+        limit: The largest ρ itself, not its distance from 1.
+    """
+
+    limit: float = 5.0
+
+    def __call__(self, ratio: Tokens, advantages: Tokens, log_prob: Tokens) -> Surrogate:
+        """Computes the loss of each token."""
+        loss = -stop(jnp.minimum(ratio, self.limit)) * advantages * log_prob
+        return Surrogate(loss, jnp.zeros_like(ratio, bool), (ratio > self.limit) & (advantages > 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class KL:
+    """Divergence from the reference as a term of the loss, by token, with d = log p_reference - ℓ.
+
+    As differentiated losses on samples of the policy π, "k3" (e^d - d - 1) has the gradient of KL(reference ‖ π), while
+    "k2" (d²/2) and "corrected" (ρ times k3) have that of KL(π ‖ reference). The plain -d (k1) has none in expectation,
+    so it is no choice here; as a part of the reward it is right (`kl_penalized`).
+
+    Args:
+        beta: Factor of the term.
+        kind: The estimator.
+    """
+
+    beta: float = 0.04
+    kind: Literal["k3", "k2", "corrected"] = "k3"
+
+    def __post_init__(self):
+        if self.kind not in ("k2", "k3", "corrected"):
+            raise ValueError(
+                f"kind must be 'k2', 'k3' or 'corrected', got {self.kind!r}; k1 has no gradient in expectation"
+            )
+
+
+def kl(log_prob: Tokens, reference: Tokens, *, kind: str = "k3", ratio: Tokens | None = None) -> Tokens:
+    """Estimates the divergence of the policy from the reference at each token; see `KL` for the kinds.
+
+    Args:
+        log_prob: Log-probabilities under the policy.
+        reference: Those under the reference.
+        kind: "k3", "k2" or "corrected".
+        ratio: ρ, for "corrected".
+    """
+    d = reference - log_prob
+    if kind == "k2":
+        return d**2 / 2
+    k3 = jnp.exp(d) - d - 1
+    return k3 if kind != "corrected" else k3 * (jnp.exp(log_prob - stop(log_prob)) if ratio is None else ratio)
+
+
+def policy_ratio(
+    log_prob: Tokens, old: Tokens | None, mask: Bool[Array, "B T"], segment_ids: Segments, *, by: Ratio = "token"
+) -> Tokens:
+    """Computes ρ of each token.
+
+    Args:
+        log_prob: Log-probabilities under the policy.
+        old: Those under the policy that sampled; None if it is the same, where ρ is 1 with a gradient.
+        mask: True for tokens of completions.
+        segment_ids: Sequences of packed rows, or None.
+        by: "token"; "sequence", the geometric mean over the sequence (GSPO, arXiv:2507.18071); "sequence_token", the
+            same with a gradient of each token's own (GSPO-token); "sequence_sum", the product over it (RLOO).
+
+    Returns:
+        ρ, equal for all tokens of a sequence unless `by` is "token".
+    """
+    log_ratio = jnp.where(mask, log_prob - (stop(log_prob) if old is None else old), 0)
+    if by == "token":
+        return jnp.exp(log_ratio)
+    if by not in ("sequence", "sequence_token", "sequence_sum"):
+        raise ValueError(f"by must be 'token', 'sequence', 'sequence_token' or 'sequence_sum', got {by!r}")
+    total = segment_sums(log_ratio, segment_ids)  # [B, T] -> [B, S]
+    if by != "sequence_sum":
+        total = total / jnp.maximum(token_counts(mask, segment_ids), 1)
+    of_sequence = spread(total, segment_ids, mask.shape[1])  # [B, S] -> [B, T]
+    if by == "sequence_token":
+        of_sequence = stop(of_sequence) + log_prob - stop(log_prob)
+    return jnp.exp(of_sequence)
+
+
+@dataclasses.dataclass(frozen=True)
+class Correction:
+    """Weights for tokens of a sampler whose probabilities differ from the trainer's, such as another engine's.
+
+    Args:
+        by: Ratio of each "token", or of the whole "sequence" (the product over its tokens).
+        low: Smallest ratio, None for none.
+        high: Largest ratio, None for none.
+        outside: "clip" (TIS, truncated importance sampling) or "zero" (MIS, masked).
+    """
+
+    by: Literal["token", "sequence"] = "token"
+    low: float | None = None
+    high: float | None = 2.0
+    outside: Literal["clip", "zero"] = "clip"
+
+    def __post_init__(self):
+        if self.by not in ("token", "sequence") or self.outside not in ("clip", "zero"):
+            raise ValueError(
+                f"by must be 'token' or 'sequence' and outside 'clip' or 'zero', got {self.by!r}, {self.outside!r}"
+            )
+
+    def __call__(self, trained: Tokens, sampler: Tokens, mask: Bool[Array, "B T"], segment_ids: Segments) -> Tokens:
+        """Computes the constant weight of each token; a log-probability that is NaN counts as equal.
+
+        Args:
+            trained: Log-probabilities under the trainer's program and the weights that sampled.
+            sampler: Those that the sampler reported.
+            mask: True for tokens of completions.
+            segment_ids: Sequences of packed rows, or None.
+        """
+        ratio = stop(jnp.nan_to_num(jnp.where(mask, trained - sampler, 0), nan=0.0))
+        if self.by == "sequence":
+            ratio = spread(segment_sums(ratio, segment_ids), segment_ids, mask.shape[1])
+        ratio = jnp.exp(ratio)
+        low, high = 0.0 if self.low is None else self.low, math.inf if self.high is None else self.high
+        if self.outside == "clip":
+            return jnp.clip(ratio, low, high)
+        return jnp.where((ratio < low) | (ratio > high), 0, ratio)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """Mean over sequences of sums over tokens divided by a fixed length (Dr. GRPO): no length is preferred.
+
+    Args:
+        length: The longest completion allowed.
+    """
+
+    length: int
+
+
+def mean_weights(
+    mask: Bool[Array, "B T"], segment_ids: Segments, *, by: Literal["sequence", "token"] | Fixed = "sequence"
+) -> tuple[Tokens, Float[Array, ""]]:
+    """Describes a mean of token losses as weights and a divisor, both of which add up over microbatches.
+
+    Args:
+        mask: True for tokens that count.
+        segment_ids: Sequences of packed rows, or None.
+        by: "sequence" (GRPO: the mean over sequences of their means), "token" (DAPO: over all tokens of the whole
+            batch) or `Fixed(length)` (Dr. GRPO).
+
+    Returns:
+        The weight of each token, and the number to divide the weighted sum by.
+    """
+    weights = mask.astype(jnp.float32)
+    counts = token_counts(mask, segment_ids)  # [B, S]
+    if by == "token":
+        return weights, jnp.sum(counts)
+    sequences = jnp.sum(counts > 0).astype(jnp.float32)
+    if isinstance(by, Fixed):
+        return weights / by.length, sequences
+    if by != "sequence":
+        raise ValueError(f"by must be 'sequence', 'token' or Fixed(length), got {by!r}")
+    return weights / jnp.maximum(spread(counts, segment_ids, mask.shape[1]), 1), sequences

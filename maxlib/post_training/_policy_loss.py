@@ -1,0 +1,140 @@
+"""The training loss of policies, for models, and the published methods as options of it."""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxlib import nn
+from maxlib.inference import Sampler
+from maxlib.post_training._policies import CISPO, KL, Clip, Correction, Fixed, Ratio, kl, mean_weights, policy_ratio
+from maxlib.post_training._preference_loss import ReferencedObjective, _no_reference
+from maxlib.training import Stats
+
+
+@ReferencedObjective
+def policy_loss(
+    head: Any,
+    hidden: Float[Array, "B T D"],
+    batch: dict[str, Any],
+    *,
+    surrogate: Clip | CISPO = Clip(),
+    ratio: Ratio = "token",
+    mean: Literal["sequence", "token"] | Fixed = "sequence",
+    kl_term: KL | None = None,
+    entropy: float = 0.0,
+    correction: Correction | None = None,
+    temperature: float = 1.0,
+) -> tuple[Float[Array, ""], Stats]:
+    """Computes the loss of sampled completions with advantages; they may be packed.
+
+    Called as `policy_loss(model, batch, key, *, reference, dtype, remat, **options)`. All terms have the weights of
+    `mean`, so that microbatches, devices and packing give what the whole batch gives; so have the metrics: `entropy`,
+    `ratio`, `clip_ratio/low`, `clip_ratio/high`, `clip_ratio/region`, and `kl`, `sampler_weight` where they exist. The
+    value of the loss says little: that of one on-policy step is 0.
+
+    Args:
+        head: The model.
+        hidden: Its last hidden states.
+        batch: `tokens`, `targets` (-1 outside of completions), `advantages` (`B T`, or `B` for one completion a row);
+            `old`, the log-probabilities under the policy that sampled, if it is not the one that is trained;
+            `reference` for a KL term; `sampler`, those that another engine reported, for a correction.
+        surrogate: `Clip` or `CISPO`.
+        ratio: What ρ is taken over: "token", "sequence", "sequence_token" or "sequence_sum" (`policy_ratio`).
+        mean: How losses of tokens are averaged (`mean_weights`).
+        kl_term: Divergence from the reference as a part of the loss.
+        entropy: Factor of the entropy, which is subtracted.
+        correction: Weights for a sampler that computes other probabilities.
+        temperature: Of the sampler (`check_sampler`).
+
+    Raises:
+        ValueError: when the batch lacks what an option needs.
+    """
+    _check_batch(batch, kl_term, correction)
+    segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
+    scored = nn.token_log_probs(
+        hidden, head.head_weight(), batch["targets"], softcap=head.softcap, temperature=temperature, entropy=True
+    )
+    rho = policy_ratio(scored.log_prob, batch.get("old"), mask, segment_ids, by=ratio)
+    losses, metrics = _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correction)
+    weights, count = mean_weights(mask, segment_ids, by=mean)
+    # Metrics are means whose weights add up to the count; those of a fixed length do not.
+    even = mean_weights(mask, segment_ids)[0] if isinstance(mean, Fixed) else weights
+    total = lambda weights, x: jnp.sum(weights * jnp.where(mask, x, 0))
+    sums = {name: total(even, value) for name, value in metrics.items()}
+    return total(weights, losses), jax.lax.stop_gradient(Stats(count, sums))
+
+
+def _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correction) -> tuple[Array, dict[str, Array]]:
+    """Computes the loss of each token with all its terms, and the metrics of each token."""
+    log_prob, advantages = scored.log_prob, batch["advantages"]
+    advantages = jnp.broadcast_to(advantages[:, None] if advantages.ndim == 1 else advantages, mask.shape)
+    losses, low, high = surrogate(rho, advantages, log_prob)
+    metrics = {"ratio": rho, "entropy": scored.entropy}
+    metrics |= {"clip_ratio/low": low, "clip_ratio/high": high, "clip_ratio/region": low | high}
+    if correction is not None:
+        trained = batch.get("old", jax.lax.stop_gradient(log_prob))
+        weight = correction(trained, batch["sampler"], mask, batch.get("segment_ids"))
+        losses, metrics = losses * weight, metrics | {"sampler_weight": weight}
+    if kl_term is not None:  # not times the sampler's weight
+        reference = jnp.where(mask, batch["reference"], 0)
+        divergence = kl(log_prob, reference, kind=kl_term.kind, ratio=rho)
+        losses, metrics = losses + kl_term.beta * divergence, metrics | {"kl": divergence}
+    return losses - entropy * scored.entropy, metrics
+
+
+grpo = functools.partial(policy_loss, surrogate=Clip(0.2, 0.2), mean="sequence")
+"""GRPO (arXiv:2402.03300). Its mean prefers long answers among wrong ones."""
+dapo = functools.partial(policy_loss, surrogate=Clip(0.2, 0.28), mean="token")
+"""DAPO (arXiv:2503.14476): clips higher, and averages over the tokens of the whole batch."""
+gspo = functools.partial(policy_loss, surrogate=Clip(3e-4, 4e-4), ratio="sequence", mean="sequence")
+"""GSPO (arXiv:2507.18071): one ratio for each sequence."""
+cispo = functools.partial(policy_loss, surrogate=CISPO(5.0), mean="token")
+"""CISPO (arXiv:2506.13585): limits the weight of a token, not its gradient."""
+rloo = functools.partial(policy_loss, surrogate=Clip(0.2, 0.2), ratio="sequence_sum", mean="sequence")
+"""RLOO (arXiv:2402.14740), with the advantages of `leave_one_out`."""
+
+
+def dr_grpo(length: int) -> functools.partial:
+    """Returns Dr. GRPO (arXiv:2503.20783), with the advantages of `group_advantages(rewards, scale=None)`.
+
+    Args:
+        length: The longest completion allowed.
+    """
+    return functools.partial(policy_loss, surrogate=Clip(0.2, 0.2), mean=Fixed(length))
+
+
+def check_sampler(loss: Any, sampler: Sampler) -> None:
+    """Checks that `loss` scores tokens by the distribution that `sampler` draws them from.
+
+    Args:
+        loss: A policy loss, or `functools.partial` of one.
+        sampler: What draws completions.
+
+    Raises:
+        ValueError: when temperatures differ, or the sampler filters tokens: it draws from a truncated distribution, and
+            ratios lack the lost mass.
+    """
+    options = loss.keywords if isinstance(loss, functools.partial) else {}
+    temperature = options.get("temperature", 1.0)
+    if temperature != sampler.temperature:
+        raise ValueError(
+            f"the loss scores tokens at temperature {temperature}, the sampler draws them at {sampler.temperature}; give the loss "
+            f"temperature={sampler.temperature}"
+        )
+    filters = {name: value for name in ("top_k", "top_p", "min_p") if (value := getattr(sampler, name)) is not None}
+    if filters:
+        raise ValueError(
+            f"a sampler for training draws from the whole distribution, this one filters by {filters}: leave that out"
+        )
+
+
+def _check_batch(batch: dict[str, Any], kl_term: KL | None, correction: Correction | None) -> None:
+    if "advantages" not in batch:
+        raise ValueError(f"a policy loss needs batch['advantages'] (group_advantages), got {sorted(batch)}")
+    if kl_term is not None and "reference" not in batch:
+        raise ValueError(_no_reference("the KL term"))
+    if correction is not None and "sampler" not in batch:
+        raise ValueError("a correction needs batch['sampler'], the log-probabilities that the sampler reported")

@@ -1,0 +1,237 @@
+"""Training losses of preferences, for models.
+
+Pairs come in one of two layouts. `{"chosen": {...}, "rejected": {...}}` has an array of rows for each; the loss puts
+the two rows of a pair next to each other and runs the model once. A single batch has the answers of a pair as
+consecutive segments of a row (1 chosen, 2 rejected, 3 chosen, ...), which trains in a 1F1B pipeline too.
+"""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from maxlib import nn
+from maxlib.post_training._models import Other, frozen_log_probs, log_probs, trained_and_frozen
+from maxlib.post_training._preferences import KTO, Answers, Mixture, Preference, Sigmoid
+from maxlib.post_training._segments import segment_sums, token_counts
+from maxlib.training import Objective, Stats
+
+Batch = dict[str, Any]
+
+
+class ReferencedObjective(Objective):
+    """A training loss that is compared with a reference model.
+
+    Called as `loss(model, batch, key, *, reference, dtype, remat, **options)`. The reference's log-probabilities are
+    `batch["reference"]`, or those of `reference(model)`, such as `adapters.base`, or of `WithFrozen`.
+    """
+
+    def __init__(self, from_hidden: Any, *, by_row: bool = True):
+        super().__init__(from_hidden, by_row=by_row)
+        option = inspect.Parameter("reference", inspect.Parameter.KEYWORD_ONLY, default=None)
+        self.__signature__ = self.__signature__.replace(parameters=[*self.__signature__.parameters.values(), option])
+
+    def __call__(
+        self,
+        model: Any,
+        batch: Batch,
+        key: Array | None = None,
+        *,
+        reference: Other | None = None,
+        dtype: Any = jnp.bfloat16,
+        remat: nn.remat.Policy = None,
+        **options: Any,
+    ) -> tuple[Float[Array, ""], Stats]:
+        """Runs the models on the batch and returns `(loss sum, Stats)`."""
+        model, frozen = trained_and_frozen(model, reference, "reference")
+        batch = interleaved(batch) if "chosen" in batch else batch
+        run = {"temperature": options.get("temperature", 1.0), "dtype": dtype, "remat": remat}
+        if "mismatched" in batch:
+            batch = _with_divergence(model, frozen, batch, run)
+        if frozen is not None:
+            batch = batch | {"reference": frozen_log_probs(frozen, batch, **run)}
+        return super().__call__(model, batch, key, dtype=dtype, remat=remat, **options)
+
+
+def interleaved(batch: Batch) -> Batch:
+    """Joins chosen and rejected rows, `B ...` each, to `2B ...` with the two rows of a pair next to each other.
+
+    Rows that are spread over devices stay where they are.
+    """
+    chosen, rejected = batch["chosen"], batch["rejected"]
+    if chosen.keys() != rejected.keys() or chosen["tokens"].shape != rejected["tokens"].shape:
+        shapes = [{name: x.shape for name, x in half.items()} for half in (chosen, rejected)]
+        raise ValueError(
+            f"chosen and rejected must have the same arrays of the same shapes, got {shapes[0]} and {shapes[1]}"
+        )
+    # [B, ...] and [B, ...] -> [B, 2, ...] -> [2B, ...]
+    join = lambda c, r: jnp.stack([c, r], axis=1).reshape(-1, *c.shape[1:])
+    return {name: join(chosen[name], rejected[name]) for name in chosen} | {
+        "interleaved": jnp.zeros(2 * len(chosen["tokens"]))
+    }
+
+
+@ReferencedObjective
+def preference_loss(
+    head: Any,
+    hidden: Float[Array, "B T D"],
+    batch: Batch,
+    *,
+    kind: Preference | Mixture = Sigmoid(),
+    temperature: float = 1.0,
+) -> tuple[Float[Array, ""], Stats]:
+    """Computes a preference loss, summed over pairs.
+
+    Called as `preference_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Pairs may be packed:
+    segments of the same number in both halves belong together. Metrics: `rewards/chosen`, `rewards/rejected`,
+    `rewards/margins`, `rewards/accuracies`, `logps/chosen`, `logps/rejected`, and `nll` if the loss has it.
+
+    The likelihood of ORPO and `ChosenNLL` is a mean over tokens of the (micro)batch, as TRL computes it; all other
+    terms are exact over any number of microbatches.
+
+    Args:
+        head: The model.
+        hidden: Its last hidden states.
+        batch: Pairs in one of the layouts above: `tokens`, `targets` (-1 outside of completions), and `reference`, the
+            reference's log-probabilities, if nothing else says what the reference is.
+        kind: The loss of pairs.
+        temperature: Divisor of the logits.
+
+    Raises:
+        ValueError: when `kind` needs a reference and there is none.
+    """
+    if kind.needs_reference and "reference" not in batch:
+        raise ValueError(_no_reference(type(kind).__name__))
+    segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
+    targets = _with_prompt(batch) if kind.nll_of_prompt else batch["targets"]
+    scored = nn.token_log_probs(
+        hidden, head.head_weight(), targets, softcap=head.softcap, temperature=temperature
+    ).log_prob
+    of_answers = lambda x: _answers(segment_sums(jnp.where(mask, x, 0), segment_ids), batch)
+    counts = _answers(token_counts(mask, segment_ids), batch)
+    is_pair = ((counts[0] > 0) & (counts[1] > 0)).astype(jnp.float32)
+    log_p = of_answers(scored)
+    ratios = of_answers(scored - batch["reference"]) if kind.needs_reference else log_p
+    answers = Answers(*ratios, *counts)
+    pairs = jnp.sum(is_pair)
+    loss = jnp.sum(is_pair * kind(answers))
+    rewards = kind.rewards(answers)
+    metrics = {
+        "rewards/chosen": rewards[0],
+        "rewards/rejected": rewards[1],
+        "rewards/margins": rewards[0] - rewards[1],
+        "rewards/accuracies": rewards[0] > rewards[1],
+        "logps/chosen": log_p[0],
+        "logps/rejected": log_p[1],
+    }
+    sums = {name: jnp.sum(is_pair * value) for name, value in metrics.items()}
+    if kind.nll:
+        sums["nll"] = pairs * _chosen_nll(scored, targets >= 0, batch)
+        loss += kind.nll * sums["nll"]
+    return loss, jax.lax.stop_gradient(Stats(pairs, sums))
+
+
+@ReferencedObjective
+def kto_loss(
+    head: Any, hidden: Float[Array, "B T D"], batch: Batch, *, kind: KTO = KTO(), temperature: float = 1.0
+) -> tuple[Float[Array, ""], Stats]:
+    """Computes KTO, summed over answers that are good or bad; answers may be packed.
+
+    Called as `kto_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Metrics: `rewards`,
+    `kl` (z), and `rewards/good`, `rewards/bad` summed over their kind alone.
+
+    Args:
+        head: The model.
+        hidden: Its last hidden states.
+        batch: `tokens`, `targets`, `good` (`B`, or `B T` for packed rows), `reference` as for `preference_loss`, and
+            either `mismatched`, a nested batch of prompts with answers to other prompts (and its `reference`), or
+            `z` by row, `B`, the divergence computed before: microbatches then give what the whole batch gives.
+        kind: β and the weights of good and bad answers.
+        temperature: Divisor of the logits.
+
+    Raises:
+        ValueError: when there is no reference, or nothing to estimate z from.
+    """
+    if "reference" not in batch:
+        raise ValueError(_no_reference("KTO"))
+    if "z" not in batch:
+        raise ValueError(
+            "KTO needs batch['mismatched'], prompts with answers to other prompts, or batch['z'], the divergence from the "
+            "reference that was estimated on them"
+        )
+    segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
+    scored = nn.token_log_probs(
+        hidden, head.head_weight(), batch["targets"], softcap=head.softcap, temperature=temperature
+    )
+    ratio = segment_sums(jnp.where(mask, scored.log_prob - batch["reference"], 0), segment_ids)  # B S
+    counts = token_counts(mask, segment_ids)
+    good = batch["good"][:, None] if batch["good"].ndim == 1 else batch["good"]
+    # [B, T] -> [B, S]: an answer is good if its tokens say so.
+    good = segment_sums(jnp.where(mask, good, 0).astype(jnp.float32), segment_ids) > counts / 2
+    is_answer = (counts > 0).astype(jnp.float32)
+    losses = kind(ratio, good, batch["z"][:, None])
+    rewards = is_answer * kind.beta * ratio
+    sums = {
+        "kl": jnp.sum(is_answer * jnp.maximum(batch["z"][:, None], 0)),
+        "rewards": jnp.sum(rewards),
+        "rewards/good": jnp.sum(rewards * good),
+        "rewards/bad": jnp.sum(rewards * ~good),
+    }
+    return jnp.sum(is_answer * losses), jax.lax.stop_gradient(Stats(jnp.sum(is_answer), sums))
+
+
+def _no_reference(kind: str) -> str:
+    return (
+        f"{kind} compares with a reference: put its log-probabilities into the batch ('reference', see add_reference), pass "
+        "reference=adapters.base for a model with adapters, or train WithFrozen(model, reference)"
+    )
+
+
+def _answers(sums: Float[Array, "B S"], batch: Batch) -> tuple[Array, Array]:
+    """Splits sums over segments into those of chosen and of rejected answers."""
+    if "interleaved" in batch:
+        pairs = sums.reshape(-1, 2, sums.shape[1])  # [2B, S] -> [B, 2, S]
+        return pairs[:, 0], pairs[:, 1]
+    pairs = jnp.pad(sums, ((0, 0), (0, sums.shape[1] % 2))).reshape(len(sums), -1, 2)  # [B, S] -> [B, S/2, 2]
+    return pairs[..., 0], pairs[..., 1]
+
+
+def _is_chosen(batch: Batch) -> Array:
+    """Tells for each token (or row, `2B 1`) whether it belongs to a chosen answer."""
+    if "interleaved" in batch:
+        return (jnp.arange(len(batch["tokens"])) % 2 == 0)[:, None]
+    return batch["segment_ids"] % 2 == 1
+
+
+def _chosen_nll(scored: Float[Array, "B T"], mask: Array, batch: Batch) -> Float[Array, ""]:
+    """Computes the mean negative log-probability of the chosen answers' tokens."""
+    mask = mask & _is_chosen(batch)
+    return -jnp.sum(jnp.where(mask, scored, 0)) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def _with_prompt(batch: Batch) -> Int[Array, "B T"]:
+    """Returns the targets of prompts too: the next token of the same text."""
+    following = lambda x: jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
+    targets, tokens, segment_ids = batch["targets"], batch["tokens"], batch.get("segment_ids")
+    if segment_ids is not None:
+        inside = (segment_ids > 0) & (following(segment_ids) == segment_ids)
+    else:  # up to the last target of the row
+        inside = jnp.flip(jnp.cumsum(jnp.flip(targets >= 0, 1), axis=1), 1) > 0
+    return jnp.where(targets >= 0, targets, jnp.where(inside, following(tokens), -1))
+
+
+def _with_divergence(model: Any, frozen: Any, batch: Batch, run: dict[str, Any]) -> Batch:
+    """Replaces `mismatched` by `z`, the mean ratio of its answers, for each row."""
+    other = batch["mismatched"]
+    if frozen is not None:
+        other = other | {"reference": frozen_log_probs(frozen, other, **run)}
+    if "reference" not in other:
+        raise ValueError(_no_reference("the divergence on batch['mismatched']"))
+    mask, segment_ids = other["targets"] >= 0, other.get("segment_ids")
+    ratio = jax.lax.stop_gradient(log_probs(jax.lax.stop_gradient(model), other, **run).log_prob) - other["reference"]
+    answers = jnp.sum(token_counts(mask, segment_ids) > 0)
+    z = jnp.sum(jnp.where(mask, ratio, 0)) / jnp.maximum(answers, 1)
+    rest = {name: x for name, x in batch.items() if name != "mismatched"}
+    return rest | {"z": jnp.broadcast_to(z, len(batch["tokens"]))}

@@ -1,0 +1,267 @@
+"""Losses of preferences: functions of the summed log-probabilities of two answers to one prompt.
+
+Notation: c and r are sums over the tokens of the chosen and the rejected answer of `log p - log p_reference` (of `log
+p` for kinds without a reference), n_c and n_r their numbers of tokens, sp(x) = log(1 + e^x), σ the logistic function.
+"""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.nn import sigmoid, softplus
+from jaxtyping import Array, Bool, Float
+
+
+class Answers(NamedTuple):
+    """The two answers of each pair, summed over their tokens."""
+
+    chosen: Float[Array, "*P"]
+    rejected: Float[Array, "*P"]
+    chosen_tokens: Float[Array, "*P"]
+    rejected_tokens: Float[Array, "*P"]
+
+    @property
+    def means(self) -> tuple[Float[Array, "*P"], Float[Array, "*P"]]:
+        """Returns both sums per token; -1 where there is no answer, so that logarithms of odds stay finite."""
+        mean = lambda total, count: jnp.where(count > 0, total / jnp.maximum(count, 1), -1.0)
+        return mean(self.chosen, self.chosen_tokens), mean(self.rejected, self.rejected_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference:
+    """Base class of preference losses: `kind(answers)` is one number per pair.
+
+    Attributes:
+        beta: Strength of the pull to the reference, or scale of the rewards.
+        needs_reference: True if c and r are ratios to a reference.
+        nll: Weight of the negative log-likelihood of the chosen answer beside the loss of pairs.
+        nll_of_prompt: True if that likelihood includes the prompt.
+    """
+
+    beta: float = 0.1
+    needs_reference: ClassVar[bool] = True
+    nll: ClassVar[float] = 0.0
+    nll_of_prompt: ClassVar[bool] = False
+
+    def __post_init__(self):
+        if not self.beta > 0:
+            raise ValueError(f"beta must be positive, got {self.beta}")
+        noise = getattr(self, "label_smoothing", 0.0)
+        if not 0 <= noise < 0.5:
+            raise ValueError(f"label_smoothing is the share of wrong labels, in [0, 0.5), got {noise}")
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        """Computes the loss of each pair."""
+        raise NotImplementedError
+
+    def rewards(self, answers: Answers) -> tuple[Float[Array, "*P"], Float[Array, "*P"]]:
+        """Returns the implicit rewards of the chosen and the rejected answers, for metrics."""
+        return self.beta * answers.chosen, self.beta * answers.rejected
+
+
+@dataclasses.dataclass(frozen=True)
+class Sigmoid(Preference):
+    """DPO (arXiv:2305.18290): (1-ε) sp(-Δ) + ε sp(Δ) with Δ = β (c - r) and ε the label smoothing (cDPO)."""
+
+    label_smoothing: float = 0.0
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        delta = self.beta * (answers.chosen - answers.rejected)
+        return (1 - self.label_smoothing) * softplus(-delta) + self.label_smoothing * softplus(delta)
+
+
+@dataclasses.dataclass(frozen=True)
+class Robust(Preference):
+    """Robust DPO (arXiv:2403.00409): ((1-ε) sp(-Δ) - ε sp(Δ)) / (1 - 2ε), unbiased under a share ε of wrong labels."""
+
+    label_smoothing: float = 0.1
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        delta, noise = self.beta * (answers.chosen - answers.rejected), self.label_smoothing
+        return ((1 - noise) * softplus(-delta) - noise * softplus(delta)) / (1 - 2 * noise)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hinge(Preference):
+    """SLiC's hinge (arXiv:2305.10425): max(0, 1 - Δ)."""
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        return jax.nn.relu(1 - self.beta * (answers.chosen - answers.rejected))
+
+
+@dataclasses.dataclass(frozen=True)
+class IPO(Preference):
+    """IPO (arXiv:2310.12036): (c/n_c - r/n_r - 1/(2β))², per token, as its authors computed it."""
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        chosen, rejected = answers.means
+        return (chosen - rejected - 1 / (2 * self.beta)) ** 2
+
+
+@dataclasses.dataclass(frozen=True)
+class SigmoidNorm(Preference):
+    """DPO of ratios per token: sp(-β (c/n_c - r/n_r))."""
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        chosen, rejected = answers.means
+        return softplus(-self.beta * (chosen - rejected))
+
+
+@dataclasses.dataclass(frozen=True)
+class APOZero(Preference):
+    """APO-zero (arXiv:2408.06266): σ(-βc) + σ(βr), for chosen answers better than the model's own."""
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        return sigmoid(-self.beta * answers.chosen) + sigmoid(self.beta * answers.rejected)
+
+
+@dataclasses.dataclass(frozen=True)
+class APODown(Preference):
+    """APO-down (arXiv:2408.06266): σ(βc) + σ(-β(c - r)), for chosen answers worse than the model's own."""
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        return sigmoid(self.beta * answers.chosen) + sigmoid(-self.beta * (answers.chosen - answers.rejected))
+
+
+@dataclasses.dataclass(frozen=True)
+class SPPO(Preference):
+    """SPPO with hard labels (arXiv:2405.00675): (c - 1/(2β))² + (r + 1/(2β))²."""
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        return (answers.chosen - 0.5 / self.beta) ** 2 + (answers.rejected + 0.5 / self.beta) ** 2
+
+
+@dataclasses.dataclass(frozen=True)
+class NCA(Preference):
+    """NCA of pairs (arXiv:2402.05369): sp(-βc) + ½ sp(βc) + ½ sp(βr)."""
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        chosen, rejected = self.rewards(answers)
+        return softplus(-chosen) + 0.5 * softplus(chosen) + 0.5 * softplus(rejected)
+
+
+@dataclasses.dataclass(frozen=True)
+class BCO(Preference):
+    """BCO of pairs (arXiv:2404.04656): sp(-βc) + sp(βr)."""
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        chosen, rejected = self.rewards(answers)
+        return softplus(-chosen) + softplus(rejected)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimPO(Preference):
+    """SimPO (arXiv:2405.14734), without a reference: (1-ε) sp(-x) + ε sp(x), x = β (c/n_c - r/n_r) - γ."""
+
+    beta: float = 2.0
+    gamma: float = 1.0
+    label_smoothing: float = 0.0
+    needs_reference: ClassVar[bool] = False
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        chosen, rejected = self.rewards(answers)
+        x = chosen - rejected - self.gamma
+        return (1 - self.label_smoothing) * softplus(-x) + self.label_smoothing * softplus(x)
+
+    def rewards(self, answers: Answers) -> tuple[Float[Array, "*P"], Float[Array, "*P"]]:
+        chosen, rejected = answers.means
+        return self.beta * chosen, self.beta * rejected
+
+
+@dataclasses.dataclass(frozen=True)
+class ORPO(Preference):
+    """ORPO (arXiv:2403.07691), without a reference: β sp(-o) beside the NLL of prompt and chosen answer.
+
+    o is the log of the ratio of odds: x_c - x_r - (L(x_c) - L(x_r)), x = mean log p, L(x) = log(1 - e^x).
+    """
+
+    needs_reference: ClassVar[bool] = False
+    nll: ClassVar[float] = 1.0
+    nll_of_prompt: ClassVar[bool] = True
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        chosen, rejected = answers.means
+        log_not = lambda x: jnp.log(-jnp.expm1(x))
+        return self.beta * softplus(-(chosen - rejected - (log_not(chosen) - log_not(rejected))))
+
+    def rewards(self, answers: Answers) -> tuple[Float[Array, "*P"], Float[Array, "*P"]]:
+        chosen, rejected = answers.means
+        return self.beta * chosen, self.beta * rejected
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenNLL(Preference):
+    """The negative log-likelihood of the chosen answers, per token: supervised tuning inside a `Mixture`."""
+
+    needs_reference: ClassVar[bool] = False
+    nll: ClassVar[float] = 1.0
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        return jnp.zeros_like(answers.chosen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """A weighted sum of preference losses, such as MPO's (arXiv:2411.10442).
+
+    Args:
+        terms: Pairs of weight and loss, `((0.8, Sigmoid()), (0.2, BCO()), (1.0, ChosenNLL()))`. Rewards in metrics are
+            those of the first.
+
+    Raises:
+        ValueError: when there is no term, or terms disagree on whether c and r are ratios to a reference.
+    """
+
+    terms: tuple[tuple[float, Preference], ...]
+
+    def __post_init__(self):
+        of_pairs = {kind.needs_reference for _, kind in self.terms if not isinstance(kind, ChosenNLL)}
+        if len(of_pairs) != 1 or any(kind.nll_of_prompt for _, kind in self.terms):
+            raise ValueError(
+                "a Mixture takes losses of pairs that all have a reference or all have none, and ChosenNLL for the "
+                f"likelihood (ORPO brings its own), got {[type(kind).__name__ for _, kind in self.terms]}"
+            )
+
+    nll_of_prompt: ClassVar[bool] = False
+
+    @property
+    def needs_reference(self) -> bool:
+        """Tells whether c and r are ratios to a reference."""
+        return any(kind.needs_reference for _, kind in self.terms)
+
+    @property
+    def nll(self) -> float:
+        """Returns the weight of the likelihood."""
+        return sum(weight * kind.nll for weight, kind in self.terms)
+
+    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+        """Computes the loss of each pair."""
+        return jnp.stack([weight * kind(answers) for weight, kind in self.terms]).sum(0)
+
+    def rewards(self, answers: Answers) -> tuple[Float[Array, "*P"], Float[Array, "*P"]]:
+        """Returns the implicit rewards of the first loss."""
+        return self.terms[0][1].rewards(answers)
+
+
+@dataclasses.dataclass(frozen=True)
+class KTO:
+    """KTO (arXiv:2402.01306), for answers that are good or bad: w σ(∓β (x - z)), x = Σ (log p - log p_reference).
+
+    z estimates the divergence from the reference: the mean of x over answers to *other* prompts, at least 0, and it has
+    no gradient. Without either, this is another loss.
+
+    Args:
+        beta: Strength of the pull to the reference.
+        good_weight: Factor of good answers.
+        bad_weight: Factor of bad answers.
+    """
+
+    beta: float = 0.1
+    good_weight: float = 1.0
+    bad_weight: float = 1.0
+
+    def __call__(self, x: Float[Array, "*P"], good: Bool[Array, "*P"], z: Float[Array, "*#P"]) -> Float[Array, "*P"]:
+        """Computes the loss of each answer."""
+        away = self.beta * (x - jax.lax.stop_gradient(jnp.maximum(z, 0)))
+        return jnp.where(good, self.good_weight * sigmoid(-away), self.bad_weight * sigmoid(away))

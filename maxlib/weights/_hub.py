@@ -1,0 +1,191 @@
+"""Models on the Hugging Face hub, through `huggingface_hub`: its cache, tokens, offline mode and progress bars."""
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from maxlib.weights._card import ModelCard
+from maxlib.weights._files import INDEX, SINGLE
+
+# Everything of a model but its weights. Code (*.py) and pickles (*.bin) are never fetched.
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "vocab.*",
+    "merges.txt",
+    INDEX,
+)
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def model_directory(name: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> Path:
+    """Returns the directory of a model: `name` itself where it is one, else a download from the hub.
+
+    Args:
+        name: A directory, or a name on the hub such as "HuggingFaceTB/SmolLM2-135M".
+        revision: Branch, tag or commit on the hub; None is the main branch.
+        token: Access token; None takes the one of `hf auth login` or of the variable `HF_TOKEN`.
+
+    Returns:
+        The directory; from the hub it is a snapshot in huggingface_hub's cache, which must not be written to.
+
+    Raises:
+        FileNotFoundError: If there is no such directory and no such model, or no way to the hub and nothing cached.
+        PermissionError: If the model is gated, and its terms were not accepted.
+        ImportError: If the hub is needed, and huggingface_hub is not installed.
+        ValueError: If the model has no safetensors; maxlib reads no pickles.
+    """
+    path = Path(name)
+    on_the_hub = isinstance(name, str) and _NAME.fullmatch(name) and not path.exists()
+    if on_the_hub:
+        return download(str(name), revision=revision, token=token)
+    for option, value in (("revision", revision), ("token", token)):
+        if value is not None:
+            raise ValueError(f"{option}= is for models on the hub, but {str(name)!r} is a directory.")
+    return path
+
+
+def download(name: str, *, revision: str | None = None, token: str | bool | None = None) -> Path:
+    """Fetches what maxlib reads of a model on the hub: configuration, tokenizer and safetensors.
+
+    Files that the cache holds already are not fetched again. `HF_HUB_OFFLINE=1` stays with the cache.
+
+    Args:
+        name: Name on the hub.
+        revision: Branch, tag or commit; None is the main branch.
+        token: Access token; None takes the one of `hf auth login` or of the variable `HF_TOKEN`.
+
+    Returns:
+        The directory of the snapshot in the cache.
+
+    Raises:
+        FileNotFoundError: If there is no such model or revision, or no way to the hub and nothing cached.
+        PermissionError: If the model is gated, and its terms were not accepted.
+        ImportError: If huggingface_hub is not installed.
+        ValueError: If the model has no safetensors; maxlib reads no pickles.
+    """
+    hub = _huggingface_hub(name)
+    with _explained(name, revision):
+        snapshot = Path(hub.snapshot_download(name, revision=revision, token=token, allow_patterns=list(SMALL_FILES)))
+        # The commit that was found, so that both downloads are of the same one.
+        commit, files = snapshot.name, _weight_files(snapshot, name)
+        hub.snapshot_download(name, revision=commit, token=token, allow_patterns=files)
+    if missing := [file for file in files if not (snapshot / file).is_file()]:
+        raise ValueError(
+            f"{name} on the hub must have its weights as {SINGLE}, or as the files of {INDEX}, but it lacks "
+            f"{', '.join(missing[:3])}. maxlib reads no pickles (pytorch_model.bin) and no other formats: look for a "
+            "revision or a copy of the model with safetensors."
+        )
+    return snapshot
+
+
+def push_to_hub(
+    model: Any,
+    name: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    message: str = "Upload a model with maxlib",
+    model_card: ModelCard | bool = True,
+    **options: Any,
+) -> str:
+    """Writes `model` as `save_pretrained` does and uploads it to the hub, in a commit of its own.
+
+    Args:
+        model: The model.
+        name: Name on the hub; the repository is made if there is none.
+        private: Whether only its owner sees a new repository; None takes the owner's setting.
+        token: Access token; None takes the one of `hf auth login` or of the variable `HF_TOKEN`.
+        revision: Branch to commit to; None is the main branch.
+        message: Message of the commit.
+        model_card: What README.md says; True writes what is known, False none.
+        **options: Other arguments of `save_pretrained`, such as `tokenizer`.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        ImportError: If huggingface_hub is not installed.
+        PermissionError: If the token must not write there.
+    """
+    from maxlib.weights._family import save_pretrained  # which reads from the hub with this file
+
+    hub = _huggingface_hub(name)
+    api = hub.HfApi(token=token)
+    if model_card is True:
+        model_card = ModelCard(title=name.rpartition("/")[2])
+    with _explained(name, revision), tempfile.TemporaryDirectory() as directory:
+        save_pretrained(model, directory, model_card=model_card, **options)
+        api.create_repo(name, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(name, branch=revision, exist_ok=True)
+        found = api.upload_folder(repo_id=name, folder_path=directory, commit_message=message, revision=revision)
+    return found.commit_url
+
+
+def _weight_files(snapshot: Path, name: str) -> list[str]:
+    index = snapshot / INDEX
+    if not index.is_file():
+        return [SINGLE]
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{INDEX} of {name} on the hub must have a weight_map of file names: {error!r}") from error
+    # Patterns in place of names would fetch the whole repository.
+    if strange := [
+        file for file in files if not (isinstance(file, str) and re.fullmatch(r"[\w.-]+\.safetensors", file))
+    ]:
+        raise ValueError(f"{INDEX} of {name} on the hub must name safetensors files beside it, got {strange[0]!r}")
+    return sorted(files)
+
+
+def _huggingface_hub(name: str) -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ImportError(
+            f"{name!r} is no directory here; as a name on the Hugging Face hub it needs the package huggingface_hub: "
+            "pip install 'maxlib[hub]'"
+        ) from error
+    return huggingface_hub
+
+
+@contextmanager
+def _explained(name: str, revision: str | None) -> Iterator[None]:
+    """Turns errors of huggingface_hub into Python's own, with what to do."""
+    from huggingface_hub import constants, errors
+
+    where = f"{name} on the hub ({constants.ENDPOINT})"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise PermissionError(
+            f"{where} is gated: accept its terms on its page, then run `hf auth login` or pass token=."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"There is no directory {name!r} here, and no model of that name on the hub ({constants.ENDPOINT}) that this "
+            "token may see. Check the spelling; a private model needs `hf auth login` or token=."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise FileNotFoundError(f"{where} has no revision {revision!r}: branches, tags and commits are.") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"There is no directory {name!r} here, the cache ({constants.HF_HUB_CACHE}) does not hold all of the model, and "
+            "the hub cannot be reached, or must not be (HF_HUB_OFFLINE=1). On a machine that reaches it, "
+            f"`hf download {name}` fills the cache."
+        ) from error
+    except errors.HfHubHTTPError as error:
+        kind = PermissionError if error.response.status_code in (401, 403) else ConnectionError
+        raise kind(f"{where} answered: {error}") from error

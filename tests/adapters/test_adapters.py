@@ -1,0 +1,249 @@
+"""Adapters put on models from outside: what they compute, what is trained, and what is left alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from maxlib import adapters, nn, ops, quantization, training
+from tests.quantization.tiny import model
+
+TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12) % 16
+LORA = adapters.LoRA(rank=3, alpha=6)
+loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
+
+
+QUICKLY = {"xla_backend_optimization_level": "0"}
+jit = functools.partial(jax.jit, compiler_options=QUICKLY)
+
+
+def put_on(base, rules=LORA, seed=1):
+    """Adds adapters in one program: op by op takes many times as long."""
+    put = lambda base: adapters.add(base, rules, rngs=nnx.Rngs(seed))
+    return jit(put)(base)
+
+
+def trained(model, seed=2, size=0.3):
+    """Gives every factor other values, as training would."""
+    factors, rest = nn.partition(model, adapters.trainable)
+    random = np.random.default_rng(seed)
+    changed = {n: np.asarray(v) + size * random.normal(size=v.shape).astype(np.float32) for n, v in factors.items()}
+    return nn.combine({n: jnp.asarray(v) for n, v in changed.items()}, rest)
+
+
+@jax.jit
+def logits(model, tokens=TOKENS):
+    return model.logits(model(jnp.asarray(tokens), dtype=jnp.float32).hidden)
+
+
+def close(got, want, atol=2e-5):
+    np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(want, np.float64), atol=atol, rtol=0)
+
+
+def test_a_fresh_adapter_changes_nothing_and_comes_off_by_identity():
+    base = model("both")
+    adapted = adapters.add(base, LORA, rngs=nnx.Rngs(0))  # not under jit, which returns other arrays
+    np.testing.assert_array_equal(logits(adapted), logits(base))
+    again = adapters.base(adapted)
+    assert jax.tree.structure(again) == jax.tree.structure(base)
+    assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(base), strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"])
+def test_merged_equals_unmerged(options):
+    adapted = trained(put_on(model("both"), dataclasses.replace(LORA, **options)))
+    merged = jit(adapters.merge)(adapted)
+    assert jax.tree.structure(merged) == jax.tree.structure(model("both"))
+    close(logits(merged), logits(adapted))
+    assert np.abs(logits(merged) - logits(model("both"))).max() > 0.1
+
+
+@pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"])
+@pytest.mark.parametrize(
+    ("spec", "shape", "axes"),
+    [
+        ("...D,NHD->...NH", (2, 3, 4), ("heads", "head_dim", "embed")),
+        ("...NH,DNH->...D", (4, 2, 3), ("embed", "heads", "head_dim")),
+        ("...D,DF->...F", (4, 5), ("embed", "mlp")),
+    ],
+)
+def test_the_formula_in_float64(spec, shape, axes, options):
+    lora = adapters.LoRA(rank=2, alpha=3, **options)
+    layer = trained(put_on(nnx.Dict(one=nn.Einsum(spec, shape, axes, bias=True, rngs=nnx.Rngs(0))), lora))["one"]
+    w, a, b = (np.asarray(v[...], np.float64) for v in (layer.w, layer.matmul.a, layer.matmul.b))
+    letters, out = spec.partition(",")[2].split("->")
+    kept, summed = ("".join(c for c in letters if (c in out) == keep) for keep in (True, False))
+    scale = 3 / np.sqrt(2) if options.get("rslora") else 3 / 2
+    adapted = w + scale * np.einsum(f"r{summed},{kept}r->{letters}", a, b)
+    if options.get("dora"):
+        length = np.sqrt((adapted**2).sum(axis=tuple(letters.index(c) for c in summed)))
+        gain = np.asarray(layer.matmul.magnitude[...], np.float64) / length
+        adapted = np.einsum(f"{letters},{kept}->{letters}", adapted, gain)
+    x = np.random.default_rng(0).normal(size=(7, *(shape[letters.index(c)] for c in summed)))
+    want = np.einsum(spec.replace("...", "T"), x, adapted) + np.asarray(layer.b[...], np.float64)
+    close(layer(jnp.asarray(x, jnp.float32)), want, atol=1e-5)
+
+
+def test_doras_length_carries_no_gradient():
+    layer = nnx.Dict(one=nn.Einsum("...D,FD->...F", (5, 4), ("mlp", "embed"), rngs=nnx.Rngs(0)))
+    layer = trained(put_on(layer, adapters.LoRA(rank=2, alpha=3, dora=True)))["one"]
+    x, length = jnp.ones((1, 4)), layer.matmul.length(layer.w)
+    b = layer.matmul.b[...]
+    run = lambda b: (
+        layer.matmul.magnitude[...] / length * (x @ (layer.w[...] + 1.5 * b @ layer.matmul.a[...]).T)
+    ).sum()
+
+    def through(b):
+        factors, rest = nn.partition(layer, adapters.trainable)
+        return nn.combine(factors | {"matmul.b": b}, rest)(x).sum()
+
+    close(jax.grad(through)(b), jax.grad(run)(b), atol=1e-6)
+
+
+def test_a_dora_adapter_starts_as_the_base():
+    adapted = put_on(model("both"), dataclasses.replace(LORA, dora=True))
+    close(logits(adapted), logits(model("both")), atol=1e-5)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4", "nf4"])
+def test_on_a_quantized_base(format):
+    if format == "nf4":  # groups of 64 do not fit width 32
+        format = quantization.Format("nf4", group=16)
+    if format == "int4":
+        format = quantization.Format("int4", group=16)
+    base = jit(lambda model: quantization.for_inference(model, format))(model("both"))
+    adapted = put_on(base)
+    np.testing.assert_array_equal(logits(adapted), logits(base))
+    adapted = trained(adapted)
+    merged = jit(adapters.merge)(adapted)
+    assert not [v for v in jax.tree.leaves(merged) if v.dtype not in (jnp.float32, jnp.int32)]
+    close(logits(merged), logits(adapted), atol=5e-5)
+    narrow = jit(lambda model: adapters.merge(model, requantize=True))(adapted)
+    assert jax.tree.structure(narrow) == jax.tree.structure(base)
+
+
+def test_a_quantized_step_trains_factors_only():
+    base = jit(lambda model: quantization.for_inference(model, "int8"))(model("llama"))
+    state = training.make_state(put_on(base), optax.sgd(0.1), filter=adapters.trainable)
+    before = jax.tree.map(np.array, nn.variables(adapters.base(state.model)))
+    new, _ = jax.jit(training.make_train_step(loss, optax.sgd(0.1)))(state, training_batch())
+    assert set(new.trainable) == {n for n in nn.variables(state.model) if ".matmul." in n}
+    after = nn.variables(adapters.base(new.model))
+    assert all(np.array_equal(before[n].get_value(), v.get_value()) for n, v in after.items())
+    moved = [n for n, v in new.trainable.items() if not np.array_equal(v, state.trainable[n])]
+    assert {n for n in new.trainable if n.endswith(".b")} <= set(moved)
+
+
+def training_batch():
+    return {"tokens": jnp.asarray(TOKENS), "targets": jnp.asarray(np.roll(TOKENS, -1, axis=1))}
+
+
+def test_rules_choose_layers_and_give_ranks():
+    rules = [
+        adapters.Rule(None, layers=(0,), match="layers.mlp*"),
+        adapters.Rule(adapters.LoRA(2, 4), match="*.attn.[qv]"),
+        adapters.Rule(adapters.LoRA(4, 4), kinds=("expert",)),
+    ]
+    adapted = put_on(model("both"), rules)
+    found = {(row.path.split(".", 2)[2], row.rank) for row in adapters.report(adapted).rows}
+    assert {rank for path, rank in found if "attn" in path} == {2}
+    assert isinstance(adapted.layers[1].mlp.up.matmul, nn.matmul.LowRank)
+    assert isinstance(adapted.layers[0].mlp.up.matmul, nn.matmul.Exact)
+    assert isinstance(adapted.layers[0].attn.k.matmul, nn.matmul.Exact)
+    np.testing.assert_array_equal(logits(adapted), logits(model("both")))
+
+
+def test_initial_values_do_not_depend_on_the_layout():
+    scanned = put_on(model("llama"))
+    alone = put_on(jit(nn.unstack)(model("llama")))
+    for one, other in zip(scanned.layers, alone.layers, strict=True):
+        np.testing.assert_array_equal(one.attn.q.matmul.a[...], other.attn.q.matmul.a[...])
+    a = scanned.layers[0].attn.q.matmul.a[...]
+    assert np.abs(a).max() <= 1 / np.sqrt(a.shape[-1]) and np.std(a) > 0.4 / np.sqrt(a.shape[-1])
+    assert not np.array_equal(a, scanned.layers[1].attn.q.matmul.a[...])
+
+
+def test_inside_jit_and_on_shapes():
+    base = model("llama")
+    add = lambda base: adapters.add(base, LORA, rngs=nnx.Rngs(0))
+    whole, made, shapes = add(base), jit(add)(base), add(jax.eval_shape(lambda: base))
+    for one, other, shape in zip(*map(jax.tree.leaves, (whole, made, shapes)), strict=True):
+        close(one, other, atol=1e-6)
+        assert (one.shape, one.dtype) == (shape.shape, shape.dtype)
+    assert nn.tree.axes(whole) == nn.tree.axes(made) == nn.tree.axes(shapes)
+
+
+def test_a_new_adapter_on_a_frozen_one():
+    first = trained(put_on(model("both")))
+    below = adapters.frozen(first)
+    second = put_on(below, adapters.LoRA(2, 2), seed=5)
+    close(logits(second), logits(first), atol=1e-6)
+    assert len(nn.partition(second, adapters.trainable)[0]) == len(nn.partition(first, adapters.trainable)[0])
+    second = trained(second, seed=9)
+    np.testing.assert_array_equal(logits(adapters.base(second)), logits(below))
+    close(logits(jit(adapters.merge)(second)), logits(second))
+
+
+def test_decoding_with_latent_attention_uses_the_adapters():
+    sizes = {"num_heads": 2, "kv_rank": 6, "nope_dim": 4, "v_dim": 5, "q_rank": 7}
+    layer = nnx.Dict(one=nn.MLA(16, **sizes, rope=ops.Rope(4), rngs=nnx.Rngs(0)))
+    layer = trained(put_on(layer, dataclasses.replace(LORA, dora=True)))["one"]
+    x = jax.random.normal(jax.random.key(0), (2, 6, 16))
+
+    @jit
+    def decode(layer):
+        cache = layer.init_cache(2, 8, jnp.float32)
+        start = nn.Cache((cache,), jnp.zeros(2, jnp.int32))
+        ctx = nn.context(2, 5, cache=start)
+        _, cache = layer(x[:, :5], ctx, cache)
+        ctx = nn.context(2, 1, cache=start.advanced((cache,), ctx))
+        return layer(x[:, 5:], ctx, cache)[0]
+
+    close(decode(layer)[:, 0], jit(lambda layer: layer(x)[0])(layer)[:, -1])
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_experts_equal_their_merged_loop(capacity):
+    router = nn.Router(16, 4, top_k=2, rngs=nnx.Rngs(3))
+    moe = nn.MoE(16, 8, router=router, capacity_factor=capacity, layout="EIO", rngs=nnx.Rngs(0))
+    adapted = trained(put_on(moe, [adapters.Rule(adapters.LoRA(2, 4, dora=True))]))
+    x = jax.random.normal(jax.random.key(0), (2, 8, 16))
+    y, run = jit(lambda m: m(x)[0])(adapted), jit(lambda m: adapters.merge(m)(x)[0])
+    close(y, run(adapted))
+    if capacity is None:
+        close(y, jit(lambda m: m.reference(x))(adapted))
+
+
+def test_bad_rules():
+    base = jax.eval_shape(lambda: model("both"))
+    put_on = lambda base, rules=LORA: adapters.add(base, rules, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"decide none.*layers\.attn\.qq.*nearest names are .*layers\.attn\.q"):
+        put_on(base, [adapters.Rule(LORA, match="layers.attn.qq")])
+    with pytest.raises(ValueError, match=r"names the layers \[9\]"):
+        put_on(base, [adapters.Rule(LORA, layers=(0, 9))])
+    with pytest.raises(ValueError, match="embeddings and heads have no matmul"):
+        put_on(base, [adapters.Rule(LORA, kinds=("embedding",))])
+    with pytest.raises(ValueError, match="give an adapter"):
+        put_on(base, [adapters.Rule(None)])
+    with pytest.raises(ValueError, match="has an adapter already"):
+        put_on(put_on(base))
+    with pytest.raises(ValueError, match="has an adapter"):
+        quantization.for_inference(put_on(base), "int8")
+    with pytest.raises(ValueError, match="rank must be"):
+        adapters.LoRA(rank=0, alpha=1)
+    with pytest.raises(ValueError, match="floating"):
+        adapters.LoRA(rank=1, alpha=1, dtype=jnp.int32)
+
+
+def test_the_report_says_what_it_costs():
+    adapted = put_on(model("both"), dataclasses.replace(LORA, dora=True))
+    report = adapters.report(adapted)
+    factors, _ = nn.partition(adapted, adapters.trainable)
+    assert report.bytes == sum(v.nbytes for v in factors.values())
+    assert report.base_bytes == sum(a.nbytes for a in jax.tree.leaves(model("both")))
+    assert "DoRA r=3" in str(report) and "vLLM: cannot read these (no DoRA)" in str(report)

@@ -1,0 +1,147 @@
+"""Divergences of two models against float64 formulas, one device, and their promise on memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib.ops import divergence, linear_divergence, linear_gather_log_probs, linear_top_k
+from tests.ops.test_cross_entropy import B, T, V, close, inputs, mesh  # noqa: F401
+
+P = jax.sharding.PartitionSpec
+E = 5  # the teacher's width
+
+
+def teacher():
+    rng = np.random.default_rng(7)
+    return jnp.asarray(rng.normal(size=(B, T, E)), jnp.float32), jnp.asarray(rng.normal(size=(V, E)), jnp.float32)
+
+
+def log_softmax(z):
+    z = z - z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+def truth(hidden, weight, teacher_hidden, teacher_weight, factors, beta, temperature, softcap):
+    """Divergence in float64, and gradients of `sum(factors * divergence)`: `dz = q (g - sum(q g))`, g = dD/dlog q."""
+    h, w, g, v = (np.asarray(x, np.float64) for x in (hidden, weight, teacher_hidden, teacher_weight))
+    raw = h @ w.T
+    capped = raw if softcap is None else softcap * np.tanh(raw / softcap)
+    log_q, log_p = log_softmax(capped / temperature), log_softmax(g @ v.T / temperature)
+    q, p = np.exp(log_q), np.exp(log_p)
+    if beta == 0:
+        value, slope = p * (log_p - log_q), -p
+    elif beta == 1:
+        value, slope = q * (log_q - log_p), q * (log_q - log_p + 1)
+    else:
+        m = beta * p + (1 - beta) * q
+        value = beta * p * (log_p - np.log(m)) + (1 - beta) * q * (log_q - np.log(m))
+        slope = (1 - beta) * q * (log_q - np.log(m))  # what M does cancels
+    dz = factors[..., None] * (slope - q * slope.sum(-1, keepdims=True)) / temperature
+    dz = dz if softcap is None else dz * (1 - np.tanh(raw / softcap) ** 2)
+    return value.sum(-1), (dz @ w, np.einsum("btv,btd->vd", dz, h))
+
+
+@pytest.mark.parametrize(
+    ("beta", "temperature", "softcap", "chunk"),
+    [(0.0, 1.0, None, None), (1.0, 0.7, None, 4), (0.3, 1.7, 3.0, 5), (0.5, 1.0, None, 1)],
+)
+def test_values_and_gradients(beta, temperature, softcap, chunk):
+    hidden, weight, targets, _ = inputs()
+    mask, factors = targets != -1, np.random.default_rng(1).normal(size=(B, T))
+    poisoned = jnp.where(mask[..., None], hidden, jnp.nan)
+    options = {"beta": beta, "temperature": temperature, "softcap": softcap, "chunk": chunk}
+
+    def total(hidden, weight):
+        out = linear_divergence(hidden, weight, *teacher(), where=mask, **options)
+        return jnp.sum(factors * out), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(poisoned, weight)
+    want, want_grads = truth(hidden, weight, *teacher(), factors * mask, beta, temperature, softcap)
+    close(out, want * np.asarray(mask), 1e-5)
+    for got, expected in zip(grads, want_grads, strict=True):
+        close(got, expected, 1e-5)
+    assert (np.asarray(out) >= 0).all()
+
+
+def test_of_equal_distributions_and_of_impossible_tokens():
+    log_p = jnp.log(jnp.array([0.5, 0.5, 0.0]))
+    log_q = jnp.log(jnp.array([0.25, 0.25, 0.5]))
+    for beta in (0.0, 0.5, 1.0):
+        assert divergence(log_p, log_p, beta=beta) == 0
+    np.testing.assert_allclose(divergence(log_q, log_p, beta=0.0), np.log(2), rtol=1e-6)
+    near = [float(divergence(log_q, log_p, beta=beta)) / beta for beta in (1e-3, 2e-3)]
+    np.testing.assert_allclose(near, np.log(2), rtol=1e-2)  # vanishes like beta: no way to the forward divergence
+
+
+def test_no_gradient_reaches_the_teacher():
+    hidden, weight, *_ = inputs()
+    grads = jax.grad(lambda *args: jnp.sum(linear_divergence(*args, beta=0.3)), (2, 3))(hidden, weight, *teacher())
+    assert all((np.asarray(g) == 0).all() for g in grads)
+
+
+def test_candidates_and_the_likeliest():
+    hidden, weight, *_ = inputs()
+    want = log_softmax(np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T / 0.7)
+    values, ids = linear_top_k(hidden, weight, 4, temperature=0.7, chunk=5)
+    np.testing.assert_array_equal(ids, np.argsort(-want, axis=-1)[..., :4])
+    close(values, np.take_along_axis(want, np.asarray(ids), -1), 1e-5)
+    look_up = lambda h, w: linear_gather_log_probs(h, w, ids, temperature=0.7, chunk=5)
+    close(look_up(hidden, weight), values, 1e-6)
+    at_once = lambda h, w: jnp.take_along_axis(jax.nn.log_softmax(h @ w.T / 0.7), ids, -1)
+    square = lambda f: jax.grad(lambda h, w: jnp.sum(f(h, w) ** 2), (0, 1))(hidden, weight)
+    grads, expected = square(look_up), square(at_once)
+    jax.tree.map(lambda a, b: close(a, b, 1e-5), grads, expected)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_split_vocabulary_equals_one_device(mesh, check):  # noqa: F811
+    rng = np.random.default_rng(0)
+    make = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    hidden, weight, theirs, table = make(8, T, 8), make(32, 8), make(8, T, E), make(32, E)
+    factors = make(8, T)
+
+    def both(hidden, weight, theirs, table, axis_name=None):
+        values, ids = linear_top_k(theirs, table, 3, chunk=3, axis_name=axis_name)
+        ours = linear_gather_log_probs(hidden, weight, ids, chunk=3, axis_name=axis_name)
+        options = {"beta": 0.3, "temperature": 1.3, "chunk": 3, "axis_name": axis_name}
+        return linear_divergence(hidden, weight, theirs, table, **options), ours, values, ids
+
+    def split(*args):
+        local = lambda *args: both(*args, axis_name="tensor")
+        specs = (P("data"), P("tensor"), P("data"), P("tensor"))
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check)(*args)
+
+    def total(run):
+        def value(hidden, weight):
+            out = run(hidden, weight, theirs, table)
+            return jnp.sum(factors * out[0]) + jnp.sum(factors[..., None] * out[1]), out
+
+        return jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True))
+
+    jax.tree.map(lambda a, b: close(a, b, 1e-5), total(split)(hidden, weight), total(both)(hidden, weight))
+
+
+def test_memory_never_holds_all_logits():
+    tokens, dim, vocab, chunk = 2048, 16, 4000, 128
+    args = jnp.zeros((tokens, dim)), jnp.zeros((vocab, dim)), jnp.zeros((tokens, dim)), jnp.zeros((vocab, dim))
+    total = lambda *args: jnp.sum(linear_divergence(*args, beta=0.3, chunk=chunk) ** 2)
+    memory = jax.jit(jax.grad(total, (0, 1))).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    assert memory < 4 * (10 * chunk * vocab + 6 * vocab * dim + 8 * tokens * dim) < 4 * tokens * vocab
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"beta": 1.1}, r"beta must lie in \[0, 1\]"),
+        ({"chunk": 0}, "chunk must be at least 1 token"),
+        ({"teacher_weight": jnp.zeros((V + 1, E))}, f"one vocabulary; the student's has {V} tokens"),
+        ({"teacher_hidden": jnp.zeros((B, T + 1, E))}, "must have read the same tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, message):
+    hidden, weight, *_ = inputs()
+    theirs = dict(zip(("teacher_hidden", "teacher_weight"), teacher(), strict=True))
+    with pytest.raises(ValueError, match=message):
+        linear_divergence(hidden, weight, **(theirs | options))

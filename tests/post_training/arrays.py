@@ -1,0 +1,44 @@
+"""Small random arrays that TRL's functions and ours are both given."""
+
+import numpy as np
+
+PAIRS, T, V = 3, 7, 9
+ROWS = 2 * PAIRS
+PROMPTS = np.array([2, 1, 3, 2, 2, 1])  # tokens of each row's prompt
+LENGTHS = np.array([8, 6, 7, 5, 8, 4])  # of prompt and completion
+TEMPERATURE = 0.7
+
+
+def arrays(seed: int = 0) -> dict[str, np.ndarray]:
+    """Logits `R T V` whose last axis is a vocabulary, ids `R T+1`, and what samplers and references say of them.
+
+    Rows are chosen answers first, then rejected ones, as TRL has them.
+    """
+    rng = np.random.default_rng(seed)
+    at = np.arange(T + 1)[None, :]
+    ids = rng.integers(0, V, (ROWS, T + 1)).astype(np.int32)
+    completion = (at >= PROMPTS[:, None]) & (at < LENGTHS[:, None])
+    normal = lambda *shape, scale=1.0: (scale * rng.normal(size=shape)).astype(np.float32)
+    log_prob = lambda: np.minimum(normal(ROWS, T, scale=0.6) - 2.2, -0.05)
+    out = {
+        "ids": ids,
+        "attention": (at < LENGTHS[:, None]).astype(np.int32),
+        "completion": completion.astype(np.int32),
+        "logits": normal(ROWS, T, V),
+        "teacher": normal(ROWS, T, V),
+        "mismatched": normal(ROWS, T, V),
+        "reference": log_prob(),
+        "sampler": log_prob(),
+        "advantages": normal(ROWS),
+        "good": np.array([1, 0, 1, 1, 0, 0], bool),
+    }
+    # Near the policy, so that some ratios are clipped and others are not.
+    shifted = out["logits"] - np.log(np.exp(out["logits"]).sum(-1, keepdims=True))
+    own = np.take_along_axis(shifted, ids[:, 1:, None], -1)[..., 0]
+    out["old"] = own + normal(ROWS, T, scale=0.3)
+    return out
+
+
+def targets(data: dict[str, np.ndarray]) -> np.ndarray:
+    """Ids to predict, -1 outside of completions."""
+    return np.where(data["completion"][:, 1:] == 1, data["ids"][:, 1:], -1).astype(np.int32)

@@ -1,0 +1,276 @@
+"""Makes golden/trl.npz: losses, gradients and metrics of TRL's own functions on the arrays of `arrays.py`.
+
+Run with TRL 1.16 and torch: `python -m tests.post_training.make_golden`. The trainers are made without their
+constructors, with the few attributes that their losses read, and a model that returns stored logits.
+"""
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections import defaultdict
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+
+if importlib.util.find_spec("pyarrow") is None:  # TRL imports these, its losses do not use them
+    for name in ("pandas", "datasets", "datasets.fingerprint", "pyarrow", "pyarrow.compute", "pyarrow.types"):
+        spec = importlib.machinery.ModuleSpec(name, None)
+        sys.modules[name] = mock.MagicMock(__spec__=spec, __path__=[], __version__="99.0.0")
+
+from trl.experimental.cpo.cpo_trainer import CPOTrainer
+from trl.experimental.gkd.gkd_trainer import GKDTrainer
+from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+from trl.experimental.server_distillation.server_distillation_trainer import _add_tail_bucket, _jsd_divergence
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.kto_trainer import KTOTrainer
+from trl.trainer.rloo_trainer import RLOOTrainer
+
+from tests.post_training.arrays import PAIRS, TEMPERATURE, V, arrays
+
+PATH = Path(__file__).parent / "golden" / "trl.npz"
+DATA = {name: torch.tensor(x) for name, x in arrays().items()}
+IDS, MASK = DATA["ids"].long(), DATA["completion"][:, 1:]
+KEPT = ("kl", "entropy", "rewards/", "logps/", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+
+
+class Accelerator:
+    """One process: what is gathered is what was there."""
+
+    device, num_processes, process_index, sync_gradients = torch.device("cpu"), 1, 0, True
+    gather = gather_for_metrics = staticmethod(lambda x: x)
+    reduce = staticmethod(lambda x, reduction: x)
+    unwrap_model = staticmethod(lambda x: x)
+
+
+def scores(logits, temperature=1.0):
+    """What TRL's patched models return: log-probabilities and entropies of the next ids."""
+    log_p = torch.log_softmax(logits / temperature, -1)
+    own = log_p.gather(-1, IDS[:, 1:, None])[..., 0]
+    return own, -(log_p.exp() * log_p).sum(-1)
+
+
+def model(logits):
+    own, entropy = scores(logits)
+    fields = {"log_probs": own * MASK, "entropy": entropy, "mean_logits": logits.mean(-1), "is_top1": entropy > 0}
+    return lambda **_: types.SimpleNamespace(**fields)
+
+
+def trainer(cls, **attributes):
+    out = object.__new__(cls)
+    common = {"accelerator": Accelerator(), "model": types.SimpleNamespace(training=True), "aux_loss_enabled": False}
+    common |= {"_metrics": defaultdict(lambda: defaultdict(list)), "_total_train_tokens": 0, "_tp_size": 1}
+    for name, value in (common | attributes).items():
+        object.__setattr__(out, name, value)
+    return out
+
+
+def case(run):
+    """Loss, gradient of the logits, and metrics of one run of TRL's code."""
+    logits = DATA["logits"].clone().requires_grad_()
+    loss, metrics = run(logits)
+    loss.backward()
+    kept = {f"metric/{name}": v for name, v in metrics.items() if name.startswith(KEPT)}
+    return {"loss": loss.item(), "gradient": logits.grad.numpy(), **kept}
+
+
+def dpo(kind, weights=None, label_smoothing=0.0, beta=0.3):
+    def run(logits):
+        own = trainer(
+            DPOTrainer,
+            ld_alpha=None,
+            precompute_ref_logps=True,
+            f_divergence_type="reverse_kl",
+            loss_types=[kind] if isinstance(kind, str) else list(kind),
+            loss_weights=[1.0] if weights is None else weights,
+            beta=beta,
+            label_smoothing=label_smoothing,
+            use_weighting=False,
+        )
+        reference = (DATA["reference"] * MASK).sum(1)
+        inputs = {
+            "input_ids": IDS,
+            "attention_mask": DATA["attention"],
+            "completion_mask": DATA["completion"],
+            "ref_chosen_logps": reference[:PAIRS],
+            "ref_rejected_logps": reference[PAIRS:],
+        }
+        loss = own._compute_loss(model(logits), inputs, False)
+        return loss, {name: values[-1] for name, values in own._metrics["train"].items()}
+
+    return run
+
+
+def means(logits):
+    own, _ = scores(logits)
+    return ((own * MASK).sum(1) / MASK.sum(1)).split(PAIRS)
+
+
+def rewards(chosen, rejected):
+    return {"rewards/chosen": chosen.mean().item(), "rewards/rejected": rejected.mean().item()}
+
+
+def simpo(logits):
+    own = trainer(CPOTrainer, alpha=0.0, loss_type="simpo", beta=2.0, simpo_gamma=0.5, label_smoothing=0.1)
+    losses, *both = own.cpo_loss(*means(logits))
+    return losses.mean(), rewards(*both)
+
+
+def orpo(logits):
+    own = trainer(ORPOTrainer, beta=0.2)
+    losses, *both, _, _ = own.odds_ratio_loss(*means(logits))
+    every, text = scores(logits)[0], DATA["attention"][:, 1:].bool()
+    nll = -every[:PAIRS][text[:PAIRS]].mean()
+    return nll - losses.mean(), rewards(*both)
+
+
+def kto(logits):
+    own = trainer(
+        KTOTrainer,
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        beta=0.4,
+        loss_type="kto",
+        desirable_weight=1.2,
+        undesirable_weight=0.7,
+    )
+    object.__setattr__(own, "_compute_kl_logps", lambda *_: (scores(DATA["mismatched"])[0] * MASK).sum(1))
+    reference = (DATA["reference"] * MASK).sum(1)
+    inputs = {
+        "input_ids": IDS,
+        "attention_mask": DATA["attention"],
+        "completion_mask": DATA["completion"],
+        "label": DATA["good"],
+        "ref_logps": reference,
+        "ref_KL_logps": reference,
+    }
+    loss = own._compute_loss(model(logits), inputs, False)
+    return loss, {"kl": own._metrics["train"]["kl"][-1]}
+
+
+def policy(cls=GRPOTrainer, *, weights=None, old="old", beta=0.0, entropy=0.0, **settings):
+    """A policy loss; the prompt is the first id, so all others are completion with their own mask."""
+
+    def run(logits):
+        args = types.SimpleNamespace(
+            delta=settings.pop("delta", None), use_bias_correction_kl=settings.pop("corrected", False)
+        )
+        attributes = {
+            "top_entropy_quantile": 1.0,
+            "off_policy_mask_threshold": None,
+            "importance_sampling_level": "token",
+            "beta": beta,
+            "args": args,
+            "epsilon_low": 0.2,
+            "epsilon_high": 0.2,
+            "loss_type": "grpo",
+            "use_vllm": weights is not None,
+            "vllm_importance_sampling_correction": True,
+            "current_gradient_accumulation_steps": 1,
+            "_entropy_bonus_enabled": entropy != 0,
+            "use_adaptive_entropy": False,
+            "entropy_coef": entropy,
+            "max_completion_length": 11,
+        }
+        own = trainer(cls, **attributes | settings)
+        step_scores = scores(logits, TEMPERATURE)
+        object.__setattr__(own, "_get_per_token_logps_and_entropies", lambda *_, **__: (*step_scores, None))
+        inputs = {
+            "prompt_ids": IDS[:, :1],
+            "prompt_mask": torch.ones_like(IDS[:, :1]),
+            "completion_ids": IDS[:, 1:],
+            "completion_mask": MASK,
+            "advantages": DATA["advantages"],
+            "num_items_in_batch": MASK.sum(),
+            "ref_per_token_logps": DATA["reference"],
+            "old_logps": (DATA["old"] * MASK).sum(1),
+        }
+        if old is not None:
+            inputs["old_per_token_logps"] = DATA["old"]
+        if weights is not None:
+            inputs["importance_sampling_ratio"] = weights()
+        own.args.steps_per_generation = 1
+        loss = own._compute_loss(None, inputs)
+        return loss, {name: values[-1] for name, values in own._metrics["train"].items()}
+
+    return run
+
+
+def sampler_weights(mode, low, high):
+    """The ratios as `GRPOTrainer._generate_and_score_completions` makes them in the mode of that name."""
+    difference = (DATA["old"] - DATA["sampler"]) * MASK
+    difference = difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference
+    ratio = difference.exp()
+    if mode.endswith("truncate"):
+        return ratio.clamp(min=low, max=high)
+    return ratio.masked_fill((ratio < (low or 0)) | (ratio > high), 0.0)
+
+
+def distilled(beta):
+    labels = torch.where(MASK == 1, IDS[:, 1:], -100)
+
+    def run(logits):
+        return GKDTrainer.generalized_jsd_loss(logits, DATA["teacher"], labels, beta, TEMPERATURE), {}
+
+    return run
+
+
+def top_k(beta, k=3):
+    def run(logits):
+        teacher, student = (torch.log_softmax(x / TEMPERATURE, -1) for x in (DATA["teacher"], logits))
+        values, ids = teacher.topk(k)
+        both = [_add_tail_bucket(x, torch.ones_like(x, dtype=bool)) for x in (student.gather(-1, ids), values)]
+        divergence = _jsd_divergence(both[0][0], both[1][0], beta, both[0][1]).sum(-1)
+        return (divergence * MASK).sum() / MASK.sum(), {}
+
+    return run
+
+
+CASES = {
+    "dpo/sigmoid": dpo("sigmoid"),
+    "dpo/robust": dpo("robust", label_smoothing=0.2),
+    "dpo/hinge": dpo("hinge"),
+    "dpo/ipo": dpo("ipo"),
+    "dpo/apo_zero": dpo("apo_zero"),
+    "dpo/apo_down": dpo("apo_down"),
+    "dpo/sppo_hard": dpo("sppo_hard"),
+    "dpo/nca_pair": dpo("nca_pair"),
+    "dpo/bco_pair": dpo("bco_pair"),
+    "dpo/sigmoid_norm": dpo("sigmoid_norm"),
+    "dpo/mixture": dpo(("sigmoid", "bco_pair", "sft"), weights=[0.8, 0.2, 0.5]),
+    "simpo": simpo,
+    "orpo": orpo,
+    "kto": kto,
+    "policy/grpo": policy(),
+    "policy/grpo on-policy": policy(old=None),
+    "policy/two-sided": policy(delta=1.3, epsilon_high=0.28),
+    "policy/dr_grpo": policy(loss_type="dr_grpo"),
+    "policy/dapo": policy(loss_type="dapo", epsilon_high=0.28),
+    "policy/gspo": policy(importance_sampling_level="sequence", epsilon_low=0.05, epsilon_high=0.08),
+    "policy/cispo": policy(loss_type="cispo", epsilon_high=1.1),
+    "policy/k3": policy(beta=0.3, loss_type="dapo"),
+    "policy/corrected": policy(beta=0.3, corrected=True, loss_type="dapo"),
+    "policy/entropy": policy(entropy=0.1, loss_type="dapo"),
+    "policy/rloo": policy(RLOOTrainer),
+    **{
+        f"policy/{mode}": policy(weights=lambda mode=mode: sampler_weights(mode, 0.5, 1.5), beta=0.2)
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    },
+    **{f"distillation/{beta}": distilled(beta) for beta in (0.0, 0.3, 1.0)},
+    **{f"top_k/{beta}": top_k(beta) for beta in (0.0, 0.3, 1.0)},
+}
+
+
+def main() -> None:
+    """Writes the results of all cases."""
+    out = {f"{name}:{key}": value for name, run in CASES.items() for key, value in case(run).items()}
+    PATH.parent.mkdir(exist_ok=True)
+    np.savez_compressed(PATH, **{name: np.asarray(value, np.float32) for name, value in out.items()})
+    print(f"{len(CASES)} cases of {V} tokens, {PATH.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()

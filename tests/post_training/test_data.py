@@ -1,0 +1,97 @@
+"""Pairs, labelled answers and rollouts as batches."""
+
+import numpy as np
+import pytest
+
+from maxlib import data, tokenization
+from maxlib import post_training as pt
+from tests.data.test_chats import PLAIN
+
+ASK = [{"role": "user", "content": "the size?"}]
+YES, NO = [{"role": "assistant", "content": "the apple"}], [{"role": "assistant", "content": "of"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenization.train_bpe(
+        ["the size of the apple"] * 3, vocab_size=280, special_tokens=("<user>", "<assistant>", "</s>")
+    )
+
+
+def documents(*records):
+    return data.in_memory(["x"] * len(records)).map_with_index(lambda i, _: records[i % len(records)])
+
+
+TEMPLATE = tokenization.ChatTemplate(PLAIN)
+
+
+def text(tokenizer, targets):
+    return tokenizer.decode([t for t in np.asarray(targets).tolist() if t >= 0], skip_special_tokens=False)
+
+
+def test_pairs_share_their_prompt_and_learn_the_answer(tokenizer):
+    source = documents({"chosen": ASK + YES, "rejected": ASK + NO}, {"prompt": ASK, "chosen": NO, "rejected": YES})
+    first, second = (pt.pairs(source, tokenizer, TEMPLATE)[i] for i in range(2))
+    assert text(tokenizer, first["chosen"]["targets"]) == "the apple</s>"
+    assert text(tokenizer, first["rejected"]["targets"]) == text(tokenizer, second["chosen"]["targets"]) == "of</s>"
+    np.testing.assert_array_equal(first["chosen"]["tokens"], second["rejected"]["tokens"])
+
+
+def test_a_loader_gives_nested_batches(tokenizer):
+    source = documents(*[{"chosen": ASK + YES, "rejected": ASK + NO}] * 6)
+    rows = pt.pad(pt.pairs(source, tokenizer, TEMPLATE), length=24)
+    loader = data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=4, num_shards=2)
+    first, second = next(loader), next(loader)
+    for half in ("chosen", "rejected"):
+        assert {name: x.shape for name, x in first[half].items()} == dict.fromkeys(
+            ("tokens", "targets", "segment_ids"), (4, 24)
+        )
+    assert (second["chosen"]["targets"][1] == -1).all()  # six pairs: each shard's last batch has a row of padding
+    assert text(tokenizer, second["rejected"]["targets"][0]) == "of</s>"
+
+
+def test_bad_pairs_are_named(tokenizer):
+    source = documents(
+        {"chosen": ASK + YES, "rejected": ASK + YES},
+        {"chosen": ASK + YES, "rejected": ASK + ASK + NO},
+        {"chosen": ASK + YES},
+        {"chosen": ASK + YES, "rejected": ASK + NO},
+    )
+    pairs = pt.pairs(source, tokenizer, TEMPLATE)
+    for index, message in enumerate(("are equal", "must answer the same prompt", "needs the messages 'chosen' and")):
+        with pytest.raises(ValueError, match=f"document {index}: ValueError: .*{message}"):
+            pairs[index]
+    bad = data.SkipBadRecords(limit=3)
+    assert len(list(bad.guard(pairs))) == 1 and len(bad) == 3
+    rows = pt.pad(pairs.slice(slice(3, 4)), length=5)
+    with pytest.raises(ValueError, match="does not fit a row of 5"):
+        rows[0]
+    assert pt.pad(pairs.slice(slice(3, 4)), length=5, long="truncate")[0]["chosen"]["tokens"].shape == (5,)
+    assert list(pt.pad(pairs.slice(slice(3, 4)), length=5, long="drop")) == []
+
+
+def test_labelled_answers_come_with_others(tokenizer):
+    other = [{"role": "user", "content": "of"}]
+    source = documents({"messages": ASK + YES, "good": True}, {"messages": other + NO, "good": False})
+    first, second = (pt.labelled(source, tokenizer, TEMPLATE)[i] for i in range(2))
+    assert first["good"] and not second["good"]
+    assert text(tokenizer, first["mismatched"]["targets"]) == "of</s>"
+    assert tokenizer.decode(second["mismatched"]["tokens"], skip_special_tokens=False).startswith("<user>of</s>")
+    row = pt.pad(pt.labelled(source, tokenizer, TEMPLATE), length=30)[0]
+    assert row["mismatched"]["segment_ids"].shape == row["tokens"].shape == (30,) and row["good"].shape == ()
+
+
+def test_completions_become_rows():
+    completions = pt.ended([[7, 8], [9, 9, 9]], end=2, max_new_tokens=3)
+    assert completions == [[7, 8, 2], [9, 9, 9]]
+    scores = [[-0.1, -0.2, -0.3], [-1.0, -2.0, -3.0]]
+    batch = pt.completion_batch([[4, 5], [6]], completions, [[0.5, -0.5]], length=6, sampler_log_probs=scores)
+    np.testing.assert_array_equal(batch["tokens"], [[4, 5, 7, 8, 2, 0], [6, 9, 9, 9, 0, 0]])
+    np.testing.assert_array_equal(batch["targets"], [[-1, 7, 8, 2, -1, -1], [9, 9, 9, -1, -1, -1]])
+    np.testing.assert_array_equal(batch["segment_ids"], [[1] * 5 + [0], [1] * 4 + [0] * 2])
+    np.testing.assert_array_equal(batch["advantages"], 0.5 * np.array([[0, 1, 1, 1, 0, 0], [-1, -1, -1, 0, 0, 0]]))
+    np.testing.assert_allclose(batch["sampler"], [[0, -0.1, -0.2, -0.3, 0, 0], [-1, -2, -3, 0, 0, 0]])
+    with pytest.raises(ValueError, match="a prompt and an advantage for each completion"):
+        pt.completion_batch([[4]], completions, [[1.0]], length=6)
+    with pytest.raises(ValueError, match="does not fit a row of 4"):
+        pt.completion_batch([[4, 5], [6]], completions, [[1.0, 1.0]], length=4)

@@ -1,0 +1,363 @@
+"""Every loss on a small model: packed, in microbatches, on meshes and in a 1F1B pipeline as alone.
+
+All losses are computed from one forward pass (`everything`), so that a program is compiled once for all of them; each
+loss and each of its metrics is compared, and the gradient of a weighted sum.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxlib import nn, sharding, training
+from maxlib import post_training as pt
+from maxlib.post_training._preference_loss import interleaved
+from maxlib.training._objectives.objective import split_options
+from tests.nn.tiny import tiny_llama
+from tests.training import tiny
+
+ROWS, T, VOCAB, K = 8, 24, 64, 3
+PP = sharding.Pipeline("stage", microbatches=4)
+PAIRS = {
+    "sigmoid": pt.Sigmoid(0.3, label_smoothing=0.1),
+    "robust": pt.Robust(0.3),
+    "hinge": pt.Hinge(0.3),
+    "ipo": pt.IPO(0.3),
+    "apo_zero": pt.APOZero(0.3),
+    "apo_down": pt.APODown(0.3),
+    "sppo": pt.SPPO(0.3),
+    "nca": pt.NCA(0.3),
+    "bco": pt.BCO(0.3),
+    "sigmoid_norm": pt.SigmoidNorm(0.3),
+    "simpo": pt.SimPO(),
+    "mixture": pt.Mixture(((0.7, pt.Sigmoid(0.2)), (0.3, pt.BCO(0.2)))),
+}
+POLICIES = {
+    "grpo": functools.partial(pt.grpo, kl_term=pt.KL(0.1), entropy=0.01),
+    "dr_grpo": pt.dr_grpo(20),
+    "dapo": functools.partial(pt.dapo, kl_term=pt.KL(0.1, "corrected")),
+    "gspo": pt.gspo,
+    "gspo_token": functools.partial(pt.gspo, ratio="sequence_token"),
+    "cispo": functools.partial(pt.cispo, kl_term=pt.KL(0.1, "k2")),
+    "rloo": pt.rloo,
+    "tis": functools.partial(pt.grpo, correction=pt.Correction("token", None, 1.5)),
+    "mis": functools.partial(pt.grpo, correction=pt.Correction("sequence", 0.5, 2.0, "zero")),
+}
+LOSSES = {
+    **{name: functools.partial(pt.preference_loss, kind=kind) for name, kind in PAIRS.items()},
+    **{name: functools.partial(loss, temperature=0.8) for name, loss in POLICIES.items()},
+    "kto": functools.partial(pt.kto_loss, kind=pt.KTO(0.3, 1.2, 0.8)),
+    "top_k": functools.partial(pt.distillation_loss, beta=0.3, hard=0.2),
+    "dft": pt.dft_loss,
+}
+
+
+# One of every kind of sum: pairs, sequences, tokens, ratios and weights of sequences, stored targets. `full` has all.
+FEW = "sigmoid", "grpo", "dapo", "gspo", "mis", "kto", "top_k"
+ALL = tuple(LOSSES)
+
+
+@training.objective
+def everything(head, hidden, batch, *, names=FEW):
+    """The sum of these losses with different factors; sums of each, and what each is divided by, are metrics."""
+    total, sums = 0.0, {}
+    for i, name in enumerate(names):
+        goal, given = split_options(LOSSES[name])
+        value, stats = goal.from_hidden(head, hidden, batch, **given)
+        total += (1 + i % 4) * value
+        sums |= {f"{name}/loss": value, f"{name}/count": stats.num_targets}
+        sums |= {f"{name}/{metric}": x for metric, x in stats.sums.items()}
+    return total, training.Stats(jnp.asarray(float(len(batch["tokens"]))), jax.lax.stop_gradient(sums))
+
+
+loss_of = lambda names: functools.partial(everything, names=names, dtype=jnp.float32)
+full = functools.partial(pytest.param, marks=pytest.mark.full)
+chosen = pytest.mark.parametrize("names", [pytest.param(FEW, id="few"), full(ALL, id="all")])
+
+
+@functools.cache
+def _built():
+    return tiny_llama(num_layers=4, vocab=VOCAB)
+
+
+def model():
+    return jax.tree.map(jnp.copy, _built())
+
+
+@functools.cache
+def batch():
+    """Rows of two pairs: segments 1 and 3 chosen, 2 and 4 rejected, each with a prompt; the last row has one pair."""
+    rng = np.random.default_rng(0)
+    segment_ids, targets = np.zeros((ROWS, T), np.int32), np.full((ROWS, T), -1, np.int32)
+    tokens = rng.integers(0, VOCAB, (ROWS, T)).astype(np.int32)
+    values = {name: np.zeros((ROWS, T), np.float32) for name in ("advantages", "good")}
+    for row in range(ROWS):
+        begin = 0
+        for segment in range(1, 5 if row < ROWS - 1 else 3):
+            size, prompt = int(rng.integers(4, 7)), int(rng.integers(1, 3))
+            at = slice(begin, begin + size)
+            segment_ids[row, at] = segment
+            targets[row, begin + prompt - 1 : begin + size - 1] = tokens[row, begin + prompt : begin + size]
+            values["advantages"][row, at], values["good"][row, at] = rng.normal(), rng.random() < 0.5
+            begin += size
+    near = lambda: (rng.normal(-4.1, 0.3, (ROWS, T))).astype(np.float32)
+    log_p = np.log(rng.dirichlet(np.ones(K + 2), (ROWS, T))[..., :K]).astype(np.float32)
+    ids = np.argsort(rng.random((ROWS, T, VOCAB)), axis=-1)[..., :K].astype(np.int32)
+    scores = {name: near() for name in ("reference", "old", "sampler")}
+    stored = {"teacher_ids": ids, "teacher_log_probs": log_p, "z": np.full(ROWS, 0.4, np.float32)}
+    return {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, **values, **scores, **stored}
+
+
+def by_autodiff(names):
+    """Gradients, mean and statistics, as `training.one_f_one_b` gives them."""
+
+    def gradients(params, rest, data, key):
+        def mean(params):
+            value, stats = loss_of(names)(nn.combine(params, rest), data, key)
+            return value / stats.num_targets, stats
+
+        (value, stats), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        return grads, value, stats
+
+    return gradients
+
+
+def run(gradients, spread, data):
+    compiled = jax.jit(gradients, compiler_options=tiny.QUICKLY)
+    return jax.device_get(compiled(*nn.partition(spread), jax.tree.map(jnp.asarray, data), jax.random.key(0)))
+
+
+@functools.cache
+def alone(names):
+    return run(by_autodiff(names), model(), batch())
+
+
+def check(got, want):
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5)
+    close_sums(got[2].sums, want[2].sums)
+    close_gradients(got[0], want[0])
+
+
+def close_sums(got, want):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=2e-5, err_msg=name)
+
+
+def close_gradients(got, want):
+    assert got.keys() == want.keys()
+    for path, gradient in want.items():
+        np.testing.assert_allclose(got[path], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=path)
+
+
+@chosen
+def test_losses_differ_and_have_gradients(names):
+    sums = alone(names)[2].sums
+    values = {name: float(sums[f"{name}/loss"] / sums[f"{name}/count"]) for name in names}
+    assert all(np.isfinite(list(values.values()))) and len({round(v, 5) for v in values.values()}) >= len(names) - 2
+    assert sums["sigmoid/count"] == 2 * ROWS - 1 and sums["grpo/count"] == 4 * ROWS - 2
+    assert sums["dapo/count"] == sums["top_k/count"] == (batch()["targets"] >= 0).sum()
+
+
+def separate(data):
+    """Each segment in a row of its own, chosen rows before rejected ones."""
+    parts = []
+    for row in range(ROWS):
+        for segment in range(1, data["segment_ids"][row].max() + 1):
+            at = np.flatnonzero(data["segment_ids"][row] == segment)
+            part = {}
+            for name, x in data.items():
+                part[name] = x[row]
+                if x.ndim > 1:
+                    part[name] = np.zeros((8, *x.shape[2:]), x.dtype)
+                    part[name][: len(at)] = x[row, at]
+            part["targets"][len(at) :] = -1
+            part["segment_ids"] = (part["segment_ids"] > 0).astype(np.int32)
+            parts.append(part)
+    return [{name: np.stack([part[name] for part in half]) for name in parts[0]} for half in (parts[::2], parts[1::2])]
+
+
+@chosen
+def test_packed_is_separate(names):
+    """Rows of their own, in pairs of sub-batches where losses compare two."""
+    first, second = separate(batch())
+
+    def both(params, rest, data, key):
+        def mean(model):
+            pairs = interleaved(data)
+            inputs = {"segment_ids": pairs["segment_ids"], "dtype": jnp.float32}
+            hidden = model(pairs["tokens"], **inputs).hidden
+            value, stats = everything.from_hidden(model, hidden, pairs, names=names)
+            return value / ROWS, stats
+
+        (value, stats), grads = jax.value_and_grad(lambda params: mean(nn.combine(params, rest)), has_aux=True)(params)
+        return grads, value, stats
+
+    check(run(both, model(), {"chosen": first, "rejected": second}), alone(names))
+
+
+MESHES = {
+    "fsdp x tensor": ({"fsdp": 4, "tensor": 2}, sharding.FSDP_TP),
+    "data x context": ({"data": 2, "context": 4}, sharding.DP | sharding.CP_RING),
+    "fsdp": ({"fsdp": 8}, sharding.FSDP),
+    "gpipe x fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | PP),
+}
+
+
+@chosen
+@pytest.mark.parametrize("mesh", ["fsdp x tensor", full("data x context"), full("fsdp"), full("gpipe x fsdp")])
+def test_on_a_mesh_as_on_one_device(mesh, names):
+    degrees, rules = MESHES[mesh]
+    layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
+    spread = jax.device_put(model(), sharding.shardings(model(), layout))
+    with sharding.use(layout):
+        check(run(by_autodiff(names), spread, batch()), alone(names))
+
+
+PIPELINES = {
+    "data x tensor": ({"stage": 2, "data": 2, "tensor": 2}, sharding.TP | PP),
+    "fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | PP),
+}
+
+
+@chosen
+@pytest.mark.parametrize("mesh", [full("data x tensor"), "fsdp"])
+def test_in_a_1f1b_pipeline_as_on_one_device(mesh, names):
+    degrees, rules = PIPELINES[mesh]
+    layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
+    spread = jax.device_put(model(), sharding.shardings(model(), layout))
+    with sharding.use(layout):
+        check(run(training.one_f_one_b(loss_of(names)).gradients, spread, batch()), alone(names))
+
+
+@chosen
+def test_microbatches_make_the_whole(names):
+    optimizer = optax.sgd(1.0)
+    step = tiny.jit_step(training.make_train_step(training.accumulate(loss_of(names), 4), optimizer))
+    state, metrics = jax.device_get(step(training.make_state(model(), optimizer), jax.tree.map(jnp.asarray, batch())))
+    want_grads, value, stats = alone(names)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    close_sums({name: metrics[name] * ROWS for name in stats.sums}, stats.sums)
+    before = nn.partition(model())[0]
+    got = {path: np.asarray(before[path]) - x for path, x in state.trainable.items()}
+    for path, gradient in want_grads.items():  # differences of parameters are rounded at their size
+        np.testing.assert_allclose(got[path], gradient, atol=1e-5 * np.abs(gradient).max() + 2e-7, err_msg=path)
+
+
+def halves(seed=0):
+    """Pairs as two sub-batches with one segment each."""
+    first, second = separate(batch())
+    keep = ("tokens", "targets", "segment_ids")
+    return {half: {k: x[k][:8] for k in keep} for half, x in (("chosen", first), ("rejected", second))}
+
+
+def preferred(model, batch, key):
+    return pt.preference_loss(model, batch, key, dtype=jnp.float32, kind=pt.Sigmoid(0.5))
+
+
+def distilled(model, batch, key):
+    options = {"beta": 0.4, "temperature": 1.5, "hard": 0.3}
+    return pt.distillation_loss(model, batch["chosen"], key, dtype=jnp.float32, **options)
+
+
+def labelled(model, batch, key):
+    own = batch["chosen"] | {"good": jnp.arange(8) % 2 == 0, "mismatched": batch["rejected"]}
+    return pt.kto_loss(model, own, key, dtype=jnp.float32)
+
+
+def odds(model, batch, key):
+    return pt.preference_loss(model.trained, batch, key, dtype=jnp.float32, kind=pt.ORPO(0.2))
+
+
+@functools.cache
+def beside(seed=1):
+    """The frozen model has another width."""
+    return pt.WithFrozen(_built(), tiny_llama(num_layers=1, vocab=VOCAB, dim=24, seed=seed))
+
+
+def taught(loss, spread, data):
+    def gradients(params, rest, data):
+        f = lambda params: loss(nn.combine(params, rest), data, jax.random.key(0))
+        (value, stats), grads = jax.value_and_grad(f, has_aux=True)(params)
+        return grads, value, stats
+
+    only = training.trainable_only("trained.*")
+    compiled = jax.jit(gradients, compiler_options=tiny.QUICKLY)
+    return jax.device_get(compiled(*nn.partition(spread, only), jax.tree.map(jnp.asarray, data)))
+
+
+@pytest.mark.parametrize("loss", [preferred, full(distilled), full(labelled), full(odds)])
+def test_with_a_frozen_model_on_a_mesh(loss):
+    want = taught(loss, beside(), halves())
+    assert all(path.startswith("trained.") for path in want[0])
+    layout = sharding.Layout(sharding.make_mesh(fsdp=4, tensor=2), sharding.FSDP_TP)
+    spread = jax.device_put(beside(), sharding.shardings(beside(), layout))
+    with sharding.use(layout):
+        check(taught(loss, spread, halves()), want)
+
+
+def test_a_reference_in_the_batch_is_one_beside_the_model():
+    """`add_reference` and `add_teacher` store what `WithFrozen` computes; all tokens as top-k are the divergence."""
+    both, data = beside(), jax.tree.map(jnp.asarray, halves())
+
+    class Once(tiny.Loader):
+        def __next__(self):
+            self.next += 1
+            return halves()
+
+    stored = next(pt.add_reference(Once(), both.frozen, dtype=jnp.float32))
+    options = {"kind": pt.Sigmoid(0.5), "dtype": jnp.float32}
+    f = jax.jit(lambda model, data: pt.preference_loss(model, data, **options), compiler_options=tiny.QUICKLY)
+    (want, stats), (got, _) = f(both, data), f(both.trained, stored)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    itself, _ = pt.preference_loss(both.trained, data, reference=lambda model: model, **options)
+    np.testing.assert_allclose(itself / stats.num_targets, np.log(2), rtol=1e-6)
+
+    loader = pt.add_teacher(Once(), both.frozen, k=VOCAB, temperature=1.5, dtype=jnp.float32)
+    first, state = next(loader)["chosen"], loader.get_state()
+    assert state == {"0": {"next": 1}} and first["teacher_ids"].shape == (*data["chosen"]["tokens"].shape, VOCAB)
+    options = {"beta": 0.0, "temperature": 1.5, "dtype": jnp.float32}
+    g = jax.jit(lambda model, data: pt.distillation_loss(model, data, **options)[0], compiler_options=tiny.QUICKLY)
+    np.testing.assert_allclose(g(both.trained, first), g(both, data["chosen"]), rtol=1e-4)
+
+
+def test_noise_on_token_vectors_is_drawn_with_the_key():
+    tuned = functools.partial(pt.with_embedding_noise(pt.dft_loss, alpha=20.0), dtype=jnp.float32)
+    data = jax.tree.map(jnp.asarray, halves()["chosen"])
+    f = jax.jit(lambda model, data, key: tuned(model, data, key)[0], compiler_options=tiny.QUICKLY)
+    one, two, again = (float(f(_built(), data, jax.random.key(seed))) for seed in (0, 1, 0))
+    plain = float(pt.dft_loss(_built(), data, dtype=jnp.float32)[0])
+    assert one == again and one != two and one != plain
+    silent = pt.with_embedding_noise(pt.dft_loss, alpha=0.0)(_built(), data, jax.random.key(0), dtype=jnp.float32)[0]
+    np.testing.assert_allclose(silent, plain, rtol=1e-6)
+    with pytest.raises(TypeError, match="needs a model with embed_tokens"):
+        tuned(tiny.model(), data, jax.random.key(0))
+
+
+def test_what_is_missing_is_named():
+    data, small = jax.tree.map(jnp.asarray, batch()), _built()
+    without = lambda *names: {name: x for name, x in data.items() if name not in names}
+    shape = lambda loss, data, **more: jax.eval_shape(lambda m: loss(m, data, dtype=jnp.float32, **more), small)
+    with pytest.raises(ValueError, match="Sigmoid compares with a reference"):
+        shape(pt.preference_loss, without("reference"))
+    with pytest.raises(ValueError, match="the KL term compares with a reference"):
+        shape(pt.policy_loss, without("reference"), kl_term=pt.KL(0.1))
+    with pytest.raises(ValueError, match=r"needs batch\['advantages'\]"):
+        shape(pt.policy_loss, without("advantages"))
+    with pytest.raises(ValueError, match=r"a correction needs batch\['sampler'\]"):
+        shape(pt.policy_loss, without("sampler"), correction=pt.Correction())
+    with pytest.raises(ValueError, match="KTO needs"):
+        shape(pt.kto_loss, without("z"))
+    with pytest.raises(ValueError, match="distillation needs a teacher"):
+        shape(pt.distillation_loss, without("teacher_ids"))
+    with pytest.raises(TypeError, match="put a model of its own beside the trained one"):
+        pt.preference_loss(small, data, reference=small)
+    other = tiny_llama(num_layers=1, vocab=VOCAB + 8)
+    with pytest.raises(ValueError, match="one vocabulary; the student's has 64 tokens, the teacher's 72"):
+        shape(pt.distillation_loss, data, teacher=lambda model: other)
+    uneven = halves() | {"rejected": {"tokens": np.zeros((8, 3), np.int32)}}
+    with pytest.raises(ValueError, match="chosen and rejected must have the same arrays"):
+        shape(pt.preference_loss, uneven)

@@ -1,0 +1,162 @@
+"""Losses, gradients and metrics are TRL's, on stored arrays (`make_golden.py`): within 5e-5."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib import nn, ops
+from maxlib import post_training as pt
+from maxlib.nn import TokenLogProbs
+from maxlib.post_training._preference_loss import interleaved
+from tests.post_training.arrays import PAIRS, TEMPERATURE, V, arrays, targets
+
+DATA = arrays()
+TRL = np.load(Path(__file__).parent / "golden" / "trl.npz")
+PREFERENCES = {
+    "dpo/sigmoid": pt.Sigmoid(0.3),
+    "dpo/robust": pt.Robust(0.3, label_smoothing=0.2),
+    "dpo/hinge": pt.Hinge(0.3),
+    "dpo/ipo": pt.IPO(0.3),
+    "dpo/apo_zero": pt.APOZero(0.3),
+    "dpo/apo_down": pt.APODown(0.3),
+    "dpo/sppo_hard": pt.SPPO(0.3),
+    "dpo/nca_pair": pt.NCA(0.3),
+    "dpo/bco_pair": pt.BCO(0.3),
+    "dpo/sigmoid_norm": pt.SigmoidNorm(0.3),
+    "dpo/mixture": pt.Mixture(((0.8, pt.Sigmoid(0.3)), (0.2, pt.BCO(0.3)), (0.5, pt.ChosenNLL()))),
+    "simpo": pt.SimPO(2.0, gamma=0.5, label_smoothing=0.1),
+    "orpo": pt.ORPO(0.2),
+}
+grpo = functools.partial(pt.grpo, temperature=TEMPERATURE)
+dapo = functools.partial(pt.dapo, temperature=TEMPERATURE, surrogate=pt.Clip(0.2, 0.2))
+corrected = lambda by, outside: functools.partial(
+    grpo, kl_term=pt.KL(0.2), correction=pt.Correction(by, 0.5, 1.5, outside)
+)
+POLICIES = {
+    "policy/grpo": grpo,
+    "policy/grpo on-policy": grpo,
+    "policy/two-sided": functools.partial(grpo, surrogate=pt.Clip(0.2, 0.28, delta=1.3)),
+    "policy/dr_grpo": functools.partial(pt.dr_grpo(11), temperature=TEMPERATURE),
+    "policy/dapo": functools.partial(pt.dapo, temperature=TEMPERATURE),
+    "policy/gspo": functools.partial(pt.gspo, temperature=TEMPERATURE, surrogate=pt.Clip(0.05, 0.08)),
+    "policy/cispo": functools.partial(pt.cispo, temperature=TEMPERATURE, surrogate=pt.CISPO(1.1)),
+    "policy/k3": functools.partial(dapo, kl_term=pt.KL(0.3)),
+    "policy/corrected": functools.partial(dapo, kl_term=pt.KL(0.3, "corrected")),
+    "policy/entropy": functools.partial(dapo, entropy=0.1),
+    "policy/rloo": functools.partial(pt.rloo, temperature=TEMPERATURE),
+    "policy/token_truncate": corrected("token", "clip"),
+    "policy/token_mask": corrected("token", "zero"),
+    "policy/sequence_truncate": corrected("sequence", "clip"),
+    "policy/sequence_mask": corrected("sequence", "zero"),
+}
+# Ours are means by the weights of the loss. Those of losses that average over tokens are TRL's.
+METRICS = {
+    "kl": "kl",
+    "entropy": "entropy",
+    "clip_ratio/low": "clip_ratio/low_mean",
+    "clip_ratio/high": "clip_ratio/high_mean",
+    "clip_ratio/region": "clip_ratio/region_mean",
+}
+
+
+class Head:
+    """A head that takes hidden states for logits."""
+
+    softcap = None
+
+    def head_weight(self):
+        return jnp.eye(V)
+
+
+@pytest.fixture(autouse=True)
+def _without_chunks(monkeypatch):
+    """Formulas are what is tested here; eager operations on small arrays compile once for all cases."""
+
+    def scored(hidden, weight, targets, *, temperature=1.0, softcap=None, entropy=False):
+        log_p = jax.nn.log_softmax(hidden / temperature)
+        own = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+        valid = targets >= 0
+        spread = jnp.where(valid, -(jnp.exp(log_p) * log_p).sum(-1), 0) if entropy else None
+        return TokenLogProbs(jnp.where(valid, own, 0), valid, spread)
+
+    monkeypatch.setattr(nn, "token_log_probs", scored)
+
+
+def compare(name, loss_of, logits):
+    value, gradient = jax.value_and_grad(loss_of)(jnp.asarray(logits))
+    np.testing.assert_allclose(value, TRL[f"{name}:loss"], atol=5e-5, rtol=5e-5)
+    np.testing.assert_allclose(gradient, TRL[f"{name}:gradient"], atol=5e-5)
+    assert np.abs(gradient).max() > 1e-3
+
+
+def mean(loss, batch, logits, **options):
+    total, stats = loss(Head(), logits, batch, **options)
+    return total / stats.num_targets, {name: x / stats.num_targets for name, x in stats.sums.items()}
+
+
+def rows(*names):
+    out = {"tokens": DATA["ids"][:, :-1], "targets": targets(DATA), "segment_ids": DATA["attention"][:, :-1]}
+    return {name: jnp.asarray(x) for name, x in (out | {name: DATA[name] for name in names}).items()}
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preferences(name):
+    kind = PREFERENCES[name]
+    whole = rows("reference") if kind.needs_reference else rows()
+    batch = interleaved(
+        {"chosen": {k: x[:PAIRS] for k, x in whole.items()}, "rejected": {k: x[PAIRS:] for k, x in whole.items()}}
+    )
+    order = np.arange(2 * PAIRS).reshape(2, PAIRS).T.reshape(-1)  # pairs next to each other
+    run = lambda logits: mean(pt.preference_loss.from_hidden, batch, logits[order], kind=kind)
+    compare(name, lambda logits: run(logits)[0], DATA["logits"])
+    metrics = run(jnp.asarray(DATA["logits"]))[1]
+    stored = {key.partition("metric/")[2] for key in TRL.files if key.startswith(f"{name}:metric/")} - {"entropy"}
+    assert stored >= {"rewards/chosen", "rewards/rejected"}
+    for metric in stored:
+        np.testing.assert_allclose(metrics[metric], TRL[f"{name}:metric/{metric}"], atol=5e-5, rtol=5e-5)
+
+
+def test_kto():
+    batch = rows("reference", "good")
+    z = pt.segment_sums(jnp.where(batch["targets"] >= 0, scores(DATA["mismatched"]) - batch["reference"], 0), None)
+    batch["z"] = jnp.full(len(batch["tokens"]), jnp.mean(z))
+    run = lambda logits: mean(pt.kto_loss.from_hidden, batch, logits, kind=pt.KTO(0.4, 1.2, 0.7))
+    compare("kto", lambda logits: run(logits)[0], DATA["logits"])
+    np.testing.assert_allclose(run(jnp.asarray(DATA["logits"]))[1]["kl"], TRL["kto:metric/kl"], rtol=5e-5)
+
+
+def scores(logits):
+    return np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), DATA["ids"][:, 1:, None], -1)[..., 0]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies(name):
+    loss = POLICIES[name]
+    batch = rows("advantages", "old", "reference", "sampler")
+    if "on-policy" in name:
+        del batch["old"]
+    run = lambda logits: mean(pt.policy_loss.from_hidden, batch, logits, **loss.keywords)
+    compare(name, lambda logits: run(logits)[0], DATA["logits"])
+    if loss.keywords["mean"] == "token":
+        metrics = run(jnp.asarray(DATA["logits"]))[1]
+        for ours, theirs in METRICS.items():
+            if (key := f"{name}:metric/{theirs}") in TRL.files:
+                np.testing.assert_allclose(metrics[ours], TRL[key], atol=5e-5, rtol=5e-5, err_msg=ours)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_divergences(beta):
+    mask = targets(DATA) >= 0
+    teacher = jax.nn.log_softmax(DATA["teacher"] / TEMPERATURE)
+    student = lambda logits: jax.nn.log_softmax(logits / TEMPERATURE)
+    average = lambda x: jnp.sum(jnp.where(mask, x, 0)) / mask.sum()
+    run = lambda logits: average(ops.divergence(student(logits), teacher, beta=beta))
+    compare(f"distillation/{beta}", run, DATA["logits"])
+    values, ids = jax.lax.top_k(teacher, 3)
+    chosen = lambda logits: jnp.take_along_axis(student(logits), ids, -1)
+    run = lambda logits: average(pt.top_k_divergence(chosen(logits), values, beta=beta))
+    compare(f"top_k/{beta}", run, DATA["logits"])

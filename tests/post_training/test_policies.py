@@ -1,0 +1,161 @@
+"""Advantages against formulas, and what gradients of policy losses do, by enumeration."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib import inference
+from maxlib import post_training as pt
+
+NAN = float("nan")
+REWARDS = np.array([[1.0, 0.0, 0.5, 0.0], [2.0, 2.0, 2.0, 2.0], [1.0, NAN, 0.0, 3.0]])
+
+
+def test_group_advantages():
+    got = pt.group_advantages(REWARDS)
+    first, third = REWARDS[0], REWARDS[2, [0, 2, 3]]
+    np.testing.assert_allclose(got[0], (first - first.mean()) / (first.std(ddof=1) + 1e-4), rtol=1e-6)
+    np.testing.assert_allclose(got[2, [0, 2, 3]], (third - third.mean()) / (third.std(ddof=1) + 1e-4), rtol=1e-6)
+    assert (got[1] == 0).all() and got[2, 1] == 0
+    plain = pt.group_advantages(REWARDS, scale=None)
+    np.testing.assert_allclose(plain[0], first - first.mean(), rtol=1e-6)
+    by_batch = pt.group_advantages(REWARDS, scale="batch")
+    np.testing.assert_allclose(by_batch, plain / (np.nanstd(REWARDS, ddof=1) + 1e-4), rtol=1e-6)
+
+
+def test_leave_one_out():
+    got = pt.leave_one_out(REWARDS)
+    np.testing.assert_allclose(got[0], [1 - 0.5 / 3, -0.5, 0.5 - 1 / 3, -0.5], rtol=1e-6)
+    np.testing.assert_allclose(got[2], [1 - 1.5, 0, -2, 3 - 0.5], rtol=1e-6)
+    assert pt.leave_one_out([[1.0, NAN], [0.0, 1.0]])[0].tolist() == [0, 0]  # scored alone: nothing to compare with
+    scored = ~np.isnan(REWARDS)
+    want = (got[scored] - got[scored].mean()) / (got[scored].std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(pt.leave_one_out(REWARDS, normalize=True)[scored], want, rtol=1e-5)
+
+
+def test_several_rewards():
+    both = np.stack([REWARDS, 10 * np.roll(REWARDS, 1, axis=1)], axis=-1)
+    total = pt.combine_rewards(both, [1.0, 0.5])
+    np.testing.assert_allclose(total[0], REWARDS[0] + 5 * np.roll(REWARDS[0], 1))
+    assert total[2, 1] == 5.0 and total[2, 2] == 0.0  # one of the two was not scored
+    assert np.isnan(pt.combine_rewards(np.full((1, 2, 2), NAN))).all()
+    each = [
+        (r - np.nanmean(r, 1, keepdims=True)) / (np.nanstd(r, 1, ddof=1, keepdims=True) + 1e-4)
+        for r in (both[..., 0], both[..., 1])
+    ]
+    summed = np.nansum(np.stack(each), axis=0)
+    want = (summed - summed.mean()) / (summed.std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(pt.decoupled_advantages(both), want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="a weight for each of the 2 rewards"):
+        pt.combine_rewards(both, [1.0])
+
+
+def test_rewards_that_teach_nothing():
+    with pytest.raises(ValueError, match="G > 1 completions of each of N prompts"):
+        pt.group_advantages(np.ones((4, 1)))
+    with pytest.raises(ValueError, match="rewards must be finite"):
+        pt.leave_one_out([[1.0, float("inf")]])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            assert (pt.group_advantages(np.ones((2, 3))) == 0).all()
+    assert len(caught) == 1 and "nothing is learned" in str(caught[0].message)
+    metrics = pt.reward_metrics(REWARDS)
+    assert metrics["frac_reward_zero_std"] == pytest.approx(1 / 3) and metrics["unscored"] == 1
+    assert metrics["reward"] == pytest.approx(np.nanmean(REWARDS))
+    assert metrics["reward_std"] == pytest.approx(np.nanstd(REWARDS, ddof=1))
+    assert pt.has_spread(REWARDS).tolist() == [True, False, True]
+
+
+def test_penalties():
+    np.testing.assert_allclose(pt.overlong_penalty([6, 8, 9, 10, 12], longest=10, buffer=2), [0, 0, 0.5, 1, 2])
+    got = pt.kl_penalized(
+        [1.0, 0.0], [[-1.0, -2.0], [-1.0, 9.0]], [[-2.0, -2.5], [-1.5, 0.0]], [[1, 1], [1, 0]], beta=0.1
+    )
+    np.testing.assert_allclose(got, [1 - 0.15, -0.05])
+
+
+def test_a_sampler_that_draws_otherwise_is_refused():
+    pt.check_sampler(pt.grpo, inference.Sampler())
+    with pytest.raises(ValueError, match="temperature 1.0, the sampler draws them at 0.8"):
+        pt.check_sampler(pt.grpo, inference.Sampler(temperature=0.8))
+    with pytest.raises(ValueError, match="filters by {'top_k': 5}"):
+        pt.check_sampler(pt.policy_loss, inference.Sampler(top_k=5))
+
+
+# A bandit: one token out of five, enumerated.
+LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=5), jnp.float32)
+ARMS = jnp.array([0.3, -1.0, 2.0, 0.5, 0.0])
+
+
+def expected(loss):
+    """The gradient that samples have on average: each arm's gradient times its probability."""
+    probability = jax.nn.softmax(LOGITS)
+
+    def total(logits):
+        log_prob = jax.nn.log_softmax(logits)[:, None]  # arms as rows of one token
+        return jnp.sum(probability[:, None] * loss(log_prob))
+
+    return np.asarray(jax.grad(total)(LOGITS))
+
+
+def of(value):
+    return np.asarray(jax.grad(value)(LOGITS))
+
+
+def test_the_policy_gradient_is_that_of_the_expected_reward():
+    mask = jnp.ones((5, 1), bool)
+    advantages = (ARMS - jnp.sum(jax.nn.softmax(LOGITS) * ARMS))[:, None]
+    want = of(lambda z: -jnp.sum(jax.nn.softmax(z) * ARMS))
+    clipped = lambda log_p, by: pt.Clip()(pt.policy_ratio(log_p, None, mask, None, by=by), advantages, log_p).loss
+    for by in ("token", "sequence", "sequence_token", "sequence_sum"):
+        np.testing.assert_allclose(expected(functools.partial(clipped, by=by)), want, atol=1e-6)
+    got = expected(lambda log_p: pt.CISPO()(jnp.ones((5, 1)), advantages, log_p).loss)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_which_divergence_each_estimator_has_the_gradient_of():
+    reference = jax.nn.log_softmax(jnp.asarray(np.random.default_rng(1).normal(size=5), jnp.float32))
+    reverse = of(lambda z: jnp.sum(jax.nn.softmax(z) * (jax.nn.log_softmax(z) - reference)))
+    forward = of(lambda z: jnp.sum(jnp.exp(reference) * (reference - jax.nn.log_softmax(z))))
+    got = lambda kind: expected(lambda log_p: pt.kl(log_p, reference[:, None], kind=kind))
+    np.testing.assert_allclose(got("k2"), reverse, atol=1e-6)
+    np.testing.assert_allclose(got("k3"), forward, atol=1e-6)
+    np.testing.assert_allclose(got("corrected"), reverse, atol=1e-6)
+    plain = expected(lambda log_p: log_p - reference[:, None])  # k1
+    np.testing.assert_allclose(plain, 0, atol=1e-6)
+
+
+def test_only_the_mean_over_sequences_prefers_a_length():
+    """A short and a long wrong answer: the weight of all tokens of each, by mean."""
+    mask = jnp.arange(32)[None, :] < jnp.array([4, 32])[:, None]
+    weights = {by: pt.mean_weights(mask, None, by=by) for by in ("sequence", "token", pt.Fixed(32))}
+    per_token = {by: np.asarray(w)[:, 0] / float(count) for by, (w, count) in weights.items()}
+    assert per_token["token"][0] == per_token["token"][1]
+    assert per_token[pt.Fixed(32)][0] == per_token[pt.Fixed(32)][1]
+    assert per_token["sequence"][0] == 8 * per_token["sequence"][1]
+    for w, count in (weights["sequence"], weights["token"]):
+        assert np.sum(w) == pytest.approx(float(count))
+
+
+def test_probabilities_that_the_sampler_did_not_report_weigh_one():
+    mask = jnp.ones((1, 3), bool)
+    trained, sampler = jnp.array([[-1.0, -1.0, -3.0]]), jnp.array([[jnp.nan, -2.0, -1.0]])
+    np.testing.assert_allclose(pt.Correction("token", None, 2.0)(trained, sampler, mask, None), [[1, 2, np.exp(-2)]])
+    masked = pt.Correction("token", 0.5, 2.0, "zero")(trained, sampler, mask, None)
+    np.testing.assert_allclose(masked, [[1, 0, 0]])
+    whole = pt.Correction("sequence", None, None)(trained, sampler, mask, jnp.array([[1, 1, 2]]))
+    np.testing.assert_allclose(whole, [[np.e, np.e, np.exp(-2)]], rtol=1e-6)
+
+
+def test_settings_out_of_range():
+    with pytest.raises(ValueError, match="beta must be positive"):
+        pt.Sigmoid(0.0)
+    with pytest.raises(ValueError, match=r"in \[0, 0.5\)"):
+        pt.Robust(0.1, label_smoothing=0.5)
+    with pytest.raises(ValueError, match="a Mixture takes losses of pairs"):
+        pt.Mixture(((1.0, pt.Sigmoid()), (1.0, pt.SimPO())))

@@ -1,0 +1,127 @@
+"""Models on the hub, against a server on this machine: no hub can be reached from a test."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import maxlib
+from maxlib import nn, weights
+from tests.weights import hub_server
+from tests.weights.test_pretrained import CFG, build
+
+huggingface_hub = pytest.importorskip("huggingface_hub")
+NAME = "tester/tiny-llama"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(CFG)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The server, with an empty cache of its own."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    with hub_server.serve() as (address, hub):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield hub
+
+
+def upload(hub, model, directory, **options):
+    maxlib.save_pretrained(model, directory, **options)
+    hub.models[NAME] = {path.name: path.read_bytes() for path in directory.iterdir()}
+    hub.models[NAME] |= {"pytorch_model.bin": b"pickle", "modeling_tiny.py": b"raise SystemExit", "photo.png": b"0"}
+
+
+def assert_same(ours, theirs):
+    a, b = ({path: v.get_value() for path, v in nn.variables(m).items()} for m in (ours, theirs))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_bytes": 4000}], ids=["one file", "shards"])
+def test_a_name_loads_what_a_directory_does(hub, model, tmp_path, options):
+    upload(hub, model, tmp_path / "export", **options)
+    assert_same(maxlib.from_pretrained(NAME), model)
+    got = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET") and "/resolve/" in line}
+    assert "config.json" in got and any(name.endswith(".safetensors") for name in got)
+    assert not got & {"pytorch_model.bin", "modeling_tiny.py", "photo.png"}
+
+
+def test_what_the_cache_holds_needs_no_hub(hub, model, tmp_path, monkeypatch):
+    upload(hub, model, tmp_path / "export")
+    directory = weights.download(NAME)
+    hub.asked.clear()
+    assert weights.download(NAME, revision=hub_server.COMMIT) == directory
+    assert not [line for line in hub.asked if "/resolve/" in line]
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert_same(maxlib.from_pretrained(NAME), model)
+    with pytest.raises(FileNotFoundError, match=r"no directory 'tester/other' here.*HF_HUB_OFFLINE.*hf download"):
+        maxlib.from_pretrained("tester/other")
+
+
+def test_revisions_and_tokens(hub, model, tmp_path):
+    upload(hub, model, tmp_path / "export")
+    hub.gated.add(NAME)
+    with pytest.raises(PermissionError, match="gated: accept its terms"):
+        maxlib.from_pretrained(NAME)
+    hub.tokens.add("hf_good")
+    assert_same(maxlib.from_pretrained(NAME, revision="v1", token="hf_good"), model)
+    with pytest.raises(FileNotFoundError, match="no revision 'v9'"):
+        maxlib.from_pretrained(NAME, revision="v9", token="hf_good")
+
+
+def test_what_is_no_model_is_said(hub, model, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no directory 'nobody/nothing' here, and no model of that name"):
+        maxlib.from_pretrained("nobody/nothing")
+    upload(hub, model, tmp_path / "export")
+    del hub.models[NAME]["model.safetensors"]
+    with pytest.raises(ValueError, match=r"lacks model.safetensors. maxlib reads no pickles"):
+        maxlib.from_pretrained(NAME)
+    hub.models["tester/strange"] = {"model.safetensors.index.json": json.dumps({"weight_map": {"w": "../*"}}).encode()}
+    with pytest.raises(ValueError, match=r"must name safetensors files beside it, got '\.\./\*'"):
+        weights.download("tester/strange")
+    with pytest.raises(ValueError, match="revision= is for models on the hub"):
+        maxlib.from_pretrained(tmp_path / "export", revision="main")
+
+
+def test_a_hub_that_fails_is_said(hub, model, tmp_path, monkeypatch):
+    upload(hub, model, tmp_path / "export")
+    hub.down = True
+    with pytest.raises(FileNotFoundError, match="cannot be reached"):
+        maxlib.from_pretrained(NAME)
+
+
+def test_what_is_pushed_comes_back_with_a_card(hub, model, tmp_path):
+    card = weights.ModelCard(
+        text="Made by a test.", license="apache-2.0", base_model="tester/base", datasets=("tester/words",),
+        metrics={"loss": 1.25}, commit="0123abc",
+    )  # fmt: skip
+    address = maxlib.push_to_hub(model, NAME, token="hf_good", model_card=card, message="first")
+    assert hub_server.COMMIT in address and hub.commits[0]["summary"] == "first"
+    text = hub.models[NAME]["README.md"].decode()
+    assert_same(maxlib.from_pretrained(NAME), model)
+    assert "| loss | 1.25 |" in text and "`LlamaForCausalLM`" in text and "`0123abc`" in text
+    data = huggingface_hub.ModelCard(text).data
+    assert (data.license, data.base_model, data.datasets) == ("apache-2.0", "tester/base", ["tester/words"])
+
+
+def test_a_card_cannot_break_out_of_its_front_matter():
+    text = weights.ModelCard(license='x"\n---\nlibrary_name: evil').render(title="t", architecture="A", parameters=1)
+    data = huggingface_hub.ModelCard(text).data
+    assert data.library_name == "transformers" and "evil" in data.license
+
+
+def test_without_huggingface_hub_the_package_is_named():
+    code = "import sys; sys.modules['huggingface_hub'] = None; import maxlib; maxlib.from_pretrained('org/name')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode and "pip install 'maxlib[hub]'" in done.stderr
