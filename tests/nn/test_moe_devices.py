@@ -92,6 +92,11 @@ def exchanging(request, monkeypatch):
     return sharding.EP | sharding.ExpertParallel(how=request.param)
 
 
+def differentiated(run):
+    """Of a loss of the results, the value and the gradients."""
+    return jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(run(m, x))), argnums=(0, 1)))
+
+
 def test_dropless_whether_experts_share_evenly_or_two_get_everything(exchanging):
     """The usual exchange and the one for the worst case, in one program; which one runs is for the data to say."""
     layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), bias=True)
@@ -100,8 +105,8 @@ def test_dropless_whether_experts_share_evenly_or_two_get_everything(exchanging)
     split = jax.device_put(layer, sharding.shardings(layer, layout))
     valid = np.arange(16)[None] < 14 + np.arange(8)[:, None] % 3
     context = lambda: nn.context(*valid.shape, valid=jnp.asarray(valid))
-    gradients = jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x, context())[0])), argnums=(0, 1)))
-    looped = jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m.reference(x, context()))), argnums=(0, 1)))
+    gradients = differentiated(lambda m, x: m(x, context())[0])
+    looped = differentiated(lambda m, x: m.reference(x, context()))
     for even in (True, False):
         for one in (layer, split):
             one.router.gate.w[...] = one.router.gate.w[...] * even  # equal scores: the first experts win everywhere
