@@ -1,8 +1,8 @@
 """Composable LLM building blocks on JAX and Flax NNX.
 
 The subpackages are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `distributed`, `weights`,
-`tokenization`, `data`, `training`, `checkpoint`, `observability`, `inference`, `quantization`, `adapters`, `post_training` and
-`plan`. Importing `maxlib` imports none of them: each is imported when it is first named.
+`tokenization`, `data`, `training`, `checkpoint`, `observability`, `inference`, `quantization`, `adapters`,
+`post_training` and `plan`. Importing `maxlib` imports none of them: each is imported when it is first named.
 """
 
 import importlib
