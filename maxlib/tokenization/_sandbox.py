@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Template, nodes
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.visitor import NodeTransformer
 
 LARGEST = 1 << 24  # characters of a text, items of a list, and of what a template writes in all
@@ -34,6 +34,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         Raises:
             TooMuch: It takes longer than `seconds`, or makes more than `LARGEST` characters.
+            SecurityError: It reaches for Python's own names.
             ValueError: It fails in another way.
         """
         self._end, size, parts = time.monotonic() + self._seconds, 0, []
@@ -42,7 +43,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 size += len(part)
                 _check_size(size)
                 parts.append(part)
-        except ValueError:
+        except (ValueError, SecurityError):
             raise
         except (RecursionError, OverflowError, MemoryError) as error:
             raise TooMuch(f"the chat template calls itself or counts without end ({error})") from None
