@@ -142,6 +142,15 @@ def real_weights(session: nox.Session) -> None:
     session.run("pytest", *options, "tests/inference/test_real_weights.py", *session.posargs)
 
 
+@nox.session
+def post_parity(session: nox.Session) -> None:
+    """What TRL computes on small arrays, made anew, and compared."""
+    install_for_tests(session)
+    session.install("trl==1.16.0")
+    session.run("python", "-m", "tests.post_training.make_golden")
+    session.run("pytest", "tests/post_training/test_parity.py", *session.posargs)
+
+
 @nox.session(python=["3.12", "3.13"])
 def tests_newest(session: nox.Session) -> None:
     """The default tests with the newest jax, flax and friends, which need a newer Python than 3.11."""

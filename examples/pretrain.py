@@ -54,7 +54,7 @@ def main() -> None:
         loader=loader,
         loss=functools.partial(training.next_token_loss, dtype=args.dtype),
         directory=args.out,
-        layout=sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP) if jax.device_count() > 1 else None,
+        layout=args.layout.on(jax.devices()) if jax.device_count() > 1 else None,
         schedule=schedule,
         evaluation=training.Evaluation(eval_loader, every=max(args.steps // 4, 1)),
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
@@ -82,10 +82,16 @@ def arguments() -> argparse.Namespace:
     add("--layers", default=4, help="layers of the model (%(default)s)")
     add("--dim", default=448, help="width of the model, a multiple of 64 (%(default)s)")
     add("--learning-rate", metavar="X", type=float, default=3e-3, help="its peak (%(default)s)")
+    add("--mesh", metavar="DEGREES", type=str, default="fsdp=-1", help="such as fsdp=-1,tensor=2 (%(default)s)")
+    add("--strategy", metavar="NAME", type=str, default="fsdp", help="such as fsdp_tp or fsdp+cp_ring (%(default)s)")
     add("--quantize", metavar="FORMAT", type=str, choices=list(quantization.TRAINING), help="train in int8 or fp8")
     args = parser.parse_args()
     if args.dim < 64 or args.dim % 64:
         parser.error(f"--dim must be a multiple of 64, the width of a head; got {args.dim}")
+    try:
+        args.layout = sharding.Layout(sharding.parse_degrees(args.mesh), sharding.preset(args.strategy))
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 

@@ -1,6 +1,7 @@
 """What one jax device offers, from the makers' data sheets: for MFU, for plans, and for kernels that ask."""
 
 import dataclasses
+import re
 
 GIB = 2**30
 GPUS_PER_HOST = 8  # joined by NVLink
@@ -68,3 +69,21 @@ def chip_of(device_kind: str) -> Chip | None:
         (len(prefix), chip) for chip in CHIPS.values() for prefix in chip.prefixes if device_kind.startswith(prefix)
     ]
     return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def is_hopper(device_kind: str) -> bool:
+    """Tells whether a device is an NVIDIA GPU of the Hopper generation (H20, H100, H200, H800, GH200)."""
+    return re.search(r"\bG?H(20|100|200|800)\b", device_kind) is not None
+
+
+def current_device() -> tuple[str, str]:
+    """Returns the platform and kind of the device that is traced for.
+
+    This is the device of the mesh in context, which need not be present, or else the default device.
+    """
+    import jax  # here, so that data sheets can be read without it
+
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        device = jax.default_device.value or jax.devices()[0]
+    return (device, device) if isinstance(device, str) else (device.platform, device.device_kind)

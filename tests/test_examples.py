@@ -124,8 +124,25 @@ def test_pretrain_help_explains_every_flag(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         run_here(monkeypatch, "pretrain.py", "--help")
     shown = capsys.readouterr().out
-    for flag in ("--out", "--steps", "--batch", "--length", "--vocab", "--layers", "--dim", "--learning-rate"):
+    for flag in (
+        "--mesh",
+        "--strategy",
+        "--out",
+        "--steps",
+        "--batch",
+        "--length",
+        "--vocab",
+        "--layers",
+        "--dim",
+        "--learning-rate",
+    ):
         assert flag in shown
+
+
+def test_pretrain_names_a_misspelt_mesh_axis(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run_here(monkeypatch, "pretrain.py", "--mesh", "fdsp=8")
+    assert "no mesh axis is named 'fdsp' (is 'fsdp' meant?)" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("little_text")

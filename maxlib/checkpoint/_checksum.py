@@ -45,7 +45,7 @@ def _places(shape: tuple[int, ...]) -> jax.Array:
     for axis, size in enumerate(shape):
         h = (lax.iota(jnp.uint32, size) + np.uint32(7919 * axis + 1)) * _MIX[1]
         h = (h ^ (h >> 16)) * _MIX[2]
-        h = lax.optimization_barrier(h ^ (h >> 13))  # computed once, not for every element
+        h = h ^ (h >> 13)
         places = places + h.reshape([size if i == axis else 1 for i in range(len(shape))])
     return places
 

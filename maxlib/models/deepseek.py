@@ -167,12 +167,15 @@ class DeepSeek(nn.MTPDecoder):
         self.cfg = cfg
         self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        layer = lambda i, rngs: Block(cfg, dense=i < cfg.num_dense, rngs=rngs)
-        self.layers = nn.Stack(layer, cfg.num_layers, lead=min(cfg.num_dense, cfg.num_layers), rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, lead=min(cfg.num_dense, cfg.num_layers), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         module = lambda: nn.MTP(cfg.dim, block=Block(cfg, dense=False, rngs=rngs), eps=cfg.norm_eps, rngs=rngs)
         self.mtp = nnx.List([module() for _ in range(cfg.num_mtp)])
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, dense=i < self.cfg.num_dense, rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

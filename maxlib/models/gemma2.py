@@ -51,6 +51,12 @@ class Config(ModelConfig):
     tied: bool = hf("tie_word_embeddings", True)
     attention_bias: bool = hf("attention_bias", False)
 
+    @property
+    def masks(self) -> tuple[ops.Mask, ...]:
+        """The mask of each layer."""
+        masks = {LOCAL: ops.Causal() & ops.SlidingWindow(self.window), GLOBAL: ops.Causal()}
+        return tuple(masks[kind] for kind in self.layer_types or _in_turn(self))
+
 
 class Block(nn.Layer):
     """Sandwich norms: each branch is normed before and after, so that what it adds has a learned size."""
@@ -80,15 +86,18 @@ class Gemma2(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg, self.softcap = cfg, cfg.final_softcap
-        types = cfg.layer_types or _in_turn(cfg)
-        masks = {LOCAL: ops.Causal() & ops.SlidingWindow(cfg.window), GLOBAL: ops.Causal()}
-        self.masks, self.ropes = tuple(masks.values()), (cfg.rope,)
-        make = lambda i, rngs: Block(cfg, masks[types[i]], rngs=rngs)
+        self.masks, self.ropes = tuple(dict.fromkeys(cfg.masks)), (cfg.rope,)  # each mask once
         # Scaled by sqrt(D), the vectors come out with variance one.
         self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
-        self.layers = nn.Stack(make, cfg.num_layers, **nn.layout_for(types), rngs=rngs)  # scanned two at a time
+        self.layers = nn.Stack(
+            self.layer, cfg.num_layers, **nn.layout_for(cfg.masks), rngs=rngs
+        )  # scanned two at a time
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, self.cfg.masks[i], rngs=rngs)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the scaled vectors of `tokens`."""

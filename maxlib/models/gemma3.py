@@ -78,6 +78,13 @@ class Config(ModelConfig):
         """LOCAL or GLOBAL for each layer."""
         return self.layer_types or _pattern(self.num_layers)
 
+    @property
+    def kinds(self) -> dict[str, tuple[ops.Mask, Rope]]:
+        """Mask and rotary embedding of either kind of layer."""
+        # Tokens of one image see each other both ways; the window limits that too.
+        both_ways = ops.Causal() | ops.BidirectionalBlocks()
+        return {LOCAL: (both_ways & ops.SlidingWindow(self.window), self.local_rope), GLOBAL: (both_ways, self.rope)}
+
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
         """Reads config.json. Raises ValueError for values that the family does not compute."""
@@ -130,18 +137,20 @@ class Gemma3(nn.VisionDecoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        # Tokens of one image see each other both ways; the window limits that too.
-        both_ways = ops.Causal() | ops.BidirectionalBlocks()
-        kinds = {LOCAL: (both_ways & ops.SlidingWindow(cfg.window), cfg.local_rope), GLOBAL: (both_ways, cfg.rope)}
-        self.masks, self.ropes = zip(*kinds.values(), strict=True)
-        make = lambda i, rngs: Block(cfg, *kinds[cfg.types[i]], rngs=rngs)
+        self.masks, self.ropes = zip(*cfg.kinds.values(), strict=True)
         # Scaled by sqrt(D), the vectors come out with variance one.
         self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
-        self.layers = nn.Stack(make, cfg.num_layers, **nn.layout_for(cfg.types), rngs=rngs)  # scanned six at a time
+        self.layers = nn.Stack(
+            self.layer, cfg.num_layers, **nn.layout_for(cfg.types), rngs=rngs
+        )  # scanned six at a time
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = None if cfg.vision is None else cfg.vision.tower(rngs)
         self.projector = None if cfg.vision is None else cfg.vision.projector(cfg.dim, rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, *self.cfg.kinds[self.cfg.types[i]], rngs=rngs)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the scaled vectors of `tokens`."""

@@ -76,10 +76,11 @@ class Attention(nn.SequenceMixer):
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         # [B, T, D] -> three of [B, T, N, H]
         (q, k), v = self.queries_and_keys(x, ctx), constrain(self.v(x), "batch", "seq", "act_heads", None)
+        known = ctx.known(self.mask, cache)
         k_start, k_end = ctx.bounds(self.mask)  # query t sees keys from k_start[t] to k_end[t]
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
-        options = {"scale": self.scale, "implementation": self.implementation, "zigzag": ctx.zigzag}
+        options = {"scale": self.scale, "implementation": self.implementation, "zigzag": ctx.zigzag, "known": known}
         out = nn.attend(q, k, v, k_start, k_end, **options)
         return self.o(out), cache  # [B, T, N, H] -> [B, T, D]
 
@@ -141,11 +142,13 @@ class GPT2(nn.Decoder):
         self.masks = (MASK,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.positions = nn.LearnedPositions(cfg.num_positions, cfg.dim, rngs=rngs)
-        scales = cfg.scales
-        make = lambda i, rngs: Block(cfg, scales[i], rngs=rngs)
-        self.layers = nn.Stack(make, cfg.num_layers, **nn.layout_for(scales), rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.scales), rngs=rngs)
         self.norm = nn.LayerNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, self.cfg.scales[i], rngs=rngs)
 
     def enter(self, x: Float[Array, "B T D"], *, cache: nn.Cache | None = None, **inputs: Any):
         """Returns `x` with its positions added, and the context; see `nn.Decoder.enter`."""

@@ -64,6 +64,12 @@ class Config(ModelConfig):
     attention_bias: bool = hf("attention_bias", True)
     losses: tuple[Any, ...] = ()  # what the routers report for training
 
+    @property
+    def masks(self) -> tuple[ops.Mask, ...]:
+        """The mask of each layer."""
+        masks = {SLIDING: ops.Causal() & ops.SlidingWindow(self.window), FULL: ops.Causal()}
+        return tuple(masks[kind] for kind in self.layer_types or _in_turn(self))
+
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
         """Reads config.json. Raises ValueError for values that the family does not compute."""
@@ -105,14 +111,17 @@ class GptOss(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        types = cfg.layer_types or _in_turn(cfg)
-        masks = {SLIDING: ops.Causal() & ops.SlidingWindow(cfg.window), FULL: ops.Causal()}
-        self.masks, self.ropes = tuple(masks.values()), (cfg.rope,)
-        make = lambda i, rngs: Block(cfg, masks[types[i]], rngs=rngs)
+        self.masks, self.ropes = tuple(dict.fromkeys(cfg.masks)), (cfg.rope,)  # each mask once
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(make, cfg.num_layers, **nn.layout_for(types), rngs=rngs)  # scanned two at a time
+        self.layers = nn.Stack(
+            self.layer, cfg.num_layers, **nn.layout_for(cfg.masks), rngs=rngs
+        )  # scanned two at a time
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, self.cfg.masks[i], rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

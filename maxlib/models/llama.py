@@ -72,9 +72,13 @@ class Llama(nn.Decoder):
         self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)  # computed once per pass, for all layers
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # [V, D]
         # One layer's program, scanned over weights that are stacked: compile time does not grow with depth.
-        self.layers = nn.Stack(lambda i, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # None: `embed` scores too
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`; override it to change every layer."""
+        return Block(self.cfg, rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

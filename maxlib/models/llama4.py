@@ -194,14 +194,16 @@ class Llama4(nn.VisionDecoder):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
         self.masks, self.ropes = tuple(cfg.masks.values()), (cfg.rope,)
-        kinds = cfg.layers
-        make = lambda i, rngs: Block(cfg, kinds[i], rngs=rngs)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(make, cfg.num_layers, **nn.layout_for(kinds), rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.layers), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = None if cfg.vision is None else cfg.vision.tower(rngs)
         self.projector = None if cfg.vision is None else cfg.vision.projector(cfg.dim, rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, self.cfg.layers[i], rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

@@ -75,12 +75,14 @@ class Qwen2(nn.Decoder):
         self.cfg = cfg
         self.masks, self.ropes = tuple(dict.fromkeys(cfg.masks)), (cfg.rope,)  # each mask once
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        masks = cfg.masks
-        make = lambda i, rngs: Block(cfg, masks[i], rngs=rngs)
         # `layout_for` finds how the kinds of layers repeat, so that as many as possible are scanned.
-        self.layers = nn.Stack(make, cfg.num_layers, **nn.layout_for(masks), rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.masks), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, self.cfg.masks[i], rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

@@ -76,11 +76,13 @@ class Qwen3(nn.Decoder):
         self.cfg = cfg
         self.masks, self.ropes = tuple(dict.fromkeys(cfg.masks)), (cfg.rope,)  # each mask once
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        masks = cfg.masks
-        make = lambda i, rngs: Block(cfg, masks[i], rngs=rngs)
-        self.layers = nn.Stack(make, cfg.num_layers, **nn.layout_for(masks), rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.masks), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, self.cfg.masks[i], rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

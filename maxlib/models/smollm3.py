@@ -127,11 +127,14 @@ class SmolLM3(nn.Decoder):
         self.cfg = cfg
         self.masks, self.ropes = tuple(dict.fromkeys(cfg.masks)), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        kinds = list(zip(cfg.masks, cfg.ropes, strict=True))
-        make = lambda i, rngs: Block(cfg, *kinds[i], rngs=rngs)
-        self.layers = nn.Stack(make, cfg.num_layers, **nn.layout_for(kinds), rngs=rngs)  # scanned four at a time
+        layout = nn.layout_for(zip(cfg.masks, cfg.ropes, strict=True))  # scanned four at a time
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **layout, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, self.cfg.masks[i], self.cfg.ropes[i], rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

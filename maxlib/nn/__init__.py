@@ -1,11 +1,12 @@
 """Layers: plain `nnx.Module`s with keyword arguments, no global configuration, no mesh needed.
 
-Helpers live in submodules: `cache`, `describe`, `matmul`, `mixer`, `mtp`, `quantized`, `remat`, `router`, `stack`,
-`tree` and `vision`.
+Helpers live in submodules: `cache`, `describe`, `distillation`, `matmul`, `mixer`, `mtp`, `quantized`, `remat`,
+`router`, `stack`, `tree` and `vision`.
 """
 
 from maxlib.nn import cache as cache
 from maxlib.nn import describe as describe
+from maxlib.nn import distillation as distillation
 from maxlib.nn import matmul as matmul
 from maxlib.nn import mixer as mixer
 from maxlib.nn import mtp as mtp
@@ -27,9 +28,6 @@ from maxlib.nn._decoder import VisionDecoder as VisionDecoder
 from maxlib.nn._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn._head import cross_entropy as cross_entropy
 from maxlib.nn._head import token_log_probs as token_log_probs
-from maxlib.nn._head_distillation import token_divergence as token_divergence
-from maxlib.nn._head_distillation import token_gather_log_probs as token_gather_log_probs
-from maxlib.nn._head_distillation import token_top_k as token_top_k
 from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed

@@ -5,7 +5,7 @@ Shapes: B rows, T new tokens, S keys, D width, N query heads, K key heads, H hea
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,7 +17,7 @@ from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import AttentionCache, kv_cache
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
-from maxlib.ops._attention import Causal, Mask
+from maxlib.ops._attention import Causal, KnownMask, Mask, StaticMask
 from maxlib.ops._grid_rope import GridRope
 from maxlib.ops._rope import Rope, apply_rope
 from maxlib.sharding import constrain, shard_map_by_name
@@ -140,14 +140,14 @@ class Attention(SequenceMixer):
         ctx = context(*x.shape[:2]) if ctx is None else ctx
         q, k, v = map(mark_heads, self.project(x, ctx), ("q", "k", "v"))
         # Query t attends to keys k_start[t] <= s < k_end[t]; both bounds are [B, T].
-        k_start, k_end = ctx.bounds(self.mask)
+        (k_start, k_end), known = ctx.bounds(self.mask), ctx.known(self.mask, cache)
         # The cache returns all stored keys, [B, T, K, H] -> [B, S, K, H], and the bounds as indices into them.
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
         sinks = None if self.sinks is None else self.sinks[...]
         options = {"scale": self.scale, "softcap": self.softcap, "implementation": self.implementation}
         # softmax(softcap(scale * q k^T)) v, [B, T, N, H]
-        out = attend(q, k, v, k_start, k_end, sinks, zigzag=ctx.zigzag, **options)
+        out = attend(q, k, v, k_start, k_end, sinks, known=known, zigzag=ctx.zigzag, **options)
         return self.o(out), cache
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
@@ -233,6 +233,7 @@ def attend(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    known: KnownMask | None = None,
     implementation: str | None = None,
     zigzag: bool = False,
 ) -> Float[Array, "B T N Hv"]:
@@ -251,25 +252,13 @@ def attend(
         sinks: One logit per query head that takes part in the softmax, or None.
         scale: Factor on the scores, by default `Hk ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`, or None.
+        known: What is known of the mask (`ctx.known`), for kernels that want a named one.
         implementation: Name of an implementation of `ops.attention`; None chooses the best one.
         zigzag: True if tokens are in the order of `sharding.layers.zigzag`.
 
     Raises:
         ValueError: when tokens must be exchanged for heads and the number of heads does not allow it.
     """
-    # A ring needs pieces of equal size; a number of keys that does not divide is gathered instead.
-    ring = axis_of("kv_seq") if k.shape[1] % axis_size("kv_seq") == 0 else None
-    parts = axis_size("q_seq") if zigzag else 1
-
-    def op(q, k, v, k_start, k_end, sinks):
-        bounds = {"k_start": k_start, "k_end": k_end}
-        options = {**bounds, "sinks": sinks, "scale": scale, "softcap": softcap, "implementation": implementation}
-        if ring is not None:
-            return ops.ring_attention(q, k, v, axis_name=ring, pieces=2 if zigzag else 1, **options)
-        # Bounds index keys in natural order, so gathered keys are put back into it; queries may keep theirs.
-        k, v = (natural_order(x, parts) for x in (k, v)) if zigzag else (k, v)
-        return ops.attention(q, k, v, **options)
-
     # Tokens are exchanged for heads only here: otherwise XLA would gather tokens, and project and rotate all of them.
     own = lambda x: constrain(x, "batch", "seq", "act_heads", None)
     q, k, v = (own(x) for x in (q, k, v)) if q.shape[1] == k.shape[1] else (q, k, v)
@@ -279,8 +268,37 @@ def attend(
         k, v = (jnp.repeat(x, copies // x.shape[2], axis=2) for x in (k, v))
     _check_exchange(q, k)
     queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
+    static, segments = (None, None) if known is None else known
+    # A device that has a part of the queries does not have query i at key i.
+    static = static and dataclasses.replace(static, whole=static.whole and axis_size("q_seq") == 1)
     names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",)]
-    return own(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks))
+    names += [] if segments is None else [queries[:2], keys[:2]]
+    options = {"scale": scale, "softcap": softcap, "implementation": implementation}
+    # A ring needs pieces of equal size; a number of keys that does not divide is gathered instead.
+    ring = axis_of("kv_seq") if k.shape[1] % axis_size("kv_seq") == 0 else None
+    op = _on_one_device(ring, static, options, zigzag=zigzag)
+    return own(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks, *segments or ()))
+
+
+def _on_one_device(ring: str | None, static: StaticMask | None, options: dict[str, Any], *, zigzag: bool):
+    """Returns the function that computes one device's part, with the keys of all devices around a ring, or gathered."""
+    parts = axis_size("q_seq") if zigzag else 1
+
+    def op(q, k, v, k_start, k_end, sinks, *segments):
+        bounds = {"k_start": k_start, "k_end": k_end, "sinks": sinks}
+        if ring is not None:
+            mask = static and KnownMask(static, cast(Any, segments or None))
+            return ops.ring_attention(
+                q, k, v, axis_name=ring, pieces=2 if zigzag else 1, mask=mask, **bounds, **options
+            )
+        if zigzag:
+            # Bounds index keys in natural order, so gathered keys are put back into it; queries may keep theirs.
+            k, v, *of_keys = (natural_order(x, parts) for x in (k, v, *segments[1:]))
+            segments = *segments[:1], *of_keys
+        mask = static and KnownMask(static, cast(Any, segments or None))
+        return ops.attention(q, k, v, mask=mask, **bounds, **options)
+
+    return op
 
 
 def _check_exchange(q: Array, k: Array) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._pytree import pytree, static
-from maxlib.ops._attention import Mask, Tokens, key_intervals
+from maxlib.ops._attention import KnownMask, Mask, Tokens, key_intervals
 from maxlib.ops._grid_rope import GridRope
 from maxlib.ops._rope import Rope
 from maxlib.sharding.layers import can_zigzag, unzigzag, zigzag
@@ -42,6 +42,7 @@ class Context:
         masks: Masks whose intervals are computed in advance.
         ropes: Rotary embeddings whose tables are computed in advance.
         zigzag: True if tokens are in the order of `sharding.layers.zigzag`.
+        packed: True if rows may hold several documents, or padding.
     """
 
     positions: Int[Array, "B T *R"]
@@ -61,6 +62,7 @@ class Context:
     masks: tuple[Mask, ...] = static(default=())
     ropes: tuple[Rope | GridRope, ...] = static(default=())
     zigzag: bool = static(default=False)
+    packed: bool = static(default=False)
 
     @property
     def is_start(self) -> Bool[Array, "B T"]:
@@ -73,8 +75,22 @@ class Context:
         # Masks are values: equal ones of different layers share their intervals.
         if mask in self.masks:
             return self.intervals[self.masks.index(mask)]
-        bidirectional_blocks = self.bidirectional_blocks or (None, None)
-        return key_intervals(mask, Tokens(self.index, self.start, self.stop, *bidirectional_blocks))
+        return key_intervals(mask, self._tokens)
+
+    def known(self, mask: Mask, cache: Any = None) -> KnownMask | None:
+        """Returns what is known of `mask` at compile time, for `attend`; with a cache, of queries against its keys."""
+        found = mask.static
+        if found is None or (cache is not None and (found.segmented or cache.kind not in ("full", "latent"))):
+            return None
+        # A row of a cache is one document. The intervals of its padding are empty, which kernels see without segments.
+        segmented = cache is None and (found.segmented or self.packed)
+        found = dataclasses.replace(found, segmented=segmented, whole=cache is None and not self.zigzag)
+        ids = mask.segments(self._tokens) if segmented else None
+        return KnownMask(found, None if ids is None else (ids, ids))
+
+    @property
+    def _tokens(self) -> Tokens:
+        return Tokens(self.index, self.start, self.stop, *(self.bidirectional_blocks or (None, None)))
 
     def rotary(self, rope: Rope | GridRope) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
         """Returns cosines and sines of every position under `rope`, `B T R` each (R is half the rotary dimensions)."""
@@ -137,6 +153,7 @@ def context(
         tokens=tokens,
         next_position_offset=_next_offset(positions, valid, length + num_new, cache),
         rope_length=_rope_length(seq, positions, segment_ids, cache),
+        packed=valid is not None,
     )
     # Once for all layers: inside a scan they would be computed in every layer.
     tables = tuple(ctx.rotary(rope) for rope in ropes)

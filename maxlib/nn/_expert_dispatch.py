@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import ops
+from maxlib.kernels.grouped_matmul.rows import NAMES
 from maxlib.nn._pytree import pytree, static
 from maxlib.nn.matmul import Exact, Matmul
-from maxlib.ops._glu import NAMES
 from maxlib.ops._grouped_matmul.glu import add_bias
 
 Linear = tuple[Matmul, Any, Float[Array, "E O"] | None]

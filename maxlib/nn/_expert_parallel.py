@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from maxlib.hardware import current_device
 from maxlib.nn import _expert_dispatch as dispatch
 from maxlib.nn._pytree import pytree
-from maxlib.ops._attention.dispatch import current_device
 from maxlib.sharding import current
 from maxlib.sharding._experts import BEST_RAGGED, ROOM
 from maxlib.sharding.pipelining import stages

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import ops, sharding
+from maxlib._xla_workarounds import together
 from maxlib.nn._pytree import pytree
 from maxlib.sharding.layers import drop_uneven
 from maxlib.sharding.pipelining import is_in_a_stage
@@ -220,15 +221,14 @@ def head_gradient(gradient: Float[Array, "V D"]) -> Float[Array, "V D"]:
 def _reduced_first(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]):
     """Returns its arguments; in the backward pass, sums and splits the gradient of `weight` before the layers run.
 
-    XLA would otherwise postpone that to the end and keep the whole gradient (8 GiB for a large model) while the layers
-    need all memory.
+    Otherwise XLA postpones that to the end of the step (`together`).
     """
     return hidden, weight
 
 
 def _reduced_backward(_, d):
     """Ties the gradient of `hidden` to that of `weight`, reduced and split."""
-    return jax.lax.optimization_barrier((d[0], sharding.constrain(d[1], "vocab", "embed")))
+    return together(d[0], sharding.constrain(d[1], "vocab", "embed"))
 
 
 _reduced_first.defvjp(lambda hidden, weight: ((hidden, weight), None), _reduced_backward)

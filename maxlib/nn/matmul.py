@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops, sharding
-from maxlib.ops._grouped_matmul.reference import owners
+from maxlib.kernels.grouped_matmul.rows import owners
 
 
 @runtime_checkable

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 
+from maxlib._xla_workarounds import keep_float32, row_major
+from maxlib.hardware import current_device
 from maxlib.nn._layer_axis import with_layer_axis, without_layer_axis
 from maxlib.nn._stack_layout import Segment, as_layout, normalized_layout, place_of, segments
 from maxlib.nn.mixer import check_cache_dtype, check_order, is_reorderable
 from maxlib.nn.remat import Policy, remat_policy, rematerialised
 from maxlib.nn.tree import StackedLayers, is_variable, variables
-from maxlib.ops._attention.dispatch import current_device
 from maxlib.sharding import current, shard_map_by_name
 from maxlib.sharding.layers import LAYERS, LEAD_LAYERS
 from maxlib.sharding.memory import to_device
@@ -345,8 +345,7 @@ def _run(x, ctx, layers, caches, inputs, policy, prevent_cse: bool = True):
 def _pin_row_major(layer: Any) -> Any:
     """Pins the weights of a sharded stack's layer to row-major order.
 
-    Without this, XLA:GPU transposes every layer, in float32, before the loop: it prefers the dimension that it gathers
-    to be the outermost.
+    Otherwise XLA for GPUs transposes every layer before the loop (`row_major`).
     """
     if current() is None or current_device()[0] != "gpu":
         return layer
@@ -362,8 +361,7 @@ def _pin_row_major(layer: Any) -> Any:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _row_major(weight: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """Returns `weight`, each device's part in row-major order."""
-    layout = Layout(tuple(range(weight.ndim)))
-    return shard_map_by_name(lambda w: with_layout_constraint(w, layout), [names], names)(weight)
+    return shard_map_by_name(row_major, [names], names)(weight)
 
 
 @_row_major.defjvp
@@ -373,15 +371,8 @@ def _(names, primals, tangents):
 
 @jax.custom_jvp
 def _keep_float32(weight: jax.Array) -> jax.Array:
-    """Returns `weight`, and keeps XLA from casting it before the loop.
-
-    On TPU it would otherwise keep bfloat16 copies of all layers.
-    """
-    if weight.dtype != jnp.float32:
-        return weight
-    # float32 -> uint32 -> float32 with a barrier between: XLA cannot move a cast to bfloat16 across it.
-    bits = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(weight, jnp.uint32))
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    """Returns `weight`, and keeps XLA from casting it before the loop (`keep_float32`)."""
+    return keep_float32(weight) if weight.dtype == jnp.float32 else weight
 
 
 @_keep_float32.defjvp

@@ -4,11 +4,16 @@ from maxlib.ops._attention import BidirectionalBlocks as BidirectionalBlocks
 from maxlib.ops._attention import Causal as Causal
 from maxlib.ops._attention import Chunked as Chunked
 from maxlib.ops._attention import Full as Full
+from maxlib.ops._attention import KnownMask as KnownMask
 from maxlib.ops._attention import Mask as Mask
 from maxlib.ops._attention import Prefix as Prefix
 from maxlib.ops._attention import SlidingWindow as SlidingWindow
+from maxlib.ops._attention import StaticMask as StaticMask
+from maxlib.ops._attention import Tokens as Tokens
 from maxlib.ops._attention import attention as attention
+from maxlib.ops._attention import capabilities as capabilities
 from maxlib.ops._attention import explain_attention as explain_attention
+from maxlib.ops._attention import key_intervals as key_intervals
 from maxlib.ops._attention import ring_attention as ring_attention
 from maxlib.ops._cross_entropy import CrossEntropy as CrossEntropy
 from maxlib.ops._cross_entropy import LogProbs as LogProbs

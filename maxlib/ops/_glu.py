@@ -6,9 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-NAMES = "expert_gate", "expert_up"
-"""What the two projections of experts are called in policies of `jax.checkpoint`."""
-
 
 def swiglu(gate: Array, up: Array) -> Array:
     """Returns `silu(gate) * up` (SwiGLU, https://arxiv.org/abs/2002.05202)."""

@@ -13,6 +13,7 @@ from typing import Any
 from maxlib.plan._hlo_flops import custom_call_flops, estimate_of, matmul_flops
 from maxlib.plan._hlo_gpu import known_trips
 from maxlib.plan._hlo_groups import axes_of_group
+from maxlib.plan._hlo_splash import splash_bytes
 from maxlib.plan._hlo_text import (
     Instruction,
     branches_of,
@@ -268,7 +269,7 @@ class _Program:
             return (1 if is_on_host(one.type) else 2) * bytes_of(operands[1].type) if len(operands) > 1 else 0.0
         if one.opcode.endswith("-start"):
             return bytes_of(one.type)  # the type of a start names operands and results
-        if own := grouped_bytes(one) or estimate_of(one, "bytes_accessed"):
+        if own := grouped_bytes(one) or splash_bytes(one) or estimate_of(one, "bytes_accessed"):
             return own
         if bytes_of(one.type) + sum(bytes_of(operand.type) for operand in operands) <= self.cache:
             return 0.0

@@ -11,6 +11,7 @@ import re
 import numpy as np
 
 from maxlib.plan._hlo_gpu import custom_flops
+from maxlib.plan._hlo_splash import splash_flops
 from maxlib.plan._hlo_text import Instruction, shapes_of
 
 
@@ -58,7 +59,7 @@ def custom_call_flops(one: Instruction, computation: dict[str, Instruction]) -> 
     """Returns the FLOPs of a custom call that is known by its target."""
     types = [computation[name].type for name in one.operands if name in computation]
     operands = [sizes for type_ in types for _, sizes, _ in shapes_of(type_)]
-    return custom_flops(one.rest, operands, [sizes for _, sizes, _ in shapes_of(one.type)])
+    return splash_flops(one) or custom_flops(one.rest, operands, [sizes for _, sizes, _ in shapes_of(one.type)])
 
 
 def estimate_of(one: Instruction, what: str) -> float:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib import nn, observability, sharding, training
 from maxlib.hardware import GPUS_PER_HOST
 from maxlib.ops._attention.chunked import choose_blocks
+from maxlib.ops._attention.dispatch import OFFLINE
 from maxlib.plan._job import Job, check_names
 from maxlib.plan._targets import INSTALL_GPU_COMPILER, Target, devices_of, has_gpu_compiler, parse_target
 from maxlib.sharding._mesh import fill
@@ -66,8 +67,10 @@ class Program:
         """Lowers the step for the layout's devices."""
         step = training.make_train_step(self.loss, self.optimizer)
         state = self.state
-        if self.job.attention is not None:  # only now: what is counted from shapes is counted as if on a CPU
-            state = dataclasses.replace(state, rest=nn.with_attention(state.rest, self.job.attention))
+        # Only now: what is counted from shapes is counted as if on a CPU. cuDNN cannot be compiled without a GPU.
+        without_gpu = OFFLINE if parse_target(self.job.target).platform == "cuda" else None
+        if (attention := self.job.attention or without_gpu) is not None:
+            state = dataclasses.replace(state, rest=nn.with_attention(state.rest, attention))
         with sharding.use(self.layout):
             return training.jit_step(step).lower(state, self.batch)
 
@@ -252,11 +255,12 @@ def _state(model: Any, optimizer: Any, layout: sharding.Layout) -> training.Trai
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(own))
 
 
-def causal_trips(text: str) -> float:
+def causal_trips(text: str, platform: str = "cpu") -> float:
     """Returns the average number of key blocks that blockwise attention visits per query block, under a causal mask.
 
     Args:
       text: the lowered program, in which this trip count depends on data.
+      platform: "cpu", "gpu" or "tpu".
 
     Returns:
       `(blocks + 1) / 2`, or 1 without attention.
@@ -266,7 +270,7 @@ def causal_trips(text: str) -> float:
         return 1.0
     # [B, T, N, H] are the last four axes: in a pipeline, axes of stages and of parts come before them.
     q, k = (jax.ShapeDtypeStruct(tuple(map(int, sizes[:-1].split("x")))[-4:], jnp.bfloat16) for sizes in found.groups())
-    return (k.shape[1] / choose_blocks(q, k, 1.0).block_k + 1) / 2
+    return (k.shape[1] / choose_blocks(q, k, 1.0, platform=platform).block_k + 1) / 2
 
 
 def _batch(job: Job, layout: sharding.Layout, rows: int) -> dict[str, Any]:

@@ -13,18 +13,18 @@ from maxlib.tokenization import ChatTemplate
 
 Row = dict[str, Any]
 Long = Literal["error", "truncate", "drop"]
+Documents = Any  # a grain.MapDataset, or anything with a length and items by number
 
 
-def pairs(
-    documents: grain.MapDataset[Document], tokenizer: Any, template: ChatTemplate
-) -> grain.MapDataset[dict[str, Row]]:
+def pairs(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain.MapDataset[dict[str, Row]]:
     """Tokenizes pairs of chats: documents with the lists of messages `chosen` and `rejected`, and maybe `prompt`.
 
     Both chats end with the answer that is compared; what stands before has to be the same. Targets are -1 outside of
     that answer. `pad` makes rows of them.
 
     Args:
-        documents: Such as `data.jsonl` reads, with the fields of TRL's preference data sets.
+        documents: Records with the fields of TRL's preference data sets: a dataset of grain's, a list, or one of
+            Hugging Face's.
         tokenizer: A `tokenizers.Tokenizer`, or a Hugging Face tokenizer that has one.
         template: The chat template.
 
@@ -35,14 +35,14 @@ def pairs(
         ValueError: when a document is read whose answers are equal, or whose prompts differ; `data.SkipBadRecords` sets
             such documents aside.
     """
-    return documents.map_with_index(_named(partial(_pair, tokenizer=tokenizer, template=template)))
+    return _dataset(documents).map_with_index(_named(partial(_pair, tokenizer=tokenizer, template=template)))
 
 
-def labelled(documents: grain.MapDataset[Document], tokenizer: Any, template: ChatTemplate) -> grain.MapDataset[Row]:
+def labelled(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain.MapDataset[Row]:
     """Tokenizes chats that are `good` or bad, for KTO, with the answer of the next document to the same prompt.
 
     Args:
-        documents: With `messages` and `good`, a boolean.
+        documents: Records with `messages` and `good`, a boolean; as for `pairs`.
         tokenizer: As for `pairs`.
         template: The chat template.
 
@@ -56,7 +56,7 @@ def labelled(documents: grain.MapDataset[Document], tokenizer: Any, template: Ch
         tokenize = lambda messages: _tokenized(messages, tokenizer, template)
         return tokenize(document["messages"]) | {"good": np.bool_(document["good"]), "mismatched": tokenize(other)}
 
-    return documents.map_with_index(_named(one))
+    return _dataset(documents).map_with_index(_named(one))
 
 
 def pad(documents: grain.MapDataset[Any], *, length: int, long: Long = "error") -> grain.MapDataset[Any]:
@@ -123,6 +123,10 @@ def ended(completions: Sequence[Sequence[int]], *, end: int, max_new_tokens: int
         max_new_tokens: As in `generate`; a completion of that length was cut off and has no end.
     """
     return [[*tokens, end] if len(tokens) < max_new_tokens else list(tokens) for tokens in completions]
+
+
+def _dataset(documents: Documents) -> grain.MapDataset[Document]:
+    return documents if isinstance(documents, grain.MapDataset) else grain.MapDataset.source(documents)
 
 
 def _named(function: Callable[[Document, int], Row]) -> Callable[[int, Document], Row]:

@@ -86,9 +86,9 @@ def distillation_loss(
     if teacher_head is not None:
         theirs = batch["teacher_hidden"], teacher_head.head_weight(), mask
         caps = {"softcap": head.softcap, "teacher_softcap": teacher_head.softcap}
-        losses = nn.token_divergence(hidden, weight, *theirs, beta=beta, temperature=temperature, **caps)
+        losses = nn.distillation.token_divergence(hidden, weight, *theirs, beta=beta, temperature=temperature, **caps)
     elif "teacher_ids" in batch:
-        ours = nn.token_gather_log_probs(
+        ours = nn.distillation.token_gather_log_probs(
             hidden, weight, batch["teacher_ids"], temperature=temperature, softcap=head.softcap
         )
         losses = top_k_divergence(ours, batch["teacher_log_probs"], beta=beta, tail=tail)

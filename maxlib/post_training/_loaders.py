@@ -45,7 +45,7 @@ class MappedLoader:
 
     def metrics(self) -> dict[str, Any]:
         """Returns the counts of the loader inside."""
-        return reported(self.loader)
+        return dict(reported(self.loader))
 
 
 def add_reference(
@@ -91,7 +91,9 @@ def add_teacher(
 
     def score(model: Any, part: Batch) -> Batch:
         hidden = hidden_states(model, part, dtype=dtype).hidden
-        values, ids = nn.token_top_k(hidden, model.head_weight(), k, temperature=temperature, softcap=model.softcap)
+        values, ids = nn.distillation.token_top_k(
+            hidden, model.head_weight(), k, temperature=temperature, softcap=model.softcap
+        )
         return {"teacher_ids": ids, "teacher_log_probs": values}
 
     return MappedLoader(loader, _adding(score, model, layout))

@@ -10,7 +10,7 @@ import qwix
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
-from maxlib.ops._grouped_matmul.reference import owners
+from maxlib.kernels.grouped_matmul.rows import owners
 from maxlib.ops._varying import vary_alike
 from maxlib.quantization._formats import Format
 

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 from jax.sharding import PartitionSpec as P
 
+from maxlib._xla_workarounds import cast_before_moving
 from maxlib.sharding._axes import Name, check_axes, mesh_axes_of
 from maxlib.sharding._layout import current
 from maxlib.sharding._rules import drop_uneven, partition
@@ -99,9 +100,7 @@ def gather_once(weight: jax.Array, *names: Name) -> jax.Array:
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _moved(x: jax.Array, to: P) -> jax.Array:
     """Moves x to another spec; the derivative is the identity, so gradients stay where the partitioner puts them."""
-    # Without the barrier XLA swaps the cast and the transfer: it would send float32 and cast to bfloat16 afterwards,
-    # which is twice the traffic.
-    return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(x), to)
+    return jax.lax.with_sharding_constraint(cast_before_moving(x), to)
 
 
 @_moved.defjvp

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from maxlib.sharding._axes import Table
 from maxlib.sharding._experts import ExpertParallel
 from maxlib.sharding._fsdp import DataParallel, FullyShard, ShardOptimizer
 from maxlib.sharding._offload import Offload
@@ -61,7 +62,7 @@ def preset(name: str) -> Strategy:
     return join(*(_one(part.strip(), name) for part in name.split("+")))
 
 
-def preset_name(strategy: Strategy) -> str:
+def preset_name(strategy: Strategy | Table) -> str:
     """Returns the name that `preset` reads as `strategy`; what has no name comes as its class."""
     left, names = list(parts_of(strategy)), []
     for name, one in sorted(PRESETS.items(), key=lambda item: -len(parts_of(item[1]))):

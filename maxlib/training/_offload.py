@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from maxlib import sharding
-from maxlib.ops._xla_workarounds import run_once_later
+from maxlib._xla_workarounds import run_once_later
 from maxlib.sharding import memory
 
 Update = Callable[..., Any]

@@ -11,7 +11,7 @@ import maxlib
 
 @dataclasses.dataclass(frozen=True)
 class ModelCard:
-    """What README.md says of a model; `save_pretrained(model, directory, model_card=ModelCard(...))` writes it.
+    """Content of the README.md beside a model, which `save_pretrained(model_card=ModelCard(...))` writes.
 
     Attributes:
         title: Headline; None takes the name of the directory.

@@ -22,6 +22,7 @@ from maxlib.weights._card import ModelCard, write_card
 from maxlib.weights._hf_config import HFConfig, read_config
 from maxlib.weights._hub import model_directory
 from maxlib.weights._loading import load
+from maxlib.weights._readback import check_reads_back
 from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json, write_tokenizer, write_weights
 from maxlib.weights._table import Table
 
@@ -202,10 +203,12 @@ def save_pretrained(
 
     Raises:
         FileExistsError: If the directory has something in it.
+        ValueError: If the directory would be read as another model, since parts of this one were swapped.
     """
     family = family or family_of(model)
     config = model.cfg.to_hf()
     table = family.table(model.cfg)
+    check_reads_back(model, family.model, table)
     what, first = f"saving in {directory}", jax.process_index() == 0
     with distributed.raise_on_all(what), contextlib.ExitStack() as stack:
         with distributed.raise_on_all(what):  # before others wait for this one to gather with them

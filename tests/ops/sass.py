@@ -24,10 +24,10 @@ os.environ |= {"MOSAIC_GPU_DUMP_TO": str(DUMP), "MOSAIC_GPU_DUMP_PTXAS": "1"}
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from maxlib.ops._attention.mosaic_gpu import config, mosaic_gpu  # noqa: E402
+from maxlib.kernels.attention.mosaic_gpu import config, mosaic_gpu  # noqa: E402
+from maxlib.kernels.grouped_matmul.mosaic_gpu import glu  # noqa: E402
+from maxlib.kernels.grouped_matmul.mosaic_gpu import mosaic_gpu as grouped_matmul  # noqa: E402
 from maxlib.ops._glu import ClampedSwiGLU, swiglu  # noqa: E402
-from maxlib.ops._grouped_matmul.mosaic_gpu import glu  # noqa: E402
-from maxlib.ops._grouped_matmul.mosaic_gpu import mosaic_gpu as grouped_matmul  # noqa: E402
 from maxlib.plan._targets import devices_of, parse_target  # noqa: E402
 
 WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]

@@ -13,9 +13,9 @@ from flax import nnx
 from jax import export
 
 from maxlib import nn, ops
+from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, glu
 from maxlib.observability._flops import forward_flops
 from maxlib.ops._grouped_matmul import dispatch
-from maxlib.ops._grouped_matmul.mosaic_gpu import by_experts, by_rows, glu
 from tests.ops.attention import emulator
 from tests.ops.test_grouped_matmul import close, loop
 from tests.ops.test_grouped_mosaic_gpu import COUNTS, I, M, O, gpu, no_gpu

@@ -11,7 +11,8 @@ import pytest
 from jax import export
 
 from maxlib import ops
-from maxlib.ops._grouped_matmul.mosaic_gpu import by_experts, by_rows, groups, mosaic_gpu, unsupported_reason
+from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, groups, mosaic_gpu
+from maxlib.ops._grouped_matmul import dispatch
 from tests.ops.attention import emulator
 from tests.ops.test_grouped_matmul import arrays, close, loop
 
@@ -105,7 +106,8 @@ def test_tiles_cover_every_row_of_an_expert_once(counts):
 def test_what_they_cannot_run_is_explained(change, reason):
     options = dict(device=("gpu", "NVIDIA H200"), dtype=jnp.bfloat16, out_dtype=None, width=64) | change
     rows, weights = jnp.ones((8, options["width"]), options["dtype"]), jnp.ones((2, 64, options["width"]))
-    assert re.search(reason, unsupported_reason(rows, weights, "EOI", options["out_dtype"], options["device"]))
+    refusals = dispatch.refusals(rows, weights, "EOI", options["out_dtype"], options["device"])
+    assert re.search(reason, refusals["mosaic_gpu"])
 
 
 def test_a_name_never_falls_back():

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from maxlib.ops._attention.mosaic_tpu import config, mosaic_tpu
+from maxlib.kernels.attention.mosaic_tpu import config, mosaic_tpu
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 MIB = 2**20

@@ -68,8 +68,6 @@ def test_bad_pairs_are_named(tokenizer):
         rows[0]
     assert pt.pad(pairs.slice(slice(3, 4)), length=5, long="truncate")[0]["chosen"]["tokens"].shape == (5,)
     assert list(pt.pad(pairs.slice(slice(3, 4)), length=5, long="drop")) == []
-    with pytest.raises(ValueError, match="long must be"):
-        pt.pad(pairs, length=5, long="split")
 
 
 def test_labelled_answers_come_with_others(tokenizer):

@@ -55,12 +55,17 @@ LOSSES = {
 }
 
 
+# One of every kind of sum: pairs, sequences, tokens, ratios and weights of sequences, stored targets. `full` has all.
+FEW = "sigmoid", "grpo", "dapo", "gspo", "mis", "kto", "top_k"
+ALL = tuple(LOSSES)
+
+
 @training.objective
-def everything(head, hidden, batch):
-    """The sum of all losses with different factors; sums of each, and what each is divided by, are metrics."""
+def everything(head, hidden, batch, *, names=FEW):
+    """The sum of these losses with different factors; sums of each, and what each is divided by, are metrics."""
     total, sums = 0.0, {}
-    for i, (name, loss) in enumerate(LOSSES.items()):
-        goal, given = split_options(loss)
+    for i, name in enumerate(names):
+        goal, given = split_options(LOSSES[name])
         value, stats = goal.from_hidden(head, hidden, batch, **given)
         total += (1 + i % 4) * value
         sums |= {f"{name}/loss": value, f"{name}/count": stats.num_targets}
@@ -68,7 +73,9 @@ def everything(head, hidden, batch):
     return total, training.Stats(jnp.asarray(float(len(batch["tokens"]))), jax.lax.stop_gradient(sums))
 
 
-loss = functools.partial(everything, dtype=jnp.float32)
+loss_of = lambda names: functools.partial(everything, names=names, dtype=jnp.float32)
+full = functools.partial(pytest.param, marks=pytest.mark.full)
+chosen = pytest.mark.parametrize("names", [pytest.param(FEW, id="few"), full(ALL, id="all")])
 
 
 @functools.cache
@@ -104,13 +111,18 @@ def batch():
     return {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, **values, **scores, **stored}
 
 
-def by_autodiff(params, rest, data, key):
-    def mean(params):
-        value, stats = loss(nn.combine(params, rest), data, key)
-        return value / stats.num_targets, stats
+def by_autodiff(names):
+    """Gradients, mean and statistics, as `training.one_f_one_b` gives them."""
 
-    (value, stats), grads = jax.value_and_grad(mean, has_aux=True)(params)
-    return grads, value, stats
+    def gradients(params, rest, data, key):
+        def mean(params):
+            value, stats = loss_of(names)(nn.combine(params, rest), data, key)
+            return value / stats.num_targets, stats
+
+        (value, stats), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        return grads, value, stats
+
+    return gradients
 
 
 def run(gradients, spread, data):
@@ -119,8 +131,8 @@ def run(gradients, spread, data):
 
 
 @functools.cache
-def alone():
-    return run(by_autodiff, model(), batch())
+def alone(names):
+    return run(by_autodiff(names), model(), batch())
 
 
 def check(got, want):
@@ -141,10 +153,11 @@ def close_gradients(got, want):
         np.testing.assert_allclose(got[path], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=path)
 
 
-def test_losses_differ_and_have_gradients():
-    sums = alone()[2].sums
-    values = {name: float(sums[f"{name}/loss"] / sums[f"{name}/count"]) for name in LOSSES}
-    assert all(np.isfinite(list(values.values()))) and len({round(v, 5) for v in values.values()}) >= len(LOSSES) - 2
+@chosen
+def test_losses_differ_and_have_gradients(names):
+    sums = alone(names)[2].sums
+    values = {name: float(sums[f"{name}/loss"] / sums[f"{name}/count"]) for name in names}
+    assert all(np.isfinite(list(values.values()))) and len({round(v, 5) for v in values.values()}) >= len(names) - 2
     assert sums["sigmoid/count"] == 2 * ROWS - 1 and sums["grpo/count"] == 4 * ROWS - 2
     assert sums["dapo/count"] == sums["top_k/count"] == (batch()["targets"] >= 0).sum()
 
@@ -167,22 +180,23 @@ def separate(data):
     return [{name: np.stack([part[name] for part in half]) for name in parts[0]} for half in (parts[::2], parts[1::2])]
 
 
-def test_packed_is_separate():
+@chosen
+def test_packed_is_separate(names):
     """Rows of their own, in pairs of sub-batches where losses compare two."""
-    chosen, rejected = separate(batch())
+    first, second = separate(batch())
 
     def both(params, rest, data, key):
         def mean(model):
             pairs = interleaved(data)
             inputs = {"segment_ids": pairs["segment_ids"], "dtype": jnp.float32}
             hidden = model(pairs["tokens"], **inputs).hidden
-            value, stats = everything.from_hidden(model, hidden, pairs)
+            value, stats = everything.from_hidden(model, hidden, pairs, names=names)
             return value / ROWS, stats
 
         (value, stats), grads = jax.value_and_grad(lambda params: mean(nn.combine(params, rest)), has_aux=True)(params)
         return grads, value, stats
 
-    check(run(both, model(), {"chosen": chosen, "rejected": rejected}), alone())
+    check(run(both, model(), {"chosen": first, "rejected": second}), alone(names))
 
 
 MESHES = {
@@ -191,16 +205,16 @@ MESHES = {
     "fsdp": ({"fsdp": 8}, sharding.FSDP),
     "gpipe x fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | PP),
 }
-full = functools.partial(pytest.param, marks=pytest.mark.full)
 
 
+@chosen
 @pytest.mark.parametrize("mesh", ["fsdp x tensor", full("data x context"), full("fsdp"), full("gpipe x fsdp")])
-def test_on_a_mesh_as_on_one_device(mesh):
+def test_on_a_mesh_as_on_one_device(mesh, names):
     degrees, rules = MESHES[mesh]
     layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
     spread = jax.device_put(model(), sharding.shardings(model(), layout))
     with sharding.use(layout):
-        check(run(by_autodiff, spread, batch()), alone())
+        check(run(by_autodiff(names), spread, batch()), alone(names))
 
 
 PIPELINES = {
@@ -209,20 +223,22 @@ PIPELINES = {
 }
 
 
+@chosen
 @pytest.mark.parametrize("mesh", [full("data x tensor"), "fsdp"])
-def test_in_a_1f1b_pipeline_as_on_one_device(mesh):
+def test_in_a_1f1b_pipeline_as_on_one_device(mesh, names):
     degrees, rules = PIPELINES[mesh]
     layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
     spread = jax.device_put(model(), sharding.shardings(model(), layout))
     with sharding.use(layout):
-        check(run(training.one_f_one_b(loss).gradients, spread, batch()), alone())
+        check(run(training.one_f_one_b(loss_of(names)).gradients, spread, batch()), alone(names))
 
 
-def test_microbatches_make_the_whole():
+@chosen
+def test_microbatches_make_the_whole(names):
     optimizer = optax.sgd(1.0)
-    step = tiny.jit_step(training.make_train_step(training.accumulate(loss, 4), optimizer))
+    step = tiny.jit_step(training.make_train_step(training.accumulate(loss_of(names), 4), optimizer))
     state, metrics = jax.device_get(step(training.make_state(model(), optimizer), jax.tree.map(jnp.asarray, batch())))
-    want_grads, value, stats = alone()
+    want_grads, value, stats = alone(names)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     close_sums({name: metrics[name] * ROWS for name in stats.sums}, stats.sums)
     before = nn.partition(model())[0]
@@ -233,9 +249,9 @@ def test_microbatches_make_the_whole():
 
 def halves(seed=0):
     """Pairs as two sub-batches with one segment each."""
-    chosen, rejected = separate(batch())
+    first, second = separate(batch())
     keep = ("tokens", "targets", "segment_ids")
-    return {half: {k: x[k][:8] for k in keep} for half, x in (("chosen", chosen), ("rejected", rejected))}
+    return {half: {k: x[k][:8] for k in keep} for half, x in (("chosen", first), ("rejected", second))}
 
 
 def preferred(model, batch, key):

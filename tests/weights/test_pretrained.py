@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import inspect
 import json
 import subprocess
@@ -269,6 +270,47 @@ def test_existing_directories(model, tmp_path):
     assert (path / "notes.txt").read_text() == "mine"
     with pytest.raises(FileExistsError, match="it is a file or a link"):
         maxlib.save_pretrained(model, path / "notes.txt")
+
+
+LONG = dataclasses.replace(LLAMA, rope=ops.Rope(LLAMA.head_dim, max_length=64))
+
+
+def swapped(make):
+    """A Llama whose layers have another MLP."""
+    model = build(LONG)
+
+    def layer(i, rngs):
+        block = model.layer(i, rngs)
+        block.mlp = make(LONG.dim, LONG.mlp_dim, rngs=rngs)
+        return block
+
+    model.layers = nn.Stack(layer, LONG.num_layers, rngs=nnx.Rngs(0))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (nn.MLP, r"mlp.gate_proj.weight: absent here, \(.*\) by the configuration"),
+        (functools.partial(nn.MLP, bias=False), r"mlp.gate_proj.weight: absent here"),
+        (functools.partial(nn.GatedMLP, bias=True), r"mlp.down_proj.bias: .* here, absent by the configuration"),
+        (functools.partial(nn.GatedMLP, act=jax.nn.gelu), r"layers.0.mlp.act is gelu here, silu by the configuration"),
+    ],
+)
+def test_what_would_be_read_as_another_model_is_not_written(make, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        maxlib.save_pretrained(swapped(make), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_other_masks_and_norms_are_other_models_and_other_kernels_are_not(tmp_path):
+    model = build(LONG)
+    maxlib.save_pretrained(nn.with_attention(model, "chunked"), tmp_path / "same")
+    model.layers = model.layers.with_layout(prefix=1, period=1)
+    maxlib.save_pretrained(model, tmp_path / "laid out otherwise")
+    model.layers.prefix[0].attn_norm.eps = 0.5
+    with pytest.raises(ValueError, match="layers.0.attn_norm.eps is 0.5 here, 1e-0"):
+        maxlib.save_pretrained(model, tmp_path / "other")
 
 
 def test_models_that_cannot_be_described_are_refused_first(tmp_path):

@@ -7,55 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxlib.hardware import current_device
 from maxlib.ops._attention import dispatch
-from maxlib.ops._attention.chunked import chunked
-from maxlib.ops._attention.mosaic_gpu import mosaic_gpu
-from maxlib.ops._attention.mosaic_gpu import unsupported_reason as mosaic_gpu_refuses
-from maxlib.ops._attention.mosaic_tpu import mosaic_tpu
-from maxlib.ops._attention.mosaic_tpu import unsupported_reason as mosaic_tpu_refuses
-from maxlib.ops._attention.reference import reference
-from maxlib.ops._attention.split_kv import split_kv
-from maxlib.ops._attention.split_kv import unsupported_reason as split_refuses
+from maxlib.ops._attention import table as table  # fills what `dispatch` chooses from
+from maxlib.ops._attention.masks import KnownMask, StaticMask
 from maxlib.ops._cost import counted
+from maxlib.ops._explanation import Explanation
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
-
-dispatch.register(
-    dispatch.Implementation(
-        "mosaic_gpu",
-        mosaic_gpu,
-        "Hopper kernels, masked tiles skipped in both passes",
-        platforms=frozenset({"gpu"}),
-        features=frozenset(dispatch.FEATURES) - {"bias", "float64"},
-        accepts=mosaic_gpu_refuses,
-        by_name="it has not run on a GPU yet",
-    )
-)
-dispatch.register(
-    dispatch.Implementation(
-        "mosaic_tpu",
-        mosaic_tpu,
-        "TPU kernels, masked tiles skipped in both passes",
-        platforms=frozenset({"tpu"}),
-        features=frozenset(dispatch.FEATURES) - {"bias", "float64"},
-        accepts=mosaic_tpu_refuses,
-        by_name="it has not run on a TPU yet",
-    )
-)
-dispatch.register(
-    dispatch.Implementation(
-        "split_kv",
-        split_kv,
-        "few queries: parts of the keys side by side in XLA",
-        platforms=frozenset(
-            {"gpu", "tpu"}
-        ),  # a CPU has no more cores than one block keeps busy: chunked is faster there
-        features=frozenset(dispatch.FEATURES) - {"bias"},
-        accepts=split_refuses,
-    )
-)
-dispatch.register(dispatch.Implementation("chunked", chunked, "blockwise XLA, memory linear in the sequence"))
-dispatch.register(dispatch.Implementation("reference", reference, "the definition, memory T x S"))
 
 
 @overload
@@ -70,6 +29,7 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
+    mask: StaticMask | KnownMask | None = None,
     implementation: str | None = None,
     return_lse: Literal[False] = False,
 ) -> Float[Array, "B T N Hv"]: ...
@@ -87,6 +47,7 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
+    mask: StaticMask | KnownMask | None = None,
     implementation: str | None = None,
     return_lse: Literal[True],
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...
@@ -103,6 +64,7 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
+    mask: StaticMask | KnownMask | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
@@ -115,11 +77,14 @@ def attention(
       k: keys, K heads; each is shared by N / K consecutive query heads (grouped-query attention).
       v: values, K heads, of any width.
       k_start: index of the first key that each query attends to; default 0.
-      k_end: index after the last key that each query attends to; default S. An empty interval gives zeros.
+      k_end: index after the last key that each query attends to; default S. Bounds may lie outside of the keys.
+        An empty interval gives zeros.
       scale: factor on the products of queries and keys; default `Hk ** -0.5`.
       softcap: logits become `softcap * tanh(logits / softcap)`; None for no cap.
       sinks: a further logit per query head that takes weight and has no value (GPT-OSS).
       bias: added to the logits; B and N may be 1.
+      mask: what is known of the intervals at compile time (`Mask.static`), with segments if they hide keys, for kernels
+        that want a named mask. It must agree with the intervals. Default: what absent bounds say.
       implementation: name of the implementation to run. None runs the first in order of preference that supports the
         call; `explain_attention` tells which one and why.
       return_lse: also return the log-sum-exp of every row's logits.
@@ -131,7 +96,8 @@ def attention(
     Raises:
       ValueError: when shapes do not agree, or the named implementation cannot run the call.
     """
-    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse)
+    known = _known(mask, k_start, k_end)
+    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, known)
     out, lse = _attention(
         q,
         k,
@@ -140,6 +106,8 @@ def attention(
         jnp.full(q.shape[:2], k.shape[1], jnp.int32) if k_end is None else k_end,
         sinks,
         bias,
+        known and known.segment_ids,
+        static=known and known.static,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,
         implementation=dispatch.choose(call, implementation).name,
@@ -157,10 +125,21 @@ def _flops(q, k, v, k_start, k_end, *_) -> Any:
     return 2.0 * q.shape[-2] * (q.shape[-1] + v.shape[-1]) * pairs
 
 
-@counted(_flops, static=("scale", "softcap", "implementation"))
-def _attention(q, k, v, k_start, k_end, sinks, bias, *, scale, softcap, implementation):
-    run = dispatch.by_name(implementation).run
-    return run(q, k, v, k_start=k_start, k_end=k_end, scale=scale, softcap=softcap, sinks=sinks, bias=bias)
+def _known(mask: StaticMask | KnownMask | None, k_start, k_end) -> KnownMask | None:
+    """Returns what is known of the intervals: without bounds, or with ends alone, that is not nothing."""
+    if mask is None and k_start is None:
+        mask = StaticMask("segment", whole=True) if k_end is None else StaticMask("any")
+    return KnownMask(mask) if isinstance(mask, StaticMask) else mask
+
+
+@counted(_flops, static=("static", "scale", "softcap", "implementation"))
+def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, scale, softcap, implementation):
+    one = dispatch.by_name(implementation)
+    more = {"mask": KnownMask(static, segment_ids)} if one.takes_mask else {}
+    if static is not None and not (static.whole or one.takes_mask):
+        # In a part of a ring bounds lie outside of the keys, from where a window is counted. Others skip more without.
+        k_start, k_end = (jnp.clip(x, 0, k.shape[1]) for x in (k_start, k_end))
+    return one.run(q, k, v, k_start=k_start, k_end=k_end, scale=scale, softcap=softcap, sinks=sinks, bias=bias, **more)
 
 
 def explain_attention(
@@ -173,10 +152,11 @@ def explain_attention(
     softcap: float | None = None,
     sinks: Shaped | None = None,
     bias: Shaped | None = None,
+    mask: StaticMask | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
     device: tuple[str, str] | None = None,
-) -> dispatch.Explanation:
+) -> Explanation:
     """Explains which implementation `attention` would run for these arguments, and why.
 
     Args:
@@ -188,6 +168,7 @@ def explain_attention(
       softcap: as in `attention`.
       sinks: as in `attention`.
       bias: as in `attention`.
+      mask: as in `attention`.
       implementation: as in `attention`.
       return_lse: as in `attention`.
       device: platform and device kind, such as `("gpu", "NVIDIA H100")`; default: the device in use.
@@ -198,12 +179,16 @@ def explain_attention(
     Raises:
       ValueError: when shapes do not agree, or no implementation has the name `implementation`.
     """
-    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, device)
+    known = _known(mask, k_start, k_end)
+    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, known, device)
     return dispatch.explain(call, implementation)
 
 
-def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, device=None) -> dispatch.Call:
+def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, known, device=None) -> dispatch.Call:
     _check(q, k, v, k_start, k_end, softcap, sinks, bias)
+    if known is not None and known.segment_ids is not None:
+        shapes, found = (q.shape[:2], k.shape[:2]), tuple(ids.shape for ids in known.segment_ids)
+        _require(found == shapes, f"segment_ids must have the axes B T and B S, here {shapes}", f"shapes {found}")
     (B, T, N, Hk), (S, K, Hv) = q.shape, v.shape[1:]
     used = {
         "gqa": K != N,
@@ -215,7 +200,9 @@ def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, device=
         "float64": q.dtype == jnp.float64,
     }
     features = frozenset(name for name, is_used in used.items() if is_used)
-    return dispatch.Call(B, T, S, N, K, Hk, Hv, str(q.dtype), features, *(device or dispatch.current_device()))
+    return dispatch.Call(
+        B, T, S, N, K, Hk, Hv, str(q.dtype), features, *(device or current_device()), mask=known and known.static
+    )
 
 
 def _check(q, k, v, k_start, k_end, softcap, sinks, bias) -> None:

@@ -18,7 +18,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from maxlib.ops._attention.sinks import merge_sinks
+from maxlib.hardware import current_device
+from maxlib.kernels.attention.sinks import merge_sinks
 from maxlib.ops._varying import vary_alike
 
 
@@ -72,7 +73,8 @@ def chunked(
       block_q: queries per block; by default chosen from the shapes.
       block_k: keys per block; by default chosen from the shapes.
     """
-    spec = choose_blocks(q, k, scale, softcap, block_q, block_k, whole_batch=bias is not None)
+    given = {"softcap": softcap, "block_q": block_q, "block_k": block_k, "whole_batch": bias is not None}
+    spec = choose_blocks(q, k, scale, **given, platform=current_device()[0])
     bias = None if bias is None else _fold_bias(bias, q.shape[2], k.shape[2], spec.block_q)
     # Under shard_map all operands vary alike from here on; the transpose of this sums the gradients of replicated ones.
     arrays = vary_alike((q, k, v, bias, k_start.astype(jnp.int32), k_end.astype(jnp.int32)))
@@ -80,14 +82,30 @@ def chunked(
     return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
 
 
-def choose_blocks(q, k, scale, softcap=None, block_q=None, block_k=None, *, whole_batch=False) -> Spec:
-    """Chooses block sizes from the shapes, by measurements on CPUs."""
-    # 2^19 float32 logits are 2 MiB, which stay in cache. Smaller tiles do not keep the cores busy; with few queries the
-    # blocks of keys are longer instead.
-    (B, T, N, _), S, budget = q.shape, k.shape[1], 2**19
-    block = 256 if T >= 2048 and budget >= N * 256 * 256 else 128
+class _Device(NamedTuple):
+    """Block sizes of a kind of device: for long sequences, for short ones, and the most logits of a tile."""
+
+    long: int
+    short: int
+    logits: int
+
+
+# CPUs: measured. 2^19 float32 logits are 2 MiB, which stay in cache; smaller tiles do not keep the cores busy.
+# GPUs and TPUs: not measured. A loop's step must be large against a launch, and a tile's logits pass through memory, of
+# which 2^25 take 128 MiB.
+_DEVICES = {"cpu": _Device(256, 128, 2**19), "gpu": _Device(512, 512, 2**25), "tpu": _Device(512, 512, 2**25)}
+
+
+def choose_blocks(
+    q, k, scale, *, softcap=None, block_q=None, block_k=None, whole_batch=False, platform: str = "cpu"
+) -> Spec:
+    """Chooses block sizes from the shapes and the kind of device."""
+    device = _DEVICES.get(platform, _DEVICES["cpu"])
+    (B, T, N, _), S, budget = q.shape, k.shape[1], device.logits
+    block = device.long if T >= 2048 and budget >= N * device.long**2 else device.short
+    # With few queries the blocks of keys are longer instead.
     block_q = _even(T, block, 1) if block_q is None else min(block_q, T)
-    block_k = _even(S, block if T > 32 else 256, 16) if block_k is None else min(block_k, S)
+    block_k = _even(S, block if T > 32 else max(block, 256), 16) if block_k is None else min(block_k, S)
     fitting = max(1, budget // (N * block_q * block_k))
     rows = B if whole_batch else max(r for r in range(1, B + 1) if B % r == 0 and r <= fitting)
     return Spec(scale, softcap, block_q, block_k, rows)
@@ -168,8 +186,7 @@ def _forward_tile(spec: Spec, row: Rows, keys, values, j, peak, total, acc):
     # The sums so far are relative to the old maximum m: rescale them by exp(m - m') before adding the new block's.
     logits, _ = _logits(spec, row, keys, j)  # [B, K, R, c]
     new_peak = jnp.maximum(peak, jnp.max(logits, axis=-1))
-    # The barrier keeps XLA from computing the exponentials twice, once for their sum.
-    probs = lax.optimization_barrier(jnp.exp(logits - new_peak[..., None]))
+    probs = jnp.exp(logits - new_peak[..., None])
     shrink = jnp.exp(peak - new_peak)
     acc = acc * shrink[..., None] + _dot("BKRc,BKcH->BKRH", probs, values[j])
     return new_peak, total * shrink + jnp.sum(probs, axis=-1), acc

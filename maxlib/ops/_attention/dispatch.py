@@ -1,9 +1,17 @@
-"""The table of attention implementations: what each supports, and which one a call gets."""
+"""Choice of an attention implementation: what each supports, and which one a call gets. `table` has the rows."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 
-import jax
+from maxlib.ops._attention.masks import StaticMask
+from maxlib.ops._explanation import Explanation
+
+OFFLINE = "offline"
+"""Stands for the best implementation that compiles where the device is not: for plans."""
+
+# The extra that brings fused kernels to a platform, and the one that its calls get if they can.
+FUSED = {"gpu": ("cuda", "cudnn"), "tpu": ("tpu", "splash")}
 
 FEATURES = {
     "gqa": "fewer key than query heads",
@@ -18,7 +26,7 @@ FEATURES = {
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of attention, as far as it decides the implementation: shapes, dtype, features, device."""
+    """One call of attention, as far as it decides the implementation: shapes, dtype, features, mask, device."""
 
     batch: int
     queries: int
@@ -31,9 +39,11 @@ class Call:
     features: frozenset[str]
     platform: str
     device_kind: str
+    mask: StaticMask | None = None
 
     def __str__(self) -> str:
         uses = ", ".join(sorted(self.features)) or "no extra features"
+        uses = f"{uses}; mask: {self.mask or 'intervals'}"
         return (
             f"B={self.batch} T={self.queries} S={self.keys} N={self.heads} K={self.kv_heads} "
             f"Hk={self.key_dim} Hv={self.value_dim} {self.dtype} ({uses}) on {self.platform} ({self.device_kind})"
@@ -52,6 +62,7 @@ class Implementation:
       features: the `FEATURES` it supports.
       accepts: function that returns the reason why it cannot run a call, or None; for any further condition.
       by_name: reason why it runs only when it is selected by name; None if it may be chosen automatically.
+      takes_mask: True if `run` also takes `mask`, a `KnownMask` that describes the intervals.
     """
 
     name: str
@@ -61,6 +72,7 @@ class Implementation:
     features: frozenset[str] = frozenset(FEATURES)
     accepts: Callable[[Call], str | None] | None = None
     by_name: str | None = None
+    takes_mask: bool = False
 
     def refusal(self, call: Call) -> str | None:
         """Returns the reason why it cannot run this call, or None if it can."""
@@ -69,20 +81,6 @@ class Implementation:
         if missing := call.features - self.features:
             return "lacks " + ", ".join(f"{name} ({FEATURES[name]})" for name in sorted(missing))
         return self.accepts(call) if self.accepts else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """The implementation that a call gets (`chosen`; None if the named one cannot run it), and the reasons."""
-
-    call: Call
-    chosen: str | None
-    reason: str
-    refused: dict[str, str]
-
-    def __str__(self) -> str:
-        lines = [f"attention {self.call}", f"-> {self.chosen or 'error'}: {self.reason}"]
-        return "\n".join(lines + [f"   {name}: {why}" for name, why in self.refused.items()])
 
 
 _implementations: list[Implementation] = []
@@ -127,10 +125,12 @@ def explain(call: Call, name: str | None = None) -> Explanation:
     best = next((one for one, why in refusals.items() if why is None and one not in unasked), None)
     if name is None:
         refused = unasked | refused
-        return Explanation(call, best, "the first in order of preference that can", refused)
+        return Explanation("attention", call, best, "" if best is None else by_name(best).about, refused)
     if name in refused:
-        return Explanation(call, None, f"{name} was asked for and {refused[name]}; {best} can run it", refused)
-    return Explanation(call, name, "asked for by name", refused)
+        return Explanation(
+            "attention", call, None, f"{name} was asked for and {refused[name]}; {best} can run it", refused
+        )
+    return Explanation("attention", call, name, "asked for by name", refused)
 
 
 def choose(call: Call, name: str | None = None) -> Implementation:
@@ -139,10 +139,41 @@ def choose(call: Call, name: str | None = None) -> Implementation:
     Raises:
       ValueError: when the named implementation cannot run the call, or does not exist.
     """
+    if name == OFFLINE:
+        return _compiled_without_device(call)
     answer = explain(call, name)
+    if name is None and answer.chosen == "chunked" and call.platform in FUSED:
+        _say_once(answer)
     if answer.chosen is None:
         raise ValueError(f"attention cannot run as asked: {answer.reason}. Pass implementation=None for the best one.")
     return by_name(answer.chosen)
+
+
+def _compiled_without_device(call: Call) -> Implementation:
+    """Returns what a call gets, and for cuDNN, which only a GPU can compile, another kernel of the same cost."""
+    best = choose(call)
+    stands_in = best if best.name != "cudnn" else by_name("mosaic_gpu")
+    return stands_in if stands_in.refusal(call) is None else by_name("chunked")
+
+
+_said: set[str] = set()
+
+
+def _say_once(answer: Explanation) -> None:
+    """Logs once per process why an accelerator runs plain XLA."""
+    call: Call = answer.call
+    if call.platform in _said:
+        return
+    _said.add(call.platform)
+    extra, proven = FUSED[call.platform]
+    why = answer.refused.get(proven, "is not registered")
+    asked = [one.name for one in _implementations if one.by_name is not None and one.refusal(call) is None]
+    logging.getLogger(__name__).warning(
+        f"attention runs 'chunked' on {call.device_kind}, plain XLA and slower than a fused kernel, because {proven} {why}. "
+        f"Fused kernels come with maxlib[{extra}]"
+        + (f"; by name this call could run {' or '.join(asked)}" if asked else "")
+        + ". ops.explain_attention lists all reasons."
+    )
 
 
 def by_name(name: str) -> Implementation:
@@ -164,14 +195,3 @@ def capabilities() -> Table:
         where = "everything" if one.platforms is None else ", ".join(sorted(one.platforms))
         rows.append([f"`{one.name}`", where, *("yes" if name in one.features else "-" for name in FEATURES)])
     return Table("\n".join("| " + " | ".join(row) + " |" for row in rows))
-
-
-def current_device() -> tuple[str, str]:
-    """Returns the platform and kind of the device that is traced for.
-
-    This is the device of the mesh in context, which need not be present, or else the default device.
-    """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None:
-        device = jax.default_device.value or jax.devices()[0]
-    return (device, device) if isinstance(device, str) else (device.platform, device.device_kind)

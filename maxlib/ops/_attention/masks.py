@@ -6,6 +6,7 @@ same two arrays, and skips the tiles that they leave out. No mask of shape T x S
 """
 
 import dataclasses
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,44 @@ class Tokens:
     span_stop: Int[Array, "B T"] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class StaticMask:
+    """Description of key intervals that is known when a program is compiled, for kernels that want a named mask.
+
+    It promises that query `i` attends to the keys of its own segment in `[k_end[i] - window, k_end[i])`. Intervals stay
+    the truth for every other implementation.
+
+    Args:
+      end: where intervals end: "query" behind the query's own key (causal), "segment" with the segment, "any" anywhere.
+      window: most keys that a query attends to, its own included; None for no limit. Only with `end="query"`.
+      segmented: True if keys of other segments (packed documents, padding, chunks) are hidden.
+      whole: True if query `i` stands at key `i` and all keys are those of its row; False beside a cache, or where a
+        device has a part of the sequence.
+    """
+
+    end: Literal["query", "segment", "any"]
+    window: int | None = None
+    segmented: bool = False
+    whole: bool = False
+
+    def __str__(self) -> str:
+        words = [{"query": "causal", "segment": "full", "any": "any ends"}[self.end]]
+        words += [] if self.window is None else [f"window {self.window}"]
+        return ", ".join(words + ["segments"] * self.segmented + ["whole rows"] * self.whole)
+
+
+class KnownMask(NamedTuple):
+    """What a kernel may know of a mask beside its intervals.
+
+    Args:
+      static: description of the intervals at compile time.
+      segment_ids: segments of the queries, `B T`, and of the keys, `B S`, if `static.segmented`.
+    """
+
+    static: StaticMask
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
+
+
 class Mask:
     """Base class of masks: a frozen spec that lowers to key intervals; `&` intersects, `|` unites.
 
@@ -54,6 +93,15 @@ class Mask:
         """
         return None
 
+    @property
+    def static(self) -> StaticMask | None:
+        """Returns what is known of the intervals at compile time, for rows of one document; None if nothing is."""
+        return None
+
+    def segments(self, tokens: Tokens) -> Int[Array, "B T"]:
+        """Returns a number for each token; tokens of different segments never attend to each other."""
+        return tokens.start
+
     def __and__(self, other: "Mask") -> "Mask":
         return _And(self, other)
 
@@ -65,6 +113,10 @@ class Mask:
 class Full(Mask):
     """Bidirectional mask: every key of the query's own document."""
 
+    @property
+    def static(self) -> StaticMask:
+        return StaticMask("segment")
+
     def interval(self, tokens: Tokens) -> Interval:
         return tokens.start, tokens.stop
 
@@ -72,6 +124,10 @@ class Full(Mask):
 @dataclasses.dataclass(frozen=True)
 class Causal(Mask):
     """Causal mask: the query itself and every earlier key of its document."""
+
+    @property
+    def static(self) -> StaticMask:
+        return StaticMask("query")
 
     def interval(self, tokens: Tokens) -> Interval:
         return tokens.start, tokens.index + 1
@@ -100,6 +156,10 @@ class SlidingWindow(Mask):
     def ring(self) -> int:
         return self.window
 
+    @property
+    def static(self) -> StaticMask:
+        return StaticMask("segment", self.window)
+
     def interval(self, tokens: Tokens) -> Interval:
         return jnp.maximum(tokens.start, tokens.index - self.window + 1), tokens.stop
 
@@ -124,6 +184,13 @@ class Chunked(Mask):
     @property
     def ring(self) -> int:
         return self.chunk
+
+    @property
+    def static(self) -> StaticMask:
+        return StaticMask("segment", segmented=True)
+
+    def segments(self, tokens: Tokens) -> Int[Array, "B T"]:
+        return self.interval(tokens)[0]
 
     def interval(self, tokens: Tokens) -> Interval:
         # Round the position within the document down to the first token of its chunk.
@@ -170,6 +237,18 @@ class _And(Mask):
         rings = [mask.ring for mask in (self.left, self.right) if mask.ring is not None]
         return rings[0] if len(rings) == 1 else None  # two rings would not nest: keep every key
 
+    @property
+    def static(self) -> StaticMask | None:
+        left, right = self.left.static, self.right.static
+        if left is None or right is None or "any" in (left.end, right.end):
+            return None
+        windows = [one.window for one in (left, right) if one.window is not None]
+        end = "query" if "query" in (left.end, right.end) else "segment"
+        return StaticMask(end, min(windows, default=None), left.segmented or right.segmented)
+
+    def segments(self, tokens: Tokens) -> Int[Array, "B T"]:
+        return jnp.maximum(self.left.segments(tokens), self.right.segments(tokens))
+
     def interval(self, tokens: Tokens) -> Interval:
         # [a, b) and [c, d): an intersection of intervals is an interval, possibly empty.
         (a, b), (c, d) = self.left.interval(tokens), self.right.interval(tokens)
@@ -186,6 +265,13 @@ class _Or(Mask):
         return (
             self.left.ring if isinstance(self.right, BidirectionalBlocks) else None
         )  # a span arrives whole, in one call
+
+    @property
+    def static(self) -> StaticMask | None:
+        # The union begins where the document begins if one of the two does. Neither a window nor a chunk does.
+        sides = self.left.static, self.right.static
+        whole = any(one is not None and one.window is None and not one.segmented for one in sides)
+        return StaticMask("any") if whole else None
 
     def interval(self, tokens: Tokens) -> Interval:
         (a, b), (c, d) = self.left.interval(tokens), self.right.interval(tokens)

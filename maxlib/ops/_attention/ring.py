@@ -5,6 +5,7 @@ the results by their log-sum-exps. The backward pass sends the keys around once 
 dv, so no device ever holds more than two parts. Tiles outside the intervals cost nothing, as in one array.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from maxlib.kernels.attention.sinks import merge_sinks
 from maxlib.ops._attention.api import attention
-from maxlib.ops._attention.sinks import merge_sinks
+from maxlib.ops._attention.masks import KnownMask, StaticMask
 
 
 class _Ring(NamedTuple):
@@ -22,6 +24,7 @@ class _Ring(NamedTuple):
 
     axis: str
     pieces: int
+    mask: StaticMask | None
     options: tuple[tuple[str, Any], ...]
 
 
@@ -32,6 +35,7 @@ def ring_attention(
     *,
     k_start: Int[Array, "B T"],
     k_end: Int[Array, "B T"],
+    mask: KnownMask | None = None,
     axis_name: str,
     pieces: int = 1,
     scale: float | None = None,
@@ -49,6 +53,7 @@ def ring_attention(
       v: this device's part of the values.
       k_start: first key of each query, as an index into the whole key array of all devices.
       k_end: index after the last key of each query.
+      mask: as in `attention`, of the whole sequence; segments are those of this device's queries and keys.
       axis_name: mesh axis over which keys are split.
       pieces: 1 if device `i` of `n` holds the `i`-th part of the keys. 2 if it holds the `i`-th and the `i`-th last of
         `2 n` parts (`sharding.layers.zigzag`), which gives all devices the same work under a causal mask.
@@ -67,40 +72,42 @@ def ring_attention(
         raise ValueError(
             f"ring_attention: pieces must be 1 or 2 and divide this device's keys, got {pieces} and {k.shape[1]}"
         )
+    static, segment_ids = (None, None) if mask is None else mask
+    static = static and dataclasses.replace(static, whole=False)
     options = {"scale": scale, "softcap": softcap, "implementation": implementation}
-    ring = _Ring(axis_name, pieces, tuple(options.items()))
-    out, lse = _attend(ring, q, k, v, k_start, k_end)
+    ring = _Ring(axis_name, pieces, static, tuple(options.items()))
+    out, lse = _attend(ring, q, k, v, k_start, k_end, segment_ids or ())
     return out if sinks is None else merge_sinks(out, lse, sinks)[0]
 
 
-def _attend(ring: _Ring, q, k, v, k_start, k_end):
+def _attend(ring: _Ring, q, k, v, k_start, k_end, segment_ids):
     """Returns the output and the log-sum-exp over the keys of all devices."""
 
     def meet(step, carry):
-        k, v, out, lse = carry
-        following = _pass_on(ring, (k, v))  # the transfer overlaps with this part's attention
-        out, lse = _merge((out, lse), _part(ring, step, q, k, v, k_start, k_end))
+        k, v, ids, out, lse = carry  # ids: segments of the keys, (B S,) or ()
+        following = _pass_on(ring, (k, v, ids))  # the transfer overlaps with this part's attention
+        out, lse = _merge((out, lse), _part(ring, step, q, k, v, k_start, k_end, (*segment_ids[:1], *ids)))
         return *following, out, lse
 
     none = jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
-    *_, out, lse = _around(ring, meet, (k, v, *none))
+    *_, out, lse = _around(ring, meet, (k, v, segment_ids[1:], *none))
     return out.astype(q.dtype), lse
 
 
-def _forward(ring: _Ring, q, k, v, k_start, k_end):
-    out, lse = _attend(ring, q, k, v, k_start, k_end)
-    return (out, lse), (q, k, v, k_start, k_end, out, lse)
+def _forward(ring: _Ring, *args):
+    out, lse = _attend(ring, *args)
+    return (out, lse), (*args, out, lse)
 
 
 def _backward(ring: _Ring, residuals, cotangents):
-    q, k, v, k_start, k_end, out, lse = residuals
+    q, k, v, k_start, k_end, segment_ids, out, lse = residuals
     d_out, d_lse = (x.astype(jnp.float32) for x in cotangents)
     delta = jnp.sum(d_out * out.astype(jnp.float32), axis=-1) - d_lse  # [B, T, N], as in FlashAttention
 
     def meet(step, carry):
-        k, v, dq, dk, dv = carry
-        following = _pass_on(ring, (k, v))
-        part = lambda q, k, v: _part(ring, step, q, k, v, k_start, k_end)
+        k, v, ids, dq, dk, dv = carry
+        following = _pass_on(ring, (k, v, ids))
+        part = lambda q, k, v: _part(ring, step, q, k, v, k_start, k_end, (*segment_ids[:1], *ids))
         (own, own_lse), pull = jax.vjp(part, q, k, v)
         # out = sum_p w_p out_p with w_p = exp(lse_p - lse), so d_out_p = w_p d_out. The other parts enter through the
         # weights: d_lse_p = w_p (d_out . out_p - delta).
@@ -112,8 +119,8 @@ def _backward(ring: _Ring, residuals, cotangents):
         return *following, dq, *_pass_on(ring, (dk, dv))  # dk and dv travel with the keys that they belong to
 
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
-    *_, dq, dk, dv = _around(ring, meet, (k, v, *zeros))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+    *_, dq, dk, dv = _around(ring, meet, (k, v, segment_ids[1:], *zeros))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
 
 
 _attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))
@@ -131,17 +138,21 @@ def _pass_on(ring: _Ring, arrays):
     return lax.ppermute(arrays, ring.axis, [(i, (i + 1) % n) for i in range(n)])
 
 
-def _part(ring: _Ring, step, q, k, v, k_start, k_end) -> tuple[Array, Array]:
+def _part(ring: _Ring, step, q, k, v, k_start, k_end, segment_ids) -> tuple[Array, Array]:
     """Computes attention over the keys that are here in `step`, and its log-sum-exp."""
     n, size = lax.axis_size(ring.axis), k.shape[1] // ring.pieces
     # After `step` transfers to the next device, the keys here are those of the device `step` places before this one.
     owner = (lax.axis_index(ring.axis) - step) % n
     parts = []
     for piece, first in enumerate((owner, 2 * n - 1 - owner)[: ring.pieces]):
-        # Global bounds to indices into this piece; a query that attends to none of it gets an empty interval.
-        start, end = (jnp.clip(bound - first * size, 0, size) for bound in (k_start, k_end))
-        keys, values = (lax.slice_in_dim(x, piece * size, (piece + 1) * size, axis=1) for x in (k, v))
-        own = attention(q, keys, values, k_start=start, k_end=end, return_lse=True, **dict(ring.options))
+        # Global bounds to indices into this piece, where they may lie outside of it: a window counts from the end.
+        start, end = (bound - first * size for bound in (k_start, k_end))
+        keys, values, *ids = (
+            lax.slice_in_dim(x, piece * size, (piece + 1) * size, axis=1) for x in (k, v, *segment_ids[1:])
+        )
+        segments: Any = (*segment_ids[:1], *ids) or None  # of the queries, and of these keys
+        mask = ring.mask and KnownMask(ring.mask, segments)
+        own = attention(q, keys, values, k_start=start, k_end=end, mask=mask, return_lse=True, **dict(ring.options))
         parts.append(own)
     return functools.reduce(_merge, parts)
 

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from maxlib.kernels.attention.merge import merge_parts
+from maxlib.kernels.attention.sinks import merge_sinks
 from maxlib.ops._attention.chunked import chunked
-from maxlib.ops._attention.dispatch import Call
-from maxlib.ops._attention.merge import merge_parts
-from maxlib.ops._attention.sinks import merge_sinks
 
 MAX_QUERIES = 16
 WAVE, PART = 4096, 256  # keys
@@ -31,13 +30,6 @@ class Spec(NamedTuple):
     softcap: float | None
     wave: int
     part: int
-
-
-def unsupported_reason(call: Call) -> str | None:
-    """Returns the reason why this implementation does not suit `call`, or None."""
-    return (
-        None if call.queries <= MAX_QUERIES else f"is for at most {MAX_QUERIES} queries at a time, not {call.queries}"
-    )
 
 
 def split_kv(

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from maxlib.ops._attention.dispatch import current_device
+from maxlib.hardware import current_device
+from maxlib.kernels.grouped_matmul.mosaic_gpu import mosaic_gpu
 from maxlib.ops._cost import counted
+from maxlib.ops._explanation import Explanation
 from maxlib.ops._grouped_matmul import dispatch
 from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer
-from maxlib.ops._grouped_matmul.mosaic_gpu import mosaic_gpu
 from maxlib.ops._grouped_matmul.ragged_dot import ragged_dot, ragged_outer
 from maxlib.ops._grouped_matmul.reference import reference, reference_outer
 from maxlib.ops._grouped_matmul.tiled import tiled, tiled_outer
@@ -109,7 +110,7 @@ def explain_grouped_matmul(
     out_dtype: Any = None,
     implementation: Implementation | None = None,
     device: tuple[str, str] | None = None,
-) -> dispatch.Explanation:
+) -> Explanation:
     """Explains which implementation `grouped_matmul` would run for these arguments, and why.
 
     Args:

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from maxlib.ops._grouped_matmul.mosaic_gpu import unsupported_reason
+from maxlib.hardware import is_hopper
+from maxlib.ops._explanation import Explanation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,20 +36,6 @@ TABLE = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """The implementation that a call gets (`chosen`; None if the named one cannot run it), and the reasons."""
-
-    call: str
-    chosen: str | None
-    reason: str
-    refused: dict[str, str]
-
-    def __str__(self) -> str:
-        lines = [f"grouped_matmul {self.call}", f"-> {self.chosen or 'error'}: {self.reason}"]
-        return "\n".join(lines + [f"   {name}: {why}" for name, why in self.refused.items()])
-
-
 def refusals(rows: Any, weights: Any, layout: str, out_dtype: Any, device: tuple[str, str]) -> dict[str, str | None]:
     """Returns for each implementation why it cannot run a call, or None.
 
@@ -66,9 +53,23 @@ def refusals(rows: Any, weights: Any, layout: str, out_dtype: Any, device: tuple
     found["mosaic_gpu"] = (
         "has no transposed matmul of its own"
         if weights is None
-        else unsupported_reason(rows, weights, layout, out_dtype, device)
+        else _hopper_refuses(rows, weights, layout, out_dtype, device)
     )
     return found
+
+
+def _hopper_refuses(rows: Any, weights: Any, layout: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
+    """Returns the reason why the Hopper kernels cannot run a call, or None."""
+    if not is_hopper(device[1]):
+        return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {device[1]}"
+    if str(rows.dtype) not in ("bfloat16", "float16"):
+        return f"takes rows in bfloat16 or float16, not in {rows.dtype}"
+    if out_dtype is not None:
+        return "gives rows of their own dtype"
+    for name, width in zip(layout, weights.shape, strict=True):
+        if name != "E" and width % 64:
+            return f"takes widths that are multiples of 64, not {name}={width}"
+    return None
 
 
 def explain(call: str, reasons: dict[str, str | None], name: str | None = None) -> Explanation:
@@ -83,7 +84,7 @@ def explain(call: str, reasons: dict[str, str | None], name: str | None = None) 
     unasked = {one: f"runs only by name: {TABLE[one].by_name}" for one in TABLE if TABLE[one].by_name is not None}
     if name is None:
         best = next(one for one in reasons if one not in refused and one not in unasked)
-        return Explanation(call, best, TABLE[best].about, unasked | refused)
+        return Explanation("grouped_matmul", call, best, TABLE[best].about, unasked | refused)
     if name in refused:
-        return Explanation(call, None, f"{name} {refused[name]}", refused)
-    return Explanation(call, name, "asked for by name", refused)
+        return Explanation("grouped_matmul", call, None, f"{name} {refused[name]}", refused)
+    return Explanation("grouped_matmul", call, name, "asked for by name", refused)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from maxlib.kernels.grouped_matmul.mosaic_gpu import glu
+from maxlib.kernels.grouped_matmul.rows import NAMES, owners
 from maxlib.ops._cost import counted
-from maxlib.ops._glu import NAMES, swiglu
+from maxlib.ops._glu import swiglu
 from maxlib.ops._grouped_matmul.api import Implementation, Layout, check, choose, grouped_matmul
-from maxlib.ops._grouped_matmul.mosaic_gpu import glu
-from maxlib.ops._grouped_matmul.reference import owners
 
 
 def grouped_glu(

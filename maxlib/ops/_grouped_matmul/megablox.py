@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from maxlib.kernels.grouped_matmul.rows import only_used
 from maxlib.ops._grouped_matmul.ragged_dot import ragged_dot
 from maxlib.ops._grouped_matmul.reference import summed_in
 from maxlib.ops._grouped_matmul.tiling import Sizes, Tiles, choose_tiles
@@ -78,7 +79,7 @@ def _rows(rows, weights, rows_per_expert, *, transpose: bool):
             gmm, preferred_element_type=rows.dtype, tiling=_sizes(tiles), transpose_rhs=transpose
         )
         out = kernel(_padded(rows, tiles), weights, rows_per_expert)[:M]
-        return _used(out, rows_per_expert)  # the kernel does not write rows beyond the last expert's
+        return only_used(out, rows_per_expert)  # the kernel does not write rows beyond the last expert's
 
     return unbatched(one)(rows, weights, rows_per_expert)
 
@@ -106,9 +107,3 @@ def _sizes(tiles: Tiles) -> tuple[int, int, int]:
 def _padded(rows, tiles: Tiles):
     """Pads rows to whole tiles."""
     return jnp.pad(rows, ((0, -rows.shape[0] % tiles.rows), (0, 0)))
-
-
-def _used(rows, rows_per_expert):
-    """Sets rows beyond the last expert's to zero."""
-    used = (jnp.arange(len(rows)) < rows_per_expert.sum())[:, None]
-    return jnp.where(used, rows, jnp.zeros_like(rows))

@@ -39,12 +39,6 @@ def reference_outer(
     return jnp.stack(found).astype(summed_in(rows.dtype))
 
 
-def owners(rows_per_expert: Int[Array, " E"], num_rows: int) -> Int[Array, " M"]:
-    """Returns the expert of each row; E for rows beyond the last expert's."""
-    # The number of experts whose rows end at or before this row.
-    return jnp.searchsorted(jnp.cumsum(rows_per_expert), jnp.arange(num_rows), side="right")
-
-
 def accumulator(dtype: Any) -> Any:
     """Returns the dtype in which products of `dtype` are summed."""
     if jnp.issubdtype(dtype, jnp.integer):

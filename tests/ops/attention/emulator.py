@@ -1,4 +1,4 @@
-"""Runs kernels in Mosaic GPU (those of `ops.attention.mosaic_gpu`) on a CPU, in numpy, one block of threads after the
+"""Runs kernels in Mosaic GPU (those of `maxlib.kernels`) on a CPU, in numpy, one block of threads after the
 other.
 
 It executes the very functions that are compiled for the GPU, with stand-ins for the few primitives they use, and is
@@ -19,8 +19,8 @@ import numpy as np
 import scipy.special
 from jax.extend.core import Literal
 
-from maxlib.ops._attention import logits as any_logits
-from maxlib.ops._attention.mosaic_gpu import backward, forward, logits, memory
+from maxlib.kernels.attention import logits as any_logits
+from maxlib.kernels.attention.mosaic_gpu import backward, forward, logits, memory
 
 # ---------------------------------------------------------------------------------------------- warpgroups
 

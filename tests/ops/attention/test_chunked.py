@@ -22,7 +22,7 @@ def visited(mask: str, documents: str, block_q: int, block_k: int):
     """Which tiles the forward and the backward pass touch: those where poisoned values show up in the block's rows."""
     start, end = (x[:1] for x in cases.bounds(mask, documents, (T, T)))
     q, k, v = (jnp.ones((1, T, 1, 4)) for _ in range(3))
-    spec = choose_blocks(q, k, 1.0, None, block_q, block_k)
+    spec = choose_blocks(q, k, 1.0, block_q=block_q, block_k=block_k)
     out, lse = _attend(spec, q, k, v, None, start, end)
 
     @jax.jit

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from maxlib import ops
+from maxlib.hardware import current_device
 from maxlib.ops._attention import attention, capabilities, dispatch, explain_attention
 from maxlib.ops._attention.reference import reference
 
@@ -23,9 +25,13 @@ def fast(monkeypatch):
     dispatch.register(kernel, before="mosaic_gpu")
 
 
-@pytest.mark.parametrize("device", [None, GPU, ("tpu", "TPU v5p")])
-def test_chunked_is_chosen_everywhere(device):
-    assert explain_attention(f32(2, 17, 4, 8), K, K, device=device).chosen == "chunked"
+TPU = ("tpu", "TPU v5p")
+
+
+@pytest.mark.parametrize("device", [None, GPU, TPU])
+def test_chunked_takes_what_no_kernel_takes(device):
+    bias = f32(1, 1, 17, 7)
+    assert explain_attention(f32(2, 17, 4, 8), K, K, bias=bias, device=device).chosen == "chunked"
     assert explain_attention(Q, K, K, device=device, implementation="reference").chosen == "reference"
 
 
@@ -48,7 +54,7 @@ def test_the_best_that_can_is_chosen(fast):
 
 def test_the_explanation_says_why(fast):
     text = str(explain_attention(Q, K, K, softcap=5.0, device=("cpu", "cpu"), implementation="fast"))
-    assert "B=2 T=5 S=7 N=4 K=2 Hk=8 Hv=8 float32 (gqa, softcap) on cpu" in text
+    assert "B=2 T=5 S=7 N=4 K=2 Hk=8 Hv=8 float32 (gqa, softcap; mask: full, whole rows) on cpu" in text
     assert "error: fast was asked for and runs on gpu, not on cpu; chunked can run it" in text
     assert "lacks softcap" in str(explain_attention(Q, K, K, softcap=5.0, device=GPU))
     assert "wants heads of 64, not 8" in str(explain_attention(Q, K, K, device=GPU))
@@ -58,7 +64,9 @@ def test_a_name_never_falls_back(fast):
     q, k = jnp.ones(Q.shape), jnp.ones(K.shape)
     with pytest.raises(ValueError, match="fast was asked for and runs on gpu, not on cpu; chunked can run it"):
         attention(q, k, k, implementation="fast")
-    with pytest.raises(ValueError, match=r"one of \['chunked', 'fast', .*'reference', 'split_kv'\], got 'quick'"):
+    with pytest.raises(
+        ValueError, match=r"one of \['chunked', 'cudnn', 'fast', .*'split_kv', 'tokamax'\], got 'quick'"
+    ):
         attention(q, k, k, implementation="quick")
 
 
@@ -72,8 +80,8 @@ def test_the_device_is_that_of_the_mesh_in_context():
         (1,), ("x",), abstract_device=jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu")
     )
     with jax.sharding.use_abstract_mesh(mesh):
-        assert dispatch.current_device() == ("gpu", "NVIDIA H100")
-    assert dispatch.current_device()[0] == "cpu"
+        assert current_device() == ("gpu", "NVIDIA H100")
+    assert current_device()[0] == "cpu"
 
 
 def test_the_table_has_every_implementation_and_feature(fast):
@@ -83,11 +91,109 @@ def test_the_table_has_every_implementation_and_feature(fast):
         "fast",
         "mosaic_gpu",
         "mosaic_tpu",
+        "tokamax",
         "split_kv",
+        "cudnn",
+        "splash",
         "chunked",
         "reference",
     ]
-    assert rows[0].count("yes") == rows[4].count("yes") - 1
+    assert rows[0].count("yes") == rows[7].count("yes") - 1
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+GPUS = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA L40S", "NVIDIA B200"]
+TPUS = ["TPU v4", "TPU v5 lite", "TPU v5p", "TPU v6 lite"]
+CAUSAL = ops.StaticMask("query", whole=True)
+WINDOW = ops.StaticMask("query", 1024, whole=True)
+PACKED = ops.StaticMask("query", segmented=True, whole=True)
+PART = ops.StaticMask("query")
+PREFIX = ops.StaticMask("any", whole=True)
+CHOICES = {
+    # what a call needs: what GPUs choose, what TPUs choose
+    "causal": (dict(mask=CAUSAL), "cudnn", "splash"),
+    "full": (dict(), "cudnn", "splash"),
+    "window": (dict(mask=WINDOW), "cudnn", "splash"),
+    "packed": (dict(mask=PACKED), "chunked", "splash"),
+    "part of a ring": (dict(mask=PART, return_lse=True), "chunked", "splash"),
+    "prefix": (dict(mask=PREFIX), "chunked", "splash"),
+    "soft-cap": (dict(mask=CAUSAL, softcap=30.0), "chunked", "splash"),
+    "sinks": (dict(mask=CAUSAL, sinks=f32(32)), "chunked", "splash"),
+    "intervals": (dict(k_start=i32(2, 4096), k_end=i32(2, 4096)), "chunked", "chunked"),
+    "bias": (dict(mask=CAUSAL, bias=f32(1, 1, 4096, 4096)), "chunked", "chunked"),
+}
+
+
+@pytest.mark.parametrize("kind", GPUS + TPUS)
+@pytest.mark.parametrize("need", CHOICES)
+def test_each_device_gets_a_proven_kernel_where_one_can(kind, need):
+    options, gpu, tpu = CHOICES[need]
+    bounds = dict(k_start=i32(2, 4096), k_end=i32(2, 4096)) if "mask" in options else {}
+    q, k = (jax.ShapeDtypeStruct((2, 4096, heads, 128), jnp.bfloat16) for heads in (32, 8))
+    device = ("gpu" if kind in GPUS else "tpu", kind)
+    assert explain_attention(q, k, k, **(bounds | options), device=device).chosen == (gpu if kind in GPUS else tpu)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("cudnn", dict(kind="NVIDIA A100-SXM4-80GB", width=256), "at most 128 here, not 256"),
+        ("cudnn", dict(kind="NVIDIA H200", width=100), "a multiple of 8, at most 256 here, not 100"),
+        ("cudnn", dict(kind="Tesla T4"), "is for NVIDIA's GPUs, not for Tesla T4"),
+        ("cudnn", dict(dtype=jnp.float32), "bfloat16 or float16, not in float32"),
+        ("cudnn", dict(mask=PACKED), "a fixed number in every row"),
+        ("cudnn", dict(mask=PART), "not beside a cache or on a part of a sequence"),
+        ("cudnn", dict(mask=PREFIX), "not intervals"),
+        ("cudnn", dict(mask=ops.StaticMask("segment", 8, whole=True)), "a window only under a causal mask"),
+        ("cudnn", dict(softcap=5.0), "lacks softcap"),
+        ("cudnn", dict(return_lse=True), "lacks lse"),
+        ("tokamax", dict(kind="NVIDIA L40S"), "Hopper and Blackwell, not for NVIDIA L40S"),
+        ("tokamax", dict(mask=PACKED), "a fixed number in every row"),
+        ("tokamax", dict(sinks=f32(4)), "lacks sinks"),
+        ("splash", dict(platform="tpu", kind="TPU v5p", dtype=jnp.float16), "bfloat16 or float32, not in float16"),
+        ("splash", dict(platform="tpu", kind="TPU v5p", mask=None), "where intervals begin"),
+        ("splash", dict(platform="tpu", kind="TPU v5p", length=2**20), "split the sequence"),
+        (
+            "splash",
+            dict(platform="tpu", kind="TPU v5p", mask=ops.StaticMask("segment", 8)),
+            "a window only under a causal mask",
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value.values()))[:40] if isinstance(value, dict) else "",
+)
+def test_refusals_have_reasons(name, change, reason):
+    options = dict(platform="gpu", kind="NVIDIA H100 80GB HBM3", width=128, length=256, dtype=jnp.bfloat16, mask=CAUSAL)
+    options |= change
+    device = options.pop("platform"), options.pop("kind")
+    q = jax.ShapeDtypeStruct((2, options.pop("length"), 4, options.pop("width")), options.pop("dtype"))
+    bounds = i32(*q.shape[:2])
+    answer = explain_attention(q, q, q, k_start=bounds, k_end=bounds, device=device, implementation=name, **options)
+    assert answer.chosen is None and reason in answer.reason
+
+
+def test_an_accelerator_says_once_why_it_has_no_fused_kernel(monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "_said", set())
+    call = lambda **change: dispatch.Call(
+        **dict(batch=1, queries=64, keys=64, heads=4, kv_heads=4, key_dim=64, value_dim=64, dtype="bfloat16")
+        | dict(features=frozenset(), platform="gpu", device_kind="NVIDIA H200", mask=PACKED)
+        | change
+    )
+    for _ in range(2):
+        assert dispatch.choose(call()).name == "chunked"
+        assert dispatch.choose(call(mask=CAUSAL)).name == "cudnn"
+        assert dispatch.choose(call(platform="cpu", device_kind="cpu")).name == "chunked"
+    (record,) = caplog.records
+    assert "because cudnn takes packed documents only with a fixed number" in record.message
+    assert "maxlib[cuda]; by name this call could run mosaic_gpu" in record.message
+
+
+def test_a_plan_takes_a_kernel_that_compiles_without_the_gpu():
+    call = lambda kind: dispatch.Call(
+        1, 64, 64, 4, 4, 64, 64, "bfloat16", frozenset(), "gpu", kind, ops.StaticMask("query", whole=True)
+    )
+    assert dispatch.choose(call("NVIDIA H200"), "offline").name == "mosaic_gpu"
+    assert dispatch.choose(call("NVIDIA B200"), "offline").name == "chunked"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""Attention on Hopper: padding, and the custom gradient around the kernels.
+
+The kernels are imported when they are first called, because Mosaic GPU takes longer to import than all of maxlib.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from maxlib.kernels.attention.logits import LOG2_E, Logits
+from maxlib.kernels.attention.mosaic_gpu import config
+from maxlib.kernels.attention.sinks import merge_sinks
+
+
+def mosaic_gpu(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B S K Hk"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    k_start: Int[Array, "B T"],
+    k_end: Int[Array, "B T"],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
+
+    Differentiable once (reverse mode) in q, k, v and sinks; the gradients are the same in every run.
+    """
+    if scale <= 0:  # the kernels take the maximum before they scale, which needs scale > 0
+        q, scale = q * jnp.sign(jnp.asarray(scale, q.dtype)), abs(scale) or 1.0
+    T, S = q.shape[1], k.shape[1]
+    k, v = k.astype(q.dtype), v.astype(q.dtype)
+    sinks = jnp.full(q.shape[2], -jnp.inf) if sinks is None else sinks
+    q, k, v = (_to_eights(x) for x in (q, k, v))
+    ends = (jnp.clip(x.astype(jnp.int32), 0, S) for x in (k_start, k_end))
+    ends = (jnp.pad(x, ((0, 0), (0, q.shape[1] - T)), mode="edge") for x in ends)
+    out, lse = _attend(Logits(scale, softcap), T, q, k, v, sinks.astype(jnp.float32), *ends)
+    return out[:, :T], lse[:, :T]
+
+
+def _to_eights(x):
+    """Pads rows to a multiple of 8, the memory unit's tile; beyond the array it reads zeros and writes nothing."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), *[(0, 0)] * (x.ndim - 2)))
+
+
+def _attend(logits, T: int, q, k, v, sinks, start, end):
+    """Computes attention without a gradient; only the first T queries are real.
+
+    For few queries the decode kernel is used, in which more blocks of threads share the keys.
+    """
+    if not config.decodes(T, q.shape[2] // k.shape[2]):
+        return _forward(logits, q, k, v, sinks, start, end)
+    from maxlib.kernels.attention.mosaic_gpu.decode import decode
+
+    out, lse = decode(q[:, :T], k, v, start[:, :T], end[:, :T], logits=logits)
+    return tuple(_to_eights(x) for x in merge_sinks(out, lse, sinks))
+
+
+def _forward(logits, q, k, v, sinks, start, end):
+    from maxlib.kernels.attention.mosaic_gpu import forward
+
+    tiles = config.forward_tiles(q.shape[3], v.shape[3])
+    pad = ((0, 0), (0, -q.shape[1] % tiles.rows))
+    # Queries added at the end repeat the last one, so that they neither widen a tile's range nor make it partial.
+    start, end = (jnp.pad(x, pad, mode="edge") for x in (start, end))
+    out, lse = forward.forward(q, k, v, start, end, sinks * LOG2_E, logits=logits, tiles=tiles)
+    return out, jnp.swapaxes(lse, 1, 2)[:, : q.shape[1]] / LOG2_E  # [B, N, P] -> [B, T, N], base 2 -> natural
+
+
+def _attend_fwd(logits, T: int, *args):
+    out, lse = _forward(logits, *args)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (out, lse), (args, out, lse)
+
+
+def _attend_bwd(logits, T: int, residuals, cotangents):
+    from maxlib.kernels.attention.mosaic_gpu import backward
+
+    (q, k, v, sinks, start, end), out, lse = residuals
+    d_out, d_lse = cotangents
+    # delta = sum(d_out * out) - d_lse, the row's term in the softmax's gradient: d_logits = probs * (d_probs - delta).
+    seen = jnp.isfinite(lse)
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_lse
+    delta = jnp.where(seen, delta, 0.0)
+    # The sink's probability is exp(sink - lse) and its d_probs is 0 (no value): d_sink = -sum(prob * delta).
+    d_sinks = -jnp.sum(jnp.exp(sinks[None, None] - jnp.where(seen, lse, jnp.inf)) * delta, axis=(0, 1))
+    # [B, T, N] -> [B, N, P] with P a multiple of 128: a kernel loads the numbers of a whole tile of queries.
+    by_head = lambda x, fill: jnp.pad(
+        jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, -x.shape[1] % 128)), constant_values=fill
+    )
+    # lse = +inf gives probabilities exp(-inf) = 0 to empty rows and to the padding.
+    lse, delta = by_head(jnp.where(seen, lse * LOG2_E, jnp.inf), jnp.inf), by_head(delta, 0.0)
+    start, end = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % 128)), mode="edge") for x in (start, end))
+    given = backward.Given(q, k, v, d_out.astype(q.dtype), lse, delta, start, end)
+    sizes = q.shape[3], v.shape[3], logits.softcap is not None
+    # dq and dk, dv have kernels of their own: each sums over the other's axis in registers, without atomics.
+    dq = backward.queries(given, logits=logits, tiles=config.query_gradient_tiles(*sizes))
+    parts = [
+        x
+        for wanted, tiles in config.key_gradient_tiles(*sizes).items()
+        for x in backward.keys(given, wanted, logits=logits, tiles=tiles)
+    ]
+    return dq, *parts, d_sinks, None, None
+
+
+_attend = jax.custom_vjp(_attend, nondiff_argnums=(0, 1))
+_attend.defvjp(_attend_fwd, _attend_bwd)

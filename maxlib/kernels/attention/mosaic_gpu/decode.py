@@ -1,0 +1,49 @@
+"""Few queries against a long cache, with the forward kernel: one block of threads per part of the keys and key head.
+
+One query per head would leave most processors idle and most of each tile empty. Therefore the query heads that share a
+key head become the queries of one tile, and the keys are cut into parts along the kernel's batch axis (a view, no data
+moves). The parts are merged by their log-sum-exps.
+"""
+
+import einops
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from maxlib.kernels.attention.logits import LOG2_E, Logits
+from maxlib.kernels.attention.merge import merge_parts
+from maxlib.kernels.attention.mosaic_gpu import config
+from maxlib.kernels.attention.mosaic_gpu.forward import forward
+
+
+def decode(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B S K Hk"],
+    v: Float[Array, "B S K Hv"],
+    start: Int[Array, "B T"],
+    end: Int[Array, "B T"],
+    *,
+    logits: Logits,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Computes the output and the log-sum-exp of every row, without sinks."""
+    (B, T, N, Hk), (S, K, Hv) = q.shape, v.shape[1:]
+    tiles, P = config.decode_tiles(Hk, Hv), config.decode_parts(B * K, S)
+    # The G = N / K heads of a key head are rows of one tile: [B, T, N, Hk] -> [B, R, K, Hk] with R = T * G.
+    rows = einops.rearrange(q, "B T (K G) H -> B (T G) K H", K=K)
+    R = rows.shape[1]
+    rows = jnp.repeat(jnp.pad(rows, ((0, 0), (0, -R % 8), (0, 0), (0, 0))), P, axis=0)
+    # Parts join the batch: [B, S, K, H] -> [B * P, S / P, K, H], and every part reads the same queries.
+    keys, values = (x.reshape(B * P, S // P, K, -1) for x in (k, v))
+    first = jnp.arange(P, dtype=jnp.int32)[None, :, None] * (S // P)
+
+    def of_part(ends):
+        """Converts bounds `B T` into indices within each part, `(B P) rows`."""
+        ends = jnp.clip(ends[:, None] - first, 0, S // P).reshape(B * P, T)
+        return jnp.pad(jnp.repeat(ends, N // K, axis=1), ((0, 0), (0, -R % tiles.rows)), mode="edge")
+
+    given = rows, keys, values, of_part(start), of_part(end), jnp.full(K, -jnp.inf)
+    out, lse = forward(*given, logits=logits, tiles=tiles, name="decode")
+    parts = lambda x: einops.rearrange(x, "(B P) R ... -> P B R ...", P=P)
+    out, lse = parts(out[:, :R].astype(jnp.float32)), parts(jnp.swapaxes(lse, 1, 2)[:, :R] / LOG2_E)
+    out, lse = merge_parts(out, lse)  # [P, B, R, K, Hv] -> [B, R, K, Hv]
+    by_head = lambda x: einops.rearrange(x, "B (T G) K H -> B T (K G) H", T=T)
+    return by_head(out).astype(q.dtype), by_head(lse[..., None])[..., 0]

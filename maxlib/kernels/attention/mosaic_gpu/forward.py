@@ -1,0 +1,224 @@
+"""The forward kernel: a block of queries stays on a multiprocessor, the keys and values visible to it stream past.
+
+Two or three compute warpgroups own 64 queries each; one more warpgroup only asks the memory unit (TMA) for the next
+blocks (the design of FlashAttention-3, https://arxiv.org/abs/2407.08608).
+
+Letters: W compute warpgroups, P queries padded to whole tiles, r the 64 queries of a warpgroup, c the keys of a block.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from maxlib.kernels import _compat
+from maxlib.kernels.attention.logits import LOWEST, Logits
+from maxlib.kernels.attention.mosaic_gpu import intervals, memory
+from maxlib.kernels.attention.mosaic_gpu.config import ROWS, Tiles
+from maxlib.kernels.attention.mosaic_gpu.logits import hide, spread
+from maxlib.kernels.attention.tiles import causal_tiles
+
+
+class Scratch(NamedTuple):
+    """Shared memory and the barriers that guard it. `turn` lets one warpgroup at a time feed the tensor cores."""
+
+    q_out: Any  # W r Hk and, in the same place, W r Hv: the output leaves where the queries were
+    k: memory.Stream  # stage c Hk
+    v: memory.Stream  # stage c Hv
+    lse: Any  # W r
+    loaded: Any
+    turn: Any
+    finished: Any
+
+
+def forward(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B S K Hk"],
+    v: Float[Array, "B S K Hv"],
+    start: Int[Array, "B P"],
+    end: Int[Array, "B P"],
+    sinks: Float[Array, " N"],
+    *,
+    logits: Logits,
+    tiles: Tiles,
+    name: str = "forward",
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N P"]]:
+    """Computes the output and the log-sum-exp of every row; sinks (`-inf` for none) and log-sum-exp are in base 2."""
+    (B, T, N, Hk), (S, _, Hv) = q.shape, v.shape[1:]
+    padded = start.shape[1]  # P
+    visits = intervals.walk(*intervals.tiles(start, end, S, tiles.rows, tiles.columns))
+    # An empty block of queries goes through one masked tile, so that the loop's first step needs no condition.
+    visits = visits.at[..., 1].max(1)
+    pairs = B * N * causal_tiles(padded // tiles.rows, -(-S // tiles.columns)) * tiles.rows * tiles.columns
+    call = _compat.kernel(
+        functools.partial(_kernel, logits=logits, tiles=tiles),
+        out_type=(
+            jax.ShapeDtypeStruct((B, T, N, Hv), q.dtype),
+            jax.ShapeDtypeStruct((B, N, padded), jnp.float32),
+        ),
+        scratch_types=(_scratch(Hk, Hv, q.dtype, tiles),),
+        grid=(N, padded // tiles.rows, B),
+        grid_names=("head", "tile", "batch"),
+        num_threads=tiles.warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="attention_" + name,
+        compiler_params=_compat.compiler_params(),
+        flops=2 * pairs * (Hk + Hv),
+        exps=pairs,
+    )
+    return call(q, k, v, start, end, visits, sinks)
+
+
+def _scratch(key_dim: int, value_dim: int, dtype, tiles: Tiles) -> Scratch:
+    W, stages = tiles.warpgroups, tiles.stages
+    shared = memory.matrices(dtype, key_dim, value_dim, tiles.columns)
+    return Scratch(
+        q_out=plgpu.RefUnion(shared(W, ROWS, key_dim), shared(W, ROWS, value_dim)),
+        k=memory.stream(tiles, shared(stages, tiles.columns, key_dim)),
+        v=memory.stream(tiles, shared(stages, tiles.columns, value_dim)),
+        lse=plgpu.SMEM((W, ROWS), jnp.float32),
+        loaded=memory.barrier(W),
+        turn=memory.barrier(W),
+        finished=memory.barrier(1, W),
+    )
+
+
+def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, logits: Logits, tiles: Tiles):
+    batch, head, warpgroup = (lax.axis_index(name) for name in ("batch", "head", "warpgroup"))
+    # Later queries attend to more keys under a causal mask. The longest tiles start first, so that no processor is left
+    # with one of them at the end.
+    tile = visits.shape[1] - 1 - lax.axis_index("tile")
+    first, visited, full_first, full = (visits[batch, tile, i] for i in range(4))
+    block = lambda step: memory.column(step, first, full_first, full)
+
+    @pl.when(warpgroup < tiles.warpgroups)
+    def _compute():
+        plgpu.set_max_registers(tiles.registers[0], action="increase")
+        rows = pl.ds(tile * tiles.rows + warpgroup * ROWS, ROWS)
+        own = scratch._replace(q_out=[x.at[warpgroup] for x in scratch.q_out], lse=scratch.lse.at[warpgroup])
+        memory.load(scratch.loaded.at[warpgroup], (q.at[batch, rows, head], own.q_out[0]))
+        by_row = plgpu.Layout.WGMMA.reduce(1)
+        ends = [lambda x=_compat.load(x.at[batch, rows], by_row): x for x in (start, end)]
+        turns = _Turns(scratch.turn, warpgroup, tiles.warpgroups)
+        result = _attend(own, turns, block, visited, full, ends, logits=logits, tiles=tiles)
+        _store(result, own, sinks[head], out.at[batch, rows, head], lse.at[batch, head, rows])
+
+    @pl.when(warpgroup == tiles.warpgroups)
+    def _memory():
+        plgpu.set_max_registers(tiles.registers[1], action="decrease")
+        kv_head = lax.div(head, jnp.int32(q.shape[2] // k.shape[2]))
+
+        @pl.loop(0, visited)
+        def _(step):
+            keys = batch, pl.ds(block(step) * tiles.columns, tiles.columns), kv_head
+            memory.feed(step, tiles.stages, [(scratch.k, (k.at[keys],)), (scratch.v, (v.at[keys],))])
+
+
+class _Turns:
+    """Schedule of the tensor cores among warpgroups: while one multiplies, another computes its softmax."""
+
+    def __init__(self, barrier, warpgroup, count: int):
+        self.own, self.next = barrier.at[warpgroup], barrier.at[lax.rem(warpgroup + 1, jnp.int32(count))]
+        pl.when(warpgroup == count - 1)(self.give)
+
+    def take(self):
+        """Waits for this warpgroup's turn."""
+        plgpu.barrier_wait(self.own)
+
+    def give(self):
+        """Passes the turn to the next warpgroup."""
+        plgpu.barrier_arrive(self.next)
+
+
+def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: Logits, tiles: Tiles):
+    """Runs the online softmax over all visited blocks; step i issues q k(i) and p(i-1) v(i-1) together."""
+    columns, slot = tiles.columns, lambda step: lax.rem(step, jnp.int32(tiles.stages))
+    (k,), (v,), queries = own.k.buffers, own.v.buffers, own.q_out[0]
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, v.shape[2]), jnp.float32), plgpu.Layout.WGMMA)
+
+    def softmax(products, step, peak, total, *, masked: bool):
+        bent = logits.bend(products)
+        if masked:
+            bent = hide(bent, ends, block(step) * columns, axis=1)
+        return _online_softmax(bent, peak, total, logits.factor)
+
+    def first_scores(scores):
+        turns.take()
+        plgpu.wgmma(scores, queries, _compat.transpose(k.at[0]))
+        turns.give()
+        return scores[...]
+
+    def step(i, carry, *, masked: bool):
+        acc, probs, peak, total = carry
+        here, before = slot(i), slot(i - 1)
+        plgpu.barrier_wait(own.k.ready.at[here])
+
+        def multiply(scores, acc_ref):
+            acc_ref[...] = acc
+            turns.take()
+            plgpu.wgmma(scores, queries, _compat.transpose(k.at[here]))
+            plgpu.barrier_wait(own.v.ready.at[before])
+            plgpu.wgmma(acc_ref, probs, v.at[before])
+            turns.give()
+            # Wait for all but one matmul: the softmax of this step runs while p(i-1) v(i-1) is still in flight.
+            products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            plgpu.barrier_arrive(own.k.free.at[here])
+            new = softmax(products, i, peak, total, masked=masked)
+            return *new, acc_ref[...]
+
+        new_probs, new_peak, total, shrink, acc = pl.run_scoped(multiply, scores_ref, acc_ref)
+        plgpu.barrier_arrive(own.v.free.at[before])
+        # Rounding must stay behind the wait: registers that a matmul reads may not be written while one is in flight.
+        new_probs, acc = lax.optimization_barrier((new_probs, acc))
+        return acc * spread(shrink, acc), new_probs.astype(probs.dtype), new_peak, total
+
+    def last_values(acc_ref):
+        acc_ref[...] = acc
+        plgpu.wgmma(acc_ref, probs, v.at[slot(visited - 1)])
+        return acc_ref[...]
+
+    scores_ref, acc_ref = (plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in ((ROWS, columns), zeros.shape))
+    plgpu.barrier_wait(own.k.ready.at[0])
+    products = pl.run_scoped(first_scores, scores_ref)
+    plgpu.barrier_arrive(own.k.free.at[0])
+    probs, peak, total, _ = softmax(products, jnp.int32(0), _row(LOWEST), _row(0.0), masked=True)
+    carry = zeros, probs.astype(v.dtype), peak, total
+    # Full tiles come first and need no mask. Step 0 was masked in any case: the row may have no full tile.
+    carry = lax.fori_loop(1, full, functools.partial(step, masked=False), carry)
+    acc, probs, peak, total = lax.fori_loop(jnp.maximum(full, 1), visited, functools.partial(step, masked=True), carry)
+    plgpu.barrier_wait(own.v.ready.at[slot(visited - 1)])
+    return pl.run_scoped(last_values, acc_ref), peak, total
+
+
+def _row(value: float):
+    """Returns one number per query, in registers."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def _online_softmax(bent, peak, total, factor: float):
+    """Returns the tile's exponentials, the new peak and total, and the factor by which sums so far shrink."""
+    # m' = max(m, max x); p = 2^(x - m'); total' = total * 2^(m - m') + sum p
+    new_peak = jnp.maximum(peak, jnp.max(bent, axis=1) * factor)
+    shrink = jnp.exp2(peak - new_peak)
+    probs = jnp.exp2(bent * factor - spread(new_peak, bent))
+    return probs, new_peak, total * shrink + jnp.sum(probs, axis=1), shrink
+
+
+def _store(result, own: Scratch, sink, out, lse):
+    """Divides by the total, including the sink's share, and stores; empty rows become zeros and `-inf`."""
+    acc, peak, total = result
+    # The sink is one more logit without a value: it joins the maximum and the total, not the weighted sum.
+    top = jnp.maximum(peak, sink)
+    total = total * jnp.exp2(peak - top) + jnp.exp2(sink - top)
+    share = jnp.where(total > 0, jnp.exp2(peak - top) / total, 0.0)
+    own.lse[...] = jnp.where(total > 0, top + jnp.log2(total), -jnp.inf)
+    queries, place = own.q_out
+    if queries.shape != place.shape:  # then the output of one warpgroup overlaps the queries of another
+        memory.finish_together(own.finished.at[0])
+    place[...] = (acc * spread(share, acc)).astype(out.dtype)
+    memory.store((place, out), (own.lse, lse))

@@ -1,0 +1,38 @@
+"""Operations on a tile of raw products of queries and keys in registers, for the forward and backward kernels."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from maxlib.kernels.attention.logits import Logits
+
+
+def probabilities(logits: Logits, bent, hide, lse, axis: int):
+    """Computes a tile's probabilities, exp2(logit - lse), both in base 2.
+
+    `hide` masks; `lse` loads one number per query, and queries run along `axis`. It is a function, so that the numbers
+    are loaded only when they are needed: registers are scarce.
+    """
+    return jnp.exp2(hide(bent * logits.factor - lax.broadcast_in_dim(lse(), bent.shape, [axis])))
+
+
+def settle(ready, pending):
+    """Waits for the accumulator `pending`, and keeps everything that uses `ready` after the wait.
+
+    The compiler serialises overlapping matmuls if their input registers are written between them.
+    """
+    return lax.optimization_barrier((ready, pending[...]))
+
+
+def spread(x, like, axis: int = 0):
+    """Broadcasts one number per row (or per column, with axis 1) over a tile."""
+    return lax.broadcast_in_dim(x, like.shape, [axis])
+
+
+def hide(logits, ends, first_key, axis: int):
+    """Masks a tile with `-inf`, where keys run along `axis` and the queries' intervals along the other axis."""
+    keys = first_key + plgpu.broadcasted_iota(jnp.int32, logits.shape, axis, layout=plgpu.Layout.WGMMA)
+    start, end = (lambda x=x: lax.broadcast_in_dim(x(), logits.shape, [1 - axis]) for x in ends)
+    # One bound after the other, so that only one of them is in registers at a time.
+    logits = jnp.where(start() <= keys, logits, -jnp.inf)
+    return jnp.where(keys < end(), logits, -jnp.inf)

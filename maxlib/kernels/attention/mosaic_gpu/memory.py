@@ -1,0 +1,96 @@
+"""Shared memory, barriers, and the memory warpgroup's loop, which all Hopper kernels use.
+
+A buffer that streams is guarded by two barriers per stage: `ready` completes when the bytes have arrived, `free` when
+every compute warpgroup is done with them.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from maxlib.kernels.attention.mosaic_gpu.config import Tiles
+
+
+class Stream(NamedTuple):
+    """Buffers of several stages that are filled together (a block, and statistics of its queries), and two barriers."""
+
+    buffers: tuple[Any, ...]
+    ready: Any
+    free: Any
+
+
+def matrices(dtype, *widths: int) -> Callable:
+    """Returns a constructor of matrices in shared memory, in the widest swizzle pattern that divides all `widths`.
+
+    wgmma reads its operands in this layout, without bank conflicts.
+    """
+    pattern = swizzle(*widths)
+    transforms = (plgpu.TilingTransform((8, pattern // 2)), plgpu.SwizzleTransform(pattern))
+    return lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def swizzle(*widths: int) -> int:
+    """Returns the bytes of the widest swizzle pattern that divides rows of all these widths (16-bit elements)."""
+    return math.gcd(128, *(2 * width for width in widths))
+
+
+def barrier(count: int, arrivals: int = 1):
+    """Returns `count` barriers, each of which completes after `arrivals` arrivals."""
+    return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+
+
+def stream(tiles: Tiles, *buffers) -> Stream:
+    """Adds barriers to buffers: `ready` expects one copy per buffer, `free` every compute warpgroup."""
+    return Stream(buffers, barrier(tiles.stages, len(buffers)), barrier(tiles.stages, tiles.warpgroups))
+
+
+def own(buffer, warpgroup) -> Callable:
+    """Returns a function that gives a warpgroup's part of a buffer, whose address is computed at every use.
+
+    Otherwise the compiler keeps the address of each piece in a register throughout the loop (64 registers for heads of
+    width 256) and spills.
+    """
+    return lambda: buffer.at[lax.optimization_barrier(warpgroup)]
+
+
+def column(step, first, full_first, full):
+    """Returns the column of tiles visited in `step`: the full ones first, then those on both sides of them."""
+    # Number the partial tiles from `first`, and jump over the `full` ones once the numbers reach them.
+    rest = first + step - full
+    return jnp.where(step < full, full_first + step, jnp.where(rest >= full_first, rest + full, rest))
+
+
+def feed(step, stages: int, streams: list[tuple[Stream, tuple]]):
+    """Starts the copies of one step: waits until each slot is free, then fills it."""
+    slot = lax.rem(step, jnp.int32(stages))
+    for (buffers, ready, free), sources in streams:
+        # The first `stages` slots are free from the beginning.
+        pl.when(step >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+        for buffer, source in zip(buffers, sources, strict=True):
+            plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
+
+
+def finish_together(finished):
+    """Waits for all compute warpgroups, before one of them writes where another may still read."""
+    plgpu.barrier_arrive(finished)
+    plgpu.barrier_wait(finished)
+
+
+def load(ready, *pairs):
+    """Copies the blocks that stay for the whole kernel, and waits for them; `ready` expects one arrival per pair."""
+    for source, buffer in pairs:
+        plgpu.copy_gmem_to_smem(source, buffer, ready)
+    plgpu.barrier_wait(ready)
+
+
+def store(*pairs):
+    """Copies from shared to global memory, and waits; elements beyond the end of an array are left out."""
+    plgpu.commit_smem()
+    for buffer, target in pairs:
+        plgpu.copy_smem_to_gmem(buffer, target)
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,123 @@
+"""Sums of outer products per expert (the gradient of the weights), a tile of one matrix per block of threads.
+
+The rows of an expert stream past, 64 at a time. In the first and last block, rows of other experts are set to zero in
+shared memory before they are multiplied. Two warpgroups own 64 rows of the tile each; one more only asks for the next
+blocks. An expert without rows gets zeros.
+
+Letters: o 64 outputs of a warpgroup, i 128 inputs, s 64 rows that are summed in one step.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from maxlib.kernels import _compat
+from maxlib.kernels.attention.mosaic_gpu import memory
+from maxlib.kernels.grouped_matmul.mosaic_gpu import groups
+
+WARPGROUPS, OUTPUTS, INPUTS, SUMMED, STAGES = 2, 64, 128, 64, 4
+REGISTERS = 232, 40  # per thread of a compute and of the memory warpgroup
+
+
+class Scratch(NamedTuple):
+    """Shared memory, and the barriers `ready` (bytes have arrived) and `free` (warpgroups are done) of each stage."""
+
+    d_out: Any  # stage W s o
+    rows: Any  # stage s i
+    ready: Any
+    free: Any
+    out: Any  # W o i
+
+
+def by_experts(
+    d_out: Float[Array, "M O"], rows: Float[Array, "M I"], rows_per_expert: Int[Array, " E"], dtype: Any
+) -> Float[Array, "E O I"]:
+    """Computes `d_out[mine].T @ rows[mine]` for every expert, in `dtype`."""
+    (O, I), E = (d_out.shape[1], rows.shape[1]), len(rows_per_expert)
+    shared = memory.matrices(rows.dtype, SUMMED)
+    scratch = Scratch(
+        d_out=shared(STAGES, WARPGROUPS, SUMMED, OUTPUTS),
+        rows=shared(STAGES, SUMMED, INPUTS),
+        ready=memory.barrier(STAGES, WARPGROUPS + 1),
+        free=memory.barrier(STAGES, WARPGROUPS),
+        out=plgpu.SMEM((WARPGROUPS, OUTPUTS, INPUTS), dtype),
+    )
+    call = _compat.kernel(
+        _kernel,
+        out_type=jax.ShapeDtypeStruct((E, O, I), dtype),
+        scratch_types=(scratch,),
+        grid=(-(-I // INPUTS), -(-O // (WARPGROUPS * OUTPUTS)), E),
+        grid_names=("input", "output", "expert"),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        kernel_name="grouped_matmul_d_weights",
+        compiler_params=_compat.compiler_params(),
+        flops=2 * O * rows.size,
+    )
+    return call(d_out, rows, groups.bounds(rows_per_expert))
+
+
+def _kernel(d_out, rows, bounds, out, scratch):
+    warpgroup, expert = lax.axis_index("warpgroup"), lax.axis_index("expert")
+    first, last = bounds[expert, 0], bounds[expert, 1]
+    begin = lax.div(first, jnp.int32(groups.ALIGNED)) * groups.ALIGNED
+    output = lambda w: pl.ds((lax.axis_index("output") * WARPGROUPS + w) * OUTPUTS, OUTPUTS)
+    inputs = pl.ds(lax.axis_index("input") * INPUTS, INPUTS)
+    steps = jnp.where(first < last, lax.div(last - begin + SUMMED - 1, jnp.int32(SUMMED)), 0)
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _compute():
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        total = pl.run_scoped(
+            functools.partial(_sum, scratch, warpgroup, begin, first, last, steps),
+            plgpu.WGMMAAccumulatorRef((OUTPUTS, INPUTS), jnp.float32),
+        )
+        place = scratch.out.at[warpgroup]
+        place[...] = total.astype(out.dtype)
+        memory.store((place, out.at[expert, output(warpgroup), inputs]))
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _memory():
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+
+        @pl.loop(0, steps)
+        def _(i):
+            slot, summed = lax.rem(i, jnp.int32(STAGES)), pl.ds(begin + i * SUMMED, SUMMED)
+            pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(scratch.free.at[slot]))
+            for w in range(WARPGROUPS):
+                plgpu.copy_gmem_to_smem(d_out.at[summed, output(w)], scratch.d_out.at[slot, w], scratch.ready.at[slot])
+            plgpu.copy_gmem_to_smem(rows.at[summed, inputs], scratch.rows.at[slot], scratch.ready.at[slot])
+
+
+def _sum(scratch: Scratch, warpgroup, begin, first, last, steps, acc):
+    """Adds up `d_out^T rows` over all steps: [s, o]^T [s, i] -> [o, i]."""
+
+    @pl.loop(0, steps)
+    def _(i):
+        slot = lax.rem(i, jnp.int32(STAGES))
+        plgpu.barrier_wait(scratch.ready.at[slot])
+        a = scratch.d_out.at[slot, warpgroup]
+
+        here = begin + i * SUMMED
+
+        @pl.when((here < first) | (here + SUMMED > last))  # the block contains rows of other experts
+        def _():
+            row = here + plgpu.broadcasted_iota(jnp.int32, (SUMMED, OUTPUTS), 0, layout=plgpu.Layout.WGMMA)
+            mine = jnp.where(
+                (first <= row) & (row < last), _compat.load(a, plgpu.Layout.WGMMA).astype(jnp.float32), 0.0
+            )
+            a[...] = mine.astype(scratch.d_out.dtype)
+            plgpu.commit_smem()
+
+        plgpu.wgmma(acc, _compat.transpose(a), scratch.rows.at[slot])
+        # One matmul stays in flight; the one before it is done, so its slot is free for the next copy.
+        plgpu.wgmma_wait(1)
+        pl.when(i > 0)(lambda: plgpu.barrier_arrive(scratch.free.at[lax.rem(i - 1, jnp.int32(STAGES))]))
+
+    return acc[...]

@@ -1,0 +1,323 @@
+"""JAX's splash attention for TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`), forward and backward.
+
+The kernels hide keys by a function of two indices, and keys of other segments. A query gets the index `k_end - 1`, so
+one comparison with the key's index ends its interval wherever that is: in whole rows, beside a cache, and in a part of
+a ring. Blocks that no row of the batch attends to are skipped; the table of blocks comes from the intervals.
+
+The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
+
+Letters: N heads, T queries and S keys padded to whole blocks, Q blocks of queries, C blocks of keys.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from maxlib.kernels.attention.sinks import merge_sinks
+from maxlib.kernels.attention.tiles import tiles
+from maxlib.ops._attention.masks import KnownMask, StaticMask
+
+LANES = 128  # of a vector register; blocks are whole registers
+MOST_BLOCKS = 2**16  # entries of a table of blocks: two tables of int32 take half of a core's scalar memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Sizes of a block: `queries` times `keys`, computed `compute` keys at a time (by the kernels that can)."""
+
+    queries: int
+    keys: int
+    compute: int = 512
+
+    def fit(self, T: int, S: int) -> "Blocks":
+        """Shrinks the block so that it cuts T queries and S keys into as many pieces with the least padding."""
+        keys = _even(S, self.keys)
+        fitting = (size for size in range(LANES, min(self.compute, keys) + 1, LANES) if keys % size == 0)
+        return Blocks(_even(T, self.queries), keys, max(fitting))
+
+    def count(self, T: int, S: int) -> int:
+        """Returns the number of blocks of T queries and S keys."""
+        return -(-T // self.queries) * -(-S // self.keys)
+
+
+def _even(length: int, block: int) -> int:
+    # 1300 tokens in blocks of up to 1024: two blocks of 768, and not one of 1024 and one that is mostly padding.
+    pieces = -(-length // block)
+    return -(-length // (pieces * LANES)) * LANES
+
+
+class Passes(NamedTuple):
+    """Blocks of the three kernels."""
+
+    forward: Blocks
+    dq: Blocks
+    dkv: Blocks
+
+
+def choose_blocks(T: int, S: int, key_dim: int, value_dim: int) -> Passes:
+    """Chooses blocks that every TPU since v4 holds in 16 MiB of vector memory; none has been timed here."""
+    # A block of keys is read once for a block of queries: 1024 queries x 4 bytes of keys and values for 4 FLOPs each
+    # are 1024 FLOPs a byte, more than any TPU computes in the time of a byte. Wide heads take the place of half of it.
+    wide = max(key_dim, value_dim) > LANES
+    # Backward holds logits, probabilities and their gradients of a block at once, forward the first two.
+    forward = Blocks(512 if wide else 1024, 1024)
+    backward = Blocks(512, 512 if wide else 1024)
+    return Passes(forward.fit(T, S), backward.fit(T, S), backward.fit(T, S))
+
+
+class Spec(NamedTuple):
+    """Static parameters: the soft-cap, what is known of the mask, the blocks, and whether to interpret the kernels."""
+
+    softcap: float | None
+    mask: StaticMask
+    passes: Passes
+    interpret: bool
+
+
+def splash(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B S K Hk"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    k_start: Int[Array, "B T"],
+    k_end: Int[Array, "B T"],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: None = None,
+    mask: KnownMask,
+    passes: Passes | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
+
+    Differentiable once (reverse mode) in q, k, v and sinks.
+
+    Args:
+      q: queries.
+      k: keys.
+      v: values.
+      k_start: index of the first key that each query attends to.
+      k_end: index after the last one; it may lie beyond the keys, or before them.
+      scale: factor on the products of queries and keys.
+      softcap: bound of the logits, or None.
+      sinks: a further logit per head, without a value.
+      bias: not supported.
+      mask: what is known of the intervals, with segments if it is segmented.
+      passes: block sizes; by default `choose_blocks`.
+      interpret: run the kernels in Pallas's interpreter, on any device.
+    """
+    # [B, T, N, Hk], [B, S, K, Hv]
+    (_, T, _, Hk), (_, S, _, Hv) = q.shape, v.shape
+    spec = Spec(softcap, mask.static, passes or choose_blocks(T, S, Hk, Hv), interpret)
+    ids = mask.segment_ids if mask.static.segmented else None
+    # The kernels multiply by no scale: it goes into the queries, of which it rounds each number once more.
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    k, v = k.astype(q.dtype), v.astype(q.dtype)
+    out, lse = _attend(spec, q, k, v, k_start.astype(jnp.int32), k_end.astype(jnp.int32), ids)
+    return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
+
+
+# ---------------------------------------------------------------------------------------------- the custom VJP
+
+
+def _attend(spec: Spec, q, k, v, k_start, k_end, ids):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    own = _Call.of(spec, spec.passes.forward, q, k, v, k_start, k_end, ids)
+    block = own.block
+    sizes = kernels.BlockSizes(block_q=block.queries, block_kv=block.keys, block_kv_compute=block.compute)
+
+    def run(q, k, v, index, q_ids, k_ids):  # of one row: N T Hk, K S Hk, K S Hv, T, T, S
+        options = {"mask_value": kernels.DEFAULT_MASK_VALUE, "is_mqa": False, "block_sizes": sizes}
+        out, (lse,) = kernels._splash_attention_forward(
+            own.info(index), q, k, v, own.segments(q_ids, k_ids), None, residual_checkpoint_name=None,
+            save_residuals=True, **options, **own.options,
+        )  # fmt: skip
+        return out, lse
+
+    with jax.named_scope(own.name):
+        out, lse = own.over_rows(run)
+    T, seen = q.shape[1], (jnp.maximum(k_start, 0) < jnp.minimum(k_end, k.shape[1]))[:, :, None]  # [B, T, 1]
+    out, lse = jnp.swapaxes(out, 1, 2)[:, :T], jnp.swapaxes(lse, 1, 2)[:, :T]  # [B, N, T, H] -> [B, T, N, H]
+    # A row that attends to nothing averages hidden values, or divides zero by zero.
+    return jnp.where(seen[..., None], out, 0), jnp.where(seen, lse, -jnp.inf)
+
+
+def _forward(spec: Spec, *args):
+    out, lse = _attend(spec, *args)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (out, lse), (args, out, lse)
+
+
+def _backward(spec: Spec, residuals, cotangents):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    (q, k, v, *rest), out, lse = residuals
+    d_out, d_lse = cotangents
+    seen = jnp.isfinite(lse)
+    # delta = sum(d_out * out) - d_lse, the row's term in the softmax's gradient: d_logits = probs * (d_probs - delta).
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_lse
+    # lse = +inf gives probabilities exp(-inf) = 0 to rows that attend to nothing.
+    rows = (
+        jnp.where(seen[..., None], d_out, 0).astype(q.dtype),
+        jnp.where(seen, lse, jnp.inf),
+        jnp.where(seen, delta, 0.0),
+    )
+
+    def gradients(block: Blocks, kernel: Callable, *, by_keys: bool, **more: Any):
+        own = _Call.of(spec, block, q, k, v, *rest, by_keys=by_keys)
+        fill = (0.0, jnp.inf, 0.0)
+        given = [_by_head(x, own.T, value) for x, value in zip(rows, fill, strict=True)]
+
+        def run(q, k, v, index, q_ids, k_ids, d_out, lse, delta):
+            layout = kernels.QKVLayout.HEAD_DIM_MINOR
+            return kernel(
+                q, k, v, own.segments(q_ids, k_ids), None, lse, d_out, delta, bq=block.queries, bkv=block.keys,
+                is_mqa=False, mask_info=own.info(index), mask_value=kernels.DEFAULT_MASK_VALUE, q_layout=layout,
+                k_layout=layout, v_layout=layout, **more, **own.options,
+            )  # fmt: skip
+
+        with jax.named_scope(own.name):
+            return own.over_rows(run, *given)
+
+    passes = spec.passes
+    compute = {"bkv_compute": passes.dkv.compute, "use_fused_bwd_kernel": False}  # fused, its memory is T x S
+    _, dk, dv = gradients(passes.dkv, kernels._splash_attention_bwd_dkv, by_keys=True, **compute)
+    # Two kernels sum over keys and over queries, each in vector memory: nothing is added up in main memory.
+    dq = gradients(passes.dq, kernels._splash_attention_bwd_dq, by_keys=False)
+    natural = lambda x, length: jnp.swapaxes(x, 1, 2)[:, :length]  # [B, N, T, H] -> [B, T, N, H]
+    return natural(dq, q.shape[1]), natural(dk, k.shape[1]), natural(dv, v.shape[1]), None, None, None
+
+
+_attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))
+_attend.defvjp(_forward, _backward)
+
+
+# ---------------------------------------------------------------------------------------------- one call
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Operands of one kernel, heads first and padded to whole blocks, and the blocks that it visits."""
+
+    spec: Spec
+    block: Blocks
+    operands: tuple[Any, ...]  # q `B N T Hk`, k and v `B K S H`, the index of each query, segments of queries and keys
+    data_next: Int[Array, "1 _ _"]
+    block_mask: Int[Array, "1 _ _"]
+    T: int
+    S: int
+    keys: int  # without the padding
+
+    @classmethod
+    def of(cls, spec: Spec, block: Blocks, q, k, v, k_start, k_end, ids, *, by_keys: bool = False) -> "_Call":
+        T, S = (-(-size // whole) * whole for size, whole in ((q.shape[1], block.queries), (k.shape[1], block.keys)))
+        visited = _visited(block, k_start, k_end, k.shape[1], T, S)
+        width = _window_width(spec.mask, block, by_keys)
+        data_next, block_mask = _listed(visited, axis=0 if by_keys else 1, width=width)
+        pad = lambda x, size, value: jnp.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=value)
+        # Under a causal mask over whole rows all rows have the same index: one copy for the batch.
+        shared = spec.mask.whole and spec.mask.end == "query"
+        index = jnp.arange(T, dtype=jnp.int32) if shared else pad(k_end - 1, T, -1)
+        # Keys behind the end, and the queries of the padding, belong to nobody.
+        segments = (None, None) if ids is None else (pad(ids[0], T, -1), pad(ids[1], S, -2))
+        # q [B, T, N, Hk], k [B, S, K, Hk], v [B, S, K, Hv]: heads first
+        heads = (_by_head(x, size, 0.0) for x, size in ((q, T), (k, S), (v, S)))
+        return cls(spec, block, (*heads, index, *segments), data_next, block_mask, T, S, keys=k.shape[1])
+
+    @property
+    def name(self) -> str:
+        """Returns the name that says what the kernel's mask leaves, by which plans count its work."""
+        mask = self.spec.mask
+        return f"splash_{mask.end}" + ("" if mask.window is None else f"_{mask.window}")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        hidden = functools.partial(
+            _visible, window=self.spec.mask.window, keys=self.keys if self.keys < self.S else None
+        )
+        function = None if self.without_index else hidden
+        return {"mask_function": function, "attn_logits_soft_cap": self.spec.softcap, "interpret": self.spec.interpret}
+
+    @property
+    def without_index(self) -> bool:
+        """Tells whether segments alone, if there are any, say what is hidden."""
+        return self.spec.mask.end == "segment" and self.spec.mask.whole and self.keys == self.S
+
+    def info(self, index):
+        """Returns the description of the mask that the kernels take."""
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as masks
+
+        index = None if self.without_index else index
+        return masks.MaskInfo(self.data_next, None, self.block_mask, None, q_sequence=index)
+
+    def segments(self, q_ids, k_ids):
+        from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+
+        return None if q_ids is None else SegmentIds(q=q_ids, kv=k_ids)
+
+    def over_rows(self, run: Callable, *more):
+        """Runs the kernel for every row of the batch; what all rows share is not repeated."""
+        axes = [None if x is not None and x.ndim == 1 else 0 for x in self.operands]
+        return jax.vmap(run, in_axes=(*axes, *[0] * len(more)))(*self.operands, *more)
+
+
+def _by_head(x, length: int, fill: float):
+    """Pads `B T N ...` to `length` tokens and puts heads first: `B N T ...`."""
+    # [B, T, N, ...] -> [B, length, N, ...] -> [B, N, length, ...]
+    pads = ((0, 0), (0, length - x.shape[1]), *[(0, 0)] * (x.ndim - 2))
+    return jnp.swapaxes(jnp.pad(x, pads, constant_values=fill), 1, 2)
+
+
+def _visible(index, key, *, window: int | None, keys: int | None):
+    """Tells whether the query whose interval ends behind `index` attends to `key`, of `keys` if some are padding."""
+    seen = index >= key
+    seen = seen if window is None else seen & (index - key < window)
+    return seen if keys is None else seen & (key < keys)
+
+
+def _visited(block: Blocks, k_start, k_end, num_keys: int, T: int, S: int) -> Bool[Array, "Q C"]:
+    """Finds the blocks that some query of the batch attends to."""
+    pad = lambda x: jnp.pad(jnp.clip(x, 0, num_keys), ((0, 0), (0, T - x.shape[1])), mode="edge")
+    # [B, Q, C] -> [Q, C]: one table for all rows. What a row of its own does not see, the mask function hides.
+    visited, _ = tiles(pad(k_start), pad(k_end), S, block.queries, block.keys)
+    return visited.any(axis=0)
+
+
+def _window_width(mask: StaticMask, block: Blocks, by_keys: bool) -> int | None:
+    """Returns the most blocks that a window leaves in a row (or column) of blocks; None if they are not known."""
+    if mask.window is None or not mask.whole:
+        return None
+    stays, passes = (block.keys, block.queries) if by_keys else (block.queries, block.keys)
+    # A block of n queries attends to window + n - 1 consecutive keys, and as many queries to a block of n keys. These
+    # lie anywhere among the passing blocks, unless one of their ends is the end of a block.
+    run = mask.window + stays - 1
+    return -(-run // passes) if stays % passes == 0 else -(-(run - 1) // passes) + 1
+
+
+def _listed(visited: Bool[Array, "Q C"], axis: int, width: int | None):
+    """Returns the kernel's two tables: the block to fetch in each step along `axis`, and whether to compute with it.
+
+    A step without work keeps the block that is there, or fetches the first one early.
+    """
+    steps = jnp.moveaxis(visited, axis, -1)  # [rows, steps]
+    first = jnp.argmax(steps, axis=-1, keepdims=True).astype(jnp.int32)
+    column = jnp.arange(steps.shape[-1], dtype=jnp.int32)[None]
+    if width is not None and width < steps.shape[-1]:
+        # Only the run of visited blocks: step w is block first + w.
+        block = first + jnp.arange(width, dtype=jnp.int32)[None]  # [rows, width]
+        inside = block < steps.shape[-1]
+        block = jnp.minimum(block, steps.shape[-1] - 1)
+        run = jnp.take_along_axis(steps, block, axis=-1) & inside
+    else:
+        block = jnp.maximum(jax.lax.cummax(jnp.where(steps, column, -1), axis=1), first)
+        run = steps
+    tables = (jnp.moveaxis(x.astype(jnp.int32), -1, axis)[None] for x in (block, run))
+    return tuple(tables)

@@ -1,0 +1,187 @@
+"""The table of attention: which implementation runs on which device, with which features and shapes, and why not.
+
+A call gets the first row that runs on its platform, has its features and accepts its shapes. Rows with `by_name` are
+only for those who ask. The order is that of evidence: kernels that their makers and others run in production first
+(cuDNN, splash), then plain XLA (`chunked`); maxlib's own Pallas kernels and tokamax stand by until a GPU or TPU has run
+them against these.
+
+| device | up to 16 queries | whole rows, named mask | packed documents | soft-cap, sinks, log-sum-exp | additive bias |
+|---|---|---|---|---|---|
+| TPU v4, v5e, v5p, v6e, v7x | `split_kv` | `splash` | `splash` | `splash` | `chunked` |
+| NVIDIA A100, L40S, H100, H200, B200 | `split_kv` | `cudnn` | `chunked` | `chunked` | `chunked` |
+| CPU and others | `chunked` | `chunked` | `chunked` | `chunked` | `chunked` |
+"""
+
+import re
+
+from maxlib.hardware import is_hopper
+from maxlib.kernels.attention.mosaic_gpu import config as gpu
+from maxlib.kernels.attention.mosaic_gpu import mosaic_gpu
+from maxlib.kernels.attention.mosaic_tpu import config as tpu
+from maxlib.kernels.attention.mosaic_tpu import count_tiles, mosaic_tpu
+from maxlib.ops._attention.chunked import chunked
+from maxlib.ops._attention.cudnn import cudnn
+from maxlib.ops._attention.dispatch import FEATURES, Call, Implementation, register
+from maxlib.ops._attention.reference import reference
+from maxlib.ops._attention.splash import MOST_BLOCKS, choose_blocks, splash
+from maxlib.ops._attention.split_kv import MAX_QUERIES, split_kv
+from maxlib.ops._attention.tokamax_gpu import tokamax
+
+BLACKWELL = re.compile(r"\bG?B(100|200|300)\b")
+HALF = ("bfloat16", "float16")
+
+
+def split_refuses(call: Call) -> str | None:
+    """Returns the reason why `split_kv` does not suit `call`, or None."""
+    few = call.queries <= MAX_QUERIES
+    return None if few else f"is for at most {MAX_QUERIES} queries at a time, not {call.queries}"
+
+
+def splash_refuses(call: Call) -> str | None:
+    """Returns the reason why splash attention cannot run `call`, or None."""
+    if call.dtype not in ("bfloat16", "float32"):
+        return f"takes queries in bfloat16 or float32, not in {call.dtype}"
+    if call.mask is None:
+        return "wants to know where intervals begin: pass mask= (ops.StaticMask), or no k_start"
+    if call.mask.window is not None and call.mask.end != "query":
+        return "takes a window only under a causal mask"
+    block = choose_blocks(call.queries, call.keys, call.key_dim, call.value_dim).forward
+    if (count := block.count(call.queries, call.keys)) > MOST_BLOCKS:
+        return f"takes at most {MOST_BLOCKS} blocks of {block.queries} x {block.keys}, not {count}: split the sequence"
+    return None
+
+
+def _names_no_mask(call: Call) -> str | None:
+    """Returns the reason why a kernel that is given a mask's name, and no intervals, cannot run `call`."""
+    if call.mask is None or call.mask.end == "any":
+        return "takes causal, full and windowed masks, not intervals: pass mask= (ops.StaticMask)"
+    if call.mask.segmented:
+        return "takes packed documents only with a fixed number in every row, which JAX's and tokamax's functions do not offer"
+    if not call.mask.whole:
+        return "takes masks over whole rows, not beside a cache or on a part of a sequence"
+    if call.mask.window is not None and call.mask.end != "query":
+        return "takes a window only under a causal mask"
+    return None
+
+
+def cudnn_refuses(call: Call) -> str | None:
+    """Returns the reason why cuDNN cannot run `call`, or None."""
+    if not re.search("NVIDIA", call.device_kind):
+        return f"is for NVIDIA's GPUs, not for {call.device_kind}"
+    if re.search(r"\b(V100|P100|P40|P4|T4)\b", call.device_kind):
+        return f"is for Ampere and later, not for {call.device_kind}"
+    if call.dtype not in HALF:
+        return f"takes queries in bfloat16 or float16, not in {call.dtype}"
+    # Heads of 256 need the registers of Hopper's warpgroups.
+    widest = 256 if is_hopper(call.device_kind) or BLACKWELL.search(call.device_kind) else 128
+    if call.key_dim % 8 or call.key_dim > widest:
+        return f"takes heads whose width is a multiple of 8, at most {widest} here, not {call.key_dim}"
+    return _names_no_mask(call)
+
+
+def tokamax_refuses(call: Call) -> str | None:
+    """Returns the reason why tokamax cannot run `call`, or None."""
+    if not (is_hopper(call.device_kind) or BLACKWELL.search(call.device_kind)):
+        return f"is for NVIDIA's Hopper and Blackwell, not for {call.device_kind}"
+    if call.dtype not in HALF:
+        return f"takes queries in bfloat16 or float16, not in {call.dtype}"
+    return _names_no_mask(call)
+
+
+def mosaic_gpu_refuses(call: Call) -> str | None:
+    """Returns the reason why maxlib's kernels for Hopper cannot run `call`, or None."""
+    if not is_hopper(call.device_kind):
+        return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {call.device_kind}"
+    if call.dtype not in HALF:
+        return f"takes queries in bfloat16 or float16, not in {call.dtype}"
+    for name, width in (("Hk", call.key_dim), ("Hv", call.value_dim)):
+        if width % 16 or width > gpu.WIDEST:
+            return f"takes heads whose width is a multiple of 16, at most {gpu.WIDEST}, not {name}={width}"
+    return None
+
+
+def mosaic_tpu_refuses(call: Call) -> str | None:
+    """Returns the reason why maxlib's kernels for TPUs cannot run `call`, or None."""
+    if call.dtype not in ("bfloat16", "float32"):
+        return f"takes queries in bfloat16 or float32, not in {call.dtype}"
+    # The kernels' tables of tiles lie in scalar memory.
+    count = count_tiles(
+        tpu.generation(call.device_kind), call.batch, call.queries, call.keys, call.heads // call.kv_heads
+    )
+    return (
+        None
+        if count <= tpu.MOST_TILES
+        else f"takes at most {tpu.MOST_TILES} tiles, not {count}: split batch or sequence"
+    )
+
+
+GPU, TPU = frozenset({"gpu"}), frozenset({"tpu"})
+ALL = frozenset(FEATURES)
+UNPROVEN = "it has not run on a {} yet, and {} has"
+
+ROWS = (
+    # Stand by until hardware has run them.
+    Implementation(
+        "mosaic_gpu",
+        mosaic_gpu,
+        "Hopper kernels, masked tiles skipped in both passes",
+        GPU,
+        ALL - {"bias", "float64"},
+        mosaic_gpu_refuses,
+        by_name=UNPROVEN.format("GPU", "cuDNN"),
+    ),
+    Implementation(
+        "mosaic_tpu",
+        mosaic_tpu,
+        "TPU kernels, masked tiles skipped in both passes",
+        TPU,
+        ALL - {"bias", "float64"},
+        mosaic_tpu_refuses,
+        by_name=UNPROVEN.format("TPU", "splash"),
+    ),
+    Implementation(
+        "tokamax",
+        tokamax,
+        "tokamax's kernels for Hopper and Blackwell",
+        GPU,
+        frozenset({"gqa", "value_dim", "softcap"}),
+        tokamax_refuses,
+        by_name="maxlib has not run it on a GPU yet",
+        takes_mask=True,
+    ),
+    # Decoding: no kernel above is made for a single query, and both pad it to a whole block.
+    # A CPU has no more cores than one block keeps busy: chunked is faster there.
+    Implementation(
+        "split_kv",
+        split_kv,
+        "few queries: parts of the keys side by side in XLA",
+        GPU | TPU,
+        ALL - {"bias"},
+        split_refuses,
+    ),
+    # Proven: the default wherever they can.
+    Implementation(
+        "cudnn",
+        cudnn,
+        "cuDNN's fused attention, proven on every generation of GPUs since Ampere",
+        GPU,
+        frozenset({"gqa"}),
+        cudnn_refuses,
+        takes_mask=True,
+    ),
+    Implementation(
+        "splash",
+        splash,
+        "JAX's splash attention, proven on TPUs",
+        TPU,
+        ALL - {"bias", "float64"},
+        splash_refuses,
+        takes_mask=True,
+    ),
+    # Everything else, everywhere.
+    Implementation("chunked", chunked, "blockwise XLA, memory linear in the sequence"),
+    Implementation("reference", reference, "the definition, memory T x S"),
+)
+
+for row in ROWS:
+    register(row)

@@ -1,0 +1,97 @@
+"""Checks before an export: what is read from it must be the model that was written."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from maxlib import nn
+from maxlib.ops import Mask, Rope
+from maxlib.weights._resolve import resolve
+from maxlib.weights._table import Table
+
+# Settings of a layer that choose how it computes, or that training sets: not what a file describes.
+_FREE = ("implementation", "matmul", "capacity_factor", "gather_once")
+_PLAIN = bool | int | float | str | None | Mask | Rope
+_SHOWN = 5
+
+
+def check_reads_back(model: Any, build: Callable[..., Any], table: Table) -> None:
+    """Checks that a model has the parts that its configuration describes.
+
+    Args:
+      model: a model with `cfg`, whose parts may have been swapped.
+      build: `build(cfg, *, rngs)`, as reading calls it.
+      table: the names of its weights.
+
+    Raises:
+      ValueError: when reading would miss tensors, find some without a place, or compute with other settings.
+    """
+    wanted = jax.eval_shape(lambda: build(model.cfg, rngs=nnx.Rngs(0)))
+    ours, theirs = (_tensors(one, table) for one in (model, wanted))
+    wrong = [f"{name}: {_shape(ours, name)} here, {_shape(theirs, name)} by the configuration"
+             for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]  # fmt: skip
+    wrong = wrong or _other_settings(model, wanted)
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ValueError(
+            f"what would be saved is not the {type(model).__name__} that its config.json describes, and would be read as "
+            f"another model: {'; '.join(wrong[:_SHOWN])}{more}. Give the model a family of its own (family=), or store it "
+            "with checkpoint.Checkpointer"
+        )
+
+
+def _tensors(model: Any, table: Table) -> dict[str, tuple[int, ...]]:
+    """Returns the tensors that a table makes of a model, by name."""
+    plan = resolve(model, table)
+    converted = {name: (*c.place.shape, n) for c in plan.conversions for n, name in enumerate(c.theirs)}
+    return {name: tensor.shape for name, tensor in plan.tensors.items()} | converted
+
+
+def _shape(tensors: dict[str, tuple[int, ...]], name: str) -> str:
+    return str(tensors[name]) if name in tensors else "absent"
+
+
+def _other_settings(model: Any, wanted: Any) -> list[str]:
+    """Lists the settings of layers that differ, such as an activation."""
+    ours, theirs = (dict(_settings(one)) for one in (model, wanted))
+    return [f"{name} is {ours[name]} here, {theirs[name]} by the configuration"
+            for name in ours if name in theirs and ours[name] != theirs[name]]  # fmt: skip
+
+
+def _settings(model: Any) -> Iterator[tuple[str, str]]:
+    """Yields the settings of all modules in words, those of a stack's layers by number, however they are stored."""
+    modules = list(nnx.iter_modules(model))
+    stacks = {path: part for path, part in modules if isinstance(part, nn.Stack)}
+    for path, part in modules:
+        if not any(path[: len(stack)] == stack for stack in stacks):
+            yield from _own(path, part)
+    for path, stack in stacks.items():
+        places = [stack.where(i)[0] for i in range(len(stack))]
+        stored = {place: _of_layer(functools.reduce(_child, place.split("."), stack)) for place in set(places)}
+        for i, place in enumerate(places):
+            yield from ((".".join(map(str, (*path, i, name))), word) for name, word in stored[place])
+
+
+def _of_layer(layer: Any) -> list[tuple[str, str]]:
+    return [setting for path, part in nnx.iter_modules(layer) for setting in _own(path, part)]
+
+
+def _child(part: Any, name: str) -> Any:
+    return part[int(name)] if name.isdecimal() else getattr(part, name)
+
+
+def _own(path: tuple[Any, ...], part: Any) -> Iterator[tuple[str, str]]:
+    for name, value in vars(part).items():
+        setting = isinstance(value, _PLAIN) or (callable(value) and not isinstance(value, nnx.Module | nnx.Variable))
+        if setting and name not in _FREE and not name.startswith("_"):
+            yield ".".join(map(str, (*path, name))), _word(value)
+
+
+def _word(value: Any) -> str:
+    """Describes a setting; two builds of a model describe it alike."""
+    if isinstance(value, functools.partial):
+        return f"{_word(value.func)}({', '.join(map(repr, value.args))}{value.keywords or ''})"
+    return getattr(value, "__qualname__", None) or repr(value)
