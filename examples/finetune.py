@@ -12,10 +12,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import checkpoint, data, inference, sharding, training
+from maxlib import adapters, checkpoint, data, inference, nn, sharding, training
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
 KEPT = (
@@ -34,6 +35,8 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     train, held_out = loaders(tokenizer, args)
     model = maxlib.from_pretrained(args.model, dtype=jnp.float32, layout=layout)
+    if args.lora:
+        model = adapters.add(model, adapters.LoRA(args.lora, 2 * args.lora), rngs=nnx.Rngs(0))
     loss = functools.partial(training.next_token_loss, dtype=DTYPE, remat="full")
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=args.steps // 10)
     trainer = training.Trainer(
@@ -43,6 +46,8 @@ def main() -> None:
         loss=training.accumulate(loss, args.accumulate),
         directory=args.out,
         layout=layout,
+        filter=adapters.trainable if args.lora else nn.is_trainable,
+        base=args.model if args.lora else None,
         schedule=schedule,
         evaluation=training.Evaluation(held_out),
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
@@ -54,6 +59,9 @@ def main() -> None:
         trainer.log(f"before: {trainer.evaluate()['eval/nll']:.3f} nats per token of held-out text")
     trainer.log(f"after: {trainer.fit(args.steps)['eval/nll']:.3f} nats per token of held-out text")
     model = trainer.model
+    if args.lora:
+        print("\n".join(adapters.save(model, args.out / "adapter", base=str(args.model), overwrite=True)))
+        model = adapters.merge(model)
     export(model, args)
     show_sample(model, tokenizer, args)
 
@@ -70,6 +78,9 @@ def arguments() -> argparse.Namespace:
     add("--accumulate", default=1, help="microbatches that a step is cut into, for less memory (%(default)s)")
     add("--length", default=512, help="tokens in a row (%(default)s)")
     add("--learning-rate", metavar="X", type=float, default=2e-5, help="its peak (%(default)s)")
+    add(
+        "--lora", metavar="RANK", default=0, help="train adapters of this rank only; 0 trains all weights (%(default)s)"
+    )
     add("--prompt", metavar="TEXT", type=str, default="The ", help="what the sample continues (%(default)r)")
     return parser.parse_args()
 

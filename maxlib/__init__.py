@@ -1,7 +1,7 @@
 """Composable LLM building blocks on JAX and Flax NNX.
 
 The subpackages are `ops` (pure functions), `nn` (layers), `models`, `sharding`, `distributed`, `weights`,
-`tokenization`, `data`, `training`, `checkpoint`, `observability`, `inference`, `quantization`, `post_training` and
+`tokenization`, `data`, `training`, `checkpoint`, `observability`, `inference`, `quantization`, `adapters`, `post_training` and
 `plan`. Importing `maxlib` imports none of them: each is imported when it is first named.
 """
 
@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from maxlib import adapters as adapters
     from maxlib import checkpoint as checkpoint
     from maxlib import data as data
     from maxlib import distributed as distributed
@@ -41,6 +42,7 @@ _SUBPACKAGES = (
     "ops",
     "plan",
     "post_training",
+    "adapters",
     "quantization",
     "sharding",
     "tokenization",

@@ -115,6 +115,15 @@ def test_finetune_lowers_the_loss_and_exports(run, finetuned):
     assert new == old
 
 
+def test_finetune_trains_adapters_and_writes_them(run, tmp_path):
+    (text := tmp_path / "text.txt").write_text("Once there was a cat.\n\n" * 400)
+    options = ["--out", tmp_path / "run", "--steps", 6, "--batch", 4, "--length", 32, "--learning-rate", 3e-2]
+    said = example("finetune.py", run[0] / "model", text, *options, "--lora", 4)
+    before, after = (float(re.search(rf"{word}: (\S+) nats", said)[1]) for word in ("before", "after"))
+    assert after < before and "PEFT: all of it" in said
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").stat().st_size > 0
+
+
 def test_generate_writes_from_a_directory(finetuned):
     text = example("generate.py", "Once there", "--model", finetuned[0] / "model", "--tokens", 8, "--raw")
     assert "tokens/s" in text and len(text.partition("\n\n[")[0]) > 4

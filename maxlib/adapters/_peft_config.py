@@ -119,7 +119,9 @@ def make(
     for name, value in everything.items():  # a tensor per expert: PEFT takes their rank from `r`
         counts[value] = counts.get(value, 0) + (len(everything) if ".experts." in name and name in adapters else 1)
     rank, scale = max(counts, key=lambda value: counts[value])
-    others = {re.escape(name): value for name, value in sorted(everything.items()) if value != (rank, scale)}
+    others: dict[str, tuple[int, float]] = {}
+    for name, value in sorted(everything.items()):
+        others |= _patterns(name, *value) if value != (rank, scale) else {}
     return {
         "alpha_pattern": {name: _alpha(*value) for name, value in others.items()},
         "auto_mapping": None,
@@ -140,6 +142,16 @@ def make(
         "use_dora": dora,
         "use_rslora": False,
     }
+
+
+def _patterns(name: str, rank: int, scale: float) -> dict[str, tuple[int, float]]:
+    """Returns the patterns of a module; those of experts also for the fused parameter that PEFT makes of them."""
+    found = re.fullmatch(r"(.+\.experts)\.\d+\.(\w+)", name)
+    if found is None:
+        return {rf"{re.escape(name)}(\.weight)?": (rank, scale)}
+    stem, down = re.escape(found[1]), found[2] in ("down_proj", "w2")
+    fused = rf"{stem.replace('block_sparse_moe', 'mlp')}\.{'down_proj' if down else 'gate_up_proj'}"
+    return {rf"{stem}\.\d+\.{found[2]}": (rank, scale), fused: (rank if down else 2 * rank, scale)}
 
 
 def _alpha(rank: int, scale: float) -> int | float:

@@ -1,15 +1,18 @@
 """The state that a run begins with, and the state that it saves for the next one."""
 
 import dataclasses
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from maxlib import checkpoint, distributed, nn, sharding
+from maxlib.checkpoint._checksum import digest, to_hex
 from maxlib.training._step import TrainState
 
 
@@ -29,6 +32,7 @@ def initial_state(
     params_from: str | Path | None,
     *,
     layout: sharding.Layout | None,
+    base: str | Path | None = None,
 ) -> tuple[TrainState, Origin]:
     """Returns the state to begin with, as `Trainer.restore` describes.
 
@@ -37,11 +41,11 @@ def initial_state(
     if checkpointer is not None:
         checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
         if any(step is not None for step in distributed.allgather_json(checkpointer.latest())):
-            restored = checkpointer.restore(like=_make_room(state))
+            restored = _read(lambda like: checkpointer.restore(like=like), state, base, checkpointer.directory)
             return _resumed(state, restored, f"this run's own checkpoint in {checkpointer.directory}")
     layouts = checkpoint.layouts(state.rest)
     if resume_from is not None:
-        restored = checkpoint.load(resume_from, _make_room(state), layouts=layouts)
+        restored = _read(lambda like: checkpoint.load(resume_from, like, layouts=layouts), state, base, resume_from)
         return _resumed(state, restored, f"the checkpoint in {resume_from}")
     if params_from is not None:
         params = _parameters(state, Path(params_from), layouts, layout)
@@ -55,22 +59,60 @@ def save(
     step: int,
     data_state: Any,
     metrics: dict[str, float],
+    *,
+    base: dict[str, str] | None = None,
 ) -> None:
-    """Starts to save everything that `initial_state` restores."""
+    """Starts to save what `initial_state` restores, without frozen weights if `base` records them."""
     checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
     meta = {"key": jax.random.key_data(state.key).tolist(), "model": repr(getattr(state.rest, "cfg", None))}
-    checkpointer.save(step, items_of(state), data=data_state, meta=meta, metrics=metrics)
+    meta |= {} if base is None else {"base": base}
+    checkpointer.save(step, items_of(state, base), data=data_state, meta=meta, metrics=metrics)
 
 
-def items_of(state: TrainState) -> dict[str, Any]:
-    """Returns the items of a checkpoint of `state`: trained parameters, optimizer state, and the frozen rest."""
-    frozen = {path: v.get_value() for path, v in nn.variables(state.rest).items() if path not in state.trainable}
-    return {"params": state.trainable, "opt": state.opt_state, "rest": frozen}
+def items_of(state: TrainState, base: Any = None) -> dict[str, Any]:
+    """Returns the items of a checkpoint of `state`: trained parameters, optimizer state, and the frozen rest.
+
+    With a base, frozen weights are left out; what else a step may change (biases of routers, counters) is not.
+    """
+    frozen = {path: v for path, v in nn.variables(state.rest).items() if path not in state.trainable}
+    kept = {path: v.get_value() for path, v in frozen.items() if base is None or not _is_weight(v)}
+    return {"params": state.trainable, "opt": state.opt_state, "rest": kept}
 
 
-def _make_room(state: TrainState) -> dict[str, Any]:
+def record_of(state: TrainState, base: str | Path) -> dict[str, str]:
+    """Returns what a checkpoint records of the base of `state`: its directory, and a checksum of its frozen weights."""
+    frozen = {path: v for path, v in nn.variables(state.rest).items() if path not in state.trainable and _is_weight(v)}
+    sums = {path: digest(v.get_value()) for path, v in sorted(frozen.items())}
+    text = "\n".join(f"{path} {to_hex(value)}" for path, value in sums.items())
+    return {"directory": str(base), "checksum": hashlib.sha256(text.encode()).hexdigest()[:32]}
+
+
+def _is_weight(variable: nnx.Variable) -> bool:
+    """Returns True for parameters, and for the arrays of quantized weights and frozen adapters."""
+    return type(variable) is nnx.Param or (type(variable) is nnx.Variable and variable.get_value().ndim > 1)
+
+
+def _read(read: Callable[[Any], dict[str, Any]], state: TrainState, base: Any, where: Any) -> dict[str, Any]:
+    """Reads a checkpoint for `state`; raises ValueError unless both have the same base."""
+    known = None if base is None else record_of(state, base)
+    try:
+        restored = read(_make_room(state, base))
+    except ValueError as error:
+        error.add_note("A run with Trainer(base=...) saves no frozen weights: give the same base to go on with it.")
+        raise
+    saved = restored["meta"].get("base")
+    if known is not None and saved is not None and known["checksum"] != saved["checksum"]:
+        raise ValueError(
+            f"{where} was trained on the base in {saved['directory']} (checksum {saved['checksum']}), but this model's frozen "
+            f"weights, from {known['directory']}, are others ({known['checksum']}): build the model from the same base, with "
+            "the same dtype, quantization and layout of stacks"
+        )
+    return restored
+
+
+def _make_room(state: TrainState, base: Any) -> dict[str, Any]:
     """Returns shapes and shardings to restore into, and deletes the arrays of `state` to free their memory."""
-    items = items_of(state)
+    items = items_of(state, base)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), items)
     jax.tree.map(lambda x: x.delete(), items)
     return like

@@ -3,6 +3,7 @@
 import collections
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from maxlib.distributed._timeouts import hard_timeout
 from maxlib.observability._goodput import Clock
 from maxlib.training._export import Export
 from maxlib.training._objectives.objective import Batch
-from maxlib.training._restore import save
+from maxlib.training._restore import record_of, save
 from maxlib.training._step import Loss, TrainState
 from maxlib.training.probes._nonfinite import find_nonfinite
 
@@ -31,8 +32,10 @@ class Saving:
         clock: Clock,
         timeout: float | None,
         log: Callable[[str], Any],
+        base: str | Path | None = None,
     ):
         self.checkpointer, self.exports = checkpointer, list(exports)
+        self._base, self._record = base, None
         self._clock, self._timeout, self._log = clock, timeout, log
         self._causes: collections.Counter[str] = collections.Counter()
 
@@ -49,7 +52,9 @@ class Saving:
             if not export.has(step):
                 self._try(export.wait, "the export before this checkpoint to be written")
         numbers = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
-        begin = lambda: save(checkpointer, state, step, data_state, numbers)
+        if self._base is not None and self._record is None:
+            self._record = record_of(state, self._base)
+        begin = lambda: save(checkpointer, state, step, data_state, numbers, base=self._record)
         if not self._try(begin, f"the checkpoint of step {step} to be taken"):
             self._go_on(checkpointer)
 

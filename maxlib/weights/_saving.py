@@ -31,6 +31,7 @@ OWN_FILES = (
     "config.json",
     "generation_config.json",
     "quantization.json",
+    "adapter_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -1,21 +1,25 @@
 """PEFT directories: read as PEFT computes them, written so that PEFT reads them, refused where something is lost."""
 
-import jax
+import json
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 import maxlib
 from maxlib import adapters
 from tests.adapters import peft_parity as theirs
-from tests.adapters.test_adapters import QUICKLY, trained
+from tests.adapters.test_adapters import jit, trained
 from tests.models import parity
 
 BY_DEFAULT = ("llama", "llama_dora", "qwen3_moe_experts")
 CASES = [pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.full) for n in theirs.CASES]
 
 
-@jax.jit(compiler_options=QUICKLY)
+@jit
 def logits(model, tokens):
     return model.logits(model(tokens, dtype=jnp.float32).hidden)
 
@@ -43,14 +47,9 @@ def test_logits_are_those_of_peft(name, base, tmp_path):
     assert np.abs(want - logits(model, tokens)[:, -theirs.KEPT :]).max() > 0.05
 
     # What is written is read as the same, in every layout that the family has.
-    layouts = (None, "fused") if "experts" in name and "gpt" not in name else (None,)
-    for number, layout in enumerate(layouts):
-        try:
-            adapters.save(adapted, tmp_path / f"own{number}", experts=layout)
-        except ValueError as error:
-            assert "no DoRA for fused" in str(error)
-            continue
-        again = adapters.load(model, tmp_path / f"own{number}")
+    for layout in (None, "fused") if "moe" in name else (None,):
+        adapters.save(adapted, tmp_path / f"own_{layout}", experts=layout)
+        again = adapters.load(model, tmp_path / f"own_{layout}")
         equal(logits(again, tokens)[:, -theirs.KEPT :], want)
 
 
@@ -75,3 +74,137 @@ def test_golden_arrays_are_what_peft_gives(name, tmp_path):
     now, golden = theirs.theirs(name, tmp_path), theirs.golden(name)
     assert now["shapes"] == golden["shapes"]
     equal(now["logits"], golden["logits"], 1e-5)
+
+
+# --- what is refused ---
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A tiny Llama, and a function that writes its PEFT directory with changes."""
+    model = maxlib.from_pretrained(parity.directory(tmp_path / "base", theirs.base_case("llama_layers")))
+
+    def write(change=lambda tensors: tensors, **config):
+        path = theirs.directory(tmp_path / "adapter", "llama_layers", **config)
+        tensors = load_file(path / "adapter_model.safetensors")
+        save_file(change(tensors), path / "adapter_model.safetensors", metadata={"format": "pt"})
+        return path
+
+    return model, write
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type must be 'LORA'"),
+        ({"lora_alpha": None}, "must give lora_alpha"),
+        ({"bias": "all"}, "not supported: {'bias': 'all'}"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"some_day": {"a": 1}}, "some_day"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"use_dora": True}, "lora_magnitude_vector must come together"),
+        ({"r": 5}, "must have rank 5"),
+        ({"rank_pattern": {"q_proj": 7}}, "q_proj: factors must have rank 7"),
+    ],
+)
+def test_fields_that_change_the_result_are_honoured_or_refused(files, config, message):
+    model, write = files
+    with pytest.raises(ValueError, match=re.escape(message)):
+        adapters.load(model, write(**config))
+
+
+def renamed(old, new):
+    return lambda tensors: {name.replace(old, new): value for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (renamed("layers.0", "layers.9"), "the model has no such matrix"),
+        (renamed("q_proj", "qq_proj"), "qq_proj is adapted, but the model has no such matrix"),
+        (renamed("base_model.model.", ""), "names must begin with 'base_model.model.'"),
+        (renamed("lora_A", "lora_E"), "a kind of adapter that is not supported"),
+        (lambda t: {n: v for n, v in t.items() if "lora_A" not in n}, "needs lora_A and lora_B"),
+        (lambda t: {n: v[..., 1:] if "lora_A" in n else v for n, v in t.items()}, "inputs and"),
+        (lambda t: t | {"base_model.model.other.weight": np.zeros(3, np.float32)}, "no place for: ['other.weight']"),
+    ],
+)
+def test_tensors_without_a_place_are_refused(files, change, message):
+    model, write = files
+    with pytest.raises(ValueError, match=re.escape(message)):
+        adapters.load(model, write(change))
+
+
+def test_missing_files_are_named(files, tmp_path):
+    model, write = files
+    with pytest.raises(FileNotFoundError, match="adapter_config.json"):
+        adapters.load(model, tmp_path)
+    (write() / "adapter_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="adapter_model.safetensors"):
+        adapters.load(model, tmp_path / "adapter")
+
+
+def test_saved_modules_and_tables_are_written_into_the_base_on_request(files):
+    model, write = files
+    prefix, vocab, dim = "base_model.model.", model.cfg.vocab, model.cfg.dim
+    a, b = np.ones((3, vocab), np.float32), np.full((dim, 3), 0.5, np.float32)
+    head = np.arange(vocab * dim, dtype=np.float32).reshape(vocab, dim)
+    tables = {
+        f"{prefix}model.embed_tokens.lora_embedding_A": a,
+        f"{prefix}model.embed_tokens.lora_embedding_B": b,
+        f"{prefix}lm_head.weight": head,
+    }
+    path = write(lambda tensors: tensors | tables)
+    with pytest.raises(ValueError, match="into_base=True"):
+        adapters.load(model, path)
+    if model.head is None:
+        pytest.fail("the case must have a head of its own")
+    new = adapters.load(model, path, into_base=True)
+    np.testing.assert_array_equal(new.head.w[...], head)
+    np.testing.assert_allclose(new.embed.w[...], model.embed.w[...] + 5 / 3 * (b @ a).T, rtol=1e-6)
+
+
+def test_square_experts_of_unknown_version_are_refused_and_known_ones_turned(tmp_path):
+    """Experts as wide as the model: PEFT before 0.19.1 swapped inputs and outputs."""
+    case = dict(theirs.base_case("qwen3_moe_down"))
+    width = case["config"]["hidden_size"]
+    case["config"] = case["config"] | {"moe_intermediate_size": width}
+    old = theirs.base_case("qwen3_moe_down")["config"]["moe_intermediate_size"]
+    wide = lambda n, s: [width if d == old and ".experts." in n else d for d in s]
+    case["shapes"] = {n: wide(n, s) for n, s in case["shapes"].items()}
+    model = maxlib.from_pretrained(parity.directory(tmp_path / "base", case))
+    shapes = theirs.golden("qwen3_moe_down")["shapes"]
+    shapes = {n: wide(".experts.", s) if "experts" in n else s for n, s in shapes.items()}
+    path = theirs.directory(tmp_path / "adapter", "qwen3_moe_down")
+    save_file(theirs.values(shapes), path / "adapter_model.safetensors", metadata={"format": "pt"})
+    found = {}
+    for version in ("0.18.1", "0.19.1", None):
+        config = json.loads((path / "adapter_config.json").read_text()) | {"peft_version": version}
+        (path / "adapter_config.json").write_text(json.dumps(config))
+        if version is None:
+            with pytest.raises(ValueError, match="nothing says which is which"):
+                adapters.load(model, path)
+        else:
+            layers = adapters.load(model, path).layers
+            found[version] = next(layer.moe for layer in layers if layer.moe is not None).down.matmul
+    new, before = found["0.19.1"], found["0.18.1"]
+    np.testing.assert_array_equal(new.a[...], jnp.swapaxes(before.b[...], 1, 2))
+    np.testing.assert_array_equal(new.b[...], jnp.swapaxes(before.a[...], 1, 2))
+
+
+def test_what_peft_cannot_express_is_refused(files, tmp_path):
+    model, write = files
+    with pytest.raises(ValueError, match="no adapters to save"):
+        adapters.save(model, tmp_path / "own")
+    with pytest.raises(ValueError, match="the model has adapters"):
+        maxlib.save_pretrained(adapters.load(model, write()), tmp_path / "own")
+    dora = adapters.LoRA(2, 4, dora=True)
+    rules = [adapters.Rule(dora, match="layers.attn.q"), adapters.Rule(adapters.LoRA(2, 4))]
+    with pytest.raises(ValueError, match="one use_dora for all"):
+        adapters.save(adapters.add(model, rules, rngs=nnx.Rngs(0)), tmp_path / "own")
+    lines = adapters.save(adapters.load(model, write()), tmp_path / "own")
+    assert lines[0].startswith("PEFT: all") and "max_lora_rank of at least 3" in lines[1]

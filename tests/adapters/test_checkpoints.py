@@ -1,0 +1,83 @@
+"""Checkpoints of adapters: what is trained and nothing else, on a base that is found again or refused."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import adapters, checkpoint, nn, quantization, training
+from maxlib.training import _trainer as trainer_module
+from tests.adapters.test_adapters import jit, put_on
+from tests.training.tiny import Bigram, Loader, jit_step, loss
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    monkeypatch.setattr(trainer_module, "jit_step", jit_step)
+
+
+def build(seed=0):
+    quantize = lambda model: quantization.for_inference(model, "int8")
+    return put_on(jit(lambda: quantize(Bigram(64, rngs=nnx.Rngs(seed))))())
+
+
+def trainer(model, directory: Path, **options):
+    return training.Trainer(
+        model,
+        optimizer=training.adamw(1e-2),
+        loader=Loader(),
+        loss=loss,
+        filter=adapters.trainable,
+        checkpointer=checkpoint.Checkpointer(directory, every=2),
+        **{"base": "a/base"} | options,
+    )
+
+
+def test_a_run_saves_what_is_trained_and_resumes_bit_for_bit(tmp_path):
+    whole = trainer(build(), tmp_path / "whole")
+    whole.fit(4)
+    first = trainer(build(), tmp_path / "run")
+    first.fit(2)
+    held = [*first.state.trainable.values(), *jax.tree.leaves(first.state.opt_state)]
+    size = lambda item: sum(p.stat().st_size for p in (tmp_path / "run" / "2" / item).rglob("*") if p.is_file())
+    trained = sum(a.nbytes for a in held)
+    # What describes the arrays is of one size, here as large as they are.
+    assert size("params") + size("opt") <= 1.2 * trained + 20_000
+    assert size("rest") < 1000 < trained
+    second = trainer(build(), tmp_path / "run")
+    second.fit(4)
+    for name, value in whole.state.trainable.items():
+        np.testing.assert_array_equal(value, second.state.trainable[name])
+    moved = [np.abs(v).max() for n, v in second.state.trainable.items() if n.endswith(".b")]
+    assert min(moved) > 0
+
+
+def test_another_base_is_refused(tmp_path):
+    trainer(build(), tmp_path).fit(2)
+    with pytest.raises(ValueError, match=r"trained on the base in a/base \(checksum .*others"):
+        trainer(build(seed=1), tmp_path).restore()
+    with pytest.raises(ValueError, match="rest") as error:
+        trainer(build(), tmp_path, base=None).restore()
+    assert "give the same base" in error.value.__notes__[0]
+
+
+def test_the_compiled_step_has_gradients_of_factors_only():
+    model = put_on(jit(lambda: Bigram(64, rngs=nnx.Rngs(0)))())
+    optimizer = training.adamw(1e-2)
+    sizes = {}
+    batch = {name: jnp.zeros((2, 8), jnp.int32) for name in ("tokens", "targets")}
+    for name, filter in (("factors", adapters.trainable), ("all", nn.is_trainable)):
+        state = training.make_state(model, optimizer, filter=filter)
+        step = jax.jit(training.make_train_step(loss, optimizer), donate_argnums=0)
+        compiled = step.lower(state, batch).compile()
+        sizes[name] = compiled.memory_analysis().temp_size_in_bytes, compiled.cost_analysis()["flops"]
+        factors = sum(a.nbytes for a in state.trainable.values())
+    weights = sum(a.nbytes for a in jax.tree.leaves(model)) - sum(
+        a.nbytes for a in nn.partition(model, adapters.trainable)[0].values()
+    )
+    assert factors > weights
+    assert sizes["all"][0] - sizes["factors"][0] > 0.5 * weights
+    assert sizes["factors"][1] < 0.9 * sizes["all"][1]
