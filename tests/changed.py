@@ -96,7 +96,11 @@ def closure(path: Path) -> set[Path]:
 
 
 def by_name(test: Path) -> list[Path]:
-    """Of a family's test, the family and its golden arrays, which it finds by name."""
+    """What a test finds by name: of a family's test, the family and its golden arrays; pages; examples."""
+    if test.name == "test_docs.py":
+        return [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").rglob("*.md")]
+    if test.name == "test_examples.py":
+        return sorted((ROOT / "examples").glob("*.*"))
     family = test.stem.removeprefix("test_").removesuffix("_images")
     found = [ROOT / "maxlib" / "models" / f"{family}.py", ROOT / "tests" / "models" / "golden" / f"{family}.npz"]
     return [path for path in found if test.parent.name == "models" and path.exists()]

@@ -27,9 +27,14 @@ def loss(model, batch, key=None):
     return training.next_token_loss(model, batch, dtype=jnp.float32, remat="full")
 
 
+@jax.jit
+def copied(model):
+    return jax.tree.map(jnp.copy, model)
+
+
 def trained(model, steps: int):
     optimizer = training.adamw(3e-2, mask=training.decay_mask(model))
-    state = training.make_state(jax.tree.map(jnp.copy, model), optimizer)
+    state = training.make_state(copied(model), optimizer)
     step, losses = training.jit_step(training.make_train_step(loss, optimizer)), []
     for i in range(steps):
         state, metrics = step(state, batch(i))

@@ -240,13 +240,18 @@ def _as_object(data: bytes, *, path: Any, start: int) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         at = start + len(text[: error.pos].encode())
         raise ValueError(f"{path}: byte {at}: each line must be one JSON object: {error.msg}.") from error
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of too many digits
+        raise ValueError(f"{path}: byte {start}: each line must be one JSON object: {error}.") from error
     if not isinstance(record, dict):
         raise ValueError(f"{path}: byte {start}: each line must be a JSON object, got a {type(record).__name__}.")
     return record
 
 
 def _one_array_record(path: Path, decode: Callable) -> grain.MapDataset[Document]:
-    source: Any = grain.sources.ArrayRecordDataSource([str(path)])
+    try:
+        source: Any = grain.sources.ArrayRecordDataSource([str(path)])
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{path} is no ArrayRecord file, or a damaged one ({error}). Write it again.") from error
     if len(source) == 0:
         raise ValueError(f"{path}: byte 0: there is no record in this file. Remove it or leave it out of the paths.")
     return grain.MapDataset.source(source).map_with_index(

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from maxlib.observability._metrics import is_number, read_json
+
 FILE = "goodput.jsonl"
 NAMES = {
     "step": "training steps",
@@ -177,13 +179,21 @@ def _position(path: Path | None) -> tuple[int, int]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            line = json.loads(text)
-            if isinstance(line, dict) and {"session", "at", "time"} <= line.keys():
-                lines.append(line)
-    return lines
+    texts = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return [line for line in map(read_json, texts) if _is_line(line)]
+
+
+def _is_line(line: Any) -> bool:
+    """Returns whether a line holds what a `Clock` writes."""
+    if not isinstance(line, dict) or not {"session", "at", "time"} <= line.keys():
+        return False
+    seconds = line.get("seconds", {})
+    numbers = [line[name] for name in ("at", "time", "begin") if name in line]
+    return (
+        isinstance(seconds, dict)
+        and all(map(is_number, [*numbers, *seconds.values()]))
+        and all(isinstance(line.get(name, 0), int) and is_number(line.get(name, 0)) for name in ("session", "step"))
+    )
 
 
 def _boot() -> str | None:
@@ -265,6 +275,6 @@ def goodput(directory: str | Path) -> Account:
 
 def _gap(before: list[dict[str, Any]], after: dict[str, Any]) -> float:
     same = after.get("boot") is not None and before[0].get("boot") == after["boot"]
-    if same:
+    if same and "begin" in after:
         return max(0.0, after["begin"] - before[-1]["at"])
     return max(0.0, after["time"] - (after["at"] - after.get("begin", after["at"])) - before[-1]["time"])

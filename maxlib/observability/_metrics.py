@@ -101,7 +101,7 @@ class Jsonl:
         """Keeps the lines up to `step`; where later ones exist, the whole file stays behind under the ending `.old`."""
         self.close()
         self._waiting.clear()
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() else []
         keep = [line for line in lines if (found := _step(line)) is not None and found <= step]
         self._have = {(step, _names(json.loads(line))) for line in keep if _step(line) == step}
         if len(keep) == len(lines):
@@ -134,8 +134,33 @@ class Jsonl:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Reads all lines that a `Jsonl` wrote, without a last one that was cut short."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines() if _step(line) is not None]
+    """Reads all lines that a `Jsonl` wrote, without those that were cut short or damaged."""
+    rows = map(read_json, Path(path).read_text(errors="replace").splitlines())
+    return [row for row in rows if _is_row(row)]
+
+
+def read_json(line: str) -> Any:
+    """Reads one line; None for one that is cut short or damaged."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_row(row: Any) -> bool:
+    """Returns whether a row holds what a `Jsonl` writes: a step, and numbers, null or arrays of them by name."""
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return False
+    return all(_is_value(value) for value in row.values())
+
+
+def _is_value(value: Any) -> bool:
+    return all(map(_is_value, value)) if isinstance(value, list) else value is None or is_number(value)
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value out of JSON is a number that float64 can hold."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 64)
 
 
 class TensorBoard:
@@ -287,7 +312,5 @@ def _names(values: Values) -> tuple[str, ...]:
 
 def _step(line: str) -> int | None:
     """Reads the step of a whole line; None for one that was cut short."""
-    try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return None
+    row = read_json(line)
+    return row["step"] if _is_row(row) else None

@@ -1,7 +1,6 @@
 """A page about one run or several, in one file that opens without a server, in light and dark."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from maxlib.observability import _plots as plots
 from maxlib.observability._goodput import NAMES, Account, goodput
-from maxlib.observability._metrics import read_jsonl
+from maxlib.observability._metrics import is_number, read_json, read_jsonl
 from maxlib.observability._run import read_config
 
 # Where time goes, in the order of the bar, and the variable of the style sheet that colours it.
@@ -53,7 +52,8 @@ class Run:
 
     def arrays(self, name: str) -> tuple[np.ndarray, list[np.ndarray]]:
         """Returns steps and values of a metric that is an array."""
-        found = [(row["step"], np.array(row[name], float)) for row in self.rows if isinstance(row.get(name), list)]
+        found = [(row["step"], _array(row[name])) for row in self.rows if isinstance(row.get(name), list)]
+        found = [(step, value) for step, value in found if value.size]
         return np.array([step for step, _ in found], float), [value for _, value in found]
 
 
@@ -105,9 +105,16 @@ def _read(directory: Path, name: str) -> Run:
         raise FileNotFoundError(f"{directory} has no metrics.jsonl; Trainer(directory=...) writes it")
     rows = read_jsonl(directory / "metrics.jsonl")
     samples = directory / "samples.jsonl"
-    texts = [json.loads(line) for line in samples.read_text().splitlines()] if samples.exists() else []
+    lines = samples.read_text(errors="replace").splitlines() if samples.exists() else []
+    texts = [one for one in map(read_json, lines) if _is_sample(one)]
     account = goodput(directory) if (directory / "goodput.jsonl").exists() else None
     return Run(name, rows, account, read_config(directory), texts)
+
+
+def _is_sample(one: Any) -> bool:
+    """Returns whether a line holds what `add_sample` writes."""
+    texts = [one.get("prompt", ""), one.get("text")] if isinstance(one, dict) else [None]
+    return all(isinstance(text, str) for text in texts) and isinstance(one.get("step"), int) and is_number(one["step"])
 
 
 def _name(run: Path, runs: Iterable[str | Path]) -> str:
@@ -210,6 +217,14 @@ def _waiting(run: Run) -> tuple[np.ndarray, np.ndarray]:
 def _memory(runs: list[Run]) -> tuple[str, str]:
     on_device = any(len(run.series("memory/device_bytes")[0]) for run in runs)
     return ("fullest device", "memory/device_bytes") if on_device else ("first process", "memory/host_bytes")
+
+
+def _array(value: list[Any]) -> np.ndarray:
+    """Returns an array; an empty one where the lists are of uneven lengths."""
+    try:
+        return np.array(value, float)
+    except ValueError:
+        return np.empty(0)
 
 
 def _gib(series: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,7 @@ import jax
 
 import maxlib
 from maxlib._utils.files import write_atomically
+from maxlib.observability._metrics import read_json
 
 
 def write_config(directory: str | Path, **values: Any) -> None:
@@ -22,10 +23,8 @@ def write_config(directory: str | Path, **values: Any) -> None:
 
 def read_config(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "config.json"
-    try:
-        return json.loads(path.read_text()) if path.exists() else {}
-    except json.JSONDecodeError:  # cut short
-        return {}
+    found = read_json(path.read_text(errors="replace")) if path.exists() else {}
+    return found if isinstance(found, dict) else {}  # cut short, or damaged
 
 
 def add_sample(directory: str | Path, step: int, text: str, prompt: str = "") -> None:

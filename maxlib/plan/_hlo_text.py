@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
+_BROKEN = re.compile(r"=\{\n([^\n]*)\n\}")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([^\s=]+) = (.*)$")
 
 
@@ -27,7 +28,8 @@ def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
     computations: dict[str, dict[str, Instruction]] = {}
     current: dict[str, Instruction] = {}
     entry = ""
-    for line in text.splitlines():
+    # The text of a kernel's own metadata breaks its instruction into three lines.
+    for line in _BROKEN.sub(r"={\1}", text).splitlines():
         if found := re.match(r"(ENTRY )?%([^\s(]+) \(.*\{$", line):
             current = computations.setdefault(found[2], {})
             entry = found[2] if found[1] else entry

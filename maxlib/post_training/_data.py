@@ -143,18 +143,15 @@ def _named(function: Callable[[Document, int], Row]) -> Callable[[int, Document]
 
 
 def _pair(document: Document, index: int, *, tokenizer: Any, template: ChatTemplate) -> dict[str, Row]:
-    halves = {}
-    for half in ("chosen", "rejected"):
-        if half not in document:
-            raise ValueError(f"a pair needs the messages 'chosen' and 'rejected', got {sorted(document)}")
-        halves[half] = _tokenized([*document.get("prompt", []), *document[half]], tokenizer, template)
-    chosen, rejected = halves["chosen"], halves["rejected"]
-    prompts = [half["tokens"][: np.argmax(half["targets"] >= 0) + 1] for half in (chosen, rejected)]
-    if np.array_equal(chosen["tokens"], rejected["tokens"]):
-        raise ValueError("chosen and rejected are equal, so neither is preferred: remove the pair")
-    if not np.array_equal(*prompts):
+    if not {"chosen", "rejected"} <= document.keys():
+        raise ValueError(f"a pair needs the messages 'chosen' and 'rejected', got {sorted(document)}")
+    chosen, rejected = ([*document.get("prompt", []), *document[half]] for half in ("chosen", "rejected"))
+    if chosen[:-1] != rejected[:-1]:
         raise ValueError("chosen and rejected must answer the same prompt; what stands before their last turns differs")
-    return halves
+    out = {half: _tokenized(x, tokenizer, template) for half, x in (("chosen", chosen), ("rejected", rejected))}
+    if np.array_equal(out["chosen"]["tokens"], out["rejected"]["tokens"]):
+        raise ValueError("chosen and rejected are equal, so neither is preferred: remove the pair")
+    return out
 
 
 def _tokenized(messages: Sequence[Any], tokenizer: Any, template: ChatTemplate) -> Row:

@@ -9,9 +9,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import nodes
+from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from maxlib.tokenization._sandbox import Sandbox
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -22,33 +23,45 @@ _BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode keeps them for programs; no text ha
 class ChatTemplate:
     """Renders messages as transformers' `apply_chat_template` does, in jinja's sandbox.
 
-    source: the template. special_tokens: what it may name, such as `{"bos_token": "<s>"}`.
+    source: the template. special_tokens: what it may name, such as `{"bos_token": "<s>"}`. seconds: the time that
+    rendering may take. A template that takes longer, or makes more than 16 million characters, is a ValueError.
 
     Attributes: `marks_generation`, whether the template says what the model writes, with `{% generation %}`.
     """
 
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None):
-        env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
+    def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None, seconds: float = 5.0):
+        self._sandbox = env = Sandbox(seconds=seconds, extensions=[_Generation, loopcontrols])
         env.filters["tojson"] = _to_json
         env.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-        self._template = env.from_string(source)
+        try:
+            self._template = env.from_string(source)
+        except (TemplateError, RecursionError, SyntaxError, AssertionError) as error:  # the last two are of compiling
+            raise ValueError(f"the chat template is not one of Jinja ({error})") from error
         self.marks_generation = re.search(r"{%[-+]?\s*generation\b", source) is not None
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod
     def from_directory(cls, directory: str | os.PathLike) -> "ChatTemplate":
-        """Reads the template of a Hugging Face directory. Raises FileNotFoundError if it has none."""
+        """Reads the template of a Hugging Face directory.
+
+        Raises:
+          FileNotFoundError: It has none.
+          ValueError: The files are damaged, or the template is none.
+        """
         directory = Path(directory)
         path, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
-        fields = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
-        source = path.read_text(encoding="utf-8") if path.exists() else _default(fields.get("chat_template"))
+        try:
+            fields = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+            source = path.read_text(encoding="utf-8") if path.exists() else _default(fields.get("chat_template"))
+            tokens = {name: _text(value) for name, value in fields.items() if name.endswith("_token") and value}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{config} and {path.name} must hold a template and tokens, got {error!r}") from error
         if source is None:
             raise FileNotFoundError(
                 f"{directory} has no chat template, in chat_template.jinja or tokenizer_config.json"
             )
-        tokens = {name: _text(value) for name, value in fields.items() if name.endswith("_token") and value}
+        if not isinstance(source, str):
+            raise ValueError(f"{config}: chat_template must be text, got a {type(source).__name__}")
         return cls(source, special_tokens={name: token for name, token in tokens.items() if token is not None})
 
     def __call__(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
@@ -59,7 +72,8 @@ class ChatTemplate:
         does.
         """
         names = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        return self._template.render(**self._special_tokens, **names, **{"tools": None, "documents": None} | variables)
+        more = {"tools": None, "documents": None} | variables
+        return self._sandbox.write(self._template, self._special_tokens | names | more)
 
     def generated(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
         """Renders whole chats, and finds the characters (begin, end) of each `{% generation %}` in them."""

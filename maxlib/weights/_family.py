@@ -120,7 +120,13 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
     elif isinstance(family, str):
         raise TypeError(f"family must be a Family, got {family!r}; such as maxlib.models.{family}.FAMILY")
     fields = HFConfig(data)
-    cfg = family.config.from_hf(fields)
+    try:
+        cfg = family.config.from_hf(fields)
+    except (TypeError, OverflowError, ValueError) as error:
+        path = Path(directory) / "config.json"
+        if isinstance(error, ValueError) and path.name in str(error):
+            raise
+        raise ValueError(f"{path} has values that a {family.name} model cannot have: {error}") from error
     fields.done()
     return family, cfg
 

@@ -101,7 +101,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
         weight_map = data["weight_map"]
-        if not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+        if not weight_map or not all(map(_is_file_name, weight_map.values())):
             raise ValueError("weight_map must give a file name for each tensor")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
@@ -109,6 +109,11 @@ def _read_index(path: Path) -> dict[str, str]:
             f"({error!r}). Download it again."
         ) from error
     return weight_map
+
+
+def _is_file_name(name: Any) -> bool:
+    """Returns whether a file system could have it: no NUL, and nothing that UTF-8 cannot hold."""
+    return isinstance(name, str) and "\0" not in name and name.isprintable()
 
 
 def _inside(directory: Path, name: str) -> Path:

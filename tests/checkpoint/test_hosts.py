@@ -22,7 +22,8 @@ def start(directory: Path, what: str) -> list[subprocess.Popen]:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "tests.training.hosts", port]
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    environment = os.environ | {"XLA_FLAGS": " ".join([*flags, "--xla_force_host_platform_device_count=2"])}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, "env": environment}
     return [subprocess.Popen([*command, host, directory, what], **pipes) for host in "01"]
 
@@ -59,9 +60,12 @@ def test_two_hosts(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_what_hosts_share_is_read_by_one_and_sent_to_the_others(tmp_path):
+@pytest.mark.parametrize("damage", [False, pytest.param(True, marks=pytest.mark.full)], ids=["whole", "damaged"])
+def test_what_hosts_share_is_read_by_one_and_sent_to_the_others(tmp_path, damage):
     counts = [dict.fromkeys([*hosts.COPIES, "own"], 1), {"own": 1}]
     assert both(tmp_path, "copies") == [f"2 {dict(sorted(count.items()))}" for count in counts]
+    if not damage:
+        return
     shutil.rmtree(tmp_path / "9")
     for file in (f for f in (tmp_path / "2" / "params").rglob("*") if f.is_file() and f.stat().st_size > 1000):
         file.write_bytes(file.read_bytes()[:900])  # only the host that reads can see it

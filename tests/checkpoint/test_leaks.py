@@ -28,7 +28,7 @@ def held(expected: tuple[int, int] = (1 << 30, 1 << 30)) -> tuple[int, int]:
     return found
 
 
-@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_saves_hold_no_threads_and_no_descriptors(tmp_path, verify):
     before = held()
     with Checkpointer(tmp_path, keep=2, verify=verify) as ck:

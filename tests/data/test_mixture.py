@@ -48,8 +48,17 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["first_fit", "concat_then_split"])
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("documents, epochs", "concat_then_split"),
+        ("curriculum", "first_fit"),
+        pytest.param("documents, epochs", "first_fit", marks=pytest.mark.full),
+        pytest.param("curriculum", "concat_then_split", marks=pytest.mark.full),
+        pytest.param("weights", "first_fit", marks=pytest.mark.full),
+        pytest.param("weights", "concat_then_split", marks=pytest.mark.full),
+    ],
+)
 def test_one_three_and_two_hosts_see_the_same_global_batches(kind, strategy):
     mixed = MIXTURES[kind]()
     uninterrupted = loader(mixed, strategy=strategy)

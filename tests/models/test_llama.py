@@ -58,7 +58,10 @@ CASES = {
     },
 }
 cases = pytest.mark.parametrize("name", CASES)
-FIRST = ("gqa", "mqa_biases")  # with gradients by default; the others' logits, in half the time
+FIRST = ("gqa", "mqa_biases")  # by default
+first = pytest.mark.parametrize(
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+)
 
 
 def transformers_cases():
@@ -96,16 +99,7 @@ def expected(name: str):
     return pytest.warns(UserWarning, match="refuses") if "divide" in name else contextlib.nullcontext()
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in FIRST])
-def test_logits_are_those_of_transformers(name, tmp_path):
-    case = parity.golden("llama")[name]
-    logits = parity.logits(maxlib.from_pretrained(parity.directory(tmp_path / "hf", case)), case["tokens"])
-    assert np.abs(logits - case["logits"]).max() < 1e-4 * case["logits"].std()
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.full) for name in CASES]
-)
+@first
 def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
     case = parity.golden("llama")[name]
     model = maxlib.from_pretrained(parity.directory(tmp_path / "hf", case))
@@ -129,7 +123,7 @@ def test_golden_arrays_are_what_transformers_gives(name, live):
         np.testing.assert_allclose(value, golden["gradients"][tensor], rtol=1e-3, atol=1e-5 * value[0])
 
 
-@cases
+@first
 def test_export_is_bit_exact(name, tmp_path):
     """transformers' tensors and ours after a round trip, sharded one way: the same bytes under the same names."""
     case = parity.golden("llama")[name]

@@ -32,7 +32,8 @@ def losses(rules) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("rules", ["fp8", pytest.param("int8_gradients", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rules", ["fp8", "int8_gradients"])
 def test_loss_stays_near_that_of_full_precision(rules):
     full, low = losses(None), losses(rules)
     assert full[-1] < 0.97 * full[0]
@@ -91,6 +92,21 @@ def test_grouped_product_and_gradients_are_near_the_exact_ones(format, layout):
     for got, want in zip(found, value_and_gradients(exact, d, rows, w), strict=True):
         assert 0 < jnp.linalg.norm(got - want) < 0.06 * jnp.linalg.norm(want)
     assert not jnp.any(found[0][36:]) and not jnp.any(found[1][36:])
+
+
+@pytest.mark.parametrize("format", [GRADIENTS, FP8], ids=str)
+def test_dense_product_and_gradients_are_near_the_exact_ones(format):
+    """In a scanned and rematerialised stack of two layers, as models have them."""
+    key = jax.random.split(jax.random.key(0), 3)
+    x, ws = jax.random.normal(key[0], (24, 32)), jax.random.normal(key[1], (2, 32, 32)) / 32**0.5
+    d = jax.random.normal(key[2], (24, 32))
+
+    def run(einsum):
+        layer = jax.checkpoint(lambda x, w: (einsum("...I,OI->...O", x, w), None))
+        return value_and_gradients(lambda x, ws: jax.lax.scan(layer, x, ws)[0], d, x, ws)
+
+    for got, want in zip(run(Quantized(format).einsum), run(jnp.einsum), strict=True):
+        assert 0 < jnp.linalg.norm(got - want) < 0.09 * jnp.linalg.norm(want)
 
 
 def test_gradients_of_experts_that_every_device_holds_are_summed():

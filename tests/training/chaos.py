@@ -214,12 +214,15 @@ def throw(run: Run, name: str, rng: random.Random, begin: float) -> Fault:
     wait_for(
         lambda: run.starts() > starts or (name not in FATAL and run.step > before), LOUD, run, f"{name} to be said"
     )
-    wait_for(lambda: run.step > before, 240, run, f"the run to go on after {name}")
-    fault.lost, fault.restarted = time.monotonic() - at, run.starts() > starts
+    fault.restarted = run.starts() > starts
+    begins = lambda: [int(line.split()[-1]) for _, line in run.said[heard:] if line.startswith("began at ")]
+    reached = max(before, run.step)
     if fault.restarted:
-        begins = [int(line.split()[-1]) for _, line in run.said[heard:] if line.startswith("began at ")]
+        wait_for(begins, 240, run, f"the run to start again after {name}")
         kept = good[-2 if name in ("truncated", "flipped") else -1 :][0]
-        assert begins and begins[0] >= kept, f"{name} lost the step {kept}: began at {begins}\n{run.text()[-3000:]}"
+        assert begins()[0] >= kept, f"{name} lost the step {kept}: began at {begins()}\n{run.text()[-3000:]}"
+    wait_for(lambda: run.step > reached, 240, run, f"the run to go on after {name}")
+    fault.lost = time.monotonic() - at
     return fault
 
 

@@ -126,7 +126,9 @@ def test_remat_changes_nothing(remat):
     assert float(metrics["grad_norm"]) == pytest.approx(float(want_metrics["grad_norm"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("preset", MESHES)
+@pytest.mark.parametrize(
+    "preset", [one if one == "FSDP_TP" else pytest.param(one, marks=pytest.mark.full) for one in MESHES]
+)
 def test_every_preset_is_one_device(preset):
     check_preset(preset, microbatches=1)
 

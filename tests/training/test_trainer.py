@@ -29,7 +29,7 @@ def _quickly(monkeypatch):
 
 def trainer(model=tiny.model, **options):
     options = {"optimizer": OPTIMIZER, "loader": tiny.Loader(), "loss": tiny.loss} | options
-    return training.Trainer(model, **options)
+    return training.Trainer(model, options.pop("optimizer"), options.pop("loader"), **options)
 
 
 def same(a, b):
@@ -93,6 +93,7 @@ def test_evaluation_reads_so_many_batches_from_the_start_each_time():
     assert few.evaluate() == want == few.evaluate() and want["eval/num_targets"] == 2 * 8 * 12
 
 
+@pytest.mark.full  # test_objectives has the gradients themselves
 def test_in_a_1f1b_pipeline():
     """The gradients that the trainer is given are those of autodiff; evaluation runs in the same pipeline."""
     rules = sharding.DP | sharding.Pipeline("stage", microbatches=4)
@@ -106,8 +107,35 @@ def test_in_a_1f1b_pipeline():
         assert float(last[name]) == pytest.approx(float(want[name]), rel=1e-5), name
     for path, value in alone.state.trainable.items():
         np.testing.assert_allclose(ours.state.trainable[path], value, atol=1e-5, err_msg=path)
+
+
+def test_gradients_of_the_loss_are_those_it_takes():
+    """Halved ones move the parameters half as far."""
+    ours, want = trainer(optimizer=optax.sgd(0.1), loss=Halved()), trainer(optimizer=optax.sgd(0.1))
+    start = {path: np.asarray(value) for path, value in want.state.trainable.items()}
+    assert float(ours.fit(1)["loss"]) == pytest.approx(float(want.fit(1)["loss"]), rel=1e-6)
+    for path, value in want.state.trainable.items():
+        np.testing.assert_allclose(2 * (ours.state.trainable[path] - start[path]), value - start[path], atol=1e-6)
+
+
+class Halved:
+    """A loss that finds its own gradient."""
+
+    def __call__(self, model, batch, key):
+        return tiny.loss(model, batch, key)
+
+    def gradients(self, trainable, rest, batch, key):
+        def mean(trainable):
+            value, stats = tiny.loss(nn.combine(trainable, rest), batch, key)
+            return value / stats.num_targets, stats
+
+        (value, stats), grads = jax.value_and_grad(mean, has_aux=True)(trainable)
+        return jax.tree.map(lambda g: g / 2, grads), value, stats
+
+
+def test_a_pipelines_microbatches_are_not_cut_again():
     with pytest.raises(TypeError, match="finds its own gradient from the whole batch. Leave accumulate out"):
-        training.accumulate(loss, 2)
+        training.accumulate(training.one_f_one_b(tiny.loss), 2)
 
 
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):

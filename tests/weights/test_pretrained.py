@@ -74,7 +74,9 @@ def test_round_trip(model, exported):
     assert same(back, model)
 
 
-@pytest.mark.parametrize("preset", ["DP", "FSDP", "TP", "FSDP_TP"])
+@pytest.mark.parametrize(
+    "preset", ["FSDP_TP", *(pytest.param(one, marks=pytest.mark.full) for one in ("DP", "FSDP", "TP"))]
+)
 def test_round_trip_on_eight_devices(preset, model, exported, tmp_path):
     axes = {"DP": {"data": 8}, "FSDP": {"fsdp": 4, "data": 2}, "TP": {"tensor": 2, "data": 4}}
     mesh = sharding.make_mesh(**axes.get(preset, {"data": 2, "fsdp": 2, "tensor": 2}))
@@ -404,7 +406,7 @@ def big_and_small(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("where", ["one", "mesh"])
+@pytest.mark.parametrize("where", [pytest.param("one", marks=pytest.mark.full), "mesh"])
 def test_host_memory_never_holds_the_model_twice(where, big_and_small, tmp_path):
     """The weights lie in host memory once, since the devices are CPUs; beside them there are two tensors at most."""
     tensor = 8192 * 512 * 4 / 2**20

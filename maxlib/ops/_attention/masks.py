@@ -62,7 +62,7 @@ class StaticMask:
 
 
 class KnownMask(NamedTuple):
-    """What a kernel may know of a mask beside its intervals.
+    """Facts about a mask that a kernel may use beside its intervals.
 
     Args:
       static: description of the intervals at compile time.

@@ -1,0 +1,35 @@
+"""Documents: JSON lines, chats, texts. Not ArrayRecord, whose reader waits for ever for some damaged files."""
+
+import json
+from pathlib import Path
+
+from maxlib import data
+from tests.fuzz.run import Target
+
+RECORDS = [{"text": f"document {i} of some", "messages": [{"role": "user", "content": "é"}]} for i in range(4)]
+
+
+def make(directory: Path) -> None:
+    lines = [json.dumps(record) for record in RECORDS]
+    (directory / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (directory / "c.jsonl").write_text("\n".join(lines) + "\n")
+    (directory / "t.txt").write_text("one\n\ntwo\n")
+
+
+def read(directory: Path) -> None:
+    (path,) = directory.iterdir()
+    try:
+        found = READERS[path.name](path)
+        for i in range(min(len(found), 10)):
+            found[i]
+    finally:
+        path.unlink()
+
+
+READERS = {
+    "a.jsonl": data.jsonl,
+    "c.jsonl": data.chats,
+    "t.txt": data.text_files,
+}
+KINDS = {"a.jsonl": "jsonl", "c.jsonl": "jsonl", "t.txt": "bytes"}
+TARGET = Target(make, read, KINDS, alone=True)

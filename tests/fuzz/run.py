@@ -1,0 +1,204 @@
+"""Feeds damaged files to what reads them, in a child process with limits.
+
+`nox -s fuzz` or `python -m tests.fuzz.run [TARGET ...] --seconds 60`. Each input must end as a result, or as an error
+of the class that the reader's documentation names, with a message that names the file; never as another error, in more
+than 5 seconds, with more than 1 GiB, or with a file outside of its directory. An input is made of its target and its
+number: `--only NUMBER` repeats it.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import importlib
+import json
+import mmap
+import os
+import pkgutil
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests import fuzz
+from tests.fuzz.mutate import mutate
+
+SECONDS, GIB = 5.0, 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Something that reads files.
+
+    make: writes whole ones into a directory. read: reads them. errors: what it may raise. kinds: how each is damaged
+    (`mutate`), those that are not named stay whole. names_file: its messages name the file. alone: one of the files is
+    read at a time, under the last part of its name. gib: address space that may be added.
+    """
+
+    make: Callable[[Path], None]
+    read: Callable[[Path], Any]
+    kinds: dict[str, str]
+    errors: tuple[type[BaseException], ...] = (ValueError, FileNotFoundError)
+    names_file: bool = True
+    alone: bool = False
+    gib: float = 1.0
+
+
+def targets() -> dict[str, Target]:
+    names = sorted(m.name for m in pkgutil.iter_modules(fuzz.__path__) if m.name.startswith("read_"))
+    return {name.removeprefix("read_"): importlib.import_module(f"tests.fuzz.{name}").TARGET for name in names}
+
+
+class Slow(BaseException):
+    """An input that took too long."""
+
+
+def one(name: str, target: Target, number: int, whole: dict[str, bytes], directory: Path) -> str | None:
+    """Reads one damaged input; gives what is wrong with how it ended, None if nothing is."""
+    rng = random.Random(f"{name} {number}")
+    chosen = rng.choice(sorted(target.kinds))
+    for file, data in [(chosen, whole[chosen])] if target.alone else whole.items():
+        path = directory / (Path(file).name if target.alone else file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(mutate(data, target.kinds[chosen], rng) if file == chosen else data)
+    try:
+        target.read(directory)
+    except Slow:
+        return "took longer than 5 s"
+    except target.errors as error:
+        if target.names_file and not any(word in str(error) for word in (Path(chosen).name, str(directory))):
+            return f"names no file: {type(error).__name__}: {str(error)[:200]} {_where(error)}"
+    except MemoryError as error:
+        return f"took more than {target.gib} GiB {_where(error)}"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]} {_where(error)}"
+    return None
+
+
+def _where(error: BaseException) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "maxlib" in f.filename] or [None]
+    last = frames[-1]
+    return "" if last is None else f"({Path(last.filename).name}:{last.name})"
+
+
+def whole_files(target: Target) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as root:
+        if (child := os.fork()) == 0:  # this process must never start jax's threads
+            with contextlib.suppress(BaseException):
+                target.make(Path(root))
+            os._exit(0)
+        os.waitpid(child, 0)
+        return {str(p.relative_to(root)): p.read_bytes() for p in sorted(Path(root).rglob("*")) if p.is_file()}
+
+
+@dataclasses.dataclass
+class Result:
+    """How many inputs there were, and the numbers of those that ended badly, by what happened."""
+
+    inputs: int = 0
+    findings: dict[str, list[int]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+
+
+def fuzz_one(name: str, target: Target, seconds: float, first: int = 0) -> Result:
+    """Reads inputs for so many seconds, in children that are replaced when they die."""
+    whole, result, end = whole_files(target), Result(), time.monotonic() + seconds
+    shared = mmap.mmap(-1, 16)  # the number of the input that is read now
+    number = first
+    while time.monotonic() < end:
+        with tempfile.TemporaryDirectory() as root, tempfile.TemporaryFile("w+") as said:
+            shared[:8] = number.to_bytes(8, "little")
+            if (child := os.fork()) == 0:
+                _work(name, target, number, whole, Path(root) / "in", shared, said, end)
+            status = _watch(child, shared)
+            last = int.from_bytes(shared[:8], "little")
+            said.seek(0)
+            for line in said:
+                at, text = json.loads(line)
+                result.findings[text].append(at)
+            if status:
+                result.findings[f"ended the process with {status}"].append(last)
+            if outside := sorted({p.name for p in Path(root).iterdir()} - {"in"}):
+                result.findings[f"wrote {outside}"].append(last)
+            number = last + 1
+    result.inputs = number - first
+    return result
+
+
+def _work(
+    name: str, target: Target, number: int, whole: Any, directory: Path, shared: Any, said: Any, end: float
+) -> None:
+    """The child: never returns."""
+    status = 3
+    try:
+        directory.mkdir()
+        os.chdir(directory)
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), 1)
+            os.dup2(nothing.fileno(), 2)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + target.gib * GIB
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        signal.signal(signal.SIGPROF, _too_slow)
+        while time.monotonic() < end:
+            shared[:8] = number.to_bytes(8, "little")
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of this process: a busy machine makes nothing slow
+            wrong = one(name, target, number, whole, directory)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            if wrong:
+                said.write(json.dumps([number, wrong]) + "\n")
+                said.flush()
+            number += 1
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _too_slow(*_: Any) -> None:
+    raise Slow
+
+
+def _watch(child: int, shared: Any) -> int:
+    """Waits for the child, and kills it where one input holds it for long without work."""
+    at, since = shared[:8], time.monotonic()
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if shared[:8] != at:
+            at, since = shared[:8], time.monotonic()
+        if time.monotonic() - since > 4 * SECONDS:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    known = targets()
+    parser.add_argument("targets", nargs="*", default=list(known))
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each target")
+    parser.add_argument("--first", type=int, default=0, help="number of the first input")
+    parser.add_argument("--only", type=int, help="this input of one target, with its traceback, in the present folder")
+    args = parser.parse_args()
+    if args.only is not None:
+        (name,) = args.targets
+        print(one(name, known[name], args.only, whole_files(known[name]), Path("fuzzed").resolve()) or "fine")
+        return 0
+    bad = False
+    for name in args.targets:
+        result = fuzz_one(name, known[name], args.seconds, args.first)
+        print(f"{name}: {result.inputs} inputs, {len(result.findings)} findings", flush=True)
+        for text, numbers in result.findings.items():
+            bad = True
+            print(f"  {len(numbers)} times, such as {numbers[0]}: {text}", flush=True)
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
