@@ -116,7 +116,7 @@ def test_finetune_lowers_the_loss_and_exports(run, finetuned):
 
 
 def test_finetune_trains_adapters_and_writes_them(run, tmp_path):
-    (text := tmp_path / "text.txt").write_text("Once there was a cat.\n\n" * 400)
+    (text := tmp_path / "text.txt").write_text("\n\n".join(f"Once there was a cat of age {n}." for n in range(400)))
     options = ["--out", tmp_path / "run", "--steps", 6, "--batch", 4, "--length", 32, "--learning-rate", 3e-2]
     said = example("finetune.py", run[0] / "model", text, *options, "--lora", 4)
     before, after = (float(re.search(rf"{word}: (\S+) nats", said)[1]) for word in ("before", "after"))

@@ -124,8 +124,8 @@ def _experts(site: Any) -> bool:
 def _factors(part: Part, arrays: Sequence[Any], scale: float) -> _Factors:
     """Returns a layer's, or an expert's, part of the factors that a site holds."""
     index = [i for i in (part.piece.place.index, part.expert) if i is not None]
-    one = lambda array: None if array is None else array[tuple(index)]
-    a, b, magnitude = map(one, arrays)
+    a, b, magnitude = (None if array is None else array[tuple(index)] for array in arrays)
+    assert a is not None and b is not None
     return _Factors(part, a, b, scale, magnitude)
 
 
