@@ -40,20 +40,31 @@ def test_all_masks_but_two_are_known():
     assert cases.MASKS["spans"].static is None and (ops.Prefix(3) | ops.BidirectionalBlocks()).static is None
 
 
-@pytest.mark.parametrize("documents", cases.DOCUMENTS)
-@pytest.mark.parametrize(
-    ("case", "passes"),
-    [*((case, SMALL) for case in CASES), *((CASES[i], passes) for i, passes in enumerate((HALVES, FUSED, FUSED)))],
-    ids=str,
-)
-def test_the_kernels_equal_the_reference(case, passes, documents):
-    for mask in KNOWN:
+# By default each case, kernel and mask with one kind of rows.
+PAIRS = [
+    (CASES[0], SMALL, "packed", ("chunk", "window")),
+    (CASES[1], SMALL, "padded", ("causal", "prefix")),
+    (CASES[2], FUSED, "one", ("full", "causal")),
+    (CASES[0], HALVES, "padded", ("window",)),
+    (CASES[1], FUSED, "packed", ("causal", "chunk")),
+]
+PRODUCT = [
+    pytest.param(case, passes, documents, tuple(KNOWN), marks=pytest.mark.full)
+    for case, *kernels in zip(CASES, [SMALL] * 3, (HALVES, FUSED, FUSED), strict=True)
+    for passes in kernels
+    for documents in cases.DOCUMENTS
+]
+
+
+@pytest.mark.parametrize(("case", "passes", "documents", "masks"), [*PAIRS, *PRODUCT], ids=str)
+def test_the_kernels_equal_the_reference(case, passes, documents, masks):
+    for mask in masks:
         about = known(mask, documents, *case.lengths)
         run = functools.partial(splash.splash, mask=about, passes=passes, interpret=True)
         check(run, case, [(mask, documents)], jnp.float32, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["causal", "window"])
+@pytest.mark.parametrize("name", ["window", pytest.param("causal", marks=pytest.mark.full)])
 def test_in_a_ring_the_parts_of_the_keys_are_masked_too(name, monkeypatch):
     """Two devices with two pieces each, in zigzag order, and packed documents: bounds lie outside of a piece's keys."""
     monkeypatch.setattr(dispatch, "_implementations", list(dispatch._implementations))
