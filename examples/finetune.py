@@ -47,10 +47,11 @@ def main() -> None:
         directory=args.out,
         layout=layout,
         filter=adapters.trainable if args.lora else nn.is_trainable,
-        base=args.model if args.lora else None,
         schedule=schedule,
         evaluation=training.Evaluation(held_out),
-        checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
+        checkpointer=checkpoint.Checkpointer(
+            args.out / "checkpoints", every=max(args.steps // 4, 1), base=args.model if args.lora else None
+        ),
         timeout=1800,  # ends a process that hangs, so that whoever started it can start it again
     )
     del model  # the trainer has a copy

@@ -112,8 +112,10 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _is_file_name(name: Any) -> bool:
-    """Returns whether a file system could have it: no NUL, and nothing that UTF-8 cannot hold."""
-    return isinstance(name, str) and "\0" not in name and name.isprintable()
+    """Returns whether a file system could have it: no NUL, nothing that UTF-8 cannot hold, no part over 255 bytes."""
+    if not isinstance(name, str) or "\0" in name or not name.isprintable():
+        return False
+    return len(name) < 1024 and all(len(part.encode()) <= 255 for part in name.split("/"))
 
 
 def _inside(directory: Path, name: str) -> Path:

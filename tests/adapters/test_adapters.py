@@ -109,7 +109,9 @@ def test_a_dora_adapter_starts_as_the_base():
     close(logits(adapted), logits(model("both")), atol=1e-5)
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8", "int4", "nf4"])
+@pytest.mark.parametrize(
+    "format", ["int8", "nf4", pytest.param("fp8", marks=pytest.mark.full), pytest.param("int4", marks=pytest.mark.full)]
+)
 def test_on_a_quantized_base(format):
     if format == "nf4":  # groups of 64 do not fit width 32
         format = quantization.Format("nf4", group=16)

@@ -58,7 +58,7 @@ def same(got, want):
     ("axes", "strategy"),
     [
         ({"fsdp": 2, "tensor": 2, "data": 2}, sharding.FSDP_TP | {"kv_heads": None}),
-        ({"expert": 4, "data": 2}, sharding.FSDP | sharding.EP),
+        pytest.param({"expert": 4, "data": 2}, sharding.FSDP | sharding.EP, marks=pytest.mark.full),
     ],
     ids=["fsdp_tp", "experts"],
 )
@@ -67,6 +67,7 @@ def test_a_mesh_computes_the_same_step(mixed, alone, axes, strategy):
     same(step(mixed, layout=layout), alone)
 
 
+@pytest.mark.full
 def test_remat_computes_the_same_step(mixed, alone):
     same(step(mixed, remat="full"), alone)
 

@@ -11,19 +11,20 @@ from maxlib.weights import _family, _files
 from tests.fuzz import read_config, read_metrics, run
 from tests.fuzz.mutate import SNIPPETS
 
-QUICK = {"chat_template": 40, "config": 60, "metrics": 12, "names": 60, "records": 60, "safetensors": 60}
+QUICK = {"chat_template": 20, "config": 60, "metrics": 4, "names": 60, "records": 60, "safetensors": 60}
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_damaged_files_end_in_documented_errors(name, tmp_path):
-    target = run.targets()[name]
-    whole = run.whole_files(target)
-    assert set(target.kinds) <= set(whole)
-    directory = tmp_path / "in"
-    directory.mkdir()
-    found = [run.one(name, target, number, whole, directory) for number in range(QUICK[name])]
+    target, outside, directory = run.targets()[name], tmp_path / "out", tmp_path / "out" / "in"
+    (tmp_path / "whole").mkdir()
+    # Not `whole_files`, which forks: this process has threads, and its child might wait for ever.
+    target.make(tmp_path / "whole")
+    whole = run.files_in(tmp_path / "whole", target)
+    directory.mkdir(parents=True)
+    found = [run.limited(run.one, name, target, number, whole, directory) for number in range(QUICK[name])]
     assert [wrong for wrong in found if wrong] == []
-    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+    assert [p.name for p in outside.iterdir()] == ["in"]
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
@@ -50,7 +51,7 @@ def test_layer_types_that_are_none(types, tmp_path):
         _family.read_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["\ud800", "a\0b", "../model.safetensors", ""])
+@pytest.mark.parametrize("name", ["\ud800", "a\0b", "../model.safetensors", "", "a" * 300, "a/" * 3000])
 def test_names_in_an_index_that_no_file_has(name, tmp_path):
     (tmp_path / _files.INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises((ValueError, FileNotFoundError), match=str(tmp_path)):

@@ -1,0 +1,12 @@
+"""No digit of a CPU run's losses changes unless their file changes in the same commit."""
+
+import pytest
+
+from tests.training import losses
+
+
+def test_every_loss_has_the_digits_of_the_committed_file():
+    expected = losses.file()
+    if not expected.exists():
+        pytest.skip(f"no losses for {expected.stem}: {losses.COMMAND}")
+    assert losses.compute().splitlines() == expected.read_text().splitlines(), f"if it is meant: {losses.COMMAND}"
