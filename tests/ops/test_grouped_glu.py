@@ -189,7 +189,7 @@ def mixture(implementation, activation=ops.swiglu):
 
 @no_gpu
 def test_a_mixture_of_experts_uses_it(emulated, monkeypatch):
-    monkeypatch.setattr(dispatch, "unsupported_reason", lambda *call: None)  # there is no GPU
+    monkeypatch.setattr(dispatch, "_hopper_refuses", lambda *call: None)  # there is no GPU
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 10, 64)), jnp.float32)
 
     def run(layer):

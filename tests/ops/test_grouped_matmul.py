@@ -142,7 +142,7 @@ def test_inside_scan_checkpoint_and_vmap():
 
 
 def test_tpus_get_no_ragged_dot_with_a_batch():
-    """Which their compiler unsupported_reason; a pipeline's stages are one. Gradients are those of each by itself."""
+    """Their compiler refuses it; a pipeline's stages are one. Gradients are those of each by itself."""
     rows, weights = (jnp.stack([a, 2 * a]) for a in arrays(24, 6, 6, 3)[:2])
     counts = jnp.array([[5, 0, 19], [8, 8, 2]])
     one = lambda *args: jnp.sum(jnp.sin(ops.grouped_matmul(*args, implementation="ragged_dot")))

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from maxlib._xla_workarounds import together
 from maxlib.kernels.attention.sinks import merge_sinks
 from maxlib.kernels.attention.tiles import tiles
 from maxlib.ops._attention.masks import KnownMask, StaticMask
@@ -152,7 +153,8 @@ def _attend(spec: Spec, q, k, v, k_start, k_end, ids):
         return out, lse
 
     with jax.named_scope(own.name):
-        out, lse = own.over_rows(run)
+        # Each log-sum-exp comes 128 times. Without this the 127 others live until the backward pass.
+        out, lse = together(*own.over_rows(run))
     T, seen = q.shape[1], (jnp.maximum(k_start, 0) < jnp.minimum(k_end, k.shape[1]))[:, :, None]  # [B, T, 1]
     out, lse = jnp.swapaxes(out, 1, 2)[:, :T], jnp.swapaxes(lse, 1, 2)[:, :T]  # [B, N, T, H] -> [B, T, N, H]
     # A row that attends to nothing averages hidden values, or divides zero by zero.
