@@ -181,7 +181,9 @@ def _check_shared(rows: int, microbatches: int) -> None:
     with in_a_stage():  # without the stages, which split the batch only outside the pipeline
         layout = current()
         assert layout is not None  # of whoever asks
-        axes, number = layout.mesh_axes("batch"), layout.axis_size("batch")
+        # Devices that share experts exchange tokens, and may have fewer rows than they are.
+        axes = tuple(axis for axis in layout.mesh_axes("batch") if axis in ("data", "fsdp"))
+        number = math.prod(layout.mesh.shape[axis] for axis in axes)
     if rows < number:
         raise ValueError(
             f"a microbatch must have a row for each of the {number} devices of {axes} that share it, got {rows} rows: "
