@@ -16,7 +16,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import checkpoint, data, post_training, sharding, training
+from maxlib import checkpoint, data, post_training, sharding, training, weights
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
 
@@ -70,7 +70,7 @@ def loaders(args: argparse.Namespace) -> tuple[data.Loader, data.Loader]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = functools.partial(parser.add_argument, metavar="N", type=int)
-    add("model", metavar="DIR", type=Path, help="a Hugging Face directory, the teacher")
+    add("model", metavar="TEACHER", type=str, help="a Hugging Face directory, or a name on the hub; the teacher")
     add("files", metavar="FILE", type=Path, nargs="*", help="text or .jsonl files, or folders of text files")
     add("--out", metavar="DIR", type=Path, default=Path("runs/distill"), help="where everything goes (%(default)s)")
     add("--layers", default=4, help="layers of the student (%(default)s)")
@@ -81,7 +81,9 @@ def arguments() -> argparse.Namespace:
     add("--batch", default=8, help="rows in a step (%(default)s)")
     add("--length", default=512, help="tokens in a row (%(default)s)")
     add("--learning-rate", metavar="X", type=float, default=1e-3, help="its peak (%(default)s)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.model = weights.model_directory(args.model)
+    return args
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import adapters, checkpoint, data, inference, nn, sharding, training
+from maxlib import adapters, checkpoint, data, inference, nn, sharding, training, weights
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
 KEPT = (
@@ -47,10 +47,11 @@ def main() -> None:
         directory=args.out,
         layout=layout,
         filter=adapters.trainable if args.lora else nn.is_trainable,
-        base=args.model if args.lora else None,
         schedule=schedule,
         evaluation=training.Evaluation(held_out),
-        checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
+        checkpointer=checkpoint.Checkpointer(
+            args.out / "checkpoints", every=max(args.steps // 4, 1), base=args.model if args.lora else None
+        ),
         timeout=1800,  # ends a process that hangs, so that whoever started it can start it again
     )
     del model  # the trainer has a copy
@@ -60,7 +61,7 @@ def main() -> None:
     trainer.log(f"after: {trainer.fit(args.steps)['eval/nll']:.3f} nats per token of held-out text")
     model = trainer.model
     if args.lora:
-        print("\n".join(adapters.save(model, args.out / "adapter", base=str(args.model), overwrite=True)))
+        print("\n".join(adapters.save(model, args.out / "adapter", base=args.base, overwrite=True)))
         model = adapters.merge(model)
     export(model, args)
     show_sample(model, tokenizer, args)
@@ -69,7 +70,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = functools.partial(parser.add_argument, metavar="N", type=int)
-    add("model", metavar="DIR", type=Path, help="a Hugging Face directory")
+    add("model", metavar="MODEL", type=str, help="a Hugging Face directory, or a name on the hub")
     add("files", metavar="FILE", type=Path, nargs="*", help="text or .jsonl files, or folders of text files")
     add("--field", metavar="NAME", type=str, default="text", help="which field of a .jsonl line (%(default)s)")
     add("--out", metavar="DIR", type=Path, default=Path("runs/finetune"), help="where everything goes (%(default)s)")
@@ -77,12 +78,15 @@ def arguments() -> argparse.Namespace:
     add("--batch", default=8, help="rows in a step (%(default)s)")
     add("--accumulate", default=1, help="microbatches that a step is cut into, for less memory (%(default)s)")
     add("--length", default=512, help="tokens in a row (%(default)s)")
-    add("--learning-rate", metavar="X", type=float, default=2e-5, help="its peak (%(default)s)")
+    add("--learning-rate", metavar="X", type=float, help="its peak (2e-5; 2e-4 with --lora)")
     add(
         "--lora", metavar="RANK", default=0, help="train adapters of this rank only; 0 trains all weights (%(default)s)"
     )
     add("--prompt", metavar="TEXT", type=str, default="The ", help="what the sample continues (%(default)r)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.learning_rate = args.learning_rate or (2e-4 if args.lora else 2e-5)
+    args.base, args.model = args.model, weights.model_directory(args.model)
+    return args
 
 
 def loaders(tokenizer: Tokenizer, args) -> tuple[data.Loader, data.Loader]:

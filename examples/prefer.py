@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import checkpoint, data, post_training, sharding, tokenization, training
+from maxlib import checkpoint, data, post_training, sharding, tokenization, training, weights
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
 PLAIN = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
 KINDS = {
-    "dpo": post_training.Sigmoid,
+    "dpo": post_training.DPO,
     "ipo": post_training.IPO,
     "apo": post_training.APOZero,
     "simpo": post_training.SimPO,
@@ -72,7 +72,7 @@ def pair_loader(args: argparse.Namespace) -> data.Loader:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = functools.partial(parser.add_argument, metavar="N", type=int)
-    add("model", metavar="DIR", type=Path, help="a Hugging Face directory")
+    add("model", metavar="MODEL", type=str, help="a Hugging Face directory, or a name on the hub")
     add("pairs", metavar="FILE", type=Path, help="pairs, as lines of JSON")
     add("--out", metavar="DIR", type=Path, default=Path("runs/prefer"), help="where everything goes (%(default)s)")
     add(
@@ -89,7 +89,9 @@ def arguments() -> argparse.Namespace:
     add("--accumulate", default=1, help="microbatches that a step is cut into, for less memory (%(default)s)")
     add("--length", default=512, help="tokens of prompt and answer; longer pairs are left out (%(default)s)")
     add("--learning-rate", metavar="X", type=float, default=1e-6, help="its peak (%(default)s)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.model = weights.model_directory(args.model)
+    return args
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _SUBPACKAGES = (
+    "adapters",
     "checkpoint",
     "data",
     "distributed",
@@ -42,7 +43,6 @@ _SUBPACKAGES = (
     "ops",
     "plan",
     "post_training",
-    "adapters",
     "quantization",
     "sharding",
     "tokenization",

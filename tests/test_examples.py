@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from maxlib.data import _sample_text
+from maxlib.weights import _hub
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = ["--steps", "6", "--batch", "4", "--length", "32", "--vocab", "300", "--layers", "2", "--dim", "64"]
@@ -116,7 +117,7 @@ def test_finetune_lowers_the_loss_and_exports(run, finetuned):
 
 
 def test_finetune_trains_adapters_and_writes_them(run, tmp_path):
-    (text := tmp_path / "text.txt").write_text("Once there was a cat.\n\n" * 400)
+    (text := tmp_path / "text.txt").write_text("\n\n".join(f"Once there was a cat of age {n}." for n in range(400)))
     options = ["--out", tmp_path / "run", "--steps", 6, "--batch", 4, "--length", 32, "--learning-rate", 3e-2]
     said = example("finetune.py", run[0] / "model", text, *options, "--lora", 4)
     before, after = (float(re.search(rf"{word}: (\S+) nats", said)[1]) for word in ("before", "after"))
@@ -127,6 +128,39 @@ def test_finetune_trains_adapters_and_writes_them(run, tmp_path):
 def test_generate_writes_from_a_directory(finetuned):
     text = example("generate.py", "Once there", "--model", finetuned[0] / "model", "--tokens", 8, "--raw")
     assert "tokens/s" in text and len(text.partition("\n\n[")[0]) > 4
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub whose snapshots are folders here."""
+    monkeypatch.setattr(_hub, "download", lambda name, **options: tmp_path / name)
+    return tmp_path
+
+
+def read_arguments(monkeypatch, name: str, *arguments):
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    return runpy.run_path(str(EXAMPLES / name))["arguments"]()
+
+
+@pytest.mark.parametrize("name", ["finetune.py", "prefer.py", "distill.py"])
+def test_a_model_is_a_directory_or_a_name_on_the_hub(hub, monkeypatch, name):
+    more = ["pairs.jsonl"] if name == "prefer.py" else []
+    assert read_arguments(monkeypatch, name, "org/name", *more).model == hub / "org/name"
+    assert read_arguments(monkeypatch, name, hub, *more).model == hub
+
+
+def test_generate_takes_a_name_on_the_hub(hub):
+    directory = runpy.run_path(str(EXAMPLES / "generate.py"))["hugging_face_directory"]
+    assert directory("org/name", hub / "out") == hub / "org/name"
+    assert directory(str(hub), hub / "out") == hub
+    with pytest.raises(SystemExit, match=r"no file none\.gguf"):
+        directory("none.gguf", hub / "out")
+
+
+def test_adapters_get_a_higher_learning_rate(hub, monkeypatch):
+    rate = lambda *options: read_arguments(monkeypatch, "finetune.py", hub, *options).learning_rate
+    assert rate("--lora", 8) == pytest.approx(10 * rate())
+    assert rate("--lora", 8, "--learning-rate", 1e-3) == rate("--learning-rate", 1e-3) == 1e-3
 
 
 def test_pretrain_help_explains_every_flag(monkeypatch, capsys):

@@ -11,7 +11,7 @@ import numpy as np
 from maxlib.adapters import _peft_config as peft
 from maxlib.adapters._apply import adapted
 from maxlib.adapters._peft_names import Names, Part, names_of
-from maxlib.adapters._report import report
+from maxlib.adapters._report import report, vllm_line
 from maxlib.nn._layer_axis import layer_axis
 from maxlib.nn.matmul import LowRank
 from maxlib.weights._files import Header, write_file
@@ -124,8 +124,8 @@ def _experts(site: Any) -> bool:
 def _factors(part: Part, arrays: Sequence[Any], scale: float) -> _Factors:
     """Returns a layer's, or an expert's, part of the factors that a site holds."""
     index = [i for i in (part.piece.place.index, part.expert) if i is not None]
-    one = lambda array: None if array is None else array[tuple(index)]
-    a, b, magnitude = map(one, arrays)
+    a, b, magnitude = (None if array is None else array[tuple(index)] for array in arrays)
+    assert a is not None and b is not None
     return _Factors(part, a, b, scale, magnitude)
 
 
@@ -205,11 +205,8 @@ def _targets(names: Names, modules: Sequence[str]) -> list[str]:
 
 def _readers(model: Any, ranks: dict[str, Any], whole: dict[str, Any]) -> tuple[str, ...]:
     """Returns a line for each reader."""
-    found, lines = {*ranks.values()}, list(report(model).readers)
-    if len(found) > 1:
-        lines[1] = "vLLM: cannot read these (one rank and scale for all modules)"
-    if whole:
-        lines[1] = "vLLM: cannot read these (a module per expert)"
+    found = report(model)
+    lines = [found.readers[0], vllm_line(ranks.values(), dora=found.dora, fused=bool(whole))]
     experts = [n for n in ranks if ".experts." in n]
     dense = [n for n in ranks if n.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj") and ".experts." not in n]
     if experts and not whole and dense:

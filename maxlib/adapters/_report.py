@@ -1,6 +1,7 @@
 """Reports: what is adapted, at which cost, and who can read it."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -59,16 +60,18 @@ class Report:
     @property
     def readers(self) -> tuple[str, ...]:
         """Returns a line for each reader of a PEFT directory: what it reads of these adapters."""
-        dora = any(row.dora for row in self.rows)
-        ranks, scales = {row.rank for row in self.rows}, {row.scale for row in self.rows}
+        # An adapter and the frozen ones below it are written as one, with the sum of their ranks.
+        written: dict[str, tuple[int, float]] = {}
+        for row in self.rows:
+            rank, scale = written.get(row.path, (0, row.scale))
+            written[row.path] = rank + row.rank, scale
         experts = any(row.kind == "expert" for row in self.rows)
-        vllm = [
-            "no DoRA" * dora,
-            "one scale for all layers" * (len(scales) > 1 or len(ranks) > 1),
-        ]
-        limits = ", ".join(filter(None, vllm))
-        can = f"vLLM: cannot read these ({limits})" if limits else f"vLLM: with max_lora_rank of at least {max(ranks)}"
-        return ("PEFT: from 0.19" if experts else "PEFT: all of it", can)
+        return ("PEFT: from 0.19" if experts else "PEFT: all of it", vllm_line(written.values(), dora=self.dora))
+
+    @property
+    def dora(self) -> bool:
+        """Returns True if an adapter trains lengths."""
+        return any(row.dora for row in self.rows)
 
     def __str__(self) -> str:
         table = Table(box=box.SIMPLE, show_footer=True)
@@ -91,6 +94,21 @@ def report(model: Any) -> Report:
     rows = tuple(row for path, site in adapted(model) for row in _rows(path, site))
     total = sum(_bytes(leaf) for leaf in jax.tree.leaves(model))
     return Report(rows, total - sum(row.bytes for row in rows))
+
+
+def vllm_line(written: Iterable[tuple[int, float]], *, dora: bool, fused: bool = False) -> str:
+    """Returns what vLLM reads of a PEFT directory.
+
+    Args:
+        written: Rank and scale of each module, as they are written.
+        dora: True if lengths are trained.
+        fused: True if experts are written as fused parameters.
+    """
+    kinds = {*written}
+    found = {"DoRA": dora, "several ranks or scales in one directory": len(kinds) > 1, "fused experts": fused}
+    if missing := [what for what, is_there in found.items() if is_there]:
+        return f"vLLM: does not support {', '.join(missing)}; merge the adapters to serve the model there"
+    return f"vLLM: with max_lora_rank of at least {max(rank for rank, _ in kinds)}"
 
 
 def _rows(path: str, site: Any) -> list[Row]:

@@ -42,6 +42,8 @@ class Checkpointer:
         layouts: Those of the model's stacks (`layouts(model)`), recorded with each step and what restored ones get.
         max_failed_saves: Failed saves in a row after which `unsaved` says that the run should end; None for no limit.
         max_unsaved_seconds: The same, in seconds from the first of them.
+        base: Directory that frozen weights come from. A Trainer then saves what is trained, and this directory with
+            a checksum in place of frozen weights; a resumed run must build its model from the same base.
 
     Raises:
         SaveError: The directory cannot be made or written.
@@ -61,13 +63,14 @@ class Checkpointer:
         layouts: Layouts | None = None,
         max_failed_saves: int | None = 3,
         max_unsaved_seconds: float | None = 3600.0,
+        base: Any = None,
     ):
         counts = {"every": every, "seconds": seconds, "keep": keep, "keep_every": keep_every, "best.n": best and best.n}
         counts |= {"max_failed_saves": max_failed_saves, "max_unsaved_seconds": max_unsaved_seconds}
         if wrong := {name: value for name, value in counts.items() if value is not None and not value > 0}:
             raise ValueError(f"All of {', '.join(counts)} must be positive, got {wrong}.")
         self.directory = storage.absolute(directory)
-        self.layouts = layouts or {}
+        self.layouts, self.base = layouts or {}, base
         self._when, self._keep = policy.When(every, seconds), policy.Keep(keep, keep_every, best)
         self._verify, self._replace, self._metrics = verify, replace, {}
         self._failures, self._last_error = policy.Failures(max_failed_saves, max_unsaved_seconds), ""

@@ -40,6 +40,11 @@ class Tiers:
         return ", ".join(str(tier.directory) for tier in self.tiers)
 
     @property
+    def base(self) -> Any:
+        """Returns the base of the first tier; all save the same items."""
+        return self.tiers[0].base
+
+    @property
     def layouts(self) -> Layouts:
         return self.tiers[0].layouts
 

@@ -79,7 +79,7 @@ class Context:
 
     def known(self, mask: Mask, cache: Any = None) -> KnownMask | None:
         """Returns what is known of `mask` at compile time, for `attend`; with a cache, of queries against its keys."""
-        found = mask.static
+        found = (mask if self.bidirectional_blocks is not None else mask.without_blocks).static
         if found is None or (cache is not None and (found.segmented or cache.kind not in ("full", "latent"))):
             return None
         # A row of a cache is one document. The intervals of its padding are empty, which kernels see without segments.

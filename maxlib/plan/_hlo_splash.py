@@ -8,7 +8,7 @@ import math
 import re
 
 from maxlib.kernels.attention.tiles import causal_tiles
-from maxlib.ops._attention.splash import LANES, Blocks, choose_blocks
+from maxlib.ops._attention.splash import LANES, Blocks, Passes, choose_blocks
 from maxlib.plan._hlo_text import Instruction, shapes_of, size_of
 
 # `maxlib.ops` names what the mask leaves, JAX names the kernel.
@@ -31,9 +31,18 @@ class _Kernel:
     marks: int  # numbers of 32 bits beside each query: its index, its segment
 
     @property
+    def passes(self) -> Passes:
+        return choose_blocks(self.q[-2], self.v[-2], self.q[-1], self.v[-1])
+
+    @property
     def block(self) -> Blocks:
-        passes = choose_blocks(self.q[-2], self.v[-2], self.q[-1], self.v[-1])
-        return {"fwd": passes.forward, "dq": passes.dq, "dkv": passes.dkv}[self.phase]
+        # dq has the blocks of dk and dv.
+        return self.passes.forward if self.phase == "fwd" else self.passes.dkv
+
+    @property
+    def fused(self) -> bool:
+        """Tells whether the kernel for dk and dv makes dq too, in parts."""
+        return self.phase == "dkv" and self.passes.dq is None
 
     @property
     def heads(self) -> int:
@@ -55,8 +64,9 @@ class _Kernel:
     @property
     def flops(self) -> float:
         Hk, Hv = self.q[-1], self.v[-1]
-        # Forward: q k and p v. dq: q k, d_out v and d_logits k. dk and dv: the first two, d_logits q and p d_out.
-        widths = {"fwd": Hk + Hv, "dq": 2 * Hk + Hv, "dkv": 2 * Hk + 2 * Hv}[self.phase]
+        # Forward: q k and p v. dq: q k, d_out v and d_logits k. dk and dv: the first two, d_logits q and p d_out, and
+        # d_logits k if it makes dq too.
+        widths = {"fwd": Hk + Hv, "dq": 2 * Hk + Hv, "dkv": 2 * Hk + 2 * Hv}[self.phase] + Hk * self.fused
         return 2.0 * self.heads * self.visited * self.block.queries * self.block.keys * widths
 
     @property
@@ -67,7 +77,9 @@ class _Kernel:
         if self.phase == "dkv":
             # Keys, values and their gradients stay; queries, d_out, two statistics and the marks pass.
             passing = block.queries * (queries + 4 * _SUBLANES * (2 + self.marks))
-            return 2 * S * keys * math.prod(self.v[:-2]) + self.heads * self.visited * passing
+            # Every block of keys has a part of dq.
+            parts = self.heads * -(-S // block.keys) * T * Hk * self.width * self.fused
+            return 2 * S * keys * math.prod(self.v[:-2]) + self.heads * self.visited * passing + parts
         # Queries stay, with the output and the log-sum-exp, or with d_out, two statistics and dq.
         more = 4 * LANES if self.phase == "fwd" else self.width * Hk + 8
         staying = T * (queries + more + 4 * LANES * self.marks)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from maxlib.post_training._preference_loss import kto_loss as kto_loss
     from maxlib.post_training._preference_loss import preference_loss as preference_loss
     from maxlib.post_training._preferences import BCO as BCO
+    from maxlib.post_training._preferences import DPO as DPO
     from maxlib.post_training._preferences import IPO as IPO
     from maxlib.post_training._preferences import KTO as KTO
     from maxlib.post_training._preferences import NCA as NCA
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from maxlib.post_training._preferences import Mixture as Mixture
     from maxlib.post_training._preferences import Preference as Preference
     from maxlib.post_training._preferences import Robust as Robust
-    from maxlib.post_training._preferences import Sigmoid as Sigmoid
     from maxlib.post_training._preferences import SigmoidNorm as SigmoidNorm
     from maxlib.post_training._preferences import SimPO as SimPO
     from maxlib.post_training._segments import segment_sums as segment_sums
@@ -105,7 +105,7 @@ __getattr__, __dir__ = lazy(
             "Mixture",
             "Preference",
             "Robust",
-            "Sigmoid",
+            "DPO",
             "SigmoidNorm",
             "SimPO",
         ),

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import nn
 from maxlib.post_training._models import Other, frozen_log_probs, log_probs, trained_and_frozen
-from maxlib.post_training._preferences import KTO, Answers, Mixture, Preference, Sigmoid
+from maxlib.post_training._preferences import DPO, KTO, Answers, Mixture, Preference
 from maxlib.post_training._segments import segment_sums, token_counts
 from maxlib.training import Objective, Stats
 
@@ -79,7 +79,7 @@ def preference_loss(
     hidden: Float[Array, "B T D"],
     batch: Batch,
     *,
-    kind: Preference | Mixture = Sigmoid(),
+    kind: Preference | Mixture = DPO(),
     temperature: float = 1.0,
 ) -> tuple[Float[Array, ""], Stats]:
     """Computes a preference loss, summed over pairs.

@@ -61,8 +61,12 @@ class Preference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sigmoid(Preference):
-    """DPO (arXiv:2305.18290): (1-ε) sp(-Δ) + ε sp(Δ) with Δ = β (c - r) and ε the label smoothing (cDPO)."""
+class DPO(Preference):
+    """DPO (arXiv:2305.18290): (1-ε) sp(-Δ) + ε sp(Δ) with Δ = β (c - r).
+
+    Args:
+        label_smoothing: ε, the share of wrong labels (cDPO).
+    """
 
     label_smoothing: float = 0.0
 
@@ -101,7 +105,7 @@ class IPO(Preference):
 
 @dataclasses.dataclass(frozen=True)
 class SigmoidNorm(Preference):
-    """DPO of ratios per token: sp(-β (c/n_c - r/n_r))."""
+    """DPO with ratios averaged over tokens: sp(-β (c/n_c - r/n_r))."""
 
     def __call__(self, answers: Answers) -> Float[Array, "*P"]:
         chosen, rejected = answers.means
@@ -206,7 +210,7 @@ class Mixture:
     """A weighted sum of preference losses, such as MPO's (arXiv:2411.10442).
 
     Args:
-        terms: Pairs of weight and loss, `((0.8, Sigmoid()), (0.2, BCO()), (1.0, ChosenNLL()))`. Rewards in metrics are
+        terms: Pairs of weight and loss, `((0.8, DPO()), (0.2, BCO()), (1.0, ChosenNLL()))`. Rewards in metrics are
             those of the first.
 
     Raises:

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding._axes import IfFree, Table
 from maxlib.sharding._costs import Step, Traffic
+from maxlib.sharding._mesh import check_mesh_axes
 from maxlib.sharding._rules import split_further
 from maxlib.sharding._strategy import Strategy
 
@@ -78,6 +79,9 @@ class ShardOptimizer(Strategy):
 
     slot: ClassVar[str] = "optimizer"
     axis: str = "data"
+
+    def check(self, mesh: Any, others: tuple[Strategy, ...]) -> None:
+        check_mesh_axes([self.axis], str(self), mesh.axis_names)
 
     def place_optimizer(self, own: P, shape: tuple[int, ...], mesh: Any) -> P:
         return split_further(own, shape, (self.axis,), mesh)

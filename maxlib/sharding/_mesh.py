@@ -26,6 +26,7 @@ def make_mesh(
     stage: int = 1,
     dcn: Mapping[str, int] | None = None,
     devices: Sequence[Any] | None = None,
+    **unknown: int,
 ) -> Mesh:
     """Makes a mesh over devices. One of the degrees may be -1: it takes all devices that the others leave.
 
@@ -39,11 +40,13 @@ def make_mesh(
       dcn: degrees across slices (TPU) or hosts (GPU), which are connected by a slower network, such as
         `{"data": -1}`. The other degrees are then those within one slice, and an axis has the product of both.
       devices: the devices to use (default: all); they may be those of a described topology.
+      **unknown: nothing; a misspelt axis lands here and is named in the error.
 
     Raises:
-      ValueError: when the degrees do not multiply to the number of devices, or when devices of several TPU slices are
-        used without `dcn`.
+      ValueError: for an axis that a mesh does not have (the message has the closest one), when the degrees do not
+        multiply to the number of devices, or when devices of several TPU slices are used without `dcn`.
     """
+    check_mesh_axes(unknown, "make_mesh")
     devices = list(jax.devices() if devices is None else devices)
     asked = dict(data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert, stage=stage)
     per_host, groups = _groups(devices, dcn)
@@ -105,13 +108,13 @@ class MeshDegrees:
         )
 
 
-def check_mesh_axes(names: Iterable[str], what: str) -> None:
+def check_mesh_axes(names: Iterable[str], what: str, axes: Sequence[str] = MESH_AXES) -> None:
     """Raises ValueError for a name that is no axis of a mesh, with the closest one that is."""
     for name in names:
-        if name not in MESH_AXES:
-            close = difflib.get_close_matches(name, MESH_AXES, 1)
+        if name not in axes:
+            close = difflib.get_close_matches(name, axes, 1)
             meant = f" (is {close[0]!r} meant?)" if close else ""
-            raise ValueError(f"{what}: no mesh axis is named {name!r}{meant}; the axes are {', '.join(MESH_AXES)}")
+            raise ValueError(f"{what}: no mesh axis is named {name!r}{meant}; the axes are {', '.join(axes)}")
 
 
 def parse_degrees(*words: str) -> dict[str, int]:

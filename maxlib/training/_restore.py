@@ -32,12 +32,12 @@ def initial_state(
     params_from: str | Path | None,
     *,
     layout: sharding.Layout | None,
-    base: str | Path | None = None,
 ) -> tuple[TrainState, Origin]:
     """Returns the state to begin with, as `Trainer.restore` describes.
 
     A resumed state has the structure and the shardings of `state`, whose arrays are deleted first to free their memory.
     """
+    base = None if checkpointer is None else checkpointer.base
     if checkpointer is not None:
         checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
         if any(step is not None for step in distributed.allgather_json(checkpointer.latest())):
@@ -98,7 +98,9 @@ def _read(read: Callable[[Any], dict[str, Any]], state: TrainState, base: Any, w
     try:
         restored = read(_make_room(state, base))
     except ValueError as error:
-        error.add_note("A run with Trainer(base=...) saves no frozen weights: give the same base to go on with it.")
+        error.add_note(
+            "A run with Checkpointer(base=...) saves no frozen weights: give the same base to go on with it."
+        )
         raise
     saved = restored["meta"].get("base")
     if known is not None and saved is not None and known["checksum"] != saved["checksum"]:

@@ -3,7 +3,6 @@
 import collections
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,10 +31,9 @@ class Saving:
         clock: Clock,
         timeout: float | None,
         log: Callable[[str], Any],
-        base: str | Path | None = None,
     ):
         self.checkpointer, self.exports = checkpointer, list(exports)
-        self._base, self._record = base, None
+        self._base: dict[str, str] | None = None
         self._clock, self._timeout, self._log = clock, timeout, log
         self._causes: collections.Counter[str] = collections.Counter()
 
@@ -52,9 +50,9 @@ class Saving:
             if not export.has(step):
                 self._try(export.wait, "the export before this checkpoint to be written")
         numbers = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
-        if self._base is not None and self._record is None:
-            self._record = record_of(state, self._base)
-        begin = lambda: save(checkpointer, state, step, data_state, numbers, base=self._record)
+        if checkpointer.base is not None and self._base is None:
+            self._base = record_of(state, checkpointer.base)
+        begin = lambda: save(checkpointer, state, step, data_state, numbers, base=self._base)
         if not self._try(begin, f"the checkpoint of step {step} to be taken"):
             self._go_on(checkpointer)
 

@@ -48,8 +48,6 @@ class Trainer:
         `one_f_one_b(loss)` for microbatches.
       layout: how everything lies on devices, such as `sharding.Layout(mesh)`.
       filter: what is trained.
-      base: directory that the model's frozen weights come from. Checkpoints then hold what is trained, and this name
-        with a checksum in place of frozen weights; a resumed run must build its model from the same base.
       schedule: only reported, as `learning_rate`.
       evaluation: held-out data, and how often the loss is computed on it; also at the end.
       checkpointer: saves by its own policy, and at the end.
@@ -80,7 +78,6 @@ class Trainer:
         loss: Loss = next_token_loss,
         layout: sharding.Layout | None = None,
         filter: nn.tree.Filter = nn.is_trainable,
-        base: str | Path | None = None,
         schedule: optax.Schedule | None = None,
         evaluation: Evaluation | None = None,
         checkpointer: Checkpointer | Tiers | None = None,
@@ -99,10 +96,12 @@ class Trainer:
         self.loader, self.evaluation, self.loss, self.checkpointer = loader, evaluation, loss, checkpointer
         exports = [one for one in callbacks if isinstance(one, Export)]
         self.callbacks = [one for one in callbacks if not isinstance(one, Export)]
-        self._base = base
-        self._saving = Saving(checkpointer, exports, clock=self.clock, timeout=timeout, log=self.log, base=base)
+        self._saving = Saving(checkpointer, exports, clock=self.clock, timeout=timeout, log=self.log)
         self._interrupt = Interrupt()
         self.console = Console()
+        if layout is None and jax.default_backend() != "cpu" and jax.device_count() > 1:
+            here = f"one of {jax.device_count()} devices"
+            self.log(f"this run uses {here}; layout=sharding.Layout(sharding.make_mesh(fsdp=-1)) uses all")
         self.writers = Writers([self.console] if jax.process_index() == 0 else [], log=self.log)
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
@@ -135,7 +134,7 @@ class Trainer:
         """
         with self.clock.span("restore"), self.sharded(), hard_timeout(self.timeout, "the checkpoint to be restored"):
             self.state, origin = initial_state(
-                self.state, self.checkpointer, resume_from, params_from, layout=self.layout, base=self._base
+                self.state, self.checkpointer, resume_from, params_from, layout=self.layout
             )
         self._origin, self.step, self._last = origin, int(self.state.step), dict(origin.metrics)
         if origin.data_state is not None:

@@ -1,4 +1,14 @@
-"""A table laid over a model: which tensor goes where, tensor by tensor, down to the slice."""
+"""A table laid over a model: which tensor goes where, tensor by tensor, down to the slice.
+
+Words of this file, from the largest to the smallest:
+
+- **Plan**: everything that a table says of one model, made by `resolve`.
+- **Tensor**: a tensor of the files, made of pieces.
+- **Piece**: a part of a tensor of the files that is a part of one leaf of the model, axis by axis; from a `Weight`.
+- **Conversion**: tensors that a function turns into a leaf; from a `Convert`.
+- **Place**: a leaf of the model, or one layer of a leaf that a stack stores with a leading axis.
+- **Cut**: a slice for each axis of a place, such as the part that one device holds.
+"""
 
 import itertools
 import math

@@ -18,7 +18,9 @@ NO_OFFSETS: Mapping[str, int] = {}
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor, or part of one, that is a leaf of ours, or part of one. Nothing is computed, so it reads and writes.
+    """Maps a tensor of the files, or a part of it, to a leaf of the model, or a part of it.
+
+    Values are only cut and transposed, never computed, so that the same entry reads and writes.
 
     Attributes:
         theirs: Name of the tensor.

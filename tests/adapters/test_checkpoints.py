@@ -24,15 +24,14 @@ def build(seed=0):
     return put_on(jit(lambda: quantize(Bigram(64, rngs=nnx.Rngs(seed))))())
 
 
-def trainer(model, directory: Path, **options):
+def trainer(model, directory: Path, base: str | None = "a/base"):
     return training.Trainer(
         model,
         optimizer=training.adamw(1e-2),
         loader=Loader(),
         loss=loss,
         filter=adapters.trainable,
-        checkpointer=checkpoint.Checkpointer(directory, every=2),
-        **{"base": "a/base"} | options,
+        checkpointer=checkpoint.Checkpointer(directory, every=2, base=base),
     )
 
 

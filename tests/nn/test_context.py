@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib import nn
+from maxlib import nn, ops
 
 
 def cache(**more):
@@ -57,3 +57,18 @@ def test_first_tokens_of_documents():
     np.testing.assert_array_equal(nn.context(2, 3, valid=valid, cache=cache()).is_start, [[1, 0, 0], [1, 0, 0]])
     later = nn.Cache([], jnp.asarray([4, 0]), 16)
     np.testing.assert_array_equal(nn.context(2, 1, cache=later).is_start, [[0], [1]])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_rows_without_images_are_known_as_those_of_a_text_model(window):
+    """A union with blocks hides a causal mask from kernels that go by names, but not where no token is in a block."""
+    causal = ops.Causal() if window is None else ops.Causal() & ops.SlidingWindow(window)
+    mask = ops.Causal() | ops.BidirectionalBlocks()
+    mask = mask if window is None else mask & ops.SlidingWindow(window)
+    text = nn.context(2, 7)
+    assert text.known(mask).static == text.known(causal).static
+    for ours, theirs in zip(text.bounds(mask), text.bounds(causal), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    blocks = jnp.asarray([[0, 1, 1, 3, 4, 5, 6]] * 2), jnp.asarray([[1, 3, 3, 4, 5, 6, 7]] * 2)
+    seen = nn.context(2, 7, bidirectional_blocks=blocks).known(mask)
+    assert seen is None or seen.static.end == "any"

@@ -22,7 +22,7 @@ from tests.training import tiny
 ROWS, T, VOCAB, K = 8, 24, 64, 3
 PP = sharding.Pipeline("stage", microbatches=4)
 PAIRS = {
-    "sigmoid": pt.Sigmoid(0.3, label_smoothing=0.1),
+    "sigmoid": pt.DPO(0.3, label_smoothing=0.1),
     "robust": pt.Robust(0.3),
     "hinge": pt.Hinge(0.3),
     "ipo": pt.IPO(0.3),
@@ -33,7 +33,7 @@ PAIRS = {
     "bco": pt.BCO(0.3),
     "sigmoid_norm": pt.SigmoidNorm(0.3),
     "simpo": pt.SimPO(),
-    "mixture": pt.Mixture(((0.7, pt.Sigmoid(0.2)), (0.3, pt.BCO(0.2)))),
+    "mixture": pt.Mixture(((0.7, pt.DPO(0.2)), (0.3, pt.BCO(0.2)))),
 }
 POLICIES = {
     "grpo": functools.partial(pt.grpo, kl_term=pt.KL(0.1), entropy=0.01),
@@ -255,7 +255,7 @@ def halves(seed=0):
 
 
 def preferred(model, batch, key):
-    return pt.preference_loss(model, batch, key, dtype=jnp.float32, kind=pt.Sigmoid(0.5))
+    return pt.preference_loss(model, batch, key, dtype=jnp.float32, kind=pt.DPO(0.5))
 
 
 def distilled(model, batch, key):
@@ -310,7 +310,7 @@ def test_a_reference_in_the_batch_is_one_beside_the_model():
             return halves()
 
     stored = next(pt.add_reference(Once(), both.frozen, dtype=jnp.float32))
-    options = {"kind": pt.Sigmoid(0.5), "dtype": jnp.float32}
+    options = {"kind": pt.DPO(0.5), "dtype": jnp.float32}
     f = jax.jit(lambda model, data: pt.preference_loss(model, data, **options), compiler_options=tiny.QUICKLY)
     (want, stats), (got, _) = f(both, data), f(both.trained, stored)
     np.testing.assert_allclose(got, want, rtol=1e-5)
@@ -342,7 +342,7 @@ def test_what_is_missing_is_named():
     data, small = jax.tree.map(jnp.asarray, batch()), _built()
     without = lambda *names: {name: x for name, x in data.items() if name not in names}
     shape = lambda loss, data, **more: jax.eval_shape(lambda m: loss(m, data, dtype=jnp.float32, **more), small)
-    with pytest.raises(ValueError, match="Sigmoid compares with a reference"):
+    with pytest.raises(ValueError, match="DPO compares with a reference"):
         shape(pt.preference_loss, without("reference"))
     with pytest.raises(ValueError, match="the KL term compares with a reference"):
         shape(pt.policy_loss, without("reference"), kl_term=pt.KL(0.1))

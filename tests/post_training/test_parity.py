@@ -17,7 +17,7 @@ from tests.post_training.arrays import PAIRS, TEMPERATURE, V, arrays, targets
 DATA = arrays()
 TRL = np.load(Path(__file__).parent / "golden" / "trl.npz")
 PREFERENCES = {
-    "dpo/sigmoid": pt.Sigmoid(0.3),
+    "dpo/sigmoid": pt.DPO(0.3),
     "dpo/robust": pt.Robust(0.3, label_smoothing=0.2),
     "dpo/hinge": pt.Hinge(0.3),
     "dpo/ipo": pt.IPO(0.3),
@@ -27,7 +27,7 @@ PREFERENCES = {
     "dpo/nca_pair": pt.NCA(0.3),
     "dpo/bco_pair": pt.BCO(0.3),
     "dpo/sigmoid_norm": pt.SigmoidNorm(0.3),
-    "dpo/mixture": pt.Mixture(((0.8, pt.Sigmoid(0.3)), (0.2, pt.BCO(0.3)), (0.5, pt.ChosenNLL()))),
+    "dpo/mixture": pt.Mixture(((0.8, pt.DPO(0.3)), (0.2, pt.BCO(0.3)), (0.5, pt.ChosenNLL()))),
     "simpo": pt.SimPO(2.0, gamma=0.5, label_smoothing=0.1),
     "orpo": pt.ORPO(0.2),
 }

@@ -154,8 +154,8 @@ def test_probabilities_that_the_sampler_did_not_report_weigh_one():
 
 def test_settings_out_of_range():
     with pytest.raises(ValueError, match="beta must be positive"):
-        pt.Sigmoid(0.0)
+        pt.DPO(0.0)
     with pytest.raises(ValueError, match=r"in \[0, 0.5\)"):
         pt.Robust(0.1, label_smoothing=0.5)
     with pytest.raises(ValueError, match="a Mixture takes losses of pairs"):
-        pt.Mixture(((1.0, pt.Sigmoid()), (1.0, pt.SimPO())))
+        pt.Mixture(((1.0, pt.DPO()), (1.0, pt.SimPO())))

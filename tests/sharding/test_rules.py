@@ -61,6 +61,10 @@ def test_degrees_across_slices(monkeypatch):
         sharding.make_mesh(fsdp=-1, dcn={"data": 3}, devices=slices(2, 4))
     with pytest.raises(ValueError, match="dcn: no mesh axis is named 'batch'"):
         sharding.make_mesh(fsdp=-1, dcn={"batch": 2}, devices=slices(2, 4))
+    with pytest.raises(ValueError, match=r"make_mesh: no mesh axis is named 'fdsp' \(is 'fsdp' meant\?\)"):
+        sharding.make_mesh(fdsp=8)
+    with pytest.raises(ValueError, match=r"no mesh axis is named 'dta' \(is 'data' meant\?\)"):
+        sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP | sharding.strategies.ShardOptimizer("dta"))
 
 
 def test_spare_takes_what_is_left():

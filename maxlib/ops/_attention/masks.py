@@ -98,6 +98,11 @@ class Mask:
         """Returns what is known of the intervals at compile time, for rows of one document; None if nothing is."""
         return None
 
+    @property
+    def without_blocks(self) -> "Mask":
+        """Returns the mask with the same intervals for rows without bidirectional blocks, which kernels know better."""
+        return self
+
     def segments(self, tokens: Tokens) -> Int[Array, "B T"]:
         """Returns a number for each token; tokens of different segments never attend to each other."""
         return tokens.start
@@ -246,6 +251,10 @@ class _And(Mask):
         end = "query" if "query" in (left.end, right.end) else "segment"
         return StaticMask(end, min(windows, default=None), left.segmented or right.segmented)
 
+    @property
+    def without_blocks(self) -> Mask:
+        return self.left.without_blocks & self.right.without_blocks
+
     def segments(self, tokens: Tokens) -> Int[Array, "B T"]:
         return jnp.maximum(self.left.segments(tokens), self.right.segments(tokens))
 
@@ -272,6 +281,12 @@ class _Or(Mask):
         sides = self.left.static, self.right.static
         whole = any(one is not None and one.window is None and not one.segmented for one in sides)
         return StaticMask("any") if whole else None
+
+    @property
+    def without_blocks(self) -> Mask:
+        # A token outside of all blocks sees itself through them, which every other mask lets it see anyway.
+        rest = [one.without_blocks for one in (self.left, self.right) if not isinstance(one, BidirectionalBlocks)]
+        return rest[0] if len(rest) == 1 else self
 
     def interval(self, tokens: Tokens) -> Interval:
         (a, b), (c, d) = self.left.interval(tokens), self.right.interval(tokens)

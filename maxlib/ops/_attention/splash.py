@@ -24,6 +24,7 @@ from maxlib.kernels.attention.tiles import tiles
 from maxlib.ops._attention.masks import KnownMask, StaticMask
 
 LANES = 128  # of a vector register; blocks are whole registers
+MOST_PARTS = 8  # of the queries' gradient: they are summed after the kernel
 MOST_BLOCKS = 2**16  # entries of a table of blocks: two tables of int32 take half of a core's scalar memory
 
 
@@ -53,22 +54,30 @@ def _even(length: int, block: int) -> int:
 
 
 class Passes(NamedTuple):
-    """Blocks of the three kernels."""
+    """Blocks of the kernels. Without `dq` one backward kernel makes all gradients, of the queries one part per block."""
 
     forward: Blocks
-    dq: Blocks
+    dq: Blocks | None
     dkv: Blocks
 
 
 def choose_blocks(T: int, S: int, key_dim: int, value_dim: int) -> Passes:
-    """Chooses blocks that every TPU since v4 holds in 16 MiB of vector memory; none has been timed here."""
-    # A block of keys is read once for a block of queries: 1024 queries x 4 bytes of keys and values for 4 FLOPs each
-    # are 1024 FLOPs a byte, more than any TPU computes in the time of a byte. Wide heads take the place of half of it.
+    """Chooses blocks that every TPU since v4 holds in 16 MiB of vector memory; none has been timed here.
+
+    The backward pass is one kernel, of five matmuls, for up to eight blocks of keys and heads of at most 128: to 8192
+    tokens. Its parts of dq then take at most eight times the queries' memory, about what a layer's MLP holds. Beyond,
+    two kernels make the logits twice, seven matmuls, and keep nothing but the gradients.
+    """
+    # A block of keys is read once for a block of queries: 512 queries x 4 bytes of keys and values for 4 FLOPs each are
+    # 512 FLOPs a byte, about what a TPU computes in the time of a byte. Wide heads take the place of half of 1024.
     wide = max(key_dim, value_dim) > LANES
+    # A causal mask leaves (n + 1) / 2n of n x n blocks: 9/16 of eight a side, 10/16 of four.
+    size = 512 if S <= 8 * 512 else 1024
     # Backward holds logits, probabilities and their gradients of a block at once, forward the first two.
-    forward = Blocks(512 if wide else 1024, 1024)
-    backward = Blocks(512, 512 if wide else 1024)
-    return Passes(forward.fit(T, S), backward.fit(T, S), backward.fit(T, S))
+    forward = Blocks(512 if wide else size, size).fit(T, S)
+    backward = Blocks(512, 512 if wide else size).fit(T, S)
+    fused = not wide and backward.count(backward.queries, S) <= MOST_PARTS
+    return Passes(forward, None if fused else backward, backward)
 
 
 class Spec(NamedTuple):
@@ -171,8 +180,8 @@ def _backward(spec: Spec, residuals, cotangents):
         jnp.where(seen, delta, 0.0),
     )
 
-    def gradients(block: Blocks, kernel: Callable, *, by_keys: bool, **more: Any):
-        own = _Call.of(spec, block, q, k, v, *rest, by_keys=by_keys)
+    def gradients(block: Blocks, kernel: Callable, *, by_keys: bool, whole: bool = False, **more: Any):
+        own = _Call.of(spec, block, q, k, v, *rest, by_keys=by_keys, whole=whole)
         fill = (0.0, jnp.inf, 0.0)
         given = [_by_head(x, own.T, value) for x, value in zip(rows, fill, strict=True)]
 
@@ -187,11 +196,13 @@ def _backward(spec: Spec, residuals, cotangents):
         with jax.named_scope(own.name):
             return own.over_rows(run, *given)
 
-    passes = spec.passes
-    compute = {"bkv_compute": passes.dkv.compute, "use_fused_bwd_kernel": False}  # fused, its memory is T x S
-    _, dk, dv = gradients(passes.dkv, kernels._splash_attention_bwd_dkv, by_keys=True, **compute)
-    # Two kernels sum over keys and over queries, each in vector memory: nothing is added up in main memory.
-    dq = gradients(passes.dq, kernels._splash_attention_bwd_dq, by_keys=False)
+    passes, dkv = spec.passes, kernels._splash_attention_bwd_dkv
+    fused = passes.dq is None
+    options = {"bkv_compute": passes.dkv.compute, "use_fused_bwd_kernel": fused}
+    dq, dk, dv = gradients(passes.dkv, dkv, by_keys=True, whole=fused, **options)
+    if passes.dq is not None:
+        # Two kernels sum over keys and over queries, each in vector memory: nothing is added up in main memory.
+        dq = gradients(passes.dq, kernels._splash_attention_bwd_dq, by_keys=False)
     natural = lambda x, length: jnp.swapaxes(x, 1, 2)[:, :length]  # [B, N, T, H] -> [B, T, N, H]
     return natural(dq, q.shape[1]), natural(dk, k.shape[1]), natural(dv, v.shape[1]), None, None, None
 
@@ -217,10 +228,13 @@ class _Call:
     keys: int  # without the padding
 
     @classmethod
-    def of(cls, spec: Spec, block: Blocks, q, k, v, k_start, k_end, ids, *, by_keys: bool = False) -> "_Call":
+    def of(
+        cls, spec: Spec, block: Blocks, q, k, v, k_start, k_end, ids, *, by_keys: bool = False, whole: bool = False
+    ) -> "_Call":
+        """Prepares a call whose steps go along the keys, or the queries; `whole` has a step for every block of them."""
         T, S = (-(-size // whole) * whole for size, whole in ((q.shape[1], block.queries), (k.shape[1], block.keys)))
         visited = _visited(block, k_start, k_end, k.shape[1], T, S)
-        width = _window_width(spec.mask, block, by_keys)
+        width = None if whole else _window_width(spec.mask, block, by_keys)
         data_next, block_mask = _listed(visited, axis=0 if by_keys else 1, width=width)
         pad = lambda x, size, value: jnp.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=value)
         # Under a causal mask over whole rows all rows have the same index: one copy for the batch.

@@ -14,9 +14,10 @@ from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases
 from tests.ops.attention.kernels import check
 
-SMALL = splash.Passes(
-    *[splash.Blocks(128, 128, 128)] * 3
-)  # many blocks in a small test, and partial ones at every edge
+# Many blocks in a small test, and partial ones at every edge. Fused: a block computed at once, and in two halves.
+SMALL = splash.Passes(*[splash.Blocks(128, 128, 128)] * 3)
+FUSED = splash.Passes(splash.Blocks(128, 128, 128), None, splash.Blocks(128, 128, 128))
+HALVES = splash.Passes(splash.Blocks(128, 256, 128), None, splash.Blocks(128, 256, 128))
 KNOWN = [name for name, mask in cases.MASKS.items() if mask.static is not None and name != "both sides"]
 CASES = [
     cases.Case((4, 2), (64, 64), (200, 330), 2.0, True, None),
@@ -39,16 +40,31 @@ def test_all_masks_but_two_are_known():
     assert cases.MASKS["spans"].static is None and (ops.Prefix(3) | ops.BidirectionalBlocks()).static is None
 
 
-@pytest.mark.parametrize("documents", cases.DOCUMENTS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernels_equal_the_reference(case, documents):
-    for mask in KNOWN:
+# By default each case, kernel and mask with one kind of rows.
+PAIRS = [
+    (CASES[0], SMALL, "packed", ("chunk", "window")),
+    (CASES[1], SMALL, "padded", ("causal", "prefix")),
+    (CASES[2], FUSED, "one", ("full", "causal")),
+    (CASES[0], HALVES, "padded", ("window",)),
+    (CASES[1], FUSED, "packed", ("causal", "chunk")),
+]
+PRODUCT = [
+    pytest.param(case, passes, documents, tuple(KNOWN), marks=pytest.mark.full)
+    for case, *kernels in zip(CASES, [SMALL] * 3, (HALVES, FUSED, FUSED), strict=True)
+    for passes in kernels
+    for documents in cases.DOCUMENTS
+]
+
+
+@pytest.mark.parametrize(("case", "passes", "documents", "masks"), [*PAIRS, *PRODUCT], ids=str)
+def test_the_kernels_equal_the_reference(case, passes, documents, masks):
+    for mask in masks:
         about = known(mask, documents, *case.lengths)
-        run = functools.partial(splash.splash, mask=about, passes=SMALL, interpret=True)
+        run = functools.partial(splash.splash, mask=about, passes=passes, interpret=True)
         check(run, case, [(mask, documents)], jnp.float32, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["causal", "window"])
+@pytest.mark.parametrize("name", ["window", pytest.param("causal", marks=pytest.mark.full)])
 def test_in_a_ring_the_parts_of_the_keys_are_masked_too(name, monkeypatch):
     """Two devices with two pieces each, in zigzag order, and packed documents: bounds lie outside of a piece's keys."""
     monkeypatch.setattr(dispatch, "_implementations", list(dispatch._implementations))
@@ -100,15 +116,28 @@ def test_a_window_lists_only_its_blocks():
 
 def test_blocks_pad_little_and_divide():
     for T, S in ((1, 33), (130, 130), (1300, 4096), (4096, 1300), (131072, 131072)):
-        for block in splash.choose_blocks(T, S, 128, 128):
+        for block in filter(None, splash.choose_blocks(T, S, 128, 128)):
             assert block.queries % 128 == block.keys % block.compute == block.compute % 128 == 0
             assert -T % block.queries < 128 * -(-T // 1024) and -S % block.keys < 128 * -(-S // 1024)
 
 
-@pytest.mark.parametrize("implementation", [None, "splash"])
-def test_a_tpu_program_calls_the_kernels(implementation):
-    q, k = (jax.ShapeDtypeStruct((2, 256, heads, 128), jnp.bfloat16) for heads in (4, 2))
-    ends = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+@pytest.mark.parametrize(
+    ("T", "Hk", "Hv", "parts"),
+    [(1, 128, 128, 1), (4096, 64, 64, 8), (8192, 128, 128, 8), (8193, 128, 128, None), (1024, 192, 128, None)],
+)
+def test_one_backward_kernel_where_its_parts_are_few(T, Hk, Hv, parts):
+    _, dq, dkv = splash.choose_blocks(T, T, Hk, Hv)
+    assert (dq is None) == (parts is not None)
+    assert parts in (None, dkv.count(dkv.queries, T))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "T", "kernels"),
+    [(None, 256, ("fwd", "dkv")), ("splash", 256, ("fwd", "dkv")), ("splash", 16384, ("fwd", "dq", "dkv"))],
+)
+def test_a_tpu_program_calls_the_kernels(implementation, T, kernels):
+    q, k = (jax.ShapeDtypeStruct((2, T, heads, 128), jnp.bfloat16) for heads in (4, 2))
+    ends = jax.ShapeDtypeStruct((2, T), jnp.int32)
     device = jax.sharding.AbstractDevice("TPU v5p", None, "tpu")
 
     def both(q, k, v, start, end):
@@ -119,8 +148,8 @@ def test_a_tpu_program_calls_the_kernels(implementation):
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
         text = export.export(jax.jit(both), platforms=["tpu"])(q, k, k, ends, ends).mlir_module()
     for kernel in ("fwd", "dq", "dkv"):
-        assert f"splash_mha_{kernel}" in text
-    assert text.count("@tpu_custom_call(") == 3
+        assert (f"splash_mha_{kernel}" in text) == (kernel in kernels)
+    assert text.count("@tpu_custom_call(") == len(kernels)
 
 
 def test_every_mask_says_the_same_as_its_intervals():
