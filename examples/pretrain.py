@@ -83,13 +83,15 @@ def arguments() -> argparse.Namespace:
     add("--dim", default=448, help="width of the model, a multiple of 64 (%(default)s)")
     add("--learning-rate", metavar="X", type=float, default=3e-3, help="its peak (%(default)s)")
     add("--mesh", metavar="DEGREES", type=str, default="fsdp=-1", help="such as fsdp=-1,tensor=2 (%(default)s)")
+    add("--dcn", metavar="DEGREES", type=str, default="", help="degrees across slices or hosts, such as data=-1")
     add("--strategy", metavar="NAME", type=str, default="fsdp", help="such as fsdp_tp or fsdp+cp_ring (%(default)s)")
     add("--quantize", metavar="FORMAT", type=str, choices=list(quantization.TRAINING), help="train in int8 or fp8")
     args = parser.parse_args()
     if args.dim < 64 or args.dim % 64:
         parser.error(f"--dim must be a multiple of 64, the width of a head; got {args.dim}")
     try:
-        args.layout = sharding.Layout(sharding.parse_degrees(args.mesh), sharding.preset(args.strategy))
+        degrees = {**sharding.parse_degrees(args.mesh), "dcn": sharding.parse_degrees(args.dcn)}
+        args.layout = sharding.Layout(degrees, sharding.preset(args.strategy))
     except ValueError as error:
         parser.error(str(error))
     return args

@@ -20,6 +20,8 @@ MISTAKES = {
     "nn.MLP(64, 128, rngs=jax.random.key(0))": "rngs must be an nnx.Rngs, got PRNGKeyArray",
     "nn.Embed(64, 128, rngs=None)": "rngs must be an nnx.Rngs, got NoneType",
     "nn.MoE(8, 8, router=nn.Router(8, 4, top_k=2, rngs=rngs), rngs=rngs)(jnp.ones((3, 8)))": "one row is x.None",
+    "nn.Stack(lambda i, rngs: nn.MLP(8, 8, rngs=rngs), 2, rngs=0)": "rngs must be an nnx.Rngs, got int 0",
+    "nn.MoE(8, 8, router=nn.Router(8, 4, top_k=2, rngs=rngs), rngs=0)": "rngs must be an nnx.Rngs, got int 0",
     "ops.SlidingWindow(8.5)": "whole number of tokens, at least 1, got 8.5",
     "model([[1, 2]])": "tokens must be an array of integers, .*got list",
     "training.adamw('1e-3')": "learning_rate must be a number or a schedule .*got '1e-3'",

@@ -138,6 +138,15 @@ def test_jobset_trains_on_each_number_of_nodes(pretrain, job, monkeypatch):
         check_divides(pretrain, args, nodes * container["resources"]["limits"]["nvidia.com/gpu"])
 
 
+def test_jobset_says_what_crosses_slices(pretrain, job, monkeypatch):
+    """The words that it tells to append are words of the example, and mean replicas in the slices."""
+    (container,) = job["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    assert parsed(pretrain, container["command"], monkeypatch).layout.mesh.dcn == ()
+    words = re.search(r"append (--dcn), (\S+) ", JOBSET.read_text()).groups()
+    mesh = parsed(pretrain, [*container["command"], *words], monkeypatch).layout.mesh
+    assert dict(mesh.dcn) == {"data": -1} and dict(mesh.degrees) == {"fsdp": -1}
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [

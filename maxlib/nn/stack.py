@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlib._xla_workarounds import keep_float32, row_major
 from maxlib.hardware import current_device
 from maxlib.nn._layer_axis import with_layer_axis, without_layer_axis
+from maxlib.nn._linear import draw_key
 from maxlib.nn._stack_layout import Segment, as_layout, normalized_layout, place_of, segments
 from maxlib.nn.mixer import check_cache_dtype, check_order, is_reorderable
 from maxlib.nn.remat import Policy, remat_policy, rematerialised
@@ -82,7 +83,7 @@ class Stack(StackedLayers):
         rngs: nnx.Rngs,
     ):
         layout = normalized_layout(num_layers, lead, prefix, period)
-        key = rngs.params()
+        key = draw_key(rngs)
         one = lambda i, key: make(i, nnx.Rngs(key))
         # [num_layers] keys, one per layer.
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_layers))

@@ -149,7 +149,8 @@ def planned(layers: Tree, x: Tree) -> Plan:
       x: arrays with a leading batch axis.
 
     Raises:
-      ValueError: when there is no pipeline, or stages, microbatches and repeats do not divide layers and rows.
+      ValueError: when there is no pipeline, when stages, microbatches and repeats do not divide layers and rows, or
+        when a microbatch has fewer rows than devices that share it.
     """
     if (layout := current()) is None or (pipeline := layout.pipeline) is None:
         raise ValueError(
@@ -163,6 +164,7 @@ def planned(layers: Tree, x: Tree) -> Plan:
         raise ValueError(
             f"a batch of {rows} rows cannot be cut into {pipeline.microbatches} microbatches; change one of them"
         )
+    _check_shared(rows // pipeline.microbatches, pipeline.microbatches)
     if pipeline.repeats > 1 and pipeline.microbatches % number:
         raise ValueError(
             f"with repeats={pipeline.repeats}, microbatches must be a multiple of the {number} stages, got "
@@ -172,6 +174,21 @@ def planned(layers: Tree, x: Tree) -> Plan:
     axes = replicated_over()
     parts = axes if rows // pipeline.microbatches % parts_in(axes) == 0 else ()
     return Plan(pipeline.axis, Schedule(number, pipeline.microbatches, pipeline.repeats), cut, parts)
+
+
+def _check_shared(rows: int, microbatches: int) -> None:
+    """Raises ValueError when the data axes split a microbatch into more parts than it has rows."""
+    with in_a_stage():  # without the stages, which split the batch only outside the pipeline
+        layout = current()
+        assert layout is not None  # of whoever asks
+        # Devices that share experts exchange tokens, and may have fewer rows than they are.
+        axes = tuple(axis for axis in layout.mesh_axes("batch") if axis in ("data", "fsdp"))
+        number = math.prod(layout.mesh.shape[axis] for axis in axes)
+    if rows < number:
+        raise ValueError(
+            f"a microbatch must have a row for each of the {number} devices of {axes} that share it, got {rows} rows: "
+            f"take a batch of at least {microbatches * number} rows, or fewer than {microbatches} microbatches"
+        )
 
 
 def parts_in(axes: tuple[str, ...]) -> int:
