@@ -55,7 +55,7 @@ def _even(length: int, block: int) -> int:
 
 
 class Passes(NamedTuple):
-    """Blocks of the kernels. Without `dq` one backward kernel makes all gradients; those of queries come in parts."""
+    """Blocks of the kernels. Without `dq` one backward kernel makes all gradients, and a part of dq for every block."""
 
     forward: Blocks
     dq: Blocks | None
