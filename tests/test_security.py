@@ -111,7 +111,7 @@ def test_code_in_a_models_directory_is_not_run(tmp_path):
         [sys.executable, "-c", GUARD, tmp_path], capture_output=True, text=True, timeout=300, cwd=ROOT.parent
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    # Nor are programs started or pickles read, by the library or what it imports; what starts programs is not loaded.
+    # Nor are programs started or pickles read, by maxlib or what it imports; what starts programs is not loaded.
     assert done.stdout.splitlines()[-1] == "False [] []"
 
 

@@ -230,7 +230,9 @@ def test_arguments_that_do_not_exist_are_named(exported):
     for given, meant in (("num_layer", "num_layers"), ("dtpye", "dtype")):
         with pytest.raises(TypeError, match=rf"the fields of llama's .*got {given}=1: did you mean {meant}\?"):
             maxlib.from_pretrained(exported, **{given: 1})
-    with pytest.raises(TypeError, match=r"takes layout, dtype, family and .*\(vocab, .*got quantize=True\."):
+    with pytest.raises(
+        TypeError, match=r"takes revision, token, layout, dtype, family and .*\(vocab, .*got quantize=True\."
+    ):
         maxlib.from_pretrained(exported, quantize=True)
 
 

@@ -1,4 +1,4 @@
-"""The losses of a small training run, all digits of all steps: a file for each machine architecture and jax version.
+"""The losses of a small training run, all digits of all steps, one file for each machine architecture and jax version.
 
 A change that moves any digit must change the file in the same commit: `python -m tests.training.losses --write`.
 """
