@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 LARGEST = 1 << 24  # characters of a text, items of a list, and of what a template writes in all
