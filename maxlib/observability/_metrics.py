@@ -128,9 +128,16 @@ class Jsonl:
         data = "".join(self._waiting).encode()
         written = self._file.write(data)
         if written < len(data):
-            self._waiting.appendleft("\n")  # ends the line that was cut short
+            self._forget(data[:written])
             raise OSError(errno.ENOSPC, f"{self.path}: only {written} of {len(data)} bytes could be written")
         self._waiting.clear()
+
+    def _forget(self, written: bytes) -> None:
+        """Takes whole lines that were written from those that wait, and lets a line that was cut short end first."""
+        for _ in range(written.count(b"\n")):
+            self._waiting.popleft()
+        if written and not written.endswith(b"\n"):
+            self._waiting.appendleft("\n")
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from maxlib.weights._card import ModelCard
 from maxlib.weights._files import INDEX, SINGLE
 
@@ -99,8 +101,10 @@ def push_to_hub(
     message: str = "Upload a model with maxlib",
     model_card: ModelCard | bool = True,
     **options: Any,
-) -> str:
+) -> str | None:
     """Writes `model` as `save_pretrained` does and uploads it to the hub, in a commit of its own.
+
+    On several hosts all must call this; the first one uploads.
 
     Args:
         model: The model.
@@ -113,7 +117,7 @@ def push_to_hub(
         **options: Other arguments of `save_pretrained`, such as `tokenizer`.
 
     Returns:
-        The address of the commit.
+        The address of the commit; None on the hosts that upload nothing.
 
     Raises:
         ImportError: If huggingface_hub is not installed.
@@ -127,6 +131,8 @@ def push_to_hub(
         model_card = ModelCard(title=name.rpartition("/")[2])
     with _explained(name, revision), tempfile.TemporaryDirectory() as directory:
         save_pretrained(model, directory, model_card=model_card, **options)
+        if jax.process_index():
+            return None
         api.create_repo(name, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(name, branch=revision, exist_ok=True)

@@ -1,6 +1,7 @@
 """Checks before an export: what is read from it must be the model that was written."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -93,5 +94,7 @@ def _own(path: tuple[Any, ...], part: Any) -> Iterator[tuple[str, str]]:
 def _word(value: Any) -> str:
     """Describes a setting; two builds of a model describe it alike."""
     if isinstance(value, functools.partial):
-        return f"{_word(value.func)}({', '.join(map(repr, value.args))}{value.keywords or ''})"
-    return getattr(value, "__qualname__", None) or repr(value)
+        named = [f"{name}={_word(one)}" for name, one in value.keywords.items()]
+        return f"{_word(value.func)}({', '.join([*map(_word, value.args), *named])})"
+    # Without its address, which no two objects share.
+    return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -45,15 +45,16 @@ def test_a_resumed_jsonl_has_every_step_once(tmp_path):
     assert observability.read_jsonl(path) == rows
 
 
-def test_lines_wait_while_the_disk_is_full(tmp_path):
+@pytest.mark.parametrize("room", [5, 26, 35])  # within the first line that waits, all of it, within the second
+def test_lines_wait_while_the_disk_is_full(tmp_path, room):
     """Also across the end of a `fit`, and where a line was cut in the middle."""
     writer = observability.Jsonl(tmp_path / "m.jsonl")
     writer.write(1, {"loss": 1.0})
     file = writer._file
-    full, nearly = io.FileIO("/dev/full", "ab"), SimpleNamespace(write=lambda data: file.write(data[:5]))
+    full, nearly = io.FileIO("/dev/full", "ab"), SimpleNamespace(write=lambda data: file.write(data[:room]))
     for step, broken in ((2, full), (3, nearly)):
         writer._file = broken
-        with pytest.raises(OSError, match="No space left|only 5 of"):
+        with pytest.raises(OSError, match=f"No space left|only {room} of"):
             writer.write(step, {"loss": 2.0})
     writer._file = file
     writer.close()

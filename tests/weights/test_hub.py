@@ -125,3 +125,10 @@ def test_without_huggingface_hub_the_package_is_named():
     code = "import sys; sys.modules['huggingface_hub'] = None; import maxlib; maxlib.from_pretrained('org/name')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode and "pip install 'maxlib[hub]'" in done.stderr
+
+
+def test_of_several_hosts_the_first_uploads(hub, model, monkeypatch):
+    monkeypatch.setattr("maxlib.weights._hub.jax.process_index", lambda: 1)
+    monkeypatch.setattr("maxlib.weights._family.save_pretrained", lambda *_, **__: None)
+    assert maxlib.push_to_hub(model, NAME, token="hf_good") is None
+    assert not hub.models and not hub.commits
