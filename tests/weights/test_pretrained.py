@@ -23,6 +23,7 @@ from maxlib import nn, ops, sharding, weights
 from maxlib.models import llama
 from maxlib.weights import _family as family_module
 from maxlib.weights import _files as files_module
+from maxlib.weights import _readback
 from tests.nn.tiny import LLAMA
 from tests.weights import zoo
 
@@ -419,3 +420,19 @@ def test_host_memory_never_holds_the_model_twice(where, big_and_small, tmp_path)
     assert size > 100
     assert loading < size + 2 * tensor
     assert saving < size + 4 * tensor
+
+
+def test_settings_without_a_name_are_compared_without_their_address():
+    """Each build makes its own object, such as a function with state; that is no other model."""
+
+    class Scaled:
+        def __init__(self, by: float):
+            self.by = by
+
+    assert _readback._word(Scaled(1.0)) == _readback._word(Scaled(1.0))
+    assert _readback._word(functools.partial(jax.nn.elu, Scaled(1.0))) == _readback._word(
+        functools.partial(jax.nn.elu, Scaled(1.0))
+    )
+    assert _readback._word(functools.partial(jax.nn.elu, alpha=1.0)) != _readback._word(
+        functools.partial(jax.nn.elu, alpha=2.0)
+    )
