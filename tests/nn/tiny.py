@@ -1,13 +1,14 @@
 """Models small enough to test with."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxlib import ops
+from maxlib import nn, ops
 from maxlib.models import llama
 
 LLAMA = llama.Config(
@@ -23,9 +24,22 @@ LLAMA = llama.Config(
 
 
 def tiny_llama(seed: int = 0, **changes) -> llama.Llama:
-    """Built under jit, so that initial values do not depend on how eager ops round."""
-    cfg = dataclasses.replace(LLAMA, **changes)
-    return jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(seed)))()
+    """Built under jit, so that initial values do not depend on how eager ops round; compiled once a process."""
+    return _initial(dataclasses.replace(LLAMA, **changes), seed)()
+
+
+@functools.cache
+def _initial(cfg: llama.Config, seed: int):
+    return jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(seed)))
+
+
+def filled(make, seed: int = 0):
+    """The model that `make` builds, with random parameters and zeros for the rest: nothing is compiled."""
+    params, rest = nn.partition(jax.eval_shape(make))
+    random = np.random.default_rng(seed)
+    draw = lambda x: jnp.asarray(0.3 * random.normal(size=x.shape), x.dtype)
+    zeros = jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), rest)
+    return nn.combine({path: draw(x) for path, x in params.items()}, zeros)
 
 
 def tokens(batch: int, seq: int, *, vocab: int = LLAMA.vocab, seed: int = 0) -> jax.Array:
