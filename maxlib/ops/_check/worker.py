@@ -94,7 +94,6 @@ def _refusal(case: Case, implementation: str, given: dict[str, jax.Array]) -> st
         options |= {"mask": static and static.static, "softcap": case.softcap, "sinks": given.get("sinks")}
         args = [given[name] for name in "qkv"]
         # The chooser sees what a layer passes: ends of intervals, and what is known of the mask.
-        # Bounds that a mask of whole rows does not need would hide what it is.
         answer = explain[case.op](*args, k_end=jnp.zeros(given["q"].shape[:2], jnp.int32), **options)
     else:
         answer = explain[case.op](given["rows"], given["weights"], **options)
