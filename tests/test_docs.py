@@ -30,8 +30,11 @@ def blocks(page: str) -> list[tuple[str, bool]]:
     return [(n + match["code"], "raises-exception" in match["options"]) for n, match in zip(down, found, strict=True)]
 
 
-# Pages whose programs take longer than ten seconds to compile; `test_names_of_maxlib_exist` reads them by default.
-LONG = ("add-a-layer", "diagnostics", "models", "mtp", "sharding", "training")
+# Pages whose programs take longest to compile; `test_names_of_maxlib_exist` reads them by default.
+LONG = {
+    *("add-a-layer", "attention", "diagnostics", "loss", "models", "moe"),
+    *("mtp", "post-training", "quantization", "sharding", "training"),
+}
 
 
 def marked(page: Path):
