@@ -55,7 +55,7 @@ class Block(nn.Layer):
 
 
 class SeedOss(nn.Decoder):
-    """Seed-OSS: a Llama whose heads together are twice as wide as the residual stream, made for texts of 512k tokens."""
+    """Seed-OSS: a Llama whose heads together are twice as wide as the residual stream, for texts of 512k tokens."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
