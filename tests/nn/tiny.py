@@ -34,12 +34,12 @@ def _initial(cfg: llama.Config, seed: int):
 
 
 def filled(make, seed: int = 0):
-    """The model that `make` builds, with random parameters and zeros for the rest: nothing is compiled."""
+    """Random parameters, norms of one and zeros for the rest, without compiling what `make` builds."""
     params, rest = nn.partition(jax.eval_shape(make))
     random = np.random.default_rng(seed)
-    draw = lambda x: jnp.asarray(0.3 * random.normal(size=x.shape), x.dtype)
+    values = lambda path, x: np.ones(x.shape) if path.endswith("scale") else 0.3 * random.normal(size=x.shape)
     zeros = jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), rest)
-    return nn.combine({path: draw(x) for path, x in params.items()}, zeros)
+    return nn.combine({path: jnp.asarray(values(path, x), x.dtype) for path, x in params.items()}, zeros)
 
 
 def tokens(batch: int, seq: int, *, vocab: int = LLAMA.vocab, seed: int = 0) -> jax.Array:

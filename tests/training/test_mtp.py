@@ -159,14 +159,15 @@ def test_the_balance_of_experts_covers_the_modules(model, batch):
     )
 
 
-def test_gradients_reach_the_modules_and_the_trunk(batch):
+@pytest.mark.parametrize("remat", [None, pytest.param("full", marks=pytest.mark.full)])
+def test_gradients_reach_the_modules_and_the_trunk(batch, remat):
     """Of one layer and one module, which compile in a third of the time."""
     cfg = dataclasses.replace(CFG, num_layers=1, num_dense=0, num_mtp=1)
     params, rest = nn.partition(filled(lambda: deepseek.DeepSeek(cfg, rngs=nnx.Rngs(0))))
 
     def value(params):
         model = nn.combine(params, rest)
-        loss = functools.partial(mtp_loss, dtype=jnp.float32, remat="full", remat_modules="full")
+        loss = functools.partial(mtp_loss, dtype=jnp.float32, remat=remat, remat_modules=remat)
         return loss(model, batch)[0] - next_token_loss(model, batch, dtype=jnp.float32)[0]
 
     gradients = jax.jit(jax.grad(value), compiler_options=tiny.QUICKLY)(params)
