@@ -32,7 +32,7 @@ def blocks(page: str) -> list[tuple[str, bool]]:
 
 # Pages whose programs take longest to compile; `test_names_of_maxlib_exist` reads them by default.
 LONG = {
-    *("add-a-layer", "attention", "diagnostics", "loss", "models", "moe"),
+    *("adapters", "add-a-layer", "attention", "checkpoints", "diagnostics", "generation", "loss", "models", "moe"),
     *("mtp", "post-training", "quantization", "sharding", "training"),
 }
 
