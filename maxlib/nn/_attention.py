@@ -62,6 +62,8 @@ class Attention(SequenceMixer):
         scale: Factor on the scores, by default `head_dim ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`; None leaves scores as they are.
         sinks: True adds one learned logit per head to the softmax, without a value (GPT-OSS).
+        out_gate: Activation of a gate on the output, a projection of the input for each head and dimension, such as
+            `jax.nn.sigmoid` (Qiu et al. 2025, arXiv:2505.06708); None for no gate.
         temperature: Maps a token's index in its document to a factor on its query, such as `TemperatureTuning`.
         implementation: Name of an implementation of `ops.attention`; None chooses the best one. `with_attention` sets
             it in a whole model.
@@ -94,6 +96,7 @@ class Attention(SequenceMixer):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        out_gate: Callable[[Array], Array] | None = None,
         temperature: Callable[[Array], Array] | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
@@ -118,7 +121,9 @@ class Attention(SequenceMixer):
         self.v = Einsum("...D,KHD->...KH", (K, H, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         # [B, T, N, H] -> [B, T, D]: sums over heads and their width at once.
         self.o = Einsum("...NH,DNH->...D", (D, N, H), ("embed", "heads", "head_dim"), bias=out_bias, rngs=rngs)
-        self.q_norm, self.k_norm = q_norm, k_norm
+        gate = lambda: Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
+        self.gate = None if out_gate is None else gate()
+        self.q_norm, self.k_norm, self.out_gate = q_norm, k_norm, out_gate
         self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",)) if sinks else None
         self.mask, self.rope, self.scale, self.softcap = mask, rope, scale, softcap
         self.temperature, self.implementation = temperature, implementation
@@ -148,7 +153,8 @@ class Attention(SequenceMixer):
         options = {"scale": self.scale, "softcap": self.softcap, "implementation": self.implementation}
         # softmax(softcap(scale * q k^T)) v, [B, T, N, H]
         out = attend(q, k, v, k_start, k_end, sinks, known=known, zigzag=ctx.zigzag, **options)
-        return self.o(out), cache
+        # o(act(gate(x)) * out), [B, T, N, H] -> [B, T, D]
+        return self.o(out if self.gate is None else out * self.out_gate(self.gate(x))), cache
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values, after norms, temperature and rotation.
@@ -214,6 +220,7 @@ class Attention(SequenceMixer):
             "temperature tuning": self.temperature is not None,
             "attention soft-cap": self.softcap is not None,
             "sinks": self.sinks is not None,
+            "output gate": self.gate is not None,
         }
         yield from (word for word, has in found.items() if has)
 
