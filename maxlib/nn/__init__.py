@@ -34,6 +34,7 @@ from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed
 from maxlib.nn._mla import MLA as MLA
 from maxlib.nn._mlp import MLP as MLP
+from maxlib.nn._mlp import XIELU as XIELU
 from maxlib.nn._mlp import GatedMLP as GatedMLP
 from maxlib.nn._model import Model as Model
 from maxlib.nn._model import Output as Output
