@@ -1,5 +1,8 @@
 """Generation: prefill and decode over any model."""
 
+from maxlib.inference._continuous import LocalEngine as LocalEngine
+from maxlib.inference._engine import Completion as Completion
+from maxlib.inference._engine import Engine as Engine
 from maxlib.inference._generate import Generator as Generator
 from maxlib.inference._generate import generate as generate
 from maxlib.inference._sampling import GREEDY as GREEDY
