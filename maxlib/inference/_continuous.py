@@ -111,6 +111,8 @@ class LocalEngine:
             for n, prompt in enumerate(prompts)
             for i in range(count)
         ]
+        # Those that may last longest come first, so that no slot is left with a long row at the end.
+        rows.sort(key=lambda row: -row.limit)
         options = {"sampler": sampler, "impl": str(jax.random.key_impl(key))}
         return _Run(self.generator, self.slots, capacity, options, frozenset(stop)).completions(rows)
 
@@ -278,8 +280,9 @@ def drawn_log_probs(logits: Float[Array, "B V"], token: Int[Array, " B"], temper
 
 
 def _bucket(length: int) -> int:
-    """Rounds a prompt's length up, so that few programs serve prompts of any length."""
-    return max(16, 1 << (length - 1).bit_length()) if length <= 64 else -(-length // 64) * 64
+    """Rounds a prompt's length up by less than a quarter, or to 16: four programs for each doubling of the length."""
+    multiple = max(16, (1 << (length - 1).bit_length()) // 8)
+    return -(-length // multiple) * multiple
 
 
 def _check_rows(model: Any) -> None:

@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.continuous [--slots 8] [--rounds 3] [--no-peer] [--check] [--json out.json]
 
-A Llama with random weights in float32. Prompts and completions have lengths from 10 to 200, drawn once. A static batch
+A Llama with random weights in float32. Prompts and completions have lengths from 10 to 200, drawn once with a uniform
+logarithm, as most answers are short. A static batch
 has as many rows as there are slots and lasts until its longest row ends; a row that is done is not counted further. The
 figure is tokens that were asked for per second, of a whole call without compilation, the median over rounds.
 """
@@ -48,7 +49,8 @@ def runs(args: argparse.Namespace) -> dict:
         theirs.save_pretrained(directory)
         model = maxlib.from_pretrained(directory)
     rng = np.random.default_rng(0)
-    sizes, limits = (rng.integers(LENGTHS[0], LENGTHS[1] + 1, args.prompts).tolist() for _ in range(2))
+    draw = lambda: np.exp(rng.uniform(*np.log(LENGTHS), args.prompts)).round().astype(int).tolist()
+    sizes, limits = draw(), draw()
     prompts = [rng.integers(1, CONFIG.vocab_size, n).tolist() for n in sizes]
     static, engine = (
         Generator(model, dtype=jnp.float32),
