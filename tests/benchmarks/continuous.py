@@ -3,9 +3,8 @@
     python -m tests.benchmarks.continuous [--slots 8] [--rounds 3] [--no-peer] [--check] [--json out.json]
 
 A Llama with random weights in float32. Prompts and completions have lengths from 10 to 200, drawn once with a uniform
-logarithm, as most answers are short. A static batch
-has as many rows as there are slots and lasts until its longest row ends; a row that is done is not counted further. The
-figure is tokens that were asked for per second, of a whole call without compilation, the median over rounds.
+logarithm, as most answers are short. A static batch has as many rows as there are slots and lasts until its longest row
+ends. The figure is tokens that were asked for per second, of a whole call without compilation, the median over rounds.
 """
 
 import argparse
