@@ -31,7 +31,7 @@ def blocks(page: str) -> list[tuple[str, bool]]:
 
 
 # Pages whose programs take longer than ten seconds to compile; `test_names_of_maxlib_exist` reads them by default.
-LONG = ("add-a-layer", "diagnostics", "models", "mtp", "sharding", "training")
+LONG = ("add-a-layer", "models", "mtp", "observability", "sharding", "tour", "training")
 
 
 def marked(page: Path):
