@@ -43,6 +43,7 @@ from maxlib.nn._model import SupportsPipelining as SupportsPipelining
 from maxlib.nn._model import VisionModel as VisionModel
 from maxlib.nn._moe import ExpertLinear as ExpertLinear
 from maxlib.nn._moe import MoE as MoE
+from maxlib.nn._norm import HeadsRMSNorm as HeadsRMSNorm
 from maxlib.nn._norm import LayerNorm as LayerNorm
 from maxlib.nn._norm import RMSNorm as RMSNorm
 from maxlib.nn._norm import UnitRMSNorm as UnitRMSNorm

@@ -179,9 +179,8 @@ def _notes(module: Any) -> Iterator[str]:
     mask = getattr(module, "mask", None)
     if mask is not None and len(text := _mask(mask)) < 60:
         yield text
-    experts = getattr(module, "num_experts", None)
-    if experts is not None and isinstance(getattr(module, "top_k", None), int):
-        yield f"{module.top_k} of {experts} experts for each token"
+    if isinstance(top_k := getattr(module, "top_k", None), int):
+        yield "1 expert for each token" if top_k == 1 else f"{top_k} experts for each token"
 
 
 def _mask(mask: Any) -> str:

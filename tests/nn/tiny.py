@@ -1,13 +1,15 @@
 """Models small enough to test with."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxlib import ops
+from maxlib import nn, ops
 from maxlib.models import llama
 
 LLAMA = llama.Config(
@@ -20,6 +22,26 @@ LLAMA = llama.Config(
     head_dim=12,
     rope=ops.Rope(12, theta=10_000.0),
 )
+
+
+def filled(make: Callable[[], Any], seed: int = 0) -> Any:
+    """What `make` makes, with random parameters, for which nothing is compiled: matrices, and vectors near one. Other
+    variables are zero.
+    """
+    rng = np.random.default_rng(seed)
+    model = jax.eval_shape(make)
+    axes = nn.tree.axes(model)
+    for path, variable in nn.variables(model).items():
+        x, is_matrix = variable.get_value(), len(nn.tree.own_axes(axes[path])) > 1
+        value = rng.normal(size=x.shape) * (0.15 if is_matrix else 0.1) + (not is_matrix)
+        variable.set_value(jnp.asarray(value if isinstance(variable, nnx.Param) else np.zeros(x.shape), x.dtype))
+    return model
+
+
+def filled_llama(seed: int = 0, **changes) -> llama.Llama:
+    """`tiny_llama` with other initial values, at once."""
+    cfg = dataclasses.replace(LLAMA, **changes)
+    return filled(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), seed)
 
 
 def tiny_llama(seed: int = 0, **changes) -> llama.Llama:

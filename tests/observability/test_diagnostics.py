@@ -21,7 +21,6 @@ from maxlib import checkpoint, distributed, nn, observability, sharding, trainin
 from maxlib.observability.__main__ import main
 from maxlib.observability._memory import Sampled
 from maxlib.observability._report import Run, page
-from maxlib.training import _trainer as trainer_module
 from maxlib.training import probes
 from maxlib.training.probes import _corruption as corruption
 from maxlib.training.probes import _hooks as hooks
@@ -127,7 +126,7 @@ def test_a_disk_that_is_full_loses_no_seconds(tmp_path, monkeypatch):
 
 
 def test_a_trainer_with_everything_attached(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(trainer_module, "jit_step", tiny.jit_step)
+    tiny.share_steps(monkeypatch)
     ours = trainer(
         directory=tmp_path,
         evaluation=training.Evaluation(tiny.Loader(2), every=4),

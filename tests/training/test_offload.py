@@ -69,7 +69,7 @@ def test_training_is_the_same_and_stays_on_the_host():
     assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
 
 
-@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("to_host", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_checkpoints_do_not_know_the_memory(to_host, tmp_path):
     saved = trained(not to_host)[0]
     with checkpoint.Checkpointer(tmp_path) as checkpointer:
