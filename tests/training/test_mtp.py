@@ -102,11 +102,13 @@ def test_no_module_looks_beyond_its_document(model, batch, packed):
 def test_a_module_is_what_the_paper_says(model, batch, packed):
     """Without padding: norms, the next token's embedding first, projection, block, norm."""
     module, hidden, tokens = model.mtp[0], packed[0].hidden[:1, :7], np.asarray(batch["tokens"])[:1, :7]
-    norm = lambda x: x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + CFG.norm_eps)
-    x = np.concatenate([norm(np.asarray(model.embed.w[...])[tokens[:, 1:]]), norm(hidden[:, :-1])], axis=-1)
+    rms = lambda x: np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + CFG.norm_eps)
+    norm = lambda layer, x: x / rms(x) * np.asarray(layer.scale[...])
+    embedded = np.asarray(model.embed.w[...])[tokens[:, 1:]]
+    x = np.concatenate([norm(module.embed_norm, embedded), norm(module.hidden_norm, hidden[:, :-1])], axis=-1)
     block = jax.jit(lambda block, x: block(x, nn.context(1, 6), None)[0])
     want = block(module.block, jnp.asarray(x @ np.asarray(module.project.w[...]).T))
-    np.testing.assert_allclose(packed[1][0].hidden[:1, :6], norm(np.asarray(want)), atol=2e-5)
+    np.testing.assert_allclose(packed[1][0].hidden[:1, :6], norm(module.norm, np.asarray(want)), atol=2e-5)
 
 
 def log_softmax(logits):
