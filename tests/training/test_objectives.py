@@ -218,6 +218,7 @@ def against_scores(model, batch):
     return nn.token_log_probs(out.hidden, model.head_weight(), batch["targets"], temperature=0.8).log_prob
 
 
+@pytest.mark.full
 def test_a_plain_loss_may_run_the_model_twice_on_nested_batches():
     """Chosen and rejected answers in arrays of their own: microbatches and meshes divide both alike."""
     data = {half: tiny.batch(ROWS, 12, seed=seed) for seed, half in enumerate(("chosen", "rejected"))}
