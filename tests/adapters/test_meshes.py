@@ -11,8 +11,7 @@ import pytest
 
 from maxlib import adapters, nn, sharding, training
 from maxlib.training._placement import own_model
-from tests.adapters.test_adapters import LORA, put_on, trained
-from tests.quantization.tiny import model
+from tests.adapters.test_adapters import LORA, model, put_on, trained
 from tests.training import tiny
 from tests.training.tiny import batch, jit_step
 
