@@ -195,9 +195,12 @@ def report(touched: list[str], kept: list[str], seconds: Mapping[str, float]) ->
         f"{len(functions)} functions, {sum(map(seconds.__getitem__, functions)) / 60:.0f} CPU min"
     )
     left = [one for one in touched if one not in set(kept)]
+    files: dict[str, list[str]] = {}
+    for one in left:
+        files.setdefault(one.partition("::")[0], []).append(one)
     lines = [f"full tests: {minutes(list(seconds))}; touched: {minutes(touched)}; run: {minutes(kept)}"]
     lines += [f"touched, but left out for want of time: {minutes(left)}"] * bool(left)
-    return "\n".join([*lines, *(f"  {seconds[one]:6.0f} s  {one}" for one in left)])
+    return "\n".join([*lines, *(f"  {file}: {minutes(functions)}" for file, functions in files.items())])
 
 
 if __name__ == "__main__":
