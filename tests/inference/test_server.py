@@ -86,6 +86,8 @@ def test_ids_and_log_probabilities_travel_both_ways(local):
         assert [len(group) for group in groups] == [3, 3]
         assert len({body["seed"] for _, body in server.seen[-2:]}) == 2
         assert all(body["ignore_eos"] and body["return_token_ids"] for _, body in server.seen)
+        whole = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # not the model's own defaults
+        assert all(whole.items() <= body.items() for _, body in server.seen)
 
 
 def test_tokens_may_be_written_as_ids(local):
