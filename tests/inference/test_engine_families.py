@@ -23,13 +23,13 @@ def test_the_trainer_agrees_about_every_draw(family, name, tmp_path):
     case = parity.golden(family)[name]
     model = maxlib.from_pretrained(parity.directory(tmp_path, case), dtype=jnp.float32)
     engine = inference.LocalEngine(model, slots=2, capacity=LENGTH, dtype=jnp.float32)
-    ids = case["tokens"][0]
-    prompts = [ids[:n].tolist() for n in PROMPT_LENGTHS]
-    limits = [LENGTH - n for n in PROMPT_LENGTHS]
-    if (switch := getattr(model, "recompute_cache_at", None)) is not None:
+    # Beyond that length cached keys keep the rotation of the length that their row had (docs/decisions/0018).
+    longest = min([LENGTH, *(rope.scaling.original_length for rope in model.ropes if rope.needs_length)])
+    prompts = [case["tokens"][0][: min(n, longest - 3)].tolist() for n in PROMPT_LENGTHS]
+    if (getattr(model, "recompute_cache_at", None) or LENGTH + 1) <= LENGTH:
         with pytest.raises(ValueError, match="must not pass that length"):
-            engine.generate(prompts, max_new_tokens=limits)
-        limits = [min(most, switch - 1 - n) for most, n in zip(limits, PROMPT_LENGTHS, strict=True)]
+            engine.generate(prompts, max_new_tokens=[LENGTH - len(prompt) for prompt in prompts])
+    limits = [longest - len(prompt) for prompt in prompts]
     sampler = inference.Sampler(temperature=TEMPERATURE)
     found = [one for (one,) in engine.generate(prompts, max_new_tokens=limits, sampler=sampler, key=jax.random.key(1))]
     batch = post_training.completion_batch(
