@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxlib import nn
-from tests.nn.tiny import LLAMA, tiny_llama, tokens
+from tests.nn.tiny import LLAMA, filled_llama, tokens
 from tests.training.tiny import QUICKLY
 
 B, T, L = 2, 8, 3
@@ -27,7 +27,7 @@ KEPT = {
 
 @functools.cache
 def model():
-    return tiny_llama(num_layers=L)
+    return filled_llama(num_layers=L)
 
 
 def loss(params, rest, remat):

@@ -7,12 +7,12 @@ import pytest
 from flax import nnx
 
 from maxlib import nn
-from tests.nn.tiny import tiny_llama, tokens
+from tests.nn.tiny import filled_llama, tiny_llama, tokens
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_llama(num_layers=3)
+    return filled_llama(num_layers=3)
 
 
 class Routed(nnx.Module):
