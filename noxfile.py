@@ -149,7 +149,13 @@ def post_parity(session: nox.Session) -> None:
     session.run("python", "-m", "tests.post_training.make_golden")
     session.run("python", "-m", "tests.post_training.make_steps")
     session.run(
-        "pytest", "-m", "", "tests/adapters/test_peft.py", "tests/post_training/test_parity.py", *session.posargs
+        "pytest",
+        "-m",
+        "",
+        "tests/adapters/test_peft.py",
+        "tests/post_training/test_parity.py",
+        "tests/post_training/test_steps.py",
+        *session.posargs,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from maxlib import inference
 from maxlib.inference import Completion, LocalEngine, Sampler, ServerEngine
-from tests.nn.tiny import tiny_llama
+from tests.nn.tiny import filled_llama
 
 PROMPTS = [[5, 9, 2], [11, 3, 4, 8]]
 
@@ -57,7 +57,7 @@ def choice(index: int, one: Completion) -> dict:
 
 @pytest.fixture(scope="module")
 def local():
-    return LocalEngine(tiny_llama(num_layers=2), slots=2, capacity=32, dtype=jnp.float32)
+    return LocalEngine(filled_llama(num_layers=2), slots=2, capacity=32, dtype=jnp.float32)
 
 
 @contextlib.contextmanager
