@@ -68,6 +68,10 @@ def test_names_of_maxlib_exist(page: Path):
     assert page_names.wrong_names([block for block, _ in blocks(text)]) == []
 
 
+def test_long_pages_exist():
+    assert {page.stem for page in PAGES if page.parent.name == "guides"} >= LONG
+
+
 def test_names_that_do_not_exist_are_found():
     page = [
         "import functools\nfrom maxlib import nn, ops as o, nothing\nfrom maxlib.models import lama\n",

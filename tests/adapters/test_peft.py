@@ -15,7 +15,7 @@ from tests.adapters import peft_parity as theirs
 from tests.adapters.test_adapters import jit, trained
 from tests.models import parity
 
-BY_DEFAULT = ("llama", "llama_dora", "qwen3_moe_experts")
+BY_DEFAULT = ("llama_dora",)
 CASES = [pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.full) for n in theirs.CASES]
 
 

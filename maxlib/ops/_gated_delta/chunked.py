@@ -3,7 +3,7 @@
 Within a chunk of C tokens, G is the running sum of log decays, and `D[i, j] = exp(G[i] - G[j])` for j <= i in the same
 document, else 0. All updates of a chunk follow from one unit triangular system:
 
-    T = (I + strict_lower(beta k k^T D))^-1,  U = T (beta v),  W = T (beta exp(G) k)
+    (I + strict_lower(beta k k^T D)) T = I,  U = T (beta v),  W = T (beta exp(G) k)
     V = U - W S,  o = exp(G) q S + (q k^T D) V,  S <- exp(G[C]) S + (exp(G[C] - G) k)^T V
 
 Only the last line needs the chunk before. Chunks are taken in blocks: a block computes the first line for all its
