@@ -86,16 +86,17 @@ def test_eight_devices_are_one(rules):
 
     @jax.jit
     def gradients(layer, x, segments):
-        loss = lambda layer, x: jnp.square(run(layer, x, segments) * (segments > 0)[..., None]).sum()
-        return run(layer, x, segments), jax.grad(loss, argnums=(0, 1))(layer, x)
+        def loss(layer, x):
+            y = run(layer, x, segments)
+            return jnp.square(y * (segments > 0)[..., None]).sum(), y
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
 
     want = gradients(layer(), X, SEGMENTS)
     with sharding.use(layout):
         got = gradients(layer(), X, SEGMENTS)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.std(theirs))
-    close = 1e-5 * np.std(want[0])
-    np.testing.assert_allclose(got[0], want[0], atol=close)
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
 
 
 def test_what_a_state_cannot_do_is_refused():
@@ -110,9 +111,9 @@ def test_what_a_state_cannot_do_is_refused():
 
 @pytest.mark.full
 def test_generation_is_the_argmax_of_the_whole():
-    """Prompts of different lengths, past the border of a chunk; a drafter is refused."""
+    """Prompts of different lengths, past the border of a chunk."""
     model = jax.jit(lambda: qwen3_5.Qwen35(tiny(), rngs=nnx.Rngs(0)))()
-    prompts = [list(np.random.default_rng(i).integers(0, 40, n)) for i, n in enumerate((70, 3))]
+    prompts = [np.random.default_rng(i).integers(0, 40, n).tolist() for i, n in enumerate((70, 3))]
     got = inference.generate(model, prompts, max_new_tokens=6, dtype=jnp.float32)
     logits = jax.jit(lambda tokens: model.logits(model(tokens, dtype=jnp.float32).hidden))
     for prompt, new in zip(prompts, got, strict=True):
