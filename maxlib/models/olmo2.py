@@ -113,22 +113,13 @@ class Config(ModelConfig):
         return full | {SLIDING: (window, near)}
 
 
-class HeadsNorm(nnx.Module):
-    """RMS norm over all heads together, with a scale for every dimension of every head."""
-
-    def __init__(self, num_heads: int, head_dim: int, *, eps: float):
-        self.norm = nn.RMSNorm(num_heads * head_dim, eps=eps)
-
-    def __call__(self, x: Float[Array, "... N H"]) -> Float[Array, "... N H"]:
-        return self.norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)  # [..., N, H] -> [..., N * H] and back
-
-
 class Block(nn.Layer):
     """Post-norm inside the residual: `x + norm(branch(x))`, so that the stream itself is never normed."""
 
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope, *, rngs: nnx.Rngs):
         D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
-        norms: Any = dict(q_norm=HeadsNorm(N, H, eps=cfg.norm_eps), k_norm=HeadsNorm(K, H, eps=cfg.norm_eps))
+        norm = lambda heads: nn.HeadsRMSNorm(heads * H, eps=cfg.norm_eps)  # a scale for every dimension of every head
+        norms: Any = dict(q_norm=norm(N), k_norm=norm(K))
         heads: Any = dict(num_heads=N, num_kv_heads=K, head_dim=H)
         self.attn = nn.Attention(D, **heads, mask=mask, rope=rope, bias=bias, out_bias=bias, **norms, rngs=rngs)
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
@@ -161,8 +152,6 @@ class OLMo2(nn.Decoder):
 def _table(cfg: Config) -> Table:
     layer = [
         *names.ATTENTION,
-        Weight("self_attn.q_norm.weight", "attn.q_norm.norm.scale"),
-        Weight("self_attn.k_norm.weight", "attn.k_norm.norm.scale"),
         Weight("post_attention_layernorm.weight", "attn_norm.scale"),
         *names.MLP,
         Weight("post_feedforward_layernorm.weight", "mlp_norm.scale"),

@@ -26,6 +26,8 @@ from maxlib.nn._decoder import Decoder as Decoder
 from maxlib.nn._decoder import MTPDecoder as MTPDecoder
 from maxlib.nn._decoder import VisionDecoder as VisionDecoder
 from maxlib.nn._delta_net import GatedDeltaNet as GatedDeltaNet
+from maxlib.nn._draw import Drawing as Drawing
+from maxlib.nn._draw import draw as draw
 from maxlib.nn._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn._head import cross_entropy as cross_entropy
 from maxlib.nn._head import token_log_probs as token_log_probs
@@ -34,6 +36,7 @@ from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed
 from maxlib.nn._mla import MLA as MLA
 from maxlib.nn._mlp import MLP as MLP
+from maxlib.nn._mlp import XIELU as XIELU
 from maxlib.nn._mlp import GatedMLP as GatedMLP
 from maxlib.nn._model import Model as Model
 from maxlib.nn._model import Output as Output
@@ -42,6 +45,7 @@ from maxlib.nn._model import SupportsPipelining as SupportsPipelining
 from maxlib.nn._model import VisionModel as VisionModel
 from maxlib.nn._moe import ExpertLinear as ExpertLinear
 from maxlib.nn._moe import MoE as MoE
+from maxlib.nn._norm import HeadsRMSNorm as HeadsRMSNorm
 from maxlib.nn._norm import LayerNorm as LayerNorm
 from maxlib.nn._norm import RMSNorm as RMSNorm
 from maxlib.nn._norm import UnitRMSNorm as UnitRMSNorm

@@ -33,6 +33,14 @@ class RMSNorm(nnx.Module):
         return (x32 * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
 
+class HeadsRMSNorm(RMSNorm):
+    """RMS norm over all heads at once, `dim` being the width of all together (OLMo 2, MiniMax-M2)."""
+
+    def __call__(self, x: Float[Array, "... N H"]) -> Float[Array, "... N H"]:
+        """Normalizes the last two axes together, in the dtype of `x`."""
+        return super().__call__(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)  # [..., N, H] -> [..., N * H] and back
+
+
 @dataclasses.dataclass(frozen=True)
 class UnitRMSNorm:
     """Root-mean-square norm without a weight (Llama 4's norm of queries and keys).

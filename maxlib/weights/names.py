@@ -120,6 +120,27 @@ def queries_keys_values(
     return table
 
 
+def mla(q_rank: int | None, nope_dim: int) -> list[Weight]:
+    """Lists the weights of latent attention, as DeepSeek calls them.
+
+    Args:
+        q_rank: Size of the latent of queries; None if they have none.
+        nope_dim: Numbers of a head's key that are not rotated.
+    """
+    kv, split = "self_attn.kv_b_proj.weight", "(N H) R -> N H R"
+    return [
+        Weight(f"self_attn.{'q_proj' if q_rank is None else 'q_b_proj'}.weight", "attn.q_up.w", split),
+        Weight("self_attn.q_a_proj.weight", "attn.q_down.w"),
+        Weight("self_attn.q_a_layernorm.weight", "attn.q_norm.scale"),
+        Weight("self_attn.kv_a_proj_with_mqa.weight", "attn.kv_down.w"),
+        Weight("self_attn.kv_a_layernorm.weight", "attn.kv_norm.scale"),
+        # Each head's rows: nope_dim of its key, then those of its value.
+        Weight(kv, "attn.k_up.w", split, at={"H": 0}),
+        Weight(kv, "attn.v_up.w", split, at={"H": nope_dim}),
+        Weight("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> D N H"),
+    ]
+
+
 def under(entries: Sequence[Weight], theirs: str, ours: str) -> list[Weight]:
     """Puts both sides of `entries` behind a prefix."""
     return [dataclasses.replace(e, theirs=f"{theirs}.{e.theirs}", ours=f"{ours}.{e.ours}") for e in entries]

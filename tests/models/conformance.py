@@ -98,6 +98,7 @@ class Conformance:
     presets: ClassVar[dict[str, float]]  # published parameters, in billions
     windows: ClassVar[dict[str, set[int]]] = {}  # slots of the caches of a case; all others keep everything
     depths: ClassVar[tuple[int, int]] = (1, 2)  # numbers of layers from whose sizes all others follow
+    gradients_by_default: ClassVar[bool] = False  # of the first case; otherwise by default only its logits
     slot_axis: ClassVar[int] = -3  # of the arrays in a cache
     rules: ClassVar[sharding.Strategy] = sharding.FSDP_TP | {"vocab": None}
     dtype: ClassVar[str] = "float32"  # in which transformers computes
@@ -110,6 +111,9 @@ class Conformance:
         first, *others = type(self).cases
         if "made" in metafunc.fixturenames:
             others = [pytest.param(name, marks=pytest.mark.full) for name in others]
+        own = {"test_logits_are_those_of_transformers": False, "test_gradients_are_those_of_transformers": True}
+        if own.get(metafunc.function.__name__, self.gradients_by_default) != self.gradients_by_default:
+            first = pytest.param(first, marks=pytest.mark.full)
         metafunc.parametrize("name", [first, *others])
 
     @classmethod
@@ -136,7 +140,12 @@ class Conformance:
 
     # --- against transformers ---
 
-    def test_logits_and_gradients_are_those_of_transformers(self, name, made, tmp_path):
+    def test_logits_are_those_of_transformers(self, name, made):
+        case, _, model = made(name)
+        assert_close(parity.logits(model, case["tokens"]), case["logits"], 1e-4)
+
+    def test_gradients_are_those_of_transformers(self, name, made, tmp_path):
+        """And logits."""
         case, _, model = made(name)
         logits, gradients = parity.ours(model, case["tokens"], tmp_path / "gradients")
         assert_close(logits, case["logits"], 1e-4)

@@ -1,0 +1,180 @@
+"""Granite 3 and dense Granite 4 (IBM 2024, 2025): Llama with factors on embeddings, scores, residuals and logits."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from maxlib import nn, ops
+from maxlib.ops import Rope
+from maxlib.sharding import constrain
+from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_fields, hf_rope, names
+
+
+def _read_version(fields: HFConfig, c: Any) -> int:
+    if fields.require("model_type", *Config.model_types) == "granite":
+        return 3
+    if experts := fields.take("num_local_experts", 8):
+        raise ValueError(
+            f"{fields.where('num_local_experts')} must be 0, got {experts}: this one computes dense models."
+        )
+    # Without this field nothing is rotated.
+    if (positions := fields.take("position_embedding_type", "nope")) != "rope":
+        raise ValueError(f"{fields.where('position_embedding_type')} must be 'rope', got {positions!r}.")
+    fields.require("normalization_function", "rmsnorm")
+    return 4
+
+
+def _write_version(version: int, cfg: Any) -> dict[str, Any]:
+    if version == 3:
+        return {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+    return {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "layer_types": ["attention"] * cfg.num_layers,
+        "position_embedding_type": "rope",
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "mamba_n_heads": 1,  # transformers checks that it divides, also without a Mamba
+    }
+
+
+def _read_num_layers(fields: HFConfig, c: Any) -> int:
+    number = fields.take("num_hidden_layers", kind=int)
+    # Left out, all layers are Mambas.
+    if c.version == 4 and fields.layer_types(number, "attention", "full_attention") is None:
+        raise ValueError(f"{fields.where('layer_types')} must be given, and 'attention' for each of {number} layers.")
+    return number
+
+
+def _read_mlp_dim(fields: HFConfig, c: Any) -> int:
+    if c.version == 3:
+        return fields.take("intermediate_size", kind=int)
+    fields.ignore("intermediate_size")  # of experts
+    return fields.take("shared_intermediate_size", 1024)
+
+
+def _write_mlp_dim(width: int, cfg: Any) -> dict[str, Any]:
+    return {"intermediate_size": width} | ({} if cfg.version == 3 else {"shared_intermediate_size": width})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes of a Granite; `PRESETS` has the published ones.
+
+    Version 4 is the dense case of a hybrid: the same layer under other names.
+    """
+
+    model_types = ("granite", "granitemoehybrid")
+    fixed = {"hidden_act": "silu"}
+    only = {"mlp_bias": False}
+    # Of layers that a dense Granite 4 does not have: experts and Mamba.
+    ignored = (
+        "num_experts_per_tok",
+        *(f"mamba_{name}" for name in ("chunk_size", "conv_bias", "d_conv", "d_head", "d_state", "expand")),
+        *(f"mamba_{name}" for name in ("n_groups", "n_heads", "proj_bias")),
+        "time_step_limit",
+        "init_method",
+    )
+
+    version: Literal[3, 4] = hf_fields(_read_version, _write_version)
+    vocab: int = hf("vocab_size")
+    num_layers: int = hf_fields(_read_num_layers, lambda number, cfg: {"num_hidden_layers": number})
+    dim: int = hf("hidden_size")
+    mlp_dim: int = hf_fields(_read_mlp_dim, _write_mlp_dim)
+    num_heads: int = hf("num_attention_heads")
+    num_kv_heads: int = hf("num_key_value_heads", absent=lambda c: c.num_heads)
+    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
+    rope: Rope = hf_rope()
+    embed_factor: float = hf("embedding_multiplier", 1.0)
+    score_factor: float = hf("attention_multiplier", 1.0)  # in place of head_dim ** -0.5
+    residual_factor: float = hf("residual_multiplier", 1.0)
+    logit_divisor: float = hf("logits_scaling", 1.0)
+    norm_eps: float = hf("rms_norm_eps", 1e-5, absent=1e-6)
+    tied: bool = hf("tie_word_embeddings", False)
+    attention_bias: bool = hf("attention_bias", False)
+
+
+class Block(nn.Layer):
+    """Llama's layer, whose branches are scaled before they are added."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        D, bias = cfg.dim, cfg.attention_bias
+        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
+        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.attn = nn.Attention(D, **heads, rope=cfg.rope, scale=cfg.score_factor, bias=bias, out_bias=bias, rngs=rngs)
+        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
+        self.factor = cfg.residual_factor
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.attn(self.attn_norm(x), ctx, cache)
+        x = constrain(x + self.factor * checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        h = checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
+        return constrain(x + self.factor * h, "batch", "seq", "act_embed"), cache, {}
+
+
+class Granite(nn.Decoder):
+    """Granite: a Llama whose activations keep their size at any depth and width, by four factors."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, rngs=rngs)
+
+    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+        """Returns the scaled vectors of `tokens`."""
+        return self.cfg.embed_factor * self.embed(tokens, dtype=dtype)
+
+    def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T D"]:
+        """Returns the input of the head, divided."""
+        # Here and not in `logits`: the loss takes hidden states and `head_weight`, and never makes logits.
+        return super().leave(x, ctx) / self.cfg.logit_divisor
+
+
+def _table(cfg: Config) -> Table:
+    if cfg.version == 3:
+        return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
+    fused = "shared_mlp.input_linear.weight"  # gate over up
+    mlp = [
+        Weight(fused, "mlp.gate.w", "(two F) D -> F D", at={"two": 0}),
+        Weight(fused, "mlp.up.w", "(two F) D -> F D", at={"two": 1}),
+        Weight("shared_mlp.output_linear.weight", "mlp.down.w"),
+    ]
+    return names.decoder_table([*names.NORMS, *names.ATTENTION, *mlp])
+
+
+# fmt: off
+_2B = Config(
+    version=3, vocab=49_152, num_layers=40, dim=2048, mlp_dim=8192, num_heads=32, num_kv_heads=8, head_dim=64,
+    rope=Rope(64, 10_000.0, max_length=4096), embed_factor=12.0, score_factor=0.015625, residual_factor=0.22,
+    logit_divisor=8.0, tied=True,
+)
+_MICRO = replace(
+    _2B, version=4, vocab=100_352, dim=2560, num_heads=40, rope=Rope(64, 10_000_000.0, max_length=131_072),
+    logit_divisor=10.0,
+)
+PRESETS = {
+    "granite-3.0-2b": _2B,
+    "granite-3.0-8b": replace(
+        _2B, dim=4096, mlp_dim=12_800, head_dim=128, rope=replace(_2B.rope, dim=128), score_factor=0.0078125,
+        logit_divisor=16.0,
+    ),
+    "granite-4.0-1b": replace(
+        _MICRO, dim=2048, mlp_dim=4096, num_heads=16, num_kv_heads=4, head_dim=128, rope=replace(_MICRO.rope, dim=128),
+        score_factor=0.0078125, logit_divisor=8.0,
+    ),
+    "granite-4.0-micro": _MICRO,
+}
+# fmt: on
+
+FAMILY = Family(name="granite", model=Granite, config=Config, table=_table, presets=PRESETS)

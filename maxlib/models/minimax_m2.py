@@ -1,0 +1,139 @@
+"""MiniMax-M2, M2.1 and M2.5 (MiniMax 2025): grouped-query attention normed over all heads, and 256 small experts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from maxlib import nn, ops
+from maxlib.ops import Rope
+from maxlib.sharding import constrain
+from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_fields, names, rope_to_hf
+
+
+def _read_rope(fields: HFConfig, c: Any) -> Rope:
+    """Returns the rope. The releases say in `rotary_dim` how much of a head turns, transformers in a fraction."""
+    rotary = fields.take("rotary_dim", None, kind=int)
+    fraction = 1.0 if rotary is None else rotary / c.head_dim
+    rope = fields.rope(head_dim=c.head_dim, partial=True, default_theta=5_000_000.0, default_fraction=fraction)
+    if rotary is not None and rope.dim != rotary:
+        raise ValueError(
+            f"{fields.where('rotary_dim')} is {rotary}, but partial_rotary_factor turns {rope.dim} of a head's "
+            f"{c.head_dim} dimensions: they must agree. Keep the one the weights were trained with."
+        )
+    return rope
+
+
+def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
+    return rope_to_hf(rope, head_dim=cfg.head_dim) | {"rotary_dim": rope.dim}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes of a MiniMax-M2; `PRESETS` has the published ones."""
+
+    model_types = ("minimax_m2",)
+    architecture = "MiniMaxM2ForCausalLM"
+    fixed = {"hidden_act": "silu"}
+    only = {
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "shared_intermediate_size": 0,
+    }
+    # The releases' files have no prediction modules, whatever these say.
+    ignored = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+
+    vocab: int = hf("vocab_size")
+    num_layers: int = hf("num_hidden_layers")
+    dim: int = hf("hidden_size")
+    expert_dim: int = hf("intermediate_size")
+    num_heads: int = hf("num_attention_heads")
+    num_kv_heads: int = hf("num_key_value_heads", absent=8)
+    head_dim: int = hf("head_dim", absent=128)
+    rope: Rope = hf_fields(_read_rope, _write_rope)
+    num_experts: int = hf("num_local_experts")
+    top_k: int = hf("num_experts_per_tok")
+    norm_eps: float = hf("rms_norm_eps", 1e-6)
+    tied: bool = hf("tie_word_embeddings", False)
+    losses: tuple[Any, ...] = ()  # what the routers report for training
+
+    @classmethod
+    def from_hf(cls, fields: HFConfig) -> "Config":
+        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        cfg = super().from_hf(fields)
+        kinds = fields.take("attn_type_list", [1] * cfg.num_layers, kind=list)  # 0 is MiniMax-01's linear attention
+        if kinds != [1] * cfg.num_layers:
+            raise ValueError(
+                f"{fields.where('attn_type_list')} must be 1 for each of the {cfg.num_layers} layers, got {kinds}: "
+                "this architecture has no linear attention."
+            )
+        return cfg
+
+
+class Block(nn.Layer):
+    """Llama's layer with norms over all heads of queries and of keys, and experts in place of the MLP."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        D, N, K, H = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        norm = lambda heads: nn.HeadsRMSNorm(heads * H, eps=cfg.norm_eps)  # a scale for every dimension of every head
+        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        # The rope turns the first half of each head; the rest carries no position.
+        self.attn = nn.Attention(
+            D, num_heads=N, num_kv_heads=K, head_dim=H, rope=cfg.rope, q_norm=norm(N), k_norm=norm(K), rngs=rngs
+        )
+        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        # Scores are sigmoids; a bias that counts for the choice only, not for the weights, evens the load.
+        router = nn.Router(D, cfg.num_experts, top_k=cfg.top_k, score=jax.nn.sigmoid, expert_bias=True, rngs=rngs)
+        self.moe = nn.MoE(D, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.attn(self.attn_norm(x), ctx, cache)
+        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        h, aux = self.moe(self.mlp_norm(x), ctx)
+        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+
+
+class MiniMaxM2(nn.Decoder):
+    """MiniMax-M2: every layer attends to everything and has experts; none is shared and none is dense."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, rngs=rngs)
+
+
+def _table(cfg: Config) -> Table:
+    moe = "block_sparse_moe"
+    # w1, w3 and w2 are gate, up and down, as in Mixtral's files.
+    experts = [
+        Weight(f"{moe}.experts.{{e}}.{theirs}.weight", f"moe.{ours}.w", "O I -> e O I")
+        for theirs, ours in {"w1": "gate", "w3": "up", "w2": "down"}.items()
+    ]
+    router = [
+        Weight(f"{moe}.gate.weight", "moe.router.gate.w"),
+        Weight(f"{moe}.e_score_correction_bias", "moe.router.expert_bias"),
+    ]
+    return names.decoder_table([*names.NORMS, *names.ATTENTION, *router, *experts])
+
+
+# fmt: off
+_M2 = Config(
+    vocab=200_064, num_layers=62, dim=3072, expert_dim=1536, num_heads=48, num_kv_heads=8, head_dim=128,
+    rope=Rope(64, 5_000_000.0, max_length=196_608), num_experts=256, top_k=8,
+)
+# fmt: on
+PRESETS = {"minimax-m2": _M2, "minimax-m2.1": _M2, "minimax-m2.5": _M2}
+
+FAMILY = Family(name="minimax_m2", model=MiniMaxM2, config=Config, table=_table, presets=PRESETS)

@@ -1,0 +1,102 @@
+"""MiniMax-M2 against transformers: norms over all heads, heads turned in part, a bias on the choice of experts."""
+
+import pytest
+
+from maxlib.models import minimax_m2
+from maxlib.weights import HFConfig
+from tests.models.conformance import BASE, Conformance
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+
+
+class TestMiniMaxM2(Conformance):
+    family = "minimax_m2"
+    config = "MiniMaxM2Config"
+    base = {name: value for name, value in BASE.items() if name != "intermediate_size"} | {
+        "intermediate_size": 12,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+    }
+    cases = {
+        "half_turned": {"head_dim": 12, "rotary_dim": 6, "vocab_size": 53},
+        "tied": {
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "rope_parameters": YARN,
+        },
+    }
+    matters = {
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    }
+    refused = Conformance.refused | {
+        "rotary_dim": 4,  # beside a half of 12
+        "attn_type_list": [1, 0, 1],
+        "use_qk_norm": False,
+        "qk_norm_type": "per_head",
+        "scoring_func": "softmax",
+        "use_routing_bias": False,
+        "shared_intermediate_size": 8,
+        "sliding_window": 5,
+    }
+    presets = {"minimax-m2": 228.69, "minimax-m2.1": 228.69, "minimax-m2.5": 228.69}  # published as 230B, 10B active
+    rules = Conformance.rules | {"expert": "data"}
+
+
+transformers_cases = TestMiniMaxM2.transformers_cases
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.MiniMaxM2Config()
+    short = {name: getattr(theirs, name) for name in ["model_type", *minimax_m2.Config.required()]}
+    short["max_position_embeddings"] = theirs.max_position_embeddings
+    assert minimax_m2.Config.from_hf(HFConfig(short)) == minimax_m2.Config.from_hf(HFConfig(theirs.to_dict()))
+
+
+# The config.json of the release, without what is known to change nothing.
+RELEASED = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 196608,
+    "model_type": "minimax_m2",
+    "mtp_transformer_layers": 1,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "qk_norm_type": "per_layer",
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "float8_e4m3fn",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.46.1",
+    "use_cache": True,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+
+
+def test_preset_is_what_the_release_says():
+    fields = HFConfig(RELEASED)
+    assert minimax_m2.Config.from_hf(fields) == minimax_m2.PRESETS["minimax-m2"]
+    fields.done()

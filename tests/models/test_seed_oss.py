@@ -1,0 +1,83 @@
+"""Seed-OSS against transformers: biases of attention and output apart."""
+
+import pytest
+
+from maxlib.models import seed_oss
+from maxlib.weights import HFConfig
+from tests.models.conformance import BASE, Conformance
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+
+
+class TestSeedOss(Conformance):
+    family = "seed_oss"
+    config = "SeedOssConfig"
+    # transformers gives the padding token's row no gradient.
+    base = BASE | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    cases = {
+        "biases": {"head_dim": 10, "vocab_size": 53},
+        "other_biases_tied": {
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "head_dim": None,
+            "rope_parameters": YARN,
+        },
+    }
+    matters = {
+        "rms_norm_eps": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    }
+    elsewhere = {"attention_out_bias"}  # the second case has it; it decides which weights there are
+    refused = Conformance.refused | {"sliding_window": 5, "layer_types": ["sliding_attention"] * 3}
+    presets = {"seed-oss-36b": 36.15}
+
+
+transformers_cases = TestSeedOss.transformers_cases
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.SeedOssConfig()
+    short = {name: getattr(theirs, name) for name in [*BASE, "model_type"]}
+    assert seed_oss.Config.from_hf(HFConfig(short)) == seed_oss.Config.from_hf(HFConfig(theirs.to_dict()))
+
+
+# The config.json of the release.
+RELEASED = {
+    "architectures": ["SeedOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.1,
+    "attention_out_bias": False,
+    "bos_token_id": 0,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 27648,
+    "max_position_embeddings": 524288,
+    "mlp_bias": False,
+    "model_type": "seed_oss",
+    "num_attention_heads": 80,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "residual_dropout": 0.1,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"rope_type": "default"},
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.55.0",
+    "use_cache": True,
+    "vocab_size": 155136,
+}
+
+
+def test_preset_is_what_the_release_says():
+    fields = HFConfig(RELEASED)
+    assert seed_oss.Config.from_hf(fields) == seed_oss.PRESETS["seed-oss-36b"]
+    fields.done()
