@@ -73,17 +73,22 @@ def test_pieces_with_a_cache_are_the_whole():
     np.testing.assert_allclose(y, want[:, :1], atol=2e-5 * want.std())
 
 
-@pytest.mark.parametrize(
-    "rules",
-    ["FSDP_TP|CP_RING", *[pytest.param(name, marks=pytest.mark.full) for name in ("FSDP|CP_ULYSSES", "FSDP_TP|SP")]],
-)
-def test_eight_devices_are_one(rules):
-    """Values and gradients, with rows, heads and tokens over two devices each, and documents over the border."""
-    layout = sharding.Layout(
-        sharding.make_mesh(fsdp=2, tensor=2, context=2),
-        functools.reduce(operator.or_, (getattr(sharding, n) for n in rules.split("|"))),
-    )
+def devices(rules: str) -> sharding.Layout:
+    mesh = sharding.make_mesh(fsdp=2, tensor=2, context=2)
+    return sharding.Layout(mesh, functools.reduce(operator.or_, (getattr(sharding, n) for n in rules.split("|"))))
 
+
+def test_eight_devices_are_one():
+    """Rows, heads and tokens over two devices each, and documents over the border."""
+    want = run(layer(), X, SEGMENTS)
+    with sharding.use(devices("FSDP_TP|CP_RING")):
+        got = run(layer(), X, SEGMENTS)
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.std(want))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rules", ["FSDP_TP|CP_RING", "FSDP|CP_ULYSSES", "FSDP_TP|SP"])
+def test_gradients_on_eight_devices_are_those_on_one(rules):
     @jax.jit
     def gradients(layer, x, segments):
         def loss(layer, x):
@@ -93,7 +98,7 @@ def test_eight_devices_are_one(rules):
         return jax.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
 
     want = gradients(layer(), X, SEGMENTS)
-    with sharding.use(layout):
+    with sharding.use(devices(rules)):
         got = gradients(layer(), X, SEGMENTS)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
@@ -129,6 +134,7 @@ def test_a_cache_does_not_grow():
     assert sizes[8].state.dtype == jnp.float32 and sizes[8].q.dtype == jnp.bfloat16
 
 
+@pytest.mark.full
 def test_plans_know_what_travels():
     """With a sequence over four devices: transitions and states in place of tokens."""
     base = {"target": "h100x4", "sequence": 64, "layout": sharding.Layout({"context": 4}, sharding.CP_RING)}
