@@ -14,7 +14,7 @@ Shapes: B rows, n chunks of a block, C tokens of a chunk, K key heads, G value h
 """
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -116,9 +116,13 @@ def _chunks(x: Inputs, dot) -> tuple[_Chunks, Array]:
     return _Chunks(readers, solve(times(x.beta, x.v)), times(out_of, k), kept), of_q * decay
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _for_each_value_head(a: Array, count: int) -> Array:
     """Repeats what belongs to a key head for its value heads, `n B K ... -> n B K G ...`."""
+    return cast(Array, _repeat(a, count))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _repeat(a: Array, count: int) -> Array:
     return jnp.broadcast_to(a[:, :, :, None], (*a.shape[:3], count, *a.shape[3:]))
 
 
@@ -127,7 +131,7 @@ def _repeat_backward(count: int, _: None, gradient: Array) -> tuple[Array]:
     return (functools.reduce(jnp.add, [gradient[:, :, :, head] for head in range(count)]),)
 
 
-_for_each_value_head.defvjp(lambda a, count: (_for_each_value_head(a, count), None), _repeat_backward)
+_repeat.defvjp(lambda a, count: (_repeat(a, count), None), _repeat_backward)
 
 
 def _decays(log_decay: Array, is_start: Array) -> tuple[Array, Array, Array, Array]:
