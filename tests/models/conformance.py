@@ -103,6 +103,7 @@ class Conformance:
     rules: ClassVar[sharding.Strategy] = sharding.FSDP_TP | {"vocab": None}
     dtype: ClassVar[str] = "float32"  # in which transformers computes
     close: ClassVar[float] = CLOSE
+    gradients: ClassVar[float] = 1e-4  # of their norms
 
     def pytest_generate_tests(self, metafunc):
         """Every case; by default only the first is read and computed."""
@@ -153,7 +154,7 @@ class Conformance:
         for tensor, gradient in gradients.items():
             norm, product = case["gradients"][tensor]
             ours = parity.projection(tensor, gradient)
-            np.testing.assert_allclose(ours, [norm, product], rtol=0, atol=1e-4 * norm, err_msg=tensor)
+            np.testing.assert_allclose(ours, [norm, product], rtol=0, atol=self.gradients * norm, err_msg=tensor)
 
     @pytest.mark.full
     def test_golden_arrays_are_what_transformers_gives(self, name):
