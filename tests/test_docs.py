@@ -38,6 +38,7 @@ LONG = {
         "attention",
         "checkpoints",
         "generation",
+        "linear-attention",
         "look-inside",
         "loss",
         "models",
