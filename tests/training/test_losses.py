@@ -32,6 +32,7 @@ def test_sums_over_targets_with_everything_on():
     assert float(stats.num_targets) == counts.sum()
 
 
+@pytest.mark.full
 def test_a_model_from_outside_adds_losses_of_its_own():
     """Its integer leaf is no business of the gradient; documents reach its masks."""
     model, batch = outside(), jax.tree.map(jnp.asarray, tiny.batch(2, vocab=48))
