@@ -71,19 +71,20 @@ def smoke(session: nox.Session) -> None:
 
 @nox.session
 def tests_changed(session: nox.Session) -> None:
-    """The full tests that a change touches, and another fifth of the rest for each commit; `-- BASE` names another
-    start.
+    """The full tests that a change touches, and others, for 25 minutes; `-- BASE --minutes 10` for another start and
+    limit.
     """
     install_for_tests(session)
-    files = session.run("python", "-m", "tests.changed", *session.posargs, silent=True)
-    session.run("pytest", "-m", "full or slow", *PARALLEL, *str(files).split())
+    chosen = Path(session.create_tmp()) / "chosen.txt"
+    session.run("python", "-m", "tests.changed", "--to", str(chosen), *session.posargs)
+    session.run("pytest", "-m", "full or slow", *PARALLEL, f"@{chosen}")
 
 
 @nox.session
 def tests_full(session: nox.Session) -> None:
-    """Every test: also the full products and what takes minutes, and checkpoints on a bucket that an emulator plays."""
+    """Every test: also the full products and what takes minutes, and checkpoints on buckets that emulators play."""
     install_for_tests(session)
-    session.install("gcsfs", "gcp-storage-emulator")
+    session.install("gcsfs", "gcp-storage-emulator", "s3fs", "moto[server]", "cryptography")
     session.run("pytest", "-m", "", *PARALLEL, *session.posargs)
 
 

@@ -1,10 +1,9 @@
 """How Sphinx builds the documentation; `nox -s docs` runs it with warnings as errors."""
 
-import inspect
-import re
+import sys
+from pathlib import Path
 
-from flax import nnx
-from sphinx.util.inspect import stringify_signature
+sys.path.insert(0, str(Path(__file__).parent / "_extension"))
 
 import maxlib
 
@@ -13,12 +12,37 @@ author = "The maxlib authors"
 copyright = author
 version = release = maxlib.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx.ext.mathjax"]
-exclude_patterns = ["_build", "jupyter_execute", "**.ipynb_checkpoints"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "api",  # docs/_extension
+    "links",
+]
+exclude_patterns = ["_build", "_extension", "jupyter_execute", "**.ipynb_checkpoints"]
 
-html_theme = "sphinx_book_theme"
+html_theme = "pydata_sphinx_theme"
 html_title = "maxlib"
 html_extra_path = ["llms.txt"]
+html_static_path = ["_static"]
+html_css_files = ["maxlib.css"]
+html_sidebars = {"index": []}
+html_show_sourcelink = False
+html_theme_options = {
+    "show_nav_level": 2,
+    "navigation_depth": 3,
+    "header_links_before_dropdown": 7,
+    "show_prev_next": True,
+    "navbar_align": "left",
+    "navbar_end": ["theme-switcher", "navbar-icon-links"],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "secondary_sidebar_items": ["page-toc"],
+}
 
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
@@ -33,31 +57,10 @@ nb_execution_in_temp = True  # pages write directories, which a second build wou
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "imported-members": True, "special-members": "__call__"}
+autodoc_default_options = {"members": True, "special-members": "__call__"}
 python_maximum_signature_line_length = 100
+add_module_names = False
+toc_object_entries_show_parents = "hide"
 
-
-def signature(app, what, name, obj, options, signature, return_annotation):
-    """The constructor's own signature for flax modules, whose metaclass hides it, and shapes without jaxlib's path."""
-    if what == "class" and issubclass(obj, nnx.Module):
-        signature = stringify_signature(
-            inspect.signature(obj.__init__), show_return_annotation=False, unqualified_typehints=True
-        )
-        signature = signature.replace("(self, ", "(").replace("(self)", "()")
-    return signature and signature.replace("jaxlib._jax.Array", "Array"), (return_annotation or "").replace(
-        "jaxlib._jax.Array", "Array"
-    )
-
-
-def docstring(app, what, name, obj, options, lines):
-    """Docstrings are written in Markdown; all they use of it that reStructuredText reads otherwise is `code`."""
-    lines[:] = re.sub(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)", _literal, "\n".join(lines)).split("\n")
-
-
-def _literal(match):
-    return f"``{match[1]}``" + ("\\ " if match[2] else "")
-
-
-def setup(app):
-    app.connect("autodoc-process-signature", signature)
-    app.connect("autodoc-process-docstring", docstring)
+napoleon_use_ivar = True
+napoleon_attr_annotations = False  # types are in the entries of the attributes

@@ -1,4 +1,4 @@
-"""Draws the figures of scale.md, from the rules, schedules and tables themselves: `python docs/figures.py`."""
+"""Draws the figures of the guides, from the rules, schedules and tables themselves: `python docs/figures.py`."""
 
 import os
 import re
@@ -123,8 +123,8 @@ def boxes(ax: Any, turn: Any, at: float, width: float, colours: tuple[str, str])
 
 
 def draw_memory() -> Any:
-    """The table "Memory, measured" of scale.md."""
-    table = (HERE / "scale.md").read_text().split("## Memory, measured")[1].split("## The published")[0]
+    """The table "Memory" of plans.md."""
+    table = (HERE / "plans.md").read_text().split("## Memory\n")[1].split("## GPUs")[0]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if " **" in line]
     rows = [(name, [float(re.findall(r"[\d.]+", one)[0]) for one in rest[1:4]]) for name, *rest in cells]
     figure, ax = plt.subplots(figsize=(9, 5))

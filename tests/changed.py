@@ -1,20 +1,26 @@
-"""Chooses test files with `full` tests: those that a change touches, and another fifth of the rest for each commit.
+"""Chooses full tests for a commit: those that it touches, and as many of the others as there is time for.
 
-`python -m tests.changed [BASE]` prints them; BASE is where the commit left origin/main, or the one before. `nox -s
-tests_changed` runs their full tests. A test is touched by the files that it uses, directly or through others; a facade
-passes on what is named of it only.
+`python -m tests.changed [BASE] [--minutes 25] [--to FILE]` writes arguments for pytest, a line each, and says on stderr
+what it leaves out; BASE is where the commit left origin/main, or the one before. `nox -s tests_changed` runs them. A
+test is touched by the files that it uses, directly or through others; a facade passes on what is named of it only.
+`tests/durations.json` knows how long each takes (`python -m tests.durations`).
 """
 
+import argparse
 import ast
 import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from tests import durations
+
 ROOT = Path(__file__).parents[1]
-PARTS = 5
+PROCESSES = 2  # that nox gives to a run of tests
+FULL = "full or slow"
 
 
 @functools.cache
@@ -115,6 +121,11 @@ def touched(tests: Iterable[Path], changed: set[Path]) -> list[Path]:
     return [test for test in tests if closure(test) & changed]
 
 
+def directly(tests: Iterable[Path], changed: set[Path]) -> list[Path]:
+    """Tests that changed themselves, or that use by name what has changed."""
+    return [test for test in tests if {test, *by_name(test), *uses(test)} & changed]
+
+
 def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
@@ -132,11 +143,62 @@ def differing(base: str | None) -> set[Path]:
     return set()
 
 
-def main(base: str | None = None) -> None:
-    tests, commit = with_full_tests(), int(git("rev-parse", "HEAD")[:8], 16)
-    chosen = {*touched(tests, differing(base)), *tests[commit % PARTS :: PARTS]}
-    print(*(test.relative_to(ROOT) for test in tests if test in chosen), sep="\n")
+def collected() -> dict[str, int]:
+    """Functions that have full tests, such as `tests/data/test_loader.py::test_x`, and how many each has."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", FULL, *map(str, with_full_tests())]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the tests cannot be collected:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return Counter(line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line)
+
+
+def in_turn(functions: Iterable[str], groups: Iterable[Iterable[Path]], commit: int) -> list[str]:
+    """Functions of the first group of files, of the second, ...; in each the one that a commit begins with differs."""
+    found: dict[str, None] = {}
+    for group in groups:
+        names = {str(path.relative_to(ROOT)) for path in group}
+        members = [one for one in functions if one.partition("::")[0] in names]
+        start = commit % max(1, len(members))
+        found |= dict.fromkeys(members[start:] + members[:start])
+    return list(found)
+
+
+def fitting(functions: Iterable[str], seconds: Mapping[str, float], limit: float) -> list[str]:
+    """The functions that fit into the limit, in order; one that does not fit is passed over."""
+    kept = []
+    for function in functions:
+        if seconds[function] <= limit:
+            limit -= seconds[function]
+            kept.append(function)
+    return kept
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", nargs="?", metavar="BASE")
+    parser.add_argument("--minutes", type=float, default=25.0, help="that the chosen tests may take (%(default)s)")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="where the arguments go (stdout)")
+    args = parser.parse_args()
+    tests, cases, changed = with_full_tests(), collected(), differing(args.base)
+    seconds = durations.estimated(cases)
+    groups = directly(tests, changed), touched(tests, changed), tests
+    kept = fitting(
+        in_turn(cases, groups, int(git("rev-parse", "HEAD")[:8], 16)), seconds, 60 * PROCESSES * args.minutes
+    )
+    print(report(in_turn(cases, groups[:2], 0), kept, seconds), file=sys.stderr)
+    (args.to.write_text if args.to else print)("\n".join(kept))
+
+
+def report(touched: list[str], kept: list[str], seconds: Mapping[str, float]) -> str:
+    """Says what runs, and what of the touched is left out."""
+    minutes = lambda functions: (
+        f"{len(functions)} functions, {sum(map(seconds.__getitem__, functions)) / 60:.0f} CPU min"
+    )
+    left = [one for one in touched if one not in set(kept)]
+    lines = [f"full tests: {minutes(list(seconds))}; touched: {minutes(touched)}; run: {minutes(kept)}"]
+    lines += [f"touched, but left out for want of time: {minutes(left)}"] * bool(left)
+    return "\n".join([*lines, *(f"  {seconds[one]:6.0f} s  {one}" for one in left)])
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,6 +1,7 @@
 """Which full tests a change touches."""
 
-from tests.changed import PARTS, ROOT, closure, touched, with_full_tests
+from tests import durations
+from tests.changed import ROOT, closure, directly, fitting, in_turn, report, touched, with_full_tests
 
 MODELS, NN = ROOT / "maxlib" / "models", ROOT / "maxlib" / "nn"
 
@@ -25,6 +26,27 @@ def test_a_change_to_one_family_touches_its_tests_and_to_attention_all():
     assert touched(tests, {ROOT / "CHANGELOG.md"}) == []
 
 
-def test_every_full_test_has_its_turn():
-    tests = with_full_tests()
-    assert sorted(test for part in range(PARTS) for test in tests[part::PARTS]) == tests
+def test_what_is_touched_comes_first_and_every_test_has_its_turn():
+    files = [family("llama"), family("mistral"), family("gemma")]
+    functions = [f"{file.relative_to(ROOT)}::test_{i}" for file in files for i in range(2)]
+    llama, mistral, gemma = (functions[i : i + 2] for i in (0, 2, 4))
+    groups = [files[1:2], files[:2], files]
+    assert in_turn(functions, groups, 0) == mistral + llama + gemma
+    assert [in_turn(functions, groups, commit)[0] for commit in range(4)] == mistral * 2
+    assert {in_turn(functions, [files], commit)[0] for commit in range(6)} == {*functions}
+    assert directly(files, {MODELS / "mistral.py"}) == [family("mistral")]
+
+
+def test_as_many_are_taken_as_there_is_time_for(tmp_path):
+    seconds = {"a": 5.0, "b": 9.0, "c": 4.0, "d": 2.0}
+    assert fitting("abcd", seconds, 10.0) == ["a", "c"]
+    said = report(["a", "b"], ["a", "c"], seconds)
+    assert "touched: 2 functions" in said and "for want of time: 1 functions" in said and said.endswith("9 s  b")
+
+
+def test_times_come_from_reports_of_pytest(tmp_path):
+    case = '<testcase classname="tests.models.test_a.TestA" name="test_x[{}]" time="{}">{}</testcase>'
+    cases = [case.format("a::b[0]", 1.5, ""), case.format("c", 2, ""), case.format("d", 9, "<skipped/>")]
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    assert durations.measured(tmp_path / "report.xml") == {"tests/models/test_a.py::TestA::test_x": 3.5}
+    assert durations.estimated({"none": 3}) == {"none": 3 * durations.UNKNOWN}

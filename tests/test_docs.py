@@ -30,8 +30,22 @@ def blocks(page: str) -> list[tuple[str, bool]]:
     return [(n + match["code"], "raises-exception" in match["options"]) for n, match in zip(down, found, strict=True)]
 
 
-# Pages whose programs take longer than ten seconds to compile; `test_names_of_maxlib_exist` reads them by default.
-LONG = ("add-a-layer", "diagnostics", "models", "mtp", "sharding", "training")
+# Pages whose programs take longest to compile; `test_names_of_maxlib_exist` reads them by default.
+LONG = {
+    *(
+        "adapters",
+        "add-a-layer",
+        "attention",
+        "checkpoints",
+        "generation",
+        "look-inside",
+        "loss",
+        "models",
+        "moe",
+        "mtp",
+    ),
+    *("observability", "post-training", "quantization", "sharding", "tour", "training"),
+}
 
 
 def marked(page: Path):

@@ -1,5 +1,7 @@
 """The examples run as written, at a size that tests can pay for."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -9,13 +11,15 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import jax
 import pytest
 
 from maxlib.data import _sample_text
 from maxlib.weights import _hub
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SMALL = ["--steps", "6", "--batch", "4", "--length", "32", "--vocab", "300", "--layers", "2", "--dim", "64"]
+SMALL = ["--steps", "4", "--batch", "4", "--length", "32", "--vocab", "300", "--layers", "2", "--dim", "64"]
+full = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +32,16 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
-def pretrain(corpus: Path, out: Path, *options: str) -> str:
-    return example("pretrain.py", corpus, "--out", out, *SMALL, *options)
-
-
 def example(name: str, *arguments) -> str:
+    """Runs an example in this process, on one device, and returns what it prints."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.setattr(jax, "device_count", lambda backend=None: 1)
+        run_here(patch, name, *arguments)
+    return said.getvalue()
+
+
+def by_command(name: str, *arguments) -> str:
+    """Runs an example in a process of its own, as a user does."""
     command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=one_device())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,16 +76,20 @@ def final_loss(text: str) -> str:
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("pretrain") / "run"
-    return out, pretrain(corpus, out)
+    return out, example("pretrain.py", corpus, "--out", out, *SMALL)
 
 
-def test_pretrain_goes_from_text_to_an_export_and_resumes(corpus, run):
+def test_pretrain_goes_from_text_to_an_export(run):
     out, first = run
     assert "unigram entropy" in first and "A sample: " in first
     for made in ("loss.png", "report.html", "metrics.jsonl", "model/config.json", "model/tokenizer.json"):
         assert (out / made).stat().st_size > 0
-    again = pretrain(corpus, out)
-    assert final_loss(again) == final_loss(first) and "step 6" in again
+
+
+@full
+def test_pretrain_resumes(corpus, tmp_path):
+    first, again = (by_command("pretrain.py", corpus, "--out", tmp_path, *SMALL) for _ in range(2))
+    assert final_loss(again) == final_loss(first) and "step 4" in again
 
 
 def test_export_opens_in_transformers(run):
@@ -97,32 +110,26 @@ def test_export_opens_in_transformers(run):
     np.testing.assert_allclose(got, want, atol=1e-4 * want.std())
 
 
-@pytest.fixture(scope="module")
-def finetuned(corpus, run, tmp_path_factory) -> tuple[Path, str]:
+@pytest.fixture(scope="module", params=[4, pytest.param(0, marks=full)], ids=["adapters", "all weights"])
+def finetuned(request, corpus, run, tmp_path_factory) -> tuple[Path, str]:
     lines = [json.dumps({"body": path.read_text()}) for path in sorted(corpus.iterdir())]
     (jsonl := tmp_path_factory.mktemp("finetune") / "corpus.jsonl").write_text("\n".join(lines))
     out = jsonl.parent / "run"
     options = ["--field", "body", "--out", out, "--steps", 6, "--batch", 4, "--accumulate", 2, "--length", 32]
-    return out, example("finetune.py", run[0] / "model", jsonl, *options, "--learning-rate", 1e-2)
+    rate = ["--learning-rate", 3e-2 if request.param else 1e-2]
+    return out, example("finetune.py", run[0] / "model", jsonl, *options, *rate, "--lora", request.param)
 
 
 def test_finetune_lowers_the_loss_and_exports(run, finetuned):
     out, text = finetuned
     before, after = (float(re.search(rf"{word}: (\S+) nats", text)[1]) for word in ("before", "after"))
     assert after < before - 0.1 and "A sample: " in text
+    if (out / "adapter").exists():
+        assert "PEFT: all of it" in text and (out / "adapter" / "adapter_model.safetensors").stat().st_size > 0
     for name in ("config.json", "model.safetensors", "generation_config.json", "tokenizer.json"):
         assert (out / "model" / name).stat().st_size > 0
     old, new = (json.loads((path / "model" / "config.json").read_text()) for path in (run[0], out))
     assert new == old
-
-
-def test_finetune_trains_adapters_and_writes_them(run, tmp_path):
-    (text := tmp_path / "text.txt").write_text("\n\n".join(f"Once there was a cat of age {n}." for n in range(400)))
-    options = ["--out", tmp_path / "run", "--steps", 6, "--batch", 4, "--length", 32, "--learning-rate", 3e-2]
-    said = example("finetune.py", run[0] / "model", text, *options, "--lora", 4)
-    before, after = (float(re.search(rf"{word}: (\S+) nats", said)[1]) for word in ("before", "after"))
-    assert after < before and "PEFT: all of it" in said
-    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").stat().st_size > 0
 
 
 def test_generate_writes_from_a_directory(finetuned):
@@ -188,6 +195,7 @@ def test_pretrain_names_a_misspelt_mesh_axis(monkeypatch, capsys):
     assert "no mesh axis is named 'fdsp' (is 'fsdp' meant?)" in capsys.readouterr().err
 
 
+@full
 @pytest.mark.usefixtures("little_text")
 def test_quickstart_notebook_runs():
     """Cell by cell in one namespace, as Jupyter would."""
@@ -204,6 +212,7 @@ def test_quickstart_notebook_runs():
     plt.close("all")
 
 
+@full
 @pytest.mark.usefixtures("little_text")
 def test_mixture_changes_its_shares(tmp_path, monkeypatch, capsys):
     run_here(monkeypatch, "mixture.py", "--out", tmp_path, "--steps", 24)
@@ -212,14 +221,22 @@ def test_mixture_changes_its_shares(tmp_path, monkeypatch, capsys):
     assert "step   21" in capsys.readouterr().out
 
 
+def test_reinforce_trains_on_what_it_writes(tmp_path):
+    text = example("reinforce.py", "--out", tmp_path, "--steps", 2, "--prompts", 2, "--group", 4, "--tokens", 4)
+    before, after = (float(re.search(rf"{word}: reward (\S+)", text)[1]) for word in ("before", "after"))
+    assert 0 < before < 1 and 0 < after < 1 and after != before
+
+
+@full
 def test_reinforce_raises_the_reward_and_resumes(tmp_path):
     options = ["--out", tmp_path, "--prompts", 4, "--group", 8, "--tokens", 6, "--learning-rate", 3e-3]
-    text = example("reinforce.py", "--steps", 30, *options)
+    text = by_command("reinforce.py", "--steps", 30, *options)
     before, after = (float(re.search(rf"{word}: reward (\S+)", text)[1]) for word in ("before", "after"))
     assert after > before + 0.1
-    assert "step 30" in example("reinforce.py", "--steps", 30, *options)
+    assert "step 30" in by_command("reinforce.py", "--steps", 30, *options)
 
 
+@full
 def test_prefer_tells_pairs_apart_and_exports(run, tmp_path):
     turn = lambda role, content: {"role": role, "content": content}
     ask = lambda i: [turn("user", f"What comes after {i} bricks?")]
@@ -248,6 +265,7 @@ def test_prefer_tells_pairs_apart_and_exports(run, tmp_path):
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
 
 
+@full
 def test_distill_comes_nearer_to_the_teacher(corpus, run, tmp_path):
     options = ["--out", tmp_path, "--layers", 1, "--steps", 8, "--batch", 4, "--length", 32, "--learning-rate", 1e-2]
     text = example("distill.py", run[0] / "model", corpus, *options)

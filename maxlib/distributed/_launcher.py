@@ -1,6 +1,6 @@
 """Keeps a run of several processes on this machine going: a dead process ends the others, and the run is started again.
 
-Across machines SLURM's requeue and a JobSet's failure policy do this; see docs/scale.md.
+Across machines SLURM's requeue and a JobSet's failure policy do this; see docs/guides/launch.md.
 """
 
 import contextlib

@@ -25,6 +25,9 @@ from maxlib.nn._context import context as context
 from maxlib.nn._decoder import Decoder as Decoder
 from maxlib.nn._decoder import MTPDecoder as MTPDecoder
 from maxlib.nn._decoder import VisionDecoder as VisionDecoder
+from maxlib.nn._delta_net import GatedDeltaNet as GatedDeltaNet
+from maxlib.nn._draw import Drawing as Drawing
+from maxlib.nn._draw import draw as draw
 from maxlib.nn._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn._head import cross_entropy as cross_entropy
 from maxlib.nn._head import token_log_probs as token_log_probs

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -33,7 +34,12 @@ def draw_key(rngs: Any) -> Array:
         raise TypeError(
             f"rngs must be an nnx.Rngs, got {type(rngs).__name__} {rngs!r:.40}; nnx.Rngs(0) makes one of a seed"
         )
-    return rngs.params()
+    stream = rngs.params
+    key = jax.random.fold_in(stream.key.get_value(), stream.count.get_value())
+    # `stream()` would ask the traced count for its sharding, for which jax writes an error message with the operations
+    # so far: half of the time that building a model took.
+    stream.count.set_raw_value(stream.count.get_value() + 1)
+    return key
 
 
 class Einsum(nnx.Module):

@@ -24,15 +24,15 @@ def summary(model: Any) -> str:
     table.add_column("parameter", footer="total")
     table.add_column("shape")
     table.add_column("axes")
-    table.add_column("dtype", footer=_scaled(size, "B"))
-    table.add_column("numbers", justify="right", footer=_scaled(total))
+    table.add_column("dtype", footer=scaled(size, "B"))
+    table.add_column("numbers", justify="right", footer=scaled(total))
     for (path, shape, axis_names, dtype), group in _grouped(rows, names, short).items():
         # A scanned array has a leading axis of layers, one that is stored alone does not.
         count = sum(a.shape[0] if a.ndim > len(shape) else 1 for a in group)
         text = " ".join(map(str, shape)) or "scalar"
         text = f"{count} x {text}" if count > 1 else text
         table.add_row(
-            path, text, " ".join(name or "-" for name in axis_names), dtype, _scaled(sum(a.size for a in group))
+            path, text, " ".join(name or "-" for name in axis_names), dtype, scaled(sum(a.size for a in group))
         )
     return f"{type(model).__name__}\n{to_text(table)}"
 
@@ -46,7 +46,7 @@ def _grouped(rows: dict[str, Any], names: dict[str, tuple], short: dict[str, str
     return groups
 
 
-def _scaled(number: float, unit: str = "") -> str:
+def scaled(number: float, unit: str = "") -> str:
     """Formats a number with a suffix: 1234567 becomes "1.235 M"."""
     suffixes = ["", "k", "M", "G", "T"]
     while number >= 1000 and len(suffixes) > 1:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxlib import training
+from maxlib import adapters, training
 from maxlib.distributed import xla_flags
 from maxlib.nn.remat import POLICIES
 from maxlib.plan import Job, parse_target, plan, search
@@ -69,6 +69,8 @@ def _job(args: argparse.Namespace) -> Job:
         optimizer=args.optimizer,
         loss=_loss(args),
         batch=args.batch,
+        lora=None if args.lora is None else _lora(args.lora),
+        base=args.base,
         options=xla_flags.options(*args.flags),
     )
 
@@ -93,6 +95,17 @@ def _loss(args: argparse.Namespace) -> Any:
         raise ValueError(str(error)) from error
 
 
+def _lora(words: list[str]) -> adapters.LoRA:
+    """Parses --lora: rank=16,alpha=32,dora; alpha is twice the rank by default."""
+    settings = dict(word.partition("=")[::2] for word in ",".join(words).split(",") if word)
+    if "rank" not in settings or settings.keys() - {"rank", "alpha", "dora", "rslora"}:
+        raise ValueError(
+            f"--lora takes rank=16,alpha=32 and dora or rslora, of which rank is needed; got {' '.join(words)!r}"
+        )
+    rank, flags = int(settings["rank"]), {name: True for name in ("dora", "rslora") if name in settings}
+    return adapters.LoRA(rank, float(settings.get("alpha", 2 * rank)), **flags)
+
+
 # Advice in error messages for Python -> the same for the command line.
 _HERE = {
     "change a degree, let one be -1, or pass devices=": "change a degree of --mesh or --dcn, or let one be -1",
@@ -100,6 +113,8 @@ _HERE = {
     "accumulate=": "--accumulate ",
     "remat='full'": "--remat full",
     "plan.search": "--search",
+    "base=": "--base ",
+    "give lora": "give --lora",
 }
 
 
@@ -142,6 +157,12 @@ def _parser() -> argparse.ArgumentParser:
         help="module:name of a loss that training.objective made, or that takes dtype and remat (default: next token)",
     )
     add("--batch", help="module:name of a function (rows, sequence) -> {name: shape} of what the loss reads besides")
+    add(
+        "--lora",
+        nargs="*",
+        help="train adapters of a frozen base: rank=16,alpha=32,dora (default alpha: twice the rank)",
+    )
+    add("--base", help="what their base is stored in: float32, bfloat16, int8, nf4 (default: bfloat16)")
     add(
         "--flags",
         nargs="*",

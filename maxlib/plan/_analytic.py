@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 
 from maxlib import nn, sharding
 from maxlib.nn._stack_layout import segments as segments_of
 from maxlib.plan._hlo import Collective, Costs
 from maxlib.plan._memory import part_bytes
-from maxlib.plan._program import Program, bytes_on_host, schedule_of
+from maxlib.plan._program import Program, bytes_on_host, moes, schedule_of
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._axes import mesh_axes_of
 from maxlib.sharding._sequence import by_rules, split_axes
@@ -56,13 +55,14 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
             key = kind, tuple(axis for axis in program.mesh.axis_names if axis in axes)
             found[key] = found.get(key, 0.0) + size
     collectives = sorted((Collective(*key, 0, 0, size) for key, size in found.items()), key=lambda one: -one.bytes)
+    # Read in both passes; what is gathered is written before.
     weights = sum((4 if one.gathered else 2) * one.size * one.uses for one in step.weights)
     traffic = weights + 8 * _local(program) + 20 * step.passes * step.layers * step.hidden
-    # The head splits its rows over stages; only layers idle in a pipeline. Forward is 1/3 of a layer's FLOPs, so
-    # another forward pass adds 1/3.
-    head = 6.0 * vocab * dim * program.rows * program.job.sequence
-    layers = (model_flops - head) * _share(program, schedule) * schedule.stages
-    flops = (head + layers * (1 + (step.passes - 2) / 3)) / program.mesh.size
+    # The head splits its rows over stages; only layers idle in a pipeline. Remat runs their forward pass again.
+    once = 2.0 * vocab * dim * program.rows * program.job.sequence
+    head = once * (3 if program.job.lora is None else 2)
+    layers = model_flops - head + (step.passes - 2) * (program.forward_flops - once)
+    flops = (head + layers * _share(program, schedule) * schedule.stages) / program.mesh.size
     copies = [one.host_copies(step) for one in strategies]
     to_host, from_host = offloaded + sum(there for there, _ in copies), offloaded + sum(back for _, back in copies)
     return Costs(flops, traffic, tuple(collectives), 0, to_host, from_host, assumes=ASSUMES)
@@ -124,26 +124,24 @@ def _stacks(program: Program) -> list[int]:
 
 
 def _weights(program: Program, schedule: Schedule) -> Iterator[Weight]:
-    """Yields the trained parameters and how they are gathered."""
+    """Yields the parameters and how they are gathered."""
     # Weights are gathered over the axes that also split the batch, in every tick of a pipeline. Experts to which tokens
     # travel are not gathered.
-    layout, mesh, names = program.layout, program.mesh, nn.tree.axes(program.state.rest)
-    width = jnp.dtype(program.job.dtype).itemsize
-    for path, x in program.state.trainable.items():
-        places = layout.parameter_spec(names[path], x.shape, path=path)
+    layout, mesh, width = program.layout, program.mesh, jnp.dtype(program.job.dtype).itemsize
+    for path, x in program.matrices.items():
+        places = layout.parameter_spec(x.axes, x.shape, path=path)
         split = {axis for place in places for axis in mesh_axes_of(place) if mesh.shape[axis] > 1}
-        stay = layout.mesh_axes("act_expert") if "expert" in names[path] else ()
+        stay = layout.mesh_axes("act_expert") if "expert" in x.axes else ()
         gathered = (split & {*layout.mesh_axes("batch")}) - {*stay}
         size = math.prod(x.shape) * width / math.prod(mesh.shape[axis] for axis in split - gathered)
-        turns = schedule.ticks / schedule.repeats if sharding.layers.is_stacked(names[path]) else 1.0
-        yield Weight(split, gathered, size, turns * program.job.accumulate)
+        turns = schedule.ticks / schedule.repeats if sharding.layers.is_stacked(x.axes) else 1.0
+        yield Weight(split, gathered, size, turns * program.job.accumulate, x.trained)
 
 
 def _experts(program: Program, share: float) -> Iterator[ExpertLayer]:
     """Yields the mixtures of experts."""
-    for _, moe in nnx.iter_modules(program.model):
-        if isinstance(moe, nn.MoE):
-            yield ExpertLayer(moe.router.top_k, moe.capacity_factor, _repeats(moe) * share)
+    for moe in moes(program.plain):
+        yield ExpertLayer(moe.router.top_k, moe.capacity_factor, _repeats(moe) * share)
 
 
 def _repeats(layer: Any) -> int:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlib import nn, sharding, training, weights
+from maxlib import adapters, nn, quantization, sharding, training, weights
 from maxlib.ops._attention.dispatch import implementations
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._mesh import MeshDegrees
@@ -42,6 +42,9 @@ class Job:
         or its name "module:name"; in `training.accumulate` or `training.one_f_one_b` for microbatches.
       batch: a function `batch(rows, sequence) -> {name: jax.ShapeDtypeStruct}`, or its name, for inputs of the loss
         other than int32 `tokens` and `targets`.
+      lora: a `adapters.LoRA`, or `adapters.Rule`s, to train adapters of a frozen base; None trains the model itself.
+      base: what the frozen base is stored in: a dtype, by default `dtype`, or a format of `quantization.for_inference`,
+        such as "int8" or "nf4" (QLoRA).
       options: XLA compiler options, by name.
     """
 
@@ -57,6 +60,8 @@ class Job:
     dtype: str = "bfloat16"
     loss: Any = training.next_token_loss
     batch: Any = None
+    lora: Any = None
+    base: str | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -64,6 +69,8 @@ class Job:
             raise TypeError(
                 f"layout must be a sharding.Layout, such as Layout({{'fsdp': -1}}, FSDP), got {self.layout!r:.80}"
             )
+        if self.base is not None and self.lora is None:
+            raise ValueError(f"base={self.base!r} stores a frozen base, which only adapters have: give lora, too")
         if not isinstance(mesh := self.layout.mesh, MeshDegrees):  # only its sizes go to other devices
             object.__setattr__(self, "layout", sharding.Layout(dict(mesh.shape), self.layout.strategy))
 
@@ -87,12 +94,24 @@ class Job:
         """Tells whether a 1F1B pipeline computes the gradient."""
         return isinstance(self.loss, OneFOneB)
 
+    @property
+    def trains(self) -> nn.tree.Filter:
+        """The filter of what is trained."""
+        return nn.is_trainable if self.lora is None else adapters.trainable
+
     def build(self) -> Any:
-        """Builds the model; call it under `jax.eval_shape`.
+        """Builds the model that is trained, with its adapters; call it under `jax.eval_shape`.
 
         Raises:
-          ValueError: for an unknown preset or `Config`.
+          ValueError: for an unknown preset, `Config` or `base`, and for rules that fit nothing.
         """
+        model = self.plain()
+        if self.lora is None:
+            return model
+        return adapters.add(_stored(model, self.base or self.dtype, self.dtype), self.lora, rngs=nnx.Rngs(0))
+
+    def plain(self) -> Any:
+        """Builds the model without adapters, in full precision; call it under `jax.eval_shape`."""
         if isinstance(self.model, str):
             known = weights.presets()
             if self.model not in known:
@@ -141,6 +160,16 @@ class Job:
         if isinstance(self.model, str):
             return self.model
         return getattr(self.model, "__qualname__", type(self.model).__module__)
+
+
+def _stored(model: Any, base: str, dtype: str) -> Any:
+    """Returns the model with its matrices in the dtype or format `base`, and what no format stores in `dtype`."""
+    if base in quantization.INFERENCE:
+        return quantization.for_inference(nn.tree.cast(model, jnp.dtype(dtype)), base)
+    if base not in ("float32", "bfloat16", "float16"):
+        known = ", ".join(("float32", "bfloat16", *sorted(quantization.INFERENCE)))
+        raise ValueError(f"base must be one of {known}; got {base!r}")
+    return nn.tree.cast(model, jnp.dtype(base))
 
 
 def _from_config(cfg: Any) -> Any:

@@ -6,12 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from maxlib import nn, sharding
 from maxlib.nn._head import ROWS_AT_ONCE, head_split
 from maxlib.nn._stack_layout import segment_at
-from maxlib.plan._program import Program, bytes_on_device
+from maxlib.plan._program import Program, bytes_on_device, moes
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._rules import parts, spec
 
@@ -65,7 +64,7 @@ class Memory:
 
 
 def estimate_memory(program: Program) -> Memory:
-    """Estimates the memory of a program without compiling it; `docs/scale.md` compares it with the compiler."""
+    """Estimates the memory of a program without compiling it; `docs/plans.md` compares it with the compiler."""
     state, layout = program.state, program.layout
     parameters = bytes_on_device((state.trainable, state.rest))
     optimizer = bytes_on_device((state.opt_state, state.step, state.key))
@@ -118,18 +117,18 @@ def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> floa
 
 def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
     """Returns bytes kept on the device for the backward pass, made when a layer is recomputed, and kept on the host."""
-    job, trainable = program.job, program.state.trainable
-    shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in trainable.items()}
-    rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.state.rest)
+    job, plain = program.job, lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    shapes, rest = plain(program.state.trainable), plain(program.state.rest)
     tokens = jax.ShapeDtypeStruct((rows, job.sequence), jnp.int32)
 
     def kept(remat):
-        def hidden(params, rest, tokens):
-            return nn.combine(params, rest)(tokens, dtype=jnp.dtype(job.dtype), remat=remat).hidden
+        def backward(params, rest, tokens):
+            hidden = lambda params: nn.combine(params, rest)(tokens, dtype=jnp.dtype(job.dtype), remat=remat).hidden
+            return jax.vjp(hidden, params)[1]
 
-        return jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(hidden, *args)[1], shapes, rest, tokens))
+        return jax.tree.leaves(jax.eval_shape(backward, shapes, rest, tokens))
 
-    weights = {x.shape for x in shapes.values()}
+    weights = {x.shape for x in jax.tree.leaves((shapes, rest))}
     count = lambda leaves: sum(_kept_bytes(x, weights, program) for x in leaves if x.shape not in weights)
     remat = job.remat if not job.is_1f1b else "full"  # 1F1B keeps what enters a layer
     here = nn.remat.kept_on_device(remat)
@@ -153,22 +152,28 @@ def _layer_weights(program: Program) -> float:
     """Returns bytes of a layer's gathered weights in the compute dtype, and of gradients before they are scattered."""
     # Experts to which tokens travel are not gathered. Between slices, a layer's gradients are exchanged while the next
     # layer runs, so all of them wait. XLA for GPUs scatters a layer's gradients together, others one at a time.
-    rules, mesh, names = program.layout.rules, program.mesh, nn.tree.axes(program.state.rest)
+    rules, mesh = program.layout.rules, program.mesh
     width = jnp.dtype(program.job.dtype).itemsize
     gathered = (
         dict(rules) | dict.fromkeys(("embed", "expert_embed", "rank", "layers")) | {"expert": rules.get("act_expert")}
     )
-    layers: dict[str, list[float]] = {}
-    layouts = nn.tree.layouts(program.state.rest)
-    for path, x in program.state.trainable.items():
-        if (found := segment_at(path, layouts)) is None or found[1].repeats is None or len(names[path]) < 3:
+    layers: dict[str, list[tuple[float, bool]]] = {}
+    layouts = nn.tree.layouts(program.plain) | nn.tree.layouts(program.state.rest)
+    for path, x in program.matrices.items():
+        if (found := segment_at(path, layouts)) is None or found[1].repeats is None or len(x.axes) < 3:
             continue
-        own = spec(names[path], gathered)
-        layers.setdefault(found[0], []).append(part_bytes(x.shape, width, own, mesh) / x.shape[0])
+        own = spec(x.axes, gathered)
+        layers.setdefault(found[0], []).append((part_bytes(x.shape, width, own, mesh) / x.shape[0], x.trained))
     target = parse_target(program.job.target)
     turns = 2 if target.slices > 1 else 1
     last = sum if target.platform == "cuda" else max  # of the gradients that are being scattered
-    return max((turns * sum(layer) + last(layer) for layer in layers.values()), default=0)
+    return max(
+        (
+            turns * sum(size for size, _ in layer) + last([size for size, trained in layer if trained] or [0.0])
+            for layer in layers.values()
+        ),
+        default=0,
+    )
 
 
 def _whole_sequences(program: Program, rows: int) -> float:
@@ -184,7 +189,7 @@ def _whole_sequences(program: Program, rows: int) -> float:
 
 def _travelling(program: Program, rows: int) -> float:
     """Returns bytes of tokens sent to experts on other devices: a copy per chosen expert, at both ends."""
-    job, experts = program.job, [m for _, m in nnx.iter_modules(program.state.rest) if isinstance(m, nn.MoE)]
+    job, experts = program.job, moes(program.plain)
     if program.layout.axis_size("act_expert") == 1:
         return 0.0
     copies = rows * job.sequence * max((m.router.top_k for m in experts), default=0)
@@ -192,7 +197,8 @@ def _travelling(program: Program, rows: int) -> float:
 
 
 def _loss(program: Program, rows: int) -> float:
-    """Returns bytes of the loss: the head's weight, its float32 gradient twice, a chunk's logits and their gradient."""
+    """Returns bytes of the loss: the head's weight, its float32 gradient twice unless it is frozen, a chunk's logits
+    and their gradient."""
     # Plus the rows, where they travel to parts of the head. On GPUs the weight is freed before its gradient is
     # transposed.
     job, mesh, (vocab, dim) = program.job, program.mesh, program.head
@@ -205,4 +211,5 @@ def _loss(program: Program, rows: int) -> float:
     tokens = rows * job.sequence * travel
     logits = min(ROWS_AT_ONCE * travel, tokens) * (vocab / parts) * 4
     weight = 0 if parse_target(job.target).platform == "cuda" else width
-    return (vocab / parts) * dim * (weight + 2 * 4) + 2 * logits + (2 * tokens * dim * width if split.more else 0)
+    gradient = 2 * 4 if job.lora is None else 0
+    return (vocab / parts) * dim * (weight + gradient) + 2 * logits + (2 * tokens * dim * width if split.more else 0)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,6 +26,21 @@ from maxlib.training._placement import batch_names
 # The first call of attention in a lowered program: queries and keys of one device.
 _SIZES = r"tensor<((?:\d+x){4,})"
 _ATTENTION = re.compile(rf"ops\._attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A parameter of the model as the arithmetic uses it, whatever it is stored in.
+
+    Args:
+      shape: the shape of all layers that are stored together.
+      axes: the names of its axes.
+      trained: False if it is frozen.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    trained: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +90,52 @@ class Program:
         with sharding.use(self.layout):
             return training.jit_step(step).lower(state, self.batch)
 
+    @functools.cached_property
+    def plain(self) -> Any:
+        """The model as shapes, without adapters and in full precision."""
+        return self.model if self.job.lora is None else jax.eval_shape(self.job.plain)
+
+    @functools.cached_property
+    def matrices(self) -> dict[str, Matrix]:
+        """The parameters by path: those of the model without adapters, and the factors."""
+        found, trained = {}, self.state.trainable
+        for model, filter in ((self.plain, nn.is_trainable), (self.model, self.job.trains)):
+            names = nn.tree.axes(model)
+            found |= {
+                path: Matrix(x.shape, names[path], path in trained)
+                for path, x in nn.partition(model, filter)[0].items()
+            }
+        return found
+
+    @functools.cached_property
+    def forward_flops(self) -> float:
+        """The FLOPs of one step's forward pass on all devices."""
+        row = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.job.batch_shapes(1))
+        return self.rows * observability.training_flops(self.job.loss_fn(), self.model, row) / 3
+
     @property
     def model_flops(self) -> float:
-        """The model's FLOPs of one step on all devices, by `observability.training_flops`."""
-        row = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.job.batch_shapes(1))
-        return self.rows * observability.training_flops(self.job.loss_fn(), self.model, row)
+        """The model's FLOPs of one step on all devices: three times the forward pass, without frozen gradients."""
+        return 3 * self.forward_flops - self._frozen_flops()
+
+    def _frozen_flops(self) -> float:
+        """Returns the FLOPs that gradients of the frozen matrices and the head would take."""
+        if self.job.lora is None:
+            return 0.0
+        multiply, top_k = (
+            nn.tree.summed_axes(self.plain),
+            max((moe.router.top_k for moe in moes(self.plain)), default=0),
+        )
+        # A token is multiplied with all of a matrix, or with the matrices of its experts.
+        experts = lambda one: one.shape[one.axes.index("expert")] if "expert" in one.axes else top_k or 1
+        frozen = [one for path, one in self.matrices.items() if path in multiply and not one.trained]
+        active = sum(math.prod(one.shape) * (top_k or 1) / experts(one) for one in frozen)
+        return 2.0 * self.rows * self.job.sequence * (active + math.prod(self.head))
+
+
+def moes(model: Any) -> list[nn.MoE]:
+    """Lists the mixtures of experts."""
+    return [moe for _, moe in nnx.iter_modules(model) if isinstance(moe, nn.MoE)]
 
 
 def make_program(job: Job) -> Program:
@@ -98,7 +155,7 @@ def make_program(job: Job) -> Program:
     places = sharding.shardings(model, layout)
     optimizer = _optimizer(job, model)
     model = jax.tree.map(lambda x, place: _at(x, place), model, places)
-    state, batch = _state(model, optimizer, layout), _batch(job, layout, rows)
+    state, batch = _state(job, model, optimizer, layout), _batch(job, layout, rows)
     program = Program(job, layout, model, state, batch, optimizer, rows)
     _check_marked(program)
     return program
@@ -226,15 +283,15 @@ def _optimizer(job: Job, model: Any) -> Any:
     if callable(job.optimizer):
         return job.optimizer(model)
     if job.optimizer == "adamw":
-        return training.adamw(1e-4, mask=training.decay_mask(model))
+        return training.adamw(1e-4, mask=training.decay_mask(model))  # factors are matrices
     if job.optimizer == "sgd":
         return optax.sgd(1e-4)
     raise ValueError(f"optimizer must be 'adamw', 'sgd' or a function of a module; got {job.optimizer!r}")
 
 
-def _state(model: Any, optimizer: Any, layout: sharding.Layout) -> training.TrainState:
+def _state(job: Job, model: Any, optimizer: Any, layout: sharding.Layout) -> training.TrainState:
     """Returns the shapes and shardings of the state that `training.make_state` would create."""
-    trainable, rest = nn.partition(model)
+    trainable, rest = nn.partition(model, job.trains)
     names, mesh = nn.tree.axes(rest), layout.mesh
     whole = NamedSharding(mesh, P())
 
@@ -250,7 +307,7 @@ def _state(model: Any, optimizer: Any, layout: sharding.Layout) -> training.Trai
         traced, shapes = jax.make_jaxpr(optimizer.init, return_shape=True)(trainable)
     born = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
     moments = jax.tree_util.tree_map_with_path(put, shapes, born)
-    state = jax.eval_shape(lambda model: training.make_state(model, optimizer), model)
+    state = jax.eval_shape(lambda model: training.make_state(model, optimizer, filter=job.trains), model)
     own = (trainable, rest, moments, _at(state.step, whole), _at(state.key, whole))
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(own))
 

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from maxlib._utils.tables import to_text
+from maxlib.adapters._rules import as_rules
 from maxlib.hardware import GIB
 from maxlib.plan._hlo import Costs
 from maxlib.plan._job import Job
@@ -97,10 +98,20 @@ def _report(plan: Plan) -> list[Any]:
     head = [
         f"{job.title}, {plan.num_parameters / 1e9:.2f} billion parameters, on {plan.target}",
         f"mesh: {mesh}; strategy: {strategy}; remat: {job.remat}; optimizer: {getattr(job.optimizer, '__name__', job.optimizer)}",
+        *_adapters(job),
         f"batch: {plan.rows} x {job.sequence} tokens ({job.batch_per_chip:g} per chip); {job.dtype} arithmetic",
         "",
     ]
     return [*head, _memory(plan), verdict(plan), "", *_work(plan)]
+
+
+def _adapters(job: Job) -> list[str]:
+    """Returns a line about the adapters and the frozen base, if the job trains adapters."""
+    if job.lora is None:
+        return []
+    given = [rule.adapter for rule in as_rules(job.lora) if rule.adapter]
+    names = [f"{'DoRA' if one.dora else 'LoRA'} rank {one.rank}, alpha {one.alpha:g}" for one in dict.fromkeys(given)]
+    return [f"adapters: {'; '.join(names)}; their base is frozen, in {job.base or job.dtype}"]
 
 
 def _memory(plan: Plan) -> Table:

@@ -5,6 +5,7 @@ Run by `maxlib.plan._run`; a process can describe one topology only.
 
 import dataclasses
 import json
+import math
 import sys
 import time
 import traceback
@@ -13,7 +14,6 @@ from typing import Any
 
 import jax
 
-from maxlib import nn
 from maxlib.plan._job import MARK, Job, from_json
 from maxlib.plan._loops import expert_trips
 from maxlib.plan._memory import estimate_memory
@@ -36,7 +36,7 @@ def describe(job: Job) -> tuple[Program, dict[str, Any]]:
         "mesh": dict(program.mesh.shape),
         "links": link_speeds(program.mesh, target),
         "rows": program.rows,
-        "parameters": nn.num_parameters(program.model),
+        "parameters": sum(math.prod(one.shape) for one in program.matrices.values()),
         "bytes": {
             "parameters": bytes_on_device((state.trainable, state.rest)),
             "optimizer": bytes_on_device((state.opt_state, state.step, state.key)),

@@ -15,6 +15,7 @@ ARRAY_AXES: dict[str, str] = {
     "mlp": "inner width of an MLP, in a matrix",
     "rank": "width of a low-rank latent (MLA)",
     "lora_rank": "rank of an adapter",
+    "scale": "parts of a quantized axis that have scales of their own",
     "expert": "experts, in the matrices of a mixture",
     "expert_embed": "width of the residual stream, in an expert's matrix",
     "router": "experts, as a router scores them",
@@ -23,6 +24,7 @@ ARRAY_AXES: dict[str, str] = {
     "channel": "colour channels of an image",
     "patch_row": "rows of an image patch",
     "patch_column": "columns of an image patch",
+    "tap": "taps of a short convolution",
     "layers": "layers that a stack repeats; only a `Pipeline` says where they lie",
     "lead_layers": "layers that a stack repeats before the first stage; they lie in none",
     # Activations.

@@ -17,12 +17,14 @@ class Weight:
       gathered: those of them over which it is gathered to be used, as they split the batch too.
       size: bytes in the compute dtype, once gathered.
       uses: how often it is gathered in a pass: once for each tick of a pipeline and for each microbatch.
+      trained: False if it is frozen, so that it has no gradient.
     """
 
     split: Collection[str]
     gathered: Collection[str]
     size: float
     uses: float
+    trained: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Step:
       layers: layers computed for these tokens, the idle ticks of a pipeline included.
       passes: 2 for forward and backward, 3 where layers are computed again.
       ticks: ticks of a pipeline divided by its microbatches; 1 without one.
-      weights: the trained parameters.
+      weights: the parameters.
       mixers: the layers that mix tokens (`nn.SequenceMixer`), each with the number of layers that it stands for.
       experts: the mixtures of experts.
       moments_on_host: bytes of the optimizer's state that are stored on the host.

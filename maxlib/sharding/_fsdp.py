@@ -31,7 +31,7 @@ class DataParallel(Strategy):
         """Yields the sums of gradients over devices that have other tokens and the same part of a weight."""
         # A sequence that is split, and stages that share rows, are other tokens too.
         others = {*step.axes("batch"), *step.axes("seq"), *step.axes("layers")}
-        for weight in step.weights:
+        for weight in (one for one in step.weights if one.trained):
             yield "all-reduce", others - {*weight.split}, weight.size / step.parts(weight.gathered)
 
 
@@ -64,7 +64,7 @@ class FullyShard(Strategy):
         """Yields the gathers of weights, for the forward and for the backward pass, and the scattered gradients."""
         for weight in step.weights:
             yield "all-gather", weight.gathered, 2 * weight.size * weight.uses
-            yield "reduce-scatter", weight.gathered, weight.size * weight.uses
+            yield "reduce-scatter", weight.gathered, weight.size * weight.uses * weight.trained
 
 
 @dataclasses.dataclass(frozen=True)

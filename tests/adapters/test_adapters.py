@@ -12,6 +12,7 @@ from flax import nnx
 
 from maxlib import adapters, nn, ops, post_training, quantization, training
 from tests.quantization.tiny import model
+from tests.training import tiny
 
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12) % 16
 LORA = adapters.LoRA(rank=3, alpha=6)
@@ -19,6 +20,7 @@ loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
 
 
 QUICKLY = {"xla_backend_optimization_level": "0"}
+full = functools.partial(pytest.param, marks=pytest.mark.full)
 jit = functools.partial(jax.jit, compiler_options=QUICKLY)
 
 
@@ -46,7 +48,7 @@ def close(got, want, atol=2e-5):
 
 
 def test_a_fresh_adapter_changes_nothing_and_comes_off_by_identity():
-    base = model("both")
+    base = tiny.model()
     adapted = adapters.add(base, LORA, rngs=nnx.Rngs(0))  # not under jit, which returns other arrays
     np.testing.assert_array_equal(logits(adapted), logits(base))
     again = adapters.base(adapted)
@@ -54,7 +56,7 @@ def test_a_fresh_adapter_changes_nothing_and_comes_off_by_identity():
     assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(base), strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"])
+@pytest.mark.parametrize("options", [full({}), full({"rslora": True}), {"dora": True}], ids=["lora", "rslora", "dora"])
 def test_merged_equals_unmerged(options):
     adapted = trained(put_on(model("both"), dataclasses.replace(LORA, **options)))
     merged = jit(adapters.merge)(adapted)
@@ -109,9 +111,7 @@ def test_a_dora_adapter_starts_as_the_base():
     close(logits(adapted), logits(model("both")), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "format", ["int8", "nf4", pytest.param("fp8", marks=pytest.mark.full), pytest.param("int4", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("format", ["nf4", full("int8"), full("fp8"), full("int4")])
 def test_on_a_quantized_base(format):
     if format == "nf4":  # groups of 64 do not fit width 32
         format = quantization.Format("nf4", group=16)
@@ -129,10 +129,10 @@ def test_on_a_quantized_base(format):
 
 
 def test_a_quantized_step_trains_factors_only():
-    base = jit(lambda model: quantization.for_inference(model, "int8"))(model("llama"))
+    base = jit(lambda: quantization.for_inference(tiny.Bigram(32, rngs=nnx.Rngs(0)), "int8"))()
     state = training.make_state(put_on(base), optax.sgd(0.1), filter=adapters.trainable)
     before = jax.tree.map(np.array, nn.variables(adapters.base(state.model)))
-    new, _ = jax.jit(training.make_train_step(loss, optax.sgd(0.1)))(state, training_batch())
+    new, _ = jit(training.make_train_step(loss, optax.sgd(0.1)))(state, training_batch())
     assert set(new.trainable) == {n for n in nn.variables(state.model) if ".matmul." in n}
     after = nn.variables(adapters.base(new.model))
     assert all(np.array_equal(before[n].get_value(), v.get_value()) for n, v in after.items())
@@ -160,13 +160,13 @@ def test_rules_choose_layers_and_give_ranks():
 
 
 def test_initial_values_do_not_depend_on_the_layout():
-    scanned = put_on(model("llama"))
-    alone = put_on(jit(nn.unstack)(model("llama")))
+    scanned = put_on(tiny.model())
+    alone = put_on(jit(nn.unstack)(tiny.model()))
     for one, other in zip(scanned.layers, alone.layers, strict=True):
-        np.testing.assert_array_equal(one.attn.q.matmul.a[...], other.attn.q.matmul.a[...])
-    a = scanned.layers[0].attn.q.matmul.a[...]
+        np.testing.assert_array_equal(one.mlp.up.matmul.a[...], other.mlp.up.matmul.a[...])
+    a = scanned.layers[1].mlp.up.matmul.a[...]
     assert np.abs(a).max() <= 1 / np.sqrt(a.shape[-1]) and np.std(a) > 0.4 / np.sqrt(a.shape[-1])
-    assert not np.array_equal(a, scanned.layers[1].attn.q.matmul.a[...])
+    assert not np.array_equal(a, scanned.layers[2].mlp.up.matmul.a[...])
 
 
 def test_inside_jit_and_on_shapes():
@@ -179,8 +179,9 @@ def test_inside_jit_and_on_shapes():
     assert nn.tree.axes(whole) == nn.tree.axes(made) == nn.tree.axes(shapes)
 
 
-def test_a_new_adapter_on_a_frozen_one():
-    first = trained(put_on(model("both")))
+@pytest.mark.parametrize("base", [tiny.model, full(lambda: model("both"))], ids=["mlps", "both"])
+def test_a_new_adapter_on_a_frozen_one(base):
+    first = trained(put_on(base()))
     below = adapters.frozen(first)
     second = put_on(below, adapters.LoRA(2, 2), seed=5)
     close(logits(second), logits(first), atol=1e-6)
@@ -252,7 +253,7 @@ def test_the_report_says_what_it_costs():
 
 def test_preferences_on_a_tuned_adapter_refer_to_the_tuned_model():
     """With `add(frozen(tuned), ...)` the base is the tuned policy, so the first loss is ln 2 and learns."""
-    tuned = trained(put_on(model("llama")))
+    tuned = trained(put_on(tiny.model()))
     policy = jit(lambda tuned: adapters.add(adapters.frozen(tuned), LORA, rngs=nnx.Rngs(3)))(tuned)
     close(logits(adapters.base(policy)), logits(tuned))
     assert np.abs(logits(adapters.base(tuned)) - logits(tuned)).max() > 0.1

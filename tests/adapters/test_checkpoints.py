@@ -1,5 +1,6 @@
 """Checkpoints of adapters: what is trained and nothing else, on a base that is found again or refused."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -9,16 +10,19 @@ import pytest
 from flax import nnx
 
 from maxlib import adapters, checkpoint, nn, quantization, training
-from maxlib.training import _trainer as trainer_module
 from tests.adapters.test_adapters import jit, put_on
-from tests.training.tiny import Bigram, Loader, jit_step, loss
+from tests.training.tiny import Bigram, Loader, loss, share_steps
 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr(trainer_module, "jit_step", jit_step)
+    share_steps(monkeypatch)
 
 
+OPTIMIZER = training.adamw(1e-2)
+
+
+@functools.cache
 def build(seed=0):
     quantize = lambda model: quantization.for_inference(model, "int8")
     return put_on(jit(lambda: quantize(Bigram(64, rngs=nnx.Rngs(seed))))())
@@ -27,7 +31,7 @@ def build(seed=0):
 def trainer(model, directory: Path, base: str | None = "a/base"):
     return training.Trainer(
         model,
-        optimizer=training.adamw(1e-2),
+        optimizer=OPTIMIZER,
         loader=Loader(),
         loss=loss,
         filter=adapters.trainable,

@@ -227,7 +227,7 @@ def search(check: bool) -> None:
         sys.exit(f"{tried} layouts in {found.seconds:.0f} s: 30 have to be tried within 600, and the best compiled")
 
 
-LARGER = {"32B, v5p-128": 90.0}  # GiB: needs more than the peer's, which docs/scale.md says; it must not grow
+LARGER = {"32B, v5p-128": 90.0}  # GiB: needs more than the peer's, which docs/plans.md says; it must not grow
 
 
 def present_table(names: list[str], out: Path | None, check: bool) -> None:

@@ -79,6 +79,7 @@ def assert_same_run(directory: Path, want: Path) -> None:
     assert counts[0][-1]["data/tokens/web"] == counts[1][-1]["data/tokens/web"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1200)  # a machine with other work gives three processes little
 def test_two_processes_one_killed_then_one_goes_on(alone, tmp_path):
     first, second = start(2, tmp_path, STEPS, 5, 1)

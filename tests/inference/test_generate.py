@@ -12,14 +12,14 @@ from maxlib import inference, nn, ops, sharding
 from maxlib.inference import Generator, Sampler, stream_text
 from maxlib.inference._generate import right_padded
 from maxlib.ops._rope import DynamicNTK, Rope
-from tests.nn.tiny import LLAMA, tiny_llama
+from tests.nn.tiny import LLAMA, filled, filled_llama
 
 PROMPTS = [[5, 9, 2, 7, 30], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]]
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_llama(num_layers=2)
+    return filled_llama(num_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_updated_weights_are_those_of_a_new_generator_and_nothing_is_compiled(mo
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
     )
-    generator, others = Generator(model, dtype=jnp.float32), [tiny_llama(num_layers=2, seed=i) for i in (1, 2, 3)]
+    generator, others = Generator(model, dtype=jnp.float32), [filled_llama(num_layers=2, seed=i) for i in (1, 2, 3)]
     run = lambda generator: generator.generate(PROMPTS, max_new_tokens=6)
     before, want = run(generator), [run(Generator(other, dtype=jnp.float32)) for other in others]
     generator.update(others[0])
@@ -94,9 +94,9 @@ def test_updated_weights_are_those_of_a_new_generator_and_nothing_is_compiled(mo
 
 def test_weights_of_another_model_are_refused(model, generator):
     with pytest.raises(ValueError, match=r"embed.w\S* is \(61, 32\) here, got \(64, 32\)"):
-        generator.update(tiny_llama(num_layers=2, vocab=64))
+        generator.update(filled_llama(num_layers=2, vocab=64))
     with pytest.raises(ValueError, match="a model of the same structure"):
-        generator.update(tiny_llama(num_layers=3))
+        generator.update(filled_llama(num_layers=3))
     with pytest.raises(KeyError, match="no place in the model for"):
         generator.update({"embed.v": jnp.zeros((61, 32))})
 
@@ -115,12 +115,13 @@ def test_a_mesh_changes_nothing(model, generator):
 def test_rotary_length_is_that_of_each_row_so_far_or_a_fixed_one():
     """Dynamic NTK: a prefill equals a full pass over the row alone; with `rope_length`, every step rotates alike."""
     rope = Rope(12, scaling=DynamicNTK(factor=4.0, original_length=8))
-    model = tiny_llama(num_layers=1, rope=rope)
+    model = filled_llama(num_layers=1, rope=rope)
     rows = [PROMPTS[2], PROMPTS[2][:10]]
     tokens, valid = right_padded(rows, LLAMA.vocab)
     forward = jax.jit(lambda model, ids, **inputs: model(ids, dtype=jnp.float32, **inputs))
     for capacity in (32, 100):
-        both = forward(model, tokens, valid=valid, cache=model.init_cache(2, capacity, dtype=jnp.float32)).hidden
+        cache = model.init_cache(2, capacity, dtype=jnp.float32)
+        both = np.asarray(forward(model, tokens, valid=valid, cache=cache).hidden)
         for i, row in enumerate(rows):
             alone = forward(model, jnp.asarray([row], jnp.int32)).hidden
             np.testing.assert_allclose(both[i, : len(row)], alone[0], atol=2e-6)
@@ -130,7 +131,8 @@ def test_rotary_length_is_that_of_each_row_so_far_or_a_fixed_one():
     for t in range(prompt.shape[1]):
         out = forward(model, prompt[:, t : t + 1], cache=cache)
         cache, steps = out.cache, [*steps, out.hidden]
-    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), fixed, atol=2e-6)
+    fixed, both, steps = jax.device_get((fixed, both, steps))
+    np.testing.assert_allclose(np.concatenate(steps, axis=1), fixed, atol=2e-6)
     assert np.abs(fixed[0] - both[0, : prompt.shape[1]]).max() > 1e-3
 
 
@@ -220,6 +222,6 @@ def test_sliding_layers_generate_past_their_window():
         def init_cache(self, batch, capacity, *, dtype=jnp.bfloat16, rope_length=None):
             return nn.Cache(self.layers.init_cache(batch, capacity, dtype), jnp.zeros(batch, jnp.int32), rope_length)
 
-    model = jax.jit(lambda: Model(nnx.Rngs(0)))()
+    model = filled(lambda: Model(nnx.Rngs(0)))
     got = inference.generate(model, PROMPTS, max_new_tokens=9, dtype=jnp.float32)
     assert got == [by_full_passes(model, prompt, 9) for prompt in PROMPTS]

@@ -76,7 +76,9 @@ def by_transformers(model, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("Llama", "dynamic"), ("Llama", "longrope"), ("Phi3", "longrope")], ids=lambda x: x
+    ("family", "kind"),
+    [("Llama", "dynamic"), *(pytest.param(f, "longrope", marks=pytest.mark.full) for f in ("Llama", "Phi3"))],
+    ids=lambda x: x,
 )
 def test_mixed_lengths(pair, family, kind):
     theirs, ours = pair(family, kind)

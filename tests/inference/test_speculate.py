@@ -10,7 +10,7 @@ from flax import nnx
 from maxlib import ops
 from maxlib.inference import Generator, speculate
 from maxlib.models import deepseek
-from tests.nn.tiny import tiny_llama
+from tests.nn.tiny import filled, filled_llama
 
 PROMPTS = [[1, 4, 2, 3, 0], [5], [3, 1, 4, 1, 5, 2, 2, 5, 3, 5, 0]]
 # A vocabulary so small that an untrained module is right now and then.
@@ -24,7 +24,7 @@ CFG = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def generator():
-    model = jax.jit(lambda: deepseek.DeepSeek(CFG, rngs=nnx.Rngs(1)))()
+    model = filled(lambda: deepseek.DeepSeek(CFG, rngs=nnx.Rngs(1)))
     return Generator(model, dtype=jnp.float32)
 
 
@@ -70,7 +70,7 @@ def test_the_drafts_are_those_of_look_ahead(generator, drafted):
 
 def test_models_that_cannot_are_refused(generator):
     with pytest.raises(ValueError, match="Llama does not draft"):
-        speculate(Generator(tiny_llama(num_layers=1)), PROMPTS, max_new_tokens=4)
+        speculate(Generator(filled_llama(num_layers=1)), PROMPTS, max_new_tokens=4)
     without = jax.tree.map(lambda x: x, generator.model)
     without.mtp = nnx.List([])
     other = Generator.__new__(Generator)

@@ -126,6 +126,7 @@ def test_logits_are_those_of_transformers(theirs, model):
     assert_close(logits_of(model, *inputs()), theirs[1], 1e-4)
 
 
+@pytest.mark.full
 def test_gradients_are_those_of_transformers(theirs, model, tmp_path):
     params, rest = nn.partition(model)
     maxlib.save_pretrained(nn.combine(gradients_of(params, rest, *inputs()), rest), tmp_path / "gradients")
@@ -164,8 +165,7 @@ def test_every_spelling_of_names_is_read(theirs, model, tmp_path):
         save_file(spelling, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text((theirs[0] / "config.json").read_text())
         again = maxlib.from_pretrained(tmp_path)
-        same = jax.tree.map(lambda a, b: bool((a == b).all()), again, model)
-        assert all(jax.tree.leaves(same))
+        jax.tree.map(np.testing.assert_array_equal, *jax.device_get((again, model)))
     save_file({**stored, **in_memory}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="another spelling of"):
         maxlib.from_pretrained(tmp_path)
@@ -241,8 +241,9 @@ def test_wrong_images_are_refused(model):
         model(tokens)
     with pytest.raises(ValueError, match=r"images must have the shape \(number, 3, 12, 12\), got \(4, 3, 12, 9\)"):
         logits_of(model, tokens, images[..., :9])
-    assert bool(jnp.isnan(logits_of(model, tokens, images[:3])).any())  # jit cannot know, but it must show
-    assert not bool(jnp.isnan(logits_of(model, jnp.zeros_like(tokens), None)).any())
+    fewer = np.array(tokens)
+    fewer[1:] = 0  # of four images two have a place; jit cannot know, but it must show
+    assert np.isnan(logits_of(model, fewer, images)).any() and np.isfinite(logits_of(model, tokens, images)).all()
 
 
 def test_a_text_model_refuses_images(model):

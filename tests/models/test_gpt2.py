@@ -18,12 +18,14 @@ from maxlib.models import gpt2
 from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models.conformance import Conformance, assert_close
+from tests.nn.tiny import filled
 
 POSITIONS = 560
 
 
 class TestGPT2(Conformance):
     family = "gpt2"
+    gradients_by_default = True
     config = "GPT2Config"
     base = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": POSITIONS}
     cases = {
@@ -148,7 +150,7 @@ def test_equal_scales_are_scanned_and_others_stand_alone():
 
 def test_positions_behind_the_table_are_errors():
     """Wherever their number is known; a packed row may be longer than the table, its documents may not."""
-    model, tokens = jax.jit(lambda: gpt2.GPT2(TINY, rngs=nnx.Rngs(0)))(), jnp.zeros((1, 20), jnp.int32)
+    model, tokens = filled(lambda: gpt2.GPT2(TINY, rngs=nnx.Rngs(0))), jnp.zeros((1, 20), jnp.int32)
     hidden = jax.jit(lambda model, tokens, **inputs: model(tokens, dtype=jnp.float32, **inputs).hidden)
     with pytest.raises(ValueError, match="learned 16 positions, which 20 tokens"):
         hidden(model, tokens)

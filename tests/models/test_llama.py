@@ -58,7 +58,7 @@ CASES = {
     },
 }
 cases = pytest.mark.parametrize("name", CASES)
-FIRST = ("gqa", "mqa_biases")  # by default
+FIRST = ("gqa",)  # by default
 first = pytest.mark.parametrize(
     "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 )

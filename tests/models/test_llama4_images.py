@@ -120,6 +120,7 @@ def test_logits_are_those_of_transformers(theirs, model):
     assert_close(logits_of(model, *inputs()), theirs[1], 1e-4)
 
 
+@pytest.mark.full
 def test_gradients_are_those_of_transformers(theirs, model, tmp_path):
     params, rest = nn.partition(model)
     maxlib.save_pretrained(nn.combine(gradients_of(params, rest, *inputs()), rest), tmp_path / "gradients")

@@ -17,6 +17,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_po
 
 class TestMixtral(Conformance):
     family = "mixtral"
+    gradients_by_default = True
     config = "MixtralConfig"
     base = BASE | {"intermediate_size": 12, "num_local_experts": 6}
     cases = {

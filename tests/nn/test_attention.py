@@ -17,6 +17,12 @@ MASKS = {
 }
 
 
+def few(*names):
+    """These masks by default, the others in the full run."""
+    marks = lambda name: () if name in names else pytest.mark.full
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in MASKS])
+
+
 def build(mask=ops.Causal(), **options):
     kwargs = dict(num_heads=4, num_kv_heads=2, head_dim=6, mask=mask, rope=ops.Rope(6), rngs=nnx.Rngs(0)) | options
     return nn.Attention(16, **kwargs)
@@ -125,11 +131,25 @@ def test_temperature_counts_within_documents():
     np.testing.assert_array_equal(tuning(jnp.array([[0, 1]], jnp.int32)), 1.0)  # far from the first step
 
 
-@pytest.mark.parametrize("name", MASKS)
+# A call of seven tokens is longer than every window.
+SPLITS = [[7, 1, 1, 1, 1], [1, 1, 7, 1, 1], [1] * 11]
+
+
+@few("causal", "both", "prefix")
 def test_prefill_and_decode_equal_the_full_pass(name):
+    prefills_and_decodes(name, SPLITS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MASKS)
+def test_however_a_row_is_split(name):
+    prefills_and_decodes(name, [[11], [4, 1, 1, 1, 4], [7, 4]])
+
+
+def prefills_and_decodes(name, splits):
     layer, x = build(MASKS[name]), inputs()
     want, empty = run(layer, x), layer.init_cache(2, 16, jnp.float32)
-    for chunks in ([11], [4, 1, 1, 1, 4], [1] * 11, [7, 4]):
+    for chunks in splits:
         if name == "prefix":  # a prefix is seen whole only where it comes in one call
             chunks = [max(chunks[0], 4), *[1] * (11 - max(chunks[0], 4))]
         cache, length, got = empty, 0, []
@@ -147,7 +167,7 @@ def test_windows_hold_a_ring():
     assert build(MASKS["window"]).init_cache(1, 3).k.shape == (1, 3, 2, 6)
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "chunked"])
+@pytest.mark.parametrize("name", ["window", *(pytest.param(n, marks=pytest.mark.full) for n in ("causal", "chunked"))])
 def test_rows_of_different_lengths_share_a_cache(name):
     """Right-padded prompts of 3 and 9 tokens, then decoding: each row equals itself alone."""
     layer, x = build(MASKS[name]), inputs()
@@ -160,7 +180,7 @@ def test_rows_of_different_lengths_share_a_cache(name):
     np.testing.assert_allclose(got[1, 0], want[1, 9], atol=2e-6)
 
 
-@pytest.mark.parametrize("name", MASKS)
+@few("both", "prefix")
 def test_packed_documents_equal_separate_ones(name):
     layer, x = build(MASKS[name]), inputs(1, 11)
     segments = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0]], np.int32)
@@ -170,7 +190,7 @@ def test_packed_documents_equal_separate_ones(name):
     np.testing.assert_array_equal(packed[:, 9:], 0)
 
 
-@pytest.mark.parametrize("name", MASKS)
+@few("causal", "both")
 def test_padding_changes_nothing(name):
     """To the left and to the right."""
     layer, x = build(MASKS[name]), inputs(2, 11)

@@ -1,5 +1,7 @@
 """What caches store and hand back: rounding by each token's and head's own scale, and where rows are put."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +17,12 @@ ROUNDED = {"int8": 0.5 / 127, "float8_e4m3fn": 2.0**-4}
 
 def sized():
     """Keys and values whose sizes differ from token to token and from head to head by powers of ten."""
-    keys = [jax.random.uniform(jax.random.key(i), (B, T, K, H), minval=0.1, maxval=1.0) for i in range(2)]
+    keys = np.random.default_rng(0).uniform(0.1, 1.0, (2, B, T, K, H))
     power = np.arange(B * T * K).reshape(B, T, K, 1) % 7 - 3.0
-    return keys[0] * 10.0**power, -keys[1] * 10.0 ** power[:, ::-1]
+    return [jnp.asarray(x, jnp.float32) for x in (keys[0] * 10.0**power, -keys[1] * 10.0 ** power[:, ::-1])]
 
 
+@functools.partial(jax.jit, static_argnames="first")
 def extended(cache, keys, values, first=0):
     context = nn.context(B, T, cache=nn.Cache(None, jnp.full(B, first, jnp.int32)))
     bounds = jnp.zeros((B, T), jnp.int32), jnp.full((B, T), T, jnp.int32)

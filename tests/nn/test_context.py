@@ -1,5 +1,6 @@
 """Positions that are no count of tokens: three rows of them, and what a cache keeps."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -49,14 +50,24 @@ def test_shapes_are_checked():
 
 
 def test_first_tokens_of_documents():
-    packed = nn.context(1, 6, segment_ids=jnp.asarray([[1, 1, 2, 2, 0, 0]]))
-    np.testing.assert_array_equal(packed.is_start, [[1, 0, 1, 0, 0, 0]])
-    left = nn.context(1, 4, valid=jnp.asarray([[False, True, True, True]]))
-    np.testing.assert_array_equal(left.is_start, [[0, 1, 0, 0]])
     valid = jnp.asarray([[True, True, False], [True, False, False]])
-    np.testing.assert_array_equal(nn.context(2, 3, valid=valid, cache=cache()).is_start, [[1, 0, 0], [1, 0, 0]])
     later = nn.Cache([], jnp.asarray([4, 0]), 16)
-    np.testing.assert_array_equal(nn.context(2, 1, cache=later).is_start, [[0], [1]])
+
+    @jax.jit
+    def starts():
+        contexts = [
+            nn.context(1, 6, segment_ids=jnp.asarray([[1, 1, 2, 2, 0, 0]])),
+            nn.context(1, 4, valid=jnp.asarray([[False, True, True, True]])),
+            nn.context(2, 3, valid=valid, cache=cache()),
+            nn.context(2, 1, cache=later),
+        ]
+        return [ctx.is_start for ctx in contexts]
+
+    packed, left, first, then = starts()
+    np.testing.assert_array_equal(packed, [[1, 0, 1, 0, 0, 0]])
+    np.testing.assert_array_equal(left, [[0, 1, 0, 0]])
+    np.testing.assert_array_equal(first, [[1, 0, 0], [1, 0, 0]])
+    np.testing.assert_array_equal(then, [[0], [1]])
 
 
 @pytest.mark.parametrize("window", [None, 3])

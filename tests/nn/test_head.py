@@ -72,7 +72,7 @@ def test_one_device_is_the_formula():
 
 
 # Few tokens travel to a large head; 61 divides over nothing. By default each way to place rows and head comes once.
-DEFAULT = {"dp": 61, "fsdp": 512, "tp": 48, "tp_sp": 512, "fsdp_tp": 61, "ep_tp": 48, "cp_ring": 48, "pp": 512}
+DEFAULT = {"tp_sp": 512, "fsdp_tp": 61, "ep_tp": 48, "cp_ring": 48}
 PAIRS = [
     pytest.param(name, vocab, marks=() if DEFAULT.get(name) == vocab else pytest.mark.full)
     for name in MESHES

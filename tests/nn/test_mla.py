@@ -57,7 +57,7 @@ def test_against_formula(q_rank):
 def test_decoding_on_latents_equals_the_full_pass():
     layer = build(8)
     want = run(layer, X)
-    for chunks in ([7], [3, 1, 1, 2], [1] * 7):
+    for chunks in ([3, 1, 3], [1] * 7):
         cache, length, got = layer.init_cache(2, 12, jnp.float32), 0, []
         assert cache.latent.shape == (2, 12, 14)
         for size in chunks:
@@ -74,14 +74,16 @@ def test_an_implementation_is_asked_for_by_name_but_not_for_latents():
     np.testing.assert_allclose(got, run(build(8), X)[:, :1], atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize(
+    "dtype", [jnp.int8, pytest.param(jnp.float8_e4m3fn, marks=pytest.mark.full)], ids=["int8", "fp8"]
+)
 def test_a_quantized_latent_cache_is_near_the_exact_one(dtype):
     layer = build(8)
     exact, low = layer.init_cache(2, 12, jnp.float32), layer.init_cache(2, 12, dtype)
     norm = np.linalg.norm
     for start, size in ((0, 5), (5, 1)):
         x = X[:, start : start + size]
-        (want, exact), (got, low) = extend(layer, x, exact, start), extend(layer, x, low, start)
+        (want, exact), (got, low) = jax.device_get([extend(layer, x, cache, start) for cache in (exact, low)])
         assert 0 < norm(got - want) < 0.05 * norm(want)
     assert isinstance(low, nn.cache.QuantizedLatentCache) and low.values.dtype == dtype
     held, whole = (np.asarray(cache.latent)[:, :6] for cache in (low, exact))

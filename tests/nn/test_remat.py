@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxlib import nn
-from tests.nn.tiny import LLAMA, tiny_llama, tokens
+from tests.nn.tiny import LLAMA, filled_llama, tokens
 from tests.training.tiny import QUICKLY
 
 B, T, L = 2, 8, 3
@@ -27,7 +27,7 @@ KEPT = {
 
 @functools.cache
 def model():
-    return tiny_llama(num_layers=L)
+    return filled_llama(num_layers=L)
 
 
 def loss(params, rest, remat):
@@ -49,18 +49,27 @@ def saved_by(remat: str) -> int:
     return saved(remat)
 
 
-@pytest.mark.parametrize("remat", KEPT)
+SEVERAL = ("full", "minimal")  # by default
+PARAMS = [pytest.param(name, marks=() if name in SEVERAL else pytest.mark.full) for name in KEPT]
+
+
+@pytest.mark.parametrize("remat", PARAMS)
 def test_named_policies_keep_what_they_say(remat):
     assert saved_by(remat) - saved_by("full") == KEPT[remat]
 
 
 def test_each_intermediate_has_a_choice_of_its_own():
-    assert saved(("gate", "attn")) - saved_by("full") == LLAMA.mlp_dim + LLAMA.dim
-    assert saved({"gate": "keep", "attn": "recompute", "mlp": "recompute"}) - saved_by("full") == LLAMA.mlp_dim
-    assert saved({"q": "offload"}) - saved_by("full") == HEADS  # on the host
+    # "q" lies on the host
+    each = {"gate": "keep", "q": "offload", "attn": "recompute", "mlp": "recompute"}
+    assert saved(each) - saved_by("full") == LLAMA.mlp_dim + HEADS
     assert nn.remat.kept_on_device("qkv_offload") == {"q": "recompute", "k": "recompute", "v": "recompute"}
     with pytest.raises(ValueError, match=r"'keep', 'offload' or 'recompute' for a name; got \{'q': 'host'\}"):
         nn.remat.remat_policy({"q": "host"})
+
+
+@pytest.mark.full
+def test_some_are_named():
+    assert saved(("gate", "attn")) - saved_by("full") == LLAMA.mlp_dim + LLAMA.dim
 
 
 def test_what_lies_on_the_host_comes_back():

@@ -54,11 +54,11 @@ def build(layer, prefix, period, lead=0, *, num_layers=7):
 
 def layout_of(layer):
     if layer is LedBy:
-        return [(3, 2), (0, 1, 3), (1, 2, 2)]
+        return [(3, 2), (0, 1, 3)]
     return [(p, q) for p, q, *lead in LAYOUTS if not lead and (layer is Same or q % 2 == 0 or p == 7)]
 
 
-@pytest.mark.parametrize("layer", [Layer, Same, LedBy])
+@pytest.mark.parametrize("layer", [Layer, pytest.param(Same, marks=pytest.mark.full), LedBy])
 def test_layout_changes_neither_values_nor_results(layer):
     x = jax.random.normal(jax.random.key(0), (2, 3, 4))
     results = []
@@ -76,8 +76,8 @@ def test_layout_changes_neither_values_nor_results(layer):
 
 
 def test_eager_construction_is_layout_independent_too():
-    first, second = build(Same, 0, 1), build(Same, 2, 2)
-    for i in range(7):
+    first, second = build(Same, 0, 1, num_layers=3), build(Same, 1, 2, num_layers=3)
+    for i in range(3):
         np.testing.assert_array_equal(first[i].proj.w[...], second[i].proj.w[...])
 
 
@@ -95,9 +95,9 @@ def test_where_points_at_each_layer(layout):
 
 def test_aux_rows_come_in_layer_order():
     x = jnp.ones((1, 1, 4))
-    scanned, alone = build(Layer, 1, 2), build(Layer, 7, 1)
-    np.testing.assert_allclose(scanned(x, 0.0)[2]["load"], alone(x, 0.0)[2]["load"], rtol=1e-6)
-    assert scanned(x, 0.0)[2]["load"].shape == (3,)
+    scanned, alone = jax.jit(lambda: [build(Layer, *layout)(x, 0.0)[2]["load"] for layout in ((1, 2), (7, 1))])()
+    np.testing.assert_allclose(scanned, alone, rtol=1e-6)
+    assert scanned.shape == (3,)
 
 
 def test_layers_on_trust_are_traced_once_and_are_the_same():
@@ -142,7 +142,11 @@ def test_a_lead_lies_in_one_place():
     assert [stack.with_layout(prefix=3, period=1).where(i)[0] for i in (0, 2, 3)] == ["prefix.0", "prefix.2", "body.0"]
 
 
-@pytest.mark.parametrize("remat", ["full", "dots", ("h",), jax.checkpoint_policies.everything_saveable])
+@pytest.mark.parametrize(
+    "remat",
+    ["full"]
+    + [pytest.param(r, marks=pytest.mark.full) for r in ("dots", ("h",), jax.checkpoint_policies.everything_saveable)],
+)
 def test_remat_changes_no_gradient(remat):
     stack, x = jax.jit(lambda: build(Same, 1, 2))(), jnp.ones((2, 3, 4))
     loss = lambda stack, remat: jnp.sum(stack(x, 0.1, remat=remat)[0] ** 2)

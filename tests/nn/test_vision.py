@@ -10,6 +10,7 @@ import pytest
 from maxlib import nn
 
 INSIDE = jnp.asarray([[0, 1, 1, 0, 0, 1], [1, 1, 1, 1, 0, 0]], bool)
+BLOCKS = jax.jit(nn.bidirectional_blocks)
 
 
 def test_features_go_to_placeholders_in_order():
@@ -29,16 +30,16 @@ def test_too_few_or_too_many_features_show(count):
 
 
 def test_spans_are_runs_within_documents():
-    start, stop = nn.bidirectional_blocks(INSIDE)
+    start, stop = BLOCKS(INSIDE)
     np.testing.assert_array_equal(start, [[0, 1, 1, 3, 4, 5], [0, 0, 0, 0, 4, 5]])
     np.testing.assert_array_equal(stop, [[1, 3, 3, 4, 5, 6], [4, 4, 4, 4, 5, 6]])
     segments = jnp.asarray([[1, 1, 2, 2, 2, 0], [1, 1, 1, 2, 2, 2]], jnp.int32)  # the last of row 0 is padding
-    start, stop = nn.bidirectional_blocks(INSIDE, segment_ids=segments)
+    start, stop = BLOCKS(INSIDE, segment_ids=segments)
     np.testing.assert_array_equal(start, [[0, 1, 2, 3, 4, 5], [0, 0, 0, 3, 4, 5]])
     np.testing.assert_array_equal(stop, [[1, 2, 3, 4, 5, 6], [3, 3, 3, 4, 5, 6]])
 
 
 def test_spans_count_what_is_cached():
-    start, stop = nn.bidirectional_blocks(INSIDE, cache=nn.Cache(None, jnp.asarray([10, 20], jnp.int32)))
+    start, stop = BLOCKS(INSIDE, cache=nn.Cache(None, jnp.asarray([10, 20], jnp.int32)))
     np.testing.assert_array_equal(start, [[10, 11, 11, 13, 14, 15], [20, 20, 20, 20, 24, 25]])
     np.testing.assert_array_equal(stop, [[11, 13, 13, 14, 15, 16], [24, 24, 24, 24, 25, 26]])

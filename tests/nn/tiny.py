@@ -1,13 +1,16 @@
 """Models small enough to test with."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxlib import ops
+from maxlib import nn, ops
 from maxlib.models import llama
 
 LLAMA = llama.Config(
@@ -22,10 +25,34 @@ LLAMA = llama.Config(
 )
 
 
-def tiny_llama(seed: int = 0, **changes) -> llama.Llama:
-    """Built under jit, so that initial values do not depend on how eager ops round."""
+def filled(make: Callable[[], Any], seed: int = 0) -> Any:
+    """What `make` makes, with random parameters, for which nothing is compiled: matrices, and vectors near one. Other
+    variables are zero.
+    """
+    rng = np.random.default_rng(seed)
+    model = jax.eval_shape(make)
+    axes = nn.tree.axes(model)
+    for path, variable in nn.variables(model).items():
+        x, is_matrix = variable.get_value(), len(nn.tree.own_axes(axes[path])) > 1
+        value = rng.normal(size=x.shape) * (0.15 if is_matrix else 0.1) + (not is_matrix)
+        variable.set_value(jnp.asarray(value if isinstance(variable, nnx.Param) else np.zeros(x.shape), x.dtype))
+    return model
+
+
+def filled_llama(seed: int = 0, **changes) -> llama.Llama:
+    """`tiny_llama` with other initial values, at once."""
     cfg = dataclasses.replace(LLAMA, **changes)
-    return jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(seed)))()
+    return filled(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), seed)
+
+
+def tiny_llama(seed: int = 0, **changes) -> llama.Llama:
+    """Built under jit, so that initial values do not depend on how eager ops round; compiled once a process."""
+    return _initial(dataclasses.replace(LLAMA, **changes), seed)()
+
+
+@functools.cache
+def _initial(cfg: llama.Config, seed: int):
+    return jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(seed)))
 
 
 def tokens(batch: int, seq: int, *, vocab: int = LLAMA.vocab, seed: int = 0) -> jax.Array:

@@ -21,7 +21,6 @@ from maxlib import checkpoint, distributed, nn, observability, sharding, trainin
 from maxlib.observability.__main__ import main
 from maxlib.observability._memory import Sampled
 from maxlib.observability._report import Run, page
-from maxlib.training import _trainer as trainer_module
 from maxlib.training import probes
 from maxlib.training.probes import _corruption as corruption
 from maxlib.training.probes import _hooks as hooks
@@ -127,7 +126,7 @@ def test_a_disk_that_is_full_loses_no_seconds(tmp_path, monkeypatch):
 
 
 def test_a_trainer_with_everything_attached(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(trainer_module, "jit_step", tiny.jit_step)
+    tiny.share_steps(monkeypatch)
     ours = trainer(
         directory=tmp_path,
         evaluation=training.Evaluation(tiny.Loader(2), every=4),
@@ -187,6 +186,7 @@ def small():
     return tiny.llama(num_layers=3), jax.tree.map(jnp.asarray, tiny.batch(rows=2, length=6))
 
 
+@pytest.mark.full
 def test_what_is_observed_is_what_a_model_computes():
     model, batch = small()
     found = probes.observe(model, batch, tiny.loss)
@@ -234,6 +234,7 @@ def test_layers_that_lead_a_stack_are_tapped_one_by_one():
     assert hooks.in_order(order, checkpoint.layouts(model)) == [*led, *body, ("norm", None)]
 
 
+@pytest.mark.full
 def test_the_first_layer_that_is_not_finite_is_named():
     model, batch = small()
     assert probes.find_nonfinite(model, batch, tiny.loss) is None

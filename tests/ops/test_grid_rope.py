@@ -22,9 +22,10 @@ def test_tables_against_formula():
 
 def test_scores_of_patches_depend_on_where_they_lie_to_each_other():
     rope = GridRope(8, side=5)
-    cos, sin = rope.tables(np.arange(25)[None])
-    q, k = (np.broadcast_to(np.random.RandomState(i).standard_normal((1, 1, 1, 8)), (1, 25, 1, 8)) for i in (0, 1))
-    q, k = (np.asarray(apply_rope(jax.numpy.asarray(x), cos, sin, interleaved=True))[0, :, 0] for x in (q, k))
+    cos, sin = jax.jit(rope.tables)(np.arange(25)[None])
+    turn = jax.jit(lambda x: apply_rope(x, cos, sin, interleaved=True)[0, :, 0])
+    q, k = (np.random.RandomState(i).standard_normal((1, 1, 1, 8)).astype(np.float32) for i in (0, 1))
+    q, k = (np.asarray(turn(np.broadcast_to(x, (1, 25, 1, 8)))) for x in (q, k))
     scores = (q @ k.T).reshape(5, 5, 5, 5)  # row and column of the query, then of the key
     np.testing.assert_allclose(scores[1:, 2:, 1:, 2:], scores[:-1, :-2, :-1, :-2], atol=1e-5)
     assert abs(scores[0, 0, 0, 1] - scores[0, 0, 1, 0]) > 1e-3

@@ -167,12 +167,13 @@ def test_length_may_be_static_traced_or_left_to_the_positions(name):
     rope = Rope(DIM, scaling=CASES[name][0])
     assert rope.needs_length
     positions = jnp.arange(90)[None]
-    left = rope.tables(positions)
-    for length in (90, jnp.int32(90)):
-        np.testing.assert_allclose(jax.jit(rope.tables)(positions, length=length), left, atol=1e-6)
-    assert np.abs(rope.tables(positions, length=40)[0] - left[0]).max() > 0.1  # the length does decide
+    static = jax.jit(rope.tables, static_argnames="length")
+    left = static(positions)
+    for found in (static(positions, length=90), jax.jit(rope.tables)(positions, length=jnp.int32(90))):
+        np.testing.assert_allclose(found, left, atol=1e-6)
+    assert np.abs(static(positions, length=40)[0] - left[0]).max() > 0.1  # the length does decide
     # decoding one token with the length of the prefill repeats the prefill's angles
-    prefill, decode = (rope.tables(p, length=128)[0] for p in (positions, positions[:, 89:]))
+    prefill, decode = (static(p, length=128)[0] for p in (positions, positions[:, 89:]))
     np.testing.assert_array_equal(prefill[:, 89:], decode)
 
 
@@ -191,8 +192,12 @@ def test_far_positions_follow_the_float32_frequencies():
     np.testing.assert_allclose(jax.jit(rope.tables)(positions)[0], np.cos(angles.astype(np.float64)), atol=1e-6)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("head", [DIM, DIM + 7])  # whole and partial rotary
+# By default whole and partial rotary, each in one order.
+@pytest.mark.parametrize(
+    ("interleaved", "head"),
+    [(False, DIM), (True, DIM + 7)]
+    + [pytest.param(*pair, marks=pytest.mark.full) for pair in ((True, DIM), (False, DIM + 7))],
+)
 def test_rotation_is_a_complex_product(interleaved, head):
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, head))
     rope = Rope(DIM, interleaved=interleaved)
@@ -224,9 +229,14 @@ def test_half_split_rotation_equals_transformers():
 def test_gradient_turns_back(interleaved):
     """A rotation is orthogonal: its vector-Jacobian product is the rotation by the opposite angle."""
     x, g = jax.random.normal(jax.random.key(1), (2, 1, 4, 2, DIM + 4))
-    cos, sin = Rope(DIM).tables(jnp.arange(4)[None] + 3)
-    grad = jax.vjp(lambda x: apply_rope(x, cos, sin, interleaved=interleaved), x)[1](g)[0]
-    np.testing.assert_allclose(grad, apply_rope(g, cos, -sin, interleaved=interleaved), atol=1e-6)
+
+    @jax.jit
+    def results(x, g):
+        cos, sin = Rope(DIM).tables(jnp.arange(4)[None] + 3)
+        grad = jax.vjp(lambda x: apply_rope(x, cos, sin, interleaved=interleaved), x)[1](g)[0]
+        return grad, apply_rope(g, cos, -sin, interleaved=interleaved)
+
+    np.testing.assert_allclose(*results(x, g), atol=1e-6)
 
 
 def test_bfloat16_is_rounded_once():

@@ -61,6 +61,7 @@ def piped() -> plan.Job:
     return dataclasses.replace(JOB, layout=layout("fsdp+pp:4", stage=4, fsdp=2), loss=loss, batch=PAIRS["batch"])
 
 
+@pytest.mark.full
 def test_an_outside_loss_compiles_in_a_pipeline():
     program = make_program(piped())
     text = program.lower().compile(compiler_options=QUICKLY).as_text()

@@ -265,7 +265,8 @@ def moved(got):
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "room"), [("", "all-to-all", ROOM), ("+exchange_ragged", "ragged-all-to-all", 1)]
+    ("how", "kind", "room"),
+    [("", "all-to-all", ROOM), pytest.param("+exchange_ragged", "ragged-all-to-all", 1, marks=pytest.mark.full)],
 )
 def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
     """libtpu's program for Mixtral-8x7B, 8 experts x context 2, moves 12.000 GiB ragged, as its estimate says."""
@@ -314,8 +315,8 @@ def test_keys_and_values_of_a_split_sequence_are_estimated():
     ("strategy", "degrees"),
     [
         ("fsdp_tp+cp_ring", {"fsdp": 2, "tensor": 2, "context": 2}),
-        ("dp+cp_gather", {"data": 2, "context": 4}),
-        ("fsdp_tp+cp_ulysses", {"fsdp": 2, "tensor": 2, "context": 2}),
+        pytest.param("dp+cp_gather", {"data": 2, "context": 4}, marks=pytest.mark.full),
+        pytest.param("fsdp_tp+cp_ulysses", {"fsdp": 2, "tensor": 2, "context": 2}, marks=pytest.mark.full),
     ],
 )
 def test_plain_rules_cost_what_the_strategies_do_that_write_them(strategy, degrees):

@@ -223,8 +223,9 @@ PIPELINES = {
 }
 
 
-@chosen
-@pytest.mark.parametrize("mesh", [full("data x tensor"), "fsdp"])
+@pytest.mark.full
+@pytest.mark.parametrize("names", [FEW, ALL], ids=["few", "all"])
+@pytest.mark.parametrize("mesh", PIPELINES)
 def test_in_a_1f1b_pipeline_as_on_one_device(mesh, names):
     degrees, rules = PIPELINES[mesh]
     layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
@@ -233,7 +234,8 @@ def test_in_a_1f1b_pipeline_as_on_one_device(mesh, names):
         check(run(training.one_f_one_b(loss_of(names)).gradients, spread, batch()), alone(names))
 
 
-@chosen
+@pytest.mark.full  # by default that of tests/training/test_objectives.py
+@pytest.mark.parametrize("names", [FEW, ALL], ids=["few", "all"])
 def test_microbatches_make_the_whole(names):
     optimizer = optax.sgd(1.0)
     step = tiny.jit_step(training.make_train_step(training.accumulate(loss_of(names), 4), optimizer))
@@ -311,18 +313,30 @@ def test_a_reference_in_the_batch_is_one_beside_the_model():
 
     stored = next(pt.add_reference(Once(), both.frozen, dtype=jnp.float32))
     options = {"kind": pt.DPO(0.5), "dtype": jnp.float32}
-    f = jax.jit(lambda model, data: pt.preference_loss(model, data, **options), compiler_options=tiny.QUICKLY)
-    (want, stats), (got, _) = f(both, data), f(both.trained, stored)
+
+    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
+    def preferences(both, stored):
+        found = pt.preference_loss(both, data, **options), pt.preference_loss(both.trained, stored, **options)
+        return *found, pt.preference_loss(both.trained, data, reference=lambda model: model, **options)
+
+    (want, stats), (got, _), (itself, _) = preferences(both, stored)
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    itself, _ = pt.preference_loss(both.trained, data, reference=lambda model: model, **options)
     np.testing.assert_allclose(itself / stats.num_targets, np.log(2), rtol=1e-6)
 
     loader = pt.add_teacher(Once(), both.frozen, k=VOCAB, temperature=1.5, dtype=jnp.float32)
     first, state = next(loader)["chosen"], loader.get_state()
     assert state == {"0": {"next": 1}} and first["teacher_ids"].shape == (*data["chosen"]["tokens"].shape, VOCAB)
     options = {"beta": 0.0, "temperature": 1.5, "dtype": jnp.float32}
-    g = jax.jit(lambda model, data: pt.distillation_loss(model, data, **options)[0], compiler_options=tiny.QUICKLY)
-    np.testing.assert_allclose(g(both.trained, first), g(both, data["chosen"]), rtol=1e-4)
+
+    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
+    def divergences(both, first):
+        found = (
+            pt.distillation_loss(both.trained, first, **options),
+            pt.distillation_loss(both, data["chosen"], **options),
+        )
+        return [value for value, _ in found]
+
+    np.testing.assert_allclose(*divergences(both, first), rtol=1e-4)
 
 
 def test_noise_on_token_vectors_is_drawn_with_the_key():
@@ -330,9 +344,15 @@ def test_noise_on_token_vectors_is_drawn_with_the_key():
     data = jax.tree.map(jnp.asarray, halves()["chosen"])
     f = jax.jit(lambda model, data, key: tuned(model, data, key)[0], compiler_options=tiny.QUICKLY)
     one, two, again = (float(f(_built(), data, jax.random.key(seed))) for seed in (0, 1, 0))
-    plain = float(pt.dft_loss(_built(), data, dtype=jnp.float32)[0])
-    assert one == again and one != two and one != plain
-    silent = pt.with_embedding_noise(pt.dft_loss, alpha=0.0)(_built(), data, jax.random.key(0), dtype=jnp.float32)[0]
+    silent = pt.with_embedding_noise(pt.dft_loss, alpha=0.0)
+
+    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
+    def without(model, data):
+        found = pt.dft_loss(model, data, dtype=jnp.float32), silent(model, data, jax.random.key(0), dtype=jnp.float32)
+        return [value for value, _ in found]
+
+    plain, silent = without(_built(), data)
+    assert one == again and one != two and one != float(plain)
     np.testing.assert_allclose(silent, plain, rtol=1e-6)
     with pytest.raises(TypeError, match="needs a model with embed_tokens"):
         tuned(tiny.model(), data, jax.random.key(0))

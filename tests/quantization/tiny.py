@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import nn, ops, quantization, training
+from tests.nn.tiny import filled
 from tests.training.tiny import VOCAB, llama
 
 loss = functools.partial(training.next_token_loss, dtype=jnp.float32, remat="full")
@@ -52,7 +53,7 @@ def model(name: str):
     """ "llama", "moe" (which has only experts), or "both": attention and experts in one layer."""
     if name == "llama":
         return llama(dim=32, mlp_dim=64, head_dim=16, num_kv_heads=1, rope=ops.Rope(16, max_length=64))
-    return jax.jit(lambda: Experts(name == "both", rngs=nnx.Rngs(0)))()
+    return filled(lambda: Experts(name == "both", rngs=nnx.Rngs(0)))
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from flax import nnx
 from maxlib import nn, ops, sharding, training
 from maxlib.models import deepseek, gemma2, llama, mixtral
 from maxlib.plan._hlo import Costs, read_costs
+from tests.nn.tiny import filled
 from tests.training.tiny import QUICKLY
 
 SIZE = {"vocab": 64, "dim": 32, "num_heads": 8}
@@ -220,18 +221,6 @@ def alone(name: str, num_layers: int) -> tuple[Any, Run]:
     return model, compiled(model, {"data": 1})
 
 
-def filled(make) -> Any:
-    """The model with random values, for which nothing is compiled: matrices, and scales near one."""
-    rng = np.random.default_rng(0)
-    model = jax.eval_shape(make)
-    names = {path: nn.tree.own_axes(axes) for path, axes in nn.tree.axes(model).items()}
-    for path, variable in nn.variables(model).items():
-        x = variable.get_value()
-        value = rng.normal(size=x.shape) * (0.15 if len(names[path]) > 1 else 0.1) + (len(names[path]) < 2)
-        variable.set_value(jnp.asarray(value, x.dtype))
-    return model
-
-
 def spread(name: str, one: Case) -> Run:
     model, layout = alone(name, one.num_layers)[0], one.layout
     with sharding.use(layout):
@@ -249,15 +238,16 @@ COUNTS = Path(__file__).with_suffix(".jsonl").with_stem("collectives")
 # bytes and kinds are checked with all.
 COUNTED_WITH = "0.10."
 SMALL = 10_000  # bytes; a layer's activations are 65,536 at least, and numbers of documents go anywhere
-# Each kind of parallelism once, on two models.
-DEFAULT = ("dense fsdp", "dense fsdp+tensor+ring", "dense data+heads", "experts of windows expert+gather+stage")
+# Rules of three kinds together, and experts with heads. Stages are in test_pipeline by default, too.
+DEFAULT = ("dense fsdp+tensor+ring", "experts expert+heads")
 
 
 @pytest.fixture(autouse=True)
-def _programs_go():
-    """All of them in one process are more than it can map."""
+def _programs_go(request):
+    """Those of the full run in one process are more than it can map."""
     yield
-    jax.clear_caches()
+    if request.node.get_closest_marker("full"):
+        jax.clear_caches()
 
 
 def pairs() -> list[tuple[str, Case]]:

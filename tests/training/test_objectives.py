@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -115,10 +116,8 @@ MESHES = {
 }
 
 
-# By default each loss on one mesh; 1F1B below stands for GPipe.
-@pytest.mark.parametrize(
-    ("name", "mesh"), few([("focal", "data x context"), ("pairs in a row", "fsdp x tensor")], LOSSES, MESHES)
-)
+# By default one loss on one mesh; tests/post_training/test_losses.py has others on another.
+@pytest.mark.parametrize(("name", "mesh"), few([("focal", "data x context")], LOSSES, MESHES))
 def test_on_a_mesh_as_on_one_device(name, mesh):
     degrees, rules = MESHES[mesh]
     layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
@@ -128,15 +127,17 @@ def test_on_a_mesh_as_on_one_device(name, mesh):
 
 
 PIPELINES = {
+    "alone": ({"stage": 2}, sharding.DP | PP),
     "fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | PP),
     "data x tensor": ({"stage": 2, "data": 2, "tensor": 2}, sharding.TP | PP),
 }
 
 
-@pytest.mark.parametrize(("name", "mesh"), few([("pairs in a row", "data x tensor")], LOSSES, PIPELINES))
+@pytest.mark.parametrize(("name", "mesh"), few([("focal", "alone")], LOSSES, PIPELINES))
 def test_in_a_1f1b_pipeline_as_on_one_device(name, mesh):
     degrees, rules = PIPELINES[mesh]
-    layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
+    mesh = sharding.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
+    layout = sharding.Layout(mesh, rules)
     spread = jax.device_put(model(), sharding.shardings(model(), layout))
     with sharding.use(layout):
         check(run(training.one_f_one_b(LOSSES[name]).gradients, spread, batch()), alone(name))
@@ -217,12 +218,12 @@ def against_scores(model, batch):
 
 def test_a_plain_loss_may_run_the_model_twice_on_nested_batches():
     """Chosen and rejected answers in arrays of their own: microbatches and meshes divide both alike."""
-    data = {half: tiny.batch(ROWS, 12, vocab=64, seed=seed) for seed, half in enumerate(("chosen", "rejected"))}
+    data = {half: tiny.batch(ROWS, 12, seed=seed) for seed, half in enumerate(("chosen", "rejected"))}
     optimizer = optax.sgd(1.0)
 
     def step(layout=None, microbatches=1):
         run = tiny.jit_step(training.make_train_step(training.accumulate(objectives.contrast, microbatches), optimizer))
-        own = training.own_model(model(), layout)
+        own = training.own_model(tiny.model, layout)
         state = training.make_state(own, optimizer)
         return jax.device_get(run(state, training.place_batch(data, layout)))
 

@@ -69,7 +69,7 @@ def test_training_is_the_same_and_stays_on_the_host():
     assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
 
 
-@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("to_host", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_checkpoints_do_not_know_the_memory(to_host, tmp_path):
     saved = trained(not to_host)[0]
     with checkpoint.Checkpointer(tmp_path) as checkpointer:
@@ -122,6 +122,7 @@ def test_a_backend_without_that_memory_is_named(monkeypatch):
         sharding.Layout(mesh, sharding.OFFLOAD_OPTIMIZER)
 
 
+@pytest.mark.full
 def test_plans_count_the_host_by_itself():
     job = functools.partial(plan.Job, model=CONFIG, target="h100x8", sequence=16)
     usual = plan.estimated(job())

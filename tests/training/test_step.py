@@ -116,7 +116,9 @@ def test_a_mesh_divides_what_is_trained_on(rules, mesh, sizes, words):
 
 
 @pytest.mark.parametrize(
-    "remat", ["full", pytest.param("dots", marks=pytest.mark.full), ["attention_out", "attention_lse"]], ids=str
+    "remat",
+    ["full", *(pytest.param(one, marks=pytest.mark.full) for one in ("dots", ["attention_out", "attention_lse"]))],
+    ids=str,
 )
 def test_remat_changes_nothing(remat):
     loss = functools.partial(tiny.loss, remat=remat)

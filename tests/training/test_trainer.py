@@ -1,5 +1,6 @@
 """The trainer does what the bare loop does, and what a long run needs besides."""
 
+import functools
 import os
 import shutil
 import signal
@@ -16,15 +17,15 @@ import pytest
 
 from maxlib import checkpoint, distributed, nn, observability, ops, sharding, training, weights
 from maxlib.distributed import _timeouts as deadlines
-from maxlib.training import _trainer as trainer_module
 from tests.training import tiny
 
 OPTIMIZER = training.adamw(1e-2, mask=training.decay_mask(tiny.model()))
+SGD, ADAMW = optax.sgd(0.1), training.adamw(1e-3, mask=None)
 
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(trainer_module, "jit_step", tiny.jit_step)
+    tiny.share_steps(monkeypatch)
 
 
 def trainer(model=tiny.model, **options):
@@ -36,10 +37,14 @@ def same(a, b):
     return all(np.array_equal(a[path], b[path]) for path in a)
 
 
+@functools.cache
+def bare_step():
+    return tiny.jit_step(training.make_train_step(tiny.loss, OPTIMIZER))
+
+
 def by_hand(steps):
     """The bare loop."""
-    state = training.make_state(tiny.model(), OPTIMIZER)
-    step, loader = tiny.jit_step(training.make_train_step(tiny.loss, OPTIMIZER)), tiny.Loader()
+    state, step, loader = training.make_state(tiny.model(), OPTIMIZER), bare_step(), tiny.Loader()
     for _ in range(steps):
         state, metrics = step(state, next(loader))
     return state, metrics
@@ -71,6 +76,7 @@ def test_on_a_mesh(tmp_path):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     layout = sharding.Layout(mesh)
     ours = trainer(
+        loss=functools.partial(tiny.loss),
         layout=layout,
         loader=training.Prefetch(tiny.Loader(), layout=layout),
         evaluation=training.Evaluation(tiny.Loader(1)),
@@ -111,7 +117,7 @@ def test_in_a_1f1b_pipeline():
 
 def test_gradients_of_the_loss_are_those_it_takes():
     """Halved ones move the parameters half as far."""
-    ours, want = trainer(optimizer=optax.sgd(0.1), loss=Halved()), trainer(optimizer=optax.sgd(0.1))
+    ours, want = trainer(optimizer=SGD, loss=Halved()), trainer(optimizer=SGD)
     start = {path: np.asarray(value) for path, value in want.state.trainable.items()}
     assert float(ours.fit(1)["loss"]) == pytest.approx(float(want.fit(1)["loss"]), rel=1e-6)
     for path, value in want.state.trainable.items():
@@ -178,7 +184,7 @@ def test_parameters_from_a_hugging_face_directory(tmp_path):
     weights.save_pretrained(model, tmp_path / "model")
     ours = training.Trainer(
         lambda: tiny.llama(seed=1, rope=rope),
-        optimizer=training.adamw(1e-3, mask=None),
+        optimizer=ADAMW,
         loader=tiny.Loader(),
         loss=tiny.loss,
     )
@@ -305,7 +311,7 @@ def test_exports_are_made_in_the_background_and_made_up_for(tmp_path, capsys):
     ]
     make = lambda: training.Trainer(
         lambda: tiny.llama(rope=rope),
-        optimizer=training.adamw(1e-3, mask=None),
+        optimizer=ADAMW,
         loader=tiny.Loader(),
         loss=tiny.loss,
         checkpointer=checkpoint.Checkpointer(tmp_path / "checkpoints", every=2),
@@ -327,7 +333,7 @@ def test_exports_are_made_in_the_background_and_made_up_for(tmp_path, capsys):
     again.fit(4)
     assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["4", "5"]
     assert "NOT SAVED" not in capsys.readouterr().out
-    params = trainer(model=lambda: tiny.llama(rope=rope), optimizer=training.adamw(1e-3, mask=None))
+    params = trainer(model=lambda: tiny.llama(rope=rope), optimizer=ADAMW)
     assert params.restore(params_from=tmp_path / "params").startswith("parameters from")
     assert same(params.state.trainable, ours.state.trainable)
 

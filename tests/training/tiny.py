@@ -10,12 +10,24 @@ from flax import nnx
 
 from maxlib import nn, training
 from maxlib.sharding import constrain
+from maxlib.training import _trainer
 from tests.nn.tiny import tiny_llama
 
 VOCAB = 32
 QUICKLY = {"xla_backend_optimization_level": "0"}  # compiling is what takes the time here
 jit_step = functools.partial(jax.jit, donate_argnums=0, compiler_options=QUICKLY)
 loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
+_train_step, _eval_step = functools.cache(training.make_train_step), functools.cache(training.make_eval_step)
+
+
+def share_steps(monkeypatch) -> None:
+    """Trainers of one loss and one optimizer share a step, which is traced and compiled once.
+
+    A trainer with a layout needs a loss of its own: what was traced for one layout must not run under another.
+    """
+    monkeypatch.setattr(_trainer, "make_train_step", _train_step)
+    monkeypatch.setattr(_trainer, "make_eval_step", _eval_step)
+    monkeypatch.setattr(_trainer, "jit_step", jit_step)
 
 
 class Layer(nnx.Module):

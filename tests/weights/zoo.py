@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from maxlib import nn, sharding
+from maxlib.nn._linear import draw_key
 from maxlib.weights import Absent, Convert, Copy, Family, HFConfig, Ignore, Renamed, Table, Weight
 
 D, N, K, H, F, E, V = 16, 4, 2, 8, 24, 8, 40
@@ -20,7 +21,7 @@ sharding.declare_axes(*(f"axis{d}" for d in range(4)))
 class Leaf(nnx.Module):
     def __init__(self, *shape: int, axes: tuple[str, ...] | None = None, rngs: nnx.Rngs, kind=nnx.Param):
         # Whole numbers and a power of two: the same bits in every layout, and quick to compile.
-        seed = jax.random.key_data(rngs.params()).sum() % 1009
+        seed = jax.random.key_data(draw_key(rngs)).sum() % 1009
         values = ((jnp.arange(math.prod(shape), dtype=jnp.uint32) * 389 + seed) % 1009).astype(jnp.float32) / 512 - 1
         self.w = kind(values.reshape(shape), axes=axes or tuple(f"axis{d}" for d in range(len(shape))))
 

@@ -22,6 +22,9 @@ def merge_sinks(
     # A softmax with one more logit is the old one times exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink). It is
     # computed as an exponential, because the gradient of the sigmoid would lose the digits of a small sink.
     sink = jnp.broadcast_to(sinks.astype(lse.dtype)[None, None], lse.shape)
-    seen = jnp.where(jnp.isfinite(lse), lse, jnp.finfo(lse.dtype).min)  # an empty row minus a sink of -inf is no NaN
-    keep = jnp.exp(seen - jnp.logaddexp(seen, sink))
-    return (out * keep[..., None]).astype(out.dtype), jnp.logaddexp(lse, sink)
+    # An empty row under a sink of -inf has the lowest number instead: neither it nor its gradient is NaN.
+    lowest = jnp.finfo(lse.dtype).min
+    seen = jnp.maximum(lse, lowest)
+    total = jnp.logaddexp(seen, sink)
+    keep = jnp.exp(seen - total)
+    return (out * keep[..., None]).astype(out.dtype), jnp.where(total == lowest, -jnp.inf, total)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from maxlib.ops._attention.masks import StaticMask
 from maxlib.ops._explanation import Explanation
+from maxlib.ops._findings import refused as failed_check
 
 OFFLINE = "offline"
 """Stands for the best implementation that compiles where the device is not: for plans."""
@@ -117,7 +118,9 @@ def explain(call: Call, name: str | None = None) -> Explanation:
     Raises:
       ValueError: when no implementation has this name.
     """
-    refusals = {one.name: one.refusal(call) for one in _implementations}
+    refusals = {
+        one.name: one.refusal(call) or failed_check("attention", one.name, call.device_kind) for one in _implementations
+    }
     if name is not None and name not in refusals:
         raise ValueError(f"implementation must be None or one of {sorted(refusals)}, got {name!r}")
     unasked = {one.name: f"runs only by name: {one.by_name}" for one in _implementations if one.by_name is not None}

@@ -20,8 +20,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib._xla_workarounds import together
+from maxlib.hardware import current_device
 from maxlib.kernels.attention.sinks import merge_sinks
 from maxlib.kernels.attention.tiles import tiles
+from maxlib.ops import _findings
 from maxlib.ops._attention.masks import KnownMask, StaticMask
 
 LANES = 128  # of a vector register; blocks are whole registers
@@ -81,6 +83,12 @@ def choose_blocks(T: int, S: int, key_dim: int, value_dim: int) -> Passes:
     return Passes(forward, None if fused else backward, backward)
 
 
+def tuned_blocks(T: int, S: int, key_dim: int, value_dim: int) -> Passes | None:
+    """Returns the blocks that `python -m maxlib.ops tune` found to be the fastest on this kind of device, or None."""
+    sizes = _findings.tiles(_findings.tiles_key("splash", T, S, key_dim, value_dim), current_device()[1])
+    return Passes(*(size and Blocks(*size).fit(T, S) for size in sizes)) if sizes else None
+
+
 class Spec(NamedTuple):
     """Static parameters: the soft-cap, what is known of the mask, the blocks, and whether to interpret the kernels."""
 
@@ -120,12 +128,12 @@ def splash(
       sinks: a further logit per head, without a value.
       bias: not supported.
       mask: what is known of the intervals, with segments if it is segmented.
-      passes: block sizes; by default `choose_blocks`.
+      passes: block sizes; by default `tuned_blocks`, or else `choose_blocks`.
       interpret: run the kernels in Pallas's interpreter, on any device.
     """
     # [B, T, N, Hk], [B, S, K, Hv]
     (_, T, _, Hk), (_, S, _, Hv) = q.shape, v.shape
-    spec = Spec(softcap, mask.static, passes or choose_blocks(T, S, Hk, Hv), interpret)
+    spec = Spec(softcap, mask.static, passes or tuned_blocks(T, S, Hk, Hv) or choose_blocks(T, S, Hk, Hv), interpret)
     ids = mask.segment_ids if mask.static.segmented else None
     # The kernels multiply by no scale: it goes into the queries, of which it rounds each number once more.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)

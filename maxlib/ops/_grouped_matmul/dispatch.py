@@ -5,6 +5,7 @@ from typing import Any
 
 from maxlib.hardware import is_hopper
 from maxlib.ops._explanation import Explanation
+from maxlib.ops._findings import refused as failed_check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ def refusals(rows: Any, weights: Any, layout: str, out_dtype: Any, device: tuple
         if weights is None
         else _hopper_refuses(rows, weights, layout, out_dtype, device)
     )
-    return found
+    return {name: why or failed_check("grouped_matmul", name, device[1]) for name, why in found.items()}
 
 
 def _hopper_refuses(rows: Any, weights: Any, layout: str, out_dtype: Any, device: tuple[str, str]) -> str | None:

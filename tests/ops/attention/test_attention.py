@@ -53,12 +53,16 @@ def check(name, case):
         close(ours(given, start, end), truth(given, start, end))
 
 
-@pytest.mark.parametrize("case", cases.pairwise(), ids=str)
+# The first four have every value of every feature; the others, every pair of values.
+PAIRS = [pytest.param(case, marks=pytest.mark.full if i >= 4 else ()) for i, case in enumerate(cases.pairwise())]
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_equals_the_reference(case, float64):
     check("chunked 8x16", case)
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "chunked 8x16"])
+@pytest.mark.parametrize("name", ["chunked", "split_kv 16/4", pytest.param("chunked 16x8", marks=pytest.mark.full)])
 def test_every_implementation_equals_the_reference(name, float64):
     bias = None if name.startswith("split_kv") else (True, True)
     check(name, cases.Case((4, 2), (8, 6), (37, 37), 2.0, True, bias))
@@ -73,7 +77,11 @@ def test_equals_the_reference_on_the_full_product(case, float64):
 # ------------------------------------------------------------------------------------------------ precision
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize(
+    "dtype",
+    [jnp.bfloat16, *(pytest.param(dtype, marks=pytest.mark.full) for dtype in (jnp.float32, jnp.float16))],
+    ids=lambda dtype: dtype.__name__,
+)
 def test_low_precision_is_as_good_as_the_dtype(dtype):
     case = cases.Case((4, 2), (32, 32), (150, 150), None, True, None)
     low = cases.arrays(case, dtype)
@@ -84,9 +92,10 @@ def test_low_precision_is_as_good_as_the_dtype(dtype):
     assert got[0].dtype == dtype
     assert got[1].dtype == jnp.float32
     assert all(x.dtype == dtype for x in jax.tree.leaves(got[2]))
-    finite = lambda x: jnp.where(jnp.isfinite(x), x, 0.0)
+    finite = lambda x: np.where(np.isfinite(x), x, 0.0)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        error = jnp.linalg.norm(finite(x.astype(jnp.float32) - y)) / jnp.linalg.norm(finite(y))
+        with np.errstate(invalid="ignore"):  # minus infinity less itself
+            error = np.linalg.norm(finite(np.asarray(x, np.float32) - y)) / np.linalg.norm(finite(y))
         assert error < 4 * jnp.finfo(dtype).eps
 
 
@@ -94,9 +103,9 @@ def test_keys_and_values_of_another_dtype_are_read_in_the_queries_dtype():
     given = cases.arrays(cases.Case((4, 2), (8, 8), (1, 33), None, False, None), jnp.float32)
     k, v = given["k"].astype(jnp.bfloat16), given["v"].astype(jnp.bfloat16)
     for name in NAMES:
-        mixed = attention(given["q"], k, v, implementation=name)
+        mixed = run(given["q"], k, v, implementation=name)
         assert mixed.dtype == jnp.float32
-        close(mixed, attention(given["q"], k.astype(jnp.float32), v.astype(jnp.float32), implementation=name), 1e-5)
+        close(mixed, run(given["q"], k.astype(jnp.float32), v.astype(jnp.float32), implementation=name), 1e-5)
 
 
 # ------------------------------------------------------------------------------------------------ invariances
@@ -115,13 +124,17 @@ def qkv(float64):
 def test_a_sink_of_minus_infinity_is_none(name, qkv):
     start, end = cases.bounds("causal", "padded", PLAIN.lengths)
 
+    @jax.jit
     def results(sinks):
-        call = lambda *x: run(*x, k_start=start, k_end=end, sinks=sinks, implementation=name, return_lse=True)
-        (out, lse), vjp = jax.vjp(call, *qkv)
-        return out, lse, vjp((jnp.ones_like(out), jnp.ones_like(lse)))
+        def call(sinks, *x):
+            return attention(*x, k_start=start, k_end=end, sinks=sinks, implementation=name, return_lse=True)
 
-    close(results(jnp.full(4, -jnp.inf)), results(None))
-    gradient = jax.grad(lambda sinks: run(*qkv, sinks=sinks, implementation=name).sum())(jnp.full(4, -jnp.inf))
+        (out, lse), vjp = jax.vjp(call, sinks, *qkv)
+        of_sinks, *others = vjp((jnp.ones_like(out), jnp.ones_like(lse)))
+        return (out, lse, others), of_sinks
+
+    (found, gradient), (without, _) = results(jnp.full(4, -jnp.inf)), results(None)
+    close(found, without)
     np.testing.assert_array_equal(gradient, np.zeros(4))
 
 
@@ -129,10 +142,15 @@ def test_a_sink_of_minus_infinity_is_none(name, qkv):
 def test_empty_rows_give_zeros_and_no_gradient(name, qkv):
     start, end = cases.bounds("causal", "padded", PLAIN.lengths)
     empty = np.asarray(start >= end)
-    call = lambda *x: run(*x, k_start=start, k_end=end, implementation=name, return_lse=True)
-    (out, lse), vjp = jax.vjp(call, *qkv)
-    # An infinite cotangent of an infinite log-sum-exp is what naive code downstream produces.
-    dq, dk, dv = vjp((jnp.ones_like(out), jnp.where(lse == -jnp.inf, jnp.inf, 1.0)))
+
+    @jax.jit
+    def results(*qkv):
+        call = lambda *x: attention(*x, k_start=start, k_end=end, implementation=name, return_lse=True)
+        (out, lse), vjp = jax.vjp(call, *qkv)
+        # An infinite cotangent of an infinite log-sum-exp is what naive code downstream produces.
+        return out, lse, vjp((jnp.ones_like(out), jnp.where(lse == -jnp.inf, jnp.inf, 1.0)))
+
+    out, lse, (dq, dk, dv) = results(*qkv)
     assert empty.any()
     assert (np.asarray(out)[empty] == 0).all()
     assert (np.asarray(lse)[empty] == -np.inf).all()
@@ -170,9 +188,12 @@ def test_two_halves_merge_by_their_log_sum_exp(name, qkv):
         outs, lses = (jnp.stack(x) for x in zip(*parts, strict=True))
         return jnp.sum(outs * jax.nn.softmax(lses, axis=0)[..., None], axis=0)
 
-    (a, vjp_a), (b, vjp_b) = jax.vjp(whole, q, k, v), jax.vjp(merged, q, k, v)
-    close(b, a)
-    close(vjp_b(jnp.cos(a)), vjp_a(jnp.cos(a)))
+    @jax.jit
+    def both(q, k, v):
+        (a, vjp_a), (b, vjp_b) = jax.vjp(whole, q, k, v), jax.vjp(merged, q, k, v)
+        return (b, vjp_b(jnp.cos(a))), (a, vjp_a(jnp.cos(a)))
+
+    close(*both(q, k, v))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -189,8 +210,13 @@ def test_ends_need_not_be_monotone(qkv):
 
 
 def test_the_scale_is_that_of_the_key_width_unless_given(qkv):
-    close(run(*qkv), attention(*qkv, scale=8**-0.5))
-    close(attention(2 * qkv[0], *qkv[1:], scale=0.3), attention(*qkv, scale=0.6))
+    @jax.jit
+    def results(q, k, v):
+        by_default, given = attention(q, k, v), attention(q, k, v, scale=8**-0.5)
+        return (by_default, given), (attention(2 * q, k, v, scale=0.3), attention(q, k, v, scale=0.6))
+
+    for one, other in results(*qkv):
+        close(one, other)
 
 
 @pytest.mark.parametrize("name", KERNELS)

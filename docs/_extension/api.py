@@ -1,0 +1,186 @@
+"""API pages: `{api} maxlib.nn` and a list of names become a table of summaries and an entry for each name.
+
+A star stands for the public names of the module that the page does not list elsewhere, so that a new name is never
+left out.
+"""
+
+import importlib
+import inspect
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+from sphinx.util.inspect import stringify_signature
+
+BLOCK = re.compile(r"^```\{api\} (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+QUOTED_STAR = re.compile(r'(?<=")(\*)(?=\w)')
+LITERAL = re.compile(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)")
+SECTION = re.compile(r"^ *(Args|Attributes|Returns|Raises|Yields)s?:\s*$")
+
+
+def expand(app, docname: str, source: list[str]) -> None:
+    """Replaces the blocks of a page; runs on every page when it is read."""
+    page = source[0]
+    listed: dict[str, set[str]] = {}
+    for module, names in BLOCK.findall(page):
+        listed.setdefault(module, set()).update(names.split())
+    source[0] = BLOCK.sub(lambda match: _entries(match[1], match[2].split(), listed[match[1]]), page)
+
+
+def _entries(module: str, names: list[str], listed: set[str]) -> str:
+    if names == ["*"]:
+        names = [name for name in public_names(module) if name not in listed]
+    elif missing := [name for name in names if not hasattr(importlib.import_module(module), name)]:
+        raise ValueError(f"{module} has no {', '.join(missing)}: change the list on its API page")
+    if not names:
+        return ""
+    rows = [f"   * - :py:obj:`{name} <{module}.{name}>`\n     - {summary(module, name)}" for name in names]
+    table = "\n".join([".. list-table::", "   :class: api-summary", "   :widths: 30 70", "", *rows])
+    return f"```{{eval-rst}}\n{table}\n\n" + "\n\n".join(_entry(module, name) for name in names) + "\n```"
+
+
+def public_names(module: str) -> list[str]:
+    """Names that users of a module type: all that a facade offers, else what the module itself defines."""
+    found = importlib.import_module(module)
+    names = [name for name in dir(found) if not name.startswith("_")]
+    objects = {name: getattr(found, name) for name in names}
+    objects = {name: value for name, value in objects.items() if not isinstance(value, types.ModuleType)}
+    own = [name for name, value in objects.items() if _home(value) == module]
+    facade = hasattr(found, "__path__") or not own
+    parent = importlib.import_module(module.rpartition(".")[0])
+    public = [name for name, value in objects.items() if _belongs(name, value, module, facade)]
+    is_package = hasattr(found, "__path__")
+    return [name for name in public if is_package or getattr(parent, name, None) is not objects[name]]
+
+
+def _home(value: Any) -> str:
+    is_code = inspect.isclass(value) or inspect.isfunction(value)
+    return (value.__module__ or "") if is_code else ""
+
+
+def _belongs(name: str, value: Any, module: str, facade: bool) -> bool:
+    if inspect.isclass(value) or inspect.isfunction(value):
+        return _home(value).startswith("maxlib.") if facade else _home(value) == module
+    if type(value).__module__ == "typing" or name == "TYPE_CHECKING":
+        return name in ("Layout", "Rules")
+    return name.isupper() or facade
+
+
+def summary(module: str, name: str) -> str:
+    """The first sentence of what an entry says."""
+    text = " ".join(documentation(module, name).split("\n\n")[0].split())
+    first = re.match(r"(.*?[^.A-Z]\.)(?= [A-Z`]|$)", text)
+    return _rst(first[1] if first else text)
+
+
+def documentation(module: str, name: str) -> str:
+    value = getattr(importlib.import_module(module), name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        return inspect.getdoc(value) or ""
+    wrapped = inspect.unwrap(value) if callable(value) else value
+    own = inspect.getdoc(wrapped) if inspect.isfunction(wrapped) else None
+    if not own and "__doc__" in getattr(value, "__dict__", {}):
+        own = inspect.cleandoc(value.__doc__)
+    return own or comment(module, name) or f"A `{type(value).__name__}`."
+
+
+def comment(module: str, name: str) -> str:
+    """The comment before a constant, or on its line, wherever the subpackage defines it."""
+    folder = Path(inspect.getfile(importlib.import_module(module))).parent
+    for path in sorted(folder.rglob("*.py")):
+        if match := re.search(rf"((?:^#[^\n]*\n)*)^{name}\b[^=\n]*=[^\n]*", path.read_text(), re.MULTILINE):
+            trailing = re.search(r"  # (.*)$", match[0])
+            before = " ".join(line.lstrip("# ") for line in match[1].splitlines())
+            if text := (trailing[1] if trailing else before):
+                return text[0].upper() + text[1:].rstrip(".") + "."
+    return ""
+
+
+def _entry(module: str, name: str) -> str:
+    value, full = getattr(importlib.import_module(module), name), f"{module}.{name}"
+    if inspect.isclass(value):
+        return f".. autoclass:: {full}"
+    if inspect.isfunction(value):
+        return f".. autofunction:: {full}"
+    kind = f"   :type: {type(value).__name__}\n" if type(value).__module__ != "typing" else ""
+    if isinstance(value, tuple | dict) and len(text := _literal_value(value)) < 400:
+        kind += f"   :value: {text}\n"
+    body = "\n".join(f"   {line}" if line else "" for line in prepared(documentation(module, name).split("\n")))
+    return f".. py:data:: {full}\n{kind}\n{_napoleon(body)}"
+
+
+def _literal_value(value: Any) -> str:
+    return repr(value) if isinstance(value, tuple) else "{" + ", ".join(map(repr, value)) + "}"
+
+
+def _napoleon(text: str) -> str:
+    from sphinx.ext.napoleon import GoogleDocstring
+
+    lines = [line.removeprefix("   ") for line in text.split("\n")]
+    return "\n".join(f"   {line}" if line else "" for line in GoogleDocstring(lines).lines())
+
+
+def prepared(lines: list[str]) -> list[str]:
+    """Turns the little Markdown that docstrings use into reStructuredText: `code`, and indented blocks of code."""
+    return _rst("\n".join(_code_blocks(lines))).split("\n")
+
+
+def _rst(text: str) -> str:
+    text = re.sub(r"(?<![\w`*])(\*\*?)(?=\w+[,: \"])", r"\\\1", text)
+    text = QUOTED_STAR.sub(r"\\*", text)
+    return LITERAL.sub(lambda match: f"``{match[1]}``" + ("\\ " if match[2] else ""), text)
+
+
+def _code_blocks(lines: list[str]) -> list[str]:
+    """Marks paragraphs that are indented by four, before the sections for arguments, as code."""
+    found: list[str] = []
+    inside = False
+    for index, line in enumerate(lines):
+        if SECTION.match(line):
+            return found + lines[index:]
+        indented = line.startswith("    ")
+        if indented and not inside and found and not found[-1].strip():
+            found += [".. code-block:: python", ""]
+            inside = True
+        inside = inside and (indented or not line.strip())
+        found.append(line)
+    return found
+
+
+def docstring(app, what, name, obj, options, lines: list[str]) -> None:
+    if what == "class" and lines[:1] == ["Call self as a function."]:
+        lines.clear()
+    lines[:] = prepared(lines)
+
+
+def signature(app, what, name, obj, options, signature, return_annotation):
+    """The constructor's own signature for flax modules, whose metaclass hides it; defaults that readers can read."""
+    if what == "class" and issubclass(obj, nnx.Module):
+        signature = stringify_signature(
+            inspect.signature(obj.__init__), show_return_annotation=False, unqualified_typehints=True
+        )
+        signature = signature.replace("(self, ", "(").replace("(self)", "()")
+    return _readable(signature), _readable(return_annotation)
+
+
+def _readable(text: str | None) -> str | None:
+    text = (text or "").replace("jaxlib._jax.Array", "Array").replace("<factory>", "...")
+    text = re.sub(r"<(function|class|module) '?([\w.<>]+)'?[^>]*>", lambda match: match[2].rpartition(".")[2], text)
+    return re.sub(r" at 0x[0-9a-f]+", "", text) or None
+
+
+def skip(app, what, name, obj, skip, options):
+    """Leaves out `__call__` where it is not written for the class, and names that no sentence explains."""
+    if name == "__call__" and (inspect.getdoc(obj) or "Call self as a function.") == "Call self as a function.":
+        return not inspect.isfunction(obj)
+    return skip
+
+
+def setup(app) -> dict[str, Any]:
+    app.connect("source-read", expand)
+    app.connect("autodoc-process-signature", signature)
+    app.connect("autodoc-process-docstring", docstring, priority=400)
+    app.connect("autodoc-skip-member", skip)
+    return {"parallel_read_safe": True}

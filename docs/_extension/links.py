@@ -1,0 +1,153 @@
+"""Links between pages: code names lead to their API entries, and entries lead back to the guides that use them.
+
+Private paths in signatures (`maxlib.nn._attention.Attention`) lead to the public name.
+"""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import figures
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.util.nodes import make_refnode
+
+NAME = re.compile(r"^(?:maxlib\.)?([A-Za-z_][\w.]*[\w])(\(.*\))?$", re.DOTALL)
+DOTTED = re.compile(r"\b(?:maxlib\.)?((?:[a-z_]+\.)+[A-Za-z_]\w*)")
+GUIDES = ("guides/", "start", "tour", "concepts")
+MOST = 5  # guides that an entry names
+
+
+class Index:
+    """Where the entry of a name is."""
+
+    def __init__(self, env: Any):
+        self._exact: dict[str, tuple[str, str]] = {}
+        self._endings: dict[str, set[str]] = defaultdict(set)
+        for full, entry in env.domaindata["py"]["objects"].items():
+            if full.startswith("maxlib.") and entry.objtype != "module":
+                self._exact[full] = (entry.docname, entry.node_id)
+                parts = full.split(".")[1:]
+                for start in range(len(parts)):
+                    self._endings[".".join(parts[start:])].add(full)
+
+    def find(self, name: str) -> tuple[str, str] | None:
+        """Finds `nn.Attention`, `Trainer.fit` or a class by its bare name, where one entry only ends like this."""
+        if found := self._exact.get(f"maxlib.{name}"):
+            return found
+        endings = self._endings.get(name, set())
+        bare = "." not in name
+        if bare and not (name[0].isupper() and len(name) > 2):
+            return None
+        return self._exact[min(endings)] if len(endings) == 1 else None
+
+    def public(self, target: str) -> tuple[str, str] | None:
+        parts = [part for part in target.split(".") if not part.startswith("_")]
+        exact = self._exact.get(".".join(parts))
+        return exact or (self.find(parts[-1]) if target.startswith("maxlib.") and parts[-1][:1].isupper() else None)
+
+
+def index_of(app) -> Index:
+    if not hasattr(app.env, "maxlib_index_") or app.env.maxlib_index_[0] is not app:
+        app.env.maxlib_index_ = (app, Index(app.env))
+    return app.env.maxlib_index_[1]
+
+
+def collect(app, doctree) -> None:
+    """Notes the names that a guide uses, in its text and in its programs."""
+    page = app.env.docname
+    if not page.startswith(GUIDES):
+        return
+    names = set()
+    for node in doctree.findall(lambda n: isinstance(n, nodes.literal | nodes.literal_block)):
+        names |= set(DOTTED.findall(node.astext()))
+    if not hasattr(app.env, "maxlib_uses"):
+        app.env.maxlib_uses = {}
+    app.env.maxlib_uses[page] = names
+
+
+def purge(app, env, docname: str) -> None:
+    getattr(env, "maxlib_uses", {}).pop(docname, None)
+
+
+def resolve(app, doctree, docname: str) -> None:
+    index = index_of(app)
+    for literal in list(doctree.findall(nodes.literal)):
+        _link(app, index, docname, literal)
+    if docname.startswith("api/"):
+        _add_guides(app, index, docname, doctree)
+
+
+def _link(app, index: Index, docname: str, literal: nodes.literal) -> None:
+    if isinstance(literal.parent, nodes.reference | nodes.title | addnodes.pending_xref):
+        return
+    match = NAME.match(literal.astext())
+    found = index.find(match[1]) if match else None
+    if found:
+        link = make_refnode(app.builder, docname, *found, literal.deepcopy())
+        literal.replace_self(link)
+
+
+def _add_guides(app, index: Index, docname: str, doctree) -> None:
+    used = defaultdict(set)
+    for page, names in getattr(app.env, "maxlib_uses", {}).items():
+        for name in names:
+            if found := index.find(name):
+                used[found].add(page)
+    for signature in list(doctree.findall(addnodes.desc_signature)):
+        content = signature.parent[-1]
+        for node_id in signature["ids"]:
+            if pages := sorted(used.get((docname, node_id), ())):
+                content += _paragraph(app, docname, pages)
+                break
+
+
+def _paragraph(app, docname: str, pages: list[str]) -> nodes.paragraph:
+    text = nodes.paragraph(classes=["api-guides"])
+    text += nodes.Text("Used in: ")
+    for number, page in enumerate(pages[:MOST]):
+        text += nodes.Text(", " if number else "")
+        title = app.env.titles[page].astext()
+        text += make_refnode(app.builder, docname, page, "", nodes.Text(title))
+    return text
+
+
+def missing(app, env, node, contnode):
+    """Finds the public entry of a private path."""
+    found = index_of(app).public(node.get("reftarget", "")) if node.get("refdomain") == "py" else None
+    return make_refnode(app.builder, node["refdoc"], *found, contnode) if found else None
+
+
+def rest_of_guides(app, docname: str, source: list[str]) -> None:
+    """Fills `<<others>>` on a page of contents with the pages of its folder that it does not list."""
+    if "<<others>>" in source[0]:
+        folder = Path(docname).parent
+        names = [Path(found).name for found in sorted(app.env.found_docs) if Path(found).parent == folder]
+        others = [n for n in names if n != "index" and not re.search(rf"^{re.escape(n)}$", source[0], re.MULTILINE)]
+        source[0] = source[0].replace("<<others>>", "\n".join(others))
+
+
+def landing_figure(app, docname: str, source: list[str]) -> None:
+    """Draws a small Llama, from the model itself, in the place of `<<figure>>`."""
+    if "<<figure>>" in source[0]:
+        source[0] = source[0].replace("<<figure>>", f"```{{raw}} html\n{figures.llama_3_1_8b()}\n```")
+
+
+def write_llms_full(app, error) -> None:
+    """Writes every page of text into one file for readers that are programs."""
+    if error is None and app.builder.format == "html":
+        pages = ["index", *(page for page in sorted(app.env.found_docs) if not page.startswith(("index", "changelog")))]
+        texts = [Path(app.env.doc2path(page)).read_text() for page in pages]
+        Path(app.outdir, "llms-full.txt").write_text("\n\n".join(texts))
+
+
+def setup(app) -> dict[str, Any]:
+    app.connect("source-read", rest_of_guides)
+    app.connect("source-read", landing_figure)
+    app.connect("doctree-read", collect)
+    app.connect("env-purge-doc", purge)
+    app.connect("doctree-resolved", resolve)
+    app.connect("missing-reference", missing)
+    app.connect("build-finished", write_llms_full)
+    return {"parallel_read_safe": False}

@@ -1,0 +1,65 @@
+"""`python -m maxlib.ops check` tells which kernels are right and how fast they are on this machine; `tune` chooses
+their tiles.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns 1 if an implementation is broken."""
+    arguments = _parser().parse_args(argv)
+    if arguments.command == "worker":
+        return _worker(arguments)
+    from maxlib.ops._check import parent
+
+    try:
+        if arguments.command == "tune":
+            parent.tune(deadline=arguments.deadline, rounds=arguments.rounds)
+            return 0
+        options = {"deadline": arguments.deadline, "rounds": arguments.rounds, "write": not arguments.dry}
+        rows = parent.check(arguments.implementation or None, **options)
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        parent.save(rows, arguments.json)
+    return int(any(row["status"] in (*parent.BROKEN, "failed") for row in rows))
+
+
+def _worker(arguments: argparse.Namespace) -> int:
+    from maxlib.ops._check import worker
+
+    if arguments.describe:
+        worker.say(iter([worker.describe()]))
+    elif arguments.tune:
+        worker.say(worker.tune(json.loads(arguments.skip), arguments.rounds))
+    else:
+        worker.say(worker.check(arguments.names[0], arguments.names[1], json.loads(arguments.skip), arguments.rounds))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m maxlib.ops", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="compare every implementation with float32, and time it")
+    check.add_argument("implementation", nargs="*", help="names of those to check; default: all")
+    check.add_argument("--dry", action="store_true", help="do not write the findings to this device's table")
+    check.add_argument("--json", type=Path, help="also write one line of JSON per case here")
+    tune = commands.add_parser("tune", help="time block sizes of splash attention on a TPU and write the best")
+    for command in (check, tune):
+        command.add_argument("--deadline", type=float, default=120.0, help="seconds that one case may take")
+        command.add_argument("--rounds", type=int, default=5, help="rounds of ten timed calls")
+    worker = commands.add_parser("worker", help=argparse.SUPPRESS)
+    worker.add_argument("names", nargs="*")
+    worker.add_argument("--describe", action="store_true")
+    worker.add_argument("--tune", action="store_true")
+    worker.add_argument("--skip", default="[]")
+    worker.add_argument("--rounds", type=int, default=5)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

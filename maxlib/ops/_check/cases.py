@@ -1,0 +1,160 @@
+"""Calls that `check` tries: shapes and features that training and decoding use, as sizes alone."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlib.ops import _attention, _grouped_matmul
+from maxlib.ops._attention.masks import Causal, Full, KnownMask, Mask, SlidingWindow, Tokens, key_intervals
+
+TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
+"""Largest error of an array, as a share of its norm. Rounding to bfloat16 alone makes 0.002."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One call of attention: `batch` rows of `tokens` queries; `cache` keys that stand before them."""
+
+    tokens: int = 4096
+    batch: int = 1
+    heads: int = 16
+    kv_heads: int = 16
+    key_dim: int = 128
+    value_dim: int = 128
+    full: bool = False
+    window: int | None = None
+    documents: int = 1
+    cache: int = 0
+    softcap: float | None = None
+    sinks: bool = False
+    gradients: bool = True
+
+    op = "attention"
+
+    def small(self) -> "Attention":
+        """Returns the same call at a size that an interpreter on a CPU runs in seconds."""
+        window = None if self.window is None else 50
+        few = {"tokens": min(self.tokens, 200), "cache": min(self.cache, 150), "documents": min(self.documents, 2)}
+        heads = {"heads": max(2, 2 * self.heads // self.kv_heads), "kv_heads": 2}
+        return dataclasses.replace(self, window=window, **few, **heads)
+
+    @property
+    def mask(self) -> Mask:
+        mask = Full() if self.full else Causal()
+        return mask if self.window is None else mask & SlidingWindow(self.window)
+
+    def intervals(self) -> tuple[jax.Array, jax.Array, KnownMask | None]:
+        """Returns the first key of every query, the one after its last, and what is known of the mask."""
+        T, S = self.tokens, self.tokens + self.cache
+        index = np.arange(T) + self.cache  # [T]: queries stand behind the cache
+        length = -(-S // self.documents)
+        start = index // length * length
+        rows = (
+            np.broadcast_to(x, (self.batch, T)).astype(np.int32) for x in (index, start, np.minimum(start + length, S))
+        )
+        tokens = Tokens(*map(jnp.asarray, rows))
+        # Kernels that are given a name for the mask get it as `nn.Attention` would tell them.
+        known = self.mask.static
+        if known is not None:
+            whole = self.cache == 0
+            ids = (tokens.start, jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32) // length * length, (self.batch, S)))
+            segmented = known.segmented or self.documents > 1
+            known = KnownMask(dataclasses.replace(known, whole=whole, segmented=segmented), ids if segmented else None)
+        return *key_intervals(self.mask, tokens), known
+
+    def arrays(self, dtype: Any) -> dict[str, jax.Array]:
+        """Returns q, k, v, the output's cotangent, and sinks if there are any."""
+        B, T, S = self.batch, self.tokens, self.tokens + self.cache
+        shapes = {"q": (B, T, self.heads, self.key_dim), "k": (B, S, self.kv_heads, self.key_dim)}
+        shapes |= {"v": (B, S, self.kv_heads, self.value_dim), "d": (B, T, self.heads, self.value_dim)}
+        keys = jax.random.split(jax.random.key(0), 5)
+        found = {
+            name: jax.random.normal(key, shape, dtype) for key, (name, shape) in zip(keys, shapes.items(), strict=False)
+        }
+        return found | ({"sinks": jax.random.normal(keys[4], (self.heads,), jnp.float32)} if self.sinks else {})
+
+    def call(self, run, given: dict[str, jax.Array]) -> jax.Array:
+        """Runs `run`, a function like `ops.attention`, on the arrays and the case's mask."""
+        start, end, known = self.intervals()
+        inputs = {name: x for name, x in given.items() if name != "d"}
+        return run(**inputs, k_start=start, k_end=end, mask=known, softcap=self.softcap)
+
+    def flops(self) -> tuple[float, float]:
+        """Returns the FLOPs of both passes over the pairs that the mask leaves."""
+        start, end, _ = self.intervals()
+        pairs = float(np.sum(np.asarray(end, np.float64) - np.asarray(start, np.float64))) * self.heads
+        return 2 * pairs * (self.key_dim + self.value_dim), 2 * pairs * (3 * self.key_dim + 2 * self.value_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedMatmul:
+    """One call of a grouped matmul with unequal shares of the rows, one expert without any."""
+
+    rows: int = 32768
+    experts: int = 16
+    width_in: int = 4096
+    width_out: int = 2048
+
+    op = "grouped_matmul"
+    gradients = True
+
+    def small(self) -> "GroupedMatmul":
+        """Returns the same call at a size that an interpreter on a CPU runs in seconds."""
+        return GroupedMatmul(384, 4, 128, 256)
+
+    def arrays(self, dtype: Any) -> dict[str, jax.Array]:
+        """Returns rows, one matrix per expert, and the output's cotangent."""
+        keys = jax.random.split(jax.random.key(0), 3)
+        rows = jax.random.normal(keys[0], (self.rows, self.width_in), dtype)
+        weights = jax.random.normal(keys[1], (self.experts, self.width_out, self.width_in), dtype) / math.sqrt(
+            self.width_in
+        )
+        return {
+            "rows": rows,
+            "weights": weights.astype(dtype),
+            "d": jax.random.normal(keys[2], (self.rows, self.width_out), dtype),
+        }
+
+    def call(self, run, given: dict[str, jax.Array]) -> jax.Array:
+        """Runs `run`, a function like `ops.grouped_matmul`, on the arrays."""
+        share = np.random.default_rng(0).dirichlet(np.full(self.experts, 4.0))
+        share[1] = 0  # an expert without a row: its gradient must be zeros
+        counts = np.floor(share / share.sum() * self.rows).astype(np.int32)
+        return run(given["rows"], given["weights"], jnp.asarray(counts))
+
+    def flops(self) -> tuple[float, float]:
+        """Returns the FLOPs of both passes."""
+        once = 2.0 * self.rows * self.width_in * self.width_out
+        return once, 2 * once
+
+
+Case = Attention | GroupedMatmul
+
+CASES: dict[str, Case] = {
+    "causal-2k": Attention(2048),
+    "causal-8k": Attention(8192),
+    "causal-32k": Attention(32768),
+    "full-8k": Attention(8192, full=True),
+    "heads of 64": Attention(8192, heads=32, kv_heads=32, key_dim=64, value_dim=64),
+    "heads of 256": Attention(4096, heads=8, kv_heads=8, key_dim=256, value_dim=256),
+    "grouped queries": Attention(8192, heads=32, kv_heads=8),
+    "latent (192, 128)": Attention(4096, key_dim=192),
+    "window": Attention(8192, window=1024),
+    "eight documents": Attention(8192, documents=8),
+    "odd length": Attention(3001, batch=2),
+    "soft-cap": Attention(4096, softcap=50.0),
+    "sinks": Attention(4096, sinks=True),
+    "decode": Attention(1, batch=8, heads=32, kv_heads=8, cache=32767, gradients=False),
+    "experts": GroupedMatmul(),
+    "many experts": GroupedMatmul(65536, 128, 2048, 768),
+}
+
+
+def functions(op: str, implementation: str):
+    """Returns the public function of an operation, bound to an implementation."""
+    run = {"attention": _attention.attention, "grouped_matmul": _grouped_matmul.grouped_matmul}[op]
+    return lambda *args, **kwargs: run(*args, **kwargs, implementation=implementation)

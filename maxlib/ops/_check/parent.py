@@ -1,0 +1,192 @@
+"""`check` and `tune`: start a process per implementation, end those that hang, print and write what was found."""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from maxlib.ops import _findings as machine
+
+BROKEN = ("wrong", "varies", "hangs", "crashed")
+"""Findings for which an implementation is refused from then on. What does not fit into memory, or raises an error, is
+not: its caller sees the error."""
+
+
+def check(
+    implementations: list[str] | None = None, *, deadline: float = 120.0, rounds: int = 5, write: bool = True
+) -> list[dict[str, Any]]:
+    """Runs implementations of attention and of grouped matmuls on this machine and compares them with float32.
+
+    An implementation that is wrong, differs from run to run, hangs or ends its process on an accelerator is written to
+    this device kind's table; from then on it does not run here. One that passes again is taken out.
+
+    Args:
+      implementations: names of those to check; default: all of them.
+      deadline: seconds that one case may take, compilation included.
+      rounds: rounds of ten timed calls.
+      write: write the findings to the table.
+
+    Returns:
+      One row per implementation and case: op, implementation, case, status, error, rates.
+
+    Raises:
+      ValueError: when a name is not that of an implementation.
+    """
+    (about,) = _lines(["--describe"], deadline)
+    _say(f"{about['device']} ({about['platform']}), jax {about['jax']}")
+    if about["platform"] == "cpu":
+        _say("No accelerator: sizes are small, TPU kernels run in an interpreter, GPU kernels are left out, no times.")
+    known = [(op, name) for op, names in about["implementations"].items() for name in names]
+    if unknown := set(implementations or ()) - {name for _, name in known}:
+        raise ValueError(f"unknown implementations {sorted(unknown)}; there are {sorted({name for _, name in known})}")
+    rows = []
+    for op, name in known:
+        if implementations is None or name in implementations:
+            found = [{"op": op, "implementation": name} | row for row in _cases([op, name], deadline, rounds)]
+            rows += found
+            _table(found)
+    if write and about["platform"] != "cpu":
+        _say(f"written to {machine.write(about['device'], refused=_verdicts(rows))}")
+    return rows
+
+
+def tune(*, deadline: float = 120.0, rounds: int = 3) -> dict[str, Any]:
+    """Times block sizes of splash attention on this machine and writes the fastest to the device kind's table.
+
+    Args:
+      deadline: seconds that one choice of sizes may take, compilation included.
+      rounds: rounds of ten timed calls.
+
+    Returns:
+      The fastest sizes by key: kernel, lengths (as powers of two) and widths of the heads.
+
+    Raises:
+      RuntimeError: when the machine has no TPU: no other kernel's sizes can be chosen yet.
+    """
+    (about,) = _lines(["--describe"], deadline)
+    if about["platform"] != "tpu":
+        raise RuntimeError(f"tune measures splash attention's blocks on TPUs; this is {about['device']}")
+    best: dict[str, Any] = {}
+    for row in _cases(["--tune"], deadline, rounds):
+        _say(f"{row['case']}: {row.get('both_s', row.get('why'))}")
+        if row["status"] == "right" and row["both_s"] < best.get(row["key"], {"both_s": float("inf")})["both_s"]:
+            best[row["key"]] = row
+    found = {key: row["tiles"] for key, row in best.items()}
+    _say(f"written to {machine.write(about['device'], tiles=found)}")
+    return found
+
+
+def _verdicts(rows: list[dict[str, Any]]) -> dict[str, str | None]:
+    """Returns the reason to refuse each implementation that ran, or None for one that passed."""
+    found: dict[str, str | None] = {}
+    for row in rows:
+        name = f"{row['op']}/{row['implementation']}"
+        if row["status"] in BROKEN:
+            found[name] = f"{row['case']}: {row['why']}"
+        elif row["status"] == "right":
+            found.setdefault(name, None)
+    return found
+
+
+def _cases(arguments: list[str], deadline: float, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yields a row per case; a process that hangs or ends early is replaced by one that begins behind the case."""
+    done: list[str] = []
+    while True:
+        running = None
+        for line in _lines([*arguments, "--rounds", str(rounds), "--skip", json.dumps(done)], deadline):
+            if "begins" in line:
+                # Whatever ends the process now is this case's doing; the next process skips it.
+                running = line["begins"]
+                done.append(running)
+            elif "ended" in line:
+                if running is None:
+                    raise RuntimeError(f"a process of check {line['why']} before its first case")
+                yield {"case": running, "status": line["ended"], "why": line["why"]}
+                break
+            else:
+                running = None if line["case"] == running else running
+                yield line
+        else:
+            return
+
+
+def _lines(arguments: list[str], deadline: float) -> Iterator[dict[str, Any]]:
+    """Runs a worker and yields its lines; the last one is `{"ended": ...}` if it hangs or fails."""
+    command = [sys.executable, "-m", "maxlib.ops", "worker", *arguments]
+    env = os.environ | {machine.IGNORE: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # The parent never touches a device: a GPU's memory belongs to one process at a time.
+    worker = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+    )
+    # Threads read both streams, so that no full pipe stops the worker, and a deadline can pass while one is silent.
+    lines: queue.Queue[str | None] = queue.Queue()
+    errors: list[str] = []
+    threading.Thread(target=_forward, args=(worker.stdout, lines.put), daemon=True).start()
+    reader = threading.Thread(target=_forward, args=(worker.stderr, errors.append), daemon=True)
+    reader.start()
+    try:
+        while (line := lines.get(timeout=deadline)) is not None:
+            if line.startswith("{"):
+                yield json.loads(line)
+        code = worker.wait(deadline)
+    except (queue.Empty, subprocess.TimeoutExpired):
+        yield {"ended": "hangs", "why": f"no result within {deadline:.0f} s"}
+        return
+    finally:
+        if worker.poll() is None:
+            _end(worker)
+    if code:
+        reader.join(5)
+        last = next((line.strip() for line in reversed(errors) if line and line.strip()), "no message")
+        yield {"ended": "crashed", "why": f"ended with status {code}: {last[:200]}"}
+
+
+def _forward(stream, put) -> None:
+    with stream:
+        for line in stream:
+            put(line)
+    put(None)
+
+
+def _end(worker: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _table(rows: list[dict[str, Any]]) -> None:
+    """Prints the rows of one implementation; refusals with the same reason share a line."""
+    refused: dict[str, list[str]] = {}
+    for row in rows:
+        name = f"{row['op']}/{row['implementation']}"
+        if row["status"] == "refused":
+            refused.setdefault(row["why"], []).append(row["case"])
+        else:
+            _say(f"{name:<28} {row['case']:<18} {row['status']:<8} {_result(row)}")
+    for why, cases in refused.items():
+        which = f"{len(cases)} cases" if len(cases) > 3 else ", ".join(cases)
+        _say(f"{rows[0]['op']}/{rows[0]['implementation']}: refuses {which}: {why}")
+
+
+def _result(row: dict[str, Any]) -> str:
+    words = [f"error {row['error']:.1e}"] if "error" in row else []
+    words += [row["why"]] if "why" in row else []
+    words += [f"({row['how']})"] if row.get("how") == "interpreted" else []
+    words += [f"{row[name] / 1e12:7.1f} TFLOP/s" for name in ("forward_flops", "both_flops") if name in row]
+    return "  ".join(words + ([f"{row['share']:.0%} of peak"] if "share" in row else []))
+
+
+def save(rows: list[dict[str, Any]], path: Path) -> None:
+    """Writes one line of JSON per row."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,250 @@
+"""One process of `check` or `tune`: runs cases with one implementation and prints a line of JSON about each.
+
+It runs in a process of its own, because a kernel that hangs or crashes takes its process with it.
+"""
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlib.hardware import chip_of
+from maxlib.kernels.attention.mosaic_tpu import mosaic_tpu
+from maxlib.ops import _attention, _grouped_matmul
+from maxlib.ops._attention import dispatch, splash
+from maxlib.ops._check.cases import CASES, TOLERANCE, Attention, Case, functions
+from maxlib.ops._findings import tiles_key
+from maxlib.ops._grouped_matmul.dispatch import TABLE
+
+REPEATS = 10  # runs that must agree to the last bit
+SMALL_ENOUGH = 4096  # tokens whose scores the reference can hold
+
+
+def names(op: str) -> list[str]:
+    """Returns the implementations of an operation that can be checked: all but the definition."""
+    if op == "attention":
+        return [one.name for one in dispatch.implementations() if one.name != "reference"]
+    return [name for name in TABLE if name != "reference"]
+
+
+def describe() -> dict[str, Any]:
+    """Returns the device that this process runs on, and every implementation by operation."""
+    device = jax.devices()[0]
+    found = {op: names(op) for op in ("attention", "grouped_matmul")}
+    return {"platform": device.platform, "device": device.device_kind, "jax": jax.__version__, "implementations": found}
+
+
+def check(op: str, implementation: str, skip: list[str], rounds: int) -> Iterator[dict[str, Any]]:
+    """Runs every case of an operation, one after the other: a line before each, so that a hang has a name, and one
+    after it.
+    """
+    for name, case in cases(op).items():
+        if name not in skip:
+            yield {"begins": name}
+            yield {"case": name} | _checked(case, implementation, rounds)
+
+
+def cases(op: str) -> dict[str, Case]:
+    """Returns the cases of an operation: for an interpreter on a CPU small ones, each of them once."""
+    found = {name: case for name, case in CASES.items() if case.op == op}
+    if jax.default_backend() != "cpu":
+        return found
+    small = {case.small(): name for name, case in reversed(found.items())}
+    return {name: case for case, name in reversed(small.items())}
+
+
+def _checked(case: Case, implementation: str, rounds: int) -> dict[str, Any]:
+    on_a_cpu = jax.default_backend() == "cpu"
+    dtype = jnp.float32 if on_a_cpu else jnp.bfloat16
+    given = case.arrays(dtype)
+    run, how = _runner(case, implementation, given)
+    if run is None:
+        return {"status": "refused", "why": how}
+    try:
+        with _interpreter() if implementation == "mosaic_tpu" and how == "interpreted" else contextlib.nullcontext():
+            return {"how": how} | _compared(case, run, given) | ({} if on_a_cpu else _timed(case, run, given, rounds))
+    except Exception as error:  # any: a kernel that fails is a finding, and the others go on
+        message = str(error).strip().split("\n")[0][:200]
+        full = "RESOURCE_EXHAUSTED" in str(error)
+        return {"status": "out of memory" if full else "failed", "why": f"{type(error).__name__}: {message}"}
+
+
+def _runner(case: Case, implementation: str, given: dict[str, jax.Array]) -> tuple[Callable | None, str]:
+    """Returns a function to run and how it runs, or None and the reason why it cannot."""
+    why = _refusal(case, implementation, given)
+    if why is None:
+        return functions(case.op, implementation), "natively"
+    if jax.default_backend() == "cpu" and implementation in INTERPRETED:
+        return INTERPRETED[implementation], "interpreted"
+    return None, why
+
+
+def _refusal(case: Case, implementation: str, given: dict[str, jax.Array]) -> str | None:
+    explain = {"attention": _attention.explain_attention, "grouped_matmul": _grouped_matmul.explain_grouped_matmul}
+    options = {"implementation": implementation}
+    if isinstance(case, Attention):
+        static = case.intervals()[2]
+        options |= {"mask": static and static.static, "softcap": case.softcap, "sinks": given.get("sinks")}
+        args = [given[name] for name in "qkv"]
+        # The chooser sees what a layer passes: ends of intervals, and what is known of the mask.
+        answer = explain[case.op](*args, k_end=jnp.zeros(given["q"].shape[:2], jnp.int32), **options)
+    else:
+        answer = explain[case.op](given["rows"], given["weights"], **options)
+    return None if answer.chosen == implementation else answer.refused.get(implementation, answer.reason)
+
+
+def _splash(q, k, v, *, mask, softcap, **more):
+    options = {"scale": q.shape[-1] ** -0.5, "mask": mask, "softcap": softcap, "interpret": True}
+    return splash.splash(q, k, v, **options, **more)[0]
+
+
+def _mosaic_tpu(q, k, v, *, mask, softcap, **more):
+    return mosaic_tpu(q, k, v, scale=q.shape[-1] ** -0.5, softcap=softcap, **more)[0]
+
+
+INTERPRETED = {"splash": _splash, "mosaic_tpu": _mosaic_tpu}
+
+
+def _interpreter() -> contextlib.AbstractContextManager:
+    """Returns a context in which Pallas kernels for TPUs run on a CPU, gradients included."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.force_tpu_interpret_mode()
+
+
+def _results(case: Case, run: Callable) -> Callable:
+    """Returns a compiled function of the arrays to the output and the gradients."""
+
+    def results(given):
+        inputs = {name: x for name, x in given.items() if name != "d"}
+        if not case.gradients:
+            return {"out": case.call(run, inputs)}
+        out, vjp = jax.vjp(lambda x: case.call(run, x), inputs)
+        return {"out": out} | {f"d_{name}": x for name, x in vjp(given["d"])[0].items()}
+
+    return jax.jit(results)
+
+
+def _compared(case: Case, run: Callable, given: dict[str, jax.Array]) -> dict[str, Any]:
+    """Compares the results with float32's, and on an accelerator with those of further runs."""
+    # Scores of 32k tokens do not fit into memory: there `chunked` stands for the reference that it was compared with.
+    with jax.default_matmul_precision("float32"):
+        wide = {name: x.astype(jnp.float32) for name, x in given.items()}
+        long = isinstance(case, Attention) and case.tokens + case.cache > SMALL_ENOUGH
+        truth = _results(case, functions(case.op, "chunked" if long else "reference"))(wide)
+    compiled = _results(case, run)
+    # One number for each array: a wrong tile moves the norm, and rounding does not.
+    got = jax.device_get(compiled(given))
+    errors = {name: _error(got[name], x) for name, x in jax.device_get(truth).items()}
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else np.inf)
+    row = {"error": errors[worst], "of": worst}
+    bound = TOLERANCE[str(given["d"].dtype)]
+    if not errors[worst] <= bound:
+        return row | {
+            "status": "wrong",
+            "why": f"{worst} is off by {errors[worst]:.2g} of its norm, more than {bound:.0e}",
+        }
+    if jax.default_backend() != "cpu":
+        # A kernel that waits for too little reads what is not there yet, some of the times.
+        again = (jax.device_get(compiled(given)) for _ in range(REPEATS))
+        if any(not np.array_equal(one[name], got[name]) for one in again for name in got):
+            return row | {"status": "varies", "why": f"{REPEATS} runs differ in some bit"}
+    return row | {"status": "right"}
+
+
+def _error(got: Any, want: Any) -> float:
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-6))
+
+
+def _timed(case: Case, run: Callable, given: dict[str, jax.Array], rounds: int) -> dict[str, Any]:
+    """Measures the median time of a forward pass, and of both passes together, in seconds."""
+    inputs = {name: x for name, x in given.items() if name != "d"}
+    forward, both = case.flops()
+    # Both passes at once, as training runs them: the backward pass reads what the forward pass has left in caches.
+    found = {"forward_s": seconds(jax.jit(lambda x: case.call(run, x)), inputs, rounds)}
+    found["forward_flops"] = forward / found["forward_s"]
+    if case.gradients:
+        found["both_s"] = seconds(_results(case, run), given, rounds)
+        found["both_flops"] = (forward + both) / found["both_s"]
+    chip = chip_of(jax.devices()[0].device_kind)
+    return found | ({} if chip is None else {"share": found["forward_flops"] / chip.flops})
+
+
+def seconds(compiled: Callable, argument: Any, rounds: int) -> float:
+    """Returns the median seconds of a call. Each round waits once for ten calls, which hides the launch."""
+    jax.block_until_ready(compiled(argument))
+    times = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        jax.block_until_ready([compiled(argument) for _ in range(10)])
+        times.append((time.perf_counter() - begun) / 10)
+    return statistics.median(times)
+
+
+# ---------------------------------------------------------------------------------------------- tiles
+
+
+def candidates(case: Attention) -> list[splash.Passes]:
+    """Returns block sizes of splash attention to try; the first ones are those that it takes by itself."""
+    # Forward and backward change one at a time: all pairs would take hours, and the passes do not meet.
+    T, S = case.tokens, case.tokens + case.cache
+    own = splash.choose_blocks(T, S, case.key_dim, case.value_dim)
+    found = [own]
+    for queries in (256, 512, 1024, 2048):
+        for keys in (512, 1024, 2048):
+            block = splash.Blocks(queries, keys).fit(T, S)
+            found += [own._replace(forward=block), own._replace(dkv=block, dq=own.dq and block)]
+    return list(dict.fromkeys(found))
+
+
+def tune(skip: list[str], rounds: int) -> Iterator[dict[str, Any]]:
+    """Times block sizes of splash attention for every case that it can run, a line for each of them."""
+    for name, case in CASES.items():
+        if not isinstance(case, Attention) or not case.gradients or case.sinks or case.softcap:
+            continue
+        given = case.arrays(jnp.bfloat16)
+        if _refusal(case, "splash", given) is not None:
+            continue
+        for passes in candidates(case):
+            label = f"{name} {passes}"
+            if label in skip:
+                continue
+            yield {"begins": label}
+            yield {"case": label, "shape": name, "key": key_of(case), "tiles": sizes(passes)} | _tried(
+                case, passes, given, rounds
+            )
+
+
+def key_of(case: Attention) -> str:
+    """Returns the key of a case's tiles in a device's table."""
+    return tiles_key("splash", case.tokens, case.tokens + case.cache, case.key_dim, case.value_dim)
+
+
+def sizes(passes: splash.Passes) -> list[list[int] | None]:
+    """Returns block sizes as JSON can hold them: queries, keys and computed keys of each kernel."""
+    return [None if block is None else list(dataclasses.astuple(block)) for block in passes]
+
+
+def _tried(case: Attention, passes: splash.Passes, given: dict[str, jax.Array], rounds: int) -> dict[str, Any]:
+    def run(q, k, v, *, k_start, k_end, mask, softcap):
+        bounds = {"k_start": k_start, "k_end": k_end, "scale": q.shape[-1] ** -0.5}
+        return splash.splash(q, k, v, **bounds, mask=mask, softcap=softcap, passes=passes)[0]
+
+    try:
+        return {"status": "right", "both_s": seconds(_results(case, run), given, rounds)}
+    except Exception as error:  # any: sizes that do not fit are left out
+        return {"status": "failed", "why": str(error).strip().split("\n")[0][:200]}
+
+
+def say(lines: Iterator[dict[str, Any]]) -> None:
+    """Prints each line as soon as it is there."""
+    for line in lines:
+        print(json.dumps(line), flush=True)

@@ -1,0 +1,100 @@
+"""What was found out about a device: implementations that failed `check`, and tiles that `tune` measured.
+
+A table per device kind ships with the package where somebody measured one. The user's own lies in a cache directory
+(`MAXLIB_CACHE`, or `maxlib` under `XDG_CACHE_HOME`, or `~/.cache/maxlib`) and comes first. Each is read once a process.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+IGNORE = "MAXLIB_IGNORE_CHECKS"
+"""Environment variable: set to 1, no implementation is refused for what `check` found."""
+
+SHIPPED = Path(__file__).with_name("tables")
+
+
+def directory() -> Path:
+    """Returns the directory of the user's own tables."""
+    if own := os.environ.get("MAXLIB_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maxlib"
+
+
+def file_of(device_kind: str, folder: Path | None = None) -> Path:
+    """Returns the path of a device kind's table."""
+    name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
+    return (directory() if folder is None else folder) / f"{name}.json"
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that a finding depends on: another compiler may mend or break a kernel."""
+    return {name: version(name) for name in ("jax", "jaxlib")}
+
+
+@functools.cache
+def findings(device_kind: str) -> dict[str, Any]:
+    """Returns `{"refused": {name: reason}, "tiles": {key: sizes}}` of a device kind; empty where nothing was measured.
+
+    Refusals count for the versions of jax that they were found with. A file that cannot be read counts as none.
+    """
+    # The user's table is read last, so that it overrides what ships.
+    found: dict[str, Any] = {"refused": {}, "tiles": {}}
+    for path in (file_of(device_kind, SHIPPED), file_of(device_kind)):
+        try:
+            table = json.loads(path.read_text())
+            found["tiles"] |= dict(table.get("tiles", {}))
+            if table.get("versions") == versions():
+                found["refused"] |= dict(table.get("refused", {}))
+        except (OSError, ValueError, TypeError, AttributeError):
+            continue
+    return found
+
+
+def refused(op: str, implementation: str, device_kind: str) -> str | None:
+    """Returns why `check` found that an implementation must not run on this kind of device, or None."""
+    if os.environ.get(IGNORE) == "1":
+        return None
+    why = findings(device_kind)["refused"].get(f"{op}/{implementation}")
+    return why and f"failed `python -m maxlib.ops check` here ({why}); {file_of(device_kind)} says so"
+
+
+def tiles(key: str, device_kind: str) -> list | None:
+    """Returns the sizes that `tune` measured to be the fastest for a key, or None."""
+    return findings(device_kind)["tiles"].get(key)
+
+
+def write(device_kind: str, **changes: dict[str, Any]) -> Path:
+    """Merges `refused` or `tiles` into the user's table of a device kind; a value of None removes an entry.
+
+    Returns:
+      The path of the table.
+    """
+    path, old = file_of(device_kind), {}
+    with contextlib.suppress(OSError, ValueError):
+        old = json.loads(path.read_text())
+    # Tiles of another compiler are still a good choice; its failures say nothing.
+    if old.get("versions") != versions():
+        old.pop("refused", None)
+    for name, entries in changes.items():
+        merged = dict(old.get(name, {})) | entries
+        old[name] = {key: value for key, value in merged.items() if value is not None}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Whole or not at all: other processes may be reading.
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps({"device": device_kind, **old, "versions": versions()}, indent=1) + "\n")
+    partial.replace(path)
+    findings.cache_clear()
+    return path
+
+
+def tiles_key(kernel: str, T: int, S: int, key_dim: int, value_dim: int) -> str:
+    """Returns the key of a kernel's tiles: lengths count by the power of two that holds them."""
+    # 3000 and 4096 tokens share sizes: they are cut into blocks of about the same number.
+    up = lambda n: 1 << max(n - 1, 0).bit_length()
+    return f"{kernel} T={up(T)} S={up(S)} Hk={key_dim} Hv={value_dim}"

@@ -1,0 +1,120 @@
+"""The public function of the gated delta rule: checks its arguments and chooses an implementation."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from maxlib.ops._cost import counted
+from maxlib.ops._gated_delta.chunked import CHUNK, chunked
+from maxlib.ops._gated_delta.inputs import prepare
+from maxlib.ops._gated_delta.parallel import AxisName, across
+from maxlib.ops._gated_delta.sequential import sequential
+
+IMPLEMENTATIONS = ("chunked", "sequential")
+FEW = 8  # tokens up to which the recurrence is faster than a chunk
+
+
+def gated_delta_rule(
+    q: Float[Array, "B T K Hk"],
+    k: Float[Array, "B T K Hk"],
+    v: Float[Array, "B T N Hv"],
+    log_decay: Float[Array, "B T N"],
+    beta: Float[Array, "B T N"],
+    *,
+    is_start: Bool[Array, "B T"] | None = None,
+    valid: Bool[Array, "B T"] | None = None,
+    initial_state: Float[Array, "B N Hk Hv"] | None = None,
+    scale: float | None = None,
+    l2_norm: bool = True,
+    axis_name: AxisName | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N Hk Hv"]]:
+    """Computes the gated delta rule (Yang et al. 2024, arXiv:2412.06464), linear attention with a matrix as state.
+
+    For each value head and token: `S <- exp(log_decay) S`, `S <- S + k (beta (v - k^T S))^T`, `o = q^T S`. The state is
+    float32 (float64 for float64 inputs), whatever the dtype of the inputs.
+
+    Args:
+      q: queries, K heads.
+      k: keys, K heads; each is shared by N / K consecutive value heads.
+      v: values, N heads of any width.
+      log_decay: logarithm of the factor on the state, at most 0.
+      beta: step towards the value, in [0, 1], or [0, 2] for states that may turn over.
+      is_start: True for the first token of a document, before which the state is set to zero; None if every row
+        continues `initial_state` (`nn.Context.is_start`).
+      valid: False for padding, which leaves the state as it is and has the output zero; None if every token is real.
+      initial_state: state before the first token; None for zero.
+      scale: factor on the queries; default `Hk ** -0.5`.
+      l2_norm: divide each head of `q` and `k` by its length, with 1e-6 added to its square.
+      axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
+      implementation: "sequential", token by token; "chunked", in matmuls; None chooses the faster one.
+
+    Returns:
+      The output, in the dtype of `v`, and the state after the last real token, for the next call.
+
+    Raises:
+      ValueError: when shapes do not agree, or no implementation has this name.
+    """
+    _check(q, k, v, log_decay, beta, is_start, valid, initial_state)
+    if implementation is None:
+        implementation = "sequential" if q.shape[1] <= FEW else "chunked"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, or None, got {implementation!r}")
+    options = {"scale": scale, "l2_norm": l2_norm, "axis_name": axis_name, "implementation": implementation}
+    return _gated_delta_rule(q, k, v, log_decay, beta, is_start, valid, initial_state, **options)
+
+
+def _flops(q, k, v, *_) -> float:
+    """Counts the FLOPs of the chunked form, whichever runs: those of its matmuls, masked halves included."""
+    (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
+    size = min(CHUNK, T)
+    # Per token: scores of keys and of queries, by key head; the solutions U and W, and outputs within the chunk; reads
+    # of the state by W and by queries, and its update.
+    return 2.0 * B * T * (K * 2 * size * Hk + N * (size * (Hk + 2 * Hv) + 3 * Hk * Hv))
+
+
+@counted(_flops, static=("scale", "l2_norm", "axis_name", "implementation"))
+def _gated_delta_rule(
+    q, k, v, log_decay, beta, is_start, valid, initial_state, *, scale, l2_norm, axis_name, implementation
+):
+    (B, _, K, Hk), (N, Hv) = q.shape, v.shape[2:]
+    x = prepare(q, k, v, log_decay, beta, is_start, valid, scale=scale, l2_norm=l2_norm)
+    shape = (B, K, N // K, Hk, Hv)
+    state = jnp.zeros(shape, x.v.dtype) if initial_state is None else initial_state.reshape(shape).astype(x.v.dtype)
+    run = _run(implementation, v.dtype)
+    out, state = run(x, state) if axis_name is None else across(run, x, state, axis_name=axis_name)
+    out = out.reshape(v.shape).astype(v.dtype)
+    out = out if valid is None else jnp.where(valid[:, :, None, None], out, 0)
+    return out, state.reshape(B, N, Hk, Hv)
+
+
+def _run(implementation: str, dtype: Any):
+    if implementation == "sequential":
+        return sequential
+    # Narrow inputs do not deserve six passes of a TPU's matmul unit, but their sums over a document do deserve more
+    # than one.
+    narrow = jnp.dtype(dtype).itemsize < 4
+    return functools.partial(chunked, precision=jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST)
+
+
+def _check(q, k, v, log_decay, beta, is_start, valid, initial_state) -> None:
+    for name, x, axes in (("q", q, "B T K Hk"), ("k", k, "B T K Hk"), ("v", v, "B T N Hv")):
+        _require(x.ndim == 4, f"{name} must have the axes {axes}", f"shape {x.shape}")
+        _require(jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating point", str(x.dtype))
+    (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
+    _require(k.shape == q.shape, "q and k must have the same shape", f"{q.shape} and {k.shape}")
+    _require(v.shape[:2] == (B, T), "q, k and v must agree in B and T", f"{q.shape} and {v.shape}")
+    _require(K > 0 and N % K == 0, "the N value heads must be a multiple of the K key heads", f"N={N} and K={K}")
+    _require(T > 0, "there must be at least one token", "T=0")
+    expected = {"log_decay": (log_decay, (B, T, N)), "beta": (beta, (B, T, N)), "is_start": (is_start, (B, T))}
+    expected |= {"valid": (valid, (B, T)), "initial_state": (initial_state, (B, N, Hk, Hv))}
+    for name, (x, shape) in expected.items():
+        _require(x is None or x.shape == shape, f"{name} must have the shape {shape}", f"{getattr(x, 'shape', None)}")
+
+
+def _require(holds: bool, must: str, got: str) -> None:
+    if not holds:
+        raise ValueError(f"gated_delta_rule: {must}, got {got}")

@@ -1,0 +1,183 @@
+"""Gated delta rule in matmuls, chunk by chunk (Yang et al. 2024, arXiv:2412.06464).
+
+Within a chunk of C tokens, G is the running sum of log decays, and `D[i, j] = exp(G[i] - G[j])` for j <= i in the same
+document, else 0. All updates of a chunk follow from one unit triangular system:
+
+    T = (I + strict_lower(beta k k^T D))^-1,  U = T (beta v),  W = T (beta exp(G) k)
+    V = U - W S,  o = exp(G) q S + (q k^T D) V,  S <- exp(G[C]) S + (exp(G[C] - G) k)^T V
+
+Only the last line needs the chunk before. Chunks are taken in blocks: a block computes the first line for all its
+chunks at once, then passes its state through them. For the backward pass only the state at the beginning of each block
+is kept, and the rest is computed again, so memory grows with the tokens by what they bring, however large the state is.
+
+Shapes: B rows, n chunks of a block, C tokens of a chunk, K key heads, G value heads of each, Hk and Hv wide.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxlib.ops._gated_delta.inputs import Inputs
+from maxlib.ops._varying import vary_alike
+
+CHUNK = 64
+BLOCK = 1024  # tokens of a block
+SMALL = 16  # largest triangle that is inverted by doubling
+
+
+class _Chunks(NamedTuple):
+    """What the chunks of a block do to a state, with the chunk as the first axis.
+
+    Args:
+      readers: W above exp(G) q, `n B K G 2C Hk`: what reads the state before the chunk.
+      u: `n B K G C Hv`.
+      writers: exp(G[C] - G) k, `n B K G C Hk`.
+      kept: exp(G[C]), `n B K G`.
+    """
+
+    readers: Array
+    u: Array
+    writers: Array
+    kept: Array
+
+
+def chunked(x: Inputs, state: Array, *, precision: jax.lax.Precision) -> tuple[Array, Array]:
+    """Applies the recurrence chunk by chunk.
+
+    Args:
+      x: what each token brings, float32 or float64.
+      state: state before the first token, `B K G Hk Hv`.
+      precision: precision of the matmuls; the triangular system is solved in the highest one.
+
+    Returns:
+      The outputs, `B T K G Hv`, and the state after the last token.
+    """
+    tokens = x.q.shape[1]
+    size = min(CHUNK, max(SMALL, 1 << (tokens - 1).bit_length()))  # a power of two
+    count = -(-tokens // size)
+    per_block = min(count, max(1, BLOCK // size))
+    blocks = -(-count // per_block)
+    split = lambda a: _split(a, blocks, per_block, size)
+    xs, state = vary_alike((jax.tree.map(split, x), state))
+    block = jax.checkpoint(functools.partial(_block, precision=precision), prevent_cse=False)
+    state, out = jax.lax.scan(block, state, xs)
+    # [blocks, B, n, C, ...] -> [B, T, ...]
+    out = jnp.moveaxis(out, 0, 1)
+    return out.reshape(out.shape[0], -1, *out.shape[4:])[:, :tokens], state
+
+
+def _split(a: Array, blocks: int, per_block: int, size: int) -> Array:
+    """Splits `B T ...` into chunks, `blocks B n C ...`; tokens that fill the last one are zero and change nothing."""
+    missing = blocks * per_block * size - a.shape[1]
+    a = jnp.pad(a, [(0, 0), (0, missing)] + [(0, 0)] * (a.ndim - 2))
+    return jnp.moveaxis(a.reshape(a.shape[0], blocks, per_block, size, *a.shape[2:]), 1, 0)
+
+
+def _block(state: Array, x: Inputs, *, precision: jax.lax.Precision) -> tuple[Array, Array]:
+    """Computes the outputs of one block, `B n C K G Hv`, and the state after it."""
+    dot = functools.partial(jnp.einsum, precision=precision)
+    chunks, scores = _chunks(x, dot)
+
+    def step(state, chunk: _Chunks):
+        # [2C, Hk] [Hk, Hv]: W S, and what queries read of the state.
+        read = dot("bkgid,bkgdv->bkgiv", chunk.readers, state)
+        taken, out = jnp.split(read, 2, axis=-2)
+        values = chunk.u - taken
+        written = dot("bkgid,bkgiv->bkgdv", chunk.writers, values)
+        return chunk.kept[..., None, None] * state + written, (values, out)
+
+    state, (values, out) = jax.lax.scan(step, state, chunks)
+    # Outputs of all chunks: what the state before gave, and what the chunk itself adds.
+    out = out + dot("nbkgij,nbkgjv->nbkgiv", scores, values)
+    return state, jnp.moveaxis(out, (0, 4), (1, 2))  # [n, B, K, G, C, Hv] -> [B, n, C, K, G, Hv]
+
+
+def _chunks(x: Inputs, dot) -> tuple[_Chunks, Array]:
+    """Computes what all chunks of a block do to a state, and the scores `q k^T D`, `n B K G C C`."""
+    first = lambda a: jnp.moveaxis(a, 1, 0)  # [B, n, ...] -> [n, B, ...]
+    q, k = (first(jnp.moveaxis(a, 3, 2)) for a in (x.q, x.k))  # n B K C H
+    v = first(jnp.moveaxis(x.v, 2, 4))  # n B K G C Hv
+    log_decay, beta = (first(jnp.moveaxis(a, 2, 4)) for a in (x.log_decay, x.beta))  # n B K G C
+    decay, into, out_of, kept = _decays(log_decay, first(x.is_start))
+    products = lambda a: dot("nbkid,nbkjd->nbkij", a, k)[:, :, :, None]
+    lower = jnp.tril(beta[..., None] * products(k) * decay, -1)
+    solve = functools.partial(dot, "nbkgij,nbkgjd->nbkgid", unit_lower_inverse(lower))
+    of_key = lambda weight, a: weight[..., None] * a[:, :, :, None]  # n B K G C Hk
+    readers = jnp.concatenate([solve(of_key(beta * into, k)), of_key(into, q)], axis=-2)
+    return _Chunks(readers, solve(beta[..., None] * v), of_key(out_of, k), kept), products(q) * decay
+
+
+def _decays(log_decay: Array, is_start: Array) -> tuple[Array, Array, Array, Array]:
+    """Returns the factors between the tokens of a chunk, and between each token and the states around the chunk.
+
+    Args:
+      log_decay: `n B K G C`.
+      is_start: `n B C`.
+
+    Returns:
+      D, `n B K G C C`; the factor on the state that comes in as each token sees it, `n B K G C`; the factor on what
+      each token leaves in the state that goes out, `n B K G C`; and the factor on the state itself, `n B K G`.
+    """
+    total = jnp.cumsum(log_decay, axis=-1)
+    document = jnp.cumsum(is_start, axis=-1)[:, :, None, None]  # n B 1 1 C: 0 for the one that began before
+    last = document[..., -1:]
+    documents = document[..., :, None], document[..., None, :]
+    same = jnp.tril(documents[0] == documents[1])
+    # Masked before the exponential: above the diagonal differences are positive and would overflow.
+    exp_where = lambda keep, exponent: jnp.exp(jnp.where(keep, exponent, -jnp.inf))
+    decay = exp_where(same, total[..., :, None] - total[..., None, :])
+    into = exp_where(document == 0, total)
+    out_of = exp_where(document == last, total[..., -1:] - total)
+    return decay, into, out_of, exp_where(last == 0, total[..., -1:])[..., 0]
+
+
+@jax.custom_vjp
+def unit_lower_inverse(lower: Array) -> Array:
+    """Returns `(I + lower)^-1` of strictly lower triangular matrices `... C C`, C a power of two, by matmuls."""
+    return _inverse(lower)
+
+
+def _inverse(lower: Array) -> Array:
+    size = lower.shape[-1]
+    if size <= SMALL:
+        return _doubled(lower)
+    # [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]], both halves at once.
+    half = size // 2
+    above, left, below = lower[..., :half, :half], lower[..., half:, :half], lower[..., half:, half:]
+    above, below = _inverse(jnp.stack([above, below]))
+    corner = -_matmul(_matmul(below, left), above)
+    return jnp.block([[above, jnp.zeros_like(above)], [corner, below]])
+
+
+def _doubled(lower: Array) -> Array:
+    """Inverts small matrices: blocks on the diagonal grow from size one by doubling."""
+    size = lower.shape[-1]
+    i, j = jnp.arange(size)[:, None], jnp.arange(size)[None, :]
+    inverse, block = jnp.broadcast_to((i == j).astype(lower.dtype), lower.shape), 1
+    while block < size:
+        # Of each new block of twice the size, the lower left quarter.
+        corner = jnp.broadcast_to((i // (2 * block) == j // (2 * block)) & (i // block > j // block), lower.shape)
+        inverse = inverse - _matmul(_matmul(inverse, jnp.where(corner, lower, 0)), inverse)
+        block *= 2
+    return inverse
+
+
+def _matmul(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision="highest")
+
+
+def _inverse_forward(lower: Array) -> tuple[Array, Array]:
+    inverse = _inverse(lower)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse: Array, gradient: Array) -> tuple[Array]:
+    # d (I + L)^-1 = -T dL T, so the gradient of L is -T^T g T^T.
+    turned = jnp.swapaxes(inverse, -1, -2)
+    return (jnp.tril(-_matmul(_matmul(turned, gradient), turned), -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)

@@ -1,0 +1,49 @@
+"""What the implementations of the gated delta rule are given: heads by key head, padding without effect."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+EPS = 1e-6  # added to the squared norm of a query or key
+
+
+class Inputs(NamedTuple):
+    """What each token brings to the recurrence, in float32 or float64.
+
+    Args:
+      q: queries, `B T K Hk`, scaled.
+      k: keys, `B T K Hk`.
+      v: values, `B T K G Hv`, of the G value heads that share a key head.
+      log_decay: logarithm of the factor on the state, `B T K G`.
+      beta: step towards the value, `B T K G`.
+      is_start: `B T`, True where the state before a token is zero.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    log_decay: Array
+    beta: Array
+    is_start: Array
+
+
+def prepare(q, k, v, log_decay, beta, is_start, valid, *, scale: float | None, l2_norm: bool) -> Inputs:
+    """Returns the inputs of an implementation: normed and scaled, in float32 or wider, heads grouped by key head."""
+    wide = jnp.promote_types(v.dtype, jnp.float32)
+    q, k, v, log_decay, beta = (a.astype(wide) for a in (q, k, v, log_decay, beta))
+    if l2_norm:
+        q, k = _unit(q), _unit(k)
+    by_key_head = lambda a: a.reshape(*a.shape[:2], k.shape[2], -1, *a.shape[3:])  # [B, T, N, ...] -> [B, T, K, G, ...]
+    if valid is not None:
+        # A token with g = 0 and beta = 0 leaves the state as it is.
+        log_decay, beta = (jnp.where(valid[:, :, None], a, 0.0) for a in (log_decay, beta))
+    starts = jnp.zeros(q.shape[:2], bool) if is_start is None else is_start
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return Inputs(q * scale, k, by_key_head(v), by_key_head(log_decay), by_key_head(beta), starts)
+
+
+def _unit(x: Array) -> Array:
+    """Scales each head to length one."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)

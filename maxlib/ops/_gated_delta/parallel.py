@@ -1,0 +1,50 @@
+"""Gated delta rule of a sequence that several devices share, each with a part of consecutive tokens."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxlib.ops._gated_delta.inputs import Inputs
+
+AxisName = str | tuple[str, ...]
+
+
+def across(run: Callable, x: Inputs, state: Array, *, axis_name: AxisName) -> tuple[Array, Array]:
+    """Applies the recurrence to this device's tokens, after those of the devices before it.
+
+    What a part does to a state is affine, `S -> M S + L`. Each device computes both from its tokens, all gather them
+    (`Hk (Hk + Hv)` numbers a head), and each finds the state before its part.
+
+    Args:
+      run: an implementation.
+      x: what this device's tokens bring.
+      state: state before the first token of the first device.
+      axis_name: mesh axis over which the sequence is split.
+
+    Returns:
+      The outputs of this device's tokens, and the state after the last token of the last device.
+    """
+    local, transition = _effect(run, x, state)
+    parts = jax.lax.all_gather((local, transition), axis_name)
+
+    def join(state, part):
+        local, transition = part
+        return jnp.einsum("bkgde,bkgev->bkgdv", transition, state, precision="highest") + local, state
+
+    last, before = jax.lax.scan(join, state, parts)  # before: [devices, B, K, G, Hk, Hv]
+    own = jax.lax.dynamic_index_in_dim(before, jax.lax.axis_index(axis_name), keepdims=False)
+    return run(x, own)[0], last
+
+
+def _effect(run: Callable, x: Inputs, like: Array) -> tuple[Array, Array]:
+    """Returns what this device's tokens make of a zero state, `L`, and their transition, `M`.
+
+    One run gives both: with a second set of values, all zero, the state begins as the identity and ends as `M`.
+    """
+    width, key_dim = like.shape[-1], like.shape[-2]
+    values = jnp.concatenate([x.v, jnp.zeros((*x.v.shape[:-1], key_dim), x.v.dtype)], axis=-1)
+    identity = jnp.broadcast_to(jnp.eye(key_dim, dtype=like.dtype), (*like.shape[:-1], key_dim))
+    _, both = run(x._replace(v=values), jnp.concatenate([jnp.zeros_like(like), identity], axis=-1))
+    return both[..., :width], both[..., width:]

@@ -1,0 +1,123 @@
+"""Short causal convolution, one filter for each channel (depthwise), as recurrent layers use it before their state."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from maxlib.ops._varying import vary_alike
+
+AxisName = str | tuple[str, ...]
+
+
+def short_convolution(
+    x: Float[Array, "B T *C"],
+    weight: Float[Array, "*C W"],
+    *,
+    bias: Float[Array, "*C"] | None = None,
+    is_start: Bool[Array, "B T"] | None = None,
+    valid: Bool[Array, "B T"] | None = None,
+    tail: Float[Array, "B W-1 *C"] | None = None,
+    axis_name: AxisName | None = None,
+) -> tuple[Float[Array, "B T *C"], Float[Array, "B W-1 *C"]]:
+    """Convolves each channel with its own W taps: `y[t] = sum_w weight[w] x[t - (W - 1) + w]`, in float32.
+
+    A tap that would reach into another document, or before the first token of a row without a `tail`, is zero. A gated
+    convolution (LFM2) is `c * short_convolution(b * x, weight)[0]`.
+
+    Args:
+      x: input; its channels may have several axes, such as heads and their width.
+      weight: taps of each channel; the last one is on the token itself.
+      bias: added to the result.
+      is_start: True for the first token of a document; None if every row continues `tail`.
+      valid: False for padding; None if every token is real.
+      tail: the last W - 1 real inputs before these; None for zeros.
+      axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
+
+    Returns:
+      The result, in the dtype of `x`, and the tail for the next call, in the dtype of `tail`.
+
+    Raises:
+      ValueError: when shapes do not agree.
+    """
+    width = weight.shape[-1]
+    shape = (x.shape[0], width - 1, *x.shape[2:])
+    _check(x, weight, bias, tail, shape)
+    tail = jnp.zeros(shape, x.dtype) if tail is None else tail
+    if axis_name is not None:
+        before, tail = _across(x, tail, is_start, valid, axis_name)
+    else:
+        before, tail = tail, _next_tail(x, tail, is_start, valid)
+    # [B, W - 1 + T, *C], token t at t + W - 1.
+    inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    # Tokens of the same document before each one, as far as they are in this call.
+    age = _age(is_start, width) if is_start is not None else None
+    y = 0.0 if bias is None else jnp.asarray(bias, wide)[None, None]
+    for back in range(width):
+        part = inputs[:, width - 1 - back : inputs.shape[1] - back].astype(wide)
+        part = part if age is None or back == 0 else jnp.where(_wide(age >= back, x), part, 0)
+        y = y + jnp.asarray(weight[..., width - 1 - back], wide)[None, None] * part
+    return y.astype(x.dtype), tail
+
+
+def _wide(mask: Array, x: Array) -> Array:
+    """Returns `B T` with an axis of one for each axis of channels."""
+    return mask.reshape(*mask.shape, *[1] * (x.ndim - 2))
+
+
+def _age(is_start: Array, width: int) -> Array:
+    """Counts the tokens since the last start; `width` or more for a document that began before this call."""
+    place = jnp.arange(is_start.shape[1])[None, :]
+    return place - jax.lax.cummax(jnp.where(is_start, place, -width), axis=1)
+
+
+def _next_tail(x: Array, tail: Array, is_start: Array | None, valid: Array | None) -> Array:
+    """Returns the last W - 1 real inputs of all so far, zero where they belong to an earlier document."""
+    (rows, seq), kept = x.shape[:2], tail.shape[1]
+    place = jnp.arange(seq)[None, :]
+    # Number of tokens up to the last real one, [B].
+    stop = jnp.full(rows, seq) if valid is None else jnp.max(jnp.where(valid, place + 1, 0), axis=1)
+    first = jnp.full(rows, -kept) if is_start is None else jnp.max(jnp.where(is_start, place, -kept), axis=1)
+    inputs = jnp.concatenate([tail, x.astype(tail.dtype)], axis=1)
+    # Slot s holds token stop - (W - 1) + s, which is at stop + s in `inputs`.
+    slots = stop[:, None] + jnp.arange(kept)[None, :]
+    found = jax.vmap(lambda row, at: row[at])(inputs, slots)
+    return jnp.where(_wide(slots - kept >= first[:, None], x), found, 0)
+
+
+def _across(x: Array, tail: Array, is_start, valid, axis_name: AxisName) -> tuple[Array, Array]:
+    """Returns the tail before this device's part of the sequence, and the one after the last device's."""
+    kept = tail.shape[1]
+    own = _next_tail(x, jnp.zeros_like(tail), is_start, valid)
+    # How many of its slots are filled by tokens of this part, and whether a document begins in it: then nothing of
+    # the parts before remains.
+    real = jnp.full(x.shape[0], x.shape[1]) if valid is None else valid.sum(axis=1)
+    begins = jnp.zeros(x.shape[0], bool) if is_start is None else is_start.any(axis=1)
+    parts = jax.lax.all_gather((own, jnp.minimum(real, kept), begins), axis_name)
+    parts, tail = vary_alike((parts, tail))
+    last, before = jax.lax.scan(functools.partial(_join, kept), tail, parts)
+    return jax.lax.dynamic_index_in_dim(before, jax.lax.axis_index(axis_name), keepdims=False), last
+
+
+def _join(kept: int, tail: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+    """Returns the tail after a part, given the one before it."""
+    own, filled, begins = part
+    slots = jnp.arange(kept)[None, :] + filled[:, None]
+    moved = jax.vmap(lambda row, at: row[at])(tail, jnp.minimum(slots, kept - 1))
+    from_before = (slots < kept) & ~begins[:, None]
+    own_slot = slots >= kept
+    return jnp.where(_wide(own_slot, own), own, jnp.where(_wide(from_before, own), moved, 0)), tail
+
+
+def _check(x, weight, bias, tail, shape) -> None:
+    channels = x.shape[2:]
+    if x.ndim < 3 or weight.shape[:-1] != channels:
+        raise ValueError(
+            f"short_convolution: x must have the axes B T and the channels of weight, got {x.shape} and {weight.shape}"
+        )
+    if bias is not None and bias.shape != channels:
+        raise ValueError(f"short_convolution: bias must have the shape {channels}, got {bias.shape}")
+    if tail is not None and tail.shape != shape:
+        raise ValueError(f"short_convolution: tail must have the shape {shape}, got {tail.shape}")

@@ -1,0 +1,52 @@
+"""Pictures of models: every parameter is in them once, and alike layers are one block."""
+
+import xml.etree.ElementTree as ET
+
+import jax
+import pytest
+from flax import nnx
+
+from maxlib import nn, ops
+from maxlib.models import gemma3, llama
+from maxlib.nn._draw import Block, _block
+
+ROPE = ops.Rope(8, max_length=64)
+SMALL = dict(vocab=64, dim=16, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8)
+MODELS = {
+    "llama": lambda: llama.Llama(llama.Config(num_layers=3, rope=ROPE, **SMALL), rngs=nnx.Rngs(0)),
+    "gemma3": lambda: gemma3.Gemma3(
+        gemma3.Config(num_layers=13, window=4, rope=ROPE, local_rope=ROPE, **SMALL), rngs=nnx.Rngs(0)
+    ),
+}
+
+
+def leaves(block: Block) -> int:
+    """Parameters of the innermost blocks, each as often as it is repeated."""
+    inside = sum(leaves(child) for child in block.inside)
+    return block.repeat * (inside or block.parameters)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_hold_every_parameter(name):
+    model = jax.eval_shape(MODELS[name])
+    block = _block("", model)
+    assert leaves(block) == nn.num_parameters(model) == block.parameters
+
+
+def test_alike_layers_are_one_block():
+    model = jax.eval_shape(MODELS["gemma3"])
+    layers = next(child for child in _block("", model).inside if child.name == "layers")
+    period = layers.inside[0]
+    assert [block.repeat for block in period.inside] == [5, 1]  # five with a window, one without
+    assert [(block.kind, block.repeat) for block in layers.inside] == [("period", 2), ("Block", 1)]
+    assert "Causal & SlidingWindow(4)" in period.inside[0].inside[1].lines
+
+
+def test_picture_is_well_formed_and_shown_by_notebooks():
+    drawing = nn.draw(jax.eval_shape(MODELS["llama"]))
+    root = ET.fromstring(drawing._repr_html_())
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "3 × Block" in texts and texts[0] == "Llama"
+    boxes = [{k: float(r.get(k)) for k in ("x", "y", "width", "height")} for r in root.iter() if r.tag.endswith("rect")]
+    assert all(box["x"] + box["width"] <= float(root.get("width")) for box in boxes)
+    assert all(box["y"] + box["height"] <= float(root.get("height")) for box in boxes)

@@ -1,0 +1,90 @@
+"""The short convolution against its definition in numpy: documents, padding, tails, devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from maxlib import ops, sharding
+
+B, T, C, W = 2, 24, 5, 4
+RNG = np.random.default_rng(0)
+X, WEIGHT, BIAS = (RNG.normal(size=shape).astype(np.float32) for shape in ((B, T, C), (C, W), (C,)))
+STARTS = np.zeros((B, T), bool)
+STARTS[0, [0, 7, 8, 20]] = STARTS[1, 3] = True
+
+
+def definition(x, tail, starts):
+    """Tap by tap; a tap ends where its document begins."""
+    y = np.zeros(x.shape, np.float64)
+    for b, t in np.ndindex(x.shape[:2]):
+        for back in range(W):
+            if t - back >= 0:
+                y[b, t] += WEIGHT[:, W - 1 - back] * x[b, t - back]
+            else:
+                y[b, t] += WEIGHT[:, W - 1 - back] * tail[b, W - 1 + t - back]
+            if t - back >= 0 and starts[b, t - back]:
+                break
+    return y + BIAS
+
+
+TAIL = RNG.normal(size=(B, W - 1, C)).astype(np.float32)
+run = jax.jit(lambda x, tail, starts, valid: ops.short_convolution(
+    x, jnp.asarray(WEIGHT), bias=jnp.asarray(BIAS), tail=tail, is_start=starts, valid=valid
+))  # fmt: skip
+
+
+def test_it_is_its_definition():
+    np.testing.assert_allclose(run(X, TAIL, STARTS, None)[0], definition(X, TAIL, STARTS), atol=1e-5)
+
+
+def test_a_tail_carries_a_sequence_over():
+    """One by one and several at once, rows of different lengths, in the end a row that begins anew."""
+    tail, found, done = np.zeros((B, W - 1, C), np.float32), np.zeros((B, T, C)), np.zeros(B, int)
+    for new in ((4, 2), (1, 1), (2, 0), (0, 2), (1, 1), (8, 5), (2, 2)):
+        at = done[:, None] + np.arange(8)
+        valid = np.arange(8) < np.array(new)[:, None]
+        part = np.where(valid[..., None], np.take_along_axis(X, np.minimum(at, T - 1)[..., None], 1), 99.0)
+        y, tail = run(part.astype(np.float32), tail, np.zeros((B, 8), bool), valid)
+        for b, n in enumerate(new):
+            found[b, done[b] : done[b] + n] = y[b, :n]
+        done += new
+    want = definition(X, np.zeros((B, W - 1, C)), np.zeros((B, T), bool))
+    for b, n in enumerate(done):
+        np.testing.assert_allclose(found[b, :n], want[b, :n], atol=1e-5)
+    first = np.zeros((B, 8), bool)
+    first[:, 0] = True
+    _, tail = run(X[:, :8], tail, first, np.arange(8)[None] < np.ones((B, 1)))
+    np.testing.assert_array_equal(tail[:, :-1], 0)  # nothing is left of what was there before
+    np.testing.assert_array_equal(tail[:, -1], X[:, 0])
+
+
+@pytest.mark.parametrize("lengths", [(24, 24), (5, 1)])
+def test_devices_that_share_a_sequence_are_one(lengths):
+    """With three tokens to a device, documents that begin anywhere, and devices that have padding only."""
+    valid, tokens = np.arange(T)[None] < np.array(lengths)[:, None], P(None, "context")
+
+    def local(x, starts, valid):
+        return ops.short_convolution(
+            x,
+            jnp.asarray(WEIGHT),
+            bias=jnp.asarray(BIAS),
+            tail=jnp.asarray(TAIL),
+            is_start=starts,
+            valid=valid,
+            axis_name="context",
+        )
+
+    mesh = sharding.make_mesh(context=8)
+    split = jax.shard_map(local, mesh=mesh, in_specs=tokens, out_specs=(tokens, P()), check_vma=False)
+    for starts in (STARTS, np.zeros_like(STARTS)):
+        got, want = jax.jit(split)(X, starts, valid), run(X, TAIL, starts, valid)
+        np.testing.assert_allclose(np.asarray(got[0])[valid], np.asarray(want[0])[valid], atol=1e-6)
+        np.testing.assert_array_equal(got[1], want[1])
+
+
+def test_channels_may_have_several_axes():
+    x, weight = jnp.asarray(X), jnp.asarray(WEIGHT)
+    heads = ops.short_convolution(x.reshape(B, T, 5, 1), weight.reshape(5, 1, W))[0]
+    np.testing.assert_array_equal(heads.reshape(B, T, C), ops.short_convolution(x, weight)[0])

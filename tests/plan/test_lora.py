@@ -1,0 +1,86 @@
+"""Plans of runs that train adapters of a frozen base."""
+
+import dataclasses
+import math
+
+import pytest
+
+from maxlib import adapters, plan
+from maxlib.hardware import GIB
+from maxlib.plan import __main__ as command
+from maxlib.plan import _job as jobs
+from maxlib.plan._program import make_program
+from tests.nn.tiny import LLAMA
+from tests.plan.jobs import layout
+
+CONFIG = dataclasses.replace(LLAMA, vocab=64, num_layers=2, dim=64, mlp_dim=128, head_dim=16)
+LORA = adapters.LoRA(4, 8)
+JOB = plan.Job(CONFIG, "cpu", layout=layout(data=2, fsdp=4), sequence=64, dtype="float32", lora=LORA, base="int8")
+
+
+def bytes_of(job):
+    """Bytes on one device of the factors in float32, and of the frozen base."""
+    program = make_program(job)
+    places = {path: x.sharding.shard_shape(x.shape) for path, x in program.state.trainable.items()}
+    return sum(4 * math.prod(shape) for shape in places.values()), program
+
+
+def test_a_compiled_plan_holds_one_base_and_gradients_of_factors():
+    got = plan.plan(JOB)
+    factors, program = bytes_of(JOB)
+    assert got.compiled and all(path.endswith(("matmul.a", "matmul.b")) for path in program.state.trainable)
+    assert got.gradients == factors and 2 * factors <= got.optimizer < 2 * factors + 32
+    full = plan.estimated(dataclasses.replace(JOB, lora=None, base=None))
+    assert factors < got.parameters - full.parameters / 4 < 1.5 * factors + full.parameters / 8  # int8: a quarter
+    factor_numbers = sum(math.prod(x.shape) for x in program.state.trainable.values())
+    matrices = 2 * (64 * (4 + 2 + 2 + 4) * 16 + 3 * 64 * 128) + 64 * 64  # two layers and the head
+    per_token = 6 * factor_numbers - 2 * matrices  # no gradient of what is frozen
+    assert got.model_flops == pytest.approx(full.model_flops + per_token * got.tokens, rel=1e-6)
+    assert 1.4 < (got.flops_factor or 0) < 1.55  # forward, forward again, and gradients of activations: 3/2
+    sums = sum(one.bytes for one in got.costs.collectives if one.kind != "all-gather") if got.costs else math.inf
+    assert sums < 0.5 * full.gradients * 4  # gradients of the base would be summed whole
+    assert "LoRA rank 4, alpha 8; their base is frozen, in int8" in str(got)
+
+
+def test_of_frozen_weights_a_plan_counts_gathers_only():
+    lora, full = (
+        plan.estimated(dataclasses.replace(JOB, target="h100x8", lora=one, base=None)) for one in (LORA, None)
+    )
+    sizes = lambda one: {(c.kind, c.axes): c.bytes for c in one.costs.collectives}
+    factors, _ = bytes_of(JOB)
+    assert sizes(lora)["all-gather", ("fsdp",)] > sizes(full)["all-gather", ("fsdp",)]
+    assert sizes(lora)["reduce-scatter", ("fsdp",)] <= 4 * factors < sizes(full)["reduce-scatter", ("fsdp",)]
+
+
+@pytest.mark.parametrize(("base", "least", "most"), [("nf4", 45, 55), ("int8", 70, 85)])
+def test_70b_fits_one_h200_with_a_quantized_base(base, least, most, capsys):
+    got = plan.estimated(plan.Job("llama3-70b", "h200", sequence=4096, lora=adapters.LoRA(16, 32), base=base))
+    assert got.fits and least < got.peak / GIB < most
+    assert got.num_parameters == pytest.approx(70.55e9 + 0.207e9, rel=1e-3)  # the base, and rank 16 on every matrix
+
+
+def test_the_command_reads_adapters(monkeypatch):
+    monkeypatch.setattr(
+        command, "plan", lambda job, **_: found.append(job) or (_ for _ in ()).throw(ValueError("seen"))
+    )
+    found = []
+    for words in ("--lora rank=16 --base nf4", "--lora rank=8,alpha=4,dora rslora"):
+        command.main(["llama3-8b", "--target", "h200", *words.split()])
+    assert [job.lora for job in found] == [adapters.LoRA(16, 32), adapters.LoRA(8, 4, dora=True, rslora=True)]
+    assert [job.base for job in found] == ["nf4", None]
+    again = jobs.from_json(jobs.to_json(found[0]))
+    assert again == found[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lora alpha=16", "--lora takes rank=16,alpha=32 and dora or rslora, of which rank is needed"),
+        ("--lora rank=16,beta=2", "got 'rank=16,beta=2'"),
+        ("--base nf4", "--base 'nf4' stores a frozen base, which only adapters have: give --lora"),
+        ("--lora rank=16 --base int9", "base must be one of float32, bfloat16, fp8"),
+    ],
+)
+def test_mistakes_about_adapters_are_named(words, said, capsys):
+    assert command.main(["llama3.2-1b", "--target", "h100x8", *words.split()]) == 2
+    assert said in capsys.readouterr().err
