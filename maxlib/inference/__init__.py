@@ -1,5 +1,7 @@
 """Generation: prefill and decode over any model."""
 
+from maxlib.inference._chat import Chat as Chat
+from maxlib.inference._chat import stop_tokens as stop_tokens
 from maxlib.inference._generate import Generator as Generator
 from maxlib.inference._generate import generate as generate
 from maxlib.inference._sampling import GREEDY as GREEDY
