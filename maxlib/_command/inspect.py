@@ -60,7 +60,9 @@ def read(path: str) -> dict[str, Array]:
     from maxlib.weights._files import find_tensors
 
     if manifest := _manifest(Path(path)):
-        return {f"{item}/{name}": _entry(e) for item, leaves in manifest.items() for name, e in leaves.items()}
+        return {
+            f"{item}/{name}".rstrip("/"): _entry(e) for item, leaves in manifest.items() for name, e in leaves.items()
+        }
     tensors = find_tensors(weights.model_directory(path))
     size = lambda t: math.prod(t.shape) * t.dtype.itemsize
     return {name: Array(t.shape, str(t.dtype), size(t), t.view) for name, t in tensors.items()}

@@ -176,7 +176,7 @@ def _notes(module: Any) -> Iterator[str]:
     if isinstance(getattr(module, "num_heads", None), int):
         heads = f"{module.num_heads} query heads"
         kv = getattr(module, "num_kv_heads", None)
-        yield heads if kv in (None, module.num_heads) else f"{heads}, {kv} key heads"
+        yield heads if kv in (None, module.num_heads) else f"{heads}, {kv} for keys and values"
     mask = getattr(module, "mask", None)
     if mask is not None and len(text := _mask(mask)) < 60:
         yield text

@@ -39,7 +39,7 @@ def test_alike_layers_are_one_block():
     period = layers.inside[0]
     assert [block.repeat for block in period.inside] == [5, 1]  # five with a window, one without
     assert [(block.kind, block.repeat) for block in layers.inside] == [("period", 2), ("Block", 1)]
-    assert "Causal & SlidingWindow(4)" in period.inside[0].inside[1].lines
+    assert "(Causal | BidirectionalBlocks) & SlidingWindow(4)" in period.inside[0].inside[1].lines
 
 
 def test_picture_is_well_formed_and_shown_by_notebooks():
