@@ -82,9 +82,9 @@ def tests_changed(session: nox.Session) -> None:
 
 @nox.session
 def tests_full(session: nox.Session) -> None:
-    """Every test: also the full products and what takes minutes, and checkpoints on a bucket that an emulator plays."""
+    """Every test: also the full products and what takes minutes, and checkpoints on buckets that emulators play."""
     install_for_tests(session)
-    session.install("gcsfs", "gcp-storage-emulator")
+    session.install("gcsfs", "gcp-storage-emulator", "s3fs", "moto[server]", "cryptography")
     session.run("pytest", "-m", "", *PARALLEL, *session.posargs)
 
 

@@ -32,7 +32,18 @@ def blocks(page: str) -> list[tuple[str, bool]]:
 
 # Pages whose programs take longest to compile; `test_names_of_maxlib_exist` reads them by default.
 LONG = {
-    *("add-a-layer", "attention", "look-inside", "loss", "models", "moe", "mtp"),
+    *(
+        "adapters",
+        "add-a-layer",
+        "attention",
+        "checkpoints",
+        "generation",
+        "look-inside",
+        "loss",
+        "models",
+        "moe",
+        "mtp",
+    ),
     *("observability", "post-training", "quantization", "sharding", "tour", "training"),
 }
 

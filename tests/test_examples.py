@@ -212,6 +212,7 @@ def test_quickstart_notebook_runs():
     plt.close("all")
 
 
+@full
 @pytest.mark.usefixtures("little_text")
 def test_mixture_changes_its_shares(tmp_path, monkeypatch, capsys):
     run_here(monkeypatch, "mixture.py", "--out", tmp_path, "--steps", 24)

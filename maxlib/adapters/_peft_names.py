@@ -122,7 +122,8 @@ def names_of(model: Any, *, fused: bool = False) -> Names:
             site = found.get(path.removesuffix(".w"))
             if len(tensor.pieces) == 1 and piece.place.index is None:
                 whole[name] = path
-            if site is None or not path.endswith(".w"):
+            # A module in which heads of several of our layers alternate has no adapter of ours.
+            if site is None or not path.endswith(".w") or piece.one_by_one:
                 continue
             one = site if layer_axis(site) is None else without_layer_axis(_first(site))
             part = Part(path[:-2], short[path][:-2], piece, lengths, *_axes(one, piece))

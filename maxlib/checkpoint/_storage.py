@@ -17,7 +17,7 @@ import tensorstore
 from etils import epath
 
 from maxlib.checkpoint import _replicas as replicas
-from maxlib.checkpoint import _tensorstore_leaks
+from maxlib.checkpoint import _s3, _tensorstore_leaks
 from maxlib.checkpoint._barrier import SaveBarrier
 from maxlib.distributed import raise_on_all
 
@@ -127,7 +127,7 @@ class Steps:
             if jax.process_index() == 0:
                 if aside.exists():
                     aside.rmtree()
-                (self.directory / str(step)).rename(aside)
+                _s3.rename(self.directory / str(step), aside)
         self._orbax.reload()
         return aside
 
@@ -135,6 +135,8 @@ class Steps:
 def absolute(path: Any) -> epath.Path:
     """Resolves `path` from the root of its file system; a URL such as "gs://bucket/run" is returned as it is."""
     found = epath.Path(path)
+    if str(found).startswith(_s3.SCHEME):
+        _s3.enable()
     return found if "://" in str(found) else found.resolve()
 
 

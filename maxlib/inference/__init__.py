@@ -2,10 +2,14 @@
 
 from maxlib.inference._chat import Chat as Chat
 from maxlib.inference._chat import stop_tokens as stop_tokens
+from maxlib.inference._continuous import LocalEngine as LocalEngine
+from maxlib.inference._engine import Completion as Completion
+from maxlib.inference._engine import Engine as Engine
 from maxlib.inference._generate import Generator as Generator
 from maxlib.inference._generate import generate as generate
 from maxlib.inference._sampling import GREEDY as GREEDY
 from maxlib.inference._sampling import Sampler as Sampler
+from maxlib.inference._server import ServerEngine as ServerEngine
 from maxlib.inference._speculate import Speculated as Speculated
 from maxlib.inference._speculate import speculate as speculate
 from maxlib.inference._text import encode as encode

@@ -120,7 +120,7 @@ class Generator:
         if capacity is None:
             capacity = min(shared_capacity(longest), getattr(self.model, "max_length", None) or 1 << 62)
         check_room(prompts, max_new_tokens, capacity)
-        seen = _seen(self.model, tokens, images)
+        seen = check_inputs(self.model, tokens, images)
         keys = jax.random.split(jax.random.key(0) if key is None else key, len(prompts))
         return self._steps(
             [list(prompt) for prompt in prompts], seen, max_new_tokens, sampler, frozenset(stop), keys, capacity
@@ -251,7 +251,7 @@ def _replaced(old: Array, new: Any) -> Array:
     return old if isinstance(new, np.ndarray) else jnp.array(new, old.dtype, copy=True)
 
 
-def _seen(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Images]:
+def check_inputs(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Images]:
     """Returns the inputs besides tokens. They are checked here, because jit hides the ids."""
     if isinstance(model, nn.VisionModel):
         model.check_images(tokens, images)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.ops import Rope, Yarn
 from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_fields, hf_mtp, names, rope_to_hf
+from maxlib.weights import Family, HFConfig, ModelConfig, Table, hf, hf_fields, hf_mtp, names, rope_to_hf
 
 # Fields that one version computes with this value only. V2 with norm_topk_prob: transformers and DeepSeek's differ.
 _V2_FIXED = {"scoring_func": "softmax", "norm_topk_prob": False}
@@ -179,21 +179,7 @@ class DeepSeek(nn.MTPDecoder):
 
 
 def _table(cfg: Config) -> Table:
-    kv, split = "self_attn.kv_b_proj.weight", "(N H) R -> N H R"
-    layer = [
-        *names.NORMS,
-        Weight(f"self_attn.{'q_proj' if cfg.q_rank is None else 'q_b_proj'}.weight", "attn.q_up.w", split),
-        Weight("self_attn.q_a_proj.weight", "attn.q_down.w"),
-        Weight("self_attn.q_a_layernorm.weight", "attn.q_norm.scale"),
-        Weight("self_attn.kv_a_proj_with_mqa.weight", "attn.kv_down.w"),
-        Weight("self_attn.kv_a_layernorm.weight", "attn.kv_norm.scale"),
-        # Each head's rows: nope_dim of its key, then v_dim of its value.
-        Weight(kv, "attn.k_up.w", split, at={"H": 0}),
-        Weight(kv, "attn.v_up.w", split, at={"H": cfg.nope_dim}),
-        Weight("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> D N H"),
-        *names.MLP,
-        *names.MOE,
-    ]
+    layer = [*names.NORMS, *names.mla(cfg.q_rank, cfg.nope_dim), *names.MLP, *names.MOE]
     modules = {"used": cfg.num_mtp, "stored": cfg.stored_mtp, "tied": cfg.tied}
     return [*names.decoder_table(layer), *names.mtp_table(layer, first=cfg.num_layers, **modules)]
 

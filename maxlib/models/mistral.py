@@ -1,4 +1,7 @@
-"""Mistral 7B, Nemo, Small and Large (Jiang et al. 2023, arXiv:2310.06825): Llama's block, first with a window."""
+"""Mistral 7B, Nemo, Small and Large (Jiang et al. 2023, arXiv:2310.06825): Llama's block, first with a window.
+
+Ministral 3 and Devstral 2 sharpen late queries. Models that see are read without their image encoder.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,30 +11,112 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops import Rope
+from maxlib.ops import Rope, Yarn
 from maxlib.sharding import constrain
-from maxlib.weights import Family, ModelConfig, Table, hf, hf_rope, names
+from maxlib.weights import Family, HFConfig, Ignore, ModelConfig, Renamed, Table, hf, hf_fields, names, rope_to_hf
+
+_SHARPENED = "llama_4_scaling_beta"
+# What models that see say of images.
+_OF_IMAGES = (
+    "image_token_index",
+    "image_token_id",
+    "multimodal_projector_bias",
+    "projector_hidden_act",
+    "spatial_merge_size",
+    "vision_feature_layer",
+)
+
+
+def _read_ministral(fields: HFConfig, c: Any) -> bool:
+    return fields.require("model_type", *Config.model_types) == "ministral3"
+
+
+def _write_ministral(value: bool, cfg: Any) -> dict[str, Any]:
+    return {"model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"]} if value else {}
+
+
+def _of_rope(fields: HFConfig) -> list[HFConfig]:
+    """Returns the objects that describe the rope."""
+    return [fields.nested(name) for name in ("rope_parameters", "rope_scaling") if fields.take(name, None, kind=dict)]
+
+
+def _read_rope(fields: HFConfig, c: Any) -> Rope:
+    for parameters in _of_rope(fields) if c.ministral else []:
+        # Ministral 3 states it a second time.
+        parameters.require("max_position_embeddings", fields.take("max_position_embeddings", kind=int))
+    return fields.rope(head_dim=c.head_dim)
+
+
+def _read_sharpening(fields: HFConfig, c: Any) -> float:
+    """Returns the weight of the logarithm, which config.json keeps with the rope."""
+    if not c.ministral:
+        return 0.0
+    found = [parameters.take(_SHARPENED) for parameters in _of_rope(fields) if _SHARPENED in parameters]
+    if not found or not all(isinstance(value, int | float) and value == found[0] for value in found):
+        raise ValueError(
+            f"{fields.where('rope_parameters')}.{_SHARPENED} must be one number, got {found or 'none'}: a ministral3 "
+            "sharpens its queries by it."
+        )
+    return float(found[0])
+
+
+def _write_sharpening(value: float, cfg: Any) -> dict[str, Any]:
+    # transformers 5 takes the older of the two places.
+    places = ("rope_parameters", "rope_scaling") if cfg.ministral else ()
+    return {f"{place}.{_SHARPENED}": value for place in places}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
     """Sizes of a Mistral; `PRESETS` has the published ones."""
 
-    model_types = ("mistral",)
+    model_types = ("mistral", "ministral3")
     architecture = "MistralForCausalLM"
     fixed = {"hidden_act": "silu"}
 
+    ministral: bool = hf_fields(_read_ministral, _write_ministral, default=False)
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")
     dim: int = hf("hidden_size")
     mlp_dim: int = hf("intermediate_size")
     num_heads: int = hf("num_attention_heads")
     num_kv_heads: int = hf("num_key_value_heads", null=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
-    rope: Rope = hf_rope()
-    window: int | None = hf("sliding_window", None, absent=4096)  # None: every token sees all before it
-    norm_eps: float = hf("rms_norm_eps", 1e-5, absent=1e-6)
+    head_dim: int = hf("head_dim", absent=lambda c: 128 if c.ministral else c.dim // c.num_heads)
+    rope: Rope = hf_fields(_read_rope, lambda rope, cfg: rope_to_hf(rope, head_dim=cfg.head_dim, whole_heads=True))
+    sharpening: float = hf_fields(_read_sharpening, _write_sharpening, default=0.0)  # of late queries, in Ministral 3
+    # None: every token sees all before it.
+    window: int | None = hf("sliding_window", None, absent=lambda c: None if c.ministral else 4096)
+    norm_eps: float = hf("rms_norm_eps", 1e-5, absent=lambda c: 1e-5 if c.ministral else 1e-6)
     tied: bool = hf("tie_word_embeddings", False)
+    tower: str | None = None  # kind of the image encoder in the files; only None is computed
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.ministral and not isinstance(self.rope.scaling, Yarn):
+            raise ValueError(
+                f"a ministral3 sharpens its queries in steps of a Yarn's length (rope_parameters), got a rope with "
+                f"scaling {self.rope.scaling}"
+            )
+        if self.sharpening and not self.ministral:
+            raise ValueError(f"sharpening is Ministral 3's: give ministral=True, or 0 in place of {self.sharpening}")
+
+    @classmethod
+    def from_hf(cls, fields: HFConfig) -> "Config":
+        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        if fields.require("model_type", *cls.model_types, "mistral3") != "mistral3":
+            return super().from_hf(fields)
+        text = super().from_hf(fields.nested("text_config"))
+        encoder = fields.take("vision_config", kind=dict)
+        fields.ignore(*_OF_IMAGES)
+        tied = fields.take("tie_word_embeddings", text.tied)
+        return replace(text, tower=encoder.get("model_type", "pixtral"), tied=tied)
+
+    @property
+    def temperature(self) -> nn.TemperatureTuning | None:
+        """The factor on late queries: `1 + sharpening * log(1 + floor(index / length))`."""
+        if not (self.sharpening and isinstance(self.rope.scaling, Yarn)):
+            return None
+        return nn.TemperatureTuning(self.rope.scaling.original_length, self.sharpening, offset=0)
 
     @property
     def mask(self) -> ops.Mask:
@@ -43,9 +128,10 @@ class Block(nn.Layer):
     """Llama's layer, under a mask that may have a window."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        D, N, K, H = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        D, how = cfg.dim, {"mask": cfg.mask, "rope": cfg.rope, "temperature": cfg.temperature}
+        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(D, num_heads=N, num_kv_heads=K, head_dim=H, mask=cfg.mask, rope=cfg.rope, rngs=rngs)
+        self.attn = nn.Attention(D, **heads, **how, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
 
@@ -60,6 +146,11 @@ class Mistral(nn.Decoder):
     """Mistral: Llama with a sliding window in every layer of the first release, whose cache is a ring of that size."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        if cfg.tower is not None:
+            raise ValueError(
+                f"the image encoder of this model (vision_config, {cfg.tower}) is not computed. Read its text alone: "
+                "from_pretrained(..., tower=None)"
+            )
         self.cfg = cfg
         self.masks, self.ropes = (cfg.mask,), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
@@ -73,7 +164,12 @@ class Mistral(nn.Decoder):
 
 
 def _table(cfg: Config) -> Table:
-    return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
+    # The text of a model that sees, under both names that it may have.
+    renamed = [Renamed("model.language_model.", "language_model.model."), Renamed("language_model.", "")]
+    images = [
+        Ignore(f"{prefix}{part}.*") for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+    ]
+    return [*names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP]), *renamed, *images]
 
 
 # fmt: off
@@ -82,18 +178,41 @@ _7B = Config(
     rope=Rope(128, 1_000_000.0, max_length=32_768),
 )
 _LONG = Rope(128, 1_000_000.0, max_length=131_072)
-_24B_ROPE = Rope(128, 100_000_000.0, max_length=32_768)
+# A YaRN that leaves the size of queries and keys as it is.
+_yarn = lambda factor, length: Yarn(factor, length, mscale=1.0, mscale_all_dim=1.0)
+_MINISTRAL = replace(
+    _7B, ministral=True, vocab=131_072, num_layers=34, sharpening=0.1,
+    rope=Rope(128, 1_000_000.0, _yarn(16.0, 16_384), max_length=262_144),
+)
+_24B = replace(_7B, vocab=131_072, num_layers=40, dim=5120, mlp_dim=32_768)
 PRESETS = {
     "mistral-7b-v0.1": replace(_7B, rope=Rope(128, 10_000.0, max_length=32_768), window=4096),
     "mistral-7b-v0.2": _7B,
     "mistral-7b-v0.3": replace(_7B, vocab=32_768),
     "mistral-nemo-12b": replace(_7B, vocab=131_072, num_layers=40, dim=5120, rope=_LONG),
     "mistral-small-22b": replace(_7B, vocab=32_768, num_layers=56, dim=6144, mlp_dim=16_384, num_heads=48),
-    "mistral-small-24b": replace(_7B, vocab=131_072, num_layers=40, dim=5120, mlp_dim=32_768, rope=_24B_ROPE),
+    "mistral-small-24b": replace(_24B, rope=Rope(128, 100_000_000.0, max_length=32_768)),
+    "mistral-small-3.1-24b": replace(_24B, rope=Rope(128, 1_000_000_000.0, max_length=131_072)),
     "mistral-large-123b": replace(
         _7B, vocab=32_768, num_layers=88, dim=12_288, mlp_dim=28_672, num_heads=96, rope=_LONG
+    ),
+    "ministral-3-3b": replace(_MINISTRAL, num_layers=26, dim=3072, mlp_dim=9216, tied=True),
+    "ministral-3-8b": _MINISTRAL,
+    "ministral-3-14b": replace(
+        _MINISTRAL, num_layers=40, dim=5120, mlp_dim=16_384, rope=replace(_MINISTRAL.rope, theta=1_000_000_000.0)
+    ),
+    "devstral-small-2-24b": replace(
+        _24B, ministral=True, sharpening=0.1,
+        rope=Rope(128, 100_000_000.0, _yarn(48.0, 8192), max_length=393_216),
     ),
 }
 # fmt: on
 
-FAMILY = Family(name="mistral", model=Mistral, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family(
+    name="mistral",
+    model=Mistral,
+    config=Config,
+    table=_table,
+    presets=PRESETS,
+    model_types=(*Config.model_types, "mistral3"),
+)

@@ -25,6 +25,7 @@ from maxlib.nn._context import context as context
 from maxlib.nn._decoder import Decoder as Decoder
 from maxlib.nn._decoder import MTPDecoder as MTPDecoder
 from maxlib.nn._decoder import VisionDecoder as VisionDecoder
+from maxlib.nn._delta_net import GatedDeltaNet as GatedDeltaNet
 from maxlib.nn._draw import Drawing as Drawing
 from maxlib.nn._draw import draw as draw
 from maxlib.nn._head import TokenLogProbs as TokenLogProbs
@@ -35,6 +36,7 @@ from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed
 from maxlib.nn._mla import MLA as MLA
 from maxlib.nn._mlp import MLP as MLP
+from maxlib.nn._mlp import XIELU as XIELU
 from maxlib.nn._mlp import GatedMLP as GatedMLP
 from maxlib.nn._model import Model as Model
 from maxlib.nn._model import Output as Output

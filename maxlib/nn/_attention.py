@@ -28,20 +28,22 @@ from maxlib.sharding.layers import axis_of, axis_size, mesh_axes, natural_order
 class TemperatureTuning:
     """Factor on queries that grows with the number of tokens before them (Nakanishi 2025, arXiv:2501.19399).
 
-    Computes `1 + scale * log(1 + floor((index + 1) / floor))`, the form of Llama 4, which uses it in layers without
-    rotary positions.
+    Computes `1 + scale * log(1 + floor((index + offset) / floor))`. Llama 4 uses it in layers without rotary
+    positions, Ministral 3 in all, with `offset=0`.
 
     Args:
-        floor: Tokens per step; the factor is 1 for the first `floor - 1` tokens.
+        floor: Tokens per step; the factor is 1 for the first `floor - offset` tokens.
         scale: Weight of the logarithm.
+        offset: Added to the index, which counts from 0.
     """
 
     floor: float
     scale: float
+    offset: int = 1
 
     def __call__(self, index: Int[Array, "B T"]) -> Float[Array, "B T"]:
         """Returns the factor of each query in float32, given its index in its document."""
-        steps = jnp.floor((index.astype(jnp.float32) + 1) / self.floor)
+        steps = jnp.floor((index.astype(jnp.float32) + self.offset) / self.floor)
         return 1 + self.scale * jnp.log1p(steps)
 
 
@@ -53,6 +55,7 @@ class Attention(SequenceMixer):
         num_heads: Number N of query heads.
         head_dim: Width H of a head.
         num_kv_heads: Number K of key and value heads, which divides N; None means N (multi-head attention).
+        v_dim: Width of a value's head; None means `head_dim`.
         mask: Which keys a query attends to, a mask of `maxlib.ops`.
         rope: Rotation of queries and keys by position; None for none (NoPE).
         bias: True adds biases to the query, key and value projections.
@@ -62,6 +65,8 @@ class Attention(SequenceMixer):
         scale: Factor on the scores, by default `head_dim ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`; None leaves scores as they are.
         sinks: True adds one learned logit per head to the softmax, without a value (GPT-OSS).
+        out_gate: Activation of a gate on the output, a projection of the input for each head and dimension, such as
+            `jax.nn.sigmoid` (Qiu et al. 2025, arXiv:2505.06708); None for no gate.
         temperature: Maps a token's index in its document to a factor on its query, such as `TemperatureTuning`.
         implementation: Name of an implementation of `ops.attention`; None chooses the best one. `with_attention` sets
             it in a whole model.
@@ -85,6 +90,7 @@ class Attention(SequenceMixer):
         num_heads: int,
         head_dim: int,
         num_kv_heads: int | None = None,
+        v_dim: int | None = None,
         mask: Mask = Causal(),
         rope: Rope | GridRope | None = None,
         bias: bool = False,
@@ -94,11 +100,12 @@ class Attention(SequenceMixer):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        out_gate: Callable[[Array], Array] | None = None,
         temperature: Callable[[Array], Array] | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
-        D, N, K, H = dim, num_heads, num_kv_heads or num_heads, head_dim
+        D, N, K, H, Hv = dim, num_heads, num_kv_heads or num_heads, head_dim, v_dim or head_dim
         if N < 1 or K < 1 or N % K:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {N} and {K}")
         if not isinstance(mask, Mask):
@@ -115,14 +122,16 @@ class Attention(SequenceMixer):
         # Each weight has its output dimensions first: heads are split by tensor parallelism, `embed` by FSDP.
         self.q = Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         self.k = Einsum("...D,KHD->...KH", (K, H, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
-        self.v = Einsum("...D,KHD->...KH", (K, H, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
+        self.v = Einsum("...D,KHD->...KH", (K, Hv, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         # [B, T, N, H] -> [B, T, D]: sums over heads and their width at once.
-        self.o = Einsum("...NH,DNH->...D", (D, N, H), ("embed", "heads", "head_dim"), bias=out_bias, rngs=rngs)
-        self.q_norm, self.k_norm = q_norm, k_norm
+        self.o = Einsum("...NH,DNH->...D", (D, N, Hv), ("embed", "heads", "head_dim"), bias=out_bias, rngs=rngs)
+        gate = lambda: Einsum("...D,NHD->...NH", (N, Hv, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
+        self.gate = None if out_gate is None else gate()
+        self.q_norm, self.k_norm, self.out_gate = q_norm, k_norm, out_gate
         self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",)) if sinks else None
         self.mask, self.rope, self.scale, self.softcap = mask, rope, scale, softcap
         self.temperature, self.implementation = temperature, implementation
-        self.num_heads, self.num_kv_heads, self.head_dim = N, K, H
+        self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim = N, K, H, Hv
 
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: AttentionCache | None = None
@@ -148,7 +157,8 @@ class Attention(SequenceMixer):
         options = {"scale": self.scale, "softcap": self.softcap, "implementation": self.implementation}
         # softmax(softcap(scale * q k^T)) v, [B, T, N, H]
         out = attend(q, k, v, k_start, k_end, sinks, known=known, zigzag=ctx.zigzag, **options)
-        return self.o(out), cache
+        # o(act(gate(x)) * out), [B, T, N, H] -> [B, T, D]
+        return self.o(out if self.gate is None else out * self.out_gate(self.gate(x))), cache
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values, after norms, temperature and rotation.
@@ -186,15 +196,16 @@ class Attention(SequenceMixer):
             capacity,
             num_kv_heads=self.num_kv_heads,
             k_dim=self.head_dim,
-            v_dim=self.head_dim,
+            v_dim=self.v_dim,
             ring=self.mask.ring,
             dtype=dtype,
         )
 
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes that attention sends in a training step (`SplitSequence.attention`)."""
-        # Queries and outputs have N * H numbers per token each, keys and values K * H each.
-        return split.attention(queries=2 * self.num_heads * self.head_dim, keys=2 * self.num_kv_heads * self.head_dim)
+        # Queries and outputs have N * H and N * Hv numbers per token, keys and values K * H and K * Hv.
+        both = self.head_dim + self.v_dim
+        return split.attention(queries=self.num_heads * both, keys=self.num_kv_heads * both)
 
     def queries_and_keys(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array]:
         """Returns queries `B T N H` and keys `B T K H` as they are scored, for probes."""
@@ -214,6 +225,7 @@ class Attention(SequenceMixer):
             "temperature tuning": self.temperature is not None,
             "attention soft-cap": self.softcap is not None,
             "sinks": self.sinks is not None,
+            "output gate": self.gate is not None,
         }
         yield from (word for word, has in found.items() if has)
 

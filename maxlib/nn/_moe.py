@@ -19,7 +19,7 @@ from maxlib import ops
 from maxlib.nn import _expert_dispatch as dispatch
 from maxlib.nn import _expert_parallel as exchange
 from maxlib.nn._context import Context
-from maxlib.nn._linear import Init, draw_key
+from maxlib.nn._linear import Einsum, Init, draw_key
 from maxlib.nn.matmul import Exact, LowRank, Matmul
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.router import Router, Routing, SigmoidInputRouter, expert_counts
@@ -103,6 +103,7 @@ class MoE(nnx.Module):
         activation: Joins an expert's gate and up projections, such as `swiglu`.
         bias: True adds biases to all three projections.
         shared: Layer that every token passes, or None.
+        shared_gate: True multiplies its result by `sigmoid(x . w)`, one number per token (Qwen2-MoE).
         capacity_factor: Room of an expert, in even shares; None computes every choice (dropless).
         losses: Losses on the routing that are reported for training.
         layout: Order in which the experts' matrices are stored (`ExpertLinear`), usually that of published files.
@@ -122,6 +123,7 @@ class MoE(nnx.Module):
         activation: Callable[[Array, Array], Array] = swiglu,
         bias: bool = False,
         shared: nnx.Module | None = None,
+        shared_gate: bool = False,
         capacity_factor: float | None = None,
         losses: Sequence[RouterLoss] = (),
         layout: ops.Layout = "EOI",
@@ -132,6 +134,8 @@ class MoE(nnx.Module):
             raise ValueError(f"capacity_factor must be positive, or None to drop nothing, got {capacity_factor}")
         E, into, out = router.num_experts, (mlp_dim, dim), (dim, mlp_dim)
         self.router, self.shared = router, shared
+        # One output, `...1`, so that it multiplies every dimension.
+        self.shared_gate = Einsum("...D,ED->...E", (1, dim), ("router", "embed"), rngs=rngs) if shared_gate else None
         parts: dict[str, Any] = {"bias": bias, "layout": layout, "init": init, "rngs": rngs}
         self.gate = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts)
         self.up = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts)
@@ -163,7 +167,12 @@ class MoE(nnx.Module):
         routing = self.router(x)
         y, kept = self._mix(x, routing, jnp.ones(x.shape[:2], bool) if valid is None else valid)
         y = self._add_output_bias(y, routing, kept)
-        return y if self.shared is None else y + self.shared(x), self._aux(routing, valid, kept)
+        return y if self.shared is None else y + self._shared(x), self._aux(routing, valid, kept)
+
+    def _shared(self, x):
+        """Applies the layer that every token passes, and its gate."""
+        y = self.shared(x)
+        return y if self.shared_gate is None else y * jax.nn.sigmoid(self.shared_gate(x))
 
     def capacity(self, seq: int) -> int | None:
         """Returns how many tokens of a row of `seq` tokens an expert takes; None means all."""
@@ -239,7 +248,7 @@ class MoE(nnx.Module):
             h = self.activation(gate.one(scaled), up.one(scaled))
             return y + (total(routing.weights) * down.one(h)).astype(x.dtype), None
 
-        y = jnp.zeros_like(x) if self.shared is None else self.shared(x)
+        y = jnp.zeros_like(x) if self.shared is None else self._shared(x)
         experts = (jnp.arange(self.router.num_experts), self.gate, self.up, self.down)
         # One expert at a time: a scan over the leading axis E of the three matrices.
         return jax.lax.scan(add, y, experts)[0]

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from maxlib.post_training._preferences import Robust as Robust
     from maxlib.post_training._preferences import SigmoidNorm as SigmoidNorm
     from maxlib.post_training._preferences import SimPO as SimPO
+    from maxlib.post_training._rewards import RewardPool as RewardPool
     from maxlib.post_training._segments import segment_sums as segment_sums
     from maxlib.post_training._segments import token_counts as token_counts
 
@@ -109,6 +110,7 @@ __getattr__, __dir__ = lazy(
             "SigmoidNorm",
             "SimPO",
         ),
+        "_rewards": ("RewardPool",),
         "_segments": ("segment_sums", "token_counts"),
     },
 )

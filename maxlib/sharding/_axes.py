@@ -24,6 +24,7 @@ ARRAY_AXES: dict[str, str] = {
     "channel": "colour channels of an image",
     "patch_row": "rows of an image patch",
     "patch_column": "columns of an image patch",
+    "tap": "taps of a short convolution",
     "layers": "layers that a stack repeats; only a `Pipeline` says where they lie",
     "lead_layers": "layers that a stack repeats before the first stage; they lie in none",
     # Activations.

@@ -19,6 +19,7 @@ from maxlib.weights._hf_fields import hf_head_dim as hf_head_dim
 from maxlib.weights._hf_fields import hf_layer_types as hf_layer_types
 from maxlib.weights._hf_fields import hf_max_window_layers as hf_max_window_layers
 from maxlib.weights._hf_fields import hf_mtp as hf_mtp
+from maxlib.weights._hf_fields import hf_num_dense as hf_num_dense
 from maxlib.weights._hf_fields import hf_rope as hf_rope
 from maxlib.weights._hf_fields import hf_switched_window as hf_switched_window
 from maxlib.weights._hf_fields import switched_window as switched_window

@@ -360,6 +360,34 @@ def switched_window(fields: HFConfig, absent: int | None) -> int | None:
     return window if fields.take("use_sliding_window", False) else None
 
 
+def hf_num_dense(absent: int = 1) -> Any:
+    """Declares how many first layers have a plain MLP: `first_k_dense_replace`, or "dense" ones in `mlp_layer_types`.
+
+    Args:
+        absent: What a config means by leaving both out.
+    """
+
+    def read(fields: HFConfig, c: Any, hint: Any) -> int:
+        types = fields.take("mlp_layer_types", None, kind=list)
+        implied = min(absent, c.num_layers) if types is None else types.count("dense")
+        number = fields.take("first_k_dense_replace", implied)
+        if types is not None and types != _dense_first(number, c.num_layers):
+            raise ValueError(
+                f"{fields.where('mlp_layer_types')} must be 'dense' for the first layers (first_k_dense_replace is "
+                f"{number}) and 'sparse' for all others of {c.num_layers}, got {types}."
+            )
+        return number
+
+    def write(value: int, cfg: Any) -> dict[str, Any]:
+        return {"first_k_dense_replace": value, "mlp_layer_types": _dense_first(value, cfg.num_layers)}
+
+    return _declare(Place(read, write), dataclasses.MISSING)
+
+
+def _dense_first(number: int, num_layers: int) -> list[str]:
+    return ["dense" if i < number else "sparse" for i in range(num_layers)]
+
+
 def hf_mtp(absent: int) -> Any:
     """Declares how many modules of multi-token prediction a checkpoint has; an export has `cfg.num_mtp`."""
     field = "num_nextn_predict_layers"

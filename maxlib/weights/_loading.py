@@ -187,7 +187,8 @@ class _Leaf:
         if wanted is not None:
             return np.dtype(wanted)
         sources = [self._stored[p.theirs].dtype for p, _ in self._pieces]
-        return np.dtype(jnp.result_type(*sources, *[c.entry.dtype for c in self._conversions]))
+        sources += [c.entry.dtype or self._stored[c.theirs[0]].dtype for c in self._conversions]
+        return np.dtype(jnp.result_type(*sources))
 
     def on(self, place: jax.sharding.Sharding | None) -> jax.Array:
         """Reads the leaf into its place; a part that several devices hold is read once."""

@@ -49,6 +49,7 @@ class Piece:
     ours: Axes
     at: Mapping[str, int]
     counted: Mapping[str, int]
+    one_by_one: bool = False  # True if an entry of its own fills this index of ours
 
     @cached_property
     def box(self) -> list[tuple[int, int]]:
@@ -182,15 +183,16 @@ def _pieces(entry: Weight, place: Place) -> Iterator[Piece]:
     groups, ours = parse(entry.pattern, len(place.shape))
     theirs = [a for group in groups for a in group]
     counters = [a for a in re.findall(r"\{(\w+)\}", entry.theirs) if a != "i"]
-    if {*ours} - {*theirs} != {*counters} or not {*theirs} - {*ours} <= entry.at.keys() <= {*theirs}:
+    if {*ours} - {*theirs} != {*counters, *entry.index} or not {*theirs} - {*ours} <= entry.at.keys() <= {*theirs}:
         raise ValueError(
             f"{entry}: each axis must be on both sides of the pattern, or on ours with a placeholder of its name, or on "
-            "theirs with its index in `at`"
+            "theirs with its index in `at`, or on ours with its index in `index`"
         )
     sizes = dict(zip(ours, place.shape, strict=True))
     for values in itertools.product(*[range(sizes[a]) for a in counters]):
         counted = dict(zip(counters, values, strict=True))
-        yield Piece(_fill(entry.theirs, i=place.layer, **counted), place, groups, ours, entry.at, counted)
+        name = _fill(entry.theirs, i=place.layer, **counted)
+        yield Piece(name, place, groups, ours, entry.at, {**counted, **entry.index}, bool(entry.index))
 
 
 def _fill(template: str, **values: int | None) -> str:

@@ -31,12 +31,16 @@ class Weight:
         at: For tensors shared by several weights, the place on an axis where this one begins; for an axis on their
             side alone, its index. Fused projections are `"(R H) D -> R H D"` with `at={"R": 0}`, `{"R": num_heads}`
             and so on; a gate interleaved with its up projection is `"E D (F two) -> E F D"` with `at={"two": 0}`.
+        index: For an axis on our side alone that no placeholder counts, the index that this entry fills. Head 5 of
+            ours, which theirs keeps in group 2 after other rows, is `"(G R) D -> N R D"` with
+            `at={"G": 2, "R": 128}` and `index={"N": 5}`.
     """
 
     theirs: str
     ours: str
     pattern: str | None = None
     at: Mapping[str, int] = field(default_factory=dict)
+    index: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Convert:
             tensors are present, in place of the other entries of that leaf, and an export uses those.
         batch: Number of leading axes that theirs and ours have in common, on which `load` works index by index; only
             the part a device needs of them is read.
-        dtype: The dtype that `load` returns.
+        dtype: The dtype that `load` returns; None for that of the first tensor.
     """
 
     theirs: tuple[str, ...]
@@ -91,16 +95,17 @@ class Absent:
 
 @dataclass(frozen=True)
 class Renamed:
-    """Another spelling: a tensor whose name begins with `theirs`, and not with `to`, is read as if it began with `to`.
+    """Another spelling: a tensor whose name begins with `theirs` is read as if it began with `to`.
 
-    An empty `to` takes a prefix away.
+    An empty `to` takes a prefix away. Where `to` begins with `theirs`, names that begin with `to` stay as they are.
     """
 
     theirs: str
     to: str
 
     def applied(self, name: str) -> str:
-        fits = name.startswith(self.theirs) and not (self.to and name.startswith(self.to))
+        longer = self.to.startswith(self.theirs) and name.startswith(self.to)
+        fits = name.startswith(self.theirs) and not longer
         return self.to + name.removeprefix(self.theirs) if fits else name
 
 

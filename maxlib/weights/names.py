@@ -9,7 +9,7 @@ Entries of a layer are relative to it. What a model lacks (biases, norms of head
 import dataclasses
 from collections.abc import Sequence
 
-from maxlib.weights._table import Copy, Entry, Ignore, Weight
+from maxlib.weights._table import Convert, Copy, Entry, Ignore, Weight
 
 _PARTS = ("gate", "up", "down")
 
@@ -49,13 +49,96 @@ ATTENTION = (
     Weight("self_attn.k_norm.weight", "attn.k_norm.scale"),
 )
 MLP = tuple(entry for part in _PARTS for entry in linear(f"mlp.{part}_proj", f"mlp.{part}"))
-# Experts with a tensor each, a router that may have an expert_bias, and shared experts, as DeepSeek calls them.
-MOE = (
+# Experts with a tensor each, and a router that may have an expert_bias ...
+EXPERTS = (
     Weight("mlp.gate.weight", "moe.router.gate.w"),
     Weight("mlp.gate.e_score_correction_bias", "moe.router.expert_bias"),
     *[Weight(f"mlp.experts.{{e}}.{part}_proj.weight", f"moe.{part}.w", "O I -> e O I") for part in _PARTS],
+)
+# ... and shared experts, as DeepSeek calls them.
+MOE = (
+    *EXPERTS,
     *[Weight(f"mlp.shared_experts.{part}_proj.weight", f"moe.shared.{part}.w") for part in _PARTS],
 )
+# All experts of a layer in two tensors, as files may have them in place of `EXPERTS`; to be added to a whole table.
+FUSED_EXPERTS = tuple(
+    Convert((f"model.layers.{{i}}.mlp.experts.{theirs}",), f"layers.{{i}}.moe.{ours}.w", load, batch=1, dtype=None)
+    for theirs, ours, load in (
+        ("gate_up_proj", "gate", lambda both: both[:, : both.shape[1] // 2]),
+        ("gate_up_proj", "up", lambda both: both[:, both.shape[1] // 2 :]),
+        ("down_proj", "down", lambda one: one),
+    )
+)
+# One shared expert with a gate, as Qwen2-MoE and the families after it call it.
+GATED_SHARED_EXPERT = (
+    *[Weight(f"mlp.shared_expert.{part}_proj.weight", f"moe.shared.{part}.w") for part in _PARTS],
+    Weight("mlp.shared_expert_gate.weight", "moe.shared_gate.w"),
+)
+# Gated DeltaNet as Qwen names it, all that is no projection of its input; a layer keeps it as `delta`.
+LINEAR_ATTENTION = (
+    Weight("linear_attn.A_log", "delta.a_log"),
+    Weight("linear_attn.dt_bias", "delta.dt_bias"),
+    Weight("linear_attn.norm.weight", "delta.norm.scale"),
+    Weight("linear_attn.out_proj.weight", "delta.o.w", "D (N H) -> D N H"),
+)
+CONV1D = "linear_attn.conv1d.weight", "delta.{}_conv", "one W"  # of `queries_keys_values`
+
+
+def gated_attention(head_dim: int) -> list[Weight]:
+    """Lists `ATTENTION` with an output gate, which Qwen keeps in `q_proj`: each head's query, then its gate."""
+    table = [entry for entry in ATTENTION if ".q_proj." not in entry.theirs]
+    for ours, row in (("q", 0), ("gate", head_dim)):
+        table += [
+            Weight("self_attn.q_proj.weight", f"attn.{ours}.w", "(N R) D -> N R D", at={"R": row}),
+            Weight("self_attn.q_proj.bias", f"attn.{ours}.b", "(N R) -> N R", at={"R": row}),
+        ]
+    return table
+
+
+def queries_keys_values(
+    theirs: str, ours: str, axes: str, *, keys: tuple[int, int], values: tuple[int, int]
+) -> list[Weight]:
+    """Lists the parts of a tensor that has all queries, then all keys, then all values along its first dimension.
+
+    Args:
+        theirs: Name of the tensor.
+        ours: Path of the three leaves, `{}` standing for q, k or v.
+        axes: The other axes of the tensor; "one" is an axis of size one that ours do not have.
+        keys: Number of key heads, and their width.
+        values: Number of value heads, and their width.
+    """
+    own = axes.replace("one ", "")
+    table, row, at = [], 0, {"one": 0} if "one" in axes else {}
+    for part, (count, width) in (("q", keys), ("k", keys), ("v", values)):
+        leaf = ours.format(part)
+        if keys[1] == values[1]:
+            table.append(Weight(theirs, leaf, f"(N R) {axes} -> N R {own}", at | {"N": row // width}))
+        else:  # heads of two widths: one by one
+            pattern, starts = f"R {axes} -> N R {own}", (row + n * width for n in range(count))
+            table += [Weight(theirs, leaf, pattern, at | {"R": start}, {"N": n}) for n, start in enumerate(starts)]
+        row += count * width
+    return table
+
+
+def mla(q_rank: int | None, nope_dim: int) -> list[Weight]:
+    """Lists the weights of latent attention, as DeepSeek calls them.
+
+    Args:
+        q_rank: Size of the latent of queries; None if they have none.
+        nope_dim: Numbers of a head's key that are not rotated.
+    """
+    kv, split = "self_attn.kv_b_proj.weight", "(N H) R -> N H R"
+    return [
+        Weight(f"self_attn.{'q_proj' if q_rank is None else 'q_b_proj'}.weight", "attn.q_up.w", split),
+        Weight("self_attn.q_a_proj.weight", "attn.q_down.w"),
+        Weight("self_attn.q_a_layernorm.weight", "attn.q_norm.scale"),
+        Weight("self_attn.kv_a_proj_with_mqa.weight", "attn.kv_down.w"),
+        Weight("self_attn.kv_a_layernorm.weight", "attn.kv_norm.scale"),
+        # Each head's rows: nope_dim of its key, then those of its value.
+        Weight(kv, "attn.k_up.w", split, at={"H": 0}),
+        Weight(kv, "attn.v_up.w", split, at={"H": nope_dim}),
+        Weight("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> D N H"),
+    ]
 
 
 def under(entries: Sequence[Weight], theirs: str, ours: str) -> list[Weight]:

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from maxlib import adapters, nn, sharding, training
 from maxlib.training._placement import own_model
 from tests.adapters.test_adapters import LORA, put_on, trained
 from tests.quantization.tiny import model
-from tests.training.tiny import batch, jit_step
+from tests.training.tiny import Bigram, batch, jit_step
 
 CLOSE = {"rtol": 0, "atol": 2e-5}
 
@@ -39,10 +40,11 @@ def step(base, *, layout=None, accumulate=1, **options):
         return go()
 
 
-@pytest.fixture(scope="module", params=["moe", pytest.param("both", marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=["mlps", pytest.param("both", marks=pytest.mark.full)])
 def mixed(request):
-    """Experts, by default without attention: half of the program."""
-    return trained(put_on(model(request.param), adapters.LoRA(2, 4, dora=True)), size=0.1)
+    """Attention and experts, by default neither: a sixth of the program."""
+    base = Bigram(16, rngs=nnx.Rngs(0)) if request.param == "mlps" else model("both")
+    return trained(put_on(base, adapters.LoRA(2, 4, dora=True)), size=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +61,8 @@ def same(got, want):
 @pytest.mark.parametrize(
     ("axes", "strategy"),
     [
-        pytest.param(
-            {"fsdp": 2, "tensor": 2, "data": 2}, sharding.FSDP_TP | {"kv_heads": None}, marks=pytest.mark.full
-        ),
-        ({"expert": 2, "fsdp": 2}, sharding.FSDP | sharding.EP),
+        ({"fsdp": 2, "tensor": 2}, sharding.FSDP_TP | {"kv_heads": None}),
+        pytest.param({"expert": 2, "fsdp": 2}, sharding.FSDP | sharding.EP, marks=pytest.mark.full),
     ],
     ids=["fsdp_tp", "experts"],
 )

@@ -150,7 +150,7 @@ def check_damage(run: Path, rounds: int, seed: int) -> None:
 
 
 def test_any_damage_to_any_file(run):
-    check_damage(run, rounds=30, seed=0)
+    check_damage(run, rounds=15, seed=0)
 
 
 @pytest.mark.full

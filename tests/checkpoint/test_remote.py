@@ -1,4 +1,4 @@
-"""A bucket instead of a disk: gs:// through tensorstore and etils, against an emulator of the service."""
+"""A bucket instead of a disk: gs:// and s3:// through tensorstore and etils, against emulators of the services."""
 
 import os
 import socket
@@ -31,12 +31,14 @@ server.create_server("localhost", int(sys.argv[1]), in_memory=True, default_buck
 """
 
 BUCKET = """
+import logging, sys
+import numpy as np
 from etils import epath
 from maxlib import checkpoint
 from maxlib.checkpoint import Best, Checkpointer, InUseError, Tiers
 
 logging.getLogger("gcsfs").setLevel(logging.ERROR)
-root = epath.Path("gs://bucket/run")
+root = epath.Path(sys.argv[3])
 noise = np.random.default_rng(0).normal(size=5000).astype(np.float32)
 of = lambda step: {"params": {"w": noise + np.float32(step)}}
 with Checkpointer(root, every=1, keep=2, best=Best("loss")) as ck:
@@ -64,7 +66,7 @@ with Tiers(Checkpointer(near, every=1, keep=1), Checkpointer(root, every=2)) as 
     for step in (5, 6, 7):
         assert ck.should_save(step)
         ck.save(step, of(step))
-assert checkpoint.load(near)["meta"]["step"] == 7 and checkpoint.load("gs://bucket/run")["meta"]["step"] == 6
+assert checkpoint.load(near)["meta"]["step"] == 7 and checkpoint.load(sys.argv[3])["meta"]["step"] == 6
 
 import json
 from maxlib.checkpoint import _lock as owner
@@ -92,7 +94,87 @@ def test_a_bucket(tmp_path):
         "TENSORSTORE_GCS_HTTP_URL": f"http://localhost:{port}",
     }
     environment = os.environ | place | {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "none", "EPATH_USE_TF": "false"}
-    command = [sys.executable, "-c", EMULATOR + BUCKET, port, str(tmp_path)]
+    command = [sys.executable, "-c", EMULATOR + BUCKET, port, str(tmp_path), "gs://bucket/run"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.splitlines()[-1] == "done" and "process 1 on there" in done.stdout
+
+
+MAKE = "import boto3; boto3.client('s3').create_bucket(Bucket='bucket')\n"
+LEARN = """
+import sys
+import numpy as np
+from maxlib.checkpoint import Checkpointer
+
+of = lambda step: {"params": {"w": np.arange(20_000, dtype=np.float32) + step}}
+with Checkpointer(sys.argv[1], keep=2) as ck:
+    for step in (1, 2, 3):
+        ck.save(step, of(step))
+    ck.wait()
+    assert ck.steps() == [2, 3] and ck.verify(3) == []
+    np.testing.assert_array_equal(ck.restore(like=of(0))["params"]["w"], of(3)["params"]["w"])
+"""
+KEYS = {"AWS_ACCESS_KEY_ID": "SENTINELIDENTITY", "AWS_SECRET_ACCESS_KEY": "SENTINELSECRET"}
+
+
+@pytest.fixture
+def s3(tmp_path):
+    """A function that runs a script against the emulator, and the emulator's faults."""
+    for name in ("s3fs", "moto.server"):
+        pytest.importorskip(name)
+    from tests.checkpoint.s3_emulator import emulate
+
+    with emulate(tmp_path) as (environment, faults):
+        own = {"AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+        environment = os.environ | environment | own | KEYS | {"EPATH_USE_TF": "false"}
+
+        def run(script: str, *arguments: str) -> str:
+            command = [sys.executable, "-c", script, *arguments]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+            assert done.returncode == 0, done.stderr[-5000:]
+            assert not any(key in done.stdout + done.stderr for key in KEYS.values())
+            return done.stdout
+
+        yield run, faults
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_an_s3_bucket(s3, tmp_path):
+    run, _ = s3
+    out = run(MAKE + BUCKET, "", str(tmp_path), "s3://bucket/run")
+    assert out.splitlines()[-1] == "done" and "process 1 on there" in out
+    run(READ_ALL, *KEYS.values())
+
+
+# No file of any checkpoint may hold a credential.
+READ_ALL = """
+import boto3, sys
+s3 = boto3.client("s3")
+names = [found["Key"] for found in s3.list_objects_v2(Bucket="bucket")["Contents"]]
+assert len(names) > 20, names
+for name in names:
+    body = s3.get_object(Bucket="bucket", Key=name)["Body"].read()
+    assert not any(key.encode() in body for key in sys.argv[1:]), name
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", ["throttled", "dropped"])
+def test_a_busy_s3_bucket_is_asked_again(s3, fault):
+    run, faults = s3
+    run(MAKE)
+    setattr(faults, fault, 7)
+    run(LEARN, f"s3://bucket/{fault}")
+    assert faults.made >= 5
+
+
+def test_an_orbax_built_another_way_is_named(monkeypatch):
+    from orbax.checkpoint._src.path import gcs_utils
+
+    from maxlib.checkpoint import _s3
+
+    monkeypatch.delattr(gcs_utils, "get_kvstore_for_gcs")
+    with pytest.raises(RuntimeError, match=r"gcs_utils has get_kvstore_for_gcs; this is .* mounted bucket"):
+        _s3.enable.__wrapped__()

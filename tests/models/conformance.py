@@ -52,7 +52,8 @@ SHAPING = _names(
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim attention_bias mlp_bias
     tie_word_embeddings num_experts num_local_experts moe_intermediate_size n_routed_experts n_shared_experts
     first_k_dense_replace intermediate_size_mlp moe_layers mlp_only_layers decoder_sparse_step
-    use_qk_norm kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_embd n_inner n_layer n_positions
+    linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim
+    shared_expert_intermediate_size use_qk_norm kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_embd n_inner n_layer n_positions
     """
 )
 # What others say as well: layers one by one, the rope in the spelling of transformers 5, and which length it is meant
@@ -100,6 +101,7 @@ class Conformance:
     gradients_by_default: ClassVar[bool] = False  # of the first case; otherwise by default only its logits
     slot_axis: ClassVar[int] = -3  # of the arrays in a cache
     rules: ClassVar[sharding.Strategy] = sharding.FSDP_TP | {"vocab": None}
+    dtype: ClassVar[str] = "float32"  # in which transformers computes
 
     def pytest_generate_tests(self, metafunc):
         """Every case; by default only the first is read and computed."""
@@ -114,13 +116,13 @@ class Conformance:
         metafunc.parametrize("name", [first, *others])
 
     @classmethod
-    def transformers_cases(cls) -> dict[str, tuple[Any, np.ndarray]]:
+    def transformers_cases(cls) -> dict[str, tuple[Any, np.ndarray, str]]:
         """What `parity.write` and the live tests hand to transformers."""
         transformers = pytest.importorskip("transformers")
         pytest.importorskip("torch")
         make = lambda changes: getattr(transformers, cls.config)(**cls.base | changes)
         configs = {name: make(changes) for name, changes in cls.cases.items()}
-        return {name: (config, parity.tokens(config.vocab_size, SEQ)) for name, config in configs.items()}
+        return {name: (config, parity.tokens(config.vocab_size, SEQ), cls.dtype) for name, config in configs.items()}
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -167,12 +169,13 @@ class Conformance:
         _, _, model = made(name)
         maxlib.save_pretrained(model, tmp_path / "export")
         theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "export", attn_implementation="eager", output_loading_info=True
+            tmp_path / "export", attn_implementation="eager", experts_implementation="eager", output_loading_info=True
         )
+        theirs = theirs.to(getattr(torch, self.dtype))
         assert not any(info.values()), info
         tokens = parity.tokens(model.cfg.vocab, 520)[:1]
         with torch.no_grad():
-            want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+            want = theirs(torch.from_numpy(tokens).long()).logits.float().numpy()
         assert_close(_logits(model, tokens), want, 1e-4)
 
     # --- weights and config ---

@@ -35,8 +35,11 @@ def tensors(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     values = {}
     for name in sorted(shapes):
         noise = random.standard_normal(shapes[name]).astype(np.float32)
-        wide = 1.0 if EMBEDDING.search(name) else np.float32(shapes[name][-1]) ** -0.5
-        values[name] = 1 + 0.1 * noise if NORM.search(name) else noise * np.float32(wide)
+        wide = 1.0 if EMBEDDING.search(name) else np.float32((shapes[name] or [1])[-1]) ** -0.5
+        # asarray: a sum with an array of no axes is a number.
+        values[name] = np.asarray(1 + 0.1 * noise if NORM.search(name) else noise * np.float32(wide))
+        if name.endswith("A_log"):  # rates about 0.05: a state that keeps hundreds of tokens
+            values[name] = np.float32(np.log(0.05)) + 0.3 * noise
     return values
 
 
@@ -74,12 +77,14 @@ def projection(name: str, gradient: np.ndarray) -> np.ndarray:
 # --- transformers ---------------------------------------------------------------------------------------------------
 
 
-def theirs(config: Any, tokens: np.ndarray) -> dict[str, Any]:
-    """What transformers computes for `config`: everything that a golden file keeps."""
+def theirs(config: Any, tokens: np.ndarray, dtype: str = "float32") -> dict[str, Any]:
+    """What transformers computes for `config` in `dtype`: everything that a golden file keeps."""
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}  # others are not for float64
+    model = transformers.AutoModelForCausalLM.from_config(config, **how).eval()
+    model = model.to(getattr(torch, dtype))
     own = tensors_of(model)
     shapes = {name: list(index.shape) for name, index in stored(model, _numbered(own)).items()}
     _fill(model, own, tensors(shapes))
@@ -92,7 +97,7 @@ def theirs(config: Any, tokens: np.ndarray) -> dict[str, Any]:
         "config": json.loads(config.to_json_string(use_diff=False)),
         "shapes": shapes,
         "tokens": tokens,
-        "logits": logits.detach().numpy(),
+        "logits": logits.detach().float().numpy(),
         "gradients": {name: projection(name, g.numpy()) for name, g in gradients.items()},
     }
 
@@ -130,7 +135,7 @@ def _fill(model: Any, own: dict[str, Any], values: dict[str, np.ndarray]) -> Non
     for name, index in stored(model, places).items():
         flat[index.numpy()] = values[name]
     for name, tensor in own.items():
-        tensor.data.copy_(torch.from_numpy(flat[places[name].numpy()]))
+        tensor.data.copy_(torch.from_numpy(np.asarray(flat[places[name].numpy()])))
 
 
 # --- ours -----------------------------------------------------------------------------------------------------------

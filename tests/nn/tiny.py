@@ -1,6 +1,7 @@
 """Models small enough to test with."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,9 +46,13 @@ def filled_llama(seed: int = 0, **changes) -> llama.Llama:
 
 
 def tiny_llama(seed: int = 0, **changes) -> llama.Llama:
-    """Built under jit, so that initial values do not depend on how eager ops round."""
-    cfg = dataclasses.replace(LLAMA, **changes)
-    return jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(seed)))()
+    """Built under jit, so that initial values do not depend on how eager ops round; compiled once a process."""
+    return _initial(dataclasses.replace(LLAMA, **changes), seed)()
+
+
+@functools.cache
+def _initial(cfg: llama.Config, seed: int):
+    return jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(seed)))
 
 
 def tokens(batch: int, seq: int, *, vocab: int = LLAMA.vocab, seed: int = 0) -> jax.Array:

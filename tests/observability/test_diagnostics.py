@@ -186,6 +186,7 @@ def small():
     return tiny.llama(num_layers=3), jax.tree.map(jnp.asarray, tiny.batch(rows=2, length=6))
 
 
+@pytest.mark.full
 def test_what_is_observed_is_what_a_model_computes():
     model, batch = small()
     found = probes.observe(model, batch, tiny.loss)
@@ -233,6 +234,7 @@ def test_layers_that_lead_a_stack_are_tapped_one_by_one():
     assert hooks.in_order(order, checkpoint.layouts(model)) == [*led, *body, ("norm", None)]
 
 
+@pytest.mark.full
 def test_the_first_layer_that_is_not_finite_is_named():
     model, batch = small()
     assert probes.find_nonfinite(model, batch, tiny.loss) is None

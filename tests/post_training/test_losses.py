@@ -223,8 +223,9 @@ PIPELINES = {
 }
 
 
-@chosen
-@pytest.mark.parametrize("mesh", ["data x tensor", full("fsdp")])
+@pytest.mark.full
+@pytest.mark.parametrize("names", [FEW, ALL], ids=["few", "all"])
+@pytest.mark.parametrize("mesh", PIPELINES)
 def test_in_a_1f1b_pipeline_as_on_one_device(mesh, names):
     degrees, rules = PIPELINES[mesh]
     layout = sharding.Layout(sharding.make_mesh(**degrees), rules)

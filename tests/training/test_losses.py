@@ -53,7 +53,9 @@ def test_a_model_from_outside_adds_losses_of_its_own():
     assert grads.keys() == params.keys() and not any("calls" in path for path in params)
 
 
-@pytest.mark.parametrize("degrees", [dict(fsdp=8), dict(data=2, fsdp=2, tensor=2)])
+@pytest.mark.parametrize(
+    "degrees", [pytest.param(dict(fsdp=8), marks=pytest.mark.full), dict(data=2, fsdp=2, tensor=2)]
+)
 def test_few_rows_travel_to_a_large_head_and_lookups_leave_the_table(degrees):
     V, D = 512, 16
     embed = nn.Embed(V, D, rngs=nnx.Rngs(0))

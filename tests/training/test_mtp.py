@@ -12,6 +12,7 @@ from flax import nnx
 from maxlib import nn, ops
 from maxlib.models import deepseek
 from maxlib.training import mtp_loss, next_token_loss
+from tests.nn.tiny import filled
 from tests.training import tiny
 
 CFG = dataclasses.replace(
@@ -41,7 +42,7 @@ SEQ = 14
 
 @pytest.fixture(scope="module")
 def model():
-    return jax.jit(lambda: deepseek.DeepSeek(CFG, rngs=nnx.Rngs(0)))()
+    return filled(lambda: deepseek.DeepSeek(CFG, rngs=nnx.Rngs(0)))
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +162,7 @@ def test_the_balance_of_experts_covers_the_modules(model, batch):
 def test_gradients_reach_the_modules_and_the_trunk(batch):
     """Of one layer and one module, which compile in a third of the time."""
     cfg = dataclasses.replace(CFG, num_layers=1, num_dense=0, num_mtp=1)
-    params, rest = nn.partition(jax.jit(lambda: deepseek.DeepSeek(cfg, rngs=nnx.Rngs(0)))())
+    params, rest = nn.partition(filled(lambda: deepseek.DeepSeek(cfg, rngs=nnx.Rngs(0))))
 
     def value(params):
         model = nn.combine(params, rest)

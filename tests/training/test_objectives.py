@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,7 @@ MESHES = {
 }
 
 
-# By default one loss on one mesh; tests/post_training/test_losses.py has pairs on another and in a 1F1B pipeline.
+# By default one loss on one mesh; tests/post_training/test_losses.py has others on another.
 @pytest.mark.parametrize(("name", "mesh"), few([("focal", "data x context")], LOSSES, MESHES))
 def test_on_a_mesh_as_on_one_device(name, mesh):
     degrees, rules = MESHES[mesh]
@@ -126,16 +127,17 @@ def test_on_a_mesh_as_on_one_device(name, mesh):
 
 
 PIPELINES = {
+    "alone": ({"stage": 2}, sharding.DP | PP),
     "fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | PP),
     "data x tensor": ({"stage": 2, "data": 2, "tensor": 2}, sharding.TP | PP),
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "mesh"), list(itertools.product(LOSSES, PIPELINES)))
+@pytest.mark.parametrize(("name", "mesh"), few([("focal", "alone")], LOSSES, PIPELINES))
 def test_in_a_1f1b_pipeline_as_on_one_device(name, mesh):
     degrees, rules = PIPELINES[mesh]
-    layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
+    mesh = sharding.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
+    layout = sharding.Layout(mesh, rules)
     spread = jax.device_put(model(), sharding.shardings(model(), layout))
     with sharding.use(layout):
         check(run(training.one_f_one_b(LOSSES[name]).gradients, spread, batch()), alone(name))

@@ -122,6 +122,7 @@ def test_a_backend_without_that_memory_is_named(monkeypatch):
         sharding.Layout(mesh, sharding.OFFLOAD_OPTIMIZER)
 
 
+@pytest.mark.full
 def test_plans_count_the_host_by_itself():
     job = functools.partial(plan.Job, model=CONFIG, target="h100x8", sequence=16)
     usual = plan.estimated(job())

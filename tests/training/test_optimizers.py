@@ -9,6 +9,7 @@ from flax import nnx
 
 from maxlib import nn, training, weights
 from maxlib.training import _optimizers as optimizers
+from tests.nn.tiny import filled
 from tests.training import tiny
 
 
@@ -113,12 +114,12 @@ def test_muon_makes_every_matrix_of_every_layer_and_expert_orthogonal():
     """
     experts = lambda rngs: nn.MoE(16, 8, router=nn.Router(16, 3, top_k=2, rngs=rngs), rngs=rngs)
     build = lambda: {"llama": tiny.llama(), "moe": experts(nnx.Rngs(0))}
-    params, _ = nn.partition(build())
+    params, _ = nn.partition(filled(build))
     optimizer = training.muon(0.1, model=jax.eval_shape(build), weight_decay=0.0, clip=None)
     grads = {path: jax.random.normal(jax.random.key(i), p.shape) for i, (path, p) in enumerate(params.items())}
     updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(grads, params)
     dims = optimizers.muon_dimensions(jax.eval_shape(build))
-    short = nn.tree.pattern_paths(build())
+    short = nn.tree.pattern_paths(jax.eval_shape(build))
     rest = {short[path] for path in params} - {short[path] for path in dims}
     norms = {"llama.norm.scale", "llama.layers.attn_norm.scale", "llama.layers.mlp_norm.scale"}
     assert rest == {"llama.embed.w", "llama.head.w", "moe.router.gate.w"} | norms

@@ -404,7 +404,7 @@ def big_and_small(tmp_path_factory):
         CFG, vocab=8192, dim=512, mlp_dim=1536, num_heads=8, num_kv_heads=4, head_dim=64, tied=True
     )
     cfg = dataclasses.replace(cfg, rope=ops.Rope(64, max_length=64))
-    for name, layers in (("small", 2), ("big", 9)):
+    for name, layers in (("small", 2), ("big", 6)):
         maxlib.save_pretrained(build(dataclasses.replace(cfg, num_layers=layers)), path / name)
     return path
 
@@ -417,7 +417,7 @@ def test_host_memory_never_holds_the_model_twice(where, big_and_small, tmp_path)
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(MEASURE), *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     size, loading, saving = map(float, done.stdout.split())
-    assert size > 100
+    assert size > 5 * tensor
     assert loading < size + 2 * tensor
     assert saving < size + 4 * tensor
 

@@ -1,0 +1,297 @@
+"""Continuous batching (Orca, Yu et al. 2022): a batch of slots, each of which takes the next prompt when its row ends.
+
+Shapes: S slots, T tokens of a prompt with padding, D width, V vocabulary. A slot keeps the hidden state of the last
+token of its row, from which the next step draws.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+from maxlib import nn
+from maxlib.inference._engine import Completion, FinishReason, limits
+from maxlib.inference._generate import Generator, Prompts, check_inputs, check_length, right_padded, shared_capacity
+from maxlib.inference._sampling import GREEDY, Sampler
+
+
+class LocalEngine:
+    """An engine on this machine's devices, with continuous batching.
+
+    A row that ends makes room for the next prompt, so no slot waits for the longest row. A prompt is computed once for
+    all its completions. Draws of a row depend on its key only, not on its slot or its neighbours. To run on several
+    devices, call it inside `sharding.use(layout)`.
+
+    Args:
+        model: Any model of the contract (`nn.Model`).
+        slots: Rows that are decoded at once.
+        capacity: Tokens that a slot holds, prompt included; by default as many as a call needs, rounded up.
+        dtype: Dtype of the computation.
+        cache_dtype: Dtype of cached keys and values, by default `dtype`.
+
+    Raises:
+        ValueError: when a layer's cache cannot be addressed by row.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int = 8,
+        capacity: int | None = None,
+        dtype: Any = jnp.bfloat16,
+        cache_dtype: Any = None,
+    ):
+        if slots < 1:
+            raise ValueError(f"slots must be at least 1, got {slots}")
+        self.generator = Generator(model, dtype=dtype, cache_dtype=cache_dtype)
+        self.slots, self.capacity = slots, capacity
+        _check_rows(self.generator.model)
+
+    def update(self, weights: Any) -> None:
+        """Replaces weights as `Generator.update` does; compiled programs stay in use."""
+        self.generator.update(weights)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        *,
+        max_new_tokens: int | Sequence[int],
+        count: int = 1,
+        sampler: Sampler = GREEDY,
+        stop: Collection[int] = (),
+        key: Key[Array, ""] | None = None,
+    ) -> list[list[Completion]]:
+        """Returns `count` completions of each prompt; the arguments are those of `stream`."""
+        found: list[list[Any]] = [[None] * count for _ in prompts]
+        options: Any = {"count": count, "sampler": sampler, "stop": stop, "key": key}
+        for prompt, number, completion in self.stream(prompts, max_new_tokens=max_new_tokens, **options):
+            found[prompt][number] = completion
+        return found
+
+    def stream(
+        self,
+        prompts: Prompts,
+        *,
+        max_new_tokens: int | Sequence[int],
+        count: int = 1,
+        sampler: Sampler = GREEDY,
+        stop: Collection[int] = (),
+        key: Key[Array, ""] | None = None,
+    ) -> Iterator[tuple[int, int, Completion]]:
+        """Yields completions as they end, each with the number of its prompt and its own among those of the prompt.
+
+        Args:
+            prompts: Token ids of each prompt, of any length.
+            max_new_tokens: Most new tokens, for all prompts or for each.
+            count: Completions of each prompt.
+            sampler: Draws tokens; greedy by default.
+            stop: Ids that end a completion and are its last token.
+            key: Random key for sampling, by default that of seed 0.
+
+        Raises:
+            ValueError: when a prompt is empty, has ids outside the vocabulary, holds an image, or does not fit with its
+                new tokens.
+        """
+        most = limits(max_new_tokens, prompts)
+        if count < 1:
+            raise ValueError(f"count must be at least 1, got {count}")
+        capacity = self._checked_capacity(prompts, most)
+        key = jax.random.key(0) if key is None else key
+        # The keys of `Generator.generate` for each prompt `count` times.
+        keys = np.asarray(jax.random.key_data(jax.random.split(key, len(prompts) * count)))
+        rows = [
+            _Row(n, i, list(prompt), most[n], keys[n * count + i])
+            for n, prompt in enumerate(prompts)
+            for i in range(count)
+        ]
+        # Those that may last longest come first, so that no slot is left with a long row at the end.
+        rows.sort(key=lambda row: -row.limit)
+        options = {"sampler": sampler, "impl": str(jax.random.key_impl(key))}
+        return _Run(self.generator, self.slots, capacity, options, frozenset(stop)).completions(rows)
+
+    def _checked_capacity(self, prompts: Prompts, most: list[int]) -> int:
+        """Returns the tokens that a slot must hold; raises ValueError for prompts that the model cannot continue."""
+        model, vocab = self.generator.model, self.generator.vocab
+        check_inputs(model, right_padded(prompts, vocab)[0], None)
+        lengths = [len(prompt) + n for prompt, n in zip(prompts, most, strict=True)]
+        check_length(model, max(lengths))
+        switch = getattr(model, "recompute_cache_at", None)
+        if switch is not None and any(len(p) < switch <= n for p, n in zip(prompts, lengths, strict=True)):
+            raise ValueError(
+                f"{type(model).__name__} rotates keys differently from {switch} tokens on, and a row must not pass that "
+                "length while it is decoded: use inference.Generator, which computes its cache again"
+            )
+        capacity = self.capacity or min(shared_capacity(max(lengths)), getattr(model, "max_length", None) or 1 << 62)
+        if max(lengths) > capacity:
+            raise ValueError(f"prompt and new tokens must fit the slots' capacity of {capacity}, got {max(lengths)}")
+        return capacity
+
+
+@dataclasses.dataclass(eq=False)
+class _Row:
+    """A completion in the making."""
+
+    prompt: int
+    number: int
+    ids: list[int]
+    limit: int
+    key: np.ndarray
+    issued: int = 0  # steps that were started for it; their tokens come later
+    ended: bool = False
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+
+    def add(self, token: int, log_prob: float, stop: frozenset[int]) -> FinishReason | None:
+        """Appends a token, and returns the reason if it is the last one."""
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        reason = "stop" if token in stop else "length" if len(self.tokens) == self.limit else None
+        self.ended = reason is not None
+        return reason
+
+
+@nn.pytree
+class _Slots:
+    """Arrays of all slots."""
+
+    cache: nn.Cache
+    hidden: Float[Array, "S 1 D"]
+    keys: UInt32[Array, "S K"]
+    drawn: Int[Array, " S"]  # tokens drawn for the row
+
+
+class _Run:
+    """The schedule of one call: which row is in which slot."""
+
+    def __init__(self, generator: Generator, slots: int, capacity: int, options: dict[str, Any], stop: frozenset[int]):
+        self.generator, self.capacity, self.stop = generator, capacity, stop
+        self.options = options | {"dtype": generator.dtype}
+        self.rows: list[_Row | None] = [None] * slots
+        self.prefilled: Any = (None, None)  # number of a prompt, and its cache and hidden state
+        self.state: Any = None
+
+    def completions(self, rows: list[_Row]) -> Iterator[tuple[int, int, Completion]]:
+        """Yields completions as they end."""
+        waiting, ahead = collections.deque(rows), None
+        while True:
+            self._fill(waiting)
+            # The next step starts before the tokens of the last one are looked at, so that devices need not wait.
+            last, ahead = ahead, self._step() if any(self.rows) else None
+            if last is not None:
+                yield from self._read(*last)
+            elif ahead is None:
+                return
+
+    def _fill(self, waiting: collections.deque[_Row]) -> None:
+        """Puts waiting rows into free slots."""
+        for slot, row in enumerate(self.rows):
+            if row is None and waiting:
+                new = self.rows[slot] = waiting.popleft()
+                cache, hidden = self._prefill(new)
+                if self.state is None:
+                    self.state = _empty(cache, hidden, new.key, slots=len(self.rows))
+                self.state = _insert(self.state, cache, hidden, new.key, slot)
+
+    def _prefill(self, row: _Row) -> Any:
+        """Returns the cache and the last hidden state of a row's prompt, computed once for all its completions."""
+        if self.prefilled[0] != row.prompt:
+            length = min(_bucket(len(row.ids)), self.capacity)
+            tokens, valid = (np.zeros((1, length), dtype) for dtype in (np.int32, bool))
+            tokens[0, : len(row.ids)], valid[0, : len(row.ids)] = row.ids, True
+            make = self.generator
+            options = {"capacity": self.capacity, "dtype": make.dtype, "cache_dtype": make.cache_dtype}
+            self.prefilled = row.prompt, _prefill(make.model, tokens, valid, **options)
+        return self.prefilled[1]
+
+    def _step(self) -> tuple[list[_Row | None], Array, Array]:
+        """Starts a step; returns the rows that take part, and their tokens and log-probabilities to come."""
+        rows, active = list(self.rows), np.array([row is not None for row in self.rows])
+        self.state, token, log_prob = _step(self.generator.model, self.state, active, **self.options)
+        for slot, row in enumerate(rows):
+            if row is not None:
+                row.issued += 1
+                # The slot is free for the step after the row's last one.
+                self.rows[slot] = None if row.issued == row.limit else row
+        return rows, token, log_prob
+
+    def _read(self, rows: list[_Row | None], token: Array, log_prob: Array) -> Iterator[tuple[int, int, Completion]]:
+        """Gives the tokens of a step to its rows, and yields the rows that end."""
+        for slot, (row, t, p) in enumerate(zip(rows, np.asarray(token), np.asarray(log_prob), strict=True)):
+            # A row that stopped was in one more step, which had been started before.
+            if row is None or row.ended or (reason := row.add(int(t), float(p), self.stop)) is None:
+                continue
+            if self.rows[slot] is row:
+                self.rows[slot] = None
+            yield row.prompt, row.number, Completion(row.tokens, row.log_probs, reason)
+
+
+@functools.partial(jax.jit, static_argnames=("capacity", "dtype", "cache_dtype"))
+def _prefill(model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], *, capacity, dtype, cache_dtype):
+    """Runs one prompt, and returns its cache and the hidden state of its last token, `1 1 D`."""
+    cache = model.init_cache(1, capacity, dtype=cache_dtype)
+    out = model(tokens, valid=valid, cache=cache, dtype=dtype)
+    last = jax.lax.dynamic_slice_in_dim(out.hidden, valid.sum() - 1, 1, axis=1)
+    return out.cache, last
+
+
+@functools.partial(jax.jit, static_argnames="slots")
+def _empty(cache, hidden, key, *, slots) -> _Slots:
+    """Makes the arrays of empty slots, of the shapes of one row."""
+    rows = lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype)
+    return _Slots(jax.tree.map(rows, cache), rows(hidden), rows(key[None]), jnp.zeros(slots, jnp.int32))
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def _insert(state: _Slots, cache, hidden, key, slot) -> _Slots:
+    """Writes a prompt's row into a slot; nothing is left of the row before."""
+    put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=0)
+    new = _Slots(cache, hidden, key[None], jnp.zeros(1, jnp.int32))
+    return jax.tree.map(put, state, new)
+
+
+@functools.partial(jax.jit, static_argnames=("sampler", "dtype", "impl"), donate_argnames="state")
+def _step(model, state: _Slots, active: Bool[Array, " S"], *, sampler, dtype, impl):
+    """Draws the next token of each row and runs it.
+
+    Returns:
+        The new state, the tokens, and their log-probabilities.
+    """
+    keys = jax.random.wrap_key_data(state.keys, impl=impl)
+    logits = model.logits(state.hidden)[:, 0].astype(jnp.float32)
+    token = sampler(logits, jax.vmap(jax.random.fold_in)(keys, state.drawn))
+    log_prob = drawn_log_probs(logits, token, sampler.temperature)
+    out = model(token[:, None], cache=state.cache, dtype=dtype)
+    # Free slots stay empty rather than grow.
+    cache = dataclasses.replace(out.cache, length=jnp.where(active, out.cache.length, 0))
+    return _Slots(cache, out.hidden, state.keys, state.drawn + 1), token, log_prob
+
+
+def drawn_log_probs(logits: Float[Array, "B V"], token: Int[Array, " B"], temperature: float) -> Float[Array, " B"]:
+    """Returns the log-probability of each token at a temperature; 0, which is greedy, counts as 1."""
+    scores = jax.nn.log_softmax(logits / (temperature or 1.0), axis=-1)
+    return jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]
+
+
+def _bucket(length: int) -> int:
+    """Rounds a prompt's length up by less than a quarter, or to 16: four programs for each doubling of the length."""
+    multiple = max(16, (1 << (length - 1).bit_length()) // 8)
+    return -(-length // multiple) * multiple
+
+
+def _check_rows(model: Any) -> None:
+    """Raises ValueError if some array of the cache does not begin with the axis of rows."""
+    small, large = (jax.eval_shape(lambda rows=rows: model.init_cache(rows, 16)) for rows in (2, 3))
+    for path, a in jax.tree_util.tree_leaves_with_path(small):
+        b = dict(jax.tree_util.tree_leaves_with_path(large)).get(path)
+        if b is None or a.shape[:1] != (2,) or b.shape != (3, *a.shape[1:]):
+            raise ValueError(
+                f"{type(model).__name__}: the cache's array {jax.tree_util.keystr(path)} must begin with the axis of rows, got "
+                f"{a.shape} for 2 rows; a slot cannot take a new row without: use inference.Generator"
+            )

@@ -1,0 +1,58 @@
+"""Engines: what draws completions of prompts, on the spot or on a server."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from jaxtyping import Array, Key
+
+from maxlib.inference._generate import Prompts
+from maxlib.inference._sampling import GREEDY, Sampler
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A completion of a prompt, as ids, with what a policy loss needs to know of it.
+
+    Attributes:
+        tokens: Ids that were drawn, with the one that ended it.
+        log_probs: Log-probability of each under the model at the sampler's temperature (1 for greedy), before its
+            filters; these are the `old` or `sampler` log-probabilities of a policy loss.
+        finish_reason: "stop" if the last token is one of `stop`, "length" if it was cut off.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Draws completions, and takes newer weights."""
+
+    def update(self, weights: Any) -> None:
+        """Replaces the weights."""
+        ...
+
+    def generate(
+        self,
+        prompts: Prompts,
+        *,
+        max_new_tokens: int | Sequence[int],
+        count: int = 1,
+        sampler: Sampler = GREEDY,
+        stop: Collection[int] = (),
+        key: Key[Array, ""] | None = None,
+    ) -> list[list[Completion]]:
+        """Returns `count` completions of each prompt."""
+        ...
+
+
+def limits(max_new_tokens: int | Sequence[int], prompts: Prompts) -> list[int]:
+    """Returns the most new tokens of each prompt; raises ValueError unless there is a positive one for each."""
+    most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if len(most) != len(prompts) or any(n < 1 for n in most):
+        raise ValueError(f"max_new_tokens must be at least 1, one for all or one per prompt, got {max_new_tokens}")
+    return most

@@ -1,0 +1,106 @@
+"""Apertus (Swiss AI 2025, arXiv:2509.14233): Qwen3's attention, and an ungated MLP whose activation is trained."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from maxlib import nn, ops
+from maxlib.ops import Llama3Scaling, Rope
+from maxlib.sharding import constrain
+from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_rope, names
+
+_SCALED = Llama3Scaling(8.0, 1.0, 4.0, 8192)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes of an Apertus; `PRESETS` has the published ones."""
+
+    model_types = ("apertus",)
+    architecture = "ApertusForCausalLM"
+    fixed = {"hidden_act": "xielu"}
+    only = {"mlp_bias": False, "post_norm": False, "qk_norm": True}
+
+    vocab: int = hf("vocab_size")
+    num_layers: int = hf("num_hidden_layers")
+    dim: int = hf("hidden_size")
+    mlp_dim: int = hf("intermediate_size")
+    num_heads: int = hf("num_attention_heads")
+    num_kv_heads: int = hf("num_key_value_heads", absent=lambda c: c.num_heads)
+    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
+    rope: Rope = hf_rope(default_theta=12_000_000.0, default_length=65_536)
+    norm_eps: float = hf("rms_norm_eps", 1e-5)
+    tied: bool = hf("tie_word_embeddings", False)
+    attention_bias: bool = hf("attention_bias", False)
+
+    @classmethod
+    def from_hf(cls, fields: HFConfig) -> "Config":
+        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        cfg = super().from_hf(fields)
+        # A config that says nothing of the rope means the scaled one.
+        given = "rope_theta" in fields or "rope_scaling" in fields or fields.take("rope_parameters", None, kind=dict)
+        return cfg if given else replace(cfg, rope=replace(cfg.rope, scaling=_SCALED))
+
+
+class Block(nn.Layer):
+    """Llama's layer with norms on the heads of queries and keys, and an ungated MLP under xIELU."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        D, bias = cfg.dim, cfg.attention_bias
+        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
+        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
+        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.attn = nn.Attention(
+            D, **heads, rope=cfg.rope, bias=bias, out_bias=bias, q_norm=norm(), k_norm=norm(), rngs=rngs
+        )
+        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        # down(xielu(up(x))): two matrices where SwiGLU has three.
+        self.mlp = nn.MLP(D, cfg.mlp_dim, act=nn.XIELU(), bias=False, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.attn(self.attn_norm(x), ctx, cache)
+        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
+        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+
+
+class Apertus(nn.Decoder):
+    """Apertus: a multilingual model with open data, whose layers train the shape of their activation."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, rngs=rngs)
+
+
+def _table(cfg: Config) -> Table:
+    norms = [
+        Weight("attention_layernorm.weight", "attn_norm.scale"),
+        Weight("feedforward_layernorm.weight", "mlp_norm.scale"),
+    ]
+    act = [Weight(f"mlp.act_fn.{name}", f"mlp.act.{name}") for name in ("alpha_p", "alpha_n", "beta", "eps")]
+    return names.decoder_table([*norms, *names.ATTENTION, *names.MLP, *act])
+
+
+# fmt: off
+_8B = Config(
+    vocab=131_072, num_layers=32, dim=4096, mlp_dim=21_504, num_heads=32, num_kv_heads=8, head_dim=128,
+    rope=Rope(128, 12_000_000.0, _SCALED, max_length=65_536),
+)
+# fmt: on
+PRESETS = {
+    "apertus-8b": _8B,
+    "apertus-70b": replace(_8B, num_layers=80, dim=8192, mlp_dim=43_008, num_heads=64),
+}
+
+FAMILY = Family(name="apertus", model=Apertus, config=Config, table=_table, presets=PRESETS)

@@ -1,0 +1,126 @@
+"""Hy3 (Tencent 2026): Qwen3's attention, and many small experts beside a shared one under a sigmoid router."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from maxlib import nn, ops
+from maxlib.ops import Rope
+from maxlib.sharding import constrain
+from maxlib.weights import Family, Ignore, ModelConfig, Table, Weight, hf, hf_fields, hf_num_dense, hf_rope, names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes of a Hy3; `PRESETS` has the published ones."""
+
+    model_types = ("hy_v3",)
+    architecture = "HYV3ForCausalLM"
+    fixed = {"hidden_act": "silu", "mlp_bias": False}
+    only = {"qk_norm": True, "route_norm": True, "moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True}
+    # They say what is computed in float32, or by which kernel.
+    ignored = (
+        "enable_attention_fp32_softmax",
+        "enable_lm_head_fp32",
+        "enable_moe_fp32_combine",
+        "use_grouped_mm",
+        "eod_token_id",  # of training
+    )
+
+    vocab: int = hf("vocab_size")
+    num_layers: int = hf("num_hidden_layers")
+    num_dense: int = hf_num_dense()  # first layers, which have a plain MLP
+    dim: int = hf("hidden_size")
+    mlp_dim: int = hf("intermediate_size")
+    expert_dim: int = hf("moe_intermediate_size", same=("expert_hidden_dim",))
+    num_heads: int = hf("num_attention_heads")
+    num_kv_heads: int = hf("num_key_value_heads")
+    head_dim: int = hf("head_dim", absent=128)
+    rope: Rope = hf_rope(default_theta=11_158_840.0)
+    num_experts: int = hf("num_experts")
+    num_shared: int = hf("num_shared_experts", 1)
+    top_k: int = hf("num_experts_per_tok")
+    routed_scale: float = hf("router_scaling_factor", 2.826)
+    norm_eps: float = hf("rms_norm_eps", 1e-5)
+    tied: bool = hf("tie_word_embeddings", False)
+    attention_bias: bool = hf("attention_bias", False)
+    losses: tuple[Any, ...] = ()  # what the routers report for training
+    # Prediction modules in the files, which are passed over.
+    stored_mtp: int = hf_fields(
+        lambda fields, c: fields.take("num_nextn_predict_layers", 0), lambda number, cfg: {}, default=0, compare=False
+    )
+
+
+def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    # Scores are sigmoids; a bias that counts for the choice only, not for the weights, evens the load.
+    choice: Any = dict(score=jax.nn.sigmoid, scale=cfg.routed_scale, expert_bias=True)
+    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, **choice, rngs=rngs)
+    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # every token takes it
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
+
+
+class Block(nn.Layer):
+    """Llama's layer with norms on the heads of queries and keys; after the first `num_dense` with experts."""
+
+    def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
+        D, bias = cfg.dim, cfg.attention_bias
+        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
+        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
+        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.attn = nn.Attention(
+            D, **heads, rope=cfg.rope, bias=bias, out_bias=bias, q_norm=norm(), k_norm=norm(), rngs=rngs
+        )
+        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.mlp: Any = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs) if dense else None
+        self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.attn(self.attn_norm(x), ctx, cache)
+        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        h = self.mlp_norm(x)
+        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
+        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+
+
+class Hy3(nn.Decoder):
+    """Hy3: 295B parameters, of which a token meets 21B; a rope of theta 11,158,840 reaches 256k tokens."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, lead=min(cfg.num_dense, cfg.num_layers), rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, dense=i < self.cfg.num_dense, rngs=rngs)
+
+
+def _table(cfg: Config) -> Table:
+    parts = ("gate", "up", "down")
+    experts = [
+        Weight("mlp.router.gate.weight", "moe.router.gate.w"),
+        Weight("mlp.expert_bias", "moe.router.expert_bias"),
+        *[Weight(f"mlp.experts.{{e}}.{part}_proj.weight", f"moe.{part}.w", "O I -> e O I") for part in parts],
+        *[Weight(f"mlp.shared_mlp.{part}_proj.weight", f"moe.shared.{part}.w") for part in parts],
+    ]
+    modules = [Ignore(f"model.layers.{cfg.num_layers + depth}.*") for depth in range(cfg.stored_mtp)]
+    return [*names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP, *experts]), *modules]
+
+
+# fmt: off
+PRESETS = {
+    "hy3": Config(
+        vocab=120_832, num_layers=80, num_dense=1, dim=4096, mlp_dim=13_312, expert_dim=1536, num_heads=64,
+        num_kv_heads=8, head_dim=128, rope=Rope(128, 11_158_840.0, max_length=262_144), num_experts=192, top_k=8,
+    )
+}
+# fmt: on
+
+FAMILY = Family(name="hy3", model=Hy3, config=Config, table=_table, presets=PRESETS)

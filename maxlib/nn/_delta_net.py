@@ -1,0 +1,234 @@
+"""Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention with a state that is corrected, and decays.
+
+Shapes: B rows, T new tokens, D width, K key heads of width Hk, N value heads of width Hv, W taps of the convolution.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from maxlib import ops
+from maxlib.nn._context import Context, context
+from maxlib.nn._linear import Einsum, draw_key
+from maxlib.nn._norm import RMSNorm
+from maxlib.nn._pytree import pytree
+from maxlib.nn.cache import LayerCache
+from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
+from maxlib.nn.remat import mark_heads
+from maxlib.sharding import constrain, current, shard_map_by_name
+from maxlib.sharding.layers import AllGatherArg, mesh_axes
+
+_HEADS = ("batch", "seq", "act_heads", None)
+_TAIL = ("batch", None, "act_heads", None)
+_STATE = ("batch", "act_heads", None, None)
+
+
+@pytree
+class DeltaCache(LayerCache):
+    """Cache of a gated DeltaNet: the same size however many tokens there were; none of them can be taken back.
+
+    Attributes:
+        q: The last W - 1 inputs of the convolution of queries, `B W-1 K Hk`.
+        k: Those of keys, `B W-1 K Hk`.
+        v: Those of values, `B W-1 N Hv`.
+        state: The state, `B N Hk Hv`, float32.
+    """
+
+    kind: ClassVar[str | None] = "state"
+
+    q: Float[Array, "B U K Hk"]
+    k: Float[Array, "B U K Hk"]
+    v: Float[Array, "B U N Hv"]
+    state: Float[Array, "B N Hk Hv"]
+
+
+class GatedDeltaNet(SequenceMixer):
+    """Gated DeltaNet: `out(norm(o) * out_gate(gate(x)))`, where `o` is the gated delta rule of convolved projections.
+
+    Queries, keys and values pass a short convolution and SiLU. With a row of `a(x)` and `b(x)` for each value head, the
+    log decay is `-exp(a_log) softplus(a(x) + dt_bias)` and the step `sigmoid(b(x))`. Padding and other documents of a
+    row change nothing; the cache has a fixed size. Tokens must be in order: devices that share a sequence pass on
+    states (`ops.gated_delta_rule`), and zigzag order is refused.
+
+    Args:
+        dim: Width D of the residual stream.
+        num_heads: Number N of value heads.
+        key_dim: Width Hk of a key head.
+        value_dim: Width Hv of a value head.
+        num_key_heads: Number K of heads of queries and keys, which divides N; None means N.
+        conv_width: Number W of taps of the convolution.
+        norm_eps: Added to the mean square in the norm of the output.
+        out_gate: Activation of the output's gate.
+        implementation: Name of an implementation of `ops.gated_delta_rule`; None chooses the best one.
+        rngs: Source of initial values.
+
+    Raises:
+        ValueError: when `num_heads` is not a positive multiple of `num_key_heads`, or `conv_width` is below 2.
+    """
+
+    op: ClassVar[str | None] = "gated_delta_rule"
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int,
+        num_key_heads: int | None = None,
+        conv_width: int = 4,
+        norm_eps: float = 1e-6,
+        out_gate: Callable[[Array], Array] = jax.nn.silu,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        D, N, K, Hk, Hv, W = dim, num_heads, num_key_heads or num_heads, key_dim, value_dim, conv_width
+        if N < 1 or K < 1 or N % K:
+            raise ValueError(f"num_heads must be a multiple of num_key_heads; got {N} and {K}")
+        if W < 2:
+            raise ValueError(f"conv_width must be at least 2, got {W}")
+        of_keys, of_values = ("kv_heads", "head_dim", "embed"), ("heads", "head_dim", "embed")
+        self.q = Einsum("...D,KHD->...KH", (K, Hk, D), of_keys, rngs=rngs)
+        self.k = Einsum("...D,KHD->...KH", (K, Hk, D), of_keys, rngs=rngs)
+        self.v = Einsum("...D,NHD->...NH", (N, Hv, D), of_values, rngs=rngs)
+        self.gate = Einsum("...D,NHD->...NH", (N, Hv, D), of_values, rngs=rngs)
+        # One number per value head: the step, and what the decay depends on.
+        self.b = Einsum("...D,ND->...N", (N, D), ("heads", "embed"), rngs=rngs)
+        self.a = Einsum("...D,ND->...N", (N, D), ("heads", "embed"), rngs=rngs)
+        self.q_conv = _taps((K, Hk, W), "kv_heads", rngs)
+        self.k_conv = _taps((K, Hk, W), "kv_heads", rngs)
+        self.v_conv = _taps((N, Hv, W), "heads", rngs)
+        self.a_log, self.dt_bias = _decay(N, rngs)
+        self.norm = RMSNorm(Hv, eps=norm_eps)
+        self.o = Einsum("...NH,DNH->...D", (D, N, Hv), ("embed", "heads", "head_dim"), rngs=rngs)
+        self.num_heads, self.num_key_heads, self.key_dim, self.value_dim = N, K, Hk, Hv
+        self.conv_width, self.out_gate, self.implementation = W, out_gate, implementation
+
+    def __call__(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: DeltaCache | None = None
+    ) -> tuple[Float[Array, "B T D"], DeltaCache | None]:
+        """Mixes the tokens of each document.
+
+        Args:
+            x: Input, `B T D`.
+            ctx: What all layers share (`nn.context`); None treats each row as one document from position 0.
+            cache: Convolution inputs and state of earlier tokens, or None.
+
+        Returns:
+            The output, `B T D`, and the cache after the new tokens (None without one).
+        """
+        ctx = context(*x.shape[:2]) if ctx is None else ctx
+        # [B, T, D] -> [B, T, heads, width]
+        own = lambda y: constrain(y, *_HEADS[: y.ndim])
+        q, k, v = (mark_heads(own(part(x)), name) for part, name in ((self.q, "q"), (self.k, "k"), (self.v, "v")))
+        out, cache = self._mix(q, k, v, *map(own, self._rates(x)), ctx, cache)
+        # In float32 until the product, as the norm is. [B, T, N, Hv]
+        out = self.norm(checkpoint_name(out, "attention_out")).astype(jnp.promote_types(x.dtype, jnp.float32))
+        out = (out * self.out_gate(own(self.gate(x)).astype(out.dtype))).astype(x.dtype)
+        return self.o(out), cache
+
+    def _rates(self, x: Array) -> tuple[Array, Array]:
+        """Returns log decays and steps, `B T N` each, in float32 or wider."""
+        wide = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32))
+        a, b = wide(self.a(x)), wide(self.b(x))
+        # [N] -> [1, 1, N]
+        a_log, dt_bias = (wide(w[...])[None, None] for w in (self.a_log, self.dt_bias))
+        return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias), jax.nn.sigmoid(b)
+
+    def _mix(self, q, k, v, log_decay, beta, ctx: Context, cache: DeltaCache | None):
+        """Convolves and applies the delta rule, on each device's own rows, heads and tokens."""
+        axis, seq = _sequence_axis(q.shape[1])
+        here = lambda names: tuple(seq if name == "seq" else name for name in names)
+        taps = [jnp.asarray(w[...]) for w in (self.q_conv, self.k_conv, self.v_conv)]
+        split = [AllGatherArg(w.get_metadata()["axes"], ("act_heads", None, None)) for w in (self.q_conv, self.v_conv)]
+        # Rows without a cache that hold one document each need no resets.
+        starts = ctx.is_start if ctx.packed or cache is not None else None
+        states = (None,) * 4 if cache is None else (cache.q, cache.k, cache.v, cache.state)
+        names = [here(_HEADS)] * 3 + [here(_HEADS[:3])] * 2 + [split[0], split[0], split[1]]
+        names += [None] * 4 if cache is None else [_TAIL] * 3 + [_STATE]
+        names += [None if mask is None else here(_HEADS[:2]) for mask in (starts, ctx.valid)]
+        op = functools.partial(_op, axis_name=axis, implementation=self.implementation)
+        mapped = shard_map_by_name(op, names, (here(_HEADS), _TAIL, _TAIL, _TAIL, _STATE))
+        out, *new = mapped(q, k, v, log_decay, beta, *taps, *states, starts, ctx.valid)
+        return constrain(out, *_HEADS), None if cache is None else DeltaCache(*new)
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> DeltaCache:
+        """Makes an empty cache; its size does not depend on `capacity`.
+
+        Args:
+            batch: Number B of rows.
+            capacity: Most tokens in a row.
+            dtype: Dtype of the convolution's inputs; the state is float32, or wider if `dtype` is.
+        """
+        N, K, Hk, Hv, U = self.num_heads, self.num_key_heads, self.key_dim, self.value_dim, self.conv_width - 1
+        keys, values = (batch, U, K, Hk), (batch, U, N, Hv)
+        state = jnp.zeros((batch, N, Hk, Hv), jnp.promote_types(dtype, jnp.float32))
+        return DeltaCache(jnp.zeros(keys, dtype), jnp.zeros(keys, dtype), jnp.zeros(values, dtype), state)
+
+    def traffic(self, split: SplitSequence) -> Traffic:
+        """Returns the bytes of transitions, states and convolution inputs that devices gather in a training step."""
+        N, K, Hk, Hv = self.num_heads, self.num_key_heads, self.key_dim, self.value_dim
+        effect = 4 * N * Hk * (Hk + Hv)  # float32
+        tail = (self.conv_width - 1) * (2 * K * Hk + N * Hv) * split.width
+        whole = split.rows * split.parts * (effect + tail) / split.heads
+        return {"all-gather": (split.passes - 1) * whole, "reduce-scatter": whole}
+
+    @property
+    def kind(self) -> str:
+        """Names the kind in tables."""
+        return "gated DeltaNet"
+
+    def features(self) -> Iterator[str]:
+        """Yields the labels of its options for tables."""
+        yield "short convolution"
+
+
+def _op(
+    q, k, v, log_decay, beta, q_conv, k_conv, v_conv, q_tail, k_tail, v_tail, state, starts, valid, *, axis_name, **how
+):
+    """Convolves and applies the delta rule on one device's part; returns the output and the new cache's arrays."""
+    masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
+
+    def convolved(x, taps, tail):
+        y, tail = ops.short_convolution(x, taps, tail=tail, **masks)
+        return jax.nn.silu(y), tail
+
+    q, q_tail = convolved(q, q_conv, q_tail)
+    k, k_tail = convolved(k, k_conv, k_tail)
+    v, v_tail = convolved(v, v_conv, v_tail)
+    out, state = ops.gated_delta_rule(q, k, v, log_decay, beta, initial_state=state, **masks, **how)
+    return out, q_tail, k_tail, v_tail, state
+
+
+def _sequence_axis(tokens: int) -> tuple[str | tuple[str, ...] | None, str | None]:
+    """Returns the mesh axis over which a row's tokens are split within the op, and the name of their array axis.
+
+    Both are None if each device has whole rows: without a layout, or where the number of tokens does not divide.
+    """
+    axes = tuple(axis for axis in mesh_axes("seq") if axis not in mesh_axes("act_heads"))
+    layout = current()
+    if layout is None or not axes or tokens % math.prod(layout.mesh.shape[axis] for axis in axes):
+        return None, None
+    return (axes[0] if len(axes) == 1 else axes), "seq"
+
+
+def _taps(shape: tuple[int, int, int], heads: str, rngs: nnx.Rngs) -> nnx.Param:
+    """Draws the filters of a convolution, with variance one over the number of taps."""
+    init = nnx.initializers.normal(shape[-1] ** -0.5)
+    return nnx.Param(init(draw_key(rngs), shape, jnp.float32), axes=(heads, "head_dim", "tap"))
+
+
+def _decay(num_heads: int, rngs: nnx.Rngs) -> tuple[nnx.Param, nnx.Param]:
+    """Draws rates in [1, 16] and time steps in [0.001, 0.1], as for Mamba-2 (Dao & Gu 2024, arXiv:2405.21060)."""
+    rates, steps = jax.random.uniform(draw_key(rngs), (2, num_heads))
+    step = jnp.exp(math.log(1e-3) + steps * (math.log(0.1) - math.log(1e-3)))
+    # softplus(dt_bias) = step
+    bias = step + jnp.log(-jnp.expm1(-step))
+    return nnx.Param(jnp.log(1 + 15 * rates), axes=("heads",)), nnx.Param(bias, axes=("heads",))

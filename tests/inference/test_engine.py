@@ -1,0 +1,96 @@
+"""Continuous batching against one prompt at a time, and what it says of its draws against a forward pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib import inference, nn
+from maxlib.inference import Generator, LocalEngine, Sampler
+from maxlib.inference import _continuous as continuous
+from tests.nn.tiny import tiny_llama
+
+PROMPTS = [[5, 9, 2, 7, 30], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [8, 8], [40, 41, 42]]
+LIMITS = [4, 9, 2, 1, 6]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return LocalEngine(model, slots=2, capacity=32, dtype=jnp.float32)
+
+
+def test_greedy_equals_one_prompt_at_a_time(model, engine):
+    alone = Generator(model, dtype=jnp.float32)
+    want = [alone.generate([p], max_new_tokens=n, capacity=32)[0] for p, n in zip(PROMPTS, LIMITS, strict=True)]
+    got = engine.generate(PROMPTS, max_new_tokens=LIMITS)
+    assert [one.tokens for (one,) in got] == want
+    assert {one.finish_reason for (one,) in got} == {"length"}
+
+
+def test_completions_of_a_prompt_are_those_of_rows_of_their_own(model, engine, monkeypatch):
+    """Keys are those of the prompts repeated, and each prompt is computed once."""
+    sampler, key, calls, prefill = Sampler(temperature=0.8, top_k=20), jax.random.key(3), [], continuous._prefill
+    monkeypatch.setattr(continuous, "_prefill", lambda *args, **options: calls.append(1) or prefill(*args, **options))
+    got = engine.generate(PROMPTS[:3], count=3, max_new_tokens=5, sampler=sampler, key=key)
+    repeated = [prompt for prompt in PROMPTS[:3] for _ in range(3)]
+    alone = Generator(model, dtype=jnp.float32)
+    rows = alone.generate(repeated, max_new_tokens=5, sampler=sampler, key=key, capacity=32)
+    assert [one.tokens for group in got for one in group] == rows and len(calls) == 3
+    assert len({tuple(one.tokens) for one in got[0]}) > 1
+
+
+def test_a_stop_token_ends_a_row_and_belongs_to_it(engine):
+    free = engine.generate(PROMPTS, max_new_tokens=6)
+    stop = free[0][0].tokens[2]
+    for whole, got in zip(free, engine.generate(PROMPTS, max_new_tokens=6, stop=[stop]), strict=True):
+        tokens, ended = whole[0].tokens, stop in whole[0].tokens
+        assert got[0].tokens == (tokens[: tokens.index(stop) + 1] if ended else tokens)
+        assert got[0].finish_reason == ("stop" if ended else "length")
+
+
+def test_log_probabilities_are_those_of_a_forward_pass_at_the_temperature(model, engine):
+    got = engine.generate(PROMPTS, max_new_tokens=6, sampler=Sampler(temperature=0.7, top_p=0.9))
+    whole = [prompt + one.tokens for prompt, (one,) in zip(PROMPTS, got, strict=True)]
+    padded = jnp.asarray([ids + [0] * (32 - len(ids)) for ids in whole])
+    scores = (
+        np.asarray(jax.jit(lambda ids: model.logits(model(ids, dtype=jnp.float32).hidden))(padded), np.float64) / 0.7
+    )
+    want = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    for row, prompt, (one,) in zip(want, PROMPTS, got, strict=True):
+        at = np.arange(6)
+        np.testing.assert_allclose(one.log_probs, row[len(prompt) - 1 + at, one.tokens], atol=1e-5)
+
+
+def test_new_weights_compile_nothing(model, engine):
+    before = engine.generate(PROMPTS, max_new_tokens=LIMITS)
+    sizes = [f._cache_size() for f in (continuous._prefill, continuous._insert, continuous._step)]
+    engine.update(tiny_llama(1, num_layers=2))
+    after = engine.generate(PROMPTS, max_new_tokens=LIMITS)
+    assert sizes == [f._cache_size() for f in (continuous._prefill, continuous._insert, continuous._step)]
+    engine.update(model)
+    assert before != after and before == engine.generate(PROMPTS, max_new_tokens=LIMITS)
+
+
+def test_what_cannot_be_continued_is_refused(model, engine):
+    for words, options in {
+        "at least 1, one for all or one per prompt": {"max_new_tokens": [1]},
+        "capacity of 32, got 34": {"max_new_tokens": 17},
+        "count must be at least 1": {"max_new_tokens": 1, "count": 0},
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            engine.generate(PROMPTS, **options)
+
+    class Shared(type(model)):
+        def init_cache(self, batch, capacity, *, dtype=jnp.bfloat16, rope_length=None):
+            return nn.Cache(jnp.zeros((capacity, batch)), jnp.zeros(batch, jnp.int32))
+
+    odd = object.__new__(Shared)
+    odd.__dict__.update(model.__dict__)
+    with pytest.raises(ValueError, match="must begin with the axis of rows, got"):
+        continuous._check_rows(odd)
+    assert isinstance(engine, inference.Engine)

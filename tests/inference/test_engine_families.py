@@ -1,0 +1,45 @@
+"""What the engine says of its draws is what the trainer says of them, for every family and kind of cache."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxlib
+from maxlib import inference, post_training
+from tests.models import parity
+
+PROMPT_LENGTHS, LENGTH, TEMPERATURE = (9, 1, 5), 24, 0.8
+CASES = [(path.stem, name) for path in sorted(parity.GOLDEN.glob("*.npz")) for name in parity.golden(path.stem)]
+DEFAULT = next(case for case in CASES if case[0] == "gemma3")  # rings beside full caches
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [case if case == DEFAULT else pytest.param(*case, marks=pytest.mark.full) for case in CASES]
+)
+def test_the_trainer_agrees_about_every_draw(family, name, tmp_path):
+    case = parity.golden(family)[name]
+    model = maxlib.from_pretrained(parity.directory(tmp_path, case), dtype=jnp.float32)
+    engine = inference.LocalEngine(model, slots=2, capacity=LENGTH, dtype=jnp.float32)
+    ids = case["tokens"][0]
+    prompts = [ids[:n].tolist() for n in PROMPT_LENGTHS]
+    limits = [LENGTH - n for n in PROMPT_LENGTHS]
+    if (switch := getattr(model, "recompute_cache_at", None)) is not None:
+        with pytest.raises(ValueError, match="must not pass that length"):
+            engine.generate(prompts, max_new_tokens=limits)
+        limits = [min(most, switch - 1 - n) for most, n in zip(limits, PROMPT_LENGTHS, strict=True)]
+    sampler = inference.Sampler(temperature=TEMPERATURE)
+    found = [one for (one,) in engine.generate(prompts, max_new_tokens=limits, sampler=sampler, key=jax.random.key(1))]
+    batch = post_training.completion_batch(
+        prompts,
+        [one.tokens for one in found],
+        np.ones(3),
+        length=LENGTH,
+        sampler_log_probs=[one.log_probs for one in found],
+    )
+    trainer = jax.jit(functools.partial(post_training.log_probs, temperature=TEMPERATURE, dtype=jnp.float32))
+    learned = batch["targets"] >= 0
+    assert learned.sum() == sum(limits) and np.abs(batch["sampler"][learned]).max() > 0.1
+    np.testing.assert_allclose(batch["sampler"], np.where(learned, trainer(model, batch).log_prob, 0), atol=1e-4)

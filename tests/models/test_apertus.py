@@ -1,0 +1,101 @@
+"""Apertus against transformers: an ungated MLP under an activation with trained numbers, norms on heads."""
+
+import pytest
+
+from maxlib.models import apertus
+from maxlib.weights import HFConfig
+from tests.models import conformance
+from tests.models.conformance import Conformance
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# transformers' embeddings give the padding token no gradient.
+BASE = conformance.BASE | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+
+
+class TestApertus(Conformance):
+    family = "apertus"
+    config = "ApertusConfig"
+    base = BASE
+    cases = {
+        "scaled": {"vocab_size": 53, "rope_parameters": LLAMA3},
+        "tied_biases": {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }
+    matters = {"rms_norm_eps": 0.1, "rope_parameters": LLAMA3 | {"factor": 2.0}}
+    refused = {
+        "hidden_act": "silu",
+        "attn_logit_softcapping": 50.0,
+        "mlp_bias": True,
+        "post_norm": True,
+        "qk_norm": False,
+        "sliding_window": 5,
+    }
+    presets = {"apertus-8b": 8.053, "apertus-70b": 70.597}
+
+
+transformers_cases = TestApertus.transformers_cases
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers():
+    """Also the scaling of the rope."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.ApertusConfig()
+    short = {name: getattr(theirs, name) for name in ["model_type", *apertus.Config.required()]}
+    assert apertus.Config.from_hf(HFConfig(short)) == apertus.Config.from_hf(HFConfig(theirs.to_dict()))
+
+
+# The config.json of the 8B release.
+RELEASED = {
+    "architectures": ["ApertusForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 68,
+    "hidden_act": "xielu",
+    "hidden_dropout": 0.0,
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 21504,
+    "max_position_embeddings": 65536,
+    "mlp_bias": False,
+    "model_type": "apertus",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pad_token_id": 3,
+    "post_norm": False,
+    "qk_norm": True,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+        "type": "llama3",
+    },
+    "rope_theta": 12000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.56.0",
+    "use_cache": True,
+    "vocab_size": 131072,
+}
+
+
+def test_preset_is_what_the_release_says():
+    fields = HFConfig(RELEASED)
+    assert apertus.Config.from_hf(fields) == apertus.PRESETS["apertus-8b"]
+    fields.done()

@@ -1,0 +1,166 @@
+"""GLM-4.7-Flash against transformers: latent attention, rotated in pairs or halves, groups of experts."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import maxlib
+from maxlib.models import glm4_moe_lite
+from maxlib.weights import HFConfig
+from tests.models import parity
+from tests.models.conformance import BASE, Conformance, assert_close
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 64.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+
+
+class TestGLM4MoELite(Conformance):
+    family = "glm4_moe_lite"
+    config = "Glm4MoeLiteConfig"
+    base = BASE | {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 12,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "q_lora_rank": 14,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 9,
+    }
+    cases = {
+        "groups": {
+            "num_hidden_layers": 4,
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "vocab_size": 53,
+        },
+        "halves_tied_scaled": {
+            "rope_interleave": False,
+            "tie_word_embeddings": True,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+            "rope_parameters": YARN,
+        },
+    }
+    matters = {
+        "rope_interleave": False,
+        "n_group": 3,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 3.0,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    }
+    elsewhere = {"num_nextn_predict_layers"}  # modules are read on request
+    refused = Conformance.refused | {
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "num_key_value_heads": 2,
+        "qk_head_dim": 12,
+        "sliding_window": 5,
+    }
+    presets = {"glm-4.7-flash": 29.943}  # 31.2 with the module
+    rules = Conformance.rules | {"expert": "data"}
+    depths = (2, 3)  # the first has no experts
+    slot_axis = -2  # [rows, slots, latent]
+
+
+transformers_cases = TestGLM4MoELite.transformers_cases
+
+
+@pytest.mark.full
+def test_the_prediction_module_is_that_of_deepseek(tmp_path):
+    """With V3's, whose modules are compared with transformers', the weights have the same names."""
+    case = parity.golden("glm4_moe_lite")["groups"]
+    cfg = glm4_moe_lite.Config.from_hf(HFConfig(case["config"]))
+    cfg = dataclasses.replace(cfg, num_mtp=1, norm_eps=1e-6, num_groups=1, top_groups=1)
+    maxlib.save_pretrained(glm4_moe_lite.GLM4MoELite(cfg, rngs=nnx.Rngs(0)), tmp_path)
+    ours = maxlib.from_pretrained(tmp_path, num_mtp=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["mlp_layer_types"]
+    config |= {"model_type": "deepseek_v3", "topk_method": "noaux_tc"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs, tokens = maxlib.from_pretrained(tmp_path, num_mtp=1), jnp.asarray(case["tokens"])
+
+    @jax.jit
+    def ahead(model):
+        hidden = model(tokens, dtype=jnp.float32).hidden
+        (one,) = model.predict_ahead(hidden, tokens)
+        return hidden, one.hidden
+
+    for got, want in zip(ahead(ours), ahead(theirs), strict=True):
+        assert_close(got, want)
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.Glm4MoeLiteConfig()
+    short = {name: getattr(theirs, name) for name in ["model_type", *glm4_moe_lite.Config.required()]}
+    short |= {"qk_rope_head_dim": 64, "max_position_embeddings": 202752}
+    assert glm4_moe_lite.Config.from_hf(HFConfig(short)) == glm4_moe_lite.Config.from_hf(HFConfig(theirs.to_dict()))
+
+
+# The config.json of the release.
+RELEASED = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "pad_token_id": 154820,
+    "eos_token_id": [154820, 154827, 154829],
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "max_position_embeddings": 202752,
+    "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.8,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 1.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+
+
+def test_preset_is_what_the_release_says():
+    fields = HFConfig(RELEASED)
+    cfg = glm4_moe_lite.Config.from_hf(fields)
+    assert cfg == glm4_moe_lite.PRESETS["glm-4.7-flash"]
+    assert cfg.stored_mtp == 1
+    fields.done()

@@ -1,0 +1,115 @@
+"""Hy3 against transformers: norms on heads, dense first layers, a bias on the choice of experts, shared ones."""
+
+import pytest
+
+from maxlib.models import hy3
+from maxlib.weights import HFConfig
+from tests.models.conformance import BASE, Conformance
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+
+
+class TestHy3(Conformance):
+    family = "hy3"
+    config = "HYV3Config"
+    base = BASE | {"moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 3, "head_dim": 10}
+    cases = {
+        "dense_first": {
+            "num_hidden_layers": 4,
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "num_shared_experts": 2,
+            "vocab_size": 53,
+        },
+        "tied_biases": {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "rope_parameters": YARN,
+        },
+    }
+    matters = {
+        "num_experts_per_tok": 2,
+        "router_scaling_factor": 1.0,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
+    }
+    # One decides which weights there are; the other rounds.
+    elsewhere = {"num_shared_experts", "enable_moe_fp32_combine"}
+    refused = Conformance.refused | {
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        "first_k_dense_replace": 1,  # beside two dense ones
+        "expert_hidden_dim": 13,
+        "mlp_bias": True,
+        "qk_norm": False,
+        "route_norm": False,
+        "moe_router_use_sigmoid": False,
+        "moe_router_enable_expert_bias": False,
+        "sliding_window": 5,
+    }
+    presets = {"hy3": 295.033}
+    rules = Conformance.rules | {"expert": "data"}
+    depths = (2, 3)  # the first has no experts
+
+
+transformers_cases = TestHy3.transformers_cases
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.HYV3Config()
+    short = {name: getattr(theirs, name) for name in ["model_type", *hy3.Config.required()]}
+    short["max_position_embeddings"] = theirs.max_position_embeddings
+    assert hy3.Config.from_hf(HFConfig(short)) == hy3.Config.from_hf(HFConfig(theirs.to_dict()))
+
+
+# The config.json of the release.
+RELEASED = {
+    "architectures": ["HYV3ForCausalLM"],
+    "bos_token_id": 120000,
+    "dtype": "bfloat16",
+    "enable_attention_fp32_softmax": False,
+    "enable_lm_head_fp32": True,
+    "enable_moe_fp32_combine": False,
+    "eod_token_id": 120026,
+    "eos_token_id": 120025,
+    "expert_hidden_dim": 1536,
+    "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.006,
+    "intermediate_size": 13312,
+    "max_position_embeddings": 262144,
+    "model_type": "hy_v3",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_use_sigmoid": True,
+    "num_attention_heads": 64,
+    "num_experts": 192,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "num_shared_experts": 1,
+    "output_router_logits": True,
+    "pad_token_id": 120002,
+    "qk_norm": True,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 11158840.0, "rope_type": "default"},
+    "route_norm": True,
+    "router_scaling_factor": 2.826,
+    "sep_token_id": 120007,
+    "tie_word_embeddings": False,
+    "transformers_version": "5.6.0",
+    "use_cache": True,
+    "use_grouped_mm": False,
+    "vocab_size": 120832,
+    "num_nextn_predict_layers": 1,
+}
+
+
+def test_preset_is_what_the_release_says():
+    fields = HFConfig(RELEASED)
+    cfg = hy3.Config.from_hf(fields)
+    assert cfg == hy3.PRESETS["hy3"]
+    assert cfg.stored_mtp == 1
+    fields.done()

@@ -1,0 +1,146 @@
+"""MiMo-V2-Flash against transformers: windows with sinks and more key heads, values narrower than keys, and scaled."""
+
+import pytest
+
+from maxlib.models import mimo_v2
+from maxlib.models.mimo_v2 import FULL, SLIDING
+from maxlib.weights import HFConfig
+from tests.models.conformance import BASE, Conformance
+
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+ROPES = {
+    FULL: PLAIN | {"rope_theta": 5e5, "partial_rotary_factor": 0.34},  # 4 of 12 dimensions
+    SLIDING: PLAIN | {"partial_rotary_factor": 0.34},
+}
+OWN = {
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "head_dim": 12,
+    "v_head_dim": 10,
+    "rope_parameters": ROPES,
+}
+
+
+class TestMiMoV2(Conformance):
+    family = "mimo_v2"
+    config = "MiMoV2FlashConfig"
+    base = BASE | OWN
+    cases = {
+        "windowed": {
+            "num_hidden_layers": 4,
+            "layer_types": [FULL, SLIDING, SLIDING, FULL],
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "sliding_window": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "vocab_size": 53,
+        },
+        "tied_biases": {
+            "sliding_window": 6,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+            "norm_topk_prob": False,
+            "attention_value_scale": None,
+        },
+    }
+    windows = {"windowed": {4, 24}, "tied_biases": {6, 24}}
+    matters = {
+        "sliding_window": 6,
+        "attention_value_scale": 1.0,
+        "n_group": 3,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 3.0,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": ROPES | {SLIDING: ROPES[SLIDING] | {"rope_theta": 5e5}},
+    }
+    refused = Conformance.refused | {
+        "layer_types": [FULL, SLIDING, "linear_attention", FULL],
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        "moe_layer_freq": [0, 1, 1, 1],  # beside two dense ones
+        "swa_num_key_value_heads": 2,
+        "swa_num_attention_heads": 2,
+        "swa_head_dim": 8,
+        "swa_v_head_dim": 8,
+        "add_full_attention_sink_bias": True,
+        "add_swa_attention_sink_bias": False,
+        "n_shared_experts": 1,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "use_qk_norm": True,
+        "mlp_bias": True,
+    }
+    presets = {"mimo-v2-flash": 308.779}
+    rules = Conformance.rules | {"expert": "data"}
+    depths = (12, 18)  # as many kinds of layers as there are in all, but for the first
+
+
+transformers_cases = TestMiMoV2.transformers_cases
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.MiMoV2FlashConfig()
+    short = {name: getattr(theirs, name) for name in ["model_type", *mimo_v2.Config.required()]}
+    short["max_position_embeddings"] = theirs.max_position_embeddings
+    assert mimo_v2.Config.from_hf(HFConfig(short)) == mimo_v2.Config.from_hf(HFConfig(theirs.to_dict()))
+
+
+# The config.json of the release.
+RELEASED = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "add_full_attention_sink_bias": False,
+    "add_swa_attention_sink_bias": True,
+    "attention_bias": False,
+    "attention_chunk_size": 128,
+    "attention_dropout": 0.0,
+    "attention_value_scale": 0.707,
+    "head_dim": 192,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "hybrid_layer_pattern": [int(bool(i) and (i + 1) % 6 > 0) for i in range(48)],
+    "initializer_range": 0.02,
+    "intermediate_size": 16384,
+    "layernorm_epsilon": 1e-05,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": [int(i > 0) for i in range(48)],
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": None,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "partial_rotary_factor": 0.334,
+    "rope_scaling": None,
+    "rope_theta": 5000000,
+    "routed_scaling_factor": None,
+    "scoring_func": "sigmoid",
+    "sliding_window": 128,
+    "sliding_window_size": 128,
+    "swa_head_dim": 192,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_rope_theta": 10000,
+    "swa_v_head_dim": 128,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 152576,
+}
+
+
+def test_preset_is_what_the_release_says():
+    fields = HFConfig(RELEASED)
+    assert mimo_v2.Config.from_hf(fields) == mimo_v2.PRESETS["mimo-v2-flash"]
+    fields.done()

@@ -1,0 +1,127 @@
+"""Qwen3-Next against transformers in float64: linear attention between attention, experts between MLPs, slow decays."""
+
+import pytest
+
+from maxlib.models import qwen3_next
+from maxlib.ops import Rope
+from maxlib.weights import HFConfig
+from tests.models.conformance import BASE, SEQ, Conformance
+
+LINEAR, FULL = qwen3_next.LINEAR, qwen3_next.FULL
+# Four value heads on two key heads, of other widths than in attention.
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+EXPERTS = {
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+
+
+class TestQwen3Next(Conformance):
+    family = "qwen3_next"
+    config = "Qwen3NextConfig"
+    dtype = "float64"
+    base = BASE | DELTA | EXPERTS | {"head_dim": 16, "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.25}}
+    cases = {
+        "three_to_one": {"num_hidden_layers": 4, "vocab_size": 53, "linear_key_head_dim": 8},
+        "dense_among_sparse": {
+            "num_hidden_layers": 5,
+            "layer_types": [LINEAR, FULL, LINEAR, FULL, LINEAR],
+            "mlp_only_layers": [1, 2],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": DEFAULT | {"partial_rotary_factor": 1.0},
+        },
+    }
+    matters = {
+        "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5},
+    }
+    refused = Conformance.refused | {"use_sliding_window": True, "layer_types": [LINEAR, "chunked", LINEAR, FULL]}
+    presets = {"qwen3-next-80b-a3b": 79.674}
+    rules = Conformance.rules | {"expert": "data"}
+    windows = {"three_to_one": {SEQ, 3, 4}, "dense_among_sparse": {SEQ, 2, 4}}  # convolution inputs, heads of states
+    depths = (4, 8)
+
+
+transformers_cases = TestQwen3Next.transformers_cases
+
+
+def test_layers_are_what_the_config_says():
+    short = {"model_type": "qwen3_next"} | TestQwen3Next.base | {"num_hidden_layers": 6}
+    kinds = lambda **fields: qwen3_next.Config.from_hf(HFConfig(short | fields)).kinds
+    assert kinds() == tuple((kind, True) for kind in (LINEAR, LINEAR, LINEAR, FULL, LINEAR, LINEAR))
+    assert kinds(full_attention_interval=3)[2] == (FULL, True)
+    assert [sparse for _, sparse in kinds(decoder_sparse_step=2, mlp_only_layers=[1])] == [False] * 3 + [
+        True,
+        False,
+        True,
+    ]
+    with pytest.raises(ValueError, match="full_attention_interval must be at least 1"):
+        kinds(full_attention_interval=0)
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.Qwen3NextConfig()
+    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_next.Config.required()]}
+    cfg = qwen3_next.Config.from_hf(HFConfig(short | {"max_position_embeddings": 32768}))
+    assert cfg == qwen3_next.Config.from_hf(HFConfig(theirs.to_dict()))
+    assert cfg.rope == Rope(64, max_length=32768)  # a quarter of a head
+
+
+# The config.json of the release, in the spelling of its time.
+RELEASED = {
+    "model_type": "qwen3_next",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_the_preset_is_what_the_release_says():
+    fields = HFConfig(RELEASED)
+    assert qwen3_next.Config.from_hf(fields) == qwen3_next.PRESETS["qwen3-next-80b-a3b"]
+    fields.done()
