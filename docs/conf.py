@@ -5,8 +5,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_extension"))
 
-import maxlib
 import notebooks
+
+import maxlib
 
 notebooks.copy()
 

@@ -167,7 +167,7 @@ class MLflow(_Tracker):
         if run_id is None:
             found = self._client.get_experiment_by_name(self._experiment)
             experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
-            run_id = self._client.create_run(experiment, run_name=self._run_name).info.run_id
+            run_id = str(self._client.create_run(experiment, run_name=self._run_name).info.run_id)
             for key, value in self._config.items():
                 self._client.log_param(run_id, key, value)
             self._keep(run_id)

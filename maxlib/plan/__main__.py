@@ -116,7 +116,7 @@ def _numbers(result: Plan) -> dict[str, Any]:
     plain = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
     named = {"target": result.target.name, "capacity": result.target.chip.memory, "fits": result.fits}
     numbers = {name: value for name, value in plain.items() if isinstance(value, int | float | dict | None)}
-    nested = {name: dataclasses.asdict(part) for name, part in parts.items() if dataclasses.is_dataclass(part)}
+    nested = {name: dataclasses.asdict(part) for name, part in parts.items() if part is not None}
     return json.loads(json.dumps(named | numbers | nested, default=str))
 
 
