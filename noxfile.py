@@ -147,8 +147,15 @@ def post_parity(session: nox.Session) -> None:
     session.install("peft==0.21.2", "trl==1.16.0")
     session.run("python", "-m", "tests.adapters.peft_parity")
     session.run("python", "-m", "tests.post_training.make_golden")
+    session.run("python", "-m", "tests.post_training.make_steps")
     session.run(
-        "pytest", "-m", "", "tests/adapters/test_peft.py", "tests/post_training/test_parity.py", *session.posargs
+        "pytest",
+        "-m",
+        "",
+        "tests/adapters/test_peft.py",
+        "tests/post_training/test_parity.py",
+        "tests/post_training/test_steps.py",
+        *session.posargs,
     )
 
 

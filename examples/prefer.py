@@ -20,8 +20,8 @@ DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs 
 PLAIN = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
 KINDS = {
     "dpo": post_training.DPO,
-    "ipo": post_training.IPO,
-    "apo": post_training.APOZero,
+    "ipo": functools.partial(post_training.DPO, loss_type="ipo"),
+    "apo": functools.partial(post_training.DPO, loss_type="apo_zero"),
     "simpo": post_training.SimPO,
     "orpo": post_training.ORPO,
 }

@@ -62,6 +62,12 @@ def _compiled_programs_go():
         gc.collect()
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: collections of garbage need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_report_header() -> list[str]:
     torch = "here" if importlib.util.find_spec("torch") else "absent: live parity with transformers is skipped (README)"
     return [f"jax {jax.__version__} on {jax.device_count()} {jax.default_backend()} devices; torch {torch}"]

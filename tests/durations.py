@@ -5,7 +5,6 @@
 import json
 import sys
 import xml.etree.ElementTree as ET
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,12 +23,13 @@ def estimated(cases: Mapping[str, int]) -> dict[str, float]:
     return {function: known.get(function, UNKNOWN * count) for function, count in cases.items()}
 
 
-def measured(report: Path) -> Counter[str]:
+def measured(report: Path) -> dict[str, float]:
     """Seconds by function, of those that ran."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = {}
     for case in ET.parse(report).iter("testcase"):
         if case.find("skipped") is None and case.find("failure") is None:
-            found[function(case.attrib["classname"], case.attrib["name"])] += float(case.attrib["time"])
+            name = function(case.attrib["classname"], case.attrib["name"])
+            found[name] = found.get(name, 0.0) + float(case.attrib["time"])
     return found
 
 

@@ -86,7 +86,7 @@ def test_it_saves_and_restores_in_another_layout(tmp_path, run):
     with Checkpointer(tmp_path, layouts=layouts(other)) as reader:
         items = reader.restore(like={"params": fresh.trainable, "opt": fresh.opt_state})
     trainable = lambda model: [nn.partition(layer)[0] for layer in model.blocks]
-    restored = trainable(nn.combine(items["params"], fresh.rest))
+    restored = trainable(nn.combine(jax.device_get(items["params"]), fresh.rest))
     saved = trainable(jax.device_get(state.model))
     for i in range(5):
         jax.tree.map(np.testing.assert_array_equal, restored[i], saved[i])
@@ -100,10 +100,17 @@ def test_it_generates(run):
     assert got == [[7, 8, 9, 10, 11, 12], [22, 23, 24, 25, 26, 27]]
 
 
-@pytest.mark.parametrize(
-    "rules", ["FSDP_TP", *(pytest.param(one, marks=pytest.mark.full) for one in ("DP", "FSDP", "TP"))]
-)
-def test_it_is_sharded(rules, run):
+def test_its_loss_on_eight_devices_is_that_of_one(model, run):
+    layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP)
+    placed = jax.device_put(model, sharding.shardings(model, layout))
+    with sharding.use(layout):
+        got = jax.jit(lambda model: loss(model, batch(0))[1].sums["nll"])(placed)
+    np.testing.assert_allclose(got / (ROWS * LENGTH), run[1][0], rtol=2e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rules", ["FSDP_TP", "DP", "FSDP", "TP"])
+def test_it_trains_on_eight_devices(rules, run):
     rules = getattr(sharding, rules)
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     layout = sharding.Layout(mesh, rules)

@@ -38,6 +38,7 @@ LONG = {
         "attention",
         "checkpoints",
         "generation",
+        "linear-attention",
         "look-inside",
         "loss",
         "models",
@@ -66,6 +67,10 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_names_of_maxlib_exist(page: Path):
     text = (ROOT / page).read_text()
     assert page_names.wrong_names([block for block, _ in blocks(text)]) == []
+
+
+def test_long_pages_exist():
+    assert {page.stem for page in PAGES if page.parent.name == "guides"} >= LONG
 
 
 def test_names_that_do_not_exist_are_found():

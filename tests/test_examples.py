@@ -267,7 +267,7 @@ def test_prefer_tells_pairs_apart_and_exports(run, tmp_path):
 
 @full
 def test_distill_comes_nearer_to_the_teacher(corpus, run, tmp_path):
-    options = ["--out", tmp_path, "--layers", 1, "--steps", 8, "--batch", 4, "--length", 32, "--learning-rate", 1e-2]
+    options = ["--out", tmp_path, "--layers", 1, "--steps", 16, "--batch", 4, "--length", 32, "--learning-rate", 1e-2]
     text = example("distill.py", run[0] / "model", corpus, *options)
     before, after = (float(re.search(rf"{word}: (\S+) nats", text)[1]) for word in ("before", "after"))
     assert after < before - 0.05

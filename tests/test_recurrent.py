@@ -114,7 +114,7 @@ def test_it_trains_and_generates(run):
 
 def test_it_is_saved_and_restored_in_another_layout(tmp_path, run):
     state, _ = run
-    other = jax.eval_shape(hybrid)
+    other = filled(hybrid)
     other.layers = other.layers.with_layout(prefix=4, period=1)
     with Checkpointer(tmp_path, layouts=layouts(state.rest)) as saver:
         saver.save(2, {"params": state.trainable})

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,20 +76,66 @@ def read(directory: Path) -> Config:
     path = directory / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{path} must describe the adapter, as PEFT writes it, but is not there")
-    fields = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
-    if fields.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type must be 'LORA', got {fields.get('peft_type')!r}")
-    if missing := [name for name in ("r", "lora_alpha") if not isinstance(fields.get(name), int | float)]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be JSON in UTF-8: {error}") from error
+    if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
+        found = fields.get("peft_type") if isinstance(fields, dict) else fields
+        raise ValueError(f"{path}: peft_type must be 'LORA', got {found!r:.100}")
+    if wrong := [name for name, is_right in _KINDS.items() if not is_right(fields.get(name))]:
+        given = {name: fields.get(name) for name in wrong}
         raise ValueError(
-            f"{path} must give {' and '.join(missing)} as numbers; the scale of the adapter depends on them"
+            f"{path}: r must be a whole number, lora_alpha a number, patterns tables of them by regular expressions, "
+            f"target_parameters names; the scale of the adapter depends on them. Got {given!r:.200}"
         )
     known = _HONOURED | _WITHOUT_EFFECT
     refused = {name: value for name, value in fields.items() if name not in known and _matters(name, value)}
-    if (init := fields.get("init_lora_weights")) not in _INITS:
+    if not isinstance(init := fields.get("init_lora_weights"), str | bool | None) or init not in _INITS:
         refused["init_lora_weights"] = init  # those change the base
     if refused:
         raise ValueError(f"{path} has fields that change the result and are not supported: {refused}")
     return Config(fields, path)
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= 1 << 20
+
+
+def _is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e9  # a comparison with NaN is False
+
+
+def _is_table(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Returns a function that tells whether a value is None, or values `of` a kind by regular expression."""
+
+    def is_right(table: Any) -> bool:
+        if table is None:
+            return True
+        return isinstance(table, dict) and all(of(value) and _is_pattern(key) for key, value in table.items())
+
+    return is_right
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+def _are_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+_KINDS = {
+    "r": _is_rank,
+    "lora_alpha": _is_alpha,
+    "rank_pattern": _is_table(_is_rank),
+    "alpha_pattern": _is_table(_is_alpha),
+    "target_parameters": _are_names,
+}
 
 
 def _matters(name: str, value: Any) -> bool:

@@ -60,8 +60,20 @@ def load(
         FileNotFoundError: when a file is missing.
         ValueError: when a field, a tensor or a shape does not fit the model, with its name.
     """
-    config = peft.read(Path(directory))
-    modules, saved = _read(Path(directory) / peft.TENSORS)
+    try:
+        model, layers = _fitted(model, Path(directory), into_base, dtype)
+    except ValueError as error:
+        if str(directory) in str(error):
+            raise
+        raise ValueError(f"{directory}: {error}") from error
+    new = _put(model, layers)
+    return new if layout is None else _placed(new, layout)
+
+
+def _fitted(model: Model, directory: Path, into_base: bool, dtype: Any) -> tuple[Model, dict]:
+    """Returns the model with tables that were written into it, and its adapters by pattern path and layer."""
+    config = peft.read(directory)
+    modules, saved = _read(directory / peft.TENSORS)
     plain, fused = names_of(model), names_of(model, fused=True)
     spelled = {plain.ours(name): factors for name, factors in modules.items()}
     spelled, swapped = _of_experts(spelled, fused, config)
@@ -74,9 +86,7 @@ def load(
             f"{directory} replaces or adapts whole tables ({[*merged, *saved][:5]}), which have no adapter here: give "
             "into_base=True to write them into the weights, which `base` does not take back"
         )
-    model = _written(model, plain, merged, saved, config, dtype)
-    new = _put(model, layers)
-    return new if layout is None else _placed(new, layout)
+    return _written(model, plain, merged, saved, config, dtype), layers
 
 
 def _read(path: Path) -> tuple[dict[str, Factors], Factors]:

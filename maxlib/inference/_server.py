@@ -106,12 +106,13 @@ class ServerEngine:
 
     def _options(self, sampler: Sampler, count: int, stop: Collection[int]) -> dict[str, Any]:
         """Returns the part of a request that is the same for all prompts."""
-        filters = {name: getattr(sampler, name) for name in ("top_k", "top_p", "min_p")}
-        options = {"model": self.model, "n": count, "temperature": sampler.temperature, "logprobs": 0}
+        # All are given: for those that are not, servers take what the model's generation_config.json has.
+        draws = {"top_k": sampler.top_k or -1, "top_p": sampler.top_p or 1.0, "min_p": sampler.min_p or 0.0}
+        draws |= {"temperature": sampler.temperature, "repetition_penalty": 1.0}
         # A request ends at `stop` only: the model's own end is one of these or none.
         ends = {"stop_token_ids": sorted(stop), "ignore_eos": True}
         ids = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
-        return options | ends | ids | {name: value for name, value in filters.items() if value is not None}
+        return {"model": self.model, "n": count, "logprobs": 1} | draws | ends | ids
 
     def _check(self, sampler: Sampler) -> None:
         """Raises ValueError if the reported log-probabilities are not those at the sampler's temperature."""

@@ -158,7 +158,9 @@ class Attention(SequenceMixer):
         # softmax(softcap(scale * q k^T)) v, [B, T, N, H]
         out = attend(q, k, v, k_start, k_end, sinks, known=known, zigzag=ctx.zigzag, **options)
         # o(act(gate(x)) * out), [B, T, N, H] -> [B, T, D]
-        return self.o(out if self.gate is None else out * self.out_gate(self.gate(x))), cache
+        if self.gate is not None and self.out_gate is not None:
+            out = out * self.out_gate(self.gate(x))
+        return self.o(out), cache
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values, after norms, temperature and rotation.

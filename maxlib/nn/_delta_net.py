@@ -128,7 +128,8 @@ class GatedDeltaNet(SequenceMixer):
         # [B, T, D] -> [B, T, heads, width]
         own = lambda y: constrain(y, *_HEADS[: y.ndim])
         q, k, v = (mark_heads(own(part(x)), name) for part, name in ((self.q, "q"), (self.k, "k"), (self.v, "v")))
-        out, cache = self._mix(q, k, v, *map(own, self._rates(x)), ctx, cache)
+        log_decay, beta = map(own, self._rates(x))
+        out, cache = self._mix(q, k, v, log_decay, beta, ctx, cache)
         # In float32 until the product, as the norm is. [B, T, N, Hv]
         out = self.norm(checkpoint_name(out, "attention_out")).astype(jnp.promote_types(x.dtype, jnp.float32))
         out = (out * self.out_gate(own(self.gate(x)).astype(out.dtype))).astype(x.dtype)
@@ -190,21 +191,15 @@ class GatedDeltaNet(SequenceMixer):
         yield "short convolution"
 
 
-def _op(
-    q, k, v, log_decay, beta, q_conv, k_conv, v_conv, q_tail, k_tail, v_tail, state, starts, valid, *, axis_name, **how
-):
+def _op(q, k, v, log_decay, beta, *rest, axis_name, implementation):
     """Convolves and applies the delta rule on one device's part; returns the output and the new cache's arrays."""
+    taps, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:]
     masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
-
-    def convolved(x, taps, tail):
-        y, tail = ops.short_convolution(x, taps, tail=tail, **masks)
-        return jax.nn.silu(y), tail
-
-    q, q_tail = convolved(q, q_conv, q_tail)
-    k, k_tail = convolved(k, k_conv, k_tail)
-    v, v_tail = convolved(v, v_conv, v_tail)
-    out, state = ops.gated_delta_rule(q, k, v, log_decay, beta, initial_state=state, **masks, **how)
-    return out, q_tail, k_tail, v_tail, state
+    found = [ops.short_convolution(x, w, tail=t, **masks) for x, w, t in zip((q, k, v), taps, tails, strict=True)]
+    q, k, v = (jax.nn.silu(y) for y, _ in found)
+    how = {"initial_state": state, "implementation": implementation}
+    out, state = ops.gated_delta_rule(q, k, v, log_decay, beta, **masks, **how)
+    return out, *(tail for _, tail in found), state
 
 
 def _sequence_axis(tokens: int) -> tuple[str | tuple[str, ...] | None, str | None]:

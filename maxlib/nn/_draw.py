@@ -21,15 +21,15 @@ _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:currentColor}.small{font-size:11.5px;opacity:.75}"
     ".right{text-anchor:end}.name{font-weight:600}rect{stroke:currentColor;stroke-opacity:.35;fill-opacity:.13}"
 )
-_COLOURS = {"Attention": "#4477aa", "MLA": "#4477aa", "MLP": "#228833", "MoE": "#ee6677", "Embed": "#aa7744", "Norm": "#888888"}  # fmt: skip
+_COLOURS = {"Attention": "#4477aa", "MLA": "#4477aa", "DeltaNet": "#66aaaa", "MLP": "#228833", "MoE": "#ee6677", "Embed": "#aa7744", "Norm": "#888888"}  # fmt: skip
 
 
 # JAX sorts attributes by name when it maps over a model; these names tell the order in which they run.
 _ORDER = (
-    "tower", "projector", "embed", "positions", "pre_norm", "attn_norm", "attn",
+    "tower", "projector", "embed", "positions", "pre_norm", "attn_norm", "attn", "delta",
     "attn_post_norm", "mlp_norm", "mlp", "moe", "mlp_post_norm", "layers",
     "norm", "router", "q_down", "q_norm", "q_up", "q", "kv_down", "kv_norm",
-    "k_up", "v_up", "k", "v", "k_norm", "o", "gate", "up", "down", "shared", "head",
+    "k_up", "v_up", "k", "v", "k_norm", "b", "a", "o", "gate", "up", "down", "shared", "head",
 )  # fmt: skip
 
 

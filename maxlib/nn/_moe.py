@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +171,7 @@ class MoE(nnx.Module):
 
     def _shared(self, x):
         """Applies the layer that every token passes, and its gate."""
-        y = self.shared(x)
+        y = cast(Any, self.shared)(x)
         return y if self.shared_gate is None else y * jax.nn.sigmoid(self.shared_gate(x))
 
     def capacity(self, seq: int) -> int | None:

@@ -54,7 +54,7 @@ def short_convolution(
     wide = jnp.promote_types(x.dtype, jnp.float32)
     # Tokens of the same document before each one, as far as they are in this call.
     age = _age(is_start, width) if is_start is not None else None
-    y = 0.0 if bias is None else jnp.asarray(bias, wide)[None, None]
+    y = jnp.zeros((), wide) if bias is None else jnp.asarray(bias, wide)[None, None]
     for back in range(width):
         part = inputs[:, width - 1 - back : inputs.shape[1] - back].astype(wide)
         part = part if age is None or back == 0 else jnp.where(_wide(age >= back, x), part, 0)

@@ -101,7 +101,8 @@ def _loss(args: argparse.Namespace) -> Any:
 
 def _lora(words: list[str]) -> adapters.LoRA:
     """Parses --lora: rank=16,alpha=32,dora; alpha is twice the rank by default."""
-    settings = dict(word.partition("=")[::2] for word in ",".join(words).split(",") if word)
+    parts = [word.partition("=") for word in ",".join(words).split(",") if word]
+    settings = {name: value for name, _, value in parts}
     if "rank" not in settings or settings.keys() - {"rank", "alpha", "dora", "rslora"}:
         raise ValueError(
             f"--lora takes rank=16,alpha=32 and dora or rslora, of which rank is needed; got {' '.join(words)!r}"

@@ -39,7 +39,7 @@ class Matrix:
     """
 
     shape: tuple[int, ...]
-    axes: tuple[str, ...]
+    axes: tuple[str | None, ...]
     trained: bool
 
 

@@ -49,22 +49,13 @@ if TYPE_CHECKING:
     from maxlib.post_training._policy_loss import rloo as rloo
     from maxlib.post_training._preference_loss import kto_loss as kto_loss
     from maxlib.post_training._preference_loss import preference_loss as preference_loss
-    from maxlib.post_training._preferences import BCO as BCO
     from maxlib.post_training._preferences import DPO as DPO
-    from maxlib.post_training._preferences import IPO as IPO
     from maxlib.post_training._preferences import KTO as KTO
-    from maxlib.post_training._preferences import NCA as NCA
     from maxlib.post_training._preferences import ORPO as ORPO
-    from maxlib.post_training._preferences import SPPO as SPPO
     from maxlib.post_training._preferences import Answers as Answers
-    from maxlib.post_training._preferences import APODown as APODown
-    from maxlib.post_training._preferences import APOZero as APOZero
     from maxlib.post_training._preferences import ChosenNLL as ChosenNLL
-    from maxlib.post_training._preferences import Hinge as Hinge
     from maxlib.post_training._preferences import Mixture as Mixture
     from maxlib.post_training._preferences import Preference as Preference
-    from maxlib.post_training._preferences import Robust as Robust
-    from maxlib.post_training._preferences import SigmoidNorm as SigmoidNorm
     from maxlib.post_training._preferences import SimPO as SimPO
     from maxlib.post_training._rewards import RewardPool as RewardPool
     from maxlib.post_training._segments import segment_sums as segment_sums
@@ -92,22 +83,13 @@ __getattr__, __dir__ = lazy(
         "_policy_loss": ("check_sampler", "cispo", "dapo", "dr_grpo", "grpo", "gspo", "policy_loss", "rloo"),
         "_preference_loss": ("kto_loss", "preference_loss"),
         "_preferences": (
-            "IPO",
             "KTO",
-            "NCA",
             "ORPO",
-            "SPPO",
-            "APODown",
-            "APOZero",
             "Answers",
-            "BCO",
             "ChosenNLL",
-            "Hinge",
             "Mixture",
             "Preference",
-            "Robust",
             "DPO",
-            "SigmoidNorm",
             "SimPO",
         ),
         "_rewards": ("RewardPool",),

@@ -5,6 +5,7 @@ p` for kinds without a reference), n_c and n_r their numbers of tokens, sp(x) = 
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -27,6 +28,17 @@ class Answers(NamedTuple):
         mean = lambda total, count: jnp.where(count > 0, total / jnp.maximum(count, 1), -1.0)
         return mean(self.chosen, self.chosen_tokens), mean(self.rejected, self.rejected_tokens)
 
+    @property
+    def difference(self) -> Float[Array, "*P"]:
+        """Returns c - r."""
+        return self.chosen - self.rejected
+
+    @property
+    def mean_difference(self) -> Float[Array, "*P"]:
+        """Returns c/n_c - r/n_r."""
+        chosen, rejected = self.means
+        return chosen - rejected
+
 
 @dataclasses.dataclass(frozen=True)
 class Preference:
@@ -37,10 +49,12 @@ class Preference:
         needs_reference: True if c and r are ratios to a reference.
         nll: Weight of the negative log-likelihood of the chosen answer beside the loss of pairs.
         nll_of_prompt: True if that likelihood includes the prompt.
+        per_token: True if rewards are means over tokens.
     """
 
     beta: float = 0.1
     needs_reference: ClassVar[bool] = True
+    per_token: ClassVar[bool] = False
     nll: ClassVar[float] = 0.0
     nll_of_prompt: ClassVar[bool] = False
 
@@ -57,101 +71,71 @@ class Preference:
 
     def rewards(self, answers: Answers) -> tuple[Float[Array, "*P"], Float[Array, "*P"]]:
         """Returns the implicit rewards of the chosen and the rejected answers, for metrics."""
-        return self.beta * answers.chosen, self.beta * answers.rejected
+        chosen, rejected = answers.means if self.per_token else answers[:2]
+        return self.beta * chosen, self.beta * rejected
+
+
+def _robust(answers: Answers, beta: float, noise: float) -> Float[Array, "*P"]:
+    delta = beta * answers.difference
+    return ((1 - noise) * softplus(-delta) - noise * softplus(delta)) / (1 - 2 * noise)
+
+
+def _smoothed(x: Float[Array, "*P"], noise: float) -> Float[Array, "*P"]:
+    """Computes (1-ε) sp(-x) + ε sp(x)."""
+    return (1 - noise) * softplus(-x) + noise * softplus(x)
+
+
+# By TRL's names: the loss of answers, β and ε. The formulas are in the docstring of `DPO`.
+_LOSSES: dict[str, Callable[[Answers, float, float], Float[Array, "*P"]]] = {
+    "sigmoid": lambda a, beta, noise: _smoothed(beta * a.difference, noise),
+    "robust": _robust,
+    "hinge": lambda a, beta, _: jax.nn.relu(1 - beta * a.difference),
+    "ipo": lambda a, beta, _: (a.mean_difference - 1 / (2 * beta)) ** 2,
+    "sigmoid_norm": lambda a, beta, _: softplus(-beta * a.mean_difference),
+    "apo_zero": lambda a, beta, _: sigmoid(-beta * a.chosen) + sigmoid(beta * a.rejected),
+    "apo_down": lambda a, beta, _: sigmoid(beta * a.chosen) + sigmoid(-beta * a.difference),
+    "sppo_hard": lambda a, beta, _: (a.chosen - 0.5 / beta) ** 2 + (a.rejected + 0.5 / beta) ** 2,
+    "nca_pair": lambda a, beta, _: (
+        softplus(-beta * a.chosen) + 0.5 * softplus(beta * a.chosen) + 0.5 * softplus(beta * a.rejected)
+    ),
+    "bco_pair": lambda a, beta, _: softplus(-beta * a.chosen) + softplus(beta * a.rejected),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class DPO(Preference):
-    """DPO (arXiv:2305.18290): (1-ε) sp(-Δ) + ε sp(Δ) with Δ = β (c - r).
+    """DPO (arXiv:2305.18290) and its relatives, with Δ = β (c - r).
+
+    | `loss_type` | loss of a pair |
+    |---|---|
+    | "sigmoid" | (1-ε) sp(-Δ) + ε sp(Δ); with ε > 0 it is cDPO |
+    | "robust" (2403.00409) | ((1-ε) sp(-Δ) - ε sp(Δ)) / (1 - 2ε), unbiased under a share ε of wrong labels |
+    | "hinge" (SLiC, 2305.10425) | max(0, 1 - Δ) |
+    | "ipo" (2310.12036) | (c/n_c - r/n_r - 1/(2β))², per token, as its authors computed it |
+    | "sigmoid_norm" | sp(-β (c/n_c - r/n_r)) |
+    | "apo_zero" (2408.06266) | σ(-βc) + σ(βr), for chosen answers better than the model's own |
+    | "apo_down" (2408.06266) | σ(βc) + σ(-Δ), for chosen answers worse than the model's own |
+    | "sppo_hard" (2405.00675) | (c - 1/(2β))² + (r + 1/(2β))² |
+    | "nca_pair" (2402.05369) | sp(-βc) + ½ sp(βc) + ½ sp(βr) |
+    | "bco_pair" (2404.04656) | sp(-βc) + sp(βr) |
 
     Args:
-        label_smoothing: ε, the share of wrong labels (cDPO).
+        loss_type: One of these, by TRL's names.
+        label_smoothing: ε, the share of wrong labels, for "sigmoid" and "robust".
     """
 
+    loss_type: str = "sigmoid"
     label_smoothing: float = 0.0
 
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
-        delta = self.beta * (answers.chosen - answers.rejected)
-        return (1 - self.label_smoothing) * softplus(-delta) + self.label_smoothing * softplus(delta)
-
-
-@dataclasses.dataclass(frozen=True)
-class Robust(Preference):
-    """Robust DPO (arXiv:2403.00409): ((1-ε) sp(-Δ) - ε sp(Δ)) / (1 - 2ε), unbiased under a share ε of wrong labels."""
-
-    label_smoothing: float = 0.1
+    def __post_init__(self):
+        super().__post_init__()
+        if self.loss_type not in _LOSSES:
+            raise ValueError(f"loss_type must be one of {', '.join(_LOSSES)}, got {self.loss_type!r}")
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
+            raise ValueError(f"label_smoothing is for 'sigmoid' and 'robust', got it for {self.loss_type!r}")
 
     def __call__(self, answers: Answers) -> Float[Array, "*P"]:
-        delta, noise = self.beta * (answers.chosen - answers.rejected), self.label_smoothing
-        return ((1 - noise) * softplus(-delta) - noise * softplus(delta)) / (1 - 2 * noise)
-
-
-@dataclasses.dataclass(frozen=True)
-class Hinge(Preference):
-    """SLiC's hinge (arXiv:2305.10425): max(0, 1 - Δ)."""
-
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
-        return jax.nn.relu(1 - self.beta * (answers.chosen - answers.rejected))
-
-
-@dataclasses.dataclass(frozen=True)
-class IPO(Preference):
-    """IPO (arXiv:2310.12036): (c/n_c - r/n_r - 1/(2β))², per token, as its authors computed it."""
-
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
-        chosen, rejected = answers.means
-        return (chosen - rejected - 1 / (2 * self.beta)) ** 2
-
-
-@dataclasses.dataclass(frozen=True)
-class SigmoidNorm(Preference):
-    """DPO with ratios averaged over tokens: sp(-β (c/n_c - r/n_r))."""
-
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
-        chosen, rejected = answers.means
-        return softplus(-self.beta * (chosen - rejected))
-
-
-@dataclasses.dataclass(frozen=True)
-class APOZero(Preference):
-    """APO-zero (arXiv:2408.06266): σ(-βc) + σ(βr), for chosen answers better than the model's own."""
-
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
-        return sigmoid(-self.beta * answers.chosen) + sigmoid(self.beta * answers.rejected)
-
-
-@dataclasses.dataclass(frozen=True)
-class APODown(Preference):
-    """APO-down (arXiv:2408.06266): σ(βc) + σ(-β(c - r)), for chosen answers worse than the model's own."""
-
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
-        return sigmoid(self.beta * answers.chosen) + sigmoid(-self.beta * (answers.chosen - answers.rejected))
-
-
-@dataclasses.dataclass(frozen=True)
-class SPPO(Preference):
-    """SPPO with hard labels (arXiv:2405.00675): (c - 1/(2β))² + (r + 1/(2β))²."""
-
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
-        return (answers.chosen - 0.5 / self.beta) ** 2 + (answers.rejected + 0.5 / self.beta) ** 2
-
-
-@dataclasses.dataclass(frozen=True)
-class NCA(Preference):
-    """NCA of pairs (arXiv:2402.05369): sp(-βc) + ½ sp(βc) + ½ sp(βr)."""
-
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
-        chosen, rejected = self.rewards(answers)
-        return softplus(-chosen) + 0.5 * softplus(chosen) + 0.5 * softplus(rejected)
-
-
-@dataclasses.dataclass(frozen=True)
-class BCO(Preference):
-    """BCO of pairs (arXiv:2404.04656): sp(-βc) + sp(βr)."""
-
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
-        chosen, rejected = self.rewards(answers)
-        return softplus(-chosen) + softplus(rejected)
+        return _LOSSES[self.loss_type](answers, self.beta, self.label_smoothing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,15 +146,10 @@ class SimPO(Preference):
     gamma: float = 1.0
     label_smoothing: float = 0.0
     needs_reference: ClassVar[bool] = False
+    per_token: ClassVar[bool] = True
 
     def __call__(self, answers: Answers) -> Float[Array, "*P"]:
-        chosen, rejected = self.rewards(answers)
-        x = chosen - rejected - self.gamma
-        return (1 - self.label_smoothing) * softplus(-x) + self.label_smoothing * softplus(x)
-
-    def rewards(self, answers: Answers) -> tuple[Float[Array, "*P"], Float[Array, "*P"]]:
-        chosen, rejected = answers.means
-        return self.beta * chosen, self.beta * rejected
+        return _smoothed(self.beta * answers.mean_difference - self.gamma, self.label_smoothing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +160,7 @@ class ORPO(Preference):
     """
 
     needs_reference: ClassVar[bool] = False
+    per_token: ClassVar[bool] = True
     nll: ClassVar[float] = 1.0
     nll_of_prompt: ClassVar[bool] = True
 
@@ -188,10 +168,6 @@ class ORPO(Preference):
         chosen, rejected = answers.means
         log_not = lambda x: jnp.log(-jnp.expm1(x))
         return self.beta * softplus(-(chosen - rejected - (log_not(chosen) - log_not(rejected))))
-
-    def rewards(self, answers: Answers) -> tuple[Float[Array, "*P"], Float[Array, "*P"]]:
-        chosen, rejected = answers.means
-        return self.beta * chosen, self.beta * rejected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,8 +186,8 @@ class Mixture:
     """A weighted sum of preference losses, such as MPO's (arXiv:2411.10442).
 
     Args:
-        terms: Pairs of weight and loss, `((0.8, DPO()), (0.2, BCO()), (1.0, ChosenNLL()))`. Rewards in metrics are
-            those of the first.
+        terms: Pairs of weight and loss, `((0.8, DPO()), (0.2, DPO(0.1, "bco_pair")), (1.0, ChosenNLL()))`. Rewards in
+            metrics are those of the first.
 
     Raises:
         ValueError: when there is no term, or terms disagree on whether c and r are ratios to a reference.

@@ -1,5 +1,6 @@
 """Rewards in processes of their own, each with a deadline: what goes wrong is counted, and is never a score."""
 
+import collections
 import contextlib
 import math
 import multiprocessing
@@ -32,7 +33,7 @@ class RewardPool:
         if processes < 1 or not timeout > 0:
             raise ValueError(f"processes and timeout must be positive, got {processes} and {timeout}")
         self.rewards, self.timeout = list(rewards) if isinstance(rewards, Sequence) else [rewards], timeout
-        self.failures = dict.fromkeys(FAILURES, 0)
+        self.outcomes = collections.Counter[str]()
         self._workers = [_Worker(self.rewards) for _ in range(processes)]
 
     def __call__(self, items: Sequence[Any]) -> Float[np.ndarray, "N K"]:
@@ -47,12 +48,12 @@ class RewardPool:
                 if (done := worker.result()) is not None:
                     place, kind, value = done
                     scores[place] = value
-                    self.failures[kind] = self.failures.get(kind, 0) + 1
+                    self.outcomes[kind] += 1
         return scores
 
     def metrics(self) -> dict[str, int]:
         """Returns the failures so far: `reward_timeout`, `reward_error` and `reward_nan`."""
-        return {f"reward_{kind}": self.failures[kind] for kind in FAILURES}
+        return {f"reward_{kind}": self.outcomes[kind] for kind in FAILURES}
 
     def close(self) -> None:
         """Ends the processes."""

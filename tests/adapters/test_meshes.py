@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from maxlib import adapters, nn, sharding, training
 from maxlib.training._placement import own_model
-from tests.adapters.test_adapters import LORA, put_on, trained
-from tests.quantization.tiny import model
-from tests.training.tiny import Bigram, batch, jit_step
+from tests.adapters.test_adapters import LORA, model, put_on, trained
+from tests.training import tiny
+from tests.training.tiny import batch, jit_step
 
 CLOSE = {"rtol": 0, "atol": 2e-5}
 
@@ -40,16 +39,24 @@ def step(base, *, layout=None, accumulate=1, **options):
         return go()
 
 
-@pytest.fixture(scope="module", params=["mlps", pytest.param("both", marks=pytest.mark.full)])
-def mixed(request):
-    """Attention and experts, by default neither: a sixth of the program."""
-    base = Bigram(16, rngs=nnx.Rngs(0)) if request.param == "mlps" else model("both")
-    return trained(put_on(base, adapters.LoRA(2, 4, dora=True)), size=0.1)
+DORA = adapters.LoRA(2, 4, dora=True)
+both = pytest.param("both", marks=pytest.mark.full)
 
 
-@pytest.fixture(scope="module")
-def alone(mixed):
-    return step(mixed)
+@functools.cache
+def adapted(name):
+    """A model without attention and experts, by default; losses of routers depend on how a batch is cut."""
+    base, rules = {
+        "mlps": (tiny.model, DORA),
+        "llama": (lambda: model("llama"), LORA),
+        "both": (lambda: model("both"), DORA),
+    }[name]
+    return trained(put_on(base(), rules), size=0.1)
+
+
+@functools.cache
+def alone(name):
+    return step(adapted(name))
 
 
 def same(got, want):
@@ -58,44 +65,39 @@ def same(got, want):
         np.testing.assert_allclose(got[0][name], value, **CLOSE, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("axes", "strategy"),
-    [
-        ({"fsdp": 2, "tensor": 2}, sharding.FSDP_TP | {"kv_heads": None}),
-        pytest.param({"expert": 2, "fsdp": 2}, sharding.FSDP | sharding.EP, marks=pytest.mark.full),
-    ],
-    ids=["fsdp_tp", "experts"],
-)
-def test_a_mesh_computes_the_same_step(mixed, alone, axes, strategy):
-    layout = sharding.Layout(sharding.make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())]), strategy)
-    same(step(mixed, layout=layout), alone)
+def on(strategy, **axes):
+    return sharding.Layout(sharding.make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())]), strategy)
+
+
+@pytest.mark.parametrize("name", ["mlps", both])
+def test_a_mesh_computes_the_same_step(name):
+    same(step(adapted(name), layout=on(sharding.FSDP_TP | {"kv_heads": None}, fsdp=2, tensor=2)), alone(name))
 
 
 @pytest.mark.full
-def test_remat_computes_the_same_step(mixed, alone):
-    same(step(mixed, remat="full"), alone)
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return trained(put_on(model("llama"), LORA), size=0.1)  # losses of routers depend on the cut
+def test_experts_on_a_mesh_compute_the_same_step():
+    same(step(adapted("both"), layout=on(sharding.FSDP | sharding.EP, expert=4, data=2)), alone("both"))
 
 
 @pytest.mark.full
-def test_accumulation_computes_the_same_step(llama):
-    same(step(llama, accumulate=2), step(llama))
+def test_remat_computes_the_same_step():
+    same(step(adapted("both"), remat="full"), alone("both"))
 
 
-def test_a_pipeline_computes_the_same_step(llama):
-    want = step(llama)
+@pytest.mark.full
+def test_accumulation_computes_the_same_step():
+    same(step(adapted("llama"), accumulate=2), alone("llama"))
+
+
+@pytest.mark.parametrize("name", ["mlps", pytest.param("llama", marks=pytest.mark.full)])
+def test_a_pipeline_computes_the_same_step(name):
     strategy = sharding.FSDP | sharding.Pipeline("stage", microbatches=2)
-    same(
-        step(llama, layout=sharding.Layout(sharding.make_mesh(stage=2, fsdp=2, devices=jax.devices()[:4]), strategy)),
-        want,
-    )
+    same(step(adapted(name), layout=on(strategy, stage=2, fsdp=2)), alone(name))
 
 
-def test_the_rank_is_replicated(mixed):
+@pytest.mark.parametrize("name", ["mlps", both])
+def test_the_rank_is_replicated(name):
+    mixed = adapted(name)
     layout = sharding.Layout(sharding.make_mesh(fsdp=4, tensor=2), sharding.FSDP_TP | {"kv_heads": None})
     found = nn.variables(mixed)
     specs = {n: layout.sharding(n, found[n]).spec for n in nn.partition(mixed, adapters.trainable)[0]}

@@ -1,6 +1,6 @@
-"""Continuous batching against static batches and against transformers' `generate_batch`, in turn on the same machine.
+"""Continuous batching against static batches, in turn on the same machine.
 
-    python -m tests.benchmarks.continuous [--slots 8] [--rounds 3] [--no-peer] [--check] [--json out.json]
+    python -m tests.benchmarks.continuous [--slots 8] [--rounds 3] [--check] [--json out.json]
 
 A Llama with random weights in float32. Prompts and completions have lengths from 10 to 200, drawn once with a uniform
 logarithm, as most answers are short. A static batch has as many rows as there are slots and lasts until its longest row
@@ -41,7 +41,7 @@ LENGTHS = 10, 200
 LEAST = 1.8  # times the tokens per second of static batches
 
 
-def runs(args: argparse.Namespace) -> dict:
+def runs(args: argparse.Namespace) -> tuple[dict, int]:
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(CONFIG).eval()
     with tempfile.TemporaryDirectory() as directory:
@@ -55,11 +55,11 @@ def runs(args: argparse.Namespace) -> dict:
         Generator(model, dtype=jnp.float32),
         LocalEngine(model, slots=args.slots, capacity=512, dtype=jnp.float32),
     )
-    found = {
+    calls = {
         "static batches": lambda: in_batches(static, prompts, limits, args.slots),
         "continuous": lambda: [one.tokens for (one,) in engine.generate(prompts, max_new_tokens=limits)],
     }
-    return found | ({} if args.no_peer else {"transformers": lambda: peer(theirs, prompts, limits)}), sum(limits)
+    return calls, sum(limits)
 
 
 def in_batches(generator: Generator, prompts: list, limits: list, rows: int) -> list[list[int]]:
@@ -72,30 +72,10 @@ def in_batches(generator: Generator, prompts: list, limits: list, rows: int) -> 
     return texts
 
 
-def peer(model, prompts: list, limits: list) -> list[list[int]]:
-    """transformers' continuous batching takes one limit for a call; a manager takes one for each request."""
-    manager = model.init_continuous_batching(
-        generation_config=transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-    )
-    manager.start()
-    try:
-        for n, (prompt, most) in enumerate(zip(prompts, limits, strict=True)):
-            manager.add_request(prompt, request_id=str(n), max_new_tokens=most)
-        found: dict[str, list[int]] = {}
-        while len(found) < len(prompts):
-            out = manager.get_result(timeout=1)
-            if out is not None and out.is_finished():
-                found[out.request_id] = list(out.generated_tokens)
-    finally:
-        manager.stop(block=True)
-    return [found[str(n)] for n in range(len(prompts))]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("--prompts", 64), ("--slots", 8), ("--rounds", 3)):
         parser.add_argument(name, type=int, default=default)
-    parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--check", action="store_true", help=f"fail below {LEAST} times static batches")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()

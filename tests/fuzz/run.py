@@ -93,8 +93,10 @@ def _where(error: BaseException) -> str:
 def whole_files(target: Target) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as root:
         if (child := os.fork()) == 0:  # this process must never start jax's threads
-            with contextlib.suppress(BaseException):
+            try:
                 target.make(Path(root))
+            except BaseException:
+                traceback.print_exc()
             os._exit(0)
         os.waitpid(child, 0)
         return files_in(Path(root), target)

@@ -11,7 +11,7 @@ from maxlib.weights import _family, _files
 from tests.fuzz import read_config, read_metrics, run
 from tests.fuzz.mutate import SNIPPETS
 
-QUICK = {"chat_template": 20, "config": 60, "metrics": 4, "names": 60, "records": 60, "safetensors": 60}
+QUICK = {"adapters": 15, "chat_template": 20, "config": 60, "metrics": 4, "names": 60, "records": 60, "safetensors": 60}
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib import inference, nn
+from maxlib import inference, nn, sharding
 from maxlib.inference import Generator, LocalEngine, Sampler
 from maxlib.inference import _continuous as continuous
-from tests.nn.tiny import tiny_llama
+from tests.nn.tiny import filled_llama
 
 PROMPTS = [[5, 9, 2, 7, 30], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [8, 8], [40, 41, 42]]
 LIMITS = [4, 9, 2, 1, 6]
@@ -16,7 +16,7 @@ LIMITS = [4, 9, 2, 1, 6]
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_llama(num_layers=2)
+    return filled_llama(num_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_log_probabilities_are_those_of_a_forward_pass_at_the_temperature(model,
 def test_new_weights_compile_nothing(model, engine):
     before = engine.generate(PROMPTS, max_new_tokens=LIMITS)
     sizes = [f._cache_size() for f in (continuous._prefill, continuous._insert, continuous._step)]
-    engine.update(tiny_llama(1, num_layers=2))
+    engine.update(filled_llama(1, num_layers=2))
     after = engine.generate(PROMPTS, max_new_tokens=LIMITS)
     assert sizes == [f._cache_size() for f in (continuous._prefill, continuous._insert, continuous._step)]
     engine.update(model)
@@ -94,3 +94,16 @@ def test_what_cannot_be_continued_is_refused(model, engine):
     with pytest.raises(ValueError, match="must begin with the axis of rows, got"):
         continuous._check_rows(odd)
     assert isinstance(engine, inference.Engine)
+
+
+@pytest.mark.full
+def test_a_mesh_changes_nothing(model, engine):
+    layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP | {"vocab": None})
+    options = dict(max_new_tokens=LIMITS, count=2, sampler=Sampler(temperature=0.8), key=jax.random.key(2))
+    want = engine.generate(PROMPTS, **options)
+    with sharding.use(layout):
+        placed = jax.device_put(model, sharding.shardings(model, layout))
+        got = LocalEngine(placed, slots=4, capacity=32, dtype=jnp.float32).generate(PROMPTS, **options)
+    for ours, alone in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert ours.tokens == alone.tokens
+        np.testing.assert_allclose(ours.log_probs, alone.log_probs, atol=1e-5)

@@ -12,7 +12,7 @@ import pytest
 
 from maxlib import inference
 from maxlib.inference import Completion, LocalEngine, Sampler, ServerEngine
-from tests.nn.tiny import tiny_llama
+from tests.nn.tiny import filled_llama
 
 PROMPTS = [[5, 9, 2], [11, 3, 4, 8]]
 
@@ -57,7 +57,7 @@ def choice(index: int, one: Completion) -> dict:
 
 @pytest.fixture(scope="module")
 def local():
-    return LocalEngine(tiny_llama(num_layers=2), slots=2, capacity=32, dtype=jnp.float32)
+    return LocalEngine(filled_llama(num_layers=2), slots=2, capacity=32, dtype=jnp.float32)
 
 
 @contextlib.contextmanager
@@ -86,6 +86,8 @@ def test_ids_and_log_probabilities_travel_both_ways(local):
         assert [len(group) for group in groups] == [3, 3]
         assert len({body["seed"] for _, body in server.seen[-2:]}) == 2
         assert all(body["ignore_eos"] and body["return_token_ids"] for _, body in server.seen)
+        whole = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # not the model's own defaults
+        assert all(whole.items() <= body.items() for _, body in server.seen)
 
 
 def test_tokens_may_be_written_as_ids(local):

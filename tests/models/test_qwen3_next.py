@@ -29,9 +29,17 @@ class TestQwen3Next(Conformance):
     family = "qwen3_next"
     config = "Qwen3NextConfig"
     dtype = "float64"
+    close, gradients = 1e-4, 1e-3  # what float32 differs by from float64 here
     base = BASE | DELTA | EXPERTS | {"head_dim": 16, "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.25}}
     cases = {
-        "three_to_one": {"num_hidden_layers": 4, "vocab_size": 53, "linear_key_head_dim": 8},
+        "one_to_one": {
+            "num_hidden_layers": 2,
+            "layer_types": [LINEAR, FULL],
+            "mlp_only_layers": [1],
+            "vocab_size": 53,
+            "linear_key_head_dim": 8,
+        },
+        "three_to_one": {"num_hidden_layers": 4},
         "dense_among_sparse": {
             "num_hidden_layers": 5,
             "layer_types": [LINEAR, FULL, LINEAR, FULL, LINEAR],
@@ -45,16 +53,20 @@ class TestQwen3Next(Conformance):
         },
     }
     matters = {
-        "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
         "num_experts_per_tok": 2,
         "norm_topk_prob": False,
         "rms_norm_eps": 0.1,
         "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5},
     }
-    refused = Conformance.refused | {"use_sliding_window": True, "layer_types": [LINEAR, "chunked", LINEAR, FULL]}
+    refused = Conformance.refused | {"use_sliding_window": True, "layer_types": [LINEAR, "chunked"]}
+    elsewhere = {"mlp_only_layers", "layer_types"}  # other weights
     presets = {"qwen3-next-80b-a3b": 79.674}
     rules = Conformance.rules | {"expert": "data"}
-    windows = {"three_to_one": {SEQ, 3, 4}, "dense_among_sparse": {SEQ, 2, 4}}  # convolution inputs, heads of states
+    windows = {
+        "one_to_one": {SEQ, 3, 4},
+        "three_to_one": {SEQ, 3, 4},
+        "dense_among_sparse": {SEQ, 2, 4},
+    }  # convolution inputs, heads of states
     depths = (4, 8)
 
 

@@ -73,29 +73,35 @@ def test_pieces_with_a_cache_are_the_whole():
     np.testing.assert_allclose(y, want[:, :1], atol=2e-5 * want.std())
 
 
-@pytest.mark.parametrize(
-    "rules",
-    ["FSDP_TP|CP_RING", *[pytest.param(name, marks=pytest.mark.full) for name in ("FSDP|CP_ULYSSES", "FSDP_TP|SP")]],
-)
-def test_eight_devices_are_one(rules):
-    """Values and gradients, with rows, heads and tokens over two devices each, and documents over the border."""
-    layout = sharding.Layout(
-        sharding.make_mesh(fsdp=2, tensor=2, context=2),
-        functools.reduce(operator.or_, (getattr(sharding, n) for n in rules.split("|"))),
-    )
+def devices(rules: str) -> sharding.Layout:
+    mesh = sharding.make_mesh(fsdp=2, tensor=2, context=2)
+    return sharding.Layout(mesh, functools.reduce(operator.or_, (getattr(sharding, n) for n in rules.split("|"))))
 
+
+def test_eight_devices_are_one():
+    """Rows, heads and tokens over two devices each, and documents over the border."""
+    want = run(layer(), X, SEGMENTS)
+    with sharding.use(devices("FSDP_TP|CP_RING")):
+        got = run(layer(), X, SEGMENTS)
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.std(want))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rules", ["FSDP_TP|CP_RING", "FSDP|CP_ULYSSES", "FSDP_TP|SP"])
+def test_gradients_on_eight_devices_are_those_on_one(rules):
     @jax.jit
     def gradients(layer, x, segments):
-        loss = lambda layer, x: jnp.square(run(layer, x, segments) * (segments > 0)[..., None]).sum()
-        return run(layer, x, segments), jax.grad(loss, argnums=(0, 1))(layer, x)
+        def loss(layer, x):
+            y = run(layer, x, segments)
+            return jnp.square(y * (segments > 0)[..., None]).sum(), y
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
 
     want = gradients(layer(), X, SEGMENTS)
-    with sharding.use(layout):
+    with sharding.use(devices(rules)):
         got = gradients(layer(), X, SEGMENTS)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.std(theirs))
-    close = 1e-5 * np.std(want[0])
-    np.testing.assert_allclose(got[0], want[0], atol=close)
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
 
 
 def test_what_a_state_cannot_do_is_refused():
@@ -110,9 +116,9 @@ def test_what_a_state_cannot_do_is_refused():
 
 @pytest.mark.full
 def test_generation_is_the_argmax_of_the_whole():
-    """Prompts of different lengths, past the border of a chunk; a drafter is refused."""
+    """Prompts of different lengths, past the border of a chunk."""
     model = jax.jit(lambda: qwen3_5.Qwen35(tiny(), rngs=nnx.Rngs(0)))()
-    prompts = [list(np.random.default_rng(i).integers(0, 40, n)) for i, n in enumerate((70, 3))]
+    prompts = [np.random.default_rng(i).integers(0, 40, n).tolist() for i, n in enumerate((70, 3))]
     got = inference.generate(model, prompts, max_new_tokens=6, dtype=jnp.float32)
     logits = jax.jit(lambda tokens: model.logits(model(tokens, dtype=jnp.float32).hidden))
     for prompt, new in zip(prompts, got, strict=True):
@@ -128,6 +134,7 @@ def test_a_cache_does_not_grow():
     assert sizes[8].state.dtype == jnp.float32 and sizes[8].q.dtype == jnp.bfloat16
 
 
+@pytest.mark.full
 def test_plans_know_what_travels():
     """With a sequence over four devices: transitions and states in place of tokens."""
     base = {"target": "h100x4", "sequence": 64, "layout": sharding.Layout({"context": 4}, sharding.CP_RING)}

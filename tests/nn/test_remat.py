@@ -72,6 +72,7 @@ def test_some_are_named():
     assert saved(("gate", "attn")) - saved_by("full") == LLAMA.mlp_dim + LLAMA.dim
 
 
+@pytest.mark.full
 def test_what_lies_on_the_host_comes_back():
     params, rest = nn.partition(model())
     gradient = lambda remat: jax.jit(jax.grad(lambda p: loss(p, rest, remat)), compiler_options=QUICKLY)

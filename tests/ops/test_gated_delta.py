@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_definition():
         return jax.grad(loss)(x)
 
     with jax.enable_x64(True):
-        want = gradients("sequential", jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), x))
+        want = jax.device_get(gradients("sequential", jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), x)))
     got = gradients("chunked", jax.tree.map(jnp.asarray, x))
     for name in x:
         close(got[name], want[name], 1e-4)
@@ -147,7 +147,8 @@ def test_the_state_is_float32_for_narrow_inputs():
     close(out.astype(np.float32), definition(**x)[0], 2e-2)
 
 
-@pytest.mark.parametrize("implementation", ["chunked", pytest.param("sequential", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("implementation", ["chunked", "sequential"])
 def test_devices_that_share_a_sequence_are_one(implementation):
     """Values and gradients; documents begin anywhere, and the last devices have padding only."""
     x = inputs(tokens=160)

@@ -153,7 +153,8 @@ def test_its_gradients_lower():
 
 
 @no_gpu
-@pytest.mark.parametrize(("policy", "runs"), [("minimal", 1), pytest.param("full", 2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("policy", "runs"), [("minimal", 1), ("full", 2)])
 def test_remat_decides_what_is_kept(policy, runs):
     run = jax.checkpoint(
         by_kernel(jnp.array([500, 0, 300, 100]), "EOI", ops.swiglu), policy=nn.remat.remat_policy(policy)

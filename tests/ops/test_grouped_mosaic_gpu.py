@@ -52,6 +52,7 @@ def test_the_kernels_code_equals_a_loop_over_experts(emulated, counts_of):
 
 
 @no_gpu
+@pytest.mark.full
 def test_matrices_may_lie_the_other_way(emulated):
     rows, weights, d_out = arrays(M, I, O, 4)
     counts = COUNTS["rows left over"]

@@ -62,6 +62,7 @@ def test_rows_beyond_the_counts_touch_nothing(interpreted):
     close(got, loop(rows, weights, counts, d_out))
 
 
+@pytest.mark.full
 def test_bfloat16_accumulates_in_float32(interpreted):
     """The gradient of float32 weights is never rounded to bfloat16."""
     rows, weights, d_out = arrays(600, 256, 5, 2, jnp.bfloat16)
@@ -96,6 +97,7 @@ def test_narrow_operands_multiply_as_they_are():
     np.testing.assert_array_equal(got, loop(rows, weights, counts, np.zeros((40, 7)))[0])
 
 
+@pytest.mark.full
 def test_stages_of_a_pipeline(interpreted):
     """Under `jax.vmap` each runs by itself, with its own gradient."""
     rows, weights = (jnp.stack([a, 2 * a]) for a in arrays(24, 6, 6, 3)[:2])
@@ -107,6 +109,7 @@ def test_stages_of_a_pipeline(interpreted):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want)
 
 
+@pytest.mark.full
 def test_shards_of_experts(interpreted):
     rows, weights, d_out = arrays(8 * 12, 5, 7, 3)
     counts = np.random.default_rng(0).multinomial(11, np.ones(3) / 3, size=8)

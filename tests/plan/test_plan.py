@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -234,7 +235,7 @@ def test_a_search_in_which_nothing_fits_ends_like_a_plan_that_does_not_fit(capsy
         command, "search", functools.partial(plan.search, layouts=layouts, batches=(1,), remats=("full",))
     )
     assert command.main(["llama3-70b", "--target", "h100", "--search"]) == 1
-    assert "no layout fits h100" in capsys.readouterr().err
+    assert re.search(r"no layout fits h100: .* GiB more than there is", capsys.readouterr().err)
 
 
 def test_a_search_orders_what_fits_by_speed():
@@ -247,8 +248,6 @@ def test_a_search_orders_what_fits_by_speed():
     front = pareto(found.plans)
     assert [p.peak for p in front] == sorted(p.peak for p in front)
     assert "layouts in" in str(found)
-    with pytest.raises(ValueError, match=r"no layout fits h100: .* GiB more than there is"):
-        _ = plan.search(plan.Job("llama3-70b", "h100"), layouts=layouts[:1], batches=(1,), remats=("full",)).best
 
 
 def test_remat_and_tensor_parallelism_shrink_the_analytic_model():

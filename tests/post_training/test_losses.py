@@ -23,17 +23,17 @@ ROWS, T, VOCAB, K = 8, 24, 64, 3
 PP = sharding.Pipeline("stage", microbatches=4)
 PAIRS = {
     "sigmoid": pt.DPO(0.3, label_smoothing=0.1),
-    "robust": pt.Robust(0.3),
-    "hinge": pt.Hinge(0.3),
-    "ipo": pt.IPO(0.3),
-    "apo_zero": pt.APOZero(0.3),
-    "apo_down": pt.APODown(0.3),
-    "sppo": pt.SPPO(0.3),
-    "nca": pt.NCA(0.3),
-    "bco": pt.BCO(0.3),
-    "sigmoid_norm": pt.SigmoidNorm(0.3),
+    "robust": pt.DPO(0.3, "robust", 0.1),
+    "hinge": pt.DPO(0.3, "hinge"),
+    "ipo": pt.DPO(0.3, "ipo"),
+    "apo_zero": pt.DPO(0.3, "apo_zero"),
+    "apo_down": pt.DPO(0.3, "apo_down"),
+    "sppo": pt.DPO(0.3, "sppo_hard"),
+    "nca": pt.DPO(0.3, "nca_pair"),
+    "bco": pt.DPO(0.3, "bco_pair"),
+    "sigmoid_norm": pt.DPO(0.3, "sigmoid_norm"),
     "simpo": pt.SimPO(),
-    "mixture": pt.Mixture(((0.7, pt.DPO(0.2)), (0.3, pt.BCO(0.2)))),
+    "mixture": pt.Mixture(((0.7, pt.DPO(0.2)), (0.3, pt.DPO(0.2, "bco_pair")))),
 }
 POLICIES = {
     "grpo": functools.partial(pt.grpo, kl_term=pt.KL(0.1), entropy=0.01),

@@ -156,6 +156,10 @@ def test_settings_out_of_range():
     with pytest.raises(ValueError, match="beta must be positive"):
         pt.DPO(0.0)
     with pytest.raises(ValueError, match=r"in \[0, 0.5\)"):
-        pt.Robust(0.1, label_smoothing=0.5)
+        pt.DPO(0.1, "robust", label_smoothing=0.5)
+    with pytest.raises(ValueError, match="loss_type must be one of sigmoid, robust, hinge, ipo"):
+        pt.DPO(0.1, "IPO")
+    with pytest.raises(ValueError, match="label_smoothing is for 'sigmoid' and 'robust'"):
+        pt.DPO(0.1, "hinge", label_smoothing=0.1)
     with pytest.raises(ValueError, match="a Mixture takes losses of pairs"):
         pt.Mixture(((1.0, pt.DPO()), (1.0, pt.SimPO())))

@@ -238,8 +238,8 @@ COUNTS = Path(__file__).with_suffix(".jsonl").with_stem("collectives")
 # bytes and kinds are checked with all.
 COUNTED_WITH = "0.10."
 SMALL = 10_000  # bytes; a layer's activations are 65,536 at least, and numbers of documents go anywhere
-# Rules of three kinds together, and experts with heads. Stages are in test_pipeline by default, too.
-DEFAULT = ("dense fsdp+tensor+ring", "experts expert+heads")
+# Experts are in test_moe_devices by default, stages in test_pipeline.
+DEFAULT = ("dense fsdp+tensor+ring", "dense data+heads")
 
 
 @pytest.fixture(autouse=True)

@@ -201,7 +201,8 @@ def test_what_does_not_fit_is_said():
     sharding.Pipeline("stage", microbatches=1, repeats=1)
 
 
-@pytest.mark.parametrize("build", [mixture, pytest.param(experts, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("build", [mixture, experts])
 def test_experts_report_the_mean_over_microbatches(build):
     model, tokens = filled(build), rows(8)["tokens"]
     run = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).aux)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, sharding, training
 from maxlib.sharding import _mesh as mesh_module
-from tests.nn.tiny import LLAMA, filled_llama, tokens
+from tests.nn.tiny import LLAMA, filled, filled_llama, tokens
 from tests.sharding.test_sharding import RULES, build
 from tests.training.tiny import QUICKLY, Bigram, batch, loss
 
@@ -152,7 +152,8 @@ def test_zero1_splits_the_optimizer_and_nothing_else():
     for rules in (sharding.DP, sharding.DP | sharding.ZERO1):
         layout = sharding.Layout(mesh, rules)
         with sharding.use(layout):
-            state = training.make_state(sharding.create(lambda: Bigram(rngs=nnx.Rngs(0)), layout), optimizer)
+            model = filled(lambda: Bigram(rngs=nnx.Rngs(0)))
+            state = training.make_state(jax.device_put(model, sharding.shardings(model, layout)), optimizer)
             new, metrics = jax.jit(training.make_train_step(loss, optimizer), compiler_options=QUICKLY)(state, batch(8))
         same = lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim)
         assert all(

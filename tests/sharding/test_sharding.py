@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, ops, sharding
 from maxlib.models import llama
-from tests.nn.tiny import LLAMA, tokens
+from tests.nn.tiny import LLAMA, filled, tokens
 
 RULES = sharding.FSDP_TP | {"vocab": None}  # 61 tokens do not divide
 
@@ -26,13 +26,21 @@ def hidden(model, ids, **options):
     return jax.jit(lambda m, t: m(t, dtype=jnp.float32, **options).hidden)(model, ids)
 
 
-def test_created_values_and_results_equal_one_device():
-    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    layout = sharding.Layout(mesh, RULES)
-    model, alone, ids = sharding.create(build, layout), jax.jit(build)(), tokens(8, 9)
+def on_eight() -> sharding.Layout:
+    return sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), RULES)
+
+
+def test_created_values_equal_one_device():
+    model, alone = sharding.create(build, on_eight()), jax.jit(build)()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(alone), jax.device_get(model))
+
+
+@pytest.mark.full
+def test_results_equal_one_device():
+    """By default in test_covering."""
+    alone, ids, layout = filled(build), tokens(8, 9), on_eight()
     with sharding.use(layout):
-        got = hidden(model, ids)
+        got = hidden(jax.device_put(alone, sharding.shardings(alone, layout)), ids)
     np.testing.assert_allclose(got, hidden(alone, ids), atol=3e-6)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 import maxlib
@@ -95,15 +96,18 @@ class Recorder:
 
 def trainer(directory: Path, times: int, record: Recorder) -> None:
     """A step with a save of everything each time, evaluations, both exports, metrics and a mixture."""
-    train(tiny.llama(num_layers=1, rope=ops.Rope(12, max_length=64)), directory, times, record)
+    model = tiny.llama(num_layers=1, rope=ops.Rope(12, max_length=64))
+    train(model, directory, times, record, optimizer=training.adamw(1e-3, mask=training.decay_mask(model)))
 
 
 def short(directory: Path, times: int, record: Recorder) -> None:
-    """The same with the smallest model that is one."""
-    train(Smallest(rngs=nnx.Rngs(0)), directory, times, record, hugging_face=False)
+    """The same with the smallest model that is one and an optimizer without moments: the fewest arrays to save."""
+    train(Smallest(rngs=nnx.Rngs(0)), directory, times, record, optimizer=optax.sgd(1e-3), hugging_face=False)
 
 
-def train(model: Any, directory: Path, times: int, record: Recorder, *, hugging_face: bool = True) -> None:
+def train(
+    model: Any, directory: Path, times: int, record: Recorder, *, optimizer: Any, hugging_face: bool = True
+) -> None:
     exports = [training.ParameterExport(directory / "parameters", every=25, keep=2)]
     if hugging_face:
         exports.append(training.HuggingFaceExport(directory / "exports", every=25, keep=2))
@@ -114,7 +118,7 @@ def train(model: Any, directory: Path, times: int, record: Recorder, *, hugging_
 
     ours = training.Trainer(
         model,
-        optimizer=training.adamw(1e-3, mask=training.decay_mask(model)),
+        optimizer=optimizer,
         loss=tiny.loss,
         loader=loader_of(seed=0),
         evaluation=training.Evaluation(loader_of(seed=1, num_batches=2), every=10),

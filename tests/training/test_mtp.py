@@ -102,11 +102,13 @@ def test_no_module_looks_beyond_its_document(model, batch, packed):
 def test_a_module_is_what_the_paper_says(model, batch, packed):
     """Without padding: norms, the next token's embedding first, projection, block, norm."""
     module, hidden, tokens = model.mtp[0], packed[0].hidden[:1, :7], np.asarray(batch["tokens"])[:1, :7]
-    norm = lambda x: x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + CFG.norm_eps)
-    x = np.concatenate([norm(np.asarray(model.embed.w[...])[tokens[:, 1:]]), norm(hidden[:, :-1])], axis=-1)
+    rms = lambda x: np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + CFG.norm_eps)
+    norm = lambda layer, x: x / rms(x) * np.asarray(layer.scale[...])
+    embedded = np.asarray(model.embed.w[...])[tokens[:, 1:]]
+    x = np.concatenate([norm(module.embed_norm, embedded), norm(module.hidden_norm, hidden[:, :-1])], axis=-1)
     block = jax.jit(lambda block, x: block(x, nn.context(1, 6), None)[0])
     want = block(module.block, jnp.asarray(x @ np.asarray(module.project.w[...]).T))
-    np.testing.assert_allclose(packed[1][0].hidden[:1, :6], norm(np.asarray(want)), atol=2e-5)
+    np.testing.assert_allclose(packed[1][0].hidden[:1, :6], norm(module.norm, np.asarray(want)), atol=2e-5)
 
 
 def log_softmax(logits):
@@ -159,14 +161,15 @@ def test_the_balance_of_experts_covers_the_modules(model, batch):
     )
 
 
-def test_gradients_reach_the_modules_and_the_trunk(batch):
+@pytest.mark.parametrize("remat", [None, pytest.param("full", marks=pytest.mark.full)])
+def test_gradients_reach_the_modules_and_the_trunk(batch, remat):
     """Of one layer and one module, which compile in a third of the time."""
     cfg = dataclasses.replace(CFG, num_layers=1, num_dense=0, num_mtp=1)
     params, rest = nn.partition(filled(lambda: deepseek.DeepSeek(cfg, rngs=nnx.Rngs(0))))
 
     def value(params):
         model = nn.combine(params, rest)
-        loss = functools.partial(mtp_loss, dtype=jnp.float32, remat="full", remat_modules="full")
+        loss = functools.partial(mtp_loss, dtype=jnp.float32, remat=remat, remat_modules=remat)
         return loss(model, batch)[0] - next_token_loss(model, batch, dtype=jnp.float32)[0]
 
     gradients = jax.jit(jax.grad(value), compiler_options=tiny.QUICKLY)(params)

@@ -116,8 +116,9 @@ MESHES = {
 }
 
 
-# By default one loss on one mesh; tests/post_training/test_losses.py has others on another.
-@pytest.mark.parametrize(("name", "mesh"), few([("focal", "data x context")], LOSSES, MESHES))
+# tests/post_training/test_losses.py has others on a mesh by default.
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "mesh"), list(itertools.product(LOSSES, MESHES)))
 def test_on_a_mesh_as_on_one_device(name, mesh):
     degrees, rules = MESHES[mesh]
     layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
@@ -181,7 +182,8 @@ class Pairs(tiny.Loader):
         return batch(self.next)
 
 
-@pytest.mark.parametrize("mesh", [None, pytest.param({"fsdp": 8}, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 8}])
 def test_a_frozen_reference_beside_the_policy_trains_as_one_in_the_batch(mesh, monkeypatch):
     monkeypatch.setattr("maxlib.training._trainer.jit_step", tiny.jit_step)
     score = jax.jit(lambda m, b: against_scores(m, b), compiler_options=tiny.QUICKLY)
@@ -216,6 +218,7 @@ def against_scores(model, batch):
     return nn.token_log_probs(out.hidden, model.head_weight(), batch["targets"], temperature=0.8).log_prob
 
 
+@pytest.mark.full
 def test_a_plain_loss_may_run_the_model_twice_on_nested_batches():
     """Chosen and rejected answers in arrays of their own: microbatches and meshes divide both alike."""
     data = {half: tiny.batch(ROWS, 12, seed=seed) for seed, half in enumerate(("chosen", "rejected"))}

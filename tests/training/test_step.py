@@ -128,9 +128,8 @@ def test_remat_changes_nothing(remat):
     assert float(metrics["grad_norm"]) == pytest.approx(float(want_metrics["grad_norm"]), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "preset", [one if one == "FSDP_TP" else pytest.param(one, marks=pytest.mark.full) for one in MESHES]
-)
+@pytest.mark.full  # by default that of tests/training/test_trainer.py
+@pytest.mark.parametrize("preset", MESHES)
 def test_every_preset_is_one_device(preset):
     check_preset(preset, microbatches=1)
 

@@ -3,7 +3,7 @@
 Within a chunk of C tokens, G is the running sum of log decays, and `D[i, j] = exp(G[i] - G[j])` for j <= i in the same
 document, else 0. All updates of a chunk follow from one unit triangular system:
 
-    T = (I + strict_lower(beta k k^T D))^-1,  U = T (beta v),  W = T (beta exp(G) k)
+    (I + strict_lower(beta k k^T D)) T = I,  U = T (beta v),  W = T (beta exp(G) k)
     V = U - W S,  o = exp(G) q S + (q k^T D) V,  S <- exp(G[C]) S + (exp(G[C] - G) k)^T V
 
 Only the last line needs the chunk before. Chunks are taken in blocks: a block computes the first line for all its
@@ -14,7 +14,7 @@ Shapes: B rows, n chunks of a block, C tokens of a chunk, K key heads, G value h
 """
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from maxlib.ops._varying import vary_alike
 CHUNK = 64
 BLOCK = 1024  # tokens of a block
 SMALL = 16  # largest triangle that is inverted by doubling
+_HEADS = (1, 1, 2, 2, 2, 0)  # axes of heads in each of `Inputs`
 
 
 class _Chunks(NamedTuple):
@@ -60,24 +61,29 @@ def chunked(x: Inputs, state: Array, *, precision: jax.lax.Precision) -> tuple[A
     count = -(-tokens // size)
     per_block = min(count, max(1, BLOCK // size))
     blocks = -(-count // per_block)
-    split = lambda a: _split(a, blocks, per_block, size)
-    xs, state = vary_alike((jax.tree.map(split, x), state))
+    # In the order in which the matmuls read them: transposed once, here, and not in every block.
+    xs = Inputs(*(_split(a, heads, blocks, per_block, size) for a, heads in zip(x, _HEADS, strict=True)))
+    xs, state = vary_alike((xs, state))
     block = jax.checkpoint(functools.partial(_block, precision=precision), prevent_cse=False)
     state, out = jax.lax.scan(block, state, xs)
-    # [blocks, B, n, C, ...] -> [B, T, ...]
-    out = jnp.moveaxis(out, 0, 1)
+    # [blocks, n, B, K, G, C, Hv] -> [B, blocks, n, C, K, G, Hv] -> [B, T, K, G, Hv]
+    out = jnp.moveaxis(out, (2, 5), (0, 3))
     return out.reshape(out.shape[0], -1, *out.shape[4:])[:, :tokens], state
 
 
-def _split(a: Array, blocks: int, per_block: int, size: int) -> Array:
-    """Splits `B T ...` into chunks, `blocks B n C ...`; tokens that fill the last one are zero and change nothing."""
+def _split(a: Array, heads: int, blocks: int, per_block: int, size: int) -> Array:
+    """Splits `B T heads ...` into chunks, `blocks n B heads C ...`.
+
+    Tokens that fill the last chunk are zero and change nothing.
+    """
     missing = blocks * per_block * size - a.shape[1]
     a = jnp.pad(a, [(0, 0), (0, missing)] + [(0, 0)] * (a.ndim - 2))
-    return jnp.moveaxis(a.reshape(a.shape[0], blocks, per_block, size, *a.shape[2:]), 1, 0)
+    a = a.reshape(a.shape[0], blocks, per_block, size, *a.shape[2:])
+    return jnp.moveaxis(a, (0, 3), (2, 3 + heads))
 
 
 def _block(state: Array, x: Inputs, *, precision: jax.lax.Precision) -> tuple[Array, Array]:
-    """Computes the outputs of one block, `B n C K G Hv`, and the state after it."""
+    """Computes the state after one block and its outputs, `n B K G C Hv`."""
     dot = functools.partial(jnp.einsum, precision=precision)
     chunks, scores = _chunks(x, dot)
 
@@ -91,23 +97,41 @@ def _block(state: Array, x: Inputs, *, precision: jax.lax.Precision) -> tuple[Ar
 
     state, (values, out) = jax.lax.scan(step, state, chunks)
     # Outputs of all chunks: what the state before gave, and what the chunk itself adds.
-    out = out + dot("nbkgij,nbkgjv->nbkgiv", scores, values)
-    return state, jnp.moveaxis(out, (0, 4), (1, 2))  # [n, B, K, G, C, Hv] -> [B, n, C, K, G, Hv]
+    return state, out + dot("nbkgij,nbkgjv->nbkgiv", scores, values)
 
 
 def _chunks(x: Inputs, dot) -> tuple[_Chunks, Array]:
     """Computes what all chunks of a block do to a state, and the scores `q k^T D`, `n B K G C C`."""
-    first = lambda a: jnp.moveaxis(a, 1, 0)  # [B, n, ...] -> [n, B, ...]
-    q, k = (first(jnp.moveaxis(a, 3, 2)) for a in (x.q, x.k))  # n B K C H
-    v = first(jnp.moveaxis(x.v, 2, 4))  # n B K G C Hv
-    log_decay, beta = (first(jnp.moveaxis(a, 2, 4)) for a in (x.log_decay, x.beta))  # n B K G C
-    decay, into, out_of, kept = _decays(log_decay, first(x.is_start))
-    products = lambda a: dot("nbkid,nbkjd->nbkij", a, k)[:, :, :, None]
-    lower = jnp.tril(beta[..., None] * products(k) * decay, -1)
-    solve = functools.partial(dot, "nbkgij,nbkgjd->nbkgid", unit_lower_inverse(lower))
-    of_key = lambda weight, a: weight[..., None] * a[:, :, :, None]  # n B K G C Hk
-    readers = jnp.concatenate([solve(of_key(beta * into, k)), of_key(into, q)], axis=-2)
-    return _Chunks(readers, solve(beta[..., None] * v), of_key(out_of, k), kept), products(q) * decay
+    # q and k are `n B K C Hk`, v is `n B K G C Hv`, rates are `n B K G C`.
+    decay, into, out_of, kept = _decays(x.log_decay, x.is_start)
+    q, k, of_k, of_q = (
+        _for_each_value_head(a, x.v.shape[3])
+        for a in (x.q, x.k, dot("nbkid,nbkjd->nbkij", x.k, x.k), dot("nbkid,nbkjd->nbkij", x.q, x.k))
+    )
+    times = lambda weight, a: weight[..., None] * a
+    solve = functools.partial(
+        dot, "nbkgij,nbkgjd->nbkgid", unit_lower_inverse(jnp.tril(times(x.beta, of_k) * decay, -1))
+    )
+    readers = jnp.concatenate([solve(times(x.beta * into, k)), times(into, q)], axis=-2)
+    return _Chunks(readers, solve(times(x.beta, x.v)), times(out_of, k), kept), of_q * decay
+
+
+def _for_each_value_head(a: Array, count: int) -> Array:
+    """Repeats what belongs to a key head for its value heads, `n B K ... -> n B K G ...`."""
+    return cast(Array, _repeat(a, count))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _repeat(a: Array, count: int) -> Array:
+    return jnp.broadcast_to(a[:, :, :, None], (*a.shape[:3], count, *a.shape[3:]))
+
+
+def _repeat_backward(count: int, _: None, gradient: Array) -> tuple[Array]:
+    # One addition after the other: XLA for CPUs takes ten times as long for a sum over an axis in the middle.
+    return (functools.reduce(jnp.add, [gradient[:, :, :, head] for head in range(count)]),)
+
+
+_repeat.defvjp(lambda a, count: (_repeat(a, count), None), _repeat_backward)
 
 
 def _decays(log_decay: Array, is_start: Array) -> tuple[Array, Array, Array, Array]:

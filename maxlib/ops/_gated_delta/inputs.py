@@ -40,8 +40,8 @@ def prepare(q, k, v, log_decay, beta, is_start, valid, *, scale: float | None, l
         # A token with g = 0 and beta = 0 leaves the state as it is.
         log_decay, beta = (jnp.where(valid[:, :, None], a, 0.0) for a in (log_decay, beta))
     starts = jnp.zeros(q.shape[:2], bool) if is_start is None else is_start
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return Inputs(q * scale, k, by_key_head(v), by_key_head(log_decay), by_key_head(beta), starts)
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return Inputs(q, k, by_key_head(v), by_key_head(log_decay), by_key_head(beta), starts)
 
 
 def _unit(x: Array) -> Array:

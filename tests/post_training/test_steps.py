@@ -1,0 +1,113 @@
+"""Ten AdamW steps of an adapter: losses, gradients and factors are those of TRL and PEFT (`make_steps.py`)."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file
+
+import maxlib
+from maxlib import adapters, nn, training
+from maxlib import post_training as pt
+from tests.models import parity
+from tests.post_training import make_steps
+from tests.post_training.arrays import PAIRS, TEMPERATURE, arrays, targets
+
+DATA = arrays()
+
+
+def rows(*names):
+    out = {"tokens": DATA["ids"][:, :-1], "targets": targets(DATA), "segment_ids": DATA["attention"][:, :-1]}
+    return {name: jnp.asarray(x) for name, x in (out | {name: DATA[name] for name in names}).items()}
+
+
+def pairs():
+    whole = rows("reference")
+    return {"chosen": {k: x[:PAIRS] for k, x in whole.items()}, "rejected": {k: x[PAIRS:] for k, x in whole.items()}}
+
+
+LOSSES = {
+    "sft": (training.next_token_loss, rows),
+    "dpo": (functools.partial(pt.preference_loss, kind=pt.DPO(0.3)), pairs),
+    "dapo": (
+        functools.partial(pt.dapo, temperature=TEMPERATURE, surrogate=pt.Clip(0.2, 0.2), kl_term=pt.KL(0.3)),
+        functools.partial(rows, "advantages", "reference"),
+    ),
+}
+
+
+def projections(factors, rest, path):
+    """By PEFT's names: norm and projection of each factor."""
+    adapters.save(nn.combine(factors, rest), path)
+    return {name: parity.projection(name, x) for name, x in load_file(path / "adapter_model.safetensors").items()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LOSSES)
+def test_ten_steps_are_those_of_trl_and_peft(name, tmp_path):
+    stored = np.load(make_steps.PATH)
+    model = maxlib.from_pretrained(make_steps.base(tmp_path / "base"), dtype=jnp.float32)
+    start = make_steps.adapter(tmp_path / "start", **json.loads(str(stored["text"])))
+    loss, batch = LOSSES[name]
+    loss, batch = functools.partial(loss, dtype=jnp.float32), batch()
+    optimizer = optax.adamw(make_steps.RATE, weight_decay=make_steps.DECAY)
+    state = training.make_state(adapters.load(model, start), optimizer, filter=adapters.trainable)
+
+    @jax.jit
+    def step(state):
+        def mean(factors):
+            total, stats = loss(nn.combine(factors, state.rest), batch, jax.random.key(0))
+            return total / stats.num_targets
+
+        return *jax.value_and_grad(mean)(state.trainable), *training.make_train_step(loss, optimizer)(state, batch)
+
+    found = []
+    for i in range(make_steps.STEPS):
+        value, gradients, state, metrics = step(state)
+        found.append((float(metrics["loss"]), float(optax.tree.norm(gradients))))
+        assert float(value) == pytest.approx(found[-1][0], abs=1e-6)
+        if i == 0:
+            first = projections(gradients, state.rest, tmp_path / "gradients")
+    want = stored[f"{name}:steps"]
+    np.testing.assert_allclose(found[0], want[0], rtol=5e-5)
+    np.testing.assert_allclose(found, want, rtol=1e-3)
+    assert abs(want[-1, 0] - want[0, 0]) > 0.02  # something was learned
+    last = projections(state.trainable, state.rest, tmp_path / "last")
+    for kind, ours in (("gradient", first), ("factor", last)):
+        for key, value in ours.items():
+            norm = stored[f"{name}:{kind}:{key}"][0]
+            np.testing.assert_allclose(value, stored[f"{name}:{kind}:{key}"], rtol=1e-3, atol=1e-3 * norm, err_msg=key)
+    assert first.keys() == {key.split(":")[2] for key in stored.files if key.startswith(f"{name}:gradient:")}
+
+
+def test_dft_is_its_formula_and_its_factor_has_no_gradient():
+    rng = np.random.default_rng(0)
+    hidden, weight = rng.normal(size=(2, 5, 4)), rng.normal(size=(7, 4))
+    ids = np.where(rng.random((2, 5)) < 0.3, -1, rng.integers(0, 7, (2, 5)))
+    log_p = lambda w: jax.nn.log_softmax(hidden @ w.T)
+    at = np.maximum(ids, 0)[..., None]
+    own = lambda w: jnp.where(ids >= 0, jnp.take_along_axis(log_p(w), at, -1)[..., 0], 0)
+    probability = np.exp(np.asarray(own(weight)))
+
+    class Head:
+        softcap = None
+
+        def __init__(self, w):
+            self.w = w
+
+        def head_weight(self):
+            return self.w
+
+    def ours(w):
+        loss, stats = pt.dft_loss.from_hidden(Head(w), jnp.asarray(hidden, jnp.float32), {"targets": jnp.asarray(ids)})
+        return loss, stats
+
+    value, gradient = jax.value_and_grad(lambda w: ours(w)[0])(jnp.asarray(weight, jnp.float32))
+    want, slope = jax.value_and_grad(lambda w: -jnp.sum(probability * own(w)))(jnp.asarray(weight))
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(gradient, slope, atol=1e-5)
+    assert int(ours(jnp.asarray(weight, jnp.float32))[1].num_targets) == (ids >= 0).sum()
