@@ -188,7 +188,7 @@ def examples(session: nox.Session) -> None:
 def notebooks(session: nox.Session) -> None:
     """Every notebook, executed; an error in a cell is an error here."""
     session.install("-e", ".[notebooks]")
-    for notebook in chosen(session, Path("examples"), "*.ipynb"):
+    for notebook in chosen(session, Path("examples"), "**/*.ipynb"):
         session.run("jupyter", "execute", str(notebook))
 
 

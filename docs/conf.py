@@ -5,7 +5,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_extension"))
 
+import notebooks
+
 import maxlib
+
+notebooks.copy()
 
 project = "maxlib"
 author = "The maxlib authors"
@@ -51,6 +55,7 @@ myst_heading_anchors = 3
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+nb_execution_excludepatterns = ["notebooks/*"]  # shown as they are stored; `nox -s notebooks` runs them
 nb_execution_show_tb = True
 nb_execution_in_temp = True  # pages write directories, which a second build would find
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from maxlib import tokenization as tokenization
     from maxlib import training as training
     from maxlib import weights as weights
+    from maxlib._command.doctor import show_versions as show_versions
     from maxlib.weights import from_pretrained as from_pretrained
     from maxlib.weights import push_to_hub as push_to_hub
     from maxlib.weights import save_pretrained as save_pretrained
@@ -49,12 +50,14 @@ _SUBPACKAGES = (
     "training",
     "weights",
 )
-_FUNCTIONS = ("from_pretrained", "push_to_hub", "save_pretrained")
+_FUNCTIONS = ("from_pretrained", "push_to_hub", "save_pretrained", "show_versions")
 
 
 def __getattr__(name: str):
     if name in _SUBPACKAGES:
         return importlib.import_module(f"maxlib.{name}")
+    if name == "show_versions":
+        return importlib.import_module("maxlib._command.doctor").show_versions
     if name in _FUNCTIONS:
         return getattr(importlib.import_module("maxlib.weights"), name)
     raise AttributeError(f"module 'maxlib' has no attribute {name!r}; it has {', '.join(_SUBPACKAGES + _FUNCTIONS)}")

@@ -15,6 +15,7 @@ from flax import nnx
 from sphinx.util.inspect import stringify_signature
 
 BLOCK = re.compile(r"^```\{api\} (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+MORE = re.compile(r"^## More\n\n```\{api\} (\S+)\n\*\n```$", re.MULTILINE)  # left out where nothing is left
 QUOTED_STAR = re.compile(r'(?<=")(\*)(?=\w)')
 LITERAL = re.compile(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)")
 SECTION = re.compile(r"^ *(Args|Attributes|Returns|Raises|Yields)s?:\s*$")
@@ -26,6 +27,7 @@ def expand(app, docname: str, source: list[str]) -> None:
     listed: dict[str, set[str]] = {}
     for module, names in BLOCK.findall(page):
         listed.setdefault(module, set()).update(names.split())
+    page = MORE.sub(lambda match: match[0] if _entries(match[1], ["*"], listed[match[1]]) else "", page)
     source[0] = BLOCK.sub(lambda match: _entries(match[1], match[2].split(), listed[match[1]]), page)
 
 

@@ -1,5 +1,7 @@
 """Generation: prefill and decode over any model."""
 
+from maxlib.inference._chat import Chat as Chat
+from maxlib.inference._chat import stop_tokens as stop_tokens
 from maxlib.inference._continuous import LocalEngine as LocalEngine
 from maxlib.inference._engine import Completion as Completion
 from maxlib.inference._engine import Engine as Engine

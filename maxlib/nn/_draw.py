@@ -15,6 +15,7 @@ from maxlib.nn.stack import Stack
 from maxlib.nn.tree import is_variable, num_parameters
 from maxlib.sharding.layers import num_layer_axes
 
+_TIMES = "\N{MULTIPLICATION SIGN}"
 _WIDTH, _LINE, _PAD = 430, 17, 9  # pixels: of the picture, of a line of text, around it
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:currentColor}.small{font-size:11.5px;opacity:.75}"
@@ -155,7 +156,7 @@ def _shapes(name: str, module: Any) -> Iterator[str]:
     for key, variable in own.items():
         if is_variable(variable):
             label = name if name and key in ("w", "scale") else f"{name} {key}".strip()
-            yield f"{label} {'×'.join(map(str, _shape(variable))) or 'scalar'}"
+            yield f"{label} {_TIMES.join(map(str, _shape(variable))) or 'scalar'}"
 
 
 def _parameters(module: Any) -> int:
@@ -175,7 +176,7 @@ def _notes(module: Any) -> Iterator[str]:
     if isinstance(getattr(module, "num_heads", None), int):
         heads = f"{module.num_heads} query heads"
         kv = getattr(module, "num_kv_heads", None)
-        yield heads if kv in (None, module.num_heads) else f"{heads}, {kv} key heads"
+        yield heads if kv in (None, module.num_heads) else f"{heads}, {kv} for keys and values"
     mask = getattr(module, "mask", None)
     if mask is not None and len(text := _mask(mask)) < 60:
         yield text
@@ -214,7 +215,7 @@ def _render(block: Block, x: int, y: int, width: int) -> tuple[list[str], int]:
         top += height + 4
     height = top + _PAD - y - (2 if block.inside else 4)
     title = f"{block.name}: {block.kind}" if block.name and block.name != block.kind else block.kind
-    count = f"{block.repeat} × " if block.repeat > 1 else ""
+    count = f"{block.repeat} {_TIMES} " if block.repeat > 1 else ""
     fill = next((colour for part, colour in _COLOURS.items() if part in block.kind), "none")
     return [
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="{fill}"/>',

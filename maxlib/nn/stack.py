@@ -15,6 +15,7 @@ from maxlib._xla_workarounds import keep_float32, row_major
 from maxlib.hardware import current_device
 from maxlib.nn._layer_axis import with_layer_axis, without_layer_axis
 from maxlib.nn._linear import draw_key
+from maxlib.nn._read_only import read_only
 from maxlib.nn._stack_layout import Segment, as_layout, normalized_layout, place_of, segments
 from maxlib.nn.mixer import check_cache_dtype, check_order, is_reorderable
 from maxlib.nn.remat import Policy, remat_policy, rematerialised
@@ -136,8 +137,13 @@ class Stack(StackedLayers):
         return self.num_layers
 
     def __getitem__(self, i: int) -> Any:
-        """Returns layer `i`. A scanned layer is a copy: attributes set on it do not change the stack."""
+        """Returns layer `i`. A scanned layer is a copy, which refuses to be changed: the stack would not change."""
         i = range(self.num_layers)[i]
+        layer = self._layer(i)
+        return layer if self.where(i)[1] is None else read_only(layer, i)
+
+    def _layer(self, i: int) -> Any:
+        """Returns layer `i`: itself where it is stored alone, else a copy."""
         path, repeat = self.where(i)
         kind, slot = path.split(".")
         layer = getattr(self, kind)[int(slot)]
@@ -147,7 +153,7 @@ class Stack(StackedLayers):
         return without_layer_axis(jax.tree.map(lambda a: to_device(a)[repeat], layer))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the layers in order; see `__getitem__`."""
+        """Yields the layers in order; see `__getitem__` for those that are scanned."""
         return (self[i] for i in range(self.num_layers))
 
     def __call__(
@@ -222,7 +228,7 @@ class Stack(StackedLayers):
 
     def with_layout(self, *, lead: int = 0, prefix: int, period: int) -> "Stack":
         """Stores the same layers in another layout. Layers that share a place in it must be alike."""
-        layers, new = list(self), jax.tree.map(lambda a: a, self)
+        layers, new = [self._layer(i) for i in range(len(self))], jax.tree.map(lambda a: a, self)
         # Equal arrays [...] of layers in one place -> [repeats, ...]
         stacked = lambda numbers: jax.tree.map(lambda *a: jnp.stack(a), *(layers[i] for i in numbers))
         new._store(normalized_layout(len(layers), lead, prefix, period), lambda numbers: layers[numbers[0]], stacked)

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from maxlib.observability._stragglers import SlowHosts as SlowHosts
     from maxlib.observability._stragglers import SlowSteps as SlowSteps
     from maxlib.observability._stragglers import slow_hosts as slow_hosts
+    from maxlib.observability._trackers import MLflow as MLflow
+    from maxlib.observability._trackers import Trackio as Trackio
+    from maxlib.observability._trackers import WandB as WandB
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -43,6 +46,7 @@ __getattr__, __dir__ = lazy(
         "_flops": ("forward_flops", "peak_flops", "training_flops"),
         "_goodput": ("Account", "Clock", "goodput"),
         "_memory": ("live_arrays", "memory_profile", "memory_use"),
+        "_trackers": ("MLflow", "Trackio", "WandB"),
         "_metrics": ("Console", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
         "_profile": ("Op", "Profile", "profile_summary", "top_ops"),
         "_program": ("DumpProgram", "dump_program"),

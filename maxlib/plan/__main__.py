@@ -1,6 +1,8 @@
 """`python -m maxlib.plan llama3-70b --target v5p-128`."""
 
 import argparse
+import dataclasses
+import json
 import sys
 from typing import Any
 
@@ -9,7 +11,7 @@ import jax
 from maxlib import adapters, training
 from maxlib.distributed import xla_flags
 from maxlib.nn.remat import POLICIES
-from maxlib.plan import Job, parse_target, plan, search
+from maxlib.plan import Job, Plan, parse_target, plan, search
 from maxlib.plan._job import by_name
 from maxlib.sharding import PRESETS, Layout, parse_degrees, preset
 
@@ -28,12 +30,14 @@ def _plan(args: argparse.Namespace) -> int:
     if args.compile is not None:
         raise ValueError("--compile is for --search: without it the one plan is compiled")
     result = plan(_job(args), full=args.full, keep=args.keep)
-    _log(result)
+    print(json.dumps(_numbers(result), indent=1)) if args.json else _log(result)
     return 0 if result.fits else 1
 
 
 def _search(args: argparse.Namespace) -> int:
     """Searches over layouts, remat and batch; options given on the command line are fixed."""
+    if args.json:
+        raise ValueError("--json prints one plan: leave out --search")
     if args.full or args.keep:
         raise ValueError("--search takes no --full and no --keep: plan the layout that it finds again, with them")
     fixed: dict[str, Any] = {}
@@ -107,6 +111,16 @@ def _lora(words: list[str]) -> adapters.LoRA:
     return adapters.LoRA(rank, float(settings.get("alpha", 2 * rank)), **flags)
 
 
+def _numbers(result: Plan) -> dict[str, Any]:
+    """Returns a plan as one object for JSON, without the job."""
+    parts = {name: getattr(result, name) for name in ("costs", "estimate", "analytic")}
+    plain = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
+    named = {"target": result.target.name, "capacity": result.target.chip.memory, "fits": result.fits}
+    numbers = {name: value for name, value in plain.items() if isinstance(value, int | float | dict | None)}
+    nested = {name: dataclasses.asdict(part) for name, part in parts.items() if part is not None}
+    return json.loads(json.dumps(named | numbers | nested, default=str))
+
+
 # Advice in error messages for Python -> the same for the command line.
 _HERE = {
     "change a degree, let one be -1, or pass devices=": "change a degree of --mesh or --dcn, or let one be -1",
@@ -127,9 +141,7 @@ def _log(text: Any, file: Any = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m maxlib.plan", description="Plan a training run before paying for the chips."
-    )
+    parser = argparse.ArgumentParser(prog="maxlib plan", description="Plan a training run before paying for the chips.")
     add = parser.add_argument
     add("model", help="a preset, such as llama3-70b")
     add(
@@ -171,6 +183,7 @@ def _parser() -> argparse.ArgumentParser:
         help="sets of XLA flags, such as tpu-overlap (python -m maxlib.distributed.xla_flags)",
     )
     add("--full", action="store_true", help="also make the machine code, which takes minutes")
+    add("--json", action="store_true", help="print one object; sizes are bytes on one device")
     add("--keep", help="an empty folder for the compiler's files")
     add(
         "--search",

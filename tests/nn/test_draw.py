@@ -39,14 +39,14 @@ def test_alike_layers_are_one_block():
     period = layers.inside[0]
     assert [block.repeat for block in period.inside] == [5, 1]  # five with a window, one without
     assert [(block.kind, block.repeat) for block in layers.inside] == [("period", 2), ("Block", 1)]
-    assert "Causal & SlidingWindow(4)" in period.inside[0].inside[1].lines
+    assert "(Causal | BidirectionalBlocks) & SlidingWindow(4)" in period.inside[0].inside[1].lines
 
 
 def test_picture_is_well_formed_and_shown_by_notebooks():
     drawing = nn.draw(jax.eval_shape(MODELS["llama"]))
     root = ET.fromstring(drawing._repr_html_())
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "3 × Block" in texts and texts[0] == "Llama"
+    assert "3 \N{MULTIPLICATION SIGN} Block" in texts and texts[0] == "Llama"
     boxes = [{k: float(r.get(k)) for k in ("x", "y", "width", "height")} for r in root.iter() if r.tag.endswith("rect")]
     assert all(box["x"] + box["width"] <= float(root.get("width")) for box in boxes)
     assert all(box["y"] + box["height"] <= float(root.get("height")) for box in boxes)

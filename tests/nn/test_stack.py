@@ -235,3 +235,23 @@ def test_layers_get_their_own_row_and_carry_more_than_x(prefix, period, lead):
     for x, total in run():
         np.testing.assert_array_equal(x, np.full(3, 6543210.0))
         assert float(total) == 6543210
+
+
+def test_a_layer_taken_out_of_a_scan_refuses_changes():
+    """Its arrays are copies, so that a change would be lost."""
+    stack = nn.Stack(lambda i, rngs: nn.GatedMLP(4, 8, rngs=rngs), 3, rngs=nnx.Rngs(0))
+    layer, norm = stack[1], nn.RMSNorm(4)
+    for change in (
+        lambda: layer.up.w.set_value(jnp.zeros(layer.up.w.shape)),
+        lambda: layer.up.w.__setitem__(..., 0.0),
+        lambda: setattr(layer, "up", norm),
+        lambda: setattr(layer.up, "extra", norm),
+    ):
+        with pytest.raises(ValueError, match=r"layer 1 was taken out .* in `nn.unstack\(model\)`"):
+            change()
+    copy = jax.tree.map(lambda a: a, layer)
+    copy.up.w[...] = jnp.zeros(copy.up.w.shape)
+    assert jax.tree.structure(copy) == jax.tree.structure(layer) and not copy.up.w[...].any() and layer.up.w[...].any()
+    alone = stack.unstacked()
+    alone[1].up.w[...] = jnp.zeros(copy.up.w.shape)
+    assert not alone[1].up.w[...].any()

@@ -1,0 +1,63 @@
+"""The command `maxlib`: a thin layer over public functions. `maxlib --help` lists what it does."""
+
+import argparse
+import importlib
+import sys
+
+# Each module has `add(parser)` for its options and `run(args)`, which returns the exit status.
+COMMANDS = {
+    "plan": "does a training step fit on hardware that you do not have, and how fast can it be?",
+    "generate": "write text with a model, as it comes",
+    "convert": "write a model in another dtype, shard size or number of bits",
+    "inspect": "list the arrays of a directory or checkpoint, or what differs between two",
+    "models": "list model families and presets",
+    "report": "make an HTML page about one or more runs",
+    "doctor": "print versions, devices, extras and the kernels that would be chosen",
+    "new-trainer": "copy an example trainer, to change it",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      argv: the words after `maxlib`; by default those of this process.
+
+    Returns:
+      The exit status: 0 when all is well, 1 when the answer is no (a plan that does not fit, two checkpoints that
+      differ), 2 for bad input.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["plan"]:  # has a parser of its own, which `python -m maxlib.plan` shares
+        return _plan(argv[1:])
+    args = parser(argv[0] if argv else None).parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        print(f"maxlib {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Returns the parser; only the options of `command` are there, so that the others need not be imported."""
+    top = argparse.ArgumentParser(prog="maxlib", description="LLM building blocks on JAX and Flax NNX.")
+    from maxlib import __version__
+
+    top.add_argument("--version", action="version", version=f"maxlib {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        one = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:].removesuffix('?')}.")
+        if name == command:
+            module = importlib.import_module(f"maxlib._command.{name.replace('-', '_')}")
+            module.add(one)
+            one.set_defaults(run=module.run)
+    return top
+
+
+def _plan(words: list[str]) -> int:
+    import jax
+
+    from maxlib.plan.__main__ import main as plan
+
+    jax.config.update("jax_platforms", "cpu")  # nothing runs here; an accelerator would only be kept busy
+    return plan(words)

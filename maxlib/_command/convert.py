@@ -1,0 +1,50 @@
+"""`maxlib convert MODEL DIRECTORY`."""
+
+import argparse
+from pathlib import Path
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face directory, or a name on the hub")
+    parser.add_argument("directory", metavar="DIRECTORY", type=Path, help="a new directory")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="of the weights (as they are)")
+    parser.add_argument("--shard", metavar="SIZE", default="5GB", help="the largest file, such as 500MB (%(default)s)")
+    parser.add_argument(
+        "--quantize", metavar="FORMAT", help="int8, nf4, ...: a directory that maxlib.quantization loads"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a directory that exists")
+
+
+def run(args: argparse.Namespace) -> int:
+    import shutil
+
+    import maxlib
+    from maxlib import quantization, weights
+
+    shard = size(args.shard)
+    source = weights.model_directory(args.model)
+    model = maxlib.from_pretrained(source, dtype=args.dtype)
+    if args.quantize:
+        quantization.save(quantization.for_inference(model, args.quantize), args.directory)
+    else:
+        maxlib.save_pretrained(model, args.directory, max_shard_bytes=shard, overwrite=args.overwrite)
+    for name in (*TOKENIZER, "generation_config.json"):
+        if (source / name).exists():
+            shutil.copy(source / name, args.directory)
+    files = sorted(args.directory.glob("*.safetensors"))
+    print(f"{args.directory}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e9:.3f} GB")
+    return 0
+
+
+def size(text: str) -> int:
+    """Reads a number of bytes, such as 500MB."""
+    unit = text.strip().upper()[-2:]
+    try:
+        return int(float(text.strip()[:-2]) * UNITS[unit])
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"--shard must be a number and one of {', '.join(UNITS)}, such as 500MB; got {text!r}"
+        ) from None

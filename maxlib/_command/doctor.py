@@ -1,0 +1,121 @@
+"""`maxlib doctor`: the machine as maxlib finds it. Its output belongs into a report of a problem."""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import time
+from typing import Any
+
+REQUIRED = (
+    "maxlib",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+)
+EXTRAS = {
+    "cuda": "jax-cuda13-plugin",
+    "gcs": "gcsfs",
+    "gguf": "gguf",
+    "hf": "datasets",
+    "hub": "huggingface_hub",
+    "mlflow": "mlflow-skinny",
+    "parquet": "pyarrow",
+    "tensorboard": "tensorboardX",
+    "tests": "transformers",
+    "tpu": "libtpu",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--no-timing", action="store_true", help="do not time a matmul")
+
+
+def run(args: argparse.Namespace) -> int:
+    found: dict[str, Any] = {"versions": versions(), "extras": extras(), "devices": devices(), "kernels": kernels()}
+    if not args.no_timing:
+        found["matmul"] = matmul()
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    for title, entries in found.items():
+        print(f"{title}\n" + "\n".join(f"  {name:<18}{value}" for name, value in entries.items()))
+    print("\n`python -m maxlib.ops check` compares and times every kernel that can run here.")
+    return 0
+
+
+def show_versions() -> None:
+    """Prints the versions of maxlib, of what it is built on, and of Python and the platform."""
+    print("\n".join(f"{name:<18}{value}" for name, value in versions().items()))
+
+
+def versions() -> dict[str, str]:
+    here = {"python": platform.python_version(), "platform": platform.platform()}
+    return {name: _version(name) or "not installed" for name in REQUIRED} | here
+
+
+def extras() -> dict[str, str]:
+    """Tells which optional parts are installed, and how to install the others."""
+    return {name: _version(package) or f'pip install "maxlib[{name}]"' for name, package in EXTRAS.items()}
+
+
+def _version(package: str) -> str | None:
+    if package == "maxlib":
+        import maxlib
+
+        return maxlib.__version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def devices() -> dict[str, str]:
+    import jax
+
+    from maxlib.hardware import GIB, chip_of
+
+    device = jax.devices()[0]
+    chip = chip_of(device.device_kind)
+    sheet = f"{chip.flops / 1e12:,.0f} bfloat16 TFLOP/s, {chip.memory / GIB:.1f} GiB" if chip else "not in the table"
+    count = f"{jax.device_count()} in {jax.process_count()} process(es)"
+    return {"platform": device.platform, "kind": device.device_kind, "number": count, "data sheet": sheet}
+
+
+def kernels() -> dict[str, str]:
+    """Names the implementation that runs for a usual layer in bfloat16, forward and backward."""
+    import jax
+    import jax.numpy as jnp
+
+    from maxlib import ops
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+    attention = ops.explain_attention(shape(4, 2048, 32, 128), shape(4, 2048, 8, 128), shape(4, 2048, 8, 128))
+    grouped = ops.explain_grouped_matmul(shape(4096, 2048), shape(8, 1024, 2048))
+    return {"attention": str(attention.chosen), "grouped matmul": str(grouped.chosen)}
+
+
+def matmul(width: int = 2048, seconds: float = 0.5) -> dict[str, str]:
+    """Times a matmul of the platform's quick dtype."""
+    import jax
+    import jax.numpy as jnp
+
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    x = jnp.ones((width, width), dtype)
+    step = jax.jit(lambda x: x @ x / width)
+    jax.block_until_ready(step(x))
+    begin, calls = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        x = jax.block_until_ready(step(x))
+        calls += 1
+    rate = 2 * width**3 * calls / (time.perf_counter() - begin)
+    return {f"{width} x {width}": f"{rate / 1e12:.3g} TFLOP/s in {jnp.dtype(dtype).name}"}

@@ -1,0 +1,144 @@
+"""`maxlib inspect PATH [OTHER]`: what is in a directory or checkpoint, and what differs between two."""
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array in a file.
+
+    Attributes:
+      shape: its shape.
+      dtype: name of its dtype.
+      bytes: its size.
+      content: what tells two arrays apart: a checksum, or a function that reads the values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    content: Any
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", metavar="PATH", help="a Hugging Face directory, a hub name, or a step of a checkpointer"
+    )
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="compare with this; exit with 1 where they differ")
+    parser.add_argument("--all", action="store_true", help="one line for each layer instead of one for all")
+    parser.add_argument("--json", action="store_true", help="print one object")
+
+
+def run(args: argparse.Namespace) -> int:
+    arrays = read(args.path)
+    if args.other is None:
+        rows = listed(arrays, every_layer=args.all)
+        total = {"arrays": len(arrays), "numbers": _numbers(arrays), "bytes": sum(a.bytes for a in arrays.values())}
+        _print(
+            args, {"total": total, "arrays": rows}, rows, f"{total['numbers']:,} numbers, {total['bytes'] / 1e9:.3f} GB"
+        )
+        return 0
+    rows = differences(arrays, read(args.other))
+    _print(
+        args, {"differences": rows}, rows, f"{len(rows)} of {len(arrays)} arrays differ" if rows else "no difference"
+    )
+    return 1 if rows else 0
+
+
+def read(path: str) -> dict[str, Array]:
+    """Finds the arrays of a checkpoint's step or of a model directory; values are not read."""
+    from maxlib import weights
+    from maxlib.weights._files import find_tensors
+
+    if manifest := _manifest(Path(path)):
+        return {
+            f"{item}/{name}".rstrip("/"): _entry(e) for item, leaves in manifest.items() for name, e in leaves.items()
+        }
+    tensors = find_tensors(weights.model_directory(path))
+    size = lambda t: math.prod(t.shape) * t.dtype.itemsize
+    return {name: Array(t.shape, str(t.dtype), size(t), t.view) for name, t in tensors.items()}
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    """Reads the manifest of a step; of a folder of steps, that of the newest one."""
+    steps = sorted((int(p.name), p) for p in path.glob("*") if p.name.isdigit() and p.is_dir())
+    file = (steps[-1][1] if steps else path) / "manifest" / "manifest.json"
+    if not file.exists():
+        return None
+    from etils import epath
+
+    from maxlib.checkpoint import _checksummed_json
+
+    return _checksummed_json.read(epath.Path(file))["items"]
+
+
+def _entry(entry: dict[str, Any]) -> Array:
+    dtype = np.dtype("uint32") if "key" in entry else _dtype(entry["dtype"])
+    shape = tuple(entry["shape"])
+    return Array(shape, str(entry["dtype"]), math.prod(shape) * dtype.itemsize, entry["checksum"])
+
+
+def _dtype(name: str) -> np.dtype:
+    import jax.numpy as jnp
+
+    return np.dtype(jnp.dtype(name))
+
+
+def listed(arrays: Mapping[str, Array], *, every_layer: bool) -> list[dict[str, Any]]:
+    """Groups arrays that differ in the number of their layer only."""
+    groups: dict[tuple, list[Array]] = {}
+    for name, array in arrays.items():
+        short = name if every_layer else re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        groups.setdefault((short, array.shape, array.dtype), []).append(array)
+    return [
+        {"name": name, "count": len(found), "shape": list(shape), "dtype": dtype, "bytes": sum(a.bytes for a in found)}
+        for (name, shape, dtype), found in groups.items()
+    ]
+
+
+def differences(ours: Mapping[str, Array], theirs: Mapping[str, Array]) -> list[dict[str, Any]]:
+    """Lists arrays that are in one only, or differ in shape, dtype or values."""
+    rows = []
+    for name in sorted({*ours, *theirs}):
+        a, b = ours.get(name), theirs.get(name)
+        if a is None or b is None:
+            rows.append({"name": name, "difference": "only in the second" if a is None else "only in the first"})
+        elif text := _difference(a, b):
+            rows.append({"name": name, "difference": text})
+    return rows
+
+
+def _difference(a: Array, b: Array) -> str:
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
+    if not (callable(a.content) and callable(b.content)):
+        return "" if a.content == b.content else "values (checksums differ)"
+    first: Any = a.content()
+    second: Any = b.content()
+    if np.array_equal(first.view(np.uint8), second.view(np.uint8)):
+        return ""
+    distance = np.abs(first.astype(np.float64) - second.astype(np.float64))
+    return f"values, by up to {distance.max():.3g}, {np.count_nonzero(distance) / distance.size:.1%} of them"
+
+
+def _numbers(arrays: Mapping[str, Array]) -> int:
+    return sum(math.prod(array.shape) for array in arrays.values())
+
+
+def _print(args: argparse.Namespace, result: dict[str, Any], rows: list[dict[str, Any]], last: str) -> None:
+    if args.json:
+        print(json.dumps(result, indent=1))
+        return
+    widths = {key: max(len(str(row[key])) for row in rows) for key in (rows[0] if rows else {})}
+    for row in rows:
+        print("  ".join(f"{row[key]!s:<{widths[key]}}" for key in row).rstrip())
+    print(last)

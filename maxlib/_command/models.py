@@ -1,0 +1,36 @@
+"""`maxlib models [FAMILY ...]`."""
+
+import argparse
+import dataclasses
+import json
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("family", metavar="FAMILY", nargs="*", help="list these only")
+    parser.add_argument("--json", action="store_true", help="print one object for each preset")
+    parser.add_argument("--names", action="store_true", help="print names only, which is quick")
+
+
+def run(args: argparse.Namespace) -> int:
+    from maxlib import weights
+
+    known = {family.name: family for family in weights.families()}
+    if unknown := [name for name in args.family if name not in known]:
+        raise ValueError(f"there is no family {', '.join(unknown)}; there are {', '.join(known)}")
+    chosen = [known[name] for name in args.family or known]
+    if args.names:
+        print("\n".join(preset for family in chosen for preset in family.presets))
+        return 0
+    from rich.console import Console
+
+    from maxlib.models import __main__ as listing
+
+    rows = [listing.row(family, preset) for family in chosen for preset in family.presets]
+    print(json.dumps([_object(row) for row in rows], indent=1)) if args.json else Console().print(listing.table(rows))
+    return 0
+
+
+def _object(row) -> dict:
+    attention, features, caches, images = row.kind
+    fields = {name: value for name, value in dataclasses.asdict(row).items() if name != "kind"}
+    return fields | {"attention": attention, "features": features, "caches": caches, "images": bool(images)}

@@ -1,0 +1,30 @@
+"""`maxlib new-trainer NAME`: how trainers are made here: a copy of an example, yours to change."""
+
+import argparse
+from pathlib import Path
+
+EXAMPLES = ("pretrain", "finetune", "prefer", "reinforce", "distill", "mixture")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", type=Path, help="the file to write, such as mine.py")
+    parser.add_argument("--from", dest="example", choices=EXAMPLES, default=EXAMPLES[0], help="(%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    target = args.name.with_suffix(".py")
+    text = example(args.example).read_text()
+    with open(target, "x") as file:  # an error where the file exists
+        file.write(text)
+    print(f"{target} is a copy of examples/{args.example}.py. Try it: python {target} --help")
+    return 0
+
+
+def example(name: str) -> Path:
+    """Finds an example: within the installed package, or in the repository that it is installed from."""
+    package = Path(__file__).parents[1]
+    places = [package / "_examples" / f"{name}.py", package.parent / "examples" / f"{name}.py"]
+    found = next((place for place in places if place.exists()), None)
+    if found is None:
+        raise FileNotFoundError(f"examples/{name}.py must be installed with maxlib, but is at none of {places}")
+    return found

@@ -1,0 +1,112 @@
+"""Chats with the model of a directory: its tokenizer, its template, and its own end of a turn."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+from tokenizers import Tokenizer
+
+from maxlib.inference._generate import Generator
+from maxlib.inference._sampling import GREEDY, Sampler
+from maxlib.inference._text import stream_text
+from maxlib.tokenization import ChatTemplate
+from maxlib.weights import from_pretrained, model_directory
+
+
+def stop_tokens(directory: str | Path) -> list[int]:
+    """Returns the ids that end a text or a turn: `eos_token_id` of generation_config.json, or else of config.json.
+
+    Args:
+        directory: A Hugging Face directory.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = Path(directory) / name
+        fields = json.loads(path.read_text()) if path.exists() else {}
+        ids = fields.get("eos_token_id", fields.get("text_config", {}).get("eos_token_id"))
+        if ids is not None:
+            return list(ids) if isinstance(ids, list) else [ids]
+    return []
+
+
+class Chat:
+    """A conversation with a model. Answers end where the directory says that a turn ends.
+
+    Args:
+        generator: The model, ready to decode.
+        tokenizer: Its tokenizer.
+        template: Its chat template; None for a model that only continues texts.
+        stop: Ids that end an answer, see `stop_tokens`.
+        sampler: Draws tokens; greedy by default.
+
+    Attributes:
+        messages: The conversation so far, with `role` and `content`. Clear it to begin again; put a system message
+            first.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: Any,
+        template: ChatTemplate | None,
+        *,
+        stop: list[int],
+        sampler: Sampler = GREEDY,
+    ):
+        self.generator, self.tokenizer, self.template = generator, tokenizer, template
+        self.stop, self.sampler = stop, sampler
+        self.messages: list[dict[str, str]] = []
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, *, dtype: Any = jnp.bfloat16, sampler: Sampler = GREEDY) -> "Chat":
+        """Loads a model with its tokenizer, its template, and the ids that end a turn.
+
+        Args:
+            name: A Hugging Face directory, or a name on the hub.
+            dtype: Dtype of the computation.
+            sampler: Draws tokens; greedy by default.
+        """
+        directory = model_directory(name)
+        try:
+            template = ChatTemplate.from_directory(directory)
+        except FileNotFoundError:
+            template = None
+        generator = Generator(from_pretrained(directory), dtype=dtype)
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        return cls(generator, tokenizer, template, stop=stop_tokens(directory), sampler=sampler)
+
+    def send(self, message: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> str:
+        """Returns the answer to a message of the user; both become part of `messages`."""
+        return "".join(self.stream(message, max_new_tokens=max_new_tokens, key=key))
+
+    def stream(self, message: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> Iterator[str]:
+        """Yields the answer to a message of the user piece by piece.
+
+        Args:
+            message: What the user says.
+            max_new_tokens: Most tokens of the answer.
+            key: Random key for sampling.
+
+        Raises:
+            ValueError: when the model has no chat template.
+        """
+        if self.template is None:
+            raise ValueError("this model has no chat template: use `continued`, or generate with --raw")
+        messages = [*self.messages, {"role": "user", "content": message}]
+        # The template writes all special tokens.
+        prompt = self.tokenizer.encode(self.template(messages), add_special_tokens=False).ids
+        answer = ""
+        for piece in self._pieces(prompt, max_new_tokens, key):
+            answer += piece
+            yield piece
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+
+    def continued(self, text: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> Iterator[str]:
+        """Yields the continuation of a text, without the template."""
+        yield from self._pieces(text, max_new_tokens, key)
+
+    def _pieces(self, prompt: Any, max_new_tokens: int, key: Any) -> Iterator[str]:
+        options = {"max_new_tokens": max_new_tokens, "sampler": self.sampler, "stop": self.stop, "key": key}
+        return stream_text(self.generator, self.tokenizer, prompt, **options)

@@ -1,0 +1,208 @@
+"""Writers for trackers: Weights & Biases, trackio and MLflow. Each package is an extra, imported when a run starts."""
+
+import importlib
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxlib._utils.files import write_atomically
+from maxlib.observability._metrics import Values, read_json
+
+
+class _Tracker:
+    """What trackers share: only the first process writes, and a resumed run goes on under the same id.
+
+    Args:
+      directory: the run's directory, where the id is kept; None for a new run every time.
+      config: settings to show with the run.
+    """
+
+    name = ""
+
+    def __init__(self, directory: str | Path | None, config: Mapping[str, Any] | None):
+        self._file = None if directory is None else Path(directory) / f"{self.name}.json"
+        self._config = {key: _plain(value) for key, value in (config or {}).items()}
+        self._run: Any = None
+
+    def resume(self, step: int) -> None:
+        """Does nothing: trackers keep what they have."""
+
+    def write(self, step: int, values: Values) -> None:
+        if jax.process_index() > 0 or not values:
+            return
+        if self._run is None:
+            self._run = self._start(_package(self.name), self._id())
+        self._log(step, _numbers(values))
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._finish()
+        self._run = None
+
+    def _id(self) -> str | None:
+        """Reads the id of the run that this directory belongs to; None for a new one."""
+        found = read_json(self._file.read_text()) if self._file is not None and self._file.exists() else None
+        return found.get("id") if isinstance(found, dict) else None
+
+    def _keep(self, run_id: str) -> None:
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._file, json.dumps({"id": run_id}))
+
+    def _start(self, package: Any, run_id: str | None) -> Any: ...
+
+    def _log(self, step: int, numbers: dict[str, float]) -> None: ...
+
+    def _finish(self) -> None: ...
+
+
+class WandB(_Tracker):
+    """Writer for Weights & Biases: `trainer.writers.append(observability.WandB("project", directory="run"))`.
+
+    Needs the extra `wandb`. With `mode="offline"` everything stays on disk, and `wandb sync` uploads it later.
+
+    Args:
+      project: the project.
+      directory: the run's directory. A run that is resumed from it goes on in the same chart.
+      config: settings to show with the run.
+      **options: of `wandb.init`, such as `name`, `entity` or `mode`.
+    """
+
+    name = "wandb"
+
+    def __init__(
+        self,
+        project: str,
+        *,
+        directory: str | Path | None = None,
+        config: Mapping[str, Any] | None = None,
+        **options: Any,
+    ):
+        super().__init__(directory, config)
+        self._options = {"project": project, "dir": directory} | options
+
+    def _start(self, package: Any, run_id: str | None) -> Any:
+        run_id = run_id or uuid.uuid4().hex[:8]
+        self._keep(run_id)
+        return package.init(id=run_id, resume="allow", config=self._config, **self._options)
+
+    def _log(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers, step=step)
+
+    def _finish(self) -> None:
+        self._run.finish()
+
+
+class Trackio(_Tracker):
+    """Writer for trackio, Hugging Face's local tracker: `trainer.writers.append(observability.Trackio("project"))`.
+
+    Needs the extra `trackio`. `trackio show` opens the dashboard.
+
+    Args:
+      project: the project.
+      directory: the run's directory. A run that is resumed from it goes on in the same chart.
+      config: settings to show with the run.
+      **options: of `trackio.init`, such as `space_id`.
+    """
+
+    name = "trackio"
+
+    def __init__(
+        self,
+        project: str,
+        *,
+        directory: str | Path | None = None,
+        config: Mapping[str, Any] | None = None,
+        **options: Any,
+    ):
+        super().__init__(directory, config)
+        self._options = {"project": project} | options
+
+    def _start(self, package: Any, run_id: str | None) -> Any:
+        name = run_id or self._options.pop("name", None) or f"run-{uuid.uuid4().hex[:8]}"
+        self._keep(name)  # trackio knows runs by name
+        return package.init(name=name, resume="allow", config=self._config, **self._options)
+
+    def _log(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers, step=step)
+
+    def _finish(self) -> None:
+        self._run.finish()
+
+
+class MLflow(_Tracker):
+    """Writer for MLflow: `trainer.writers.append(observability.MLflow("experiment", uri="http://host:5000"))`.
+
+    Needs the extra `mlflow`.
+
+    Args:
+      experiment: the experiment, made if there is none of this name.
+      uri: address of the server, or a folder; by default MLflow's own choice (`MLFLOW_TRACKING_URI`).
+      directory: the run's directory. A run that is resumed from it goes on in the same chart.
+      config: settings to show with the run, as parameters.
+      name: name of the run.
+    """
+
+    name = "mlflow"
+
+    def __init__(
+        self,
+        experiment: str,
+        *,
+        uri: str | None = None,
+        directory: str | Path | None = None,
+        config: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ):
+        super().__init__(directory, config)
+        self._experiment, self._uri, self._run_name = experiment, uri, name
+
+    def _start(self, package: Any, run_id: str | None) -> Any:
+        self._client = package.MlflowClient(tracking_uri=self._uri)
+        if run_id is None:
+            found = self._client.get_experiment_by_name(self._experiment)
+            experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+            run_id = str(self._client.create_run(experiment, run_name=self._run_name).info.run_id)
+            for key, value in self._config.items():
+                self._client.log_param(run_id, key, value)
+            self._keep(run_id)
+        return run_id
+
+    def _log(self, step: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self._client.log_metric(self._run, name, value, step=step)
+
+    def _finish(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f'{name} must be installed to log there: pip install "maxlib[{name}]"') from error
+
+
+def _numbers(values: Values) -> dict[str, float]:
+    """Returns scalars as they are, and the mean, least and greatest of arrays, such as one number per layer."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        array = np.asarray(value, np.float64)
+        if array.ndim == 0:
+            found[name] = float(array)
+        elif array.size:
+            found |= {
+                f"{name}/mean": float(array.mean()),
+                f"{name}/min": float(array.min()),
+                f"{name}/max": float(array.max()),
+            }
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

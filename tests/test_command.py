@@ -1,0 +1,140 @@
+"""The command `maxlib`, in this process: what it prints, and its exit status."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import maxlib
+from maxlib import checkpoint, inference, nn, ops, tokenization
+from maxlib._command import COMMANDS, main
+from tests.nn.tiny import filled_llama
+
+
+@pytest.fixture(scope="module")
+def model():
+    return filled_llama(num_layers=2, rope=ops.Rope(12, max_length=64))
+
+
+@pytest.fixture(scope="module")
+def directory(model, tmp_path_factory):
+    """A model with a tokenizer of one word per id, and a template."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    maxlib.save_pretrained(model, path)
+    words = {f"w{i}": i for i in range(model.cfg.vocab)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text("{% for m in messages %}w1 {{ m.content }} w2 {% endfor %}")
+    return path
+
+
+def printed(capsys, *words) -> tuple[int, str]:
+    status = main([str(word) for word in words])
+    return status, capsys.readouterr().out
+
+
+def test_inspect_counts_every_number(capsys, model, directory):
+    status, text = printed(capsys, "inspect", directory, "--json")
+    found = json.loads(text)
+    assert status == 0 and found["total"]["numbers"] == nn.num_parameters(model)
+    queries = next(row for row in found["arrays"] if "q_proj" in row["name"])
+    assert (queries["count"], queries["name"]) == (2, "model.layers.*.self_attn.q_proj.weight")
+    assert "numbers, 0.000 GB" in printed(capsys, "inspect", directory, "--all")[1]
+
+
+def test_inspect_finds_what_differs(capsys, model, directory, tmp_path):
+    params, rest = nn.partition(model)
+    params["norm.scale"] = params["norm.scale"].at[0].add(0.5)
+    maxlib.save_pretrained(nn.combine(params, rest), tmp_path / "other")
+    assert printed(capsys, "inspect", directory, directory) == (0, "no difference\n")
+    status, text = printed(capsys, "inspect", directory, tmp_path / "other", "--json")
+    assert status == 1
+    (row,) = json.loads(text)["differences"]
+    assert row["name"] == "model.norm.weight" and row["difference"].startswith("values, by up to 0.5")
+
+
+def test_inspect_reads_the_newest_step_of_a_checkpointer(capsys, tmp_path):
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        with checkpoint.Checkpointer(tmp_path / name) as checkpointer:
+            checkpointer.save(3, {"w": jnp.full((2, 3), value), "n": jnp.arange(4)})
+    status, text = printed(capsys, "inspect", tmp_path / "a", "--json")
+    rows = {row["name"]: row for row in json.loads(text)["arrays"]}
+    assert status == 0 and rows["w"]["shape"] == [2, 3] and rows["n"]["dtype"] == "int32"
+    status, text = printed(capsys, "inspect", tmp_path / "a", tmp_path / "b" / "3", "--json")
+    (row,) = json.loads(text)["differences"]
+    assert status == 1 and row["name"] == "w" and "checksums" in row["difference"]
+
+
+def test_convert_changes_the_dtype(capsys, directory, tmp_path):
+    target = tmp_path / "half"
+    assert main(["convert", str(directory), str(target), "--dtype", "bfloat16"]) == 0
+    capsys.readouterr()
+    rows = json.loads(printed(capsys, "inspect", target, "--json")[1])["arrays"]
+    assert {row["dtype"] for row in rows} == {"bfloat16"} and (target / "tokenizer.json").exists()
+    assert main(["convert", str(directory), str(tmp_path / "x"), "--shard", "much"]) == 2
+    assert "such as 500MB; got 'much'" in capsys.readouterr().err
+
+
+def test_answers_end_where_the_directory_says(capsys, directory):
+    free = printed(capsys, "generate", directory, "w5 w6", "--tokens", "6", "--json")
+    words = json.loads(free[1])["text"].split()
+    assert free[0] == 0 and len(words) == 6
+    last = next(i for i in range(1, 6) if words[i] not in words[:i])  # so that nothing before it stops
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [63, int(words[last][1:])]}))
+    ended = json.loads(printed(capsys, "generate", directory, "w5 w6", "--tokens", "6", "--json")[1])
+    assert ended["text"].split() == words[:last]
+
+
+def test_a_chat_remembers(directory):
+    chat = inference.Chat.from_pretrained(directory, dtype=jnp.float32)
+    chat.stop = []
+    first = chat.send("w5", max_new_tokens=3)
+    assert [m["content"] for m in chat.messages] == ["w5", first]
+    second = chat.send("w7", max_new_tokens=3)
+    prompt = tokenization.ChatTemplate.from_directory(directory)([*chat.messages[:2], {"content": "w7"}])
+    ids = chat.tokenizer.encode(prompt, add_special_tokens=False).ids
+    want = chat.generator.generate([ids], max_new_tokens=3)[0]
+    assert chat.tokenizer.encode(second).ids == want
+    chat.template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        chat.send("w5")
+
+
+def test_models_by_name(capsys):
+    status, text = printed(capsys, "models", "llama", "--names")
+    assert status == 0 and "llama3.1-8b" in text.splitlines() and "gpt2" not in text
+    assert main(["models", "gpt5"]) == 2
+    assert "there is no family gpt5; there are " in capsys.readouterr().err
+
+
+def test_new_trainer_is_a_copy_and_never_overwrites(capsys, tmp_path):
+    target = tmp_path / "mine.py"
+    assert main(["new-trainer", str(tmp_path / "mine"), "--from", "finetune"]) == 0
+    compile(target.read_text(), str(target), "exec")
+    assert "Trains a Hugging Face model further" in target.read_text()
+    assert main(["new-trainer", str(target)]) == 2
+    assert "mine.py" in capsys.readouterr().err
+
+
+def test_doctor(capsys):
+    status, text = printed(capsys, "doctor", "--no-timing", "--json")
+    found = json.loads(text)
+    assert status == 0 and found["devices"]["platform"] == "cpu" and found["versions"]["numpy"] == np.__version__
+    assert found["kernels"]["attention"] == "chunked"
+    maxlib.show_versions()
+    assert f"maxlib            {maxlib.__version__}" in capsys.readouterr().out
+
+
+def test_every_command_has_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert (
+        all(name in capsys.readouterr().out for name in ["plan"]) and main(["plan", "llama3-8b", "--target", "x"]) == 2
+    )
+    for name in set(COMMANDS) - {"plan"}:
+        with pytest.raises(SystemExit) as end:
+            main([name, "--help"])
+        assert end.value.code == 0 and f"usage: maxlib {name}" in capsys.readouterr().out
