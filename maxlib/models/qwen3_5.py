@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -173,7 +174,7 @@ class Block(nn.Layer):
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
-    def init_cache(self, batch: int, capacity: int, dtype: Any = None) -> Any:
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns an empty cache: keys and values, or a state."""
         return (self.attn or self.delta).init_cache(batch, capacity, dtype)
 
