@@ -129,7 +129,25 @@ def _napoleon(text: str) -> str:
 
 def prepared(lines: list[str]) -> list[str]:
     """Turns the little Markdown that docstrings use into reStructuredText: `code`, and indented blocks of code."""
-    return _rst("\n".join(_code_blocks(lines))).split("\n")
+    return _rst("\n".join(_code_blocks(_tables(lines)))).split("\n")
+
+
+def _tables(lines: list[str]) -> list[str]:
+    """Turns a table in Markdown into a `list-table`."""
+    found: list[str] = []
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.strip().startswith("|"):
+            found.append(line)
+        elif not found or not found[-1].startswith("     "):
+            found += ["", ".. list-table::", "   :header-rows: 1", "", *_row(cells)]
+        elif not set("".join(cells)) <= {"-", ":"}:
+            found += _row(cells)
+    return found
+
+
+def _row(cells: list[str]) -> list[str]:
+    return [f"{'   * -' if i == 0 else '     -'} {cell}" for i, cell in enumerate(cells)] + ["     "]
 
 
 def _rst(text: str) -> str:
