@@ -83,4 +83,4 @@ def test_command_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["maxlib.models", "gpt5"])
     with pytest.raises(SystemExit):
         models.main()
-    assert "no family gpt5; there are deepseek, " in capsys.readouterr().err
+    assert "no family gpt5; there are apertus, " in capsys.readouterr().err

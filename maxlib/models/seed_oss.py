@@ -40,7 +40,7 @@ class Block(nn.Layer):
     """Llama's layer, whose attention has its two kinds of biases apart."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        D, biases = cfg.dim, {"bias": cfg.attention_bias, "out_bias": cfg.out_bias}
+        D, biases = cfg.dim, dict[str, Any](bias=cfg.attention_bias, out_bias=cfg.out_bias)
         heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = nn.Attention(D, **heads, rope=cfg.rope, **biases, rngs=rngs)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from maxlib.post_training._advantages import overlong_penalty as overlong_penalty
     from maxlib.post_training._advantages import reward_metrics as reward_metrics
     from maxlib.post_training._data import completion_batch as completion_batch
-    from maxlib.post_training._data import ended as ended
     from maxlib.post_training._data import labelled as labelled
     from maxlib.post_training._data import pad as pad
     from maxlib.post_training._data import pairs as pairs
@@ -74,7 +73,7 @@ __getattr__, __dir__ = lazy(
             "overlong_penalty",
             "reward_metrics",
         ),
-        "_data": ("completion_batch", "ended", "labelled", "pad", "pairs"),
+        "_data": ("completion_batch", "labelled", "pad", "pairs"),
         "_distillation_loss": ("dft_loss", "distillation_loss", "with_embedding_noise"),
         "_divergences": ("top_k_divergence",),
         "_loaders": ("MappedLoader", "add_reference", "add_teacher"),

@@ -84,7 +84,8 @@ def completion_batch(
 ) -> Row:
     """Makes a batch for `policy_loss`: one prompt and one completion in each row.
 
-    A completion includes its end-of-turn token where it has one (`ended`), so that ending is learned too.
+    A completion includes its end-of-turn token where it has one (those of `inference.Engine` do), so that ending is
+    learned too.
 
     Args:
         prompts: Token ids, a prompt for each completion.
@@ -112,17 +113,6 @@ def completion_batch(
             row["sampler"][len(prompt) - 1 : len(tokens) - 1] = sampler_log_probs[i]
         rows.append(row | {"advantages": np.where(row["targets"] >= 0, advantages[i], 0).astype(np.float32)})
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def ended(completions: Sequence[Sequence[int]], *, end: int, max_new_tokens: int) -> list[list[int]]:
-    """Returns completions of `Generator.generate(stop=[end])` with the end-of-turn token that it leaves out.
-
-    Args:
-        completions: Token ids before `end`.
-        end: The token that ended them.
-        max_new_tokens: As in `generate`; a completion of that length was cut off and has no end.
-    """
-    return [[*tokens, end] if len(tokens) < max_new_tokens else list(tokens) for tokens in completions]
 
 
 def _dataset(documents: Documents) -> grain.MapDataset[Document]:

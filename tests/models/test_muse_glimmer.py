@@ -1,0 +1,167 @@
+"""Muse Glimmer's text against transformers: gated attention, layers without positions, norms before and behind.
+
+transformers has the text only within a model that sees. A class around its text model, with the head of that one,
+stands for it here; a test compares with the whole.
+"""
+
+import dataclasses
+
+import pytest
+
+import maxlib
+from maxlib.models import muse_glimmer
+from maxlib.models.muse_glimmer import FULL, SLIDING
+from maxlib.weights import HFConfig
+from tests.models import conformance, parity
+from tests.models.conformance import Conformance, assert_close
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+BASE = conformance.BASE | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+
+
+def _register() -> None:
+    """Makes `AutoModelForCausalLM` build the text model with a head."""
+    import torch
+    import transformers
+    from transformers.modeling_outputs import CausalLMOutput
+    from transformers.models.muse_glimmer import modeling_muse_glimmer as theirs
+
+    class MuseGlimmerForCausalLM(theirs.MuseGlimmerPreTrainedModel, transformers.GenerationMixin):
+        config_class = transformers.MuseGlimmerTextConfig
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.model = theirs.MuseGlimmerTextModel(config)
+            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, input_ids):
+            cap = self.config.final_logit_softcapping
+            logits = self.lm_head(self.model(input_ids).last_hidden_state) * self.config.output_multiplier
+            return CausalLMOutput(logits=cap * torch.tanh(logits / cap))
+
+    transformers.AutoModelForCausalLM.register(
+        transformers.MuseGlimmerTextConfig, MuseGlimmerForCausalLM, exist_ok=True
+    )
+
+
+class TestMuseGlimmer(Conformance):
+    family = "muse_glimmer"
+    config = "MuseGlimmerTextConfig"
+    base = BASE
+    cases = {
+        # With the usual 3.87, which the second case has, weights changed by 1e-7 move these logits by 2e-5 of their
+        # deviation: as much as two orders of summation may differ by.
+        "usual": {
+            "num_hidden_layers": 5,
+            "sliding_window": 4,
+            "head_dim": 10,
+            "vocab_size": 53,
+            "qk_scale_factor": 1.0,
+        },
+        "in_turn_tied": {
+            "num_hidden_layers": 4,
+            "sliding_window": 6,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL],
+            "layer_rope_theta": [1e4, 1e4, 0, 1e4],
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "rope_parameters": YARN,
+        },
+    }
+    windows = {"usual": {4, 24}, "in_turn_tied": {6, 24}}
+    matters = {
+        "sliding_window": 6,
+        "layer_types": [SLIDING] * 5,
+        "layer_rope_theta": [1e4] * 5,
+        "qk_scale_factor": 2.0,
+        "output_multiplier": 0.5,
+        "final_logit_softcapping": 2.0,
+        "rms_norm_eps": 0.1,
+        "post_norm_eps": 0.1,
+        "rope_parameters": YARN,
+    }
+    refused = {
+        "hidden_activation": "gelu",
+        "hidden_act": "gelu",
+        "attn_logit_softcapping": 50.0,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "layer_types": [SLIDING, FULL, "linear_attention", FULL, FULL],
+        "layer_rope_theta": [1e4, 2e4, 1e4, 1e4, 0],
+    }
+    presets = {"muse-glimmer-30b": 27.854}  # 29.7 with the image encoder
+
+    @classmethod
+    def transformers_cases(cls):
+        cases = super().transformers_cases()
+        _register()
+        return cases
+
+    @pytest.fixture(autouse=True)
+    @classmethod
+    def registered(cls, request):
+        if "golden" in request.node.name or "opens_the_export" in request.node.name:
+            pytest.importorskip("torch")
+            pytest.importorskip("transformers")
+            _register()
+
+
+transformers_cases = TestMuseGlimmer.transformers_cases
+
+
+@pytest.mark.full
+def test_text_of_a_model_that_sees_is_that_of_transformers(tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    text = BASE | TestMuseGlimmer.cases["usual"] | {"model_type": "muse_glimmer_text"}
+    see = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MuseGlimmerConfig(
+        text_config=text,
+        vision_config=see | {"patch_size": 2, "pos_emb_height": 2, "pos_emb_width": 2, "max_position_embeddings": 4},
+        out_hidden_size=64,
+        projector_hidden_size=12,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    theirs = transformers.MuseGlimmerForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"image encoder.*muse_glimmer_vision.*tower=None"):
+        maxlib.from_pretrained(tmp_path)
+    tokens = parity.tokens(53, 24)
+    with torch.no_grad():
+        want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    assert_close(parity.logits(maxlib.from_pretrained(tmp_path, tower=None), tokens), want, 1e-4)
+
+
+# What the release says of its text.
+RELEASED = {
+    "model_type": "muse_glimmer_text",
+    "hidden_size": 6656,
+    "intermediate_size": 19968,
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 202048,
+    "max_position_embeddings": 131072,
+    "hidden_activation": "silu",
+    "rms_norm_eps": 1e-5,
+    "post_norm_eps": 1e-8,
+    "qk_scale_factor": 3.87,
+    "final_logit_softcapping": 20.0,
+    "output_multiplier": 0.19611613513818404,
+    "sliding_window": 2048,
+    "tie_word_embeddings": False,
+    "layer_types": ([SLIDING] * 3 + [FULL]) * 13,
+    "layer_rope_theta": ([500000.0] * 3 + [0.0]) * 13,
+    "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+}
+
+
+def test_preset_is_what_the_release_says():
+    fields = HFConfig({"model_type": "muse_glimmer", "text_config": RELEASED, "vision_config": {}})
+    cfg = muse_glimmer.Config.from_hf(fields)
+    assert dataclasses.replace(cfg, tower=None) == muse_glimmer.PRESETS["muse-glimmer-30b"]
+    fields.done()
