@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from flax import nnx
+from sphinx.util import logging
 from sphinx.util.inspect import stringify_signature
 
+LOG = logging.getLogger(__name__)
 BLOCK = re.compile(r"^```\{api\} (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MORE = re.compile(r"^## More\n\n```\{api\} (\S+)\n\*\n```$", re.MULTILINE)  # left out where nothing is left
 QUOTED_STAR = re.compile(r'(?<=")(\*)(?=\w)')
@@ -35,7 +37,8 @@ def _entries(module: str, names: list[str], listed: set[str]) -> str:
     if names == ["*"]:
         names = [name for name in public_names(module) if name not in listed]
     elif missing := [name for name in names if not hasattr(importlib.import_module(module), name)]:
-        raise ValueError(f"{module} has no {', '.join(missing)}: change the list on its API page")
+        LOG.warning("%s has no %s: change the list on its API page", module, ", ".join(missing))
+        names = [name for name in names if name not in missing]
     if not names:
         return ""
     rows = [f"   * - :py:obj:`{name} <{module}.{name}>`\n     - {summary(module, name)}" for name in names]
@@ -126,7 +129,25 @@ def _napoleon(text: str) -> str:
 
 def prepared(lines: list[str]) -> list[str]:
     """Turns the little Markdown that docstrings use into reStructuredText: `code`, and indented blocks of code."""
-    return _rst("\n".join(_code_blocks(lines))).split("\n")
+    return _rst("\n".join(_code_blocks(_tables(lines)))).split("\n")
+
+
+def _tables(lines: list[str]) -> list[str]:
+    """Turns a table in Markdown into a `list-table`."""
+    found: list[str] = []
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.strip().startswith("|"):
+            found.append(line)
+        elif not found or not found[-1].startswith("     "):
+            found += ["", ".. list-table::", "   :header-rows: 1", "", *_row(cells)]
+        elif not set("".join(cells)) <= {"-", ":"}:
+            found += _row(cells)
+    return found
+
+
+def _row(cells: list[str]) -> list[str]:
+    return [f"{'   * -' if i == 0 else '     -'} {cell}" for i, cell in enumerate(cells)] + ["     "]
 
 
 def _rst(text: str) -> str:
