@@ -129,7 +129,7 @@ class Config(ModelConfig):
 
     @property
     def attention(self) -> dict[str, dict[str, Any]]:
-        """What distinguishes the attention of each type of layer."""
+        """Returns the settings of the attention of each type of layer."""
         window, heads = ops.Causal() & ops.SlidingWindow(self.window), self.num_kv_heads
         return {
             FULL: {"mask": ops.Causal(), "rope": self.rope, "num_kv_heads": heads},

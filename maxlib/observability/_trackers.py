@@ -15,7 +15,7 @@ from maxlib.observability._metrics import Values, read_json
 
 
 class _Tracker:
-    """What trackers share: only the first process writes, and a resumed run goes on under the same id.
+    """Base of trackers: only the first process writes, and a resumed run goes on under the same id.
 
     Args:
       directory: the run's directory, where the id is kept; None for a new run every time.

@@ -30,7 +30,7 @@ _HEADS = (1, 1, 2, 2, 2, 0)  # axes of heads in each of `Inputs`
 
 
 class _Chunks(NamedTuple):
-    """What the chunks of a block do to a state, with the chunk as the first axis.
+    """Effects of the chunks of a block on a state, with the chunk as the first axis.
 
     Args:
       readers: W above exp(G) q, `n B K G 2C Hk`: what reads the state before the chunk.

@@ -10,7 +10,7 @@ EPS = 1e-6  # added to the squared norm of a query or key
 
 
 class Inputs(NamedTuple):
-    """What each token brings to the recurrence, in float32 or float64.
+    """Contributions of each token to the recurrence, in float32 or float64.
 
     Args:
       q: queries, `B T K Hk`, scaled.
