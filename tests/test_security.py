@@ -18,16 +18,19 @@ BUILTINS = {"eval", "exec", "compile", "__import__"}  # what runs text
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "runpy", "code", "codeop", "yaml"}
 ATTRIBUTES = {"os.system", "os.popen", "torch.load", "imp.load_source", "importlib.util.spec_from_file_location"}
 KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}
-# Modules by name: the library's own, and the loss that a user names on the command line of a plan.
+# Modules by name: the library's own, its trackers' packages, and the loss that a user names on the command line of a
+# plan.
 DYNAMIC = {
     "_lazy.py",
     "__init__.py",
+    "_command/__init__.py",
+    "observability/_trackers.py",
     "models/__init__.py",
     "weights/_family.py",
     "plan/_job.py",
 }
 # Programs that are started: the interpreter itself, and what the launcher was told to supervise.
-STARTS = {"plan/_run.py", "distributed/_launcher.py", "distributed/xla_flags.py"}
+STARTS = {"plan/_run.py", "ops/_check/parent.py", "distributed/_launcher.py", "distributed/xla_flags.py"}
 
 
 def findings(tree: ast.AST, path: str) -> Iterator[str]:

@@ -6,7 +6,6 @@ how a directory is deleted. Here those questions get an answer for `s3://` as fo
 """
 
 import functools
-import importlib
 import posixpath
 from collections.abc import Iterator
 from typing import Any
@@ -15,10 +14,6 @@ from urllib.parse import urlsplit
 from etils import epath
 
 SCHEME = "s3://"
-PLACES = (  # module of orbax, and what is replaced in it
-    ("path.gcs_utils", ("is_gcs_path", "get_kvstore_for_gcs", "is_hierarchical_namespace_enabled")),
-    ("serialization.tensorstore_utils", ("_use_gcs_driver", "_normalize_path")),
-)
 
 
 @functools.cache
@@ -28,17 +23,27 @@ def enable() -> None:
     Raises:
       RuntimeError: when this version of orbax is built another way.
     """
-    for module_name, names in PLACES:
-        module = importlib.import_module(f"orbax.checkpoint._src.{module_name}")
+    try:
+        from orbax.checkpoint._src.path import gcs_utils
+        from orbax.checkpoint._src.serialization import tensorstore_utils
+    except ImportError as error:
+        raise _unknown(error.name or "its modules") from error
+    driver = ("_use_gcs_driver", "_normalize_path")
+    path = ("is_gcs_path", "get_kvstore_for_gcs", "is_hierarchical_namespace_enabled")
+    for module, names in ((gcs_utils, path), (tensorstore_utils, driver)):
         if missing := [name for name in names if not hasattr(module, name)]:
-            import orbax.checkpoint
-
-            raise RuntimeError(
-                f"checkpoints on {SCHEME} need orbax-checkpoint 0.12, in which {module_name} has {', '.join(missing)}; "
-                f"this is {orbax.checkpoint.__version__}. Save to a mounted bucket or to gs:// instead."
-            )
+            raise _unknown(f"{module.__name__}: {', '.join(missing)}")
         for name in names:
             setattr(module, name, functools.partial(_ANSWERS[name], getattr(module, name)))
+
+
+def _unknown(what: str) -> RuntimeError:
+    import orbax.checkpoint
+
+    return RuntimeError(
+        f"checkpoints on {SCHEME} need orbax-checkpoint 0.12, which has {what}; this is {orbax.checkpoint.__version__}. "
+        "Save to a mounted bucket or to gs:// instead."
+    )
 
 
 def rename(source: epath.Path, target: epath.Path) -> None:

@@ -97,7 +97,7 @@ def files(tmp_path):
     ("config", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type must be 'LORA'"),
-        ({"lora_alpha": None}, "must give lora_alpha"),
+        ({"lora_alpha": None}, "lora_alpha a number"),
         ({"bias": "all"}, "not supported: {'bias': 'all'}"),
         ({"lora_bias": True}, "lora_bias"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),

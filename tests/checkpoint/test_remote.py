@@ -176,5 +176,5 @@ def test_an_orbax_built_another_way_is_named(monkeypatch):
     from maxlib.checkpoint import _s3
 
     monkeypatch.delattr(gcs_utils, "get_kvstore_for_gcs")
-    with pytest.raises(RuntimeError, match=r"gcs_utils has get_kvstore_for_gcs; this is .* mounted bucket"):
+    with pytest.raises(RuntimeError, match=r"gcs_utils: get_kvstore_for_gcs; this is .* mounted bucket"):
         _s3.enable.__wrapped__()
