@@ -79,7 +79,7 @@ class TestQwen35MoE(TestQwen35):
     cases = {"experts": {"layer_types": KINDS, "linear_key_head_dim": 8}}
     matters = {"num_experts_per_tok": 2, "rms_norm_eps": 0.1}
     elsewhere = {"layer_types", "rope_parameters"}
-    refused = {"norm_topk_prob": False, "decoder_sparse_step": 2}
+    refused = {"norm_topk_prob": False, "decoder_sparse_step": 2, "hidden_act": "gelu"}
     windows = {"experts": {SEQ, 3, 4}}
     rules = Conformance.rules | {"expert": "data"}
 
