@@ -1,5 +1,7 @@
 """Which full tests a change touches."""
 
+import ast
+
 from tests import durations
 from tests.changed import ROOT, closure, directly, fitting, in_turn, report, touched, with_full_tests
 
@@ -54,3 +56,15 @@ def test_times_come_from_reports_of_pytest(tmp_path):
     (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
     assert durations.measured(tmp_path / "report.xml") == {"tests/models/test_a.py::TestA::test_x": 3.5}
     assert durations.estimated({"none": 3}) == {"none": 3 * durations.UNKNOWN}
+
+
+def test_the_smoke_session_names_tests_that_exist():
+    tree = ast.parse((changed.ROOT / "noxfile.py").read_text())
+    assigned = next(n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "SMOKE")
+    shared = (changed.ROOT / "tests" / "models" / "conformance.py").read_text()
+    for name in ast.literal_eval(assigned.value):
+        file, *within = name.split("::")
+        source = (changed.ROOT / file).read_text()
+        for word in within:
+            function = word.partition("[")[0]
+            assert f"def {function}(" in source + shared or f"class {function}(" in source, name
