@@ -123,7 +123,7 @@ def export(model, args) -> None:
 def show_sample(model, tokenizer: Tokenizer, args) -> None:
     generator = inference.Generator(model, dtype=DTYPE)
     sampler = inference.Sampler(temperature=0.7, top_p=0.95)
-    stop = [i for i in [special_ids(args.model)["eos_id"]] if i is not None]
+    stop = inference.stop_tokens(args.model)
     print(f"\nA sample: {args.prompt}", end="")
     for piece in inference.stream_text(
         generator, tokenizer, args.prompt, max_new_tokens=60, sampler=sampler, stop=stop

@@ -9,7 +9,6 @@ once:
 import argparse
 import functools
 import importlib.util
-import json
 import sys
 import time
 from pathlib import Path
@@ -42,7 +41,7 @@ def main() -> None:
         prompt,
         max_new_tokens=args.tokens,
         sampler=sampler,
-        stop=stop_ids(directory),
+        stop=inference.stop_tokens(directory),
         key=jax.random.key(args.seed),
         **inputs,
     )
@@ -128,16 +127,6 @@ def with_image(directory: Path, text: str, image: Path) -> tuple[list[int], Any]
         return_tensors="np",
     )
     return made["input_ids"][0].tolist(), made["pixel_values"]
-
-
-def stop_ids(directory: Path) -> list[int]:
-    """What ends a text, as generation_config.json or config.json has it."""
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if ids is not None:
-            return ids if isinstance(ids, list) else [ids]
-    return []
 
 
 def show(pieces, tokenizer: Tokenizer) -> None:

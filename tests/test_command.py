@@ -138,3 +138,10 @@ def test_every_command_has_help(capsys):
         with pytest.raises(SystemExit) as end:
             main([name, "--help"])
         assert end.value.code == 0 and f"usage: maxlib {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["[", "[]", '{"eos_token_id": "</s>"}', '{"text_config": 3}'])
+def test_a_damaged_config_is_named(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        inference.stop_tokens(tmp_path)

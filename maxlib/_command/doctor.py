@@ -27,6 +27,7 @@ EXTRAS = {
     "hub": "huggingface_hub",
     "mlflow": "mlflow-skinny",
     "parquet": "pyarrow",
+    "s3": "s3fs",
     "tensorboard": "tensorboardX",
     "tests": "transformers",
     "tpu": "libtpu",

@@ -21,14 +21,28 @@ def stop_tokens(directory: str | Path) -> list[int]:
 
     Args:
         directory: A Hugging Face directory.
+
+    Raises:
+        ValueError: when a file is damaged, or the ids are no whole numbers.
     """
     for name in ("generation_config.json", "config.json"):
         path = Path(directory) / name
-        fields = json.loads(path.read_text()) if path.exists() else {}
-        ids = fields.get("eos_token_id", fields.get("text_config", {}).get("eos_token_id"))
-        if ids is not None:
-            return list(ids) if isinstance(ids, list) else [ids]
+        found = _end_of_text(path) if path.exists() else None
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(type(i) is int for i in ids):
+                raise ValueError(f"{path}: eos_token_id must be a whole number or a list of them, got {found!r:.100}")
+            return ids
     return []
+
+
+def _end_of_text(path: Path) -> Any:
+    """Reads `eos_token_id`, that of a text model inside another one included."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return fields.get("eos_token_id", (fields.get("text_config") or {}).get("eos_token_id"))
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} must be a JSON object in UTF-8: {error}") from error
 
 
 class Chat:

@@ -288,8 +288,9 @@ def _bucket(length: int) -> int:
 def _check_rows(model: Any) -> None:
     """Raises ValueError if some array of the cache does not begin with the axis of rows."""
     small, large = (jax.eval_shape(lambda rows=rows: model.init_cache(rows, 16)) for rows in (2, 3))
+    of_three = dict(jax.tree_util.tree_leaves_with_path(large))
     for path, a in jax.tree_util.tree_leaves_with_path(small):
-        b = dict(jax.tree_util.tree_leaves_with_path(large)).get(path)
+        b = of_three.get(path)
         if b is None or a.shape[:1] != (2,) or b.shape != (3, *a.shape[1:]):
             raise ValueError(
                 f"{type(model).__name__}: the cache's array {jax.tree_util.keystr(path)} must begin with the axis of rows, got "

@@ -154,3 +154,10 @@ def test_everything_that_runs_on_a_cpu_passes(capsys):
     assert {row["status"] for row in rows} == {"right", "refused"}
     right = {row["implementation"] for row in rows if row["status"] == "right"}
     assert right == {"splash", "mosaic_tpu", "chunked", "tiled", "ragged_dot"}
+
+
+@pytest.mark.parametrize("sizes", [[1], [[1, 2, 3, 4], None, None], ["a", "b", "c"], [[0, 0, 0]] * 3])
+def test_damaged_tiles_count_as_none(sizes, tables, monkeypatch):
+    _findings.write("TPU v5p", tiles={_findings.tiles_key("splash", 128, 128, 64, 64): sizes})
+    monkeypatch.setattr("maxlib.ops._attention.splash.current_device", lambda: ("tpu", "TPU v5p"))
+    assert tuned_blocks(128, 128, 64, 64) is None

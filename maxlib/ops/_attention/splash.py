@@ -86,7 +86,10 @@ def choose_blocks(T: int, S: int, key_dim: int, value_dim: int) -> Passes:
 def tuned_blocks(T: int, S: int, key_dim: int, value_dim: int) -> Passes | None:
     """Returns the blocks that `python -m maxlib.ops tune` found to be the fastest on this kind of device, or None."""
     sizes = _findings.tiles(_findings.tiles_key("splash", T, S, key_dim, value_dim), current_device()[1])
-    return Passes(*(size and Blocks(*size).fit(T, S) for size in sizes)) if sizes else None
+    try:
+        return Passes(*(size and Blocks(*size).fit(T, S) for size in sizes)) if sizes else None
+    except (TypeError, ValueError, ArithmeticError):  # a damaged table counts as none
+        return None
 
 
 class Spec(NamedTuple):
