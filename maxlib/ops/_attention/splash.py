@@ -87,7 +87,8 @@ def tuned_blocks(T: int, S: int, key_dim: int, value_dim: int) -> Passes | None:
     """Returns the blocks that `python -m maxlib.ops tune` found to be the fastest on this kind of device, or None."""
     sizes = _findings.tiles(_findings.tiles_key("splash", T, S, key_dim, value_dim), current_device()[1])
     try:
-        return Passes(*(size and Blocks(*size).fit(T, S) for size in sizes)) if sizes else None
+        fitted: list[Any] = [size and Blocks(*size).fit(T, S) for size in sizes or ()]
+        return Passes(*fitted) if fitted else None
     except (TypeError, ValueError, ArithmeticError):  # a damaged table counts as none
         return None
 
