@@ -1,7 +1,7 @@
 """Layers: plain `nnx.Module`s with keyword arguments, no global configuration, no mesh needed.
 
-Helpers live in submodules: `cache`, `describe`, `distillation`, `matmul`, `mixer`, `mtp`, `quantized`, `remat`,
-`router`, `stack`, `tree` and `vision`.
+Helpers live in submodules: `cache`, `describe`, `distillation`, `matmul`, `mixer`, `mtp`, `per_layer`, `quantized`,
+`remat`, `router`, `stack`, `tree` and `vision`.
 """
 
 from maxlib.nn import cache as cache
@@ -10,6 +10,7 @@ from maxlib.nn import distillation as distillation
 from maxlib.nn import matmul as matmul
 from maxlib.nn import mixer as mixer
 from maxlib.nn import mtp as mtp
+from maxlib.nn import per_layer as per_layer
 from maxlib.nn import quantized as quantized
 from maxlib.nn import remat as remat
 from maxlib.nn import router as router
@@ -26,7 +27,6 @@ from maxlib.nn._decoder import Decoder as Decoder
 from maxlib.nn._decoder import MTPDecoder as MTPDecoder
 from maxlib.nn._decoder import VisionDecoder as VisionDecoder
 from maxlib.nn._delta_net import GatedDeltaNet as GatedDeltaNet
-from maxlib.nn._draw import Drawing as Drawing
 from maxlib.nn._draw import draw as draw
 from maxlib.nn._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn._head import cross_entropy as cross_entropy
@@ -34,17 +34,16 @@ from maxlib.nn._head import token_log_probs as token_log_probs
 from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed
+from maxlib.nn._mamba2 import Mamba2 as Mamba2
 from maxlib.nn._mla import MLA as MLA
 from maxlib.nn._mlp import MLP as MLP
-from maxlib.nn._mlp import XIELU as XIELU
 from maxlib.nn._mlp import GatedMLP as GatedMLP
 from maxlib.nn._model import Model as Model
 from maxlib.nn._model import Output as Output
-from maxlib.nn._model import SupportsDrafting as SupportsDrafting
-from maxlib.nn._model import SupportsPipelining as SupportsPipelining
 from maxlib.nn._model import VisionModel as VisionModel
 from maxlib.nn._moe import ExpertLinear as ExpertLinear
 from maxlib.nn._moe import MoE as MoE
+from maxlib.nn._norm import GroupRMSNorm as GroupRMSNorm
 from maxlib.nn._norm import HeadsRMSNorm as HeadsRMSNorm
 from maxlib.nn._norm import LayerNorm as LayerNorm
 from maxlib.nn._norm import RMSNorm as RMSNorm
@@ -52,16 +51,15 @@ from maxlib.nn._norm import UnitRMSNorm as UnitRMSNorm
 from maxlib.nn._positions import LearnedPositions as LearnedPositions
 from maxlib.nn._pytree import pytree as pytree
 from maxlib.nn._pytree import static as static
+from maxlib.nn._shared_kv import SharedKVAttention as SharedKVAttention
+from maxlib.nn._short_conv import ShortConvolution as ShortConvolution
 from maxlib.nn._stack_layout import layout_for as layout_for
 from maxlib.nn._summary import summary as summary
 from maxlib.nn.cache import Cache as Cache
 from maxlib.nn.cache import KVCache as KVCache
 from maxlib.nn.mixer import SequenceMixer as SequenceMixer
 from maxlib.nn.mixer import with_attention as with_attention
-from maxlib.nn.mtp import MTP as MTP
 from maxlib.nn.router import Router as Router
-from maxlib.nn.router import SigmoidInputRouter as SigmoidInputRouter
-from maxlib.nn.router import update_router_bias as update_router_bias
 from maxlib.nn.stack import Stack as Stack
 from maxlib.nn.stack import unstack as unstack
 from maxlib.nn.tree import cast as cast

@@ -1,4 +1,5 @@
-"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245), with multi-head and multi-query attention as limits.
+"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245), of which multi-head and multi-query
+attention are special cases.
 
 Shapes: B rows, T new tokens, S keys, D width, N query heads, K key heads, H head dimension (Hk of keys, Hv of values).
 """
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from maxlib import ops
 from maxlib.nn._context import Context, context
 from maxlib.nn._linear import Einsum
-from maxlib.nn.cache import AttentionCache, kv_cache
+from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
 from maxlib.ops._attention import Causal, KnownMask, Mask, StaticMask
@@ -62,6 +63,9 @@ class Attention(SequenceMixer):
         out_bias: True adds a bias to the output projection.
         q_norm: Norm over the head dimension of queries, applied before the rotation; None for none.
         k_norm: Norm over the head dimension of keys, applied before the rotation; None for none.
+        v_norm: Norm over the head dimension of values; None for none.
+        keys_as_values: True takes the projection of keys, before their norm and rotation, as values: there is no `v`
+            (Gemma 4).
         scale: Factor on the scores, by default `head_dim ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`; None leaves scores as they are.
         sinks: True adds one learned logit per head to the softmax, without a value (GPT-OSS).
@@ -97,6 +101,8 @@ class Attention(SequenceMixer):
         out_bias: bool = False,
         q_norm: Callable | None = None,
         k_norm: Callable | None = None,
+        v_norm: Callable | None = None,
+        keys_as_values: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
@@ -111,7 +117,7 @@ class Attention(SequenceMixer):
         if not isinstance(mask, Mask):
             raise TypeError(
                 f"mask must be a mask of maxlib.ops, such as Causal() & SlidingWindow(8), got {type(mask).__name__} {mask!r:.40}; "
-                "arrays of booleans have no place in it"
+                "boolean arrays are not masks here"
             )
         if not isinstance(rope, Rope | GridRope | None):
             raise TypeError(
@@ -122,12 +128,13 @@ class Attention(SequenceMixer):
         # Each weight has its output dimensions first: heads are split by tensor parallelism, `embed` by FSDP.
         self.q = Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         self.k = Einsum("...D,KHD->...KH", (K, H, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
-        self.v = Einsum("...D,KHD->...KH", (K, Hv, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
+        value = lambda: Einsum("...D,KHD->...KH", (K, Hv, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
+        self.v = None if keys_as_values else value()
         # [B, T, N, H] -> [B, T, D]: sums over heads and their width at once.
         self.o = Einsum("...NH,DNH->...D", (D, N, Hv), ("embed", "heads", "head_dim"), bias=out_bias, rngs=rngs)
         gate = lambda: Einsum("...D,NHD->...NH", (N, Hv, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         self.gate = None if out_gate is None else gate()
-        self.q_norm, self.k_norm, self.out_gate = q_norm, k_norm, out_gate
+        self.q_norm, self.k_norm, self.v_norm, self.out_gate = q_norm, k_norm, v_norm, out_gate
         self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",)) if sinks else None
         self.mask, self.rope, self.scale, self.softcap = mask, rope, scale, softcap
         self.temperature, self.implementation = temperature, implementation
@@ -146,8 +153,15 @@ class Attention(SequenceMixer):
         Returns:
             The output, `B T D`, and the cache with the new tokens (None without one).
         """
+        return self.with_kv(x, ctx, cache)[:2]  # the compiler drops what nobody uses
+
+    def with_kv(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: AttentionCache | None = None
+    ) -> tuple[Float[Array, "B T D"], AttentionCache | None, SharedKV]:
+        """Returns also the keys and values that were attended to, for `SharedKVAttention` in later layers."""
         ctx = context(*x.shape[:2]) if ctx is None else ctx
         q, k, v = map(mark_heads, self.project(x, ctx), ("q", "k", "v"))
+        kind = None if cache is None else cache.kind or type(cache).__name__
         # Query t attends to keys k_start[t] <= s < k_end[t]; both bounds are [B, T].
         (k_start, k_end), known = ctx.bounds(self.mask), ctx.known(self.mask, cache)
         # The cache returns all stored keys, [B, T, K, H] -> [B, S, K, H], and the bounds as indices into them.
@@ -160,23 +174,25 @@ class Attention(SequenceMixer):
         # o(act(gate(x)) * out), [B, T, N, H] -> [B, T, D]
         if self.gate is not None and self.out_gate is not None:
             out = out * self.out_gate(self.gate(x))
-        return self.o(out), cache
+        return self.o(out), cache, SharedKV(k, v, k_start, k_end, kind)
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values, after norms, temperature and rotation.
 
         Returns:
-            Queries `B T N H`, keys `B T K H` and values `B T K H`.
+            Queries `B T N H`, keys `B T K H` and values `B T K Hv`.
         """
         # [B, T, D] -> [B, T, N, H]
         q = constrain(self.q(x), "batch", "seq", "act_heads", None)
         # [B, T, D] -> [B, T, K, H]
         k = constrain(self.k(x), "batch", "seq", "act_heads", None)
-        v = constrain(self.v(x), "batch", "seq", "act_heads", None)
+        # Keys as values: as projected, before the norm and the rotation of keys.
+        v = k if self.v is None else constrain(self.v(x), "batch", "seq", "act_heads", None)
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        # The factor depends on the place in the document, so that packing documents changes nothing. [B, T] -> [B, T,
-        # 1, 1]
+        v = v if self.v_norm is None else self.v_norm(v)
+        # The factor depends on the place in the document, so that packing documents changes nothing.
+        # [B, T] -> [B, T, 1, 1]
         if self.temperature is not None:
             q = (q * self.temperature(ctx.index - ctx.start)[:, :, None, None]).astype(q.dtype)
         if (rope := self.rope) is None:
@@ -224,6 +240,7 @@ class Attention(SequenceMixer):
             "partial RoPE": self.rope is not None and self.rope.dim < self.head_dim,
             "layers without positions": self.rope is None,
             "qk-norm": self.q_norm is not None,
+            "keys as values": self.v is None,
             "temperature tuning": self.temperature is not None,
             "attention soft-cap": self.softcap is not None,
             "sinks": self.sinks is not None,
@@ -253,7 +270,7 @@ def attend(
 ) -> Float[Array, "B T N Hv"]:
     """Returns `ops.attention`, `B T N Hv`, computed on each device's own rows, heads and queries by the layout in use.
 
-    When devices share a sequence, the axes `q_seq` and `kv_seq` decide how it is brought together. If only `q_seq` is
+    When the sequence is sharded, the axes `q_seq` and `kv_seq` decide how it is brought together. If only `q_seq` is
     split, keys are gathered. If both are, keys travel around a ring (Liu et al. 2023, arXiv:2310.01889). If neither is,
     heads are split, with all-to-alls before and after (Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
@@ -266,24 +283,25 @@ def attend(
         sinks: One logit per query head that takes part in the softmax, or None.
         scale: Factor on the scores, by default `Hk ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`, or None.
-        known: What is known of the mask (`ctx.known`), for kernels that want a named one.
+        known: Static description of the mask (`ctx.known`), for kernels that take a named mask and no intervals.
         implementation: Name of an implementation of `ops.attention`; None chooses the best one.
         zigzag: True if tokens are in the order of `sharding.layers.zigzag`.
 
     Raises:
         ValueError: when tokens must be exchanged for heads and the number of heads does not allow it.
     """
-    # Tokens are exchanged for heads only here: otherwise XLA would gather tokens, and project and rotate all of them.
+    # Resharding from sequence to heads (Ulysses' all-to-all) happens only here: otherwise XLA would gather the tokens,
+    # and project and rotate all of them.
     own = lambda x: constrain(x, "batch", "seq", "act_heads", None)
     q, k, v = (own(x) for x in (q, k, v)) if q.shape[1] == k.shape[1] else (q, k, v)
-    copies = axis_size("attn_heads")
-    if q.shape[2] % copies == 0 and copies > k.shape[2] and copies % k.shape[2] == 0:
-        # Fewer key heads than devices: each gets a copy. [B, S, K, H] -> [B, S, copies, H]
-        k, v = (jnp.repeat(x, copies // x.shape[2], axis=2) for x in (k, v))
+    shards = axis_size("attn_heads")
+    if q.shape[2] % shards == 0 and shards > k.shape[2] and shards % k.shape[2] == 0:
+        # Fewer key heads than devices: each gets a copy. [B, S, K, H] -> [B, S, shards, H]
+        k, v = (jnp.repeat(x, shards // x.shape[2], axis=2) for x in (k, v))
     _check_exchange(q, k)
     queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
     static, segments = (None, None) if known is None else known
-    # A device that has a part of the queries does not have query i at key i.
+    # Where queries are sharded, a device's query i is not at its key i.
     static = static and dataclasses.replace(static, whole=static.whole and axis_size("q_seq") == 1)
     names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",)]
     names += [] if segments is None else [queries[:2], keys[:2]]

@@ -1,7 +1,7 @@
 """Base classes of decoder-only models: embedding, stack of layers, final norm, head."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from maxlib.nn._model import Output
 from maxlib.nn.cache import Cache
 from maxlib.nn.mtp import MTP, MTPOutput, draft, predict_ahead
 from maxlib.nn.remat import Policy
-from maxlib.nn.stack import Stack
+from maxlib.nn.stack import Carry, Stack
 from maxlib.nn.vision import check_placeholders, place_features
 from maxlib.ops._attention import Mask
 from maxlib.ops._rope import Rope
@@ -37,8 +37,8 @@ class Decoder(nnx.Module):
     """Base class of decoder-only models: embedding, stack of layers, final norm and head (docs/decisions/0001).
 
     A family derives its model from this class and sets the attributes in its constructor; it may override
-    `embed_tokens` and `enter`. A model with another structure does not derive from it: the contract asks for methods,
-    not for this class.
+    `embed_tokens`, `enter`, `layer_inputs` and `leave`. A model with another structure does not derive from it: the
+    contract asks for methods, not for this class.
 
     Attributes:
         cfg: The model's config.
@@ -52,6 +52,7 @@ class Decoder(nnx.Module):
             switch in Phi); None if there is none.
         softcap: `c` in `c * tanh(logits / c)`; None leaves logits as they are.
         layers_take_tokens: True if layers read ids from `ctx.tokens`.
+        layers_share: True if layers share values with later ones. Their `x` is then a `stack.Carry`.
     """
 
     cfg: Any
@@ -63,7 +64,8 @@ class Decoder(nnx.Module):
     ropes: tuple[Rope, ...] = ()
     recompute_cache_at: int | None = None
     softcap: float | None = None
-    layers_take_tokens: ClassVar[bool] = False
+    layers_take_tokens: bool = False
+    layers_share: bool = False
 
     def __call__(
         self,
@@ -109,11 +111,12 @@ class Decoder(nnx.Module):
         """Computes the output from token vectors; `inputs` are arguments of `nn.context`."""
         # [B, T, D] in, [B, T, D] out; `aux` has a leading axis of layers.
         x, ctx = self.enter(x, cache=cache, **inputs)
-        x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat)
+        inputs = self.layer_inputs(x.x if isinstance(x, Carry) else x, ctx)
+        x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat, layer_inputs=inputs)
         # `cache and ...`: None without a cache.
         return Output(self.leave(x, ctx), cache and cache.advanced(layers, ctx), aux)
 
-    def enter(self, x: Float[Array, "B T D"], *, cache: Cache | None = None, **inputs: Any):
+    def enter(self, x: Float[Array, "B T D"], *, cache: Cache | None = None, **inputs: Any) -> tuple[Any, Context]:
         """Prepares the input of the first layer: `x` in its place on the mesh, and the context.
 
         If devices share a sequence, tokens are put into zigzag order, unless a layer needs them in their own.
@@ -122,11 +125,21 @@ class Decoder(nnx.Module):
         # Splits [B, T, D] over the mesh as every layer expects it.
         x = constrain(x, "batch", "seq", "act_embed")
         # A cache stores tokens by index, so decoding keeps the natural order.
-        return zigzag_shard(x, ctx) if cache is None and self.layers.is_reorderable else (x, ctx)
+        x, ctx = zigzag_shard(x, ctx) if cache is None and self.layers.is_reorderable else (x, ctx)
+        return (Carry(x, {}) if self.layers_share else x), ctx
 
-    def leave(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T D"]:
-        """Returns the input of the head: the last layer's `x`, normed and in natural order."""
-        return zigzag_unshard(self.norm(x), ctx)
+    def layer_inputs(self, x: Float[Array, "B T D"], ctx: Context) -> Any:
+        """Returns what each layer gets for itself, as arrays with a leading axis of layers; None for nothing.
+
+        Args:
+            x: The input of the first layer.
+            ctx: The context, whose tokens are in the order of `x`.
+        """
+        return None
+
+    def leave(self, x: Any, ctx: Context) -> Float[Array, "B T D"]:
+        """Returns the input of the head: the last layer's `x`, `B T D`, normed and in natural order."""
+        return zigzag_unshard(self.norm(x.x if isinstance(x, Carry) else x), ctx)
 
     def head_weight(self) -> Float[Array, "V D"]:
         """Returns the matrix of the head, `V D`; it is the embedding if they are tied."""

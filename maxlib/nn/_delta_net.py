@@ -4,7 +4,6 @@ Shapes: B rows, T new tokens, D width, K key heads of width Hk, N value heads of
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -16,14 +15,15 @@ from jaxtyping import Array, Float
 
 from maxlib import ops
 from maxlib.nn._context import Context, context
-from maxlib.nn._linear import Einsum, draw_key
+from maxlib.nn._linear import Einsum
 from maxlib.nn._norm import RMSNorm
 from maxlib.nn._pytree import pytree
+from maxlib.nn._recurrence import rates, sequence_axis, taps
 from maxlib.nn.cache import LayerCache
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
-from maxlib.sharding import constrain, current, shard_map_by_name
-from maxlib.sharding.layers import AllGatherArg, mesh_axes
+from maxlib.sharding import constrain, shard_map_by_name
+from maxlib.sharding.layers import AllGatherArg
 
 _HEADS = ("batch", "seq", "act_heads", None)
 _TAIL = ("batch", None, "act_heads", None)
@@ -53,9 +53,9 @@ class GatedDeltaNet(SequenceMixer):
     """Gated DeltaNet: `out(norm(o) * out_gate(gate(x)))`, where `o` is the gated delta rule of convolved projections.
 
     Queries, keys and values pass a short convolution and SiLU. With a row of `a(x)` and `b(x)` for each value head, the
-    log decay is `-exp(a_log) softplus(a(x) + dt_bias)` and the step `sigmoid(b(x))`. Padding and other documents of a
-    row change nothing; the cache has a fixed size. Tokens must be in order: devices that share a sequence pass on
-    states (`ops.gated_delta_rule`), and zigzag order is refused.
+    log decay is `-exp(a_log) softplus(a(x) + dt_bias)` and the step `max_step * sigmoid(b(x))`. Padding and other
+    documents of a row change nothing; the cache has a fixed size. Tokens must be in order: devices that share a
+    sequence pass on states (`ops.gated_delta_rule`), and zigzag order is refused.
 
     Args:
         dim: Width D of the residual stream.
@@ -66,6 +66,7 @@ class GatedDeltaNet(SequenceMixer):
         conv_width: Number W of taps of the convolution.
         norm_eps: Added to the mean square in the norm of the output.
         out_gate: Activation of the output's gate.
+        max_step: Greatest step; above 1 a state may turn over (OLMo Hybrid has 2).
         implementation: Name of an implementation of `ops.gated_delta_rule`; None chooses the best one.
         rngs: Source of initial values.
 
@@ -86,6 +87,7 @@ class GatedDeltaNet(SequenceMixer):
         conv_width: int = 4,
         norm_eps: float = 1e-6,
         out_gate: Callable[[Array], Array] = jax.nn.silu,
+        max_step: float = 1.0,
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
@@ -102,14 +104,14 @@ class GatedDeltaNet(SequenceMixer):
         # One number per value head: the step, and what the decay depends on.
         self.b = Einsum("...D,ND->...N", (N, D), ("heads", "embed"), rngs=rngs)
         self.a = Einsum("...D,ND->...N", (N, D), ("heads", "embed"), rngs=rngs)
-        self.q_conv = _taps((K, Hk, W), "kv_heads", rngs)
-        self.k_conv = _taps((K, Hk, W), "kv_heads", rngs)
-        self.v_conv = _taps((N, Hv, W), "heads", rngs)
-        self.a_log, self.dt_bias = _decay(N, rngs)
+        self.q_conv = taps((K, Hk, W), ("kv_heads", "head_dim"), rngs)
+        self.k_conv = taps((K, Hk, W), ("kv_heads", "head_dim"), rngs)
+        self.v_conv = taps((N, Hv, W), ("heads", "head_dim"), rngs)
+        self.a_log, self.dt_bias = rates(N, rngs)
         self.norm = RMSNorm(Hv, eps=norm_eps)
         self.o = Einsum("...NH,DNH->...D", (D, N, Hv), ("embed", "heads", "head_dim"), rngs=rngs)
         self.num_heads, self.num_key_heads, self.key_dim, self.value_dim = N, K, Hk, Hv
-        self.conv_width, self.out_gate, self.implementation = W, out_gate, implementation
+        self.conv_width, self.out_gate, self.max_step, self.implementation = W, out_gate, max_step, implementation
 
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: DeltaCache | None = None
@@ -141,13 +143,13 @@ class GatedDeltaNet(SequenceMixer):
         a, b = wide(self.a(x)), wide(self.b(x))
         # [N] -> [1, 1, N]
         a_log, dt_bias = (wide(w[...])[None, None] for w in (self.a_log, self.dt_bias))
-        return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias), jax.nn.sigmoid(b)
+        return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias), self.max_step * jax.nn.sigmoid(b)
 
     def _mix(self, q, k, v, log_decay, beta, ctx: Context, cache: DeltaCache | None):
         """Convolves and applies the delta rule, on each device's own rows, heads and tokens."""
-        axis, seq = _sequence_axis(q.shape[1])
+        axis, seq = sequence_axis(q.shape[1])
         here = lambda names: tuple(seq if name == "seq" else name for name in names)
-        taps = [jnp.asarray(w[...]) for w in (self.q_conv, self.k_conv, self.v_conv)]
+        filters = [jnp.asarray(w[...]) for w in (self.q_conv, self.k_conv, self.v_conv)]
         split = [AllGatherArg(w.get_metadata()["axes"], ("act_heads", None, None)) for w in (self.q_conv, self.v_conv)]
         # Rows without a cache that hold one document each need no resets.
         starts = ctx.is_start if ctx.packed or cache is not None else None
@@ -157,7 +159,7 @@ class GatedDeltaNet(SequenceMixer):
         names += [None if mask is None else here(_HEADS[:2]) for mask in (starts, ctx.valid)]
         op = functools.partial(_op, axis_name=axis, implementation=self.implementation)
         mapped = shard_map_by_name(op, names, (here(_HEADS), _TAIL, _TAIL, _TAIL, _STATE))
-        out, *new = mapped(q, k, v, log_decay, beta, *taps, *states, starts, ctx.valid)
+        out, *new = mapped(q, k, v, log_decay, beta, *filters, *states, starts, ctx.valid)
         return constrain(out, *_HEADS), None if cache is None else DeltaCache(*new)
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> DeltaCache:
@@ -193,37 +195,10 @@ class GatedDeltaNet(SequenceMixer):
 
 def _op(q, k, v, log_decay, beta, *rest, axis_name, implementation):
     """Convolves and applies the delta rule on one device's part; returns the output and the new cache's arrays."""
-    taps, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:]
+    filters, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:]
     masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
-    found = [ops.short_convolution(x, w, tail=t, **masks) for x, w, t in zip((q, k, v), taps, tails, strict=True)]
+    found = [ops.short_convolution(x, w, tail=t, **masks) for x, w, t in zip((q, k, v), filters, tails, strict=True)]
     q, k, v = (jax.nn.silu(y) for y, _ in found)
     how = {"initial_state": state, "implementation": implementation}
     out, state = ops.gated_delta_rule(q, k, v, log_decay, beta, **masks, **how)
     return out, *(tail for _, tail in found), state
-
-
-def _sequence_axis(tokens: int) -> tuple[str | tuple[str, ...] | None, str | None]:
-    """Returns the mesh axis over which a row's tokens are split within the op, and the name of their array axis.
-
-    Both are None if each device has whole rows: without a layout, or where the number of tokens does not divide.
-    """
-    axes = tuple(axis for axis in mesh_axes("seq") if axis not in mesh_axes("act_heads"))
-    layout = current()
-    if layout is None or not axes or tokens % math.prod(layout.mesh.shape[axis] for axis in axes):
-        return None, None
-    return (axes[0] if len(axes) == 1 else axes), "seq"
-
-
-def _taps(shape: tuple[int, int, int], heads: str, rngs: nnx.Rngs) -> nnx.Param:
-    """Draws the filters of a convolution, with variance one over the number of taps."""
-    init = nnx.initializers.normal(shape[-1] ** -0.5)
-    return nnx.Param(init(draw_key(rngs), shape, jnp.float32), axes=(heads, "head_dim", "tap"))
-
-
-def _decay(num_heads: int, rngs: nnx.Rngs) -> tuple[nnx.Param, nnx.Param]:
-    """Draws rates in [1, 16] and time steps in [0.001, 0.1], as for Mamba-2 (Dao & Gu 2024, arXiv:2405.21060)."""
-    rates, steps = jax.random.uniform(draw_key(rngs), (2, num_heads))
-    step = jnp.exp(math.log(1e-3) + steps * (math.log(0.1) - math.log(1e-3)))
-    # softplus(dt_bias) = step
-    bias = step + jnp.log(-jnp.expm1(-step))
-    return nnx.Param(jnp.log(1 + 15 * rates), axes=("heads",)), nnx.Param(bias, axes=("heads",))

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from maxlib import ops
+from maxlib.kernels.grouped_matmul.rows import NAMES
 from maxlib.nn import _expert_dispatch as dispatch
 from maxlib.nn import _expert_parallel as exchange
 from maxlib.nn._context import Context
@@ -92,6 +94,9 @@ class ExpertLinear(nnx.Module):
 class MoE(nnx.Module):
     """Mixture of experts: `sum over chosen experts of weight * down(activation(gate(x), up(x)))`, plus `shared(x)`.
 
+    Experts without a gate are `down(activation(up(x)))`. With a latent width L, `x` is projected to it before the
+    experts, and their sum back, `leave(experts(enter(x)))`; the router and the shared layer see the whole width.
+
     With a capacity (GShard, arXiv:2006.16668) every expert has room for `ceil(capacity_factor * T * top_k / E)` tokens
     of each row; tokens later in the row are dropped. No token's result therefore depends on a later one or on another
     row.
@@ -100,7 +105,9 @@ class MoE(nnx.Module):
         dim: Width D of the residual stream.
         mlp_dim: Width F of an expert.
         router: `Router`, `SigmoidInputRouter` or another `router(x) -> Routing` with `num_experts` and `top_k`.
-        activation: Joins an expert's gate and up projections, such as `swiglu`.
+        activation: Joins an expert's gate and up projections, such as `swiglu`; without a gate, a function of one.
+        gated: False for experts without a gate (Nemotron).
+        latent_dim: Width L of what the experts get and give, or None for D (Nemotron 3).
         bias: True adds biases to all three projections.
         shared: Layer that every token passes, or None.
         shared_gate: True multiplies its result by `sigmoid(x . w)`, one number per token (Qwen2-MoE).
@@ -120,7 +127,9 @@ class MoE(nnx.Module):
         mlp_dim: int,
         *,
         router: Router | SigmoidInputRouter | Any,
-        activation: Callable[[Array, Array], Array] = swiglu,
+        activation: Callable[..., Array] = swiglu,
+        gated: bool = True,
+        latent_dim: int | None = None,
         bias: bool = False,
         shared: nnx.Module | None = None,
         shared_gate: bool = False,
@@ -132,19 +141,23 @@ class MoE(nnx.Module):
     ):
         if capacity_factor is not None and capacity_factor <= 0:
             raise ValueError(f"capacity_factor must be positive, or None to drop nothing, got {capacity_factor}")
-        E, into, out = router.num_experts, (mlp_dim, dim), (dim, mlp_dim)
+        width = dim if latent_dim is None else latent_dim
+        E, into, out = router.num_experts, (mlp_dim, width), (width, mlp_dim)
         self.router, self.shared = router, shared
         # One output, `...1`, so that it multiplies every dimension.
         self.shared_gate = Einsum("...D,ED->...E", (1, dim), ("router", "embed"), rngs=rngs) if shared_gate else None
         parts: dict[str, Any] = {"bias": bias, "layout": layout, "init": init, "rngs": rngs}
-        self.gate = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts)
+        self.gate = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts) if gated else None
         self.up = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts)
         self.down = ExpertLinear(E, out, ("expert_embed", "mlp"), **parts)
+        latent = lambda spec, shape, axes: None if latent_dim is None else Einsum(spec, shape, axes, rngs=rngs)
+        self.enter = latent("...D,LD->...L", (width, dim), ("rank", "embed"))
+        self.leave = latent("...L,DL->...D", (dim, width), ("embed", "rank"))
         self.activation, self.capacity_factor, self.losses = activation, capacity_factor, tuple(losses)
         self.layout: ops.Layout = layout
 
     def __call__(
-        self, x: Float[Array, "B T D"], ctx: Context | None = None
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, *, routed_by: Float[Array, "B T D"] | None = None
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         """Applies the chosen experts to every token.
 
@@ -153,6 +166,7 @@ class MoE(nnx.Module):
         Args:
             x: Input, `B T D`.
             ctx: What all layers share; None means that every token is real.
+            routed_by: Input of the router where that is another than `x` (Gemma 4 norms it in its own way).
 
         Returns:
             The output, `B T D`, and by name the router's losses and `moe/load`, each expert's share of the choices
@@ -164,9 +178,13 @@ class MoE(nnx.Module):
         if x.ndim != 3:
             raise ValueError(f"x must be rows of tokens `B T D`, got x of shape {x.shape}; one row is x[None]")
         valid = None if ctx is None else ctx.valid
-        routing = self.router(x)
-        y, kept = self._mix(x, routing, jnp.ones(x.shape[:2], bool) if valid is None else valid)
+        routing = self.router(x if routed_by is None else routed_by)
+        # [B, T, D] -> [B, T, L]
+        h = x if self.enter is None else self.enter(x)
+        y, kept = self._mix(h, routing, jnp.ones(x.shape[:2], bool) if valid is None else valid)
         y = self._add_output_bias(y, routing, kept)
+        # [B, T, L] -> [B, T, D], once for the sum over experts
+        y = y if self.leave is None else self.leave(y)
         return y if self.shared is None else y + self._shared(x), self._aux(routing, valid, kept)
 
     def _shared(self, x):
@@ -193,18 +211,20 @@ class MoE(nnx.Module):
         # The mesh axis over which experts are split, None if they are not: tokens travel over it.
         axis = axis_of("act_expert") if E % axis_size("act_expert") == 0 else None
         rows, biased = (*tokens, None), ("act_expert", "mlp")
-        parts = (self.gate, self.up, self.down)
-        matrices = [_matrices(m, letter, x.dtype) for m, letter in zip(parts, "OOI", strict=True)]
+        # Without a gate there are two of them.
+        into = [m for m in (self.gate, self.up) if m is not None]
+        parts = (*into, self.down)
+        matrices = [_matrices(m, "I" if m is self.down else "O", x.dtype) for m in parts]
         w, tree = jax.tree.flatten([m.values for m in matrices])
-        b = [None if m.b is None else jnp.asarray(m.b[...], x.dtype) for m in (self.gate, self.up)]
+        b = [None if m.b is None else jnp.asarray(m.b[...], x.dtype) for m in into]
         # An adapter has arrays, which travel with the matrices.
         matmuls = tuple(None if isinstance(m.matmul, LowRank) else m.matmul for m in parts)
-        how = {"activation": self.activation, "layouts": (matrices[0].layout, matrices[2].layout)}
+        how = {"activation": self.activation, "layouts": (matrices[0].layout, matrices[-1].layout)}
         options = {**how, "capacity": capacity, "num_experts": E, "axis": axis}
         run = functools.partial(_run, matmuls=matmuls, tree=tree, **options)
         split = [names for m in matrices for names in m.names]
         # A device that has a part of the width computes a part of the sum.
-        names = [rows, rows, rows, rows, tokens, biased, biased, *split]
+        names = [rows, rows, rows, rows, tokens, *[biased] * len(into), *split]
         mapped = shard_map_by_name(run, names, (("mlp", *rows), rows))
         # [1 or parts of the width, B, T, D] -> [B, T, D]
         y, kept = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *b, *w)
@@ -236,7 +256,7 @@ class MoE(nnx.Module):
         """Computes what a dropless call returns by a plain loop in which every expert computes every token (the
         specification).
         """
-        routing = self.router(x)
+        routing, inputs = self.router(x), x if self.enter is None else self.enter(x)
 
         def add(y, expert):
             e, gate, up, down = expert
@@ -244,14 +264,17 @@ class MoE(nnx.Module):
             chosen = chosen if ctx is None or ctx.valid is None else chosen & ctx.valid[..., None]
             # [B, T, X] -> [B, T, 1]: this expert's weight for each token, 0 if it was not chosen.
             total = lambda values: jnp.where(chosen, values, 0).sum(axis=-1, keepdims=True)
-            scaled = x if routing.input_weights is None else (total(routing.input_weights) * x).astype(x.dtype)
-            h = self.activation(gate.one(scaled), up.one(scaled))
+            scaled = inputs
+            if routing.input_weights is not None:
+                scaled = (total(routing.input_weights) * inputs).astype(x.dtype)
+            h = self.activation(*(part.one(scaled) for part in (gate, up) if part is not None))
             return y + (total(routing.weights) * down.one(h)).astype(x.dtype), None
 
-        y = jnp.zeros_like(x) if self.shared is None else self._shared(x)
         experts = (jnp.arange(self.router.num_experts), self.gate, self.up, self.down)
         # One expert at a time: a scan over the leading axis E of the three matrices.
-        return jax.lax.scan(add, y, experts)[0]
+        y = jax.lax.scan(add, jnp.zeros_like(inputs), experts)[0]
+        y = y if self.leave is None else self.leave(y)
+        return y if self.shared is None else y + self._shared(x)
 
 
 class _Matrices(NamedTuple):
@@ -324,8 +347,10 @@ def _run(
 
     All its tokens are one group without a capacity; with one, each row is a group.
     """
-    # Arguments of a shard_map are flat: two biases, then the leaves of the three matrices and of their adapters.
-    biases, matrices = rest[:2], jax.tree.unflatten(tree, rest[2:])
+    # Arguments of a shard_map are flat: the biases of all but the last matrix, then the leaves of the matrices and of
+    # their adapters.
+    into = len(matmuls) - 1
+    biases, matrices = rest[:into], jax.tree.unflatten(tree, rest[into:])
     parts = zip(matmuls, matrices, (*biases, None), strict=True)
     linears = [(matmul or adapter, w, b) for matmul, (w, adapter), b in parts]
     apply = functools.partial(_apply, linears=linears, activation=activation, layouts=layouts)
@@ -382,9 +407,11 @@ def _rows(x, input_weights, plan: dispatch.Plan):
 
 
 def _apply(rows, plan: dispatch.Plan, *, linears, activation, layouts):
-    """Applies the experts to the rows of a plan: `down(activation(gate(rows), up(rows)))`."""
-    (gate, up, down), (into, out) = linears, layouts
-    return plan.linear(plan.gated(rows, gate, up, activation, into), down, out)
+    """Applies the experts to the rows of a plan: `down(activation(gate(rows), up(rows)))`, or without gate."""
+    (*gate, up, down), (into, out) = linears, layouts
+    if gate:
+        return plan.linear(plan.gated(rows, gate[0], up, activation, into), down, out)
+    return plan.linear(activation(checkpoint_name(plan.linear(rows, up, into), NAMES[1])), down, out)
 
 
 def _weighted(rows, weights, plan: dispatch.Plan, x):

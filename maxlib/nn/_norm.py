@@ -41,6 +41,33 @@ class HeadsRMSNorm(RMSNorm):
         return super().__call__(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)  # [..., N, H] -> [..., N * H] and back
 
 
+class GroupRMSNorm(RMSNorm):
+    """RMS norm over each of several groups of neighbouring channels, with one scale per channel (Mamba-2).
+
+    Args:
+        dim: Size of the last axis, all groups together.
+        groups: Number of groups, which divides `dim`.
+        eps: Added to the mean square.
+
+    Raises:
+        ValueError: when `groups` does not divide `dim`.
+    """
+
+    def __init__(self, dim: int, *, groups: int, eps: float = 1e-6):
+        if groups < 1 or dim % groups:
+            raise ValueError(f"groups must divide dim; got groups={groups} and dim={dim}")
+        super().__init__(dim, eps=eps)
+        self.groups = groups
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Normalizes each group of the last axis, in the dtype of `x`."""
+        check_ends(x, "D", self.scale.shape, "the norm")
+        # [..., D] -> [..., groups, D / groups] and back
+        x32 = _to_unit(x.reshape(*x.shape[:-1], self.groups, -1), self.eps).reshape(x.shape)
+        scale = jnp.asarray(self.scale[...], x32.dtype)
+        return (x32 * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class UnitRMSNorm:
     """Root-mean-square norm without a weight (Llama 4's norm of queries and keys).

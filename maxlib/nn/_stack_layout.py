@@ -8,7 +8,8 @@ A stack of 12 layers with `lead=2, prefix=1, period=3`, where equal letters are 
     stored as  lead.0 (2 layers), prefix.0, body.0 (A, 3 layers), body.1 (B, 3 layers), body.2 (C, 3 layers)
 
 `lead` and `body` are scanned: each of their slots is one layer whose arrays have a leading axis of repeats. `prefix`
-and `suffix` hold layers one by one. They run in the order lead, prefix, body, suffix.
+and `suffix` hold layers one by one. They run in the order lead, prefix, body, suffix. With `lead_period=2` the lead
+repeats in periods too: `lead=4` is lead.0 and lead.1 with 2 layers each.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -44,24 +45,38 @@ class Segment(NamedTuple):
 def layout_for(kinds: Iterable[Hashable]) -> Layout:
     """Finds the layout that traces the fewest layers, as keyword arguments for `nn.Stack`.
 
-    It has a `lead` if the first layers are of a kind that does not occur again and scanning them saves traces.
+    It has a `lead` if scanning the first layers by themselves saves traces and the body repeats other kinds.
 
     Args:
         kinds: A value for each layer, in order, that is equal for layers that are alike (its mask, for example).
 
     Returns:
-        `prefix` and `period`, and `lead` if there is one.
+        `prefix` and `period`, `lead` if there is one, and `lead_period` if that is more than one layer.
     """
     kinds = tuple(kinds)
-    # Length of the run of equal kinds at the beginning.
-    own = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
-    traced, prefix, period = _scanned(kinds)
-    if own > 1:
-        # With a lead: one trace for it, and those of the rest.
-        rest, after, every = _scanned(kinds[own:])
-        if 1 + rest < traced and kinds[0] not in kinds[own:]:
-            return {"lead": own, "prefix": after, "period": every}
-    return {"prefix": prefix, "period": period}
+    least, prefix, period = _scanned(kinds)
+    found = {"prefix": prefix, "period": period}
+    for every in range(1, len(kinds) // 2 + 1):
+        lead = _run_length(kinds, every)
+        own, rest = {*kinds[:lead]}, kinds[lead:]
+        if lead < 2 * every or own >= {*rest}:
+            continue
+        # With a lead: one trace for each layer of its period, and those of the rest.
+        traced, prefix, period = _scanned(rest)
+        # Without the layers behind the last whole period.
+        body = rest[prefix : len(rest) - (len(rest) - prefix) % period]
+        if every + traced < least and own.isdisjoint(body):
+            least, found = every + traced, {"lead": lead, "prefix": prefix, "period": period}
+            found |= {"lead_period": every} if every > 1 else {}
+    return found
+
+
+def _run_length(kinds: tuple[Hashable, ...], period: int) -> int:
+    """Returns how many layers from the first on consist of equal periods."""
+    end = period
+    while end + period <= len(kinds) and kinds[end : end + period] == kinds[:period]:
+        end += period
+    return end
 
 
 def _scanned(kinds: tuple[Hashable, ...]) -> tuple[int, int, int]:
@@ -79,13 +94,13 @@ def _scanned(kinds: tuple[Hashable, ...]) -> tuple[int, int, int]:
     return min(layouts, default=(0, 0, 1))
 
 
-def segments(*, num_layers: int, prefix: int, period: int, lead: int = 0) -> dict[str, Segment]:
+def segments(*, num_layers: int, prefix: int, period: int, lead: int = 0, lead_period: int = 1) -> dict[str, Segment]:
     """Returns the segments that a stack with this layout stores in `lead`, `prefix`, `body` and `suffix`."""
     start = lead + prefix
     repeats = (num_layers - start) // period
     end = start + repeats * period
     return {
-        "lead": Segment(0, min(lead, 1), lead),
+        "lead": Segment(0, min(lead, lead_period), lead // lead_period),
         "prefix": Segment(lead, prefix),
         "body": Segment(start, period if repeats else 0, repeats),
         "suffix": Segment(end, num_layers - end),
@@ -135,25 +150,30 @@ def segment_at(path: str, layouts: Mapping[str, Layout]) -> tuple[str, Segment] 
     return None
 
 
-def as_layout(num_layers: int, lead: int, prefix: int, period: int) -> Layout:
-    """Returns the numbers of a layout by name, as checkpoints store them; `lead` is left out if it is 0."""
-    return {"num_layers": num_layers, "prefix": prefix, "period": period} | ({"lead": lead} if lead else {})
+def as_layout(num_layers: int, lead: int, prefix: int, period: int, lead_period: int = 1) -> Layout:
+    """Returns the numbers of a layout by name, as checkpoints store them; those of a lead are left out if they say
+    nothing.
+    """
+    own = ({"lead": lead} if lead else {}) | ({"lead_period": lead_period} if lead and lead_period > 1 else {})
+    return {"num_layers": num_layers, "prefix": prefix, "period": period} | own
 
 
-def normalized_layout(num_layers: int, lead: int, prefix: int, period: int) -> Layout:
+def normalized_layout(num_layers: int, lead: int, prefix: int, period: int, lead_period: int = 1) -> Layout:
     """Returns the layout in which a layer that would be scanned once is stored alone.
 
     Raises:
-        ValueError: when the numbers are negative, or larger than the stack.
+        ValueError: when the numbers are negative, or larger than the stack, or the lead is not of whole periods.
     """
+    if lead_period < 1 or lead % lead_period:
+        raise ValueError(f"lead_period must be at least 1 and divide lead, got lead={lead}, lead_period={lead_period}")
     if period < 1 or min(lead, prefix) < 0 or lead + prefix > num_layers:
         raise ValueError(
             "period must be at least 1, lead and prefix not negative, and lead + prefix between 0 and num_layers; "
             f"got period={period}, lead={lead}, prefix={prefix}, num_layers={num_layers}"
         )
     # A scan of one repeat saves nothing: a single lead layer, or a single period, joins the prefix.
-    if lead == 1:
-        lead, prefix = 0, prefix + 1
+    if lead == lead_period:
+        lead, prefix = 0, prefix + lead
     if (num_layers - lead - prefix) // period == 1:
         prefix += period
-    return as_layout(num_layers, lead, prefix, period)
+    return as_layout(num_layers, lead, prefix, period, lead_period)

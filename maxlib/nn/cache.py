@@ -251,6 +251,27 @@ def _put_rows(old: Num[Array, "B S R"], new: Num[Array, "B T R"], ctx: Context) 
 AttentionCache = KVCache | RingCache | QuantizedCache
 
 
+@pytree
+class SharedKV:
+    """Keys and values that one layer made, as it attends to them, for later layers that have none of their own.
+
+    With a cache they are all that it holds, in its order; so one cache serves all these layers.
+
+    Args:
+        k: Keys, `B S K Hk`, normed and rotated.
+        v: Values, `B S K Hv`.
+        k_start: First key of each query, `B T`, as an index into `k`.
+        k_end: Key after the last one of each query, `B T`.
+        kind: Name of the cache's kind, None without a cache.
+    """
+
+    k: Num[Array, "B S K Hk"]
+    v: Num[Array, "B S K Hv"]
+    k_start: Int[Array, "B T"]
+    k_end: Int[Array, "B T"]
+    kind: str | None = static(default=None)
+
+
 def kv_cache(
     batch: int, capacity: int, *, num_kv_heads: int, k_dim: int, v_dim: int, ring: int | None, dtype: Any
 ) -> AttentionCache:

@@ -12,6 +12,7 @@ from maxlib.nn._norm import LayerNorm
 from maxlib.nn._positions import LearnedPositions
 from maxlib.nn.cache import LayerCache, layer_caches
 from maxlib.nn.mixer import mixers
+from maxlib.nn.per_layer import PerLayerEmbed
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import axes, num_parameters, variables
 from maxlib.ops._attention import Chunked, Mask, SlidingWindow
@@ -62,12 +63,19 @@ def features(model: Any) -> tuple[str, ...]:
         *(["LayerNorm"] if _all(LayerNorm, *stacks) else []),
         *_biases(stacks),
         *_experts(stacks),
+        *(["per-layer embeddings"] if _all(PerLayerEmbed, model) else []),
         *(["logit soft-cap"] if model.softcap is not None else []),
-        *(["tied head"] if sum("vocab" in names for names in axes(model).values()) == 1 else []),
+        *(["tied head"] if _is_tied(model) else []),
         *(["multi-token prediction"] if isinstance(model, _PredictsAhead) else []),
     ]
     # dict.fromkeys keeps the first of equal labels, in order.
     return tuple(dict.fromkeys(found))
+
+
+def _is_tied(model: Any) -> bool:
+    """Returns True if tokens and head share the only table with a vocabulary, but for that of per-layer embeddings."""
+    tables = sum("vocab" in names for names in axes(model).values())
+    return tables - len(_all(PerLayerEmbed, model)) == 1
 
 
 def takes_images(model: Any) -> bool:

@@ -3,7 +3,7 @@ token.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._context import Context, context
 from maxlib.nn._linear import Einsum
+from maxlib.nn._model import Model
 from maxlib.nn._norm import RMSNorm
 from maxlib.nn._pytree import pytree
 from maxlib.nn.cache import Cache
@@ -34,6 +35,33 @@ class MTPOutput:
     hidden: Float[Array, "B T D"]
     valid: Bool[Array, "B T"]
     aux: dict[str, Any]
+
+
+@runtime_checkable
+class SupportsDrafting(Model, Protocol):
+    """Protocol of models that draft the token after the next, as multi-token prediction does, in addition to
+    `Model`.
+    """
+
+    def draft(
+        self,
+        hidden: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        *,
+        cache: Cache,
+        valid: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """Returns hidden states for `logits` that predict one token further, and the new cache.
+
+        Args:
+            hidden: The model's output at tokens that follow those in `cache`.
+            tokens: The next token of each.
+            cache: Cache from `init_draft_cache`.
+            valid: False for padding.
+        """
+        ...
+
+    def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> Cache: ...
 
 
 class MTP(nnx.Module):

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib._utils.paths import dotted
 from maxlib.nn._linear import Einsum, Init
+from maxlib.nn._norm import RMSNorm
 from maxlib.nn._pytree import pytree
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import is_variable
@@ -135,6 +136,42 @@ class Router(nnx.Module):
             return scores + jnp.broadcast_to(self.expert_bias[...], scores.shape)
         # Logits are in the same order as their scores, and differ where these are saturated.
         return logits if self.groups is None else scores
+
+
+class ScaledRouter(nnx.Module):
+    """Router that norms its input and gives each expert a factor of its own (Gemma 4).
+
+    Softmax over all experts, of which the best `top_k` share a weight of one before their factors.
+
+    Args:
+        dim: Width D of the tokens.
+        num_experts: Number E of experts.
+        top_k: Experts per token.
+        eps: Of the norm.
+        rngs: Source of initial values.
+
+    Raises:
+        ValueError: when `top_k` is not between 1 and `num_experts`.
+    """
+
+    def __init__(self, dim: int, num_experts: int, *, top_k: int, eps: float = 1e-6, rngs: nnx.Rngs):
+        _check(num_experts, top_k, None)
+        self.norm = RMSNorm(dim, eps=eps)
+        self.gate = _gate(dim, num_experts, bias=False, init=None, rngs=rngs)
+        self.expert_scale = nnx.Param(jnp.ones(num_experts), axes=("router",))
+        self.num_experts, self.top_k = num_experts, top_k
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Routing:
+        """Returns the routing of tokens `*B D`."""
+        # Unit vectors over sqrt(D): logits of variance one.
+        logits = _logits(self.gate, self.norm(x) * x.shape[-1] ** -0.5)
+        probs = jax.nn.softmax(logits)
+        # [*B, D] -> [*B, E] -> [*B, X]
+        experts = _choose(logits, self.top_k, None)
+        weights = jnp.take_along_axis(probs, experts, axis=-1)
+        # They sum to one, [*B, X], until each expert's own factor.
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+        return Routing(experts, weights * self.expert_scale[...][experts], logits, probs)
 
 
 class SigmoidInputRouter(nnx.Module):

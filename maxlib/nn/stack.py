@@ -3,18 +3,22 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from maxlib._xla_workarounds import keep_float32, row_major
 from maxlib.hardware import current_device
+from maxlib.nn._carry import Carry as Carry
+from maxlib.nn._carry import constant_in_scan, map_activations, only_added, with_earlier
 from maxlib.nn._layer_axis import with_layer_axis, without_layer_axis
 from maxlib.nn._linear import draw_key
+from maxlib.nn._model import Model
 from maxlib.nn._read_only import read_only
 from maxlib.nn._stack_layout import Segment, as_layout, normalized_layout, place_of, segments
 from maxlib.nn.mixer import check_cache_dtype, check_order, is_reorderable
@@ -41,12 +45,30 @@ def skip_layer_check() -> Iterator[None]:
         yield
 
 
+@runtime_checkable
+class SupportsPipelining(Model, Protocol):
+    """Protocol of models whose parts a 1F1B pipeline may run one by one (`nn.Decoder`), in addition to `Model`."""
+
+    layers: Any  # an `nn.Stack`
+
+    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]: ...
+
+    def enter(self, x: Float[Array, "B T D"], **inputs: Any) -> tuple[Float[Array, "B T D"], Any]:
+        """Returns the input of the first layer: `x` in its place on the mesh, and the context."""
+        ...
+
+    def leave(self, x: Float[Array, "B T D"], ctx: Any) -> Float[Array, "B T D"]:
+        """Returns the input of the head: the last layer's `x`, normed."""
+        ...
+
+
 class Stack(StackedLayers):
     """Layers `make(0, rngs) ... make(num_layers - 1, rngs)`, each `layer(x, ctx, cache) -> (x, cache, aux)`.
 
-    The first `lead` layers are alike and are scanned together; the next `prefix` layers are stored one by one. The rest
-    repeats every `period` layers, so that one `lax.scan` applies it; layers that do not fill a period are stored one by
-    one at the end. For `lead=2, prefix=1, period=3` and 12 layers of the kinds A to E:
+    The first `lead` layers repeat every `lead_period` layers (one: they are alike) and are scanned together; the next
+    `prefix` layers are stored one by one. The rest repeats every `period` layers, so that one `lax.scan` applies it;
+    layers that do not fill a period are stored one by one at the end. For `lead=2, prefix=1, period=3` and 12 layers of
+    the kinds A to E:
 
         D D | E | A B C  A B C  A B C        lead, prefix, body (and an empty suffix)
 
@@ -59,9 +81,10 @@ class Stack(StackedLayers):
     Args:
         make: Builds layer `i` from its number and `nnx.Rngs`. It may depend on `i` only through the layer's structure.
         num_layers: Number of layers.
-        lead: Number of layers of their own kind at the beginning.
+        lead: Number of layers of their own kind, or of their own kinds in turn, at the beginning.
         prefix: Number of layers after them that are stored one by one.
-        period: Number of layers after which their kinds repeat. `nn.layout_for` finds the three numbers.
+        period: Number of layers after which their kinds repeat. `nn.layout_for` finds these numbers.
+        lead_period: Number of layers after which those of the lead repeat.
         rngs: One key is drawn from `params`.
 
     Raises:
@@ -81,9 +104,10 @@ class Stack(StackedLayers):
         lead: int = 0,
         prefix: int = 0,
         period: int = 1,
+        lead_period: int = 1,
         rngs: nnx.Rngs,
     ):
-        layout = normalized_layout(num_layers, lead, prefix, period)
+        layout = normalized_layout(num_layers, lead, prefix, period, lead_period)
         key = draw_key(rngs)
         one = lambda i, key: make(i, nnx.Rngs(key))
         # [num_layers] keys, one per layer.
@@ -100,6 +124,7 @@ class Stack(StackedLayers):
     def _store(self, layout: dict[str, int], alone: Callable, stacked: Callable) -> None:
         """Stores the layers of every slot; `alone` makes one layer and `stacked` several from their numbers."""
         self.num_layers, self.period, self.num_lead = layout["num_layers"], layout["period"], layout.get("lead", 0)
+        self.lead_period = layout.get("lead_period", 1)
         for name, segment in segments(**layout).items():
             slots = [segment.layers(slot) for slot in range(segment.slots)]
             if segment.repeats is None:
@@ -110,8 +135,8 @@ class Stack(StackedLayers):
 
     @property
     def layout(self) -> dict[str, int]:
-        """Returns `num_layers`, `prefix` and `period` as they are stored, and `lead` if there is one."""
-        return as_layout(self.num_layers, self.num_lead, len(self.prefix), self.period)
+        """Returns `num_layers`, `prefix` and `period` as they are stored, and those of a `lead` if there is one."""
+        return as_layout(self.num_layers, self.num_lead, len(self.prefix), self.period, self.lead_period)
 
     @property
     def repeats(self) -> int:
@@ -162,7 +187,7 @@ class Stack(StackedLayers):
         """Applies all layers.
 
         Args:
-            x: Value that passes from layer to layer: an array, or a pytree with more values.
+            x: Value that passes from layer to layer: an array, or a pytree with more values (`Carry`).
             ctx: What all layers share, from `nn.context`.
             cache: Cache from `init_cache`, or None.
             remat: What layers keep for the backward pass, see `nn.remat`.
@@ -226,12 +251,13 @@ class Stack(StackedLayers):
             found.append(caches if segment.repeats is None else [repeat(cache, segment.repeats) for cache in caches])
         return tuple(found)
 
-    def with_layout(self, *, lead: int = 0, prefix: int, period: int) -> "Stack":
+    def with_layout(self, *, lead: int = 0, prefix: int, period: int, lead_period: int = 1) -> "Stack":
         """Stores the same layers in another layout. Layers that share a place in it must be alike."""
         layers, new = [self._layer(i) for i in range(len(self))], jax.tree.map(lambda a: a, self)
         # Equal arrays [...] of layers in one place -> [repeats, ...]
         stacked = lambda numbers: jax.tree.map(lambda *a: jnp.stack(a), *(layers[i] for i in numbers))
-        new._store(normalized_layout(len(layers), lead, prefix, period), lambda numbers: layers[numbers[0]], stacked)
+        layout = normalized_layout(len(layers), lead, prefix, period, lead_period)
+        new._store(layout, lambda numbers: layers[numbers[0]], stacked)
         return new
 
     def unstacked(self) -> "Stack":
@@ -265,19 +291,21 @@ def scan_segment(
     """
     if not len(layers):
         return x, caches, []
+    x, joined, split = constant_in_scan(x)
 
     def step(x, period):
         # One period: lax.scan has taken row r of every leading axis, the layers' metadata still name it.
         layers, caches, works, inputs = period
         # False: a scan body needs no protection against common-subexpression elimination.
-        new, caches, aux = _run(x, ctx, without_layer_axis(layers), caches, inputs, remat_policy(remat), False)
+        new, caches, aux = _run(joined(x), ctx, without_layer_axis(layers), caches, inputs, remat_policy(remat), False)
+        new = split(new)
         if works is not None:
             new = jax.tree.map(lambda a, b: jnp.where(works, a, b), new, x)
             aux = jax.tree.map(lambda a: jnp.where(works, a, 0), aux)
         return new, (caches, aux)
 
     x, (caches, aux) = jax.lax.scan(step, x, (layers, caches, works, inputs))
-    return x, caches, aux
+    return joined(x), caches, aux
 
 
 def run_segment(
@@ -336,14 +364,16 @@ def _run(x, ctx, layers, caches, inputs, policy, prevent_cse: bool = True):
     for i, layer in enumerate(layers):
         more = () if inputs is None else (inputs[i],)
         # Weights that are kept in the host's memory are copied when the layer runs.
-        apply = lambda layer, x, cache, *more: to_device(layer)(x, ctx, cache, *more)
+        prepare = to_device
         if policy is not None:
             prepare = lambda layer: _pin_row_major(jax.tree.map(_keep_float32, to_device(layer)))
-            apply = lambda layer, x, cache, *more, prepare=prepare: prepare(layer)(x, ctx, cache, *more)
+        apply = lambda layer, x, cache, *more, prepare=prepare: only_added(x, prepare(layer)(x, ctx, cache, *more))
+        if policy is not None:
             apply = rematerialised(apply, policy, prevent_cse=prevent_cse)
             # A policy may name the layer's input, to keep it elsewhere than on the device.
-            x = jax.tree.map(lambda a: checkpoint_name(a, LAYER_INPUT), x)
-        x, new, aux = apply(layer, x, None if caches is None else caches[i], *more)
+            x = map_activations(lambda a: checkpoint_name(a, LAYER_INPUT), x)
+        after, new, aux = apply(layer, x, None if caches is None else caches[i], *more)
+        x = with_earlier(x, after)
         new_caches.append(new)
         auxes.append(aux)
     return x, None if caches is None else new_caches, auxes

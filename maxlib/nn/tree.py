@@ -66,7 +66,7 @@ def stacked_paths(model: Any) -> frozenset[str]:
 
 
 def layouts(model: Any) -> dict[str, Layout]:
-    """Returns the layout of every stack by its path: `num_layers`, `prefix`, `period`, and `lead` if there is one."""
+    """Returns the layout of every stack by its path: `num_layers`, `prefix`, `period`, and those of a `lead`."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_stack)
     return {_dotted(path): stack.layout for path, stack in leaves if is_stack(stack)}
 

@@ -25,6 +25,7 @@ from maxlib.ops._cross_entropy import linear_log_probs as linear_log_probs
 from maxlib.ops._cross_entropy import linear_top_k as linear_top_k
 from maxlib.ops._gated_delta import gated_delta_rule as gated_delta_rule
 from maxlib.ops._glu import ClampedSwiGLU as ClampedSwiGLU
+from maxlib.ops._glu import geglu as geglu
 from maxlib.ops._glu import swiglu as swiglu
 from maxlib.ops._grid_rope import GridRope as GridRope
 from maxlib.ops._grouped_matmul import Layout as Layout
@@ -42,3 +43,4 @@ from maxlib.ops._rope import Yarn as Yarn
 from maxlib.ops._rope import apply_rope as apply_rope
 from maxlib.ops._rope import yarn_mscale as yarn_mscale
 from maxlib.ops._short_convolution import short_convolution as short_convolution
+from maxlib.ops._ssd import ssd as ssd

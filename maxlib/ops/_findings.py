@@ -13,23 +13,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from maxlib._utils.files import cache_directory
+
 IGNORE = "MAXLIB_IGNORE_CHECKS"
 """Environment variable: set to 1, no implementation is refused for what `check` found."""
 
 SHIPPED = Path(__file__).with_name("tables")
 
 
-def directory() -> Path:
-    """Returns the directory of the user's own tables."""
-    if own := os.environ.get("MAXLIB_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maxlib"
-
-
 def file_of(device_kind: str, folder: Path | None = None) -> Path:
     """Returns the path of a device kind's table."""
     name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
-    return (directory() if folder is None else folder) / f"{name}.json"
+    return (cache_directory() if folder is None else folder) / f"{name}.json"
 
 
 def versions() -> dict[str, str]:

@@ -12,6 +12,11 @@ def swiglu(gate: Array, up: Array) -> Array:
     return jax.nn.silu(gate) * up
 
 
+def geglu(gate: Array, up: Array) -> Array:
+    """Returns `gelu(gate) * up`, the gelu approximated by tanh (GeGLU, https://arxiv.org/abs/2002.05202)."""
+    return jax.nn.gelu(gate) * up
+
+
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiGLU:
     """SwiGLU with clipped inputs (GPT-OSS): `g * sigmoid(alpha * g) * (u + 1)`.

@@ -17,7 +17,7 @@ def router(**options):
 
 
 def input_router():
-    return nn.SigmoidInputRouter(DIM, E, top_k=X, rngs=nnx.Rngs(1))
+    return nn.router.SigmoidInputRouter(DIM, E, top_k=X, rngs=nnx.Rngs(1))
 
 
 def filled(make, seed=0):

@@ -12,6 +12,7 @@ from flax import nnx
 from maxlib import inference, nn, plan, sharding
 from maxlib.models import qwen3_5
 from maxlib.ops import Rope
+from maxlib.sharding.strategies import SplitSequence
 
 DIM, SEQ = 16, 80
 HEADS = {"num_heads": 4, "num_key_heads": 2, "key_dim": 8, "value_dim": 6}
@@ -149,3 +150,18 @@ def test_plans_know_what_travels():
     rows, passes, parts = 4, 3, 4  # a row for each device
     one = (passes - 1) * rows * parts * (4 * 4 * 8 * (8 + 8) + 3 * (2 * 2 * 8 + 4 * 8) * 2)
     assert linear - bytes_of(layer_types=(qwen3_5.FULL,) * 4) == pytest.approx(4 * one)
+
+
+def test_traffic_is_that_of_transitions_states_and_the_last_inputs():
+    """Of each device, in float32: N transitions [Hk, Hk] and states [Hk, Hv]; and three inputs of the convolution."""
+    split = SplitSequence(sharding.CP_RING, {"context": 4}, parts=4, heads=2, rows=3, tokens=20, width=2, passes=3)
+    floats, inputs = 4 * (8 * 8 + 8 * 6), 3 * (2 * 8 + 2 * 8 + 4 * 6)  # N = 4; queries and keys of two heads, values
+    whole = 3 * 4 * (4 * floats + 2 * inputs) / 2
+    assert layer().traffic(split) == {"all-gather": 2 * whole, "reduce-scatter": whole}
+
+
+def test_rates_are_drawn_from_1_to_16():
+    """As the reference: A is uniform in [1, 16), and its log is stored."""
+    rates = np.exp(nn.GatedDeltaNet(8, **HEADS | {"num_heads": 512}, rngs=nnx.Rngs(0)).a_log[...])
+    assert 1 <= rates.min() < 1.2 and 15.8 < rates.max() <= 16
+    np.testing.assert_allclose(rates.mean(), 8.5, atol=0.5)

@@ -9,6 +9,7 @@ from flax import nnx
 from maxlib import nn, ops
 from maxlib.models import gemma3, llama
 from maxlib.nn._draw import Block, _block
+from maxlib.nn._summary import scaled
 
 ROPE = ops.Rope(8, max_length=64)
 SMALL = dict(vocab=64, dim=16, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8)
@@ -50,3 +51,7 @@ def test_picture_is_well_formed_and_shown_by_notebooks():
     boxes = [{k: float(r.get(k)) for k in ("x", "y", "width", "height")} for r in root.iter() if r.tag.endswith("rect")]
     assert all(box["x"] + box["width"] <= float(root.get("width")) for box in boxes)
     assert all(box["y"] + box["height"] <= float(root.get("height")) for box in boxes)
+
+
+def test_large_numbers_have_a_suffix():
+    assert [scaled(x) for x in (999, 1234567, 2e12, 2e15)] == ["999", "1.235 M", "2 T", "2000 T"]

@@ -41,10 +41,15 @@ def test_a_batch_without_rows_is_refused():
         inspect.unwrap(nn.MoE.__call__)(moe(), jnp.zeros((4, 8)))  # past the types, which only tests check
 
 
+def squared_relu(x):
+    return jnp.square(jax.nn.relu(x))
+
+
 VARIANTS = {
     "biases, shared": {"bias": True, "activation": ops.ClampedSwiGLU(limit=1.0), "shared": True},
     "weights on the input, matrices the other way": {"make_router": input_router, "layout": "EIO"},
 }
+VARIANTS["no gate, a latent width"] = {"gated": False, "activation": squared_relu, "latent_dim": 6, "shared": True}
 VARIANTS["all"] = VARIANTS["biases, shared"] | VARIANTS["weights on the input, matrices the other way"]
 
 
@@ -208,18 +213,18 @@ def test_router_bias_update_finds_every_layer(prefix, period):
     stack = filled(lambda: nn.Stack(make, 6, prefix=prefix, period=period, rngs=nnx.Rngs(0)))
     assert not any("expert_bias" in path for path in nn.partition(stack)[0])
     load = np.random.default_rng(0).dirichlet(np.ones(E), size=5).astype(np.float32)  # layer 0 has no experts
-    new = jax.jit(functools.partial(nn.update_router_bias, rate=0.1))(stack, load)
+    new = jax.jit(functools.partial(nn.router.update_router_bias, rate=0.1))(stack, load)
     for i in range(1, 6):
         moved = new[i].mlp.router.expert_bias[...] - stack[i].mlp.router.expert_bias[...]
         np.testing.assert_allclose(moved, 0.1 * np.sign(1 / E - load[i - 1]), atol=1e-6)
     with pytest.raises(ValueError, match="5 router expert biases"):
-        nn.update_router_bias(stack, jnp.asarray(load[1:]), rate=0.1)
+        nn.router.update_router_bias(stack, jnp.asarray(load[1:]), rate=0.1)
 
 
 def test_router_bias_update_balances():
     layer, x = moe(make_router=lambda: router(score=jax.nn.sigmoid, expert_bias=True)), inputs(T=64)
     worst = []
-    step = jax.jit(lambda layer, load: nn.update_router_bias(layer, load, rate=0.02))
+    step = jax.jit(lambda layer, load: nn.router.update_router_bias(layer, load, rate=0.02))
     for _ in range(40):
         load = call(layer, x)[1]["moe/load"]
         worst.append(float(np.max(load) * E))
@@ -243,3 +248,25 @@ def test_flops_are_those_of_the_chosen_experts():
     x, routed, gate = inputs(), 3 * 2 * X * DIM * MLP, 2 * DIM * E
     combine = 2 * X * DIM
     assert forward_flops(lambda m, x: m(x)[0], moe(), x) == x[..., 0].size * (routed + gate + combine)
+
+
+def test_a_router_with_an_input_and_factors_of_its_own_in_float64():
+    rngs = nnx.Rngs(0)
+    layer = nn.MoE(DIM, MLP, router=nn.router.ScaledRouter(DIM, E, top_k=X, rngs=rngs), rngs=rngs)
+    factors = jnp.linspace(0.5, 2, E)
+    layer.router.expert_scale.set_value(factors)
+    x, z = inputs(), jnp.cos(inputs())
+    y, _ = jax.jit(lambda layer, x, z: layer(x, routed_by=z))(layer, x, z)
+
+    wide = lambda part: np.float64(part.w[...])
+    unit = np.float64(z) / np.sqrt((np.float64(z) ** 2).mean(-1, keepdims=True) + 1e-6)
+    probs = np.exp(unit @ wide(layer.router.gate).T / np.sqrt(DIM))
+    chosen = np.argsort(-probs, axis=-1)[..., :X]
+    weights = np.take_along_axis(probs, chosen, -1)
+    weights = weights / weights.sum(-1, keepdims=True) * np.float64(factors)[chosen]
+    want, x64 = np.zeros(x.shape), np.float64(x)
+    for b, t, k in np.ndindex(*chosen.shape):
+        gate, up, down = (wide(part)[chosen[b, t, k]] for part in (layer.gate, layer.up, layer.down))
+        g = gate @ x64[b, t]
+        want[b, t] += weights[b, t, k] * down @ (g / (1 + np.exp(-g)) * (up @ x64[b, t]))
+    np.testing.assert_allclose(y, want, atol=1e-5 * np.abs(want).max())

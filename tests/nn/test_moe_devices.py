@@ -190,3 +190,27 @@ def test_tokens_travel_to_their_experts(capacity_factor):
     found = re.findall(r"= (.*?) (all-gather|all-to-all|all-reduce|collective-permute)(?:-start)?\(", text)
     assert {kind for shape, kind in found if "f32" in shape and f",{DIM}]" in shape} == {"all-to-all"}
     assert not any(f"{MLP},{DIM}]" in shape or f"{DIM},{MLP}]" in shape for shape, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("platform", "axes", "how", "ragged"),
+    [
+        ("tpu", {"expert": 2}, None, True),
+        ("tpu", {"expert": 2, "stage": 2}, None, False),  # under the vmap of a pipeline's stages
+        ("tpu", {"expert": 2}, "dense", False),
+        ("gpu", {"expert": 2}, None, False),
+        ("gpu", {"expert": 2}, "ragged", True),
+    ],
+)
+def test_the_platform_or_the_layout_says_how_tokens_travel(platform, axes, how, ragged, monkeypatch):
+    monkeypatch.setattr(exchange, "current_device", lambda: (platform, "any"))
+    strategy = sharding.FSDP | sharding.ExpertParallel(how=how)
+    strategy |= sharding.strategies.Pipeline(microbatches=2) if "stage" in axes else sharding.FSDP
+    with sharding.use(sharding.Layout(sharding.make_mesh(fsdp=-1, **axes), strategy)):
+        assert exchange.is_ragged() is ragged
+
+
+def test_without_a_layout_the_platform_says_how_tokens_travel(monkeypatch):
+    for platform, ragged in (("tpu", True), ("cpu", False)):
+        monkeypatch.setattr(exchange, "current_device", lambda platform=platform: (platform, "any"))
+        assert exchange.is_ragged() is ragged

@@ -10,8 +10,8 @@ from flax import nnx
 
 from maxlib import nn, sharding
 
-# prefix, period, lead
-LAYOUTS = [(0, 1), (2, 2), (1, 3), (7, 1), (1, 2, 2), (0, 4, 3)]
+# prefix, period, lead, lead_period
+LAYOUTS = [(0, 1), (2, 2), (1, 3), (7, 1), (1, 2, 2), (0, 4, 3), (1, 1, 4, 2)]
 
 
 class Layer(nnx.Module):
@@ -47,14 +47,16 @@ class LedBy(Layer):
         return (x if self.more is None else self.more(x)), cache, aux | ({} if self.more is None else {"led": x[0, 0]})
 
 
-def build(layer, prefix, period, lead=0, *, num_layers=7):
-    layout = {"lead": lead, "prefix": prefix, "period": period}
+def build(layer, prefix, period, lead=0, lead_period=1, *, num_layers=7):
+    layout = {"lead": lead, "prefix": prefix, "period": period, "lead_period": lead_period}
     return nn.Stack(lambda i, rngs: layer(i, rngs=rngs), num_layers, **layout, rngs=nnx.Rngs(3))
 
 
 def layout_of(layer):
     if layer is LedBy:
         return [(3, 2), (0, 1, 3)]
+    if layer is Layer:
+        return [(2, 2), (7, 1), (1, 1, 6, 2)]
     return [(p, q) for p, q, *lead in LAYOUTS if not lead] if layer is Same else [(2, 2), (7, 1)]
 
 
@@ -205,10 +207,14 @@ def test_unstacked_is_the_same_function():
         ("ssfssfss", (0, 3)),
         ("sssfssfssf", (1, 3)),  # what the periods have too is none of its own
         ("abcd", (0, 3)),  # nothing repeats, so any would do
+        ("ababcdcd", (0, 2, 4, 2)),
+        ("ababababcdcd", (0, 2, 8, 2)),
+        ("aabaabABcdcdcd", (2, 2, 6, 3)),
+        ("abababacac", (6, 2)),  # the body has what a lead would have
     ],
 )
 def test_layout_for_scans_the_most(kinds, layout):
-    assert nn.layout_for(kinds) == dict(zip(("prefix", "period", "lead"), layout, strict=False))
+    assert nn.layout_for(kinds) == dict(zip(("prefix", "period", "lead", "lead_period"), layout, strict=False))
 
 
 class Adds(nnx.Module):
@@ -222,19 +228,74 @@ class Adds(nnx.Module):
         return (x + own * self.w[...], total + own.max()), cache, {}
 
 
-@pytest.mark.parametrize(("prefix", "period", "lead"), [(0, 1, 0), (1, 2, 0), (7, 1, 0), (0, 2, 3)])
-def test_layers_get_their_own_row_and_carry_more_than_x(prefix, period, lead):
+@pytest.mark.parametrize("layout", [(0, 1, 0), (1, 2, 0), (7, 1, 0), (0, 2, 3), (1, 1, 4, 2)])
+def test_layers_get_their_own_row_and_carry_more_than_x(layout):
     own = jnp.asarray(np.arange(7.0) * 10.0 ** np.arange(7), jnp.float32)[:, None] * jnp.ones((7, 3))
 
     @jax.jit
     def run():
-        stack = build(lambda i, rngs: Adds(i, rngs=rngs), prefix, period, lead)
+        stack = build(lambda i, rngs: Adds(i, rngs=rngs), *layout)
         x = jnp.zeros(3), jnp.zeros(())
         return [stack(x, layer_inputs=own, remat=remat)[0] for remat in (None, "full")]
 
     for x, total in run():
         np.testing.assert_array_equal(x, np.full(3, 6543210.0))
         assert float(total) == 6543210
+
+
+class Shares(nnx.Module):
+    """Layer 2 shares twice its x; layers 4 and later add what it shared, the others their weight."""
+
+    def __init__(self, i: int, *, rngs: nnx.Rngs):
+        self.w = nnx.Param(jnp.full((), 0.5), axes=())
+        self.makes, self.takes = i == 2, i >= 4
+
+    def __call__(self, x, ctx, cache):
+        y = jnp.sin(x.x * self.w[...]) + (x.shared["twice"] * x.x if self.takes else 0)
+        return x.then(y, **({"twice": 2 * x.x} if self.makes else {})), cache, {}
+
+
+def test_what_a_layer_shares_reaches_all_later_ones_and_their_gradients_reach_it():
+    def run(layout, remat, x):
+        stack = nn.Stack(lambda i, rngs: Shares(i, rngs=rngs), 8, **layout, rngs=nnx.Rngs(0))
+        out = stack(nn.stack.Carry(x, {}), remat=remat)[0]
+        return (out.x + out.shared["twice"]).sum()
+
+    scanned = {"lead": 2, "prefix": 2, "period": 1}
+    x = jnp.linspace(0.1, 1, 3)
+    both = lambda layout, remat: jax.jit(jax.value_and_grad(lambda x: run(layout, remat, x)))(x)
+    want = both({"prefix": 8, "period": 1}, None)
+    for remat in (None, "full"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), both(scanned, remat), want)
+
+
+def test_what_layers_share_is_stored_once_for_the_backward_pass():
+    """Scanned layers read it as a constant: no residual has it once for each layer."""
+    stack = nn.Stack(lambda i, rngs: Shares(i, rngs=rngs), 12, prefix=4, period=1, rngs=nnx.Rngs(0))
+    loss = lambda x, remat: stack(nn.stack.Carry(x, {}), remat=remat)[0].x.sum()
+    for remat, rows in ((None, 3), ("full", 1)):  # per layer: x and what sin and the product need; x alone
+        _, pull = jax.vjp(lambda x, remat=remat: loss(x, remat), jnp.linspace(0.1, 1, 3))
+        stacked = [a for a in jax.tree.leaves(pull) if getattr(a, "shape", ()) == (8, 3)]
+        assert 1 <= len(stacked) <= rows, [a.shape for a in stacked]
+
+
+def test_a_scanned_layer_may_not_share():
+    stack = nn.Stack(lambda i, rngs: Shares(2, rngs=rngs), 3, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="scanned shares twice"):
+        stack(nn.stack.Carry(jnp.ones(3), {}))
+
+
+def test_a_lead_of_periods():
+    stack = build(Same, 1, 1, 4, 2)
+    assert stack.layout == {"num_layers": 7, "lead": 4, "lead_period": 2, "prefix": 1, "period": 1}
+    assert [len(part) for part in (stack.lead, stack.prefix, stack.body, stack.suffix)] == [2, 1, 1, 0]
+    assert [stack.where(i) for i in range(4)] == [("lead.0", 0), ("lead.1", 0), ("lead.0", 1), ("lead.1", 1)]
+    again = stack.with_layout(prefix=0, period=1)
+    assert "lead_period" not in again.layout
+    assert again.with_layout(lead=4, lead_period=2, prefix=1, period=1).layout == stack.layout
+    assert build(Same, 0, 1, 2, 2).layout == {"num_layers": 7, "prefix": 2, "period": 1}  # once is no scan
+    with pytest.raises(ValueError, match="lead_period must be at least 1 and divide lead, got lead=3"):
+        build(Same, 0, 1, 3, 2)
 
 
 def test_a_layer_taken_out_of_a_scan_refuses_changes():

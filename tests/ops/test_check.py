@@ -112,6 +112,18 @@ def test_tuned_blocks_are_taken_where_they_were_measured(tables, monkeypatch):
     assert tuned_blocks(8192, 8192, 128, 128) is None
 
 
+def test_tune_begins_where_it_was_ended(monkeypatch):
+    """Block sizes that ended a process before are left out, and so are cases that splash does not run."""
+    monkeypatch.setattr(worker, "_refusal", lambda case, name, given: None if case is kept else "no")
+    monkeypatch.setattr(worker, "_tried", lambda case, passes, given, rounds: {"status": "right", "both_s": 1.0})
+    small = {name: case for name, case in cases.CASES.items() if isinstance(case, cases.Attention)}
+    kept = next(case for case in small.values() if case.gradients and not case.sinks and not case.softcap)
+    monkeypatch.setattr(cases.Attention, "arrays", lambda case, dtype: {})
+    every = [line["begins"] for line in worker.tune([], 1) if "begins" in line]
+    assert len(every) == len(worker.candidates(kept)) > 1
+    assert [line["begins"] for line in worker.tune(every[:1], 1) if "begins" in line] == every[1:]
+
+
 def test_tune_keeps_the_fastest_blocks(tables, workers):
     workers(
         DESCRIBED.replace('"gpu"', '"tpu"').replace("NVIDIA H100 80GB HBM3", "TPU v5p")

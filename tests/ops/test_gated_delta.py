@@ -200,3 +200,5 @@ def test_bad_input():
         ops.gated_delta_rule(**x | {"q": x["q"].repeat(3, 2), "k": x["k"].repeat(3, 2)})
     with pytest.raises(ValueError, match="one of chunked, sequential"):
         ops.gated_delta_rule(**x, implementation="fast")
+    with pytest.raises(ValueError, match="K=0"):
+        ops.gated_delta_rule(**x | {"q": x["q"][:, :, :0], "k": x["k"][:, :, :0]})

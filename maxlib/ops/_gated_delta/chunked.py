@@ -14,12 +14,13 @@ Shapes: B rows, n chunks of a block, C tokens of a chunk, K key heads, G value h
 """
 
 import functools
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxlib.ops._chunks import decays, for_each_head, split
 from maxlib.ops._gated_delta.inputs import Inputs
 from maxlib.ops._varying import vary_alike
 
@@ -62,24 +63,13 @@ def chunked(x: Inputs, state: Array, *, precision: jax.lax.Precision) -> tuple[A
     per_block = min(count, max(1, BLOCK // size))
     blocks = -(-count // per_block)
     # In the order in which the matmuls read them: transposed once, here, and not in every block.
-    xs = Inputs(*(_split(a, heads, blocks, per_block, size) for a, heads in zip(x, _HEADS, strict=True)))
+    xs = Inputs(*(split(a, heads, blocks, per_block, size) for a, heads in zip(x, _HEADS, strict=True)))
     xs, state = vary_alike((xs, state))
     block = jax.checkpoint(functools.partial(_block, precision=precision), prevent_cse=False)
     state, out = jax.lax.scan(block, state, xs)
     # [blocks, n, B, K, G, C, Hv] -> [B, blocks, n, C, K, G, Hv] -> [B, T, K, G, Hv]
     out = jnp.moveaxis(out, (2, 5), (0, 3))
     return out.reshape(out.shape[0], -1, *out.shape[4:])[:, :tokens], state
-
-
-def _split(a: Array, heads: int, blocks: int, per_block: int, size: int) -> Array:
-    """Splits `B T heads ...` into chunks, `blocks n B heads C ...`.
-
-    Tokens that fill the last chunk are zero and change nothing.
-    """
-    missing = blocks * per_block * size - a.shape[1]
-    a = jnp.pad(a, [(0, 0), (0, missing)] + [(0, 0)] * (a.ndim - 2))
-    a = a.reshape(a.shape[0], blocks, per_block, size, *a.shape[2:])
-    return jnp.moveaxis(a, (0, 3), (2, 3 + heads))
 
 
 def _block(state: Array, x: Inputs, *, precision: jax.lax.Precision) -> tuple[Array, Array]:
@@ -103,9 +93,9 @@ def _block(state: Array, x: Inputs, *, precision: jax.lax.Precision) -> tuple[Ar
 def _chunks(x: Inputs, dot) -> tuple[_Chunks, Array]:
     """Computes what all chunks of a block do to a state, and the scores `q k^T D`, `n B K G C C`."""
     # q and k are `n B K C Hk`, v is `n B K G C Hv`, rates are `n B K G C`.
-    decay, into, out_of, kept = _decays(x.log_decay, x.is_start)
+    decay, into, out_of, kept = decays(x.log_decay, x.is_start)
     q, k, of_k, of_q = (
-        _for_each_value_head(a, x.v.shape[3])
+        for_each_head(a, x.v.shape[3])
         for a in (x.q, x.k, dot("nbkid,nbkjd->nbkij", x.k, x.k), dot("nbkid,nbkjd->nbkij", x.q, x.k))
     )
     times = lambda weight, a: weight[..., None] * a
@@ -114,48 +104,6 @@ def _chunks(x: Inputs, dot) -> tuple[_Chunks, Array]:
     )
     readers = jnp.concatenate([solve(times(x.beta * into, k)), times(into, q)], axis=-2)
     return _Chunks(readers, solve(times(x.beta, x.v)), times(out_of, k), kept), of_q * decay
-
-
-def _for_each_value_head(a: Array, count: int) -> Array:
-    """Repeats what belongs to a key head for its value heads, `n B K ... -> n B K G ...`."""
-    return cast(Array, _repeat(a, count))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _repeat(a: Array, count: int) -> Array:
-    return jnp.broadcast_to(a[:, :, :, None], (*a.shape[:3], count, *a.shape[3:]))
-
-
-def _repeat_backward(count: int, _: None, gradient: Array) -> tuple[Array]:
-    # One addition after the other: XLA for CPUs takes ten times as long for a sum over an axis in the middle.
-    return (functools.reduce(jnp.add, [gradient[:, :, :, head] for head in range(count)]),)
-
-
-_repeat.defvjp(lambda a, count: (_repeat(a, count), None), _repeat_backward)
-
-
-def _decays(log_decay: Array, is_start: Array) -> tuple[Array, Array, Array, Array]:
-    """Returns the factors between the tokens of a chunk, and between each token and the states around the chunk.
-
-    Args:
-      log_decay: `n B K G C`.
-      is_start: `n B C`.
-
-    Returns:
-      D, `n B K G C C`; the factor on the state that comes in as each token sees it, `n B K G C`; the factor on what
-      each token leaves in the state that goes out, `n B K G C`; and the factor on the state itself, `n B K G`.
-    """
-    total = jnp.cumsum(log_decay, axis=-1)
-    document = jnp.cumsum(is_start, axis=-1)[:, :, None, None]  # n B 1 1 C: 0 for the one that began before
-    last = document[..., -1:]
-    documents = document[..., :, None], document[..., None, :]
-    same = jnp.tril(documents[0] == documents[1])
-    # Masked before the exponential: above the diagonal differences are positive and would overflow.
-    exp_where = lambda keep, exponent: jnp.exp(jnp.where(keep, exponent, -jnp.inf))
-    decay = exp_where(same, total[..., :, None] - total[..., None, :])
-    into = exp_where(document == 0, total)
-    out_of = exp_where(document == last, total[..., -1:] - total)
-    return decay, into, out_of, exp_where(last == 0, total[..., -1:])[..., 0]
 
 
 @jax.custom_vjp

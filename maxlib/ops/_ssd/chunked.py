@@ -1,0 +1,72 @@
+"""State-space duality in matmuls, chunk by chunk (Dao & Gu 2024, arXiv:2405.21060).
+
+Within a chunk of C tokens, A is the running sum of log decays, and `D[i, j] = exp(A[i] - A[j])` for j <= i in the same
+document, else 0. With u = dt x:
+
+    S <- exp(A[C]) S + (exp(A[C] - A) u)^T b,  y = (c b^T D) u + exp(A) S c, with the S before
+
+The first product of y is masked attention without a softmax; the rest needs the chunk before. Chunks are taken in
+blocks: a block computes what its chunks add to the state at once, then passes the state through them. For the backward
+pass only the state at the beginning of each block is kept, and the rest is computed again, so memory grows with the
+tokens by what they bring, however large the state is.
+
+Shapes: n chunks of a block, B rows, C tokens of a chunk, G groups, R heads of each, P wide, S the size of b and c.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxlib.ops._chunks import decays, for_each_head, split
+from maxlib.ops._ssd.inputs import Inputs
+from maxlib.ops._varying import vary_alike
+
+CHUNK = 64
+BLOCK = 1024  # tokens of a block
+_HEADS = (2, 1, 1, 2, 0)  # axes of heads in each of `Inputs`
+
+
+def chunked(x: Inputs, state: Array, *, precision: jax.lax.Precision) -> tuple[Array, Array]:
+    """Applies the recurrence chunk by chunk.
+
+    Args:
+      x: what each token brings, float32 or float64.
+      state: state before the first token, `B G R P S`.
+      precision: precision of the matmuls.
+
+    Returns:
+      The outputs, `B T G R P`, and the state after the last token.
+    """
+    tokens = x.x.shape[1]
+    size = min(CHUNK, tokens)
+    count = -(-tokens // size)
+    per_block = min(count, max(1, BLOCK // size))
+    blocks = -(-count // per_block)
+    xs = Inputs(*(split(a, heads, blocks, per_block, size) for a, heads in zip(x, _HEADS, strict=True)))
+    xs, state = vary_alike((xs, state))
+    block = jax.checkpoint(functools.partial(_block, precision=precision), prevent_cse=False)
+    state, out = jax.lax.scan(block, state, xs)
+    # [blocks, n, B, G, R, C, P] -> [B, blocks, n, C, G, R, P] -> [B, T, G, R, P]
+    out = jnp.moveaxis(out, (2, 5), (0, 3))
+    return out.reshape(out.shape[0], -1, *out.shape[4:])[:, :tokens], state
+
+
+def _block(state: Array, x: Inputs, *, precision: jax.lax.Precision) -> tuple[Array, Array]:
+    """Computes the state after one block and its outputs, `n B G R C P`."""
+    dot = functools.partial(jnp.einsum, precision=precision)
+    # u is `n B G R C P`, b and c are `n B G C S`, rates are `n B G R C`.
+    decay, into, out_of, kept = decays(x.log_decay, x.is_start)
+    # (exp(A[C] - A) u)^T b: what each chunk adds to the state, `n B G R P S`.
+    added = dot("nbgrip,nbgis->nbgrps", out_of[..., None] * x.x, x.b)
+    state, before = jax.lax.scan(_pass_on, state, (kept, added))
+    scores = for_each_head(dot("nbgis,nbgjs->nbgij", x.c, x.b), x.x.shape[3])
+    within = dot("nbgrij,nbgrjp->nbgrip", scores * decay, x.x)
+    return state, within + into[..., None] * dot("nbgis,nbgrps->nbgrip", x.c, before)
+
+
+def _pass_on(state: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Returns the state after a chunk, and the one before it."""
+    kept, added = chunk
+    return kept[..., None, None] * state + added, state

@@ -1,0 +1,34 @@
+"""Definition of state-space duality, token by token: what the other form must equal, and the fast way to decode."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxlib.ops._ssd.inputs import Inputs
+from maxlib.ops._varying import vary_alike
+
+
+def sequential(x: Inputs, state: Array) -> tuple[Array, Array]:
+    """Applies the recurrence to one token after the other.
+
+    Args:
+      x: what each token brings, float32 or float64.
+      state: state before the first token, `B G R P S`.
+
+    Returns:
+      The outputs, `B T G R P`, and the state after the last token.
+    """
+    tokens = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), x)  # [B, T, ...] -> [T, B, ...]
+    tokens, state = vary_alike((tokens, state))
+    state, out = jax.lax.scan(_step, state, tokens)
+    return jnp.moveaxis(out, 0, 1), state
+
+
+def _step(state: Array, x: Inputs) -> tuple[Array, Array]:
+    """Updates the state with one token, and reads it."""
+    # exp(dt a), or 0 where a document begins. [B, G, R] -> [B, G, R, 1, 1]
+    kept = jnp.where(x.is_start[:, None, None], 0.0, jnp.exp(x.log_decay))[..., None, None]
+    # S <- exp(dt a) S + (dt x) b^T: [B, G, R, P, 1] [B, G, 1, 1, S]
+    state = kept * state + x.x[..., None] * x.b[:, :, None, None, :]
+    # y = S c
+    return state, jnp.einsum("bgrps,bgs->bgrp", state, x.c, precision="highest")
