@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -45,6 +47,39 @@ class Config(ModelConfig):
         return cfg if given else replace(cfg, rope=replace(cfg.rope, scaling=_SCALED))
 
 
+class Fixed(nnx.Variable):
+    """A stored number that is not trained."""
+
+
+class XIELU(nnx.Module):
+    """Activation with trained shape (Huang & Schlag 2024, arXiv:2411.13010).
+
+    Computes `a_p x^2 + beta x` for positive `x` and `a_n (expm1(min(x, eps)) - x) + beta x` for others, where
+    `a_p = softplus(alpha_p)` and `a_n = beta + softplus(alpha_n)`. All four numbers are stored; the alphas are trained.
+
+    Args:
+        a_p: Initial value of `a_p`.
+        a_n: Initial value of `a_n`, more than `beta`.
+        beta: Slope at zero.
+        eps: Where the exponential ends, a little below zero.
+    """
+
+    def __init__(self, a_p: float = 0.8, a_n: float = 0.8, *, beta: float = 0.5, eps: float = -1e-6):
+        # log(expm1(y)) is the inverse of softplus. [1] each, as files have them.
+        before_softplus = lambda y: jnp.log(jnp.expm1(jnp.full(1, y, jnp.float32)))
+        self.alpha_p = nnx.Param(before_softplus(a_p), axes=("norm",))
+        self.alpha_n = nnx.Param(before_softplus(a_n - beta), axes=("norm",))
+        self.beta, self.eps = Fixed(jnp.float32(beta), axes=()), Fixed(jnp.float32(eps), axes=())
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Applies the function to each number, in float32, and returns the dtype of `x`."""
+        x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        alphas, beta, eps = (self.alpha_p, self.alpha_n), self.beta[...], self.eps[...]
+        a_p, a_n = (jax.nn.softplus(alpha[...][0].astype(x32.dtype)) for alpha in alphas)
+        below = (a_n + beta) * (jnp.expm1(jnp.minimum(x32, eps)) - x32)
+        return (jnp.where(x32 > 0, a_p * x32 * x32, below) + beta * x32).astype(x.dtype)
+
+
 class Block(nn.Layer):
     """Llama's layer with norms on the heads of queries and keys, and an ungated MLP under xIELU."""
 
@@ -58,7 +93,7 @@ class Block(nn.Layer):
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # down(xielu(up(x))): two matrices where SwiGLU has three.
-        self.mlp = nn.MLP(D, cfg.mlp_dim, act=nn.XIELU(), bias=False, rngs=rngs)
+        self.mlp = nn.MLP(D, cfg.mlp_dim, act=XIELU(), bias=False, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)

@@ -1,7 +1,7 @@
-"""Granite 3 and dense Granite 4 (IBM 2024, 2025): Llama with factors on embeddings, scores, residuals and logits."""
+"""Granite 3 (IBM 2024): Llama with factors on embeddings, scores, residuals and logits."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -10,80 +10,22 @@ from jaxtyping import Array, Float, Int
 from maxlib import nn, ops
 from maxlib.ops import Rope
 from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_fields, hf_rope, names
-
-
-def _read_version(fields: HFConfig, c: Any) -> int:
-    if fields.require("model_type", *Config.model_types) == "granite":
-        return 3
-    if experts := fields.take("num_local_experts", 8):
-        raise ValueError(
-            f"{fields.where('num_local_experts')} must be 0, got {experts}: this one computes dense models."
-        )
-    # Without this field nothing is rotated.
-    if (positions := fields.take("position_embedding_type", "nope")) != "rope":
-        raise ValueError(f"{fields.where('position_embedding_type')} must be 'rope', got {positions!r}.")
-    fields.require("normalization_function", "rmsnorm")
-    return 4
-
-
-def _write_version(version: int, cfg: Any) -> dict[str, Any]:
-    if version == 3:
-        return {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
-    return {
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-        "model_type": "granitemoehybrid",
-        "layer_types": ["attention"] * cfg.num_layers,
-        "position_embedding_type": "rope",
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "mamba_n_heads": 1,  # transformers checks that it divides, also without a Mamba
-    }
-
-
-def _read_num_layers(fields: HFConfig, c: Any) -> int:
-    number = fields.take("num_hidden_layers", kind=int)
-    # Left out, all layers are Mambas.
-    if c.version == 4 and fields.layer_types(number, "attention", "full_attention") is None:
-        raise ValueError(f"{fields.where('layer_types')} must be given, and 'attention' for each of {number} layers.")
-    return number
-
-
-def _read_mlp_dim(fields: HFConfig, c: Any) -> int:
-    if c.version == 3:
-        return fields.take("intermediate_size", kind=int)
-    fields.ignore("intermediate_size")  # of experts
-    return fields.take("shared_intermediate_size", 1024)
-
-
-def _write_mlp_dim(width: int, cfg: Any) -> dict[str, Any]:
-    return {"intermediate_size": width} | ({} if cfg.version == 3 else {"shared_intermediate_size": width})
+from maxlib.weights import Family, ModelConfig, Table, hf, hf_rope, names
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """Sizes of a Granite; `PRESETS` has the published ones.
+    """Sizes of a Granite; `PRESETS` has the published ones."""
 
-    Version 4 is the dense case of a hybrid: the same layer under other names.
-    """
-
-    model_types = ("granite", "granitemoehybrid")
+    model_types = ("granite",)
+    architecture = "GraniteForCausalLM"
     fixed = {"hidden_act": "silu"}
     only = {"mlp_bias": False}
-    # Of layers that a dense Granite 4 does not have: experts and Mamba.
-    ignored = (
-        "num_experts_per_tok",
-        *(f"mamba_{name}" for name in ("chunk_size", "conv_bias", "d_conv", "d_head", "d_state", "expand")),
-        *(f"mamba_{name}" for name in ("n_groups", "n_heads", "proj_bias")),
-        "time_step_limit",
-        "init_method",
-    )
 
-    version: Literal[3, 4] = hf_fields(_read_version, _write_version)
     vocab: int = hf("vocab_size")
-    num_layers: int = hf_fields(_read_num_layers, lambda number, cfg: {"num_hidden_layers": number})
+    num_layers: int = hf("num_hidden_layers")
     dim: int = hf("hidden_size")
-    mlp_dim: int = hf_fields(_read_mlp_dim, _write_mlp_dim)
+    mlp_dim: int = hf("intermediate_size")
     num_heads: int = hf("num_attention_heads")
     num_kv_heads: int = hf("num_key_value_heads", absent=lambda c: c.num_heads)
     head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
@@ -142,26 +84,14 @@ class Granite(nn.Decoder):
 
 
 def _table(cfg: Config) -> Table:
-    if cfg.version == 3:
-        return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
-    fused = "shared_mlp.input_linear.weight"  # gate over up
-    mlp = [
-        Weight(fused, "mlp.gate.w", "(two F) D -> F D", at={"two": 0}),
-        Weight(fused, "mlp.up.w", "(two F) D -> F D", at={"two": 1}),
-        Weight("shared_mlp.output_linear.weight", "mlp.down.w"),
-    ]
-    return names.decoder_table([*names.NORMS, *names.ATTENTION, *mlp])
+    return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
 
 
 # fmt: off
 _2B = Config(
-    version=3, vocab=49_152, num_layers=40, dim=2048, mlp_dim=8192, num_heads=32, num_kv_heads=8, head_dim=64,
+    vocab=49_152, num_layers=40, dim=2048, mlp_dim=8192, num_heads=32, num_kv_heads=8, head_dim=64,
     rope=Rope(64, 10_000.0, max_length=4096), embed_factor=12.0, score_factor=0.015625, residual_factor=0.22,
     logit_divisor=8.0, tied=True,
-)
-_MICRO = replace(
-    _2B, version=4, vocab=100_352, dim=2560, num_heads=40, rope=Rope(64, 10_000_000.0, max_length=131_072),
-    logit_divisor=10.0,
 )
 PRESETS = {
     "granite-3.0-2b": _2B,
@@ -169,11 +99,6 @@ PRESETS = {
         _2B, dim=4096, mlp_dim=12_800, head_dim=128, rope=replace(_2B.rope, dim=128), score_factor=0.0078125,
         logit_divisor=16.0,
     ),
-    "granite-4.0-1b": replace(
-        _MICRO, dim=2048, mlp_dim=4096, num_heads=16, num_kv_heads=4, head_dim=128, rope=replace(_MICRO.rope, dim=128),
-        score_factor=0.0078125, logit_divisor=8.0,
-    ),
-    "granite-4.0-micro": _MICRO,
 }
 # fmt: on
 

@@ -1,7 +1,8 @@
 """Llama 2 to 3.3 (Touvron et al. 2023, arXiv:2307.09288; Llama team 2024, arXiv:2407.21783).
 
-Read this family first: sizes, a layer, the model, names of weights, published sizes. The others are variations of it.
-Shapes: B rows, T tokens, D width of the residual stream, F of the MLP, N query heads and K key heads of width H, V ids.
+Start here: the file has the config, the layer, the model, the table of weight names and the presets, and the other
+families are variations of it. Shapes: B rows, T tokens, D width of the residual stream, F of the MLP, N query heads and
+K key heads of width H, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +20,11 @@ from maxlib.weights import Family, ModelConfig, Table, hf, hf_head_dim, hf_rope,
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """Sizes of a Llama, each with its name in Hugging Face's config.json; `PRESETS` has the published ones."""
+    """Sizes of a Llama; `PRESETS` has the published ones.
+
+    `hf(name, default)` reads and writes a field of Hugging Face's config.json. `absent` is what a file without the
+    field means, where that differs from the default. `fixed` are fields that this file computes in one way only.
+    """
 
     model_types = ("llama",)
     architecture = "LlamaForCausalLM"
@@ -40,7 +45,7 @@ class Config(ModelConfig):
 
 
 class Block(nn.Layer):
-    """Pre-norm layer: attention, then the MLP, each reads a normed copy of the residual stream and adds to it."""
+    """Pre-norm layer: attention, then the MLP; each normalizes its input and adds its output to the residual stream."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
@@ -49,7 +54,15 @@ class Block(nn.Layer):
         # Queries are [B, T, N, H], keys and values [B, T, K, H]: N / K query heads share a key head, and the cache of
         # a generator is that much smaller. Positions enter here only, as rotations of queries and keys.
         self.attn = nn.Attention(
-            D, num_heads=N, num_kv_heads=K, head_dim=H, rope=cfg.rope, bias=bias, out_bias=bias, rngs=rngs
+            D,
+            num_heads=N,
+            num_kv_heads=K,
+            head_dim=H,
+            mask=ops.Causal(),
+            rope=cfg.rope,
+            bias=bias,
+            out_bias=bias,
+            rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # down(silu(gate(x)) * up(x)), [B, T, D] -> [B, T, F] -> [B, T, D] (SwiGLU, Shazeer 2020).
@@ -65,16 +78,21 @@ class Block(nn.Layer):
 
 
 class Llama(nn.Decoder):
-    """Llama: a pre-norm decoder of rotary grouped-query attention and SwiGLU. `nn.Decoder` has the forward pass."""
+    """Llama: a pre-norm decoder of rotary grouped-query attention and SwiGLU.
+
+    `nn.Decoder` (`nn/_decoder.py`) has the forward pass: `embed(tokens)`, the layers, `norm`; `logits(hidden)` applies
+    the head.
+    """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)  # computed once per pass, for all layers
+        # The key intervals and rotary tables of these are computed once per pass; the layers above look them up.
+        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # [V, D]
         # One layer's program, scanned over weights that are stacked: compile time does not grow with depth.
         self.layers = nn.Stack(self.layer, cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # None: `embed` scores too
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # None: tied to `embed`
 
     def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
         """Builds layer `i`; override it to change every layer."""

@@ -151,7 +151,7 @@ class Config(ModelConfig):
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     # An expert's weight, sigmoid(score), scales its input instead of its output.
-    router = nn.SigmoidInputRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
+    router = nn.router.SigmoidInputRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
     shared = nn.GatedMLP(cfg.dim, cfg.expert_dim, rngs=rngs)  # every token takes it
     parts = {"router": router, "shared": shared, "losses": cfg.losses}
     return nn.MoE(cfg.dim, cfg.expert_dim, **parts, layout="EIO", rngs=rngs)  # as they lie in files

@@ -53,6 +53,7 @@ SHAPING = _names(
     tie_word_embeddings num_experts num_local_experts moe_intermediate_size n_routed_experts n_shared_experts
     first_k_dense_replace intermediate_size_mlp moe_layers mlp_only_layers decoder_sparse_step
     linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim
+    attention_k_eq_v use_double_wide_mlp num_kv_shared_layers hidden_size_per_layer_input vocab_size_per_layer_input enable_moe_block
     shared_expert_intermediate_size use_qk_norm kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_embd n_inner n_layer n_positions
     """
 )
@@ -75,14 +76,19 @@ def _logits(model: Any, tokens: np.ndarray, segment_ids: np.ndarray | None = Non
     return np.asarray(_forward(model, tokens, segment_ids))
 
 
+def _dtype(model: Any) -> Any:
+    """The dtype of the model's parameters, in which it computes here too."""
+    return jnp.result_type(*jax.tree.leaves(nn.partition(model)[0]))
+
+
 @functools.partial(jax.jit, compiler_options=parity.QUICK)
 def _forward(model, tokens, segment_ids):
-    return model.logits(model(tokens, segment_ids=segment_ids, dtype=jnp.float32).hidden)
+    return model.logits(model(tokens, segment_ids=segment_ids, dtype=_dtype(model)).hidden)
 
 
 @functools.partial(jax.jit, compiler_options=parity.QUICK)
 def _step(model, tokens, valid, cache):
-    out = model(tokens, valid=valid, cache=cache, dtype=jnp.float32)
+    out = model(tokens, valid=valid, cache=cache, dtype=_dtype(model))
     return model.logits(out.hidden), out.cache
 
 
@@ -94,15 +100,16 @@ class Conformance:
     # Of the first case: another value for every field that matters to the computation.
     matters: ClassVar[dict[str, Any]]
     elsewhere: ClassVar[set[str]] = set()  # fields that another class of the family perturbs, or of no effect
+    absent: ClassVar[set[str]] = set()  # sizes of parts that the first case does not have
     refused: ClassVar[dict[str, Any]] = {"hidden_act": "gelu", "attn_logit_softcapping": 50.0}
     presets: ClassVar[dict[str, float]]  # published parameters, in billions
     windows: ClassVar[dict[str, set[int]]] = {}  # slots of the caches of a case; all others keep everything
-    depths: ClassVar[tuple[int, int]] = (1, 2)  # numbers of layers from whose sizes all others follow
+    # Numbers of layers from whose sizes all others follow; None if layers do not repeat, so that all are described.
+    depths: ClassVar[tuple[int, int] | None] = (1, 2)
     gradients_by_default: ClassVar[bool] = False  # of the first case; otherwise by default only its logits
     slot_axis: ClassVar[int] = -3  # of the arrays in a cache
     rules: ClassVar[sharding.Strategy] = sharding.FSDP_TP | {"vocab": None}
     dtype: ClassVar[str] = "float32"  # in which transformers computes
-    close: ClassVar[float] = CLOSE
     gradients: ClassVar[float] = 1e-4  # of their norms
 
     def pytest_generate_tests(self, metafunc):
@@ -138,6 +145,21 @@ class Conformance:
             return case, directory, maxlib.from_pretrained(directory)
 
         return make
+
+    @pytest.fixture
+    def exact(self, made):
+        """As `made`; in float64 where the reference computes in it, as recurrences amplify what float32 rounds."""
+        with jax.enable_x64(self.dtype == "float64"):
+
+            def make(name: str) -> tuple[dict[str, Any], Path, Any]:
+                case, directory, model = made(name)
+                return (
+                    case,
+                    directory,
+                    maxlib.from_pretrained(directory, dtype=self.dtype) if self.dtype == "float64" else model,
+                )
+
+            yield make
 
     # --- against transformers ---
 
@@ -220,7 +242,8 @@ class Conformance:
         """With another value the weights do not fit, or compute something else."""
         case, _, model = made(next(iter(self.cases)))
         before = _logits(model, case["tokens"])
-        for field in SHAPING & {name for name, value in case["config"].items() if isinstance(value, int | list)}:
+        sizes = {name for name, value in case["config"].items() if isinstance(value, int | list)}
+        for field in SHAPING & sizes - self.absent:
             value = case["config"][field]
             other = not value if isinstance(value, bool) else [0] if isinstance(value, list) else 2 * value
             try:
@@ -245,14 +268,21 @@ class Conformance:
         assert family.presets.keys() == own.keys()
         for name, billions in self.presets.items():
             cfg = own[name]
-            (few, small), (more, large) = (
-                (n, self.count(family, dataclasses.replace(cfg, num_layers=n))) for n in self.depths
-            )
-            count = (small + (large - small) * (cfg.num_layers - few) / (more - few)) / 1e9
+            count = self.published(family, cfg) / 1e9
             assert abs(count - billions) <= 0.0051, f"{name} has {count:.4f}B"
             fields = HFConfig(json.loads(json.dumps(cfg.to_hf())))
             assert family.config.from_hf(fields) == cfg, name
             fields.done()
+
+    def published(self, family: Family, cfg: Any) -> float:
+        """The number of parameters of a preset."""
+        if self.depths is None:
+            with nn.stack.skip_layer_check():
+                return self.count(family, cfg)
+        (few, small), (more, large) = (
+            (n, self.count(family, dataclasses.replace(cfg, num_layers=n))) for n in self.depths
+        )
+        return small + (large - small) * (cfg.num_layers - few) / (more - few)
 
     @staticmethod
     def count(family: Family, cfg: Any) -> int:
@@ -261,23 +291,23 @@ class Conformance:
     # --- packing, caches, devices ---
 
     @pytest.mark.full
-    def test_packed_equals_separate(self, name, made):
+    def test_packed_equals_separate(self, name, exact):
         """Two documents in one row, with padding behind."""
-        case, _, model = made(name)
+        case, _, model = exact(name)
         tokens, cut = case["tokens"], SEQ // 3
         pad = np.zeros(SEQ - cut, np.int32)
         alone = _logits(model, np.stack([tokens[0], np.concatenate([tokens[1, :cut], pad])]))
         row = np.concatenate([tokens[0], tokens[1, :cut], pad[:3]])[None]
         segments = np.repeat(np.array([1, 2, 0], np.int32), [SEQ, cut, 3])[None]
         got = _logits(model, row, segments)[0, : SEQ + cut]
-        assert_close(got, np.concatenate([alone[0], alone[1, :cut]]), self.close)
+        assert_close(got, np.concatenate([alone[0], alone[1, :cut]]), CLOSE)
 
     @pytest.mark.full
-    def test_prefill_and_decode_equal_the_full_pass(self, name, made):
+    def test_prefill_and_decode_equal_the_full_pass(self, name, exact):
         """Rows of different lengths, in pieces as long as the window or longer, then one by one."""
-        case, _, model = made(name)
+        case, _, model = exact(name)
         tokens, want = case["tokens"], _logits(model, case["tokens"])
-        cache = model.init_cache(2, SEQ, dtype=jnp.float32)
+        cache = model.init_cache(2, SEQ, dtype=_dtype(model), rope_length=SEQ)  # as long as the full pass
         slots = {a.shape[self.slot_axis] for a in jax.tree.leaves(cache.layers)}
         assert slots == self.windows.get(name, {SEQ})
         done, got = np.zeros(2, int), np.zeros_like(want)
@@ -290,14 +320,17 @@ class Conformance:
                 got[row, done[row] : done[row] + n] = np.asarray(logits)[row, :n]
             done += new
         assert list(done) == [SEQ, SEQ]
-        assert_close(got, want, self.close)
+        assert_close(got, want, CLOSE)
 
     @pytest.mark.full
-    def test_eight_devices_equal_one(self, made):
+    def test_eight_devices_equal_one(self, exact):
         """Read onto data x fsdp x tensor by the rules; a vocabulary that does not divide stays whole."""
-        case, directory, model = made(next(iter(self.cases)))
+        case, directory, model = exact(next(iter(self.cases)))
         layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), self.rules)
-        spread, tokens = maxlib.from_pretrained(directory, layout=layout), np.tile(case["tokens"], (4, 1))
+        spread, tokens = (
+            maxlib.from_pretrained(directory, layout=layout, dtype=_dtype(model)),
+            np.tile(case["tokens"], (4, 1)),
+        )
         with sharding.use(layout):
             got = _logits(spread, tokens)
-        assert_close(got, _logits(model, tokens), self.close)
+        assert_close(got, _logits(model, tokens), CLOSE)

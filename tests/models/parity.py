@@ -22,7 +22,8 @@ import maxlib
 from maxlib import nn
 
 GOLDEN = Path(__file__).parent / "golden"
-EMBEDDING, NORM = re.compile(r"embed|\bw[tp]e\b"), re.compile(r"norm|\bln_")  # GPT-2's names differ from all others
+EMBEDDING = re.compile(r"embed|\bw[tp]e\b")  # GPT-2's names differ from all others
+NORM = re.compile(r"norm|\bln_|layer_scalar|router\.scale|per_expert_scale")  # and other factors about one
 # Tests with images compare live, and have no golden file.
 FAMILIES = sorted(
     path.stem.removeprefix("test_") for path in GOLDEN.parent.glob("test_*.py") if not path.stem.endswith("_images")

@@ -25,7 +25,7 @@ class TestQwen35(Conformance):
     family = "qwen3_5"
     config = "Qwen3_5TextConfig"
     dtype = "float64"
-    close, gradients = 1e-4, 1e-3  # what float32 differs by from float64 here
+    gradients = 1e-3  # what float32 differs by from float64 here
     base = BASE | SMALL | {"linear_key_head_dim": 8}
     cases = {
         "one_to_one": {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL], "vocab_size": 53},

@@ -29,7 +29,7 @@ class TestQwen3Next(Conformance):
     family = "qwen3_next"
     config = "Qwen3NextConfig"
     dtype = "float64"
-    close, gradients = 1e-4, 1e-3  # what float32 differs by from float64 here
+    gradients = 1e-3  # what float32 differs by from float64 here
     base = BASE | DELTA | EXPERTS | {"head_dim": 16, "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.25}}
     cases = {
         "one_to_one": {

@@ -1,0 +1,199 @@
+"""Falcon-H1 (TII 2025, arXiv:2507.22448): attention and Mamba-2 side by side in every layer, under muP's factors."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from maxlib import nn, ops
+from maxlib.ops import Rope
+from maxlib.sharding import constrain
+from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_dt_limit, hf_fields, hf_rope, names
+
+
+def _read_inner(fields: HFConfig, c: Any) -> int:
+    expand = fields.take("mamba_expand", 2)
+    inner = fields.take("mamba_d_ssm", 1024, kind=int, nullable=True)
+    return expand * c.dim if inner is None else inner
+
+
+def _read_heads(fields: HFConfig, c: Any) -> int:
+    heads, width = fields.take("mamba_n_heads", 128), fields.take("mamba_d_head", "auto", kind=object)
+    if c.mamba_dim % heads or width not in ("auto", c.mamba_dim // heads):
+        raise ValueError(
+            f"{fields.where('mamba_n_heads')} times mamba_d_head must be mamba_d_ssm, or mamba_expand times hidden_size, "
+            f"{c.mamba_dim}; got {heads} heads of {width}."
+        )
+    return heads
+
+
+def _factors(name: str, count: int) -> Any:
+    """Declares several factors, ones unless a config has them."""
+
+    def read(fields: HFConfig, c: Any) -> tuple[float, ...]:
+        given = fields.take(name, None, kind=list)
+        if given is not None and len(given) != count:
+            raise ValueError(f"{fields.where(name)} must have {count} numbers, got {len(given)}.")
+        return (1.0,) * count if given is None else tuple(float(x) for x in given)
+
+    return hf_fields(read, lambda value, cfg: {name: list(value)}, default=(1.0,) * count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes of a Falcon-H1; `PRESETS` has the published ones."""
+
+    model_types = ("falcon_h1",)
+    architecture = "FalconH1ForCausalLM"
+    fixed = {"hidden_act": "silu"}
+    only = {"mamba_use_mlp": True, "attn_layer_indices": None, "sliding_window": None}
+    # Of the algorithm, of generation, and of code that transformers does not have.
+    ignored = ("mamba_chunk_size", "num_logits_to_keep", "mlp_expansion_factor", "expansion_factor", "time_step_floor")
+
+    vocab: int = hf("vocab_size")
+    num_layers: int = hf("num_hidden_layers")
+    dim: int = hf("hidden_size")
+    mlp_dim: int = hf("intermediate_size")
+    num_heads: int = hf("num_attention_heads")
+    num_kv_heads: int = hf("num_key_value_heads", absent=8, null=lambda c: c.num_heads)
+    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
+    rope: Rope = hf_rope(default_length=8192)
+    mamba_dim: int = hf_fields(_read_inner, lambda width, cfg: {"mamba_d_ssm": width})  # of all heads of Mamba
+    mamba_heads: int = hf_fields(_read_heads, lambda number, cfg: {"mamba_n_heads": number})
+    mamba_groups: int = hf("mamba_n_groups", 1)
+    mamba_state: int = hf("mamba_d_state", absent=256)
+    conv_width: int = hf("mamba_d_conv", 4)
+    conv_bias: bool = hf("mamba_conv_bias", True)
+    mamba_bias: bool = hf("mamba_proj_bias", False)
+    out_bias: bool = hf("projectors_bias", False)
+    normed: bool = hf("mamba_rms_norm", False)  # whether Mamba's output is, ...
+    norm_first: bool = hf("mamba_norm_before_gate", True)  # ... before it is gated
+    dt_limit: tuple[float, float] = hf_dt_limit()
+    embed_factor: float = hf("embedding_multiplier", 1.0)
+    head_factor: float = hf("lm_head_multiplier", 1.0)
+    key_factor: float = hf("key_multiplier", 1.0)
+    attention_in: float = hf("attention_in_multiplier", 1.0)
+    attention_out: float = hf("attention_out_multiplier", 1.0)
+    mamba_in: float = hf("ssm_in_multiplier", 1.0)
+    mamba_out: float = hf("ssm_out_multiplier", 1.0)
+    mamba_factors: tuple[float, ...] = _factors("ssm_multipliers", 5)  # on gate, x, b, c and dt
+    mlp_factors: tuple[float, ...] = _factors("mlp_multipliers", 2)  # on the gate and on the output
+    norm_eps: float = hf("rms_norm_eps", 1e-5)
+    tied: bool = hf("tie_word_embeddings", False)
+    attention_bias: bool = hf("attention_bias", False)
+    mlp_bias: bool = hf("mlp_bias", False)
+
+
+@dataclass(frozen=True)
+class ScaledSiLU:
+    """Activation `silu(factor * x)`."""
+
+    factor: float
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Applies the function to each number."""
+        return jax.nn.silu(self.factor * x)
+
+
+def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
+    heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
+    bias: Any = dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias)
+    # A factor on keys is one on scores.
+    scale = cfg.key_factor * cfg.head_dim**-0.5
+    return nn.Attention(cfg.dim, **heads, **bias, rope=cfg.rope, scale=scale, rngs=rngs)
+
+
+def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
+    width = cfg.mamba_dim // cfg.mamba_heads
+    heads: Any = dict(num_heads=cfg.mamba_heads, head_dim=width, state_dim=cfg.mamba_state)
+    conv: Any = dict(conv_width=cfg.conv_width, conv_bias=cfg.conv_bias, bias=cfg.mamba_bias, out_bias=cfg.out_bias)
+    order = "norm_first" if cfg.norm_first else "gate_first"
+    norm: Any = dict(norm=order if cfg.normed else None, norm_eps=cfg.norm_eps)
+    own: Any = dict(num_groups=cfg.mamba_groups, dt_limit=cfg.dt_limit, factors=cfg.mamba_factors)
+    return nn.Mamba2(cfg.dim, **heads, **conv, **own, **norm, rngs=rngs)
+
+
+class Block(nn.Layer):
+    """Attention and Mamba-2 read the same input, and their outputs are added; then an MLP."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        D = cfg.dim
+        gate, self.mlp_out = cfg.mlp_factors
+        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.attn = _attention(cfg, rngs=rngs)
+        self.mamba = _mamba(cfg, rngs=rngs)
+        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.mlp = nn.GatedMLP(D, cfg.mlp_dim, act=ScaledSiLU(gate), bias=cfg.mlp_bias, rngs=rngs)
+        self.attn_in, self.attn_out = cfg.attention_in, cfg.attention_out
+        self.mamba_in, self.mamba_out = cfg.mamba_in, cfg.mamba_out
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, own = self.attn_norm(x), (None, None) if cache is None else cache
+        attended, keys = self.attn(self.attn_in * h, ctx, own[0])
+        mixed, state = self.mamba(self.mamba_in * h, ctx, own[1])
+        h = self.attn_out * attended + self.mamba_out * mixed
+        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        h = checkpoint_name(self.mlp_out * self.mlp(self.mlp_norm(x)), "mlp")
+        x = constrain(x + h, "batch", "seq", "act_embed")
+        return x, None if cache is None else (keys, state), {}
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
+        """Returns an empty cache: keys and values, and a state."""
+        return tuple(mixer.init_cache(batch, capacity, dtype) for mixer in (self.attn, self.mamba))
+
+
+class FalconH1(nn.Decoder):
+    """Falcon-H1: every layer has both memories, exact keys and values and a state that sums them up."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, rngs=rngs)
+
+    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+        """Returns the scaled vectors of `tokens`."""
+        return self.cfg.embed_factor * self.embed(tokens, dtype=dtype)
+
+    def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T D"]:
+        """Returns the input of the head, scaled."""
+        # Here and not in `logits`: the loss takes hidden states and `head_weight`, and never makes logits.
+        return self.cfg.head_factor * super().leave(x, ctx)
+
+
+def _table(cfg: Config) -> Table:
+    layer = [
+        Weight("input_layernorm.weight", "attn_norm.scale"),
+        Weight("pre_ff_layernorm.weight", "mlp_norm.scale"),
+        *names.ATTENTION,
+    ]
+    for part in ("gate", "up", "down"):
+        layer += names.linear(f"feed_forward.{part}_proj", f"mlp.{part}")
+    sizes: Any = dict(heads=cfg.mamba_heads, inner=cfg.mamba_dim, groups=cfg.mamba_groups * cfg.mamba_state)
+    return names.decoder_table([*layer, *names.mamba2("mamba", "mamba", **sizes)], norm="final_layernorm")
+
+
+# fmt: off
+PRESETS = {
+    "falcon-h1-0.5b": Config(
+        vocab=32_784, num_layers=36, dim=1024, mlp_dim=2048, num_heads=8, num_kv_heads=2, head_dim=64,
+        rope=Rope(64, 100_000_000_000.0, max_length=16_384), mamba_dim=1536, mamba_heads=24, mamba_state=128,
+        norm_first=False, embed_factor=5.656854249492381, head_factor=0.0390625, key_factor=0.39062499999999994,
+        attention_out=0.9375, mamba_in=1.25, mamba_out=0.23570226039551587,
+        mamba_factors=(0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738),
+        mlp_factors=(0.8838834764831844, 0.5859375),
+    ),
+}
+# fmt: on
+
+FAMILY = Family(name="falcon_h1", model=FalconH1, config=Config, table=_table, presets=PRESETS)

@@ -1,0 +1,296 @@
+"""Gemma 4 (Google DeepMind 2026): wide global layers whose keys are values, keys shared by layers, a vector per layer.
+
+Checkpoints that see or hear are read as text models: their encoders are passed over.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from maxlib import nn, ops
+from maxlib.ops import Proportional, Rope
+from maxlib.sharding import constrain
+from maxlib.weights import (
+    Family,
+    HFConfig,
+    Ignore,
+    ModelConfig,
+    Renamed,
+    Table,
+    Weight,
+    hf,
+    hf_fields,
+    hf_layer_rope,
+    hf_layer_types,
+    names,
+)
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+# A layer has keys of its own, shares them with later layers, or takes those of the last that shares.
+OWN, SHARES, TAKES = "own", "shares", "takes"
+PER_LAYER = "hidden_size_per_layer_input"
+TEXT, SEEING = ("gemma4_text", "gemma4_unified_text"), ("gemma4", "gemma4_unified")
+
+
+def _pattern(num_layers: int, period: int = 6) -> tuple[str, ...]:
+    """Returns the usual types: every sixth layer is global, and the last one."""
+    return tuple(LOCAL if (i + 1) % period and i + 1 < num_layers else GLOBAL for i in range(num_layers))
+
+
+def _read_global(fields: HFConfig, c: Any) -> tuple[int, int]:
+    """Reads width and number of the key heads of global layers."""
+    width, heads = fields.take("global_head_dim", 512), fields.take("num_global_key_value_heads", None, kind=int)
+    types = c.layer_types or _pattern(c.num_layers)
+    usual = {"head_dim": c.head_dim, "num_key_value_heads": c.num_kv_heads}
+    if (own := fields.per_layer([i for i, kind in enumerate(types) if kind == GLOBAL], usual)) is not None:
+        return own["head_dim"], own["num_key_value_heads"]  # as transformers writes them
+    return width, heads if heads is not None and c.keys_as_values else c.num_kv_heads
+
+
+def _of_experts(name: str) -> Any:
+    """Declares a size that only models with experts have; None in the others."""
+    read = lambda fields, c: fields.take(name, kind=int) if c.sparse else fields.take(name, None) and None
+    return hf_fields(read, lambda value, cfg: {name: value}, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes of a Gemma 4, without its encoders; `PRESETS` has the published ones."""
+
+    model_types = TEXT
+    architecture = "Gemma4ForCausalLM"
+    fixed = {"hidden_activation": "gelu_pytorch_tanh"}
+    only = {"use_bidirectional_attention": (None, "vision")}  # the tokens of an image see each other; text is causal
+
+    vocab: int = hf("vocab_size", absent=262_144)
+    num_layers: int = hf("num_hidden_layers", absent=30)
+    dim: int = hf("hidden_size", absent=2304)
+    mlp_dim: int = hf("intermediate_size", absent=9216)
+    num_heads: int = hf("num_attention_heads", absent=8)
+    num_kv_heads: int = hf("num_key_value_heads", absent=4)  # of local layers
+    head_dim: int = hf("head_dim", absent=256)  # of local layers
+    window: int = hf("sliding_window", absent=512)  # of local layers
+    # LOCAL or GLOBAL for each layer; None: every sixth is global, and the last.
+    layer_types: tuple[str, ...] | None = hf_layer_types(LOCAL, GLOBAL, usual=lambda c: _pattern(c.num_layers))
+    keys_as_values: bool = hf("attention_k_eq_v", False)  # in global layers
+    # Width and number of their key heads.
+    global_heads: tuple[int, int] = hf_fields(
+        _read_global, lambda heads, cfg: {"global_head_dim": heads[0], "num_global_key_value_heads": heads[1]}
+    )
+    rope: Rope = hf_layer_rope(GLOBAL, lambda c: c.global_heads[0], lambda dim: Rope(dim, 1e6, Proportional(0.25)))
+    local_rope: Rope = hf_layer_rope(LOCAL, lambda c: c.head_dim, Rope)
+    num_shared: int = hf("num_kv_shared_layers", 0)  # last layers, which take keys and values of earlier ones
+    shared_wide: bool = hf("use_double_wide_mlp", False)  # their MLP is twice as wide
+    # Of a token's vector for each layer; 0: none.
+    per_layer_dim: int = hf_fields(
+        lambda fields, c: fields.take(PER_LAYER, 0 if fields.take("model_type", TEXT[0]) == TEXT[1] else 256),
+        lambda dim, cfg: {PER_LAYER: dim},
+        default=0,
+    )
+    per_layer_vocab: int = hf("vocab_size_per_layer_input", 262_144)
+    sparse: bool = hf("enable_moe_block", False)  # experts beside the MLP
+    num_experts: int | None = _of_experts("num_experts")
+    top_k: int | None = _of_experts("top_k_experts")
+    expert_dim: int | None = _of_experts("moe_intermediate_size")
+    final_softcap: float | None = hf("final_logit_softcapping", 30.0, absent=None)
+    norm_eps: float = hf("rms_norm_eps", 1e-6)
+    tied: bool = hf("tie_word_embeddings", True)
+    attention_bias: bool = hf("attention_bias", False)
+    losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.router.SwitchBalance(0.001)`
+
+    def __post_init__(self):
+        super().__post_init__()
+        own = self.types[: self.num_layers - self.num_shared]
+        if self.types[-1] != GLOBAL:
+            raise ValueError(f"layer_types must end with {GLOBAL}, got {self.types[-1]} for the last layer")
+        if not 0 <= self.num_shared < self.num_layers or {*own} != {*self.types}:
+            got = f"{self.num_shared} of {self.types}"
+            raise ValueError(
+                f"num_shared (num_kv_shared_layers) must leave layers of each type before those, got {got}"
+            )
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """LOCAL or GLOBAL for each layer."""
+        return self.layer_types or _pattern(self.num_layers)
+
+    @property
+    def kinds(self) -> tuple[tuple[str, str], ...]:
+        """The type of each layer, and whether its keys are its own: OWN, SHARES (the last of its type) or TAKES."""
+        own = self.num_layers - self.num_shared
+        last = {kind: i for i, kind in enumerate(self.types[:own])} if self.num_shared else {}
+        role = lambda i, kind: TAKES if i >= own else SHARES if last.get(kind) == i else OWN
+        return tuple((kind, role(i, kind)) for i, kind in enumerate(self.types))
+
+    @property
+    def parts(self) -> dict[str, tuple[ops.Mask, Rope, tuple[int, int]]]:
+        """Mask, rotary embedding, and width and number of the key heads of either type of layer."""
+        local = ops.Causal() & ops.SlidingWindow(self.window), self.local_rope, (self.head_dim, self.num_kv_heads)
+        return {LOCAL: local, GLOBAL: (ops.Causal(), self.rope, self.global_heads)}
+
+    @classmethod
+    def from_hf(cls, fields: HFConfig) -> "Config":
+        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        if fields.require("model_type", *TEXT, *SEEING) not in SEEING:
+            return super().from_hf(fields)
+        # Sizes and placeholders of encoders, which this file does not have.
+        fields.ignore("vision_config", "audio_config", "vision_soft_tokens_per_image", "audio_ms_per_token")
+        for name in ("image", "video", "audio", "boi", "eoi", "boa", "eoa"):
+            fields.ignore(f"{name}_token_id", f"{name}_token_index")
+        return replace(super().from_hf(fields.nested("text_config")), tied=fields.take("tie_word_embeddings", True))
+
+
+def _attention(cfg: Config, kind: str, role: str, *, rngs: nnx.Rngs) -> nn.Attention | nn.SharedKVAttention:
+    (mask, rope, (H, K)), norm = cfg.parts[kind], lambda: nn.RMSNorm(H, eps=cfg.norm_eps)
+    # Norms give queries and keys their size, so scores have no other factor.
+    own: Any = dict(num_heads=cfg.num_heads, head_dim=H, num_kv_heads=K, mask=mask, rope=rope, q_norm=norm(), scale=1.0)
+    own |= dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias, rngs=rngs)
+    if role == TAKES:
+        return nn.SharedKVAttention(cfg.dim, **own)
+    own |= dict(k_norm=norm(), v_norm=nn.UnitRMSNorm(cfg.norm_eps))
+    return nn.Attention(cfg.dim, **own, keys_as_values=cfg.keys_as_values and kind == GLOBAL)
+
+
+def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
+    router = nn.router.ScaledRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, eps=cfg.norm_eps, rngs=rngs)
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, activation=ops.geglu, losses=cfg.losses, rngs=rngs)
+
+
+class Block(nn.Layer):
+    """Sandwich norms, as in Gemma 3; then experts beside the MLP, or a vector for this layer, and a factor."""
+
+    def __init__(self, cfg: Config, kind: str, role: str, *, rngs: nnx.Rngs):
+        norm = lambda: nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.kind, self.role = kind, role
+        self.attn_norm, self.attn_post_norm, self.mlp_norm, self.mlp_post_norm = (norm() for _ in range(4))
+        self.attn: Any = _attention(cfg, kind, role, rngs=rngs)
+        wide = 2 if role == TAKES and cfg.shared_wide else 1
+        self.mlp = nn.GatedMLP(cfg.dim, wide * cfg.mlp_dim, act=jax.nn.gelu, rngs=rngs)
+        self.moe: Any = _experts(cfg, rngs=rngs) if cfg.sparse else None
+        if cfg.sparse:
+            self.moe_norm, self.moe_post_norm, self.mlp_own_norm = norm(), norm(), norm()
+        P = cfg.per_layer_dim
+        self.per_layer = nn.per_layer.PerLayerGate(cfg.dim, P, eps=cfg.norm_eps, rngs=rngs) if P else None
+        self.factor = nnx.Variable(jnp.ones(1), axes=("norm",))  # stored, but not trained
+
+    def __call__(
+        self, x: nn.stack.Carry, ctx: nn.Context, cache: Any = None, vector: Float[Array, "B T P"] | None = None
+    ):
+        h, cache, shared = self._attend(self.attn_norm(x.x), x, ctx, cache)
+        # [B, T, D], the residual stream
+        y = constrain(x.x + self.attn_post_norm(checkpoint_name(h, "attn")), "batch", "seq", "act_embed")
+        h, aux = self.mlp(self.mlp_norm(y)), {}
+        if self.moe is not None:
+            # The router norms the stream in its own way.
+            routed, aux = self.moe(self.moe_norm(y), ctx, routed_by=y)
+            h = self.mlp_own_norm(h) + self.moe_post_norm(routed)
+        y = y + self.mlp_post_norm(checkpoint_name(h, "mlp"))
+        if self.per_layer is not None:
+            y = y + self.per_layer(y, cast(Any, vector))
+        y = y * jnp.asarray(self.factor[...][0], y.dtype)  # [1] -> []
+        return x.then(constrain(y, "batch", "seq", "act_embed"), **shared), cache, aux
+
+    def _attend(self, h, x: nn.stack.Carry, ctx: nn.Context, cache: Any):
+        """Returns the result of attention, the cache, and keys and values for later layers by their type."""
+        if self.role == TAKES:
+            # No cache: the sharing layer's has these keys already.
+            return self.attn(h, ctx, x.shared[self.kind])[0], None, {}
+        h, cache, kv = self.attn.with_kv(h, ctx, cache)
+        return h, cache, {self.kind: kv} if self.role == SHARES else {}
+
+
+class Gemma4(nn.Decoder):
+    """Gemma 4: global layers have wider heads, of which they turn a quarter; E models add a vector to every layer."""
+
+    layers_share = True
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg, self.softcap = cfg, cfg.final_softcap
+        self.masks, self.ropes, _ = zip(*cfg.parts.values(), strict=True)
+        self.layers_take_tokens = cfg.per_layer_dim > 0
+        # Scaled by sqrt(D), the vectors come out with variance one.
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
+        sizes = cfg.per_layer_vocab, cfg.dim, cfg.num_layers, cfg.per_layer_dim
+        self.per_layer = nn.per_layer.PerLayerEmbed(*sizes, eps=cfg.norm_eps, rngs=rngs) if cfg.per_layer_dim else None
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.kinds), rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, *self.cfg.kinds[i], rngs=rngs)
+
+    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+        """Returns the scaled vectors of `tokens`."""
+        # The factor is rounded to the compute dtype, as Gemma was trained.
+        return self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
+
+    def layer_inputs(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "L B T P"] | None:
+        """Returns a vector of each token for each layer, if the model has them."""
+        return None if self.per_layer is None else self.per_layer(x, cast(Any, ctx.tokens))
+
+
+def _table(cfg: Config) -> Table:
+    fused = (("gate", 0), ("up", cfg.expert_dim or 0))  # in one tensor, first all rows of the gates
+    layer = [
+        *names.SANDWICH_NORMS,
+        *names.ATTENTION,
+        *names.MLP,
+        Weight("layer_scalar", "factor"),
+        Weight("router.proj.weight", "moe.router.gate.w"),
+        Weight("router.scale", "moe.router.norm.scale"),
+        Weight("router.per_expert_scale", "moe.router.expert_scale"),
+        *(Weight("experts.gate_up_proj", f"moe.{part}.w", "E F D -> E F D", at={"F": row}) for part, row in fused),
+        Weight("experts.down_proj", "moe.down.w"),
+        Weight("pre_feedforward_layernorm_2.weight", "moe_norm.scale"),
+        Weight("post_feedforward_layernorm_1.weight", "mlp_own_norm.scale"),
+        Weight("post_feedforward_layernorm_2.weight", "moe_post_norm.scale"),
+        Weight("per_layer_input_gate.weight", "per_layer.gate.w"),
+        Weight("per_layer_projection.weight", "per_layer.proj.w"),
+        Weight("post_per_layer_input_norm.weight", "per_layer.norm.scale"),
+    ]
+    own = [
+        Weight("model.embed_tokens_per_layer.weight", "per_layer.embed.w"),
+        Weight("model.per_layer_model_projection.weight", "per_layer.proj.w"),
+        Weight("model.per_layer_projection_norm.weight", "per_layer.norm.scale"),
+    ]
+    # Releases have keys and values also of layers that take others', and encoders.
+    unused = [
+        f"layers.{i}.self_attn.{part}_" for i, (_, role) in enumerate(cfg.kinds) if role == TAKES for part in "kv"
+    ]
+    encoders = ("vision_tower.", "embed_vision.", "vision_embedder.", "audio_tower.", "embed_audio.")
+    ignored = [Ignore(f"model.{name}*") for name in (*unused, *encoders)]
+    return [*names.decoder_table(layer), *own, Renamed("model.language_model.", "model."), *ignored]
+
+
+# fmt: off
+_ROPES: Any = {"rope": Rope(512, 1e6, Proportional(0.25), max_length=262_144), "local_rope": Rope(256, max_length=262_144)}
+_31B = Config(
+    vocab=262_144, num_layers=60, dim=5376, mlp_dim=21_504, num_heads=32, num_kv_heads=16, head_dim=256, window=1024,
+    keys_as_values=True, global_heads=(512, 4), **_ROPES,
+)
+_E2B = replace(
+    _31B, num_layers=35, dim=1536, mlp_dim=6144, num_heads=8, num_kv_heads=1, window=512, keys_as_values=False,
+    global_heads=(512, 1), **{name: replace(rope, max_length=131_072) for name, rope in _ROPES.items()},
+    layer_types=_pattern(35, period=5), num_shared=20, shared_wide=True, per_layer_dim=256,
+)
+PRESETS = {
+    "gemma4-e2b": _E2B,
+    "gemma4-e4b": replace(
+        _E2B, num_layers=42, dim=2560, mlp_dim=10_240, num_kv_heads=2, global_heads=(512, 2), layer_types=None,
+        num_shared=18, shared_wide=False),
+    "gemma4-12b": replace(
+        _31B, num_layers=48, dim=3840, mlp_dim=15_360, num_heads=16, num_kv_heads=8, global_heads=(512, 1)),
+    "gemma4-26b-a4b": replace(
+        _31B, num_layers=30, dim=2816, mlp_dim=2112, num_heads=16, num_kv_heads=8, global_heads=(512, 2), sparse=True,
+        num_experts=128, top_k=8, expert_dim=704),
+    "gemma4-31b": _31B,
+}
+# fmt: on
+
+FAMILY = Family(name="gemma4", model=Gemma4, config=Config, table=_table, presets=PRESETS, model_types=(*TEXT, *SEEING))

@@ -1,0 +1,223 @@
+"""Granite 4 (IBM 2025), hybrid and dense: nine layers of Mamba-2 to one of attention, experts beside a shared MLP."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from maxlib import nn, ops
+from maxlib.ops import Rope
+from maxlib.sharding import constrain
+from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_dt_limit, hf_fields, hf_rope, names
+
+MAMBA, FULL = "mamba", "attention"
+# transformers 5 calls them otherwise.
+SPELLINGS = {MAMBA: MAMBA, FULL: FULL, "linear_attention": MAMBA, "full_attention": FULL}
+
+
+def _read_rotated(fields: HFConfig, c: Any) -> bool:
+    return fields.require("position_embedding_type", "nope", "rope", None) == "rope"
+
+
+def _read_types(fields: HFConfig, c: Any) -> tuple[str, ...]:
+    # Left out, all layers are Mambas.
+    types = fields.layer_types(c.num_layers, *SPELLINGS) or (MAMBA,) * c.num_layers
+    return tuple(SPELLINGS[kind] for kind in types)
+
+
+def _read_heads(fields: HFConfig, c: Any) -> int:
+    """Returns the number of heads of Mamba; with `mamba_expand` it says how wide they are."""
+    heads, inner = fields.take("mamba_n_heads", 128), c.mamba_expand * c.dim
+    width = fields.take("mamba_d_head", "auto", kind=object)
+    if inner % heads or width not in ("auto", inner // heads):
+        raise ValueError(
+            f"{fields.where('mamba_n_heads')} times mamba_d_head must be mamba_expand times hidden_size, {inner}; got "
+            f"{heads} heads of {width}."
+        )
+    return heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes of a Granite 4; `PRESETS` has the published ones. Dense models have neither experts nor Mamba."""
+
+    model_types = ("granitemoehybrid",)
+    architecture = "GraniteMoeHybridForCausalLM"
+    fixed = {"hidden_act": "silu"}
+    only = {"mlp_bias": False, "normalization_function": "rmsnorm"}
+    ignored = ("mamba_chunk_size", "init_method")  # of the algorithm, and of training
+
+    vocab: int = hf("vocab_size")
+    num_layers: int = hf("num_hidden_layers")
+    dim: int = hf("hidden_size")
+    expert_dim: int = hf("intermediate_size")
+    shared_dim: int = hf("shared_intermediate_size", absent=1024)  # of the MLP that every token passes
+    num_experts: int = hf("num_local_experts", 0, absent=8)
+    top_k: int = hf("num_experts_per_tok", 0, absent=2)
+    num_heads: int = hf("num_attention_heads")
+    num_kv_heads: int = hf("num_key_value_heads", absent=lambda c: c.num_heads)
+    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
+    rope: Rope = hf_rope(default_length=2048)
+    # Whether attention is rotated: hybrids have no positions but those that Mamba brings.
+    rotated: bool = hf_fields(
+        _read_rotated, lambda on, cfg: {"position_embedding_type": "rope" if on else "nope"}, default=False
+    )
+    layer_types: tuple[str, ...] = hf_fields(_read_types, lambda types, cfg: {"layer_types": list(types)})
+    mamba_expand: int = hf("mamba_expand", 2)  # width of all heads of Mamba together, in widths of the model
+    mamba_heads: int = hf_fields(_read_heads, lambda number, cfg: {"mamba_n_heads": number}, default=1)
+    mamba_groups: int = hf("mamba_n_groups", 1)
+    mamba_state: int = hf("mamba_d_state", 128, absent=256)
+    conv_width: int = hf("mamba_d_conv", 4)
+    conv_bias: bool = hf("mamba_conv_bias", True)
+    mamba_bias: bool = hf("mamba_proj_bias", False)
+    dt_limit: tuple[float, float] = hf_dt_limit()
+    embed_factor: float = hf("embedding_multiplier", 1.0)
+    score_factor: float = hf("attention_multiplier", 1.0)  # in place of head_dim ** -0.5
+    residual_factor: float = hf("residual_multiplier", 1.0)
+    logit_divisor: float = hf("logits_scaling", 1.0)
+    norm_eps: float = hf("rms_norm_eps", 1e-5, absent=1e-6)
+    tied: bool = hf("tie_word_embeddings", False)
+    attention_bias: bool = hf("attention_bias", False)
+    losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.router.SwitchBalance(0.001)`
+
+    def __post_init__(self):
+        super().__post_init__()
+        if len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types must name {self.num_layers} layers, got {len(self.layer_types)}")
+
+
+def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
+    heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
+    bias: Any = dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias)
+    rope = cfg.rope if cfg.rotated else None
+    return nn.Attention(cfg.dim, **heads, **bias, rope=rope, scale=cfg.score_factor, rngs=rngs)
+
+
+def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
+    width = cfg.mamba_expand * cfg.dim // cfg.mamba_heads
+    heads: Any = dict(num_heads=cfg.mamba_heads, head_dim=width, state_dim=cfg.mamba_state)
+    conv: Any = dict(conv_width=cfg.conv_width, conv_bias=cfg.conv_bias, bias=cfg.mamba_bias)
+    own: Any = dict(num_groups=cfg.mamba_groups, dt_limit=cfg.dt_limit, norm_eps=cfg.norm_eps)
+    return nn.Mamba2(cfg.dim, **heads, **conv, **own, rngs=rngs)
+
+
+def _experts(cfg: Config, shared: nn.GatedMLP, *, rngs: nnx.Rngs) -> nn.MoE:
+    # Softmax over the logits of the chosen experts. All tokens take the shared MLP as well.
+    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
+
+
+class Block(nn.Layer):
+    """Mixes tokens by Mamba-2 or attention, then passes each through an MLP and experts; branches are scaled."""
+
+    def __init__(self, cfg: Config, kind: str, *, rngs: nnx.Rngs):
+        D = cfg.dim
+        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
+        self.mamba: Any = _mamba(cfg, rngs=rngs) if kind == MAMBA else None
+        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        mlp = nn.GatedMLP(D, cfg.shared_dim, rngs=rngs)
+        self.mlp: Any = None if cfg.num_experts else mlp
+        self.moe: Any = _experts(cfg, mlp, rngs=rngs) if cfg.num_experts else None
+        self.factor = cfg.residual_factor
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = (self.attn or self.mamba)(self.attn_norm(x), ctx, cache)
+        x = constrain(x + self.factor * checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        h = self.mlp_norm(x)
+        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
+        return constrain(x + self.factor * checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
+        """Returns an empty cache: keys and values, or a state."""
+        return (self.attn or self.mamba).init_cache(batch, capacity, dtype)
+
+
+class Granite4(nn.Decoder):
+    """Granite 4: a state in most layers, keys and values in few; four factors keep activations and logits in size."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,) if cfg.rotated else ()
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.layer_types), rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, self.cfg.layer_types[i], rngs=rngs)
+
+    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+        """Returns the scaled vectors of `tokens`."""
+        return self.cfg.embed_factor * self.embed(tokens, dtype=dtype)
+
+    def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T D"]:
+        """Returns the input of the head, divided."""
+        # Here and not in `logits`: the loss takes hidden states and `head_weight`, and never makes logits.
+        return super().leave(x, ctx) / self.cfg.logit_divisor
+
+
+def _table(cfg: Config) -> Table:
+    # What a layer lacks (one of both mixers, experts) is passed over.
+    shared, experts, ours = "shared_mlp.input_linear.weight", "block_sparse_moe.input_linear.weight", "mlp"
+    if cfg.num_experts:
+        ours = "moe.shared"
+    layer = [*names.NORMS, *names.ATTENTION, Weight("shared_mlp.output_linear.weight", f"{ours}.down.w")]
+    for row, part in enumerate(("gate", "up")):  # gate over up
+        layer += [
+            Weight(shared, f"{ours}.{part}.w", "(two F) D -> F D", {"two": row}),
+            Weight(experts, f"moe.{part}.w", "E (two F) D -> E F D", {"two": row}),
+        ]
+    layer += [Weight("block_sparse_moe.output_linear.weight", "moe.down.w")]
+    layer += [Weight("block_sparse_moe.router.layer.weight", "moe.router.gate.w")]
+    sizes: Any = dict(
+        heads=cfg.mamba_heads, inner=cfg.mamba_expand * cfg.dim, groups=cfg.mamba_groups * cfg.mamba_state
+    )
+    return names.decoder_table([*layer, *names.mamba2("mamba", "mamba", **sizes)])
+
+
+def _hybrid(num_layers: int, *full: int) -> tuple[str, ...]:
+    return tuple(FULL if i in full else MAMBA for i in range(num_layers))
+
+
+# fmt: off
+_MICRO = Config(
+    vocab=100_352, num_layers=40, dim=2560, expert_dim=8192, shared_dim=8192, num_heads=40, num_kv_heads=8, head_dim=64,
+    rope=Rope(64, 10_000_000.0, max_length=131_072), rotated=True, layer_types=(FULL,) * 40, embed_factor=12.0,
+    score_factor=0.015625, residual_factor=0.22, logit_divisor=10.0, tied=True,
+)
+# Hybrids: heads of Mamba are 64 wide, but for the smallest model.
+_H_MICRO = replace(
+    _MICRO, dim=2048, num_heads=32, rope=Rope(64, 10_000.0, max_length=131_072), rotated=False,
+    layer_types=_hybrid(40, 5, 15, 25, 35), mamba_heads=64, logit_divisor=8.0,
+)
+_H_1B = replace(
+    _H_MICRO, dim=1536, expert_dim=4096, shared_dim=4096, num_heads=12, num_kv_heads=4, head_dim=128,
+    rope=Rope(128, 10_000.0, max_length=131_072), mamba_heads=48, score_factor=0.0078125, logit_divisor=6.0,
+)
+PRESETS = {
+    "granite-4.0-1b": replace(
+        _MICRO, dim=2048, expert_dim=4096, shared_dim=4096, num_heads=16, num_kv_heads=4, head_dim=128,
+        rope=replace(_MICRO.rope, dim=128), score_factor=0.0078125, logit_divisor=8.0,
+    ),
+    "granite-4.0-micro": _MICRO,
+    "granite-4.0-h-350m": replace(
+        _H_1B, num_layers=32, dim=768, expert_dim=2048, shared_dim=2048, head_dim=64,
+        rope=Rope(64, 10_000.0, max_length=32_768), layer_types=_hybrid(32, 10, 13, 17, 27), score_factor=0.015625,
+        residual_factor=0.246, logit_divisor=3.0,
+    ),
+    "granite-4.0-h-1b": _H_1B,
+    "granite-4.0-h-micro": _H_MICRO,
+    "granite-4.0-h-tiny": replace(_H_1B, expert_dim=512, shared_dim=1024, num_experts=64, top_k=6),
+    "granite-4.0-h-small": replace(
+        _H_1B, dim=4096, expert_dim=768, shared_dim=1536, num_heads=32, num_kv_heads=8, mamba_heads=128,
+        num_experts=72, top_k=10, logit_divisor=16.0,
+    ),
+}
+# fmt: on
+
+FAMILY = Family(name="granite4", model=Granite4, config=Config, table=_table, presets=PRESETS)

@@ -1,0 +1,220 @@
+"""LFM2 (Liquid AI 2025, arXiv:2511.23404), dense and with experts: gated short convolutions between attention."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from maxlib import nn, ops
+from maxlib.ops import Rope
+from maxlib.sharding import constrain
+from maxlib.weights import (
+    Family,
+    HFConfig,
+    ModelConfig,
+    Table,
+    Weight,
+    hf,
+    hf_fields,
+    hf_head_dim,
+    hf_layer_types,
+    hf_rope,
+    names,
+)
+
+CONV, FULL = "conv", "full_attention"
+DENSE, SPARSE = "lfm2", "lfm2_moe"
+
+
+def _of_experts(name: str, absent: Any) -> Any:
+    """Declares a field that only models with experts have; None in the others."""
+    read = lambda fields, c: fields.take(name, absent) if fields.take("model_type") == SPARSE else None
+    return hf_fields(read, lambda value, cfg: {} if value is None else {name: value}, default=None)
+
+
+def _read_mlp_dim(fields: HFConfig, c: Any) -> int:
+    width = fields.take("intermediate_size", 7168 if c.num_experts is not None else 12_288)
+    if c.num_experts is not None:
+        return width
+    width = fields.take("block_ff_dim", width)  # files may say both
+    factor = fields.take("block_ffn_dim_multiplier", 1.0, nullable=True)
+    multiple = fields.take("block_multiple_of", 256)
+    if not fields.take("block_auto_adjust_ff_dim", True):
+        return width
+    # Two thirds, since a gated MLP has three matrices in place of two; rounded up.
+    width = int(2 * width / 3)
+    return width if factor is None else -(-int(factor * width) // multiple) * multiple
+
+
+def _write_mlp_dim(width: int, cfg: Any) -> dict[str, Any]:
+    return {"intermediate_size": width} | ({"block_auto_adjust_ff_dim": False} if cfg.num_experts is None else {})
+
+
+def _by_index(fields: HFConfig, c: Any) -> tuple[str, ...]:
+    """Returns the layers of a config.json without `layer_types`: those that `full_attn_idxs` lists attend."""
+    full = fields.take("full_attn_idxs", None, kind=list)
+    if full is None and c.num_experts is not None and "layer_types" not in fields:
+        raise ValueError(f"{fields.where('layer_types')} must be given: {CONV!r} or {FULL!r} for each layer.")
+    return tuple(FULL if full is None or i in full else CONV for i in range(c.num_layers))
+
+
+def _read_tied(fields: HFConfig, c: Any) -> bool:
+    return fields.take("tie_embedding", fields.take("tie_word_embeddings", True))  # the releases' name, then the usual
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes of an LFM2; `PRESETS` has the published ones."""
+
+    model_types = (DENSE, SPARSE)
+    only = {"block_use_swiglu": True, "use_pos_enc": True}
+    # Said twice in the releases (transformers reads none of them), and of initialisation.
+    ignored = (
+        *("block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_heads", "theta"),
+        *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
+    )
+
+    vocab: int = hf("vocab_size", 65_536)
+    num_layers: int = hf("num_hidden_layers", absent=32)
+    dim: int = hf("hidden_size")
+    num_experts: int | None = _of_experts("num_experts", 32)
+    num_dense: int | None = _of_experts("num_dense_layers", 2)  # first layers, which have a plain MLP
+    expert_dim: int | None = _of_experts("moe_intermediate_size", 1792)
+    top_k: int | None = _of_experts("num_experts_per_tok", 4)
+    expert_bias: bool | None = _of_experts("use_expert_bias", True)  # evens the load
+    renormalize: bool | None = _of_experts("norm_topk_prob", True)  # the weights of a token's experts sum to one
+    routed_scale: float | None = _of_experts("routed_scaling_factor", 1.0)
+    mlp_dim: int = hf_fields(_read_mlp_dim, _write_mlp_dim)
+    num_heads: int = hf("num_attention_heads", absent=32)
+    num_kv_heads: int = hf("num_key_value_heads", absent=8)
+    head_dim: int = hf_head_dim()
+    rope: Rope = hf_rope(default_theta=1_000_000.0, default_length=128_000)
+    # CONV or FULL for each layer; None: all are FULL.
+    layer_types: tuple[str, ...] | None = hf_layer_types(
+        CONV, FULL, usual=lambda c: (FULL,) * c.num_layers, absent=_by_index
+    )
+    conv_width: int = hf("conv_L_cache", 3)
+    conv_bias: bool = hf("conv_bias", False)
+    norm_eps: float = hf("norm_eps", 1e-5)
+    tied: bool = hf_fields(_read_tied, lambda value, cfg: {"tie_word_embeddings": value}, default=True)
+    losses: tuple[Any, ...] = ()  # what the routers report for training
+
+    @property
+    def kinds(self) -> tuple[tuple[str, bool], ...]:
+        """CONV or FULL for each layer, and whether it has experts."""
+        dense = self.num_layers if self.num_dense is None else self.num_dense
+        types = self.layer_types or (FULL,) * self.num_layers
+        return tuple((kind, i >= dense) for i, kind in enumerate(types))
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the fields of config.json."""
+        if self.num_experts is None:
+            return {"architectures": ["Lfm2ForCausalLM"]} | super().to_hf()
+        return super().to_hf() | {"architectures": ["Lfm2MoeForCausalLM"], "model_type": SPARSE}
+
+
+def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
+    heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
+    norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
+    return nn.Attention(cfg.dim, **heads, rope=cfg.rope, q_norm=norm(), k_norm=norm(), rngs=rngs)
+
+
+def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    # Scores are sigmoids; the bias counts for the choice only, not for the weights.
+    choice: Any = dict(score=jax.nn.sigmoid, renormalize=cfg.renormalize, scale=cfg.routed_scale)
+    sizes: Any = dict(num_experts=cfg.num_experts, top_k=cfg.top_k, expert_bias=cfg.expert_bias)
+    router = nn.Router(cfg.dim, **sizes, **choice, rngs=rngs)
+    width: Any = cfg.expert_dim
+    return nn.MoE(cfg.dim, width, router=router, losses=cfg.losses, rngs=rngs)
+
+
+class Block(nn.Layer):
+    """Mixes tokens by a short convolution or attention, then passes each through an MLP or experts."""
+
+    def __init__(self, cfg: Config, kind: str, sparse: bool, *, rngs: nnx.Rngs):
+        bias: Any = dict(conv_width=cfg.conv_width, bias=cfg.conv_bias)
+        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
+        self.conv: Any = nn.ShortConvolution(cfg.dim, **bias, rngs=rngs) if kind == CONV else None
+        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.mlp: Any = None if sparse else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
+        self.moe: Any = _experts(cfg, rngs=rngs) if sparse else None
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = (self.attn or self.conv)(self.attn_norm(x), ctx, cache)
+        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        h = self.mlp_norm(x)
+        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
+        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
+        """Returns an empty cache: keys and values, or the last inputs of the convolution."""
+        return (self.attn or self.conv).init_cache(batch, capacity, dtype)
+
+
+class LFM2(nn.Decoder):
+    """LFM2: two of three layers see only their neighbours, and keep two tokens of a text however long it is."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.kinds), rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, *self.cfg.kinds[i], rngs=rngs)
+
+
+def _table(cfg: Config) -> Table:
+    # What a layer lacks (one of both mixers, experts or an MLP) is passed over.
+    renamed = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj"}
+    layer = [Weight("operator_norm.weight", "attn_norm.scale"), Weight("ffn_norm.weight", "mlp_norm.scale")]
+    for entry in names.ATTENTION:
+        part = entry.theirs.split(".")[1]
+        layer.append(replace(entry, theirs=entry.theirs.replace(part, renamed.get(part, part))))
+    for row, ours in enumerate(("in_gate", "out_gate", "value")):
+        layer += [
+            Weight("conv.in_proj.weight", f"conv.{ours}.w", "(R F) D -> F D", {"R": row}),
+            Weight("conv.in_proj.bias", f"conv.{ours}.b", "(R F) -> F", {"R": row}),
+        ]
+    layer += [Weight("conv.conv.weight", "conv.conv", "D one W -> D W", {"one": 0})]
+    layer += [Weight("conv.conv.bias", "conv.conv_bias"), *names.linear("conv.out_proj", "conv.o")]
+    # w1, w3 and w2 are gate, up and down.
+    for theirs, ours in {"w1": "gate", "w3": "up", "w2": "down"}.items():
+        layer += [
+            Weight(f"feed_forward.{theirs}.weight", f"mlp.{ours}.w"),
+            Weight(f"feed_forward.experts.{{e}}.{theirs}.weight", f"moe.{ours}.w", "O I -> e O I"),
+        ]
+    layer += [Weight("feed_forward.gate.weight", "moe.router.gate.w")]
+    layer += [Weight("feed_forward.expert_bias", "moe.router.expert_bias")]
+    return names.decoder_table(layer, norm="embedding_norm")
+
+
+# fmt: off
+_350M = Config(
+    num_layers=16, dim=1024, mlp_dim=4608, num_heads=16, num_kv_heads=8, head_dim=64,
+    rope=Rope(64, 1_000_000.0, max_length=128_000),
+    layer_types=tuple(FULL if i in (2, 5, 8, 10, 12, 14) else CONV for i in range(16)),
+)
+_8B = replace(
+    _350M, num_layers=24, dim=2048, mlp_dim=7168, num_heads=32, num_experts=32, num_dense=2, expert_dim=1792, top_k=4,
+    expert_bias=True, renormalize=True, routed_scale=1.0,
+    layer_types=tuple(FULL if i in (2, 6, 10, 14, 18, 21) else CONV for i in range(24)),
+)
+PRESETS = {
+    "lfm2-350m": _350M,
+    "lfm2-700m": replace(_350M, dim=1536, mlp_dim=6912, num_heads=24),
+    "lfm2-1.2b": replace(_350M, dim=2048, mlp_dim=8192, num_heads=32),
+    "lfm2-8b-a1b": _8B,
+    "lfm2.5-8b-a1b": replace(_8B, vocab=128_000, rope=Rope(64, 5_000_000.0, max_length=128_000)),
+}
+# fmt: on
+
+FAMILY = Family(name="lfm2", model=LFM2, config=Config, table=_table, presets=PRESETS)

@@ -1,0 +1,207 @@
+"""Nemotron 3 (NVIDIA 2025): each layer is one mixer, Mamba-2, attention, experts without gates, or an MLP."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from maxlib import nn, ops
+from maxlib.sharding import constrain
+from maxlib.weights import Family, HFConfig, Ignore, ModelConfig, Renamed, Table, Weight, hf, hf_fields, names
+
+MAMBA, EXPERTS, FULL, MLP = "M", "E", "*", "-"
+# Names of layers, of transformers 5 and before.
+NAMES = {"linear_attention": MAMBA, "moe": EXPERTS, "full_attention": FULL, "mlp": MLP}
+NAMES |= {"mamba": MAMBA, "attention": FULL}
+
+
+def _read_pattern(fields: HFConfig, c: Any) -> str:
+    """Returns a letter for each layer, from a list of names or from the letters themselves."""
+    number = fields.take("num_hidden_layers", None, kind=int, nullable=True)
+    types, letters = (fields.take(name, None, kind=object) for name in ("layers_block_type", "hybrid_override_pattern"))
+    known = "".join(NAMES.values())
+    given = letters if types is None else [NAMES.get(kind, "?") for kind in types]
+    if not given or not set(given) <= set(known) or number not in (None, len(given)):
+        raise ValueError(
+            f"{fields.where('layers_block_type')} (or hybrid_override_pattern) must name each of num_hidden_layers layers "
+            f"by one of {', '.join(NAMES)}, or by M, E, * and -; got {types or letters!r} for {number} layers."
+        )
+    return "".join(given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes of a Nemotron 3; `PRESETS` has the published ones."""
+
+    model_types = ("nemotron_h",)
+    architecture = "NemotronHForCausalLM"
+    fixed = {
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "mlp_bias": False,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+    only = {"sliding_window": None, "residual_in_fp32": False, "n_shared_experts": 1}
+    ignored = (
+        # Of the algorithm and of training; time_step_min alone is a limit, in transformers too.
+        *("chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
+        *("rescale_prenorm_residual", "time_step_limit", "time_step_max", "time_step_floor"),
+        # Said twice, or read by nothing: heads say how wide Mamba is, and nothing is rotated.
+        *("expand", "mamba_proj_bias", "norm_eps", "rope_theta", "partial_rotary_factor", "num_logits_to_keep"),
+        # Modules that look ahead are not read.
+        *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+    )
+
+    pattern: str = hf_fields(
+        _read_pattern, lambda letters, cfg: {"hybrid_override_pattern": letters, "num_hidden_layers": len(letters)}
+    )
+    vocab: int = hf("vocab_size", 131_072)
+    dim: int = hf("hidden_size")
+    mlp_dim: int = hf("intermediate_size", 21_504)  # of layers that are an MLP
+    num_heads: int = hf("num_attention_heads", absent=32)
+    num_kv_heads: int = hf("num_key_value_heads", absent=8, null=lambda c: c.num_heads)
+    head_dim: int = hf("head_dim", 128)
+    max_length: int = hf("max_position_embeddings", absent=4096)
+    mamba_heads: int = hf("mamba_num_heads", absent=128)
+    mamba_head_dim: int = hf("mamba_head_dim", 64)
+    mamba_groups: int = hf("n_groups", 8)
+    mamba_state: int = hf("ssm_state_size", 128)
+    mamba_bias: bool = hf("use_bias", False)
+    conv_width: int = hf("conv_kernel", 4)
+    conv_bias: bool = hf("use_conv_bias", True)
+    dt_min: float = hf("time_step_min", 0.001)  # least step
+    num_experts: int = hf("n_routed_experts", absent=8)
+    top_k: int = hf("num_experts_per_tok", absent=2)
+    expert_dim: int = hf("moe_intermediate_size", absent=7688)
+    shared_dim: int = hf("moe_shared_expert_intermediate_size", absent=7688)
+    latent_dim: int | None = hf("moe_latent_size", None)  # width that experts see; None: all of it
+    num_groups: int = hf("n_group", 1)  # of experts
+    top_groups: int = hf("topk_group", 1)
+    renormalize: bool = hf("norm_topk_prob", True)  # the weights of a token's experts sum to `routed_scale`
+    routed_scale: float = hf("routed_scaling_factor", 1.0)
+    norm_eps: float = hf("layer_norm_epsilon", 1e-5)
+    losses: tuple[Any, ...] = ()  # what the routers report for training
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, each of which is one mixer."""
+        return len(self.pattern)
+
+
+def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns `max(x, 0)^2`."""
+    return jnp.square(jax.nn.relu(x))
+
+
+def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
+    heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
+    return nn.Attention(cfg.dim, **heads, rngs=rngs)  # without positions
+
+
+def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
+    heads: Any = dict(num_heads=cfg.mamba_heads, head_dim=cfg.mamba_head_dim, num_groups=cfg.mamba_groups)
+    conv: Any = dict(conv_width=cfg.conv_width, conv_bias=cfg.conv_bias, bias=cfg.mamba_bias)
+    own: Any = dict(state_dim=cfg.mamba_state, dt_limit=(cfg.dt_min, float("inf")), norm_eps=cfg.norm_eps)
+    return nn.Mamba2(cfg.dim, **heads, **conv, **own, rngs=rngs)
+
+
+def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    # DeepSeek V3's router: scores are sigmoids, and a bias that counts for the choice only evens the load.
+    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.num_groups > 1 else None
+    choice: Any = dict(score=jax.nn.sigmoid, expert_bias=True, renormalize=cfg.renormalize, scale=cfg.routed_scale)
+    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, groups=groups, **choice, rngs=rngs)
+    shared = nn.MLP(cfg.dim, cfg.shared_dim, act=squared_relu, bias=False, rngs=rngs)
+    how: Any = dict(activation=squared_relu, gated=False, latent_dim=cfg.latent_dim, losses=cfg.losses)
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, **how, rngs=rngs)
+
+
+class Block(nn.Layer):
+    """One norm, one mixer, one residual: `x + mixer(norm(x))`."""
+
+    def __init__(self, cfg: Config, kind: str, *, rngs: nnx.Rngs):
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
+        self.mamba: Any = _mamba(cfg, rngs=rngs) if kind == MAMBA else None
+        self.moe: Any = _experts(cfg, rngs=rngs) if kind == EXPERTS else None
+        plain = lambda: nn.MLP(cfg.dim, cfg.mlp_dim, act=squared_relu, bias=False, rngs=rngs)
+        self.mlp: Any = plain() if kind == MLP else None
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, aux = self.norm(x), {}
+        if mixer := self.attn or self.mamba:
+            h, cache = mixer(h, ctx, cache)
+        else:
+            h, aux = (self.mlp(h), aux) if self.moe is None else self.moe(h, ctx)
+        name = "mlp" if mixer is None else "attn"
+        return constrain(x + checkpoint_name(h, name), "batch", "seq", "act_embed"), cache, aux
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
+        """Returns an empty cache: keys and values, a state, or nothing."""
+        mixer = self.attn or self.mamba
+        return () if mixer is None else mixer.init_cache(batch, capacity, dtype)
+
+
+class NemotronH(nn.Decoder):
+    """Nemotron 3: about as many layers of Mamba as of experts, and a few of attention, which has no positions."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.masks = (ops.Causal(),)
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.pattern), rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return Block(self.cfg, self.cfg.pattern[i], rngs=rngs)
+
+
+def _table(cfg: Config) -> Table:
+    # What a layer lacks (all mixers but one) is passed over.
+    attention = [replace(entry, theirs=entry.theirs.replace("self_attn", "mixer")) for entry in names.ATTENTION]
+    inner, groups = cfg.mamba_heads * cfg.mamba_head_dim, cfg.mamba_groups * cfg.mamba_state
+    layer = [Weight("norm.weight", "norm.scale"), *attention]
+    layer += names.mamba2("mixer", "mamba", heads=cfg.mamba_heads, inner=inner, groups=groups)
+    layer += [
+        Weight("mixer.gate.weight", "moe.router.gate.w"),
+        Weight("mixer.gate.e_score_correction_bias", "moe.router.expert_bias"),
+        Weight("mixer.fc1_latent_proj.weight", "moe.enter.w"),
+        Weight("mixer.fc2_latent_proj.weight", "moe.leave.w"),
+    ]
+    for part in ("up", "down"):
+        layer += [
+            Weight(f"mixer.{part}_proj.weight", f"mlp.{part}.w"),
+            Weight(f"mixer.shared_experts.{part}_proj.weight", f"moe.shared.{part}.w"),
+            Weight(f"mixer.experts.{{e}}.{part}_proj.weight", f"moe.{part}.w", "O I -> e O I"),
+        ]
+    return [
+        Renamed("model.", "backbone."),
+        Weight("backbone.embeddings.weight", "embed.w"),
+        *names.under(layer, "backbone.layers.{i}", "layers.{i}"),
+        Weight("backbone.norm_f.weight", "norm.scale"),
+        Weight("lm_head.weight", "head.w"),
+        Ignore("mtp.*"),
+    ]
+
+
+# fmt: off
+_NANO = Config(
+    pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", dim=2688, mlp_dim=1856, num_heads=32, num_kv_heads=2,
+    max_length=262_144, mamba_heads=64, num_experts=128, top_k=6, expert_dim=1856, shared_dim=3712, routed_scale=2.5,
+)
+PRESETS = {
+    "nemotron-3-nano-30b-a3b": _NANO,
+    "nemotron-3-super-120b-a12b": replace(
+        _NANO, pattern="MEMEMEM*EMEMEMEM*EMEMEMEM*" + 4 * "EMEMEMEMEM*" + "EMEMEMEM*EMEMEMEME", dim=4096, mlp_dim=2688,
+        mamba_heads=128, num_experts=512, top_k=22, expert_dim=2688, shared_dim=5376, latent_dim=1024, routed_scale=5.0,
+    ),
+}
+# fmt: on
+
+FAMILY = Family(name="nemotron_h", model=NemotronH, config=Config, table=_table, presets=PRESETS)

@@ -1,0 +1,193 @@
+"""OLMo Hybrid (Ai2 2026): three layers of gated DeltaNet whose states may turn over, then one of OLMo 3's attention."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from maxlib import nn, ops
+from maxlib.ops import Rope
+from maxlib.sharding import constrain
+from maxlib.weights import (
+    Family,
+    HFConfig,
+    ModelConfig,
+    Renamed,
+    Table,
+    Weight,
+    hf,
+    hf_fields,
+    hf_layer_types,
+    names,
+    rope_to_hf,
+)
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+def _pattern(num_layers: int) -> tuple[str, ...]:
+    types = [LINEAR if (i + 1) % 4 else FULL for i in range(num_layers)]
+    return tuple(types) if FULL in types else (*types[:-1], FULL)  # at least one attends
+
+
+def _read_rope(fields: HFConfig, c: Any) -> Rope | None:
+    # The release has null for the base: nothing is rotated. Without one it is 10,000.
+    given = fields.take("rope_parameters", None, kind=dict)
+    where = fields if given is None else fields.nested("rope_parameters")
+    if "rope_theta" in where and where.take("rope_theta", None, kind=float, nullable=True) is None:
+        where.ignore("rope_type")
+        return None
+    return fields.rope(head_dim=c.dim // c.num_heads, default_length=c.max_length)
+
+
+def _write_rope(rope: Rope | None, cfg: Any) -> dict[str, Any]:
+    if rope is None:
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+    return rope_to_hf(rope, head_dim=cfg.head_dim) | {"max_position_embeddings": cfg.max_length}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes of an OLMo Hybrid; `PRESETS` has the published one."""
+
+    model_types = ("olmo_hybrid",)
+    architecture = "OlmoHybridForCausalLM"
+    fixed = {"hidden_act": "silu"}
+    # How rates and steps are drawn.
+    ignored = tuple(f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor"))
+
+    vocab: int = hf("vocab_size")
+    num_layers: int = hf("num_hidden_layers")
+    dim: int = hf("hidden_size")
+    mlp_dim: int = hf("intermediate_size")
+    num_heads: int = hf("num_attention_heads")
+    num_kv_heads: int = hf("num_key_value_heads", absent=lambda c: c.num_heads)
+    max_length: int = hf("max_position_embeddings", absent=65_536)
+    rope: Rope | None = hf_fields(_read_rope, _write_rope, default=None)
+    num_key_heads: int = hf("linear_num_key_heads", absent=lambda c: c.num_heads)  # of linear attention ...
+    num_value_heads: int = hf("linear_num_value_heads", absent=lambda c: c.num_heads)
+    key_dim: int = hf("linear_key_head_dim", absent=lambda c: int(0.75 * c.dim / c.num_key_heads))
+    value_dim: int = hf("linear_value_head_dim", absent=lambda c: 2 * c.key_dim)
+    conv_width: int = hf("linear_conv_kernel_dim", 4)  # ... and of the convolution before it
+    turns: bool = hf("linear_allow_neg_eigval", True)  # whether a step may be greater than 1
+    # LINEAR or FULL for each layer; None: every fourth is FULL.
+    layer_types: tuple[str, ...] | None = hf_layer_types(LINEAR, FULL, usual=lambda c: _pattern(c.num_layers))
+    norm_eps: float = hf("rms_norm_eps", 1e-6)
+    tied: bool = hf("tie_word_embeddings", False)
+    attention_bias: bool = hf("attention_bias", False)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of attention."""
+        return self.dim // self.num_heads
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """LINEAR or FULL for each layer."""
+        return self.layer_types or _pattern(self.num_layers)
+
+
+class LinearBlock(nn.Layer):
+    """Llama's layer with gated DeltaNet for its attention: norms before the branches."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        heads: Any = dict(num_heads=cfg.num_value_heads, num_key_heads=cfg.num_key_heads)
+        widths: Any = dict(key_dim=cfg.key_dim, value_dim=cfg.value_dim, conv_width=cfg.conv_width)
+        step: Any = dict(max_step=2.0 if cfg.turns else 1.0, norm_eps=1e-5)  # whatever the other norms add
+        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.delta = nn.GatedDeltaNet(cfg.dim, **heads, **widths, **step, rngs=rngs)
+        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.delta(self.attn_norm(x), ctx, cache)
+        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
+        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
+        """Returns an empty state."""
+        return self.delta.init_cache(batch, capacity, dtype)
+
+
+class FullBlock(nn.Layer):
+    """OLMo 3's layer: norms behind the branches, `x + norm(branch(x))`, and over all heads of queries and of keys."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
+        norm = lambda heads: nn.HeadsRMSNorm(heads * H, eps=cfg.norm_eps)  # a scale for every dimension of every head
+        norms: Any = dict(q_norm=norm(N), k_norm=norm(K))
+        heads: Any = dict(num_heads=N, num_kv_heads=K, head_dim=H)
+        self.attn = nn.Attention(D, **heads, rope=cfg.rope, bias=bias, out_bias=bias, **norms, rngs=rngs)
+        self.attn_post_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
+        self.mlp_post_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.attn(x, ctx, cache)
+        x = constrain(x + self.attn_post_norm(checkpoint_name(h, "attn")), "batch", "seq", "act_embed")
+        x = x + self.mlp_post_norm(checkpoint_name(self.mlp(x), "mlp"))
+        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+
+
+class OLMoHybrid(nn.Decoder):
+    """OLMo Hybrid: the order of tokens is known to states only, attention has no positions."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.masks, self.ropes = (ops.Causal(),), () if cfg.rope is None else (cfg.rope,)
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.types), rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
+        """Builds layer `i`."""
+        return (FullBlock if self.cfg.types[i] == FULL else LinearBlock)(self.cfg, rngs=rngs)
+
+
+def _delta_net() -> list[Weight]:
+    """Lists the weights of gated DeltaNet; files have one convolution for each of queries, keys and values."""
+    table = [Weight(f"linear_attn.{name}", f"delta.{name.lower()}") for name in ("A_log", "dt_bias")]
+    for part in "qkv":
+        table.append(
+            Weight(f"linear_attn.{part}_conv1d.weight", f"delta.{part}_conv", "(N H) one W -> N H W", {"one": 0})
+        )
+    for theirs, ours in {"q": "q", "k": "k", "v": "v", "g": "gate"}.items():
+        table.append(Weight(f"linear_attn.{theirs}_proj.weight", f"delta.{ours}.w", "(N H) D -> N H D"))
+    table += [Weight(f"linear_attn.{part}_proj.weight", f"delta.{part}.w") for part in "ab"]
+    table += [Weight("linear_attn.o_norm.weight", "delta.norm.scale")]
+    return [*table, Weight("linear_attn.o_proj.weight", "delta.o.w", "D (N H) -> D N H")]
+
+
+def _table(cfg: Config) -> Table:
+    shared = [
+        Weight("attention_layer_norm.weight", "attn_norm.scale"),
+        # The norm before the MLP where it has one, else the one behind attention: transformers writes both so.
+        Weight("feedforward_layer_norm.weight", "mlp_norm.scale"),
+        Weight("feedforward_layer_norm.weight", "attn_post_norm.scale"),
+        Weight("post_feedforward_layernorm.weight", "mlp_post_norm.scale"),
+        *names.MLP,
+    ]
+    spellings = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+    also = [
+        Renamed(f"model.layers.{i}.{theirs}.", f"model.layers.{i}.{to}.")
+        for i in range(cfg.num_layers)
+        for theirs, to in spellings.items()
+    ]
+    return [*also, *names.decoder_table([*shared, *names.ATTENTION, *_delta_net()])]
+
+
+# fmt: off
+PRESETS = {
+    "olmo-hybrid-7b": Config(
+        vocab=100_352, num_layers=32, dim=3840, mlp_dim=11_008, num_heads=30, num_kv_heads=30, max_length=65_536,
+        num_key_heads=30, num_value_heads=30, key_dim=96, value_dim=192,
+    ),
+}
+# fmt: on
+
+FAMILY = Family(name="olmo_hybrid", model=OLMoHybrid, config=Config, table=_table, presets=PRESETS)

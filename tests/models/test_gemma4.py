@@ -1,0 +1,306 @@
+"""Gemma 4's text against transformers: shared keys, keys as values, a vector per layer, experts beside the MLP."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import maxlib
+from maxlib import inference, nn, sharding, training
+from maxlib.models import gemma4
+from maxlib.models.gemma4 import GLOBAL, LOCAL, OWN, SHARES, TAKES
+from maxlib.weights import HFConfig
+from tests.models import parity
+from tests.models.conformance import BASE, Conformance, assert_close
+
+ROPES = {
+    GLOBAL: {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5},
+    LOCAL: {"rope_type": "default", "rope_theta": 1e4},
+}
+SMALL = {
+    "pad_token_id": None,  # torch gives the row of padding no gradient
+    "head_dim": 8,
+    "global_head_dim": 12,
+    "sliding_window": 6,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": ROPES,
+    "vocab_size_per_layer_input": 61,
+    "hidden_size_per_layer_input": 0,
+}
+E_TYPES = [LOCAL, GLOBAL] * 4 + [LOCAL, LOCAL, GLOBAL] * 2
+
+
+class TestGemma4(Conformance):
+    family = "gemma4"
+    config = "Gemma4TextConfig"
+    base = BASE | SMALL
+    cases = {
+        # The last six layers take the keys of layers 6 and 7, and repeat every three; the first six every two.
+        "shared": {
+            "num_hidden_layers": 14,
+            "layer_types": E_TYPES,
+            "num_kv_shared_layers": 6,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 10,
+        },
+        "keys_as_values": {
+            "num_hidden_layers": 3,
+            "layer_types": [LOCAL, LOCAL, GLOBAL],
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "sliding_window": 4,
+        },
+        "experts": {
+            "num_hidden_layers": 4,
+            "layer_types": [LOCAL, GLOBAL] * 2,
+            "enable_moe_block": True,
+            "num_experts": 12,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 14,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+    }
+    windows = {"shared": {6, 24}, "keys_as_values": {4, 24}, "experts": {6, 24}}
+    matters = {
+        "sliding_window": 5,
+        "final_logit_softcapping": 1.0,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": ROPES | {GLOBAL: ROPES[GLOBAL] | {"partial_rotary_factor": 0.25}},
+    }
+    refused = {
+        "hidden_activation": "silu",
+        "hidden_act": "silu",
+        "attn_logit_softcapping": 50.0,
+        "use_bidirectional_attention": "all",
+        "layer_types": [LOCAL, "chunked_attention"] * 7,
+        "num_kv_shared_layers": 13,
+        "per_layer_config": {"0": {"head_dim": 12}},
+    }
+    elsewhere = {"top_k_experts"}  # below
+    presets = {
+        "gemma4-e2b": 4.63,
+        "gemma4-e4b": 7.46,
+        "gemma4-12b": 11.91,
+        "gemma4-26b-a4b": 25.233,
+        "gemma4-31b": 30.70,
+    }
+
+    def test_both_spellings_are_read(self, name):
+        """There is one: transformers 4 has no Gemma 4."""
+        case = parity.golden(self.family)[name]
+        now = HFConfig(case["config"])
+        gemma4.Config.from_hf(now)
+        now.done()
+
+    @pytest.mark.full
+    @classmethod
+    def test_presets_have_the_published_size(cls):
+        """Counted whole: their sizes follow from no two depths."""
+        assert gemma4.PRESETS.keys() == cls.presets.keys()
+        for name, cfg in gemma4.PRESETS.items():
+            with nn.stack.skip_layer_check():
+                model = jax.eval_shape(lambda cfg=cfg: gemma4.Gemma4(cfg, rngs=nnx.Rngs(0)))
+            count = nn.num_parameters(model) / 1e9
+            assert abs(count - cls.presets[name]) <= 0.0051, f"{name} has {count:.4f}B"
+            fields = HFConfig(json.loads(json.dumps(cfg.to_hf())))
+            assert gemma4.Config.from_hf(fields) == cfg, name
+            fields.done()
+
+
+transformers_cases = TestGemma4.transformers_cases
+
+
+def made(tmp_path, name: str, **changes):
+    """A case of the golden file and our model of it, its config changed."""
+    case = parity.golden("gemma4")[name]
+    case = case | {"config": case["config"] | changes}
+    return case, maxlib.from_pretrained(parity.directory(tmp_path / name, case))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"layer_types": [GLOBAL, LOCAL], "num_hidden_layers": 2}, "layer_types must end with full_attention"),
+        ({"layer_types": [GLOBAL, LOCAL, GLOBAL], "num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        ({"enable_moe_block": True}, "num_experts must be given"),
+    ],
+)
+def test_configs_that_cannot_be_are_refused_by_name(changes, error):
+    config = parity.golden("gemma4")["keys_as_values"]["config"]
+    config = {name: value for name, value in config.items() if name != "per_layer_config"}
+    with pytest.raises(ValueError, match=error):
+        gemma4.Config.from_hf(HFConfig(config | {"num_hidden_layers": 3} | changes))
+
+
+def test_layers_of_the_presets_are_scanned():
+    """E2B: ten layers with keys in two periods, five among which two share, twenty that take them in four."""
+    kinds = gemma4.PRESETS["gemma4-e2b"].kinds
+    assert [role for _, role in kinds] == [OWN] * 13 + [SHARES] * 2 + [TAKES] * 20
+    assert [i for i, (kind, _) in enumerate(kinds) if kind == GLOBAL] == [4, 9, 14, 19, 24, 29, 34]
+    layouts = {name: nn.layout_for(cfg.kinds) for name, cfg in gemma4.PRESETS.items()}
+    assert layouts == {
+        "gemma4-e2b": {"lead": 10, "lead_period": 5, "prefix": 5, "period": 5},
+        "gemma4-e4b": {"lead": 18, "lead_period": 6, "prefix": 6, "period": 6},
+        "gemma4-12b": {"prefix": 0, "period": 6},
+        "gemma4-26b-a4b": {"prefix": 0, "period": 6},
+        "gemma4-31b": {"prefix": 0, "period": 6},
+    }
+
+
+def test_layers_that_take_keys_have_none_and_no_cache(tmp_path):
+    """Releases store some for them."""
+    case = parity.golden("gemma4")["shared"]
+    ours, theirs = "model.layers.7.self_attn.", "model.layers.13.self_attn."
+    extra = {theirs + name: np.ones(case["shapes"][ours + name], np.float32) for name in
+             ("k_proj.weight", "v_proj.weight", "k_norm.weight")}  # fmt: skip
+    assert not extra.keys() & case["shapes"].keys()
+    model = maxlib.from_pretrained(parity.directory(tmp_path, case, **extra))
+    assert isinstance(model.layers[13].attn, nn.SharedKVAttention)
+    # Layers 0 to 5 are stored in two slots, 6 and 7 alone: their caches serve the other six.
+    assert len(nn.cache.layer_caches(model.init_cache(2, 24).layers)) == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("field", "value"), [("top_k_experts", 2), ("num_experts", 6), ("attention_k_eq_v", False)])
+def test_fields_of_experts_matter(tmp_path, field, value):
+    case, model = made(tmp_path, "experts")
+    before = parity.logits(model, case["tokens"])
+    try:
+        changed = made(tmp_path / "changed", "experts", **{field: value})[1]
+    except ValueError:
+        return  # the files have other sizes
+    assert np.abs(parity.logits(changed, case["tokens"]) - before).max() > 1e-3 * before.std()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("remat", ["full", "qkv"])
+def test_recomputed_layers_have_the_same_gradients(tmp_path, remat):
+    """Keys that other layers take get the gradients of all of them."""
+    case, model = made(tmp_path, "shared")
+    params, rest = nn.partition(model)
+
+    def loss(params, remat):
+        out = nn.combine(params, rest)(jnp.asarray(case["tokens"]), dtype=jnp.float32, remat=remat)
+        return jnp.sin(out.hidden).sum()
+
+    want, got = (jax.jit(jax.grad(loss), static_argnums=1)(params, how) for how in (None, remat))
+    for path, gradient in want.items():
+        np.testing.assert_allclose(got[path][...], gradient[...], atol=1e-5 * float(jnp.abs(gradient[...]).max()))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["CP_RING", "CP_GATHER"])
+def test_a_sequence_over_devices_equals_one_device(tmp_path, strategy):
+    """Tokens stand in another order there, and with them shared keys and the vectors of layers."""
+    case = parity.golden("gemma4")["shared"]
+    layout = sharding.Layout(
+        sharding.make_mesh(data=2, context=4), sharding.DP | getattr(sharding, strategy) | {"vocab": None}
+    )
+    model = maxlib.from_pretrained(parity.directory(tmp_path, case), layout=layout)
+    with sharding.use(layout):
+        assert_close(parity.logits(model, case["tokens"]), case["logits"], 1e-4)
+
+
+@pytest.mark.full
+def test_pipelines_equal_one_device_or_refuse_vectors_of_layers(tmp_path):
+    layout = sharding.Layout(
+        sharding.make_mesh(data=4, stage=2), sharding.DP | sharding.Pipeline("stage", microbatches=2)
+    )
+    plain = training.next_token_loss
+    exact = training.one_f_one_b(functools.partial(plain, dtype=jnp.float32))
+
+    @jax.jit
+    def by_autodiff(params, rest, batch):
+        loss = lambda params: plain(nn.combine(params, rest), batch, jax.random.key(0), dtype=jnp.float32)
+        grads, stats = jax.grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda g: g / stats.num_targets, grads)
+
+    for name in ("experts", "shared"):
+        case, model = made(tmp_path, name)
+        tokens = jnp.asarray(np.tile(case["tokens"], (4, 1)))
+        batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+        params, rest = nn.partition(model)
+        with sharding.use(layout):
+            placed = maxlib.from_pretrained(tmp_path / name, layout=layout)
+            if name == "shared":
+                with pytest.raises(ValueError, match="layer_inputs do not travel"):
+                    parity.logits(placed, np.asarray(batch["tokens"]))
+                with pytest.raises(ValueError, match="layers of Gemma4 take token ids"):
+                    exact.gradients(*nn.partition(placed), batch, jax.random.key(0))
+                continue
+            assert_close(parity.logits(placed, np.asarray(batch["tokens"]))[:2], case["logits"], 1e-4)
+            got, _, _ = jax.jit(exact.gradients)(*nn.partition(placed), batch, jax.random.key(0))
+        want = by_autodiff(params, rest, batch)
+        for path, gradient in want.items():
+            scale = float(jnp.abs(gradient[...]).max())
+            np.testing.assert_allclose(got[path][...], gradient[...], atol=1e-4 * scale, err_msg=path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", TestGemma4.cases)
+def test_greedy_text_is_that_of_transformers(tmp_path, name):
+    """Prompts of several lengths, beyond the window; one cache serves the layers that share keys."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    _, model = made(tmp_path, name)
+    maxlib.save_pretrained(model, tmp_path / "export")
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", **how)
+    prompts = [parity.tokens(61, 12)[0, :n].tolist() for n in (3, 9, 12)]
+    ours = inference.Generator(model, cache_dtype=jnp.float32, dtype=jnp.float32)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        # Without a mask, transformers hides the prompts' token 0, its padding.
+        rows = [torch.tensor([p]) for p in prompts]
+        texts = [theirs.generate(row, attention_mask=torch.ones_like(row), **options) for row in rows]
+        want = [text[0, len(p) :].tolist() for text, p in zip(texts, prompts, strict=True)]
+    assert ours.generate(prompts, max_new_tokens=12) == want
+
+
+SEEING = {
+    "vision_config": {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2,
+                      "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+    "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16,
+                     "subsampling_conv_channels": [4, 4]},
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["shared", "keys_as_values"])
+def test_text_of_a_model_that_sees_and_hears_is_that_of_transformers(tmp_path, name):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    text = TestGemma4.base | TestGemma4.cases[name] | {"use_bidirectional_attention": "vision", "pad_token_id": 0}
+    tied = text.get("tie_word_embeddings", True)
+    config = transformers.Gemma4Config(text_config=text, tie_word_embeddings=tied, **SEEING)
+    torch.manual_seed(0)
+    theirs = transformers.Gemma4ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    tokens = parity.tokens(61, 24)
+    with torch.no_grad():
+        want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    assert_close(parity.logits(maxlib.from_pretrained(tmp_path), tokens), want, 1e-4)
+
+
+@pytest.mark.full
+def test_text_of_a_unified_model_is_that_of_transformers(tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    text = BASE | TestGemma4.cases["keys_as_values"] | {"rope_parameters": ROPES, "head_dim": 8, "global_head_dim": 12}
+    config = transformers.Gemma4UnifiedConfig(
+        text_config=text,
+        vision_config={"mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16, "patch_size": 2},
+        audio_config={"audio_embed_dim": 12},
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    theirs = transformers.Gemma4UnifiedForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    tokens = parity.tokens(61, 24)
+    with torch.no_grad():
+        want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    assert_close(parity.logits(maxlib.from_pretrained(tmp_path), tokens), want, 1e-4)

@@ -1,0 +1,190 @@
+"""Granite 4 against transformers: Mamba-2 between attention, experts beside a shared MLP, dense models, slow decays."""
+
+import dataclasses
+
+import pytest
+
+from maxlib.models import granite4
+from maxlib.models.granite4 import FULL, MAMBA
+from maxlib.weights import HFConfig
+from tests.models.conformance import BASE, SEQ, Conformance
+
+FACTORED = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 4.0,
+}
+# Heads of 16, and a state of another size.
+SIZES = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+
+
+class TestGranite4(Conformance):
+    family = "granite4"
+    config = "GraniteMoeHybridConfig"
+    dtype = "float64"
+    gradients = 1e-3  # what float32 differs by from float64 here
+    base = BASE | FACTORED | SIZES | {"shared_intermediate_size": 20, "bos_token_id": None, "eos_token_id": None}
+    base |= {"position_embedding_type": "nope", "rope_parameters": DEFAULT}
+    cases = {
+        "hybrid": {
+            "num_hidden_layers": 4,
+            "layer_types": [MAMBA, FULL] * 2,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "tie_word_embeddings": True,
+        },
+        "rotated_biases": {
+            "layer_types": [MAMBA, MAMBA, FULL],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 3,
+            "mamba_n_groups": 1,
+            "vocab_size": 53,
+            "time_step_limit": [0.3, 0.9],
+        },
+        "dense": {
+            "layer_types": [FULL] * 3,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    }
+    matters = {
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.5,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+        "rms_norm_eps": 0.1,
+        "position_embedding_type": "rope",
+        "time_step_limit": [0.5, 0.6],
+    }
+    refused = Conformance.refused | {"mlp_bias": True, "normalization_function": "layernorm"}
+    refused |= {
+        "layer_types": [MAMBA, "chunked", MAMBA, FULL],
+        "mamba_n_heads": 5,
+        "mamba_d_head": 8,
+        "mamba_expand": 3,
+    }
+    # They decide which weights there are, or of which shape; nothing here is rotated, and chunks are no part of the
+    # function.
+    elsewhere = {
+        *("rope_parameters", "mamba_d_state", "mamba_d_conv", "mamba_n_groups", "mamba_conv_bias", "mamba_proj_bias"),
+        *("shared_intermediate_size", "mamba_chunk_size"),
+    }
+    presets = {
+        "granite-4.0-1b": 1.632,
+        "granite-4.0-micro": 3.403,
+        "granite-4.0-h-350m": 0.340,
+        "granite-4.0-h-1b": 1.462,
+        "granite-4.0-h-micro": 3.191,
+        "granite-4.0-h-tiny": 6.939,
+        "granite-4.0-h-small": 32.210,
+    }
+    depths = None
+    windows = {"hybrid": {SEQ, 3, 4}, "rotated_biases": {SEQ, 2, 4}}  # inputs of the convolution, heads of states
+    rules = Conformance.rules | {"expert": "data"}
+
+
+transformers_cases = TestGranite4.transformers_cases
+
+
+def test_both_names_of_layers_are_read():
+    config = {"model_type": "granitemoehybrid"} | TestGranite4.base
+    read = lambda *types: granite4.Config.from_hf(HFConfig(config | {"layer_types": list(types)})).layer_types
+    assert read("linear_attention", "full_attention", "mamba") == (MAMBA, FULL, MAMBA) == read(MAMBA, FULL, MAMBA)
+    assert granite4.Config.from_hf(HFConfig(config)).layer_types == (MAMBA,) * 3
+
+
+# The config.json of Granite 4.0 1B.
+RELEASED = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_multiplier": 0.0078125,
+    "bos_token_id": 100257,
+    "embedding_multiplier": 12,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "init_method": "mup",
+    "initializer_range": 0.1,
+    "intermediate_size": 4096,
+    "layer_types": ["attention"] * 40,
+    "logits_scaling": 8,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 256,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 131072,
+    "model_type": "granitemoehybrid",
+    "normalization_function": "rmsnorm",
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 0,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 4,
+    "num_local_experts": 0,
+    "output_router_logits": False,
+    "pad_token_id": 100256,
+    "position_embedding_type": "rope",
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.01,
+    "shared_intermediate_size": 4096,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.56.0",
+    "use_cache": True,
+    "vocab_size": 100352,
+}
+
+
+# Of the hybrids, what differs.
+HYBRID = {
+    "layer_types": ["mamba"] * 5 + [*["attention"], *["mamba"] * 9] * 3 + ["attention", *["mamba"] * 4],
+    "position_embedding_type": "nope",
+    "rope_theta": 10000,
+    "hidden_size": 1536,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "logits_scaling": 6,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_heads": 48,
+}
+TINY = {
+    "intermediate_size": 512,
+    "shared_intermediate_size": 1024,
+    "num_local_experts": 64,
+    "num_experts_per_tok": 6,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "preset"),
+    [({}, "granite-4.0-1b"), (HYBRID, "granite-4.0-h-1b"), (HYBRID | TINY, "granite-4.0-h-tiny")],
+)
+def test_presets_are_what_releases_say(changes, preset):
+    fields, want = HFConfig(RELEASED | changes), granite4.PRESETS[preset]
+    cfg = granite4.Config.from_hf(fields)
+    fields.done()
+    if MAMBA not in want.layer_types:  # its sizes of Mamba belong to no layer
+        own = ("mamba_heads", "mamba_state")
+        cfg = dataclasses.replace(cfg, **{name: getattr(want, name) for name in own})
+    assert cfg == want

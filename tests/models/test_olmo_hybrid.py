@@ -1,0 +1,88 @@
+"""OLMo Hybrid against transformers: steps up to 2, norms before linear attention and behind attention, no positions."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import maxlib
+from maxlib.models import olmo_hybrid
+from maxlib.models.olmo_hybrid import FULL, LINEAR
+from maxlib.ops import Rope
+from maxlib.weights import HFConfig
+from tests.models import parity
+from tests.models.conformance import BASE, SEQ, Conformance
+
+# transformers gives the padding token's row no gradient.
+NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+# Heads of values are others than those of keys. All keys are as wide as all values: transformers writes the convolution
+# in equal thirds, and its files are else not those of the release.
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 6,
+}
+NOPE = {"rope_type": "default", "rope_theta": None}
+
+
+class TestOLMoHybrid(Conformance):
+    family = "olmo_hybrid"
+    config = "OlmoHybridConfig"
+    dtype = "float64"
+    gradients = 1e-3  # what float32 differs by from float64 here
+    base = BASE | NO_TOKENS | DELTA
+    cases = {
+        "in_turn": {"num_hidden_layers": 4, "layer_types": [LINEAR, FULL] * 2, "rope_parameters": NOPE},
+        "rotated_biases": {
+            "layer_types": [LINEAR, LINEAR, FULL],
+            "attention_bias": True,
+            "linear_allow_neg_eigval": False,
+            "linear_conv_kernel_dim": 3,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "vocab_size": 53,
+        },
+    }
+    matters = {
+        "rms_norm_eps": 0.1,
+        "linear_allow_neg_eigval": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    refused = {"hidden_act": "gelu", "layer_types": [LINEAR, "chunked", LINEAR, FULL]}
+    # The first decides which weights there are; the others how rates are drawn.
+    elsewhere = {"layer_types", *olmo_hybrid.Config.ignored}
+    presets = {"olmo-hybrid-7b": 7.431}
+    depths = (4, 8)
+    windows = {"in_turn": {SEQ, 3, 4}, "rotated_biases": {SEQ, 2, 4}}  # inputs of the convolution, heads of states
+
+
+transformers_cases = TestOLMoHybrid.transformers_cases
+
+
+def test_other_names_of_norms_are_read(tmp_path):
+    """Those of transformers' modules, in place of those that it writes."""
+    case = parity.golden("olmo_hybrid")["in_turn"]
+    written = parity.directory(tmp_path / "written", case)
+    tensors = load_file(written / "model.safetensors")
+    other = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+    for old, new in other.items():
+        tensors = {name.replace(old, new): value for name, value in tensors.items()}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(case["config"]))
+    save_file(tensors, tmp_path / "other" / "model.safetensors")
+    want, got = (parity.logits(maxlib.from_pretrained(path), case["tokens"]) for path in (written, tmp_path / "other"))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.OlmoHybridConfig()
+    short = {name: getattr(theirs, name) for name in ["model_type", *olmo_hybrid.Config.required()]}
+    cfg = olmo_hybrid.Config.from_hf(HFConfig(short))
+    assert cfg == olmo_hybrid.Config.from_hf(HFConfig(theirs.to_dict()))
+    assert cfg.rope == Rope(128, max_length=65_536)
+    fields = HFConfig(theirs.to_dict() | {"rope_parameters": NOPE})
+    assert olmo_hybrid.Config.from_hf(fields) == olmo_hybrid.PRESETS["olmo-hybrid-7b"]
+    fields.done()
