@@ -82,6 +82,15 @@ def adapted(model: Any) -> list[tuple[str, Any]]:
     return [(path, site) for path, site in sites.find(model, sites.SITES) if _has(site)]
 
 
+def levels(site: Any) -> list[LowRank]:
+    """Lists the adapters of a layer: the newest first, frozen ones below."""
+    found, matmul = [], site.matmul
+    while isinstance(matmul, LowRank):
+        found.append(matmul)
+        matmul = matmul.inner
+    return found
+
+
 def make(site: Any, path: str, lora: LoRA, values: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
     """Returns a layer with an adapter whose factors are `values(site, *args)`; `args` have the axis of layers too."""
     if isinstance(site, nn.Embed):
@@ -132,15 +141,14 @@ def _low_rank(site: Any, lora: LoRA, a: Any, b: Any, magnitude: Any = None) -> L
     names = sites.axes_of(site)
     named = lambda dims: tuple(names[d] for d in dims)
     experts, kept, summed = dimensions(site)
-    param: Any = lambda value, axes, summed: nnx.LoRAParam(value, axes=axes, summed=summed)
-    a = param(a, (*named(experts), "lora_rank", *named(summed)), named(summed))
-    b = param(b, (*named(experts), *named(kept), "lora_rank"), ("lora_rank",))
+    of_a, of_b = (*named(experts), "lora_rank", *named(summed)), (*named(experts), *named(kept), "lora_rank")
+    a, b = nnx.LoRAParam(a, axes=of_a, summed=named(summed)), nnx.LoRAParam(b, axes=of_b, summed=("lora_rank",))
     parts: dict[str, Any] = {"scale": lora.scale, "summed": summed, "kept": kept}
     new = LowRank(site.matmul, a, b, **parts)
     if not lora.dora:
         return new
     start = new.length(site.w).astype(lora.dtype) if magnitude is None else magnitude
-    return LowRank(site.matmul, a, b, **parts, magnitude=nnx.LoRAParam(start, axes=(*named(experts), *named(kept))))
+    return LowRank(site.matmul, a, b, **parts, magnitude=nnx.LoRAParam(start, axes=of_b[:-1]))
 
 
 def dimensions(site: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -163,23 +171,16 @@ def _unwrap(model: Any, change: Callable[[Any, LowRank], Any]) -> Any:
 
 def _frozen(matmul: LowRank) -> LowRank:
     """Returns a matmul with copies of its factors that are no parameters."""
-    fixed = lambda v: None if v is None else nnx.Variable(jnp.copy(v[...]), **_kept_metadata(v))
-    factors: Any = fixed(matmul.a), fixed(matmul.b)
-    parts: dict[str, Any] = {"scale": matmul.scale, "summed": matmul.summed, "kept": matmul.kept}
-    return LowRank(matmul.inner, *factors, **parts, magnitude=fixed(matmul.magnitude))
-
-
-def _kept_metadata(variable: nnx.Variable) -> dict[str, Any]:
-    names = ("axes", "summed", "unnamed")
-    return {name: value for name, value in variable.get_metadata().items() if name in names}
+    kept = lambda v: {name: x for name, x in v.get_metadata().items() if name in ("axes", "summed", "unnamed")}
+    fixed: Any = lambda v: None if v is None else nnx.Variable(jnp.copy(v[...]), **kept(v))
+    parts: Any = {"scale": matmul.scale, "summed": matmul.summed, "kept": matmul.kept}
+    return LowRank(matmul.inner, fixed(matmul.a), fixed(matmul.b), **parts, magnitude=fixed(matmul.magnitude))
 
 
 def _merged(site: Any, requantize: bool) -> Any:
     """Returns one layer with its adapters, trained or frozen, written into its weight."""
     matmul, w = site.matmul, site.w
-    inner = matmul.inner
-    while isinstance(inner, LowRank):
-        inner = inner.inner
+    inner = levels(site)[-1].inner
     plain = w.restored() if isinstance(w, nn.quantized.QuantizedWeight) else w
     new = sites.replace(site, w=plain.replace(matmul.matrix(w).astype(plain.dtype)), matmul=inner)
     if not isinstance(w, nn.quantized.QuantizedWeight):

@@ -3,8 +3,10 @@
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +17,9 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _HONOURED = {"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"}
 # Tensors say what is adapted and saved; the others concern training only, or how modules are found.
-_WITHOUT_EFFECT = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "ensure_weight_tying",
-    "exclude_modules",
-    "fan_in_fan_out",
-    "inference_mode",
-    "init_lora_weights",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_dropout",
-    "megatron_core",
-    "modules_to_save",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "target_modules",
-    "target_parameters",
-    "task_type",
-}
+_WITHOUT_EFFECT = """auto_mapping base_model_name_or_path ensure_weight_tying exclude_modules fan_in_fan_out inference_mode
+    init_lora_weights layers_pattern layers_to_transform lora_dropout megatron_core modules_to_save peft_version
+    qalora_group_size revision runtime_config target_modules target_parameters task_type"""
 # Initializers that leave the base weights as they are.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -89,8 +73,9 @@ def read(directory: Path) -> Config:
             f"{path}: r must be a whole number, lora_alpha a number, patterns tables of them by regular expressions, "
             f"target_parameters names; the scale of the adapter depends on them. Got {given!r:.200}"
         )
-    known = _HONOURED | _WITHOUT_EFFECT
-    refused = {name: value for name, value in fields.items() if name not in known and _matters(name, value)}
+    known = _HONOURED | {*_WITHOUT_EFFECT.split()}
+    asks = lambda name, value: bool(value) and (name, value) != ("bias", "none")
+    refused = {name: value for name, value in fields.items() if name not in known and asks(name, value)}
     if not isinstance(init := fields.get("init_lora_weights"), str | bool | None) or init not in _INITS:
         refused["init_lora_weights"] = init  # those change the base
     if refused:
@@ -106,15 +91,9 @@ def _is_alpha(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e9  # a comparison with NaN is False
 
 
-def _is_table(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Returns a function that tells whether a value is None, or values `of` a kind by regular expression."""
-
-    def is_right(table: Any) -> bool:
-        if table is None:
-            return True
-        return isinstance(table, dict) and all(of(value) and _is_pattern(key) for key, value in table.items())
-
-    return is_right
+def _is_table(table: Any, of: Callable[[Any], bool]) -> bool:
+    """Tells whether a value is None, or values `of` a kind by regular expression."""
+    return table is None or (isinstance(table, dict) and all(of(x) and _is_pattern(key) for key, x in table.items()))
 
 
 def _is_pattern(text: str) -> bool:
@@ -132,15 +111,10 @@ def _are_names(value: Any) -> bool:
 _KINDS = {
     "r": _is_rank,
     "lora_alpha": _is_alpha,
-    "rank_pattern": _is_table(_is_rank),
-    "alpha_pattern": _is_table(_is_alpha),
+    "rank_pattern": partial(_is_table, of=_is_rank),
+    "alpha_pattern": partial(_is_table, of=_is_alpha),
     "target_parameters": _are_names,
 }
-
-
-def _matters(name: str, value: Any) -> bool:
-    """Returns True for a value that asks for something."""
-    return bool(value) and not (name == "bias" and value == "none")
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
@@ -160,11 +134,10 @@ def make(
         dora: True if the adapters train lengths.
         base: Name of the base model.
     """
-    everything = {**adapters, **experts}
-    counts: dict[tuple[int, float], int] = {}
+    everything, counts = {**adapters, **experts}, Counter[tuple[int, float]]()
     for name, value in everything.items():  # a tensor per expert: PEFT takes their rank from `r`
-        counts[value] = counts.get(value, 0) + (len(everything) if ".experts." in name and name in adapters else 1)
-    rank, scale = max(counts, key=lambda value: counts[value])
+        counts[value] += len(everything) if ".experts." in name and name in adapters else 1
+    (rank, scale), _ = counts.most_common(1)[0]
     others: dict[str, tuple[int, float]] = {}
     for name, value in sorted(everything.items()):
         others |= _patterns(name, *value) if value != (rank, scale) else {}

@@ -17,6 +17,7 @@ from maxlib.adapters._peft_names import Names, Part, names_of
 from maxlib.adapters._rules import LoRA
 from maxlib.nn import _sites as sites
 from maxlib.nn._layer_axis import layer_axis
+from maxlib.weights import _buckets as buckets
 from maxlib.weights._files import read_header
 
 Model = TypeVar("Model")
@@ -47,7 +48,7 @@ def load(
 
     Args:
         model: The base model.
-        directory: Has adapter_config.json and adapter_model.safetensors.
+        directory: Has adapter_config.json and adapter_model.safetensors; or its name in a bucket.
         into_base: True allows saved modules, and adapters of embeddings and heads, which are written into the weights;
             `base` then returns weights with them.
         dtype: Dtype of the factors.
@@ -60,8 +61,9 @@ def load(
         FileNotFoundError: when a file is missing.
         ValueError: when a field, a tensor or a shape does not fit the model, with its name.
     """
+    directory = buckets.local(directory)
     try:
-        model, layers = _fitted(model, Path(directory), into_base, dtype)
+        model, layers = _fitted(model, directory, into_base, dtype)
     except ValueError as error:
         if str(directory) in str(error):
             raise
@@ -118,8 +120,8 @@ def _of_experts(
 
     PEFT names them by nesting: `experts.base_layer` is the inner one, gate and up; `experts` is down, or the only one.
     """
-    renamed = {}
-    votes: set[bool] = set()
+    renamed, votes, last = {}, set[bool](), lambda name: name.rpartition(".")[2]
+    named = {*map(last, config.fields.get("target_parameters") or ())}
     for name, factors in modules.items():
         stem = name.removesuffix(".base_layer").replace("block_sparse_moe", "mlp")
         own = {n: parts for n, parts in fused.parts.items() if n.rpartition(".")[0] == stem and parts[0].experts}
@@ -127,18 +129,14 @@ def _of_experts(
             renamed[name] = factors
             continue
         both = f"{stem}.base_layer" in modules or f"{name}.base_layer" in modules
-        wanted = ["gate_up_proj" if name.endswith(".base_layer") else "down_proj"] if both else _targets(config, own)
+        wanted = (
+            {"gate_up_proj" if name.endswith(".base_layer") else "down_proj"} if both else named & {*map(last, own)}
+        )
         if len(wanted) != 1:
             raise ValueError(f"{config.where}: target_parameters must say which parameter of {stem} is adapted")
-        renamed[f"{stem}.{wanted[0]}"] = factors
-        votes |= {v for v in [_orientation(own[f"{stem}.{wanted[0]}"][0], factors)] if v is not None}
+        renamed[parameter := f"{stem}.{wanted.pop()}"] = factors
+        votes |= {v for v in [_orientation(own[parameter][0], factors)] if v is not None}
     return renamed, lambda part, factors: _is_swapped(part, factors, votes, config)
-
-
-def _targets(config: peft.Config, own: Mapping[str, Any]) -> list[str]:
-    """Returns the parameters of these experts that `target_parameters` names."""
-    targets = [target.rpartition(".")[2] for target in config.fields.get("target_parameters") or ()]
-    return sorted({name.rpartition(".")[2] for name in own} & {*targets})
 
 
 def _orientation(part: Part, factors: Factors) -> bool | None:
@@ -210,37 +208,30 @@ def _ours(part: Part, module: str, factors: Factors, lora: LoRA, swapped: Callab
         raise ValueError(
             f"{module}: factors are for {a.shape[-1]} inputs and {b.shape[lead]} outputs, must be {wanted}"
         )
-    made = (
-        part.view(np.ascontiguousarray(a), lead + 1, part.summed),
-        part.view(np.ascontiguousarray(b), lead, part.kept),
-    )
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    made = part.view(a, lead + 1, part.summed), part.view(b, lead, part.kept)
     return (*made, part.view(factors["magnitude_vector"].reshape(-1), 0, part.kept)) if lora.dora else made
 
 
 def _put(model: Any, layers: dict[tuple[str, int | None], _Layer]) -> Any:
     """Puts collected adapters on the model."""
-    by_path: dict[str, dict[int | None, _Layer]] = {}
-    for (path, number), layer in layers.items():
-        by_path.setdefault(path, {})[number] = layer
+    first = {key[0]: key for key in reversed(layers)}
+    key_of = lambda path, number: first.get(path, (path, None)) if number is None else (path, number)
     used = set()
 
-    def of(path: str, number: int | None) -> _Layer | None:
-        here = by_path.get(path, {})
-        return here.get(number) if number is not None else next(iter(here.values()), None)
-
     def decide(where: sites.Where) -> LoRA | None:
-        layer = of(where.path, where.layer)
+        layer = layers.get(key_of(where.path, where.layer))
         return None if layer is None else layer.lora
 
     def change(site: Any, lora: LoRA, path: str, numbers: tuple[int, ...] | None) -> Any:
-        found = [of(path, number) for number in numbers or (None,)]
-        used.update(id(layer) for layer in found)
-        each = [_stacked(layer, path, site) for layer in found if layer is not None]
+        keys = [key_of(path, number) for number in numbers or (None,)]
+        used.update(keys)
+        each = [_stacked(layers[key], path, site) for key in keys if key in layers]
         arrays = [np.stack(values) if layer_axis(site) is not None else values[0] for values in zip(*each, strict=True)]
         return make(site, path, lora, lambda _, *values: values, *(jnp.asarray(a, lora.dtype) for a in arrays))
 
     new = sites.change_sites(model, decide, change)
-    if left := [key for key, layer in layers.items() if id(layer) not in used]:
+    if left := [key for key in layers if key not in used]:
         raise ValueError(f"no place in the model for the adapters of {left[:10]}")
     return new
 
@@ -259,9 +250,7 @@ def _written(model: Any, names: Names, tables: Mapping, saved: Factors, config: 
     """Returns the model with saved modules, and adapters of tables, in its weights."""
     if not (tables or saved):
         return model
-    values, new = nn.variables(model), {}
-    for name, value in saved.items():
-        new[names.whole[name]] = value
+    values, new = nn.variables(model), {names.whole[name]: value for name, value in saved.items()}
     for module, factors in tables.items():
         path, lora = names.whole[f"{module}.weight"], config.adapter(module, dtype)
         if getattr(model, "head", None) is None and path == "embed.w":
@@ -282,8 +271,6 @@ def _written(model: Any, names: Names, tables: Mapping, saved: Factors, config: 
 
 def _placed(model: Any, layout: sharding.Layout) -> Any:
     """Puts the factors in their places on the mesh."""
-    factors, rest = nn.partition(model, trainable)
-    found = nn.variables(model)
-    return nn.combine(
-        {path: jax.device_put(v, layout.sharding(path, found[path])) for path, v in factors.items()}, rest
-    )
+    (factors, rest), found = nn.partition(model, trainable), nn.variables(model)
+    put = lambda path, value: jax.device_put(value, layout.sharding(path, found[path]))
+    return nn.combine({path: put(path, value) for path, value in factors.items()}, rest)

@@ -9,11 +9,10 @@ import jax
 import numpy as np
 
 from maxlib.adapters import _peft_config as peft
-from maxlib.adapters._apply import adapted
+from maxlib.adapters._apply import adapted, levels
 from maxlib.adapters._peft_names import Names, Part, names_of
 from maxlib.adapters._report import report, vllm_line
 from maxlib.nn._layer_axis import layer_axis
-from maxlib.nn.matmul import LowRank
 from maxlib.weights._files import Header, write_file
 from maxlib.weights._saving import whole_directory, write_json
 
@@ -104,21 +103,14 @@ def _modules(model: Any, names: Names) -> dict[str, list[_Factors]]:
 
 def _joined(path: str, site: Any) -> tuple[list[Any], float]:
     """Returns `a`, `b` and magnitude of a layer, on the host, and their scale; several adapters become one."""
-    matmul, levels = site.matmul, []
-    while isinstance(matmul, LowRank):
-        levels.append(matmul)
-        matmul = matmul.inner
-    if len(levels) > 1 and any(level.magnitude is not None for level in levels):
+    found = levels(site)
+    if len(found) > 1 and any(level.magnitude is not None for level in found):
         raise ValueError(f"{path}: PEFT cannot express DoRA on top of another adapter; merge the lower one first")
     host = lambda v: np.asarray(jax.device_get(v.get_value()))
-    scale, lead = levels[0].scale, int(layer_axis(site) is not None) + int(len(site.w.shape) > 2 and _experts(site))
-    a = np.concatenate([host(level.a) for level in levels], axis=lead)
-    b = np.concatenate([host(level.b) * np.asarray(level.scale / scale, level.b.dtype) for level in levels], axis=-1)
-    return [a, b, None if levels[0].magnitude is None else host(levels[0].magnitude)], scale
-
-
-def _experts(site: Any) -> bool:
-    return hasattr(site, "layout")
+    scale, experts = found[0].scale, hasattr(site, "layout") and len(site.w.shape) > 2
+    a = np.concatenate([host(level.a) for level in found], axis=int(layer_axis(site) is not None) + experts)
+    b = np.concatenate([host(level.b) * np.asarray(level.scale / scale, level.b.dtype) for level in found], axis=-1)
+    return [a, b, None if found[0].magnitude is None else host(found[0].magnitude)], scale
 
 
 def _factors(part: Part, arrays: Sequence[Any], scale: float) -> _Factors:

@@ -9,25 +9,15 @@ from flax import nnx
 from rich import box
 from rich.table import Table
 
-from maxlib import nn
 from maxlib._utils.tables import to_text
-from maxlib.adapters._apply import adapted
+from maxlib.adapters._apply import adapted, levels
 from maxlib.nn._sites import Kind, kind_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Adapters of one layer, or of several that a stack stores together.
-
-    Attributes:
-        path: Dotted path of the layer.
-        kind: Kind of the layer.
-        rank: Rank of the product.
-        scale: Factor on the product.
-        dora: True if lengths are trained.
-        trained: False for adapters from `frozen`.
-        numbers: Numbers in the factors.
-        bytes: Bytes of the factors.
+    """Adapters of one layer, or of several that a stack stores together: `bytes` are those of the factors, `trained` is
+    False for adapters from `frozen`, `dora` True if lengths are trained.
     """
 
     path: str
@@ -36,7 +26,6 @@ class Row:
     scale: float
     dora: bool
     trained: bool
-    numbers: int
     bytes: int
 
 
@@ -91,9 +80,8 @@ def report(model: Any) -> Report:
     Args:
         model: A model; `jax.eval_shape` of one is enough.
     """
-    rows = tuple(row for path, site in adapted(model) for row in _rows(path, site))
-    total = sum(_bytes(leaf) for leaf in jax.tree.leaves(model))
-    return Report(rows, total - sum(row.bytes for row in rows))
+    rows = tuple(_row(path, site, matmul) for path, site in adapted(model) for matmul in levels(site))
+    return Report(rows, _bytes(model) - sum(row.bytes for row in rows))
 
 
 def vllm_line(written: Iterable[tuple[int, float]], *, dora: bool, fused: bool = False) -> str:
@@ -111,19 +99,11 @@ def vllm_line(written: Iterable[tuple[int, float]], *, dora: bool, fused: bool =
     return f"vLLM: with max_lora_rank of at least {max(rank for rank, _ in kinds)}"
 
 
-def _rows(path: str, site: Any) -> list[Row]:
-    """Returns the rows of a layer: its adapter, and the frozen ones below."""
-    rows, matmul = [], site.matmul
-    while isinstance(matmul, nn.matmul.LowRank):
-        factors = [v.get_value() for v in (matmul.a, matmul.b, matmul.magnitude) if v is not None]
-        what = matmul.rank, matmul.scale, matmul.magnitude is not None
-        trained = isinstance(matmul.b, nnx.LoRAParam)
-        rows.append(
-            Row(path, kind_of(site), *what, trained, sum(a.size for a in factors), sum(_bytes(a) for a in factors))
-        )
-        matmul = matmul.inner
-    return rows
+def _row(path: str, site: Any, matmul: Any) -> Row:
+    """Returns the row of one adapter of a layer."""
+    what = matmul.rank, matmul.scale, matmul.magnitude is not None, isinstance(matmul.b, nnx.LoRAParam)
+    return Row(path, kind_of(site), *what, _bytes((matmul.a, matmul.b, matmul.magnitude)))
 
 
-def _bytes(array: Any) -> int:
-    return array.size * array.dtype.itemsize
+def _bytes(tree: Any) -> int:
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))

@@ -70,7 +70,7 @@ def pad(documents: grain.MapDataset[Any], *, length: int, long: Long = "error") 
     if long not in ("error", "truncate", "drop"):
         raise ValueError(f"long must be 'error', 'truncate' or 'drop', got {long!r}")
     if long == "drop":
-        documents = documents.filter(lambda document: max(_lengths(document)) <= length)
+        documents = documents.filter(lambda document: _longest(document) <= length)
     return documents.map(lambda document: _padded(document, length, long))
 
 
@@ -150,9 +150,9 @@ def _tokenized(messages: Sequence[Any], tokenizer: Any, template: ChatTemplate) 
     return _with_targets({"messages": messages}, tokenizer, template, "last")
 
 
-def _lengths(document: Row) -> list[int]:
-    nested = [n for value in document.values() if isinstance(value, dict) for n in _lengths(value)]
-    return nested + ([len(document["tokens"])] if "tokens" in document else [])
+def _longest(document: Row) -> int:
+    nested = [_longest(value) for value in document.values() if isinstance(value, dict)]
+    return max([*nested, len(document.get("tokens", ()))])
 
 
 def _padded(document: Row, length: int, long: Long) -> Row:
@@ -163,9 +163,5 @@ def _padded(document: Row, length: int, long: Long) -> Row:
     if size > length and long == "error":
         raise ValueError(f"a document of {size} tokens does not fit a row of {length}: give long='truncate' or 'drop'")
     fill = lambda x, value: np.append(x[:length], np.full(max(length - size, 0), value)).astype(np.int32)
-    segment_ids = (np.arange(length) < size).astype(np.int32)
-    return out | {
-        "tokens": fill(document["tokens"], 0),
-        "targets": fill(document["targets"], -1),
-        "segment_ids": segment_ids,
-    }
+    rows = {"tokens": fill(document["tokens"], 0), "targets": fill(document["targets"], -1)}
+    return out | rows | {"segment_ids": (np.arange(length) < size).astype(np.int32)}

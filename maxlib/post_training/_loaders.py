@@ -8,40 +8,40 @@ import jax.numpy as jnp
 
 from maxlib import nn, sharding
 from maxlib.observability._metrics import reported
-from maxlib.post_training._models import hidden_states, log_probs
+from maxlib.post_training._models import Batch, hidden_states, log_probs
 from maxlib.training import StatefulLoader, place_batch
 
-Batch = dict[str, Any]
 
-
-class MappedLoader:
-    """A loader whose batches went through a function; its state is that of the loader inside.
+class Scored:
+    """A loader that adds what a frozen model says to each part of a batch that has tokens; it is where `loader` is.
 
     Args:
         loader: Any loader of the protocol.
-        function: From batch to batch.
+        model: The frozen model.
+        layout: Layout of the model and the batches.
+        score: From model and part to new arrays.
     """
 
-    def __init__(self, loader: StatefulLoader, function: Callable[[Batch], Batch]):
-        self.loader, self.function = loader, function
+    def __init__(
+        self,
+        loader: StatefulLoader,
+        model: Any,
+        layout: sharding.Layout | None,
+        score: Callable[[Any, Batch], Batch],
+    ):
+        self.loader, self.model, self.layout = loader, model, layout
+        self._compiled = jax.jit(lambda model, batch: _over_parts(lambda part: score(model, part), batch))
+        self.reset, self.get_state, self.set_state = loader.reset, loader.get_state, loader.set_state
 
-    def __iter__(self) -> "MappedLoader":
+    def __iter__(self) -> "Scored":
         return self
 
     def __next__(self) -> Batch:
-        return self.function(next(self.loader))
-
-    def reset(self) -> None:
-        """Goes back to the first batch."""
-        self.loader.reset()
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns the position of the loader inside."""
-        return self.loader.get_state()
-
-    def set_state(self, state: Any) -> None:
-        """Continues from a position."""
-        self.loader.set_state(state)
+        batch = place_batch(next(self.loader), self.layout)
+        if self.layout is None:
+            return self._compiled(self.model, batch)
+        with sharding.use(self.layout):
+            return self._compiled(self.model, batch)
 
     def metrics(self) -> dict[str, Any]:
         """Returns the counts of the loader inside."""
@@ -55,7 +55,7 @@ def add_reference(
     layout: sharding.Layout | None = None,
     temperature: float = 1.0,
     dtype: Any = jnp.bfloat16,
-) -> MappedLoader:
+) -> Scored:
     """Adds the log-probabilities under a frozen model to every batch, as `reference` beside `targets`.
 
     Args:
@@ -66,7 +66,7 @@ def add_reference(
         dtype: As in the loss: a reference in another precision is not the policy at step 0.
     """
     score = lambda model, part: {"reference": log_probs(model, part, temperature=temperature, dtype=dtype).log_prob}
-    return MappedLoader(loader, _adding(score, model, layout))
+    return Scored(loader, model, layout, score)
 
 
 def add_teacher(
@@ -77,7 +77,7 @@ def add_teacher(
     layout: sharding.Layout | None = None,
     temperature: float = 1.0,
     dtype: Any = jnp.bfloat16,
-) -> MappedLoader:
+) -> Scored:
     """Adds a teacher's k likeliest tokens at every place, as `teacher_ids` and `teacher_log_probs`, `B T K`.
 
     Args:
@@ -90,27 +90,14 @@ def add_teacher(
     """
 
     def score(model: Any, part: Batch) -> Batch:
-        hidden = hidden_states(model, part, dtype=dtype).hidden
-        values, ids = nn.distillation.token_top_k(
-            hidden, model.head_weight(), k, temperature=temperature, softcap=model.softcap
+        hidden, options = (
+            hidden_states(model, part, dtype=dtype),
+            {"temperature": temperature, "softcap": model.softcap},
         )
+        values, ids = nn.distillation.token_top_k(hidden, model.head_weight(), k, **options)
         return {"teacher_ids": ids, "teacher_log_probs": values}
 
-    return MappedLoader(loader, _adding(score, model, layout))
-
-
-def _adding(score: Callable[[Any, Batch], Batch], model: Any, layout: sharding.Layout | None) -> Callable:
-    """Makes a function that adds the results of `score(model, part)` to each part of a batch that has tokens."""
-    compiled = jax.jit(lambda model, batch: _over_parts(lambda part: score(model, part), batch))
-
-    def add(batch: Batch) -> Batch:
-        batch = place_batch(batch, layout)
-        if layout is None:
-            return compiled(model, batch)
-        with sharding.use(layout):
-            return compiled(model, batch)
-
-    return add
+    return Scored(loader, model, layout, score)
 
 
 def _over_parts(function: Callable[[Batch], Batch], batch: Batch) -> Batch:

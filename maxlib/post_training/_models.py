@@ -1,16 +1,20 @@
-"""Models beside the one that is trained: references and teachers; and the log-probabilities that they give."""
+"""Models beside the one that is trained, references and teachers, and losses that compare with them."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from maxlib import nn
+from maxlib.training import Objective, Stats
 
-_INPUTS = ("positions", "segment_ids", "valid", "images")
+Batch = dict[str, Any]
 Other = Callable[[Any], Any]
+_INPUTS = ("positions", "segment_ids", "valid", "images")
 
 
 class WithFrozen(nnx.Module):
@@ -27,20 +31,47 @@ class WithFrozen(nnx.Module):
         self.trained, self.frozen = trained, frozen
 
 
-def trained_and_frozen(model: Any, other: Other | None, what: str) -> tuple[Any, Any]:
-    """Returns the model to train and the other one, None if there is none.
+class ComparedObjective(Objective):
+    """A training loss that compares the model with another one, which its option `option` finds.
+
+    Called as `loss(model, batch, key, *, reference, dtype, remat, **options)`, for an `option` of that name. The other
+    model is `reference(model)`, such as `adapters.base`, or that of `WithFrozen`, or what it says is in the batch.
 
     Args:
-        model: A model, or `WithFrozen`.
-        other: A function from the model to the other one, such as `adapters.base`.
-        what: Name of the option, for errors.
-
-    Raises:
-        TypeError: when `other` is a model.
+        from_hidden: As for `Objective`.
+        option: Name of the option.
+        compare: From model, other model (None if there is none), batch, and options of the loss: the batch with what
+            the other one says, and more options.
     """
+
+    def __init__(self, from_hidden: Any, *, option: str, compare: Callable[..., tuple[Batch, dict[str, Any]]]):
+        super().__init__(from_hidden)
+        self.option, self.compare = option, compare
+        new = inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None)
+        own = [p for p in self.__signature__.parameters.values() if p.name != "teacher_head"]  # which `compare` gives
+        self.__signature__ = self.__signature__.replace(parameters=[*own, new])
+
+    def __call__(
+        self,
+        model: Any,
+        batch: Batch,
+        key: Array | None = None,
+        *,
+        dtype: Any = jnp.bfloat16,
+        remat: nn.remat.Policy = None,
+        **options: Any,
+    ) -> tuple[Float[Array, ""], Stats]:
+        """Runs the models on the batch and returns `(loss sum, Stats)`."""
+        model, frozen = _trained_and_frozen(model, options.pop(self.option, None), self.option)
+        batch, more = self.compare(model, frozen, batch, options, {"dtype": dtype, "remat": remat})
+        return super().__call__(model, batch, key, dtype=dtype, remat=remat, **options, **more)
+
+
+def _trained_and_frozen(model: Any, other: Other | None, option: str) -> tuple[Any, Any]:
+    """Returns the model to train and the other one, None if there is none."""
     if other is not None and (not callable(other) or nn.variables(other)):
         raise TypeError(
-            f"{what} must be a function from the trained model to the other one, such as adapters.base, got "
+            f"{option} must be a function from the trained model to the other one, such as adapters.base, got "
             f"{type(other).__name__}: put a model of its own beside the trained one, WithFrozen(trained, frozen)"
         )
     if other is not None:
@@ -48,15 +79,14 @@ def trained_and_frozen(model: Any, other: Other | None, what: str) -> tuple[Any,
     return (model.trained, model.frozen) if isinstance(model, WithFrozen) else (model, None)
 
 
-def hidden_states(model: Any, batch: dict[str, Any], *, dtype: Any, remat: nn.remat.Policy = None) -> nn.Output:
-    """Runs a model on a batch's tokens."""
-    inputs = {name: batch[name] for name in _INPUTS if name in batch}
-    return model(batch["tokens"], dtype=dtype, remat=remat, **inputs)
+def hidden_states(model: Any, batch: Batch, **run: Any) -> Float[Array, "B T D"]:
+    """Returns a model's last hidden states on a batch's tokens; `run` has dtype and remat."""
+    return model(batch["tokens"], **run, **{name: batch[name] for name in _INPUTS if name in batch}).hidden
 
 
 def log_probs(
     model: Any,
-    batch: dict[str, Any],
+    batch: Batch,
     *,
     temperature: float = 1.0,
     entropy: bool = False,
@@ -76,11 +106,15 @@ def log_probs(
     Returns:
         One value per token, 0 where it is not scored.
     """
-    out = hidden_states(model, batch, dtype=dtype, remat=remat)
-    options = {"temperature": temperature, "softcap": model.softcap, "entropy": entropy}
-    return nn.token_log_probs(out.hidden, model.head_weight(), batch["targets"], **options)
+    hidden = hidden_states(model, batch, dtype=dtype, remat=remat)
+    return scores(model, hidden, batch["targets"], temperature=temperature, entropy=entropy)
 
 
-def frozen_log_probs(model: Any, batch: dict[str, Any], **options: Any) -> jax.Array:
+def scores(head: Any, hidden: Float[Array, "B T D"], targets: Any, **options: Any) -> nn.TokenLogProbs:
+    """Computes what a head says of targets."""
+    return nn.token_log_probs(hidden, head.head_weight(), targets, softcap=head.softcap, **options)
+
+
+def frozen_log_probs(model: Any, batch: Batch, **options: Any) -> jax.Array:
     """Computes `log_probs` without gradients."""
     return jax.lax.stop_gradient(log_probs(jax.lax.stop_gradient(model), batch, **options).log_prob)

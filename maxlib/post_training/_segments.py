@@ -1,4 +1,7 @@
-"""Sums over the sequences that are packed into rows. Shapes: B rows, T tokens, S sequences of a row."""
+"""Sums over the sequences that are packed into rows. Shapes: B rows, T tokens, S sequences of a row.
+
+`segment_ids` number the sequences of a row from 1, with 0 for padding; None stands for one sequence per row.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -7,15 +10,7 @@ Segments = Int[Array, "B T"] | None
 
 
 def segment_sums(values: Float[Array, "B T"], segment_ids: Segments) -> Float[Array, "B S"]:
-    """Sums `values` over each sequence of a row.
-
-    Args:
-        values: One value per token, 0 where nothing counts.
-        segment_ids: Sequences of a row, numbered from 1, 0 for padding; None for one sequence per row.
-
-    Returns:
-        The sums, by number of the sequence; S is 1 without `segment_ids`, else T, which no row exceeds.
-    """
+    """Sums values, 0 where nothing counts; S is 1 without `segment_ids`, else T, which no number exceeds."""
     if segment_ids is None:
         return jnp.sum(values, axis=1, keepdims=True)  # [B, T] -> [B, 1]
     B, T = values.shape
@@ -25,13 +20,7 @@ def segment_sums(values: Float[Array, "B T"], segment_ids: Segments) -> Float[Ar
 
 
 def spread(sums: Float[Array, "B S"], segment_ids: Segments, length: int) -> Float[Array, "B T"]:
-    """Returns to each token the value of its sequence; the inverse direction of `segment_sums`.
-
-    Args:
-        sums: One value per sequence.
-        segment_ids: As for `segment_sums`.
-        length: Number T of tokens.
-    """
+    """Returns to each of `length` tokens the value of its sequence; the inverse direction of `segment_sums`."""
     if segment_ids is None:
         return jnp.broadcast_to(sums, (sums.shape[0], length))  # [B, 1] -> [B, T]
     return jnp.take_along_axis(sums, jnp.maximum(segment_ids - 1, 0), axis=1)

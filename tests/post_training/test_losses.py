@@ -14,7 +14,7 @@ import pytest
 
 from maxlib import nn, sharding, training
 from maxlib import post_training as pt
-from maxlib.post_training._preference_loss import interleaved
+from maxlib.post_training._preference_losses import interleaved
 from maxlib.training._objectives.objective import split_options
 from tests.nn.tiny import tiny_llama
 from tests.training import tiny

@@ -11,7 +11,8 @@ import pytest
 from maxlib import nn, ops
 from maxlib import post_training as pt
 from maxlib.nn import TokenLogProbs
-from maxlib.post_training._preference_loss import interleaved
+from maxlib.post_training._preference_losses import interleaved
+from maxlib.post_training._segments import segment_sums
 from tests.post_training.arrays import PAIRS, TEMPERATURE, V, arrays, targets
 
 DATA = arrays()
@@ -122,7 +123,7 @@ def test_preferences(name):
 
 def test_kto():
     batch = rows("reference", "good")
-    z = pt.segment_sums(jnp.where(batch["targets"] >= 0, scores(DATA["mismatched"]) - batch["reference"], 0), None)
+    z = segment_sums(jnp.where(batch["targets"] >= 0, scores(DATA["mismatched"]) - batch["reference"], 0), None)
     batch["z"] = jnp.full(len(batch["tokens"]), jnp.mean(z))
     run = lambda logits: mean(pt.kto_loss.from_hidden, batch, logits, kind=pt.KTO(0.4, 1.2, 0.7))
     compare("kto", lambda logits: run(logits)[0], DATA["logits"])

@@ -39,19 +39,19 @@ def test_leave_one_out():
 
 def test_several_rewards():
     both = np.stack([REWARDS, 10 * np.roll(REWARDS, 1, axis=1)], axis=-1)
-    total = pt.combine_rewards(both, [1.0, 0.5])
+    total = pt.advantages.combine_rewards(both, [1.0, 0.5])
     np.testing.assert_allclose(total[0], REWARDS[0] + 5 * np.roll(REWARDS[0], 1))
     assert total[2, 1] == 5.0 and total[2, 2] == 0.0  # one of the two was not scored
-    assert np.isnan(pt.combine_rewards(np.full((1, 2, 2), NAN))).all()
+    assert np.isnan(pt.advantages.combine_rewards(np.full((1, 2, 2), NAN))).all()
     each = [
         (r - np.nanmean(r, 1, keepdims=True)) / (np.nanstd(r, 1, ddof=1, keepdims=True) + 1e-4)
         for r in (both[..., 0], both[..., 1])
     ]
     summed = np.nansum(np.stack(each), axis=0)
     want = (summed - summed.mean()) / (summed.std(ddof=1) + 1e-4)
-    np.testing.assert_allclose(pt.decoupled_advantages(both), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(pt.advantages.decoupled_advantages(both), want, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="a weight for each of the 2 rewards"):
-        pt.combine_rewards(both, [1.0])
+        pt.advantages.combine_rewards(both, [1.0])
 
 
 def test_rewards_that_teach_nothing():
@@ -68,12 +68,14 @@ def test_rewards_that_teach_nothing():
     assert metrics["frac_reward_zero_std"] == pytest.approx(1 / 3) and metrics["unscored"] == 1
     assert metrics["reward"] == pytest.approx(np.nanmean(REWARDS))
     assert metrics["reward_std"] == pytest.approx(np.nanstd(REWARDS, ddof=1))
-    assert pt.has_spread(REWARDS).tolist() == [True, False, True]
+    assert pt.advantages.has_spread(REWARDS).tolist() == [True, False, True]
 
 
 def test_penalties():
-    np.testing.assert_allclose(pt.overlong_penalty([6, 8, 9, 10, 12], longest=10, buffer=2), [0, 0, 0.5, 1, 2])
-    got = pt.kl_penalized(
+    np.testing.assert_allclose(
+        pt.advantages.overlong_penalty([6, 8, 9, 10, 12], longest=10, buffer=2), [0, 0, 0.5, 1, 2]
+    )
+    got = pt.advantages.kl_penalized(
         [1.0, 0.0], [[-1.0, -2.0], [-1.0, 9.0]], [[-2.0, -2.5], [-1.5, 0.0]], [[1, 1], [1, 0]], beta=0.1
     )
     np.testing.assert_allclose(got, [1 - 0.15, -0.05])
@@ -111,7 +113,9 @@ def test_the_policy_gradient_is_that_of_the_expected_reward():
     mask = jnp.ones((5, 1), bool)
     advantages = (ARMS - jnp.sum(jax.nn.softmax(LOGITS) * ARMS))[:, None]
     want = of(lambda z: -jnp.sum(jax.nn.softmax(z) * ARMS))
-    clipped = lambda log_p, by: pt.Clip()(pt.policy_ratio(log_p, None, mask, None, by=by), advantages, log_p).loss
+    clipped = lambda log_p, by: (
+        pt.Clip()(pt.policies.policy_ratio(log_p, None, mask, None, by=by), advantages, log_p).loss
+    )
     for by in ("token", "sequence", "sequence_token", "sequence_sum"):
         np.testing.assert_allclose(expected(functools.partial(clipped, by=by)), want, atol=1e-6)
     got = expected(lambda log_p: pt.CISPO()(jnp.ones((5, 1)), advantages, log_p).loss)
@@ -122,7 +126,7 @@ def test_which_divergence_each_estimator_has_the_gradient_of():
     reference = jax.nn.log_softmax(jnp.asarray(np.random.default_rng(1).normal(size=5), jnp.float32))
     reverse = of(lambda z: jnp.sum(jax.nn.softmax(z) * (jax.nn.log_softmax(z) - reference)))
     forward = of(lambda z: jnp.sum(jnp.exp(reference) * (reference - jax.nn.log_softmax(z))))
-    got = lambda kind: expected(lambda log_p: pt.kl(log_p, reference[:, None], kind=kind))
+    got = lambda kind: expected(lambda log_p: pt.KL(kind=kind)(log_p, reference[:, None]))
     np.testing.assert_allclose(got("k2"), reverse, atol=1e-6)
     np.testing.assert_allclose(got("k3"), forward, atol=1e-6)
     np.testing.assert_allclose(got("corrected"), reverse, atol=1e-6)
@@ -133,7 +137,7 @@ def test_which_divergence_each_estimator_has_the_gradient_of():
 def test_only_the_mean_over_sequences_prefers_a_length():
     """A short and a long wrong answer: the weight of all tokens of each, by mean."""
     mask = jnp.arange(32)[None, :] < jnp.array([4, 32])[:, None]
-    weights = {by: pt.mean_weights(mask, None, by=by) for by in ("sequence", "token", pt.Fixed(32))}
+    weights = {by: pt.policies.mean_weights(mask, None, by=by) for by in ("sequence", "token", pt.Fixed(32))}
     per_token = {by: np.asarray(w)[:, 0] / float(count) for by, (w, count) in weights.items()}
     assert per_token["token"][0] == per_token["token"][1]
     assert per_token[pt.Fixed(32)][0] == per_token[pt.Fixed(32)][1]

@@ -75,11 +75,6 @@ class Preference:
         return self.beta * chosen, self.beta * rejected
 
 
-def _robust(answers: Answers, beta: float, noise: float) -> Float[Array, "*P"]:
-    delta = beta * answers.difference
-    return ((1 - noise) * softplus(-delta) - noise * softplus(delta)) / (1 - 2 * noise)
-
-
 def _smoothed(x: Float[Array, "*P"], noise: float) -> Float[Array, "*P"]:
     """Computes (1-ε) sp(-x) + ε sp(x)."""
     return (1 - noise) * softplus(-x) + noise * softplus(x)
@@ -88,7 +83,9 @@ def _smoothed(x: Float[Array, "*P"], noise: float) -> Float[Array, "*P"]:
 # By TRL's names: the loss of answers, β and ε. The formulas are in the docstring of `DPO`.
 _LOSSES: dict[str, Callable[[Answers, float, float], Float[Array, "*P"]]] = {
     "sigmoid": lambda a, beta, noise: _smoothed(beta * a.difference, noise),
-    "robust": _robust,
+    "robust": lambda a, beta, noise: (
+        ((1 - noise) * softplus(-beta * a.difference) - noise * softplus(beta * a.difference)) / (1 - 2 * noise)
+    ),
     "hinge": lambda a, beta, _: jax.nn.relu(1 - beta * a.difference),
     "ipo": lambda a, beta, _: (a.mean_difference - 1 / (2 * beta)) ** 2,
     "sigmoid_norm": lambda a, beta, _: softplus(-beta * a.mean_difference),

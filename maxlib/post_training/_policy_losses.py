@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxlib import nn
 from maxlib.inference import Sampler
-from maxlib.post_training._policies import CISPO, KL, Clip, Correction, Fixed, Ratio, kl, mean_weights, policy_ratio
-from maxlib.post_training._preference_loss import ReferencedObjective, _no_reference
+from maxlib.post_training._models import scores
+from maxlib.post_training._preference_losses import no_reference, referenced
+from maxlib.post_training.policies import CISPO, KL, Clip, Correction, Fixed, Ratio, mean_weights, policy_ratio
 from maxlib.training import Stats
 
 
-@ReferencedObjective
+@referenced
 def policy_loss(
     head: Any,
     hidden: Float[Array, "B T D"],
@@ -54,9 +54,7 @@ def policy_loss(
     """
     _check_batch(batch, kl_term, correction)
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
-    scored = nn.token_log_probs(
-        hidden, head.head_weight(), batch["targets"], softcap=head.softcap, temperature=temperature, entropy=True
-    )
+    scored = scores(head, hidden, batch["targets"], temperature=temperature, entropy=True)
     rho = policy_ratio(scored.log_prob, batch.get("old"), mask, segment_ids, by=ratio)
     losses, metrics = _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correction)
     weights, count = mean_weights(mask, segment_ids, by=mean)
@@ -80,7 +78,7 @@ def _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correct
         losses, metrics = losses * weight, metrics | {"sampler_weight": weight}
     if kl_term is not None:  # not times the sampler's weight
         reference = jnp.where(mask, batch["reference"], 0)
-        divergence = kl(log_prob, reference, kind=kl_term.kind, ratio=rho)
+        divergence = kl_term(log_prob, reference, rho)
         losses, metrics = losses + kl_term.beta * divergence, metrics | {"kl": divergence}
     return losses - entropy * scored.entropy, metrics
 
@@ -117,8 +115,7 @@ def check_sampler(loss: Any, sampler: Sampler) -> None:
         ValueError: when temperatures differ, or the sampler filters tokens: it draws from a truncated distribution, and
             ratios lack the lost mass.
     """
-    options = loss.keywords if isinstance(loss, functools.partial) else {}
-    temperature = options.get("temperature", 1.0)
+    temperature = loss.keywords.get("temperature", 1.0) if isinstance(loss, functools.partial) else 1.0
     if temperature != sampler.temperature:
         raise ValueError(
             f"the loss scores tokens at temperature {temperature}, the sampler draws them at {sampler.temperature}; give the loss "
@@ -135,6 +132,6 @@ def _check_batch(batch: dict[str, Any], kl_term: KL | None, correction: Correcti
     if "advantages" not in batch:
         raise ValueError(f"a policy loss needs batch['advantages'] (group_advantages), got {sorted(batch)}")
     if kl_term is not None and "reference" not in batch:
-        raise ValueError(_no_reference("the KL term"))
+        raise ValueError(no_reference("the KL term"))
     if correction is not None and "sampler" not in batch:
         raise ValueError("a correction needs batch['sampler'], the log-probabilities that the sampler reported")

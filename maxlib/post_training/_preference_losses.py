@@ -5,54 +5,31 @@ the two rows of a pair next to each other and runs the model once. A single batc
 consecutive segments of a row (1 chosen, 2 rejected, 3 chosen, ...), which trains in a 1F1B pipeline too.
 """
 
-import inspect
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxlib import nn
-from maxlib.post_training._models import Other, frozen_log_probs, log_probs, trained_and_frozen
-from maxlib.post_training._preferences import DPO, KTO, Answers, Mixture, Preference
+from maxlib.post_training._models import Batch, ComparedObjective, frozen_log_probs, scores
 from maxlib.post_training._segments import segment_sums, token_counts
-from maxlib.training import Objective, Stats
+from maxlib.post_training.preferences import DPO, KTO, Answers, Mixture, Preference
+from maxlib.training import Stats
 
-Batch = dict[str, Any]
+
+def _compared(
+    model: Any, frozen: Any, batch: Batch, options: dict[str, Any], run: dict[str, Any]
+) -> tuple[Batch, dict[str, Any]]:
+    """Returns a batch with what the reference says of it, if there is one beside the model."""
+    batch = interleaved(batch) if "chosen" in batch else batch
+    run = run | {"temperature": options.get("temperature", 1.0)}
+    if "mismatched" in batch:
+        batch = _with_divergence(model, frozen, batch, run)
+    return (batch if frozen is None else batch | {"reference": frozen_log_probs(frozen, batch, **run)}), {}
 
 
-class ReferencedObjective(Objective):
-    """A training loss that is compared with a reference model.
-
-    Called as `loss(model, batch, key, *, reference, dtype, remat, **options)`. The reference's log-probabilities are
-    `batch["reference"]`, or those of `reference(model)`, such as `adapters.base`, or of `WithFrozen`.
-    """
-
-    def __init__(self, from_hidden: Any, *, by_row: bool = True):
-        super().__init__(from_hidden, by_row=by_row)
-        option = inspect.Parameter("reference", inspect.Parameter.KEYWORD_ONLY, default=None)
-        self.__signature__ = self.__signature__.replace(parameters=[*self.__signature__.parameters.values(), option])
-
-    def __call__(
-        self,
-        model: Any,
-        batch: Batch,
-        key: Array | None = None,
-        *,
-        reference: Other | None = None,
-        dtype: Any = jnp.bfloat16,
-        remat: nn.remat.Policy = None,
-        **options: Any,
-    ) -> tuple[Float[Array, ""], Stats]:
-        """Runs the models on the batch and returns `(loss sum, Stats)`."""
-        model, frozen = trained_and_frozen(model, reference, "reference")
-        batch = interleaved(batch) if "chosen" in batch else batch
-        run = {"temperature": options.get("temperature", 1.0), "dtype": dtype, "remat": remat}
-        if "mismatched" in batch:
-            batch = _with_divergence(model, frozen, batch, run)
-        if frozen is not None:
-            batch = batch | {"reference": frozen_log_probs(frozen, batch, **run)}
-        return super().__call__(model, batch, key, dtype=dtype, remat=remat, **options)
+referenced = functools.partial(ComparedObjective, option="reference", compare=_compared)
 
 
 def interleaved(batch: Batch) -> Batch:
@@ -73,7 +50,7 @@ def interleaved(batch: Batch) -> Batch:
     }
 
 
-@ReferencedObjective
+@referenced
 def preference_loss(
     head: Any,
     hidden: Float[Array, "B T D"],
@@ -103,21 +80,17 @@ def preference_loss(
         ValueError: when `kind` needs a reference and there is none.
     """
     if kind.needs_reference and "reference" not in batch:
-        raise ValueError(_no_reference(type(kind).__name__))
+        raise ValueError(no_reference(type(kind).__name__))
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
     targets = _with_prompt(batch) if kind.nll_of_prompt else batch["targets"]
-    scored = nn.token_log_probs(
-        hidden, head.head_weight(), targets, softcap=head.softcap, temperature=temperature
-    ).log_prob
+    scored = scores(head, hidden, targets, temperature=temperature).log_prob
     of_answers = lambda x: _answers(segment_sums(jnp.where(mask, x, 0), segment_ids), batch)
     counts = _answers(token_counts(mask, segment_ids), batch)
     is_pair = ((counts[0] > 0) & (counts[1] > 0)).astype(jnp.float32)
     log_p = of_answers(scored)
     ratios = of_answers(scored - batch["reference"]) if kind.needs_reference else log_p
-    answers = Answers(*ratios, *counts)
-    pairs = jnp.sum(is_pair)
-    loss = jnp.sum(is_pair * kind(answers))
-    rewards = kind.rewards(answers)
+    answers, pairs = Answers(*ratios, *counts), jnp.sum(is_pair)
+    loss, rewards = jnp.sum(is_pair * kind(answers)), kind.rewards(answers)
     metrics = {
         "rewards/chosen": rewards[0],
         "rewards/rejected": rewards[1],
@@ -133,7 +106,7 @@ def preference_loss(
     return loss, jax.lax.stop_gradient(Stats(pairs, sums))
 
 
-@ReferencedObjective
+@referenced
 def kto_loss(
     head: Any, hidden: Float[Array, "B T D"], batch: Batch, *, kind: KTO = KTO(), temperature: float = 1.0
 ) -> tuple[Float[Array, ""], Stats]:
@@ -155,17 +128,15 @@ def kto_loss(
         ValueError: when there is no reference, or nothing to estimate z from.
     """
     if "reference" not in batch:
-        raise ValueError(_no_reference("KTO"))
+        raise ValueError(no_reference("KTO"))
     if "z" not in batch:
         raise ValueError(
             "KTO needs batch['mismatched'], prompts with answers to other prompts, or batch['z'], the divergence from the "
             "reference that was estimated on them"
         )
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
-    scored = nn.token_log_probs(
-        hidden, head.head_weight(), batch["targets"], softcap=head.softcap, temperature=temperature
-    )
-    ratio = segment_sums(jnp.where(mask, scored.log_prob - batch["reference"], 0), segment_ids)  # B S
+    scored = scores(head, hidden, batch["targets"], temperature=temperature).log_prob
+    ratio = segment_sums(jnp.where(mask, scored - batch["reference"], 0), segment_ids)  # B S
     counts = token_counts(mask, segment_ids)
     good = batch["good"][:, None] if batch["good"].ndim == 1 else batch["good"]
     # [B, T] -> [B, S]: an answer is good if its tokens say so.
@@ -182,7 +153,7 @@ def kto_loss(
     return jnp.sum(is_answer * losses), jax.lax.stop_gradient(Stats(jnp.sum(is_answer), sums))
 
 
-def _no_reference(kind: str) -> str:
+def no_reference(kind: str) -> str:
     return (
         f"{kind} compares with a reference: put its log-probabilities into the batch ('reference', see add_reference), pass "
         "reference=adapters.base for a model with adapters, or train WithFrozen(model, reference)"
@@ -228,9 +199,9 @@ def _with_divergence(model: Any, frozen: Any, batch: Batch, run: dict[str, Any])
     if frozen is not None:
         other = other | {"reference": frozen_log_probs(frozen, other, **run)}
     if "reference" not in other:
-        raise ValueError(_no_reference("the divergence on batch['mismatched']"))
+        raise ValueError(no_reference("the divergence on batch['mismatched']"))
     mask, segment_ids = other["targets"] >= 0, other.get("segment_ids")
-    ratio = jax.lax.stop_gradient(log_probs(jax.lax.stop_gradient(model), other, **run).log_prob) - other["reference"]
+    ratio = frozen_log_probs(model, other, **run) - other["reference"]
     answers = jnp.sum(token_counts(mask, segment_ids) > 0)
     z = jnp.sum(jnp.where(mask, ratio, 0)) / jnp.maximum(answers, 1)
     rest = {name: x for name, x in batch.items() if name != "mismatched"}

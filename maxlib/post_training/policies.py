@@ -71,7 +71,7 @@ class KL:
 
     As differentiated losses on samples of the policy π, "k3" (e^d - d - 1) has the gradient of KL(reference ‖ π), while
     "k2" (d²/2) and "corrected" (ρ times k3) have that of KL(π ‖ reference). The plain -d (k1) has none in expectation,
-    so it is no choice here; as a part of the reward it is right (`kl_penalized`).
+    so it is no choice here; as a part of the reward it is right (`advantages.kl_penalized`).
 
     Args:
         beta: Factor of the term.
@@ -87,21 +87,13 @@ class KL:
                 f"kind must be 'k2', 'k3' or 'corrected', got {self.kind!r}; k1 has no gradient in expectation"
             )
 
-
-def kl(log_prob: Tokens, reference: Tokens, *, kind: str = "k3", ratio: Tokens | None = None) -> Tokens:
-    """Estimates the divergence of the policy from the reference at each token; see `KL` for the kinds.
-
-    Args:
-        log_prob: Log-probabilities under the policy.
-        reference: Those under the reference.
-        kind: "k3", "k2" or "corrected".
-        ratio: ρ, for "corrected".
-    """
-    d = reference - log_prob
-    if kind == "k2":
-        return d**2 / 2
-    k3 = jnp.exp(d) - d - 1
-    return k3 if kind != "corrected" else k3 * (jnp.exp(log_prob - stop(log_prob)) if ratio is None else ratio)
+    def __call__(self, log_prob: Tokens, reference: Tokens, ratio: Tokens | None = None) -> Tokens:
+        """Estimates the divergence at each token, without `beta`; `ratio` is ρ, None for an on-policy step."""
+        d = reference - log_prob
+        if self.kind == "k2":
+            return d**2 / 2
+        k3 = jnp.exp(d) - d - 1
+        return k3 if self.kind == "k3" else k3 * (jnp.exp(log_prob - stop(log_prob)) if ratio is None else ratio)
 
 
 def policy_ratio(

@@ -9,11 +9,10 @@ from jaxtyping import Float
 
 EPSILON = 1e-4  # beside the standard deviation
 Rewards = Any  # an array or nested lists
+Advantages = Float[np.ndarray, "N G"]
 
 
-def group_advantages(
-    rewards: Rewards, *, scale: Literal["group", "batch"] | None = "group"
-) -> Float[np.ndarray, "N G"]:
+def group_advantages(rewards: Rewards, *, scale: Literal["group", "batch"] | None = "group") -> Advantages:
     """Computes how much better each completion is than the mean of its group (GRPO, arXiv:2402.03300).
 
     Args:
@@ -30,14 +29,13 @@ def group_advantages(
     if scale not in ("group", "batch", None):
         raise ValueError(f"scale must be 'group', 'batch' or None, got {scale!r}")
     rewards = _checked(rewards)
-    deviation = rewards - _over_scored(np.nanmean, rewards)
+    deviation = rewards - _moments(rewards)[0]
     if scale is not None:
-        spread = _std(rewards, axis=1) if scale == "group" else _std(rewards.reshape(1, -1), axis=1)
-        deviation = deviation / (spread + EPSILON)
+        deviation /= _moments(rewards if scale == "group" else rewards.reshape(1, -1))[1] + EPSILON
     return _finished(deviation, rewards)
 
 
-def leave_one_out(rewards: Rewards, *, normalize: bool = False) -> Float[np.ndarray, "N G"]:
+def leave_one_out(rewards: Rewards, *, normalize: bool = False) -> Advantages:
     """Computes each reward minus the mean of the others of its group (RLOO, arXiv:2402.14740).
 
     Args:
@@ -50,11 +48,9 @@ def leave_one_out(rewards: Rewards, *, normalize: bool = False) -> Float[np.ndar
     rewards = _checked(rewards)
     count = np.sum(~np.isnan(rewards), axis=1, keepdims=True)
     # r_i - (sum - r_i) / (n - 1) = n / (n - 1) (r_i - mean)
-    deviation = count / np.maximum(count - 1, 1) * (rewards - _over_scored(np.nanmean, rewards))
+    deviation = count / np.maximum(count - 1, 1) * (rewards - _moments(rewards)[0])
     deviation = np.where(count > 1, deviation, 0 * rewards)
-    if normalize:
-        deviation = (deviation - np.nanmean(deviation)) / (_std(deviation.reshape(1, -1), axis=1) + EPSILON)
-    return _finished(deviation, rewards)
+    return _finished(_over_batch(deviation) if normalize else deviation, rewards)
 
 
 def combine_rewards(rewards: Rewards, weights: Sequence[float] | None = None) -> Float[np.ndarray, "N G"]:
@@ -65,11 +61,13 @@ def combine_rewards(rewards: Rewards, weights: Sequence[float] | None = None) ->
         weights: Factor of each, 1 by default.
     """
     rewards = np.asarray(rewards, np.float64)
-    total = np.nansum(rewards * _weights(weights, rewards), axis=-1)
-    return np.where(np.isnan(rewards).all(axis=-1), np.nan, total)
+    factors = np.ones(rewards.shape[-1]) if weights is None else np.asarray(weights, np.float64)
+    if factors.shape != rewards.shape[-1:]:
+        raise ValueError(f"there must be a weight for each of the {rewards.shape[-1]} rewards, got {factors.shape}")
+    return np.where(np.isnan(rewards).all(axis=-1), np.nan, np.nansum(rewards * factors, axis=-1))
 
 
-def decoupled_advantages(rewards: Rewards, weights: Sequence[float] | None = None) -> Float[np.ndarray, "N G"]:
+def decoupled_advantages(rewards: Rewards, weights: Sequence[float] | None = None) -> Advantages:
     """Normalizes each of several rewards in its group, sums them, and normalizes over the batch (GDPO, 2601.05242).
 
     Args:
@@ -80,11 +78,10 @@ def decoupled_advantages(rewards: Rewards, weights: Sequence[float] | None = Non
         ValueError: when groups have a single completion.
     """
     rewards = np.asarray(rewards, np.float64)
-    each = [_checked(one) for one in np.moveaxis(rewards, -1, 0)]
-    scaled = [(r - _over_scored(np.nanmean, r)) / (_std(r, axis=1) + EPSILON) for r in each]
-    total = combine_rewards(np.stack(scaled, axis=-1), weights)
-    spread = _std(total.reshape(1, -1), axis=1)
-    return _finished((total - np.nanmean(total)) / (spread + EPSILON), combine_rewards(rewards, weights))
+    scaled = [_normalized(_checked(one)) for one in np.moveaxis(rewards, -1, 0)]
+    return _finished(
+        _over_batch(combine_rewards(np.stack(scaled, axis=-1), weights)), combine_rewards(rewards, weights)
+    )
 
 
 def kl_penalized(rewards: Any, old: Any, reference: Any, mask: Any, *, beta: float) -> np.ndarray:
@@ -114,18 +111,18 @@ def overlong_penalty(lengths: Any, *, longest: int, buffer: int) -> np.ndarray:
 
 def has_spread(rewards: Rewards) -> np.ndarray:
     """Tells for each group whether its rewards differ: others have no gradient, and DAPO replaces them."""
-    return _std(np.asarray(rewards, np.float64), axis=1)[:, 0] > 1e-8
+    return _moments(np.asarray(rewards, np.float64))[1][:, 0] > 1e-8
 
 
 def reward_metrics(rewards: Rewards) -> dict[str, float]:
     """Computes `reward`, `reward_std`, `frac_reward_zero_std` (groups without spread) and `unscored`."""
     rewards = np.asarray(rewards, np.float64)
-    missing = np.isnan(rewards)
+    mean, std = _moments(rewards.reshape(1, -1))
     return {
-        "reward": float(np.nanmean(rewards)) if not missing.all() else 0.0,
-        "reward_std": _std(rewards.reshape(1, -1), axis=1).item(),
+        "reward": mean.item(),
+        "reward_std": std.item(),
         "frac_reward_zero_std": float(np.mean(~has_spread(rewards))),
-        "unscored": int(missing.sum()),
+        "unscored": int(np.isnan(rewards).sum()),
     }
 
 
@@ -152,23 +149,19 @@ def _finished(advantages: np.ndarray, rewards: np.ndarray) -> np.ndarray:
     return np.nan_to_num(advantages, nan=0.0).astype(np.float32)
 
 
-def _over_scored(function: Any, rewards: np.ndarray) -> np.ndarray:
-    """Reduces each group over its scored completions; a group without any gives NaN."""
-    empty = np.isnan(rewards).all(axis=1, keepdims=True)
-    return np.where(empty, np.nan, function(np.where(empty, 0, rewards), axis=1, keepdims=True))
-
-
-def _std(rewards: np.ndarray, *, axis: int) -> np.ndarray:
-    """Computes the standard deviation with `n - 1` over scored completions, 0 for fewer than two; keeps the axis."""
+def _moments(rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Computes mean and standard deviation (with `n - 1`) of what was scored in each row, `N 1`; 0 for nothing."""
     scored = ~np.isnan(rewards)
-    count = scored.sum(axis, keepdims=True)
-    mean = np.where(scored, rewards, 0).sum(axis, keepdims=True) / np.maximum(count, 1)
+    count = scored.sum(1, keepdims=True)
+    mean = np.where(scored, rewards, 0).sum(1, keepdims=True) / np.maximum(count, 1)
     square = np.where(scored, rewards - mean, 0) ** 2
-    return np.sqrt(square.sum(axis, keepdims=True) / np.maximum(count - 1, 1))
+    return mean, np.sqrt(square.sum(1, keepdims=True) / np.maximum(count - 1, 1))
 
 
-def _weights(weights: Sequence[float] | None, rewards: np.ndarray) -> np.ndarray:
-    out = np.ones(rewards.shape[-1]) if weights is None else np.asarray(weights, np.float64)
-    if out.shape != rewards.shape[-1:]:
-        raise ValueError(f"there must be a weight for each of the {rewards.shape[-1]} rewards, got {out.shape}")
-    return out
+def _normalized(rewards: np.ndarray) -> np.ndarray:
+    mean, std = _moments(rewards)
+    return (rewards - mean) / (std + EPSILON)
+
+
+def _over_batch(rewards: np.ndarray) -> np.ndarray:
+    return _normalized(rewards.reshape(1, -1)).reshape(rewards.shape)

@@ -1,7 +1,6 @@
 """The training losses of distillation and of supervised tuning, for models."""
 
 import functools
-import inspect
 from typing import Any
 
 import jax
@@ -9,48 +8,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.post_training._divergences import top_k_divergence
-from maxlib.post_training._models import Other, hidden_states, trained_and_frozen
-from maxlib.training import Objective, Stats, objective
-
-Batch = dict[str, Any]
+from maxlib.ops import divergence
+from maxlib.post_training._models import Batch, ComparedObjective, hidden_states, scores
+from maxlib.training import Stats, objective
 
 
-class DistillationObjective(Objective):
-    """A training loss that is compared with a teacher.
-
-    Called as `loss(model, batch, key, *, teacher, dtype, remat, **options)`. The teacher is that of `WithFrozen`, or
-    `teacher(model)`, or its k likeliest tokens are in the batch.
-    """
-
-    def __init__(self, from_hidden: Any, *, by_row: bool = True):
-        super().__init__(from_hidden, by_row=by_row)
-        option = inspect.Parameter("teacher", inspect.Parameter.KEYWORD_ONLY, default=None)
-        own = [p for p in self.__signature__.parameters.values() if p.name != "teacher_head"]
-        self.__signature__ = self.__signature__.replace(parameters=[*own, option])
-
-    def __call__(
-        self,
-        model: Any,
-        batch: Batch,
-        key: Array | None = None,
-        *,
-        teacher: Other | None = None,
-        dtype: Any = jnp.bfloat16,
-        remat: nn.remat.Policy = None,
-        **options: Any,
-    ) -> tuple[Float[Array, ""], Stats]:
-        """Runs the models on the batch and returns `(loss sum, Stats)`."""
-        model, frozen = trained_and_frozen(model, teacher, "teacher")
-        if frozen is not None:
-            frozen = jax.lax.stop_gradient(frozen)
-            seen = hidden_states(frozen, batch, dtype=dtype, remat=remat).hidden
-            batch = batch | {"teacher_hidden": jax.lax.stop_gradient(seen)}
-            options["teacher_head"] = frozen
-        return super().__call__(model, batch, key, dtype=dtype, remat=remat, **options)
+def _with_teacher(
+    student: Any, teacher: Any, batch: Batch, options: Any, run: dict[str, Any]
+) -> tuple[Batch, dict[str, Any]]:
+    """Returns a batch with the teacher's hidden states, and the teacher as an option."""
+    if teacher is None:
+        return batch, {}
+    teacher = jax.lax.stop_gradient(teacher)
+    seen = jax.lax.stop_gradient(hidden_states(teacher, batch, **run))
+    return batch | {"teacher_hidden": seen}, {"teacher_head": teacher}
 
 
-@DistillationObjective
+@functools.partial(ComparedObjective, option="teacher", compare=_with_teacher)
 def distillation_loss(
     head: Any,
     hidden: Float[Array, "B T D"],
@@ -83,27 +57,51 @@ def distillation_loss(
         ValueError: when there is no teacher, or it has another vocabulary.
     """
     mask, weight = batch["targets"] >= 0, head.head_weight()
+    options: Any = {"temperature": temperature, "softcap": head.softcap}
     if teacher_head is not None:
         theirs = batch["teacher_hidden"], teacher_head.head_weight(), mask
-        caps = {"softcap": head.softcap, "teacher_softcap": teacher_head.softcap}
-        losses = nn.distillation.token_divergence(hidden, weight, *theirs, beta=beta, temperature=temperature, **caps)
+        options |= {"teacher_softcap": teacher_head.softcap, "beta": beta}
+        losses = nn.distillation.token_divergence(hidden, weight, *theirs, **options)
     elif "teacher_ids" in batch:
-        ours = nn.distillation.token_gather_log_probs(
-            hidden, weight, batch["teacher_ids"], temperature=temperature, softcap=head.softcap
-        )
+        ours = nn.distillation.token_gather_log_probs(hidden, weight, batch["teacher_ids"], **options)
         losses = top_k_divergence(ours, batch["teacher_log_probs"], beta=beta, tail=tail)
     else:
         raise ValueError(
             "distillation needs a teacher: train WithFrozen(student, teacher), pass teacher=, or store its likeliest tokens in "
             "the batch (add_teacher)"
         )
-    divergence = jnp.sum(jnp.where(mask, losses, 0))
-    count, sums = jnp.sum(mask).astype(jnp.float32), {"divergence": divergence}
-    loss = (1 - hard) * divergence
+    total = jnp.sum(jnp.where(mask, losses, 0))
+    count, sums = jnp.sum(mask).astype(jnp.float32), {"divergence": total}
+    loss = (1 - hard) * total
     if hard:
         nll, terms = nn.cross_entropy(hidden, weight, batch["targets"], softcap=head.softcap)
         loss, sums = loss + hard * nll, sums | terms
     return loss, jax.lax.stop_gradient(Stats(count, sums))
+
+
+def top_k_divergence(
+    student: Float[Array, "*B K"], teacher: Float[Array, "*B K"], *, beta: float = 0.0, tail: bool = True
+) -> Float[Array, "*B"]:
+    """Computes `ops.divergence` over the teacher's K likeliest tokens.
+
+    Args:
+        student: The student's log-probabilities of these tokens, over the whole vocabulary.
+        teacher: The teacher's.
+        beta: As in `ops.divergence`.
+        tail: True adds a bucket of all other tokens, log(1 - Σ p), on both sides. False divides by Σ p instead, which
+            forgets how much probability the K tokens had, and is 0 for K = 1.
+    """
+    return divergence(_closed(student, tail), _closed(teacher, tail), beta=beta)
+
+
+def _closed(log_probs: Float[Array, "*B K"], tail: bool) -> Float[Array, "*B _"]:
+    """Completes log-probabilities of some tokens to a distribution."""
+    total = jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True)
+    if not tail:
+        return log_probs - jnp.log(total)
+    # Rounding may sum them to 1 or more.
+    rest = jnp.log1p(-jnp.minimum(total, 1 - 1e-7))
+    return jnp.concatenate([log_probs, rest], axis=-1)  # [*B, K] -> [*B, K + 1]
 
 
 @objective
@@ -118,7 +116,7 @@ def dft_loss(head: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Fl
         hidden: Its last hidden states.
         batch: With `targets`, -1 outside of what is learned.
     """
-    scored = nn.token_log_probs(hidden, head.head_weight(), batch["targets"], softcap=head.softcap)
+    scored = scores(head, hidden, batch["targets"])
     loss = -jnp.sum(jax.lax.stop_gradient(jnp.exp(scored.log_prob)) * scored.log_prob)  # 0 where ignored
     sums = {"nll": -jnp.sum(scored.log_prob), "accuracy": jnp.sum(scored.correct, dtype=jnp.float32)}
     return loss, jax.lax.stop_gradient(Stats(jnp.sum(batch["targets"] >= 0).astype(jnp.float32), sums))

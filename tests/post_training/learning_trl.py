@@ -1,0 +1,133 @@
+"""TRL's trainers on the task of `learning`: the same weights, rows, steps and rates."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from tests.post_training import sorting
+
+NAMES = {**{str(i): i for i in range(10)}, ">": sorting.SEPARATOR, ".": sorting.END, "_": sorting.PAD}
+
+
+def run(what: str, directory: Path, seed: int, *, steps: int, rate: float, rows: int, group: int) -> dict[str, Any]:
+    """Seconds of `train`, and what the model then does."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    shared: dict[str, Any] = {
+        "output_dir": str(directory / "out"),
+        "max_steps": steps,
+        "learning_rate": rate,
+        "per_device_train_batch_size": rows,
+        "lr_scheduler_type": "cosine" if what in ("sft", "lora") else "linear",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 10,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "seed": seed,
+    }
+    trainer = MAKE[what](model, tokenizer(), shared, seed, steps * rows, group)
+    start = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - start
+    found = exact(trainer.model.eval(), seed)
+    logs = [log for log in trainer.state.log_history if "reward" in log or "rewards/accuracies" in log]
+    last = {name: logs[-1][name] for name in ("reward", "rewards/accuracies") if logs and name in logs[-1]}
+    return {"seconds": seconds, "figures": found | last}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocab = NAMES | {f"<{i}>": i for i in range(sorting.VOCAB) if i not in NAMES.values()}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="_"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=".", pad_token="_", padding_side="left")
+
+
+def text(ids: list[int]) -> str:
+    names = {i: name for name, i in NAMES.items()}
+    return "".join(names[i] for i in ids)
+
+
+def sft(model: Any, words: Any, shared: dict, seed: int, count: int, group: int, peft: Any = None) -> Any:
+    orders = (False,) if peft is None else (True,)
+    questions, answers = sorting.supervised(10**8 + seed, count, orders)
+    # Ids and masks, so that nothing is tokenized.
+    both = list(zip(questions, answers, strict=True))
+    masks = [[0] * len(question) + [1] * len(answer) for question, answer in both]
+    data = Dataset.from_dict({"input_ids": [[*q, *a] for q, a in both], "completion_mask": masks})
+    config = SFTConfig(**shared, max_length=None, completion_only_loss=True)
+    return SFTTrainer(model, args=config, train_dataset=data, processing_class=words, peft_config=peft)
+
+
+def lora(model: Any, words: Any, shared: dict, seed: int, count: int, group: int) -> Any:
+    config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    return sft(model, words, shared, seed, count, group, config)
+
+
+def dpo(model: Any, words: Any, shared: dict, seed: int, count: int, group: int) -> Any:
+    questions, chosen, rejected = sorting.pairs(10**8 + seed, count)
+    columns = {
+        "prompt": [text(q) for q in questions],
+        "chosen": [text(a[:-1]) for a in chosen],  # TRL adds the end
+        "rejected": [text(a[:-1]) for a in rejected],
+    }
+    config = DPOConfig(**shared, beta=0.1, max_length=None)
+    return DPOTrainer(model, args=config, train_dataset=Dataset.from_dict(columns), processing_class=words)
+
+
+def grpo(model: Any, words: Any, shared: dict, seed: int, count: int, group: int) -> Any:
+    questions = sorting.supervised(10**8 + seed, count, (False,))[0]
+    options = {
+        "per_device_train_batch_size": 2 * shared["per_device_train_batch_size"],
+        "num_generations": group,
+        "max_completion_length": sorting.NEW,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "loss_type": "dapo",
+    }
+
+    def reward(prompts: list, completion_ids: list, **_: Any) -> list[float]:
+        ids = [words.encode(prompt) for prompt in prompts]
+        return [sorting.reward(*both) for both in zip(ids, completion_ids, strict=True)]
+
+    data = Dataset.from_dict({"prompt": [text(q) for q in questions]})
+    config = GRPOConfig(**shared | options)
+    return GRPOTrainer(model, reward_funcs=reward, args=config, train_dataset=data, processing_class=words)
+
+
+MAKE = {"sft": sft, "lora": lora, "dpo": dpo, "grpo": grpo}
+
+
+@torch.no_grad()
+def exact(model: Any, seed: int) -> dict[str, float]:
+    """As in `learning`."""
+    import numpy as np
+
+    found = sorting.lists(np.random.default_rng(10**6 + seed), 256)
+    shares = {"up": 0, "down": 0}
+    for digits in found:
+        ids = torch.tensor([sorting.prompt(digits)])
+        new = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=sorting.NEW,
+            do_sample=False,
+            eos_token_id=sorting.END,
+            pad_token_id=sorting.PAD,
+        )[0, ids.shape[1] :].tolist()
+        shares["up"] += new == sorting.answer(digits, False)
+        shares["down"] += new == sorting.answer(digits, True)
+    return {name: count / len(found) for name, count in shares.items()}
