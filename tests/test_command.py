@@ -1,6 +1,9 @@
 """The command `maxlib`, in this process: what it prints, and its exit status."""
 
+import io
 import json
+import shutil
+import subprocess
 
 import jax.numpy as jnp
 import numpy as np
@@ -101,6 +104,31 @@ def test_a_chat_remembers(directory):
     chat.template = None
     with pytest.raises(ValueError, match="no chat template"):
         chat.send("w5")
+
+
+def test_a_conversation_in_the_terminal(capsys, monkeypatch, directory):
+    (directory / "generation_config.json").write_text('{"eos_token_id": []}')
+    monkeypatch.setattr("sys.stdin", io.StringIO("w5\n\nw7\n/new\nw5\n/exit\nw9\n"))
+    words = ["chat", directory, "--system", "w3", "--tokens", "3", "--temperature", "0"]
+    status, text = printed(capsys, *words)
+    chat = inference.Chat.from_pretrained(directory)
+    begin = [{"role": "system", "content": "w3"}]
+    chat.messages = list(begin)
+    want = [chat.send("w5", max_new_tokens=3), chat.send("w7", max_new_tokens=3)]
+    assert status == 0 and text.splitlines() == [*want, want[0]] and want[0] != want[1]
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="bash completes")
+def test_tab_completes(capsys):
+    script = printed(capsys, "completion", "bash")[1] + (
+        't() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _maxlib; echo "${COMPREPLY[@]}"; }\n'
+        't maxlib ge\nt maxlib plan --se\nt maxlib new-trainer --from f\nt maxlib completion ""\nt maxlib generate x\n'
+    )
+    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert found.splitlines() == ["generate", "--sequence --search", "finetune", "bash zsh fish", ""]
+    lines = printed(capsys, "completion", "fish")[1].splitlines()
+    assert "complete -c maxlib -n '__fish_seen_subcommand_from generate' -l top-p" in lines
+    assert len([line for line in lines if "__fish_use_subcommand" in line]) == len(COMMANDS)
 
 
 def test_models_by_name(capsys):

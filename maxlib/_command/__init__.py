@@ -8,12 +8,14 @@ import sys
 COMMANDS = {
     "plan": "does a training step fit on hardware that you do not have, and how fast can it be?",
     "generate": "write text with a model, as it comes",
+    "chat": "talk with a model",
     "convert": "write a model in another dtype, shard size or number of bits",
     "inspect": "list the arrays of a directory or checkpoint, or what differs between two",
     "models": "list model families and presets",
     "report": "make an HTML page about one or more runs",
     "doctor": "print versions, devices, extras and the kernels that would be chosen",
     "new-trainer": "copy an example trainer, to change it",
+    "completion": "print what lets the Tab key complete commands, for bash, zsh or fish",
 }
 
 

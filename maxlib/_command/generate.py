@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     from maxlib import inference
 
     chat = inference.Chat.from_pretrained(args.model, sampler=inference.Sampler(args.temperature, top_p=args.top_p))
-    write = chat.continued if args.raw else chat.stream
+    write = chat.complete if args.raw else chat.stream
     begin, text = time.perf_counter(), ""
     for piece in write(args.prompt, max_new_tokens=args.tokens, key=jax.random.key(args.seed)):
         text += piece

@@ -1,16 +1,37 @@
-"""Generation: prefill and decode over any model."""
+"""Generation: prefill and decode over any model. Every name is loaded on first use."""
 
-from maxlib.inference._chat import Chat as Chat
-from maxlib.inference._chat import stop_tokens as stop_tokens
-from maxlib.inference._continuous import LocalEngine as LocalEngine
-from maxlib.inference._engine import Completion as Completion
-from maxlib.inference._engine import Engine as Engine
-from maxlib.inference._generate import Generator as Generator
-from maxlib.inference._generate import generate as generate
-from maxlib.inference._sampling import GREEDY as GREEDY
-from maxlib.inference._sampling import Sampler as Sampler
-from maxlib.inference._server import ServerEngine as ServerEngine
-from maxlib.inference._speculate import Speculated as Speculated
-from maxlib.inference._speculate import speculate as speculate
-from maxlib.inference._text import encode as encode
-from maxlib.inference._text import stream_text as stream_text
+from typing import TYPE_CHECKING
+
+from maxlib._lazy import lazy
+
+if TYPE_CHECKING:
+    from maxlib.inference._chat import Chat as Chat
+    from maxlib.inference._chat import stop_tokens as stop_tokens
+    from maxlib.inference._continuous import LocalEngine as LocalEngine
+    from maxlib.inference._engine import Completion as Completion
+    from maxlib.inference._engine import Engine as Engine
+    from maxlib.inference._generate import Generator as Generator
+    from maxlib.inference._generate import generate as generate
+    from maxlib.inference._harness import Harness as Harness
+    from maxlib.inference._sampling import GREEDY as GREEDY
+    from maxlib.inference._sampling import Sampler as Sampler
+    from maxlib.inference._server import ServerEngine as ServerEngine
+    from maxlib.inference._speculate import Speculated as Speculated
+    from maxlib.inference._speculate import speculate as speculate
+    from maxlib.inference._text import encode as encode
+    from maxlib.inference._text import stream_text as stream_text
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "_chat": ("Chat", "stop_tokens"),
+        "_continuous": ("LocalEngine",),
+        "_engine": ("Completion", "Engine"),
+        "_generate": ("Generator", "generate"),
+        "_harness": ("Harness",),
+        "_sampling": ("GREEDY", "Sampler"),
+        "_server": ("ServerEngine",),
+        "_speculate": ("Speculated", "speculate"),
+        "_text": ("encode", "stream_text"),
+    },
+)

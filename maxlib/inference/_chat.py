@@ -1,18 +1,18 @@
 """Chats with the model of a directory: its tokenizer, its template, and its own end of a turn."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Key
-from tokenizers import Tokenizer
 
+from maxlib._utils.deprecation import deprecated
+from maxlib._utils.files import read_json_object
 from maxlib.inference._generate import Generator
 from maxlib.inference._sampling import GREEDY, Sampler
 from maxlib.inference._text import stream_text
-from maxlib.tokenization import ChatTemplate
+from maxlib.tokenization import ChatTemplate, load_tokenizer
 from maxlib.weights import from_pretrained, model_directory
 
 
@@ -38,11 +38,11 @@ def stop_tokens(directory: str | Path) -> list[int]:
 
 def _end_of_text(path: Path) -> Any:
     """Reads `eos_token_id`, that of a text model inside another one included."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        return fields.get("eos_token_id", (fields.get("text_config") or {}).get("eos_token_id"))
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} must be a JSON object in UTF-8: {error}") from error
+    fields = read_json_object(path)
+    inner = fields.get("text_config") or {}
+    if not isinstance(inner, dict):
+        raise ValueError(f"{path}: text_config must be a JSON object, got {inner!r:.100}")
+    return fields.get("eos_token_id", inner.get("eos_token_id"))
 
 
 class Chat:
@@ -88,8 +88,7 @@ class Chat:
         except FileNotFoundError:
             template = None
         generator = Generator(from_pretrained(directory), dtype=dtype)
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        return cls(generator, tokenizer, template, stop=stop_tokens(directory), sampler=sampler)
+        return cls(generator, load_tokenizer(directory), template, stop=stop_tokens(directory), sampler=sampler)
 
     def send(self, message: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> str:
         """Returns the answer to a message of the user; both become part of `messages`."""
@@ -107,7 +106,7 @@ class Chat:
             ValueError: when the model has no chat template.
         """
         if self.template is None:
-            raise ValueError("this model has no chat template: use `continued`, or generate with --raw")
+            raise ValueError("this model has no chat template: use `complete`, or generate with --raw")
         messages = [*self.messages, {"role": "user", "content": message}]
         # The template writes all special tokens.
         prompt = self.tokenizer.encode(self.template(messages), add_special_tokens=False).ids
@@ -117,9 +116,14 @@ class Chat:
             yield piece
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
-    def continued(self, text: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> Iterator[str]:
-        """Yields the continuation of a text, without the template."""
+    def complete(self, text: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> Iterator[str]:
+        """Yields the continuation of a text piece by piece, without the template."""
         yield from self._pieces(text, max_new_tokens, key)
+
+    @deprecated("Chat.complete", since="0.1", removed="0.3")
+    def continued(self, text: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> Iterator[str]:
+        """Yields what `complete` does."""
+        return self.complete(text, max_new_tokens=max_new_tokens, key=key)
 
     def _pieces(self, prompt: Any, max_new_tokens: int, key: Any) -> Iterator[str]:
         options = {"max_new_tokens": max_new_tokens, "sampler": self.sampler, "stop": self.stop, "key": key}

@@ -154,8 +154,8 @@ def _best(model, hidden) -> Int[Array, " B"]:
 
 def _check_drafts(model: Any, capacity: int) -> None:
     """Raises ValueError if the model does not draft, or its caches cannot be rewound."""
-    if not isinstance(model, nn.SupportsDrafting):
-        raise ValueError(f"{type(model).__name__} does not draft: it lacks the methods of nn.SupportsDrafting")
+    if not isinstance(model, nn.mtp.SupportsDrafting):
+        raise ValueError(f"{type(model).__name__} does not draft: it lacks the methods of nn.mtp.SupportsDrafting")
     if any(rope.needs_length for rope in getattr(model, "ropes", ())):
         raise ValueError(
             f"{type(model).__name__} rotates by the length of the text so far, which a draft that is refused makes wrong; "

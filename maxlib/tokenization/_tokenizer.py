@@ -79,3 +79,31 @@ def _with_template(tokenizer: Tokenizer, bos_token: str | None) -> Tokenizer:
             single=f"{bos_token} $A", special_tokens=[(bos_token, copy.token_to_id(bos_token))]
         )
     return copy
+
+
+def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
+    """Reads a `tokenizer.json`, and tries it on a short text.
+
+    Args:
+      path: the file, or a directory that has it.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file is damaged, or what it describes can neither encode nor decode a text; the message names it.
+    """
+    path = Path(path)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} must be a tokenizer.json, or a directory that has one, but is not there.")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.decode(tokenizer.encode(_PROBE).ids)
+    except BaseException as error:
+        # Its errors are of the class Exception itself, and panics of Rust are not even that.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{path} is no tokenizer that can be used ({error}). Download it again.") from error
+    return tokenizer
+
+
+_PROBE = "A b, 1\n\u00e9 \u4e2d"  # letters, a digit, white space, and characters of two and three bytes

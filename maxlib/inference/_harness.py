@@ -1,0 +1,265 @@
+"""Evaluation with EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness)."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+from rich.progress import track
+
+from maxlib.inference._chat import stop_tokens
+from maxlib.inference._generate import Generator
+from maxlib.inference._sampling import GREEDY, Sampler
+from maxlib.inference._scoring import Score, continue_until, score
+from maxlib.tokenization import ChatTemplate, load_tokenizer
+from maxlib.weights import from_pretrained, model_directory
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+
+
+def _base_class() -> Any:
+    """Returns lm-eval's class; without it `object`, so that `Harness` can be documented, and says what to install."""
+    try:
+        from lm_eval.api.model import TemplateLM
+    except ImportError:
+        return object
+    return TemplateLM
+
+
+_TemplateLM: Any = _base_class()
+
+
+class Harness(_TemplateLM):
+    """A model for lm-eval: `lm_eval.simple_evaluate(Harness(...), tasks=[...])`, or `evaluate` for numbers alone.
+
+    It tokenizes, truncates and scores as lm-eval's backend `hf` does. To run on several devices, call it inside
+    `sharding.use(layout)`.
+
+    Args:
+        model: Any model of the contract (`nn.Model`).
+        tokenizer: A `tokenizers.Tokenizer`, or a Hugging Face one.
+        eos: Id that ends a text; by default the tokenizer's `eos_token_id`.
+        bos: Id that stands before a text without context; by default the tokenizer's `bos_token_id`, or else `eos`.
+        template: Chat template for `apply_chat_template=True`.
+        batch_size: Rows that are computed at once.
+        max_length: Most tokens that the model reads; by default what it was made for, or 2048.
+        max_new_tokens: Most tokens of an answer where the task does not say.
+        dtype: Dtype of the computation.
+        key: Random key for tasks that sample, by default that of seed 0.
+
+    Raises:
+        ImportError: when lm-eval is not installed.
+        ValueError: when there is no `eos`, or a size is not positive.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        eos: int | None = None,
+        bos: int | None = None,
+        template: ChatTemplate | None = None,
+        batch_size: int = 8,
+        max_length: int | None = None,
+        max_new_tokens: int = 256,
+        dtype: Any = jnp.bfloat16,
+        key: Key[Array, ""] | None = None,
+    ):
+        if _TemplateLM is object:
+            raise ImportError('Harness needs lm-eval: pip install "maxlib[eval]"')
+        super().__init__()
+        eos = getattr(tokenizer, "eos_token_id", None) if eos is None else eos
+        if eos is None:
+            raise ValueError(f"eos must be the id that ends a text: {type(tokenizer).__name__} does not name one")
+        bos = getattr(tokenizer, "bos_token_id", None) if bos is None else bos
+        self.generator, self.tokenizer, self.template = Generator(model, dtype=dtype), tokenizer, template
+        self._eos, self._bos, self._key = eos, eos if bos is None else bos, key
+        self._batch, self.max_gen_toks = batch_size, max_new_tokens
+        self.max_length = max_length or getattr(model, "max_length", None) or 2048
+        if min(batch_size, self.max_length, max_new_tokens) < 1:
+            given = f"{batch_size}, {max_length} and {max_new_tokens}"
+            raise ValueError(f"batch_size, max_length and max_new_tokens must be positive, got {given}")
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, **options: Any) -> "Harness":
+        """Loads a model with its tokenizer, its chat template and the id that ends a text.
+
+        Args:
+            name: A Hugging Face directory, or a name on the hub.
+            options: Those of the class.
+        """
+        directory = model_directory(name)
+        with contextlib.suppress(FileNotFoundError):
+            options = {"template": ChatTemplate.from_directory(directory)} | options
+        options = {"eos": next(iter(stop_tokens(directory)), None)} | options
+        return cls(from_pretrained(directory), load_tokenizer(directory), **options)
+
+    def evaluate(self, tasks: Sequence[Any], **options: Any) -> dict[str, float]:
+        """Runs tasks, and returns numbers by name: `task/metric`, with `/filter` where the task has filters.
+
+        Args:
+            tasks: Names of lm-eval's tasks, paths of YAML files, or tasks.
+            options: Those of `lm_eval.simple_evaluate`, such as `limit`, `num_fewshot` and `task_manager`.
+        """
+        import lm_eval
+
+        found = lm_eval.simple_evaluate(self, tasks=list(tasks), **options)
+        assert found is not None  # there are results in the process of rank 0, and this is it
+        return {
+            "/".join([task, *(part for part in name.split(",") if part != "none")]): float(value)
+            for task, values in found["results"].items()
+            for name, value in values.items()
+            if isinstance(value, int | float) and "," in name
+        }
+
+    def callback(self, tasks: Sequence[Any], **options: Any) -> Callable[[Any], None]:
+        """Returns a callback for `Trainer(callbacks=[(1000, harness.callback(tasks))])`.
+
+        It takes the newest weights, and writes the numbers of `evaluate` as `eval/task/metric`. The harness must have
+        been made of the model that is trained.
+
+        Args:
+            tasks: As for `evaluate`.
+            options: Those of `evaluate`.
+        """
+
+        def run(trainer: Any) -> None:
+            with trainer.sharded():
+                self.update(trainer.state.trainable)
+                found = self.evaluate(tasks, **options)
+            trainer.writers.write(trainer.step, {f"eval/{name}": value for name, value in found.items()})
+
+        return run
+
+    def update(self, weights: Any) -> None:
+        """Replaces weights as `Generator.update` does; compiled programs stay in use."""
+        self.generator.update(weights)
+
+    @property
+    def eot_token_id(self) -> int:
+        """Returns the id that ends a text."""
+        return self._eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Returns the id that stands before a text without context."""
+        return self._bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Returns a name for lm-eval's caches."""
+        return str(getattr(self.tokenizer, "name_or_path", type(self.tokenizer).__name__)).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Returns the ids of a text; one that begins with the text of `prefix_token_id` gets no special tokens."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self._decode([self._bos], special=True))
+        encoded = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        return list(getattr(encoded, "ids", encoded))
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Renders a chat as the prompt of its next answer."""
+        if self.template is None:
+            raise ValueError(
+                "this Harness has no chat template: give it one, template=ChatTemplate.from_directory(...)"
+            )
+        if not add_generation_prompt:
+            raise ValueError("a task that begins the answer itself (gen_prefix) cannot be rendered as a chat here")
+        return self.template(chat_history)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Sums the log-probabilities of all tokens of each text, window by window."""
+        from lm_eval import utils
+
+        windows = [
+            ((n, ""), *utils.make_disjoint_window(window))
+            for n, request in enumerate(requests)
+            for window in utils.get_rolling_token_windows(
+                self.tok_encode(*request.args), self._bos, self.max_length, context_len=1
+            )
+        ]
+        totals = [0.0] * len(requests)
+        for ((n, _), *_), (value, _) in zip(windows, self._scores(windows, disable_tqdm), strict=True):
+            totals[n] += value
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Continues each prompt up to the task's `until`, or the end of the text."""
+        texts = [""] * len(requests)
+        batches = list(self._of_equal_options(requests))
+        for i, numbers in enumerate(track(batches, "generate_until", disable=disable_tqdm)):
+            prompts, options = [requests[n].args[0] for n in numbers], requests[numbers[0]].args[1]
+            for n, text in zip(numbers, self._continued(prompts, options, i), strict=True):
+                texts[n] = text
+                self.cache_hook.add_partial("generate_until", requests[n].args, text)
+        return texts
+
+    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **_: Any) -> list[Score]:
+        scores = self._scores(requests, disable_tqdm)
+        for request, found in zip(requests, scores, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], found)
+        return scores
+
+    def _scores(self, requests: Any, disable_tqdm: bool) -> list[Score]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        found = score(self.generator, pairs, batch_size=self._batch, max_length=self.max_length)
+        return [one for _, one in sorted(track(found, "loglikelihood", total=len(pairs), disable=disable_tqdm))]
+
+    def _of_equal_options(self, requests: Any) -> Iterator[list[int]]:
+        """Yields the numbers of requests that are generated at once: with equal options, the longest first."""
+        groups: dict[str, list[int]] = {}
+        for n, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(n)
+        for numbers in groups.values():
+            numbers.sort(key=lambda n: -len(requests[n].args[0]))
+            yield from (numbers[i : i + self._batch] for i in range(0, len(numbers), self._batch))
+
+    def _continued(self, prompts: Sequence[str], given: dict[str, Any], batch: int) -> list[str]:
+        """Returns the answers of one batch."""
+        until, most, sampler = _options(given, self.max_gen_toks)
+        if not 0 < most < self.max_length:
+            raise ValueError(
+                f"the task asks for {most} new tokens; there must be 1 to {self.max_length - 1} (max_length - 1)"
+            )
+        key = jax.random.fold_in(jax.random.key(0) if self._key is None else self._key, batch)
+        return continue_until(
+            self.generator,
+            [self.tok_encode(prompt)[-(self.max_length - most) :] for prompt in prompts],
+            decode=self._decode,
+            until=[*until, self._decode([self._eos], special=True)],
+            end=self._eos,
+            max_new_tokens=most,
+            sampler=sampler,
+            key=key,
+        )
+
+    def _decode(self, ids: list[int], *, special: bool = False) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=not special)
+
+
+def _options(given: dict[str, Any], most: int) -> tuple[list[str], int, Sampler]:
+    """Returns until, the most new tokens and the sampler that a task's `generation_kwargs` ask for.
+
+    Raises:
+        ValueError: when one of them is not supported.
+    """
+    given = dict(given)
+    until = given.pop("until", None) or []
+    lengths = [
+        given.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+    ]
+    most = int(next((length for length in lengths if length is not None), most))
+    draws = given.pop("do_sample", float(given.get("temperature", 0.0)) > 0)
+    filters = {name: given.pop(name) for name in _SAMPLING if name in given}
+    if given or (draws and not filters.get("temperature")):
+        raise ValueError(
+            f"generation_kwargs may hold until, max_gen_toks, do_sample and {', '.join(_SAMPLING)}, with a temperature above 0 "
+            f"to sample; got {given or {'do_sample': draws}}"
+        )
+    return [until] if isinstance(until, str) else list(until), most, Sampler(**filters) if draws else GREEDY

@@ -1,0 +1,140 @@
+"""What an evaluation asks of a model: scores of given continuations, and continuations up to given texts.
+
+Shapes: B rows, T tokens of the longest row with padding.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from maxlib import nn
+from maxlib.inference._generate import Generator, Prompts, right_padded, shared_capacity
+from maxlib.inference._sampling import GREEDY, Sampler
+
+Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, and of its continuation
+Score = tuple[float, bool]
+Decode = Callable[[list[int]], str]
+
+
+def score(
+    generator: Generator, pairs: Sequence[Pair], *, batch_size: int, max_length: int
+) -> Iterator[tuple[int, Score]]:
+    """Yields the number of each pair, the log-probability of its continuation, and whether greedy decoding gives it.
+
+    Pairs come from the longest to the shortest, so that a batch has little padding. A context that is too long loses
+    its beginning.
+
+    Args:
+        generator: The model.
+        pairs: Contexts and continuations, none of them empty.
+        batch_size: Rows of a batch.
+        max_length: Most tokens that the model reads at once.
+
+    Raises:
+        ValueError: when a part is empty, a continuation is longer than `max_length`, or an id is none of the model's.
+    """
+    _check(pairs, max_length)
+    rows = [list(context) + list(continuation) for context, continuation in pairs]
+    for numbers in _batches([len(row) for row in rows], batch_size):
+        # The last token is only predicted. A batch that is not full repeats its first row, to share the program.
+        full = numbers + [numbers[0]] * (batch_size - len(numbers))
+        kept = [rows[n][-(max_length + 1) :] for n in full]
+        log_prob, correct = _scored(generator, kept, [len(pairs[n][1]) for n in full], max_length)
+        for n, p, c in zip(numbers, log_prob, correct, strict=False):
+            yield n, (float(p), bool(c))
+
+
+def continue_until(
+    generator: Generator,
+    prompts: Prompts,
+    *,
+    decode: Decode,
+    until: Sequence[str],
+    end: int,
+    max_new_tokens: int,
+    sampler: Sampler = GREEDY,
+    key: Key[Array, ""] | None = None,
+) -> list[str]:
+    """Returns the text that follows each prompt, before the first of `until` or the token `end`.
+
+    Decoding stops when every row has one of them.
+
+    Args:
+        generator: The model.
+        prompts: Token ids of each prompt.
+        decode: Makes text of ids.
+        until: Texts that end a row and are not part of it.
+        end: Id that ends a row.
+        max_new_tokens: Most new tokens per prompt.
+        sampler: Draws tokens.
+        key: Random key for sampling.
+    """
+    until = [text for text in until if text]
+    # A token has at least one byte, but for special ones: so many tokens hold any of these texts that ends there.
+    tail = 8 + max((len(text.encode()) for text in until), default=0)
+    rows: list[list[int]] = [[] for _ in prompts]
+    running = set(range(len(rows)))
+    for tokens in generator.stream(prompts, max_new_tokens=max_new_tokens, sampler=sampler, stop=(end,), key=key):
+        for n in tuple(running):
+            if (token := tokens[n]) is not None:
+                rows[n].append(token)
+            if token is None or any(text in decode(rows[n][-tail:]) for text in until):
+                running.discard(n)
+        if not running:
+            break
+    return [_before(decode(row), until) for row in rows]
+
+
+def _before(text: str, until: Iterable[str]) -> str:
+    """Cuts a text at each of `until`, in their order, as lm-eval does: of texts that overlap the first one counts."""
+    for end in until:
+        text = text.split(end)[0]
+    return text
+
+
+def _check(pairs: Sequence[Pair], max_length: int) -> None:
+    """Raises ValueError for a pair that cannot be scored."""
+    for n, (context, continuation) in enumerate(pairs):
+        if not len(context) or not 0 < len(continuation) <= max_length:
+            raise ValueError(
+                f"request {n} must have a context of at least one token and a continuation of 1 to {max_length} (max_length), got "
+                f"{len(context)} and {len(continuation)}"
+            )
+
+
+def _batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Yields the numbers of rows, the longest first, `size` at a time."""
+    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
+
+
+def _scored(
+    generator: Generator, rows: Sequence[Sequence[int]], counts: Sequence[int], max_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scores the last `counts` tokens of each row."""
+    length = min(shared_capacity(max(map(len, rows)) - 1), max_length)
+    whole, valid = right_padded(rows, generator.vocab)
+    size = lambda x: np.pad(x, ((0, 0), (0, max(0, length + 1 - x.shape[1]))))[:, : length + 1]
+    whole, valid = size(whole), size(valid)
+    last = valid.sum(axis=1)[:, None] - 1  # [B, 1]: of each row's tokens, the last one, which is only predicted
+    place = np.arange(length)[None]
+    # Position t predicts token t + 1; those of the context and of padding are not scored.
+    learned = (place >= last - np.asarray(counts)[:, None]) & (place < last)
+    targets = np.where(learned, whole[:, 1:], -1).astype(np.int32)
+    read = valid[:, :-1] & (place < last)
+    log_prob, correct = _score(generator.model, whole[:, :-1], read, targets, dtype=generator.dtype)
+    return np.asarray(log_prob), np.asarray(correct)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _score(
+    model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], targets: Int[Array, "B T"], *, dtype
+) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
+    """Sums the log-probabilities of each row's targets, and tells whether all of them are the best tokens."""
+    out = model(tokens, valid=valid, dtype=dtype)
+    found = nn.token_log_probs(out.hidden, model.head_weight(), targets, softcap=model.softcap)
+    return found.log_prob.sum(axis=1), (found.correct | (targets < 0)).all(axis=1)
