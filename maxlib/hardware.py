@@ -4,7 +4,6 @@ import dataclasses
 import re
 
 GIB = 2**30
-GPUS_PER_HOST = 8  # joined by NVLink
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +21,8 @@ class Chip:
       host: bytes over the link to the host.
       dims: dimensions of the torus; 0 for GPUs.
       cores: cores of one chip, as a name such as v5p-128 counts them.
+      devices: jax devices of one chip of a TPU.
+      group: GPUs that NVLink joins, or PCIe where there is none; not for TPUs.
       cache: bytes of the last cache before the memory.
     """
 
@@ -35,6 +36,8 @@ class Chip:
     host: float
     dims: int = 0
     cores: int = 1
+    devices: int = 1
+    group: int = 8
     cache: float = 0
 
 
@@ -50,7 +53,7 @@ CHIPS = {
     "v5e": Chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * GIB, 8.2e11, 9e10, 3.1e9, 1.5e10, 2),
     "v5p": Chip("TPU v5p", ("TPU v5", "TPU v5p"), 459e12, 95.74 * GIB, 2.765e12, 1.8e11, 6.25e9, 1.5e10, 3, cores=2),
     "v6e": Chip("TPU v6e", ("TPU v6",), 918e12, 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 3.2e10, 2),
-    "v7x": Chip("TPU v7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3.69e12, 9e10, 6.25e9, 1.5e10, 3),
+    "v7x": Chip("TPU v7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3.69e12, 9e10, 6.25e9, 1.5e10, 3, cores=2, devices=2),
     "a100": Chip("NVIDIA A100 SXM", ("NVIDIA A100",), 312e12, 79.1 * GIB, 2.039e12, 3e11, 2.5e10, 3.2e10, cache=40 * 2**20),
     "h20": Chip("NVIDIA H20", ("NVIDIA H20",), 148e12, 95 * GIB, 4e12, 4.5e11, 5e10, 6.4e10, cache=60 * 2**20),
     "h100": Chip("NVIDIA H100 SXM", ("NVIDIA H100",), 989e12, 79.1 * GIB, 3.35e12, 4.5e11, 5e10, 6.4e10, cache=50 * 2**20),
@@ -58,7 +61,7 @@ CHIPS = {
     "h200": Chip("NVIDIA H200 SXM", ("NVIDIA H200",), 989e12, 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 6.4e10, cache=50 * 2**20),
     "l40s": Chip("NVIDIA L40S", ("NVIDIA L40S",), 362e12, 44.5 * GIB, 8.64e11, 0, 5e10, 3.2e10, cache=96 * 2**20),
     "b200": Chip("NVIDIA B200", ("NVIDIA B200",), 2250e12, 178 * GIB, 8e12, 9e11, 5e10, 6.4e10, cache=126 * 2**20),
-    "gb200": Chip("NVIDIA GB200", ("NVIDIA GB200",), 2500e12, 184 * GIB, 8e12, 9e11, 5e10, 2.25e11, cache=126 * 2**20),
+    "gb200": Chip("NVIDIA GB200 NVL72", ("NVIDIA GB200",), 2500e12, 184 * GIB, 8e12, 9e11, 5e10, 2.25e11, group=72, cache=126 * 2**20),
     "cpu": Chip("this machine's CPU devices", (), 1e11, 8 * GIB, 2e10, 1e10, 1e9, 2e10),
 }  # fmt: skip
 

@@ -103,12 +103,18 @@ def _lora(words: list[str]) -> adapters.LoRA:
     """Parses --lora: rank=16,alpha=32,dora; alpha is twice the rank by default."""
     parts = [word.partition("=") for word in ",".join(words).split(",") if word]
     settings = {name: value for name, _, value in parts}
-    if "rank" not in settings or settings.keys() - {"rank", "alpha", "dora", "rslora"}:
+    flags = {name: True for name in ("dora", "rslora") if name in settings}
+    try:
+        if settings.keys() - {"rank", "alpha", "dora", "rslora"}:
+            raise ValueError
+        rank = int(settings["rank"])
+        alpha = float(settings.get("alpha", 2 * rank))
+    except (KeyError, ValueError):
         raise ValueError(
-            f"--lora takes rank=16,alpha=32 and dora or rslora, of which rank is needed; got {' '.join(words)!r}"
-        )
-    rank, flags = int(settings["rank"]), {name: True for name in ("dora", "rslora") if name in settings}
-    return adapters.LoRA(rank, float(settings.get("alpha", 2 * rank)), **flags)
+            "--lora takes rank=16,alpha=32 (numbers) and dora or rslora, of which rank is needed; got "
+            f"{' '.join(words)!r}"
+        ) from None
+    return adapters.LoRA(rank, alpha, **flags)
 
 
 def _numbers(result: Plan) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def by_name(thing: Any, what: str) -> Any:
         return thing
     try:
         return _find(thing)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"{what} must be named module:name, of a module that can be imported; got {thing!r}: {error}"
         ) from error

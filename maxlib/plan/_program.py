@@ -14,11 +14,18 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, observability, sharding, training
-from maxlib.hardware import GPUS_PER_HOST
+from maxlib.hardware import CHIPS
 from maxlib.ops._attention.chunked import choose_blocks
 from maxlib.ops._attention.dispatch import OFFLINE
 from maxlib.plan._job import Job, check_names
-from maxlib.plan._targets import INSTALL_GPU_COMPILER, Target, devices_of, has_gpu_compiler, parse_target
+from maxlib.plan._targets import (
+    COMPILED_GPUS,
+    INSTALL_GPU_COMPILER,
+    Target,
+    devices_of,
+    has_gpu_compiler,
+    parse_target,
+)
 from maxlib.sharding._mesh import fill
 from maxlib.sharding.pipelining import Schedule
 from maxlib.training._placement import batch_names
@@ -194,6 +201,9 @@ def _marked(program: Program) -> set[str]:
 
 def refused(job: Job) -> str | None:
     """Returns the reason why a job for GPUs can only be estimated, or None."""
+    chip = parse_target(job.target).chip
+    if chip not in [CHIPS[name] for name in COMPILED_GPUS]:
+        return f"XLA's compiler needs a description of a GPU that is not there, and has none of the {chip.kind}"
     if not has_gpu_compiler():
         return f"jax's plugin for CUDA is not installed; install it: {INSTALL_GPU_COMPILER}"
     if job.offloads:
@@ -218,7 +228,7 @@ def _layout(job: Job) -> sharding.Layout:
 
 def across_hosts(job: Job, target: Target) -> dict[str, int]:
     """Returns the degrees of `dcn` on GPUs, as `sharding.make_mesh` fills them in; all 1 without `dcn`."""
-    hosts = math.ceil(target.devices / GPUS_PER_HOST) if job.dcn else 1
+    hosts = math.ceil(target.devices / target.chip.group) if job.dcn else 1
     return fill({axis: job.dcn.get(axis, 1) for axis in sharding.MESH_AXES}, hosts, "hosts")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from maxlib.hardware import GPUS_PER_HOST, Chip
+from maxlib.hardware import Chip
 from maxlib.plan._hlo import Collective, Costs
 from maxlib.plan._targets import Target
 
@@ -115,13 +115,13 @@ def _assumptions(
     )
 
 
-def _within_host(mesh: Any, number: int) -> int:
-    """Returns how many GPUs of the same host a group over mesh axis `number` has."""
+def _within_host(mesh: Any, number: int, group: int) -> int:
+    """Returns how many GPUs of the same host, or rack, a group over mesh axis `number` has."""
     sizes = tuple(mesh.shape.values())
     if isinstance(mesh, Mesh):
         hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
     else:  # the last axes are within a host
-        hosts = np.arange(math.prod(sizes)).reshape(sizes) // GPUS_PER_HOST
+        hosts = np.arange(math.prod(sizes)).reshape(sizes) // group
     line = hosts.swapaxes(0, number).reshape(sizes[number], -1)[:, 0]
     return sizes[number] // len(set(line.tolist()))
 
@@ -129,7 +129,8 @@ def _within_host(mesh: Any, number: int) -> int:
 def _gpu_links(members: int, degree: int, chip: Chip) -> float:
     """Returns bytes per second of a group of GPUs: NVLink within a host, else the network."""
     # Each GPU has its own network card; a ring over several hosts uses the cards of all its members in a host.
-    return chip.links if members == degree else min(chip.links, members * chip.across)
+    inside = chip.links or chip.host  # without NVLink they meet over PCIe
+    return inside if members == degree else min(inside, members * chip.across)
 
 
 def link_speeds(mesh: Any, target: Target, across: Mapping[str, int] | None = None) -> dict[str, float]:
@@ -145,7 +146,7 @@ def link_speeds(mesh: Any, target: Target, across: Mapping[str, int] | None = No
         members = {axis: mesh.shape[axis] // across[axis] for axis in names}
         return {axis: _gpu_links(members[axis], mesh.shape[axis], target.chip) for axis in names}
     if target.platform != "tpu":
-        members = {axis: _within_host(mesh, number) for number, axis in enumerate(names)}
+        members = {axis: _within_host(mesh, number, target.chip.group) for number, axis in enumerate(names)}
         return {axis: _gpu_links(members[axis], mesh.shape[axis], target.chip) for axis in names}
     speeds = {}
     for number, axis in enumerate(names):

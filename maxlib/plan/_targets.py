@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from maxlib.distributed.xla_flags import WITHOUT_TPU
-from maxlib.hardware import CHIPS, GIB, GPUS_PER_HOST, Chip
+from maxlib.hardware import CHIPS, GIB, Chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,42 +52,49 @@ class Target:
         return f"{self.name}: {self.devices} x {self.chip.kind}{shape}{slices}, {self.chip.memory / GIB:.2f} GiB each"
 
 
+_TPUS = "v4|v5e|v5p|v6e|v7x"
+_GPUS = tuple(name for name, chip in CHIPS.items() if chip.kind.startswith("NVIDIA"))
+_TOPOLOGIES = {"v7x": "tpu7x"}  # libtpu's own names, where they differ
+COMPILED_GPUS = ("h100", "h200")  # those that are described to XLA's compiler below; others are estimated
+
+
 def parse_target(name: str) -> Target:
     """Reads the name of hardware.
 
     Args:
-      name: "v4-N" or "v5p-N" (N cores), "v5e-N" or "v6e-N" (N chips), with "xM" for M slices; a topology such as
-        "v5p:4x4x8", with "*M" for M slices; "h100xN", "h200xN", or "cpu".
+      name: "v4-N", "v5p-N" or "v7x-N" (N cores), "v5e-N" or "v6e-N" (N chips), with "xM" for M slices; a topology such
+        as "v5p:4x4x8", with "*M" for M slices; a GPU of `hardware.CHIPS` and a number, such as "h100x16"; or "cpu".
 
     Raises:
       ValueError: for hardware that does not exist; the message lists the known names.
     """
-    text = name.strip().lower()
+    text = name.strip().lower().replace("tpu7x", "v7x")
     if re.search(r"[-x*:]0+(?!\d)", text):
         raise ValueError(f"{name}: there is no hardware of 0 chips or slices")
     if text == "cpu":
         return Target(text, CHIPS["cpu"], len(jax.devices("cpu")))
-    if found := re.fullmatch(r"(h100|h200)(?:[x-](\d+))?", text):
+    if found := re.fullmatch(rf"({'|'.join(_GPUS)})(?:[x-](\d+))?", text):
         return _gpus(text, found[1], int(found[2] or 1))
-    if found := re.fullmatch(r"(v4|v5e|v5p|v6e):(\d+(?:x\d+)+)(?:\*(\d+))?", text):
+    if found := re.fullmatch(rf"({_TPUS}):(\d+(?:x\d+)+)(?:\*(\d+))?", text):
         sides = tuple(map(int, found[2].split("x")))
         return _tpu(name, text, found[1], math.prod(sides), sides, int(found[3] or 1))
-    if found := re.fullmatch(r"(v4|v5e|v5p|v6e)-(\d+)(?:x(\d+))?", text):
+    if found := re.fullmatch(rf"({_TPUS})-(\d+)(?:x(\d+))?", text):
         chip, count = CHIPS[found[1]], int(found[2])
         if count % chip.cores:
             raise ValueError(f"{name}: {found[1]}-N counts cores, {chip.cores} a chip, so N must be a multiple of that")
         chips = count // chip.cores
         return _tpu(name, text, found[1], chips, _torus(name, chips, chip.dims), int(found[3] or 1))
     raise ValueError(
-        f"no hardware is known as {name!r}; take v4-N, v5p-N (N cores), v5e-N, v6e-N (N chips), such as v5e-256, with xM for M slices, "
-        "a topology such as v5p:4x4x8, h100xN, h200xN, or cpu"
+        f"no hardware is known as {name!r}; take v4-N, v5p-N, v7x-N (N cores), v5e-N, v6e-N (N chips), such as v5e-256, "
+        f"with xM for M slices, a topology such as v5p:4x4x8, GPUs such as {', '.join(f'{gpu}xN' for gpu in _GPUS)}, or cpu"
     )
 
 
 def _gpus(name: str, kind: str, count: int) -> Target:
-    if count > GPUS_PER_HOST and count % GPUS_PER_HOST:
+    if count > (group := CHIPS[kind].group) and count % group:
         raise ValueError(
-            f"{name}: GPUs come in hosts of {GPUS_PER_HOST}; take up to {GPUS_PER_HOST} of one, or a multiple of {GPUS_PER_HOST}, such as {kind}x{2 * GPUS_PER_HOST}; got {count}"
+            f"{name}: these GPUs come in groups of {group}; take up to {group} of one, or a multiple of {group}, such as "
+            f"{kind}x{2 * group}; got {count}"
         )
     return Target(name, CHIPS[kind], count)
 
@@ -99,7 +106,8 @@ def _tpu(name: str, text: str, kind: str, chips: int, sides: tuple[int, ...], sl
         raise ValueError(
             f"{name}: {chip.kind} comes in {chip.dims} dimensions of at most {limit} chips each; got {'x'.join(map(str, sides))}"
         )
-    return Target(text, chip, chips * slices, f"{kind}:{'x'.join(map(str, sides))}", slices)
+    topology = f"{_TOPOLOGIES.get(kind, kind)}:{'x'.join(map(str, sides))}"
+    return Target(text, chip, chips * chip.devices * slices, topology, slices)
 
 
 def _torus(name: str, chips: int, dims: int) -> tuple[int, ...]:
@@ -176,9 +184,11 @@ def _gpu_devices(target: Target) -> list[Any]:
         raise ImportError(
             f"{target.name}: compiling for GPUs needs jax's plugin for CUDA; install it: {INSTALL_GPU_COMPILER}"
         )
+    if target.chip not in [CHIPS[name] for name in COMPILED_GPUS]:
+        raise ValueError(f"{target.name}: {' and '.join(COMPILED_GPUS)} are described to XLA's compiler, no other GPU")
     from jax.experimental import topologies
 
-    chip, hosts = target.chip, math.ceil(target.devices / GPUS_PER_HOST)
+    chip, hosts = target.chip, math.ceil(target.devices / target.chip.group)
     about = _HOPPER.format(bandwidth=chip.bandwidth, memory=chip.memory, cache=chip.cache, kind=chip.kind)
     shape = f"1x{hosts}x{target.devices // hosts}"
     return list(topologies.get_topology_desc(target.name, "cuda", target_config=about, topology=shape).devices)

@@ -1,6 +1,7 @@
-"""Gated delta rule: chunks against the definition, in turn on one machine, and the memory of a training step.
+"""Gated delta rule or state-space duality: chunks against the definition, in turn on one machine, and the memory of a
+training step.
 
-    python -m tests.benchmarks.gated_delta [--tokens 8192] [--rounds 3]
+    python -m tests.benchmarks.gated_delta [--op ssd] [--tokens 8192] [--rounds 3]
 
 Times are medians of rounds in which each contender runs once. Memory is what XLA allocates beside arguments and results
 for the forward and backward pass.
@@ -18,13 +19,29 @@ from rich.table import Table
 from maxlib import ops
 
 KEYS, HEADS = 2, 4
+OP = "gated_delta_rule"
 
 
 def arrays(tokens: int, width: int, key_width: int | None = None) -> dict[str, jax.Array]:
+    return (ssd_arrays if OP == "ssd" else delta_arrays)(tokens, width, key_width or width)
+
+
+def ssd_arrays(tokens: int, width: int, state_width: int) -> dict[str, jax.Array]:
     normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), (1, tokens, *shape))
     return {
-        "q": normal(0, KEYS, key_width or width),
-        "k": normal(1, KEYS, key_width or width),
+        "x": normal(0, HEADS, width),
+        "dt": jax.nn.softplus(normal(1, HEADS)),
+        "a": jnp.full(HEADS, -0.05),
+        "b": normal(2, KEYS, state_width),
+        "c": normal(3, KEYS, state_width),
+    }
+
+
+def delta_arrays(tokens: int, width: int, key_width: int) -> dict[str, jax.Array]:
+    normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), (1, tokens, *shape))
+    return {
+        "q": normal(0, KEYS, key_width),
+        "k": normal(1, KEYS, key_width),
         "v": normal(2, HEADS, width),
         "log_decay": -0.05 * jax.nn.softplus(normal(3, HEADS)),
         "beta": jax.nn.sigmoid(normal(4, HEADS)),
@@ -32,7 +49,7 @@ def arrays(tokens: int, width: int, key_width: int | None = None) -> dict[str, j
 
 
 def compiled(implementation: str, x: dict[str, jax.Array], *, backward: bool):
-    loss = lambda x: jnp.sum(ops.gated_delta_rule(**x, implementation=implementation)[0] ** 2)
+    loss = lambda x: jnp.sum(getattr(ops, OP)(**x, implementation=implementation)[0] ** 2)
     return jax.jit(jax.grad(loss) if backward else loss).lower(x).compile()
 
 
@@ -79,11 +96,14 @@ def memory(width: int) -> Table:
 
 
 def main() -> None:
+    global OP
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--op", default=OP, choices=("gated_delta_rule", "ssd"))
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    OP = args.op
     console = Console()
     console.print(memory(args.width))
     console.print(speed(args.tokens, args.width, args.rounds))

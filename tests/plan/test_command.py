@@ -69,7 +69,7 @@ def test_a_search_plans_what_it_was_told():
         ("--search --compile -3", "compile must be at least 0, the number of layouts to compile; got -3"),
         ("--compile 2", "--compile is for --search"),
         ("--mesh fsdp=2 fsdp=8", "a mesh must name an axis once; got fsdp twice, in fsdp=2 fsdp=8"),
-        ("--mesh fdsp=8", "no mesh axis is named 'fdsp' (is 'fsdp' meant?)"),
+        ("--mesh fdsp=8", "no mesh axis is named 'fdsp' (did you mean 'fsdp'?)"),
         ("--accumulate 0", "at least one microbatch, got 0"),
         ("--accumulate 2 --gradients 1f1b", "Leave accumulate out: a pipeline has microbatches of its own"),
         ("--mesh fsdp=3", "change a degree of --mesh or --dcn, or let one be -1"),

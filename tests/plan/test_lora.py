@@ -78,7 +78,9 @@ def test_the_command_reads_adapters(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--lora alpha=16", "--lora takes rank=16,alpha=32 and dora or rslora, of which rank is needed"),
+        ("--lora alpha=16", "--lora takes rank=16,alpha=32 (numbers) and dora or rslora, of which rank is needed"),
+        ("--lora rank=x", "(numbers)"),
+        ("--lora rank=0", "rank must be at least 1"),
         ("--lora rank=16,beta=2", "got 'rank=16,beta=2'"),
         ("--base nf4", "--base 'nf4' stores a frozen base, which only adapters have: give --lora"),
         ("--lora rank=16 --base int9", "base must be one of float32, bfloat16, fp8"),

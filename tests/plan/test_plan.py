@@ -191,9 +191,15 @@ def test_mistakes_are_named(case):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: layout(fdsp=8), r"mesh: no mesh axis is named 'fdsp' \(is 'fsdp' meant\?\); the axes are stage, data"),
-        (lambda: layout(dcn={"dat": 2}), r"dcn: no mesh axis is named 'dat' \(is 'data' meant\?\)"),
-        (lambda: layout({"embed": "fdsp"}), r"names the mesh axis 'fdsp', but the mesh has .* \(is 'fsdp' meant\?\)"),
+        (
+            lambda: layout(fdsp=8),
+            r"mesh: no mesh axis is named 'fdsp' \(did you mean 'fsdp'\?\); the axes are stage, data",
+        ),
+        (lambda: layout(dcn={"dat": 2}), r"dcn: no mesh axis is named 'dat' \(did you mean 'data'\?\)"),
+        (
+            lambda: layout({"embed": "fdsp"}),
+            r"names the mesh axis 'fdsp', but the mesh has .* \(did you mean 'fsdp'\?\)",
+        ),
         (lambda: layout("zero9"), "a strategy must be one of dp, zero1"),
         (lambda: layout().mesh.shape, "has no devices yet: take layout.on"),
         (lambda: sharding.use(layout()).__enter__(), "has no devices yet: take layout.on"),

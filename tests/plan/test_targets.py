@@ -1,5 +1,7 @@
 """Names of hardware, and what they stand for."""
 
+import dataclasses
+
 import pytest
 
 from maxlib import plan
@@ -22,6 +24,12 @@ from maxlib.plan import _targets as targets
         ("h100-16", 16, None),
         ("h200x3", 3, None),
         ("h200", 1, None),
+        ("a100x8", 8, None),
+        ("b200x16", 16, None),
+        ("gb200x72", 72, None),
+        ("h100-pcie-8", 8, None),
+        ("v7x-8", 8, "tpu7x:2x2x1"),  # jax has two devices a chip
+        ("tpu7x:4x4x4", 128, "tpu7x:4x4x4"),
         ("cpu", 8, None),
     ],
 )
@@ -46,7 +54,9 @@ def test_topologies_close_to_rings_where_the_hardware_does():
         ("v5e-12", "12 chips is no power of two; give the topology"),
         ("v5e-1024", "2 dimensions of at most 16 chips each; got 32x32"),
         ("v5p:4x4", "comes in 3 dimensions"),
-        ("h100x12", "GPUs come in hosts of 8; take up to 8 of one, or a multiple of 8, such as h100x16; got 12"),
+        ("h100x12", "GPUs come in groups of 8; take up to 8 of one, or a multiple of 8, such as h100x16; got 12"),
+        ("gb200x80", "groups of 72; .* such as gb200x144; got 80"),
+        ("b300x8", "GPUs such as a100xN, .* b200xN, gb200xN, or cpu"),
     ],
 )
 def test_hardware_that_does_not_exist(name, words):
@@ -65,3 +75,26 @@ def test_without_the_plugin_for_cuda_it_says_what_to_install(monkeypatch):
     assert not targets.has_gpu_compiler()
     with pytest.raises(ImportError, match=r'h100x8: .* pip install "maxlib\[cuda\]"'):
         targets.devices_of(plan.parse_target("h100x8"))
+
+
+def test_gpus_without_a_description_are_estimated_and_the_plan_says_so():
+    """At the data sheets' rates; 72 GPUs of a rack are joined by NVLink, others in hosts of eight."""
+    job = plan.Job("llama3.2-1b", "b200x8", sequence=4096)
+
+    def estimate(name):
+        got = plan.plan(dataclasses.replace(job, target=name))
+        assert not got.compiled and "needs a description of a GPU that is not there" in str(got) and got.estimate
+        return got.estimate
+
+    b200, a100, l40s, rack = map(estimate, ("b200x8", "a100x8", "l40sx8", "gb200x64"))
+    assert a100.compute / b200.compute == pytest.approx(2250 / 312)
+    # fsdp gathers over NVLink, or over PCIe where there is none.
+    assert l40s.network / b200.network == pytest.approx(9e11 / 3.2e10)
+    assert rack.network == pytest.approx(b200.network * (63 / 64) / (7 / 8))
+    assert estimate("b200x64").network > 2 * rack.network
+
+
+def test_two_devices_a_chip_are_described():
+    pytest.importorskip("libtpu")
+    devices = targets.devices_of(plan.parse_target("v7x-8"))
+    assert len(devices) == 8 and {device.device_kind for device in devices} == {"TPU7x"}

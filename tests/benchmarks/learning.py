@@ -1,0 +1,316 @@
+"""Runs that prove learning: what each method reaches on a task of seconds, and TRL beside it.
+
+    python -m tests.benchmarks.learning [--seeds 0 1 2] [--runs sft dpo ...] [--trl] [--check] [--json X] [--draw X]
+
+The task is to sort 3 to 7 digits; the model is a Llama with 4 layers of width 128, from random weights. "exact" is the
+share of 256 fresh prompts whose greedy answer is right to its end. Times are those of the loops, compilation included;
+with --trl its trainers start from the same weights, right after ours, with as many rows and steps, on the same cores.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from maxlib import adapters, inference, nn, ops, post_training, training, weights
+from maxlib.models import llama
+from tests.post_training import sorting
+
+CONFIG = llama.Config(
+    vocab=sorting.VOCAB,
+    num_layers=4,
+    dim=128,
+    mlp_dim=384,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=32,
+    rope=ops.Rope(32, max_length=64),
+)
+ROWS, GROUP = 64, 8
+STEPS = {"sft": 500, "lora": 150, "dpo": 60, "grpo": 60, "distillation": 200}
+RATES = {"sft": 1e-3, "lora": 3e-3, "dpo": 5e-5, "grpo": 1e-4, "distillation": 1e-3}
+LORA = adapters.LoRA(rank=8, alpha=16)
+SAMPLER = inference.Sampler(temperature=1.0)
+# What each run must reach: the least ("exact >=") or the most of a figure.
+THRESHOLDS = {
+    "sft": {"exact >=": 0.98},
+    "lora": {"exact >=": 0.90, "base changed <=": 0},
+    "dpo": {"pairs right >=": 0.98, "up >=": 0.60, "down <=": 0.02},
+    "grpo": {"reward >=": 0.85, "exact >=": 0.93},
+    "distillation": {"divergence <=": 0.06, "of the start <=": 1 / 8, "exact >=": 0.85},
+}
+CURVES = {"sft": "nll", "lora": "nll", "dpo": "rewards/accuracies", "grpo": "reward", "distillation": "divergence"}
+
+
+class Made:
+    """A loader of batches made by number."""
+
+    def __init__(self, make: Callable[[int], dict[str, Any]]):
+        self.make, self.next, self.seen = make, 0, {}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        batch, self.next = self.make(self.next), self.next + 1
+        return batch
+
+    def metrics(self):
+        return self.seen
+
+    def reset(self):
+        self.next = 0
+
+    def get_state(self):
+        return {"next": self.next}
+
+    def set_state(self, state):
+        self.next = state["next"]
+
+
+class Curve(list):
+    """A writer that keeps everything."""
+
+    def resume(self, step):
+        pass
+
+    def write(self, step, values):
+        self.append({name: float(value) for name, value in values.items()})
+
+    def close(self):
+        pass
+
+
+def optimizer(run: str) -> optax.GradientTransformation:
+    """AdamW without decay, as TRL's defaults: linear to zero, but for SFT."""
+    schedule = optax.cosine_decay_schedule if run in ("sft", "lora", "distillation") else polynomial
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule(RATES[run], STEPS[run]), weight_decay=0.0))
+
+
+def polynomial(rate: float, steps: int) -> optax.Schedule:
+    return optax.linear_schedule(rate, 0.0, steps)
+
+
+def trained(run: str, model: Any, loader: Any, loss: Any, **options: Any) -> tuple[Any, Curve, float]:
+    """The trained model, its metrics by step, and seconds with compilation."""
+    curve, start = Curve(), time.perf_counter()
+    trainer = training.Trainer(model, optimizer(run), loader, loss=loss, **options)
+    trainer.writers[:] = [curve]
+    loader.trainer = trainer
+    trainer.fit(STEPS[run])
+    return trainer.model, curve, time.perf_counter() - start
+
+
+def answers(generator: inference.Generator, prompts: list, sampler: Any = inference.GREEDY, key: Any = None) -> list:
+    """Completions with the end token, where they end."""
+    options = {"max_new_tokens": sorting.NEW, "sampler": sampler, "stop": [sorting.END], "key": key, "capacity": 16}
+    return [t + [sorting.END] * (len(t) < sorting.NEW) for t in generator.generate(prompts, **options)]
+
+
+def exact(model: Any, seed: int) -> dict[str, float]:
+    """The shares of fresh prompts that are sorted upwards and downwards."""
+    found = sorting.lists(np.random.default_rng(10**6 + seed), 256)
+    got = answers(inference.Generator(model, dtype=jnp.float32), [sorting.prompt(x) for x in found])
+    share = lambda down: float(np.mean([text == sorting.answer(x, down) for text, x in zip(got, found, strict=True)]))
+    return {"up": share(False), "down": share(True)}
+
+
+def supervised(run: str, model: Any, seed: int, orders: tuple[bool, ...], **options: Any) -> tuple[Any, Curve, float]:
+    make = lambda number: sorting.rows(*sorting.supervised((seed + 1) * 10**4 + number, ROWS, orders))
+    loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
+    return trained(run, model, Made(make), loss, **options)
+
+
+def sft(model: Any, seed: int) -> tuple[Any, dict, Curve, float]:
+    new, curve, seconds = supervised("sft", model, seed, (False,))
+    return new, {"exact": exact(new, seed)["up"]}, curve, seconds
+
+
+def lora(model: Any, seed: int) -> tuple[Any, dict, Curve, float]:
+    """The other order, by adapters alone."""
+    adapted = adapters.add(model, LORA, rngs=nnx.Rngs(seed))
+    new, curve, seconds = supervised("lora", adapted, seed + 100, (True,), filter=adapters.trainable)
+    before, after = (jax.device_get(nn.variables(m)) for m in (model, adapters.base(new)))
+    changed = sum(bool((before[path][...] != after[path][...]).any()) for path in before)
+    return new, {"exact": exact(new, seed)["down"], "base changed": changed}, curve, seconds
+
+
+def dpo(model: Any, seed: int) -> tuple[Any, dict, Curve, float]:
+    def make(number: int) -> dict[str, Any]:
+        questions, chosen, rejected = sorting.pairs((seed + 200) * 10**4 + number, ROWS)
+        return {"chosen": sorting.rows(questions, chosen), "rejected": sorting.rows(questions, rejected)}
+
+    loader = post_training.add_reference(Made(make), model, dtype=jnp.float32)
+    loss = functools.partial(post_training.preference_loss, kind=post_training.DPO(0.1), dtype=jnp.float32)
+    new, curve, seconds = trained("dpo", model, loader, loss)
+    right = statistics.fmean(values["rewards/accuracies"] for values in curve[-5:])
+    return new, {"pairs right": right, **exact(new, seed)}, curve, seconds
+
+
+def sampled(loader: Made, generator: inference.Generator, count: int, seed: int, number: int) -> tuple[list, list]:
+    """Prompts, each `count` times, and completions by the newest weights."""
+    weights = loader.trainer.state.trainable
+    generator.update({path.removeprefix("trained."): value for path, value in weights.items()})
+    found = sorting.lists(np.random.default_rng(seed * 10**4 + number), 2 * ROWS // count)
+    prompts = [sorting.prompt(x) for x in found for _ in range(count)]
+    return prompts, answers(generator, prompts, SAMPLER, jax.random.key(seed * 10**4 + number))
+
+
+def grpo(model: Any, seed: int) -> tuple[Any, dict, Curve, float]:
+    generator = inference.Generator(model, dtype=jnp.float32)
+
+    def make(number: int) -> dict[str, Any]:
+        prompts, texts = sampled(loader, generator, GROUP, seed + 300, number)
+        rewards = np.array([sorting.reward(*both) for both in zip(prompts, texts, strict=True)]).reshape(-1, GROUP)
+        loader.seen = post_training.reward_metrics(rewards)
+        advantages = post_training.group_advantages(rewards)
+        return post_training.completion_batch(prompts, texts, advantages, length=sorting.LENGTH)
+
+    loader = Made(make)
+    loss = functools.partial(post_training.dapo, temperature=SAMPLER.temperature, dtype=jnp.float32)
+    new, curve, seconds = trained("grpo", model, loader, loss)
+    reward = statistics.fmean(values["reward"] for values in curve[-5:])
+    return new, {"reward": reward, "exact": exact(new, seed)["up"]}, curve, seconds
+
+
+def distillation(teacher: Any, seed: int) -> tuple[Any, dict, Curve, float]:
+    """On-policy, by the reverse divergence, into half of the layers and of the width."""
+    cfg = dataclasses.replace(CONFIG, num_layers=2, dim=64, mlp_dim=192, num_heads=2, num_kv_heads=2)
+    student = jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(seed + 1)))()
+    generator = inference.Generator(student, dtype=jnp.float32)
+    make = lambda number: sorting.rows(*sampled(loader, generator, 2, seed + 400, number))
+    loader = Made(make)
+    loss = functools.partial(post_training.distillation_loss, beta=1.0, dtype=jnp.float32)
+    both = post_training.WithFrozen(student, teacher)
+    options = {"filter": training.trainable_only("trained.*")}
+    new, curve, seconds = trained("distillation", both, loader, loss, **options)
+    last = statistics.fmean(values["divergence"] for values in curve[-5:])
+    found = {"divergence": last, "of the start": last / curve[0]["divergence"]}
+    return new.trained, found | {"exact": exact(new.trained, seed)["up"]}, curve, seconds
+
+
+RUNS = {"sft": sft, "lora": lora, "dpo": dpo, "grpo": grpo, "distillation": distillation}
+
+
+def one_seed(seed: int, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the runs of a seed. Adapters and distillation begin with what SFT made, DPO and GRPO with two orders."""
+    start = jax.jit(lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(seed)))()
+    sorter, *of_sft = sft(start, seed)
+    either = None
+    if {"dpo", "grpo"} & {*args.runs}:
+        either = supervised("sft", start, seed + 500, (False, True))[0]
+        print(f"seed {seed}: the model that sorts up or down by chance: {exact(either, seed)}", flush=True)
+    for run in args.runs:
+        begin = {"sft": start, "dpo": either, "grpo": either}.get(run, sorter)
+        figures, curve, seconds = of_sft if run == "sft" else RUNS[run](begin, seed)[1:]
+        values = [step[CURVES[run]] for step in curve]
+        out = {"figures": figures, "seconds": seconds, "curve": [round(value, 5) for value in values]}
+        if args.trl and run != "distillation":
+            out["trl"] = beside(run, begin, seed)
+        print(f"seed {seed}: {run}: " + json.dumps({k: v for k, v in out.items() if k != "curve"}), flush=True)
+        yield run, out
+
+
+def beside(run: str, model: Any, seed: int) -> dict[str, Any]:
+    """Seconds and figures of TRL, from the same weights."""
+    from tests.post_training import learning_trl
+
+    with tempfile.TemporaryDirectory() as directory:
+        weights.save_pretrained(model, Path(directory) / "model")
+        return learning_trl.run(run, Path(directory), seed, steps=STEPS[run], rate=RATES[run], rows=ROWS, group=GROUP)
+
+
+def missed(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """What does not reach its threshold."""
+    out = []
+    for run, found in runs.items():
+        for what, bound in THRESHOLDS[run].items():
+            name, sign = what.rsplit(" ", 1)
+            value = found["figures"][name]
+            out += (
+                []
+                if (value >= bound if sign == ">=" else value <= bound)
+                else [f"{run}: {what} {bound:g}, got {value:g}"]
+            )
+    return out
+
+
+def summary(seeds: list[dict], runs: list[str]) -> str:
+    """A table for the docs: the worst of each figure over seeds, and medians of seconds."""
+    lines = ["| run | must reach | worst of the seeds | seconds | TRL |", "|---|---|---|---|---|"]
+    for run in runs:
+        worst = {}
+        for what in THRESHOLDS[run]:
+            name, sign = what.rsplit(" ", 1)
+            worst[name] = (min if sign == ">=" else max)(seed[run]["figures"][name] for seed in seeds)
+        must = ", ".join(f"{what} {bound:g}" for what, bound in THRESHOLDS[run].items())
+        got = ", ".join(f"{name} {value:.3g}" for name, value in worst.items())
+        seconds = statistics.median(seed[run]["seconds"] for seed in seeds)
+        theirs = [seed[run]["trl"]["seconds"] for seed in seeds if "trl" in seed[run]]
+        beside = f"{statistics.median(theirs):.0f}" if theirs else ""
+        lines.append(f"| {run} | {must} | {got} | {seconds:.0f} | {beside} |")
+    return "\n".join(lines)
+
+
+def draw(seeds: list[dict], runs: list[str], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(runs), figsize=(3.2 * len(runs), 2.6), layout="constrained", squeeze=False)
+    for axis, run in zip(axes[0], runs, strict=True):
+        for number, seed in enumerate(seeds):
+            values = np.array(seed[run]["curve"])
+            width = max(1, len(values) // 50)  # a mean over a few steps, as single ones are noisy
+            smooth = np.convolve(values, np.ones(width) / width, mode="valid")
+            axis.plot(np.arange(len(smooth)) + width, smooth, color=("#4477aa", "#ee6677", "#228833")[number % 3], lw=1)
+        axis.set(title=run, xlabel="step", ylabel=CURVES[run].replace("rewards/accuracies", "pairs right"))
+        if CURVES[run] in ("nll", "divergence"):
+            axis.set_yscale("log")
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--trl", action="store_true", help="run TRL's trainers beside ours (needs trl and peft)")
+    parser.add_argument("--check", action="store_true", help="fail where a threshold is missed")
+    parser.add_argument("--json", type=Path, help="figures and curves; seeds that are there already are not run again")
+    parser.add_argument("--draw", type=Path, help="draw the curves here")
+    args = parser.parse_args()
+    found: dict[str, Any] = {}
+    if args.json and args.json.exists():
+        found = json.loads(args.json.read_text())["seeds"]
+    for seed in args.seeds:
+        if {*args.runs} <= {*found.get(str(seed), ())}:
+            continue
+        for run, result in one_seed(seed, args):
+            found.setdefault(str(seed), {})[run] = result
+            if args.json:
+                machine = {"processor": platform.machine(), "jax": jax.__version__}
+                args.json.write_text(json.dumps({"machine": machine, "seeds": found}) + "\n")
+    seeds = [found[str(seed)] for seed in args.seeds]
+    print(summary(seeds, args.runs))
+    if args.draw:
+        draw(seeds, args.runs, args.draw)
+    lost = [f"seed {n}: {line}" for n, seed in zip(args.seeds, seeds, strict=True) for line in missed(seed)]
+    print(*lost, sep="\n")
+    if args.check and lost:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
