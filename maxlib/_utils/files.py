@@ -1,8 +1,16 @@
-"""Files that are whole or not there, and JSON that says each thing once."""
+"""Files that are whole or not there, JSON that says each thing once, and the place for what can be made again."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
+
+
+def cache_directory() -> Path:
+    """Returns `MAXLIB_CACHE`, or `maxlib` under `XDG_CACHE_HOME`, or `~/.cache/maxlib`."""
+    if own := os.environ.get("MAXLIB_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maxlib"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -20,4 +28,15 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"the fields {', '.join(twice)} are given more than once; keep one of each.")
+    return data
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Reads the JSON object of a file. Raises ValueError, which names the file, for anything else."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be a JSON object in UTF-8: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} must be a JSON object, got a {type(data).__name__}")
     return data

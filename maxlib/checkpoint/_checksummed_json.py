@@ -22,7 +22,7 @@ def read(path: epath.Path) -> Any:
     try:
         record = json.loads(path.read_text())
         crc, content = record["crc32"], record["content"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{path} cannot be read: {error}") from error
     if f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}" != crc:
         raise Damaged(f"{path} is not as it was written")

@@ -99,13 +99,15 @@ def _read(file: epath.Path, tries: int = 3) -> dict[str, Any] | None:
     """Reads the owner's record; None without one, empty if it is no record. Raises OSError if it cannot be read."""
     for left in reversed(range(tries)):
         try:
-            return json.loads(file.read_text())
+            found = json.loads(file.read_text())
+            return found if isinstance(found, dict) else {}
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:  # perhaps it is being written
+        except (OSError, ValueError, RecursionError) as error:  # perhaps it is being written
             if not left and isinstance(error, OSError):
                 raise
-            time.sleep(0.05)
+            if left:
+                time.sleep(0.05)
     return {}
 
 
@@ -124,7 +126,7 @@ def _check_same(file: epath.Path, patience: float = 10.0) -> None:
     end = time.monotonic() + patience  # network file systems may take a while
     while not (owner := _read(file)) and time.monotonic() < end:
         time.sleep(0.2)
-    mark = zlib.crc32(owner["run"].encode()) if owner else 0
+    mark = zlib.crc32(str(owner.get("run")).encode()) if owner else 0
     marks = np.ravel(multihost_utils.process_allgather(np.array(mark, np.uint32)))
     if others := np.flatnonzero(marks != marks[0]).tolist():
         raise ValueError(f"{file.parent} must be one directory for all hosts; the hosts {others} see another one.")

@@ -12,6 +12,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from maxlib.data import files, read_manifest, write_tokens
+from maxlib.tokenization import load_tokenizer
 
 
 def main() -> None:
@@ -39,10 +40,7 @@ def arguments() -> argparse.Namespace:
 
 
 def tokenize(args: argparse.Namespace) -> None:
-    path = args.tokenizer / "tokenizer.json" if args.tokenizer.is_dir() else args.tokenizer
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: name a tokenizer.json, or a folder that has one.")
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = load_tokenizer(args.tokenizer)
     documents = files(args.paths, field=args.field)
     columns = (
         TextColumn("{task.fields[text]}"),

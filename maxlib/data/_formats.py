@@ -5,6 +5,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -170,6 +171,10 @@ class _Parquet:
         self._groups = [(f, g) for f, file in enumerate(self._files) for g in range(file.metadata.num_row_groups)]
         rows = (self._files[f].metadata.row_group(g).num_rows for f, g in self._groups)
         self._begins = [0, *accumulate(rows)]
+        if negative := [paths[f] for f, g in self._groups if self._files[f].metadata.row_group(g).num_rows < 0]:
+            raise ValueError(
+                f"{negative[0]}: this is a damaged Parquet file: it says that it has fewer rows than none."
+            )
         if not self._begins[-1]:
             raise ValueError(f"There is no row in {', '.join(map(str, paths))}.")
         self._cache: OrderedDict[int, Any] = OrderedDict()
@@ -181,9 +186,10 @@ class _Parquet:
     def __getitem__(self, index: Any) -> Document:
         group = bisect.bisect_right(self._begins, index) - 1
         row = int(index) - self._begins[group]
-        value = self._column(group)[row].as_py()
         file, number = self._groups[group]
         at = f"{self._paths[file]}: row group {number}, row {row}"
+        with _naming(at):
+            value = self._column(group)[row].as_py()
         return _as_fields({self._field: value}, self._field, at)
 
     def _column(self, group: int) -> Any:
@@ -199,14 +205,26 @@ class _Parquet:
 
 def _parquet_file(path: Path) -> Any:
     try:
-        from pyarrow import lib
         from pyarrow import parquet as pq
     except ImportError as error:
         raise ImportError('Parquet files need pyarrow: pip install "maxlib[parquet]"') from error
+    with _naming(path):
+        file = pq.ParquetFile(path, page_checksum_verification=True)  # which few writers write
+        _ = file.schema_arrow, file.metadata.num_row_groups  # both are read when they are asked for
+        return file
+
+
+@contextmanager
+def _naming(where: Any) -> Iterator[None]:
+    """Turns what pyarrow says of damaged files into a ValueError that names the file."""
+    from pyarrow import lib
+
     try:
-        return pq.ParquetFile(path)
-    except lib.ArrowInvalid as error:
-        raise ValueError(f"{path}: this is no Parquet file: {error}") from error
+        yield
+    except (lib.ArrowException, UnicodeDecodeError, IndexError, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # of the disk
+            raise
+        raise ValueError(f"{where}: this is no Parquet file, or a damaged one: {error}") from error
 
 
 def _as_fields(record: Any, field: str, at: str) -> Document:

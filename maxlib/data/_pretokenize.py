@@ -15,9 +15,9 @@ import grain
 import numpy as np
 from tokenizers import Tokenizer
 
-from maxlib._utils.files import write_atomically
+from maxlib._utils.files import read_json_object, write_atomically
 from maxlib.data._bad_records import SkipBadRecords
-from maxlib.data._sources import Document
+from maxlib.data._sources import ArrayRecords, Document
 
 MANIFEST, TOKENIZER, BAD = "manifest.json", "tokenizer.json", "bad_records.jsonl"
 FORMAT = 1
@@ -117,8 +117,13 @@ def tokenized(directory: str | Path) -> grain.MapDataset[Document]:
             raise ValueError(
                 f"{path} has {path.stat().st_size} bytes, the manifest says {file['bytes']}: it was damaged."
             )
-    source: Any = grain.sources.ArrayRecordDataSource([str(directory / file["name"]) for file in files])
-    return grain.MapDataset.source(source).map(partial(_decode, dtype=manifest["dtype"]))
+    source: Any = ArrayRecords([directory / file["name"] for file in files])
+    if len(source) != manifest["total"]["documents"]:
+        raise ValueError(
+            f"{directory / MANIFEST} counts {manifest['total']['documents']} documents, its files have {len(source)}: "
+            "tokenize again."
+        )
+    return grain.MapDataset.source(source).map(partial(_decode, dtype=manifest["dtype"], where=str(directory)))
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
@@ -128,17 +133,43 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{path} does not exist: tokenization has not been run there, or has not been finished."
         )
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"{path} is of format {manifest['format']}, this maxlib reads {FORMAT}: tokenize again.")
+    manifest = read_json_object(path)
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"{path} is of format {manifest.get('format')}, this maxlib reads {FORMAT}: tokenize again.")
+    total: Any = manifest.get("total")
+    files: Any = manifest.get("files")
+    listed = _has_counts(total) and isinstance(files, list) and all(map(_is_file, files))
+    if not listed or not 0 < total["documents"] == sum(file["documents"] for file in files):
+        raise ValueError(f"{path} must list files of this directory with their counts: tokenize again.")
+    if manifest.get("dtype") not in _DTYPES:
+        raise ValueError(f"{path}: dtype must be one of {_DTYPES}, got {manifest.get('dtype')!r:.100}: tokenize again.")
     return manifest
+
+
+_DTYPES = ["<u2", "<i4"]
+
+
+def _has_counts(entry: Any) -> bool:
+    """Returns whether an entry of a manifest has counts."""
+    names = [field.name for field in dataclasses.fields(Counts)]
+    return isinstance(entry, dict) and all(type(entry.get(name)) is int and entry[name] >= 0 for name in names)
+
+
+def _is_file(entry: Any) -> bool:
+    """Returns whether an entry of a manifest has counts, and names a file beside it."""
+    name = entry.get("name") if _has_counts(entry) else None
+    if not isinstance(name, str) or not name.isprintable() or len(name.encode()) > 255:
+        return False
+    return Path(name).name == name != ".." and type(entry.get("bytes")) is int
 
 
 def _added(progress: Callable[[Counts], Any], before: Counts) -> Callable[[Counts], Any]:
     return lambda now: progress(before + now)
 
 
-def _decode(data: bytes, *, dtype: str) -> Document:
+def _decode(data: bytes, *, dtype: str, where: str) -> Document:
+    if len(data) % np.dtype(dtype).itemsize:
+        raise ValueError(f"{where}: a record of {len(data)} bytes holds no tokens of {dtype}. Tokenize again.")
     return {"tokens": np.frombuffer(data, dtype).astype(np.int32)}
 
 

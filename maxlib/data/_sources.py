@@ -247,11 +247,36 @@ def _as_object(data: bytes, *, path: Any, start: int) -> dict[str, Any]:
     return record
 
 
+class ArrayRecords(grain.sources.ArrayRecordDataSource):
+    """Source of the records of ArrayRecord files, whose errors name the files. Raises ValueError for damaged ones."""
+
+    def __init__(self, paths: Sequence[Path]):
+        self._where = str(paths[0]) if len(paths) == 1 else f"{paths[0]} or a file after it"
+        try:
+            super().__init__([str(path) for path in paths])
+        except (RuntimeError, ValueError) as error:
+            raise self._damaged("", error) from error
+
+    def __getitem__(self, record_key: Any) -> bytes:
+        try:
+            return super().__getitem__(record_key)
+        except RuntimeError as error:
+            raise self._damaged(f": record {record_key}", error) from error
+
+    def __getitems__(self, record_keys: Sequence[int]) -> Sequence[Any]:
+        try:
+            return super().__getitems__(record_keys)  # pyright: ignore[reportAttributeAccessIssue]
+        except RuntimeError as error:
+            raise self._damaged(f": one of the records {list(record_keys)[:20]}", error) from error
+
+    def _damaged(self, at: str, error: Exception) -> ValueError:
+        return ValueError(
+            f"{self._where}{at}: this is no ArrayRecord file, or a damaged one ({error}). Write it again."
+        )
+
+
 def _one_array_record(path: Path, decode: Callable) -> grain.MapDataset[Document]:
-    try:
-        source: Any = grain.sources.ArrayRecordDataSource([str(path)])
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{path} is no ArrayRecord file, or a damaged one ({error}). Write it again.") from error
+    source: Any = ArrayRecords([path])
     if len(source) == 0:
         raise ValueError(f"{path}: byte 0: there is no record in this file. Remove it or leave it out of the paths.")
     return grain.MapDataset.source(source).map_with_index(

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from maxlib.observability._metrics import Console as Console
     from maxlib.observability._metrics import Jsonl as Jsonl
     from maxlib.observability._metrics import Meter as Meter
-    from maxlib.observability._metrics import TensorBoard as TensorBoard
     from maxlib.observability._metrics import Writer as Writer
     from maxlib.observability._metrics import read_jsonl as read_jsonl
     from maxlib.observability._profile import Op as Op
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from maxlib.observability._stragglers import SlowSteps as SlowSteps
     from maxlib.observability._stragglers import slow_hosts as slow_hosts
     from maxlib.observability._trackers import MLflow as MLflow
+    from maxlib.observability._trackers import TensorBoard as TensorBoard
     from maxlib.observability._trackers import Trackio as Trackio
     from maxlib.observability._trackers import WandB as WandB
 
@@ -46,8 +46,8 @@ __getattr__, __dir__ = lazy(
         "_flops": ("forward_flops", "peak_flops", "training_flops"),
         "_goodput": ("Account", "Clock", "goodput"),
         "_memory": ("live_arrays", "memory_profile", "memory_use"),
-        "_trackers": ("MLflow", "Trackio", "WandB"),
-        "_metrics": ("Console", "Jsonl", "Meter", "TensorBoard", "Writer", "read_jsonl"),
+        "_trackers": ("MLflow", "TensorBoard", "Trackio", "WandB"),
+        "_metrics": ("Console", "Jsonl", "Meter", "Writer", "read_jsonl"),
         "_profile": ("Op", "Profile", "profile_summary", "top_ops"),
         "_program": ("DumpProgram", "dump_program"),
         "_report": ("report",),

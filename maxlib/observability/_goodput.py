@@ -243,7 +243,8 @@ class Account:
 
     def __str__(self) -> str:
         head = f"goodput {self.goodput:.1%} of {self.wall:,.1f} s; {self.steps} steps in {self.sessions} process(es)"
-        rows = [f"  {NAMES.get(k, k):34}{v:12,.1f} s {v / self.wall:7.1%}" for k, v in self.seconds.items()]
+        share = lambda v: v / self.wall if self.wall else 0.0
+        rows = [f"  {NAMES.get(k, k):34}{v:12,.1f} s {share(v):7.1%}" for k, v in self.seconds.items()]
         return "\n".join([head, *rows])
 
 

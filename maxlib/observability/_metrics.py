@@ -1,4 +1,4 @@
-"""Where metrics go: a JSONL file, TensorBoard, the terminal. A writer is anything with `resume`, `write` and
+"""Where metrics go: a JSONL file, the terminal. A writer is anything with `resume`, `write` and
 `close`.
 """
 
@@ -26,15 +26,22 @@ Values = Mapping[str, Any]
 
 @runtime_checkable
 class Writer(Protocol):
-    """Takes metrics: numbers, or small arrays such as one number per layer."""
+    """Protocol of what takes metrics: numbers, or small arrays such as one number per layer.
+
+    The Trainer calls its writers on every process; one that talks to a service writes where `jax.process_index()` is 0.
+    """
 
     def resume(self, step: int) -> None:
         """Forgets what was written after `step`, from which training goes on."""
         ...
 
-    def write(self, step: int, values: Values) -> None: ...
+    def write(self, step: int, values: Values) -> None:
+        """Writes the metrics of a step. A step may come several times, each time with other names."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Writes out what is buffered. Every `fit` ends with it, and the next one may write again."""
+        ...
 
 
 class Writers(list[Writer]):
@@ -168,34 +175,6 @@ def _is_value(value: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Returns whether a value out of JSON is a number that float64 can hold."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 64)
-
-
-class TensorBoard:
-    """Writer of scalars for TensorBoard. Needs the extra `tensorboard`."""
-
-    def __init__(self, directory: str | Path):
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ImportError('TensorBoard needs tensorboardX: pip install "maxlib[tensorboard]"') from error
-        self._make, self._writer = SummaryWriter, None
-        self._directory = str(directory)
-
-    def resume(self, step: int) -> None:
-        self.close()
-        self._writer = self._make(self._directory, purge_step=step + 1)
-
-    def write(self, step: int, values: Values) -> None:
-        if self._writer is None:
-            self._writer = self._make(self._directory)
-        for name, value in values.items():
-            if np.ndim(value) == 0:
-                self._writer.add_scalar(name, float(value), step)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
 
 
 class Console:

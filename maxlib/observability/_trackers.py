@@ -1,4 +1,4 @@
-"""Writers for trackers: Weights & Biases, trackio and MLflow. Each package is an extra, imported when a run starts."""
+"""Writers for trackers: Weights & Biases, trackio, MLflow and TensorBoard. Each package is an extra."""
 
 import importlib
 import json
@@ -186,6 +186,45 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(f'{name} must be installed to log there: pip install "maxlib[{name}]"') from error
+
+
+class TensorBoard:
+    """Writer of scalars for TensorBoard: `trainer.writers.append(observability.TensorBoard("run/tensorboard"))`.
+
+    Needs the extra `tensorboard`. Only the first process writes. What a resumed run does again replaces what was there.
+
+    Args:
+      directory: the directory that TensorBoard reads.
+
+    Raises:
+      ImportError: without the package tensorboardX.
+    """
+
+    def __init__(self, directory: str | Path):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ImportError('TensorBoard needs tensorboardX: pip install "maxlib[tensorboard]"') from error
+        self._make, self._writer = SummaryWriter, None
+        self._directory = str(directory)
+
+    def resume(self, step: int) -> None:
+        self.close()
+        if jax.process_index() == 0:
+            self._writer = self._make(self._directory, purge_step=step + 1)
+
+    def write(self, step: int, values: Values) -> None:
+        if jax.process_index() > 0:
+            return
+        if self._writer is None:
+            self._writer = self._make(self._directory)
+        for name, number in _numbers(values).items():
+            self._writer.add_scalar(name, number, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
 
 
 def _numbers(values: Values) -> dict[str, float]:

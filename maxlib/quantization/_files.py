@@ -3,7 +3,6 @@ weight.
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from maxlib import nn, sharding, weights
+from maxlib._utils.files import read_json_object
 from maxlib._utils.paths import dotted
 from maxlib.checkpoint._migrations import current_names
 from maxlib.nn import _sites as sites
@@ -19,6 +19,7 @@ from maxlib.nn._layer_axis import map_layers
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
 from maxlib.quantization._matmul import Quantized
+from maxlib.weights import _buckets as buckets
 from maxlib.weights._files import Header, find_tensors, shard, write_file, write_index
 from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json
 
@@ -33,7 +34,7 @@ def save(model: Any, directory: str | Path, *, overwrite: bool = False) -> None:
 
     Args:
         model: A model with quantized weights.
-        directory: Where to write it.
+        directory: Where to write it; also "s3://bucket/model" or "gs://bucket/model".
         overwrite: True replaces what is there.
 
     Raises:
@@ -60,7 +61,7 @@ def load(
     """Reads a model that `save` wrote.
 
     Args:
-        directory: Where it was written.
+        directory: Where it was written; or its name in a bucket.
         layout: Where its arrays go; None for one device.
         family: The model's family, needed only for models that are not registered.
 
@@ -68,9 +69,13 @@ def load(
         FileNotFoundError: when a file is missing.
         ValueError: when the files do not fit together.
     """
-    manifest = _read(Path(directory) / MANIFEST)
+    directory = buckets.local(directory)
+    manifest = _read(directory / MANIFEST)
     family, cfg = weights.read_model(directory, family=family)
-    abstract = jax.eval_shape(lambda: _as_saved(family.model(cfg, rngs=nnx.Rngs(0)), manifest))
+    try:
+        abstract = jax.eval_shape(lambda: _as_saved(family.model(cfg, rngs=nnx.Rngs(0)), manifest))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{directory / MANIFEST} does not fit the model of its config.json: {error}") from error
     wanted = nn.variables(abstract)
     stored = current_names(find_tensors(directory), wanted)
     if wrong := _differences(stored, wanted):
@@ -95,13 +100,34 @@ def _manifest(model: Any) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Reads quantization.json."""
+    """Reads quantization.json, with a `Format` for each weight."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} must say how the weights are stored; maxlib.from_pretrained reads plain ones")
-    manifest = json.loads(path.read_text(encoding="utf-8"))
+    manifest = read_json_object(path)
     if manifest.get("version") != _VERSION:
         raise ValueError(f"{path} must be of version {_VERSION}, got {manifest.get('version')}; take a newer maxlib")
-    return manifest
+    formats, dtypes, layouts = (manifest.get(name) for name in ("formats", "dtypes", "layouts"))
+    if not (isinstance(formats, dict) and isinstance(dtypes, dict) and isinstance(layouts, dict)):
+        raise ValueError(f"{path} must have formats, dtypes and layouts. Write it again.")
+    try:
+        made = {name: Format(**format) for name, format in formats.items()}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} has a format that no weight can have: {error}") from error
+    if made.keys() != dtypes.keys() or not all(dtype in _DTYPES for dtype in dtypes.values()):
+        raise ValueError(f"{path} must give one of {_DTYPES} for each weight that has a format. Write it again.")
+    if wrong := [name for name, layout in layouts.items() if not _is_layout(layout)]:
+        raise ValueError(f"{path}: the layout of a stack must be counts of layers, got {layouts[wrong[0]]!r:.200}")
+    return {"formats": made, "dtypes": dtypes, "layouts": layouts}
+
+
+_LAYOUT = ("num_layers", "lead", "prefix", "period")
+_DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def _is_layout(layout: Any) -> bool:
+    if not isinstance(layout, dict) or not {"prefix", "period"} <= layout.keys() <= {*_LAYOUT}:
+        return False
+    return all(type(number) is int for number in layout.values())
 
 
 def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
@@ -110,14 +136,16 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
     def lay_out(path, node):
         if not isinstance(node, nn.Stack):
             return node
-        layout = manifest["layouts"][dotted(path)]
+        layout = manifest["layouts"].get(dotted(path))
+        if layout is None:
+            raise ValueError(f"the layout of the layers {dotted(path)!r} is missing")
         return node.with_layout(**{name: number for name, number in layout.items() if name != "num_layers"})
 
     def quantize(path, site):
         name = dotted(path)
         if not isinstance(site, sites.SITES) or name not in manifest["formats"]:
             return site
-        format, dtype = Format(**manifest["formats"][name]), np.dtype(manifest["dtypes"][name])
+        format, dtype = manifest["formats"][name], np.dtype(manifest["dtypes"][name])
         make = lambda site: store(jax.tree.map(lambda a: a.astype(dtype), site), format, name)
         return map_layers(make, site)
 
@@ -129,9 +157,12 @@ def _differences(stored: Any, wanted: dict[str, Any]) -> list[str]:
     """Lists the differences between stored arrays and those of the model."""
     missing = [f"{path} is missing" for path in wanted if path not in stored]
     extra = [f"{name} is left over" for name in stored if name not in wanted]
-    shapes = [
-        f"{path} is {stored[path].shape}, should be {v.get_value().shape}"
-        for path, v in wanted.items()
-        if path in stored and stored[path].shape != v.get_value().shape
+    both = [(path, stored[path], v.get_value()) for path, v in wanted.items() if path in stored]
+    shapes = [f"{path} is {a.shape}, should be {b.shape}" for path, a, b in both if a.shape != b.shape]
+    # Plain weights may be of any float dtype; bytes of another format would be other weights.
+    dtypes = [
+        f"{path} is {a.dtype}, should be {b.dtype}"
+        for path, a, b in both
+        if a.dtype != b.dtype and not {a.dtype.name, np.dtype(b.dtype).name} <= {*_DTYPES}
     ]
-    return missing + extra + shapes
+    return missing + extra + shapes + dtypes

@@ -21,10 +21,13 @@ ARRAY_AXES: dict[str, str] = {
     "router": "experts, as a router scores them",
     "norm": "width of a scale or a bias of the residual stream",
     "position": "places of a table of learned positions",
+    "per_layer": "small vectors of a token, one after the other for every layer",
+    "vision": "width of an image encoder, where it meets the text",
     "channel": "colour channels of an image",
     "patch_row": "rows of an image patch",
     "patch_column": "columns of an image patch",
     "tap": "taps of a short convolution",
+    "state": "numbers by which a token writes a state, or reads it (Mamba-2)",
     "layers": "layers that a stack repeats; only a `Pipeline` says where they lie",
     "lead_layers": "layers that a stack repeats before the first stage; they lie in none",
     # Activations.
@@ -96,7 +99,7 @@ def check_axes(names: Iterable[Name], what: str) -> None:
 
 def _suggestion(name: object) -> str:
     close = difflib.get_close_matches(str(name), ARRAY_AXES, 1)
-    meant = f"; is {close[0]!r} meant?" if close else ";"
+    meant = f"; did you mean {close[0]!r}?" if close else ";"
     return f"{meant} sharding.ARRAY_AXES has the names, sharding.declare_axes({name!r}) adds one of your own"
 
 

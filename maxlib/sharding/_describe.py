@@ -15,6 +15,7 @@ from maxlib._utils.paths import dotted
 from maxlib._utils.tables import to_text
 from maxlib.sharding._create import shardings
 from maxlib.sharding._layout import Layout
+from maxlib.sharding._mesh import MeshDegrees
 
 LARGE = 16 * 2**20
 
@@ -90,9 +91,14 @@ def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) ->
 
     Args:
       model: a module with arrays, or with `layout` its `jax.eval_shape`.
-      layout: the layout to describe; without it, the arrays' present placement.
+      layout: the layout to describe, of a mesh or of degrees; without it, the arrays' present placement.
       large: bytes from which a parameter is worth a warning (default 16 MiB).
+
+    Raises:
+      ValueError: when a degree of the layout is -1, which needs devices, or as `shardings` does.
     """
+    if layout is not None and isinstance(layout.mesh, MeshDegrees):
+        layout = Layout(layout.mesh.abstract(), layout.strategy)
     places = jax.tree.map(_sharding, model) if layout is None else shardings(model, layout)
     is_variable = lambda x: isinstance(x, nnx.Variable)
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
@@ -137,9 +143,13 @@ def _parameter(path: str, variable: nnx.Variable, place: Any) -> Parameter:
     part = whole if sharding is None else prod(sharding.shard_shape(shape)) * value.dtype.itemsize
     spec = getattr(sharding, "spec", None)
     words = "one device" if spec is None else " ".join(map(_word, spec)) or "whole"
-    devices = 1 if sharding is None else sharding.num_devices
+    devices = 1 if sharding is None else _num_devices(sharding)
     axes = tuple(name or "-" for name in variable.get_metadata().get("axes", ()))
     return Parameter(path, shape, str(value.dtype), axes, words, whole, part, devices)
+
+
+def _num_devices(sharding: Any) -> int:
+    return sharding.mesh.size if isinstance(sharding, NamedSharding) else sharding.num_devices
 
 
 def _word(place: Any) -> str:

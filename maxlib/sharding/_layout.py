@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding import _rules
-from maxlib.sharding._axes import Name, Table, mesh_axes_of
+from maxlib.sharding._axes import Name, Table, check_axes, mesh_axes_of
 from maxlib.sharding._experts import ExpertParallel
 from maxlib.sharding._layer_axes import is_stacked, own_axes
 from maxlib.sharding._mesh import MeshDegrees
@@ -183,11 +183,12 @@ class Layout:
 
 
 def _check_axes_of(mesh: Any, name: str, place: Any) -> None:
-    """Raises ValueError when a rule names a mesh axis that the mesh does not have."""
+    """Raises ValueError when a rule is for an array axis that nobody declared, or names a mesh axis that is missing."""
+    check_axes((name,), f"rule {name!r} -> {place!r}")
     for axis in mesh_axes_of(place):
         if axis not in mesh.axis_names:
             close = difflib.get_close_matches(axis, mesh.axis_names, 1)
-            meant = f" (is {close[0]!r} meant?)" if close else ""
+            meant = f" (did you mean {close[0]!r}?)" if close else ""
             raise ValueError(
                 f"rule {name!r} -> {place!r} names the mesh axis {axis!r}, but the mesh has {mesh.axis_names}{meant}; "
                 "build it with sharding.make_mesh, or take rules that fit it"

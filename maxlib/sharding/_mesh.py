@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import jax
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 # From the axis that communicates least to the one that communicates most, as neighbours in the last axes have the
 # fastest links. Tensor parallelism sums activations in every layer; a pipeline sends them once per tick.
@@ -95,6 +95,18 @@ class MeshDegrees:
         """Makes the mesh over devices; see `make_mesh`."""
         return make_mesh(**dict(self.degrees), dcn=dict(self.dcn) or None, devices=devices)
 
+    def abstract(self) -> AbstractMesh:
+        """Makes a mesh of no devices, for descriptions.
+
+        Raises:
+          ValueError: when a degree is -1: only devices tell what it is.
+        """
+        dcn = dict(self.dcn)
+        sizes = {axis: dict(self.degrees).get(axis, 1) * dcn.get(axis, 1) for axis in MESH_AXES}
+        if -1 in (*dict(self.degrees).values(), *dcn.values()):
+            raise self.without_devices()
+        return AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
     @property
     def shape(self) -> Mapping[str, int]:
         """Raises ValueError: sizes are known once there are devices."""
@@ -113,7 +125,7 @@ def check_mesh_axes(names: Iterable[str], what: str, axes: Sequence[str] = MESH_
     for name in names:
         if name not in axes:
             close = difflib.get_close_matches(name, axes, 1)
-            meant = f" (is {close[0]!r} meant?)" if close else ""
+            meant = f" (did you mean {close[0]!r}?)" if close else ""
             raise ValueError(f"{what}: no mesh axis is named {name!r}{meant}; the axes are {', '.join(axes)}")
 
 

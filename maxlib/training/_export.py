@@ -13,6 +13,7 @@ from maxlib import checkpoint
 from maxlib.checkpoint import Checkpointer, SaveError
 from maxlib.training._restore import items_of
 from maxlib.training._step import TrainState
+from maxlib.weights import _buckets as buckets
 
 
 @runtime_checkable
@@ -32,7 +33,7 @@ class HuggingFaceExport:
     several hosts it writes before it returns, because all hosts have to work together.
 
     Args:
-      directory: directory of the exports.
+      directory: directory of the exports, or its name in a bucket, such as "gs://bucket/exports".
       every: number of steps between exports.
       keep: number of newest exports to keep; None keeps all.
       options: those of `weights.save_pretrained`, such as `dtype` and `tokenizer`.
@@ -44,10 +45,12 @@ class HuggingFaceExport:
     def __init__(self, directory: str | Path, *, every: int, keep: int | None = None, **options: Any):
         if every < 1 or (keep is not None and keep < 1):
             raise ValueError(f"every and keep must be at least 1, got every={every} and keep={keep}.")
-        self.directory, self.every, self.keep, self.options = Path(directory), every, keep, options
+        in_bucket = buckets.is_bucket(directory)
+        self.directory: Any = directory if in_bucket else Path(directory)
+        self.every, self.keep, self.options = every, keep, options
         self._thread = ThreadPoolExecutor(1, "maxlib-export")
         self._running: tuple[int, Future | None] = -1, None
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and not in_bucket:
             _clean(self.directory)
 
     def due(self, step: int) -> bool:
@@ -56,7 +59,7 @@ class HuggingFaceExport:
 
     def has(self, step: int) -> bool:
         """Returns whether this step's directory exists or is being written."""
-        there = self._running[0] == step or (self.directory / str(step)).exists()
+        there = self._running[0] == step or buckets.exists(buckets.child(self.directory, str(step)))
         return there if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.array(there)))
 
     def save(self, step: int, state: TrainState) -> None:
@@ -78,12 +81,13 @@ class HuggingFaceExport:
         from maxlib import weights
 
         try:
-            weights.save_pretrained(model, self.directory / str(step), overwrite=True, **self.options)
+            weights.save_pretrained(model, buckets.child(self.directory, str(step)), overwrite=True, **self.options)
         except Exception as error:
             raise SaveError(f"Step {step} could not be exported to {self.directory} ({error}).", step=step) from error
         if jax.process_index() == 0 and self.keep is not None:
-            for old in sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdecimal())[: -self.keep]:
-                shutil.rmtree(self.directory / str(old))
+            steps = sorted(int(name) for name in buckets.children(self.directory) if name.isdecimal())
+            for old in steps[: -self.keep]:
+                buckets.remove(buckets.child(self.directory, str(old)))
 
 
 class ParameterExport:

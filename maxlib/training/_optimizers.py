@@ -21,7 +21,8 @@ from maxlib.training._optimizer_wrappers import in_bfloat16, in_float32
 
 Model = TypeVar("Model")
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
-VECTORS = ("b", "bias", "scale", "sinks")  # names of parameters that are vectors in every layer
+# Names of parameters that are vectors in every layer; so are those that end in "_bias".
+VECTORS = ("b", "bias", "scale", "sinks", "a_log", "d", "alpha_p", "alpha_n")
 
 
 def decay_by_name(params: Mapping[str, Any]) -> dict[str, bool]:
@@ -30,7 +31,8 @@ def decay_by_name(params: Mapping[str, Any]) -> dict[str, bool]:
     A vector of a layer of your own counts as one by its shape, unless a stack holds several layers of it in one array;
     `decay_mask(model)` knows its axes.
     """
-    decays = lambda path, x: len(getattr(x, "shape", ())) >= 2 and path.rpartition(".")[2] not in VECTORS
+    is_vector = lambda name: name in VECTORS or name.endswith("_bias")
+    decays = lambda path, x: len(getattr(x, "shape", ())) >= 2 and not is_vector(path.rpartition(".")[2])
     return {path: decays(path, x) for path, x in params.items()}
 
 

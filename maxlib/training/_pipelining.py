@@ -35,10 +35,15 @@ class OneFOneB:
         """Returns the gradient of the mean loss, that mean, and the statistics of the batch."""
         goal, options = split_options(self.loss)
         dtype, remat = options.pop("dtype", jnp.bfloat16), options.pop("remat", None)
-        if not isinstance(rest, nn.SupportsPipelining) or not len(rest.layers.body):
+        if not isinstance(rest, nn.stack.SupportsPipelining) or not len(rest.layers.body):
             raise TypeError(
-                "a 1F1B pipeline needs a model with the methods of nn.SupportsPipelining, such as an nn.Decoder, whose "
+                "a 1F1B pipeline needs a model with the methods of nn.stack.SupportsPipelining, such as an nn.Decoder, whose "
                 f"layers repeat; got {type(rest).__name__}"
+            )
+        if getattr(rest, "layers_take_tokens", False):
+            raise ValueError(
+                f"the layers of {type(rest).__name__} take token ids or inputs of their own, which do not travel through "
+                "the stages of a pipeline: take rules without a Pipeline"
             )
         _check_rows(batch)
         # Trained layers inside the pipeline, and all other parameters: embedding, first and last layers, norm, head.
@@ -52,7 +57,7 @@ class OneFOneB:
             x, ctx = model.enter(model.embed_tokens(batch["tokens"], dtype), **_inputs(batch))
             x, _, lead = nn.stack.scan_segment(model.layers.lead, x, ctx, remat=remat)
             x, _, aux = nn.stack.run_segment(model.layers.prefix, x, ctx, remat=remat)
-            targets = _targets_by_row(from_hidden, model, x, batch)
+            targets = _targets_by_row(from_hidden, model, x.x if isinstance(x, nn.stack.Carry) else x, batch)
             return (x, jnp.sum(targets) * _own(lead + aux)), (ctx, targets)
 
         def stage(layers, fixed, works, x, data):
@@ -88,7 +93,8 @@ def one_f_one_b(loss: Loss = next_token_loss) -> OneFOneB:
         loss: an `objective`, or `functools.partial` of it; `remat` applies to layers before and after the pipeline.
 
     Raises:
-        TypeError: the loss is another function; when called, the model is no `nn.SupportsPipelining` that repeats.
+        TypeError: the loss is another function; when called, the model is no `nn.stack.SupportsPipelining` that
+            repeats.
         ValueError: when called, for images, an array without the batch's rows, or without a pipeline.
     """
     split_options(loss)  # raises for a loss that cannot be divided
@@ -143,7 +149,7 @@ def _own(auxes: list[dict[str, Array]]) -> Array:
     return sum((own_losses(aux) for aux in auxes), start=jnp.zeros(()))
 
 
-def _reports(layers: nn.Stack, x: Array, ctx: Any) -> bool:
+def _reports(layers: nn.Stack, x: Any, ctx: Any) -> bool:
     """Tells whether layers report statistics of a whole microbatch, such as the balance of a router."""
     auxes = lambda x: (nn.stack.scan_segment(layers.body, x, ctx)[2], nn.stack.run_segment(layers.suffix, x, ctx)[2])
     return bool(jax.tree.leaves(jax.eval_shape(auxes, x)))

@@ -14,8 +14,10 @@ from maxlib.weights._hf_config import read_config as read_config
 from maxlib.weights._hf_config import rope_to_hf as rope_to_hf
 from maxlib.weights._hf_fields import ModelConfig as ModelConfig
 from maxlib.weights._hf_fields import hf as hf
+from maxlib.weights._hf_fields import hf_dt_limit as hf_dt_limit
 from maxlib.weights._hf_fields import hf_fields as hf_fields
 from maxlib.weights._hf_fields import hf_head_dim as hf_head_dim
+from maxlib.weights._hf_fields import hf_layer_rope as hf_layer_rope
 from maxlib.weights._hf_fields import hf_layer_types as hf_layer_types
 from maxlib.weights._hf_fields import hf_max_window_layers as hf_max_window_layers
 from maxlib.weights._hf_fields import hf_mtp as hf_mtp

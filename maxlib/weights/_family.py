@@ -122,7 +122,7 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
     fields = HFConfig(data)
     try:
         cfg = family.config.from_hf(fields)
-    except (TypeError, OverflowError, ValueError) as error:
+    except (TypeError, ArithmeticError, ValueError) as error:
         path = Path(directory) / "config.json"
         if isinstance(error, ValueError) and path.name in str(error):
             raise
@@ -144,7 +144,8 @@ def from_pretrained(
     """Reads a Hugging Face model: config.json and safetensors, one file or several with an index.
 
     Args:
-        name: A directory, or a name on the hub such as "HuggingFaceTB/SmolLM2-135M" (needs `maxlib[hub]`).
+        name: A directory, one in a bucket such as "s3://bucket/model" (needs `maxlib[s3]` or `maxlib[gcs]`), or a name
+            on the hub such as "HuggingFaceTB/SmolLM2-135M" (needs `maxlib[hub]`).
         revision: Branch, tag or commit on the hub; None is the main branch.
         token: Access token for the hub; None takes the one of `hf auth login` or of the variable `HF_TOKEN`.
         layout: Placement over a mesh, by which every device reads its own part only; None reads onto one device.
@@ -198,7 +199,7 @@ def save_pretrained(
 
     Args:
         model: The model.
-        directory: Absent or empty, unless `overwrite` is given.
+        directory: Absent or empty, unless `overwrite` is given; or "s3://bucket/model", "gs://bucket/model".
         dtype: The dtype of the floating weights; None keeps theirs.
         max_shard_bytes: Size of a file, unless one tensor is larger.
         tokenizer: A `tokenizers.Tokenizer` or a Hugging Face one.
@@ -218,7 +219,7 @@ def save_pretrained(
     what, first = f"saving in {directory}", jax.process_index() == 0
     with distributed.raise_on_all(what), contextlib.ExitStack() as stack:
         with distributed.raise_on_all(what):  # before others wait for this one to gather with them
-            part = stack.enter_context(whole_directory(directory, overwrite=overwrite)) if first else Path(directory)
+            part = stack.enter_context(whole_directory(directory, overwrite=overwrite)) if first else Path()
         stored = write_weights(model, table, part, dtype=dtype, max_shard_bytes=max_shard_bytes)
         if not first:
             return

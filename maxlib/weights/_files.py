@@ -36,6 +36,24 @@ DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
 }
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+# What an export, or a download of one, consists of; a directory with anything else in it is never replaced.
+OWN_FILES = (
+    "README.md",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "quantization.json",
+    "adapter_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "vocab.*",
+    "merges.txt",
+)
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 OTHER = (".gguf", ".h5", ".msgpack", ".npz", ".onnx")
 
@@ -84,7 +102,7 @@ def find_tensors(directory: str | Path) -> dict[str, Stored]:
         if not (directory / SINGLE).exists():
             raise FileNotFoundError(_nothing_found(directory))
         return read_header(_inside(directory, SINGLE))
-    weight_map = _read_index(directory / INDEX)
+    weight_map = read_index(directory / INDEX)
     if (directory / SINGLE).exists() and SINGLE not in weight_map.values():
         raise ValueError(f"{directory} has both {SINGLE} and {INDEX}, which may differ: keep the one that is meant.")
     files = {name: read_header(_inside(directory, name)) for name in sorted(set(weight_map.values()))}
@@ -97,7 +115,8 @@ def find_tensors(directory: str | Path) -> dict[str, Stored]:
     return {tensor: files[file][tensor] for tensor, file in weight_map.items()}
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
+    """Reads the file of each tensor. Raises ValueError for an index that cannot be used."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
         weight_map = data["weight_map"]

@@ -7,7 +7,7 @@ calls `done()`: a field left over that may change the computation is an error, s
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ POSITIVE = _names(
     max_position_embeddings n_embd n_layer n_head n_positions
     """
 )
+MOST = {"num_hidden_layers": 1 << 16, "n_layer": 1 << 16}
 # Harmless with this value only; nothing in maxlib computes the others.
 HARMLESS_VALUES = {
     "pretraining_tp": 1,
@@ -116,6 +117,8 @@ class HFConfig:
             value = value if kind is None else _checked(value, kind, self.where(name))
             if name in POSITIVE and isinstance(value, int) and value < 1:
                 raise ValueError(f"{self.where(name)} must be at least 1, got {value}.")
+            if isinstance(value, int) and value > MOST.get(name, 1 << 63):  # of a damaged file: lists would fill memory
+                raise ValueError(f"{self.where(name)} must be at most {MOST.get(name, 1 << 63)}, got {_short(value)}.")
             return value
         if default is REQUIRED:
             state = "is null" if name in self._data else "is missing"
@@ -155,6 +158,31 @@ class HFConfig:
                 f"(num_hidden_layers), got {_short(types)} ({len(types)} entries)."
             )
         return None if types is None else tuple(types)
+
+    def per_layer(self, layers: Sequence[int], usual: Mapping[str, int]) -> dict[str, int] | None:
+        """Takes `per_layer_config`, what some layers have in place of the config's own sizes.
+
+        Args:
+            layers: Numbers of the layers that may have sizes of their own, all the same.
+            usual: The config's own values of what may differ, by name.
+
+        Returns:
+            The sizes of these layers; None if the config does not say.
+
+        Raises:
+            ValueError: For sizes of other layers or names, and if they are not the same.
+        """
+        given = self.take("per_layer_config", None, kind=dict)
+        if given is None:
+            return None
+        first, *others = given.values() or [{}]
+        alike = all(own == first for own in others) and first.keys() <= usual.keys()
+        if not alike or (given and sorted(map(int, given)) != sorted(layers)):
+            raise ValueError(
+                f"{self.where('per_layer_config')} must give {' and '.join(usual)}, the same for each of the layers "
+                f"{_short(list(layers))} and nothing for others, got {_short(given)}."
+            )
+        return {**usual, **first}
 
     def rope(
         self,

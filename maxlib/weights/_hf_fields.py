@@ -18,6 +18,7 @@ name lies in a nested object: `hf("vision_config.hidden_size")`.
 """
 
 import dataclasses
+import math
 import types
 import typing
 import warnings
@@ -272,6 +273,32 @@ def hf_rope(
     return _declare(Place(read, write), dataclasses.MISSING)
 
 
+def hf_layer_rope(
+    layer_type: str, head_dim: Callable[[Any], int], usual: Callable[[int], Any], *, length: int = 131_072
+) -> Any:
+    """Declares the rotary embedding of one type of layer, for families that only transformers 5 has.
+
+    Args:
+        layer_type: Key within `rope_parameters`.
+        head_dim: Width of a head, from the fields above.
+        usual: The rope that a config without `rope_parameters` means, from the width of a head.
+        length: Length that a config without `max_position_embeddings` means.
+    """
+    spelling = {"layer_type": layer_type, "theta_field": "", "scaling_field": None}
+
+    def read(fields: HFConfig, c: Any, hint: Any) -> Any:
+        rope = fields.rope(head_dim=head_dim(c), default_length=length, **spelling)
+        if fields.take("rope_parameters", None, kind=dict):
+            return rope
+        return dataclasses.replace(usual(head_dim(c)), max_length=rope.max_length)
+
+    def write(rope: Any, cfg: Any) -> dict[str, Any]:
+        written, limit = rope_to_hf(rope, head_dim=head_dim(cfg), whole_heads=True), "max_position_embeddings"
+        return {f"rope_parameters.{layer_type}": written["rope_parameters"], limit: written[limit]}
+
+    return _declare(Place(read, write), dataclasses.MISSING)
+
+
 SLIDING = "sliding_attention"
 
 
@@ -386,6 +413,29 @@ def hf_num_dense(absent: int = 1) -> Any:
 
 def _dense_first(number: int, num_layers: int) -> list[str]:
     return ["dense" if i < number else "sparse" for i in range(num_layers)]
+
+
+def hf_dt_limit(name: str = "time_step_limit") -> Any:
+    """Declares the least and greatest length of a step of Mamba; without the field there is no limit.
+
+    Args:
+        name: Name in config.json.
+    """
+    # JSON has no infinity: transformers writes {"__float__": "Infinity"}.
+    number = lambda x: float(x["__float__"] if isinstance(x, dict) else x)
+
+    def read(fields: HFConfig, c: Any, hint: Any) -> tuple[float, float]:
+        limit = fields.take(name, [0.0, math.inf], kind=list)
+        if len(limit) != 2:
+            raise ValueError(f"{fields.where(name)} must be the least and the greatest step, got {limit}.")
+        return number(limit[0]), number(limit[1])
+
+    def write(limit: tuple[float, float], cfg: Any) -> dict[str, Any]:
+        if limit == (0.0, math.inf):
+            return {}
+        return {name: [x if math.isfinite(x) else {"__float__": "Infinity"} for x in limit]}
+
+    return _declare(Place(read, write), (0.0, math.inf))
 
 
 def hf_mtp(absent: int) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from maxlib.weights import _buckets as buckets
 from maxlib.weights._card import ModelCard
 from maxlib.weights._files import INDEX, SINGLE
 
@@ -31,15 +32,17 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def model_directory(name: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> Path:
-    """Returns the directory of a model: `name` itself where it is one, else a download from the hub.
+    """Returns the directory of a model: `name` itself where it is one, else a copy from a bucket or the hub.
 
     Args:
-        name: A directory, or a name on the hub such as "HuggingFaceTB/SmolLM2-135M".
+        name: A directory, one in a bucket such as "gs://bucket/model", or a name on the hub such as
+            "HuggingFaceTB/SmolLM2-135M".
         revision: Branch, tag or commit on the hub; None is the main branch.
         token: Access token; None takes the one of `hf auth login` or of the variable `HF_TOKEN`.
 
     Returns:
-        The directory; from the hub it is a snapshot in huggingface_hub's cache, which must not be written to.
+        The directory; from the hub it is a snapshot in huggingface_hub's cache, from a bucket a copy in `MAXLIB_CACHE`
+        (`~/.cache/maxlib`). Neither must be written to.
 
     Raises:
         FileNotFoundError: If there is no such directory and no such model, or no way to the hub and nothing cached.
@@ -54,7 +57,7 @@ def model_directory(name: str | Path, *, revision: str | None = None, token: str
     for option, value in (("revision", revision), ("token", token)):
         if value is not None:
             raise ValueError(f"{option}= is for models on the hub, but {str(name)!r} is a directory.")
-    return path
+    return buckets.local(name)
 
 
 def download(name: str, *, revision: str | None = None, token: str | bool | None = None) -> Path:

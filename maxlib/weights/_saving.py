@@ -17,30 +17,13 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from maxlib import nn, sharding
-from maxlib.weights._files import Header, is_float, shard, write_file, write_index
+from maxlib.weights._buckets import is_bucket, whole_in_bucket
+from maxlib.weights._files import OWN_FILES, Header, is_float, shard, write_file, write_index
 from maxlib.weights._loading import assign, uncovered
 from maxlib.weights._resolve import Conversion, Plan, Tensor, resolve
 from maxlib.weights._table import Table
 
 MAX_SHARD_BYTES = 5 * 10**9
-# What an export, or a download of one, consists of; a directory with anything else in it is never replaced.
-OWN_FILES = (
-    "README.md",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "quantization.json",
-    "adapter_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "vocab.*",
-    "merges.txt",
-)
 _CACHED = 4  # tensors of ours; more than one of theirs may be cut from each
 
 
@@ -150,8 +133,15 @@ def _save(conversion: Conversion, value: np.ndarray) -> tuple[np.ndarray, ...]:
 def whole_directory(directory: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yields a directory to write into, which becomes `directory` at the end, or nothing at all if an error comes.
 
+    In a bucket, what makes the directory readable is written last: an error leaves something that nothing reads.
+
     Raises FileExistsError if there is something already, unless it is an export and `overwrite` is given.
     """
+    if is_bucket(directory):
+        check = lambda names: _check_names(str(directory), names, overwrite)
+        with whole_in_bucket(str(directory), check) as part:
+            yield part
+        return
     directory = Path(directory).absolute()
     _check_free(directory, overwrite)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -177,6 +167,10 @@ def _check_free(directory: Path, overwrite: bool) -> None:
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
         raise FileExistsError(f"{directory} must be a directory or absent, but it is a file or a link.")
     names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+    _check_names(str(directory), names, overwrite)
+
+
+def _check_names(directory: str, names: list[str], overwrite: bool) -> None:
     foreign = [path.name for path in map(Path, names) if not any(path.match(own) for own in OWN_FILES)]
     if foreign:
         raise FileExistsError(

@@ -120,6 +120,32 @@ def queries_keys_values(
     return table
 
 
+def mamba2(theirs: str, ours: str, *, heads: int, inner: int, groups: int) -> list[Weight]:
+    """Lists the weights of Mamba-2, which files keep as one projection and one convolution.
+
+    Args:
+        theirs: Name of the layer.
+        ours: Path of the `nn.Mamba2`.
+        heads: Number of heads.
+        inner: Width of all heads together.
+        groups: Size of `b` in all groups together.
+    """
+    table = [Weight(f"{theirs}.{name}", f"{ours}.{name.lower()}") for name in ("A_log", "dt_bias", "D")]
+    table += [Weight(f"{theirs}.norm.weight", f"{ours}.norm.scale"), *linear(f"{theirs}.out_proj", f"{ours}.o")]
+    row = 0
+    for part, size in (("gate", inner), ("x", inner), ("b", groups), ("c", groups), ("dt", heads)):
+        table.append(Weight(f"{theirs}.in_proj.weight", f"{ours}.{part}.w", "R D -> R D", {"R": row}))
+        table.append(Weight(f"{theirs}.in_proj.bias", f"{ours}.{part}.b", "R -> R", {"R": row}))
+        row += size
+    row = 0
+    for part, size in (("x", inner), ("b", groups), ("c", groups)):
+        taps = "R one W -> R W", {"R": row, "one": 0}
+        table.append(Weight(f"{theirs}.conv1d.weight", f"{ours}.{part}_conv", *taps))
+        table.append(Weight(f"{theirs}.conv1d.bias", f"{ours}.{part}_conv_bias", "R -> R", {"R": row}))
+        row += size
+    return table
+
+
 def mla(q_rank: int | None, nope_dim: int) -> list[Weight]:
     """Lists the weights of latent attention, as DeepSeek calls them.
 
@@ -146,18 +172,19 @@ def under(entries: Sequence[Weight], theirs: str, ours: str) -> list[Weight]:
     return [dataclasses.replace(e, theirs=f"{theirs}.{e.theirs}", ours=f"{ours}.{e.ours}") for e in entries]
 
 
-def decoder_table(layer: Sequence[Weight], *, prefix: str = "") -> list[Entry]:
+def decoder_table(layer: Sequence[Weight], *, prefix: str = "", norm: str = "norm") -> list[Entry]:
     """Makes the table of an `nn.Decoder`.
 
     Args:
         layer: Entries of one layer, relative to it.
         prefix: Beginning of all of their names.
+        norm: What they call the norm before the head.
     """
     embed, head, layers = f"{prefix}model.embed_tokens.weight", f"{prefix}lm_head.weight", f"{prefix}model.layers.{{i}}"
     return [
         Weight(embed, "embed.w"),
         *under(layer, layers, "layers.{i}"),
-        Weight(f"{prefix}model.norm.weight", "norm.scale"),
+        Weight(f"{prefix}model.{norm}.weight", "norm.scale"),
         Weight(head, "head.w"),
         Copy(head, of=embed),
         Ignore(f"{layers}.self_attn.rotary_emb.inv_freq"),

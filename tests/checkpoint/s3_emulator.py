@@ -57,7 +57,8 @@ def emulate(directory: Path) -> Iterator[tuple[dict[str, str], Faults]]:
     faults, proxy = Faults(), socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_accept, args=(proxy, context, port, faults), daemon=True).start()
     address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
-    own = dict.fromkeys(("HTTPS_PROXY", "https_proxy"), address) | {"NO_PROXY": "", "no_proxy": ""}
+    own = dict.fromkeys(("HTTPS_PROXY", "https_proxy"), address)
+    own |= dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1")  # where jax.distributed has its service
     own |= {name: str(authority) for name in ("AWS_CA_BUNDLE", "TENSORSTORE_CA_BUNDLE")}
     try:
         yield own, faults

@@ -136,6 +136,9 @@ def test_policies_per_source_are_counted():
     metrics = batches.metrics()
     assert metrics["data/dropped_documents/web"] == metrics["data/dropped_documents"] == len(long["web"])
     assert metrics["data/dropped_tokens"] == sum(long["web"])
+    for name in NAMES:
+        assert metrics[f"data/documents/{name}"] == len(CORPORA[name])
+        assert metrics[f"data/tokens/{name}"] == sum(map(len, CORPORA[name]))
     assert metrics["data/truncated_tokens/code"] == sum(long["code"]) - LENGTH * len(long["code"])
     assert metrics["data/tokens/wiki"] == sum(map(len, CORPORA["wiki"]))
     with pytest.raises(ValueError, match=r"of the source 'wiki' has \d+ tokens, a row 16"):

@@ -52,6 +52,17 @@ def test_rows(strategy):
             piece = segments == segment
             np.testing.assert_array_equal(row["positions"][piece], np.arange(piece.sum()))
             assert len(set(row["tokens"][piece] // 1000)) == 1, "a segment is of one document"
+    ends = [
+        row["targets"][np.flatnonzero(row["segment_ids"] == row["segment_ids"].max())[-1]]
+        for row in rows_of(documents(longest=16), 16, "first_fit")
+    ]
+    assert set(ends) == {-1}, "the last token of a document has no target"
+
+
+def test_nothing_counts_as_nothing():
+    assert data.Statistics() == data.Statistics(0, 0, 0, 0, 0, 0) and data.Statistics().padding == 0
+    one = data.Statistics(rows=1, slots=8, tokens=6, targets=5, pieces=1, documents=1)
+    assert data.Statistics() + one == one and one.padding == 0.25
 
 
 def test_first_fit_cuts_only_what_is_longer_than_a_row():

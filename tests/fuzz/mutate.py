@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -72,9 +73,9 @@ SNIPPETS = [
 
 
 def mutate(data: bytes, kind: str, rng: random.Random) -> bytes:
-    """One to three damages. kind: "bytes", "json", "jsonl", "safetensors" or "template"."""
+    """One to three damages. kind: "arguments", "bytes", "json", "jsonl", "safetensors" or "template"."""
+    by_kind = _BY_KIND.get(kind)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        by_kind = {"json": _json, "jsonl": _jsonl, "safetensors": _safetensors, "template": _template}.get(kind)
         change = by_kind if by_kind is not None and rng.random() < 0.75 else _bytes
         data = change(data, rng)
     return data
@@ -90,10 +91,14 @@ def _bytes(data: bytes, rng: random.Random) -> bytes:
         lambda: data[:at] + rng.randbytes(size) + data[at:],
         lambda: data[:at] + bytes([b ^ (1 << rng.randrange(8)) for b in data[at : at + 1]]) + data[at + 1 :],
         lambda: data[:at] + data[other : other + 64] + data[at:],
-        lambda: data[:at] + rng.choice([b"\x00", b"\xff" * 8, b"\n", b'"', b"{", b"[" * 3000, b"9" * 30]) + data[at:],
+        lambda: data[:at] + rng.choice(_PARTS) + data[at:],
         lambda: b"",
     ]
-    return rng.choices(changes, [4, 4, 4, 2, 8, 2, 3, 0.2])[0]()
+    return rng.choices(changes, cum_weights=_WEIGHTS)[0]()
+
+
+_PARTS = [b"\x00", b"\xff" * 8, b"\n", b'"', b"{", b"[" * 3000, b"9" * 30]
+_WEIGHTS = [4, 8, 12, 14, 22, 24, 27, 27.2]  # the running sum: the last one, an empty file, is rare
 
 
 def _json(data: bytes, rng: random.Random) -> bytes:
@@ -146,3 +151,40 @@ def _safetensors(data: bytes, rng: random.Random) -> bytes:
 def _template(data: bytes, rng: random.Random) -> bytes:
     at = rng.randrange(len(data) + 1)
     return data[:at] + rng.choice(SNIPPETS).encode() + data[at:]
+
+
+def _arguments(data: bytes, rng: random.Random) -> bytes:
+    """Changes, doubles, drops or swaps words, or the parts of one around `=`, `,`, `:`, `+`, `x` and `-`."""
+    words = data.split(b" ")
+    at = rng.randrange(len(words))
+    change = rng.randrange(6)
+    if change == 0:
+        del words[at]
+    elif change == 1:
+        words.insert(at, rng.choice(words))
+    elif change == 2:
+        words[at] = rng.choice(WORDS).encode()
+    else:
+        parts = re.split(rb"([=,:+x-])", words[at])
+        new = rng.choice([rng.choice(WORDS).encode(), b"%d" % rng.choice(NUMBERS), rng.choice(parts)])
+        parts[rng.randrange(len(parts))] = new
+        words[at] = b"".join(parts)
+    return b" ".join(words)
+
+
+NUMBERS = [-2, -1, 0, 1, 2, 3, 7, 8, 16, 255, 1 << 20, 1 << 31, 1 << 64, 10**40]
+WORDS = """
+    data fsdp tensor context expert stage dcn pp pp:8 pp:0 pp:3x2 dp tp fsdp_tp ep cp_ring cp_ulysses cp_gather zero1
+    --mesh --dcn --strategy --remat --attention --optimizer --loss --batch --lora --base --flags --accumulate --sequence
+    --batch-per-chip --gradients --target none full dots keep offload q k v rank alpha dora rslora int8 nf4 bfloat16
+    adamw sgd splash chunked cudnn mosaic_tpu 1f1b nan inf 1e400 -inf 0.3 ..x:y json:dumps json: :x os.path:join x:y.z
+    maxlib.training:accumulate llama3-8b gpt2 cpu h100x8 v5p-8 v5e-16x2 v6e-0 v5p:2x2x2 tpu-overlap gpu-overlap = , : +
+    - -- é \x00 ../../etc/passwd
+""".split()  # noqa: SIM905
+_BY_KIND = {
+    "arguments": _arguments,
+    "json": _json,
+    "jsonl": _jsonl,
+    "safetensors": _safetensors,
+    "template": _template,
+}

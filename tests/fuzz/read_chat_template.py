@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from jinja2.sandbox import SecurityError
+from jinja2.exceptions import SecurityError
 
 from maxlib.tokenization import ChatTemplate
 from tests.fuzz.run import Target

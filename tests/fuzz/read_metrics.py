@@ -1,4 +1,4 @@
-"""metrics.jsonl, goodput.jsonl, samples and settings, from which reports are made."""
+"""metrics.jsonl and goodput.jsonl, without the report that is made of them (`read_report`)."""
 
 import json
 from pathlib import Path
@@ -20,8 +20,6 @@ def make(directory: Path) -> None:
 def read(directory: Path) -> None:
     observability.read_jsonl(directory / "metrics.jsonl")
     str(observability.goodput(directory))
-    observability.report(directory, out=directory / "report.html")
 
 
-KINDS = {"metrics.jsonl": "jsonl", "goodput.jsonl": "jsonl", "samples.jsonl": "jsonl", "config.json": "json"}
-TARGET = Target(make, read, KINDS)
+TARGET = Target(make, read, {"metrics.jsonl": "jsonl", "goodput.jsonl": "jsonl"})

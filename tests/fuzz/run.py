@@ -1,24 +1,25 @@
 """Feeds damaged files to what reads them, in a child process with limits.
 
-`nox -s fuzz` or `python -m tests.fuzz.run [TARGET ...] --seconds 60`. Each input must end as a result, or as an error
-of the class that the reader's documentation names, with a message that names the file; never as another error, in more
-than 5 seconds of CPU, with more than 1 GiB, or with a file outside of its directory. An input is made of its target
-and its number: `--only NUMBER` repeats it.
+`nox -s fuzz` or `python -m tests.fuzz.run [TARGET ...] --seconds 60 --inputs 1000000`. Each input must end as a result,
+or as an error of the class that the reader's documentation names, with a message that names the file; never as another
+error, in more than 5 seconds of CPU, with more than 1 GiB, or with a file outside of its directory. An input is made of
+its target and its number: `--only NUMBER` repeats it.
 
 The 5 seconds are CPU time, because the wall clock would call inputs slow on a busy machine. An input that waits without
-computing uses none, so its process is killed after 20 seconds of wall clock; that is a finding as well.
+computing uses none, so its process is killed after 20 seconds of waiting; that is a finding as well.
 """
 
 import argparse
 import collections
 import contextlib
 import dataclasses
-import importlib
+import importlib.util
 import json
 import mmap
 import os
 import pkgutil
 import random
+import re
 import resource
 import signal
 import sys
@@ -33,6 +34,8 @@ from tests import fuzz
 from tests.fuzz.mutate import mutate
 
 SECONDS, GIB = 5.0, 1 << 30
+_CHILD = 120.0  # seconds after which a child is replaced, so that what its libraries keep does not add up
+_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,9 @@ class Target:
 
     make: writes whole ones into a directory. read: reads them. errors: what it may raise. kinds: how each is damaged
     (`mutate`), those that are not named stay whole. names_file: its messages name the file. alone: one of the files is
-    read at a time, under the last part of its name. gib: address space that may be added.
+    read at a time, under the last part of its name. gib: address space that may be added. warm: what a process does
+    once before it reads, such as an import, which is no part of an input. needs: a package without which there is no
+    target.
     """
 
     make: Callable[[Path], None]
@@ -51,11 +56,14 @@ class Target:
     names_file: bool = True
     alone: bool = False
     gib: float = 1.0
+    warm: Callable[[], Any] = lambda: None
+    needs: str = "json"
 
 
 def targets() -> dict[str, Target]:
     names = sorted(m.name for m in pkgutil.iter_modules(fuzz.__path__) if m.name.startswith("read_"))
-    return {name.removeprefix("read_"): importlib.import_module(f"tests.fuzz.{name}").TARGET for name in names}
+    found = {name.removeprefix("read_"): importlib.import_module(f"tests.fuzz.{name}").TARGET for name in names}
+    return {name: target for name, target in found.items() if importlib.util.find_spec(target.needs)}
 
 
 class Slow(BaseException):
@@ -66,10 +74,27 @@ def one(name: str, target: Target, number: int, whole: dict[str, bytes], directo
     """Reads one damaged input; gives what is wrong with how it ended, None if nothing is."""
     rng = random.Random(f"{name} {number}")
     chosen = rng.choice(sorted(target.kinds))
-    for file, data in [(chosen, whole[chosen])] if target.alone else whole.items():
-        path = directory / (Path(file).name if target.alone else file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(mutate(data, target.kinds[chosen], rng) if file == chosen else data)
+    path = directory / (Path(chosen).name if target.alone else chosen)
+    _write(path, mutate(whole[chosen], target.kinds[chosen], rng))
+    # The other files stay from input to input; a reader may have removed some.
+    for file in () if target.alone else whole.keys() - {chosen}:
+        if not os.path.exists(other := directory / file):
+            _write(other, whole[file])
+    try:
+        return _wrong(target, chosen, directory)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(data)
+
+
+def _wrong(target: Target, chosen: str, directory: Path) -> str | None:
     try:
         target.read(directory)
     except Slow:
@@ -79,7 +104,7 @@ def one(name: str, target: Target, number: int, whole: dict[str, bytes], directo
             return f"names no file: {type(error).__name__}: {str(error)[:200]} {_where(error)}"
     except MemoryError as error:
         return f"took more than {target.gib} GiB {_where(error)}"
-    except Exception as error:
+    except BaseException as error:  # panics of Rust are no Exception
         return f"{type(error).__name__}: {str(error)[:200]} {_where(error)}"
     return None
 
@@ -112,39 +137,46 @@ def files_in(root: Path, target: Target) -> dict[str, bytes]:
 
 @dataclasses.dataclass
 class Result:
-    """How many inputs there were, and the numbers of those that ended badly, by what happened."""
+    """How many inputs there were, the CPU seconds that they took, and the numbers of those that ended badly by what
+    happened.
+    """
 
     inputs: int = 0
+    seconds: float = 0.0
     findings: dict[str, list[int]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
 
 
-def fuzz_one(name: str, target: Target, seconds: float, first: int = 0) -> Result:
-    """Reads inputs for so many seconds, in children that are replaced when they die."""
+def fuzz_one(name: str, target: Target, seconds: float, first: int = 0, inputs: int = 1 << 62) -> Result:
+    """Reads so many inputs, or for so many seconds, in children that are replaced when they die or are old."""
     whole, result, end = whole_files(target), Result(), time.monotonic() + seconds
     shared = mmap.mmap(-1, 16)  # the number of the input that is read now
-    number = first
-    while time.monotonic() < end:
-        with tempfile.TemporaryDirectory() as root, tempfile.TemporaryFile("w+") as said:
+    number, last = first, first + inputs - 1
+    while time.monotonic() < end and number <= last:
+        with tempfile.TemporaryDirectory(dir=_MEMORY) as root, tempfile.TemporaryFile("w+") as said:
             shared[:8] = number.to_bytes(8, "little")
             if (child := os.fork()) == 0:
-                _work(name, target, number, whole, Path(root) / "in", shared, said, end)
-            status = _watch(child, shared)
-            last = int.from_bytes(shared[:8], "little")
+                until = min(end, time.monotonic() + _CHILD)
+                _work(name, target, range(number, last + 1), whole, Path(root) / "in", shared, said, until)
+            status, used = _watch(child, shared)
+            result.seconds += used
+            reached = int.from_bytes(shared[:8], "little")
             said.seek(0)
             for line in said:
                 at, text = json.loads(line)
-                result.findings[text].append(at)
+                result.findings[re.sub(r"0x[0-9a-f]+|\d+", "N", text)].append(
+                    at
+                )  # what differs in numbers is one thing
             if status:
-                result.findings[f"ended the process with {status}"].append(last)
+                result.findings[f"ended the process with {status}"].append(reached)
             if outside := sorted({p.name for p in Path(root).iterdir()} - {"in"}):
-                result.findings[f"wrote {outside}"].append(last)
-            number = last + 1
+                result.findings[f"wrote {outside}"].append(reached)
+            number = reached + 1
     result.inputs = number - first
     return result
 
 
 def _work(
-    name: str, target: Target, number: int, whole: Any, directory: Path, shared: Any, said: Any, end: float
+    name: str, target: Target, numbers: range, whole: Any, directory: Path, shared: Any, said: Any, end: float
 ) -> None:
     """The child: never returns."""
     status = 3
@@ -154,15 +186,17 @@ def _work(
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), 1)
             os.dup2(nothing.fileno(), 2)
+        target.warm()
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + int(target.gib * GIB)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        while time.monotonic() < end:
+        for number in numbers:
             shared[:8] = number.to_bytes(8, "little")
             if wrong := limited(one, name, target, number, whole, directory):
                 said.write(json.dumps([number, wrong]) + "\n")
                 said.flush()
-            number += 1
+            if time.monotonic() > end:
+                break
         status = 0
     finally:
         os._exit(status)
@@ -183,19 +217,34 @@ def _too_slow(*_: Any) -> None:
     raise Slow
 
 
-def _watch(child: int, shared: Any) -> int:
-    """Waits for the child, and kills it where one input holds it for long without work."""
-    at, since = shared[:8], time.monotonic()
+def _watch(child: int, shared: Any) -> tuple[int, float]:
+    """Waits for the child; kills it where one input computes for long where no signal is seen, or waits for long.
+
+    Returns its status and CPU seconds.
+    """
+    at, begun, seen, since = b"", 0.0, 0.0, time.monotonic()
     while True:
-        done, status = os.waitpid(child, os.WNOHANG)
+        done, status, used = os.wait4(child, os.WNOHANG)
         if done:
-            return os.waitstatus_to_exitcode(status)
+            return os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+        ready, cpu = _state(child)
+        if ready or cpu > seen:  # it works, or would if the machine had a core to spare
+            seen, since = cpu, time.monotonic()
         if shared[:8] != at:
-            at, since = shared[:8], time.monotonic()
-        if time.monotonic() - since > 4 * SECONDS:
+            at, begun, since = shared[:8], cpu, time.monotonic()
+        if max(time.monotonic() - since, cpu - begun) > 4 * SECONDS:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         time.sleep(0.05)
+
+
+def _state(process: int) -> tuple[bool, float]:
+    """Returns whether a process could run if it were given a core, and the CPU seconds of all its threads."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False, 0.0
+    return fields[0] == "R", (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
@@ -203,6 +252,7 @@ def main() -> int:
     known = targets()
     parser.add_argument("targets", nargs="*", default=list(known))
     parser.add_argument("--seconds", type=float, default=60.0, help="for each target")
+    parser.add_argument("--inputs", type=int, default=1 << 62, help="for each target, at most")
     parser.add_argument("--first", type=int, default=0, help="number of the first input")
     parser.add_argument("--only", type=int, help="this input of one target, with its traceback, in the present folder")
     args = parser.parse_args()
@@ -212,8 +262,10 @@ def main() -> int:
         return 0
     bad = False
     for name in args.targets:
-        result = fuzz_one(name, known[name], args.seconds, args.first)
-        print(f"{name}: {result.inputs} inputs, {len(result.findings)} findings", flush=True)
+        result = fuzz_one(name, known[name], args.seconds, args.first, args.inputs)
+        speed = result.inputs / max(result.seconds, 1e-9)
+        found = f"{len(result.findings)} findings"
+        print(f"{name}: {result.inputs} inputs, {found}, {speed:.0f} inputs a CPU second", flush=True)
         for text, numbers in result.findings.items():
             bad = True
             print(f"  {len(numbers)} times, such as {numbers[0]}: {text}", flush=True)

@@ -259,6 +259,7 @@ def test_a_gradient_that_is_not_finite_is_placed():
     text = probes.find_nonfinite(model, batch, root)
     assert "forward" not in text
     assert "backward: first the gradient of the output of layers.2, made by the loss" in text
+    assert re.search(r"gradients: .+ and \d+ more are not finite", text)
 
 
 # ------------------------------------------------------------------------------------------ corruption

@@ -4,6 +4,7 @@ import io
 import json
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ def test_the_meter_reads_one_step_late():
     assert step == 3 and values["loss"] == 2 and "seconds" not in values and meter.flush() == []
 
 
-def test_tensorboard_says_how_to_get_it(tmp_path):
+def test_tensorboard_says_how_to_get_it(tmp_path, monkeypatch):
     try:
         import tensorboardX  # noqa: F401
     except ImportError:
@@ -107,9 +108,16 @@ def test_tensorboard_says_how_to_get_it(tmp_path):
         return
     writer = observability.TensorBoard(tmp_path)
     writer.resume(0)
-    writer.write(1, {"loss": 1.0, "loads": np.ones(3)})
+    writer.write(1, {"loss": 1.0, "loads": np.array([1.0, 2.0, 6.0])})
     writer.close()
-    assert list(tmp_path.glob("events*"))
+    (events,) = tmp_path.glob("events*")
+    assert all(name in events.read_bytes() for name in (b"loss", b"loads/mean", b"loads/min", b"loads/max"))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)  # other processes write nothing
+    other = observability.TensorBoard(tmp_path / "other")
+    other.resume(0)
+    other.write(1, {"loss": 1.0})
+    other.close()
+    assert not (tmp_path / "other").exists()
 
 
 def test_jsonl_is_strict_json(tmp_path):

@@ -59,9 +59,9 @@ def test_degrees_across_slices(monkeypatch):
         sharding.make_mesh(fsdp=-1, dcn={"data": 3}, devices=slices(2, 4))
     with pytest.raises(ValueError, match="dcn: no mesh axis is named 'batch'"):
         sharding.make_mesh(fsdp=-1, dcn={"batch": 2}, devices=slices(2, 4))
-    with pytest.raises(ValueError, match=r"make_mesh: no mesh axis is named 'fdsp' \(is 'fsdp' meant\?\)"):
+    with pytest.raises(ValueError, match=r"make_mesh: no mesh axis is named 'fdsp' \(did you mean 'fsdp'\?\)"):
         sharding.make_mesh(fdsp=8)
-    with pytest.raises(ValueError, match=r"no mesh axis is named 'dta' \(is 'data' meant\?\)"):
+    with pytest.raises(ValueError, match=r"no mesh axis is named 'dta' \(did you mean 'data'\?\)"):
         sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP | sharding.strategies.ShardOptimizer("dta"))
 
 
@@ -203,6 +203,10 @@ def test_describe_counts_bytes_and_warns_of_copies():
     assert up.path in str(seen) and "mlp embed" in str(seen) and up.copies == 2
     with pytest.warns(UserWarning, match=r"every device holds all of embed.w \("):
         sharding.describe(model, sharding.Layout(mesh, sharding.DP), large=1)
+    # Degrees say as much as devices do, unless one of them is theirs to say.
+    assert sharding.describe(model, sharding.Layout({"data": 2, "fsdp": 4}, sharding.FSDP)) == seen
+    with pytest.raises(ValueError, match="no devices yet"):
+        sharding.describe(model, sharding.Layout({"fsdp": -1}, sharding.FSDP))
 
 
 def test_describe_warns_of_what_is_held_more_often_than_others():

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from maxlib import nn, ops, sharding
+from maxlib import nn, ops, sharding, weights
 from maxlib.models import llama
 from tests.nn.tiny import LLAMA, filled, tokens
 
@@ -115,12 +115,22 @@ def test_mesh_degrees():
         sharding.make_mesh(data=-1, fsdp=-1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Misspelt(sharding.strategies.Strategy):
+    """A strategy of one's own whose rule is for an axis that nobody declared."""
+
+    axis: str
+
+    def apply(self, rules):
+        return rules | {self.axis: "fsdp"}
+
+
 @pytest.mark.parametrize("meant", ["embed", "act_embed", "batch"])
 def test_a_misspelt_axis_is_an_error_wherever_it_is_used(meant):
     """With a layout in use and without one; the nearest name is suggested."""
     name, layout, x = meant[:-2] + meant[:-3:-1], sharding.Layout(sharding.make_mesh(fsdp=8)), jnp.zeros((8, 8))
     error = functools.partial(
-        pytest.raises, ValueError, match=f"no axis is named '{name}'; is '{meant}' meant.*declare"
+        pytest.raises, ValueError, match=f"no axis is named '{name}'; did you mean '{meant}'\\?.*declare"
     )
     uses = {
         "constrain": lambda: sharding.constrain(x, "seq", name),
@@ -130,6 +140,8 @@ def test_a_misspelt_axis_is_an_error_wherever_it_is_used(meant):
         "axis_size": lambda: sharding.layers.axis_size(name),
         "axis_of": lambda: sharding.layers.axis_of(name),
         "gathered": lambda: sharding.layers.gather_once(x, "vocab", name),
+        "rules": lambda: sharding.Layout(layout.mesh, {name: "fsdp"}),
+        "rules of a strategy": lambda: sharding.Layout(layout.mesh, Misspelt(name)),
     }
     for use in uses.values():
         for run in (use, lambda use=use: jax.eval_shape(use)):
@@ -149,19 +161,28 @@ def test_a_misspelt_axis_is_an_error_wherever_it_is_used(meant):
             wrong()
 
 
+@pytest.mark.parametrize(("family", "preset"), [("gemma3", "gemma3-4b"), ("llama4", "llama4-17b-16e")])
+def test_models_with_images_have_a_place_on_a_mesh(family, preset):
+    (found,) = (one for one in weights.families() if one.name == family)
+    model = jax.eval_shape(lambda: found.model(found.presets[preset], rngs=nnx.Rngs(0)))
+    shardings = sharding.shardings(model, sharding.Layout(sharding.make_mesh(fsdp=8), sharding.FSDP))
+    specs = [leaf.spec for leaf in jax.tree.leaves(shardings)]
+    assert sum("fsdp" in spec for spec in specs) > len(specs) / 2
+
+
 def test_axes_of_ones_own_are_declared():
     mesh = sharding.make_mesh(fsdp=8)
-    with pytest.raises(ValueError, match="no axis is named 'my_state'; sharding.ARRAY_AXES has the names"):
-        sharding.Layout(mesh, {"my_state": "fsdp"})
-    sharding.declare_axes("my_state")
+    with pytest.raises(ValueError, match="no axis is named 'my_flux'; sharding.ARRAY_AXES has the names"):
+        sharding.Layout(mesh, {"my_flux": "fsdp"})
+    sharding.declare_axes("my_flux")
     try:
-        own = {"own": nnx.Param(jnp.zeros(8), axes=("my_state",))}
-        layout = sharding.Layout(mesh, sharding.FSDP | {"my_state": "fsdp"})
+        own = {"own": nnx.Param(jnp.zeros(8), axes=("my_flux",))}
+        layout = sharding.Layout(mesh, sharding.FSDP | {"my_flux": "fsdp"})
         assert sharding.shardings(own, layout)["own"].get_value().spec == P("fsdp")
-        sharding.declare_axes("my_state", "embed")  # what is there stays as it is
+        sharding.declare_axes("my_flux", "embed")  # what is there stays as it is
         assert sharding.ARRAY_AXES["embed"].startswith("width")
     finally:
-        del sharding.ARRAY_AXES["my_state"]
+        del sharding.ARRAY_AXES["my_flux"]
     with pytest.raises(ValueError, match="must be an identifier, such as 'state'; got 'my axis'"):
         sharding.declare_axes("my axis")
 

@@ -155,7 +155,7 @@ def test_the_balance_of_experts_covers_the_modules(model, batch):
     load = stats.sums["moe/load"] / stats.num_targets
     assert load.shape == (1 + 2, CFG.num_experts)
     np.testing.assert_allclose(load.sum(axis=1), 1, rtol=1e-5)
-    moved = nn.update_router_bias(model, load, rate=0.1)
+    moved = nn.router.update_router_bias(model, load, rate=0.1)
     np.testing.assert_allclose(
         moved.mtp[1].block.moe.router.expert_bias[...], 0.1 * np.sign(0.25 - np.asarray(load[2])), atol=1e-6
     )

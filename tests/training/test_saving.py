@@ -1,0 +1,114 @@
+"""When checkpoints and exports of a trainer wait for each other, and what is exported when."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxlib import checkpoint, training
+from maxlib.observability import Clock
+from maxlib.training import _saving
+
+
+class Noted:
+    """An export that notes what is asked of it, and writes nothing."""
+
+    def __init__(self, calls, name, *, due=(), there=()):
+        self.calls, self.name, self._due, self._there = calls, name, due, there
+
+    def due(self, step):
+        return step in self._due
+
+    def has(self, step):
+        return step in self._there
+
+    def save(self, step, state):
+        self.calls.append(f"{self.name} {step}")
+
+    def wait(self):
+        self.calls.append(f"{self.name} waits")
+
+
+class Checkpointer(checkpoint.Checkpointer):
+    """A checkpointer without a directory; it has written nothing."""
+
+    def __init__(self):
+        self.base = None
+
+    def wait(self):
+        pass
+
+
+STATE = training.TrainState(trainable={}, rest={}, opt_state=(), step=jnp.int32(0), key=jax.random.key(0))
+
+
+@pytest.fixture
+def saving(tmp_path, monkeypatch):
+    """Builds a `Saving` over parts, and the list of what they were asked."""
+    calls: list[str] = []
+    monkeypatch.setattr(_saving, "save", lambda checkpointer, state, step, data, numbers, base: calls.append(numbers))
+
+    def make(*exports, checkpointer=True):
+        parts = [Noted(calls, name, **options) for name, options in exports]
+        return _saving.Saving(
+            Checkpointer() if checkpointer else None, parts, clock=Clock(tmp_path), timeout=None, log=pytest.fail
+        ), calls
+
+    return make
+
+
+def test_a_checkpoint_waits_for_exports_of_earlier_steps_unless_it_is_urgent(saving):
+    keep, calls = saving(("a", {}), ("b", {"there": (3,)}))
+    metrics = {"loss": jnp.float32(0.5), "load": jnp.ones(3)}  # a checkpoint's metrics are scalars
+    keep.start(3, STATE, None, metrics)
+    assert calls == ["a waits", {"loss": 0.5}]  # b has this step's already
+    calls.clear()
+    keep.start(4, STATE, None, metrics, urgent=True)
+    assert calls == [{"loss": 0.5}]
+
+
+def test_without_a_checkpointer_nothing_waits(saving):
+    keep, calls = saving(("a", {}), checkpointer=False)
+    keep.start(3, STATE, None, {})
+    keep.settle()
+    assert calls == [] and keep.last_good().startswith("There is no checkpoint")
+    keep.wait()
+    assert calls == ["a waits"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["due 4", "both 4"]),  # what is due is written anew
+        ({"missing": True}, ["due 4"]),
+        ({"last": True}, ["due 4", "none 4"]),
+        ({"last": True, "missing": True}, ["due 4", "none 4"]),
+    ],
+)
+def test_exports_are_those_that_are_due_or_all_that_are_missing_at_the_end(saving, options, expected):
+    keep, calls = saving(
+        ("due", {"due": (4,)}), ("both", {"due": (4,), "there": (4,)}), ("none", {}), ("there", {"there": (4,)})
+    )
+    keep.export(4, STATE, **options)
+    assert calls == expected
+
+
+def test_a_save_that_is_asked_for_is_not_urgent():
+    asked: list[bool] = []
+    trainer = object.__new__(training.Trainer)
+    start = lambda *of, urgent: asked.append(urgent)
+    loader = SimpleNamespace(get_state=dict)
+    vars(trainer).update(checkpointer=Checkpointer(), step=3, state=STATE, loader=loader, _last={})
+    vars(trainer).update(_flush=lambda: None, _write_counts=lambda: None, _saving=SimpleNamespace(start=start))
+    trainer.save()
+    trainer.save(urgent=True)
+    assert asked == [False, True]
+
+
+def test_an_export_that_is_being_written_counts_as_there(tmp_path):
+    export = training.HuggingFaceExport(tmp_path, every=1)
+    (tmp_path / "2").mkdir()
+    assert [export.has(step) for step in (2, 3)] == [True, False]
+    export._running = 3, None
+    assert [export.has(step) for step in (2, 3, 4)] == [True, True, False]

@@ -1,0 +1,58 @@
+"""Model directories in buckets, without a bucket; tests/checkpoint/test_remote.py has emulators of the services."""
+
+import pytest
+
+from maxlib.weights import _buckets as buckets
+
+
+class Busy:
+    """A client whose every listing fails until `left` failures were made."""
+
+    def __init__(self, left: int, error: Exception):
+        self.left, self.error, self.calls = left, error, 0
+
+    def invalidate_cache(self) -> None:
+        pass
+
+    def ls(self, path: str, detail: bool) -> list[dict]:
+        self.calls += 1
+        if self.calls <= self.left:
+            raise self.error
+        return [{"name": f"{path}/config.json", "size": 2, "type": "file", "ETag": "a"}]
+
+
+@pytest.fixture
+def client(monkeypatch):
+    def make(left: int, error: Exception) -> Busy:
+        busy = Busy(left, error)
+        monkeypatch.setattr(buckets, "_client", lambda scheme: busy)
+        monkeypatch.setattr(buckets, "WAITS", (0.0, 0.0, 0.0))
+        return busy
+
+    return make
+
+
+def test_a_busy_store_is_asked_again(client):
+    busy = client(3, RuntimeError("503 Slow Down"))
+    assert buckets.exists("s3://bucket/model") and busy.calls == 4
+
+
+def test_a_store_that_fails_for_good_is_an_error(client):
+    busy = client(9, RuntimeError("503 Slow Down"))
+    with pytest.raises(ConnectionError, match=r"s3://bucket/model: listing it failed 4 times: 503"):
+        buckets.exists("s3://bucket/model")
+    assert busy.calls == 4
+
+
+def test_a_refusal_is_not_repeated(client):
+    busy = client(9, PermissionError("Access Denied"))
+    with pytest.raises(PermissionError, match="Access Denied"):
+        buckets.local("gs://bucket/model")
+    assert busy.calls == 1
+
+
+@pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "s3://bucket", "gs://", "s3://bucket/x?secret=1\n"])
+def test_urls_with_credentials_are_refused_and_not_repeated(url):
+    with pytest.raises(ValueError, match="s3://bucket/path") as found:
+        buckets.local(url)
+    assert "secret" not in str(found.value)
