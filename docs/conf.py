@@ -5,11 +5,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_extension"))
 
+import cards
 import notebooks
 
 import maxlib
 
 notebooks.copy()
+cards.write(notebooks.cache_folder().with_name(notebooks.cache_folder().name + "-cards"))
 
 project = "maxlib"
 author = "The maxlib authors"
@@ -24,7 +26,8 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "sphinx_design",
-    "api",  # docs/_extension
+    "anchors",  # docs/_extension, as the next two
+    "api",
     "links",
 ]
 exclude_patterns = ["_build", "_extension", "jupyter_execute", "**.ipynb_checkpoints"]
@@ -34,8 +37,10 @@ html_title = "maxlib"
 html_extra_path = ["llms.txt"]
 html_static_path = ["_static"]
 html_css_files = ["maxlib.css"]
-html_sidebars = {"index": []}
+html_sidebars = {page: [] for page in ("index", "concepts", "search", "genindex")}
 html_show_sourcelink = False
+html_domain_indices = False  # of modules: the API pages are the index
+html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
 html_theme_options = {
     "show_nav_level": 2,
     "navigation_depth": 3,
@@ -51,9 +56,11 @@ html_theme_options = {
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
-# Notebooks are Markdown (jupytext), executed on every build; a cell that fails fails the build.
-nb_execution_mode = "force"
-nb_execution_raise_on_error = True
+# Notebooks are Markdown (jupytext). A page is executed again when its code or maxlib's has changed. A cell that fails
+# is a warning, which `nox -s docs` turns into an error after it has tried the other pages.
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(notebooks.cache_folder())
+nb_execution_raise_on_error = False
 nb_execution_timeout = 300
 nb_execution_excludepatterns = ["notebooks/*"]  # shown as they are stored; `nox -s notebooks` runs them
 nb_execution_show_tb = True

@@ -7,14 +7,17 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
+import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from matplotlib.patches import Patch, Rectangle
 
-from maxlib import sharding
+from maxlib import nn, sharding
+from maxlib.models import llama
 from maxlib.sharding._pipeline_chunks import Schedule
 
 HERE = Path(__file__).parent
@@ -142,7 +145,19 @@ def draw_memory() -> Any:
     return figure
 
 
+# Of the whole picture: an image in a page does not inherit its colour.
+STANDALONE = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
+
+
+def draw_llama() -> str:
+    """Llama 3.1 8B as `nn.draw` shows it, for README.md."""
+    model = jax.eval_shape(lambda: llama.Llama(llama.PRESETS["llama3.1-8b"], rngs=nnx.Rngs(0)))
+    head, end, body = nn.draw(model).svg.partition(">")
+    return f"{head}{end}{STANDALONE}{body}\n"
+
+
 def main() -> None:
+    (HERE / "llama.svg").write_text(draw_llama())
     for name, draw in {"parallelisms": draw_parallelisms, "schedules": draw_schedules, "memory": draw_memory}.items():
         draw().savefig(HERE / f"{name}.png", dpi=110)
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import checkpoint, data, post_training, sharding, training, weights
+from maxlib import checkpoint, data, post_training, sharding, tokenization, training, weights
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
 
@@ -59,7 +58,7 @@ def main() -> None:
 
 def loaders(args: argparse.Namespace) -> tuple[data.Loader, data.Loader]:
     """Packed rows for training, without end, and all rows of a twentieth of the documents for evaluation."""
-    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    tokenizer = tokenization.load_tokenizer(args.model)
     documents = data.files(args.files, field="text", document="paragraph") if args.files else data.python_text()
     train, held_out = (data.tokenize(part, tokenizer) for part in data.split(documents, validation=0.05))
     rows = lambda tokens: lambda part: data.pack(tokens[part], length=args.length)

@@ -16,7 +16,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import adapters, checkpoint, data, inference, nn, sharding, training, weights
+from maxlib import adapters, checkpoint, data, inference, nn, sharding, tokenization, training, weights
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
 KEPT = (
@@ -32,7 +32,7 @@ KEPT = (
 def main() -> None:
     args = arguments()
     layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP) if jax.device_count() > 1 else None
-    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    tokenizer = tokenization.load_tokenizer(args.model)
     train, held_out = loaders(tokenizer, args)
     model = maxlib.from_pretrained(args.model, dtype=jnp.float32, layout=layout)
     if args.lora:

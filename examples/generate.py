@@ -27,7 +27,7 @@ DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs 
 def main() -> None:
     args = arguments()
     directory = hugging_face_directory(args.model, args.out)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer = tokenization.load_tokenizer(directory)
     generator = inference.Generator(maxlib.from_pretrained(directory), dtype=DTYPE)
     sampler = inference.Sampler(args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p)
     prompt, inputs = args.prompt, {}

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from tokenizers import Tokenizer
 
 import maxlib
 from maxlib import checkpoint, data, post_training, sharding, tokenization, training, weights
@@ -57,7 +56,7 @@ def main() -> None:
 def pair_loader(args: argparse.Namespace) -> data.Loader:
     """Rows of chosen and rejected answers, without end; pairs that cannot be used are counted and left out."""
     records = [json.loads(line) for line in args.pairs.read_text(encoding="utf-8").splitlines()]
-    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    tokenizer = tokenization.load_tokenizer(args.model)
     try:
         template = tokenization.ChatTemplate.from_directory(args.model)
     except FileNotFoundError:

@@ -102,7 +102,7 @@ def load_tokenizer(directory: Path, train, vocab: int) -> Tokenizer:
         texts = (document["text"] for document in train)
         tokenizer = tokenization.train_bpe(texts, vocab_size=vocab, special_tokens=(BOS, EOS))
         tokenization.save_tokenizer(tokenizer, directory, bos_token=BOS, eos_token=EOS)
-    return Tokenizer.from_file(str(directory / "tokenizer.json"))
+    return tokenization.load_tokenizer(directory)
 
 
 def loaders(train, held_out, args) -> tuple[data.Loader, data.Loader]:

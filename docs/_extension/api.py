@@ -206,4 +206,4 @@ def setup(app) -> dict[str, Any]:
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", docstring, priority=400)
     app.connect("autodoc-skip-member", skip)
-    return {"parallel_read_safe": True}
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

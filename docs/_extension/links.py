@@ -71,6 +71,11 @@ def purge(app, env, docname: str) -> None:
     getattr(env, "maxlib_uses", {}).pop(docname, None)
 
 
+def merge(app, env, docnames, other) -> None:
+    """Takes over what another process has read."""
+    env.maxlib_uses = getattr(env, "maxlib_uses", {}) | getattr(other, "maxlib_uses", {})
+
+
 def resolve(app, doctree, docname: str) -> None:
     index = index_of(app)
     for literal in list(doctree.findall(nodes.literal)):
@@ -119,6 +124,26 @@ def missing(app, env, node, contnode):
     return make_refnode(app.builder, node["refdoc"], *found, contnode) if found else None
 
 
+def mend_source_links(app, pagename: str, templatename: str, context: dict, doctree) -> None:
+    """Lets "[docs]" in a module's source lead to the entry: viewcode takes all entries for those of one module."""
+    if not pagename.startswith("_modules/maxlib"):
+        return
+    entries = app.env.domaindata["py"]["objects"]
+
+    def mended(match: re.Match) -> str:
+        path, name = match[2], match[3]
+        if name in entries:
+            top = path[: len(path) - len(path.lstrip("./"))]
+            return f'{match[1]}{top}{entries[name].docname}.html#{name}"'
+        page = [full for full, entry in entries.items() if path.endswith(f"{entry.docname}.html")]
+        parts = name.split(".")[1:]
+        endings = [".".join(parts[start:]) for start in range(len(parts))]
+        found = next((full for ending in endings for full in page if full.endswith(f".{ending}")), name)
+        return f'{match[1]}{path}#{found}"'
+
+    context["body"] = re.sub(r'(href=")([^"#]*)#(maxlib[\w.]+)"', mended, context["body"])
+
+
 def rest_of_guides(app, docname: str, source: list[str]) -> None:
     """Fills `<<others>>` on a page of contents with the pages of its folder that it does not list."""
     if "<<others>>" in source[0]:
@@ -147,7 +172,9 @@ def setup(app) -> dict[str, Any]:
     app.connect("source-read", landing_figure)
     app.connect("doctree-read", collect)
     app.connect("env-purge-doc", purge)
+    app.connect("env-merge-info", merge)
     app.connect("doctree-resolved", resolve)
     app.connect("missing-reference", missing)
+    app.connect("html-page-context", mend_source_links)
     app.connect("build-finished", write_llms_full)
-    return {"parallel_read_safe": False}
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
