@@ -71,7 +71,7 @@ def smoke(session: nox.Session) -> None:
 
 @nox.session
 def tests_changed(session: nox.Session) -> None:
-    """The full tests that a change touches, and others, for 25 minutes; `-- BASE --minutes 10` for another start and
+    """The full tests that a change touches, and others, for 20 minutes; `-- BASE --minutes 10` for another start and
     limit.
     """
     install_for_tests(session)
@@ -85,6 +85,7 @@ def tests_full(session: nox.Session) -> None:
     """Every test: also the full products and what takes minutes, and checkpoints on buckets that emulators play."""
     install_for_tests(session)
     session.install("gcsfs", "gcp-storage-emulator", "s3fs", "moto[server]", "cryptography")
+    session.install("lm-eval>=0.4.13", "accelerate")  # `inference.Harness`, and the backend that it is compared with
     session.run("pytest", "-m", "", *PARALLEL, *session.posargs)
 
 
@@ -196,7 +197,8 @@ def notebooks(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """The documentation, into docs/_build/html; warnings are errors and its notebooks are executed."""
     session.install("-e", ".[docs]")
-    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
+    options = ("-j", "2", "-W", "--keep-going", "-b", "html")
+    session.run("sphinx-build", *options, "docs", "docs/_build/html", *session.posargs)
 
 
 @nox.session
@@ -267,7 +269,9 @@ def install_for_tests(session: nox.Session, *options: str) -> None:
     cpu = f"torch=={TORCH}+cpu" if sys.platform == "linux" else f"torch=={TORCH}"
     session.install(cpu, success_codes=[0, 1], silent=True)
     if session.run("python", "-c", "import torch", success_codes=[0, 1], silent=True):
-        session.warn(f"No {cpu} for this Python: live parity with transformers is skipped (README.md, 'Tests').")
+        session.warn(
+            f"No {cpu} for this Python: live parity with transformers is skipped (docs/contributing.md, 'Tests')."
+        )
 
 
 def chosen(session: nox.Session, folder: Path, pattern: str) -> list[Path]:

@@ -1,6 +1,6 @@
 """Chooses full tests for a commit: those that it touches, and as many of the others as there is time for.
 
-`python -m tests.changed [BASE] [--minutes 25] [--to FILE]` writes arguments for pytest, a line each, and says on stderr
+`python -m tests.changed [BASE] [--minutes 20] [--to FILE]` writes arguments for pytest, a line each, and says on stderr
 what it leaves out; BASE is where the commit left origin/main, or the one before. `nox -s tests_changed` runs them. A
 test is touched by the files that it uses, directly or through others; a facade passes on what is named of it only.
 `tests/durations.json` knows how long each takes (`python -m tests.durations`).
@@ -105,6 +105,8 @@ def by_name(test: Path) -> list[Path]:
     """What a test finds by name: of a family's test, the family and its golden arrays; pages; examples."""
     if test.name == "test_docs.py":
         return [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").rglob("*.md")]
+    if test.name == "test_interop.py":
+        return sorted((ROOT / "examples" / "interop").glob("*.*"))
     if test.name == "test_examples.py":
         return sorted((ROOT / "examples").glob("*.*"))
     family = test.stem.removeprefix("test_").removesuffix("_images")
@@ -176,7 +178,7 @@ def fitting(functions: Iterable[str], seconds: Mapping[str, float], limit: float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", nargs="?", metavar="BASE")
-    parser.add_argument("--minutes", type=float, default=25.0, help="that the chosen tests may take (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=20.0, help="that the chosen tests may take (%(default)s)")
     parser.add_argument("--to", type=Path, metavar="FILE", help="where the arguments go (stdout)")
     args = parser.parse_args()
     tests, cases, changed = with_full_tests(), collected(), differing(args.base)

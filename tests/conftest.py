@@ -24,6 +24,9 @@ for _flag in (
 ):
     if not _ON_A_GPU and _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
+# XLA's CPU client runs programs on as many threads as there are devices or cores. A collective takes one for each
+# device, and waits for ever if another task holds one of them.
+os.environ.setdefault("NPROC", "16")
 for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ[_name] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -69,5 +72,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_report_header() -> list[str]:
-    torch = "here" if importlib.util.find_spec("torch") else "absent: live parity with transformers is skipped (README)"
+    torch = (
+        "here"
+        if importlib.util.find_spec("torch")
+        else "absent: live parity with transformers is skipped (docs/contributing.md)"
+    )
     return [f"jax {jax.__version__} on {jax.device_count()} {jax.default_backend()} devices; torch {torch}"]

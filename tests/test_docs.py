@@ -9,8 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+from flax import nnx
 
+from maxlib import nn
+from maxlib.models import llama
 from tests import page_names
 
 ROOT = Path(__file__).parents[1]
@@ -67,6 +71,22 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_names_of_maxlib_exist(page: Path):
     text = (ROOT / page).read_text()
     assert page_names.wrong_names([block for block, _ in blocks(text)]) == []
+
+
+def test_readme_is_one_screen_and_leads_everybody_on():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 60 and all(len(line) < 220 for line in text.splitlines())
+    for command in ('pip install -e ".[examples]" && python examples/pretrain.py', "pip install nox && nox -s tests"):
+        assert f"```bash\n{command}\n```" in text
+    rows = re.findall(r"^\| (?!if you )(?P<who>[^|]+) \|(?P<where>[^|]+)\|$", text, re.MULTILINE)
+    assert len(rows) >= 8 and all("](" in where for _, where in rows)
+
+
+def test_readmes_picture_is_the_model():
+    """`python docs/figures.py` draws it anew."""
+    model = jax.eval_shape(lambda: llama.Llama(llama.PRESETS["llama3.1-8b"], rngs=nnx.Rngs(0)))
+    picture = re.sub(r"<style>svg.*?</style>", "", (ROOT / "docs" / "llama.svg").read_text())
+    assert picture == nn.draw(model).svg + "\n"
 
 
 def test_long_pages_exist():

@@ -193,7 +193,7 @@ def test_pretrain_help_explains_every_flag(monkeypatch, capsys):
 def test_pretrain_names_a_misspelt_mesh_axis(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_here(monkeypatch, "pretrain.py", "--mesh", "fdsp=8")
-    assert "no mesh axis is named 'fdsp' (is 'fsdp' meant?)" in capsys.readouterr().err
+    assert "no mesh axis is named 'fdsp' (did you mean 'fsdp'?)" in capsys.readouterr().err
 
 
 @full
