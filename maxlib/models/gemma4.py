@@ -152,7 +152,7 @@ def _attention(cfg: Config, kind: str, role: str, *, rngs: nnx.Rngs) -> nn.Atten
     own |= dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias, rngs=rngs)
     if role == TAKES:
         return nn.SharedKVAttention(cfg.dim, **own)
-    own |= dict(k_norm=norm(), v_norm=nn.UnitRMSNorm(cfg.norm_eps))
+    own |= dict(k_norm=norm(), v_norm=nn.norm.UnitRMSNorm(cfg.norm_eps))
     return nn.Attention(cfg.dim, **own, keys_as_values=cfg.keys_as_values and kind == GLOBAL)
 
 

@@ -164,7 +164,7 @@ class Block(nn.Layer):
         D, bias = cfg.dim, cfg.attention_bias
         heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         # Having no weight, it may stand before the rotation, which changes no length.
-        norm = nn.UnitRMSNorm(cfg.norm_eps) if cfg.qk_norm and kind.rotated else None
+        norm = nn.norm.UnitRMSNorm(cfg.norm_eps) if cfg.qk_norm and kind.rotated else None
         place: Any = dict(
             mask=cfg.masks[kind.layer_type],
             rope=cfg.rope if kind.rotated else None,

@@ -80,7 +80,9 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, N, K, H = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        norm = lambda heads: nn.HeadsRMSNorm(heads * H, eps=cfg.norm_eps)  # a scale for every dimension of every head
+        norm = lambda heads: nn.norm.HeadsRMSNorm(
+            heads * H, eps=cfg.norm_eps
+        )  # a scale for every dimension of every head
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # The rope turns the first half of each head; the rest carries no position.
         self.attn = nn.Attention(

@@ -110,7 +110,7 @@ class Block(nn.Layer):
     """Sandwich norms, as in Gemma 2, around gated attention and an MLP."""
 
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope | None, *, rngs: nnx.Rngs):
-        D, unit = cfg.dim, nn.UnitRMSNorm(cfg.norm_eps)
+        D, unit = cfg.dim, nn.norm.UnitRMSNorm(cfg.norm_eps)
         heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         # Unit vectors have scores of at most sqrt(H), which the factor sharpens.
         scores: Any = dict(q_norm=unit, k_norm=unit, scale=cfg.query_scale * cfg.head_dim**-0.5)
@@ -151,7 +151,7 @@ class MuseGlimmer(nn.Decoder):
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the vectors of `tokens`, each of mean square one."""
-        return nn.UnitRMSNorm(self.cfg.norm_eps)(self.embed(tokens, dtype=dtype))
+        return nn.norm.UnitRMSNorm(self.cfg.norm_eps)(self.embed(tokens, dtype=dtype))
 
     def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T D"]:
         """Returns the input of the head, scaled: the loss takes hidden states and never makes logits."""

@@ -118,7 +118,9 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope, *, rngs: nnx.Rngs):
         D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
-        norm = lambda heads: nn.HeadsRMSNorm(heads * H, eps=cfg.norm_eps)  # a scale for every dimension of every head
+        norm = lambda heads: nn.norm.HeadsRMSNorm(
+            heads * H, eps=cfg.norm_eps
+        )  # a scale for every dimension of every head
         norms: Any = dict(q_norm=norm(N), k_norm=norm(K))
         heads: Any = dict(num_heads=N, num_kv_heads=K, head_dim=H)
         self.attn = nn.Attention(D, **heads, mask=mask, rope=rope, bias=bias, out_bias=bias, **norms, rngs=rngs)

@@ -1,7 +1,7 @@
 """Layers: plain `nnx.Module`s with keyword arguments, no global configuration, no mesh needed.
 
-Helpers live in submodules: `cache`, `describe`, `distillation`, `matmul`, `mixer`, `mtp`, `per_layer`, `quantized`,
-`remat`, `router`, `stack`, `tree` and `vision`.
+Helpers live in submodules: `cache`, `describe`, `distillation`, `matmul`, `mixer`, `mtp`, `norm`, `per_layer`,
+`quantized`, `remat`, `router`, `stack`, `tree` and `vision`.
 """
 
 from maxlib.nn import cache as cache
@@ -10,6 +10,7 @@ from maxlib.nn import distillation as distillation
 from maxlib.nn import matmul as matmul
 from maxlib.nn import mixer as mixer
 from maxlib.nn import mtp as mtp
+from maxlib.nn import norm as norm
 from maxlib.nn import per_layer as per_layer
 from maxlib.nn import quantized as quantized
 from maxlib.nn import remat as remat
@@ -43,11 +44,6 @@ from maxlib.nn._model import Output as Output
 from maxlib.nn._model import VisionModel as VisionModel
 from maxlib.nn._moe import ExpertLinear as ExpertLinear
 from maxlib.nn._moe import MoE as MoE
-from maxlib.nn._norm import GroupRMSNorm as GroupRMSNorm
-from maxlib.nn._norm import HeadsRMSNorm as HeadsRMSNorm
-from maxlib.nn._norm import LayerNorm as LayerNorm
-from maxlib.nn._norm import RMSNorm as RMSNorm
-from maxlib.nn._norm import UnitRMSNorm as UnitRMSNorm
 from maxlib.nn._positions import LearnedPositions as LearnedPositions
 from maxlib.nn._pytree import pytree as pytree
 from maxlib.nn._pytree import static as static
@@ -59,6 +55,8 @@ from maxlib.nn.cache import Cache as Cache
 from maxlib.nn.cache import KVCache as KVCache
 from maxlib.nn.mixer import SequenceMixer as SequenceMixer
 from maxlib.nn.mixer import with_attention as with_attention
+from maxlib.nn.norm import LayerNorm as LayerNorm
+from maxlib.nn.norm import RMSNorm as RMSNorm
 from maxlib.nn.router import Router as Router
 from maxlib.nn.stack import Stack as Stack
 from maxlib.nn.stack import unstack as unstack

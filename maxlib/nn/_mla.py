@@ -13,9 +13,9 @@ from jaxtyping import Array, Float
 from maxlib.nn._attention import attend
 from maxlib.nn._context import Context, context
 from maxlib.nn._linear import Einsum
-from maxlib.nn._norm import RMSNorm
 from maxlib.nn.cache import LatentCache, QuantizedLatentCache, is_quantized
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
+from maxlib.nn.norm import RMSNorm
 from maxlib.nn.remat import mark_heads
 from maxlib.ops._attention import Causal, Mask
 from maxlib.ops._rope import Rope, apply_rope

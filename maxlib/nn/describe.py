@@ -8,10 +8,10 @@ import jax
 from flax import nnx
 
 from maxlib.nn._moe import MoE
-from maxlib.nn._norm import LayerNorm
 from maxlib.nn._positions import LearnedPositions
 from maxlib.nn.cache import LayerCache, layer_caches
 from maxlib.nn.mixer import mixers
+from maxlib.nn.norm import LayerNorm
 from maxlib.nn.per_layer import PerLayerEmbed
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import axes, num_parameters, variables

@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib.nn._context import Context, context
 from maxlib.nn._linear import Einsum
 from maxlib.nn._model import Model
-from maxlib.nn._norm import RMSNorm
 from maxlib.nn._pytree import pytree
 from maxlib.nn.cache import Cache
+from maxlib.nn.norm import RMSNorm
 from maxlib.nn.remat import Policy, remat_policy
 from maxlib.ops._attention import Causal, Mask
 from maxlib.ops._rope import Rope

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib.nn._linear import Einsum, Embed
-from maxlib.nn._norm import RMSNorm
+from maxlib.nn.norm import RMSNorm
 from maxlib.ops._glu import geglu
 from maxlib.sharding import constrain
 

@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib._utils.paths import dotted
 from maxlib.nn._linear import Einsum, Init
-from maxlib.nn._norm import RMSNorm
 from maxlib.nn._pytree import pytree
+from maxlib.nn.norm import RMSNorm
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import is_variable
 from maxlib.sharding import shard_map_by_name

@@ -17,7 +17,7 @@ from maxlib.nn._attention import Attention
 from maxlib.nn._context import Context
 from maxlib.nn._linear import Einsum
 from maxlib.nn._mlp import MLP
-from maxlib.nn._norm import LayerNorm
+from maxlib.nn.norm import LayerNorm
 from maxlib.ops._attention import Full
 from maxlib.ops._grid_rope import GridRope
 from maxlib.sharding import constrain

@@ -72,7 +72,7 @@ def test_rms_norm(plus_one):
 
 def test_rms_norm_without_a_weight():
     x = np.asarray(X, np.float64)
-    norm = nn.UnitRMSNorm(eps=1e-3)
+    norm = nn.norm.UnitRMSNorm(eps=1e-3)
     np.testing.assert_allclose(jax.jit(norm)(X), x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3), atol=1e-5)
     assert jax.eval_shape(norm, X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
     small = X.astype(jnp.bfloat16) * 1e-20  # squares that bfloat16 holds and that are nothing beside epsilon

@@ -13,7 +13,7 @@ MASKS = {"causal": ops.Causal(), "window": ops.Causal() & ops.SlidingWindow(5)}
 
 def pair(mask, **options) -> tuple[nn.Attention, nn.SharedKVAttention]:
     heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mask": mask, "rope": ops.Rope(8), "scale": 0.7}
-    norms = {"k_norm": nn.UnitRMSNorm(), "v_norm": nn.UnitRMSNorm()}
+    norms = {"k_norm": nn.norm.UnitRMSNorm(), "v_norm": nn.norm.UnitRMSNorm()}
     first = nn.Attention(16, **heads, **norms, **options, rngs=nnx.Rngs(0))
     second = nn.SharedKVAttention(16, **heads, rngs=nnx.Rngs(1))
     second.q, second.o = first.q, first.o
