@@ -1,6 +1,6 @@
 """Chooses full tests for a commit: those that it touches, and as many of the others as there is time for.
 
-`python -m tests.changed [BASE] [--minutes 20] [--to FILE]` writes arguments for pytest, a line each, and says on stderr
+`python -m tests.changed [BASE] [--minutes 12] [--to FILE]` writes arguments for pytest, a line each, and says on stderr
 what it leaves out; BASE is where the commit left origin/main, or the one before. `nox -s tests_changed` runs them. A
 test is touched by the files that it uses, directly or through others; a facade passes on what is named of it only.
 `tests/durations.json` knows how long each takes (`python -m tests.durations`).
@@ -178,7 +178,7 @@ def fitting(functions: Iterable[str], seconds: Mapping[str, float], limit: float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", nargs="?", metavar="BASE")
-    parser.add_argument("--minutes", type=float, default=20.0, help="that the chosen tests may take (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=12.0, help="that the chosen tests may take (%(default)s)")
     parser.add_argument("--to", type=Path, metavar="FILE", help="where the arguments go (stdout)")
     args = parser.parse_args()
     tests, cases, changed = with_full_tests(), collected(), differing(args.base)
