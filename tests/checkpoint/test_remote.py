@@ -7,41 +7,6 @@ import sys
 
 import pytest
 
-# What the emulator lacks of the service: the generation that comes with a download, and moving an object.
-EMULATOR = r"""
-import json, logging, sys
-import numpy as np
-from gcp_storage_emulator import server
-from gcp_storage_emulator.handlers import objects
-
-def download(request, response, storage, *, send=objects.download):
-    if found := storage.objects.get(request.params["bucket_name"], {}).get(request.params["object_id"]):
-        response["x-goog-generation"] = found["generation"]
-    send(request, response, storage)
-
-def move(request, response, storage, **options):
-    request.params["dest_bucket_name"] = request.params["bucket_name"]
-    objects.copy(request, response, storage)
-    objects._delete(storage, request.params["bucket_name"], request.params["object_id"])
-
-def read_data(handler, query, *, read=server._read_data):
-    # The emulator reads uploads as mail, which changes the ends of lines; a file is bytes.
-    kind = handler.headers.get("Content-Type") or ""
-    if not kind.startswith("multipart/related"):
-        return read(handler, query)
-    mark = b"--" + kind.partition("boundary=")[2].strip("\"'").encode()
-    parts = server._decode_raw_data(server._read_raw_data(handler), handler).split(mark)[1:3]
-    end = b"\r\n" if parts[0].startswith(b"\r\n") else b"\n"
-    meta, content = (part.partition(end + end)[2].removesuffix(end) for part in parts)
-    return {"meta": json.loads(meta), "content": content, "content-type": "application/octet-stream"}
-
-server._read_data = read_data
-objects.download = download
-MOVE = r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>.+)/moveTo/o/(?P<dest_object_id>.+)$"
-server.HANDLERS = ((MOVE, {server.POST: move}), *server.HANDLERS)
-server.create_server("localhost", int(sys.argv[1]), in_memory=True, default_bucket="bucket").start()
-"""
-
 # A child that hangs says where, and ends; it must not outlive a test that was ended.
 HANG = "import faulthandler; faulthandler.dump_traceback_later(240, exit=True)\n"
 BUCKET = """
@@ -91,7 +56,6 @@ try:
 except InUseError as error:
     print("refused:", error)
 print("done", flush=True)
-import os; os._exit(0)
 """
 
 
@@ -163,48 +127,100 @@ assert [export.has(step) for step in (1, 2, 3, 4)] == [False, True, True, False]
 assert sorted(buckets.children(f"{root}/exports")) == ["2", "3"]
 assert same(maxlib.from_pretrained(f"{root}/exports/3"), model)
 print("weights done", flush=True)
-import os; os._exit(0)
 """
 
 
-@pytest.mark.full
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("script", "says"), [(BUCKET, "done"), (WEIGHTS, "weights done")])
-def test_a_bucket(tmp_path, script, says):
-    pytest.importorskip("gcsfs")
-    pytest.importorskip("gcp_storage_emulator")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    place = {
-        "STORAGE_EMULATOR_HOST": f"http://localhost:{port}",
-        "TENSORSTORE_GCS_HTTP_URL": f"http://localhost:{port}",
-    }
-    environment = os.environ | place | {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "none", "EPATH_USE_TF": "false"}
-    # gcsfs would ask another service what kind of bucket it is, which the emulator lacks.
-    environment |= {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
-    environment |= {"MAXLIB_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", HANG + EMULATOR + script, port, str(tmp_path), "gs://bucket/run"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert done.stdout.splitlines()[-1] == says
-    assert script is WEIGHTS or "process 1 on there" in done.stdout
-
-
-MAKE = "import boto3; boto3.client('s3').create_bucket(Bucket='bucket')\n"
 LEARN = """
 import sys
 import numpy as np
 from maxlib.checkpoint import Checkpointer
 
 of = lambda step: {"params": {"w": np.arange(20_000, dtype=np.float32) + step}}
-with Checkpointer(sys.argv[1], keep=2) as ck:
+with Checkpointer(sys.argv[-1], keep=2) as ck:
     for step in (1, 2, 3):
         ck.save(step, of(step))
     ck.wait()
     assert ck.steps() == [2, 3] and ck.verify(3) == []
     np.testing.assert_array_equal(ck.restore(like=of(0))["params"]["w"], of(3)["params"]["w"])
 """
+
+TWO_HOSTS = """
+import sys
+from tests.checkpoint.test_hosts import both
+
+both(sys.argv[-1], "save")
+data = {"0": {"n": "xxx"}, "1": {"n": "xxxxxxxx"}}
+said = both(sys.argv[-1], "restore")
+assert said == [f"2 {sorted(data.items())}"] * 2, said
+"""
+
+# Threads of clients and of the emulator would keep the process alive.
+END = "import os; os._exit(0)\n"
+GS = """
+import sys
+from tests.checkpoint import gs_emulator
+faults = gs_emulator.start(int(sys.argv[1]))
+"""
+# No object may hold the credential.
+GS_READ_ALL = """
+import fsspec
+fs = fsspec.filesystem("gs")
+fs.invalidate_cache()
+assert (names := fs.find("bucket")) and not any(gs_emulator.TOKEN.encode() in fs.cat_file(name) for name in names)
+print("faults:", faults.made, flush=True)
+"""
+
+
+@pytest.fixture
+def gs(tmp_path):
+    """A function that runs a script beside an emulator in its process, which may make faults."""
+    for name in ("gcsfs", "gcp_storage_emulator"):
+        pytest.importorskip(name)
+    from tests.checkpoint import gs_emulator
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+
+    def run(script: str, *, fault: str | None = None) -> str:
+        environment = os.environ | gs_emulator.clients(port)
+        environment |= {"MAXLIB_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.getcwd()}
+        environment |= {} if fault is None else {gs_emulator.FAULT: fault, gs_emulator.EVERY: "9"}
+        whole = HANG + GS + script + GS_READ_ALL + END
+        command = [sys.executable, "-c", whole, str(port), str(tmp_path), "gs://bucket/run"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stderr[-5000:]
+        assert gs_emulator.TOKEN not in done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("script", "says"), [(BUCKET, "done"), (WEIGHTS, "weights done")])
+def test_a_bucket(gs, script, says):
+    out = gs(script)
+    assert out.splitlines()[-2:] == [says, "faults: 0"]
+    assert script is WEIGHTS or "process 1 on there" in out
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", ["throttled", "dropped"])
+@pytest.mark.parametrize("script", [LEARN, WEIGHTS, TWO_HOSTS], ids=["checkpoints", "weights", "two hosts"])
+def test_a_busy_gs_bucket_is_asked_again(gs, script, fault):
+    """Checkpoints, weights and two hosts' parts, while every ninth request fails."""
+    assert int(gs(script, fault=fault).splitlines()[-1].removeprefix("faults: ")) >= 5
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_two_hosts_on_gs(gs):
+    gs(TWO_HOSTS)
+
+
+MAKE = "import boto3; boto3.client('s3').create_bucket(Bucket='bucket')\n"
 KEYS = {"AWS_ACCESS_KEY_ID": "SENTINELIDENTITY", "AWS_SECRET_ACCESS_KEY": "SENTINELSECRET"}
 
 
@@ -221,7 +237,7 @@ def s3(tmp_path):
         environment |= {"MAXLIB_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.getcwd()}
 
         def run(script: str, *arguments: str) -> str:
-            command = [sys.executable, "-c", HANG + script, *arguments]
+            command = [sys.executable, "-c", HANG + script + END, *arguments]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
             assert done.returncode == 0, done.stderr[-5000:]
             assert not any(key in done.stdout + done.stderr for key in KEYS.values())
@@ -253,17 +269,6 @@ def test_weights_on_s3(s3, tmp_path, fault):
     run(READ_ALL, *KEYS.values())
     cached = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert cached and not any(key.encode() in path.read_bytes() for path in cached for key in KEYS.values())
-
-
-TWO_HOSTS = """
-import sys
-from tests.checkpoint.test_hosts import both
-
-both(sys.argv[1], "save")
-data = {"0": {"n": "xxx"}, "1": {"n": "xxxxxxxx"}}
-said = both(sys.argv[1], "restore")
-assert said == [f"2 {sorted(data.items())}"] * 2, said
-"""
 
 
 @pytest.mark.full

@@ -30,13 +30,17 @@ from maxlib import checkpoint, data, distributed, inference, nn, ops, training
 from tests.training import tiny
 
 TIMES = {"trainer": 3000, "generator": 2000, "weights": 200, "loader": 500}
+LONG = 1000  # repeats from which on the time of one is compared
 FEWEST = {"trainer": 60, "generator": 40, "weights": 12, "loader": 20, "short": 150}
 SAMPLES = 60
 # Growth that is allowed for each repeat after the first fifth.
 LIMITS = {"threads": 0.02, "rss_kib": 20.0, "in_use_kib": 20.0, "python_blocks": 60.0}
+# Of the CPU seconds of a repeat, the last tenth over the first; the clock on the wall also counts what others compute.
+SLOWER = {"cpu_seconds": 0.05}
 # Of fewer than 300 repeats: XLA's and tensorstore's pools start their last few threads late on a busy machine, and
 # resident memory is warm-up.
 SHORT_LIMITS = {"threads": 0.04, "in_use_kib": 20.0, "python_blocks": 60.0}
+CLOCKS = ("seconds", "cpu_seconds")
 Sample = dict[str, float]
 
 
@@ -75,23 +79,29 @@ def sample(directory: Path) -> Sample:
 
 
 class Recorder:
-    """Takes samples at every `every`-th call, with the number of calls before it and the seconds that one of them took.
+    """Takes samples at every `every`-th call, with the number of calls before it and the seconds that one of them took,
+    on the wall and of CPU.
 
     `settle` is called before a sample: what is under way comes to its end.
     """
 
     def __init__(self, directory: Path, every: int):
         self.samples: list[Sample] = []
-        self._directory, self._every, self._calls, self._begin = directory, every, 0, time.monotonic()
+        self._directory, self._every, self._calls, self._begin = directory, every, 0, self._clocks()
+
+    @staticmethod
+    def _clocks() -> np.ndarray:
+        return np.array([time.monotonic(), time.process_time()])
 
     def __call__(self, settle: Callable[[], Any] = lambda: None) -> None:
         self._calls += 1
         if self._calls % self._every:
             return
         settle()
-        seconds = (time.monotonic() - self._begin) / self._every
-        self.samples.append({"times": self._calls, "seconds": seconds, **sample(self._directory)})
-        self._begin = time.monotonic()
+        seconds, cpu = ((self._clocks() - self._begin) / self._every).tolist()
+        taken = {"times": self._calls, "seconds": seconds, "cpu_seconds": cpu}
+        self.samples.append(taken | sample(self._directory))
+        self._begin = self._clocks()
 
 
 def trainer(directory: Path, times: int, record: Recorder) -> None:
@@ -197,13 +207,15 @@ def run(part: str, times: int, samples: int = SAMPLES) -> list[Sample]:
 
 
 def slopes(samples: list[Sample]) -> dict[str, float]:
-    """Growth per repeat after the first fifth, by least squares; for the seconds the last tenth against the first."""
+    """Growth per repeat after the first fifth, by least squares; of seconds, the last tenth over the first, less 1."""
     late = samples[len(samples) // 5 :]
     times = np.array([s["times"] for s in late])
     found = {name: float(np.polyfit(times, [s[name] for s in late], 1)[0]) for name in late[0] if name != "times"}
     tenth = max(1, len(late) // 10)
-    seconds = [s["seconds"] for s in late]
-    return found | {"seconds": float(np.median(seconds[-tenth:]) / np.median(seconds[:tenth])) - 1}
+    last, first = (
+        np.median([[s[name] for name in CLOCKS] for s in part], axis=0) for part in (late[-tenth:], late[:tenth])
+    )
+    return found | dict(zip(CLOCKS, (last / first - 1).tolist(), strict=True))
 
 
 def failures(samples: list[Sample], limits: Mapping[str, float] = LIMITS) -> list[str]:
@@ -217,19 +229,30 @@ def failures(samples: list[Sample], limits: Mapping[str, float] = LIMITS) -> lis
     if max(s["files"] for s in late) > 1.5 * late[len(late) // 2]["files"]:  # old steps and exports go
         bad.append(f"files went from {late[0]['files']:.0f} to {late[-1]['files']:.0f}")
     too_fast = [name for name in limits if grown[name] > limits[name]]
-    return bad + [f"{name} grows by {grown[name]:.3f} a repeat, limit {limits[name]}" for name in too_fast]
+    bad += [f"{name} grows by {grown[name]:.3f} a repeat, limit {limits[name]}" for name in too_fast]
+    slower = [name for name in SLOWER if late[-1]["times"] >= LONG and grown[name] > SLOWER[name]]
+    return bad + [f"{name} of a repeat grew by {grown[name]:.1%}, limit {SLOWER[name]:.0%}" for name in slower]
 
 
 def draw(found: dict[str, list[Sample]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    names = ("threads", "descriptors", "rss_kib", "in_use_kib", "python_blocks", "seconds")
-    figure, axes = plt.subplots(len(names), len(found), figsize=(4 * len(found), 11), squeeze=False, sharex="col")
+    rows = {"threads": 1, "descriptors": 1, "rss_kib": 1024, "in_use_kib": 1024, "python_blocks": 1e6, "cpu_seconds": 1}
+    labels = (
+        "threads",
+        "descriptors",
+        "resident, MiB",
+        "in use, MiB",
+        "Python's blocks, millions",
+        "CPU seconds of a repeat",
+    )
+    figure, axes = plt.subplots(len(rows), len(found), figsize=(4 * len(found), 11), squeeze=False, sharex="col")
     for column, (part, samples) in enumerate(found.items()):
-        for row, name in enumerate(names):
-            axes[row][column].plot([s["times"] for s in samples], [s[name] for s in samples], color="#4477aa")
-            axes[row][column].set_ylim(bottom=0)
-            axes[row][0].set_ylabel(name)
+        for row, (name, unit) in enumerate(rows.items()):
+            values = [s[name] / unit for s in samples]
+            axes[row][column].plot([s["times"] for s in samples], values, color="#4477aa")
+            axes[row][column].set_ylim(0, 1.15 * max(values))
+            axes[row][0].set_ylabel(labels[row])
         axes[0][column].set_title(part)
         axes[-1][column].set_xlabel("repeats")
     figure.tight_layout()
