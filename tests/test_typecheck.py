@@ -35,7 +35,7 @@ def test_a_wrong_field_is_caught():
 def test_values_that_jax_rebuilds_pass():
     contexts = jax.vmap(lambda _: nn.context(2, 4))(jnp.arange(3))
     assert jax.tree.map(jnp.shape, contexts).length == (3, 2)
-    _, lengths = jax.lax.scan(lambda carry, ctx: (carry, ctx.bounds(ops.Causal())[1]), None, contexts)
+    _, lengths = jax.lax.scan(lambda carry, ctx: (carry, ctx.key_intervals(ops.Causal())[1]), None, contexts)
     assert lengths.shape == (3, 2, 4)
 
 

@@ -76,11 +76,16 @@ class Attention(nn.SequenceMixer):
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         # [B, T, D] -> three of [B, T, N, H]
         (q, k), v = self.queries_and_keys(x, ctx), constrain(self.v(x), "batch", "seq", "act_heads", None)
-        known = ctx.known(self.mask, cache)
-        k_start, k_end = ctx.bounds(self.mask)  # query t sees keys from k_start[t] to k_end[t]
+        mask_hint = ctx.mask_hint(self.mask, cache)
+        k_start, k_end = ctx.key_intervals(self.mask)  # query t sees keys from k_start[t] to k_end[t]
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
-        options = {"scale": self.scale, "implementation": self.implementation, "zigzag": ctx.zigzag, "known": known}
+        options = {
+            "scale": self.scale,
+            "implementation": self.implementation,
+            "zigzag": ctx.zigzag,
+            "mask_hint": mask_hint,
+        }
         out = nn.attend(q, k, v, k_start, k_end, **options)
         return self.o(out), cache  # [B, T, N, H] -> [B, T, D]
 

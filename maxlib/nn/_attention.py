@@ -18,7 +18,7 @@ from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
-from maxlib.ops._attention import Causal, KnownMask, Mask, StaticMask
+from maxlib.ops._attention import Causal, MaskHint, Mask, StaticMask
 from maxlib.ops._grid_rope import GridRope
 from maxlib.ops._rope import Rope, apply_rope
 from maxlib.sharding import constrain, shard_map_by_name
@@ -128,12 +128,14 @@ class Attention(SequenceMixer):
         # Each weight has its output dimensions first: heads are split by tensor parallelism, `embed` by FSDP.
         self.q = Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         self.k = Einsum("...D,KHD->...KH", (K, H, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
-        value = lambda: Einsum("...D,KHD->...KH", (K, Hv, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
-        self.v = None if keys_as_values else value()
+        self.v = None
+        if not keys_as_values:
+            self.v = Einsum("...D,KHD->...KH", (K, Hv, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         # [B, T, N, H] -> [B, T, D]: sums over heads and their width at once.
         self.o = Einsum("...NH,DNH->...D", (D, N, Hv), ("embed", "heads", "head_dim"), bias=out_bias, rngs=rngs)
-        gate = lambda: Einsum("...D,NHD->...NH", (N, Hv, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
-        self.gate = None if out_gate is None else gate()
+        self.gate = None
+        if out_gate is not None:
+            self.gate = Einsum("...D,NHD->...NH", (N, Hv, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         self.q_norm, self.k_norm, self.v_norm, self.out_gate = q_norm, k_norm, v_norm, out_gate
         self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",)) if sinks else None
         self.mask, self.rope, self.scale, self.softcap = mask, rope, scale, softcap
@@ -153,24 +155,24 @@ class Attention(SequenceMixer):
         Returns:
             The output, `B T D`, and the cache with the new tokens (None without one).
         """
-        return self.with_kv(x, ctx, cache)[:2]  # the compiler drops what nobody uses
+        return self.with_kv(x, ctx, cache)[:2]  # XLA removes the unused outputs
 
     def with_kv(
         self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: AttentionCache | None = None
     ) -> tuple[Float[Array, "B T D"], AttentionCache | None, SharedKV]:
-        """Returns also the keys and values that were attended to, for `SharedKVAttention` in later layers."""
+        """Like `__call__`, but also returns the keys and values, for `SharedKVAttention` in later layers."""
         ctx = context(*x.shape[:2]) if ctx is None else ctx
         q, k, v = map(mark_heads, self.project(x, ctx), ("q", "k", "v"))
         kind = None if cache is None else cache.kind or type(cache).__name__
         # Query t attends to keys k_start[t] <= s < k_end[t]; both bounds are [B, T].
-        (k_start, k_end), known = ctx.bounds(self.mask), ctx.known(self.mask, cache)
+        (k_start, k_end), mask_hint = ctx.key_intervals(self.mask), ctx.mask_hint(self.mask, cache)
         # The cache returns all stored keys, [B, T, K, H] -> [B, S, K, H], and the bounds as indices into them.
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
         sinks = None if self.sinks is None else self.sinks[...]
         options = {"scale": self.scale, "softcap": self.softcap, "implementation": self.implementation}
         # softmax(softcap(scale * q k^T)) v, [B, T, N, H]
-        out = attend(q, k, v, k_start, k_end, sinks, known=known, zigzag=ctx.zigzag, **options)
+        out = attend(q, k, v, k_start, k_end, sinks, mask_hint=mask_hint, zigzag=ctx.zigzag, **options)
         # o(act(gate(x)) * out), [B, T, N, H] -> [B, T, D]
         if self.gate is not None and self.out_gate is not None:
             out = out * self.out_gate(self.gate(x))
@@ -191,7 +193,7 @@ class Attention(SequenceMixer):
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
         v = v if self.v_norm is None else self.v_norm(v)
-        # The factor depends on the place in the document, so that packing documents changes nothing.
+        # The factor is indexed by position within the document, so packing does not change the result.
         # [B, T] -> [B, T, 1, 1]
         if self.temperature is not None:
             q = (q * self.temperature(ctx.index - ctx.start)[:, :, None, None]).astype(q.dtype)
@@ -264,11 +266,11 @@ def attend(
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    known: KnownMask | None = None,
+    mask_hint: MaskHint | None = None,
     implementation: str | None = None,
     zigzag: bool = False,
 ) -> Float[Array, "B T N Hv"]:
-    """Returns `ops.attention`, `B T N Hv`, computed on each device's own rows, heads and queries by the layout in use.
+    """Runs `ops.attention` on each device's shard, as the active layout splits rows, heads and queries.
 
     When the sequence is sharded, the axes `q_seq` and `kv_seq` decide how it is brought together. If only `q_seq` is
     split, keys are gathered. If both are, keys travel around a ring (Liu et al. 2023, arXiv:2310.01889). If neither is,
@@ -279,37 +281,39 @@ def attend(
         k: Keys, `B S K Hk`.
         v: Values, `B S K Hv`.
         k_start: First key of each query, `B T`.
-        k_end: Key after the last one of each query, `B T`.
+        k_end: One past each query's last key, `B T`.
         sinks: One logit per query head that takes part in the softmax, or None.
         scale: Factor on the scores, by default `Hk ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`, or None.
-        known: Static description of the mask (`ctx.known`), for kernels that take a named mask and no intervals.
+        mask_hint: Static description of the mask (`ctx.mask_hint`), for kernels that take a named mask and no intervals.
         implementation: Name of an implementation of `ops.attention`; None chooses the best one.
         zigzag: True if tokens are in the order of `sharding.layers.zigzag`.
 
     Raises:
-        ValueError: when tokens must be exchanged for heads and the number of heads does not allow it.
+        ValueError: if Ulysses' all-to-all needs head counts that the devices divide, and they do not.
     """
     # Resharding from sequence to heads (Ulysses' all-to-all) happens only here: otherwise XLA would gather the tokens,
     # and project and rotate all of them.
-    own = lambda x: constrain(x, "batch", "seq", "act_heads", None)
-    q, k, v = (own(x) for x in (q, k, v)) if q.shape[1] == k.shape[1] else (q, k, v)
+    by_tokens = lambda x: constrain(x, "batch", "seq", "act_heads", None)  # [B, T, N, H]
+    if q.shape[1] == k.shape[1]:
+        q, k, v = by_tokens(q), by_tokens(k), by_tokens(v)
     shards = axis_size("attn_heads")
     if q.shape[2] % shards == 0 and shards > k.shape[2] and shards % k.shape[2] == 0:
         # Fewer key heads than devices: each gets a copy. [B, S, K, H] -> [B, S, shards, H]
         k, v = (jnp.repeat(x, shards // x.shape[2], axis=2) for x in (k, v))
     _check_exchange(q, k)
+    # [B, T, N, H], [B, S, K, H] and, of bounds and segments, [B, T]
     queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
-    static, segments = (None, None) if known is None else known
-    # Where queries are sharded, a device's query i is not at its key i.
-    static = static and dataclasses.replace(static, whole=static.whole and axis_size("q_seq") == 1)
+    static, segments = (None, None) if mask_hint is None else mask_hint
+    if static is not None and axis_size("q_seq") > 1:
+        static = dataclasses.replace(static, aligned=False)  # local query i is not aligned with local key i
     names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",)]
     names += [] if segments is None else [queries[:2], keys[:2]]
     options = {"scale": scale, "softcap": softcap, "implementation": implementation}
     # A ring needs pieces of equal size; a number of keys that does not divide is gathered instead.
-    ring = axis_of("kv_seq") if k.shape[1] % axis_size("kv_seq") == 0 else None
-    op = _on_one_device(ring, static, options, zigzag=zigzag)
-    return own(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks, *segments or ()))
+    divides = k.shape[1] % axis_size("kv_seq") == 0
+    op = _on_one_device(axis_of("kv_seq") if divides else None, static, options, zigzag=zigzag)
+    return by_tokens(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks, *segments or ()))
 
 
 def _on_one_device(ring: str | None, static: StaticMask | None, options: dict[str, Any], *, zigzag: bool):
@@ -317,24 +321,22 @@ def _on_one_device(ring: str | None, static: StaticMask | None, options: dict[st
     parts = axis_size("q_seq") if zigzag else 1
 
     def op(q, k, v, k_start, k_end, sinks, *segments):
-        bounds = {"k_start": k_start, "k_end": k_end, "sinks": sinks}
-        if ring is not None:
-            mask = static and KnownMask(static, cast(Any, segments or None))
-            return ops.ring_attention(
-                q, k, v, axis_name=ring, pieces=2 if zigzag else 1, mask=mask, **bounds, **options
-            )
-        if zigzag:
+        # [B, T / parts, N, H] with all keys [B, S, K, H], or in a ring with this device's part of them.
+        if ring is None and zigzag:
             # Bounds index keys in natural order, so gathered keys are put back into it; queries may keep theirs.
             k, v, *of_keys = (natural_order(x, parts) for x in (k, v, *segments[1:]))
             segments = *segments[:1], *of_keys
-        mask = static and KnownMask(static, cast(Any, segments or None))
-        return ops.attention(q, k, v, mask=mask, **bounds, **options)
+        hint = None if static is None else MaskHint(static, cast(Any, segments or None))
+        shared = {"k_start": k_start, "k_end": k_end, "sinks": sinks, "mask_hint": hint, **options}
+        if ring is None:
+            return ops.attention(q, k, v, **shared)
+        return ops.ring_attention(q, k, v, axis_name=ring, pieces=2 if zigzag else 1, **shared)
 
     return op
 
 
 def _check_exchange(q: Array, k: Array) -> None:
-    """Raises ValueError when tokens cannot be exchanged for heads: each device would gather all tokens and heads.
+    """Raises ValueError if Ulysses' all-to-all cannot split the heads: each device would gather all tokens and heads.
 
     A single token at decoding is not split, so it passes.
     """
@@ -342,7 +344,7 @@ def _check_exchange(q: Array, k: Array) -> None:
     parts, heads = axis_size("attn_heads"), (q.shape[2], k.shape[2])
     if exchanged and q.shape[1] % axis_size("seq") == 0 and any(count % parts for count in heads):
         raise ValueError(
-            f"the rule attn_heads exchanges tokens for heads over {mesh_axes('attn_heads')} of the mesh, {parts} devices, which "
-            f"must divide the query heads, and divide or be a multiple of the key heads; got {heads[0]} and {heads[1]}. Take "
-            "fewer devices for it, or sharding.CP_RING or CP_GATHER"
+            f"Ulysses attention over mesh axes {mesh_axes('attn_heads')} ({parts} devices) needs query heads divisible by "
+            f"{parts}, and key heads that {parts} divides or that divide {parts}; got {heads[0]} and {heads[1]}. Use fewer "
+            "devices on that axis, or CP_RING / CP_GATHER."
         )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._pytree import pytree, static
-from maxlib.ops._attention import KnownMask, Mask, Tokens, key_intervals
+from maxlib.ops._attention import MaskHint, Mask, Tokens, key_intervals
 from maxlib.ops._grid_rope import GridRope
 from maxlib.ops._rope import Rope
 from maxlib.sharding.layers import can_zigzag, unzigzag, zigzag
@@ -70,23 +70,23 @@ class Context:
         first = self.index == self.start
         return first if self.valid is None else first & self.valid
 
-    def bounds(self, mask: Mask) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    def key_intervals(self, mask: Mask) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
         """Returns the first key and the key after the last one of every query under `mask`, `B T` each."""
         # Masks are values: equal ones of different layers share their intervals.
         if mask in self.masks:
             return self.intervals[self.masks.index(mask)]
         return key_intervals(mask, self._tokens)
 
-    def known(self, mask: Mask, cache: Any = None) -> KnownMask | None:
-        """Returns what is known of `mask` at compile time, for `attend`; with a cache, of queries against its keys."""
+    def mask_hint(self, mask: Mask, cache: Any = None) -> MaskHint | None:
+        """Returns what is known of `mask` at compile time, for `attend(mask_hint=)`; with a cache, of queries against its keys."""
         found = (mask if self.bidirectional_blocks is not None else mask.without_blocks).static
         if found is None or (cache is not None and (found.segmented or cache.kind not in ("full", "latent"))):
             return None
         # A row of a cache is one document. The intervals of its padding are empty, which kernels see without segments.
         segmented = cache is None and (found.segmented or self.packed)
-        found = dataclasses.replace(found, segmented=segmented, whole=cache is None and not self.zigzag)
+        found = dataclasses.replace(found, segmented=segmented, aligned=cache is None and not self.zigzag)
         ids = mask.segments(self._tokens) if segmented else None
-        return KnownMask(found, None if ids is None else (ids, ids))
+        return MaskHint(found, None if ids is None else (ids, ids))
 
     @property
     def _tokens(self) -> Tokens:
@@ -157,7 +157,7 @@ def context(
     )
     # Once for all layers: inside a scan they would be computed in every layer.
     tables = tuple(ctx.rotary(rope) for rope in ropes)
-    intervals = tuple(ctx.bounds(mask) for mask in masks)
+    intervals = tuple(ctx.key_intervals(mask) for mask in masks)
     return dataclasses.replace(ctx, intervals=intervals, tables=tables, masks=tuple(masks), ropes=tuple(ropes))
 
 

@@ -119,7 +119,7 @@ class MLA(SequenceMixer):
             cache = cache.extend(latent, ctx)
             latent = cache.latent
         run = self._absorbed if cache is not None and x.shape[1] == 1 else self._naive
-        return self.o(run(q, latent.astype(x.dtype), ctx, ctx.known(self.mask, cache))), cache
+        return self.o(run(q, latent.astype(x.dtype), ctx, ctx.mask_hint(self.mask, cache))), cache
 
     def queries(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T N H"]:
         """Returns queries `B T N H`, the unrotated part first."""
@@ -142,14 +142,19 @@ class MLA(SequenceMixer):
         """Rotates the last axis by each token's position."""
         return apply_rope(x, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
 
-    def _naive(self, q, latent, ctx, known):
+    def _naive(self, q, latent, ctx, mask_hint):
         """Computes keys and values of all heads from the latents, then attends as multi-head attention does."""
         # [B, S, R] -> [B, S, N, H] and [B, S, N, v_dim]
         k, v = self._keys(latent), self.v_up(latent[..., : self.kv_rank])
         v = constrain(v, "batch", "seq", "act_heads", None)
         k, v = mark_heads(k, "k"), mark_heads(v, "v")
-        options = {"scale": self.scale, "implementation": self.implementation, "zigzag": ctx.zigzag, "known": known}
-        return attend(q, k, v, *ctx.bounds(self.mask), **options)
+        options = {
+            "scale": self.scale,
+            "implementation": self.implementation,
+            "zigzag": ctx.zigzag,
+            "mask_hint": mask_hint,
+        }
+        return attend(q, k, v, *ctx.key_intervals(self.mask), **options)
 
     def _keys(self, latent):
         """Returns keys `B S N H`: each head's part of the latent, then the shared rotated part."""
@@ -158,7 +163,7 @@ class MLA(SequenceMixer):
         key = jnp.broadcast_to(key[:, :, None], (*k_nope.shape[:3], key.shape[-1]))  # B S R -> B S N R: shared by heads
         return constrain(jnp.concatenate([k_nope, key], axis=-1), "batch", "seq", "act_heads", None)
 
-    def _absorbed(self, q, latent, ctx, known):
+    def _absorbed(self, q, latent, ctx, mask_hint):
         """Attends to the latents as one shared key head, with the up-projections moved to queries and outputs.
 
         `q . (k_up @ latent) = (q @ k_up) . latent`, and values likewise, so keys and values never exist per head.
@@ -169,7 +174,7 @@ class MLA(SequenceMixer):
         # Multi-query attention: one key head, the latent and the rotated part, [B, S, R] -> [B, S, 1, R].
         q, k = jnp.concatenate([nope, turned], axis=-1), latent[:, :, None]
         # The values are the latents without the rotated part: [B, T, N, R].
-        out = attend(q, k, k[..., : self.kv_rank], *ctx.bounds(self.mask), scale=self.scale, known=known)
+        out = attend(q, k, k[..., : self.kv_rank], *ctx.key_intervals(self.mask), scale=self.scale, mask_hint=mask_hint)
         return self.v_up.product("BTNR,NHR->BTNH", out)
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> LatentCache | QuantizedLatentCache:

@@ -13,7 +13,7 @@ from maxlib.plan._hlo_text import Instruction, shapes_of, size_of
 
 # `maxlib.ops` names what the mask leaves, JAX names the kernel.
 _KERNEL = re.compile(
-    r'operand_layout_constraints=\{(.*?\})\}, .*op_name="[^"]*\bsplash_(query|segment|any)(?:_(\d+))?\b[^"]*splash_mha_(fwd|dq|dkv)'
+    r'operand_layout_constraints=\{(.*?\})\}, .*op_name="[^"]*\bsplash_(causal|full|any)(?:_(\d+))?\b[^"]*splash_mha_(fwd|dq|dkv)'
 )
 _SUBLANES = 8  # a number per query or key that lies along the lanes is stored as often
 
@@ -23,7 +23,7 @@ class _Kernel:
     """One call, from its operands."""
 
     phase: str
-    end: str
+    kind: str
     window: int | None
     q: tuple[int, ...]  # B N T Hk, or N T Hk
     v: tuple[int, ...]  # B K S Hv, or K S Hv
@@ -53,7 +53,7 @@ class _Kernel:
     def visited(self) -> float:
         """Returns the blocks that one head visits: of a causal mask about half, on average over a ring's parts too."""
         rows, columns = -(-self.q[-2] // self.block.queries), -(-self.v[-2] // self.block.keys)
-        if self.end != "query":
+        if self.kind != "causal":
             return rows * columns
         if self.window is None:
             return causal_tiles(rows, columns)

@@ -75,7 +75,7 @@ for case in ("first", "second", "third"):
     }
     assert "illegal instruction" in next(row["why"] for row in rows if row["status"] == "crashed")
 
-    answer = ops.explain_attention(Q, Q, Q, device=H100, mask=ops.StaticMask("query", whole=True))
+    answer = ops.explain_attention(Q, Q, Q, device=H100, mask_hint=ops.StaticMask("causal", aligned=True))
     assert answer.chosen != "cudnn" and "second: no result within 3 s" in answer.refused["cudnn"]
     assert ops.explain_attention(Q, Q, Q, device=("gpu", "NVIDIA A100-SXM4-40GB")).chosen == "cudnn"
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from maxlib.hardware import current_device
 from maxlib.ops._attention import dispatch
 from maxlib.ops._attention import table as table  # fills what `dispatch` chooses from
-from maxlib.ops._attention.masks import KnownMask, StaticMask
+from maxlib.ops._attention.masks import MaskHint, StaticMask
 from maxlib.ops._cost import counted
 from maxlib.ops._explanation import Explanation
 
@@ -29,7 +29,7 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
-    mask: StaticMask | KnownMask | None = None,
+    mask_hint: StaticMask | MaskHint | None = None,
     implementation: str | None = None,
     return_lse: Literal[False] = False,
 ) -> Float[Array, "B T N Hv"]: ...
@@ -47,7 +47,7 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
-    mask: StaticMask | KnownMask | None = None,
+    mask_hint: StaticMask | MaskHint | None = None,
     implementation: str | None = None,
     return_lse: Literal[True],
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...
@@ -64,7 +64,7 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
-    mask: StaticMask | KnownMask | None = None,
+    mask_hint: StaticMask | MaskHint | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
@@ -83,8 +83,8 @@ def attention(
       softcap: logits become `softcap * tanh(logits / softcap)`; None for no cap.
       sinks: a further logit per query head that takes weight and has no value (GPT-OSS).
       bias: added to the logits; B and N may be 1.
-      mask: what is known of the intervals at compile time (`Mask.static`), with segments if they hide keys, for kernels
-        that want a named mask. It must agree with the intervals. Default: what absent bounds say.
+      mask_hint: what is known of the intervals at compile time (`Mask.static`), with segments if they hide keys, for
+        kernels that want a named mask. It must agree with the intervals. Default: what absent bounds say.
       implementation: name of the implementation to run. None runs the first in order of preference that supports the
         call; `explain_attention` tells which one and why.
       return_lse: also return the log-sum-exp of every row's logits.
@@ -96,8 +96,8 @@ def attention(
     Raises:
       ValueError: when shapes do not agree, or the named implementation cannot run the call.
     """
-    known = _known(mask, k_start, k_end)
-    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, known)
+    hint = _hint(mask_hint, k_start, k_end)
+    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint)
     out, lse = _attention(
         q,
         k,
@@ -106,8 +106,8 @@ def attention(
         jnp.full(q.shape[:2], k.shape[1], jnp.int32) if k_end is None else k_end,
         sinks,
         bias,
-        known and known.segment_ids,
-        static=known and known.static,
+        hint and hint.segment_ids,
+        static=hint and hint.static,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,
         implementation=dispatch.choose(call, implementation).name,
@@ -125,18 +125,18 @@ def _flops(q, k, v, k_start, k_end, *_) -> Any:
     return 2.0 * q.shape[-2] * (q.shape[-1] + v.shape[-1]) * pairs
 
 
-def _known(mask: StaticMask | KnownMask | None, k_start, k_end) -> KnownMask | None:
+def _hint(mask_hint: StaticMask | MaskHint | None, k_start, k_end) -> MaskHint | None:
     """Returns what is known of the intervals: without bounds, or with ends alone, that is not nothing."""
-    if mask is None and k_start is None:
-        mask = StaticMask("segment", whole=True) if k_end is None else StaticMask("any")
-    return KnownMask(mask) if isinstance(mask, StaticMask) else mask
+    if mask_hint is None and k_start is None:
+        mask_hint = StaticMask("full", aligned=True) if k_end is None else StaticMask("any")
+    return MaskHint(mask_hint) if isinstance(mask_hint, StaticMask) else mask_hint
 
 
 @counted(_flops, static=("static", "scale", "softcap", "implementation"))
 def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, scale, softcap, implementation):
     one = dispatch.by_name(implementation)
-    more = {"mask": KnownMask(static, segment_ids)} if one.takes_mask else {}
-    if static is not None and not (static.whole or one.takes_mask):
+    more = {"mask_hint": MaskHint(static, segment_ids)} if one.takes_mask_hint else {}
+    if static is not None and not (static.aligned or one.takes_mask_hint):
         # In a part of a ring bounds lie outside of the keys, from where a window is counted. Others skip more without.
         k_start, k_end = (jnp.clip(x, 0, k.shape[1]) for x in (k_start, k_end))
     return one.run(q, k, v, k_start=k_start, k_end=k_end, scale=scale, softcap=softcap, sinks=sinks, bias=bias, **more)
@@ -152,7 +152,7 @@ def explain_attention(
     softcap: float | None = None,
     sinks: Shaped | None = None,
     bias: Shaped | None = None,
-    mask: StaticMask | None = None,
+    mask_hint: StaticMask | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
     device: tuple[str, str] | None = None,
@@ -168,7 +168,7 @@ def explain_attention(
       softcap: as in `attention`.
       sinks: as in `attention`.
       bias: as in `attention`.
-      mask: as in `attention`.
+      mask_hint: as in `attention`.
       implementation: as in `attention`.
       return_lse: as in `attention`.
       device: platform and device kind, such as `("gpu", "NVIDIA H100")`; default: the device in use.
@@ -179,15 +179,15 @@ def explain_attention(
     Raises:
       ValueError: when shapes do not agree, or no implementation has the name `implementation`.
     """
-    known = _known(mask, k_start, k_end)
-    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, known, device)
+    hint = _hint(mask_hint, k_start, k_end)
+    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, device)
     return dispatch.explain(call, implementation)
 
 
-def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, known, device=None) -> dispatch.Call:
+def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, device=None) -> dispatch.Call:
     _check(q, k, v, k_start, k_end, softcap, sinks, bias)
-    if known is not None and known.segment_ids is not None:
-        shapes, found = (q.shape[:2], k.shape[:2]), tuple(ids.shape for ids in known.segment_ids)
+    if hint is not None and hint.segment_ids is not None:
+        shapes, found = (q.shape[:2], k.shape[:2]), tuple(ids.shape for ids in hint.segment_ids)
         _require(found == shapes, f"segment_ids must have the axes B T and B S, here {shapes}", f"shapes {found}")
     (B, T, N, Hk), (S, K, Hv) = q.shape, v.shape[1:]
     used = {
@@ -201,7 +201,7 @@ def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, known, 
     }
     features = frozenset(name for name, is_used in used.items() if is_used)
     return dispatch.Call(
-        B, T, S, N, K, Hk, Hv, str(q.dtype), features, *(device or current_device()), mask=known and known.static
+        B, T, S, N, K, Hk, Hv, str(q.dtype), features, *(device or current_device()), mask=hint and hint.static
     )
 
 

@@ -3,7 +3,7 @@
 import jax
 from jaxtyping import Array, Float, Int
 
-from maxlib.ops._attention.masks import KnownMask
+from maxlib.ops._attention.masks import MaskHint
 
 
 def cudnn(
@@ -17,15 +17,15 @@ def cudnn(
     softcap: None = None,
     sinks: None = None,
     bias: None = None,
-    mask: KnownMask,
+    mask_hint: MaskHint,
 ) -> tuple[Float[Array, "B T N H"], None]:
     """Returns the output; the log-sum-exp, which JAX rounds and does not differentiate, is None.
 
     The mask alone says what is visible; the intervals are not read.
     """
     # JAX counts the keys before the query's own, our windows count that one too.
-    window = None if mask.static.window is None else (mask.static.window - 1, 0)
-    options = {"scale": scale, "is_causal": mask.static.end == "query", "local_window_size": window}
+    window = None if mask_hint.static.window is None else (mask_hint.static.window - 1, 0)
+    options = {"scale": scale, "is_causal": mask_hint.static.kind == "causal", "local_window_size": window}
     # [B, T, N, H] and [B, S, K, H], as JAX wants them: key heads are not repeated.
     k, v = k.astype(q.dtype), v.astype(q.dtype)
     return jax.nn.dot_product_attention(q, k, v, **options, implementation="cudnn"), None

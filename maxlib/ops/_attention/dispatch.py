@@ -63,7 +63,7 @@ class Implementation:
       features: the `FEATURES` it supports.
       accepts: function that returns the reason why it cannot run a call, or None; for any further condition.
       by_name: reason why it runs only when it is selected by name; None if it may be chosen automatically.
-      takes_mask: True if `run` also takes `mask`, a `KnownMask` that describes the intervals.
+      takes_mask_hint: True if `run` also takes `mask_hint`, a `MaskHint` that describes the intervals.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Implementation:
     features: frozenset[str] = frozenset(FEATURES)
     accepts: Callable[[Call], str | None] | None = None
     by_name: str | None = None
-    takes_mask: bool = False
+    takes_mask_hint: bool = False
 
     def refusal(self, call: Call) -> str | None:
         """Returns the reason why it cannot run this call, or None if it can."""

@@ -43,25 +43,25 @@ class StaticMask:
     the truth for every other implementation.
 
     Args:
-      end: where intervals end: "query" behind the query's own key (causal), "segment" with the segment, "any" anywhere.
-      window: most keys that a query attends to, its own included; None for no limit. Only with `end="query"`.
+      kind: "causal" if intervals end behind the query\'s own key, "full" if they end with the segment, "any" if anywhere.
+      window: most keys that a query attends to, its own included; None for no limit. Only with `kind="causal"`.
       segmented: True if keys of other segments (packed documents, padding, chunks) are hidden.
-      whole: True if query `i` stands at key `i` and all keys are those of its row; False beside a cache, or where a
+      aligned: True if query `i` stands at key `i` and all keys are those of its row; False beside a cache, or where a
         device has a part of the sequence.
     """
 
-    end: Literal["query", "segment", "any"]
+    kind: Literal["causal", "full", "any"]
     window: int | None = None
     segmented: bool = False
-    whole: bool = False
+    aligned: bool = False
 
     def __str__(self) -> str:
-        words = [{"query": "causal", "segment": "full", "any": "any ends"}[self.end]]
+        words = ["any ends" if self.kind == "any" else self.kind]
         words += [] if self.window is None else [f"window {self.window}"]
-        return ", ".join(words + ["segments"] * self.segmented + ["whole rows"] * self.whole)
+        return ", ".join(words + ["segments"] * self.segmented + ["whole rows"] * self.aligned)
 
 
-class KnownMask(NamedTuple):
+class MaskHint(NamedTuple):
     """Facts about a mask that a kernel may use beside its intervals.
 
     Args:
@@ -120,7 +120,7 @@ class Full(Mask):
 
     @property
     def static(self) -> StaticMask:
-        return StaticMask("segment")
+        return StaticMask("full")
 
     def interval(self, tokens: Tokens) -> Interval:
         return tokens.start, tokens.stop
@@ -132,7 +132,7 @@ class Causal(Mask):
 
     @property
     def static(self) -> StaticMask:
-        return StaticMask("query")
+        return StaticMask("causal")
 
     def interval(self, tokens: Tokens) -> Interval:
         return tokens.start, tokens.index + 1
@@ -163,7 +163,7 @@ class SlidingWindow(Mask):
 
     @property
     def static(self) -> StaticMask:
-        return StaticMask("segment", self.window)
+        return StaticMask("full", self.window)
 
     def interval(self, tokens: Tokens) -> Interval:
         return jnp.maximum(tokens.start, tokens.index - self.window + 1), tokens.stop
@@ -192,7 +192,7 @@ class Chunked(Mask):
 
     @property
     def static(self) -> StaticMask:
-        return StaticMask("segment", segmented=True)
+        return StaticMask("full", segmented=True)
 
     def segments(self, tokens: Tokens) -> Int[Array, "B T"]:
         return self.interval(tokens)[0]
@@ -245,11 +245,11 @@ class _And(Mask):
     @property
     def static(self) -> StaticMask | None:
         left, right = self.left.static, self.right.static
-        if left is None or right is None or "any" in (left.end, right.end):
+        if left is None or right is None or "any" in (left.kind, right.kind):
             return None
         windows = [one.window for one in (left, right) if one.window is not None]
-        end = "query" if "query" in (left.end, right.end) else "segment"
-        return StaticMask(end, min(windows, default=None), left.segmented or right.segmented)
+        kind = "causal" if "causal" in (left.kind, right.kind) else "full"
+        return StaticMask(kind, min(windows, default=None), left.segmented or right.segmented)
 
     @property
     def without_blocks(self) -> Mask:

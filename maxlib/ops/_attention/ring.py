@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.kernels.attention.sinks import merge_sinks
 from maxlib.ops._attention.api import attention
-from maxlib.ops._attention.masks import KnownMask, StaticMask
+from maxlib.ops._attention.masks import MaskHint, StaticMask
 
 
 class _Ring(NamedTuple):
@@ -35,7 +35,7 @@ def ring_attention(
     *,
     k_start: Int[Array, "B T"],
     k_end: Int[Array, "B T"],
-    mask: KnownMask | None = None,
+    mask_hint: MaskHint | None = None,
     axis_name: str,
     pieces: int = 1,
     scale: float | None = None,
@@ -53,7 +53,7 @@ def ring_attention(
       v: this device's part of the values.
       k_start: first key of each query, as an index into the whole key array of all devices.
       k_end: index after the last key of each query.
-      mask: as in `attention`, of the whole sequence; segments are those of this device's queries and keys.
+      mask_hint: as in `attention`, of the whole sequence; segments are those of this device's queries and keys.
       axis_name: mesh axis over which keys are split.
       pieces: 1 if device `i` of `n` holds the `i`-th part of the keys. 2 if it holds the `i`-th and the `i`-th last of
         `2 n` parts (`sharding.layers.zigzag`), which gives all devices the same work under a causal mask.
@@ -72,8 +72,8 @@ def ring_attention(
         raise ValueError(
             f"ring_attention: pieces must be 1 or 2 and divide this device's keys, got {pieces} and {k.shape[1]}"
         )
-    static, segment_ids = (None, None) if mask is None else mask
-    static = static and dataclasses.replace(static, whole=False)
+    static, segment_ids = (None, None) if mask_hint is None else mask_hint
+    static = None if static is None else dataclasses.replace(static, aligned=False)
     options = {"scale": scale, "softcap": softcap, "implementation": implementation}
     ring = _Ring(axis_name, pieces, static, tuple(options.items()))
     out, lse = _attend(ring, q, k, v, k_start, k_end, segment_ids or ())
@@ -151,8 +151,10 @@ def _part(ring: _Ring, step, q, k, v, k_start, k_end, segment_ids) -> tuple[Arra
             lax.slice_in_dim(x, piece * size, (piece + 1) * size, axis=1) for x in (k, v, *segment_ids[1:])
         )
         segments: Any = (*segment_ids[:1], *ids) or None  # of the queries, and of these keys
-        mask = ring.mask and KnownMask(ring.mask, segments)
-        own = attention(q, keys, values, k_start=start, k_end=end, mask=mask, return_lse=True, **dict(ring.options))
+        hint = None if ring.mask is None else MaskHint(ring.mask, segments)
+        own = attention(
+            q, keys, values, k_start=start, k_end=end, mask_hint=hint, return_lse=True, **dict(ring.options)
+        )
         parts.append(own)
     return functools.reduce(_merge, parts)
 

@@ -24,7 +24,7 @@ from maxlib.hardware import current_device
 from maxlib.kernels.attention.sinks import merge_sinks
 from maxlib.kernels.attention.tiles import tiles
 from maxlib.ops import _findings
-from maxlib.ops._attention.masks import KnownMask, StaticMask
+from maxlib.ops._attention.masks import MaskHint, StaticMask
 
 LANES = 128  # of a vector register; blocks are whole registers
 MOST_PARTS = 8  # of the queries' gradient: they are summed after the kernel
@@ -113,7 +113,7 @@ def splash(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     bias: None = None,
-    mask: KnownMask,
+    mask_hint: MaskHint,
     passes: Passes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
@@ -131,14 +131,16 @@ def splash(
       softcap: bound of the logits, or None.
       sinks: a further logit per head, without a value.
       bias: not supported.
-      mask: what is known of the intervals, with segments if it is segmented.
+      mask_hint: what is known of the intervals, with segments if it is segmented.
       passes: block sizes; by default `tuned_blocks`, or else `choose_blocks`.
       interpret: run the kernels in Pallas's interpreter, on any device.
     """
     # [B, T, N, Hk], [B, S, K, Hv]
     (_, T, _, Hk), (_, S, _, Hv) = q.shape, v.shape
-    spec = Spec(softcap, mask.static, passes or tuned_blocks(T, S, Hk, Hv) or choose_blocks(T, S, Hk, Hv), interpret)
-    ids = mask.segment_ids if mask.static.segmented else None
+    spec = Spec(
+        softcap, mask_hint.static, passes or tuned_blocks(T, S, Hk, Hv) or choose_blocks(T, S, Hk, Hv), interpret
+    )
+    ids = mask_hint.segment_ids if mask_hint.static.segmented else None
     # The kernels multiply by no scale: it goes into the queries, of which it rounds each number once more.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     k, v = k.astype(q.dtype), v.astype(q.dtype)
@@ -252,7 +254,7 @@ class _Call:
         data_next, block_mask = _listed(visited, axis=0 if by_keys else 1, width=width)
         pad = lambda x, size, value: jnp.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=value)
         # Under a causal mask over whole rows all rows have the same index: one copy for the batch.
-        shared = spec.mask.whole and spec.mask.end == "query"
+        shared = spec.mask.aligned and spec.mask.kind == "causal"
         index = jnp.arange(T, dtype=jnp.int32) if shared else pad(k_end - 1, T, -1)
         # Keys behind the end, and the queries of the padding, belong to nobody.
         segments = (None, None) if ids is None else (pad(ids[0], T, -1), pad(ids[1], S, -2))
@@ -264,7 +266,7 @@ class _Call:
     def name(self) -> str:
         """Returns the name that says what the kernel's mask leaves, by which plans count its work."""
         mask = self.spec.mask
-        return f"splash_{mask.end}" + ("" if mask.window is None else f"_{mask.window}")
+        return f"splash_{mask.kind}" + ("" if mask.window is None else f"_{mask.window}")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -277,7 +279,7 @@ class _Call:
     @property
     def without_index(self) -> bool:
         """Tells whether segments alone, if there are any, say what is hidden."""
-        return self.spec.mask.end == "segment" and self.spec.mask.whole and self.keys == self.S
+        return self.spec.mask.kind == "full" and self.spec.mask.aligned and self.keys == self.S
 
     def info(self, index):
         """Returns the description of the mask that the kernels take."""
@@ -321,7 +323,7 @@ def _visited(block: Blocks, k_start, k_end, num_keys: int, T: int, S: int) -> Bo
 
 def _window_width(mask: StaticMask, block: Blocks, by_keys: bool) -> int | None:
     """Returns the most blocks that a window leaves in a row (or column) of blocks; None if they are not known."""
-    if mask.window is None or not mask.whole:
+    if mask.window is None or not mask.aligned:
         return None
     stays, passes = (block.keys, block.queries) if by_keys else (block.queries, block.keys)
     # A block of n queries attends to window + n - 1 consecutive keys, and as many queries to a block of n keys. These

@@ -42,8 +42,8 @@ def splash_refuses(call: Call) -> str | None:
     if call.dtype not in ("bfloat16", "float32"):
         return f"takes queries in bfloat16 or float32, not in {call.dtype}"
     if call.mask is None:
-        return "wants to know where intervals begin: pass mask= (ops.StaticMask), or no k_start"
-    if call.mask.window is not None and call.mask.end != "query":
+        return "wants to know where intervals begin: pass mask_hint= (ops.StaticMask), or no k_start"
+    if call.mask.window is not None and call.mask.kind != "causal":
         return "takes a window only under a causal mask"
     block = choose_blocks(call.queries, call.keys, call.key_dim, call.value_dim).forward
     if (count := block.count(call.queries, call.keys)) > MOST_BLOCKS:
@@ -53,13 +53,13 @@ def splash_refuses(call: Call) -> str | None:
 
 def _names_no_mask(call: Call) -> str | None:
     """Returns the reason why a kernel that is given a mask's name, and no intervals, cannot run `call`."""
-    if call.mask is None or call.mask.end == "any":
-        return "takes causal, full and windowed masks, not intervals: pass mask= (ops.StaticMask)"
+    if call.mask is None or call.mask.kind == "any":
+        return "takes causal, full and windowed masks, not intervals: pass mask_hint= (ops.StaticMask)"
     if call.mask.segmented:
         return "takes packed documents only with a fixed number in every row, which JAX's and tokamax's functions do not offer"
-    if not call.mask.whole:
+    if not call.mask.aligned:
         return "takes masks over whole rows, not beside a cache or on a part of a sequence"
-    if call.mask.window is not None and call.mask.end != "query":
+    if call.mask.window is not None and call.mask.kind != "causal":
         return "takes a window only under a causal mask"
     return None
 
@@ -147,7 +147,7 @@ ROWS = (
         frozenset({"gqa", "value_dim", "softcap"}),
         tokamax_refuses,
         by_name="maxlib has not run it on a GPU yet",
-        takes_mask=True,
+        takes_mask_hint=True,
     ),
     # Decoding: no kernel above is made for a single query, and both pad it to a whole block.
     # A CPU has no more cores than one block keeps busy: chunked is faster there.
@@ -167,7 +167,7 @@ ROWS = (
         GPU,
         frozenset({"gqa"}),
         cudnn_refuses,
-        takes_mask=True,
+        takes_mask_hint=True,
     ),
     Implementation(
         "splash",
@@ -176,7 +176,7 @@ ROWS = (
         TPU,
         ALL - {"bias", "float64"},
         splash_refuses,
-        takes_mask=True,
+        takes_mask_hint=True,
     ),
     # Everything else, everywhere.
     Implementation("chunked", chunked, "blockwise XLA, memory linear in the sequence"),

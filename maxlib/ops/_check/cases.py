@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlib.ops import _attention, _grouped_matmul
-from maxlib.ops._attention.masks import Causal, Full, KnownMask, Mask, SlidingWindow, Tokens, key_intervals
+from maxlib.ops._attention.masks import Causal, Full, MaskHint, Mask, SlidingWindow, Tokens, key_intervals
 
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 """Largest error of an array, as a share of its norm. Rounding to bfloat16 alone makes 0.002."""
@@ -47,7 +47,7 @@ class Attention:
         mask = Full() if self.full else Causal()
         return mask if self.window is None else mask & SlidingWindow(self.window)
 
-    def intervals(self) -> tuple[jax.Array, jax.Array, KnownMask | None]:
+    def intervals(self) -> tuple[jax.Array, jax.Array, MaskHint | None]:
         """Returns the first key of every query, the one after its last, and what is known of the mask."""
         T, S = self.tokens, self.tokens + self.cache
         index = np.arange(T) + self.cache  # [T]: queries stand behind the cache
@@ -58,13 +58,13 @@ class Attention:
         )
         tokens = Tokens(*map(jnp.asarray, rows))
         # Kernels that are given a name for the mask get it as `nn.Attention` would tell them.
-        known = self.mask.static
-        if known is not None:
-            whole = self.cache == 0
+        hint = self.mask.static
+        if hint is not None:
+            aligned = self.cache == 0
             ids = (tokens.start, jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32) // length * length, (self.batch, S)))
-            segmented = known.segmented or self.documents > 1
-            known = KnownMask(dataclasses.replace(known, whole=whole, segmented=segmented), ids if segmented else None)
-        return *key_intervals(self.mask, tokens), known
+            segmented = hint.segmented or self.documents > 1
+            hint = MaskHint(dataclasses.replace(hint, aligned=aligned, segmented=segmented), ids if segmented else None)
+        return *key_intervals(self.mask, tokens), hint
 
     def arrays(self, dtype: Any) -> dict[str, jax.Array]:
         """Returns q, k, v, the output's cotangent, and sinks if there are any."""
@@ -79,9 +79,9 @@ class Attention:
 
     def call(self, run, given: dict[str, jax.Array]) -> jax.Array:
         """Runs `run`, a function like `ops.attention`, on the arrays and the case's mask."""
-        start, end, known = self.intervals()
+        start, end, hint = self.intervals()
         inputs = {name: x for name, x in given.items() if name != "d"}
-        return run(**inputs, k_start=start, k_end=end, mask=known, softcap=self.softcap)
+        return run(**inputs, k_start=start, k_end=end, mask_hint=hint, softcap=self.softcap)
 
     def flops(self) -> tuple[float, float]:
         """Returns the FLOPs of both passes over the pairs that the mask leaves."""

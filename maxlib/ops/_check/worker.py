@@ -90,8 +90,8 @@ def _refusal(case: Case, implementation: str, given: dict[str, jax.Array]) -> st
     explain = {"attention": _attention.explain_attention, "grouped_matmul": _grouped_matmul.explain_grouped_matmul}
     options = {"implementation": implementation}
     if isinstance(case, Attention):
-        static = case.intervals()[2]
-        options |= {"mask": static and static.static, "softcap": case.softcap, "sinks": given.get("sinks")}
+        hint = case.intervals()[2]
+        options |= {"mask_hint": hint and hint.static, "softcap": case.softcap, "sinks": given.get("sinks")}
         args = [given[name] for name in "qkv"]
         # The chooser sees what a layer passes: ends of intervals, and what is known of the mask.
         answer = explain[case.op](*args, k_end=jnp.zeros(given["q"].shape[:2], jnp.int32), **options)
@@ -100,12 +100,12 @@ def _refusal(case: Case, implementation: str, given: dict[str, jax.Array]) -> st
     return None if answer.chosen == implementation else answer.refused.get(implementation, answer.reason)
 
 
-def _splash(q, k, v, *, mask, softcap, **more):
-    options = {"scale": q.shape[-1] ** -0.5, "mask": mask, "softcap": softcap, "interpret": True}
+def _splash(q, k, v, *, mask_hint, softcap, **more):
+    options = {"scale": q.shape[-1] ** -0.5, "mask_hint": mask_hint, "softcap": softcap, "interpret": True}
     return splash.splash(q, k, v, **options, **more)[0]
 
 
-def _mosaic_tpu(q, k, v, *, mask, softcap, **more):
+def _mosaic_tpu(q, k, v, *, mask_hint, softcap, **more):
     return mosaic_tpu(q, k, v, scale=q.shape[-1] ** -0.5, softcap=softcap, **more)[0]
 
 
@@ -234,9 +234,9 @@ def sizes(passes: splash.Passes) -> list[list[int] | None]:
 
 
 def _tried(case: Attention, passes: splash.Passes, given: dict[str, jax.Array], rounds: int) -> dict[str, Any]:
-    def run(q, k, v, *, k_start, k_end, mask, softcap):
+    def run(q, k, v, *, k_start, k_end, mask_hint, softcap):
         bounds = {"k_start": k_start, "k_end": k_end, "scale": q.shape[-1] ** -0.5}
-        return splash.splash(q, k, v, **bounds, mask=mask, softcap=softcap, passes=passes)[0]
+        return splash.splash(q, k, v, **bounds, mask_hint=mask_hint, softcap=softcap, passes=passes)[0]
 
     try:
         return {"status": "right", "both_s": seconds(_results(case, run), given, rounds)}

@@ -43,8 +43,8 @@ def test_the_named_mask_is_the_intervals(module, mask, monkeypatch):
     start, end = cases.bounds(mask, "one", (37, 37))
     run = {cudnn: cudnn.cudnn, tokamax_gpu: tokamax_gpu.tokamax}[module]
     given, bounds = arrays(), dict(k_start=start, k_end=end)
-    about = ops.KnownMask(cases.MASKS[mask].static)
-    out, _ = jax.jit(lambda given, bounds: run(*given, **bounds, scale=0.3, mask=about))(given, bounds)
+    about = ops.MaskHint(cases.MASKS[mask].static)
+    out, _ = jax.jit(lambda given, bounds: run(*given, **bounds, scale=0.3, mask_hint=about))(given, bounds)
     want, _ = jax.jit(lambda given, bounds: reference(*given, **bounds, scale=0.3))(given, bounds)
     np.testing.assert_allclose(out, want, atol=2e-6, rtol=2e-6)
 
@@ -56,8 +56,8 @@ def test_a_gpu_program_calls_cudnn(window, length, monkeypatch):
     ends = jax.ShapeDtypeStruct((2, 256), jnp.int32)
 
     def both(q, k, v, start, end):
-        mask = ops.StaticMask("query", window, whole=True)
-        run = lambda *x: ops.attention(*x, k_start=start, k_end=end, mask=mask).astype(jnp.float32).sum()
+        mask = ops.StaticMask("causal", window, aligned=True)
+        run = lambda *x: ops.attention(*x, k_start=start, k_end=end, mask_hint=mask).astype(jnp.float32).sum()
         return jax.grad(run, argnums=(0, 1, 2))(q, k, v)
 
     allowed = [export.DisabledSafetyCheck.custom_call(f"__cudnn$fmhaSoftmax{end}") for end in ("", "Backward")]
@@ -74,4 +74,4 @@ def test_without_tokamax_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)
     bounds = dict(zip(("k_start", "k_end"), cases.bounds("causal", "one", (37, 37)), strict=True))
     with pytest.raises(ImportError, match=r"pip install 'maxlib\[cuda\]'"):
-        tokamax_gpu.tokamax(*arrays(), **bounds, scale=1.0, mask=ops.KnownMask(ops.StaticMask("query")))
+        tokamax_gpu.tokamax(*arrays(), **bounds, scale=1.0, mask_hint=ops.MaskHint(ops.StaticMask("causal")))

@@ -105,23 +105,23 @@ def test_the_table_has_every_implementation_and_feature(fast):
 
 GPUS = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA L40S", "NVIDIA B200"]
 TPUS = ["TPU v4", "TPU v5 lite", "TPU v5p", "TPU v6 lite"]
-CAUSAL = ops.StaticMask("query", whole=True)
-WINDOW = ops.StaticMask("query", 1024, whole=True)
-PACKED = ops.StaticMask("query", segmented=True, whole=True)
-PART = ops.StaticMask("query")
-PREFIX = ops.StaticMask("any", whole=True)
+CAUSAL = ops.StaticMask("causal", aligned=True)
+WINDOW = ops.StaticMask("causal", 1024, aligned=True)
+PACKED = ops.StaticMask("causal", segmented=True, aligned=True)
+PART = ops.StaticMask("causal")
+PREFIX = ops.StaticMask("any", aligned=True)
 CHOICES = {
     # what a call needs: what GPUs choose, what TPUs choose
-    "causal": (dict(mask=CAUSAL), "cudnn", "splash"),
+    "causal": (dict(mask_hint=CAUSAL), "cudnn", "splash"),
     "full": (dict(), "cudnn", "splash"),
-    "window": (dict(mask=WINDOW), "cudnn", "splash"),
-    "packed": (dict(mask=PACKED), "chunked", "splash"),
-    "part of a ring": (dict(mask=PART, return_lse=True), "chunked", "splash"),
-    "prefix": (dict(mask=PREFIX), "chunked", "splash"),
-    "soft-cap": (dict(mask=CAUSAL, softcap=30.0), "chunked", "splash"),
-    "sinks": (dict(mask=CAUSAL, sinks=f32(32)), "chunked", "splash"),
+    "window": (dict(mask_hint=WINDOW), "cudnn", "splash"),
+    "packed": (dict(mask_hint=PACKED), "chunked", "splash"),
+    "part of a ring": (dict(mask_hint=PART, return_lse=True), "chunked", "splash"),
+    "prefix": (dict(mask_hint=PREFIX), "chunked", "splash"),
+    "soft-cap": (dict(mask_hint=CAUSAL, softcap=30.0), "chunked", "splash"),
+    "sinks": (dict(mask_hint=CAUSAL, sinks=f32(32)), "chunked", "splash"),
     "intervals": (dict(k_start=i32(2, 4096), k_end=i32(2, 4096)), "chunked", "chunked"),
-    "bias": (dict(mask=CAUSAL, bias=f32(1, 1, 4096, 4096)), "chunked", "chunked"),
+    "bias": (dict(mask_hint=CAUSAL, bias=f32(1, 1, 4096, 4096)), "chunked", "chunked"),
 }
 
 
@@ -129,7 +129,7 @@ CHOICES = {
 @pytest.mark.parametrize("need", CHOICES)
 def test_each_device_gets_a_proven_kernel_where_one_can(kind, need):
     options, gpu, tpu = CHOICES[need]
-    bounds = dict(k_start=i32(2, 4096), k_end=i32(2, 4096)) if "mask" in options else {}
+    bounds = dict(k_start=i32(2, 4096), k_end=i32(2, 4096)) if "mask_hint" in options else {}
     q, k = (jax.ShapeDtypeStruct((2, 4096, heads, 128), jnp.bfloat16) for heads in (32, 8))
     device = ("gpu" if kind in GPUS else "tpu", kind)
     assert explain_attention(q, k, k, **(bounds | options), device=device).chosen == (gpu if kind in GPUS else tpu)
@@ -142,28 +142,30 @@ def test_each_device_gets_a_proven_kernel_where_one_can(kind, need):
         ("cudnn", dict(kind="NVIDIA H200", width=100), "a multiple of 8, at most 256 here, not 100"),
         ("cudnn", dict(kind="Tesla T4"), "is for NVIDIA's GPUs, not for Tesla T4"),
         ("cudnn", dict(dtype=jnp.float32), "bfloat16 or float16, not in float32"),
-        ("cudnn", dict(mask=PACKED), "a fixed number in every row"),
-        ("cudnn", dict(mask=PART), "not beside a cache or on a part of a sequence"),
-        ("cudnn", dict(mask=PREFIX), "not intervals"),
-        ("cudnn", dict(mask=ops.StaticMask("segment", 8, whole=True)), "a window only under a causal mask"),
+        ("cudnn", dict(mask_hint=PACKED), "a fixed number in every row"),
+        ("cudnn", dict(mask_hint=PART), "not beside a cache or on a part of a sequence"),
+        ("cudnn", dict(mask_hint=PREFIX), "not intervals"),
+        ("cudnn", dict(mask_hint=ops.StaticMask("full", 8, aligned=True)), "a window only under a causal mask"),
         ("cudnn", dict(softcap=5.0), "lacks softcap"),
         ("cudnn", dict(return_lse=True), "lacks lse"),
         ("tokamax", dict(kind="NVIDIA L40S"), "Hopper and Blackwell, not for NVIDIA L40S"),
-        ("tokamax", dict(mask=PACKED), "a fixed number in every row"),
+        ("tokamax", dict(mask_hint=PACKED), "a fixed number in every row"),
         ("tokamax", dict(sinks=f32(4)), "lacks sinks"),
         ("splash", dict(platform="tpu", kind="TPU v5p", dtype=jnp.float16), "bfloat16 or float32, not in float16"),
-        ("splash", dict(platform="tpu", kind="TPU v5p", mask=None), "where intervals begin"),
+        ("splash", dict(platform="tpu", kind="TPU v5p", mask_hint=None), "where intervals begin"),
         ("splash", dict(platform="tpu", kind="TPU v5p", length=2**20), "split the sequence"),
         (
             "splash",
-            dict(platform="tpu", kind="TPU v5p", mask=ops.StaticMask("segment", 8)),
+            dict(platform="tpu", kind="TPU v5p", mask_hint=ops.StaticMask("full", 8)),
             "a window only under a causal mask",
         ),
     ],
     ids=lambda value: "-".join(map(str, value.values()))[:40] if isinstance(value, dict) else "",
 )
 def test_refusals_have_reasons(name, change, reason):
-    options = dict(platform="gpu", kind="NVIDIA H100 80GB HBM3", width=128, length=256, dtype=jnp.bfloat16, mask=CAUSAL)
+    options = dict(
+        platform="gpu", kind="NVIDIA H100 80GB HBM3", width=128, length=256, dtype=jnp.bfloat16, mask_hint=CAUSAL
+    )
     options |= change
     device = options.pop("platform"), options.pop("kind")
     q = jax.ShapeDtypeStruct((2, options.pop("length"), 4, options.pop("width")), options.pop("dtype"))
@@ -190,7 +192,7 @@ def test_an_accelerator_says_once_why_it_has_no_fused_kernel(monkeypatch, caplog
 
 def test_a_plan_takes_a_kernel_that_compiles_without_the_gpu():
     call = lambda kind: dispatch.Call(
-        1, 64, 64, 4, 4, 64, 64, "bfloat16", frozenset(), "gpu", kind, ops.StaticMask("query", whole=True)
+        1, 64, 64, 4, 4, 64, 64, "bfloat16", frozenset(), "gpu", kind, ops.StaticMask("causal", aligned=True)
     )
     assert dispatch.choose(call("NVIDIA H200"), "offline").name == "mosaic_gpu"
     assert dispatch.choose(call("NVIDIA B200"), "offline").name == "chunked"

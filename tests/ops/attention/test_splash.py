@@ -26,13 +26,13 @@ CASES = [
 ]
 
 
-def known(mask: str, documents: str, T: int, S: int) -> ops.KnownMask:
-    """What `nn.Context.known` says of these tokens."""
+def known(mask: str, documents: str, T: int, S: int) -> ops.MaskHint:
+    """What `nn.Context.mask_hint` says of these tokens."""
     spec, rows = cases.MASKS[mask], T == S and documents != "padded"
     segmented = spec.static.segmented or documents != "one"
     ids = [spec.segments(cases.tokens(documents, length, S)) for length in (T, S)]
-    static = ops.StaticMask(spec.static.end, spec.static.window, segmented, whole=rows)
-    return ops.KnownMask(static, tuple(ids) if segmented else None)
+    static = ops.StaticMask(spec.static.kind, spec.static.window, segmented, aligned=rows)
+    return ops.MaskHint(static, tuple(ids) if segmented else None)
 
 
 def test_all_masks_but_two_are_known():
@@ -54,7 +54,7 @@ PRODUCT = [
 def test_the_kernels_equal_the_reference(case, passes, documents, masks):
     for mask in masks:
         about = known(mask, documents, *case.lengths)
-        run = functools.partial(splash.splash, mask=about, passes=passes, interpret=True)
+        run = functools.partial(splash.splash, mask_hint=about, passes=passes, interpret=True)
         check(run, case, [(mask, documents)], jnp.float32, 1e-5)
 
 
@@ -66,7 +66,7 @@ def test_in_a_ring_the_parts_of_the_keys_are_masked_too(name, gradients, monkeyp
     """Two devices with two pieces each, in zigzag order, and packed documents: bounds lie outside of a piece's keys."""
     monkeypatch.setattr(dispatch, "_implementations", list(dispatch._implementations))
     small = functools.partial(splash.splash, passes=SMALL, interpret=True)
-    dispatch.register(dispatch.Implementation("small", small, "for tests", takes_mask=True))
+    dispatch.register(dispatch.Implementation("small", small, "for tests", takes_mask_hint=True))
     T, case = 260, cases.Case((2, 1), (16, 16), (260, 260), None, False, None)
     start, end = cases.bounds(name, "packed", (T, T))
     ids, about = cases.tokens("packed", T, T).start, known(name, "packed", T, T)
@@ -84,7 +84,7 @@ def test_in_a_ring_the_parts_of_the_keys_are_masked_too(name, gradients, monkeyp
             v,
             *rest[:2],
             scale=0.25,
-            known=ops.KnownMask(about.static, (rest[2], rest[2])),
+            mask_hint=ops.MaskHint(about.static, (rest[2], rest[2])),
             implementation="small",
             zigzag=True,
         )
@@ -101,7 +101,7 @@ def test_in_a_ring_the_parts_of_the_keys_are_masked_too(name, gradients, monkeyp
 
 def test_a_window_lists_only_its_blocks():
     T = 1024
-    mask, block = ops.StaticMask("query", 200, whole=True), splash.Blocks(128, 256)
+    mask, block = ops.StaticMask("causal", 200, aligned=True), splash.Blocks(128, 256)
     index = np.arange(T, dtype=np.int32)[None]
     visited = jax.jit(lambda *x: splash._visited(block, *x, T, T, T))(np.maximum(index - 199, 0), index + 1)
     listed = jax.jit(splash._listed, static_argnums=(1, 2))
@@ -140,7 +140,7 @@ def test_a_tpu_program_calls_the_kernels(implementation, T, kernels):
     device = jax.sharding.AbstractDevice("TPU v5p", None, "tpu")
 
     def both(q, k, v, start, end):
-        options = dict(k_start=start, k_end=end, mask=ops.StaticMask("query", whole=True))
+        options = dict(k_start=start, k_end=end, mask_hint=ops.StaticMask("causal", aligned=True))
         run = lambda *x: ops.attention(*x, **options, implementation=implementation).astype(jnp.float32).sum()
         return jax.grad(run, argnums=(0, 1, 2))(q, k, v)
 
