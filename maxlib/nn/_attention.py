@@ -18,7 +18,7 @@ from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
-from maxlib.ops._attention import Causal, MaskHint, Mask, StaticMask
+from maxlib.ops._attention import Causal, Mask, MaskHint, StaticMask
 from maxlib.ops._grid_rope import GridRope
 from maxlib.ops._rope import Rope, apply_rope
 from maxlib.sharding import constrain, shard_map_by_name
@@ -285,7 +285,7 @@ def attend(
         sinks: One logit per query head that takes part in the softmax, or None.
         scale: Factor on the scores, by default `Hk ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`, or None.
-        mask_hint: Static description of the mask (`ctx.mask_hint`), for kernels that take a named mask and no intervals.
+        mask_hint: Static description of the mask (`ctx.mask_hint`), for kernels that take no intervals.
         implementation: Name of an implementation of `ops.attention`; None chooses the best one.
         zigzag: True if tokens are in the order of `sharding.layers.zigzag`.
 

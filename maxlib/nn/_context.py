@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._pytree import pytree, static
-from maxlib.ops._attention import MaskHint, Mask, Tokens, key_intervals
+from maxlib.ops._attention import Mask, MaskHint, Tokens, key_intervals
 from maxlib.ops._grid_rope import GridRope
 from maxlib.ops._rope import Rope
 from maxlib.sharding.layers import can_zigzag, unzigzag, zigzag
@@ -78,7 +78,7 @@ class Context:
         return key_intervals(mask, self._tokens)
 
     def mask_hint(self, mask: Mask, cache: Any = None) -> MaskHint | None:
-        """Returns what is known of `mask` at compile time, for `attend(mask_hint=)`; with a cache, of queries against its keys."""
+        """Returns what is known of `mask` at compile time, for `attend`; with a cache, of queries against its keys."""
         found = (mask if self.bidirectional_blocks is not None else mask.without_blocks).static
         if found is None or (cache is not None and (found.segmented or cache.kind not in ("full", "latent"))):
             return None

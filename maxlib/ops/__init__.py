@@ -4,8 +4,8 @@ from maxlib.ops._attention import BidirectionalBlocks as BidirectionalBlocks
 from maxlib.ops._attention import Causal as Causal
 from maxlib.ops._attention import Chunked as Chunked
 from maxlib.ops._attention import Full as Full
-from maxlib.ops._attention import MaskHint as MaskHint
 from maxlib.ops._attention import Mask as Mask
+from maxlib.ops._attention import MaskHint as MaskHint
 from maxlib.ops._attention import Prefix as Prefix
 from maxlib.ops._attention import SlidingWindow as SlidingWindow
 from maxlib.ops._attention import StaticMask as StaticMask

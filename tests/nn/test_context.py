@@ -78,7 +78,7 @@ def test_rows_without_images_are_known_as_those_of_a_text_model(window):
     mask = mask if window is None else mask & ops.SlidingWindow(window)
     text = nn.context(2, 7)
     assert text.mask_hint(mask).static == text.mask_hint(causal).static
-    for ours, theirs in zip(text.bounds(mask), text.bounds(causal), strict=True):
+    for ours, theirs in zip(text.key_intervals(mask), text.key_intervals(causal), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     blocks = jnp.asarray([[0, 1, 1, 3, 4, 5, 6]] * 2), jnp.asarray([[1, 3, 3, 4, 5, 6, 7]] * 2)
     seen = nn.context(2, 7, bidirectional_blocks=blocks).mask_hint(mask)

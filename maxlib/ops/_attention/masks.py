@@ -43,7 +43,7 @@ class StaticMask:
     the truth for every other implementation.
 
     Args:
-      kind: "causal" if intervals end behind the query\'s own key, "full" if they end with the segment, "any" if anywhere.
+      kind: "causal" if intervals end after the query's own key, "full" if they end with the segment, else "any".
       window: most keys that a query attends to, its own included; None for no limit. Only with `kind="causal"`.
       segmented: True if keys of other segments (packed documents, padding, chunks) are hidden.
       aligned: True if query `i` stands at key `i` and all keys are those of its row; False beside a cache, or where a

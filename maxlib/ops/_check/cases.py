@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlib.ops import _attention, _grouped_matmul
-from maxlib.ops._attention.masks import Causal, Full, MaskHint, Mask, SlidingWindow, Tokens, key_intervals
+from maxlib.ops._attention.masks import Causal, Full, Mask, MaskHint, SlidingWindow, Tokens, key_intervals
 
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 """Largest error of an array, as a share of its norm. Rounding to bfloat16 alone makes 0.002."""
