@@ -120,7 +120,7 @@ def draw_early(ax: Any, schedule: Schedule, unit: float) -> None:
 
 
 def boxes(ax: Any, turn: Any, at: float, width: float, colours: tuple[str, str]) -> None:
-    for stage in np.flatnonzero(turn.works):
+    for stage in np.flatnonzero(turn.active):
         ax.add_patch(Rectangle((at, stage), width, 1, fc=colours[int(turn.repeat[stage])], ec="white", lw=0.8))
         ax.text(at + width / 2, stage + 0.55, int(turn.microbatch[stage]), ha="center", va="center", fontsize=7, c="w")
 

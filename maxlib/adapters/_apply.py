@@ -187,4 +187,4 @@ def _merged(site: Any, requantize: bool) -> Any:
         return new
     if requantize:
         return sites.replace(store(new, Format(w.qtype, group=w.group), "the merged layer"), matmul=inner)
-    return sites.replace(new, matmul=nn.matmul.Exact())
+    return sites.replace(new, matmul=nn.matmul.PlainMatmul())

@@ -7,7 +7,7 @@ from typing import Any
 from etils import epath
 
 
-class Damaged(ValueError):
+class DamagedError(ValueError):
     """Error for a record that is missing or not as it was written."""
 
 
@@ -18,12 +18,12 @@ def to_text(content: Any) -> str:
 
 
 def read(path: epath.Path) -> Any:
-    """Reads the content of a record. Raises Damaged."""
+    """Reads the content of a record. Raises DamagedError."""
     try:
         record = json.loads(path.read_text())
         crc, content = record["crc32"], record["content"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"{path} cannot be read: {error}") from error
+        raise DamagedError(f"{path} cannot be read: {error}") from error
     if f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}" != crc:
-        raise Damaged(f"{path} is not as it was written")
+        raise DamagedError(f"{path} is not as it was written")
     return content

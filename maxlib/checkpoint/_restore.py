@@ -86,7 +86,7 @@ def metrics(directory: epath.Path) -> dict[str, Any]:
     """Reads the metrics that a step was saved with; none if its records are damaged."""
     try:
         return records.read(directory / "meta" / "meta.json").get("metrics", {})
-    except records.Damaged:
+    except records.DamagedError:
         return {}
 
 
@@ -135,7 +135,7 @@ def open_step(directory: epath.Path) -> Stored:
     for name in _RECORDS:
         try:
             found[name] = records.read(directory / name / f"{name}.json")
-        except records.Damaged as error:
+        except records.DamagedError as error:
             bad.append(f"{name}: {error}")
     if not bad:
         _check_format(directory, found["manifest"])

@@ -23,7 +23,7 @@ _ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _EXIT_ON_ERROR = {"MAXLIB_EXIT_ON_ERROR": "1"}  # what `initialize` reads; importing it here would import jax
 
 
-class Locked(RuntimeError):
+class LockedError(RuntimeError):
     """Another launcher runs in this directory."""
 
 
@@ -45,7 +45,7 @@ def launch(
       The status to exit with.
 
     Raises:
-      Locked: another launcher, or what is left of its processes, uses `directory`.
+      LockedError: another launcher, or what is left of its processes, uses `directory`.
       ValueError: the numbers do not fit.
     """
     _check(processes, retries)
@@ -190,7 +190,7 @@ def _locked(directory: Path) -> Iterator[int]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            raise Locked(
+            raise LockedError(
                 f"{directory} is locked by {file.read() or 'another launcher'}, or by processes that it started; end "
                 f"those first (their numbers are in {directory / JOURNAL}), or use another directory"
             ) from None

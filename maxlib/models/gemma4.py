@@ -179,7 +179,7 @@ class Block(nn.Layer):
         self.factor = nnx.Variable(jnp.ones(1), axes=("norm",))  # stored, but not trained
 
     def __call__(
-        self, x: nn.stack.Carry, ctx: nn.Context, cache: Any = None, vector: Float[Array, "B T P"] | None = None
+        self, x: nn.stack.WithShared, ctx: nn.Context, cache: Any = None, vector: Float[Array, "B T P"] | None = None
     ):
         h, cache, shared = self._attend(self.attn_norm(x.x), x, ctx, cache)
         # [B, T, D], the residual stream
@@ -193,9 +193,9 @@ class Block(nn.Layer):
         if self.per_layer is not None:
             y = y + self.per_layer(y, cast(Any, vector))
         y = y * jnp.asarray(self.factor[...][0], y.dtype)  # [1] -> []
-        return x.then(constrain(y, "batch", "seq", "act_embed"), **shared), cache, aux
+        return x.updated(constrain(y, "batch", "seq", "act_embed"), **shared), cache, aux
 
-    def _attend(self, h, x: nn.stack.Carry, ctx: nn.Context, cache: Any):
+    def _attend(self, h, x: nn.stack.WithShared, ctx: nn.Context, cache: Any):
         """Returns the result of attention, the cache, and keys and values for later layers by their type."""
         if self.role == TAKES:
             # No cache: the sharing layer's has these keys already.

@@ -116,7 +116,7 @@ class Block(nn.Layer):
         scores: Any = dict(q_norm=unit, k_norm=unit, scale=cfg.query_scale * cfg.head_dim**-0.5)
         norm = lambda eps: nn.RMSNorm(D, eps=eps, plus_one=True)
         self.attn_norm = norm(cfg.norm_eps)
-        self.attn = nn.Attention(D, **heads, mask=mask, rope=rope, **scores, out_gate=jax.nn.sigmoid, rngs=rngs)
+        self.attn = nn.Attention(D, **heads, mask=mask, rope=rope, **scores, out_gate_act=jax.nn.sigmoid, rngs=rngs)
         self.attn_post_norm = norm(cfg.post_norm_eps)
         self.mlp_norm = norm(cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)

@@ -138,7 +138,7 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
     norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True)  # one scale [H] for all heads
     options: Any = dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias, q_norm=norm(), k_norm=norm())
     # The rope turns the first quarter of each head; the gate closes single dimensions of single heads.
-    return nn.Attention(cfg.dim, **heads, rope=cfg.rope, out_gate=jax.nn.sigmoid, **options, rngs=rngs)
+    return nn.Attention(cfg.dim, **heads, rope=cfg.rope, out_gate_act=jax.nn.sigmoid, **options, rngs=rngs)
 
 
 def _delta_net(cfg: Config, *, rngs: nnx.Rngs) -> nn.GatedDeltaNet:

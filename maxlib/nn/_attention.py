@@ -69,7 +69,7 @@ class Attention(SequenceMixer):
         scale: Factor on the scores, by default `head_dim ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`; None leaves scores as they are.
         sinks: True adds one learned logit per head to the softmax, without a value (GPT-OSS).
-        out_gate: Activation of a gate on the output, a projection of the input for each head and dimension, such as
+        out_gate_act: Activation of a gate on the output, a projection of the input for each head and dimension, such as
             `jax.nn.sigmoid` (Qiu et al. 2025, arXiv:2505.06708); None for no gate.
         temperature: Maps a token's index in its document to a factor on its query, such as `TemperatureTuning`.
         implementation: Name of an implementation of `ops.attention`; None chooses the best one. `with_attention` sets
@@ -106,7 +106,7 @@ class Attention(SequenceMixer):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
-        out_gate: Callable[[Array], Array] | None = None,
+        out_gate_act: Callable[[Array], Array] | None = None,
         temperature: Callable[[Array], Array] | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
@@ -134,9 +134,9 @@ class Attention(SequenceMixer):
         # [B, T, N, H] -> [B, T, D]: sums over heads and their width at once.
         self.o = Einsum("...NH,DNH->...D", (D, N, Hv), ("embed", "heads", "head_dim"), bias=out_bias, rngs=rngs)
         self.gate = None
-        if out_gate is not None:
+        if out_gate_act is not None:
             self.gate = Einsum("...D,NHD->...NH", (N, Hv, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
-        self.q_norm, self.k_norm, self.v_norm, self.out_gate = q_norm, k_norm, v_norm, out_gate
+        self.q_norm, self.k_norm, self.v_norm, self.out_gate_act = q_norm, k_norm, v_norm, out_gate_act
         self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",)) if sinks else None
         self.mask, self.rope, self.scale, self.softcap = mask, rope, scale, softcap
         self.temperature, self.implementation = temperature, implementation
@@ -174,8 +174,8 @@ class Attention(SequenceMixer):
         # softmax(softcap(scale * q k^T)) v, [B, T, N, H]
         out = attend(q, k, v, k_start, k_end, sinks, mask_hint=mask_hint, zigzag=ctx.zigzag, **options)
         # o(act(gate(x)) * out), [B, T, N, H] -> [B, T, D]
-        if self.gate is not None and self.out_gate is not None:
-            out = out * self.out_gate(self.gate(x))
+        if self.gate is not None and self.out_gate_act is not None:
+            out = out * self.out_gate_act(self.gate(x))
         return self.o(out), cache, SharedKV(k, v, k_start, k_end, kind)
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:

@@ -15,7 +15,7 @@ from maxlib.nn._model import Output
 from maxlib.nn.cache import Cache
 from maxlib.nn.mtp import MTP, MTPOutput, draft, predict_ahead
 from maxlib.nn.remat import Policy
-from maxlib.nn.stack import Carry, Stack
+from maxlib.nn.stack import Stack, WithShared
 from maxlib.nn.vision import check_placeholders, place_features
 from maxlib.ops._attention import Mask
 from maxlib.ops._rope import Rope
@@ -52,7 +52,7 @@ class Decoder(nnx.Module):
             switch in Phi); None if there is none.
         softcap: `c` in `c * tanh(logits / c)`; None leaves logits as they are.
         layers_take_tokens: True if layers read ids from `ctx.tokens`.
-        layers_share: True if layers share values with later ones. Their `x` is then a `stack.Carry`.
+        layers_share: True if layers share values with later ones. Their `x` is then a `stack.WithShared`.
     """
 
     cfg: Any
@@ -111,7 +111,7 @@ class Decoder(nnx.Module):
         """Computes the output from token vectors; `inputs` are arguments of `nn.context`."""
         # [B, T, D] in, [B, T, D] out; `aux` has a leading axis of layers.
         x, ctx = self.enter(x, cache=cache, **inputs)
-        inputs = self.layer_inputs(x.x if isinstance(x, Carry) else x, ctx)
+        inputs = self.layer_inputs(x.x if isinstance(x, WithShared) else x, ctx)
         x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat, layer_inputs=inputs)
         # `cache and ...`: None without a cache.
         return Output(self.leave(x, ctx), cache and cache.advanced(layers, ctx), aux)
@@ -126,7 +126,7 @@ class Decoder(nnx.Module):
         x = constrain(x, "batch", "seq", "act_embed")
         # A cache stores tokens by index, so decoding keeps the natural order.
         x, ctx = zigzag_shard(x, ctx) if cache is None and self.layers.is_reorderable else (x, ctx)
-        return (Carry(x, {}) if self.layers_share else x), ctx
+        return (WithShared(x, {}) if self.layers_share else x), ctx
 
     def layer_inputs(self, x: Float[Array, "B T D"], ctx: Context) -> Any:
         """Returns what each layer gets for itself, as arrays with a leading axis of layers; None for nothing.
@@ -139,7 +139,7 @@ class Decoder(nnx.Module):
 
     def leave(self, x: Any, ctx: Context) -> Float[Array, "B T D"]:
         """Returns the input of the head: the last layer's `x`, `B T D`, normed and in natural order."""
-        return zigzag_unshard(self.norm(x.x if isinstance(x, Carry) else x), ctx)
+        return zigzag_unshard(self.norm(x.x if isinstance(x, WithShared) else x), ctx)
 
     def head_weight(self) -> Float[Array, "V D"]:
         """Returns the matrix of the head, `V D`; it is the embedding if they are tied."""

@@ -50,7 +50,7 @@ class DeltaCache(LayerCache):
 
 
 class GatedDeltaNet(SequenceMixer):
-    """Gated DeltaNet: `out(norm(o) * out_gate(gate(x)))`, where `o` is the gated delta rule of convolved projections.
+    """Gated DeltaNet: `out(norm(o) * out_gate_act(gate(x)))`; `o` is the gated delta rule of convolved projections.
 
     Queries, keys and values pass a short convolution and SiLU. With a row of `a(x)` and `b(x)` for each value head, the
     log decay is `-exp(a_log) softplus(a(x) + dt_bias)` and the step `max_step * sigmoid(b(x))`. Padding and other
@@ -65,7 +65,7 @@ class GatedDeltaNet(SequenceMixer):
         num_key_heads: Number K of heads of queries and keys, which divides N; None means N.
         conv_width: Number W of taps of the convolution.
         norm_eps: Added to the mean square in the norm of the output.
-        out_gate: Activation of the output's gate.
+        out_gate_act: Activation of the output's gate.
         max_step: Greatest step; above 1 a state may turn over (OLMo Hybrid has 2).
         implementation: Name of an implementation of `ops.gated_delta_rule`; None chooses the best one.
         rngs: Source of initial values.
@@ -86,7 +86,7 @@ class GatedDeltaNet(SequenceMixer):
         num_key_heads: int | None = None,
         conv_width: int = 4,
         norm_eps: float = 1e-6,
-        out_gate: Callable[[Array], Array] = jax.nn.silu,
+        out_gate_act: Callable[[Array], Array] = jax.nn.silu,
         max_step: float = 1.0,
         implementation: str | None = None,
         rngs: nnx.Rngs,
@@ -111,7 +111,12 @@ class GatedDeltaNet(SequenceMixer):
         self.norm = RMSNorm(Hv, eps=norm_eps)
         self.o = Einsum("...NH,DNH->...D", (D, N, Hv), ("embed", "heads", "head_dim"), rngs=rngs)
         self.num_heads, self.num_key_heads, self.key_dim, self.value_dim = N, K, Hk, Hv
-        self.conv_width, self.out_gate, self.max_step, self.implementation = W, out_gate, max_step, implementation
+        self.conv_width, self.out_gate_act, self.max_step, self.implementation = (
+            W,
+            out_gate_act,
+            max_step,
+            implementation,
+        )
 
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: DeltaCache | None = None
@@ -134,7 +139,7 @@ class GatedDeltaNet(SequenceMixer):
         out, cache = self._mix(q, k, v, log_decay, beta, ctx, cache)
         # In float32 until the product, as the norm is. [B, T, N, Hv]
         out = self.norm(checkpoint_name(out, "attention_out")).astype(jnp.promote_types(x.dtype, jnp.float32))
-        out = (out * self.out_gate(own(self.gate(x)).astype(out.dtype))).astype(x.dtype)
+        out = (out * self.out_gate_act(own(self.gate(x)).astype(out.dtype))).astype(x.dtype)
         return self.o(out), cache
 
     def _rates(self, x: Array) -> tuple[Array, Array]:

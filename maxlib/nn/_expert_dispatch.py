@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib import ops
 from maxlib.kernels.grouped_matmul.rows import NAMES
 from maxlib.nn._pytree import pytree, static
-from maxlib.nn.matmul import Exact, Matmul
+from maxlib.nn.matmul import Matmul, PlainMatmul
 from maxlib.ops._grouped_matmul.glu import add_bias
 
 Linear = tuple[Matmul, Any, Float[Array, "E O"] | None]
@@ -25,7 +25,7 @@ Linear = tuple[Matmul, Any, Float[Array, "E O"] | None]
 
 @pytree
 class Dropless:
-    """Plan in which all choices are computed: rows sorted by expert; those of padding come last and belong to no
+    """Dispatch in which all choices are computed: rows sorted by expert; those of padding come last and belong to no
     expert.
 
     Attributes:
@@ -43,16 +43,18 @@ class Dropless:
     """Which choices are computed."""
     counts: Int[Array, " E"]
 
-    def linear(self, rows: Float[Array, "R I"], linear: Linear, layout: ops.Layout):
+    def linear(self, rows: Float[Array, "R I"], linear: Linear, layout: ops.ExpertWeightOrder):
         """Multiplies each row by the matrix of its expert, `R I -> R O`, and adds the bias if there is one."""
         matmul, w, b = linear
         y = matmul.grouped(rows, w, self.counts, layout)
         return y if b is None else add_bias(y, b, self.counts)
 
-    def gated(self, rows: Float[Array, "R I"], gate: Linear, up: Linear, activation: Callable, layout: ops.Layout):
+    def gated(
+        self, rows: Float[Array, "R I"], gate: Linear, up: Linear, activation: Callable, layout: ops.ExpertWeightOrder
+    ):
         """Returns `activation(gate(rows), up(rows))`, by one op if both matmuls are exact and the same."""
         (matmul, w, b), (other, w_up, b_up) = gate, up
-        if not isinstance(matmul, Exact) or matmul != other:
+        if not isinstance(matmul, PlainMatmul) or matmul != other:
             return _gated(self, rows, gate, up, activation, layout)
         how = {"layout": layout, "implementation": matmul.implementation}
         return ops.grouped_glu(rows, w, w_up, self.counts, activation=activation, gate_bias=b, up_bias=b_up, **how)
@@ -60,7 +62,7 @@ class Dropless:
 
 @pytree
 class Padded:
-    """Plan with `capacity` rows for each expert, filled in the order of tokens.
+    """Dispatch with `capacity` rows for each expert, filled in the order of tokens.
 
     Attributes:
         source: The choice that each row holds, `M * X` in an empty row.
@@ -75,7 +77,7 @@ class Padded:
     kept: Bool[Array, "M X"]
     num_experts: int = static()
 
-    def linear(self, rows: Float[Array, "R I"], linear: Linear, layout: ops.Layout):
+    def linear(self, rows: Float[Array, "R I"], linear: Linear, layout: ops.ExpertWeightOrder):
         """Multiplies each row by the matrix of its expert, `R I -> R O`, and adds the bias if there is one."""
         matmul, w, b = linear
         # Equal room for each expert makes it a batched matmul: [E * C, I] -> [E, C, I] -> [E, C, O].
@@ -83,15 +85,17 @@ class Padded:
         # b: [E, O] -> [E, 1, O]
         return (y if b is None else y + jnp.expand_dims(b, 1)).reshape(rows.shape[0], -1)
 
-    def gated(self, rows: Float[Array, "R I"], gate: Linear, up: Linear, activation: Callable, layout: ops.Layout):
+    def gated(
+        self, rows: Float[Array, "R I"], gate: Linear, up: Linear, activation: Callable, layout: ops.ExpertWeightOrder
+    ):
         """Returns `activation(gate(rows), up(rows))`."""
         return _gated(self, rows, gate, up, activation, layout)
 
 
-Plan = Dropless | Padded
+Dispatch = Dropless | Padded
 
 
-def _gated(plan: Plan, rows, gate: Linear, up: Linear, activation: Callable, layout: ops.Layout):
+def _gated(plan: Dispatch, rows, gate: Linear, up: Linear, activation: Callable, layout: ops.ExpertWeightOrder):
     """Computes both projections one after the other and joins them; remat policies know them as `NAMES`."""
     return activation(*map(checkpoint_name, (plan.linear(rows, linear, layout) for linear in (gate, up)), NAMES))
 
@@ -157,18 +161,18 @@ def _sort(experts, valid, num_experts: int):
     return order, place, counts
 
 
-def spread(x: Float[Array, "M D"], plan: Plan) -> Float[Array, "R D"]:
+def spread(x: Float[Array, "M D"], plan: Dispatch) -> Float[Array, "R D"]:
     """Returns the token of each row of the plan."""
     # choice // X is the token
     return _pick(x, plan.source // plan.place.shape[1], plan.place)
 
 
-def spread_choices(x: Float[Array, "M X"], plan: Plan) -> Float[Array, "R 1"]:
+def spread_choices(x: Float[Array, "M X"], plan: Dispatch) -> Float[Array, "R 1"]:
     """Returns the value of the choice of each row of the plan."""
     return _pick(x.reshape(-1, 1), plan.source, plan.place.reshape(-1, 1))
 
 
-def collect(rows: Float[Array, "R D"], plan: Plan) -> Float[Array, "M X D"]:
+def collect(rows: Float[Array, "R D"], plan: Dispatch) -> Float[Array, "M X D"]:
     """Returns the row of each choice; zeros for a choice without one."""
     z = _pick(rows, plan.place.reshape(-1), plan.source[:, None])
     return z.reshape(*plan.place.shape, rows.shape[-1])

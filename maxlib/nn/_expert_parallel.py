@@ -22,7 +22,7 @@ from maxlib.sharding.pipelining import stages
 
 # Where XLA has `ragged_all_to_all`.
 CAN_RAGGED = ("tpu", "gpu")
-Experts = Callable[[Float[Array, "R D"], dispatch.Plan], Float[Array, "R D"]]
+Experts = Callable[[Float[Array, "R D"], dispatch.Dispatch], Float[Array, "R D"]]
 
 
 def dropless(
@@ -159,7 +159,7 @@ def _ragged_turn(x, experts, weights, input_weights, valid, *, apply, num_expert
     return _weighted(_travel(made, back, out, axis, rows.shape[0]), weights, plan).astype(x.dtype)
 
 
-def _scaled(x, input_weights, plan: dispatch.Plan):
+def _scaled(x, input_weights, plan: dispatch.Dispatch):
     """Returns the rows of a plan: the token of each choice, scaled by the router's input weights if any."""
     rows = dispatch.spread(x, plan)
     if input_weights is None:
@@ -167,7 +167,7 @@ def _scaled(x, input_weights, plan: dispatch.Plan):
     return (rows * dispatch.spread_choices(input_weights, plan)).astype(x.dtype)
 
 
-def _weighted(rows, weights, plan: dispatch.Plan):
+def _weighted(rows, weights, plan: dispatch.Dispatch):
     """Returns `sum_x weights[m, x] * rows[place[m, x]]`, `M D`."""
     return jnp.einsum("MXD,MX->MD", dispatch.collect(rows, plan), jnp.where(plan.kept, weights, 0))
 

@@ -17,7 +17,7 @@ from maxlib import ops, sharding
 from maxlib._xla_workarounds import together
 from maxlib.nn._pytree import pytree
 from maxlib.sharding.layers import drop_uneven
-from maxlib.sharding.pipelining import is_in_a_stage
+from maxlib.sharding.pipelining import is_inside_stage
 
 Axes = tuple[str, ...]
 ROWS_AT_ONCE = 1024
@@ -195,7 +195,7 @@ def _on_parts(
 
     `more` are arrays `B T`, unless `more_names` has the names of their axes.
     """
-    if sharding.current() is not None and not is_in_a_stage():
+    if sharding.current() is not None and not is_inside_stage():
         # Over devices the weight travels, and its gradient is summed, in the dtype of `hidden`: as those of layers.
         # In a pipeline this runs once for every microbatch, and gradients stay where they are made until the last.
         hidden, weight = _reduced_first(hidden, weight.astype(hidden.dtype))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxlib.nn.matmul import Exact, LowRank, Matmul
+from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul
 from maxlib.sharding import IfFree, constrain
 from maxlib.sharding.layers import gather_once
 
@@ -82,7 +82,7 @@ class Einsum(nnx.Module):
         if init is None:
             init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=summed, out_axis=kept)
         self.spec, self.gather_once = spec, gather_once
-        self.matmul: Matmul = Exact()
+        self.matmul: Matmul = PlainMatmul()
         self.w = nnx.Param(init(draw_key(rngs), shape, jnp.float32), axes=axes, summed=tuple(axes[d] for d in summed))
         zeros = lambda: nnx.Param(jnp.zeros([shape[d] for d in kept]), axes=tuple(axes[d] for d in kept))
         self.b = zeros() if bias else None
@@ -100,7 +100,7 @@ class Einsum(nnx.Module):
 
     def product(self, spec: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Multiplies `x` by the weight under another spec, without the bias, in the dtype of `x`."""
-        matmul = self.matmul.exact() if isinstance(self.matmul, LowRank) else Exact()
+        matmul = self.matmul.exact() if isinstance(self.matmul, LowRank) else PlainMatmul()
         return matmul.einsum(spec, x, self.w)
 
     def _gathered(self, x: Float[Array, "..."]) -> Any:

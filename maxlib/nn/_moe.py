@@ -1,7 +1,7 @@
 """Mixture of experts: every token passes through the few gated MLPs that a router chooses for it.
 
 Shapes: B rows, T tokens, D width, E experts, X chosen experts per token, F width of an expert, M tokens in one group.
-`Plan` (`_expert_dispatch`) decides which row of a sorted buffer each choice occupies.
+`Dispatch` (`_expert_dispatch`) decides which row of a sorted buffer each choice occupies.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from maxlib.nn import _expert_dispatch as dispatch
 from maxlib.nn import _expert_parallel as exchange
 from maxlib.nn._context import Context
 from maxlib.nn._linear import Einsum, Init, draw_key
-from maxlib.nn.matmul import Exact, LowRank, Matmul
+from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.router import Router, Routing, SigmoidInputRouter, expert_counts
 from maxlib.ops._glu import swiglu
@@ -63,7 +63,7 @@ class ExpertLinear(nnx.Module):
         axes: tuple[str, str],
         *,
         bias: bool = False,
-        layout: ops.Layout = "EOI",
+        layout: ops.ExpertWeightOrder = "EOI",
         init: Init | None = None,
         rngs: nnx.Rngs,
     ):
@@ -78,8 +78,8 @@ class ExpertLinear(nnx.Module):
             values, own = jnp.swapaxes(values, 1, 2), ("expert", *axes[::-1])
         self.w = nnx.Param(values, axes=own, summed=axes[1:])
         self.b = nnx.Param(jnp.zeros((num_experts, shape[0])), axes=("expert", axes[0])) if bias else None
-        self.matmul: Matmul = Exact()
-        self.layout: ops.Layout = layout
+        self.matmul: Matmul = PlainMatmul()
+        self.layout: ops.ExpertWeightOrder = layout
 
     def stored(self, dtype: Any) -> Array | QuantizedWeight:
         """Returns the matrices to multiply with: in `dtype`, or as they are if they are quantized."""
@@ -135,7 +135,7 @@ class MoE(nnx.Module):
         shared_gate: bool = False,
         capacity_factor: float | None = None,
         losses: Sequence[RouterLoss] = (),
-        layout: ops.Layout = "EOI",
+        layout: ops.ExpertWeightOrder = "EOI",
         init: Init | None = None,
         rngs: nnx.Rngs,
     ):
@@ -154,7 +154,7 @@ class MoE(nnx.Module):
         self.enter = latent("...D,LD->...L", (width, dim), ("rank", "embed"))
         self.leave = latent("...L,DL->...D", (dim, width), ("embed", "rank"))
         self.activation, self.capacity_factor, self.losses = activation, capacity_factor, tuple(losses)
-        self.layout: ops.Layout = layout
+        self.layout: ops.ExpertWeightOrder = layout
 
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None, *, routed_by: Float[Array, "B T D"] | None = None
@@ -282,7 +282,7 @@ class _Matrices(NamedTuple):
 
     values: Any
     names: list[Any]
-    layout: ops.Layout
+    layout: ops.ExpertWeightOrder
 
 
 def _matrices(linear: ExpertLinear, split: str, dtype: Any) -> _Matrices:
@@ -392,13 +392,13 @@ def _run_rows(x, experts, weights, input_weights, valid, *, apply, capacity: int
     return jax.vmap(_weighted)(rows, weights, plan, x)
 
 
-def _mixed(x, weights, input_weights, plan: dispatch.Plan, apply):
+def _mixed(x, weights, input_weights, plan: dispatch.Dispatch, apply):
     """Sends tokens to their experts, applies these, and returns the weighted sum and which choices were kept."""
     # [M, D] -> [R, D] -> [R, D] -> [M, D]
     return _weighted(apply(_rows(x, input_weights, plan), plan), weights, plan, x)
 
 
-def _rows(x, input_weights, plan: dispatch.Plan):
+def _rows(x, input_weights, plan: dispatch.Dispatch):
     """Returns the rows of a plan, `R D`: the token of each choice, scaled by the router's input weights if any."""
     rows = dispatch.spread(x, plan)
     if input_weights is None:
@@ -406,7 +406,7 @@ def _rows(x, input_weights, plan: dispatch.Plan):
     return (rows * dispatch.spread_choices(input_weights, plan)).astype(x.dtype)
 
 
-def _apply(rows, plan: dispatch.Plan, *, linears, activation, layouts):
+def _apply(rows, plan: dispatch.Dispatch, *, linears, activation, layouts):
     """Applies the experts to the rows of a plan: `down(activation(gate(rows), up(rows)))`, or without gate."""
     (*gate, up, down), (into, out) = linears, layouts
     if gate:
@@ -414,7 +414,7 @@ def _apply(rows, plan: dispatch.Plan, *, linears, activation, layouts):
     return plan.linear(activation(checkpoint_name(plan.linear(rows, up, into), NAMES[1])), down, out)
 
 
-def _weighted(rows, weights, plan: dispatch.Plan, x):
+def _weighted(rows, weights, plan: dispatch.Dispatch, x):
     """Returns `sum_x weights[m, x] * rows[place[m, x]]`, and which choices were kept."""
     # [R, D] -> [M, X, D] -> [M, D]. A dropped choice has the weight 0.
     y = jnp.einsum("MXD,MX->MD", dispatch.collect(rows, plan), jnp.where(plan.kept, weights, 0))

@@ -25,14 +25,18 @@ class Matmul(Protocol):
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]: ...
 
     def grouped(
-        self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"], layout: ops.Layout = "EOI"
+        self,
+        rows: Float[Array, "M I"],
+        w: Any,
+        rows_per_expert: Int[Array, " E"],
+        layout: ops.ExpertWeightOrder = "EOI",
     ) -> Float[Array, "M O"]:
         """Multiplies rows, sorted by expert, by the matrices of their experts (`ops.grouped_matmul`)."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Exact:
+class PlainMatmul:
     """Multiplies in the dtype of the activations, to which weights are cast.
 
     Args:
@@ -48,7 +52,11 @@ class Exact:
         return _as_matrix(spec, x, w) if alone and _is_matrix(spec) else jnp.einsum(spec, x, w)
 
     def grouped(
-        self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"], layout: ops.Layout = "EOI"
+        self,
+        rows: Float[Array, "M I"],
+        w: Any,
+        rows_per_expert: Int[Array, " E"],
+        layout: ops.ExpertWeightOrder = "EOI",
     ) -> Float[Array, "M O"]:
         """Multiplies rows by the matrices of their experts in the dtype of `rows`."""
         return ops.grouped_matmul(rows, w, rows_per_expert, layout=layout, implementation=self.implementation)
@@ -128,7 +136,11 @@ class LowRank(nnx.Module):
         return jnp.einsum(f"{of_y},{of_gain}->{of_y}", y, gain) if gain is not None and late else y
 
     def grouped(
-        self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"], layout: ops.Layout = "EOI"
+        self,
+        rows: Float[Array, "M I"],
+        w: Any,
+        rows_per_expert: Int[Array, " E"],
+        layout: ops.ExpertWeightOrder = "EOI",
     ) -> Float[Array, "M O"]:
         """Multiplies rows by the adapted matrices of their experts."""
         a, b = jnp.asarray(self.a[...], rows.dtype), jnp.asarray(self.b[...], rows.dtype)
@@ -165,7 +177,7 @@ class LowRank(nnx.Module):
 
     def exact(self) -> "LowRank":
         """Returns a matmul that multiplies the weight itself in the dtype of the activations."""
-        inner = self.inner.exact() if isinstance(self.inner, LowRank) else Exact()
+        inner = self.inner.exact() if isinstance(self.inner, LowRank) else PlainMatmul()
         return self._with(inner, self.magnitude, normalized=self.normalized)
 
     def _with(self, inner: Any, magnitude: nnx.Variable | None, *, normalized: bool) -> "LowRank":

@@ -14,13 +14,13 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._xla_workarounds import keep_float32, row_major
 from maxlib.hardware import current_device
-from maxlib.nn._carry import Carry as Carry
-from maxlib.nn._carry import constant_in_scan, map_activations, only_added, with_earlier
 from maxlib.nn._layer_axis import with_layer_axis, without_layer_axis
 from maxlib.nn._linear import draw_key
 from maxlib.nn._model import Model
 from maxlib.nn._read_only import read_only
 from maxlib.nn._stack_layout import Segment, as_layout, normalized_layout, place_of, segments
+from maxlib.nn._with_shared import WithShared as WithShared
+from maxlib.nn._with_shared import constant_in_scan, map_activations, only_added, with_earlier
 from maxlib.nn.mixer import check_cache_dtype, check_order, is_reorderable
 from maxlib.nn.remat import Policy, remat_policy, rematerialised
 from maxlib.nn.tree import StackedLayers, is_variable, variables
@@ -187,7 +187,7 @@ class Stack(StackedLayers):
         """Applies all layers.
 
         Args:
-            x: Value that passes from layer to layer: an array, or a pytree with more values (`Carry`).
+            x: Value that passes from layer to layer: an array, or a pytree with more values (`WithShared`).
             ctx: What all layers share, from `nn.context`.
             cache: Cache from `init_cache`, or None.
             remat: What layers keep for the backward pass, see `nn.remat`.
@@ -223,9 +223,9 @@ class Stack(StackedLayers):
                 "without a Pipeline"
             )
 
-        # `works` is False for repeats that only pad a stage with fewer layers than others.
-        def stage(body, works, x, ctx):
-            x, _, aux = scan_segment(body, x, ctx, remat=remat, works=works)
+        # `active` is False for repeats that only pad a stage with fewer layers than others.
+        def stage(body, active, x, ctx):
+            x, _, aux = scan_segment(body, x, ctx, remat=remat, active=active)
             return x, aux
 
         x, aux = pipelined(stage, body, x, ctx, remat=remat_policy(remat))
@@ -272,7 +272,7 @@ def scan_segment(
     caches: Any = None,
     *,
     remat: Policy = None,
-    works: jax.Array | None = None,
+    active: jax.Array | None = None,
     inputs: Any = None,
 ) -> tuple[Any, Any, list[Aux]]:
     """Scans the `body` (or `lead`) of a stack, or some of its repeats.
@@ -283,7 +283,7 @@ def scan_segment(
         ctx: What all layers share.
         caches: The cache of each layer, with the same leading axis.
         remat: What layers keep for the backward pass.
-        works: Booleans, one per repeat; where False the repeat changes nothing and reports zeros. None: all are True.
+        active: Booleans, one per repeat; where False the repeat changes nothing and reports zeros. None: all are True.
         inputs: `layer_inputs` of each layer, with the same leading axis; empty if there are none.
 
     Returns:
@@ -295,16 +295,16 @@ def scan_segment(
 
     def step(x, period):
         # One period: lax.scan has taken row r of every leading axis, the layers' metadata still name it.
-        layers, caches, works, inputs = period
+        layers, caches, active, inputs = period
         # False: a scan body needs no protection against common-subexpression elimination.
         new, caches, aux = _run(joined(x), ctx, without_layer_axis(layers), caches, inputs, remat_policy(remat), False)
         new = split(new)
-        if works is not None:
-            new = jax.tree.map(lambda a, b: jnp.where(works, a, b), new, x)
-            aux = jax.tree.map(lambda a: jnp.where(works, a, 0), aux)
+        if active is not None:
+            new = jax.tree.map(lambda a, b: jnp.where(active, a, b), new, x)
+            aux = jax.tree.map(lambda a: jnp.where(active, a, 0), aux)
         return new, (caches, aux)
 
-    x, (caches, aux) = jax.lax.scan(step, x, (layers, caches, works, inputs))
+    x, (caches, aux) = jax.lax.scan(step, x, (layers, caches, active, inputs))
     return joined(x), caches, aux
 
 

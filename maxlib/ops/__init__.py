@@ -28,7 +28,7 @@ from maxlib.ops._glu import ClampedSwiGLU as ClampedSwiGLU
 from maxlib.ops._glu import geglu as geglu
 from maxlib.ops._glu import swiglu as swiglu
 from maxlib.ops._grid_rope import GridRope as GridRope
-from maxlib.ops._grouped_matmul import Layout as Layout
+from maxlib.ops._grouped_matmul import ExpertWeightOrder as ExpertWeightOrder
 from maxlib.ops._grouped_matmul import explain_grouped_matmul as explain_grouped_matmul
 from maxlib.ops._grouped_matmul import grouped_glu as grouped_glu
 from maxlib.ops._grouped_matmul import grouped_matmul as grouped_matmul

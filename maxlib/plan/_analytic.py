@@ -21,10 +21,10 @@ from maxlib.sharding.strategies import (
     ExpertLayer,
     ExpertParallel,
     FullyShard,
-    Step,
+    ShardedWeight,
+    StepFacts,
     Strategy,
     TensorParallel,
-    Weight,
 )
 
 ASSUMES = (
@@ -68,22 +68,22 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     return Costs(flops, traffic, tuple(collectives), 0, to_host, from_host, assumes=ASSUMES)
 
 
-def _strategies(step: Step) -> list[Strategy]:
+def _strategies(step: StepFacts) -> list[Strategy]:
     """Lists the strategies whose costs a step has: those of the layout, and those to which its plain rules amount."""
     joined = step.layout.strategies
-    # A default of one device along its axes costs nothing. One gives way to a strategy in its slot that states costs.
-    known = {one.slot for one in joined if type(one).traffic is not Strategy.traffic}
+    # A default of one device along its axes costs nothing. One gives way to a strategy in its kind that states costs.
+    known = {one.kind for one in joined if type(one).traffic is not Strategy.traffic}
     defaults = (DataParallel(), FullyShard(), TensorParallel(), ExpertParallel(), by_rules(step))
-    return [*joined, *(one for one in defaults if one.slot not in known)]
+    return [*joined, *(one for one in defaults if one.kind not in known)]
 
 
-def step_of(program: Program) -> Step:
+def step_of(program: Program) -> StepFacts:
     """Returns one device's part of a program's step, as strategies and layers are told of it."""
     job, layout, schedule = program.job, program.layout, schedule_of(program.layout)
     rows, stacks = max(1, program.rows // layout.axis_size("batch")), _stacks(program)
     share, width = _share(program, schedule), jnp.dtype(job.dtype).itemsize
     again = job.remat == "full" or job.is_1f1b
-    whole = Step(
+    whole = StepFacts(
         layout=layout,
         platform=parse_target(job.target).platform,
         sequence=job.sequence,
@@ -123,7 +123,7 @@ def _stacks(program: Program) -> list[int]:
     return [one.repeats for one in segments if one.repeats for _ in range(one.slots)] or [1]
 
 
-def _weights(program: Program, schedule: Schedule) -> Iterator[Weight]:
+def _weights(program: Program, schedule: Schedule) -> Iterator[ShardedWeight]:
     """Yields the parameters and how they are gathered."""
     # Weights are gathered over the axes that also split the batch, in every tick of a pipeline. Experts to which tokens
     # travel are not gathered.
@@ -135,7 +135,7 @@ def _weights(program: Program, schedule: Schedule) -> Iterator[Weight]:
         gathered = (split & {*layout.mesh_axes("batch")}) - {*stay}
         size = math.prod(x.shape) * width / math.prod(mesh.shape[axis] for axis in split - gathered)
         turns = schedule.ticks / schedule.repeats if sharding.layers.is_stacked(x.axes) else 1.0
-        yield Weight(split, gathered, size, turns * program.job.accumulate, x.trained)
+        yield ShardedWeight(split, gathered, size, turns * program.job.accumulate, x.trained)
 
 
 def _experts(program: Program, share: float) -> Iterator[ExpertLayer]:

@@ -15,7 +15,7 @@ from flax import nnx
 from maxlib import adapters, nn, quantization, sharding, training, weights
 from maxlib.ops._attention.dispatch import implementations
 from maxlib.plan._targets import parse_target
-from maxlib.sharding._mesh import MeshDegrees
+from maxlib.sharding._mesh import MeshShape
 from maxlib.training._gradients import Accumulated
 from maxlib.training._pipelining import OneFOneB
 
@@ -71,7 +71,7 @@ class Job:
             )
         if self.base is not None and self.lora is None:
             raise ValueError(f"base={self.base!r} stores a frozen base, which only adapters have: give lora, too")
-        if not isinstance(mesh := self.layout.mesh, MeshDegrees):  # only its sizes go to other devices
+        if not isinstance(mesh := self.layout.mesh, MeshShape):  # only its sizes go to other devices
             object.__setattr__(self, "layout", sharding.Layout(dict(mesh.shape), self.layout.strategy))
 
     @property

@@ -26,7 +26,7 @@ from maxlib.plan._targets import (
     has_gpu_compiler,
     parse_target,
 )
-from maxlib.sharding._mesh import fill
+from maxlib.sharding._mesh import resolve_free_degree
 from maxlib.sharding.pipelining import Schedule
 from maxlib.training._placement import batch_names
 
@@ -220,7 +220,7 @@ def _layout(job: Job) -> sharding.Layout:
         return job.layout.on(devices_of(target))
     across = across_hosts(job, target)
     inside = {axis: job.degrees.get(axis, 1) for axis in sharding.MESH_AXES}
-    inside = fill(inside, target.devices // math.prod(across.values()), "devices")
+    inside = resolve_free_degree(inside, target.devices // math.prod(across.values()), "devices")
     degrees = tuple(across[axis] * inside[axis] for axis in sharding.MESH_AXES)
     mesh = AbstractMesh(degrees, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * len(degrees))
     return sharding.Layout(mesh, strategy)
@@ -229,7 +229,7 @@ def _layout(job: Job) -> sharding.Layout:
 def across_hosts(job: Job, target: Target) -> dict[str, int]:
     """Returns the degrees of `dcn` on GPUs, as `sharding.make_mesh` fills them in; all 1 without `dcn`."""
     hosts = math.ceil(target.devices / target.chip.group) if job.dcn else 1
-    return fill({axis: job.dcn.get(axis, 1) for axis in sharding.MESH_AXES}, hosts, "hosts")
+    return resolve_free_degree({axis: job.dcn.get(axis, 1) for axis in sharding.MESH_AXES}, hosts, "hosts")
 
 
 def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:

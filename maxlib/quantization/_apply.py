@@ -126,7 +126,9 @@ def store(site: Any, format: Format, path: str) -> Any:
     )
     if isinstance(site, nn.Embed):
         return sites.replace(site, w=stored)
-    return sites.replace(site, w=stored, matmul=nn.matmul.Exact() if format.activations is None else Quantized(format))
+    return sites.replace(
+        site, w=stored, matmul=nn.matmul.PlainMatmul() if format.activations is None else Quantized(format)
+    )
 
 
 def _restored(site: Any) -> Any:
@@ -134,4 +136,4 @@ def _restored(site: Any) -> Any:
     _check_plain(site, "the layer")
     if isinstance(site.w, nn.quantized.QuantizedWeight):
         site = sites.replace(site, w=site.w.restored())
-    return site if isinstance(site, nn.Embed) else sites.replace(site, matmul=nn.matmul.Exact())
+    return site if isinstance(site, nn.Embed) else sites.replace(site, matmul=nn.matmul.PlainMatmul())

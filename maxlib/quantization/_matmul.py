@@ -36,7 +36,11 @@ class Quantized:
         return _einsum(x, jnp.asarray(w[...], x.dtype), spec, self.format)
 
     def grouped(
-        self, rows: Float[Array, "M I"], w: Any, rows_per_expert: Int[Array, " E"], layout: ops.Layout = "EOI"
+        self,
+        rows: Float[Array, "M I"],
+        w: Any,
+        rows_per_expert: Int[Array, " E"],
+        layout: ops.ExpertWeightOrder = "EOI",
     ) -> Float[Array, "M O"]:
         """Multiplies rows, sorted by expert, by the matrices of their experts, all rounded."""
         if isinstance(w, nn.quantized.QuantizedWeight):
@@ -68,7 +72,7 @@ _einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _grouped(rows, w, counts, layout: ops.Layout, format: Format):
+def _grouped(rows, w, counts, layout: ops.ExpertWeightOrder, format: Format):
     return _grouped_product(rows, w, counts, layout, format.activations, format.weights)
 
 
@@ -80,7 +84,7 @@ def _grouped_backward(layout, format, residuals, d):
     rows, w, counts = residuals
     if format.gradients is None:
         return *jax.vjp(lambda rows, w: ops.grouped_matmul(rows, w, counts, layout=layout), rows, w)[1](d), None
-    back: ops.Layout = "EIO" if layout == "EOI" else "EOI"
+    back: ops.ExpertWeightOrder = "EIO" if layout == "EOI" else "EOI"
     d_rows = _grouped_product(d, w, counts, back, format.gradients, format.weights)
     return d_rows, _grouped_outer(d, rows, counts, layout, format).astype(w.dtype), None
 
@@ -96,7 +100,7 @@ def _product(spec: str, a, b, a_type, b_type):
     return y.astype(a.dtype)
 
 
-def _grouped_product(rows, w, counts, layout: ops.Layout, rows_type, w_type):
+def _grouped_product(rows, w, counts, layout: ops.ExpertWeightOrder, rows_type, w_type):
     """Multiplies rounded rows by the rounded matrices of their experts: [M, I] and [E, O, I] -> [M, O]."""
     x, w = _rounded(rows, rows_type, "MI", "MO"), _rounded(w, w_type, layout, "EO")
     y = ops.grouped_matmul(x.qvalue, w.qvalue, counts, layout=layout, out_dtype=jnp.float32)
@@ -107,7 +111,7 @@ def _grouped_product(rows, w, counts, layout: ops.Layout, rows_type, w_type):
     return jnp.where(used, y * x.scale * scale, 0).astype(rows.dtype)
 
 
-def _grouped_outer(d, rows, counts, layout: ops.Layout, format: Format):
+def _grouped_outer(d, rows, counts, layout: ops.ExpertWeightOrder, format: Format):
     """Computes the gradient of the experts' weights.
 
     All experts share the scale of a column, because it must be constant along the summed rows.

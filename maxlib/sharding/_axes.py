@@ -59,8 +59,8 @@ class IfFree:
 
 
 Name = str | IfFree | None
-Place = str | tuple[str, ...] | IfFree | None
-Table = Mapping[str, Place]
+MeshAxes = str | tuple[str, ...] | IfFree | None
+AxisRules = Mapping[str, MeshAxes]
 
 
 def declare_axes(*names: str) -> None:
@@ -103,7 +103,7 @@ def _suggestion(name: object) -> str:
     return f"{meant} sharding.ARRAY_AXES has the names, sharding.declare_axes({name!r}) adds one of your own"
 
 
-def mesh_axes_of(place: Place) -> tuple[str, ...]:
+def mesh_axes_of(place: MeshAxes) -> tuple[str, ...]:
     """Returns the mesh axes that a rule names, as a tuple."""
     place = place.axes if isinstance(place, IfFree) else place
     return () if place is None else (place,) if isinstance(place, str) else tuple(place)

@@ -9,7 +9,7 @@ Traffic = tuple[str, Collection[str], float]  # kind of collective, mesh axes, b
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
+class ShardedWeight:
     """A parameter in a training step.
 
     Args:
@@ -43,7 +43,7 @@ class ExpertLayer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepFacts:
     """One device's part of a training step; the argument of `Strategy.traffic` and `Strategy.host_copies`.
 
     Args:
@@ -72,7 +72,7 @@ class Step:
     layers: float
     passes: int
     ticks: float
-    weights: tuple[Weight, ...]
+    weights: tuple[ShardedWeight, ...]
     mixers: tuple[tuple[Any, float], ...]
     experts: tuple[ExpertLayer, ...]
     moments_on_host: float

@@ -15,7 +15,7 @@ from maxlib._utils.paths import dotted
 from maxlib._utils.tables import to_text
 from maxlib.sharding._create import shardings
 from maxlib.sharding._layout import Layout
-from maxlib.sharding._mesh import MeshDegrees
+from maxlib.sharding._mesh import MeshShape
 
 LARGE = 16 * 2**20
 
@@ -97,7 +97,7 @@ def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) ->
     Raises:
       ValueError: when a degree of the layout is -1, which needs devices, or as `shardings` does.
     """
-    if layout is not None and isinstance(layout.mesh, MeshDegrees):
+    if layout is not None and isinstance(layout.mesh, MeshShape):
         layout = Layout(layout.mesh.abstract(), layout.strategy)
     places = jax.tree.map(_sharding, model) if layout is None else shardings(model, layout)
     is_variable = lambda x: isinstance(x, nnx.Variable)

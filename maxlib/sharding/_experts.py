@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar
 
-from maxlib.sharding._axes import IfFree, Table, mesh_axes_of
-from maxlib.sharding._costs import Step, Traffic
+from maxlib.sharding._axes import AxisRules, IfFree, mesh_axes_of
+from maxlib.sharding._costs import StepFacts, Traffic
 from maxlib.sharding._strategy import Strategy
 
 BEST_RAGGED = ("tpu",)  # platforms on which exchanges without padding are the faster ones
@@ -27,7 +27,7 @@ class ExpertParallel(Strategy):
       ValueError: for another `how`.
     """
 
-    slot: ClassVar[str] = "experts"
+    kind: ClassVar[str] = "experts"
     axis: str = "expert"
     how: str | None = None
 
@@ -35,7 +35,7 @@ class ExpertParallel(Strategy):
         if self.how not in (None, "ragged", "dense"):
             raise ValueError(f"tokens travel 'ragged' or 'dense', or as suits the device (None); got {self.how!r}")
 
-    def apply(self, rules: Table) -> Table:
+    def apply(self, rules: AxisRules) -> AxisRules:
         # Outside the experts every device of the axis has rows of its own, so no device repeats another's work.
         more = {"batch": (*mesh_axes_of(rules.get("batch")), self.axis)}
         if rules.get("embed") is not None:
@@ -44,7 +44,7 @@ class ExpertParallel(Strategy):
             more |= {"embed": axes, "rank": IfFree(axes)}
         return {**rules, **more, "expert": self.axis, "act_expert": self.axis}
 
-    def traffic(self, step: Step) -> Iterator[Traffic]:
+    def traffic(self, step: StepFacts) -> Iterator[Traffic]:
         """Yields the exchanges of tokens: a copy of each goes to every expert that it chooses, and comes back."""
         best = step.platform in BEST_RAGGED and not step.axes("layers")
         ragged = best if self.how is None else self.how == "ragged"

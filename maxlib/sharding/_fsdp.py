@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding._axes import IfFree, Table
-from maxlib.sharding._costs import Step, Traffic
+from maxlib.sharding._axes import AxisRules, IfFree
+from maxlib.sharding._costs import StepFacts, Traffic
 from maxlib.sharding._mesh import check_mesh_axes
 from maxlib.sharding._rules import split_further
 from maxlib.sharding._strategy import Strategy
@@ -21,13 +21,13 @@ class DataParallel(Strategy):
       axes: the mesh axes that split the rows.
     """
 
-    slot: ClassVar[str] = "batch"
+    kind: ClassVar[str] = "batch"
     axes: tuple[str, ...] = ("data", "fsdp")
 
-    def apply(self, rules: Table) -> Table:
+    def apply(self, rules: AxisRules) -> AxisRules:
         return {**rules, "batch": self.axes}
 
-    def traffic(self, step: Step) -> Iterator[Traffic]:
+    def traffic(self, step: StepFacts) -> Iterator[Traffic]:
         """Yields the sums of gradients over devices that have other tokens and the same part of a weight."""
         # A sequence that is split, and stages that share rows, are other tokens too.
         others = {*step.axes("batch"), *step.axes("seq"), *step.axes("layers")}
@@ -39,28 +39,28 @@ class DataParallel(Strategy):
 class FullyShard(Strategy):
     """FSDP (ZeRO-3, arXiv:1910.02054): parameters are split over devices that also split the batch.
 
-    A weight is all-gathered where it is used, and its gradient is reduce-scattered. Parameters are copied over
-    `replicas`; with more than one of these it is hybrid sharding (HSDP).
+    A weight is all-gathered where it is used, and its gradient is reduce-scattered. Parameters are replicated over
+    `replicate_axis`; if that axis has more than one device, this is hybrid sharding (HSDP).
 
     Args:
-      axis: the mesh axis that splits the batch, and parameters along the width of the residual stream.
-      replicas: the mesh axis that splits the batch only.
+      shard_axis: the mesh axis that splits the batch, and parameters along the width of the residual stream.
+      replicate_axis: the mesh axis that splits the batch only.
       by_expert: split the matrices of a mixture by expert instead of by width.
     """
 
-    slot: ClassVar[str] = "fsdp"
-    axis: str = "fsdp"
-    replicas: str = "data"
+    kind: ClassVar[str] = "fsdp"
+    shard_axis: str = "fsdp"
+    replicate_axis: str = "data"
     by_expert: bool = False
 
-    def apply(self, rules: Table) -> Table:
+    def apply(self, rules: AxisRules) -> AxisRules:
         # Nearly every matrix of a layer has the axis "embed" once, so one rule splits them. MLA's up-projections have
         # "rank" instead, which takes the mesh axis only there.
-        experts = {"expert": self.axis} if self.by_expert else {"expert_embed": self.axis}
-        own = {"batch": (self.replicas, self.axis), "embed": self.axis, "rank": IfFree(self.axis)}
-        return {**rules, **own, **experts}
+        axis = self.shard_axis
+        experts = {"expert" if self.by_expert else "expert_embed": axis}
+        return {**rules, "batch": (self.replicate_axis, axis), "embed": axis, "rank": IfFree(axis), **experts}
 
-    def traffic(self, step: Step) -> Iterator[Traffic]:
+    def traffic(self, step: StepFacts) -> Iterator[Traffic]:
         """Yields the gathers of weights, for the forward and for the backward pass, and the scattered gradients."""
         for weight in step.weights:
             yield "all-gather", weight.gathered, 2 * weight.size * weight.uses
@@ -77,11 +77,11 @@ class ShardOptimizer(Strategy):
       axis: a mesh axis over which parameters are copied.
     """
 
-    slot: ClassVar[str] = "optimizer"
+    kind: ClassVar[str] = "optimizer"
     axis: str = "data"
 
     def check(self, mesh: Any, others: tuple[Strategy, ...]) -> None:
         check_mesh_axes([self.axis], str(self), mesh.axis_names)
 
-    def place_optimizer(self, own: P, shape: tuple[int, ...], mesh: Any) -> P:
+    def optimizer_spec(self, own: P, shape: tuple[int, ...], mesh: Any) -> P:
         return split_further(own, shape, (self.axis,), mesh)

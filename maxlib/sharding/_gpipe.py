@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding._layout import current, in_a_stage, in_parts, replicated_over
+from maxlib.sharding._layout import current, inside_data_shard, inside_stage, replicated_over
 from maxlib.sharding._pipeline_chunks import Chunks, Schedule, Tick, chunks
 from maxlib.sharding._rules import drop_uneven
 
@@ -28,7 +28,7 @@ LAYER_INPUT, _CHUNK = "layer_input", "chunk"
 _CHEAP = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "sharding_constraint")
 
 
-class Plan(NamedTuple):
+class PipelineSpec(NamedTuple):
     """A pipeline for one stack and batch.
 
     Args:
@@ -72,7 +72,7 @@ def pipelined(
     Differentiable: the backward pass runs through the stages in the opposite order.
 
     Args:
-      stage: `(layers, works, x, ctx) -> (x, aux)`. It gets some of the layers; `works` marks those that are not idle
+      stage: `(layers, active, x, ctx) -> (x, aux)`. It gets some of the layers; `active` marks those that are not idle
         (None if all work). An idle layer must return x unchanged.
       layers: arrays with a leading axis of equal layers, `[periods, ...]`.
       x: arrays with a leading batch axis, `[rows, ...]`.
@@ -141,7 +141,7 @@ def _empty(run, stage_params, x, ctx, plan) -> _Flow:
     return _Flow(passed, out, jax.tree.map(total, aux))
 
 
-def planned(layers: Tree, x: Tree) -> Plan:
+def planned(layers: Tree, x: Tree) -> PipelineSpec:
     """Fits the pipeline of the layout in use to these layers and this batch.
 
     Args:
@@ -173,12 +173,12 @@ def planned(layers: Tree, x: Tree) -> Plan:
     # Parts need axes over which weights are copied, and as many rows in a microbatch as they can share.
     axes = replicated_over()
     parts = axes if rows // pipeline.microbatches % parts_in(axes) == 0 else ()
-    return Plan(pipeline.axis, Schedule(number, pipeline.microbatches, pipeline.repeats), cut, parts)
+    return PipelineSpec(pipeline.axis, Schedule(number, pipeline.microbatches, pipeline.repeats), cut, parts)
 
 
 def _check_shared(rows: int, microbatches: int) -> None:
     """Raises ValueError when the data axes split a microbatch into more parts than it has rows."""
-    with in_a_stage():  # without the stages, which split the batch only outside the pipeline
+    with inside_stage():  # without the stages, which split the batch only outside the pipeline
         layout = current()
         assert layout is not None  # of whoever asks
         # Devices that share experts exchange tokens, and may have fewer rows than they are.
@@ -196,18 +196,18 @@ def parts_in(axes: tuple[str, ...]) -> int:
     return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
 
 
-def in_stages(tree: Tree, plan: Plan) -> Tree:
+def in_stages(tree: Tree, plan: PipelineSpec) -> Tree:
     """Reshapes a stack's arrays from `[periods, ...]` to `[stages, repeats, size, ...]`, each stage on its devices."""
     shape = (plan.chunks.stages, plan.chunks.repeats, plan.chunks.size)
     if plan.chunks.in_order:
         # The layer axis is already split into these equal, consecutive parts: a reshape moves nothing.
         return placed(jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), tree), plan)
-    # Else the stages share another dimension (`Pipeline.place_parameter`). Picking layers is then local, and changing
+    # Else the stages share another dimension (`Pipeline.parameter_spec`). Picking layers is then local, and changing
     # from that dimension to the axis of stages is one all-to-all.
     return placed(jax.tree.map(lambda a: _whole(a[plan.chunks.index], 3), tree), plan)
 
 
-def in_order(tree: Tree, plan: Plan) -> Tree:
+def in_order(tree: Tree, plan: PipelineSpec) -> Tree:
     """Undoes `in_stages`, `[stages, repeats, size, ...] -> [periods, ...]`, for gradients and aux."""
     whole = lambda a: a.reshape(-1, *a.shape[3:])
     if plan.chunks.in_order:
@@ -220,13 +220,13 @@ def _whole(a: jax.Array, dims: int) -> jax.Array:
     return lax.with_sharding_constraint(a, P(*[None] * dims, *[P.UNCONSTRAINED] * (a.ndim - dims)))
 
 
-def idle(plan: Plan) -> jax.Array | None:
+def idle(plan: PipelineSpec) -> jax.Array | None:
     """Marks the slots that hold a layer, `[stages, repeats, size]`; None if all do."""
-    works = plan.chunks.works
-    return None if works.all() else placed(jnp.asarray(works), plan)
+    active = plan.chunks.active
+    return None if active.all() else placed(jnp.asarray(active), plan)
 
 
-def each_stage(run: Callable[..., Tree], plan: Plan) -> Callable[..., Tree]:
+def each_stage(run: Callable[..., Tree], plan: PipelineSpec) -> Callable[..., Tree]:
     """Returns a function `(stage_params, repeat, *args)` that calls `run(chunk, *args)` on every stage at once.
 
     Args:
@@ -235,13 +235,13 @@ def each_stage(run: Callable[..., Tree], plan: Plan) -> Callable[..., Tree]:
     """
 
     def one(stage_params, repeat, *args):
-        with in_a_stage():
+        with inside_stage():
             return run(_chunk(stage_params, repeat), *args)
 
     return jax.vmap(one, spmd_axis_name=plan.axis)
 
 
-def each_part(run: Callable[..., Tree], plan: Plan, in_axes: tuple[Any, ...]) -> Callable[..., Tree]:
+def each_part(run: Callable[..., Tree], plan: PipelineSpec, in_axes: tuple[Any, ...]) -> Callable[..., Tree]:
     """Maps `run` over the parts of a microbatch, so that no tick sums gradients over the devices of different parts.
 
     Args:
@@ -253,13 +253,13 @@ def each_part(run: Callable[..., Tree], plan: Plan, in_axes: tuple[Any, ...]) ->
         return run
 
     def parts(*args):
-        with in_parts(plan.parts):
+        with inside_data_shard(plan.parts):
             return jax.vmap(run, in_axes=in_axes, spmd_axis_name=plan.parts)(*args)
 
     return parts
 
 
-def _in_parts(tree: Tree, plan: Plan) -> Tree:
+def _in_parts(tree: Tree, plan: PipelineSpec) -> Tree:
     """Gives each part its own copy of the layers, so that their gradients are summed over parts once."""
     if not plan.parts:
         return tree
@@ -309,11 +309,11 @@ def stage_inputs(passed: Tree, new: Tree, turn: Tick) -> Tree:
 def add_up(total: Tree, new: Tree, turn: Tick) -> Tree:
     """Adds what layers report in this tick to `total`, `[stages, repeats, size, ...]`; the bubble adds nothing."""
 
-    def add(s, a, repeat, works):
-        a = jnp.where(works, a, 0)
+    def add(s, a, repeat, active):
+        a = jnp.where(active, a, 0)
         return s + a[None] if s.shape[0] == 1 else s.at[repeat].add(a)
 
-    return jax.tree.map(lambda s, a: jax.vmap(add)(s, a, turn.repeat, turn.works), total, new)
+    return jax.tree.map(lambda s, a: jax.vmap(add)(s, a, turn.repeat, turn.active), total, new)
 
 
 def of_stage(tree: Tree, stage: int) -> Tree:
@@ -327,14 +327,14 @@ def of_stage(tree: Tree, stage: int) -> Tree:
     return jax.tree.map(only, tree)
 
 
-def split_microbatches(a: jax.Array, plan: Plan) -> jax.Array:
+def split_microbatches(a: jax.Array, plan: PipelineSpec) -> jax.Array:
     """Cuts rows into `[microbatches, parts, rows, ...]`, without the second axis if there are no parts."""
     # Microbatch i takes the rows i, i + M, i + 2 M, ... A device holds consecutive rows, so each microbatch is spread
     # over all devices of the data axes, and no row moves between them. Of 8 rows on 2 devices, M = 2:
     #   device 0: 0 1 2 3, device 1: 4 5 6 7  ->  microbatch 0: 0 2 | 4 6, microbatch 1: 1 3 | 5 7
     # Outside the pipeline, rows may be split over the stages as well: these gather them here.
     rest = P.UNCONSTRAINED
-    with in_a_stage():
+    with inside_stage():
         layout = current()
         assert layout is not None  # of whoever made the plan
         rows, _ = drop_uneven(layout.spec("batch"), a.shape, layout.mesh)
@@ -348,13 +348,13 @@ def split_microbatches(a: jax.Array, plan: Plan) -> jax.Array:
     return lax.with_sharding_constraint(cut, P(rest, plan.parts, *[rest] * a.ndim))
 
 
-def merge_microbatches(a: jax.Array, plan: Plan) -> jax.Array:
+def merge_microbatches(a: jax.Array, plan: PipelineSpec) -> jax.Array:
     """Undoes `split_microbatches`: `[microbatches, (parts,) rows of one, ...] -> [rows, ...]`."""
     a = a.reshape(len(a), -1, *a.shape[3:]) if plan.parts else a
     return jnp.swapaxes(a, 0, 1).reshape(-1, *a.shape[2:])
 
 
-def placed(tree: Tree, plan: Plan) -> Tree:
+def placed(tree: Tree, plan: PipelineSpec) -> Tree:
     """Splits the leading axis, that of the stages, over the mesh axis; the compiler chooses the other dimensions."""
     rest = P.UNCONSTRAINED
     put = lambda a: lax.with_sharding_constraint(a, P(plan.axis, *[rest] * (a.ndim - 1)))

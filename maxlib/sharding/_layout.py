@@ -13,10 +13,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding import _rules
-from maxlib.sharding._axes import Name, Table, check_axes, mesh_axes_of
+from maxlib.sharding._axes import AxisRules, Name, check_axes, mesh_axes_of
 from maxlib.sharding._experts import ExpertParallel
 from maxlib.sharding._layer_axes import is_stacked, own_axes
-from maxlib.sharding._mesh import MeshDegrees
+from maxlib.sharding._mesh import MeshShape
 from maxlib.sharding._offload import HOST, Offload
 from maxlib.sharding._pipeline import Pipeline
 from maxlib.sharding._presets import FSDP_TP
@@ -42,13 +42,13 @@ class Layout:
         do not go together, or not with the devices.
     """
 
-    mesh: Any  # AnyMesh | MeshDegrees, or a mapping that becomes one
-    strategy: Strategy | Table = FSDP_TP
+    mesh: Any  # AnyMesh | MeshShape, or a mapping that becomes one
+    strategy: Strategy | AxisRules = FSDP_TP
 
     def __post_init__(self):
         if isinstance(self.mesh, Mapping):
-            object.__setattr__(self, "mesh", MeshDegrees.of(self.mesh))
-        if not isinstance(self.mesh, AnyMesh | MeshDegrees):
+            object.__setattr__(self, "mesh", MeshShape.of(self.mesh))
+        if not isinstance(self.mesh, AnyMesh | MeshShape):
             raise TypeError(f"a layout's mesh must be a mesh, got {self.mesh!r}; sharding.make_mesh(fsdp=-1) makes one")
         object.__setattr__(self, "strategy", join(self.strategy))
         for name, place in self.rules.items():
@@ -65,7 +65,7 @@ class Layout:
         Raises:
           ValueError: when the degrees do not fit the devices, or when the layout has a mesh already.
         """
-        if not isinstance(self.mesh, MeshDegrees):
+        if not isinstance(self.mesh, MeshShape):
             raise ValueError(f"this layout has a mesh already: {self.mesh}")
         return Layout(self.mesh.make(devices), self.strategy)
 
@@ -76,7 +76,7 @@ class Layout:
     def __hash__(self) -> int:
         return self._hash
 
-    def __or__(self, other: Strategy | Table) -> "Layout":
+    def __or__(self, other: Strategy | AxisRules) -> "Layout":
         """Returns this layout with more strategies or rules."""
         return Layout(self.mesh, join(self.strategy, other))
 
@@ -86,7 +86,7 @@ class Layout:
         return parts_of(self.strategy)
 
     @functools.cached_property
-    def rules(self) -> Table:
+    def rules(self) -> AxisRules:
         """Rules from axis name to a mesh axis, several, `IfFree`, or None; axes without a rule are whole."""
         return rules_of(join(self.strategy))
 
@@ -143,7 +143,7 @@ class Layout:
         if names and len(names) != len(shape):
             raise ValueError(f"{path}: its axes {names} must name each dimension of its shape {shape}, None for some")
         own = self.spec(*names, what=path)
-        place = lambda own, one: one.place_parameter(own, names, shape, path, self.mesh)
+        place = lambda own, one: one.parameter_spec(own, names, shape, path, self.mesh)
         return functools.reduce(place, self.strategies, own)
 
     def optimizer_spec(self, names: tuple[str | None, ...], shape: tuple[int, ...], *, path: str = "array") -> P:
@@ -157,7 +157,7 @@ class Layout:
           path: its dotted path in the model.
         """
         own = self.parameter_spec(names, shape, path=path)
-        return functools.reduce(lambda own, one: one.place_optimizer(own, shape, self.mesh), self.strategies, own)
+        return functools.reduce(lambda own, one: one.optimizer_spec(own, shape, self.mesh), self.strategies, own)
 
     def sharding(self, path: str, variable: nnx.Variable) -> NamedSharding:
         """Returns the sharding of a parameter, by its axis names; in the host's memory if the layout offloads it.
@@ -210,8 +210,8 @@ def use(layout: Layout) -> Iterator[None]:
       layout: the layout. With an abstract mesh, programs can be traced inside, not run.
     """
     mesh = layout.mesh
-    if isinstance(mesh, MeshDegrees):
-        raise mesh.without_devices()
+    if isinstance(mesh, MeshShape):
+        raise mesh.needs_devices_error()
     entered = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
     with entered, _context(_running(layout)):
         yield
@@ -222,7 +222,7 @@ def _running(layout: Layout) -> Layout:
     """Returns the layout of a running program, without devices: meshes of the same shape share programs."""
     mesh = layout.mesh.abstract_mesh if isinstance(layout.mesh, Mesh) else layout.mesh
     # Only rules that change are added, as plain rules: an unchanged layout stays equal to itself in jit's cache key.
-    rules = functools.reduce(lambda rules, one: one.apply_running(rules), layout.strategies, layout.rules)
+    rules = functools.reduce(lambda rules, one: one.rules_in_jit(rules), layout.strategies, layout.rules)
     changed = {name: place for name, place in rules.items() if layout.rules.get(name) != place}
     running = Layout(mesh, layout.strategy)
     return running | changed if changed else running
@@ -238,7 +238,7 @@ def current() -> Layout | None:
 
 
 @contextmanager
-def in_a_stage() -> Iterator[None]:
+def inside_stage() -> Iterator[None]:
     """Takes the stages out of the rules for rows: inside a stage, the rows are those of its own microbatch."""
     layout = _context.value
     axis = layout.pipeline.axis
@@ -249,13 +249,13 @@ def in_a_stage() -> Iterator[None]:
         yield
 
 
-def is_in_a_stage() -> bool:
-    """Tells whether the code is being traced inside a stage of a pipeline (`in_a_stage`)."""
+def is_inside_stage() -> bool:
+    """Tells whether the code is being traced inside a stage of a pipeline (`inside_stage`)."""
     return bool(_stage.value)
 
 
 @contextmanager
-def in_parts(axes: tuple[str, ...]) -> Iterator[None]:
+def inside_data_shard(axes: tuple[str, ...]) -> Iterator[None]:
     """Takes mesh axes out of the rule for the batch: inside, a batch is the part of one device of these axes."""
     layout = _context.value
     batch = tuple(axis for axis in mesh_axes_of(layout.rules.get("batch")) if axis not in axes)

@@ -50,8 +50,8 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     asked = dict(data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert, stage=stage)
     per_host, groups = _groups(devices, dcn)
-    across = fill({axis: (dcn or {}).get(axis, 1) for axis in MESH_AXES}, groups, "slices")
-    inside = fill({axis: asked[axis] for axis in MESH_AXES}, len(devices) // groups, "devices")
+    across = resolve_free_degree({axis: (dcn or {}).get(axis, 1) for axis in MESH_AXES}, groups, "slices")
+    inside = resolve_free_degree({axis: asked[axis] for axis in MESH_AXES}, len(devices) // groups, "devices")
     if dcn:
         placed = mesh_utils.create_hybrid_device_mesh(
             tuple(inside.values()),
@@ -66,7 +66,7 @@ def make_mesh(
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshDegrees:
+class MeshShape:
     """Degrees of a mesh whose devices are not known yet; `Layout.on` makes the mesh.
 
     Args:
@@ -86,7 +86,7 @@ class MeshDegrees:
         check_mesh_axes(dict(self.dcn), "dcn")
 
     @classmethod
-    def of(cls, degrees: Mapping[str, Any]) -> "MeshDegrees":
+    def of(cls, degrees: Mapping[str, Any]) -> "MeshShape":
         """Reads the degrees that `make_mesh` takes, such as `{"fsdp": -1, "dcn": {"data": 2}}`."""
         own = {axis: degree for axis, degree in degrees.items() if axis != "dcn"}
         return cls(tuple(own.items()), tuple((degrees.get("dcn") or {}).items()))
@@ -104,15 +104,15 @@ class MeshDegrees:
         dcn = dict(self.dcn)
         sizes = {axis: dict(self.degrees).get(axis, 1) * dcn.get(axis, 1) for axis in MESH_AXES}
         if -1 in (*dict(self.degrees).values(), *dcn.values()):
-            raise self.without_devices()
+            raise self.needs_devices_error()
         return AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
     @property
     def shape(self) -> Mapping[str, int]:
         """Raises ValueError: sizes are known once there are devices."""
-        raise self.without_devices()
+        raise self.needs_devices_error()
 
-    def without_devices(self) -> ValueError:
+    def needs_devices_error(self) -> ValueError:
         """Returns the error for a use that needs devices."""
         return ValueError(
             f"the mesh {dict(self.degrees)} has no devices yet: take layout.on(jax.devices()), or give the layout a mesh "
@@ -162,7 +162,7 @@ def _groups(devices: list[Any], dcn: Mapping[str, int] | None) -> tuple[bool, in
     return per_host, len(hosts if per_host else slices) if dcn else 1
 
 
-def fill(degrees: dict[str, int], count: int, what: str) -> dict[str, int]:
+def resolve_free_degree(degrees: dict[str, int], count: int, what: str) -> dict[str, int]:
     """Replaces -1 so that the degrees multiply to `count`.
 
     Args:

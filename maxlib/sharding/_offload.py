@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from jax.sharding import Mesh
 
-from maxlib.sharding._costs import Step
+from maxlib.sharding._costs import StepFacts
 from maxlib.sharding._strategy import Strategy
 
 HOST = "pinned_host"  # page-locked, so devices copy from it at full speed
@@ -20,7 +20,7 @@ class Offload(Strategy):
       layers: store the matrices of scanned layers on the host; each pass copies them to the device layer by layer.
     """
 
-    slot: ClassVar[str] = "offload"
+    kind: ClassVar[str] = "offload"
     optimizer: bool = False
     layers: bool = False
 
@@ -28,7 +28,7 @@ class Offload(Strategy):
         assert isinstance(earlier, Offload)
         return Offload(self.optimizer or earlier.optimizer, self.layers or earlier.layers)
 
-    def host_copies(self, step: Step) -> tuple[float, float]:
+    def host_copies(self, step: StepFacts) -> tuple[float, float]:
         """Returns the bytes of moments and weights that go to the host in a step, and come from it."""
         # Moments are copied both ways. Weights come four times (forward, backward, optimizer, update) and their
         # gradients once; the new weights and the gradients go.
@@ -38,7 +38,7 @@ class Offload(Strategy):
     def check(self, mesh: Any, others: tuple[Strategy, ...]) -> None:
         if not (self.optimizer or self.layers):
             return
-        if any(other.slot == "pipeline" for other in others):
+        if any(other.kind == "pipeline" for other in others):
             raise ValueError(
                 f"{self}: what is taken from the host layer by layer cannot be cut into a pipeline's stages too"
             )

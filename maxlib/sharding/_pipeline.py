@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding._axes import Table, mesh_axes_of
-from maxlib.sharding._costs import Step, Traffic
+from maxlib.sharding._axes import AxisRules, mesh_axes_of
+from maxlib.sharding._costs import StepFacts, Traffic
 from maxlib.sharding._layer_axes import LAYERS
 from maxlib.sharding._pipeline_chunks import chunks
 from maxlib.sharding._rules import partition, split_further
@@ -31,7 +31,7 @@ class Pipeline(Strategy):
       ValueError: for less than one microbatch or repeat.
     """
 
-    slot: ClassVar[str] = "pipeline"
+    kind: ClassVar[str] = "pipeline"
     axis: str = "stage"
     microbatches: int = 8
     repeats: int = 1
@@ -42,17 +42,17 @@ class Pipeline(Strategy):
                 f"a pipeline needs at least one microbatch and one repeat, got {self.microbatches} and {self.repeats}"
             )
 
-    def apply(self, rules: Table) -> Table:
+    def apply(self, rules: AxisRules) -> AxisRules:
         return {**rules, LAYERS: self.axis}
 
-    def apply_running(self, rules: Table) -> Table:
+    def rules_in_jit(self, rules: AxisRules) -> AxisRules:
         """Splits the batch over the stages outside the pipeline, unless another rule uses their mesh axis."""
         # Else all stages would compute embedding, head and loss of the same rows.
         if any(self.axis in mesh_axes_of(place) for name, place in rules.items() if name != "layers"):
             return rules
         return {**rules, "batch": (*mesh_axes_of(rules.get("batch")), self.axis)}
 
-    def place_parameter(self, own: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
+    def parameter_spec(self, own: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
         """Splits layers over stages if every stage holds an equal, consecutive part of the stack.
 
         Otherwise (`repeats`, or layers that the stages do not divide) the layer axis stays whole and the stages split
@@ -68,6 +68,6 @@ class Pipeline(Strategy):
             return own
         return split_further(whole, shape, (self.axis,), mesh)
 
-    def traffic(self, step: Step) -> Iterator[Traffic]:
+    def traffic(self, step: StepFacts) -> Iterator[Traffic]:
         """Yields one permute per tick of a microbatch to the next stage, and one of its gradient back."""
         yield "collective-permute", step.axes("layers"), 2 * step.ticks * step.hidden

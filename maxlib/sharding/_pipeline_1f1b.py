@@ -28,7 +28,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding._gpipe import (
-    Plan,
+    PipelineSpec,
     Tree,
     add_up,
     each_part,
@@ -44,13 +44,13 @@ from maxlib.sharding._gpipe import (
     split_microbatches,
     stage_inputs,
 )
-from maxlib.sharding._layout import in_a_stage
+from maxlib.sharding._layout import inside_stage
 
 
 class _Flow(NamedTuple):
     """Carry of the loops over ticks; the leading axis of all but the last two is that of the stages.
 
-    Where a microbatch is cut into parts (`Plan.parts`), an axis of parts comes before `rows` or `repeats`.
+    Where a microbatch is cut into parts (`PipelineSpec.parts`), an axis of parts comes before `rows` or `repeats`.
 
     Attributes:
       passed: outputs of the last tick, `[stages, rows, ...]`.
@@ -78,7 +78,7 @@ class _Work(NamedTuple):
 
     Attributes:
       through: `(stage_params, x, ctx) -> (x, more, aux, kept)`, a chunk forward.
-      back: `(stage_params, total, kept, ctx, d, repeat, works) -> (total plus the gradients of layers, d)`.
+      back: `(stage_params, total, kept, ctx, d, repeat, active) -> (total plus the gradients of layers, d)`.
       loss: `(head, x, ctx) -> (loss and stats, gradients of the head, d)`.
       stage_params: layers, other arrays of the stage, and the marks of idle slots, each `[stages, repeats, size, ...]`.
       head: parameters of the loss.
@@ -94,7 +94,7 @@ class _Work(NamedTuple):
     head: Tree
     x: Tree
     ctx: Tree
-    plan: Plan
+    plan: PipelineSpec
 
 
 def one_f_one_b(
@@ -106,12 +106,12 @@ def one_f_one_b(
     x: Tree,
     ctx: Tree,
     *,
-    by_row: bool = False,
+    sums_over_rows: bool = False,
 ) -> tuple[tuple[jax.Array, Tree, Tree], tuple[Tree, Tree, Tree]]:
     """Computes the loss of a batch and its gradients with the 1F1B schedule, in the pipeline of the layout in use.
 
     Args:
-      stage: `(layers, fixed, works, x, ctx) -> (x, more, aux)`; the scalar `more` is added to the loss. `works` marks
+      stage: `(layers, fixed, active, x, ctx) -> (x, more, aux)`; the scalar `more` is added to the loss. `active` marks
         the layers that are not idle, as in `pipelined`.
       loss: `(head, x, ctx) -> (sum, stats)` of a microbatch that has left the last stage.
       layers: arrays with a leading axis of equal layers, `[periods, ...]`.
@@ -119,8 +119,8 @@ def one_f_one_b(
       head: parameters of the loss.
       x: arrays with a leading batch axis, `[rows, ...]`.
       ctx: other inputs of layers and loss, all with a leading batch axis.
-      by_row: promises that what `stage` and `loss` compute for a row depends on this row only, and that they sum over
-        rows. Gradients are then summed over the data axes once per step instead of once per tick.
+      sums_over_rows: promises that what `stage` and `loss` compute for a row depends on this row only, and that they
+        sum over rows. Gradients are then summed over the data axes once per step instead of once per tick.
 
     Returns:
       `(loss, stats, aux)` and the gradients of `(layers, head, x)`. Loss and stats are sums over microbatches, `aux`
@@ -130,7 +130,7 @@ def one_f_one_b(
       ValueError: when layers, rows or microbatches do not fit the stages, or when the layout has no pipeline.
     """
     plan = planned(layers, x)
-    plan = plan if by_row else plan._replace(parts=())
+    plan = plan if sums_over_rows else plan._replace(parts=())
     # [rows, ...] -> [microbatches, rows of one, ...]
     x, ctx = (jax.tree.map(lambda a: split_microbatches(a, plan), tree) for tree in (x, ctx))
     # [periods, ...] -> [stages, repeats, size, ...]
@@ -181,14 +181,14 @@ def _through(stage, plan):
 def _back(stage, plan):
     """Returns a function that runs a chunk backward, from its last layer to its first, adding gradients to `total`."""
 
-    def run(stage_params, total, kept, ctx, d, at, works):
+    def run(stage_params, total, kept, ctx, d, at, active):
         def step(flow, layer):
             (total, d), ((layer, *others), x, i) = flow, layer
             # Forward once more, for this layer alone: only its input was kept. `more` adds to the loss: dL/d(more) = 1.
             (_, more), pull = jax.vjp(lambda layer, x: stage(*_one((layer, *others)), x, ctx)[:2], layer, x)
             new, d = pull((d, jnp.ones_like(more)))
-            # total is [repeats, size, ...]. In the bubble `works` is False: the numbers are of no microbatch.
-            add = lambda s, a: s.at[at, i].add(jnp.where(works, a, 0))
+            # total is [repeats, size, ...]. In the bubble `active` is False: the numbers are of no microbatch.
+            add = lambda s, a: s.at[at, i].add(jnp.where(active, a, 0))
             return (jax.tree.map(add, total, new), d), None
 
         number = jnp.arange(plan.chunks.size)
@@ -201,7 +201,7 @@ def _loss_of(loss, plan):
     """Returns a function that computes the loss of a microbatch, and its gradients in the head and in x."""
 
     def once(head, x, ctx):
-        with in_a_stage():  # a microbatch has too few rows to split them over the stages
+        with inside_stage():  # a microbatch has too few rows to split them over the stages
             return loss(head, x, ctx)
 
     def run(head, x, ctx):
@@ -217,12 +217,12 @@ def _loss_of(loss, plan):
     return run_and_sum
 
 
-def _sum_parts(tree: Tree, axis: int, plan: Plan) -> Tree:
+def _sum_parts(tree: Tree, axis: int, plan: PipelineSpec) -> Tree:
     """Sums over the axis of parts, if there is one."""
     return jax.tree.map(lambda a: jnp.sum(a, axis, dtype=a.dtype), tree) if plan.parts else tree
 
 
-def _placed_parts(tree: Tree, axis: int, plan: Plan) -> Tree:
+def _placed_parts(tree: Tree, axis: int, plan: PipelineSpec) -> Tree:
     """Keeps the gradients of each part on its own devices, so that ticks add them without communication."""
     if not plan.parts:
         return tree
@@ -255,7 +255,7 @@ def _forward(work, flow, t):
     # Ring buffer: the slot of tick t - kept is free, as its backward pass came at most 2 lead = kept - 1 ticks later.
     kept = jax.tree.map(lambda k, a: k.at[:, t % schedule.kept].set(a), flow.kept, placed(kept, plan))
     value, stats = flow.loss
-    value = value + jnp.sum(jnp.where(turn.works, more, 0))
+    value = value + jnp.sum(jnp.where(turn.active, more, 0))
     return flow._replace(passed=placed(passed, plan), kept=kept, aux=add_up(flow.aux, aux, turn), loss=(value, stats))
 
 
@@ -288,7 +288,7 @@ def _backward(work, flow, grad_in, t):
     # Each stage looks up its own slot: [stages, kept, size, rows, ...] -> [stages, size, rows, ...]
     kept = jax.vmap(lambda kept, at: jax.tree.map(lambda k: k[at], kept))(flow.kept, turn.entered % schedule.kept)
     ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
-    args = flow.layers, placed(kept, plan), ctx, grad_in, turn.repeat, turn.works
+    args = flow.layers, placed(kept, plan), ctx, grad_in, turn.repeat, turn.active
     total, returned = each_stage(work.back, plan)(work.stage_params, turn.repeat, *args)
     # On stage 0 a microbatch runs backward through chunks (V - 1) S, ..., S, 0: the last write is the gradient of x.
     grad_in = jax.tree.map(lambda c, a: c.at[:, first].set(a), flow.grad_in, returned)

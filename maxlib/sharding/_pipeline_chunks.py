@@ -41,28 +41,28 @@ class Chunks(NamedTuple):
         return self.repeats == 1 and self.periods % self.stages == 0
 
     @property
-    def works(self) -> np.ndarray:
+    def active(self) -> np.ndarray:
         """Marks the slots that hold a period: booleans of shape `[stages, repeats, size]`, False where idle."""
         number = self.stages * self.repeats
         idle = number * self.size - self.periods
         # There are fewer idle slots than chunks, so each of the last chunks loses one: [chunks]
         held = np.full(number, self.size) - (np.arange(number) >= number - idle)
-        works = np.arange(self.size) < held[:, None]  # [chunks, size]
+        active = np.arange(self.size) < held[:, None]  # [chunks, size]
         # Chunk `r * stages + s` is the `r`-th of stage `s`: [chunks, size] -> [repeats, stages, size] -> swap.
-        return np.swapaxes(works.reshape(self.repeats, self.stages, self.size), 0, 1)
+        return np.swapaxes(active.reshape(self.repeats, self.stages, self.size), 0, 1)
 
     @property
     def index(self) -> np.ndarray:
         """Returns the period in each slot, shape `[stages, repeats, size]`; idle slots repeat the one before them."""
         # An idle slot computes with real weights and its result is masked. Invented weights (zeros, say) may produce
         # inf or NaN, and then 0 * NaN is NaN in the gradient, whatever the mask.
-        works = np.swapaxes(self.works, 0, 1)
-        return np.swapaxes((np.cumsum(works) - 1).clip(0).reshape(works.shape), 0, 1)
+        active = np.swapaxes(self.active, 0, 1)
+        return np.swapaxes((np.cumsum(active) - 1).clip(0).reshape(active.shape), 0, 1)
 
     @property
     def places(self) -> np.ndarray:
         """Returns the inverse of `index`: the flat slot of each period, shape `[periods]`."""
-        places = np.flatnonzero(self.works)
+        places = np.flatnonzero(self.active)
         return places[np.argsort(self.index.reshape(-1)[places])]
 
 
@@ -96,13 +96,13 @@ class Tick(NamedTuple):
     Attributes:
       microbatch: index of the microbatch.
       repeat: index of the stage's own chunk, `0 .. repeats - 1`.
-      works: False in the bubble, when the stage has nothing to do and its result is masked.
+      active: False in the bubble, when the stage has nothing to do and its result is masked.
       entered: the tick in which this chunk read this microbatch in the forward pass.
     """
 
     microbatch: jax.Array
     repeat: jax.Array
-    works: jax.Array
+    active: jax.Array
     entered: jax.Array
 
 
@@ -177,7 +177,7 @@ class Schedule(NamedTuple):
         return Tick(microbatch, repeat, self._within(step), entered)
 
     def _within(self, step: jax.Array) -> jax.Array:
-        """Tells whether a stage works in this step of its own; else it is in the bubble."""
+        """Tells whether a stage computes in this step of its own; else it is in the bubble."""
         return (step >= 0) & (step < self.microbatches * self.repeats)
 
     def _meets(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:

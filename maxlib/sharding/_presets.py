@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 
-from maxlib.sharding._axes import Table
+from maxlib.sharding._axes import AxisRules
 from maxlib.sharding._experts import ExpertParallel
 from maxlib.sharding._fsdp import DataParallel, FullyShard, ShardOptimizer
 from maxlib.sharding._offload import Offload
 from maxlib.sharding._pipeline import Pipeline
-from maxlib.sharding._sequence import Gather, Ring, Ulysses
+from maxlib.sharding._sequence import AllGatherAttention, RingAttention, UlyssesAttention
 from maxlib.sharding._strategy import Strategy, join, parts_of
-from maxlib.sharding._tensor import TensorParallel, TensorSequence
+from maxlib.sharding._tensor import SequenceParallel, TensorParallel
 
 DP: Strategy = DataParallel()
 FSDP: Strategy = FullyShard()
@@ -18,11 +18,11 @@ FSDP_TP: Strategy = FSDP | TensorParallel()
 EP: Strategy = FSDP | ExpertParallel()
 EP_FSDP: Strategy = FullyShard(by_expert=True)  # experts over the FSDP axis; each device gathers their weights
 # To be joined with any of these: `FSDP | CP_RING | PP`.
-SP: Strategy = TensorSequence()
+SP: Strategy = SequenceParallel()
 ZERO1: Strategy = ShardOptimizer()
-CP_GATHER: Strategy = Gather()
-CP_RING: Strategy = Ring()
-CP_ULYSSES: Strategy = Ulysses()
+CP_GATHER: Strategy = AllGatherAttention()
+CP_RING: Strategy = RingAttention()
+CP_ULYSSES: Strategy = UlyssesAttention()
 PP: Strategy = Pipeline()
 OFFLOAD_OPTIMIZER: Strategy = Offload(optimizer=True)
 OFFLOAD_LAYERS: Strategy = Offload(layers=True)
@@ -62,7 +62,7 @@ def preset(name: str) -> Strategy:
     return join(*(_one(part.strip(), name) for part in name.split("+")))
 
 
-def preset_name(strategy: Strategy | Table) -> str:
+def preset_name(strategy: Strategy | AxisRules) -> str:
     """Returns the name that `preset` reads as `strategy`; what has no name comes as its class."""
     left, names = list(parts_of(strategy)), []
     for name, one in sorted(PRESETS.items(), key=lambda item: -len(parts_of(item[1]))):

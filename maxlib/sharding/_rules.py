@@ -10,11 +10,11 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding._axes import IfFree, Name, Place, Table, check_axes, mesh_axes_of
+from maxlib.sharding._axes import AxisRules, IfFree, MeshAxes, Name, check_axes, mesh_axes_of
 from maxlib.sharding._layer_axes import num_layer_axes
 
 
-def resolve(names: Iterable[Name], rules: Table) -> dict[Any, Any]:
+def resolve(names: Iterable[Name], rules: AxisRules) -> dict[Any, Any]:
     """Returns the rule of each name, when all of them are used together.
 
     Args:
@@ -32,14 +32,14 @@ def resolve(names: Iterable[Name], rules: Table) -> dict[Any, Any]:
     return {name: spare(place) if isinstance(place, IfFree) else place for name, place in found.items()}
 
 
-def _rule(name: Name, rules: Table) -> Place:
+def _rule(name: Name, rules: AxisRules) -> MeshAxes:
     """Returns the rule of one name; `IfFree("batch")` gives way for this use."""
     if isinstance(name, IfFree):
         return IfFree(mesh_axes_of(rules.get(str(name.axes))))
     return None if name is None else rules.get(name)
 
 
-def spec(names: tuple[Name, ...], rules: Table, *, what: str = "array") -> P:
+def spec(names: tuple[Name, ...], rules: AxisRules, *, what: str = "array") -> P:
     """Returns the partition spec of an array whose dimensions have these names.
 
     Args:
@@ -123,6 +123,6 @@ def _dividing(axes: tuple[str, ...], size: int, mesh: Any) -> tuple[str, ...]:
     return axes
 
 
-def parts(place: Place, mesh: Any) -> int:
+def parts(place: MeshAxes, mesh: Any) -> int:
     """Returns the number of parts into which a rule splits a dimension."""
     return prod(mesh.shape[axis] for axis in mesh_axes_of(place))

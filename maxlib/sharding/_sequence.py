@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from maxlib.sharding._axes import Table, mesh_axes_of
-from maxlib.sharding._costs import Step, Traffic
+from maxlib.sharding._axes import AxisRules, mesh_axes_of
+from maxlib.sharding._costs import StepFacts, Traffic
 from maxlib.sharding._strategy import Strategy
 
 
@@ -50,7 +50,7 @@ class SplitSequence:
 class ContextParallel(Strategy):
     """Base class of strategies that split a sequence; they differ in `apply` and in what `attention` sends."""
 
-    slot: ClassVar[str] = "sequence"
+    kind: ClassVar[str] = "sequence"
 
     def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
         """Returns the bytes that attention sends in a training step, by kind of collective.
@@ -62,7 +62,7 @@ class ContextParallel(Strategy):
         """
         raise NotImplementedError(f"{type(self).__name__} must define attention(split, queries, keys) to be planned")
 
-    def traffic(self, step: Step) -> Iterator[Traffic]:
+    def traffic(self, step: StepFacts) -> Iterator[Traffic]:
         """Yields what every layer that mixes tokens sends because it has a part of each sequence."""
         if not (context := split_axes(step)):
             return
@@ -82,21 +82,21 @@ class ContextParallel(Strategy):
                 yield kind, context, size * layers
 
 
-def split_axes(step: Step) -> tuple[str, ...]:
+def split_axes(step: StepFacts) -> tuple[str, ...]:
     """Returns the mesh axes over which a sequence stays split in attention."""
     return tuple(axis for axis in step.axes("seq") if axis not in step.axes("act_heads"))
 
 
-def by_rules(step: Step) -> ContextParallel:
+def by_rules(step: StepFacts) -> ContextParallel:
     """Returns the strategy to which rules amount, where none of these wrote them."""
     context = set(split_axes(step))
     if not context & set(step.axes("q_seq")):
-        return Ulysses()
-    return Ring() if context & set(step.axes("kv_seq")) else Gather()
+        return UlyssesAttention()
+    return RingAttention() if context & set(step.axes("kv_seq")) else AllGatherAttention()
 
 
 @dataclasses.dataclass(frozen=True)
-class Gather(ContextParallel):
+class AllGatherAttention(ContextParallel):
     """All-gather attention: every device gathers all keys and values, for its own queries (Llama 3, arXiv:2407.21783).
 
     Args:
@@ -105,7 +105,7 @@ class Gather(ContextParallel):
 
     axis: str = "context"
 
-    def apply(self, rules: Table) -> Table:
+    def apply(self, rules: AxisRules) -> AxisRules:
         # "kv_seq" has no rule, so inside attention keys and values are whole: [B, T / n, N, H] and [B, T, K, H].
         return {**rules, "seq": self.axis, "q_seq": self.axis}
 
@@ -116,7 +116,7 @@ class Gather(ContextParallel):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring(ContextParallel):
+class RingAttention(ContextParallel):
     """Ring attention: keys and values go around the devices, past the queries of each (arXiv:2310.01889).
 
     Args:
@@ -125,7 +125,7 @@ class Ring(ContextParallel):
 
     axis: str = "context"
 
-    def apply(self, rules: Table) -> Table:
+    def apply(self, rules: AxisRules) -> AxisRules:
         # No device ever holds all keys: queries [B, T / n, N, H], keys and values [B, T / n, K, H].
         return {**rules, "seq": self.axis, "q_seq": self.axis, "kv_seq": self.axis}
 
@@ -136,7 +136,7 @@ class Ring(ContextParallel):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ulysses(ContextParallel):
+class UlyssesAttention(ContextParallel):
     """Ulysses attention: all-to-alls change from split tokens to split heads and back (arXiv:2309.14509).
 
     The mesh axis splits the heads that tensor parallelism leaves to a device.
@@ -147,7 +147,7 @@ class Ulysses(ContextParallel):
 
     axis: str = "context"
 
-    def apply(self, rules: Table) -> Table:
+    def apply(self, rules: AxisRules) -> AxisRules:
         # "q_seq" and "kv_seq" have no rule: [B, T / n, N, H] -> [B, T, N / n, H] inside attention.
         return {**rules, "seq": self.axis, "attn_heads": (*mesh_axes_of(rules.get("act_heads")), self.axis)}
 

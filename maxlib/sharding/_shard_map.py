@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding._axes import Table, check_axes, mesh_axes_of
+from maxlib.sharding._axes import AxisRules, check_axes, mesh_axes_of
 from maxlib.sharding._layout import current
 from maxlib.sharding._rules import drop_uneven, resolve, spec
 
@@ -56,7 +56,7 @@ def shard_map_by_name(
     in_names: Sequence[Names | AllGatherArg | None],
     out_names: Any,
     *,
-    changes: Table | None = None,
+    changes: AxisRules | None = None,
 ) -> Callable[..., Any]:
     """Wraps `op` in `jax.shard_map`, with arrays split by axis names as the layout in use says.
 

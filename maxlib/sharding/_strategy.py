@@ -7,24 +7,24 @@ from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding._axes import IfFree, Table, check_axes
-from maxlib.sharding._costs import Step, Traffic
+from maxlib.sharding._axes import AxisRules, IfFree, check_axes
+from maxlib.sharding._costs import StepFacts, Traffic
 
 # Strategies apply in this order, however they were joined, as some read the rules of earlier ones (experts extend the
-# batch). Those with other slots come after these, plain rules last.
-SLOTS = ("batch", "fsdp", "tensor", "tensor_sequence", "experts", "sequence", "pipeline", "optimizer", "offload")
+# batch). Those with other kinds come after these, plain rules last.
+KINDS = ("batch", "fsdp", "tensor", "tensor_sequence", "experts", "sequence", "pipeline", "optimizer", "offload")
 
 
 class Strategy:
     """Base class of parallelisms: configuration, effect on the layout, and communication costs.
 
     A subclass is a frozen dataclass and overrides what it changes. `a | b` joins strategies; of two with the same
-    `slot` the later one replaces the earlier one. A mapping joins as plain rules, which override all strategies.
+    `kind` the later one replaces the earlier one. A mapping joins as plain rules, which override all strategies.
     """
 
-    slot: ClassVar[str] = ""
+    kind: ClassVar[str] = ""
 
-    def apply(self, rules: Table) -> Table:
+    def apply(self, rules: AxisRules) -> AxisRules:
         """Returns the rules with the changes of this strategy.
 
         Args:
@@ -32,7 +32,7 @@ class Strategy:
         """
         return rules
 
-    def apply_running(self, rules: Table) -> Table:
+    def rules_in_jit(self, rules: AxisRules) -> AxisRules:
         """Returns the rules for activations of a running program, if they differ from those of its arguments.
 
         Args:
@@ -41,7 +41,7 @@ class Strategy:
         return rules
 
     def merge(self, earlier: "Strategy") -> "Strategy":
-        """Returns the combination with an earlier strategy in the same slot; by default this one replaces it.
+        """Returns the combination with an earlier strategy in the same kind; by default this one replaces it.
 
         Args:
           earlier: the strategy that was joined before.
@@ -59,7 +59,7 @@ class Strategy:
           ValueError: when they do not go together.
         """
 
-    def place_parameter(self, own: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
+    def parameter_spec(self, own: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
         """Returns the spec of a parameter, where it differs from that of the rules.
 
         Args:
@@ -71,7 +71,7 @@ class Strategy:
         """
         return own
 
-    def place_optimizer(self, own: P, shape: tuple[int, ...], mesh: Any) -> P:
+    def optimizer_spec(self, own: P, shape: tuple[int, ...], mesh: Any) -> P:
         """Returns the spec of the optimizer's moments of a parameter.
 
         Args:
@@ -81,7 +81,7 @@ class Strategy:
         """
         return own
 
-    def traffic(self, step: Step) -> Iterator[Traffic]:
+    def traffic(self, step: StepFacts) -> Iterator[Traffic]:
         """Yields the communication of a training step due to this strategy, for plans without compilation.
 
         Args:
@@ -89,7 +89,7 @@ class Strategy:
         """
         yield from ()
 
-    def host_copies(self, step: Step) -> tuple[float, float]:
+    def host_copies(self, step: StepFacts) -> tuple[float, float]:
         """Returns the bytes that a device copies to the host in a training step, and from it, due to this strategy.
 
         Args:
@@ -97,10 +97,10 @@ class Strategy:
         """
         return 0.0, 0.0
 
-    def __or__(self, other: "Strategy | Table") -> "Strategy":
+    def __or__(self, other: "Strategy | AxisRules") -> "Strategy":
         return join(self, other)
 
-    def __ror__(self, other: Table) -> "Strategy":
+    def __ror__(self, other: AxisRules) -> "Strategy":
         return join(other, self)
 
 
@@ -116,7 +116,7 @@ class Rules(Strategy):
         `Pipeline` splits.
     """
 
-    slot: ClassVar[str] = "rules"
+    kind: ClassVar[str] = "rules"
     table: Any = ()
 
     def __post_init__(self):
@@ -128,7 +128,7 @@ class Rules(Strategy):
         frozen = {name: tuple(place) if isinstance(place, list) else place for name, place in table.items()}
         object.__setattr__(self, "table", tuple(sorted(frozen.items())))
 
-    def apply(self, rules: Table) -> Table:
+    def apply(self, rules: AxisRules) -> AxisRules:
         return {**rules, **dict(self.table)}
 
     def merge(self, earlier: Strategy) -> Strategy:
@@ -151,7 +151,7 @@ def _check_place(name: str, place: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Joined(Strategy):
-    """Several strategies, at most one per slot, in the order in which they apply."""
+    """Several strategies, at most one per kind, in the order in which they apply."""
 
     parts: tuple[Strategy, ...]
 
@@ -182,25 +182,25 @@ def join(*strategies: Any) -> Strategy:
     """Joins strategies into one, as `|` does.
 
     Args:
-      strategies: strategies, or mappings of plain rules. Those in the same slot are merged, by default to the last one.
+      strategies: strategies, or mappings of plain rules. Those in the same kind are merged, by default to the last one.
 
     Raises:
       TypeError: for anything else.
     """
     found: dict[str, Strategy] = {}
     for part in (part for strategy in strategies for part in parts_of(strategy)):
-        slot = part.slot or type(part).__qualname__
-        found[slot] = part.merge(found[slot]) if slot in found else part
-    ordered = tuple(found[slot] for slot in sorted(found, key=_order))
+        kind = part.kind or type(part).__qualname__
+        found[kind] = part.merge(found[kind]) if kind in found else part
+    ordered = tuple(found[kind] for kind in sorted(found, key=_order))
     return ordered[0] if len(ordered) == 1 else Joined(ordered)
 
 
-def _order(slot: str) -> int:
-    """Returns the position of a slot: known ones, then those of your own, then plain rules."""
-    return SLOTS.index(slot) if slot in SLOTS else len(SLOTS) + (slot == Rules.slot)
+def _order(kind: str) -> int:
+    """Returns the position of a kind: known ones, then those of your own, then plain rules."""
+    return KINDS.index(kind) if kind in KINDS else len(KINDS) + (kind == Rules.kind)
 
 
 @functools.cache
-def rules_of(strategy: Strategy) -> Table:
+def rules_of(strategy: Strategy) -> AxisRules:
     """Returns the table of rules that a strategy amounts to."""
     return functools.reduce(lambda rules, part: part.apply(rules), parts_of(strategy), {})

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar
 
-from maxlib.sharding._axes import IfFree, Table
-from maxlib.sharding._costs import Step, Traffic
+from maxlib.sharding._axes import AxisRules, IfFree
+from maxlib.sharding._costs import StepFacts, Traffic
 from maxlib.sharding._strategy import Strategy
 
 # Of two matmuls in a row, [D, F] then [F, D], the first is split by its outputs and the second by its inputs: between
@@ -21,19 +21,19 @@ class TensorParallel(Strategy):
       axis: the mesh axis.
     """
 
-    slot: ClassVar[str] = "tensor"
+    kind: ClassVar[str] = "tensor"
     axis: str = "tensor"
 
-    def apply(self, rules: Table) -> Table:
+    def apply(self, rules: AxisRules) -> AxisRules:
         return {**rules, **dict.fromkeys(_SPLIT, self.axis)}
 
-    def traffic(self, step: Step) -> Iterator[Traffic]:
+    def traffic(self, step: StepFacts) -> Iterator[Traffic]:
         """Yields two all-reduces, of attention and of the MLP, for every pass of every layer."""
         yield "all-reduce", step.axes("act_heads"), 2 * step.passes * step.layers * step.hidden
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorSequence(Strategy):
+class SequenceParallel(Strategy):
     """Sequence parallelism (Megatron, arXiv:2205.05198), for norms and the residual stream.
 
     Outside the matmuls that tensor parallelism splits, the same mesh axis splits activations by sequence.
@@ -42,10 +42,10 @@ class TensorSequence(Strategy):
       axis: the mesh axis of `TensorParallel`.
     """
 
-    slot: ClassVar[str] = "tensor_sequence"
+    kind: ClassVar[str] = "tensor_sequence"
     axis: str = "tensor"
 
-    def apply(self, rules: Table) -> Table:
+    def apply(self, rules: AxisRules) -> AxisRules:
         # The all-reduce after a matmul becomes a reduce-scatter, and an all-gather before the next one: the same
         # traffic, and the residual stream takes 1 / n of the memory. Where heads or the inner width use the axis, "seq"
         # is whole.

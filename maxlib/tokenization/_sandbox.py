@@ -15,7 +15,7 @@ LARGEST = 1 << 24  # characters of a text, items of a list, and of what a templa
 HIGHEST = 1 << 20  # of a number that a filter or a method is called with, such as a width
 
 
-class TooMuch(ValueError):
+class LimitError(ValueError):
     """Error for a template that takes more time or memory than it may."""
 
 
@@ -35,7 +35,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Renders a template.
 
         Raises:
-            TooMuch: It takes longer than `seconds`, or makes more than `LARGEST` characters.
+            LimitError: It takes longer than `seconds`, or makes more than `LARGEST` characters.
             SecurityError: It reaches for Python's own names.
             ValueError: It fails in another way.
         """
@@ -48,7 +48,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         except (ValueError, SecurityError):
             raise
         except (RecursionError, OverflowError, MemoryError) as error:
-            raise TooMuch(f"the chat template calls itself or counts without end ({error})") from None
+            raise LimitError(f"the chat template calls itself or counts without end ({error})") from None
         except Exception as error:  # whatever a template does with values that it did not expect
             raise ValueError(f"the chat template cannot render this ({type(error).__name__}: {error})") from error
         return "".join(parts)
@@ -57,11 +57,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         try:
             return _Limits().visit(super()._parse(source, name, filename))
         except RecursionError:
-            raise TooMuch("the chat template is nested too deeply") from None
+            raise LimitError("the chat template is nested too deeply") from None
 
     def _tick(self) -> str:
         if time.monotonic() > self._end:
-            raise TooMuch(f"the chat template took longer than {self._seconds:g} s: raise seconds=, or mend its loops")
+            raise LimitError(
+                f"the chat template took longer than {self._seconds:g} s: raise seconds=, or mend its loops"
+            )
         return ""
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -136,7 +138,7 @@ def _check_call(*args: Any) -> None:
 
 def _check_numbers(*args: Any) -> None:
     if any(isinstance(arg, int | float) and abs(arg) > HIGHEST for arg in args):
-        raise TooMuch(f"the chat template calls something with a number above {HIGHEST:,}")
+        raise LimitError(f"the chat template calls something with a number above {HIGHEST:,}")
 
 
 def _check_format(text: str) -> None:
@@ -145,9 +147,9 @@ def _check_format(text: str) -> None:
     for character in text:
         digits = digits + 1 if character.isdigit() else 0
         if digits > 6:
-            raise TooMuch("the chat template formats with a width of more than six digits")
+            raise LimitError("the chat template formats with a width of more than six digits")
 
 
 def _check_size(size: float) -> None:
     if size > LARGEST:
-        raise TooMuch(f"the chat template makes more than {LARGEST:,} characters or items")
+        raise LimitError(f"the chat template makes more than {LARGEST:,} characters or items")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from maxlib.training._optimizers import width_factors as width_factors
     from maxlib.training._optimizers import width_scaled as width_scaled
     from maxlib.training._pipelining import one_f_one_b as one_f_one_b
-    from maxlib.training._placement import own_model as own_model
+    from maxlib.training._placement import materialize_model as materialize_model
     from maxlib.training._placement import place_batch as place_batch
     from maxlib.training._prefetch import Prefetch as Prefetch
     from maxlib.training._prefetch import StatefulLoader as StatefulLoader
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from maxlib.training._step import make_eval_step as make_eval_step
     from maxlib.training._step import make_state as make_state
     from maxlib.training._step import make_train_step as make_train_step
-    from maxlib.training._trainer import Diverged as Diverged
+    from maxlib.training._trainer import DivergedError as DivergedError
     from maxlib.training._trainer import Trainer as Trainer
 
 __getattr__, __dir__ = lazy(
@@ -62,11 +62,11 @@ __getattr__, __dir__ = lazy(
         "_offload": ("by_layer",),
         "_optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "width_factors", "width_scaled"),
         "_pipelining": ("one_f_one_b",),
-        "_placement": ("own_model", "place_batch"),
+        "_placement": ("materialize_model", "place_batch"),
         "_prefetch": ("Prefetch", "StatefulLoader"),
         "_schedules": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),
         "_step": ("TrainState", "jit_step", "make_eval_step", "make_state", "make_train_step"),
-        "_trainer": ("Diverged", "Trainer"),
+        "_trainer": ("DivergedError", "Trainer"),
         "_optimizer_wrappers": (
             "averaged",
             "averaged_model",

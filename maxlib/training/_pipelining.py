@@ -57,12 +57,12 @@ class OneFOneB:
             x, ctx = model.enter(model.embed_tokens(batch["tokens"], dtype), **_inputs(batch))
             x, _, lead = nn.stack.scan_segment(model.layers.lead, x, ctx, remat=remat)
             x, _, aux = nn.stack.run_segment(model.layers.prefix, x, ctx, remat=remat)
-            targets = _targets_by_row(from_hidden, model, x.x if isinstance(x, nn.stack.Carry) else x, batch)
+            targets = _targets_by_row(from_hidden, model, x.x if isinstance(x, nn.stack.WithShared) else x, batch)
             return (x, jnp.sum(targets) * _own(lead + aux)), (ctx, targets)
 
-        def stage(layers, fixed, works, x, data):
+        def stage(layers, fixed, active, x, data):
             ctx, targets, _ = data
-            x, _, aux = nn.stack.scan_segment(nn.combine(layers, fixed), x, ctx, works=works)
+            x, _, aux = nn.stack.scan_segment(nn.combine(layers, fixed), x, ctx, active=active)
             return x, jnp.sum(targets) * _own(aux), _reported(aux)
 
         def after(outer, x, data):
@@ -72,9 +72,9 @@ class OneFOneB:
             return loss + jnp.sum(targets) * _own(aux), jax.lax.stop_gradient(stats)
 
         (x, more), pull, (ctx, targets) = jax.vjp(before, outer, has_aux=True)
-        by_row = goal.by_row and not _reports(nn.combine(trainable, rest).layers, x, ctx)
+        sums_over_rows = goal.sums_over_rows and not _reports(nn.combine(trainable, rest).layers, x, ctx)
         (loss, stats, aux), (d_body, d_outer, d_x) = pipelining.one_f_one_b(
-            stage, after, body, rest.layers.body, outer, x, (ctx, targets, batch), by_row=by_row
+            stage, after, body, rest.layers.body, outer, x, (ctx, targets, batch), sums_over_rows=sums_over_rows
         )
         d_before = pull((d_x, jnp.ones_like(more)))[0]
         d_outer = jax.tree.map(jnp.add, _head_gradients(d_outer, rest), d_before)
@@ -141,7 +141,7 @@ def _head_gradients(gradients: dict[str, Array], model: Any) -> dict[str, Array]
     """Lays out those of heads and embeddings where these are; they were made in parts of the vocabulary."""
     names = nn.tree.axes(model)
     heads = [path for path in gradients if names[path] == ("vocab", "embed")]
-    with pipelining.in_a_stage():  # as the loss was
+    with pipelining.inside_stage():  # as the loss was
         return gradients | {path: head_gradient(gradients[path]) for path in heads}
 
 

@@ -87,7 +87,7 @@ def host_rows(batch: Batch) -> Batch:
     return jax.tree.map(rows, batch)
 
 
-def own_model(model: nnx.Module | Callable[[], nnx.Module], layout: sharding.Layout | None) -> Any:
+def materialize_model(model: nnx.Module | Callable[[], nnx.Module], layout: sharding.Layout | None) -> Any:
     """Makes a model that nobody else holds: built in its place, or copied there."""
     if not isinstance(model, nnx.Module):
         return jax.jit(model)() if layout is None else sharding.create(model, layout)

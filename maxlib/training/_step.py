@@ -14,7 +14,7 @@ from maxlib import nn, sharding
 from maxlib.training._gradients import gradients_of
 from maxlib.training._objectives.objective import Batch, Loss, Stats
 from maxlib.training._offload import apply_updates, check_offloaded, update
-from maxlib.training._placement import batch_names, own_model, place_like_parameters
+from maxlib.training._placement import batch_names, materialize_model, place_like_parameters
 
 Metrics = dict[str, Any]
 
@@ -77,7 +77,7 @@ def make_state(
         )
     if callable(model) and not nn.variables(model):
         build: Any = model
-        model = own_model(build, sharding.current())
+        model = materialize_model(build, sharding.current())
     trainable, rest = nn.partition(model, filter)
     if not trainable:
         raise ValueError(_nothing_to_train(model))

@@ -23,14 +23,14 @@ from maxlib.training._evaluation import Evaluation, evaluate
 from maxlib.training._export import Export
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Loss
-from maxlib.training._placement import host_rows, own_model, place_batch
+from maxlib.training._placement import host_rows, materialize_model, place_batch
 from maxlib.training._prefetch import StatefulLoader, check_loader
 from maxlib.training._restore import Origin, initial_state
 from maxlib.training._saving import Saving
 from maxlib.training._step import jit_step, make_eval_step, make_state, make_train_step
 
 
-class Diverged(FloatingPointError):
+class DivergedError(FloatingPointError):
     """Error for a loss or gradient that is no longer a finite number."""
 
 
@@ -106,7 +106,7 @@ class Trainer:
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
         with self.sharded(), hard_timeout(timeout, "the model's parameters and moments"):
-            self.state = jax.block_until_ready(make_state(own_model(model, layout), optimizer, filter=filter))
+            self.state = jax.block_until_ready(make_state(materialize_model(model, layout), optimizer, filter=filter))
         self.step, self.batch, self._batch_before = 0, None, None
         self.train_step = jit_step(make_train_step(loss, optimizer, schedule=schedule))
         self._eval_step = jax.jit(make_eval_step(loss))
@@ -146,8 +146,8 @@ class Trainer:
     def fit(self, steps: int) -> dict[str, Any]:
         """Trains until `steps` steps are done, those of earlier calls and runs included; returns the last metrics.
 
-        Raises Diverged when loss or gradient are not finite, naming the step and the last good checkpoint; Interrupted
-        after Ctrl-C or SIGTERM, when everything is saved.
+        Raises DivergedError when loss or gradient are not finite, naming the step and the last good checkpoint;
+        Interrupted after Ctrl-C or SIGTERM, when everything is saved.
         """
         if self._origin is None:
             self.restore()
@@ -305,7 +305,7 @@ class Trainer:
             self._last = values
             if not finite:
                 batch = self.batch if step == self.step else self._batch_before
-                raise Diverged(
+                raise DivergedError(
                     f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. Training has stopped and this "
                     f"state is not saved. {self._saving.last_good()}. {self._saving.cause(step, self.state, batch, self.loss)} "
                     f"Try a lower learning rate, a longer warm-up, clipping, or look at the data of this step"

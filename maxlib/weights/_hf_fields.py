@@ -33,8 +33,8 @@ Default = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Place of a field in config.json.
+class FieldCodec:
+    """Reader and writer of a field in config.json.
 
     Attributes:
         read: `read(fields, c, hint)` gives the value; `hint` is the field's annotation.
@@ -106,7 +106,7 @@ class ModelConfig:
         return [name for place in _places(cls).values() for name in place.required]
 
 
-def _places(cls: type) -> dict[str, Place]:
+def _places(cls: type) -> dict[str, FieldCodec]:
     fields = dataclasses.fields(typing.cast(Any, cls))
     return {field.name: field.metadata["hf"] for field in fields if "hf" in field.metadata}
 
@@ -129,7 +129,7 @@ def _put(target: dict[str, Any], fields: Mapping[str, Any]) -> None:
         place[last] = value
 
 
-def _declare(place: Place, default: Any, compare: bool = True) -> Any:
+def _declare(place: FieldCodec, default: Any, compare: bool = True) -> Any:
     return dataclasses.field(default=default, compare=compare, metadata={"hf": place})
 
 
@@ -177,7 +177,7 @@ def hf(
     def write(value: Any, cfg: Any) -> dict[str, Any]:
         return dict.fromkeys((name, *same), list(value) if isinstance(value, tuple) else value)
 
-    return _declare(Place(read, write, (name,) if absent is REQUIRED else ()), default)
+    return _declare(FieldCodec(read, write, (name,) if absent is REQUIRED else ()), default)
 
 
 def _value(default: Default, c: Any) -> Any:
@@ -207,7 +207,7 @@ def hf_fields(
         default: Default of the constructor.
         compare: Whether configurations with different values differ.
     """
-    return _declare(Place(lambda fields, c, hint: read(fields, c), write), default, compare)
+    return _declare(FieldCodec(lambda fields, c, hint: read(fields, c), write), default, compare)
 
 
 def hf_head_dim() -> Any:
@@ -231,7 +231,7 @@ def hf_head_dim() -> Any:
             )
         return {"head_dim": value}
 
-    return _declare(Place(read, write), dataclasses.MISSING)
+    return _declare(FieldCodec(read, write), dataclasses.MISSING)
 
 
 def hf_rope(
@@ -270,7 +270,7 @@ def hf_rope(
             return {theta_field: written["rope_theta"], **{k: v for k, v in written.items() if "." in k}}
         return written
 
-    return _declare(Place(read, write), dataclasses.MISSING)
+    return _declare(FieldCodec(read, write), dataclasses.MISSING)
 
 
 def hf_layer_rope(
@@ -296,7 +296,7 @@ def hf_layer_rope(
         written, limit = rope_to_hf(rope, head_dim=head_dim(cfg), whole_heads=True), "max_position_embeddings"
         return {f"rope_parameters.{layer_type}": written["rope_parameters"], limit: written[limit]}
 
-    return _declare(Place(read, write), dataclasses.MISSING)
+    return _declare(FieldCodec(read, write), dataclasses.MISSING)
 
 
 SLIDING = "sliding_attention"
@@ -337,7 +337,7 @@ def hf_layer_types(
                 f"layer_types has {SLIDING}, which needs a window (config.json: use_sliding_window and sliding_window)"
             )
 
-    return _declare(Place(read, write, check=check), None)
+    return _declare(FieldCodec(read, write, check=check), None)
 
 
 def hf_max_window_layers(full: str, *, absent: int, window: int) -> Any:
@@ -373,7 +373,7 @@ def hf_switched_window(*, absent: int | None) -> Any:
     def write(value: int | None, cfg: Any) -> dict[str, Any]:
         return {"use_sliding_window": SLIDING in (cfg.layer_types or ()), "sliding_window": value}
 
-    return _declare(Place(read, write), None)
+    return _declare(FieldCodec(read, write), None)
 
 
 def switched_window(fields: HFConfig, absent: int | None) -> int | None:
@@ -408,7 +408,7 @@ def hf_num_dense(absent: int = 1) -> Any:
     def write(value: int, cfg: Any) -> dict[str, Any]:
         return {"first_k_dense_replace": value, "mlp_layer_types": _dense_first(value, cfg.num_layers)}
 
-    return _declare(Place(read, write), dataclasses.MISSING)
+    return _declare(FieldCodec(read, write), dataclasses.MISSING)
 
 
 def _dense_first(number: int, num_layers: int) -> list[str]:
@@ -435,11 +435,11 @@ def hf_dt_limit(name: str = "time_step_limit") -> Any:
             return {}
         return {name: [x if math.isfinite(x) else {"__float__": "Infinity"} for x in limit]}
 
-    return _declare(Place(read, write), (0.0, math.inf))
+    return _declare(FieldCodec(read, write), (0.0, math.inf))
 
 
 def hf_mtp(absent: int) -> Any:
     """Declares how many modules of multi-token prediction a checkpoint has; an export has `cfg.num_mtp`."""
     field = "num_nextn_predict_layers"
-    place = Place(lambda fields, c, hint: fields.take(field, absent), lambda value, cfg: {field: cfg.num_mtp})
+    place = FieldCodec(lambda fields, c, hint: fields.take(field, absent), lambda value, cfg: {field: cfg.num_mtp})
     return _declare(place, 0, compare=False)

@@ -12,7 +12,7 @@ import numpy as np
 from maxlib import nn, sharding
 from maxlib.weights._files import Stored, find_tensors, is_float
 from maxlib.weights._fp8 import with_scales
-from maxlib.weights._resolve import Conversion, Cut, Piece, Plan, Tensor, resolve
+from maxlib.weights._resolve import Conversion, Cut, Piece, Tensor, WeightMapping, resolve
 from maxlib.weights._table import Copy, Ignore, Renamed, Table
 
 Model = TypeVar("Model")
@@ -74,14 +74,16 @@ def _initial(build: Callable[[], Any], places: Mapping[str, Any], dtype: Any) ->
     return jax.jit(values, out_shardings=dict(places))() if places else {}
 
 
-def _applicable(plan: Plan, stored: Mapping[str, Stored]) -> Plan:
+def _applicable(plan: WeightMapping, stored: Mapping[str, Stored]) -> WeightMapping:
     """Drops one-way conversions whose tensors are absent, and pieces that the other conversions replace."""
     conversions = [c for c in plan.conversions if c.entry.save is not None or all(t in stored for t in c.theirs)]
     replaced = {c.place for c in conversions if c.entry.save is None}
-    return Plan([p for p in plan.pieces if p.place not in replaced], conversions, plan.absent)
+    return WeightMapping([p for p in plan.pieces if p.place not in replaced], conversions, plan.absent)
 
 
-def _check(abstract: Any, plan: Plan, stored: Mapping[str, Stored], table: Table, directory: str | Path) -> None:
+def _check(
+    abstract: Any, plan: WeightMapping, stored: Mapping[str, Stored], table: Table, directory: str | Path
+) -> None:
     tensors, leaves = plan.tensors, {path: v.get_value() for path, v in nn.variables(abstract).items()}
     needed = {*tensors, *(name for c in plan.conversions for name in c.theirs)}
     present = [name for name in tensors if name in stored]
@@ -118,7 +120,7 @@ def _listed(what: str, names: Sequence[str], note: Callable[[str], str]) -> str:
     return "\n".join([f"{what} ({len(names)}):", *lines, *more, ""])
 
 
-def _users(plan: Plan, name: str) -> str:
+def _users(plan: WeightMapping, name: str) -> str:
     pieces = [p.place for p in plan.pieces if p.theirs == name]
     return ", ".join(map(str, pieces + [c.place for c in plan.conversions if name in c.theirs]))
 
@@ -160,7 +162,7 @@ def _same(a: Stored, b: Stored) -> bool:
     return all(np.array_equal(x, y) for x, y in parts)  # in parts, for the comparison takes memory
 
 
-def uncovered(abstract: Any, plan: Plan) -> list[str]:
+def uncovered(abstract: Any, plan: WeightMapping) -> list[str]:
     """Lists leaves that the plan does not fill exactly, with how much of them it fills."""
     wrong = []
     for path, variable in nn.variables(abstract).items():
@@ -175,7 +177,9 @@ def uncovered(abstract: Any, plan: Plan) -> list[str]:
 class _Leaf:
     """One leaf of the model and the tensors that fill it."""
 
-    def __init__(self, path: str, shape: jax.ShapeDtypeStruct, plan: Plan, stored: Mapping[str, Stored], dtype: Any):
+    def __init__(
+        self, path: str, shape: jax.ShapeDtypeStruct, plan: WeightMapping, stored: Mapping[str, Stored], dtype: Any
+    ):
         self.path, self.shape, self._stored = path, shape.shape, stored
         self._pieces = [(p, plan.tensors[p.theirs]) for p in plan.filling.get(path, ()) if isinstance(p, Piece)]
         self._conversions = [c for c in plan.filling.get(path, ()) if isinstance(c, Conversion)]

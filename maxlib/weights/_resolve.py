@@ -2,11 +2,11 @@
 
 Words of this file, from the largest to the smallest:
 
-- **Plan**: everything that a table says of one model, made by `resolve`.
+- **WeightMapping**: everything that a table says of one model, made by `resolve`.
 - **Tensor**: a tensor of the files, made of pieces.
 - **Piece**: a part of a tensor of the files that is a part of one leaf of the model, axis by axis; from a `Weight`.
 - **Conversion**: tensors that a function turns into a leaf; from a `Convert`.
-- **Place**: a leaf of the model, or one layer of a leaf that a stack stores with a leading axis.
+- **ParamSlot**: a leaf of the model, or one layer of a leaf that a stack stores with a leading axis.
 - **Cut**: a slice for each axis of a place, such as the part that one device holds.
 """
 
@@ -27,7 +27,7 @@ Cut = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamSlot:
     """A leaf, or one repeat of a leaf that a stack stores; `shape` is without the repeat axis."""
 
     path: str
@@ -44,7 +44,7 @@ class Piece:
     """A part of their tensor that is a part of ours, axis by axis."""
 
     theirs: str
-    place: Place
+    place: ParamSlot
     groups: tuple[Axes, ...]
     ours: Axes
     at: Mapping[str, int]
@@ -95,7 +95,7 @@ class Conversion:
     """A `Convert` at one place."""
 
     theirs: tuple[str, ...]
-    place: Place
+    place: ParamSlot
     entry: Convert
 
     @property
@@ -114,7 +114,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WeightMapping:
     """Every use of the table, in order of layers; those outside of stacks come first."""
 
     pieces: list[Piece]
@@ -141,7 +141,7 @@ class Plan:
         return by_path
 
 
-def resolve(model: Any, table: Table) -> Plan:
+def resolve(model: Any, table: Table) -> WeightMapping:
     """Lays `table` over `model` (or its `jax.eval_shape`)."""
     leaves = {path: v.get_value().shape for path, v in nn.variables(model).items()}
     numbered = list(enumerate(e for e in table if isinstance(e, Weight | Convert)))
@@ -154,22 +154,22 @@ def resolve(model: Any, table: Table) -> Plan:
         if isinstance(e, Convert)
     ]
     absent = {place.path for e in table if isinstance(e, Absent) for place in places(model, leaves, e)}
-    return Plan(pieces, conversions, absent)
+    return WeightMapping(pieces, conversions, absent)
 
 
-def places(model: Any, leaves: Mapping[str, tuple[int, ...]], entry: Weight | Convert | Absent) -> Iterator[Place]:
+def places(model: Any, leaves: Mapping[str, tuple[int, ...]], entry: Weight | Convert | Absent) -> Iterator[ParamSlot]:
     """Yields the places of our side of `entry` that the model has."""
     before, layered, after = entry.ours.partition("{i}")
     if not layered:
         if entry.ours in leaves:
-            yield Place(entry.ours, None, leaves[entry.ours])
+            yield ParamSlot(entry.ours, None, leaves[entry.ours])
         return
     layers = _child(model, before.rstrip("."))
     for i in range(0 if layers is None else len(layers)):
         where, index = layers.where(i) if isinstance(layers, nn.Stack) else (str(i), None)
         path = before + where + after
         if path in leaves:
-            yield Place(path, index, leaves[path][0 if index is None else 1 :], i)
+            yield ParamSlot(path, index, leaves[path][0 if index is None else 1 :], i)
 
 
 def _child(model: Any, path: str) -> Any:
@@ -178,7 +178,7 @@ def _child(model: Any, path: str) -> Any:
     return model
 
 
-def _pieces(entry: Weight, place: Place) -> Iterator[Piece]:
+def _pieces(entry: Weight, place: ParamSlot) -> Iterator[Piece]:
     """Yields a piece for every value of the placeholders other than the layer's."""
     groups, ours = parse(entry.pattern, len(place.shape))
     theirs = [a for group in groups for a in group]

@@ -20,7 +20,7 @@ from maxlib import nn, sharding
 from maxlib.weights._buckets import is_bucket, whole_in_bucket
 from maxlib.weights._files import OWN_FILES, Header, is_float, shard, write_file, write_index
 from maxlib.weights._loading import assign, uncovered
-from maxlib.weights._resolve import Conversion, Plan, Tensor, resolve
+from maxlib.weights._resolve import Conversion, Tensor, WeightMapping, resolve
 from maxlib.weights._table import Table
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -66,7 +66,7 @@ class _Source:
 
     def __init__(self, model: Any, table: Table, dtype: Any):
         plan = resolve(model, table)
-        plan = Plan(plan.pieces, [c for c in plan.conversions if c.entry.save is not None], plan.absent)
+        plan = WeightMapping(plan.pieces, [c for c in plan.conversions if c.entry.save is not None], plan.absent)
         if any(".matmul." in path and isinstance(v, nnx.LoRAParam) for path, v in nn.variables(model).items()):
             raise ValueError(
                 "the model has adapters: adapters.merge writes them into its weights, adapters.base leaves them"

@@ -161,8 +161,8 @@ def test_rules_choose_layers_and_give_ranks():
     found = {(row.path.split(".", 2)[2], row.rank) for row in adapters.report(adapted).rows}
     assert {rank for path, rank in found if "attn" in path} == {2}
     assert isinstance(adapted.layers[1].mlp.up.matmul, nn.matmul.LowRank)
-    assert isinstance(adapted.layers[0].mlp.up.matmul, nn.matmul.Exact)
-    assert isinstance(adapted.layers[0].attn.k.matmul, nn.matmul.Exact)
+    assert isinstance(adapted.layers[0].mlp.up.matmul, nn.matmul.PlainMatmul)
+    assert isinstance(adapted.layers[0].attn.k.matmul, nn.matmul.PlainMatmul)
     np.testing.assert_array_equal(logits(adapted), logits(model("both")))
 
 

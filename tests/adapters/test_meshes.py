@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from maxlib import adapters, nn, sharding, training
-from maxlib.training._placement import own_model
+from maxlib.training._placement import materialize_model
 from tests.adapters.test_adapters import LORA, model, put_on, trained
 from tests.training import tiny
 from tests.training.tiny import batch, jit_step
@@ -29,7 +29,7 @@ def step(base, *, layout=None, accumulate=1, **options):
     fresh = jax.tree.map(lambda x: jnp.array(np.array(x)), base)  # the step deletes what it is given
 
     def go():
-        state = training.make_state(own_model(fresh, layout), optimizer, filter=adapters.trainable)
+        state = training.make_state(materialize_model(fresh, layout), optimizer, filter=adapters.trainable)
         state, metrics = run(state, rows)
         return {n: np.asarray(v) for n, v in state.trainable.items()}, float(metrics["loss"])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlib.distributed._launcher import Locked, furthest, launch
+from maxlib.distributed._launcher import LockedError, furthest, launch
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
@@ -119,11 +119,11 @@ def test_one_launcher_for_a_directory_and_its_orphans_count(tmp_path):
     first = subprocess.Popen([*command, *program(tmp_path, body)], cwd=ROOT, stdout=subprocess.DEVNULL)
     while not (tmp_path / "ready").exists():
         time.sleep(0.02)
-    with pytest.raises(Locked, match=f"process number {first.pid} on .*another directory"):
+    with pytest.raises(LockedError, match=f"process number {first.pid} on .*another directory"):
         launch(["true"], tmp_path, processes=[1])
     first.kill()
     first.wait()
-    with pytest.raises(Locked):  # the program still runs
+    with pytest.raises(LockedError):  # the program still runs
         launch(["true"], tmp_path, processes=[1])
     (pid,) = json.loads((tmp_path / "launch.jsonl").read_text().splitlines()[0])["pids"]
     os.kill(pid, signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_one_launcher_for_a_directory_and_its_orphans_count(tmp_path):
         try:
             assert launch(["true"], tmp_path, processes=[1]) == 0
             return
-        except Locked:
+        except LockedError:
             time.sleep(0.05)
     raise AssertionError("the lock outlived everybody")
 

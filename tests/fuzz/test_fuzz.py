@@ -120,7 +120,7 @@ def test_sizes_that_no_model_has(field, tmp_path):
 
 def test_records_nested_too_deeply(tmp_path):
     (tmp_path / "manifest.json").write_text("[" * 9000)
-    with pytest.raises(_checksummed_json.Damaged, match=r"manifest\.json"):
+    with pytest.raises(_checksummed_json.DamagedError, match=r"manifest\.json"):
         _checksummed_json.read(epath.Path(tmp_path / "manifest.json"))
 
 

@@ -252,13 +252,13 @@ class Shares(nnx.Module):
 
     def __call__(self, x, ctx, cache):
         y = jnp.sin(x.x * self.w[...]) + (x.shared["twice"] * x.x if self.takes else 0)
-        return x.then(y, **({"twice": 2 * x.x} if self.makes else {})), cache, {}
+        return x.updated(y, **({"twice": 2 * x.x} if self.makes else {})), cache, {}
 
 
 def test_what_a_layer_shares_reaches_all_later_ones_and_their_gradients_reach_it():
     def run(layout, remat, x):
         stack = nn.Stack(lambda i, rngs: Shares(i, rngs=rngs), 8, **layout, rngs=nnx.Rngs(0))
-        out = stack(nn.stack.Carry(x, {}), remat=remat)[0]
+        out = stack(nn.stack.WithShared(x, {}), remat=remat)[0]
         return (out.x + out.shared["twice"]).sum()
 
     scanned = {"lead": 2, "prefix": 2, "period": 1}
@@ -272,7 +272,7 @@ def test_what_a_layer_shares_reaches_all_later_ones_and_their_gradients_reach_it
 def test_what_layers_share_is_stored_once_for_the_backward_pass():
     """Scanned layers read it as a constant: no residual has it once for each layer."""
     stack = nn.Stack(lambda i, rngs: Shares(i, rngs=rngs), 12, prefix=4, period=1, rngs=nnx.Rngs(0))
-    loss = lambda x, remat: stack(nn.stack.Carry(x, {}), remat=remat)[0].x.sum()
+    loss = lambda x, remat: stack(nn.stack.WithShared(x, {}), remat=remat)[0].x.sum()
     for remat, rows in ((None, 3), ("full", 1)):  # per layer: x and what sin and the product need; x alone
         _, pull = jax.vjp(lambda x, remat=remat: loss(x, remat), jnp.linspace(0.1, 1, 3))
         stacked = [a for a in jax.tree.leaves(pull) if getattr(a, "shape", ()) == (8, 3)]
@@ -282,7 +282,7 @@ def test_what_layers_share_is_stored_once_for_the_backward_pass():
 def test_a_scanned_layer_may_not_share():
     stack = nn.Stack(lambda i, rngs: Shares(2, rngs=rngs), 3, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="scanned shares twice"):
-        stack(nn.stack.Carry(jnp.ones(3), {}))
+        stack(nn.stack.WithShared(jnp.ones(3), {}))
 
 
 def test_a_lead_of_periods():

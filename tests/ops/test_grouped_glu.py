@@ -188,7 +188,7 @@ def test_clear_errors():
 def mixture(implementation, activation=ops.swiglu):
     layer = nn.MoE(64, 64, router=nn.Router(64, 4, top_k=2, rngs=nnx.Rngs(0)), activation=activation, rngs=nnx.Rngs(0))
     for part in (layer.gate, layer.up, layer.down):
-        part.matmul = nn.matmul.Exact(implementation)
+        part.matmul = nn.matmul.PlainMatmul(implementation)
     return layer
 
 

@@ -335,7 +335,7 @@ def test_plain_rules_cost_what_the_strategies_do_that_write_them(strategy, degre
 def test_a_strategy_that_states_no_costs_leaves_those_of_its_rules():
     @dataclasses.dataclass(frozen=True)
     class Own(sharding.Strategy):
-        slot = "sequence"
+        kind = "sequence"
 
         def apply(self, rules):
             return {**rules, "seq": "context", "q_seq": "context", "kv_seq": "context"}

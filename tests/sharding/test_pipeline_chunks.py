@@ -15,17 +15,17 @@ def test_every_period_lies_in_one_place(periods, stages):
     most = -(-periods // stages)
     for repeats in (n for n in range(1, most + 1) if most % n == 0):
         cut = chunks(periods, stages, repeats)
-        assert cut.index.shape == cut.works.shape == (stages, repeats, most // repeats)
-        by_chunk = [cut.index[s, v][cut.works[s, v]] for v in range(repeats) for s in range(stages)]
+        assert cut.index.shape == cut.active.shape == (stages, repeats, most // repeats)
+        by_chunk = [cut.index[s, v][cut.active[s, v]] for v in range(repeats) for s in range(stages)]
         assert np.concatenate(by_chunk).tolist() == list(range(periods))  # consecutive, from chunk to chunk
         assert cut.index.reshape(-1)[cut.places].tolist() == list(range(periods))
-        held = cut.works.sum(axis=(1, 2))
+        held = cut.active.sum(axis=(1, 2))
         assert held.max() == most and held.min() >= most - 1
 
 
 def test_61_layers_on_4_stages():
-    assert chunks(61, 4, 1).works.sum(axis=(1, 2)).tolist() == [16, 15, 15, 15]
-    assert chunks(61, 4, 4).works.sum(axis=2).tolist() == [[4, 4, 4, 4], [4, 4, 4, 3], [4, 4, 4, 3], [4, 4, 4, 3]]
+    assert chunks(61, 4, 1).active.sum(axis=(1, 2)).tolist() == [16, 15, 15, 15]
+    assert chunks(61, 4, 4).active.sum(axis=2).tolist() == [[4, 4, 4, 4], [4, 4, 4, 3], [4, 4, 4, 3], [4, 4, 4, 3]]
     assert chunks(64, 4, 1).in_order and not chunks(64, 4, 2).in_order and not chunks(61, 4, 1).in_order
 
 
@@ -73,6 +73,6 @@ def met(schedule, turn):
     ticks, stages = jnp.arange(schedule.ticks + 2 * schedule.lead)[:, None], np.arange(schedule.stages)[None]
     now = jax.device_get(turn(ticks, stages))
     chunk = now.repeat * schedule.stages + stages
-    pairs = [(int(now.microbatch[at]), int(chunk[at])) for at in zip(*np.nonzero(now.works), strict=True)]
+    pairs = [(int(now.microbatch[at]), int(chunk[at])) for at in zip(*np.nonzero(now.active), strict=True)]
     assert len(set(pairs)) == len(pairs)
-    return dict(zip(pairs, zip(np.nonzero(now.works)[0], now.entered[now.works], strict=True), strict=True))
+    return dict(zip(pairs, zip(np.nonzero(now.active)[0], now.entered[now.active], strict=True), strict=True))

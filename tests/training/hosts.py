@@ -179,7 +179,7 @@ def without(step: int) -> Callable[[Any], Any]:
 
     def refused(path: Any) -> Any:
         if path.parent.parent.name == str(step):
-            raise records.Damaged(f"{path} cannot be read")
+            raise records.DamagedError(f"{path} cannot be read")
         return read(path)
 
     return refused

@@ -226,7 +226,7 @@ def test_a_plain_loss_may_run_the_model_twice_on_nested_batches():
 
     def step(layout=None, microbatches=1):
         run = tiny.jit_step(training.make_train_step(training.accumulate(objectives.contrast, microbatches), optimizer))
-        own = training.own_model(tiny.model, layout)
+        own = training.materialize_model(tiny.model, layout)
         state = training.make_state(own, optimizer)
         return jax.device_get(run(state, training.place_batch(data, layout)))
 
@@ -264,4 +264,4 @@ def test_a_loss_says_what_it_takes():
         objectives.focal(model(), jax.tree.map(jnp.asarray, batch()), gama=1.0)
     assert "gamma" in str(objectives.focal.__signature__) and "remat" in str(objectives.focal.__signature__)
     assert repr(objectives.focal) == "<objective tests.training.objectives.focal>"
-    assert objectives.focal.__doc__ and objectives.focal.by_row
+    assert objectives.focal.__doc__ and objectives.focal.sums_over_rows

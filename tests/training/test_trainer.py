@@ -203,7 +203,9 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(tmp_
     bad = [tiny.batch(seed=i)["tokens"][0, 0] for i in range(1, 6)][4]
     checkpointer = checkpoint.Checkpointer(tmp_path / "checkpoints", every=2)
     ours = trainer(loss=loss, directory=tmp_path, checkpointer=checkpointer)
-    with pytest.raises(training.Diverged, match=r"step 5: loss nan.*last good checkpoint is that of step 4") as error:
+    with pytest.raises(
+        training.DivergedError, match=r"step 5: loss nan.*last good checkpoint is that of step 4"
+    ) as error:
         ours.fit(8)
     assert "the parameters of step 4 and this step's batch: forward: the loss is nan, all layers' outputs" in str(
         error.value
@@ -237,7 +239,7 @@ def test_the_first_layer_that_is_not_finite_is_named(tmp_path):
 
     third = tiny.batch(seed=3)["tokens"][0, 0]
     ours = trainer(loss=loss, checkpointer=checkpoint.Checkpointer(tmp_path, every=1))
-    with pytest.raises(training.Diverged, match=r"(?s)step 3.*forward: first the output of layers.2.mlp"):
+    with pytest.raises(training.DivergedError, match=r"(?s)step 3.*forward: first the output of layers.2.mlp"):
         ours.fit(5)
 
 

@@ -184,17 +184,17 @@ def by_name(name: str) -> Implementation:
     return next(one for one in _implementations if one.name == name)
 
 
-class Table(str):
+class MarkdownTable(str):
     """A Markdown table, which notebooks render."""
 
     def _repr_markdown_(self) -> str:
         return str(self)
 
 
-def capabilities() -> Table:
+def capabilities() -> MarkdownTable:
     """Returns the table of implementations, with the platforms and features of each."""
     rows = [["implementation", "runs on", *FEATURES], ["---"] * (len(FEATURES) + 2)]
     for one in _implementations:
         where = "everything" if one.platforms is None else ", ".join(sorted(one.platforms))
         rows.append([f"`{one.name}`", where, *("yes" if name in one.features else "-" for name in FEATURES)])
-    return Table("\n".join("| " + " | ".join(row) + " |" for row in rows))
+    return MarkdownTable("\n".join("| " + " | ".join(row) + " |" for row in rows))

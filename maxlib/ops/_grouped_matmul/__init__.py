@@ -1,6 +1,6 @@
 """Grouped matmul: one public function, its transpose, gate and up together, and one file per implementation."""
 
-from maxlib.ops._grouped_matmul.api import Layout as Layout
+from maxlib.ops._grouped_matmul.api import ExpertWeightOrder as ExpertWeightOrder
 from maxlib.ops._grouped_matmul.api import explain_grouped_matmul as explain_grouped_matmul
 from maxlib.ops._grouped_matmul.api import grouped_matmul as grouped_matmul
 from maxlib.ops._grouped_matmul.api import grouped_outer as grouped_outer

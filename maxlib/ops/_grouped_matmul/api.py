@@ -17,7 +17,7 @@ from maxlib.ops._grouped_matmul.reference import reference, reference_outer
 from maxlib.ops._grouped_matmul.tiled import tiled, tiled_outer
 
 Implementation = Literal["megablox", "ragged_dot", "tiled", "mosaic_gpu", "reference"]
-Layout = Literal["EOI", "EIO"]
+ExpertWeightOrder = Literal["EOI", "EIO"]
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 _RUN = {
@@ -35,7 +35,7 @@ def grouped_matmul(
     weights: Num[Array, "E O I"] | Num[Array, "E I O"] | Any,
     rows_per_expert: Int[Array, " E"],
     *,
-    layout: Layout = "EOI",
+    layout: ExpertWeightOrder = "EOI",
     out_dtype: Any = None,
     implementation: Implementation | None = None,
 ) -> Num[Array, "M O"]:
@@ -106,7 +106,7 @@ def explain_grouped_matmul(
     rows: Shaped,
     weights: Any,
     *,
-    layout: Layout = "EOI",
+    layout: ExpertWeightOrder = "EOI",
     out_dtype: Any = None,
     implementation: Implementation | None = None,
     device: tuple[str, str] | None = None,

@@ -12,7 +12,7 @@ from maxlib.kernels.grouped_matmul.mosaic_gpu import glu
 from maxlib.kernels.grouped_matmul.rows import NAMES, owners
 from maxlib.ops._cost import counted
 from maxlib.ops._glu import swiglu
-from maxlib.ops._grouped_matmul.api import Implementation, Layout, check, choose, grouped_matmul
+from maxlib.ops._grouped_matmul.api import ExpertWeightOrder, Implementation, check, choose, grouped_matmul
 
 
 def grouped_glu(
@@ -24,7 +24,7 @@ def grouped_glu(
     activation: Callable[[Array, Array], Array] = swiglu,
     gate_bias: Float[Array, "E O"] | None = None,
     up_bias: Float[Array, "E O"] | None = None,
-    layout: Layout = "EOI",
+    layout: ExpertWeightOrder = "EOI",
     implementation: Implementation | None = None,
 ) -> Float[Array, "M O"]:
     """Joins two grouped matmuls of the same rows: `activation(x @ gate[e].T + gate_bias[e], x @ up[e].T + up_bias[e])`.

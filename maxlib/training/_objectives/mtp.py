@@ -14,7 +14,7 @@ from maxlib.training._objectives.objective import Batch, Stats, objective, own_l
 _INPUTS = ("positions", "segment_ids", "valid")
 
 
-@objective(by_row=False)
+@objective(sums_over_rows=False)
 def mtp_loss(
     head: Any,
     hidden: Float[Array, "B T D"],

@@ -43,11 +43,11 @@ class Objective:
 
     Attributes:
         from_hidden: `(head, hidden, batch, **options) -> (sum, Stats)`.
-        by_row: whether the loss is a sum over rows of what each row gives by itself, its reports included.
+        sums_over_rows: whether the loss is a sum over rows of what each row gives by itself, its reports included.
     """
 
-    def __init__(self, from_hidden: Callable[..., tuple[Array, Stats]], *, by_row: bool = True):
-        self.from_hidden, self.by_row = from_hidden, by_row
+    def __init__(self, from_hidden: Callable[..., tuple[Array, Stats]], *, sums_over_rows: bool = True):
+        self.from_hidden, self.sums_over_rows = from_hidden, sums_over_rows
         self.__name__, self.__qualname__ = from_hidden.__name__, from_hidden.__qualname__
         self.__module__, self.__doc__ = from_hidden.__module__, from_hidden.__doc__
         self.__signature__ = _signature(from_hidden)
@@ -75,8 +75,8 @@ class Objective:
 @overload
 def objective(from_hidden: Callable[..., tuple[Array, Stats]]) -> Objective: ...
 @overload
-def objective(*, by_row: bool) -> Callable[[Callable[..., tuple[Array, Stats]]], Objective]: ...
-def objective(from_hidden: Any = None, *, by_row: bool = True) -> Any:
+def objective(*, sums_over_rows: bool) -> Callable[[Callable[..., tuple[Array, Stats]]], Objective]: ...
+def objective(from_hidden: Any = None, *, sums_over_rows: bool = True) -> Any:
     """Makes a training loss of `from_hidden(head, hidden, batch, **options) -> (sum, Stats)`; a decorator.
 
     The loss trains wherever `next_token_loss` does, which is made in this way: by autodiff, with microbatches, on any
@@ -88,11 +88,11 @@ def objective(from_hidden: Any = None, *, by_row: bool = True) -> Any:
             of its layers may be used; `hidden`, `B T D` after the final norm; `batch`, of which `tokens`, `positions`,
             `segment_ids`, `valid` and `images` went into the model; and its options, by keyword. It returns the loss
             summed over the targets, and `Stats`.
-        by_row: whether the loss of a batch is the sum of those of its rows, reports included. Then the devices of a
-            pipeline sum gradients once. False for a loss with layers of its own that report of all rows at once.
+        sums_over_rows: whether the loss of a batch is the sum of those of its rows, reports included. Then the devices
+            of a pipeline sum gradients once. False for a loss with layers of its own that report of all rows at once.
             Microbatches change a loss that compares rows in any case: put what belongs together into one row.
     """
-    make = functools.partial(Objective, by_row=by_row)
+    make = functools.partial(Objective, sums_over_rows=sums_over_rows)
     return make if from_hidden is None else make(from_hidden)
 
 
