@@ -103,7 +103,7 @@ def _suggestion(name: object) -> str:
     return f"{meant} sharding.ARRAY_AXES has the names, sharding.declare_axes({name!r}) adds one of your own"
 
 
-def mesh_axes_of(place: MeshAxes) -> tuple[str, ...]:
+def mesh_axes_of(axes: MeshAxes) -> tuple[str, ...]:
     """Returns the mesh axes that a rule names, as a tuple."""
-    place = place.axes if isinstance(place, IfFree) else place
-    return () if place is None else (place,) if isinstance(place, str) else tuple(place)
+    axes = axes.axes if isinstance(axes, IfFree) else axes
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

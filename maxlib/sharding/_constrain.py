@@ -67,7 +67,7 @@ def constrain(x: jax.Array, *names: Name) -> jax.Array:
     """
     if len(names) != x.ndim:
         raise ValueError(
-            f"constrain needs one name (or None) per axis: got {names} for shape {x.shape}. Is the axis of the batch missing?"
+            f"constrain needs one name (or None) per axis: got {names} for shape {x.shape}. Is the batch axis missing?"
         )
     if (layout := current()) is None:
         check_axes(names, "constrain")

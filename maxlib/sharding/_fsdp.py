@@ -83,5 +83,5 @@ class ShardOptimizer(Strategy):
     def check(self, mesh: Any, others: tuple[Strategy, ...]) -> None:
         check_mesh_axes([self.axis], str(self), mesh.axis_names)
 
-    def optimizer_spec(self, own: P, shape: tuple[int, ...], mesh: Any) -> P:
-        return split_further(own, shape, (self.axis,), mesh)
+    def optimizer_spec(self, spec: P, shape: tuple[int, ...], mesh: Any) -> P:
+        return split_further(spec, shape, (self.axis,), mesh)

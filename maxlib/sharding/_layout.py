@@ -1,8 +1,8 @@
 """Layouts (a mesh and the strategies that use it), and the layout in use."""
 
 import dataclasses
-import difflib
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +16,7 @@ from maxlib.sharding import _rules
 from maxlib.sharding._axes import AxisRules, Name, check_axes, mesh_axes_of
 from maxlib.sharding._experts import ExpertParallel
 from maxlib.sharding._layer_axes import is_stacked, own_axes
-from maxlib.sharding._mesh import MeshShape
+from maxlib.sharding._mesh import MeshShape, check_mesh_axes
 from maxlib.sharding._offload import HOST, Offload
 from maxlib.sharding._pipeline import Pipeline
 from maxlib.sharding._presets import FSDP_TP
@@ -27,19 +27,19 @@ AnyMesh = Mesh | AbstractMesh
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh and the strategy that uses it; the one argument of everything that places arrays.
+    """A device mesh and its parallelism strategy: the single argument of every function that places arrays.
 
     Layouts are hashable, and the one in use is part of `jit`'s cache key.
 
     Args:
-      mesh: a mesh of devices; with an abstract one programs can be traced, not run. The degrees of one as a mapping,
-        `{"fsdp": -1, "tensor": 4}`, are a layout for any devices: plans take it, and `layout.on(devices)` places it.
+      mesh: a mesh of devices; with an abstract one programs can be traced, not run. Or axis sizes such as
+        `{"fsdp": -1, "tensor": 4}`, bound to devices later by `layout.on(devices)`; plans accept this form.
       strategy: strategies joined by `|`, or a table of plain rules; stored as a `Strategy`.
 
     Raises:
       TypeError: when `mesh` is not a mesh, or `strategy` neither a strategy nor a table.
-      ValueError: when a rule names an axis that is not declared or that the mesh does not have, or when strategies
-        do not go together, or not with the devices.
+      ValueError: when a rule names an axis that is not declared or that the mesh does not have, or if strategies
+        conflict with each other or with the mesh.
     """
 
     mesh: Any  # AnyMesh | MeshShape, or a mapping that becomes one
@@ -51,19 +51,22 @@ class Layout:
         if not isinstance(self.mesh, AnyMesh | MeshShape):
             raise TypeError(f"a layout's mesh must be a mesh, got {self.mesh!r}; sharding.make_mesh(fsdp=-1) makes one")
         object.__setattr__(self, "strategy", join(self.strategy))
-        for name, place in self.rules.items():
-            _check_axes_of(self.mesh, name, place)
-        for one in self.strategies if isinstance(self.mesh, AnyMesh) else ():
-            one.check(self.mesh, self.strategies)
+        for name, axes in self.rules.items():
+            what = f"rule {name!r} -> {axes!r}"
+            check_axes((name,), what)
+            check_mesh_axes(mesh_axes_of(axes), what, self.mesh.axis_names)
+        if isinstance(self.mesh, AnyMesh):
+            for strategy in self.strategies:
+                strategy.check(self.mesh, self.strategies)
 
     def on(self, devices: Sequence[Any]) -> "Layout":
-        """Returns a layout of given degrees with a mesh over devices.
+        """Returns this layout of axis sizes with a mesh over devices.
 
         Args:
           devices: such as `jax.devices()`, or those of a described topology.
 
         Raises:
-          ValueError: when the degrees do not fit the devices, or when the layout has a mesh already.
+          ValueError: when the sizes do not fit the devices, or when the layout has a mesh already.
         """
         if not isinstance(self.mesh, MeshShape):
             raise ValueError(f"this layout has a mesh already: {self.mesh}")
@@ -107,7 +110,7 @@ class Layout:
         return self._find(Offload) or Offload()
 
     def _find(self, kind: type) -> Any:
-        return next((one for one in self.strategies if isinstance(one, kind)), None)
+        return next((strategy for strategy in self.strategies if isinstance(strategy, kind)), None)
 
     def axis_size(self, name: str) -> int:
         """Returns the number of parts into which the axis `name` is split."""
@@ -133,7 +136,7 @@ class Layout:
         """Returns the partition spec of a parameter: that of the rules, changed by strategies such as `Pipeline`.
 
         Args:
-          names: one for each dimension, None for one that is whole; `()` for a parameter without names.
+          names: one for each dimension, None for one that is not split; `()` for a parameter without names.
           shape: its shape.
           path: its dotted path in the model.
 
@@ -141,10 +144,13 @@ class Layout:
           ValueError: when the number of names is neither 0 nor the rank; and as `spec` does.
         """
         if names and len(names) != len(shape):
-            raise ValueError(f"{path}: its axes {names} must name each dimension of its shape {shape}, None for some")
-        own = self.spec(*names, what=path)
-        place = lambda own, one: one.parameter_spec(own, names, shape, path, self.mesh)
-        return functools.reduce(place, self.strategies, own)
+            raise ValueError(
+                f"{path}: axes {names} must have one entry per dimension of shape {shape}; use None for an unnamed one"
+            )
+        spec = self.spec(*names, what=path)
+        for strategy in self.strategies:
+            spec = strategy.parameter_spec(spec, names, shape, path, self.mesh)
+        return spec
 
     def optimizer_spec(self, names: tuple[str | None, ...], shape: tuple[int, ...], *, path: str = "array") -> P:
         """Returns the partition spec of the optimizer's arrays for a parameter: its moments, and the gradient it reads.
@@ -156,8 +162,10 @@ class Layout:
           shape: its shape.
           path: its dotted path in the model.
         """
-        own = self.parameter_spec(names, shape, path=path)
-        return functools.reduce(lambda own, one: one.optimizer_spec(own, shape, self.mesh), self.strategies, own)
+        spec = self.parameter_spec(names, shape, path=path)
+        for strategy in self.strategies:
+            spec = strategy.optimizer_spec(spec, shape, self.mesh)
+        return spec
 
     def sharding(self, path: str, variable: nnx.Variable) -> NamedSharding:
         """Returns the sharding of a parameter, by its axis names; in the host's memory if the layout offloads it.
@@ -170,29 +178,18 @@ class Layout:
           ValueError: when a mesh axis does not divide a dimension; the message names the parameter.
         """
         names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape
-        own = self.parameter_spec(names, shape, path=path)
-        _, uneven = _rules.drop_uneven(own, shape, self.mesh)
+        spec = self.parameter_spec(names, shape, path=path)
+        _, uneven = _rules.drop_uneven(spec, shape, self.mesh)
         if uneven:
-            name = names[uneven[0]]
+            name, size, axes = names[uneven[0]], shape[uneven[0]], mesh_axes_of(spec[uneven[0]])
             raise ValueError(
-                f"{path}: axis {name!r} of size {shape[uneven[0]]} does not divide over {own[uneven[0]]!r} of the mesh "
-                f"{dict(self.mesh.shape)}; change the mesh, or take rules with {name!r}: None"
+                f"{path}: dimension {name!r} (size {size}) is not divisible by mesh {'axes' if len(axes) > 1 else 'axis'} "
+                f"{' x '.join(map(repr, axes))} (size {math.prod(self.mesh.shape[axis] for axis in axes)}); change the mesh "
+                f"or add the rule {{{name!r}: None}}"
             )
-        is_layers = is_stacked(names) and len(own_axes(names)) > 1  # matrices; vectors such as scales of norms stay
-        return NamedSharding(self.mesh, own, memory_kind=HOST if is_layers and self.offload.layers else None)
-
-
-def _check_axes_of(mesh: Any, name: str, place: Any) -> None:
-    """Raises ValueError when a rule is for an array axis that nobody declared, or names a mesh axis that is missing."""
-    check_axes((name,), f"rule {name!r} -> {place!r}")
-    for axis in mesh_axes_of(place):
-        if axis not in mesh.axis_names:
-            close = difflib.get_close_matches(axis, mesh.axis_names, 1)
-            meant = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ValueError(
-                f"rule {name!r} -> {place!r} names the mesh axis {axis!r}, but the mesh has {mesh.axis_names}{meant}; "
-                "build it with sharding.make_mesh, or take rules that fit it"
-            )
+        # Only matrices are offloaded; norm scales and other vectors stay on the device.
+        on_host = self.offload.layers and is_stacked(names) and len(own_axes(names)) > 1
+        return NamedSharding(self.mesh, spec, memory_kind=HOST if on_host else None)
 
 
 # Part of jit's cache key: a plain context variable would let a second layout reuse the first one's program.
@@ -202,7 +199,7 @@ _stage = jax.make_user_context(False)
 
 @contextmanager
 def use(layout: Layout) -> Iterator[None]:
-    """Makes a layout the one in use, as a context manager: `constrain` and the layers' kernels follow it inside.
+    """Activates a layout, as a context manager: `constrain` and the layers' kernels follow it inside.
 
     With a pipeline, work outside the stages splits the batch over them, unless another rule uses their mesh axis.
 
@@ -222,8 +219,10 @@ def _running(layout: Layout) -> Layout:
     """Returns the layout of a running program, without devices: meshes of the same shape share programs."""
     mesh = layout.mesh.abstract_mesh if isinstance(layout.mesh, Mesh) else layout.mesh
     # Only rules that change are added, as plain rules: an unchanged layout stays equal to itself in jit's cache key.
-    rules = functools.reduce(lambda rules, one: one.rules_in_jit(rules), layout.strategies, layout.rules)
-    changed = {name: place for name, place in rules.items() if layout.rules.get(name) != place}
+    rules = layout.rules
+    for strategy in layout.strategies:
+        rules = strategy.rules_in_jit(rules)
+    changed = {name: axes for name, axes in rules.items() if layout.rules.get(name) != axes}
     running = Layout(mesh, layout.strategy)
     return running | changed if changed else running
 
@@ -239,12 +238,12 @@ def current() -> Layout | None:
 
 @contextmanager
 def inside_stage() -> Iterator[None]:
-    """Takes the stages out of the rules for rows: inside a stage, the rows are those of its own microbatch."""
+    """Removes the stage axis from the batch rules: inside a stage, the rows are those of its own microbatch."""
     layout = _context.value
-    axis = layout.pipeline.axis
-    several = {name: place for name, place in layout.rules.items() if isinstance(place, tuple) and axis in place}
+    stage = layout.pipeline.axis
+    several = {name: axes for name, axes in layout.rules.items() if isinstance(axes, tuple) and stage in axes}
     # {"batch": ("data", "fsdp", "stage")} -> {"batch": ("data", "fsdp")}
-    without = {name: tuple(one for one in place if one != axis) for name, place in several.items()}
+    without = {name: tuple(axis for axis in axes if axis != stage) for name, axes in several.items()}
     with _context(layout | without), _stage(True):
         yield
 
@@ -256,7 +255,7 @@ def is_inside_stage() -> bool:
 
 @contextmanager
 def inside_data_shard(axes: tuple[str, ...]) -> Iterator[None]:
-    """Takes mesh axes out of the rule for the batch: inside, a batch is the part of one device of these axes."""
+    """Removes `axes` from the batch rule: inside, the batch is one device's share along them."""
     layout = _context.value
     batch = tuple(axis for axis in mesh_axes_of(layout.rules.get("batch")) if axis not in axes)
     with _context(layout | {"batch": batch}):

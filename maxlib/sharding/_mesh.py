@@ -11,8 +11,8 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-# From the axis that communicates least to the one that communicates most, as neighbours in the last axes have the
-# fastest links. Tensor parallelism sums activations in every layer; a pipeline sends them once per tick.
+# Ordered from least to most communication: devices adjacent on the last axes have the fastest links. Tensor
+# parallelism sums activations in every layer; a pipeline sends them once per tick.
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 
@@ -32,7 +32,7 @@ def make_mesh(
 
     Args:
       data: replicas, which split the batch.
-      fsdp: parts of parameters, which also split the batch.
+      fsdp: number of parameter shards (FSDP); also splits the batch.
       tensor: parts of heads, inner widths and the vocabulary.
       context: parts of a sequence.
       expert: parts of a mixture's experts.
@@ -40,7 +40,7 @@ def make_mesh(
       dcn: degrees across slices (TPU) or hosts (GPU), which are connected by a slower network, such as
         `{"data": -1}`. The other degrees are then those within one slice, and an axis has the product of both.
       devices: the devices to use (default: all); they may be those of a described topology.
-      **unknown: nothing; a misspelt axis lands here and is named in the error.
+      **unknown: unused: catches misspelt axis names for the error message.
 
     Raises:
       ValueError: for an axis that a mesh does not have (the message has the closest one), when the degrees do not
@@ -49,7 +49,9 @@ def make_mesh(
     check_mesh_axes(unknown, "make_mesh")
     devices = list(jax.devices() if devices is None else devices)
     asked = dict(data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert, stage=stage)
-    per_host, groups = _groups(devices, dcn)
+    check_mesh_axes(dcn or {}, "dcn")
+    _check_slices(devices, dcn)
+    groups = _count_groups(devices) if dcn else 1
     across = resolve_free_degree({axis: (dcn or {}).get(axis, 1) for axis in MESH_AXES}, groups, "slices")
     inside = resolve_free_degree({axis: asked[axis] for axis in MESH_AXES}, len(devices) // groups, "devices")
     if dcn:
@@ -57,7 +59,7 @@ def make_mesh(
             tuple(inside.values()),
             tuple(across.values()),
             devices,
-            process_is_granule=per_host,
+            process_is_granule=len(_slices(devices)) == 1,
             allow_split_physical_axes=True,
         )
     else:
@@ -82,30 +84,37 @@ class MeshShape:
     dcn: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self):
-        check_mesh_axes(dict(self.degrees), "mesh")
-        check_mesh_axes(dict(self.dcn), "dcn")
+        inside, across = self._by_axis
+        check_mesh_axes(inside, "mesh")
+        check_mesh_axes(across, "dcn")
+
+    @property
+    def _by_axis(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Returns the degrees within a slice, and those across slices, by mesh axis."""
+        return dict(self.degrees), dict(self.dcn)  # stored as pairs, which are hashable
 
     @classmethod
     def of(cls, degrees: Mapping[str, Any]) -> "MeshShape":
         """Reads the degrees that `make_mesh` takes, such as `{"fsdp": -1, "dcn": {"data": 2}}`."""
-        own = {axis: degree for axis, degree in degrees.items() if axis != "dcn"}
-        return cls(tuple(own.items()), tuple((degrees.get("dcn") or {}).items()))
+        inside = {axis: degree for axis, degree in degrees.items() if axis != "dcn"}
+        return cls(tuple(inside.items()), tuple((degrees.get("dcn") or {}).items()))
 
     def make(self, devices: Sequence[Any] | None = None) -> Mesh:
         """Makes the mesh over devices; see `make_mesh`."""
-        return make_mesh(**dict(self.degrees), dcn=dict(self.dcn) or None, devices=devices)
+        inside, across = self._by_axis
+        return make_mesh(**inside, dcn=across or None, devices=devices)
 
     def abstract(self) -> AbstractMesh:
         """Makes a mesh of no devices, for descriptions.
 
         Raises:
-          ValueError: when a degree is -1: only devices tell what it is.
+          ValueError: when a degree is -1: resolving -1 needs the device count.
         """
-        dcn = dict(self.dcn)
-        sizes = {axis: dict(self.degrees).get(axis, 1) * dcn.get(axis, 1) for axis in MESH_AXES}
-        if -1 in (*dict(self.degrees).values(), *dcn.values()):
+        inside, across = self._by_axis
+        if -1 in (*inside.values(), *across.values()):
             raise self.needs_devices_error()
-        return AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+        sizes = tuple(inside.get(axis, 1) * across.get(axis, 1) for axis in MESH_AXES)
+        return AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
     @property
     def shape(self) -> Mapping[str, int]:
@@ -115,8 +124,8 @@ class MeshShape:
     def needs_devices_error(self) -> ValueError:
         """Returns the error for a use that needs devices."""
         return ValueError(
-            f"the mesh {dict(self.degrees)} has no devices yet: take layout.on(jax.devices()), or give the layout a mesh "
-            "of sharding.make_mesh"
+            f"the mesh {dict(self.degrees)} has no devices yet: call layout.on(jax.devices()), or pass a mesh from "
+            "sharding.make_mesh"
         )
 
 
@@ -140,7 +149,7 @@ def parse_degrees(*words: str) -> dict[str, int]:
     """
     parts = [part for word in words for part in word.split(",") if part]
     if wrong := [part for part in parts if not re.fullmatch(r"\w+=-?\d+", part)]:
-        raise ValueError(f"a degree reads axis=number, such as fsdp=-1; got {wrong[0]!r}")
+        raise ValueError(f"expected axis=number, such as fsdp=-1; got {wrong[0]!r}")
     names = [part.partition("=")[0] for part in parts]
     check_mesh_axes(names, ",".join(parts))
     if twice := {name for name in names if names.count(name) > 1}:
@@ -148,18 +157,24 @@ def parse_degrees(*words: str) -> dict[str, int]:
     return {name: int(degree) for name, _, degree in (part.partition("=") for part in parts)}
 
 
-def _groups(devices: list[Any], dcn: Mapping[str, int] | None) -> tuple[bool, int]:
-    """Returns whether the slower network connects hosts (else slices), and over how many of them `dcn` spreads."""
-    check_mesh_axes(dcn or {}, "dcn")
-    slices = {getattr(device, "slice_index", 0) for device in devices}
-    hosts = {device.process_index for device in devices}
-    if not dcn and len(slices) > 1 and devices[0].platform == "tpu":
+def _slices(devices: list[Any]) -> set[int]:
+    """Returns the TPU slices that the devices are in; a single one for other devices."""
+    return {getattr(device, "slice_index", 0) for device in devices}
+
+
+def _count_groups(devices: list[Any]) -> int:
+    """Counts the groups that a slower network connects: slices, or the hosts of a single slice."""
+    slices = _slices(devices)
+    return len(slices) if len(slices) > 1 else len({device.process_index for device in devices})
+
+
+def _check_slices(devices: list[Any], dcn: Mapping[str, int] | None) -> None:
+    """Raises ValueError if devices of several TPU slices are used without `dcn`."""
+    if not dcn and len(slices := _slices(devices)) > 1 and devices[0].platform == "tpu":
         raise ValueError(
-            f"the devices lie in {len(slices)} slices, which a slower network joins: say which axis crosses it, "
-            "for example make_mesh(fsdp=-1, dcn={'data': -1})"
+            f"the devices span {len(slices)} slices joined by a slower network; choose the axis that spans slices, for "
+            "example make_mesh(fsdp=-1, dcn={'data': -1})"
         )
-    per_host = len(slices) == 1
-    return per_host, len(hosts if per_host else slices) if dcn else 1
 
 
 def resolve_free_degree(degrees: dict[str, int], count: int, what: str) -> dict[str, int]:

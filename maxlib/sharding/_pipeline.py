@@ -52,7 +52,7 @@ class Pipeline(Strategy):
             return rules
         return {**rules, "batch": (*mesh_axes_of(rules.get("batch")), self.axis)}
 
-    def parameter_spec(self, own: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
+    def parameter_spec(self, spec: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
         """Splits layers over stages if every stage holds an equal, consecutive part of the stack.
 
         Otherwise (`repeats`, or layers that the stages do not divide) the layer axis stays whole and the stages split
@@ -62,10 +62,10 @@ class Pipeline(Strategy):
         # dimension split, storage is as small, and one all-to-all per step brings each stage its chunks. A stack's
         # `lead` belongs to no stage: its axis has another name.
         if names[:1] != (LAYERS,):
-            return own
-        stages, whole = mesh.shape[self.axis], partition([None, *own[1:]])
+            return spec
+        stages, whole = mesh.shape[self.axis], partition([None, *spec[1:]])
         if stages == 1 or chunks(shape[0], stages, self.repeats).in_order:
-            return own
+            return spec
         return split_further(whole, shape, (self.axis,), mesh)
 
     def traffic(self, step: StepFacts) -> Iterator[Traffic]:

@@ -41,7 +41,7 @@ class Strategy:
         return rules
 
     def merge(self, earlier: "Strategy") -> "Strategy":
-        """Returns the combination with an earlier strategy in the same kind; by default this one replaces it.
+        """Returns the combination with an earlier strategy of the same kind; by default this one replaces it.
 
         Args:
           earlier: the strategy that was joined before.
@@ -56,30 +56,30 @@ class Strategy:
           others: all strategies of the layout.
 
         Raises:
-          ValueError: when they do not go together.
+          ValueError: if they conflict.
         """
 
-    def parameter_spec(self, own: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
-        """Returns the spec of a parameter, where it differs from that of the rules.
+    def parameter_spec(self, spec: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
+        """Returns the partition spec of a parameter; by default that of the rules.
 
         Args:
-          own: the spec by the rules, and by earlier strategies.
+          spec: the spec by the rules, and by earlier strategies.
           names: its axis names.
           shape: its shape.
           path: its dotted path in the model.
           mesh: the mesh.
         """
-        return own
+        return spec
 
-    def optimizer_spec(self, own: P, shape: tuple[int, ...], mesh: Any) -> P:
+    def optimizer_spec(self, spec: P, shape: tuple[int, ...], mesh: Any) -> P:
         """Returns the spec of the optimizer's moments of a parameter.
 
         Args:
-          own: the spec of the parameter.
+          spec: the spec of the parameter.
           shape: its shape.
           mesh: the mesh.
         """
-        return own
+        return spec
 
     def traffic(self, step: StepFacts) -> Iterator[Traffic]:
         """Yields the communication of a training step due to this strategy, for plans without compilation.
@@ -122,10 +122,10 @@ class Rules(Strategy):
     def __post_init__(self):
         table = dict(self.table)
         check_axes(table, "rules")
-        for name, place in table.items():
-            _check_place(name, place)
+        for name, axes in table.items():
+            _check_rule(name, axes)
         # A sorted tuple is hashable: layouts are part of jit's cache key.
-        frozen = {name: tuple(place) if isinstance(place, list) else place for name, place in table.items()}
+        frozen = {name: tuple(axes) if isinstance(axes, list) else axes for name, axes in table.items()}
         object.__setattr__(self, "table", tuple(sorted(frozen.items())))
 
     def apply(self, rules: AxisRules) -> AxisRules:
@@ -136,16 +136,14 @@ class Rules(Strategy):
         return Rules({**dict(earlier.table), **dict(self.table)})
 
 
-def _check_place(name: str, place: Any) -> None:
-    if isinstance(place, Strategy):
-        raise ValueError(
-            f"a rule names mesh axes; got {name!r} -> {place!r}. Join a strategy instead: FSDP | {place!r}"
-        )
-    if place is not None and not isinstance(place, str | tuple | list | IfFree):
-        raise ValueError(f"a rule names a mesh axis, several, IfFree or None; got {name!r} -> {place!r}")
+def _check_rule(name: str, axes: Any) -> None:
+    if isinstance(axes, Strategy):
+        raise ValueError(f"a rule names mesh axes; got {name!r} -> {axes!r}. Join a strategy instead: FSDP | {axes!r}")
+    if axes is not None and not isinstance(axes, str | tuple | list | IfFree):
+        raise ValueError(f"a rule names a mesh axis, several, IfFree or None; got {name!r} -> {axes!r}")
     if name == "layers":
         raise ValueError(
-            f"where layers lie is what a pipeline says, got {name!r} -> {place!r}; join sharding.Pipeline('stage', 8) by |"
+            f"only a Pipeline may shard 'layers', got {name!r} -> {axes!r}; add it with | sharding.Pipeline('stage', 8)"
         )
 
 
@@ -182,7 +180,7 @@ def join(*strategies: Any) -> Strategy:
     """Joins strategies into one, as `|` does.
 
     Args:
-      strategies: strategies, or mappings of plain rules. Those in the same kind are merged, by default to the last one.
+      strategies: strategies, or mappings of plain rules. Those of the same kind are merged, by default to the last one.
 
     Raises:
       TypeError: for anything else.
@@ -203,4 +201,7 @@ def _order(kind: str) -> int:
 @functools.cache
 def rules_of(strategy: Strategy) -> AxisRules:
     """Returns the table of rules that a strategy amounts to."""
-    return functools.reduce(lambda rules, part: part.apply(rules), parts_of(strategy), {})
+    rules: AxisRules = {}
+    for part in parts_of(strategy):
+        rules = part.apply(rules)
+    return rules

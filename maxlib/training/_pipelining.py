@@ -50,7 +50,7 @@ class OneFOneB:
         inside = nn.tree.path_of(rest, rest.layers.body) + "."
         body = {path.removeprefix(inside): w for path, w in trainable.items() if path.startswith(inside)}
         outer = {path: w for path, w in trainable.items() if not path.startswith(inside)}
-        from_hidden = lambda head, hidden, batch: goal.from_hidden(head, hidden, batch, **options)
+        from_hidden = lambda model, hidden, batch: goal.from_hidden(model, hidden, batch, **options)
 
         def before(outer):
             model = nn.combine(outer, rest)
@@ -120,20 +120,21 @@ def _check_rows(batch: Batch) -> None:
             )
 
 
-def _targets_by_row(from_hidden: Callable, head: Any, x: Array, batch: Batch) -> Float[Array, " B"]:
+def _targets_by_row(from_hidden: Callable, model: Any, x: Array, batch: Batch) -> Float[Array, " B"]:
     """Counts each row's targets as the loss does, to weigh what layers of its microbatch add to the loss.
 
     The loss is traced for one row, and of its program only what makes the count is run.
     """
     row = jax.tree.map(lambda a: a[:1], batch)
-    count = lambda hidden, batch: from_hidden(head, hidden, batch)[1].num_targets
-    traced = jax.make_jaxpr(count)(x[:1], row)
+    count = lambda hidden, batch: from_hidden(model, hidden, batch)[1].num_targets
+    traced = jax.make_jaxpr(count)(x[:1], row)  # [1, T, D], and [1, T] for what belongs to tokens
     jaxpr, consts, (of_hidden, *of_batch) = dce_jaxpr_consts(traced.jaxpr, [True])
     if of_hidden:
         raise ValueError("Stats.num_targets must be a function of the batch alone, that of this loss uses `hidden`")
     consts = [const for const, used in zip(traced.consts, consts, strict=True) if used]
     run = lambda *rows: eval_jaxpr(jaxpr, consts, *(a[None] for a in rows))[0]
     rows = [a for a, used in zip(jax.tree.leaves(batch), of_batch, strict=True) if used]
+    # [T] of each array -> [] for a row; [B, T] -> [B]
     return jax.vmap(run)(*rows) if rows else jnp.full(len(x), run())
 
 

@@ -53,7 +53,7 @@ def test_degrees_across_slices(monkeypatch):
     assert mesh.shape["data"] == 2 and mesh.shape["fsdp"] == 4
     assert [{d.slice_index for d in part} for part in arranged[0].reshape(2, 4)] == [{0}, {1}]
     assert sharding.make_mesh(fsdp=2, tensor=2, dcn={"fsdp": 2}, devices=slices(2, 4)).shape["fsdp"] == 4
-    with pytest.raises(ValueError, match="lie in 2 slices"):
+    with pytest.raises(ValueError, match="span 2 slices"):
         sharding.make_mesh(fsdp=-1, devices=slices(2, 4))
     with pytest.raises(ValueError, match=r"\{'data': 3\} needs 3 slices, but there are 2"):
         sharding.make_mesh(fsdp=-1, dcn={"data": 3}, devices=slices(2, 4))

@@ -9,20 +9,20 @@ from maxlib import nn, training
 
 
 @training.objective
-def focal(head, hidden, batch, *, gamma=2.0):
+def focal(model, hidden, batch, *, gamma=2.0):
     """`-(1 - p)^gamma log p` (arXiv:1708.02002): tokens that are known already weigh less."""
-    out = nn.token_log_probs(hidden, head.head_weight(), batch["targets"], softcap=head.softcap, entropy=True)
+    out = nn.token_log_probs(hidden, model.head_weight(), batch["targets"], softcap=model.softcap, entropy=True)
     loss = -jnp.sum((1 - jnp.exp(out.log_prob)) ** gamma * out.log_prob)
     sums = {"nll": -jnp.sum(out.log_prob), "entropy": jnp.sum(out.entropy)}
     return loss, training.Stats(jnp.sum(batch["targets"] >= 0).astype(jnp.float32), sums)
 
 
 @training.objective
-def preferred(head, hidden, batch, *, beta=0.5):
+def preferred(model, hidden, batch, *, beta=0.5):
     """DPO (arXiv:2305.18290): each row holds a chosen answer, segment 1, and a rejected one, segment 2; `reference` has
     the log-probabilities of a frozen model. Rows whose `weight` is 0 do not count.
     """
-    out = nn.token_log_probs(hidden, head.head_weight(), batch["targets"], softcap=head.softcap, temperature=0.8)
+    out = nn.token_log_probs(hidden, model.head_weight(), batch["targets"], softcap=model.softcap, temperature=0.8)
     ratio = jnp.where(batch["targets"] >= 0, out.log_prob - batch["reference"], 0)  # B T
     of = lambda segment: jnp.sum(ratio * (batch["segment_ids"] == segment), axis=1)  # B
     margin, weight = beta * (of(1) - of(2)), batch["weight"]

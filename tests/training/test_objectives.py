@@ -246,7 +246,7 @@ def test_what_a_pipeline_cannot_divide_is_refused():
         training.one_f_one_b(objectives.contrast)
 
     @training.objective
-    def counted(head, hidden, batch):
+    def counted(model, hidden, batch):
         return jnp.sum(hidden), training.Stats(jnp.sum(hidden), {})
 
     mesh = sharding.make_mesh(stage=2, devices=jax.devices()[:2])

@@ -16,7 +16,7 @@ _INPUTS = ("positions", "segment_ids", "valid")
 
 @objective(sums_over_rows=False)
 def mtp_loss(
-    head: Any,
+    model: Any,
     hidden: Float[Array, "B T D"],
     batch: Batch,
     *,
@@ -26,14 +26,14 @@ def mtp_loss(
     remat_modules: nn.remat.Policy = None,
     acceptance: bool = False,
 ) -> tuple[Float[Array, ""], Stats]:
-    """Computes `next_token_loss` plus that of the modules of `head.predict_ahead` (DeepSeek V3, arXiv:2412.19437).
+    """Computes `next_token_loss` plus that of the modules of `model.predict_ahead` (DeepSeek V3, arXiv:2412.19437).
 
     Added are `weight` times the modules' cross-entropy, summed over targets and averaged over modules, and their
     blocks' own losses. Metrics besides: `mtp1/nll` and `mtp1/accuracy` of the first module and so on; the model's
     reports get the modules' rows behind them.
 
     Args:
-        head: the model.
+        model: the model.
         hidden: its last hidden states.
         batch: as for `next_token_loss`.
         weight: DeepSeek V3 begins with 0.3 and ends with 0.1.
@@ -44,23 +44,23 @@ def mtp_loss(
             the model's own greedy choice: for evaluation, it takes logits.
     """
     options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
-    loss, stats = next_token_loss.from_hidden(head, hidden, batch, **options)
+    loss, stats = next_token_loss.from_hidden(model, hidden, batch, **options)
     inputs = {name: batch[name] for name in _INPUTS if name in batch}
-    modules, sums = head.predict_ahead(hidden, batch["tokens"], remat=remat_modules, **inputs), dict(stats.sums)
+    modules, sums = model.predict_ahead(hidden, batch["tokens"], remat=remat_modules, **inputs), dict(stats.sums)
     for depth, module in enumerate(modules, start=1):
-        added, terms = _module_loss(head, module, depth, batch["targets"])
+        added, terms = _module_loss(model, module, depth, batch["targets"])
         loss += weight / len(modules) * added + stats.num_targets * own_losses(module.aux)
         sums |= {f"mtp{depth}/{name}": value * stats.num_targets for name, value in terms.items()}
     sums |= {name: rows * stats.num_targets for name, rows in _reports(modules).items()}
     if acceptance:
-        sums |= {name: rate * stats.num_targets for name, rate in acceptance_rates(head, hidden, modules).items()}
+        sums |= {name: rate * stats.num_targets for name, rate in acceptance_rates(model, hidden, modules).items()}
     return loss, jax.lax.stop_gradient(Stats(stats.num_targets, sums))
 
 
-def _module_loss(head: Any, module: nn.mtp.MTPOutput, depth: int, targets: Int[Array, "B T"]):
+def _module_loss(model: Any, module: nn.mtp.MTPOutput, depth: int, targets: Int[Array, "B T"]):
     """Returns the sum over the targets that the module has, and means of its metrics over these."""
     own = jnp.where(module.valid, shift_left(targets, depth, fill=-1), -1)
-    loss, terms = nn.cross_entropy(module.hidden, head.head_weight(), own, softcap=head.softcap)
+    loss, terms = nn.cross_entropy(module.hidden, model.head_weight(), own, softcap=model.softcap)
     count = jnp.maximum(jnp.sum(own >= 0), 1)
     return loss, {name: value / count for name, value in terms.items()}
 

@@ -11,7 +11,7 @@ from maxlib.training._objectives.objective import Batch, Stats, objective
 
 @objective
 def next_token_loss(
-    head: Any, hidden: Float[Array, "B T D"], batch: Batch, *, z_loss: float = 0.0, label_smoothing: float = 0.0
+    model: Any, hidden: Float[Array, "B T D"], batch: Batch, *, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> tuple[Float[Array, ""], Stats]:
     """Computes the cross-entropy of `batch["targets"]` (-1: ignored) given `batch["tokens"]`, summed, in nats.
 
@@ -19,7 +19,7 @@ def next_token_loss(
     are `nll` (without smoothing, z-loss and the model's own losses), `accuracy`, and what the model reports.
 
     Args:
-        head: the model.
+        model: the model.
         hidden: its last hidden states.
         batch: with `targets`, `B T`.
         z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
@@ -27,9 +27,9 @@ def next_token_loss(
     """
     loss, sums = nn.cross_entropy(
         hidden,
-        head.head_weight(),
+        model.head_weight(),
         batch["targets"],
-        softcap=head.softcap,
+        softcap=model.softcap,
         z_loss=z_loss,
         label_smoothing=label_smoothing,
     )

@@ -42,7 +42,7 @@ class Objective:
     used. Give options with `functools.partial`.
 
     Attributes:
-        from_hidden: `(head, hidden, batch, **options) -> (sum, Stats)`.
+        from_hidden: `(model, hidden, batch, **options) -> (sum, Stats)`.
         sums_over_rows: whether the loss is a sum over rows of what each row gives by itself, its reports included.
     """
 
@@ -77,14 +77,14 @@ def objective(from_hidden: Callable[..., tuple[Array, Stats]]) -> Objective: ...
 @overload
 def objective(*, sums_over_rows: bool) -> Callable[[Callable[..., tuple[Array, Stats]]], Objective]: ...
 def objective(from_hidden: Any = None, *, sums_over_rows: bool = True) -> Any:
-    """Makes a training loss of `from_hidden(head, hidden, batch, **options) -> (sum, Stats)`; a decorator.
+    """Makes a training loss of `from_hidden(model, hidden, batch, **options) -> (sum, Stats)`; a decorator.
 
     The loss trains wherever `next_token_loss` does, which is made in this way: by autodiff, with microbatches, on any
     mesh, in a 1F1B pipeline, and in plans. Write it with `nn.token_log_probs` or `nn.cross_entropy`, which never make
     all logits and follow the mesh in use.
 
     Args:
-        from_hidden: takes `head`, the model, of which only `head_weight()`, `softcap`, `logits` and what lies outside
+        from_hidden: takes `model`, of which only `head_weight()`, `softcap`, `logits` and what lies outside
             of its layers may be used; `hidden`, `B T D` after the final norm; `batch`, of which `tokens`, `positions`,
             `segment_ids`, `valid` and `images` went into the model; and its options, by keyword. It returns the loss
             summed over the targets, and `Stats`.
