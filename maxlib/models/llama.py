@@ -18,6 +18,9 @@ from maxlib.sharding import constrain
 from maxlib.weights import Family, ModelConfig, Table, hf, hf_head_dim, hf_rope, names
 
 
+MASK = ops.Causal()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
     """Sizes of a Llama; `PRESETS` has the published ones.
@@ -52,13 +55,13 @@ class Block(nn.Layer):
         # x / sqrt(mean(x^2) + eps) * scale, in float32: LayerNorm without the mean and the bias.
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # Queries are [B, T, N, H], keys and values [B, T, K, H]: N / K query heads share a key head, and the cache of
-        # a generator is that much smaller. Positions enter here only, as rotations of queries and keys.
+        # a generator is smaller by that factor. Positions enter here only, as rotations of queries and keys.
         self.attn = nn.Attention(
             D,
             num_heads=N,
             num_kv_heads=K,
             head_dim=H,
-            mask=ops.Causal(),
+            mask=MASK,
             rope=cfg.rope,
             bias=bias,
             out_bias=bias,
@@ -71,7 +74,8 @@ class Block(nn.Layer):
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         # `ctx` has what all layers share: key intervals of the mask, rotary tables. `cache` is this layer's own.
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        # `constrain` names the axes of x, so that a layout can split it; remat policies keep what is named below.
+        # `constrain` names the axes of x, so that a layout can split it. A remat policy may keep the values marked by
+        # `checkpoint_name`.
         x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
         x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
         return constrain(x, "batch", "seq", "act_embed"), cache, {}  # no losses or metrics of its own
@@ -87,7 +91,7 @@ class Llama(nn.Decoder):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
         # The key intervals and rotary tables of these are computed once per pass; the layers above look them up.
-        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
+        self.masks, self.ropes = (MASK,), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # [V, D]
         # One layer's program, scanned over weights that are stacked: compile time does not grow with depth.
         self.layers = nn.Stack(self.layer, cfg.num_layers, rngs=rngs)
@@ -112,7 +116,8 @@ _LLAMA2 = Config(
 _70B = dict(num_layers=80, dim=8192, mlp_dim=28_672, num_heads=64, num_kv_heads=8)
 _405B = dict(num_layers=126, dim=16_384, mlp_dim=53_248, num_heads=128, num_kv_heads=8)
 _LLAMA3 = replace(_LLAMA2, vocab=128_256, mlp_dim=14_336, num_kv_heads=8, rope=Rope(128, 500_000.0, max_length=8192))
-# Wavelengths of more than 8192 / 1 tokens are stretched by the factor, those under 8192 / 4 are left as they are.
+# Wavelengths of more than 8192 / 1 tokens are stretched by the factor, those under 8192 / 4 are left as they are; in
+# between it interpolates.
 _LLAMA3_1 = replace(_LLAMA3, rope=Rope(128, 500_000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192), max_length=131_072))
 _LLAMA3_2 = replace(_LLAMA3_1, rope=Rope(128, 500_000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192), max_length=131_072), tied=True)
 PRESETS = {

@@ -37,9 +37,9 @@ _skip_check = jax.make_user_context(False)
 
 @contextmanager
 def skip_layer_check() -> Iterator[None]:
-    """Skips the check that layers in one place of a stack are alike, so that only one of them is traced.
+    """Skips checking that layers scanned together are identical, so only one is traced.
 
-    Use it for models that are checked elsewhere: describing a deep one takes a tenth of the time.
+    Describing a deep model is then ten times faster. Use it for models that are checked elsewhere.
     """
     with _skip_check(True):
         yield
@@ -65,7 +65,7 @@ class SupportsPipelining(Model, Protocol):
 class Stack(StackedLayers):
     """Layers `make(0, rngs) ... make(num_layers - 1, rngs)`, each `layer(x, ctx, cache) -> (x, cache, aux)`.
 
-    The first `lead` layers repeat every `lead_period` layers (one: they are alike) and are scanned together; the next
+    The first `lead` layers repeat with period `lead_period` (1 = all identical) and are scanned together; the next
     `prefix` layers are stored one by one. The rest repeats every `period` layers, so that one `lax.scan` applies it;
     layers that do not fill a period are stored one by one at the end. For `lead=2, prefix=1, period=3` and 12 layers of
     the kinds A to E:
@@ -81,10 +81,10 @@ class Stack(StackedLayers):
     Args:
         make: Builds layer `i` from its number and `nnx.Rngs`. It may depend on `i` only through the layer's structure.
         num_layers: Number of layers.
-        lead: Number of layers of their own kind, or of their own kinds in turn, at the beginning.
+        lead: Number of initial layers that differ from the body and are scanned separately.
         prefix: Number of layers after them that are stored one by one.
         period: Number of layers after which their kinds repeat. `nn.layout_for` finds these numbers.
-        lead_period: Number of layers after which those of the lead repeat.
+        lead_period: Number of layers after which the kinds of the lead repeat.
         rngs: One key is drawn from `params`.
 
     Raises:
@@ -109,16 +109,22 @@ class Stack(StackedLayers):
     ):
         layout = normalized_layout(num_layers, lead, prefix, period, lead_period)
         key = draw_key(rngs)
-        one = lambda i, key: make(i, nnx.Rngs(key))
         # [num_layers] keys, one per layer.
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_layers))
+
+        def build(i: int, key: Any) -> nnx.Module:
+            return make(i, nnx.Rngs(key))
+
+        def alone(numbers: range) -> nnx.Module:
+            return build(numbers[0], keys[numbers[0]])
+
+        def stacked(numbers: range) -> nnx.Module:
+            # vmap over the keys of layers that are scanned together: every variable becomes [repeats, ...].
+            of_slot = keys[numbers.start : numbers.stop : numbers.step]
+            return jax.vmap(lambda key: build(numbers[0], key))(of_slot)
+
         if not _skip_check.value:
-            _check_alike(one, keys, layout)
-        alone = lambda layers: one(layers[0], keys[layers[0]])
-        # vmap over the keys of layers in one place: every variable gets the leading axis [repeats, ...].
-        stacked = lambda layers: jax.vmap(lambda key: one(layers[0], key))(
-            keys[layers.start : layers.stop : layers.step]
-        )
+            _check_alike(build, keys, layout)
         self._store(layout, alone, stacked)
 
     def _store(self, layout: dict[str, int], alone: Callable, stacked: Callable) -> None:
@@ -162,7 +168,7 @@ class Stack(StackedLayers):
         return self.num_layers
 
     def __getitem__(self, i: int) -> Any:
-        """Returns layer `i`. A scanned layer is a copy, which refuses to be changed: the stack would not change."""
+        """Returns layer `i`. A scanned layer is returned as a read-only copy: editing it would not change the stack."""
         i = range(self.num_layers)[i]
         layer = self._layer(i)
         return layer if self.where(i)[1] is None else read_only(layer, i)
@@ -203,9 +209,10 @@ class Stack(StackedLayers):
         """
         check_order(self, ctx)
         new_caches, auxes = [], []
+        runners = {"lead": scan_segment, "prefix": run_segment, "body": self._run_body, "suffix": run_segment}
         # Segments run in the order lead, prefix, body, suffix; the cache is a tuple in the same order.
         for i, (name, segment) in enumerate(self.segments.items()):
-            run = self._run_body if name == "body" else scan_segment if segment.repeats is not None else run_segment
+            run = runners[name]
             inputs = _inputs_of(segment, layer_inputs)
             layers, caches = getattr(self, name), None if cache is None else cache[i]
             x, new, aux = run(layers, x, ctx, caches, remat=remat, inputs=inputs)
@@ -219,8 +226,8 @@ class Stack(StackedLayers):
             return scan_segment(body, x, ctx, caches, remat=remat, inputs=inputs)
         if jax.tree.leaves(inputs):
             raise ValueError(
-                "layer_inputs do not travel through the stages of a pipeline: put them into x or ctx, or take rules "
-                "without a Pipeline"
+                "layer_inputs are not supported in a pipeline; put the values in x or ctx, or use a strategy without "
+                "Pipeline"
             )
 
         # `active` is False for repeats that only pad a stage with fewer layers than others.
@@ -296,10 +303,12 @@ def scan_segment(
     def step(x, period):
         # One period: lax.scan has taken row r of every leading axis, the layers' metadata still name it.
         layers, caches, active, inputs = period
-        # False: a scan body needs no protection against common-subexpression elimination.
-        new, caches, aux = _run(joined(x), ctx, without_layer_axis(layers), caches, inputs, remat_policy(remat), False)
+        layers, policy = without_layer_axis(layers), remat_policy(remat)
+        # A scan body needs no protection against common-subexpression elimination.
+        new, caches, aux = _run(joined(x), ctx, layers, caches, inputs, policy, prevent_cse=False)
         new = split(new)
         if active is not None:
+            # [] and [B, T, D]: an idle repeat passes on what it got.
             new = jax.tree.map(lambda a, b: jnp.where(active, a, b), new, x)
             aux = jax.tree.map(lambda a: jnp.where(active, a, 0), aux)
         return new, (caches, aux)
@@ -331,22 +340,20 @@ def unstack(model: Any) -> Any:
     return jax.tree.map(lambda x: x.unstacked() if is_stack(x) else x, model, is_leaf=is_stack)
 
 
-def _check_alike(one, keys, layout: dict[str, int]) -> None:
+def _check_alike(build: Callable, keys: Any, layout: dict[str, int]) -> None:
     """Compares the structure of every scanned layer, static attributes included, with the first in its place."""
     # Traces the constructor: shapes and structure, no arrays.
-    shape = lambda i: jax.eval_shape(lambda: one(i, keys[i]))
-    # Layers that are stored alone need no equal.
+    shape = lambda i: jax.eval_shape(lambda: build(i, keys[i]))
+    # Layers stored alone need no match.
     scanned = [segment for segment in segments(**layout).values() if segment.repeats]
     for numbers in (segment.layers(slot) for segment in scanned for slot in range(segment.slots)):
         first = shape(numbers[0])
         for i in numbers[1:]:
             other = shape(i)
-            if jax.tree.structure(first) != jax.tree.structure(other) or jax.tree.leaves(first) != jax.tree.leaves(
-                other
-            ):
+            if jax.tree.flatten(first) != jax.tree.flatten(other):  # leaves and structure
                 raise ValueError(
-                    f"layer {i} differs from layer {numbers[0]}, whose place it shares in the layout {layout}; choose lead, prefix "
-                    f"and period so that layers in one place are alike. They differ in {_difference(first, other)}"
+                    f"layers {numbers[0]} and {i} would be scanned together under {layout} but differ in "
+                    f"{_difference(first, other)}; nn.layout_for finds a valid layout"
                 )
 
 
@@ -363,11 +370,7 @@ def _run(x, ctx, layers, caches, inputs, policy, prevent_cse: bool = True):
     new_caches, auxes = [], []
     for i, layer in enumerate(layers):
         more = () if inputs is None else (inputs[i],)
-        # Weights that are kept in the host's memory are copied when the layer runs.
-        prepare = to_device
-        if policy is not None:
-            prepare = lambda layer: _pin_row_major(jax.tree.map(_keep_float32, to_device(layer)))
-        apply = lambda layer, x, cache, *more, prepare=prepare: only_added(x, prepare(layer)(x, ctx, cache, *more))
+        apply = functools.partial(_apply, ctx=ctx, in_remat=policy is not None)
         if policy is not None:
             apply = rematerialised(apply, policy, prevent_cse=prevent_cse)
             # A policy may name the layer's input, to keep it elsewhere than on the device.
@@ -377,6 +380,14 @@ def _run(x, ctx, layers, caches, inputs, policy, prevent_cse: bool = True):
         new_caches.append(new)
         auxes.append(aux)
     return x, None if caches is None else new_caches, auxes
+
+
+def _apply(layer, x, cache, *more, ctx, in_remat: bool):
+    """Applies one layer, whose weights are copied from the host's memory if they are kept there."""
+    layer = to_device(layer)
+    if in_remat:
+        layer = _pin_row_major(jax.tree.map(_keep_float32, layer))
+    return only_added(x, layer(x, ctx, cache, *more))
 
 
 def _pin_row_major(layer: Any) -> Any:
@@ -426,6 +437,10 @@ def _in_layer_order(parts: Iterable[Segment], auxes: Iterable[list[Aux]]) -> Aux
                 # [...] -> [1, ...] for a layer that is not scanned
                 value = jnp.asarray(value)[None] if segment.repeats is None else value
                 rows.setdefault(name, []).append((np.array(segment.layers(slot)), value))
-    # Slot by slot -> layer by layer: sort the rows by layer number.
-    join = lambda parts: jnp.concatenate([v for _, v in parts])[np.argsort(np.concatenate([i for i, _ in parts]))]
-    return {name: join(parts) for name, parts in rows.items()}
+    return {name: _sorted_by_layer(*zip(*found, strict=True)) for name, found in rows.items()}
+
+
+def _sorted_by_layer(numbers: Iterable[np.ndarray], values: Iterable[jax.Array]) -> jax.Array:
+    """Joins rows that come slot by slot, and sorts them by layer number."""
+    order = np.argsort(np.concatenate([*numbers]))
+    return jnp.concatenate([*values])[order]  # [layers, ...]

@@ -1,4 +1,4 @@
-"""Batches and models in their place on a mesh, or on the default device."""
+"""Puts batches and models on a mesh, or on the default device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +21,7 @@ def batch_names(x: Any) -> tuple[str | None, ...]:
 
 
 def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
-    """Places this host's rows as the part of a global batch that its devices hold. What is in its place already stays
-    as it is.
+    """Puts this host's rows on its devices, as their share of a global batch. Arrays already placed are returned as is.
 
     Args:
       batch: arrays with rows first, `B T` for what belongs to tokens, in dictionaries of any depth.
@@ -34,22 +33,22 @@ def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
 
     def put(path: Any, x: Any) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        place = NamedSharding(mesh, layout.spec(*batch_names(x), what=name))
-        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(place, x.ndim):
+        sharding_of_batch = NamedSharding(mesh, layout.spec(*batch_names(x), what=name))
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding_of_batch, x.ndim):
             return x
         try:
-            return jax.make_array_from_process_local_data(place, np.asarray(x))
+            return jax.make_array_from_process_local_data(sharding_of_batch, np.asarray(x))
         except ValueError as error:
             raise ValueError(
-                f"the batch's {name} ({x.shape} on this host) must divide over the mesh {dict(mesh.shape)} as {place.spec} "
-                "says: choose a batch size that is a multiple of those degrees, or another mesh"
+                f"the batch's {name} ({x.shape} on this host) must divide over the mesh {dict(mesh.shape)} as "
+                f"{sharding_of_batch.spec} says: choose a batch size that is a multiple of those degrees, or another mesh"
             ) from error
 
     return jax.tree_util.tree_map_with_path(put, batch)
 
 
 def place_like_parameters(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = False) -> Any:
-    """Constrains gradients, moments and the like to the place of their parameter; all else is on every device.
+    """Constrains gradients, moments and the like to their parameter's sharding; all else is replicated.
 
     Without this XLA chooses, and may gather a gradient or turn a donated buffer into another layout.
 
@@ -57,19 +56,18 @@ def place_like_parameters(tree: Any, params: dict[str, Any], rest: Any, *, optim
       tree: of arrays, keyed by the paths of parameters on some level.
       params: trained parameters by path.
       rest: the rest of the model, with the axis names.
-      optimizer: to the place of the optimizer's state of their parameter instead.
+      optimizer: to the sharding of the parameter's optimizer state instead.
     """
     if (layout := sharding.current()) is None:
         return tree
     names = nn.tree.axes(rest)
+    spec_of = layout.optimizer_spec if optimizer else layout.parameter_spec
 
     def put(path, leaf):
         spec = P()
         for name in (getattr(part, "key", None) for part in path):
             if name in params and leaf.shape == params[name].shape:
-                spec = layout.parameter_spec(names[name], leaf.shape, path=name)
-                if optimizer:
-                    spec = layout.optimizer_spec(names[name], leaf.shape, path=name)
+                spec = spec_of(names[name], leaf.shape, path=name)
         return jax.lax.with_sharding_constraint(leaf, spec)
 
     return jax.tree_util.tree_map_with_path(put, tree)
@@ -88,10 +86,10 @@ def host_rows(batch: Batch) -> Batch:
 
 
 def materialize_model(model: nnx.Module | Callable[[], nnx.Module], layout: sharding.Layout | None) -> Any:
-    """Makes a model that nobody else holds: built in its place, or copied there."""
+    """Returns a model in arrays of its own: built under jit already sharded, or copied to its shardings."""
     if not isinstance(model, nnx.Module):
         return jax.jit(model)() if layout is None else sharding.create(model, layout)
     if layout is None:
         return jax.tree.map(jnp.copy, model)
-    places = sharding.shardings(model, layout)
-    return jax.tree.map(lambda x, place: jax.device_put(x, place, may_alias=False), model, places)
+    shardings = sharding.shardings(model, layout)
+    return jax.tree.map(lambda x, to: jax.device_put(x, to, may_alias=False), model, shardings)

@@ -17,8 +17,8 @@ from maxlib.training._step import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
-    """Origin of a state: a description for the log, its position in the data, and the metrics saved with it."""
+class ResumePoint:
+    """ResumePoint of a state: a description for the log, its position in the data, and the metrics saved with it."""
 
     text: str
     data_state: Any = None
@@ -32,7 +32,7 @@ def initial_state(
     params_from: str | Path | None,
     *,
     layout: sharding.Layout | None,
-) -> tuple[TrainState, Origin]:
+) -> tuple[TrainState, ResumePoint]:
     """Returns the state to begin with, as `Trainer.restore` describes.
 
     A resumed state has the structure and the shardings of `state`, whose arrays are deleted first to free their memory.
@@ -49,8 +49,8 @@ def initial_state(
         return _resumed(state, restored, f"the checkpoint in {resume_from}")
     if params_from is not None:
         params = _parameters(state, Path(params_from), layouts, layout)
-        return dataclasses.replace(state, trainable=params), Origin(f"parameters from {params_from}, step 0")
-    return state, Origin(f"a fresh start, {nn.num_parameters(state.trainable):,} trained parameters")
+        return dataclasses.replace(state, trainable=params), ResumePoint(f"parameters from {params_from}, step 0")
+    return state, ResumePoint(f"a fresh start, {nn.num_parameters(state.trainable):,} trained parameters")
 
 
 def save(
@@ -120,7 +120,7 @@ def _make_room(state: TrainState, base: Any) -> dict[str, Any]:
     return like
 
 
-def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[TrainState, Origin]:
+def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[TrainState, ResumePoint]:
     step = restored["meta"]["step"]
     key = jax.random.wrap_key_data(jnp.asarray(np.array(restored["meta"]["key"], np.uint32)))
     place = lambda new, old: jax.device_put(new, old.sharding)
@@ -131,7 +131,7 @@ def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[T
         step=place(jnp.asarray(step, jnp.int32), state.step),
         key=place(key, state.key),
     )
-    return new, Origin(f"step {step} of {where}", restored["data"], restored["meta"].get("metrics", {}))
+    return new, ResumePoint(f"step {step} of {where}", restored["data"], restored["meta"].get("metrics", {}))
 
 
 def _parameters(state: TrainState, directory: Path, layouts: Any, layout: sharding.Layout | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from maxlib.training._step import Loss, TrainState
 from maxlib.training.probes._nonfinite import find_nonfinite
 
 
-class Saving:
+class SaveManager:
     """`checkpointer` and `exports` under one clock and one time limit."""
 
     def __init__(
@@ -40,9 +40,7 @@ class Saving:
     def start(
         self, step: int, state: TrainState, data_state: Any, metrics: Mapping[str, Any], *, urgent: bool = False
     ) -> None:
-        """Starts a checkpoint. Exports of earlier steps come to their end first, lest a kill lose them; not in a
-        `urgent`.
-        """
+        """Starts a checkpoint. Exports of earlier steps are finished first, lest a kill lose them; not if `urgent`."""
         checkpointer = self.checkpointer
         if checkpointer is None:
             return
@@ -54,7 +52,7 @@ class Saving:
             self._base = record_of(state, checkpointer.base)
         begin = lambda: save(checkpointer, state, step, data_state, numbers, base=self._base)
         if not self._try(begin, f"the checkpoint of step {step} to be taken"):
-            self._go_on(checkpointer)
+            self._continue_or_raise(checkpointer)
 
     def export(self, step: int, state: TrainState, *, missing: bool = False, last: bool = False) -> None:
         """Starts the exports that are due, or all of them at the `last` step; `missing`: only what is not there."""
@@ -111,7 +109,7 @@ class Saving:
             return False
         return True
 
-    def _go_on(self, checkpointer: Checkpointer | Tiers) -> None:
+    def _continue_or_raise(self, checkpointer: Checkpointer | Tiers) -> None:
         """Raises UnsavedError once the checkpointer has failed too often."""
         if error := checkpointer.unsaved():
             raise error

@@ -55,21 +55,23 @@ def make_state(
 ) -> TrainState:
     """Makes the state before the first step. It holds a model's own arrays: donating it deletes them in the model too.
 
-    Moments are born where their parameters live, or where the layout puts them (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
+    Moments are created with their parameters' sharding, or with the layout's (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
     so call it inside `sharding.use` if the steps run there.
 
     Args:
-      model: a model, or a function that builds one, which is compiled and run where the parameters shall live.
+      model: a model, or a function that builds one, which is run under jit so that parameters are created already
+        sharded.
       optimizer: of `{path: array}`.
       filter: what is trained; all else is frozen.
       key: of the random numbers of the whole run.
 
     Raises:
-      ValueError: nothing is left to train, or moments shall live on the host of an optimizer that keeps none there.
+      ValueError: nothing is left to train, or moments are to be offloaded but the optimizer cannot keep them on the
+        host.
     """
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise TypeError(
-            f"optimizer must be a transformation as optax has them, such as training.adamw(1e-3), got {optimizer!r:.80}"
+            f"optimizer must be an optax.GradientTransformation, such as training.adamw(1e-3), got {optimizer!r:.80}"
         )
     if not callable(filter):
         raise TypeError(
@@ -82,21 +84,21 @@ def make_state(
     if not trainable:
         raise ValueError(_nothing_to_train(model))
     seed = jax.random.key(key) if isinstance(key, int) else key
-    start = lambda params, key: (optimizer.init(sharding.memory.to_device(params)), jnp.zeros((), jnp.int32), key)
-    born = lambda params, key: place_like_parameters(start(params, key), params, rest, optimizer=True)
-    opt_state, step, own_key = jax.jit(born)(trainable, seed)
+
+    def initial(params: dict[str, Any], key: Array) -> tuple[Any, Array, Array]:
+        opt_state = optimizer.init(sharding.memory.to_device(params))
+        return place_like_parameters((opt_state, jnp.zeros((), jnp.int32), key), params, rest, optimizer=True)
+
+    opt_state, step, copied_key = jax.jit(initial)(trainable, seed)
     check_offloaded(opt_state, trainable)
-    return TrainState(trainable, rest, opt_state, step, own_key)
+    return TrainState(trainable, rest, opt_state, step, copied_key)
 
 
 def _nothing_to_train(model: Any) -> str:
     if not nn.variables(model):
         return f"a model must have parameters to train, got {type(model).__name__} {model!r:.80} without any"
     names = sorted({*nn.tree.pattern_paths(model).values()})
-    return (
-        f"filter must take at least one parameter to train, it takes none of these {len(names)}: {', '.join(names)}; "
-        "patterns such as those of trainable_only are matched with these names"
-    )
+    return f"filter selected no parameters; it is matched against these {len(names)} names: {', '.join(names)}"
 
 
 def make_train_step(
@@ -116,16 +118,17 @@ def make_train_step(
         the gradient of the mean. Autodiff finds it, unless the loss is `accumulate(loss, 4)`, `one_f_one_b(loss)` or
         another with a method `gradients`.
       optimizer: of `{path: array}`.
-      schedule: only reported, as `learning_rate`.
+      schedule: used only to log `learning_rate`.
 
     Raises:
-      ValueError: by the step, for a batch whose rows (of each microbatch) or sequence the mesh does not divide by the
-        layout in use.
+      ValueError: by the step, for a batch whose row count (per microbatch) or sequence length is not divisible under
+        the active layout.
     """
     optimizer, gradients = optax.with_extra_args_support(optimizer), gradients_of(loss_fn)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        jax.tree.map(lambda x: _check_divides(x, getattr(loss_fn, "microbatches", 1)), batch)
+        for x in jax.tree.leaves(batch):
+            _check_divides(x, getattr(loss_fn, "microbatches", 1))
         key = jax.random.fold_in(state.key, state.step)
         batch = jax.tree.map(_by_rows, batch)
         grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
@@ -175,24 +178,32 @@ def _by_rows(x: Array) -> Array:
 
 
 def _check_divides(x: Array, microbatches: int) -> None:
-    """Refuses what does not divide: `constrain` leaves it whole, as decoding wants it, and each device would train on
-    all of it.
+    """Rejects batches that do not divide.
+
+    `constrain` would leave them whole (intended for decoding), so every device would compute everything.
     """
     if (layout := sharding.current()) is None:
         return
-    mesh, stages = layout.mesh, layout.mesh_axes("layers")  # which share the rows where they can
-    names = batch_names(x)
-    places = zip(names, layout.spec(*names, what="batch"), x.shape, (microbatches, 1), strict=False)
-    for name, place, size, cut in places:
-        axes = (place,) if isinstance(place, str) else place or ()
-        degrees = {axis: mesh.shape[axis] for axis in axes if axis not in stages and mesh.shape[axis] > 1}
-        if size % (parts := cut * math.prod(degrees.values())):
-            times = f", times {cut} accumulated microbatches" if cut > 1 else ""
-            raise ValueError(
-                f"a batch of shape {x.shape} does not divide over the mesh: its {size} {'rows' if name == 'batch' else 'tokens'} "
-                f"must be a multiple of {parts}, as the rule {name!r} splits them over {degrees}{times}; change the batch, the "
-                "mesh or that rule"
-            )
+    rows, tokens, *_ = *layout.spec(*batch_names(x), what="batch"), None, None  # a spec leaves out None at its end
+    if x.ndim > 0:
+        _check_axis(layout, x.shape, 0, rows, microbatches)
+    if x.ndim == 2:
+        _check_axis(layout, x.shape, 1, tokens, 1)
+
+
+def _check_axis(layout: sharding.Layout, shape: tuple[int, ...], axis: int, names: Any, microbatches: int) -> None:
+    """Raises ValueError unless mesh axes divide an axis of a batch: rows, 0, or tokens, 1."""
+    stages = layout.mesh_axes("layers")  # share the rows where they can
+    split = (names,) if isinstance(names, str) else names or ()
+    degrees = {name: n for name in split if name not in stages and (n := layout.mesh.shape[name]) > 1}
+    parts = microbatches * math.prod(degrees.values())
+    if shape[axis] % parts:
+        words, rule = ("tokens", "seq") if axis else ("rows", "batch")
+        times = f", times {microbatches} accumulated microbatches" if microbatches > 1 else ""
+        raise ValueError(
+            f"a batch of shape {shape} does not divide over the mesh: its {shape[axis]} {words} must be a multiple of "
+            f"{parts}, as the rule {rule!r} splits them over {degrees}{times}; change the batch, the mesh or that rule"
+        )
 
 
 def _everywhere(tree: Any) -> Any:

@@ -25,8 +25,8 @@ from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._placement import host_rows, materialize_model, place_batch
 from maxlib.training._prefetch import StatefulLoader, check_loader
-from maxlib.training._restore import Origin, initial_state
-from maxlib.training._saving import Saving
+from maxlib.training._restore import ResumePoint, initial_state
+from maxlib.training._saving import SaveManager
 from maxlib.training._step import jit_step, make_eval_step, make_state, make_train_step
 
 
@@ -37,32 +37,32 @@ class DivergedError(FloatingPointError):
 class Trainer:
     """Loop around `make_train_step` that restores, saves, evaluates, measures and stops.
 
-    It owns what it trains: the model it was given stays as it is.
+    It trains its own copy; the model you pass is not modified.
 
     Args:
-      model: an `nnx.Module`, which is copied, or a function that builds one, which is run where the parameters shall
-        live.
+      model: an `nnx.Module`, which is copied, or a function that builds one, which is run under jit so that
+        parameters are created already sharded.
       optimizer: of `{path: array}`, such as `adamw(1e-3)`.
       loader: this host's rows of every batch, with a state; see `StatefulLoader`.
       loss: see `make_train_step`; give options with `functools.partial`, and `accumulate(loss, 4)` or
         `one_f_one_b(loss)` for microbatches.
-      layout: how everything lies on devices, such as `sharding.Layout(mesh)`.
+      layout: the mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
       filter: what is trained.
-      schedule: only reported, as `learning_rate`.
+      schedule: used only to log `learning_rate`.
       evaluation: held-out data, and how often the loss is computed on it; also at the end.
       checkpointer: saves by its own policy, and at the end.
       callbacks: pairs `(n, f)`, where `f(trainer)` runs after every `n` steps and counts as training time only if n is
-        1; and exports such as `HuggingFaceExport`, which are also made at the end, and at the start where the run
-        before was killed in one.
+        1; and exports such as `HuggingFaceExport`, which are also made at the end, and at start-up if the previous run
+        was killed during an export.
       directory: where `metrics.jsonl` and `goodput.jsonl` go.
-      timeout: seconds after which start-up, a batch or an answer of the devices counts as hung, which ends the process
-        with status 75 after printing what it waited for and every thread's stack. None, the default, ends nothing.
+      timeout: limit in seconds for start-up, one batch or one device result; when exceeded, the process prints what it
+        waited for and every thread's stack, and exits with status 75. None, the default, disables it.
 
     Attributes:
       state: live; the next step deletes its arrays.
       model: a copy.
       step: number of steps done.
-      batch: that of the last step, where it was put.
+      batch: the last step's batch, on its devices.
       train_step: compiled.
       writers: where metrics go; more may be appended.
       console: the terminal.
@@ -88,15 +88,15 @@ class Trainer:
         _check(model, loader, evaluation, checkpointer, callbacks)
         if layout is None and jax.process_count() > 1:
             raise ValueError(
-                f"{jax.process_count()} processes without a layout would train as many models: pass layout=, for example "
-                "sharding.Layout(sharding.make_mesh(fsdp=-1))"
+                f"without a layout, each of the {jax.process_count()} processes would train its own model: pass layout=, for "
+                "example sharding.Layout(sharding.make_mesh(fsdp=-1))"
             )
         self.clock = Clock(directory if jax.process_index() == 0 else None)
         self.layout, self.timeout = layout, timeout
         self.loader, self.evaluation, self.loss, self.checkpointer = loader, evaluation, loss, checkpointer
         exports = [one for one in callbacks if isinstance(one, Export)]
         self.callbacks = [one for one in callbacks if not isinstance(one, Export)]
-        self._saving = Saving(checkpointer, exports, clock=self.clock, timeout=timeout, log=self.log)
+        self._saving = SaveManager(checkpointer, exports, clock=self.clock, timeout=timeout, log=self.log)
         self._interrupt = Interrupt()
         self.console = Console()
         if layout is None and jax.default_backend() != "cpu" and jax.device_count() > 1:
@@ -111,11 +111,11 @@ class Trainer:
         self.train_step = jit_step(make_train_step(loss, optimizer, schedule=schedule))
         self._eval_step = jax.jit(make_eval_step(loss))
         self._meter, self._memory = Meter(), Sampled(memory_use)
-        self._counted = False
-        self._last: dict[str, Any] = {}
-        self._evaluated: int | None = None
-        self._counts_at: int | None = None
-        self._origin: Origin | None = None
+        self._counted = False  # True once the FLOPs of a step are counted
+        self._last: dict[str, Any] = {}  # newest metrics, saved with checkpoints
+        self._evaluated: int | None = None  # step of the newest evaluation
+        self._counts_at: int | None = None  # step at which the loaders' counts were last written
+        self._origin: ResumePoint | None = None  # None until `restore` has run
 
     @property
     def model(self) -> Any:
@@ -154,7 +154,7 @@ class Trainer:
         self._meter.peak = flops.peak_flops()
         with self._running(steps):
             try:
-                self._make_up()
+                self._catch_up()
                 self._loop(steps)
                 if self.evaluation is not None and self._evaluated != self.step:
                     self.evaluate()
@@ -204,16 +204,19 @@ class Trainer:
     def _running(self, steps: int) -> Iterator[None]:
         if jax.process_index() == 0:
             self.console.start(self.step, steps)
-        end = self._saving.wait
+        failed_alone = False
         try:
             with interrupts() as self._interrupt:
                 yield
-        except (Exception, KeyboardInterrupt):  # perhaps of this process alone: others would not meet it at the end
-            end = end if jax.process_count() == 1 else self._saving.settle
+        except (Exception, KeyboardInterrupt):
+            failed_alone = jax.process_count() > 1
             raise
         finally:
             self.writers.close()
-            end()
+            if failed_alone:  # may affect this process only; do not enter a barrier the others never reach
+                self._saving.settle()
+            else:
+                self._saving.wait()
             self.clock.close()
 
     def _loop(self, steps: int) -> None:
@@ -225,8 +228,8 @@ class Trainer:
                     self.log(f"the data ended after step {self.step}, before step {steps}")
                     break
                 counts = reported(self.loader) if jax.process_count() == 1 else {}
-                self._advance(batch, data_seconds=time.perf_counter() - begin, **counts)
-                self._in_between()
+                self._dispatch_step(batch, data_seconds=time.perf_counter() - begin, **counts)
+                self._after_step()
                 if self._interrupt.asked(self.step):
                     raise self._interrupt.stop()
         with self.clock.step(self.step):
@@ -238,10 +241,10 @@ class Trainer:
             with self.clock.span("data"), self._interrupt.while_waiting():
                 return self._next(self.loader, "training")
         except Interrupted:
-            self.loader.set_state(position)  # a batch may have been handed out and not have come here
+            self.loader.set_state(position)  # a batch may have been taken from the loader but not delivered
             raise
 
-    def _advance(self, batch: Batch, **here: float) -> None:
+    def _dispatch_step(self, batch: Batch, **here: float) -> None:
         """Starts one more step, and reports the one before it."""
         with hard_timeout(self.timeout, f"step {self.step + 1} to be compiled and started, the one before to end"):
             with self.sharded(), self.clock.span(None if self._counted else "compile"):
@@ -254,9 +257,7 @@ class Trainer:
         self._report(ready)
 
     def _write_counts(self) -> None:
-        """Writes what the loaders of several processes count, summed where these meet; of one, every step's metrics
-        hold it.
-        """
+        """Writes the loaders' counts summed over processes; a single process reports them every step."""
         if jax.process_count() == 1 or self._counts_at == self.step:
             return
         self._counts_at = self.step
@@ -267,11 +268,11 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.step > 0 and self.step % every == 0
 
-    def _in_between(self) -> None:
+    def _after_step(self) -> None:
         """Runs what is due after this step."""
         for every, callback in self.callbacks:
             if self._due(every):
-                if every > 1:  # what is rare may be slow: its time is not that of a step
+                if every > 1:  # infrequent callbacks may be slow; exclude them from step time
                     self._flush()
                 with self.clock.span("callbacks"):
                     callback(self)
@@ -311,8 +312,8 @@ class Trainer:
                     f"Try a lower learning rate, a longer warm-up, clipping, or look at the data of this step"
                 )
 
-    def _make_up(self) -> None:
-        """Runs the evaluation, exports and slower tiers' checkpoints that the restored step still owed."""
+    def _catch_up(self) -> None:
+        """Runs the evaluation, exports and slower tiers' saves that were due at the restored step but not done."""
         evaluated = any(name.startswith("eval/") for name in self._last)
         if self.evaluation is not None and self._due(self.evaluation.every) and not evaluated:
             self.evaluate()
@@ -332,12 +333,12 @@ class Trainer:
             self._meter.flops = jax.process_count() * flops.training_flops(
                 self.loss, self.state.model, host_rows(batch)
             )
-        except Exception as error:  # an estimate must not end a run
+        except Exception as error:  # a failed estimate must not end a run
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
 
 
 def _check(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callbacks: Any) -> None:
-    """Names what is not what it has to be, before anything is computed."""
+    """Checks argument types, before anything is computed."""
     if not callable(model) and not nn.variables(model):
         raise TypeError(
             f"model must be an nnx.Module, a pytree of them or a function that builds one, got {type(model).__name__}"

@@ -146,7 +146,7 @@ def test_the_published_networks_have_their_published_sizes_and_travel():
 MISTAKES = {
     "preset": (dict(model="llama9"), "no preset is called 'llama9'; there are"),
     "degree": (dict(layout=layout(fsdp=3)), "needs 3 devices, but there are 8"),
-    "heads": (dict(layout=layout("tp", tensor=8)), "(size [24]) is not divisible by mesh axis 'tensor'"),
+    "heads": (dict(layout=layout("tp", tensor=8)), r"\(size [24]\) is not divisible by mesh axis 'tensor'"),
     "batch": (dict(batch_per_chip=0.5), "4 in all, which must be a multiple of the 8 parts"),
     "attention": (dict(attention="flash"), "attention must be one of .*, mosaic_tpu, .*; got 'flash'"),
     "remat": (dict(remat="some"), "remat must be None, one of"),

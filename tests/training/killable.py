@@ -101,7 +101,7 @@ def run(directory: Path, plan: Plan | None, pipe: int) -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)
     watch = Watch(plan, pipe)
     for part, name, moment in (
-        (training.Trainer, "_advance", "step"),
+        (training.Trainer, "_dispatch_step", "step"),
         (training.Trainer, "evaluate", "evaluation"),
         (training.Trainer, "restore", "restore"),
         (training.Trainer, "_save_at_end", "end"),

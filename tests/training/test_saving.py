@@ -45,13 +45,13 @@ STATE = training.TrainState(trainable={}, rest={}, opt_state=(), step=jnp.int32(
 
 @pytest.fixture
 def saving(tmp_path, monkeypatch):
-    """Builds a `Saving` over parts, and the list of what they were asked."""
+    """Builds a `SaveManager` over parts, and the list of what they were asked."""
     calls: list[str] = []
     monkeypatch.setattr(_saving, "save", lambda checkpointer, state, step, data, numbers, base: calls.append(numbers))
 
     def make(*exports, checkpointer=True):
         parts = [Noted(calls, name, **options) for name, options in exports]
-        return _saving.Saving(
+        return _saving.SaveManager(
             Checkpointer() if checkpointer else None, parts, clock=Clock(tmp_path), timeout=None, log=pytest.fail
         ), calls
 

@@ -416,5 +416,5 @@ def test_rows_that_the_mesh_cannot_share():
 
 def test_several_processes_need_a_mesh(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="2 processes without a layout would train as many models"):
+    with pytest.raises(ValueError, match="without a layout, each of the 2 processes would train its own model"):
         training.Trainer(tiny.model, optimizer=tiny.optimizer(tiny.model()), loader=tiny.Loader())
