@@ -17,7 +17,6 @@ from maxlib.ops import Llama3Scaling, Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Family, ModelConfig, Table, hf, hf_head_dim, hf_rope, names
 
-
 MASK = ops.Causal()
 
 

@@ -128,13 +128,15 @@ class Attention(SequenceMixer):
         # Each weight has its output dimensions first: heads are split by tensor parallelism, `embed` by FSDP.
         self.q = Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         self.k = Einsum("...D,KHD->...KH", (K, H, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
-        self.v = None
-        if not keys_as_values:
+        if keys_as_values:
+            self.v = None
+        else:
             self.v = Einsum("...D,KHD->...KH", (K, Hv, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         # [B, T, N, H] -> [B, T, D]: sums over heads and their width at once.
         self.o = Einsum("...NH,DNH->...D", (D, N, Hv), ("embed", "heads", "head_dim"), bias=out_bias, rngs=rngs)
-        self.gate = None
-        if out_gate_act is not None:
+        if out_gate_act is None:
+            self.gate = None
+        else:
             self.gate = Einsum("...D,NHD->...NH", (N, Hv, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         self.q_norm, self.k_norm, self.v_norm, self.out_gate_act = q_norm, k_norm, v_norm, out_gate_act
         self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",)) if sinks else None

@@ -128,7 +128,7 @@ def test_layers_that_differ_are_refused():
     wide = lambda i, rngs: nn.Einsum("...D,ED->...E", (4 + (i == 4), 4), ("a", "b"), rngs=rngs)
     with pytest.raises(ValueError, match=r"layer 4 differs from layer 0"):
         nn.Stack(wide, 6, period=2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"layer 2 differs from layer 0, whose place it shares .*'lead': 3"):
+    with pytest.raises(ValueError, match=r"layers 0 and 2 would be scanned together under .*'lead': 3"):
         build(lambda i, rngs: LedBy(i + (i == 2), rngs=rngs), 0, 1, 3)
     for wrong in ((9, 1), (5, 1, 3), (9, 1, -2)):
         with pytest.raises(ValueError, match="prefix between 0 and num_layers"):
