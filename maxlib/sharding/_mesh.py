@@ -50,7 +50,7 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     asked = dict(data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert, stage=stage)
     per_host, groups = _groups(devices, dcn)
-    across = fill({axis: (dcn or {}).get(axis, 1) for axis in MESH_AXES}, groups, "slices")
+    across = fill({axis: (dcn or {}).get(axis, 1) for axis in MESH_AXES}, groups, "hosts" if per_host else "slices")
     inside = fill({axis: asked[axis] for axis in MESH_AXES}, len(devices) // groups, "devices")
     if dcn:
         placed = mesh_utils.create_hybrid_device_mesh(
@@ -84,6 +84,9 @@ class MeshDegrees:
     def __post_init__(self):
         check_mesh_axes(dict(self.degrees), "mesh")
         check_mesh_axes(dict(self.dcn), "dcn")
+        for axis, degree in (*self.degrees, *self.dcn):
+            if isinstance(degree, bool) or not hasattr(degree, "__index__"):
+                raise TypeError(f"mesh axis {axis!r} must have a whole number as its degree, got {degree!r}")
 
     @classmethod
     def of(cls, degrees: Mapping[str, Any]) -> "MeshDegrees":

@@ -1,6 +1,5 @@
 """Batches and models in their place on a mesh, or on the default device."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,9 +86,9 @@ def host_rows(batch: Batch) -> Batch:
     return jax.tree.map(rows, batch)
 
 
-def own_model(model: nnx.Module | Callable[[], nnx.Module], layout: sharding.Layout | None) -> Any:
-    """Makes a model that nobody else holds: built in its place, or copied there."""
-    if not isinstance(model, nnx.Module):
+def own_model(model: Any, layout: sharding.Layout | None) -> Any:
+    """Makes a model (a module, a pytree of them, or a function that builds one) that nobody else holds."""
+    if not isinstance(model, nnx.Module) and callable(model):
         return jax.jit(model)() if layout is None else sharding.create(model, layout)
     if layout is None:
         return jax.tree.map(jnp.copy, model)

@@ -125,7 +125,8 @@ def make_train_step(
     optimizer, gradients = optax.with_extra_args_support(optimizer), gradients_of(loss_fn)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        jax.tree.map(lambda x: _check_divides(x, getattr(loss_fn, "microbatches", 1)), batch)
+        for x in jax.tree.leaves(batch):
+            _check_divides(x, getattr(loss_fn, "microbatches", 1))
         key = jax.random.fold_in(state.key, state.step)
         batch = jax.tree.map(_by_rows, batch)
         grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
@@ -147,9 +148,18 @@ def make_train_step(
 
 
 def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
-    """Makes `step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`."""
+    """Makes `step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`.
+
+    Args:
+      loss_fn: as for `make_train_step`.
+
+    Raises:
+      ValueError: by the step, for a batch whose rows or sequence the mesh does not divide by the layout in use.
+    """
 
     def step(state: TrainState, batch: Batch) -> Stats:
+        for x in jax.tree.leaves(batch):
+            _check_divides(x, 1)
         loss, stats = loss_fn(state.model, jax.tree.map(_by_rows, batch), state.key)
         return _everywhere(Stats(stats.num_targets, {"loss": loss} | stats.sums))
 
