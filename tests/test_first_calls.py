@@ -23,6 +23,10 @@ MISTAKES = {
     "nn.Stack(lambda i, rngs: nn.MLP(8, 8, rngs=rngs), 2, rngs=0)": "rngs must be an nnx.Rngs, got int 0",
     "nn.MoE(8, 8, router=nn.Router(8, 4, top_k=2, rngs=rngs), rngs=0)": "rngs must be an nnx.Rngs, got int 0",
     "ops.SlidingWindow(8.5)": "whole number of tokens, at least 1, got 8.5",
+    "ops.Chunked(2.5)": "whole number of tokens, at least 1, got 2.5",
+    "sharding.Layout({'fsdp': '8'})": "mesh axis 'fsdp' must have a whole number as its degree, got '8'",
+    "nn.Attention(64, num_heads=4, head_dim=16, mask=ops.SlidingWindow(8), rngs=rngs)": "write Causal.. & SlidingWindow.window=8.",
+    "model.layers[:2]": "a layer's number must be a whole number, got slice",
     "model([[1, 2]])": "tokens must be an array of integers, .*got list",
     "training.adamw('1e-3')": "learning_rate must be a number or a schedule .*got '1e-3'",
     "training.adamw(1e-3, mask=True)": "mask must be None, a dictionary or a function .*got True",
@@ -36,6 +40,7 @@ MISTAKES = {
     "training.Trainer(build, optimizer=adam, loader=[])": "loader must be a loader with a state, .*list lacks __next__, reset",
     "training.Trainer(cfg, optimizer=adam, loader=loader)": "model must be an nnx.Module, a pytree of them or a function .*got Config",
     "training.Trainer(build, optimizer=adam, loader=loader, callbacks=[print])": "pairs .every, function., .*got <built-in",
+    "training.Trainer(build, optimizer=adam, loader=loader, callbacks=[(None, print)])": "pairs .every, function., .*got .None",
     "training.Trainer(build, optimizer=adam, loader=loader, evaluation=loader)": "must be a training.Evaluation.loader, every=100., got",
     "training.Evaluation([])": "Evaluation.loader must be a loader with a state, .*list lacks __next__, reset",
     "training.Evaluation(loader, every=-1)": "every of at least 0 and at least one batch, got every=-1",
@@ -51,7 +56,7 @@ PROGRAM = """if True:
     import json, sys
     import jax, jax.numpy as jnp
     from flax import nnx
-    from maxlib import data, inference, nn, ops, save_pretrained, training
+    from maxlib import data, inference, nn, ops, save_pretrained, sharding, training
     from maxlib.models import llama
 
     rope = ops.Rope(8, max_length=16)

@@ -125,7 +125,6 @@ PRESETS = {
     "llama2-70b": replace(_LLAMA2, **_70B),
     "llama3-8b": _LLAMA3,
     "llama3-70b": replace(_LLAMA3, **_70B),
-    "llama3-405b": replace(_LLAMA3, **_405B),
     "llama3.1-8b": _LLAMA3_1,
     "llama3.1-70b": replace(_LLAMA3_1, **_70B),
     "llama3.1-405b": replace(_LLAMA3_1, **_405B),

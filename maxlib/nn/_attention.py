@@ -18,7 +18,7 @@ from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
-from maxlib.ops._attention import Causal, Mask, MaskHint, StaticMask
+from maxlib.ops._attention import Causal, Mask, MaskHint, SlidingWindow, StaticMask
 from maxlib.ops._grid_rope import GridRope
 from maxlib.ops._rope import Rope, apply_rope
 from maxlib.sharding import constrain, shard_map_by_name
@@ -59,7 +59,7 @@ class Attention(SequenceMixer):
         v_dim: Width of a value's head; None means `head_dim`.
         mask: Which keys a query attends to, a mask of `maxlib.ops`.
         rope: Rotation of queries and keys by position; None for none (NoPE).
-        bias: True adds biases to the query, key and value projections.
+        bias: True adds biases to the query, key and value projections, and to that of the gate.
         out_bias: True adds a bias to the output projection.
         q_norm: Norm over the head dimension of queries, applied before the rotation; None for none.
         k_norm: Norm over the head dimension of keys, applied before the rotation; None for none.
@@ -111,14 +111,19 @@ class Attention(SequenceMixer):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
-        D, N, K, H, Hv = dim, num_heads, num_kv_heads or num_heads, head_dim, v_dim or head_dim
+        D, N, H = dim, num_heads, head_dim
+        K, Hv = N if num_kv_heads is None else num_kv_heads, H if v_dim is None else v_dim
         if N < 1 or K < 1 or N % K:
-            raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {N} and {K}")
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, and both at least 1; got {N} and {K}")
+        if keys_as_values and Hv != H:
+            raise ValueError(f"keys_as_values needs v_dim equal to head_dim, got {Hv} and {H}")
         if not isinstance(mask, Mask):
             raise TypeError(
                 f"mask must be a mask of maxlib.ops, such as Causal() & SlidingWindow(8), got {type(mask).__name__} {mask!r:.40}; "
                 "boolean arrays are not masks here"
             )
+        if isinstance(mask, SlidingWindow):
+            raise ValueError(f"{mask} alone lets a token attend to all later ones: write Causal() & {mask}")
         if not isinstance(rope, Rope | GridRope | None):
             raise TypeError(
                 f"rope must be an ops.Rope, such as Rope(head_dim), or None; got {type(rope).__name__} {rope!r:.40}"

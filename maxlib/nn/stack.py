@@ -161,7 +161,12 @@ class Stack(StackedLayers):
 
     def where(self, i: int) -> tuple[str, int | None]:
         """Returns layer `i`'s path below this stack and its index on the leading axis (None if it is stored alone)."""
-        return place_of(i, **self.layout)
+        return place_of(self._index(i), **self.layout)
+
+    def _index(self, i: int) -> int:
+        if not hasattr(i, "__index__"):
+            raise TypeError(f"a layer's number must be a whole number, got {i!r}; slices of a stack are not layers")
+        return range(self.num_layers)[i]
 
     def __len__(self) -> int:
         """Returns the number of layers."""
@@ -169,7 +174,7 @@ class Stack(StackedLayers):
 
     def __getitem__(self, i: int) -> Any:
         """Returns layer `i`. A scanned layer is returned as a read-only copy: editing it would not change the stack."""
-        i = range(self.num_layers)[i]
+        i = self._index(i)
         layer = self._layer(i)
         return layer if self.where(i)[1] is None else read_only(layer, i)
 

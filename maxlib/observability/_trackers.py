@@ -18,7 +18,7 @@ class _Tracker:
     """Base of trackers: only the first process writes, and a resumed run goes on under the same id.
 
     Args:
-      directory: the run's directory, where the id is kept; None for a new run every time.
+      directory: the run's directory, where the id is kept; None keeps it in this object only.
       config: settings to show with the run.
     """
 
@@ -28,6 +28,7 @@ class _Tracker:
         self._file = None if directory is None else Path(directory) / f"{self.name}.json"
         self._config = {key: _plain(value) for key, value in (config or {}).items()}
         self._run: Any = None
+        self._kept: str | None = None
 
     def resume(self, step: int) -> None:
         """Does nothing: trackers keep what they have."""
@@ -45,11 +46,12 @@ class _Tracker:
         self._run = None
 
     def _id(self) -> str | None:
-        """Reads the id of the run that this directory belongs to; None for a new one."""
+        """Returns the id of the run that this object or its directory belongs to; None for a new one."""
         found = read_json(self._file.read_text()) if self._file is not None and self._file.exists() else None
-        return found.get("id") if isinstance(found, dict) else None
+        return found.get("id") if isinstance(found, dict) else self._kept
 
     def _keep(self, run_id: str) -> None:
+        self._kept = run_id
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._file, json.dumps({"id": run_id}))
@@ -87,9 +89,9 @@ class WandB(_Tracker):
         self._options = {"project": project, "dir": directory} | options
 
     def _start(self, package: Any, run_id: str | None) -> Any:
-        run_id = run_id or uuid.uuid4().hex[:8]
+        run_id = run_id or str(self._options.get("id") or uuid.uuid4().hex[:8])
         self._keep(run_id)
-        return package.init(id=run_id, resume="allow", config=self._config, **self._options)
+        return package.init(**{"resume": "allow", "config": self._config, **self._options, "id": run_id})
 
     def _log(self, step: int, numbers: dict[str, float]) -> None:
         self._run.log(numbers, step=step)
@@ -124,9 +126,9 @@ class Trackio(_Tracker):
         self._options = {"project": project} | options
 
     def _start(self, package: Any, run_id: str | None) -> Any:
-        name = run_id or self._options.pop("name", None) or f"run-{uuid.uuid4().hex[:8]}"
+        name = run_id or self._options.get("name") or f"run-{uuid.uuid4().hex[:8]}"
         self._keep(name)  # trackio knows runs by name
-        return package.init(name=name, resume="allow", config=self._config, **self._options)
+        return package.init(**{"resume": "allow", "config": self._config, **self._options, "name": name})
 
     def _log(self, step: int, numbers: dict[str, float]) -> None:
         self._run.log(numbers, step=step)

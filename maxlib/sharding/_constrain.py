@@ -94,7 +94,7 @@ def gather_once(weight: jax.Array, *names: Name) -> jax.Array:
     batch = mesh_axes_of(layout.rules.get("batch"))
     own, _ = drop_uneven(layout.spec(*names, what=f"weight {weight.shape}"), weight.shape, layout.mesh)
     kept = partition([tuple(axis for axis in mesh_axes_of(place) if axis not in batch) or None for place in own])
-    return weight if kept == own else _moved(weight, kept)
+    return weight if kept == partition([*own]) else _moved(weight, kept)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +30,8 @@ AnyMesh = Mesh | AbstractMesh
 class Layout:
     """A device mesh and its parallelism strategy: the single argument of every function that places arrays.
 
-    Layouts are hashable, and the one in use is part of `jit`'s cache key.
+    Layouts are hashable, and the one in use is part of `jit`'s cache key. A mesh axis of several devices that no rule
+    and no strategy names is a warning: its devices would repeat each other's work.
 
     Args:
       mesh: a mesh of devices; with an abstract one programs can be traced, not run. Or axis sizes such as
@@ -58,6 +60,20 @@ class Layout:
         if isinstance(self.mesh, AnyMesh):
             for strategy in self.strategies:
                 strategy.check(self.mesh, self.strategies)
+        if isinstance(self.mesh, Mesh) and (idle := self._idle_axes()):
+            warnings.warn(
+                f"nothing is split over {' and '.join(idle)} of the mesh {dict(self.mesh.shape)}: these devices repeat each "
+                "other's work. Join a strategy that uses them, such as FSDP | TP, or make the mesh without them",
+                stacklevel=3,
+            )
+
+    def _idle_axes(self) -> list[str]:
+        """Returns the mesh axes of more than one device that no rule and no strategy names."""
+        named = {axis for axes in self.rules.values() for axis in mesh_axes_of(axes)}
+        for strategy in self.strategies:
+            fields = dataclasses.fields(strategy) if dataclasses.is_dataclass(strategy) else ()
+            named |= {value for field in fields if isinstance(value := getattr(strategy, field.name), str)}
+        return [axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in named]
 
     def on(self, devices: Sequence[Any]) -> "Layout":
         """Returns this layout of axis sizes with a mesh over devices.
@@ -233,7 +249,12 @@ def current() -> Layout | None:
     if layout is None:
         return None
     mesh = jax.sharding.get_abstract_mesh()  # inside `shard_map` some of its axes are manual
-    return layout if layout.mesh == mesh else Layout(mesh, layout.strategy)
+    return layout if layout.mesh == mesh else _on_mesh(layout, mesh)
+
+
+@functools.lru_cache(maxsize=256)
+def _on_mesh(layout: Layout, mesh: AbstractMesh) -> Layout:
+    return Layout(mesh, layout.strategy)
 
 
 @contextmanager

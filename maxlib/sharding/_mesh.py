@@ -52,7 +52,8 @@ def make_mesh(
     check_mesh_axes(dcn or {}, "dcn")
     _check_slices(devices, dcn)
     groups = _count_groups(devices) if dcn else 1
-    across = resolve_free_degree({axis: (dcn or {}).get(axis, 1) for axis in MESH_AXES}, groups, "slices")
+    what = "hosts" if len(_slices(devices)) == 1 else "slices"
+    across = resolve_free_degree({axis: (dcn or {}).get(axis, 1) for axis in MESH_AXES}, groups, what)
     inside = resolve_free_degree({axis: asked[axis] for axis in MESH_AXES}, len(devices) // groups, "devices")
     if dcn:
         placed = mesh_utils.create_hybrid_device_mesh(
@@ -87,6 +88,9 @@ class MeshShape:
         inside, across = self._by_axis
         check_mesh_axes(inside, "mesh")
         check_mesh_axes(across, "dcn")
+        for axis, degree in (*self.degrees, *self.dcn):
+            if isinstance(degree, bool) or not hasattr(degree, "__index__"):
+                raise TypeError(f"mesh axis {axis!r} must have a whole number as its degree, got {degree!r}")
 
     @property
     def _by_axis(self) -> tuple[dict[str, int], dict[str, int]]:

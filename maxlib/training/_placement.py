@@ -1,6 +1,5 @@
 """Puts batches and models on a mesh, or on the default device."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -85,9 +84,14 @@ def host_rows(batch: Batch) -> Batch:
     return jax.tree.map(rows, batch)
 
 
-def materialize_model(model: nnx.Module | Callable[[], nnx.Module], layout: sharding.Layout | None) -> Any:
-    """Returns a model in arrays of its own: built under jit already sharded, or copied to its shardings."""
-    if not isinstance(model, nnx.Module):
+def materialize_model(model: Any, layout: sharding.Layout | None) -> Any:
+    """Returns a model in arrays of its own: built under jit already sharded, or copied to its shardings.
+
+    Args:
+      model: a module, a pytree of them, or a function that builds one.
+      layout: None for the default device.
+    """
+    if not isinstance(model, nnx.Module) and callable(model):
         return jax.jit(model)() if layout is None else sharding.create(model, layout)
     if layout is None:
         return jax.tree.map(jnp.copy, model)

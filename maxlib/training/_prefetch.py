@@ -2,7 +2,6 @@
 
 import collections
 import time
-from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,7 +20,6 @@ class StatefulLoader(Protocol):
     at saves and evaluations.
     """
 
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
     def __next__(self) -> dict[str, np.ndarray]: ...
     def reset(self) -> None: ...
     def get_state(self) -> dict[str, Any]: ...

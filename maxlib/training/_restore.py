@@ -47,9 +47,13 @@ def initial_state(
     if resume_from is not None:
         restored = _read(lambda like: checkpoint.load(resume_from, like, layouts=layouts), state, base, resume_from)
         return _resumed(state, restored, f"the checkpoint in {resume_from}")
+    step = int(state.step)
+    kept = f"step {step} with this run's optimizer state" if step else "step 0"
     if params_from is not None:
         params = _parameters(state, Path(params_from), layouts, layout)
-        return dataclasses.replace(state, trainable=params), ResumePoint(f"parameters from {params_from}, step 0")
+        return dataclasses.replace(state, trainable=params), ResumePoint(f"parameters from {params_from}, {kept}")
+    if step:
+        return state, ResumePoint(f"nothing to restore, the state of step {step} stays")
     return state, ResumePoint(f"a fresh start, {nn.num_parameters(state.trainable):,} trained parameters")
 
 

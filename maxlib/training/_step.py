@@ -150,9 +150,18 @@ def make_train_step(
 
 
 def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
-    """Makes `step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`."""
+    """Makes `step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`.
+
+    Args:
+      loss_fn: as for `make_train_step`.
+
+    Raises:
+      ValueError: by the step, for a batch whose rows or sequence the mesh does not divide by the layout in use.
+    """
 
     def step(state: TrainState, batch: Batch) -> Stats:
+        for x in jax.tree.leaves(batch):
+            _check_divides(x, 1)
         loss, stats = loss_fn(state.model, jax.tree.map(_by_rows, batch), state.key)
         return _everywhere(Stats(stats.num_targets, {"loss": loss} | stats.sums))
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import optax
-from flax import nnx
 
 from maxlib import nn, sharding
 from maxlib.checkpoint import Checkpointer, Tiers
@@ -71,7 +70,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: nnx.Module | Callable[[], nnx.Module],
+        model: Any,
         optimizer: optax.GradientTransformation,
         loader: StatefulLoader,
         *,
@@ -306,11 +305,14 @@ class Trainer:
             self._last = values
             if not finite:
                 batch = self.batch if step == self.step else self._batch_before
-                raise DivergedError(
-                    f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. Training has stopped and this "
-                    f"state is not saved. {self._saving.last_good()}. {self._saving.cause(step, self.state, batch, self.loss)} "
-                    f"Try a lower learning rate, a longer warm-up, clipping, or look at the data of this step"
-                )
+                sentences = [
+                    f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}",
+                    "Training has stopped and this state is not saved",
+                    self._saving.last_good(),
+                    self._saving.cause(step, self.state, batch, self.loss),
+                    "Try a lower learning rate, a longer warm-up or clipping, or look at the data of this step",
+                ]
+                raise DivergedError(" ".join(f"{one.rstrip('.')}." for one in sentences if one))
 
     def _catch_up(self) -> None:
         """Runs the evaluation, exports and slower tiers' saves that were due at the restored step but not done."""
@@ -349,7 +351,12 @@ def _check(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callback
     if checkpointer is not None and not hasattr(checkpointer, "should_save"):
         raise TypeError(f"checkpointer must be a checkpoint.Checkpointer(directory) or Tiers, got {checkpointer!r}")
     for one in callbacks:
-        if not isinstance(one, Export) and not (isinstance(one, tuple) and len(one) == 2 and callable(one[1])):
+        if not isinstance(one, Export) and not _is_callback(one):
             raise TypeError(
                 f"callbacks must be pairs (every, function), such as (1, f), or exports such as HuggingFaceExport, got {one!r}"
             )
+
+
+def _is_callback(one: Any) -> bool:
+    """Tells whether a value is a pair of a positive whole number of steps and a function."""
+    return isinstance(one, tuple) and len(one) == 2 and type(one[0]) is int and one[0] > 0 and callable(one[1])

@@ -322,6 +322,7 @@ class Conformance:
         assert list(done) == [SEQ, SEQ]
         assert_close(got, want, CLOSE)
 
+    @pytest.mark.filterwarnings("ignore:nothing is split over")
     @pytest.mark.full
     def test_eight_devices_equal_one(self, exact):
         """Read onto data x fsdp x tensor by the rules; a vocabulary that does not divide stays whole."""

@@ -123,6 +123,7 @@ def test_golden_arrays_are_what_transformers_gives(name, live):
         np.testing.assert_allclose(value, golden["gradients"][tensor], rtol=1e-3, atol=1e-5 * value[0])
 
 
+@pytest.mark.filterwarnings("ignore:nothing is split over")
 @first
 def test_export_is_bit_exact(name, tmp_path):
     """transformers' tensors and ours after a round trip, sharded one way: the same bytes under the same names."""
@@ -214,7 +215,6 @@ SIZES = {
     "llama2-70b": 68.977,
     "llama3-8b": 8.030,
     "llama3-70b": 70.554,
-    "llama3-405b": 405.853,
     "llama3.1-8b": 8.030,
     "llama3.1-70b": 70.554,
     "llama3.1-405b": 405.853,

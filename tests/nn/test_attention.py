@@ -202,10 +202,16 @@ def test_padding_changes_nothing(name):
 
 
 def test_errors_say_what_must_hold():
-    with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads; got 4 and 3"):
+    with pytest.raises(
+        ValueError, match="num_heads must be a multiple of num_kv_heads, and both at least 1; got 4 and 3"
+    ):
         build(num_kv_heads=3)
+    with pytest.raises(ValueError, match="both at least 1; got 4 and 0"):
+        build(num_kv_heads=0)
     with pytest.raises(ValueError, match="must not exceed head_dim"):
         build(rope=ops.Rope(8))
+    with pytest.raises(ValueError, match="keys_as_values needs v_dim equal to head_dim, got 3 and 6"):
+        build(keys_as_values=True, v_dim=3)
     cache = build().init_cache(1, 4, jnp.float32)
     with pytest.raises(ValueError, match="do not fit a cache of capacity 4"):
         extend(build(), inputs(1, 5), cache, np.zeros(1, np.int32))

@@ -316,3 +316,10 @@ def test_a_layer_taken_out_of_a_scan_refuses_changes():
     alone = stack.unstacked()
     alone[1].up.w[...] = jnp.zeros(copy.up.w.shape)
     assert not alone[1].up.w[...].any()
+
+
+def test_layers_are_taken_by_number():
+    stack = nn.Stack(lambda i, rngs: nn.GatedMLP(4, 8, rngs=rngs), 3, rngs=nnx.Rngs(0))
+    assert stack.where(-1) == stack.where(2)
+    with pytest.raises(IndexError):
+        stack.where(3)

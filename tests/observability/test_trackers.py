@@ -19,6 +19,36 @@ def log(make, steps):
     return tracker
 
 
+class Package:
+    """A tracker's package that keeps what it is asked for."""
+
+    def __init__(self):
+        self.runs = []
+
+    def init(self, **options):
+        self.runs.append(options)
+        return self
+
+    def log(self, values, step):
+        pass
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize(("kind", "key"), [("WandB", "id"), ("Trackio", "name")])
+def test_a_tracker_stays_with_its_run(monkeypatch, kind, key):
+    """Also without a directory, and under an id of the user's."""
+    tracker, package = getattr(observability, kind)("p"), Package()
+    own = getattr(observability, kind)("p", **{key: "mine", "resume": "must"})
+    monkeypatch.setattr("maxlib.observability._trackers._package", lambda name: package)
+    for one in (tracker, tracker, own, own):
+        one.write(1, {"loss": 1.0})
+        one.close()
+    ids = [run[key] for run in package.runs]
+    assert ids[0] == ids[1] and ids[2:] == ["mine", "mine"] and package.runs[2]["resume"] == "must"
+
+
 def test_a_missing_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(ImportError, match=r'pip install "maxlib\[wandb\]"'):

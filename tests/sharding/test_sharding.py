@@ -55,6 +55,7 @@ def test_parameters_live_where_the_rules_say():
     assert all(axis is None for axis in spec["layers.body.0.attn_norm.scale"])
 
 
+@pytest.mark.filterwarnings("ignore:nothing is split over")
 def test_jit_notices_other_rules():
     mesh, x = sharding.make_mesh(data=2, fsdp=2, tensor=2), jnp.zeros((4, 4))
     f = jax.jit(lambda x: sharding.constrain(x, "batch", "act_mlp"))
@@ -213,6 +214,7 @@ def test_strategies_mix_in_any_order():
     assert sharding.PP | sharding.Pipeline("stage", 4) == sharding.Pipeline("stage", 4)
 
 
+@pytest.mark.filterwarnings("ignore:nothing is split over")
 def test_mistakes_name_the_culprit():
     mesh = sharding.make_mesh(data=2, tensor=4)
     with pytest.raises(ValueError, match=r"layers.body.0.attn.k.w: axis 'kv_heads' of size 2 does not divide"):
@@ -229,3 +231,25 @@ def test_mistakes_name_the_culprit():
         wrong.__dict__.update(mesh=given[0], strategy=given[1])
         with pytest.raises(TypeError, match=words):
             wrong.__post_init__()
+
+
+def test_devices_that_would_repeat_each_others_work_are_named():
+    with pytest.warns(UserWarning, match="nothing is split over tensor of the mesh .* repeat each other's work"):
+        sharding.Layout(sharding.make_mesh(fsdp=2, tensor=4), sharding.FSDP)
+    with pytest.warns(UserWarning, match="nothing is split over fsdp of"):
+        sharding.Layout(sharding.make_mesh(fsdp=4, context=2), sharding.CP_RING)
+    for strategy, degrees in (
+        (sharding.FSDP_TP, {"fsdp": 2, "tensor": 4}),
+        (sharding.DP | sharding.ZERO1, {"data": 8}),
+    ):
+        sharding.Layout(sharding.make_mesh(**degrees), strategy)  # warnings of maxlib are errors in tests
+
+
+def test_a_degree_is_a_whole_number():
+    with pytest.raises(TypeError, match="mesh axis 'fsdp' must have a whole number as its degree, got True"):
+        sharding.Layout({"fsdp": True})
+
+
+def test_a_mesh_of_hosts_speaks_of_hosts():
+    with pytest.raises(ValueError, match="needs 2 hosts"):
+        sharding.make_mesh(fsdp=4, dcn={"data": 2})

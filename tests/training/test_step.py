@@ -212,3 +212,11 @@ def test_evaluation_weighs_every_target_alike():
         assert float(got[name]) == pytest.approx(float(want[name]), rel=1e-5)
     with pytest.raises(ValueError, match="at least one batch with a target"):
         training.evaluate(step, state, [])
+
+
+def test_evaluation_refuses_what_every_device_would_compute():
+    with sharding.use(sharding.Layout(sharding.make_mesh(fsdp=8), sharding.FSDP)):
+        state = training.make_state(tiny.model, optax.identity())
+        batch = {name: x[:6] for name, x in tiny.batch().items()}
+        with pytest.raises(ValueError, match="its 6 rows must be a multiple of 8"):
+            jax.jit(training.make_eval_step(tiny.loss))(state, batch)

@@ -173,6 +173,10 @@ def test_where_a_run_begins(tmp_path, capsys):
     params = trainer()
     assert params.restore(params_from=tmp_path / "a").startswith("parameters from ")
     assert params.step == 0 and params.loader.next == 0 and same(params.state.trainable, source.state.trainable)
+    params.fit(1)
+    assert params.restore() == "nothing to restore, the state of step 1 stays" and params.step == 1
+    said = params.restore(params_from=tmp_path / "a")
+    assert said.endswith(", step 1 with this run's optimizer state") and params.step == 1
     own = trainer(checkpointer=checkpoint.Checkpointer(tmp_path / "a"))
     assert "own" in own.restore(resume_from=tmp_path / "nowhere", params_from=tmp_path / "nowhere")
     assert "parameters from" in capsys.readouterr().out
@@ -418,3 +422,16 @@ def test_several_processes_need_a_mesh(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="without a layout, each of the 2 processes would train its own model"):
         training.Trainer(tiny.model, optimizer=tiny.optimizer(tiny.model()), loader=tiny.Loader())
+
+
+def test_several_models_are_a_pytree():
+    loss = lambda models, batch, key: tiny.loss(models["student"], batch, key)
+    ours = trainer({"student": tiny.model(), "other": tiny.model()}, optimizer=SGD, loss=loss)
+    ours.fit(1)
+    assert {path.split(".")[0] for path in ours.state.trainable} == {"student", "other"}
+
+
+@pytest.mark.parametrize("every", [0, -1, True])
+def test_callbacks_run_after_a_number_of_steps(every):
+    with pytest.raises(TypeError, match=r"callbacks must be pairs \(every, function\)"):
+        trainer(callbacks=[(every, print)])

@@ -6,7 +6,7 @@ same two arrays, and skips the tiles that they leave out. No mask of shape T x S
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,8 @@ class StaticMask:
 
     Args:
       kind: "causal" if intervals end after the query's own key, "full" if they end with the segment, else "any".
-      window: most keys that a query attends to, its own included; None for no limit. Only with `kind="causal"`.
+      window: most keys that a query attends to, its own included; None for no limit. With `kind="full"` it waits
+        to be intersected with a causal mask, and no kernel takes it.
       segmented: True if keys of other segments (packed documents, padding, chunks) are hidden.
       aligned: True if query `i` stands at key `i` and all keys are those of its row; False beside a cache, or where a
         device has a part of the sequence.
@@ -71,6 +72,12 @@ class MaskHint(NamedTuple):
 
     static: StaticMask
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
+
+
+def _check_tokens(name: str, number: Any) -> None:
+    """Raises ValueError unless a number of tokens is a whole one of at least 1; NumPy's integers are."""
+    if isinstance(number, bool) or not hasattr(number, "__index__") or number < 1:
+        raise ValueError(f"{name} must be a whole number of tokens, at least 1, got {number!r}")
 
 
 class Mask:
@@ -154,8 +161,7 @@ class SlidingWindow(Mask):
     window: int
 
     def __post_init__(self):
-        if not isinstance(self.window, int) or self.window < 1:
-            raise ValueError(f"window must be a whole number of tokens, at least 1, got {self.window!r}")
+        _check_tokens("window", self.window)
 
     @property
     def ring(self) -> int:
@@ -177,14 +183,13 @@ class Chunked(Mask):
       chunk: tokens per chunk, counted from the start of the document.
 
     Raises:
-      ValueError: when `chunk` is below 1.
+      ValueError: when `chunk` is not a whole number of at least 1.
     """
 
     chunk: int
 
     def __post_init__(self):
-        if self.chunk < 1:
-            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+        _check_tokens("chunk", self.chunk)
 
     @property
     def ring(self) -> int:

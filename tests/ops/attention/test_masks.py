@@ -125,3 +125,10 @@ def test_specs_are_values():
     assert Causal() & SlidingWindow(4) == Causal() & SlidingWindow(4)
     assert hash(Causal() | Prefix(3)) == hash(Causal() | Prefix(3))
     assert Full() != BidirectionalBlocks()
+
+
+@pytest.mark.parametrize("number", [True, 0, -1])
+def test_windows_and_chunks_are_whole_numbers_of_tokens(number):
+    for mask in (SlidingWindow, Chunked):
+        with pytest.raises(ValueError, match="must be a whole number of tokens, at least 1, got"):
+            mask(number)
