@@ -161,10 +161,10 @@ def context(
     return dataclasses.replace(ctx, intervals=intervals, tables=tables, masks=tuple(masks), ropes=tuple(ropes))
 
 
-def _positions(places: Int[Array, "B T"], cache: Any) -> Int[Array, "B T"]:
+def _positions(indices: Int[Array, "B T"], cache: Any) -> Int[Array, "B T"]:
     """Returns the default positions: indices in the document, shifted by the cache's offset."""
     offset = None if cache is None else cache.position_offset
-    return places if offset is None else places + offset[:, None]
+    return indices if offset is None else indices + offset[:, None]
 
 
 def _next_offset(positions, valid, length, cache) -> Int[Array, " B"] | None:
@@ -230,20 +230,20 @@ def bidirectional_blocks(
     Returns:
         Start and stop of each token's block; a token outside has a block of its own.
     """
-    place = jnp.broadcast_to(jnp.arange(inside.shape[1], dtype=jnp.int32), inside.shape)
+    column = jnp.broadcast_to(jnp.arange(inside.shape[1], dtype=jnp.int32), inside.shape)
     # Two blocks side by side in different documents have different ids; tokens outside have 0.
     runs = jnp.where(inside, 1 if segment_ids is None else segment_ids, 0)
-    start, stop = _segment_bounds(place, runs)
+    start, stop = _segment_bounds(column, runs)
     first = 0 if cache is None else cache.length[:, None]
-    return jnp.where(runs > 0, start, place) + first, jnp.where(runs > 0, stop, place + 1) + first
+    return jnp.where(runs > 0, start, column) + first, jnp.where(runs > 0, stop, column + 1) + first
 
 
 def _documents(batch, seq, segment_ids, valid, cache):
     """Returns `index`, `start`, `stop` and `valid` of each token."""
-    place = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (batch, seq))
+    column = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (batch, seq))
     if cache is not None:
         # A row of a cache is one document: all cached tokens, then the new ones.
-        index = place + cache.length[:, None]
+        index = column + cache.length[:, None]
         num_new = seq if valid is None else valid.sum(axis=1, dtype=jnp.int32)[:, None]
         stop = jnp.broadcast_to(cache.length[:, None] + num_new, index.shape)
         start = jnp.zeros_like(index)
@@ -252,25 +252,25 @@ def _documents(batch, seq, segment_ids, valid, cache):
             start = jnp.where(valid, start, stop)
         return index, start, stop, valid
     if segment_ids is None and valid is None:
-        return place, jnp.zeros_like(place), jnp.full_like(place, seq), None
+        return column, jnp.zeros_like(column), jnp.full_like(column, seq), None
     if segment_ids is None:
         segment_ids = valid.astype(jnp.int32)
     elif valid is not None:
         # Padding inside a packed row belongs to no document: id 0.
         segment_ids = jnp.where(valid, segment_ids, 0)
-    return place, *_segment_bounds(place, segment_ids), segment_ids > 0
+    return column, *_segment_bounds(column, segment_ids), segment_ids > 0
 
 
-def _segment_bounds(place, segment_ids):
+def _segment_bounds(column, segment_ids):
     """Returns start and stop of the run of equal ids around each token; padding gets an empty one."""
-    edge = jnp.ones((place.shape[0], 1), bool)
+    edge = jnp.ones((column.shape[0], 1), bool)
     # [B, T - 1]: True between two tokens of different documents.
     change = segment_ids[:, 1:] != segment_ids[:, :-1]
     first = jnp.concatenate([edge, change], axis=1)
     last = jnp.concatenate([change, edge], axis=1)
     # Running maximum of the starts so far; from the right, running minimum of the stops.
-    start = jax.lax.cummax(jnp.where(first, place, 0), axis=1)
-    stop = jax.lax.cummin(jnp.where(last, place + 1, place.shape[1]), axis=1, reverse=True)
+    start = jax.lax.cummax(jnp.where(first, column, 0), axis=1)
+    stop = jax.lax.cummin(jnp.where(last, column + 1, column.shape[1]), axis=1, reverse=True)
     return start, jnp.where(segment_ids > 0, stop, start)
 
 

@@ -1,7 +1,7 @@
 """Dispatch of tokens to experts and back. A *choice* is one of the X experts of one token: number `token * X + k`.
 
 Tokens are copied into a buffer of R rows in which the rows of an expert are adjacent. Example with M = 3 tokens, X = 1,
-E = 2, `experts = [1, 0, 1]`: the rows hold tokens 1, 0, 2, so `source = [1, 0, 2]`, `place = [1, 0, 2]` and
+E = 2, `experts = [1, 0, 1]`: the rows hold tokens 1, 0, 2, so `source = [1, 0, 2]`, `row_of_choice = [1, 0, 2]` and
 `counts = [1, 2]`. Shapes: M tokens, X choices, E experts, C capacity, R rows, D width, I inputs and O outputs.
 """
 
@@ -30,14 +30,14 @@ class Dropless:
 
     Attributes:
         source: The choice that each row holds.
-        place: The row that holds each choice.
+        row_of_choice: The row that holds each choice.
         kept: True for choices that are computed.
         counts: Rows of each expert.
     """
 
     source: Int[Array, " R"]
     """The choice that each row holds."""
-    place: Int[Array, "M X"]
+    row_of_choice: Int[Array, "M X"]
     """The row that holds each choice."""
     kept: Bool[Array, "M X"]
     """Which choices are computed."""
@@ -66,14 +66,14 @@ class Padded:
 
     Attributes:
         source: The choice that each row holds, `M * X` in an empty row.
-        place: The row that holds each choice, `R` (no row) for a choice that does not fit.
+        row_of_choice: The row that holds each choice, `R` (no row) for a choice that does not fit.
         kept: True for choices that fit.
         num_experts: Number of experts.
     """
 
     source: Int[Array, " R"]
     """The choice that each row holds, `M * X` in an empty one."""
-    place: Int[Array, "M X"]
+    row_of_choice: Int[Array, "M X"]
     kept: Bool[Array, "M X"]
     num_experts: int = static()
 
@@ -108,9 +108,9 @@ def dropless(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: 
         valid: False for padding.
         num_experts: Number of experts.
     """
-    order, place, counts = _sort(experts, valid, num_experts)
+    order, row_of_choice, counts = _sort(experts, valid, num_experts)
     kept = jnp.broadcast_to(valid[:, None], experts.shape)
-    return Dropless(order, place.reshape(experts.shape), kept, counts)
+    return Dropless(order, row_of_choice.reshape(experts.shape), kept, counts)
 
 
 def sorted_rows(counts: Int[Array, " E"], size: int) -> Dropless:
@@ -130,52 +130,52 @@ def padded(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: in
         num_experts: Number of experts.
         capacity: Rows of each expert.
     """
-    order, place, counts = _sort(experts, valid, num_experts)
+    order, row_of_choice, counts = _sort(experts, valid, num_experts)
     # First sorted row of each expert, [E]; `rank` counts a choice among those of its expert, [M, X].
     first = jnp.cumsum(counts) - counts
-    rank = place.reshape(experts.shape) - first[experts]
+    rank = row_of_choice.reshape(experts.shape) - first[experts]
     kept = valid[:, None] & (rank < capacity)
     size = num_experts * capacity
     # Row of a choice: the start of its expert's room plus its rank; `size` if it does not fit.
-    place = jnp.where(kept, experts * capacity + rank, size)
+    row_of_choice = jnp.where(kept, experts * capacity + rank, size)
     empty = jnp.full(size, experts.size, order.dtype)
-    # Inverse of `place`: scatters the number of each choice into its row; places beyond the end are dropped.
-    source = empty.at[place.reshape(-1)].set(jnp.arange(experts.size, dtype=order.dtype), mode="drop")
-    return Padded(source, place, kept, num_experts)
+    # Inverse of `row_of_choice`: scatters the number of each choice into its row; rows beyond the end are dropped.
+    source = empty.at[row_of_choice.reshape(-1)].set(jnp.arange(experts.size, dtype=order.dtype), mode="drop")
+    return Padded(source, row_of_choice, kept, num_experts)
 
 
 def _sort(experts, valid, num_experts: int):
     """Sorts choices by expert.
 
     Returns:
-        The choices in the order of their experts, the place of each choice in that order, and the count of each expert.
+        The choices in the order of their experts, the row of each choice in that order, and the count of each expert.
     """
     # Padding gets an id after all experts, so that it comes last. [M, X] -> [M * X]
     ids = jnp.where(valid[:, None], experts, num_experts).reshape(-1)
     # Stable: tokens keep their order within an expert, so that earlier ones get the room.
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-    # Inverse permutation: place[order[i]] = i.
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+    # Inverse permutation: row_of_choice[order[i]] = i.
+    row_of_choice = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     # Compares with every id, [M * X, E] -> [E]; padding matches none.
     counts = jnp.sum(ids[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
-    return order, place, counts
+    return order, row_of_choice, counts
 
 
 def spread(x: Float[Array, "M D"], plan: Dispatch) -> Float[Array, "R D"]:
     """Returns the token of each row of the plan."""
     # choice // X is the token
-    return _pick(x, plan.source // plan.place.shape[1], plan.place)
+    return _pick(x, plan.source // plan.row_of_choice.shape[1], plan.row_of_choice)
 
 
 def spread_choices(x: Float[Array, "M X"], plan: Dispatch) -> Float[Array, "R 1"]:
     """Returns the value of the choice of each row of the plan."""
-    return _pick(x.reshape(-1, 1), plan.source, plan.place.reshape(-1, 1))
+    return _pick(x.reshape(-1, 1), plan.source, plan.row_of_choice.reshape(-1, 1))
 
 
 def collect(rows: Float[Array, "R D"], plan: Dispatch) -> Float[Array, "M X D"]:
     """Returns the row of each choice; zeros for a choice without one."""
-    z = _pick(rows, plan.place.reshape(-1), plan.source[:, None])
-    return z.reshape(*plan.place.shape, rows.shape[-1])
+    z = _pick(rows, plan.row_of_choice.reshape(-1), plan.source[:, None])
+    return z.reshape(*plan.row_of_choice.shape, rows.shape[-1])
 
 
 @jax.custom_vjp

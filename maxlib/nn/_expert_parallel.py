@@ -168,7 +168,7 @@ def _scaled(x, input_weights, plan: dispatch.Dispatch):
 
 
 def _weighted(rows, weights, plan: dispatch.Dispatch):
-    """Returns `sum_x weights[m, x] * rows[place[m, x]]`, `M D`."""
+    """Returns `sum_x weights[m, x] * rows[row_of_choice[m, x]]`, `M D`."""
     return jnp.einsum("MXD,MX->MD", dispatch.collect(rows, plan), jnp.where(plan.kept, weights, 0))
 
 

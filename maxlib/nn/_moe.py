@@ -415,7 +415,7 @@ def _apply(rows, plan: dispatch.Dispatch, *, linears, activation, layouts):
 
 
 def _weighted(rows, weights, plan: dispatch.Dispatch, x):
-    """Returns `sum_x weights[m, x] * rows[place[m, x]]`, and which choices were kept."""
+    """Returns `sum_x weights[m, x] * rows[row_of_choice[m, x]]`, and which choices were kept."""
     # [R, D] -> [M, X, D] -> [M, D]. A dropped choice has the weight 0.
     y = jnp.einsum("MXD,MX->MD", dispatch.collect(rows, plan), jnp.where(plan.kept, weights, 0))
     return y.astype(x.dtype), plan.kept

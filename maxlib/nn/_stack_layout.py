@@ -118,7 +118,7 @@ def places(layout: Layout) -> dict[str, list[tuple[int, int | None]]]:
     }
 
 
-def place_of(i: int, **layout: int) -> tuple[str, int | None]:
+def locate(i: int, **layout: int) -> tuple[str, int | None]:
     """Returns the slot of layer `i` in a stack with this layout, and its index on the leading axis or None.
 
     Raises:

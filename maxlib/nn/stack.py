@@ -18,7 +18,7 @@ from maxlib.nn._layer_axis import with_layer_axis, without_layer_axis
 from maxlib.nn._linear import draw_key
 from maxlib.nn._model import Model
 from maxlib.nn._read_only import read_only
-from maxlib.nn._stack_layout import Segment, as_layout, normalized_layout, place_of, segments
+from maxlib.nn._stack_layout import Segment, as_layout, locate, normalized_layout, segments
 from maxlib.nn._with_shared import WithShared as WithShared
 from maxlib.nn._with_shared import constant_in_scan, map_activations, only_added, with_earlier
 from maxlib.nn.mixer import check_cache_dtype, check_order, is_reorderable
@@ -161,7 +161,7 @@ class Stack(StackedLayers):
 
     def where(self, i: int) -> tuple[str, int | None]:
         """Returns layer `i`'s path below this stack and its index on the leading axis (None if it is stored alone)."""
-        return place_of(self._index(i), **self.layout)
+        return locate(self._index(i), **self.layout)
 
     def _index(self, i: int) -> int:
         if not hasattr(i, "__index__"):
