@@ -94,6 +94,26 @@ def test_gpus_without_a_description_are_estimated_and_the_plan_says_so():
     assert estimate("b200x64").network > 2 * rack.network
 
 
+def test_fp8_counts_by_its_own_peak_where_there_are_units_for_it():
+    """A plan multiplies in FP8 what the format rounds, if the device has units for what comes to them."""
+    job = plan.Job("llama3.2-1b", "b200x8", sequence=4096)
+
+    def seconds(target, quantization):
+        got = plan.estimated(dataclasses.replace(job, target=target, quantization=quantization))
+        assert got.estimate is not None and got.costs is not None
+        return got.estimate.compute, sum(got.costs.narrow.values()) / got.costs.flops, str(got)
+
+    plain, none, _ = seconds("b200x8", None)
+    blocks, share, report = seconds("b200x8", "fp8_block")
+    # All but attention's products and the head, twice as fast.
+    assert none == 0 and 0.5 < share < 0.95 and "at their peak of 4500 TFLOP/s" in report
+    assert blocks == pytest.approx(plain * (1 - share / 2))
+    assert seconds("h100x8", "fp8_block")[1] == 0  # whose blocks are multiplied in bfloat16
+    assert seconds("h100x8", "fp8")[1] == pytest.approx(share)
+    without, share, report = seconds("a100x8", "fp8")
+    assert share > 0 and without == pytest.approx(seconds("a100x8", None)[0]) and "there are no units" in report
+
+
 def test_two_devices_a_chip_are_described():
     pytest.importorskip("libtpu")
     devices = targets.devices_of(plan.parse_target("v7x-8"))

@@ -14,7 +14,7 @@ them against these.
 
 import re
 
-from maxlib.hardware import is_hopper
+from maxlib.hardware import is_blackwell, is_hopper
 from maxlib.kernels.attention.mosaic_gpu import config as gpu
 from maxlib.kernels.attention.mosaic_gpu import mosaic_gpu
 from maxlib.kernels.attention.mosaic_tpu import config as tpu
@@ -27,7 +27,6 @@ from maxlib.ops._attention.splash import MOST_BLOCKS, choose_blocks, splash
 from maxlib.ops._attention.split_kv import MAX_QUERIES, split_kv
 from maxlib.ops._attention.tokamax_gpu import tokamax
 
-BLACKWELL = re.compile(r"\bG?B(100|200|300)\b")
 HALF = ("bfloat16", "float16")
 
 
@@ -73,7 +72,7 @@ def cudnn_refuses(call: Call) -> str | None:
     if call.dtype not in HALF:
         return f"takes queries in bfloat16 or float16, not in {call.dtype}"
     # Heads of 256 need the registers of Hopper's warpgroups.
-    widest = 256 if is_hopper(call.device_kind) or BLACKWELL.search(call.device_kind) else 128
+    widest = 256 if is_hopper(call.device_kind) or is_blackwell(call.device_kind) else 128
     if call.key_dim % 8 or call.key_dim > widest:
         return f"takes heads whose width is a multiple of 8, at most {widest} here, not {call.key_dim}"
     return _names_no_mask(call)
@@ -81,7 +80,7 @@ def cudnn_refuses(call: Call) -> str | None:
 
 def tokamax_refuses(call: Call) -> str | None:
     """Returns the reason why tokamax cannot run `call`, or None."""
-    if not (is_hopper(call.device_kind) or BLACKWELL.search(call.device_kind)):
+    if not (is_hopper(call.device_kind) or is_blackwell(call.device_kind)):
         return f"is for NVIDIA's Hopper and Blackwell, not for {call.device_kind}"
     if call.dtype not in HALF:
         return f"takes queries in bfloat16 or float16, not in {call.dtype}"
