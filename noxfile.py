@@ -245,11 +245,12 @@ def plans_gpu(session: nox.Session) -> None:
 
 @nox.session
 def kernels(session: nox.Session) -> None:
-    """The GPU kernels compiled to machine code, and what spills (no GPU needed; downloads CUDA's compiler, several
-    GB).
+    """The GPU kernels compiled to machine code, and what spills; what tokamax is given (no GPU needed; downloads CUDA's
+    compiler, several GB).
     """
-    session.install("-e", ".[cuda]")
+    session.install("-e", ".[tests,cuda]")
     session.run("python", "-m", "tests.ops.sass", *session.posargs)
+    session.run("pytest", "-m", "", "tests/ops/attention/test_tokamax.py")
 
 
 @nox.session

@@ -25,8 +25,9 @@ def for_training(model: Model, rules: Rules) -> Model:
 
     Args:
         model: A model in full precision.
-        rules: "int8" (weights and activations), "int8_gradients", "fp8" (e4m3 forward, e5m2 backward), "fp8_block" (e4m3
-            in blocks of 128, as DeepSeek-V3), a `Format`, or `Rule`s, of which the first that fits decides; matmuls that none fits stay in full precision.
+        rules: "int8" (weights and activations), "int8_gradients", "fp8" (e4m3 forward, e5m2 backward), "fp8_block"
+            (e4m3 in blocks of 128, as DeepSeek-V3), a `Format`, or `Rule`s, of which the first that fits decides;
+            matmuls that none fits stay in full precision.
 
     Raises:
         ValueError: when a rule decides nothing, a layer cannot be quantized, or the backend does not multiply these

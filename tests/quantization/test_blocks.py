@@ -101,7 +101,9 @@ def test_products_and_gradients_equal_float64_on_the_same_blocks(spec, of_x, of_
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
     for got, want in zip(found, value_and_gradients(functools.partial(jnp.einsum, spec), d, x, w), strict=True):
         error = np.linalg.norm(got - want) / np.linalg.norm(want)
-        assert 0 < error < (0.06 if format is BLOCK else 0.1)  # e5m2 has a bit less, int8 loses what is small in a block
+        assert (
+            0 < error < (0.06 if format is BLOCK else 0.1)
+        )  # e5m2 has a bit less, int8 loses what is small in a block
 
 
 @pytest.mark.parametrize("format", [BLOCK, E5M2], ids=str)
