@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, observability, sharding, training
 from maxlib.hardware import CHIPS
+from maxlib.observability._flops import flops_by_dtype
 from maxlib.ops._attention.chunked import choose_blocks
 from maxlib.ops._attention.dispatch import OFFLINE
 from maxlib.plan._job import Job, check_names
@@ -140,7 +141,7 @@ class Program:
         mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
         with jax.sharding.use_abstract_mesh(mesh):
             step = lambda model, batch, key: jax.vjp(lambda model: loss(model, batch, key)[0], model)[1](jnp.float32(1))
-            found = observability.flops_by_dtype(step, self.model, batch, key)
+            found = flops_by_dtype(step, self.model, batch, key)
         sums = {
             kind: sum(n for what, n in found.items() if what.count(name) == 2) for kind, name in _EIGHT_BITS.items()
         }

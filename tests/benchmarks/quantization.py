@@ -110,7 +110,9 @@ def run(build, preset, args, train, held_out):
 def covered_by(build, preset, step, state, batch):
     """The share of a step's matmul FLOPs whose operands are rounded."""
     format = quantization.TRAINING.get(preset)
-    if format is not None and format.block is not None:  # on a CPU these are multiplied in bfloat16: count without blocks
+    if (
+        format is not None and format.block is not None
+    ):  # on a CPU these are multiplied in bfloat16: count without blocks
         model = jax.eval_shape(lambda: quantization.for_training(build(), dataclasses.replace(format, block=None)))
         state = dataclasses.replace(state, rest=nn.partition(model, nn.is_trainable)[1])
     matmuls = quantization.matmuls(step, state, jax.tree.map(jnp.asarray, batch))
