@@ -141,7 +141,7 @@ class Program:
         mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
         with jax.sharding.use_abstract_mesh(mesh):
             step = lambda model, batch, key: jax.vjp(lambda model: loss(model, batch, key)[0], model)[1](jnp.float32(1))
-            found = flops_by_dtype(step, self.model, batch, key)
+            found = flops_by_dtype(step, nn.with_attention(self.model, "chunked"), batch, key)  # cuDNN wants the device
         sums = {
             kind: sum(n for what, n in found.items() if what.count(name) == 2) for kind, name in _EIGHT_BITS.items()
         }

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float
 
 from maxlib import ops
 from maxlib.hardware import current_device, is_blackwell
@@ -24,24 +24,26 @@ LANE = 32  # neighbours that share a scale in the units of Blackwell GPUs (MXFP8
 _LEAST_EXPONENT = -126  # of a normal float32, and so of a bfloat16
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["sides"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["kind", "sides"])
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """An array that is rounded block by block: `values * scale`.
 
     Attributes:
-        values: Rounded values.
+        values: Rounded values, in float32.
         scale: float32 powers of two, one for each block; a last block in a dimension may be cut off.
+        kind: Name of the dtype to which they are rounded.
         sides: Length of a block in each dimension.
     """
 
-    values: Num[Array, "..."]
+    values: Float[Array, "..."]
     scale: Float[Array, "..."]
+    kind: str
     sides: tuple[int, ...]
 
     def restored(self, dtype: Any) -> Float[Array, "..."]:
         """Returns the array that it stands for."""
-        return (self.values.astype(jnp.float32) * _spread(self.scale, self.sides, self.values.shape)).astype(dtype)
+        return (self.values * _spread(self.scale, self.sides, self.values.shape)).astype(dtype)
 
     def lanes(self, dim: int) -> Float[Array, "..."]:
         """Returns a scale for every `LANE` neighbours in dimension `dim` and for every index of the others."""
@@ -61,9 +63,18 @@ def quantize(x: Float[Array, "..."], kind: str, sides: tuple[int, ...]) -> Block
     sides = tuple(min(side, size) for side, size in zip(sides, x.shape, strict=True))
     x = x.astype(jnp.float32)
     scale = _scale(_largest(jnp.abs(x), sides), kind)
-    scaled = x / _spread(scale, sides, x.shape)
-    rounded = jnp.round(scaled) if jnp.issubdtype(kind, jnp.integer) else scaled
-    return Blocks(rounded.astype(kind), scale, sides)
+    return Blocks(_rounded(x / _spread(scale, sides, x.shape), kind), scale, kind, sides)
+
+
+def _rounded(x: Float[Array, "..."], kind: str) -> Float[Array, "..."]:
+    """Rounds to the values of `kind`, in float32."""
+    # By arithmetic: XLA for GPUs drops a conversion to eight bits that is followed by one back, and rounds nothing.
+    if jnp.issubdtype(kind, jnp.integer):
+        return jnp.round(x)
+    info = jnp.finfo(kind)
+    normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=info.nmant)
+    step = float(info.smallest_subnormal)  # the distance of the smallest numbers, which have fewer bits
+    return jnp.where(jnp.abs(x) < float(info.smallest_normal), jnp.round(x / step) * step, normal)
 
 
 def _largest(x: Float[Array, "..."], sides: Sequence[int]) -> Float[Array, "..."]:
@@ -160,7 +171,7 @@ def _suits_lanes(spec: str, a: Blocks, b: Blocks) -> bool:
     """Tells whether both operands have 8-bit floats and blocks that are whole lanes along the summed dimension."""
     of_a, of_b, out = spec.replace("->", ",").split(",")
     last = _last(of_a, out)
-    if not last or not all(jnp.issubdtype(one.values.dtype, jnp.floating) for one in (a, b)):
+    if not last or not all(jnp.issubdtype(one.kind, jnp.floating) for one in (a, b)):
         return False
     dims = (a, of_a.index(last)), (b, of_b.index(last))
     return all(one.values.shape[d] % LANE == 0 and one.sides[d] % LANE == 0 for one, d in dims)
@@ -193,7 +204,7 @@ def _matrices(x: Blocks, letters: str, batch: str, kept: str, summed: str) -> tu
     order = [letters.index(letter) for letter in batch + kept + summed]
     size = lambda names: math.prod(x.values.shape[letters.index(letter)] for letter in names)
     flat = lambda y: y.transpose(order).reshape(size(batch), size(kept), -1)
-    return flat(x.values), flat(x.lanes(letters.index(summed[-1]))).astype(jnp.float8_e8m0fnu)
+    return flat(x.values.astype(x.kind)), flat(x.lanes(letters.index(summed[-1]))).astype(jnp.float8_e8m0fnu)
 
 
 # ----------------------------------------------------------------------------------------------- experts

@@ -49,9 +49,8 @@ def draw(seed, *shape):
 def test_blocks_are_rounded_as_numpy_rounds_them(kind, sides):
     x = draw(0, 70, 128).at[:, 40].set(0).at[3].multiply(1e-30)  # a last block that is cut off, zeros, and tiny rows
     q = jax.jit(_blocks.quantize, static_argnums=(1, 2))(x, kind, sides)
-    assert q.values.dtype == kind and q.scale.shape == tuple(
-        -(-n // min(s, n)) for n, s in zip(x.shape, sides, strict=True)
-    )
+    assert q.kind == kind and q.scale.shape == tuple(-(-n // min(s, n)) for n, s in zip(x.shape, sides, strict=True))
+    np.testing.assert_array_equal(q.values.astype(kind).astype(jnp.float32), q.values)  # a value of that type
     np.testing.assert_array_equal(q.restored(jnp.float32), rounded(x, kind, q.sides))
     np.testing.assert_array_equal(q.restored(jnp.bfloat16).astype(jnp.float32), q.restored(jnp.float32))
 
@@ -61,7 +60,7 @@ def test_scales_are_the_least_powers_of_two_that_hold_the_largest_value():
     x = jnp.array([[most], [1.01 * most], [2 * most], [0.0], [1e-44], [jnp.inf], [jnp.nan]])
     q = _blocks.quantize(x, "float8_e4m3fn", (1, 1))
     np.testing.assert_array_equal(q.scale[:4, 0], [1, 2, 2, 1])
-    assert np.isfinite(q.restored(jnp.float32)[:5]).all() and np.isnan(q.restored(jnp.float32)[5:]).all()
+    assert np.isfinite(q.restored(jnp.float32)[:5]).all() and not np.isfinite(q.restored(jnp.float32)[5:]).any()
 
 
 SPECS = [
@@ -181,7 +180,10 @@ def lowered(kind: str) -> str:
 
 def test_blackwell_gets_scaled_matmuls_and_hopper_bfloat16():
     assert lowered("NVIDIA B200").count("__op$block_scaled_dot") == 3
-    assert "block_scaled_dot" not in lowered("NVIDIA H100 80GB HBM3")
+    hopper = lowered("NVIDIA H100 80GB HBM3")
+    assert "block_scaled_dot" not in hopper
+    # XLA for GPUs drops conversions to eight bits and back, and with them the rounding.
+    assert "f8E4M3FN" not in hopper and hopper.count("reduce_precision") >= 5
 
 
 # ------------------------------------------------------------------------------------------------- models
