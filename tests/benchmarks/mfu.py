@@ -28,7 +28,7 @@ from tests.benchmarks.attention_gpu import Lines, attempt
 
 EIGHT = llama.PRESETS["llama3.1-8b"]
 CASES = {"1b": llama.PRESETS["llama3.2-1b"], "8b-slice": dataclasses.replace(EIGHT, num_layers=4)}
-TINY = dict(vocab=512, num_layers=2, dim=128, mlp_dim=256, num_heads=4, num_kv_heads=2, head_dim=32)
+TINY = dict(vocab=512, num_layers=2, dim=128, mlp_dim=256, num_heads=4, num_kv_heads=2, head_dim=64)
 
 
 def target_of(device_kind: str) -> str | None:
