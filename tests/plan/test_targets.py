@@ -100,20 +100,19 @@ def test_fp8_counts_by_its_own_peak_where_there_are_units_for_it():
     sizes = dict(num_layers=2, dim=512, mlp_dim=1536, num_heads=4, num_kv_heads=2, head_dim=128)
     job = plan.Job(llama.Config(vocab=512, **sizes, rope=ops.Rope(128)), "b200", sequence=256)
 
-    def seconds(target, quantization):
+    def planned(target, quantization):
         got = plan.estimated(dataclasses.replace(job, target=target, quantization=quantization))
         assert got.estimate is not None and got.costs is not None
-        return got.estimate.compute, sum(got.costs.narrow.values()) / got.costs.flops, str(got)
+        in_bfloat16 = got.costs.flops / got.target.chip.flops
+        return got.estimate.compute / in_bfloat16, sum(got.costs.narrow.values()) / got.costs.flops, str(got)
 
-    plain, none, _ = seconds("b200", None)
-    blocks, share, report = seconds("b200", "fp8_block")
     # All but attention's products and the head, twice as fast.
-    assert none == 0 and 0.5 < share < 0.95 and "at their peak of 4500 TFLOP/s" in report
-    assert blocks == pytest.approx(plain * (1 - share / 2))
-    assert seconds("h100", "fp8_block")[1] == 0  # whose blocks are multiplied in bfloat16
-    without, same, report = seconds("a100", "fp8")
-    assert same == pytest.approx(share) and "there are no units" in report
-    assert without == pytest.approx(seconds("a100", None)[0])
+    time, share, report = planned("b200", "fp8_block")
+    assert 0.5 < share < 0.95 and "at their peak of 4500 TFLOP/s" in report
+    assert time == pytest.approx(1 - share / 2)
+    assert planned("h100", "fp8_block")[:2] == (1, 0)  # whose blocks are multiplied in bfloat16
+    time, same, report = planned("a100", "fp8")
+    assert time == pytest.approx(1) and same == pytest.approx(share) and "there are no units" in report
 
 
 def test_two_devices_a_chip_are_described():
