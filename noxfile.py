@@ -90,6 +90,17 @@ def tests_full(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_accelerator(session: nox.Session) -> None:
+    """The tests that need an accelerator, on the one that is here: `nox -s tests_accelerator -- gpu` (or tpu). Without
+    one they fail.
+    """
+    platform, *more = session.posargs or ["gpu"]
+    install_for_tests(session)
+    session.install("-e", {"gpu": ".[cuda]", "tpu": ".[tpu]"}[platform])
+    session.run("pytest", "-m", platform, *more, env={"JAX_PLATFORMS": ""})
+
+
+@nox.session
 def coverage(session: nox.Session) -> None:
     """Which lines of maxlib the default tests run, also in processes that they start."""
     install_for_tests(session)
@@ -234,11 +245,12 @@ def plans_gpu(session: nox.Session) -> None:
 
 @nox.session
 def kernels(session: nox.Session) -> None:
-    """The GPU kernels compiled to machine code, and what spills (no GPU needed; downloads CUDA's compiler, several
-    GB).
+    """The GPU kernels compiled to machine code, and what spills; what tokamax is given (no GPU needed; downloads CUDA's
+    compiler, several GB).
     """
-    session.install("-e", ".[cuda]")
+    session.install("-e", ".[tests,cuda]")
     session.run("python", "-m", "tests.ops.sass", *session.posargs)
+    session.run("pytest", "-m", "", "tests/ops/attention/test_tokamax.py")
 
 
 @nox.session

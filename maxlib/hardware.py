@@ -24,6 +24,8 @@ class Chip:
       devices: jax devices of one chip of a TPU.
       group: GPUs that NVLink joins, or PCIe where there is none; not for TPUs.
       cache: bytes of the last cache before the memory.
+      fp8: dense FLOP/s of 8-bit floats; 0 without units for them.
+      int8: dense operations per second of 8-bit integers; 0 without units for them.
     """
 
     kind: str
@@ -39,6 +41,12 @@ class Chip:
     devices: int = 1
     group: int = 8
     cache: float = 0
+    fp8: float = 0
+    int8: float = 0
+
+    def peak(self, kind: str) -> float:
+        """Returns FLOP/s of operands of `kind`, "fp8" or "int8"; in bfloat16 if there are no units for them."""
+        return {"fp8": self.fp8, "int8": self.int8}[kind] or self.flops
 
 
 # Links to the host. GPUs: PCIe 5 x16 (A100, L40S: 4), half of what the data sheets give for both directions; GB200:
@@ -49,19 +57,19 @@ class Chip:
 # A chip of TPU v7x is two jax devices, each with half of the data sheet's 2307 TFLOP/s, 192 GiB, 7.38 TB/s, and of
 # its links, which are v5p's: 1200 GB/s a chip in both directions (docs.cloud.google.com/tpu/docs/tpu7x).
 CHIPS = {
-    "v4": Chip("TPU v4", ("TPU v4",), 275e12, 31.75 * GIB, 1.23e12, 9e10, 6.25e9, 1.5e10, 3, cores=2),
-    "v5e": Chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * GIB, 8.2e11, 9e10, 3.1e9, 1.5e10, 2),
-    "v5p": Chip("TPU v5p", ("TPU v5", "TPU v5p"), 459e12, 95.74 * GIB, 2.765e12, 1.8e11, 6.25e9, 1.5e10, 3, cores=2),
-    "v6e": Chip("TPU v6e", ("TPU v6",), 918e12, 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 3.2e10, 2),
-    "v7x": Chip("TPU v7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3.69e12, 9e10, 6.25e9, 1.5e10, 3, cores=2, devices=2),
-    "a100": Chip("NVIDIA A100 SXM", ("NVIDIA A100",), 312e12, 79.1 * GIB, 2.039e12, 3e11, 2.5e10, 3.2e10, cache=40 * 2**20),
-    "h20": Chip("NVIDIA H20", ("NVIDIA H20",), 148e12, 95 * GIB, 4e12, 4.5e11, 5e10, 6.4e10, cache=60 * 2**20),
-    "h100": Chip("NVIDIA H100 SXM", ("NVIDIA H100",), 989e12, 79.1 * GIB, 3.35e12, 4.5e11, 5e10, 6.4e10, cache=50 * 2**20),
-    "h100-pcie": Chip("NVIDIA H100 PCIe", ("NVIDIA H100 PCIe",), 756e12, 79.1 * GIB, 2e12, 0, 5e10, 6.4e10, cache=50 * 2**20),
-    "h200": Chip("NVIDIA H200 SXM", ("NVIDIA H200",), 989e12, 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 6.4e10, cache=50 * 2**20),
-    "l40s": Chip("NVIDIA L40S", ("NVIDIA L40S",), 362e12, 44.5 * GIB, 8.64e11, 0, 5e10, 3.2e10, cache=96 * 2**20),
-    "b200": Chip("NVIDIA B200", ("NVIDIA B200",), 2250e12, 178 * GIB, 8e12, 9e11, 5e10, 6.4e10, cache=126 * 2**20),
-    "gb200": Chip("NVIDIA GB200 NVL72", ("NVIDIA GB200",), 2500e12, 184 * GIB, 8e12, 9e11, 5e10, 2.25e11, group=72, cache=126 * 2**20),
+    "v4": Chip("TPU v4", ("TPU v4",), 275e12, 31.75 * GIB, 1.23e12, 9e10, 6.25e9, 1.5e10, 3, cores=2, int8=275e12),
+    "v5e": Chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * GIB, 8.2e11, 9e10, 3.1e9, 1.5e10, 2, int8=394e12),
+    "v5p": Chip("TPU v5p", ("TPU v5", "TPU v5p"), 459e12, 95.74 * GIB, 2.765e12, 1.8e11, 6.25e9, 1.5e10, 3, cores=2, int8=918e12),
+    "v6e": Chip("TPU v6e", ("TPU v6",), 918e12, 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 3.2e10, 2, int8=1836e12),
+    "v7x": Chip("TPU v7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3.69e12, 9e10, 6.25e9, 1.5e10, 3, cores=2, devices=2, fp8=2307e12),
+    "a100": Chip("NVIDIA A100 SXM", ("NVIDIA A100",), 312e12, 79.1 * GIB, 2.039e12, 3e11, 2.5e10, 3.2e10, cache=40 * 2**20, int8=624e12),
+    "h20": Chip("NVIDIA H20", ("NVIDIA H20",), 148e12, 95 * GIB, 4e12, 4.5e11, 5e10, 6.4e10, cache=60 * 2**20, fp8=296e12, int8=296e12),
+    "h100": Chip("NVIDIA H100 SXM", ("NVIDIA H100",), 989e12, 79.1 * GIB, 3.35e12, 4.5e11, 5e10, 6.4e10, cache=50 * 2**20, fp8=1979e12, int8=1979e12),
+    "h100-pcie": Chip("NVIDIA H100 PCIe", ("NVIDIA H100 PCIe",), 756e12, 79.1 * GIB, 2e12, 0, 5e10, 6.4e10, cache=50 * 2**20, fp8=1513e12, int8=1513e12),
+    "h200": Chip("NVIDIA H200 SXM", ("NVIDIA H200",), 989e12, 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 6.4e10, cache=50 * 2**20, fp8=1979e12, int8=1979e12),
+    "l40s": Chip("NVIDIA L40S", ("NVIDIA L40S",), 362e12, 44.5 * GIB, 8.64e11, 0, 5e10, 3.2e10, cache=96 * 2**20, fp8=733e12, int8=733e12),
+    "b200": Chip("NVIDIA B200", ("NVIDIA B200",), 2250e12, 178 * GIB, 8e12, 9e11, 5e10, 6.4e10, cache=126 * 2**20, fp8=4500e12, int8=4500e12),
+    "gb200": Chip("NVIDIA GB200 NVL72", ("NVIDIA GB200",), 2500e12, 184 * GIB, 8e12, 9e11, 5e10, 2.25e11, group=72, cache=126 * 2**20, fp8=5000e12, int8=5000e12),
     "cpu": Chip("this machine's CPU devices", (), 1e11, 8 * GIB, 2e10, 1e10, 1e9, 2e10),
 }  # fmt: skip
 
@@ -77,6 +85,11 @@ def chip_of(device_kind: str) -> Chip | None:
 def is_hopper(device_kind: str) -> bool:
     """Tells whether a device is an NVIDIA GPU of the Hopper generation (H20, H100, H200, H800, GH200)."""
     return re.search(r"\bG?H(20|100|200|800)\b", device_kind) is not None
+
+
+def is_blackwell(device_kind: str) -> bool:
+    """Tells whether a device is an NVIDIA GPU of the Blackwell generation (B100, B200, GB200, B300, GB300)."""
+    return re.search(r"\bG?B(100|200|300)\b", device_kind) is not None
 
 
 def current_device() -> tuple[str, str]:

@@ -8,9 +8,11 @@ import shutil
 import tempfile
 from importlib.metadata import version
 
+from tests import accelerators
+
 # Before jax is imported. A test that starts a process of its own inherits these.
-_ON_A_GPU = os.environ.get("MAXLIB_TEST_GPU") == "1"
-if not _ON_A_GPU:
+_ON_A_CPU = accelerators.PLATFORM == "cpu"
+if _ON_A_CPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the tests' time is compiling what runs once. Level 0 skips LLVM's optimizations, not XLA's; the older emitters
 # of fusions and a single module per program take a third of the time to compile and compute the same.
@@ -22,7 +24,7 @@ for _flag in (
     "--xla_cpu_parallel_codegen_split_count=1",
     *_EMITTERS,
 ):
-    if not _ON_A_GPU and _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+    if _ON_A_CPU and _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 # XLA's CPU client runs programs on as many threads as there are devices or cores. A collective takes one for each
 # device, and waits for ever if another task holds one of them.
@@ -46,11 +48,6 @@ import pytest  # noqa: E402
 
 from tests import typecheck  # noqa: E402
 
-if _ON_A_GPU and jax.default_backend() != "gpu":
-    raise pytest.UsageError(
-        f"MAXLIB_TEST_GPU=1 asks for the tests on a GPU, but jax runs on {jax.default_backend()}: install jax[cuda13] on "
-        "a machine with an NVIDIA GPU and leave JAX_PLATFORMS out, or leave MAXLIB_TEST_GPU out"
-    )
 typecheck.install("maxlib")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -63,6 +60,42 @@ def _compiled_programs_go():
     if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
         jax.clear_caches()
         gc.collect()
+
+
+def pytest_configure() -> None:
+    if message := accelerators.absent(accelerators.PLATFORM, jax.default_backend()):
+        raise pytest.UsageError(message)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what is for another platform."""
+    for item in items:
+        marks = [mark.name for mark in item.iter_markers()]
+        if reason := accelerators.refused(marks, accelerators.PLATFORM):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+_RAN = accelerators.Ran(accelerators.PLATFORM)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if not _ON_A_CPU:
+        _RAN.add(report)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails where tests on an accelerator were asked for and none of its mark ran."""
+    worker = hasattr(session.config, "workerinput")
+    if not (_ON_A_CPU or worker or _RAN.counts or session.config.option.collectonly or session.exitstatus):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    if not _ON_A_CPU:
+        terminalreporter.section(f"on the {accelerators.PLATFORM}")
+        for line in _RAN.lines(jax.devices()[0].device_kind):
+            terminalreporter.line(line)
 
 
 def pytest_collection_finish() -> None:

@@ -217,6 +217,12 @@ def _cond(eqn, known, times, counts):
         counts += [(n, jnp.where(dearest == number, count, 0), what) for n, count, what in branch]
 
 
+def _scaled_matmul(eqn, known, times, counts):
+    """Counts `jax.nn.scaled_matmul`: [B, M, K] and [B, N, K] with their scales."""
+    summed, out = eqn.invars[0].aval.shape[-1], math.prod(eqn.outvars[0].aval.shape)
+    counts.append((times, 2 * summed * out, f"scaled_matmul {_dtypes(eqn)}"))
+
+
 def _shard_map(eqn, known, times, counts):
     """Counts the body once for every device of the mesh."""
     _walk(eqn.params["jaxpr"], [None] * len(known), times * eqn.params["mesh"].size, counts)
@@ -238,6 +244,7 @@ _RULES = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
+    "scaled_matmul_wrapper": _scaled_matmul,
     "scan": _scan,
     "while": _while,
     "cond": _cond,

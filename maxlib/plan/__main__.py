@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from maxlib import adapters, training
+from maxlib import adapters, quantization, training
 from maxlib.distributed import xla_flags
 from maxlib.nn.remat import POLICIES
 from maxlib.plan import Job, Plan, parse_target, plan, search
@@ -75,6 +75,7 @@ def _job(args: argparse.Namespace) -> Job:
         batch=args.batch,
         lora=None if args.lora is None else _lora(args.lora),
         base=args.base,
+        quantization=args.quantization,
         options=xla_flags.options(*args.flags),
     )
 
@@ -182,6 +183,11 @@ def _parser() -> argparse.ArgumentParser:
         help="train adapters of a frozen base: rank=16,alpha=32,dora (default alpha: twice the rank)",
     )
     add("--base", help="what their base is stored in: float32, bfloat16, int8, nf4 (default: bfloat16)")
+    add(
+        "--quantization",
+        choices=sorted(quantization.TRAINING),
+        help="what matmuls round in training (default: nothing)",
+    )
     add(
         "--flags",
         nargs="*",

@@ -65,7 +65,8 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     flops = (head + layers * _share(program, schedule) * schedule.stages) / program.mesh.size
     copies = [one.host_copies(step) for one in strategies]
     to_host, from_host = offloaded + sum(there for there, _ in copies), offloaded + sum(back for _, back in copies)
-    return Costs(flops, traffic, tuple(collectives), 0, to_host, from_host, assumes=ASSUMES)
+    narrow = {kind: share * flops for kind, share in program.narrow_share.items()}
+    return Costs(flops, traffic, tuple(collectives), 0, to_host, from_host, assumes=ASSUMES, narrow=narrow)
 
 
 def _strategies(step: StepFacts) -> list[Strategy]:

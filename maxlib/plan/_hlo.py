@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from maxlib.plan._hlo_flops import custom_call_flops, estimate_of, matmul_flops
+from maxlib.plan._hlo_flops import custom_call_flops, estimate_of, matmul_flops, narrow_kind
 from maxlib.plan._hlo_gpu import known_trips
 from maxlib.plan._hlo_groups import axes_of_group
 from maxlib.plan._hlo_splash import splash_bytes
@@ -82,6 +82,7 @@ class Costs:
       from_host: bytes copied from the host's memory.
       assumes: assumptions, as sentences for the report.
       costliest: the instructions with the most arithmetic, and their FLOPs.
+      narrow: the part of `flops` whose operands have eight bits, by "fp8" and "int8".
     """
 
     flops: float
@@ -92,6 +93,7 @@ class Costs:
     from_host: float = 0.0
     assumes: tuple[str, ...] = ()
     costliest: tuple[tuple[str, float], ...] = ()
+    narrow: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def read_costs(
@@ -126,6 +128,7 @@ def read_costs(
         program.from_host,
         tuple(_assumed(program.chosen, cache)),
         tuple(sorted(program.arithmetic.items(), key=lambda one: -one[1])[:_COSTLIEST]),
+        program.narrow,
     )
 
 
@@ -148,6 +151,7 @@ class _Program:
         self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
         self.chains: set[str] = set()
         self.arithmetic: dict[str, float] = {}  # FLOPs by instruction
+        self.narrow: dict[str, float] = {}  # of these the FLOPs of operands of eight bits
 
     def visit(self, name: str, times: float, *, in_fusion: bool) -> None:
         """Adds the costs of a computation that runs `times` times; inside a fusion nothing reads or writes memory."""
@@ -167,16 +171,19 @@ class _Program:
             elif kind == "conditional":
                 self._cheapest(branches_of(one), times, in_fusion)
             elif kind in ("dot", "convolution"):
-                self._compute(one, times * matmul_flops(one, computation))
+                self._compute(one, times * matmul_flops(one, computation), computation)
             elif kind == "custom-call":
-                self._compute(one, times * (estimate_of(one, "flops") + custom_call_flops(one, computation)))
+                flops = estimate_of(one, "flops") + custom_call_flops(one, computation)
+                self._compute(one, times * flops, computation)
             self._copy(one, computation, times)
             if not in_fusion:
                 self.bytes += times * self._traffic(one, computation)
 
-    def _compute(self, one: Instruction, flops: float) -> None:
-        """Adds arithmetic, also to the sum of its instruction."""
+    def _compute(self, one: Instruction, flops: float, computation: dict[str, Instruction]) -> None:
+        """Adds arithmetic, also to the sum of its instruction and of the kind of its operands."""
         self.flops += flops
+        if flops and (kind := narrow_kind(one, computation)):
+            self.narrow[kind] = self.narrow.get(kind, 0.0) + flops
         name = f"{one.name} {_SHAPES.sub('', one.type)} {_origin(one)}"
         self.arithmetic[name] = self.arithmetic.get(name, 0.0) + flops
 
@@ -201,7 +208,7 @@ class _Program:
         for branch in branches:
             alone = copy.copy(self)
             alone.flops, alone.bytes, alone.collectives, alone.chains = 0.0, 0.0, {}, set(self.chains)
-            alone.arithmetic = {}
+            alone.arithmetic, alone.narrow = {}, {}
             alone.visit(branch, times, in_fusion=in_fusion)
             moved = sum(size for *_, size in alone.collectives.values())
             tried.append((alone.flops, moved, alone.bytes, len(tried)))

@@ -62,6 +62,17 @@ def custom_call_flops(one: Instruction, computation: dict[str, Instruction]) -> 
     return splash_flops(one) or custom_flops(one.rest, operands, [sizes for _, sizes, _ in shapes_of(one.type)])
 
 
+def narrow_kind(one: Instruction, computation: dict[str, Instruction]) -> str | None:
+    """Returns "fp8" or "int8" if all matrices that an instruction multiplies have such elements, else None."""
+    types = [computation[name].type for name in one.operands if name in computation]
+    kinds = {_narrow(name) for type_ in types for name, sizes, _ in shapes_of(type_) if len(sizes) > 1}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _narrow(element: str) -> str | None:
+    return "fp8" if element.startswith("f8") else "int8" if element in ("s8", "u8") else None
+
+
 def estimate_of(one: Instruction, what: str) -> float:
     """Returns an entry of a kernel's own `cost_estimate`, such as "flops"; 0 without one."""
     found = re.search(rf'"cost_estimate":\s*\{{[^}}]*"{what}":\s*"?(\d+)', one.rest)

@@ -45,6 +45,7 @@ class Job:
       lora: a `adapters.LoRA`, or `adapters.Rule`s, to train adapters of a frozen base; None trains the model itself.
       base: what the frozen base is stored in: a dtype, by default `dtype`, or a format of `quantization.for_inference`,
         such as "int8" or "nf4" (QLoRA).
+      quantization: what the matmuls of training round, as `quantization.for_training` takes it, such as "fp8_block".
       options: XLA compiler options, by name.
     """
 
@@ -62,6 +63,7 @@ class Job:
     batch: Any = None
     lora: Any = None
     base: str | None = None
+    quantization: Any = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -71,6 +73,10 @@ class Job:
             )
         if self.base is not None and self.lora is None:
             raise ValueError(f"base={self.base!r} stores a frozen base, which only adapters have: give lora, too")
+        if self.quantization is not None and self.lora is not None:
+            raise ValueError(
+                "quantization is of training all weights: with lora, base says what the frozen ones are in"
+            )
         if not isinstance(mesh := self.layout.mesh, MeshShape):  # only its sizes go to other devices
             object.__setattr__(self, "layout", sharding.Layout(dict(mesh.shape), self.layout.strategy))
 
@@ -106,6 +112,8 @@ class Job:
           ValueError: for an unknown preset, `Config` or `base`, and for rules that fit nothing.
         """
         model = self.plain()
+        if self.quantization is not None:
+            model = quantization.for_training(model, self.quantization)
         if self.lora is None:
             return model
         return adapters.add(_stored(model, self.base or self.dtype, self.dtype), self.lora, rngs=nnx.Rngs(0))

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, observability, sharding, training
 from maxlib.hardware import CHIPS
+from maxlib.observability._flops import flops_by_dtype
 from maxlib.ops._attention.chunked import choose_blocks
 from maxlib.ops._attention.dispatch import OFFLINE
 from maxlib.plan._job import Job, check_names
@@ -32,6 +33,7 @@ from maxlib.training._placement import batch_names
 
 # The first call of attention in a lowered program: queries and keys of one device.
 _SIZES = r"tensor<((?:\d+x){4,})"
+_EIGHT_BITS = {"fp8": "float8_", "int8": "int8"}  # what their dtypes have in their names
 _ATTENTION = re.compile(rf"ops\._attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
 
 
@@ -124,6 +126,26 @@ class Program:
     def model_flops(self) -> float:
         """The model's FLOPs of one step on all devices: three times the forward pass, without frozen gradients."""
         return 3 * self.forward_flops - self._frozen_flops()
+
+    @functools.cached_property
+    def narrow_share(self) -> dict[str, float]:
+        """The share of a step's FLOPs whose operands have eight bits on the target's devices, by "fp8" and "int8"."""
+        if self.job.quantization is None:
+            return {}
+        loss = self.job.loss_fn(remat=self.job.remat)
+        loss = getattr(loss, "loss", loss)  # without its microbatches
+        batch, key = self.job.batch_shapes(1), jax.eval_shape(lambda: jax.random.key(0))
+        # The trace asks for the kind of device, as some kinds multiply what others widen first.
+        target = parse_target(self.job.target)
+        device = AbstractDevice([*target.chip.prefixes, "cpu"][0], None, target.platform.replace("cuda", "gpu"))
+        mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            step = lambda model, batch, key: jax.vjp(lambda model: loss(model, batch, key)[0], model)[1](jnp.float32(1))
+            found = flops_by_dtype(step, nn.with_attention(self.model, "chunked"), batch, key)  # cuDNN wants the device
+        sums = {
+            kind: sum(n for what, n in found.items() if what.count(name) == 2) for kind, name in _EIGHT_BITS.items()
+        }
+        return {kind: flops / sum(found.values()) for kind, flops in sums.items() if flops}
 
     def _frozen_flops(self) -> float:
         """Returns the FLOPs that gradients of the frozen matrices and the head would take."""

@@ -64,7 +64,9 @@ def estimate(
       model_flops: the model's FLOPs of a step on all devices, without recomputation.
     """
     chip = target.chip
-    compute, memory = costs.flops / chip.flops, costs.bytes / chip.bandwidth
+    wide = costs.flops - sum(costs.narrow.values())
+    compute = wide / chip.flops + sum(flops / chip.peak(kind) for kind, flops in costs.narrow.items())
+    memory = costs.bytes / chip.bandwidth
     network = sum(_seconds(one, mesh, links) for one in costs.collectives)
     host = max(costs.to_host, costs.from_host) / chip.host  # both ways at once
     times = {"arithmetic": compute, "memory": memory, "network": network, "host": host}
@@ -107,11 +109,22 @@ def _assumptions(
     used = ", ".join(f"{axis} {links[axis] / 1e9:.0f} GB/s" for axis in mesh if mesh[axis] > 1) or "none used"
     return (
         f"matmuls at the peak of {chip.flops / 1e12:.4g} bfloat16 TFLOP/s a device; nothing else costs arithmetic",
+        *(_narrow(kind, flops / costs.flops, chip) for kind, flops in costs.narrow.items()),
         f"memory at {chip.bandwidth / 1e9:.0f} GB/s",
         *costs.assumes,
         f"collectives at full link speed, no latency: {used}",
         *copies,
         f"the estimate overlaps all of these perfectly; 'no overlap' adds the network's{' and the host' * host} time",
+    )
+
+
+def _narrow(kind: str, share: float, chip: Chip) -> str:
+    """Returns a sentence about matmuls of operands of eight bits."""
+    if chip.peak(kind) == chip.flops:
+        return f"{share:.0%} of the arithmetic on {kind} operands, for which there are no units: at the bfloat16 peak"
+    return (
+        f"{share:.0%} of the arithmetic on {kind} operands, at their peak of {chip.peak(kind) / 1e12:.4g} TFLOP/s; MFU "
+        "counts by the bfloat16 peak and can exceed 100%"
     )
 
 

@@ -25,8 +25,9 @@ def for_training(model: Model, rules: Rules) -> Model:
 
     Args:
         model: A model in full precision.
-        rules: "int8" (weights and activations), "int8_gradients", "fp8" (e4m3 forward, e5m2 backward), a `Format`, or
-            `Rule`s, of which the first that fits decides; matmuls that none fits stay in full precision.
+        rules: "int8" (weights and activations), "int8_gradients", "fp8" (e4m3 forward, e5m2 backward), "fp8_block"
+            (e4m3 in blocks of 128, as DeepSeek-V3), a `Format`, or `Rule`s, of which the first that fits decides;
+            matmuls that none fits stay in full precision.
 
     Raises:
         ValueError: when a rule decides nothing, a layer cannot be quantized, or the backend does not multiply these
@@ -105,6 +106,8 @@ def store(site: Any, format: Format, path: str) -> Any:
     """Returns a layer with its weight in `format`; `path` names it in errors."""
     if isinstance(site, nn.Embed) and format.activations is not None:
         raise ValueError(f"{path}: embeddings and heads are quantized in their weights only; got {format}")
+    if format.block is not None:
+        raise ValueError(f"{path}: blocks are for training; stored weights have groups. Got {format}")
     _check_plain(site, path)
     if isinstance(site.w, nn.quantized.QuantizedWeight):
         raise ValueError(f"{path} is quantized already; begin with the model in full precision")

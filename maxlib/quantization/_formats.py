@@ -21,6 +21,9 @@ class Format:
             precision.
         group: How many neighbouring inputs share a scale; None for all inputs of an output. Only stored weights have
             groups.
+        block: Side of the blocks that share a scale in training, a multiple of 32: lines of so many neighbours in
+            activations and gradients, squares in weights. Scales are powers of two. None: a scale for each row of
+            activations and each output of a weight.
 
     Raises:
         ValueError: when the settings do not fit together.
@@ -30,6 +33,7 @@ class Format:
     activations: str | None = None
     gradients: str | None = None
     group: int | None = None
+    block: int | None = None
 
     def __post_init__(self):
         if self.weights not in WEIGHTS:
@@ -45,16 +49,26 @@ class Format:
             )
         if self.group is not None and self.group < 2:
             raise ValueError(f"group must be at least 2, got {self.group}")
+        if self.block is not None and (self.activations is None or self.block < 32 or self.block % 32):
+            raise ValueError(f"block must be a multiple of 32, and activations rounded too; got {self}")
 
     def __str__(self) -> str:
         group = "" if self.group is None else f" in groups of {self.group}"
+        group += "" if self.block is None else f" in blocks of {self.block}"
         more = [f"{what} {kind}" for what, kind in (("x", self.activations), ("d", self.gradients)) if kind]
         return " ".join([self.weights + group, *more])
 
 
 INT8_TRAINING = Format("int8", "int8")
 FP8_TRAINING = Format("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2")
-TRAINING = {"int8": INT8_TRAINING, "int8_gradients": Format("int8", "int8", "int8"), "fp8": FP8_TRAINING}
+E4M3 = "float8_e4m3fn"
+FP8_BLOCK_TRAINING = Format(E4M3, E4M3, E4M3, block=128)
+TRAINING = {
+    "int8": INT8_TRAINING,
+    "int8_gradients": Format("int8", "int8", "int8"),
+    "fp8": FP8_TRAINING,
+    "fp8_block": FP8_BLOCK_TRAINING,
+}
 INFERENCE = {
     "int8": Format("int8"),
     "int4": Format("int4", group=32),
@@ -67,7 +81,7 @@ INFERENCE = {
 
 def check_backend(format: Format) -> None:
     """Raises ValueError if the default backend does not multiply these dtypes."""
-    if format.activations is None:
+    if format.activations is None or format.block is not None:  # blocks are multiplied in bfloat16 where need be
         return
     pairs = {(format.activations, format.weights)}
     if format.gradients is not None:

@@ -12,12 +12,15 @@ from jaxtyping import Array, Float, Int
 from maxlib import nn, ops
 from maxlib.kernels.grouped_matmul.rows import owners
 from maxlib.ops._varying import vary_alike
+from maxlib.quantization import _blocks
 from maxlib.quantization._formats import Format
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
     """Matmul (`nn.matmul.Matmul`) that rounds weights and activations, with a scale per row and per output.
+
+    With `format.block`, blocks of both have scales instead (`_blocks`).
 
     The gradient is that of the exact product (straight-through). With `format.gradients` the products of the backward
     pass are rounded in the same way, with a scale for each index that is in the result.
@@ -33,7 +36,8 @@ class Quantized:
         spec = _spelled_out(spec, x.ndim)
         if isinstance(w, nn.quantized.QuantizedWeight):
             return _product(spec, x, w.quantized(), self.format.activations, None)
-        return _einsum(x, jnp.asarray(w[...], x.dtype), spec, self.format)
+        multiply = _einsum if self.format.block is None else _blocks.einsum
+        return multiply(x, jnp.asarray(w[...], x.dtype), spec, self.format)
 
     def grouped(
         self,
@@ -46,7 +50,8 @@ class Quantized:
         if isinstance(w, nn.quantized.QuantizedWeight):
             return _grouped_product(rows, w.quantized(), rows_per_expert, layout, self.format.activations, None)
         w = jnp.asarray(w[...], rows.dtype)
-        return _grouped(*vary_alike((rows, w, rows_per_expert)), layout, self.format)
+        multiply = _grouped if self.format.block is None else _blocks.grouped
+        return multiply(*vary_alike((rows, w, rows_per_expert)), layout, self.format)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -1,19 +1,26 @@
 """Attention on one NVIDIA GPU: TFLOP/s of maxlib's kernels, cuDNN, XLA, tokamax and torch SDPA, in one run; decoding in
 GB/s.
 
-    python -m tests.benchmarks.attention_gpu [--cases causal-128 ...] [--rounds 20] [--json out.json]
+    python -m tests.benchmarks.attention_gpu [--cases causal-128 ...] [--rounds 10] [--minutes 9] [--json out.jsonl]
+    python -m tests.benchmarks.attention_gpu --tiny   # the same code at small sizes, also on a CPU
 
-Contenders take turns, round by round; the table shows medians. FLOPs are those of the pairs that a mask leaves (4 per
-pair, head and channel forward, 10 backward), whoever runs them. Decoding counts the bytes of the keys and values that
-are filled, which anybody must read at least. What a contender cannot do is left out with its reason.
+Every contender's results are first compared with those of `chunked` in float32; one that is off is not timed. Then they
+take turns, round by round, each round ten calls and one wait, which hides the launch of all but the first; the table
+shows medians. FLOPs are those of the pairs that a mask leaves (4 per pair, head and channel forward, 10 backward),
+whoever runs them. Decoding counts the bytes of the keys and values that are filled, which anybody must read at least.
+What a contender cannot do, or fails at, is left out with its reason. Each result is a line of JSON as soon as it is
+there, and cases that begin after `--minutes` are left out.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +28,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from maxlib import ops
 from maxlib.ops._attention import attention
+
+CALLS = 10  # between two waits for the device
+TOLERANCE = 1e-2  # of an array's norm; rounding to bfloat16 alone makes 0.002
+LONGEST_XLA = 8192  # tokens: beyond, matrices of logits in both passes take more than such a GPU has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +66,18 @@ class Case:
     def plain(self) -> bool:
         """Whether causal or full is all there is to it, which everybody can."""
         return self.window is None and self.softcap is None and not self.sinks and self.documents == 1
+
+    @property
+    def mask(self) -> ops.MaskHint:
+        """What `nn.Attention` tells kernels that want a named mask."""
+        ids = jnp.asarray(np.arange(self.tokens) // (self.tokens // self.documents), jnp.int32)[None]
+        static = ops.StaticMask("full" if self.full else "query", self.window, self.documents > 1, whole=True)
+        return ops.MaskHint(static, (ids, ids) if self.documents > 1 else None)
+
+    def tiny(self) -> "Case":
+        """Returns the same case at a size for a CPU."""
+        few = {"tokens": 256, "heads": 2 * self.heads // self.kv_heads, "kv_heads": 2}
+        return dataclasses.replace(self, window=self.window and 32, **few)
 
     def flops(self) -> dict[str, float]:
         start, end = self.bounds()
@@ -104,6 +128,10 @@ class Decoding:
         shapes = (B, 1, self.heads, self.key_dim), (B, S, K, self.key_dim), (B, S, K, self.value_dim)
         return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
 
+    def tiny(self) -> "Decoding":
+        """Returns the same case at a size for a CPU."""
+        return dataclasses.replace(self, rows=2, capacity=512, filled=512 * self.filled // self.capacity)
+
     def bytes(self) -> int:
         return 2 * self.rows * self.filled * self.kv_heads * (self.key_dim + self.value_dim)
 
@@ -129,33 +157,57 @@ DECODING = {
 }
 
 
-def measure_decoding(case: Decoding, rounds: int) -> list[dict]:
+def measure_decoding(case: Decoding, rounds: int) -> Iterator[dict]:
     arrays = case.arrays()
-    compiled = {
-        name: attempt(lambda call=call: jax.jit(call).lower(*arrays).compile())
-        for name, call in case.contenders().items()
-    }
-    runs = {
-        name: found if isinstance(found, str) else lambda run=found: jax.block_until_ready(run(*arrays))
-        for name, found in compiled.items()
-    }
-    rows = [
-        {"phase": "decode", "contender": name, "ms": median * 1e3, "gbs": case.bytes() / median / 1e9}
-        for name, median in take_turns(runs, rounds).items()
-    ]
-    return rows + [{"contender": name, "left_out": why} for name, why in runs.items() if isinstance(why, str)]
+    runs = {}
+    for name, call in case.contenders().items():
+        compiled = attempt(lambda call=call: jax.jit(call).lower(*arrays).compile())
+        runs[name] = compiled if isinstance(compiled, str) else functools.partial(compiled, *arrays)
+    truth = np.asarray(jax.jit(case.contenders()["maxlib chunked"])(*(x.astype(jnp.float32) for x in arrays)))
+    checked = {name: run if isinstance(run, str) else verified(run, [truth]) for name, run in runs.items()}
+    for name, found in take_turns(checked, rounds).items():
+        row = {"phase": "decode", "contender": name}
+        yield row | ({"left_out": found} if isinstance(found, str) else speeds(found, gbs=case.bytes() / 1e9))
 
 
-def take_turns(runs: dict, rounds: int) -> dict[str, float]:
-    """Median seconds of every contender that runs."""
-    seconds = {name: [] for name, run in runs.items() if not isinstance(run, str)}
-    for i in range(rounds + 2):  # two rounds warm up
-        for name, times in seconds.items():
-            begin = time.perf_counter()
-            runs[name]()
-            if i >= 2:
-                times.append(time.perf_counter() - begin)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+def speeds(seconds: float, **amounts: float) -> dict:
+    """Milliseconds, and each amount by the second."""
+    return {"ms": seconds * 1e3} | {name: amount / seconds for name, amount in amounts.items()}
+
+
+def verified(run: Callable, truth: Sequence[np.ndarray]) -> Callable | str:
+    """Returns `run` if its results are right, else by how much they are not."""
+    found = attempt(lambda: [np.asarray(x, np.float32) for x in jax.tree.leaves(run())])
+    if isinstance(found, str):
+        return found
+    for number, (got, want) in enumerate(zip(found, truth, strict=True)):
+        error = float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-6))
+        if not error <= TOLERANCE:
+            return f"wrong: result {number} is off by {error:.2g} of its norm"
+    return run
+
+
+def take_turns(runs: dict[str, Callable | str], rounds: int) -> dict[str, float | str]:
+    """Returns median seconds of a call of every contender, or the reason why there are none."""
+    found: dict[str, list[float] | str] = {name: run if isinstance(run, str) else [] for name, run in runs.items()}
+    for number in range(rounds + 1):  # the first round warms up
+        for name, times in found.items():
+            if isinstance(times, str):
+                continue
+            taken = attempt(functools.partial(timed, runs[name]))
+            if isinstance(taken, str):
+                found[name] = taken
+            elif number:
+                times.append(taken)
+    return {name: times if isinstance(times, str) else statistics.median(times) for name, times in found.items()}
+
+
+def timed(run: Callable) -> float:
+    """Returns the seconds of one of several calls that are waited for together."""
+    begin = time.perf_counter()
+    wait = getattr(run, "wait", jax.block_until_ready)  # torch waits for its own stream
+    wait([run() for _ in range(CALLS)])
+    return (time.perf_counter() - begin) / CALLS
 
 
 def contenders(case: Case) -> dict:
@@ -164,44 +216,40 @@ def contenders(case: Case) -> dict:
     sinks = jnp.zeros(case.heads) if case.sinks else None
     window = None if case.window is None else (case.window - 1, 0)
 
-    def ours(q, k, v):
-        options = {"k_start": start, "k_end": end, "softcap": case.softcap, "sinks": sinks}
-        return attention(q, k, v, **options, implementation="mosaic_gpu")
+    def ours(name):
+        options = {"k_start": start, "k_end": end, "softcap": case.softcap, "sinks": sinks, "mask": case.mask}
+        return lambda q, k, v: attention(q, k, v, **options, implementation=name)
 
     def theirs(name):
         if case.softcap is not None or case.sinks or case.documents > 1:
             return "no soft-cap, sinks or documents"
         if case.key_dim != case.value_dim:
             return "wants values as wide as keys"
-        if name == "xla" and 2 * case.heads * case.tokens**2 > 2**34:
-            return "its logits would take more than 16 GiB"
+        if name == "xla" and case.tokens > LONGEST_XLA:
+            return f"at {case.tokens} tokens its logits may not fit"
         options = {"is_causal": not case.full, "local_window_size": window, "implementation": name}
         return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options)
 
-    return {"maxlib": ours, "cuDNN": theirs("cudnn"), "XLA": theirs("xla"), "tokamax": _tokamax(case, window)}
+    named = {f"maxlib {name or 'default'}": ours(name) for name in (None, "mosaic_gpu", "tokamax", "chunked")}
+    return named | {"cuDNN": theirs("cudnn"), "XLA": theirs("xla")}
 
 
-def _tokamax(case: Case, window):
-    try:
-        import tokamax
-    except ModuleNotFoundError:
-        return "not installed"
-    if case.sinks or case.documents > 1:
-        return "no sinks or documents"
-    options = {"is_causal": not case.full, "logits_soft_cap": case.softcap, "local_window_size": window}
-    return lambda q, k, v: tokamax.dot_product_attention(q, k, v, **options)
-
-
-def jax_runs(case: Case, call) -> dict:
-    """Timed functions of a contender in jax, compiled."""
+def jax_runs(case: Case, call) -> dict[str, Callable]:
+    """Functions of a contender in jax, compiled, by phase."""
     q, k, v, d_out = case.arrays()
     forward = jax.jit(call).lower(q, k, v).compile()
     _, vjp = jax.jit(lambda q, k, v: jax.vjp(call, q, k, v))(q, k, v)
     backward = jax.jit(lambda vjp, d_out: vjp(d_out)).lower(vjp, d_out).compile()
-    return {
-        "forward": lambda: jax.block_until_ready(forward(q, k, v)),
-        "backward": lambda: jax.block_until_ready(backward(vjp, d_out)),
-    }
+    return {"forward": lambda: forward(q, k, v), "backward": lambda: backward(vjp, d_out)}
+
+
+def truths(case: Case) -> dict[str, list[np.ndarray]]:
+    """Results of `chunked` in float32, which needs no matrix of logits, by phase."""
+    wide = lambda x: np.asarray(x, np.float32)
+    q, k, v, d_out = (x.astype(jnp.float32) for x in case.arrays())
+    with jax.default_matmul_precision("float32"):
+        out, vjp = jax.jit(lambda *x: jax.vjp(contenders(case)["maxlib chunked"], *x))(q, k, v)
+        return {"forward": [wide(out)], "backward": [wide(x) for x in jax.jit(lambda f, d: f(d))(vjp, d_out)]}
 
 
 def torch_runs(case: Case) -> dict | str:
@@ -224,48 +272,91 @@ def torch_runs(case: Case) -> dict | str:
 
     def forward():
         with torch.no_grad():
-            torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
-        torch.cuda.synchronize()
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
-    def backward():
-        torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
-        torch.cuda.synchronize()
-
+    backward = lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+    for run in (forward, backward):
+        run.wait = lambda results: torch.cuda.synchronize()
     return {"forward": forward, "backward": backward}
 
 
-def attempt(make) -> dict | str:
+def attempt(make: Callable) -> Any:
     """What `make` returns, or why it failed: one contender's failure must not end the run."""
     try:
         return make()
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+        lines = str(error).splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0][:100]}"
 
 
-def measure(case: Case, rounds: int) -> list[dict]:
-    calls = contenders(case)
-    runs = {
-        name: call if isinstance(call, str) else attempt(lambda c=call: jax_runs(case, c))
-        for name, call in calls.items()
-    }
-    runs["torch SDPA"] = attempt(lambda: torch_runs(case))
-    rows = []
+def measure(case: Case, rounds: int) -> Iterator[dict]:
+    truth, runs = truths(case), {}
+    for name, call in contenders(case).items():
+        runs[name] = call if isinstance(call, str) else attempt(lambda c=call: jax_runs(case, c))
+    torch_found = attempt(lambda: torch_runs(case))
     for phase, flops in case.flops().items():
-        here = {name: found if isinstance(found, str) else found[phase] for name, found in runs.items()}
-        for name, median in take_turns(here, rounds).items():
-            rows.append({"phase": phase, "contender": name, "ms": median * 1e3, "tflops": flops / median / 1e12})
-    return rows + [{"contender": name, "left_out": why} for name, why in runs.items() if isinstance(why, str)]
+        here = {
+            name: found if isinstance(found, str) else verified(found[phase], truth[phase])
+            for name, found in runs.items()
+        }
+        # torch's arrays lie heads first and on its own device: its kernels are timed as they are.
+        here["torch SDPA"] = torch_found if isinstance(torch_found, str) else torch_found[phase]
+        for name, found in take_turns(here, rounds).items():
+            row = {"phase": phase, "contender": name}
+            yield row | ({"left_out": found} if isinstance(found, str) else speeds(found, tflops=flops / 1e12))
 
 
-def table(results: dict[str, list[dict]]) -> Table:
-    shown = Table("case", "phase", "contender", "median ms", "TFLOP/s", "GB/s")
-    for name, rows in results.items():
-        for row in rows:
-            if "left_out" not in row:
-                speed = f"{row['tflops']:.0f}" if "tflops" in row else "", f"{row['gbs']:.0f}" if "gbs" in row else ""
-                shown.add_row(name, row["phase"], row["contender"], f"{row['ms']:.3f}", *speed)
-        shown.add_section()
+def table(rows: Sequence[dict]) -> Table:
+    """Shows what was timed."""
+    columns = [name for name in ("op", "case", "rows", "phase", "contender") if any(name in row for row in rows)]
+    shown = Table(*columns, "median ms", "TFLOP/s", "GB/s")
+    for row in rows:
+        if "ms" in row:
+            speed = (f"{row[name]:.3g}" if name in row else "" for name in ("tflops", "gbs"))
+            shown.add_row(*(str(row.get(name, "")) for name in columns), f"{row['ms']:.3f}", *speed)
     return shown
+
+
+class Lines:
+    """Prints each row as a line of JSON at once, and keeps it in a file."""
+
+    def __init__(self, path: Path | None, **about: Any):
+        self.rows, self.path = [], path
+        self.add({"jax": jax.__version__, "device": jax.devices()[0].device_kind} | about)
+
+    def add(self, row: dict) -> None:
+        self.rows.append(row)
+        line = json.dumps(row)
+        print(line, flush=True)
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(line + "\n")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what all benches of kernels take."""
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=9, help="begin no case after so many minutes")
+    parser.add_argument("--json", type=Path, help="append the lines to this file")
+    parser.add_argument("--tiny", action="store_true", help="small sizes and two rounds, also on a CPU")
+
+
+def measure_all(cases: Mapping[str, tuple[dict, Callable]], args: argparse.Namespace) -> None:
+    """Measures cases, each a function of `rounds` that yields rows, and prints them."""
+    device, begin, rounds = jax.devices()[0], time.monotonic(), 2 if args.tiny else args.rounds
+    if device.platform != "gpu" and not args.tiny:
+        print(f"Nothing measured: this needs an NVIDIA GPU, jax found {device.platform} ({device.device_kind}).")
+        return
+    lines = Lines(args.json, tiny=args.tiny)
+    for about, run in cases.values():
+        if time.monotonic() - begin > 60 * args.minutes:
+            lines.add(about | {"left_out": f"{args.minutes:g} minutes are over"})
+            continue
+        failed = attempt(lambda about=about, run=run: [lines.add(about | row) for row in run(rounds)])
+        if isinstance(failed, str):
+            lines.add(about | {"left_out": failed})
+        jax.clear_caches()
+    Console().print(table(lines.rows))
 
 
 ALL = CASES | DECODING
@@ -274,24 +365,11 @@ ALL = CASES | DECODING
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=ALL, default=list(ALL), help="which cases (default: all)")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="also write the results here")
+    add_arguments(parser)
     args = parser.parse_args()
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        parser.exit(
-            0, f"Nothing measured: this needs an NVIDIA GPU, jax found {device.platform} ({device.device_kind}).\n"
-        )
-    how = {name: measure_decoding if name in DECODING else measure for name in args.cases}
-    results = {name: run(ALL[name], args.rounds) for name, run in how.items()}
-    Console().print(table(results))
-    for name, rows in results.items():
-        left_out = "; ".join(f"{row['contender']}: {row['left_out']}" for row in rows if "left_out" in row)
-        print(f"{name}: {ALL[name].about}. Left out: {left_out or 'nobody'}")
-    if args.json:
-        meta = {"jax": jax.__version__, "device": device.device_kind}
-        cases = {name: dataclasses.asdict(ALL[name]) for name in args.cases}
-        args.json.write_text(json.dumps({**meta, "cases": cases, "results": results}, indent=1))
+    found = {name: ALL[name].tiny() if args.tiny else ALL[name] for name in args.cases}
+    run = lambda case: functools.partial(measure_decoding if isinstance(case, Decoding) else measure, case)
+    measure_all({name: ({"case": name, "about": case.about}, run(case)) for name, case in found.items()}, args)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,41 @@
 """Grouped matmul on one NVIDIA GPU: TFLOP/s of maxlib's kernels and XLA against the dense matmul of the same useful
 size, in one run.
 
-    python -m tests.benchmarks.grouped_matmul_gpu [--rounds 20] [--json out.json]
+    python -m tests.benchmarks.grouped_matmul_gpu [--rounds 10] [--minutes 9] [--json out.jsonl]
+    python -m tests.benchmarks.grouped_matmul_gpu --tiny   # the same code at small sizes, also on a CPU
 
 8,192 rows, 16 experts of 4096 x 2048, bfloat16, rows spread evenly, unevenly, and over half of the experts: one matmul,
 and gate and up with SwiGLU ("two matmuls" is what its kernel replaces). Forward (values alone), and the gradients of
-rows and weights. The bar: 80% of the dense matmul, and for gate and up less time than two matmuls.
+rows and weights. The bar: 80% of the dense matmul, and for gate and up less time than two matmuls. Results are
+compared with the definition in float32 before anything is timed, and lines are printed as in `attention_gpu`.
 """
 
 import argparse
 import functools
 import itertools
-import json
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from maxlib.ops._glu import swiglu
 from maxlib.ops._grouped_matmul import grouped_glu, grouped_matmul
-from tests.benchmarks.attention_gpu import attempt, take_turns
+from tests.benchmarks.attention_gpu import add_arguments, attempt, measure_all, speeds, take_turns, verified
 
-M, E, I, O = 8192, 16, 4096, 2048
-COUNTS = {
-    "even": np.full(E, M // E),
-    "uneven": np.random.default_rng(0).multinomial(M, np.random.default_rng(1).dirichlet(np.ones(E))),
-    "half of the experts": np.repeat([2 * M // E, 0], E // 2),
-}
+SIZES, TINY = (8192, 16, 4096, 2048), (256, 4, 64, 128)  # M, E, I, O
+
+
+def counts_of(M: int, E: int) -> dict[str, np.ndarray]:
+    """Rows of each expert."""
+    shares = np.random.default_rng(1).dirichlet(np.ones(E))
+    return {
+        "even": np.full(E, M // E),
+        "uneven": np.random.default_rng(0).multinomial(M, shares),
+        "half of the experts": np.repeat([2 * M // E, 0], E // 2),
+    }
+
+
 NAMES = {
     "matmul": ["mosaic_gpu", "tiled", "ragged_dot", "dense"],
     "SwiGLU": ["mosaic_gpu", "two matmuls", "tiled", "ragged_dot", "dense"],
@@ -51,50 +57,60 @@ def contender(op: str, name: str, counts):
     return lambda rows, weights: grouped_glu(rows, *weights, counts, implementation=name)
 
 
-def compile_one(op: str, name: str, counts) -> dict:
-    """Compiled calls by phase."""
+def arrays(op: str, name: str, sizes: tuple[int, ...], dtype=jnp.bfloat16) -> tuple:
+    """Rows, matrices and the output's cotangent."""
+    M, E, I, O = sizes
     keys = jax.random.split(jax.random.key(0), 4)
     matrix = (O, I) if name == "dense" else (E, O, I)
-    draw = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)
-    rows, d_out = draw(keys[0], M, I), draw(keys[1], M, O)
+    draw = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
     weights = [draw(key, *matrix) for key in keys[2 : 3 if op == "matmul" else 4]]
+    return draw(keys[0], M, I), weights, draw(keys[1], M, O)
+
+
+def compile_one(op: str, name: str, counts, sizes, dtype=jnp.bfloat16) -> dict[str, Callable]:
+    """Compiled calls by phase."""
+    rows, weights, d_out = arrays(op, name, sizes, dtype)
     run = contender(op, name, counts)
     forward = jax.jit(run).lower(rows, weights).compile()
     gradients = jax.jit(lambda r, w, d: jax.vjp(run, r, w)[1](d)).lower(rows, weights, d_out).compile()
-    return {
-        "forward": lambda: jax.block_until_ready(forward(rows, weights)),
-        "gradients": lambda: jax.block_until_ready(gradients(rows, weights, d_out)),
-    }
+    return {"forward": lambda: forward(rows, weights), "gradients": lambda: gradients(rows, weights, d_out)}
+
+
+def truths(op: str, counts, sizes) -> dict[str, list[np.ndarray]]:
+    """Results of the definition in float32, by phase."""
+    with jax.default_matmul_precision("float32"):
+        found = compile_one(op, "reference", counts, sizes, jnp.float32)
+        return {phase: [np.asarray(x) for x in jax.tree.leaves(run())] for phase, run in found.items()}
+
+
+def measure(op: str, counts, sizes: tuple[int, ...], rounds: int) -> Iterator[dict]:
+    M, _, I, O = sizes
+    truth = truths(op, counts, sizes)
+    runs = {name: attempt(functools.partial(compile_one, op, name, counts, sizes)) for name in NAMES[op]}
+    for phase, matmuls in MATMULS[op].items():
+        here = {name: found if isinstance(found, str) else found[phase] for name, found in runs.items()}
+        for name, run in here.items():
+            if not isinstance(run, str) and name != "dense":  # which multiplies other numbers
+                here[name] = verified(run, truth[phase])
+        seconds = take_turns(here, rounds)
+        dense = seconds["dense"]
+        for name, found in seconds.items():
+            row = {"phase": phase, "contender": name}
+            if isinstance(found, str):
+                yield row | {"left_out": found}
+            else:
+                share = {} if isinstance(dense, str) else {"of_dense": dense / found}
+                yield row | speeds(found, tflops=2e-12 * matmuls * M * I * O) | share
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="also write the results here")
+    add_arguments(parser)
     args = parser.parse_args()
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        parser.exit(0, f"Nothing measured: this needs an NVIDIA GPU, jax found {device.platform}.\n")
-    results, shown = [], Table("op", "rows", "phase", "contender", "median ms", "TFLOP/s", "of dense")
-    for op, (about, counts) in itertools.product(NAMES, COUNTS.items()):
-        runs = {n: attempt(functools.partial(compile_one, op, n, jnp.asarray(counts))) for n in NAMES[op]}
-        for phase, matmuls in MATMULS[op].items():
-            here = {name: found if isinstance(found, str) else found[phase] for name, found in runs.items()}
-            seconds = take_turns(here, args.rounds)
-            for name, median in seconds.items():
-                speed = 2e-12 * matmuls * M * I * O / median
-                row = {"op": op, "rows": about, "phase": phase, "contender": name, "ms": 1e3 * median, "tflops": speed}
-                results.append(row | {"of_dense": seconds["dense"] / median})
-                of_dense = f"{seconds['dense'] / median:.2f}"
-                shown.add_row(op, about, phase, name, f"{1e3 * median:.3f}", f"{speed:.0f}", of_dense)
-        left_out = {name: why for name, why in runs.items() if isinstance(why, str)}
-        results += [{"op": op, "rows": about, "contender": n, "left_out": why} for n, why in left_out.items()]
-    Console().print(shown)
-    print("\n".join(f"left out: {row}" for row in results if "left_out" in row))
-    if args.json:
-        args.json.write_text(
-            json.dumps({"jax": jax.__version__, "device": device.device_kind, "results": results}, indent=1)
-        )
+    sizes = TINY if args.tiny else SIZES
+    cases = itertools.product(NAMES, counts_of(*sizes[:2]).items())
+    run = lambda op, counts: functools.partial(measure, op, jnp.asarray(counts), sizes)
+    measure_all({f"{op} {about}": ({"op": op, "rows": about}, run(op, counts)) for op, (about, counts) in cases}, args)
 
 
 if __name__ == "__main__":

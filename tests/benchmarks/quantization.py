@@ -2,14 +2,17 @@
 batches of real text.
 
     python -m tests.benchmarks.quantization [--steps 300 --dim 128 --seed 0] [--formats full int8 fp8] [--json out.json]
+    python -m tests.benchmarks.quantization --dtype bfloat16 --formats full fp8_block --draw docs/fp8_block.png
 
 Prints the validation loss of each, its difference from full precision, bytes of the parameters, the share of the matmul
-FLOPs of a training step whose operands are quantized, and the time of a step against full precision. `--steps 360 --dim
+FLOPs of a training step whose operands are quantized, the time of a step against full precision, and the mean training
+loss of every tenth of the steps; `--draw` draws these. `--steps 360 --dim
 448 --layers 4 --vocab 4096 --batch 4 --length 256` is the main job. What quantization after training does:
 `tests/benchmarks/ptq.py`.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import platform
@@ -18,6 +21,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
@@ -90,16 +94,50 @@ def run(build, preset, args, train, held_out):
     optimizer = training.adamw(schedule, mask=training.decay_mask(start))
     step, size = training.make_train_step(loss, optimizer), sum(a.nbytes for a in jax.tree.leaves(start))
     state = training.make_state(start, optimizer)
-    matmuls = quantization.matmuls(step, state, jax.tree.map(jnp.asarray, train[0]))
-    low = sum(flops for name, flops in matmuls.items() if "int8" in name or "float8" in name)
+    covered = covered_by(build, preset, step, state, train[0])
     step = training.jit_step(step)
-    state, _ = step(state, train[0])
-    begin = time.process_time()
+    state, metrics = step(state, train[0])
+    losses, begin = [metrics["nll"]], time.process_time()
     for batch in train[1:]:
         state, metrics = step(state, batch)
-    seconds = (jax.block_until_ready(metrics), time.process_time() - begin)[1] / len(train[1:])
+        losses.append(metrics["nll"])
+    seconds = (jax.block_until_ready(losses), time.process_time() - begin)[1] / len(train[1:])
     judged = training.evaluate(jax.jit(training.make_eval_step(loss)), state, held_out)
-    return {"loss": judged["nll"], "bytes": size, "covered": low / sum(matmuls.values()), "seconds": seconds}
+    curve = [float(np.mean(part)) for part in np.array_split(np.array(losses, np.float64), min(10, len(losses)))]
+    return {"loss": judged["nll"], "bytes": size, "covered": covered, "seconds": seconds, "curve": curve}
+
+
+def covered_by(build, preset, step, state, batch):
+    """The share of a step's matmul FLOPs whose operands are rounded."""
+    format = quantization.TRAINING.get(preset)
+    if (
+        format is not None and format.block is not None
+    ):  # on a CPU these are multiplied in bfloat16: count without blocks
+        model = jax.eval_shape(lambda: quantization.for_training(build(), dataclasses.replace(format, block=None)))
+        state = dataclasses.replace(state, rest=nn.partition(model, nn.is_trainable)[1])
+    matmuls = quantization.matmuls(step, state, jax.tree.map(jnp.asarray, batch))
+    low = sum(flops for name, flops in matmuls.items() if "int8" in name or "float8" in name)
+    return low / sum(matmuls.values())
+
+
+def draw(results, path):
+    """Draws the training losses, and how far each format is from full precision."""
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(name.split()[0] for name in results if name != "machine"))
+    figure, rows = plt.subplots(2, len(names), figsize=(5 * len(names), 5), sharex=True, squeeze=False)
+    for (top, bottom), name in zip(zip(*rows, strict=True), names, strict=True):
+        found = {key.split()[1]: np.array(one["curve"]) for key, one in results.items() if key.split()[0] == name}
+        full, ends = next(iter(found.values())), np.arange(1, len(next(iter(found.values()))) + 1) / len(full)
+        for format, curve in found.items():
+            top.plot(ends, curve, label=format)
+            bottom.plot(ends, 100 * (curve / full - 1), label=format)
+        top.set(title=name, ylabel="training loss")
+        bottom.set(xlabel="share of the steps", ylabel="difference, %")
+        bottom.axhspan(-0.5, 0.5, color="0.9")
+        top.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def main():
@@ -109,9 +147,10 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--models", nargs="+", default=["llama", "moe"])
-    parser.add_argument("--formats", nargs="+", default=["full", "int8", "int8_gradients", "fp8"])
+    parser.add_argument("--formats", nargs="+", default=["full", "int8", "int8_gradients", "fp8", "fp8_block"])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--draw", type=Path, help="a picture of the curves")
     args = parser.parse_args()
     train, held_out = batches(args)
     results = {"machine": f"{platform.machine()}, {jax.devices()[0].device_kind}, jax {jax.__version__}"}
@@ -125,8 +164,11 @@ def main():
             numbers = f"{found['loss']:.4f}", f"{change:+.2%}", f"{found['bytes']:,}"
             table.add_row(name, preset, *numbers, f"{found['covered']:.1%}", f"{time_:.2f}")
             print(name, preset, *numbers, f"{found['covered']:.1%} {time_:.2f}", flush=True)
+            print(" ", *(f"{loss:.4f}" for loss in found["curve"]), flush=True)
             if args.json:
                 args.json.write_text(json.dumps(results, indent=2, default=float))
+    if args.draw:
+        draw(results, args.draw)
     Console().print(table)
 
 

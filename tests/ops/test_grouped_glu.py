@@ -17,8 +17,9 @@ from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, glu
 from maxlib.observability._flops import forward_flops
 from maxlib.ops._grouped_matmul import dispatch
 from tests.ops.attention import emulator
+from tests.ops.hopper import gpu, no_gpu
 from tests.ops.test_grouped_matmul import close, loop
-from tests.ops.test_grouped_mosaic_gpu import COUNTS, I, M, O, gpu, no_gpu
+from tests.ops.test_grouped_mosaic_gpu import COUNTS, I, M, O
 
 
 def geglu(gate, up):

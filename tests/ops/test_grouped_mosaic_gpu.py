@@ -14,6 +14,7 @@ from maxlib import ops
 from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, groups, mosaic_gpu
 from maxlib.ops._grouped_matmul import dispatch
 from tests.ops.attention import emulator
+from tests.ops.hopper import gpu, no_gpu
 from tests.ops.test_grouped_matmul import arrays, close, loop
 
 COUNTS = {
@@ -24,9 +25,6 @@ COUNTS = {
     "nothing": [0, 0, 0, 0],
 }
 M, I, O = 308, 128, 192  # neither a multiple of the tiles, nor of one another
-on_a_gpu = jax.default_backend() == "gpu"
-gpu = pytest.mark.skipif(not on_a_gpu, reason="needs a Hopper GPU")
-no_gpu = pytest.mark.skipif(on_a_gpu, reason="is for machines without one")
 
 
 def both(rows, weights, counts, d_out, layout="EOI"):

@@ -80,6 +80,19 @@ def test_loops_matmuls_and_collectives_of_a_gpu_program():
     }
 
 
+def test_operands_of_eight_bits_count_apart():
+    """A matmul of FP8 in cuBLAS; one whose operands differ is computed in the wider dtype."""
+    p8 = "%p8 = f8e4m3fn[2048,1024]{1,0} convert(%p)\n  "
+    text = PROGRAM.replace("  %cublas-gemm.1", f"  {p8}%cublas-gemm.1").replace(
+        'custom-call(%p, %p), custom_call_target="__cublas$gemm"',
+        'custom-call(%p8, %p8), custom_call_target="__cublas$lt$matmul$f8"',
+    )
+    costs = read_costs(text, MESH)
+    assert costs.narrow == {"fp8": 2 * 2048 * 1024 * 2048} and costs.flops == read_costs(PROGRAM, MESH).flops
+    assert read_costs(text.replace("custom-call(%p8, %p8)", "custom-call(%p8, %p)"), MESH).narrow == {}
+    assert read_costs(PROGRAM, MESH).narrow == {}
+
+
 def test_what_fits_the_cache_is_not_moved():
     part = 2 * 64 * 1024
     spared = 7 * (part + 2 * part) + (4 + 4) * 64 * 64 + 2 * 4 * 64  # the sums in the loop, the fusion of two sums

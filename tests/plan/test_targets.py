@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from maxlib import plan
+from maxlib import ops, plan
+from maxlib.models import llama
 from maxlib.plan import _targets as targets
 
 
@@ -92,6 +93,26 @@ def test_gpus_without_a_description_are_estimated_and_the_plan_says_so():
     assert l40s.network / b200.network == pytest.approx(9e11 / 3.2e10)
     assert rack.network == pytest.approx(b200.network * (63 / 64) / (7 / 8))
     assert estimate("b200x64").network > 2 * rack.network
+
+
+def test_fp8_counts_by_its_own_peak_where_there_are_units_for_it():
+    """A plan multiplies in FP8 what the format rounds, if the device has units for what comes to them."""
+    sizes = dict(num_layers=2, dim=512, mlp_dim=1536, num_heads=4, num_kv_heads=2, head_dim=128)
+    job = plan.Job(llama.Config(vocab=512, **sizes, rope=ops.Rope(128)), "b200", sequence=256)
+
+    def planned(target, quantization):
+        got = plan.estimated(dataclasses.replace(job, target=target, quantization=quantization))
+        assert got.estimate is not None and got.costs is not None
+        in_bfloat16 = got.costs.flops / got.target.chip.flops
+        return got.estimate.compute / in_bfloat16, sum(got.costs.narrow.values()) / got.costs.flops, str(got)
+
+    # All but attention's products and the head, twice as fast.
+    time, share, report = planned("b200", "fp8_block")
+    assert 0.5 < share < 0.95 and "at their peak of 4500 TFLOP/s" in report
+    assert time == pytest.approx(1 - share / 2)
+    assert planned("h100", "fp8_block")[:2] == (1, 0)  # whose blocks are multiplied in bfloat16
+    time, same, report = planned("a100", "fp8")
+    assert time == pytest.approx(1) and same == pytest.approx(share) and "there are no units" in report
 
 
 def test_two_devices_a_chip_are_described():

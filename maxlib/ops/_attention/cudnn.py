@@ -1,15 +1,26 @@
 """NVIDIA's cuDNN through `jax.nn.dot_product_attention`: named masks over whole rows, on GPUs since Ampere."""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxlib.hardware import current_device, is_blackwell
 from maxlib.ops._attention.masks import MaskHint
 
 
+def head_width(key_dim: int, value_dim: int, device_kind: str) -> int:
+    """Returns the width to which cuDNN's heads are padded: JAX wants one for all, and not every GPU has every width.
+
+    Backward kernels of Blackwell have heads of up to 128 and of 256 (docs.nvidia.com/cudnn/operations/Attention).
+    """
+    width = max(key_dim, value_dim)
+    return 256 if is_blackwell(device_kind) and 128 < width < 256 else width
+
+
 def cudnn(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B S K Hk"],
+    v: Float[Array, "B S K Hv"],
     *,
     k_start: Int[Array, "B T"],
     k_end: Int[Array, "B T"],
@@ -18,14 +29,16 @@ def cudnn(
     sinks: None = None,
     bias: None = None,
     mask_hint: MaskHint,
-) -> tuple[Float[Array, "B T N H"], None]:
+) -> tuple[Float[Array, "B T N Hv"], None]:
     """Returns the output; the log-sum-exp, which JAX rounds and does not differentiate, is None.
 
-    The mask alone says what is visible; the intervals are not read.
+    The mask alone says what is visible; the intervals are not read. Heads of several widths are padded with zeros,
+    which change neither logits nor the values that are kept.
     """
+    width = head_width(q.shape[-1], v.shape[-1], current_device()[1])
+    padded = [jnp.pad(x.astype(q.dtype), ((0, 0),) * 3 + ((0, width - x.shape[-1]),)) for x in (q, k, v)]
     # JAX counts the keys before the query's own, our windows count that one too.
     window = None if mask_hint.static.window is None else (mask_hint.static.window - 1, 0)
     options = {"scale": scale, "is_causal": mask_hint.static.kind == "causal", "local_window_size": window}
     # [B, T, N, H] and [B, S, K, H], as JAX wants them: key heads are not repeated.
-    k, v = k.astype(q.dtype), v.astype(q.dtype)
-    return jax.nn.dot_product_attention(q, k, v, **options, implementation="cudnn"), None
+    return jax.nn.dot_product_attention(*padded, **options, implementation="cudnn")[..., : v.shape[-1]], None

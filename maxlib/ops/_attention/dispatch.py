@@ -153,9 +153,9 @@ def choose(call: Call, name: str | None = None) -> Implementation:
 
 
 def _compiled_without_device(call: Call) -> Implementation:
-    """Returns what a call gets, and for cuDNN, which only a GPU can compile, another kernel of the same cost."""
+    """Returns what a call gets, and for what only a GPU can compile another kernel of the same cost."""
     best = choose(call)
-    stands_in = best if best.name != "cudnn" else by_name("mosaic_gpu")
+    stands_in = best if best.name not in ("cudnn", "tokamax") else by_name("mosaic_gpu")
     return stands_in if stands_in.refusal(call) is None else by_name("chunked")
 
 

@@ -2,32 +2,32 @@
 
 A call gets the first row that runs on its platform, has its features and accepts its shapes. Rows with `by_name` are
 only for those who ask. The order is that of evidence: kernels that their makers and others run in production first
-(cuDNN, splash), then plain XLA (`chunked`); maxlib's own Pallas kernels and tokamax stand by until a GPU or TPU has run
-them against these.
+(cuDNN, splash; for what cuDNN cannot do tokamax, where it is installed), then plain XLA (`chunked`); maxlib's own
+Pallas kernels stand by until a GPU or TPU has run them against these.
 
-| device | up to 16 queries | whole rows, named mask | packed documents | soft-cap, sinks, log-sum-exp | additive bias |
+| device | up to 16 queries | whole rows, named mask | packed, intervals, soft-cap | sinks, log-sum-exp | bias |
 |---|---|---|---|---|---|
 | TPU v4, v5e, v5p, v6e, v7x | `split_kv` | `splash` | `splash` | `splash` | `chunked` |
-| NVIDIA A100, L40S, H100, H200, B200 | `split_kv` | `cudnn` | `chunked` | `chunked` | `chunked` |
+| NVIDIA H100, H200 | `split_kv` | `cudnn` | `tokamax` | `chunked` | `chunked` |
+| NVIDIA A100, L40S, B200 | `split_kv` | `cudnn` | `chunked` | `chunked` | `chunked` |
 | CPU and others | `chunked` | `chunked` | `chunked` | `chunked` | `chunked` |
 """
 
 import re
 
-from maxlib.hardware import is_hopper
+from maxlib.hardware import is_blackwell, is_hopper
 from maxlib.kernels.attention.mosaic_gpu import config as gpu
 from maxlib.kernels.attention.mosaic_gpu import mosaic_gpu
 from maxlib.kernels.attention.mosaic_tpu import config as tpu
 from maxlib.kernels.attention.mosaic_tpu import count_tiles, mosaic_tpu
 from maxlib.ops._attention.chunked import chunked
-from maxlib.ops._attention.cudnn import cudnn
+from maxlib.ops._attention.cudnn import cudnn, head_width
 from maxlib.ops._attention.dispatch import FEATURES, Call, Implementation, register
 from maxlib.ops._attention.reference import reference
 from maxlib.ops._attention.splash import MOST_BLOCKS, choose_blocks, splash
 from maxlib.ops._attention.split_kv import MAX_QUERIES, split_kv
-from maxlib.ops._attention.tokamax_gpu import tokamax
+from maxlib.ops._attention.tokamax_gpu import INSTALL, is_installed, tokamax
 
-BLACKWELL = re.compile(r"\bG?B(100|200|300)\b")
 HALF = ("bfloat16", "float16")
 
 
@@ -52,11 +52,11 @@ def splash_refuses(call: Call) -> str | None:
 
 
 def _names_no_mask(call: Call) -> str | None:
-    """Returns the reason why a kernel that is given a mask's name, and no intervals, cannot run `call`."""
+    """Returns the reason why cuDNN, which is given a mask's name and no intervals, cannot run `call`."""
     if call.mask is None or call.mask.kind == "any":
         return "takes causal, full and windowed masks, not intervals: pass mask_hint= (ops.StaticMask)"
     if call.mask.segmented:
-        return "takes packed documents only with a fixed number in every row, which JAX's and tokamax's functions do not offer"
+        return "takes packed documents only with a fixed number in every row, which JAX's function does not offer"
     if not call.mask.aligned:
         return "takes masks over whole rows, not beside a cache or on a part of a sequence"
     if call.mask.window is not None and call.mask.kind != "causal":
@@ -73,19 +73,24 @@ def cudnn_refuses(call: Call) -> str | None:
     if call.dtype not in HALF:
         return f"takes queries in bfloat16 or float16, not in {call.dtype}"
     # Heads of 256 need the registers of Hopper's warpgroups.
-    widest = 256 if is_hopper(call.device_kind) or BLACKWELL.search(call.device_kind) else 128
-    if call.key_dim % 8 or call.key_dim > widest:
-        return f"takes heads whose width is a multiple of 8, at most {widest} here, not {call.key_dim}"
+    widest = 256 if is_hopper(call.device_kind) or is_blackwell(call.device_kind) else 128
+    width = head_width(call.key_dim, call.value_dim, call.device_kind)
+    if width % 8 or width > widest:
+        return f"takes heads whose width is a multiple of 8, at most {widest} here, not {width}"
     return _names_no_mask(call)
 
 
 def tokamax_refuses(call: Call) -> str | None:
     """Returns the reason why tokamax cannot run `call`, or None."""
-    if not (is_hopper(call.device_kind) or BLACKWELL.search(call.device_kind)):
-        return f"is for NVIDIA's Hopper and Blackwell, not for {call.device_kind}"
+    if is_blackwell(call.device_kind):
+        return "has backward kernels for Blackwell that do not fit into its shared memory (tokamax 0.0.12, jax 0.10.2)"
+    if not is_hopper(call.device_kind):
+        return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {call.device_kind}"
     if call.dtype not in HALF:
         return f"takes queries in bfloat16 or float16, not in {call.dtype}"
-    return _names_no_mask(call)
+    if max(call.key_dim, call.value_dim) > 256:
+        return f"takes heads of at most 256, not {max(call.key_dim, call.value_dim)}"
+    return None if is_installed() else f"is not installed: {INSTALL}"
 
 
 def mosaic_gpu_refuses(call: Call) -> str | None:
@@ -139,16 +144,6 @@ ROWS = (
         mosaic_tpu_refuses,
         by_name=UNPROVEN.format("TPU", "splash"),
     ),
-    Implementation(
-        "tokamax",
-        tokamax,
-        "tokamax's kernels for Hopper and Blackwell",
-        GPU,
-        frozenset({"gqa", "value_dim", "softcap"}),
-        tokamax_refuses,
-        by_name="maxlib has not run it on a GPU yet",
-        takes_mask_hint=True,
-    ),
     # Decoding: no kernel above is made for a single query, and both pad it to a whole block.
     # A CPU has no more cores than one block keeps busy: chunked is faster there.
     Implementation(
@@ -165,8 +160,17 @@ ROWS = (
         cudnn,
         "cuDNN's fused attention, proven on every generation of GPUs since Ampere",
         GPU,
-        frozenset({"gqa"}),
+        frozenset({"gqa", "value_dim"}),
         cudnn_refuses,
+        takes_mask_hint=True,
+    ),
+    Implementation(
+        "tokamax",
+        tokamax,
+        "tokamax's kernels for Hopper, for what cuDNN cannot do",
+        GPU,
+        frozenset({"gqa", "value_dim", "softcap"}),
+        tokamax_refuses,
         takes_mask_hint=True,
     ),
     Implementation(

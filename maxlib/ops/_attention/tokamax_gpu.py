@@ -1,12 +1,26 @@
-"""tokamax's attention for Hopper and Blackwell GPUs (the extra `maxlib[cuda]`), by its public function.
+"""tokamax's attention for Hopper GPUs (the extra `maxlib[cuda]`), imported when it is first called.
 
-The package is imported when it is first called. Its kernels take an interval of keys per query, which that function
-does not offer: it names masks, as cuDNN does.
+Its kernels take an interval of keys for each query, which its public function does not offer; so its mask and its
+kernels' entry are called here. Names of tokamax 0.0.12.
 """
 
+import functools
+import importlib.util
+from typing import Any
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxlib.ops._attention.masks import MaskHint
+from maxlib.ops._attention.masks import MaskHint, StaticMask
+
+INSTALL = "pip install 'maxlib[cuda]'"
+TILE = 256  # of which lengths are multiples: two tiles of queries, the most that a kernel takes at once
+
+
+@functools.cache
+def is_installed() -> bool:
+    """Tells whether tokamax can be imported, without importing it."""
+    return importlib.util.find_spec("tokamax") is not None
 
 
 def tokamax(
@@ -20,14 +34,49 @@ def tokamax(
     softcap: float | None = None,
     sinks: None = None,
     bias: None = None,
-    mask_hint: MaskHint,
+    mask_hint: MaskHint | None = None,
+    kernel: str = "mosaic_gpu",
 ) -> tuple[Float[Array, "B T N Hv"], None]:
-    """Returns the output; the log-sum-exp is None. The mask alone says what is visible."""
+    """Returns the output; the log-sum-exp, which tokamax does not differentiate, is None."""
     try:
-        from tokamax import dot_product_attention
+        from absl import flags
+        from tokamax._src.ops.attention.api import IMPLEMENTATIONS
+        from tokamax._src.ops.attention.base import Mask
     except ImportError as error:
-        raise ImportError("implementation='tokamax' needs the package tokamax: pip install 'maxlib[cuda]'") from error
-    window = None if mask_hint.static.window is None else (mask_hint.static.window - 1, 0)
-    options = {"scale": scale, "logits_soft_cap": softcap, "is_causal": mask_hint.static.kind == "causal"}
-    k, v = k.astype(q.dtype), v.astype(q.dtype)
-    return dot_product_attention(q, k, v, **options, local_window_size=window, implementation="mosaic"), None
+        raise ImportError(f"implementation='tokamax' needs the package tokamax: {INSTALL}") from error
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # else tokamax parses the program's own arguments, and ends it at those it does not know
+    T, S = q.shape[1], k.shape[1]
+    start, end, visible = _intervals(k_start, k_end, S)
+    named = _named(_padded(start, 0), _padded(end, 1), None if (T % TILE or S % TILE) else mask_hint and mask_hint.static)
+    q, k, v = (_padded(x.astype(q.dtype), 0) for x in (q, k, v))
+    out = IMPLEMENTATIONS[kernel](q, k, v, mask=Mask(**named), logits_scale=scale, logits_soft_cap=softcap)
+    return jnp.where(visible[..., None, None], out[:, :T], 0), None
+
+
+def _padded(x: Array, value: int) -> Array:
+    """Pads the second dimension to whole tiles."""
+    return jnp.pad(x, [(0, -x.shape[1] % TILE if d == 1 else 0) for d in range(x.ndim)], constant_values=value)
+
+
+def _intervals(
+    k_start: Int[Array, "B T"], k_end: Int[Array, "B T"], keys: int
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Any]:
+    """Returns bounds within the keys, where each query sees one key at least, and which of them truly see any."""
+    # A softmax over no key at all has no gradient that is a number. Rows that see nothing get a key, and then zeros.
+    start, end = (jnp.clip(x, 0, keys) for x in (k_start, k_end))
+    visible = start < end
+    start = jnp.minimum(start, keys - 1)
+    return start, jnp.maximum(end, start + 1), visible
+
+
+def _named(start: Int[Array, "B T"], end: Int[Array, "B T"], static: StaticMask | None) -> dict[str, Any]:
+    """Returns what tokamax's mask is made of: intervals, and names instead where tiles are skipped by name."""
+    causal = static is not None and static.aligned and static.kind == "causal"
+    plain = static is not None and static.aligned and static.window is None and not static.segmented
+    found: dict[str, Any] = {"is_causal": causal}
+    if not (plain and static is not None and static.kind != "any"):  # every key up to the end is seen
+        found["k_start"] = start[:, None]  # [B, T] -> [B, 1, T]: alike for all heads
+    if not causal and not (plain and static is not None and static.kind == "full"):
+        found["k_end"] = end[:, None]
+    return found

@@ -1,7 +1,6 @@
-"""cuDNN and tokamax: what they are given, seen in lowered programs and by stand-ins, as neither runs without a GPU."""
+"""cuDNN: what it is given, seen in lowered programs and by a stand-in, as it does not run without a GPU."""
 
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +14,64 @@ from maxlib.ops._attention import api, cudnn, tokamax_gpu
 from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases
 
-MASKS = {"full": "full", "causal": "causal", "window": "window"}
+
+def arrays(dtype=jnp.float32, key_dim=8, value_dim=8):
+    shapes = ((4, key_dim), (2, key_dim), (2, value_dim))
+    return [jax.random.normal(jax.random.key(i), (2, 37, *shape), dtype) for i, shape in enumerate(shapes)]
 
 
-def arrays(dtype=jnp.float32):
-    return [jax.random.normal(jax.random.key(i), (2, 37, heads, 8), dtype) for i, heads in enumerate((4, 2, 2))]
+@pytest.fixture
+def plain(monkeypatch):
+    """JAX's own XLA implementation takes the same arguments; returns the widths of heads that came."""
+    theirs, widths = jax.nn.dot_product_attention, []
+
+    def run(q, k, v, *, implementation, **options):
+        assert implementation == "cudnn"
+        widths.append(q.shape[-1])
+        return theirs(q, k, v, **options, implementation="xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", run)
+    return widths
 
 
 @pytest.mark.parametrize(
-    ("module", "mask"),
+    ("kind", "widths", "padded"),
     [
-        pytest.param(module, mask, marks=() if mask == one else pytest.mark.full)
-        for module, one in ((cudnn, "window"), (tokamax_gpu, "causal"))
-        for mask in MASKS
+        ("NVIDIA H200", (192, 128), 192),
+        ("NVIDIA B200", (192, 128), 256),
+        ("NVIDIA B200", (64, 128), 128),
+        ("NVIDIA A100-SXM4-80GB", (32, 64), 64),
     ],
 )
-def test_the_named_mask_is_the_intervals(module, mask, monkeypatch):
-    """JAX's own XLA implementation takes the same arguments: with it the result is that of the definition."""
-    theirs = jax.nn.dot_product_attention
+def test_heads_of_two_widths_are_padded_and_nothing_changes(kind, widths, padded, plain, monkeypatch):
+    """Values and gradients; cuDNN's backward kernels for Blackwell have no heads between 128 and 256."""
+    monkeypatch.setattr(cudnn, "current_device", lambda: ("gpu", kind))
+    given, bounds = arrays(jnp.float32, *widths), cases.bounds("causal", "one", (37, 37))
+    bounds = dict(zip(("k_start", "k_end"), bounds, strict=True))
 
-    def plain(*args, implementation, logits_soft_cap=None, **options):
-        assert implementation in ("cudnn", "mosaic") and logits_soft_cap is None
-        return theirs(*args, **options, implementation="xla")
+    def results(run, **more):
+        out, pull = jax.vjp(lambda *x: run(*x, **bounds, scale=0.1, **more)[0], *given)
+        return [out, *pull(out)]
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
-    monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(dot_product_attention=plain))
+    about = ops.MaskHint(ops.StaticMask("causal", aligned=True))
+    got = jax.jit(lambda: results(cudnn.cudnn, mask_hint=about))()
+    assert plain == [padded]
+    for one, want in zip(got, jax.jit(lambda: results(reference))(), strict=True):
+        np.testing.assert_allclose(one, want, atol=2e-5, rtol=1e-5)
+    q, k, v = (jax.ShapeDtypeStruct((2, 4096, *x.shape[2:]), jnp.bfloat16) for x in given)
+    ends = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
+    options = dict(k_start=ends, k_end=ends, mask_hint=about.static, device=("gpu", kind))
+    assert ops.explain_attention(q, k, v, **options).chosen == "cudnn"
+
+
+@pytest.mark.parametrize(
+    "mask", ["window", *(pytest.param(mask, marks=pytest.mark.full) for mask in ("full", "causal"))]
+)
+def test_the_named_mask_is_the_intervals(mask, plain):
     start, end = cases.bounds(mask, "one", (37, 37))
-    run = {cudnn: cudnn.cudnn, tokamax_gpu: tokamax_gpu.tokamax}[module]
     given, bounds = arrays(), dict(k_start=start, k_end=end)
     about = ops.MaskHint(cases.MASKS[mask].static)
-    out, _ = jax.jit(lambda given, bounds: run(*given, **bounds, scale=0.3, mask_hint=about))(given, bounds)
+    out, _ = jax.jit(lambda given, bounds: cudnn.cudnn(*given, **bounds, scale=0.3, mask_hint=about))(given, bounds)
     want, _ = jax.jit(lambda given, bounds: reference(*given, **bounds, scale=0.3))(given, bounds)
     np.testing.assert_allclose(out, want, atol=2e-6, rtol=2e-6)
 

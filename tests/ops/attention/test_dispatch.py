@@ -5,14 +5,19 @@ import jax.numpy as jnp
 import pytest
 
 from maxlib import ops
-from maxlib.hardware import current_device
-from maxlib.ops._attention import attention, capabilities, dispatch, explain_attention
+from maxlib.hardware import current_device, is_hopper
+from maxlib.ops._attention import attention, capabilities, dispatch, explain_attention, table
 from maxlib.ops._attention.reference import reference
 
 f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
 i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
 Q, K = f32(2, 5, 4, 8), f32(2, 7, 2, 8)
 GPU = ("gpu", "NVIDIA H100")
+
+
+@pytest.fixture(autouse=True)
+def _tokamax_is_absent(monkeypatch):
+    monkeypatch.setattr(table, "is_installed", lambda: False)
 
 
 @pytest.fixture
@@ -91,9 +96,9 @@ def test_the_table_has_every_implementation_and_feature(fast):
         "fast",
         "mosaic_gpu",
         "mosaic_tpu",
-        "tokamax",
         "split_kv",
         "cudnn",
+        "tokamax",
         "splash",
         "chunked",
         "reference",
@@ -111,24 +116,26 @@ PACKED = ops.StaticMask("causal", segmented=True, aligned=True)
 PART = ops.StaticMask("causal")
 PREFIX = ops.StaticMask("any", aligned=True)
 CHOICES = {
-    # what a call needs: what GPUs choose, what TPUs choose
+    # what a call needs: what GPUs choose (tokamax on Hopper only), what TPUs choose
     "causal": (dict(mask_hint=CAUSAL), "cudnn", "splash"),
     "full": (dict(), "cudnn", "splash"),
     "window": (dict(mask_hint=WINDOW), "cudnn", "splash"),
-    "packed": (dict(mask_hint=PACKED), "chunked", "splash"),
+    "packed": (dict(mask_hint=PACKED), "tokamax", "splash"),
     "part of a ring": (dict(mask_hint=PART, return_lse=True), "chunked", "splash"),
-    "prefix": (dict(mask_hint=PREFIX), "chunked", "splash"),
-    "soft-cap": (dict(mask_hint=CAUSAL, softcap=30.0), "chunked", "splash"),
+    "prefix": (dict(mask_hint=PREFIX), "tokamax", "splash"),
+    "soft-cap": (dict(mask_hint=CAUSAL, softcap=30.0), "tokamax", "splash"),
     "sinks": (dict(mask_hint=CAUSAL, sinks=f32(32)), "chunked", "splash"),
-    "intervals": (dict(k_start=i32(2, 4096), k_end=i32(2, 4096)), "chunked", "chunked"),
+    "intervals": (dict(k_start=i32(2, 4096), k_end=i32(2, 4096)), "tokamax", "chunked"),
     "bias": (dict(mask_hint=CAUSAL, bias=f32(1, 1, 4096, 4096)), "chunked", "chunked"),
 }
 
 
 @pytest.mark.parametrize("kind", GPUS + TPUS)
 @pytest.mark.parametrize("need", CHOICES)
-def test_each_device_gets_a_proven_kernel_where_one_can(kind, need):
+def test_each_device_gets_a_proven_kernel_where_one_can(kind, need, monkeypatch):
+    monkeypatch.setattr(table, "is_installed", lambda: True)
     options, gpu, tpu = CHOICES[need]
+    gpu = "chunked" if gpu == "tokamax" and not is_hopper(kind) else gpu
     bounds = dict(k_start=i32(2, 4096), k_end=i32(2, 4096)) if "mask_hint" in options else {}
     q, k = (jax.ShapeDtypeStruct((2, 4096, heads, 128), jnp.bfloat16) for heads in (32, 8))
     device = ("gpu" if kind in GPUS else "tpu", kind)
@@ -148,8 +155,10 @@ def test_each_device_gets_a_proven_kernel_where_one_can(kind, need):
         ("cudnn", dict(mask_hint=ops.StaticMask("full", 8, aligned=True)), "a window only under a causal mask"),
         ("cudnn", dict(softcap=5.0), "lacks softcap"),
         ("cudnn", dict(return_lse=True), "lacks lse"),
-        ("tokamax", dict(kind="NVIDIA L40S"), "Hopper and Blackwell, not for NVIDIA L40S"),
-        ("tokamax", dict(mask_hint=PACKED), "a fixed number in every row"),
+        ("tokamax", dict(kind="NVIDIA L40S"), "not for NVIDIA L40S"),
+        ("tokamax", dict(kind="NVIDIA B200"), "do not fit into its shared memory"),
+        ("tokamax", dict(width=512), "at most 256, not 512"),
+        ("tokamax", dict(mask_hint=PACKED), "is not installed: pip install 'maxlib[cuda]'"),
         ("tokamax", dict(sinks=f32(4)), "lacks sinks"),
         ("splash", dict(platform="tpu", kind="TPU v5p", dtype=jnp.float16), "bfloat16 or float32, not in float16"),
         ("splash", dict(platform="tpu", kind="TPU v5p", mask_hint=None), "where intervals begin"),
@@ -178,12 +187,12 @@ def test_an_accelerator_says_once_why_it_has_no_fused_kernel(monkeypatch, caplog
     monkeypatch.setattr(dispatch, "_said", set())
     call = lambda **change: dispatch.Call(
         **dict(batch=1, queries=64, keys=64, heads=4, kv_heads=4, key_dim=64, value_dim=64, dtype="bfloat16")
-        | dict(features=frozenset(), platform="gpu", device_kind="NVIDIA H200", mask=PACKED)
+        | dict(features=frozenset(), platform="gpu", device_kind="NVIDIA H200", mask_hint=PACKED)
         | change
     )
     for _ in range(2):
         assert dispatch.choose(call()).name == "chunked"
-        assert dispatch.choose(call(mask=CAUSAL)).name == "cudnn"
+        assert dispatch.choose(call(mask_hint=CAUSAL)).name == "cudnn"
         assert dispatch.choose(call(platform="cpu", device_kind="cpu")).name == "chunked"
     (record,) = caplog.records
     assert "because cudnn takes packed documents only with a fixed number" in record.message

@@ -13,6 +13,7 @@ from maxlib.kernels.attention.mosaic_gpu import config, intervals, memory, mosai
 from maxlib.ops._attention import attention, explain_attention
 from tests.ops.attention import cases, emulator
 from tests.ops.attention.kernels import MASKS, check, everything, some_masks, values
+from tests.ops.hopper import gpu, no_gpu
 
 FACTORS = {
     "heads": [(4, 2), (2, 2), (3, 1)],
@@ -30,9 +31,6 @@ MAX_QUERIES = [  # every width, and the rest in turn
     )
 ]
 HOPPER = ("gpu", "NVIDIA H200")
-on_a_gpu = jax.default_backend() == "gpu"
-gpu = pytest.mark.skipif(not on_a_gpu, reason="needs a Hopper GPU")
-no_gpu = pytest.mark.skipif(on_a_gpu, reason="is for machines without one")
 
 
 # ------------------------------------------------------------------------------------------------ on a CPU

@@ -40,7 +40,7 @@ DECODING = [
 SMALL = config.Blocks(rows=128, keys=128)  # many tiles in a small test, and partial ones at every edge
 CHIP = config.Generation(SMALL, SMALL, vmem=2**24, cores=2)
 on_a_tpu = jax.default_backend() == "tpu"
-tpu = pytest.mark.skipif(not on_a_tpu, reason="needs a TPU")
+tpu = pytest.mark.tpu
 no_tpu = pytest.mark.skipif(on_a_tpu, reason="is for machines without one")
 small = functools.partial(mosaic_tpu, chip=CHIP)
 

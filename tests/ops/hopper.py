@@ -1,0 +1,18 @@
+"""Marks of tests for maxlib's kernels for Hopper: `gpu` for the chip, `no_gpu` for what stands for it elsewhere."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from maxlib.hardware import is_hopper
+
+on_a_gpu = jax.default_backend() == "gpu"
+no_gpu = pytest.mark.skipif(on_a_gpu, reason="is for machines without a GPU")
+
+
+def gpu(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a test that runs on a GPU of the Hopper generation."""
+    other = on_a_gpu and not is_hopper(jax.devices()[0].device_kind)
+    return pytest.mark.gpu(pytest.mark.skipif(other, reason="the kernels are for Hopper")(test))
