@@ -65,7 +65,9 @@ class NativeVisionDecoder(Decoder):
             is_image = self.is_image(tokens) if valid is None else self.is_image(tokens) & valid
             if positions is None:
                 start = None if cache is None else cache.length + _offset(cache)
-                positions = mrope_positions(is_image, jnp.asarray(images.grids), self.cfg.vision.merge, start=start, **inputs)
+                positions = mrope_positions(
+                    is_image, jnp.asarray(images.grids), self.cfg.vision.merge, start=start, **inputs
+                )
             _check_positions(positions)
             x, features = self._see(x, is_image, images, dtype=dtype, remat=remat)
             inputs["features"] = features
