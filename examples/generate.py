@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import inference, tokenization, weights
+from maxlib import inference, nn, tokenization, weights
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
 
@@ -126,7 +126,10 @@ def with_image(directory: Path, text: str, image: Path) -> tuple[list[int], Any]
         return_dict=True,
         return_tensors="np",
     )
-    return made["input_ids"][0].tolist(), made["pixel_values"]
+    images = made["pixel_values"]
+    if "image_grid_thw" in made:  # images of any size
+        images = nn.vision.patches(images, made["image_grid_thw"])
+    return made["input_ids"][0].tolist(), images
 
 
 def show(pieces, tokenizer: Tokenizer) -> None:

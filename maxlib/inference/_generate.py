@@ -17,7 +17,7 @@ from maxlib import nn
 from maxlib.inference._sampling import GREEDY, Sampler
 
 Prompts = Sequence[Sequence[int]]
-Images = Float[Array | np.ndarray, "I C H W"]
+Images = Float[Array | np.ndarray, "I C H W"] | nn.vision.Patches
 
 
 class Generator:
@@ -103,7 +103,7 @@ class Generator:
             prompts: Token ids of each prompt, of any length.
             max_new_tokens: Most new tokens per prompt.
             images: For models that read images: all images of all prompts in the order of their placeholders (the
-                `pixel_values` of Hugging Face's processors).
+                `pixel_values` of Hugging Face's processors; `nn.vision.patches` of them for images of any size).
             sampler: Draws tokens; greedy by default.
             stop: Ids that end a prompt's text and are not part of it.
             key: Random key for sampling, by default that of seed 0.

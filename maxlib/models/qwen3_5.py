@@ -1,7 +1,7 @@
 """Qwen3.5 (Qwen team 2026), dense and with experts: three layers of gated DeltaNet, then one of gated attention.
 
-Checkpoints that see are read as text models: their image encoder is passed over, and so are modules that look ahead.
-Text has equal positions in all rows of M-RoPE, which is then plain RoPE.
+It reads images of any size, whose tokens have positions by time, row and column (M-RoPE). Text has three equal ones,
+for which that is plain RoPE. Modules that look ahead are passed over.
 """
 
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
+from maxlib.models import _qwen_vision as vision
 from maxlib.ops import Rope
 from maxlib.sharding import constrain
 from maxlib.weights import (
@@ -30,6 +31,8 @@ from maxlib.weights import (
     hf_rope,
     names,
 )
+
+Vision = vision.Vision
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DENSE, SPARSE = "qwen3_5_text", "qwen3_5_moe_text"
@@ -53,21 +56,9 @@ def _of(kind: str, name: str, absent: int) -> Any:
     return hf_fields(read, lambda value, cfg: {} if value is None else {name: value}, default=None)
 
 
-def _read_sections(fields: HFConfig, c: Any) -> tuple[int, ...]:
-    if not fields.take("rope_parameters", None, kind=dict):
-        return SECTIONS
-    rope = fields.nested("rope_parameters")
-    rope.require("mrope_interleaved", True)
-    return tuple(rope.take("mrope_section", list(SECTIONS), kind=list))
-
-
-def _write_sections(sections: tuple[int, ...], cfg: Any) -> dict[str, Any]:
-    return {"rope_parameters.mrope_section": list(sections), "rope_parameters.mrope_interleaved": True}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """Sizes of a Qwen3.5, without its image encoder; `PRESETS` has the published ones."""
+    """Sizes of a Qwen3.5; `PRESETS` has the published ones. Models that see have theirs in `text_config`."""
 
     model_types = (DENSE, SPARSE)
     fixed = {"hidden_act": "silu"}
@@ -93,7 +84,7 @@ class Config(ModelConfig):
     num_kv_heads: int = hf("num_key_value_heads")
     head_dim: int = hf("head_dim", absent=256)
     rope: Rope = hf_rope(partial=True, default_fraction=0.25)
-    sections: tuple[int, ...] = hf_fields(_read_sections, _write_sections, default=SECTIONS)
+    sections: tuple[int, ...] = vision.hf_sections(SECTIONS)
     num_key_heads: int = hf("linear_num_key_heads", 16)  # of linear attention ...
     num_value_heads: int = hf("linear_num_value_heads", absent=32)
     key_dim: int = hf("linear_key_head_dim", 128)
@@ -107,6 +98,18 @@ class Config(ModelConfig):
     tied: bool = hf("tie_word_embeddings", False)
     attention_bias: bool = hf("attention_bias", False)
     losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.router.SwitchBalance(0.001)`
+    vision: Vision | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.vision is not None and self.vision.deepstack:
+            raise ValueError(f"deepstack (deepstack_visual_indexes) must be empty, got {self.vision.deepstack}")
+        self.turning  # noqa: B018  # its sections are checked
+
+    @property
+    def turning(self) -> Rope | ops.MRope:
+        """The rotary embedding of all layers, by three positions where the model sees."""
+        return self.rope if self.vision is None else ops.MRope(self.rope, self.sections)
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -118,19 +121,20 @@ class Config(ModelConfig):
         """Reads config.json. Raises ValueError for values that the family does not compute."""
         if fields.require("model_type", DENSE, SPARSE, *SEEING) not in SEEING:
             return super().from_hf(fields)
-        fields.ignore(
-            "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"
-        )
         text = super().from_hf(fields.nested("text_config"))
-        return replace(text, tied=fields.take("tie_word_embeddings", text.tied))
+        tied = fields.take("tie_word_embeddings", text.tied)
+        return replace(text, tied=tied, vision=Vision.read(fields, text.dim, *SEEING))
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns the fields of config.json, of a text model."""
-        name = {"architectures": ["Qwen3_5ForCausalLM"]}
-        if self.num_experts is not None:
-            name = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": SPARSE}
+        """Returns the fields of config.json."""
+        kind, name = (DENSE, "Qwen3_5For") if self.num_experts is None else (SPARSE, "Qwen3_5MoeFor")
         # Left out the fraction would mean a quarter; a rope of whole heads has no field of its own.
-        return {"partial_rotary_factor": 1.0} | super().to_hf() | name
+        text = {"partial_rotary_factor": 1.0} | super().to_hf() | {"model_type": kind}
+        if self.vision is None:
+            return {"architectures": [name + "CausalLM"]} | text
+        kind = kind.removesuffix("_text")
+        own = {"architectures": [name + "ConditionalGeneration"], "model_type": kind, "tie_word_embeddings": self.tied}
+        return own | {"text_config": text} | self.vision.written(self.dim, kind)
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
@@ -138,7 +142,7 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
     norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True)  # one scale [H] for all heads
     options: Any = dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias, q_norm=norm(), k_norm=norm())
     # The rope turns the first quarter of each head; the gate closes single dimensions of single heads.
-    return nn.Attention(cfg.dim, **heads, rope=cfg.rope, out_gate_act=jax.nn.sigmoid, **options, rngs=rngs)
+    return nn.Attention(cfg.dim, **heads, rope=cfg.turning, out_gate_act=jax.nn.sigmoid, **options, rngs=rngs)
 
 
 def _delta_net(cfg: Config, *, rngs: nnx.Rngs) -> nn.GatedDeltaNet:
@@ -179,16 +183,17 @@ class Block(nn.Layer):
         return (self.attn or self.delta).init_cache(batch, capacity, dtype)
 
 
-class Qwen35(nn.Decoder):
-    """Qwen3.5: only every fourth layer keeps keys and values, the others a state of fixed size."""
+class Qwen35(nn.NativeVisionDecoder):
+    """Qwen3.5: only every fourth layer keeps keys and values, the others a state; with `cfg.vision` it sees images."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
+        self.masks, self.ropes = (ops.Causal(),), (cfg.turning,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.types), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.tower = None if cfg.vision is None else vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
 
     def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
         """Builds layer `i`."""
@@ -211,24 +216,35 @@ def _table(cfg: Config) -> Table:
     # What a layer lacks (one of both mixers, experts or an MLP) is passed over.
     layer = [*names.NORMS, *names.gated_attention(cfg.head_dim), *_linear_attention(cfg)]
     layer += [*names.MLP, *names.EXPERTS, *names.GATED_SHARED_EXPERT]
-    text = [*names.decoder_table(layer), *names.FUSED_EXPERTS, Ignore("mtp.*")]
-    return [*text, Renamed("model.language_model.", "model."), Ignore("model.visual.*")]
+    if cfg.vision is None:
+        # A text model is also read from a checkpoint that sees.
+        blind = [Renamed("model.language_model.", "model."), Ignore("model.visual.*")]
+        return [*names.decoder_table(layer), *names.fused_experts("model"), *blind, Ignore("mtp.*")]
+    text = "model.language_model"
+    return [*names.decoder_table(layer, model=text), *names.fused_experts(text), *vision.table(), Ignore("mtp.*")]
+
+
+def _sees(**sizes: Any) -> Vision:
+    return Vision(image_token=248_056, video_token=248_057, start_token=248_053, end_token=248_054, **sizes)
 
 
 def _sized(dim: int, num_layers: int, heads: tuple[int, int], num_value_heads: int, **more: Any) -> Config:
     num_heads, num_kv_heads = heads
     sizes: Any = dict(dim=dim, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=256)
-    rope = Rope(64, 10_000_000.0, max_length=262_144)
-    return Config(vocab=248_320, **sizes, rope=rope, num_value_heads=num_value_heads, **more)
+    sizes |= dict(rope=Rope(64, 10_000_000.0, max_length=262_144), vision=_sees())
+    return Config(vocab=248_320, num_value_heads=num_value_heads, **sizes | more)
 
 
 # fmt: off
+_SMALL = _sees(dim=1024, num_layers=24, mlp_dim=4096)
 _27B = _sized(5120, 64, (24, 4), 48, mlp_dim=17_408)
 _35B = _sized(2048, 40, (16, 2), 32, expert_dim=512, shared_dim=512, num_experts=256, top_k=8)
 PRESETS = {
-    "qwen3.5-0.8b": _sized(1024, 24, (8, 2), 16, mlp_dim=3584, tied=True),
-    "qwen3.5-2b": _sized(2048, 24, (8, 2), 16, mlp_dim=6144, tied=True),
-    "qwen3.5-4b": _sized(2560, 32, (16, 4), 32, mlp_dim=9216, tied=True),
+    "qwen3.5-0.8b": _sized(
+        1024, 24, (8, 2), 16, mlp_dim=3584, tied=True, vision=_sees(dim=768, num_layers=12, num_heads=12, mlp_dim=3072)
+    ),
+    "qwen3.5-2b": _sized(2048, 24, (8, 2), 16, mlp_dim=6144, tied=True, vision=_SMALL),
+    "qwen3.5-4b": _sized(2560, 32, (16, 4), 32, mlp_dim=9216, tied=True, vision=_SMALL),
     "qwen3.5-9b": _sized(4096, 32, (16, 4), 32, mlp_dim=12_288),
     "qwen3.5-27b": _27B, "qwen3.6-27b": _27B, "qwen3.8-27b": _27B,
     "qwen3.5-35b-a3b": _35B, "qwen3.6-35b-a3b": _35B,

@@ -161,7 +161,7 @@ def _table(cfg: Config) -> Table:
     # What a layer lacks (one of both mixers, experts or an MLP) is passed over. Modules that look ahead are not read.
     layer = [*names.NORMS, *names.gated_attention(cfg.head_dim), *_linear_attention(cfg)]
     layer += [*names.MLP, *names.EXPERTS, *names.GATED_SHARED_EXPERT]
-    return [*names.decoder_table(layer), *names.FUSED_EXPERTS, Ignore("mtp.*")]
+    return [*names.decoder_table(layer), *names.fused_experts("model"), Ignore("mtp.*")]
 
 
 # fmt: off

@@ -44,6 +44,7 @@ from maxlib.nn._model import Output as Output
 from maxlib.nn._model import VisionModel as VisionModel
 from maxlib.nn._moe import ExpertLinear as ExpertLinear
 from maxlib.nn._moe import MoE as MoE
+from maxlib.nn._native_vision import NativeVisionDecoder as NativeVisionDecoder
 from maxlib.nn._positions import LearnedPositions as LearnedPositions
 from maxlib.nn._pytree import pytree as pytree
 from maxlib.nn._pytree import static as static

@@ -13,14 +13,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops
-from maxlib.nn._context import Context, context
+from maxlib.nn._context import AnyRope, Context, context
 from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
 from maxlib.ops._attention import Causal, Mask, MaskHint, SlidingWindow, StaticMask
-from maxlib.ops._grid_rope import GridRope
-from maxlib.ops._rope import Rope, apply_rope
+from maxlib.ops._rope import apply_rope
 from maxlib.sharding import constrain, shard_map_by_name
 from maxlib.sharding.layers import axis_of, axis_size, mesh_axes, natural_order
 
@@ -96,7 +95,7 @@ class Attention(SequenceMixer):
         num_kv_heads: int | None = None,
         v_dim: int | None = None,
         mask: Mask = Causal(),
-        rope: Rope | GridRope | None = None,
+        rope: AnyRope | None = None,
         bias: bool = False,
         out_bias: bool = False,
         q_norm: Callable | None = None,
@@ -124,7 +123,7 @@ class Attention(SequenceMixer):
             )
         if isinstance(mask, SlidingWindow):
             raise ValueError(f"{mask} alone lets a token attend to all later ones: write Causal() & {mask}")
-        if not isinstance(rope, Rope | GridRope | None):
+        if not isinstance(rope, AnyRope | None):
             raise TypeError(
                 f"rope must be an ops.Rope, such as Rope(head_dim), or None; got {type(rope).__name__} {rope!r:.40}"
             )

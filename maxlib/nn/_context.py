@@ -12,9 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._pytree import pytree, static
 from maxlib.ops._attention import Mask, MaskHint, Tokens, key_intervals
+from maxlib.ops._axes_rope import AxialRope, MRope
 from maxlib.ops._grid_rope import GridRope
 from maxlib.ops._rope import Rope
 from maxlib.sharding.layers import can_zigzag, unzigzag, zigzag
+
+AnyRope = Rope | GridRope | MRope | AxialRope
 
 
 @pytree
@@ -35,6 +38,7 @@ class Context:
         intervals: Key intervals of `masks`.
         tables: Cosines and sines of `ropes`.
         tokens: `B T`, ids for layers that hash or look them up; None unless the model passes them on.
+        features: `B T n D`, what a model adds to tokens after some layers (`Decoder.layer_inputs`); None in layers.
         next_position_offset: `B`, the next `position_offset` of the cache; None if positions count tokens.
         row_length: `B`, with a cache the length of each row after this call, which length-dependent rotary scalings
             use.
@@ -57,10 +61,11 @@ class Context:
     tables: tuple[Any, ...] = ()
     row_length: Int[Array, " B"] | None = None
     tokens: Int[Array, "B T"] | None = None
+    features: Float[Array, "B T n D"] | None = None
     next_position_offset: Int[Array, " B"] | None = None
     rope_length: int | None = static(default=None)
     masks: tuple[Mask, ...] = static(default=())
-    ropes: tuple[Rope | GridRope, ...] = static(default=())
+    ropes: tuple[AnyRope, ...] = static(default=())
     zigzag: bool = static(default=False)
     packed: bool = static(default=False)
 
@@ -92,7 +97,7 @@ class Context:
     def _tokens(self) -> Tokens:
         return Tokens(self.index, self.start, self.stop, *(self.bidirectional_blocks or (None, None)))
 
-    def rotary(self, rope: Rope | GridRope) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
+    def rotary(self, rope: AnyRope) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
         """Returns cosines and sines of every position under `rope`, `B T R` each (R is half the rotary dimensions)."""
         if rope in self.ropes:
             return self.tables[self.ropes.index(rope)]
@@ -109,8 +114,9 @@ def context(
     bidirectional_blocks: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None,
     cache: Any = None,
     tokens: Int[Array, "B T"] | None = None,
+    features: Float[Array, "B T n D"] | None = None,
     masks: tuple[Mask, ...] = (),
-    ropes: tuple[Rope | GridRope, ...] = (),
+    ropes: tuple[AnyRope, ...] = (),
 ) -> Context:
     """Builds the context of `batch` rows of `seq` tokens.
 
@@ -123,6 +129,7 @@ def context(
         bidirectional_blocks: `[start, stop)` of the block in which each token attends in both directions.
         cache: Cache of the model. Its `position_offset` shifts the default positions.
         tokens: `B T`, ids for layers that use them.
+        features: `B T n D`, what a model adds to tokens after some layers.
         masks: Masks to compute in advance; others are computed when a layer asks for them.
         ropes: Rotary embeddings to compute in advance.
 
@@ -151,6 +158,7 @@ def context(
         bidirectional_blocks=bidirectional_blocks,
         row_length=None if cache is None else length + num_new,
         tokens=tokens,
+        features=features,
         next_position_offset=_next_offset(positions, valid, length + num_new, cache),
         rope_length=_rope_length(seq, positions, segment_ids, cache),
         packed=valid is not None,
@@ -236,6 +244,12 @@ def bidirectional_blocks(
     start, stop = _segment_bounds(column, runs)
     first = 0 if cache is None else cache.length[:, None]
     return jnp.where(runs > 0, start, column) + first, jnp.where(runs > 0, stop, column + 1) + first
+
+
+def first_of_segment(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Returns the place in its row of the first token of each token's document."""
+    place = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
+    return _segment_bounds(place, segment_ids)[0]
 
 
 def _documents(batch, seq, segment_ids, valid, cache):

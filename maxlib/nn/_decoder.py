@@ -1,5 +1,6 @@
 """Base classes of decoder-only models: embedding, stack of layers, final norm, head."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib.nn._context import Context, bidirectional_blocks, context, zigzag_shard, zigzag_unshard
+from maxlib.nn._context import AnyRope, Context, bidirectional_blocks, context, zigzag_shard, zigzag_unshard
 from maxlib.nn._linear import Embed
 from maxlib.nn._model import Output
 from maxlib.nn.cache import Cache
@@ -18,7 +19,6 @@ from maxlib.nn.remat import Policy
 from maxlib.nn.stack import Stack, WithShared
 from maxlib.nn.vision import check_placeholders, place_features
 from maxlib.ops._attention import Mask
-from maxlib.ops._rope import Rope
 from maxlib.sharding import constrain
 
 
@@ -61,7 +61,7 @@ class Decoder(nnx.Module):
     norm: nnx.Module
     head: Embed | None = None
     masks: tuple[Mask, ...] = ()
-    ropes: tuple[Rope, ...] = ()
+    ropes: tuple[AnyRope, ...] = ()
     recompute_cache_at: int | None = None
     softcap: float | None = None
     layers_take_tokens: bool = False
@@ -112,6 +112,7 @@ class Decoder(nnx.Module):
         # [B, T, D] in, [B, T, D] out; `aux` has a leading axis of layers.
         x, ctx = self.enter(x, cache=cache, **inputs)
         inputs = self.layer_inputs(x.x if isinstance(x, WithShared) else x, ctx)
+        ctx = dataclasses.replace(ctx, features=None)  # layers that use them have them as inputs
         x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat, layer_inputs=inputs)
         # `cache and ...`: None without a cache.
         return Output(self.leave(x, ctx), cache and cache.advanced(layers, ctx), aux)

@@ -62,7 +62,7 @@ class Model(Protocol):
 class VisionModel(Protocol):
     """Protocol of models whose `__call__` takes images, in addition to `Model`."""
 
-    def check_images(self, tokens: Int[Any, "B T"], images: Float[Any, "I C H W"] | None) -> None:
+    def check_images(self, tokens: Int[Any, "B T"], images: Any) -> None:
         """Raises ValueError when placeholders among `tokens` and `images` do not match, or the model reads text
         only.
         """

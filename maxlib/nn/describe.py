@@ -16,6 +16,7 @@ from maxlib.nn.per_layer import PerLayerEmbed
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import axes, num_parameters, variables
 from maxlib.ops._attention import Chunked, Mask, SlidingWindow
+from maxlib.ops._axes_rope import MRope
 from maxlib.ops._rope import Rope
 
 Kind = TypeVar("Kind")
@@ -115,10 +116,12 @@ def _positions(model: Any) -> Iterator[str]:
     """Yields labels of how the model encodes positions."""
     stacks = _stacks(model)
     yield from ["learned positions"] if _all(LearnedPositions, model) else []
+    by_axes = _static(MRope, stacks)
+    yield from ["M-RoPE"] if by_axes else []
     ropes = _static(Rope, stacks)
     for rope in ropes:
         yield SCALINGS[type(rope.scaling).__name__] if rope.scaling else "RoPE"
-    yield from _said(stacks, "partial RoPE", *["layers without positions"] * bool(ropes))
+    yield from _said(stacks, "partial RoPE", *["layers without positions"] * bool(ropes or by_axes))
 
 
 def _attention(stacks: list[Stack]) -> Iterator[str]:

@@ -202,7 +202,8 @@ class Stack(StackedLayers):
             ctx: What all layers share, from `nn.context`.
             cache: Cache from `init_cache`, or None.
             remat: What layers keep for the backward pass, see `nn.remat`.
-            layer_inputs: Arrays with a leading axis of `num_layers`. Layer `i` gets row `i` as a fourth argument.
+            layer_inputs: Arrays with a leading axis of `num_layers`. Layer `i` gets row `i` as a fourth argument. If
+                they have fewer rows, later layers get none; these must not share a place with those that do.
 
         Returns:
             The last layer's `x`, the new cache (None without one), and the layers' `aux` entries by name, with a row
@@ -334,9 +335,22 @@ def _inputs_of(segment: Segment, layer_inputs: Any) -> list[Any] | None:
     if layer_inputs is None:
         return None
     rows = [segment.layers(slot) for slot in range(segment.slots)]
-    if segment.repeats is None:
-        return [jax.tree.map(lambda a, i=row[0]: a[i], layer_inputs) for row in rows]
-    return [jax.tree.map(lambda a, r=row: a[r.start : r.stop : r.step], layer_inputs) for row in rows]
+    return [_rows_of(row, segment.repeats is None, layer_inputs) for row in rows]
+
+
+def _rows_of(layers: range, alone: bool, layer_inputs: Any) -> Any:
+    """Returns the rows of the layers in one slot; None if the rows end before them."""
+    given = min(len(a) for a in jax.tree.leaves(layer_inputs))
+    if layers.start >= given:
+        return None
+    if layers[-1] >= given:
+        raise ValueError(
+            f"layer_inputs have {given} rows, for the first of the layers {layers.start} to {layers[-1]}, which are scanned "
+            "together: lay out the stack so that those without a row stand apart (`nn.layout_for`)"
+        )
+    return jax.tree.map(
+        lambda a: a[layers.start] if alone else a[layers.start : layers.stop : layers.step], layer_inputs
+    )
 
 
 def unstack(model: Any) -> Any:
@@ -374,7 +388,7 @@ def _run(x, ctx, layers, caches, inputs, policy, prevent_cse: bool = True):
     """Applies `layers` one by one, each rematerialised under `policy` if there is one."""
     new_caches, auxes = [], []
     for i, layer in enumerate(layers):
-        more = () if inputs is None else (inputs[i],)
+        more = () if inputs is None or inputs[i] is None else (inputs[i],)
         apply = functools.partial(_apply, ctx=ctx, in_remat=policy is not None)
         if policy is not None:
             apply = rematerialised(apply, policy, prevent_cse=prevent_cse)

@@ -14,12 +14,18 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from maxlib.nn._attention import Attention
-from maxlib.nn._context import Context
+from maxlib.nn._context import AnyRope, Context
 from maxlib.nn._linear import Einsum
 from maxlib.nn._mlp import MLP
+from maxlib.nn._patches import Patches as Patches
+from maxlib.nn._patches import PatchPlaces as PatchPlaces
+from maxlib.nn._patches import check_patches as check_patches
+from maxlib.nn._patches import mrope_positions as mrope_positions
+from maxlib.nn._patches import patch_places as patch_places
+from maxlib.nn._patches import patches as patches
+from maxlib.nn._patches import take_features as take_features
 from maxlib.nn.norm import LayerNorm
 from maxlib.ops._attention import Full
-from maxlib.ops._grid_rope import GridRope
 from maxlib.sharding import constrain
 
 
@@ -47,7 +53,7 @@ class EncoderBlock(nnx.Module):
         mlp_dim: int,
         *,
         num_heads: int,
-        rope: GridRope | None = None,
+        rope: AnyRope | None = None,
         act: Callable = jax.nn.gelu,
         eps: float = 1e-6,
         rngs: nnx.Rngs,

@@ -60,15 +60,6 @@ MOE = (
     *EXPERTS,
     *[Weight(f"mlp.shared_experts.{part}_proj.weight", f"moe.shared.{part}.w") for part in _PARTS],
 )
-# All experts of a layer in two tensors, as files may have them in place of `EXPERTS`; to be added to a whole table.
-FUSED_EXPERTS = tuple(
-    Convert((f"model.layers.{{i}}.mlp.experts.{theirs}",), f"layers.{{i}}.moe.{ours}.w", load, batch=1, dtype=None)
-    for theirs, ours, load in (
-        ("gate_up_proj", "gate", lambda both: both[:, : both.shape[1] // 2]),
-        ("gate_up_proj", "up", lambda both: both[:, both.shape[1] // 2 :]),
-        ("down_proj", "down", lambda one: one),
-    )
-)
 # One shared expert with a gate, as Qwen2-MoE and the families after it call it.
 GATED_SHARED_EXPERT = (
     *[Weight(f"mlp.shared_expert.{part}_proj.weight", f"moe.shared.{part}.w") for part in _PARTS],
@@ -82,6 +73,23 @@ LINEAR_ATTENTION = (
     Weight("linear_attn.out_proj.weight", "delta.o.w", "D (N H) -> D N H"),
 )
 CONV1D = "linear_attn.conv1d.weight", "delta.{}_conv", "one W"  # of `queries_keys_values`
+
+
+def fused_experts(model: str) -> list[Convert]:
+    """Lists all experts of a layer in two tensors, as files may have them in place of `EXPERTS`.
+
+    Args:
+        model: Beginning of all names before the layers'. The list is to be added to a whole table.
+    """
+    parts = (
+        ("gate_up_proj", "gate", lambda both: both[:, : both.shape[1] // 2]),
+        ("gate_up_proj", "up", lambda both: both[:, both.shape[1] // 2 :]),
+        ("down_proj", "down", lambda one: one),
+    )
+    name = lambda theirs: (f"{model}.layers.{{i}}.mlp.experts.{theirs}",)
+    return [
+        Convert(name(theirs), f"layers.{{i}}.moe.{ours}.w", load, batch=1, dtype=None) for theirs, ours, load in parts
+    ]
 
 
 def gated_attention(head_dim: int) -> list[Weight]:
@@ -172,19 +180,23 @@ def under(entries: Sequence[Weight], theirs: str, ours: str) -> list[Weight]:
     return [dataclasses.replace(e, theirs=f"{theirs}.{e.theirs}", ours=f"{ours}.{e.ours}") for e in entries]
 
 
-def decoder_table(layer: Sequence[Weight], *, prefix: str = "", norm: str = "norm") -> list[Entry]:
+def decoder_table(
+    layer: Sequence[Weight], *, prefix: str = "", model: str = "model", norm: str = "norm"
+) -> list[Entry]:
     """Makes the table of an `nn.Decoder`.
 
     Args:
         layer: Entries of one layer, relative to it.
         prefix: Beginning of all of their names.
+        model: What comes next in all names but the head's.
         norm: What they call the norm before the head.
     """
-    embed, head, layers = f"{prefix}model.embed_tokens.weight", f"{prefix}lm_head.weight", f"{prefix}model.layers.{{i}}"
+    head, model = f"{prefix}lm_head.weight", f"{prefix}{model}"
+    embed, layers = f"{model}.embed_tokens.weight", f"{model}.layers.{{i}}"
     return [
         Weight(embed, "embed.w"),
         *under(layer, layers, "layers.{i}"),
-        Weight(f"{prefix}model.{norm}.weight", "norm.scale"),
+        Weight(f"{model}.{norm}.weight", "norm.scale"),
         Weight(head, "head.w"),
         Copy(head, of=embed),
         Ignore(f"{layers}.self_attn.rotary_emb.inv_freq"),

@@ -71,9 +71,19 @@ def assert_close(got: Any, want: Any, atol: float = CLOSE) -> None:
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=atol * float(np.std(want)))
 
 
-def _logits(model: Any, tokens: np.ndarray, segment_ids: np.ndarray | None = None) -> np.ndarray:
+def _logits(model: Any, tokens: np.ndarray, segment_ids: np.ndarray | None = None, images: Any = None) -> np.ndarray:
     # Indexing a jax array would compile once more for every shape.
-    return np.asarray(_forward(model, tokens, segment_ids))
+    return np.asarray(_forward(model, tokens, {"segment_ids": segment_ids} | ({"images": images} if images else {})))
+
+
+def changed(case: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
+    """The case with another value of a field of its config; a dotted name lies in a nested object."""
+
+    def put(config: dict[str, Any], field: str) -> dict[str, Any]:
+        name, _, inner = field.partition(".")
+        return {**config, name: put(config[name], inner) if inner else value}
+
+    return {**case, "config": put(case["config"], field)}
 
 
 def _dtype(model: Any) -> Any:
@@ -82,8 +92,8 @@ def _dtype(model: Any) -> Any:
 
 
 @functools.partial(jax.jit, compiler_options=parity.QUICK)
-def _forward(model, tokens, segment_ids):
-    return model.logits(model(tokens, segment_ids=segment_ids, dtype=_dtype(model)).hidden)
+def _forward(model, tokens, inputs):
+    return model.logits(model(tokens, **inputs, dtype=_dtype(model)).hidden)
 
 
 @functools.partial(jax.jit, compiler_options=parity.QUICK)
@@ -165,12 +175,12 @@ class Conformance:
 
     def test_logits_are_those_of_transformers(self, name, made):
         case, _, model = made(name)
-        assert_close(parity.logits(model, case["tokens"]), case["logits"], 1e-4)
+        assert_close(parity.logits(model, case["tokens"], parity.images(case)), case["logits"], 1e-4)
 
     def test_gradients_are_those_of_transformers(self, name, made, tmp_path):
         """And logits."""
         case, _, model = made(name)
-        logits, gradients = parity.ours(model, case["tokens"], tmp_path / "gradients")
+        logits, gradients = parity.ours(model, case["tokens"], tmp_path / "gradients", parity.images(case))
         assert_close(logits, case["logits"], 1e-4)
         assert gradients.keys() == case["shapes"].keys()
         for tensor, gradient in gradients.items():
@@ -224,11 +234,11 @@ class Conformance:
     @pytest.mark.full
     def test_every_field_matters(self, made, tmp_path):
         case, _, model = made(next(iter(self.cases)))
-        before = _logits(model, case["tokens"])
+        images = parity.images(case)
+        before = _logits(model, case["tokens"], images=images)
         for field, value in self.matters.items():
-            changed = {**case, "config": {**case["config"], field: value}}
-            other = maxlib.from_pretrained(parity.directory(tmp_path / field, changed))
-            assert np.abs(_logits(other, case["tokens"]) - before).max() > 1e-3 * before.std(), field
+            other = maxlib.from_pretrained(parity.directory(tmp_path / field, changed(case, field, value)))
+            assert np.abs(_logits(other, case["tokens"], images=images) - before).max() > 1e-3 * before.std(), field
 
     def test_every_field_is_perturbed_somewhere(self):
         config = parity.golden(self.family)[next(iter(self.cases))]["config"]
@@ -256,8 +266,8 @@ class Conformance:
     def test_what_is_not_computed_is_refused(self, made, tmp_path):
         case, _, _ = made(next(iter(self.cases)))
         for field, value in self.refused.items():
-            parity.directory(tmp_path, {**case, "config": {**case["config"], field: value}})
-            with pytest.raises(ValueError, match=field):
+            parity.directory(tmp_path, changed(case, field, value))
+            with pytest.raises(ValueError, match=field.rpartition(".")[2]):
                 maxlib.from_pretrained(tmp_path)
 
     @pytest.mark.full

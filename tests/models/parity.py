@@ -22,7 +22,7 @@ import maxlib
 from maxlib import nn
 
 GOLDEN = Path(__file__).parent / "golden"
-EMBEDDING = re.compile(r"embed|\bw[tp]e\b")  # GPT-2's names differ from all others
+EMBEDDING = re.compile(r"(?<!patch_)embed|\bw[tp]e\b")  # GPT-2's names differ from all others
 NORM = re.compile(r"norm|\bln_|layer_scalar|router\.scale|per_expert_scale")  # and other factors about one
 # Tests with images compare live, and have no golden file.
 FAMILIES = sorted(
@@ -69,6 +69,17 @@ def old_spelling(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def images(case: dict[str, Any]) -> nn.vision.Patches | None:
+    """The images of a case that has grids: noise, which any Python can make again."""
+    if (grids := case.get("grids")) is None:
+        return None
+    vision = case["config"]["vision_config"]
+    size = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    grids = np.array(grids, np.int32)
+    pixels = np.random.RandomState(2).standard_normal((grids.prod(axis=1).sum(), size)).astype(np.float32)
+    return nn.vision.Patches(pixels, grids)
+
+
 def projection(name: str, gradient: np.ndarray) -> np.ndarray:
     """Norm of a gradient, and its product with a random direction."""
     direction = np.random.RandomState(len(name)).standard_normal(gradient.shape)
@@ -78,29 +89,46 @@ def projection(name: str, gradient: np.ndarray) -> np.ndarray:
 # --- transformers ---------------------------------------------------------------------------------------------------
 
 
-def theirs(config: Any, tokens: np.ndarray, dtype: str = "float32") -> dict[str, Any]:
-    """What transformers computes for `config` in `dtype`: everything that a golden file keeps."""
+def theirs(
+    config: Any, tokens: np.ndarray, dtype: str = "float32", grids: list[list[int]] | None = None
+) -> dict[str, Any]:
+    """What transformers computes for `config` in `dtype`: everything that a golden file keeps.
+
+    `grids` are those of images, whose placeholders are among the tokens.
+    """
     import torch
     import transformers
 
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}  # others are not for float64
-    model = transformers.AutoModelForCausalLM.from_config(config, **how).eval()
+    auto = transformers.AutoModelForCausalLM if grids is None else transformers.AutoModelForImageTextToText
+    model = auto.from_config(config, **how).eval()
     model = model.to(getattr(torch, dtype))
     own = tensors_of(model)
     shapes = {name: list(index.shape) for name, index in stored(model, _numbered(own)).items()}
     _fill(model, own, tensors(shapes))
     ids = torch.from_numpy(tokens).long()
-    logits = model(ids).logits
+    case = {"config": json.loads(config.to_json_string(use_diff=False)), "grids": grids}
+    logits = model(ids, **seen(case, ids, model.dtype)).logits
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     # What is not trained stands for itself, as in our export of gradients.
     gradients = stored(model, {name: t if t.grad is None else t.grad for name, t in own.items()})
-    return {
-        "config": json.loads(config.to_json_string(use_diff=False)),
+    return case | {
         "shapes": shapes,
         "tokens": tokens,
         "logits": logits.detach().float().numpy(),
         "gradients": {name: projection(name, g.numpy()) for name, g in gradients.items()},
     }
+
+
+def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
+    """What transformers' models take of the images of a case."""
+    import torch
+
+    if (found := images(case)) is None:
+        return {}
+    pixels, grids = torch.from_numpy(found.pixels).to(dtype), torch.from_numpy(found.grids).long()
+    kinds = (ids == case["config"]["image_token_id"]).int()
+    return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
 
 
 def tensors_of(model: Any) -> dict[str, Any]:
@@ -113,7 +141,10 @@ def stored(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Tensors as files have them: transformers keeps experts in one tensor that files store one by one."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return dict(revert_weight_conversion(model, tensors))
+    found = dict(revert_weight_conversion(model, tensors))
+    if model.config.model_type == "qwen3_vl_moe":  # transformers reads experts either way; releases have the other one
+        found = {name: t.transpose(1, 2) if ".experts." in name else t for name, t in found.items()}
+    return found
 
 
 def _numbered(own: dict[str, Any]) -> dict[str, Any]:
@@ -147,31 +178,36 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 
 @functools.partial(jax.jit, compiler_options=QUICK)
-def _loss_and_gradients(params, rest, tokens):
+def _loss_and_gradients(params, rest, tokens, seen):
     def loss(params):
         model = nn.combine(params, rest)
-        logits = model.logits(model(tokens, dtype=jnp.float32).hidden)
+        logits = model.logits(model(tokens, dtype=jnp.float32, **seen).hidden)
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean(), logits
 
     gradients, logits = jax.grad(loss, has_aux=True)(params)
     return logits, gradients
 
 
-def ours(model: Any, tokens: np.ndarray, scratch: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def ours(model: Any, tokens: np.ndarray, scratch: Path, images: Any = None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Logits, and gradients under their names: the export maps them as it maps weights."""
     params, rest = nn.partition(model)
-    logits, gradients = _loss_and_gradients(params, rest, jnp.asarray(tokens))
+    logits, gradients = _loss_and_gradients(params, rest, jnp.asarray(tokens), _given(images))
     maxlib.save_pretrained(nn.combine(gradients, rest), scratch)
     return np.asarray(logits), load_file(scratch / "model.safetensors")
 
 
 @functools.partial(jax.jit, compiler_options=QUICK)
-def _logits(model, tokens):
-    return model.logits(model(tokens, dtype=jnp.float32).hidden)
+def _logits(model, tokens, seen):
+    return model.logits(model(tokens, dtype=jnp.float32, **seen).hidden)
 
 
-def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
-    return np.asarray(_logits(model, jnp.asarray(tokens)))
+def logits(model: Any, tokens: np.ndarray, images: Any = None) -> np.ndarray:
+    return np.asarray(_logits(model, jnp.asarray(tokens), _given(images)))
+
+
+def _given(images: Any) -> dict[str, Any]:
+    """Text models' calls have no images at all."""
+    return {} if images is None else {"images": images}
 
 
 # --- golden files ---------------------------------------------------------------------------------------------------
@@ -192,7 +228,7 @@ def write(family: str) -> None:
     cases = importlib.import_module(f"tests.models.test_{family}").transformers_cases()
     found = {name: theirs(*case) for name, case in cases.items()}
     arrays: dict[str, Any] = {
-        "meta": json.dumps({n: {k: c[k] for k in ("config", "shapes")} for n, c in found.items()})
+        "meta": json.dumps({n: {k: c[k] for k in ("config", "shapes", "grids") if c[k]} for n, c in found.items()})
     }
     for name, case in found.items():
         arrays |= {f"{name}/{key}": case[key] for key in ("tokens", "logits")}

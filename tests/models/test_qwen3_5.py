@@ -1,4 +1,4 @@
-"""Qwen3.5 against transformers in float64, dense and with experts, and as part of a checkpoint that sees."""
+"""Qwen3.5 against transformers in float64, dense and with experts, of text and of images of several shapes."""
 
 import json
 
@@ -12,6 +12,7 @@ from maxlib.ops import Rope
 from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models.conformance import BASE, SEQ, Conformance
+from tests.models.seeing import Seeing
 from tests.models.test_qwen3_next import DEFAULT, DELTA, EXPERTS
 
 LINEAR, FULL = qwen3_5.LINEAR, qwen3_5.FULL
@@ -52,17 +53,17 @@ class TestQwen35(Conformance):
     }
     elsewhere = {"layer_types"}  # other weights
     presets = {
-        "qwen3.5-0.8b": 0.752,
-        "qwen3.5-2b": 1.882,
-        "qwen3.5-4b": 4.206,
-        "qwen3.5-9b": 8.954,
-        "qwen3.5-27b": 26.896,
-        "qwen3.6-27b": 26.896,
-        "qwen3.8-27b": 26.896,
-        "qwen3.5-35b-a3b": 34.661,
-        "qwen3.6-35b-a3b": 34.661,
-        "qwen3.5-122b-a10b": 122.112,
-        "qwen3.5-397b-a17b": 396.346,
+        "qwen3.5-0.8b": 0.853,
+        "qwen3.5-2b": 2.213,
+        "qwen3.5-4b": 4.540,
+        "qwen3.5-9b": 9.410,
+        "qwen3.5-27b": 27.357,
+        "qwen3.6-27b": 27.357,
+        "qwen3.8-27b": 27.357,
+        "qwen3.5-35b-a3b": 35.108,
+        "qwen3.6-35b-a3b": 35.108,
+        "qwen3.5-122b-a10b": 122.563,
+        "qwen3.5-397b-a17b": 396.802,
     }
     windows = {
         "one_to_one": {SEQ, 3, 4},
@@ -100,31 +101,88 @@ class TestQwen35MoE(TestQwen35):
             np.testing.assert_array_equal(value.get_value(), want[name].get_value())
 
 
-def transformers_cases():
-    return TestQwen35.transformers_cases() | TestQwen35MoE.transformers_cases()
+SECTIONS = DEFAULT | {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 
 
-def seeing(text: dict, **changes) -> dict:
-    more = {"image_token_id": 50, "vision_start_token_id": 51, "vision_config": {"model_type": "qwen3_5", "depth": 2}}
-    kind = text["model_type"].removesuffix("_text")
-    return {"model_type": kind, "text_config": text, "tie_word_embeddings": False} | more | changes
-
-
-def test_a_checkpoint_that_sees_is_read_as_text(tmp_path):
-    """Its text lies deeper, beside an encoder and a module that looks ahead."""
-    case = parity.golden("qwen3_5")["one_to_one"]
-    plain, path = parity.directory(tmp_path / "plain", case), tmp_path / "seeing"
-    path.mkdir()
-    tensors = {
-        name.replace("model.", "model.language_model."): a for name, a in load_file(plain / "model.safetensors").items()
+class TestQwen35Images(Seeing):
+    family = "qwen3_5"
+    config = "Qwen3_5Config"
+    dtype = "float64"
+    gradients = 1e-3  # as for text
+    text_base = TestQwen35.base | {"rope_parameters": SECTIONS}
+    cases = {
+        "images": {"text": {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}},
+        "images_tied": {
+            "text": {"num_hidden_layers": 5, "tie_word_embeddings": True},
+            "tie_word_embeddings": True,
+        },
     }
-    zeros = {name: np.zeros((2, 2), np.float32) for name in ("model.visual.blocks.0.attn.qkv.weight", "mtp.fc.weight")}
-    save_file(tensors | zeros, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(seeing(case["config"])))
-    ours, theirs = maxlib.from_pretrained(path), maxlib.from_pretrained(plain)
-    assert ours.cfg == theirs.cfg
-    for name, value in maxlib.nn.variables(theirs).items():
-        np.testing.assert_array_equal(maxlib.nn.variables(ours)[name].get_value(), value.get_value())
+    matters = {
+        "text_config.rms_norm_eps": 0.1,
+        "text_config.rope_parameters": SECTIONS | {"mrope_section": [3, 1, 0]},
+        "vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+    }
+    elsewhere = Seeing.elsewhere | {"text_config.layer_types"}
+    refused = Seeing.refused | {
+        "text_config.rope_parameters.mrope_section": [1, 2, 1],
+        "vision_config.model_type": "siglip_vision_model",
+    }
+    test_presets_have_the_published_size = None  # of text, above
+
+
+@pytest.mark.full
+class TestQwen35MoEImages(TestQwen35Images):
+    config = "Qwen3_5MoeConfig"
+    text_base = TestQwen35MoE.base | {"rope_parameters": SECTIONS}
+    cases = {"images_experts": {"text": {"layer_types": KINDS, "linear_key_head_dim": 8}}}
+    matters = {"text_config.num_experts_per_tok": 2}
+    elsewhere = TestQwen35Images.elsewhere | {"text_config.rms_norm_eps", "vision_config.rope_parameters"}
+    rules = Seeing.rules | {"expert": "data"}
+
+
+def transformers_cases():
+    text = TestQwen35.transformers_cases() | TestQwen35MoE.transformers_cases()
+    return text | TestQwen35Images.transformers_cases() | TestQwen35MoEImages.transformers_cases()
+
+
+# What config.json of the releases has of images, in the spelling of transformers 4.
+SEES = {
+    "deepstack_visual_indexes": [],
+    "depth": 27,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "in_channels": 3,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+SMALL_SEES = {"depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads": 12}
+IDS = {"image_token_id": 248056, "video_token_id": 248057}
+IDS |= {"vision_start_token_id": 248053, "vision_end_token_id": 248054}
+
+
+def seeing(text: dict, **vision) -> dict:
+    kind = text["model_type"].removesuffix("_text")
+    sees = SEES | {"model_type": kind, "out_hidden_size": text["hidden_size"]} | vision
+    tied = text["tie_word_embeddings"]
+    return {"model_type": kind, "text_config": text, "vision_config": sees, "tie_word_embeddings": tied} | IDS
+
+
+def test_a_text_model_reads_a_checkpoint_that_sees(tmp_path):
+    """Its text lies deeper, beside an encoder and a module that looks ahead."""
+    case = parity.golden("qwen3_5")["images"]
+    whole = maxlib.from_pretrained(parity.directory(tmp_path / "whole", case, **{"mtp.fc.weight": np.zeros((2, 2))}))
+    text = dict(case["config"]["text_config"])
+    parity.directory(tmp_path / "text", {**case, "config": text})
+    blind = maxlib.from_pretrained(tmp_path / "text")
+    assert blind.tower is None and whole.tower is not None
+    with pytest.raises(ValueError, match="reads text only"):
+        blind.check_images(case["tokens"], parity.images(case))
+    for name, value in maxlib.nn.variables(blind).items():
+        np.testing.assert_array_equal(maxlib.nn.variables(whole)[name].get_value(), value.get_value())
 
 
 @pytest.mark.parametrize("config", ["Qwen3_5TextConfig", "Qwen3_5MoeTextConfig"])
@@ -189,6 +247,6 @@ RELEASED = {
 def test_presets_are_what_the_releases_say(preset):
     text = COMMON | RELEASED[preset]
     text["layer_types"] = [FULL if (i + 1) % 4 == 0 else LINEAR for i in range(text["num_hidden_layers"])]
-    fields = HFConfig(seeing(text, tie_word_embeddings=text["tie_word_embeddings"]))
+    fields = HFConfig(seeing(text, **SMALL_SEES if preset == "qwen3.5-0.8b" else {}))
     assert qwen3_5.Config.from_hf(fields) == qwen3_5.PRESETS[preset]
     fields.done()

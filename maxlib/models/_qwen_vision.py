@@ -1,0 +1,241 @@
+"""Image encoder of Qwen3-VL (arXiv:2511.21631) and Qwen3.5: images of any size, each seeing itself.
+
+Shapes: R rows of patches, P patches of a row, S = P / merge^2 vectors, E width of the encoder, D width of the text
+model.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxlib import nn, ops
+from maxlib.nn.remat import Policy
+from maxlib.nn.vision import exact_gelu
+from maxlib.sharding import constrain
+from maxlib.weights import REQUIRED, HFConfig, ModelConfig, Table, Weight, hf, hf_fields, names
+
+IN = "vision_config."  # where config.json has what is about the encoder
+
+
+def _read_theta(fields: HFConfig, c: Any) -> float:
+    vision = fields.nested("vision_config")
+    if not vision.take("rope_parameters", None, kind=dict):
+        return 10_000.0
+    rope = vision.nested("rope_parameters")
+    rope.require("rope_type", "axial")
+    return rope.take("rope_theta", 10_000.0)
+
+
+def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
+    return {IN + "rope_parameters": {"rope_type": "axial", "rope_theta": theta}}
+
+
+def hf_sections(default: tuple[int, ...]) -> Any:
+    """Declares the sections of M-RoPE: in `rope_parameters`, as transformers 5 has them, or in `rope_scaling`."""
+
+    def read(fields: HFConfig, c: Any) -> tuple[int, ...]:
+        found = default
+        for name in ("rope_scaling", "rope_parameters"):
+            if fields.take(name, None, kind=dict):
+                rope = fields.nested(name)
+                rope.require("mrope_interleaved", True)
+                found = tuple(rope.take("mrope_section", list(found), kind=list))
+        return found
+
+    name = "rope_parameters.mrope_"
+    return hf_fields(read, lambda s, cfg: {f"{name}section": list(s), f"{name}interleaved": True}, default=default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision(ModelConfig):
+    """Sizes of the encoder, and the placeholders that stand for a square of patches each."""
+
+    fixed = {IN + "in_channels": 3, IN + "hidden_act": "gelu_pytorch_tanh"}
+
+    dim: int = hf(IN + "hidden_size", 1152)
+    num_layers: int = hf(IN + "depth", 27)
+    num_heads: int = hf(IN + "num_heads", 16)
+    mlp_dim: int = hf(IN + "intermediate_size", 4304)
+    patch_size: int = hf(IN + "patch_size", 16)
+    frames: int = hf(IN + "temporal_patch_size", 2)  # of a patch; an image is shown in all of them
+    merge: int = hf(IN + "spatial_merge_size", 2)
+    num_positions: int = hf(IN + "num_position_embeddings", 2304)  # of a square table, resized for each image
+    deepstack: tuple[int, ...] = hf(IN + "deepstack_visual_indexes", ())  # layers that also feed the first text layers
+    rope_theta: float = hf_fields(_read_theta, _write_theta, default=10_000.0)
+    image_token: int = hf("image_token_id", absent=REQUIRED)
+    video_token: int = hf("video_token_id", absent=REQUIRED)
+    start_token: int = hf("vision_start_token_id", absent=REQUIRED)
+    end_token: int = hf("vision_end_token_id", absent=REQUIRED)
+
+    def __post_init__(self):
+        if math.isqrt(self.num_positions) ** 2 != self.num_positions:
+            raise ValueError(f"num_positions (num_position_embeddings) must be a square, got {self.num_positions}")
+        if self.dim % (4 * self.num_heads):
+            raise ValueError(
+                f"num_heads must divide dim (hidden_size) into heads of multiples of 4, got {self.num_heads} and {self.dim}"
+            )
+        if sorted({*self.deepstack}) != list(self.deepstack) or not {*self.deepstack} <= {*range(self.num_layers)}:
+            raise ValueError(
+                f"deepstack (deepstack_visual_indexes) must be ascending numbers of the {self.num_layers} layers, got "
+                f"{self.deepstack}"
+            )
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in a patch."""
+        return 3 * self.frames * self.patch_size**2
+
+    @classmethod
+    def read(cls, fields: HFConfig, dim: int, *kinds: str) -> "Vision":
+        """Reads what a config says of images, for a text model of width `dim` of the model types `kinds`."""
+        own = fields.nested("vision_config")
+        own.require("model_type", *[name for kind in kinds for name in (f"{kind}_vision", kind)])  # as first written
+        own.require("out_hidden_size", dim)
+        return cls.from_hf(fields)
+
+    def written(self, dim: int, kind: str) -> dict[str, Any]:
+        """Returns what `read` reads."""
+        found = self.to_hf()
+        own = {"model_type": f"{kind}_vision", "out_hidden_size": dim}
+        return found | {"vision_config": found["vision_config"] | own}
+
+    def cut(self, image: Float[np.ndarray, "3 H W"]) -> tuple[np.ndarray, np.ndarray]:
+        """Cuts an image into patches, as Hugging Face's processor does with one that it has resized.
+
+        Args:
+            image: RGB from -1 to 1, whose sides are multiples of `patch_size * merge`.
+
+        Returns:
+            Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
+        """
+        p, m, (_, H, W) = self.patch_size, self.merge, image.shape
+        if H % (p * m) or W % (p * m):
+            raise ValueError(f"the sides of an image must be multiples of {p * m}, got {H} x {W}: resize it")
+        # [C, y, m, p, x, m, p] -> [y, x, m, m, C, p, p], then each patch once for every frame.
+        squares = image.reshape(3, H // (p * m), m, p, W // (p * m), m, p).transpose(1, 4, 2, 5, 0, 3, 6)
+        shown = np.repeat(squares[:, :, :, :, :, None], self.frames, axis=5)
+        return shown.reshape(-1, self.patch_dim), np.array([[1, H // p, W // p]], np.int32)
+
+
+class Block(nnx.Module):
+    """Pre-norm layer in which each patch attends to all of its image; it may report what it returns as `kept`."""
+
+    def __init__(self, cfg: Vision, *, keep: bool, rngs: nnx.Rngs):
+        E, N, self.keep = cfg.dim, cfg.num_heads, keep
+        rope = ops.AxialRope(E // N, cfg.rope_theta)
+        self.attn_norm = nn.LayerNorm(E, eps=1e-6)
+        heads: Any = dict(num_heads=N, head_dim=E // N, mask=ops.Full(), rope=rope)
+        self.attn = nn.Attention(E, **heads, bias=True, out_bias=True, rngs=rngs)
+        self.mlp_norm = nn.LayerNorm(E, eps=1e-6)
+        self.mlp = nn.MLP(E, cfg.mlp_dim, act=jax.nn.gelu, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "R P E"], ctx: nn.Context, cache: None = None):
+        x = x + self.attn(self.attn_norm(x), ctx)[0]
+        x = constrain(x + self.mlp(self.mlp_norm(x)), "batch", "seq", "act_embed")
+        return x, cache, {"kept": x} if self.keep else {}
+
+
+class Merger(nnx.Module):
+    """Makes one vector of the text's width from each square of patches: a norm, before or after joining, and an MLP."""
+
+    def __init__(self, cfg: Vision, text_dim: int, *, norm_first: bool, rngs: nnx.Rngs):
+        F = cfg.dim * cfg.merge**2
+        self.norm = nn.LayerNorm(cfg.dim if norm_first else F, eps=1e-6)
+        self.up = nn.Einsum("...E,FE->...F", (F, F), ("mlp", "vision"), bias=True, rngs=rngs)
+        self.down = nn.Einsum("...F,DF->...D", (text_dim, F), ("embed", "mlp"), bias=True, rngs=rngs)
+        self.norm_first, self.squared = norm_first, cfg.merge**2
+
+    def __call__(self, x: Float[Array, "R P E"]) -> Float[Array, "R S D"]:
+        x = self.norm(x) if self.norm_first else x
+        x = x.reshape(len(x), x.shape[1] // self.squared, -1)  # the patches of a square stand together
+        x = x if self.norm_first else self.norm(x)
+        return self.down(exact_gelu(self.up(x)))
+
+
+class QwenVision(nnx.Module):
+    """Image encoder: learned positions on a grid that is resized for each image, and rotation by row and column.
+
+    Args:
+        cfg: Sizes.
+        text_dim: Width D of the text model.
+        rngs: Source of initial values.
+    """
+
+    def __init__(self, cfg: Vision, text_dim: int, *, rngs: nnx.Rngs):
+        E, p = cfg.dim, cfg.patch_size
+        axes = ("embed", "channel", "frame", "patch_row", "patch_column")
+        self.patches = nn.Einsum("...CFab,DCFab->...D", (E, 3, cfg.frames, p, p), axes, bias=True, rngs=rngs)
+        init = nnx.initializers.normal(E**-0.5)
+        self.positions = nnx.Param(init(rngs.params(), (cfg.num_positions, E), jnp.float32), axes=("position", "embed"))
+        keep = [i in cfg.deepstack for i in range(cfg.num_layers)]
+        make = lambda i, rngs: Block(cfg, keep=keep[i], rngs=rngs)
+        self.layers = nn.Stack(make, cfg.num_layers, **nn.layout_for(keep), rngs=rngs)
+        self.merger = Merger(cfg, text_dim, norm_first=True, rngs=rngs)
+        self.mergers = nnx.List([Merger(cfg, text_dim, norm_first=False, rngs=rngs) for _ in cfg.deepstack])
+        self.shape, self.merge, self.side = (3, cfg.frames, p, p), cfg.merge, math.isqrt(cfg.num_positions)
+        self.rope = ops.AxialRope(E // cfg.num_heads, cfg.rope_theta)
+
+    def __call__(
+        self, images: nn.vision.Patches, *, dtype: Any = jnp.bfloat16, remat: Policy = None
+    ) -> tuple[Float[Array, "R S D"], Float[Array, "R S n D"] | None]:
+        """Returns a vector for each square of patches, and those of each layer in `deepstack`.
+
+        Args:
+            images: Patches of pixels from -1 to 1, in rows.
+            dtype: The dtype of the computation.
+            remat: Policy of recomputation, see `nn.remat`.
+        """
+        R, P = images.pixels.shape[:2]
+        P += -P % self.merge**2  # whole squares
+        pixels = jnp.pad(jnp.asarray(images.pixels, dtype), ((0, 0), (0, P - images.pixels.shape[1]), (0, 0)))
+        at = nn.vision.patch_places(jnp.asarray(images.grids), P, self.merge)
+        x = self.patches(pixels.reshape(R, P, *self.shape)) + jnp.asarray(self._positions(at), dtype)
+        # Images are documents of a packed row, and rotate by their own rows and columns.
+        places, images_of = jnp.stack([at.row, at.column], axis=2), at.segment_ids
+        ctx = nn.context(R, P, positions=places, segment_ids=images_of, masks=(ops.Full(),), ropes=(self.rope,))
+        x, _, aux = self.layers(constrain(x, "batch", "seq", "act_embed"), ctx, remat=remat)
+        later = [merger(kept) for merger, kept in zip(self.mergers, aux.get("kept", ()), strict=True)]
+        return self.merger(x), jnp.stack(later, axis=2) if later else None
+
+    def _positions(self, at: nn.vision.PatchPlaces) -> Float[Array, "R P E"]:
+        """Returns the learned positions of patches, between which those of images of other sizes lie (bilinear)."""
+        w, last = constrain(self.positions[...], "position", None), self.side - 1
+
+        def ends(index, size):  # an image's first and last patch are at those of the table
+            place = index.astype(jnp.float32) * last / jnp.maximum(size - 1, 1)
+            low = jnp.floor(place)
+            return low.astype(jnp.int32), (place - low)[:, :, None]
+
+        (y, down), (x, right) = ends(at.row, at.height), ends(at.column, at.width)
+        table = lambda y, x: jnp.take(w, jnp.minimum(y, last) * self.side + jnp.minimum(x, last), axis=0)
+        row = lambda y: table(y, x) * (1 - right) + table(y, x + 1) * right
+        return row(y) * (1 - down) + row(y + 1) * down
+
+
+def table() -> Table:
+    """Maps the names of the releases to ours."""
+    layer = [*names.layer_norm("norm1", "attn_norm"), *names.layer_norm("norm2", "mlp_norm")]
+    for n, part in enumerate("qkv"):
+        layer.append(Weight("attn.qkv.weight", f"attn.{part}.w", "(three N H) D -> N H D", {"three": n}))
+        layer.append(Weight("attn.qkv.bias", f"attn.{part}.b", "(three N H) -> N H", {"three": n}))
+    layer += [replace(entry, theirs=entry.theirs.replace("self_attn.o_proj", "attn.proj")) for entry in names.ATTENTION
+              if ".o_proj." in entry.theirs]  # fmt: skip
+    layer += [*names.linear("mlp.linear_fc1", "mlp.up"), *names.linear("mlp.linear_fc2", "mlp.down")]
+    merger = [
+        *names.layer_norm("norm", "norm"),
+        *names.linear("linear_fc1", "up"),
+        *names.linear("linear_fc2", "down"),
+    ]
+    return [
+        *names.linear("model.visual.patch_embed.proj", "tower.patches"),
+        Weight("model.visual.pos_embed.weight", "tower.positions"),
+        *names.under(layer, "model.visual.blocks.{i}", "tower.layers.{i}"),
+        *names.under(merger, "model.visual.merger", "tower.merger"),
+        *names.under(merger, "model.visual.deepstack_merger_list.{i}", "tower.mergers.{i}"),
+    ]

@@ -1,0 +1,138 @@
+"""Base class of decoders that read images of any size, whose tokens have positions by time, row and column."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from maxlib.nn._context import Context
+from maxlib.nn._decoder import Decoder, check_tokens
+from maxlib.nn._model import Output
+from maxlib.nn._patches import Patches, check_patches, mrope_positions, take_features
+from maxlib.nn.cache import Cache
+from maxlib.nn.remat import Policy
+from maxlib.nn.vision import check_placeholders
+
+
+class NativeVisionDecoder(Decoder):
+    """Decoder that reads images of any size at placeholder tokens, if its constructor sets `tower`.
+
+    Its `cfg.vision` is None, or has `image_token`, `video_token` (of frames, which are images too), `merge` and
+    `patch_dim`. Its rotary embedding is an `ops.MRope`. A cache counts by how much positions differ from the number of
+    tokens, so that decoding goes on behind an image.
+
+    Attributes:
+        tower: Image encoder, `tower(patches, dtype=, remat=) -> (R S D, R S n D or None)`: a vector for each
+            placeholder, and what is added to it after each of the first n layers.
+    """
+
+    tower: Any = None
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T *R"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
+        images: Patches | None = None,
+        cache: Cache | None = None,
+        dtype: Any = jnp.bfloat16,
+        remat: Policy = None,
+    ) -> Output:
+        """Computes the hidden states of rows of tokens and images; see `Decoder.__call__` for the other arguments.
+
+        Args:
+            tokens: Ids, `B T`, with a placeholder for each square of patches.
+            positions: `B T 3` by time, row and column, computed from tokens and grids unless given; `B T` for text.
+            segment_ids: Packed document of each token.
+            valid: False for padding.
+            images: `nn.vision.patches` of what Hugging Face's processor makes, in the order of their placeholders.
+            cache: Cache of earlier tokens, or None. All placeholders of an image are in one call.
+            dtype: Dtype of the computation.
+            remat: What layers keep for the backward pass.
+
+        Raises:
+            ValueError: when images are given to a text model, when patches, grids and placeholders do not fit (inside
+                jit, where ids are hidden, placeholders become NaN instead), or positions lack rows and columns.
+        """
+        check_tokens(tokens)
+        self.check_images(tokens, images)
+        x, inputs = self.embed_tokens(tokens, dtype), {"segment_ids": segment_ids, "valid": valid}
+        if images is not None:
+            images = images.in_rows
+            is_image = self.is_image(tokens) if valid is None else self.is_image(tokens) & valid
+            if positions is None:
+                start = None if cache is None else cache.length + _offset(cache)
+                positions = mrope_positions(
+                    is_image, jnp.asarray(images.grids), self.cfg.vision.merge, start=start, **inputs
+                )
+            _check_positions(positions)
+            x, features = self._see(x, is_image, images, dtype=dtype, remat=remat)
+            inputs["features"] = features
+        inputs["positions"] = positions
+        return self.run(x, **inputs, **self.ids_for_layers(tokens), cache=cache, remat=remat)
+
+    def _see(self, x, is_image, images: Patches, *, dtype, remat) -> tuple[Array, Array | None]:
+        """Returns `x` with the vectors of images in place of placeholders, and what later layers add."""
+        vectors, later = self.tower(images, dtype=dtype, remat=remat)
+        # A square of patches becomes one vector.
+        counts = jnp.asarray(images.grids).prod(axis=2).sum(axis=1) // self.cfg.vision.merge**2
+        take = lambda features: take_features(is_image, features.astype(x.dtype), counts)
+        x = jnp.where(is_image[:, :, None], take(vectors), x)
+        return x, None if later is None else take(later)
+
+    def is_image(self, tokens: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+        """Returns True for placeholders of images and frames."""
+        return (tokens == self.cfg.vision.image_token) | (tokens == self.cfg.vision.video_token)
+
+    def check_images(self, tokens: Int[Any, "B T"], images: Any) -> None:
+        """Raises ValueError as `__call__` does; generators call it before they enter jit."""
+        vision = self.cfg.vision
+        if images is None:
+            if vision is not None:
+                check_placeholders(self.is_image(tokens), 0)
+        elif vision is None:
+            raise ValueError(
+                f"this {type(self).__name__} reads text only (its config has no vision): call it without images"
+            )
+        elif not isinstance(images, Patches):
+            raise ValueError(
+                f"images must be nn.vision.Patches (patches and grids), got {type(images).__name__}; make them with "
+                "nn.vision.patches(pixel_values, image_grid_thw)"
+            )
+        else:
+            check_patches(self.is_image(tokens), images, vision.merge, vision.patch_dim)
+
+    def layer_inputs(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "n B T D"] | None:
+        """Returns what is added to images' tokens after each of the first layers."""
+        return None if ctx.features is None else jnp.moveaxis(ctx.features, 2, 0)
+
+    def init_cache(
+        self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None
+    ) -> Cache:
+        """Makes an empty cache, as `Decoder.init_cache`; its `position_offset` counts if the model sees."""
+        cache = super().init_cache(batch, capacity, dtype=dtype, rope_length=rope_length)
+        sees = self.cfg.vision is not None
+        return dataclasses.replace(cache, position_offset=jnp.zeros(batch, jnp.int32)) if sees else cache
+
+
+def _check_positions(positions: Array) -> None:
+    """Raises ValueError for positions without a row and a column."""
+    if positions.ndim != 3 or positions.shape[2] != 3:
+        raise ValueError(
+            "with images, positions must have three rows, time, row and column (`B T 3`), got the shape "
+            f"{positions.shape}: leave them out to have them computed from tokens and grids (packed batches too), or make "
+            "them with nn.vision.mrope_positions"
+        )
+
+
+def _offset(cache: Cache) -> Int[Array, " B"]:
+    """Returns the offset of a cache; raises ValueError if it has none."""
+    if cache.position_offset is None:
+        raise ValueError(
+            "the cache must have a position_offset, as positions of images do not count tokens: make it with the model's "
+            "init_cache"
+        )
+    return cache.position_offset

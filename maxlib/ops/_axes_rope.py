@@ -1,0 +1,132 @@
+"""Rotary embeddings of tokens that have several positions: time, row and column of an image's part."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int
+
+from maxlib.ops._rope import Lengths, Rope
+
+Positions = Int[Array, "B T *R"] | Int[np.ndarray, "B T *R"]
+Table = Float32[Array, "B T half"]
+
+
+@dataclass(frozen=True)
+class MRope:
+    """Rotary embedding by time, row and column, whose frequencies alternate (M-RoPE of Qwen3-VL, arXiv:2511.21631).
+
+    Pair `i` turns by the row if `i % 3 == 1` and `i < 3 * sections[1]`, by the column if `i % 3 == 2` and
+    `i < 3 * sections[2]`, else by the time. So each of the three has high and low frequencies. Text has three equal
+    positions, for which this is `rope` itself.
+
+    Args:
+      rope: the frequencies, and how pairs lie.
+      sections: number of pairs that turn by time, row and column.
+
+    Raises:
+      ValueError: when the sections are not three numbers that sum to the pairs of `rope`, or a row's or column's pairs
+        do not fit.
+    """
+
+    rope: Rope
+    sections: tuple[int, ...]
+
+    def __post_init__(self):
+        half, found = self.rope.dim // 2, [int((self._axes == axis).sum()) for axis in range(3)]
+        if len(self.sections) != 3 or sum(self.sections) != half or found != list(self.sections):
+            raise ValueError(
+                f"the sections of M-RoPE (mrope_section) must be three numbers whose sum is the {half} rotary pairs, the "
+                f"second and third of them at most a third of these, got {self.sections}"
+            )
+
+    @property
+    def dim(self) -> int:
+        """Number of rotary dimensions."""
+        return self.rope.dim
+
+    @property
+    def interleaved(self) -> bool:
+        """Layout of the pairs, as in `Rope`."""
+        return self.rope.interleaved
+
+    @property
+    def max_length(self) -> int | None:
+        """Number of positions that the model supports, as in `Rope`."""
+        return self.rope.max_length
+
+    @property
+    def _axes(self) -> np.ndarray:
+        """The position by which each pair turns: 0 is time, 1 row, 2 column."""
+        pair = np.arange(self.rope.dim // 2)
+        ends = np.array([0, *self.sections[1:3], 0])[pair % 3]  # [half]: pairs of its kind before the last one
+        return np.where((pair % 3 > 0) & (pair < 3 * ends), pair % 3, 0)
+
+    def tables(self, positions: Positions, *, length: Lengths | None = None) -> tuple[Table, Table]:
+        """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
+
+        Args:
+          positions: `B T 3`, time, row and column of each token; `B T` if the three are equal.
+          length: as for `Rope.tables`.
+
+        Raises:
+          ValueError: when positions have another number of rows.
+        """
+        if positions.ndim == 2:
+            return self.rope.tables(positions, length=length)
+        if positions.shape[2] != 3:
+            raise ValueError(
+                f"positions must have three rows, time, row and column, `B T 3`, got the shape {positions.shape}; "
+                "`nn.vision.mrope_positions` makes them"
+            )
+        # One table by each position, [B, T, half], of which every pair takes its own.
+        tables = [self.rope.tables(positions[:, :, axis], length=length) for axis in range(3)]
+        pick = lambda time, row, column: jnp.select(
+            [(self._axes == 1)[None, None], (self._axes == 2)[None, None]], [row, column], time
+        )
+        cos, sin = (pick(*found) for found in zip(*tables, strict=True))
+        return cos, sin
+
+
+@dataclass(frozen=True)
+class AxialRope:
+    """Rotary embedding of patches by row and column: half of the pairs turn by either, with the same frequencies.
+
+    Unlike `GridRope` it takes both as positions, so that images may have any size (Qwen's image encoders).
+
+    Args:
+      dim: number of rotary dimensions, a multiple of 4.
+      theta: base of the frequencies.
+
+    Raises:
+      ValueError: when `dim` is not a multiple of 4.
+    """
+
+    dim: int
+    theta: float = 10_000.0
+
+    def __post_init__(self):
+        if self.dim % 4 or self.dim < 1:
+            raise ValueError(f"AxialRope.dim must be a multiple of 4 (pairs for rows and for columns), got {self.dim}.")
+
+    @property
+    def interleaved(self) -> bool:
+        """False: pairs are dimensions `i` and `i + dim / 2`."""
+        return False
+
+    @property
+    def max_length(self) -> None:
+        """None: there is no limit."""
+        return None
+
+    def tables(self, positions: Positions, *, length: Lengths | None = None) -> tuple[Table, Table]:
+        """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
+
+        Args:
+          positions: `B T 2`, row and column of each patch.
+          length: ignored; present for the signature of `Rope.tables`.
+        """
+        axis = Rope(self.dim // 2, self.theta)
+        # [B, T, half / 2] by row and by column
+        (cos_y, sin_y), (cos_x, sin_x) = (axis.tables(positions[:, :, n]) for n in range(2))
+        return jnp.concatenate([cos_y, cos_x], axis=-1), jnp.concatenate([sin_y, sin_x], axis=-1)
