@@ -1,18 +1,17 @@
 """Batches for post-training: pairs and labelled answers from chats, and rows from sampled completions."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import grain
 import numpy as np
 
-from maxlib.data._chats import _with_targets
+from maxlib.data._chats import map_named, with_targets
+from maxlib.data._padding import Row, padded
+from maxlib.data._padding import pad as pad
 from maxlib.data._sources import Document
 from maxlib.tokenization import ChatTemplate
 
-Row = dict[str, Any]
-Long = Literal["error", "truncate", "drop"]
 Documents = Any  # a grain.MapDataset, or anything with a length and items by number
 
 
@@ -35,7 +34,7 @@ def pairs(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain
         ValueError: when a document is read whose answers are equal, or whose prompts differ; `data.SkipBadRecords` sets
             such documents aside.
     """
-    return _dataset(documents).map_with_index(_named(partial(_pair, tokenizer=tokenizer, template=template)))
+    return _mapped(documents, lambda document, _: _pair(document, tokenizer, template))
 
 
 def labelled(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain.MapDataset[Row]:
@@ -53,25 +52,10 @@ def labelled(documents: Documents, tokenizer: Any, template: ChatTemplate) -> gr
     def one(document: Document, index: int) -> Row:
         following = documents[(index + 1) % len(documents)]
         other = [*document["messages"][:-1], following["messages"][-1]]
-        tokenize = lambda messages: _tokenized(messages, tokenizer, template)
+        tokenize = lambda messages: _answered(document, messages, tokenizer, template)
         return tokenize(document["messages"]) | {"good": np.bool_(document["good"]), "mismatched": tokenize(other)}
 
-    return _dataset(documents).map_with_index(_named(one))
-
-
-def pad(documents: grain.MapDataset[Any], *, length: int, long: Long = "error") -> grain.MapDataset[Any]:
-    """Pads documents with `tokens` and `targets`, also nested ones, to rows `tokens targets segment_ids` of one length.
-
-    Args:
-        documents: Such as `pairs`.
-        length: Tokens of a row.
-        long: What happens to documents with more: "error", "truncate" (their beginning stays) or "drop".
-    """
-    if long not in ("error", "truncate", "drop"):
-        raise ValueError(f"long must be 'error', 'truncate' or 'drop', got {long!r}")
-    if long == "drop":
-        documents = documents.filter(lambda document: _longest(document) <= length)
-    return documents.map(lambda document: _padded(document, length, long))
+    return _mapped(documents, one)
 
 
 def completion_batch(
@@ -107,7 +91,7 @@ def completion_batch(
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         tokens = np.array([*prompt, *completion], np.int32)
         targets = np.append(np.where(np.arange(1, len(tokens)) >= len(prompt), tokens[1:], -1), -1).astype(np.int32)
-        row = _padded({"tokens": tokens, "targets": targets}, length, "error")
+        row = padded({"tokens": tokens, "targets": targets}, length)
         if sampler_log_probs is not None:
             row["sampler"] = np.zeros(length, np.float32)
             row["sampler"][len(prompt) - 1 : len(tokens) - 1] = sampler_log_probs[i]
@@ -115,53 +99,25 @@ def completion_batch(
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def _dataset(documents: Documents) -> grain.MapDataset[Document]:
-    return documents if isinstance(documents, grain.MapDataset) else grain.MapDataset.source(documents)
+def _mapped(documents: Documents, function: Callable[[Document, int], Row]) -> grain.MapDataset[Any]:
+    """Applies `function` to documents and their numbers."""
+    documents = documents if isinstance(documents, grain.MapDataset) else grain.MapDataset.source(documents)
+    return map_named(documents, function, "document")
 
 
-def _named(function: Callable[[Document, int], Row]) -> Callable[[int, Document], Row]:
-    """Makes errors say which record they are about."""
-
-    def run(index: int, document: Document) -> Row:
-        try:
-            return function(document, index)
-        except Exception as error:  # jinja raises many kinds
-            record = document.get("record", f"document {index}")
-            raise ValueError(f"{record}: {type(error).__name__}: {error}") from error
-
-    return run
+def _answered(document: Document, messages: Sequence[Any], tokenizer: Any, template: ChatTemplate) -> Row:
+    """Returns tokens and targets of a chat, of which the last answer is learned, with the document's tools."""
+    return with_targets({**document, "messages": messages}, tokenizer, template, "last")
 
 
-def _pair(document: Document, index: int, *, tokenizer: Any, template: ChatTemplate) -> dict[str, Row]:
+def _pair(document: Document, tokenizer: Any, template: ChatTemplate) -> dict[str, Row]:
     if not {"chosen", "rejected"} <= document.keys():
         raise ValueError(f"a pair needs the messages 'chosen' and 'rejected', got {sorted(document)}")
     chosen, rejected = ([*document.get("prompt", []), *document[half]] for half in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1]:
         raise ValueError("chosen and rejected must answer the same prompt; what stands before their last turns differs")
-    out = {half: _tokenized(x, tokenizer, template) for half, x in (("chosen", chosen), ("rejected", rejected))}
+    halves = {"chosen": chosen, "rejected": rejected}
+    out = {half: _answered(document, messages, tokenizer, template) for half, messages in halves.items()}
     if np.array_equal(out["chosen"]["tokens"], out["rejected"]["tokens"]):
         raise ValueError("chosen and rejected are equal, so neither is preferred: remove the pair")
     return out
-
-
-def _tokenized(messages: Sequence[Any], tokenizer: Any, template: ChatTemplate) -> Row:
-    """Returns tokens and targets of a chat, of which the last answer is learned."""
-    tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    return _with_targets({"messages": messages}, tokenizer, template, "last")
-
-
-def _longest(document: Row) -> int:
-    nested = [_longest(value) for value in document.values() if isinstance(value, dict)]
-    return max([*nested, len(document.get("tokens", ()))])
-
-
-def _padded(document: Row, length: int, long: Long) -> Row:
-    out = {name: _padded(x, length, long) if isinstance(x, dict) else x for name, x in document.items()}
-    if "tokens" not in document:
-        return out
-    size = len(document["tokens"])
-    if size > length and long == "error":
-        raise ValueError(f"a document of {size} tokens does not fit a row of {length}: give long='truncate' or 'drop'")
-    fill = lambda x, value: np.append(x[:length], np.full(max(length - size, 0), value)).astype(np.int32)
-    rows = {"tokens": fill(document["tokens"], 0), "targets": fill(document["targets"], -1)}
-    return out | rows | {"segment_ids": (np.arange(length) < size).astype(np.int32)}

@@ -8,20 +8,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.ops import divergence
-from maxlib.post_training._models import Batch, ComparedObjective, hidden_states, scores
+from maxlib.ops import top_k_divergence as top_k_divergence
+from maxlib.post_training._models import Batch, ComparedObjective, scores
 from maxlib.training import Stats, objective
+from maxlib.training._objectives.objective import run
 
 
-def _with_teacher(
-    student: Any, teacher: Any, batch: Batch, options: Any, run: dict[str, Any]
-) -> tuple[Batch, dict[str, Any]]:
-    """Returns a batch with the teacher's hidden states, and the teacher as an option."""
+def _with_teacher(student: Any, teacher: Any, batch: Batch, *, temperature: float, **options: Any) -> Batch:
+    """Returns a batch with the teacher, if there is one beside the student, and its hidden states."""
     if teacher is None:
-        return batch, {}
+        return batch
     teacher = jax.lax.stop_gradient(teacher)
-    seen = jax.lax.stop_gradient(hidden_states(teacher, batch, **run))
-    return batch | {"teacher_hidden": seen}, {"teacher_head": teacher}
+    return batch | {"teacher": teacher, "teacher_hidden": run(teacher, batch, **options).hidden}
 
 
 @functools.partial(ComparedObjective, option="teacher", compare=_with_teacher)
@@ -34,7 +32,6 @@ def distillation_loss(
     temperature: float = 1.0,
     hard: float = 0.0,
     tail: bool = True,
-    teacher_head: Any = None,
 ) -> tuple[Float[Array, ""], Stats]:
     """Computes the divergence of the student from the teacher at every target, summed, in nats.
 
@@ -51,16 +48,15 @@ def distillation_loss(
         temperature: Divisor of both models' logits.
         hard: Weight of the cross-entropy of the targets, to which the divergence is added with `1 - hard`.
         tail: For stored targets, see `top_k_divergence`.
-        teacher_head: The teacher, whose hidden states are `batch["teacher_hidden"]`; set by the loss itself.
 
     Raises:
         ValueError: when there is no teacher, or it has another vocabulary.
     """
     mask, weight = batch["targets"] >= 0, head.head_weight()
     options: Any = {"temperature": temperature, "softcap": head.softcap}
-    if teacher_head is not None:
-        theirs = batch["teacher_hidden"], teacher_head.head_weight(), mask
-        options |= {"teacher_softcap": teacher_head.softcap, "beta": beta}
+    if (teacher := batch.get("teacher")) is not None:
+        theirs = batch["teacher_hidden"], teacher.head_weight(), mask
+        options |= {"teacher_softcap": teacher.softcap, "beta": beta}
         losses = nn.distillation.token_divergence(hidden, weight, *theirs, **options)
     elif "teacher_ids" in batch:
         ours = nn.distillation.token_gather_log_probs(hidden, weight, batch["teacher_ids"], **options)
@@ -77,31 +73,6 @@ def distillation_loss(
         nll, terms = nn.cross_entropy(hidden, weight, batch["targets"], softcap=head.softcap)
         loss, sums = loss + hard * nll, sums | terms
     return loss, jax.lax.stop_gradient(Stats(count, sums))
-
-
-def top_k_divergence(
-    student: Float[Array, "*B K"], teacher: Float[Array, "*B K"], *, beta: float = 0.0, tail: bool = True
-) -> Float[Array, "*B"]:
-    """Computes `ops.divergence` over the teacher's K likeliest tokens.
-
-    Args:
-        student: The student's log-probabilities of these tokens, over the whole vocabulary.
-        teacher: The teacher's.
-        beta: As in `ops.divergence`.
-        tail: True adds a bucket of all other tokens, log(1 - Σ p), on both sides. False divides by Σ p instead, which
-            forgets how much probability the K tokens had, and is 0 for K = 1.
-    """
-    return divergence(_closed(student, tail), _closed(teacher, tail), beta=beta)
-
-
-def _closed(log_probs: Float[Array, "*B K"], tail: bool) -> Float[Array, "*B _"]:
-    """Completes log-probabilities of some tokens to a distribution."""
-    total = jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True)
-    if not tail:
-        return log_probs - jnp.log(total)
-    # Rounding may sum them to 1 or more.
-    rest = jnp.log1p(-jnp.minimum(total, 1 - 1e-7))
-    return jnp.concatenate([log_probs, rest], axis=-1)  # [*B, K] -> [*B, K + 1]
 
 
 @objective

@@ -18,15 +18,12 @@ from maxlib.post_training.preferences import DPO, KTO, Answers, Mixture, Prefere
 from maxlib.training import Stats
 
 
-def _compared(
-    model: Any, frozen: Any, batch: Batch, options: dict[str, Any], run: dict[str, Any]
-) -> tuple[Batch, dict[str, Any]]:
+def _compared(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
     """Returns a batch with what the reference says of it, if there is one beside the model."""
     batch = interleaved(batch) if "chosen" in batch else batch
-    run = run | {"temperature": options.get("temperature", 1.0)}
     if "mismatched" in batch:
-        batch = _with_divergence(model, frozen, batch, run)
-    return (batch if frozen is None else batch | {"reference": frozen_log_probs(frozen, batch, **run)}), {}
+        batch = _with_divergence(model, frozen, batch, **options)
+    return batch if frozen is None else batch | {"reference": frozen_log_probs(frozen, batch, **options)}
 
 
 referenced = functools.partial(ComparedObjective, option="reference", compare=_compared)
@@ -45,9 +42,8 @@ def interleaved(batch: Batch) -> Batch:
         )
     # [B, ...] and [B, ...] -> [B, 2, ...] -> [2B, ...]
     join = lambda c, r: jnp.stack([c, r], axis=1).reshape(-1, *c.shape[1:])
-    return {name: join(chosen[name], rejected[name]) for name in chosen} | {
-        "interleaved": jnp.zeros(2 * len(chosen["tokens"]))
-    }
+    joined = {name: join(chosen[name], rejected[name]) for name in chosen}
+    return joined | {"interleaved": jnp.zeros(len(joined["tokens"]))}
 
 
 @referenced
@@ -193,16 +189,13 @@ def _with_prompt(batch: Batch) -> Int[Array, "B T"]:
     return jnp.where(targets >= 0, targets, jnp.where(inside, following(tokens), -1))
 
 
-def _with_divergence(model: Any, frozen: Any, batch: Batch, run: dict[str, Any]) -> Batch:
-    """Replaces `mismatched` by `z`, the mean ratio of its answers, for each row."""
-    other = batch["mismatched"]
-    if frozen is not None:
-        other = other | {"reference": frozen_log_probs(frozen, other, **run)}
+def _with_divergence(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
+    """Returns a batch with `z`, the mean ratio of the answers in `mismatched`, for each row."""
+    other = _compared(model, frozen, batch["mismatched"], **options)
     if "reference" not in other:
         raise ValueError(no_reference("the divergence on batch['mismatched']"))
-    mask, segment_ids = other["targets"] >= 0, other.get("segment_ids")
-    ratio = frozen_log_probs(model, other, **run) - other["reference"]
-    answers = jnp.sum(token_counts(mask, segment_ids) > 0)
+    ratio = frozen_log_probs(model, other, **options) - other["reference"]
+    mask = other["targets"] >= 0
+    answers = jnp.sum(token_counts(mask, other.get("segment_ids")) > 0)
     z = jnp.sum(jnp.where(mask, ratio, 0)) / jnp.maximum(answers, 1)
-    rest = {name: x for name, x in batch.items() if name != "mismatched"}
-    return rest | {"z": jnp.broadcast_to(z, len(batch["tokens"]))}
+    return batch | {"z": jnp.broadcast_to(z, len(batch["tokens"]))}
