@@ -1,9 +1,11 @@
 """Documents to rows of one length, each in a row of its own; documents may be nested, as pairs are."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import grain
 import numpy as np
+
+from maxlib._utils.choices import check_choice
 
 Row = dict[str, Any]
 Long = Literal["error", "truncate", "drop"]
@@ -17,8 +19,7 @@ def pad(documents: grain.MapDataset[Any], *, length: int, long: Long = "error") 
         length: Tokens of a row.
         long: What happens to documents with more: "error", "truncate" (their beginning stays) or "drop".
     """
-    if long not in ("error", "truncate", "drop"):
-        raise ValueError(f"long must be 'error', 'truncate' or 'drop', got {long!r}")
+    check_choice("long", long, get_args(Long))
     if long == "drop":
         documents = documents.filter(lambda document: _longest(document) <= length)
     return documents.map(lambda document: padded(document, length, long))

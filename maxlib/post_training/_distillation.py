@@ -1,4 +1,4 @@
-"""The training losses of distillation and of supervised tuning, for models."""
+"""The training loss of distillation, for models; those of supervised tuning are the names of `training`."""
 
 import functools
 from typing import Any
@@ -9,8 +9,10 @@ from jaxtyping import Array, Float
 
 from maxlib import nn
 from maxlib.ops import top_k_divergence as top_k_divergence
-from maxlib.post_training._models import Batch, ComparedObjective, scores
-from maxlib.training import Stats, objective
+from maxlib.post_training._models import Batch, ComparedObjective
+from maxlib.training import Stats
+from maxlib.training import dft_loss as dft_loss
+from maxlib.training import with_embedding_noise as with_embedding_noise
 from maxlib.training._objectives.objective import run
 
 
@@ -73,52 +75,3 @@ def distillation_loss(
         nll, terms = nn.cross_entropy(hidden, weight, batch["targets"], softcap=head.softcap)
         loss, sums = loss + hard * nll, sums | terms
     return loss, jax.lax.stop_gradient(Stats(count, sums))
-
-
-@objective
-def dft_loss(head: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
-    """Computes dynamic fine-tuning (arXiv:2508.05629): the cross-entropy of each target times its probability.
-
-    Called as `dft_loss(model, batch, key, *, dtype, remat)`. The factor has no gradient: -Σ sg(p) log p. Metrics are
-    those of `next_token_loss`.
-
-    Args:
-        head: The model.
-        hidden: Its last hidden states.
-        batch: With `targets`, -1 outside of what is learned.
-    """
-    scored = scores(head, hidden, batch["targets"])
-    loss = -jnp.sum(jax.lax.stop_gradient(jnp.exp(scored.log_prob)) * scored.log_prob)  # 0 where ignored
-    sums = {"nll": -jnp.sum(scored.log_prob), "accuracy": jnp.sum(scored.correct, dtype=jnp.float32)}
-    return loss, jax.lax.stop_gradient(Stats(jnp.sum(batch["targets"] >= 0).astype(jnp.float32), sums))
-
-
-def with_embedding_noise(loss: Any, *, alpha: float = 5.0) -> Any:
-    """Makes a loss that adds noise to token vectors (NEFTune, arXiv:2310.05914): uniform in ±alpha / √(T D).
-
-    Args:
-        loss: Any training loss; the model needs `embed_tokens`, as `nn.Decoder` has it.
-        alpha: Size of the noise.
-
-    Returns:
-        A loss of the same arguments, which draws the noise with its `key`. Evaluate with `loss` itself.
-    """
-    return functools.partial(_noisy_loss, loss=loss, alpha=alpha)
-
-
-def _noisy_loss(model: Any, batch: Batch, key: Array, *, loss: Any, alpha: float, **options: Any) -> Any:
-    """Runs `loss` on a model whose token vectors are noisy."""
-    if not hasattr(model, "embed_tokens"):
-        raise TypeError(
-            f"embedding noise needs a model with embed_tokens, such as an nn.Decoder, got {type(model).__name__}"
-        )
-    noisy = jax.tree.map(lambda x: x, model)  # another object with the same arrays
-    embed_tokens = noisy.embed_tokens
-
-    def with_noise(tokens: Array, dtype: Any) -> Array:
-        x = embed_tokens(tokens, dtype)
-        size = alpha / (x.shape[1] * x.shape[2]) ** 0.5
-        return x + jax.random.uniform(key, x.shape, x.dtype, -size, size)
-
-    noisy.embed_tokens = with_noise
-    return loss(noisy, batch, key, **options)

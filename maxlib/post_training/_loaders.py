@@ -15,14 +15,7 @@ from maxlib.training._objectives.objective import run
 
 
 class Scored:
-    """A loader that adds what a frozen model says to each part of a batch that has tokens; it is where `loader` is.
-
-    Args:
-        loader: Any loader of the protocol.
-        model: The frozen model.
-        layout: Layout of the model and the batches.
-        score: From model and part to new arrays.
-    """
+    """A loader that adds `score(model, part)` to each part of a batch that has tokens; it is where `loader` is."""
 
     def __init__(self, loader: StatefulLoader, model: Any, layout: Any, score: Callable[[Any, Batch], Batch]):
         self.loader, self.model, self.layout = loader, model, layout

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxlib.ops._segments import segment_sums, token_counts
 from maxlib.post_training._models import Batch, ComparedObjective, frozen_log_probs, scores
-from maxlib.post_training._segments import segment_sums, token_counts
 from maxlib.post_training.preferences import DPO, KTO, Answers, Mixture, Preference
 from maxlib.training import Stats
 
@@ -97,7 +97,9 @@ def preference_loss(
     }
     sums = {name: jnp.sum(is_pair * value) for name, value in metrics.items()}
     if kind.nll:
-        sums["nll"] = pairs * _chosen_nll(scored, targets >= 0, batch)
+        rows = jnp.arange(len(targets))[:, None]
+        chosen = (targets >= 0) & (rows % 2 == 0 if "interleaved" in batch else segment_ids % 2 == 1)
+        sums["nll"] = -pairs * jnp.sum(jnp.where(chosen, scored, 0)) / jnp.maximum(jnp.sum(chosen), 1)
         loss += kind.nll * sums["nll"]
     return loss, jax.lax.stop_gradient(Stats(pairs, sums))
 
@@ -163,19 +165,6 @@ def _answers(sums: Float[Array, "B S"], batch: Batch) -> tuple[Array, Array]:
         return pairs[:, 0], pairs[:, 1]
     pairs = jnp.pad(sums, ((0, 0), (0, sums.shape[1] % 2))).reshape(len(sums), -1, 2)  # [B, S] -> [B, S/2, 2]
     return pairs[..., 0], pairs[..., 1]
-
-
-def _is_chosen(batch: Batch) -> Array:
-    """Tells for each token (or row, `2B 1`) whether it belongs to a chosen answer."""
-    if "interleaved" in batch:
-        return (jnp.arange(len(batch["tokens"])) % 2 == 0)[:, None]
-    return batch["segment_ids"] % 2 == 1
-
-
-def _chosen_nll(scored: Float[Array, "B T"], mask: Array, batch: Batch) -> Float[Array, ""]:
-    """Computes the mean negative log-probability of the chosen answers' tokens."""
-    mask = mask & _is_chosen(batch)
-    return -jnp.sum(jnp.where(mask, scored, 0)) / jnp.maximum(jnp.sum(mask), 1)
 
 
 def _with_prompt(batch: Batch) -> Int[Array, "B T"]:

@@ -1,6 +1,7 @@
 """Rewards in processes of their own, each with a deadline: what goes wrong is counted, and is never a score."""
 
 import collections
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ Reward = Callable[[Any], float | None]
 FAILURES = "timeout", "error", "nan"
 
 
-class RewardPool:
+class RewardPool(contextlib.AbstractContextManager):
     """Processes that score completions.
 
     A reward is a function of one item, such as a dict of a document and a completion, that returns a number, or None
@@ -60,9 +61,6 @@ class RewardPool:
         """Ends the processes."""
         for worker in self._workers:
             worker.end()
-
-    def __enter__(self) -> "RewardPool":
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()

@@ -7,11 +7,13 @@ Entries of a layer are relative to it. What a model lacks (biases, norms of head
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 from maxlib.weights._table import Convert, Copy, Entry, Ignore, Weight
 
 _PARTS = ("gate", "up", "down")
+_PER_EXPERT = re.compile(r"\{e\}\.\w+\.weight$")
 
 
 def linear(theirs: str, ours: str) -> list[Weight]:
@@ -69,6 +71,27 @@ FUSED_EXPERTS = tuple(
         ("down_proj", "down", lambda one: one),
     )
 )
+
+
+def with_fused_experts(table: Sequence[Entry]) -> list[Entry]:
+    """Names experts as transformers 5 holds them, in two parameters of a layer, where `table` has a tensor for each.
+
+    Args:
+        table: A whole table.
+    """
+    return [_fused(e) if isinstance(e, Weight) and _PER_EXPERT.search(e.theirs) else e for e in table]
+
+
+def _fused(entry: Weight) -> Weight:
+    """Returns the entry of all experts together in place of one per expert: gate first, then up, then down."""
+    stem = entry.theirs.partition(".{e}.")[0].replace("block_sparse_moe", "mlp")
+    part = entry.ours.split(".")[-2]
+    if part == "down":
+        return Weight(f"{stem}.down_proj", entry.ours, "e O I -> e O I")
+    at = {"two": _PARTS.index(part)}
+    return Weight(f"{stem}.gate_up_proj", entry.ours, "e (two O) I -> e O I", at=at)
+
+
 # One shared expert with a gate, as Qwen2-MoE and the families after it call it.
 GATED_SHARED_EXPERT = (
     *[Weight(f"mlp.shared_expert.{part}_proj.weight", f"moe.shared.{part}.w") for part in _PARTS],
