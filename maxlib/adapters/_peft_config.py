@@ -106,13 +106,9 @@ def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -
 def make(
     adapters: Mapping[str, tuple[int, float]], *, experts: Mapping[str, tuple[int, float]], dora: bool, base: str | None
 ) -> dict[str, Any]:
-    """Returns the fields of a config; those left out have PEFT's defaults, which change nothing.
+    """Returns the fields of a config, from rank and scale of modules and of whole parameters of experts, by name.
 
-    Args:
-        adapters: Rank and scale of every module.
-        experts: Rank and scale of expert parameters that are adapted as a whole, by name.
-        dora: True if the adapters train lengths.
-        base: Name of the base model.
+    Fields that are left out have PEFT's defaults, which change nothing.
     """
     everything, counts = {**adapters, **experts}, Counter[tuple[int, float]]()
     for name, value in everything.items():  # a tensor per expert: PEFT takes their rank from `r`

@@ -108,6 +108,8 @@ def _read(path: Path, names: Names) -> tuple[dict[str, Factors], Factors]:
             raise ValueError(f"{path}: {name} belongs to a kind of adapter that is not supported")
         else:
             saved[names.ours(short)] = tensor.view()
+    if not (modules or saved):
+        raise ValueError(f"{path} holds no tensors, so the result would be the base model")
     for module, factors in modules.items():
         if not {"A", "B"} <= factors.keys() or factors["A"].ndim != 2 or factors["B"].ndim != 2:
             raise ValueError(f"{path}: {module} has only {sorted(factors)}; it needs lora_A and lora_B, both matrices")

@@ -87,14 +87,9 @@ def report(model: Any) -> Report:
 def readers(
     written: Iterable[tuple[int, float]], *, dora: bool, experts: bool, fused: bool = False, beside: Sequence[str] = ()
 ) -> tuple[str, str]:
-    """Returns what PEFT and what vLLM read of a PEFT directory.
+    """Returns what PEFT and what vLLM read of a PEFT directory with these ranks and scales.
 
-    Args:
-        written: Rank and scale of each module, as they are written.
-        dora: True if lengths are trained.
-        experts: True if experts are adapted.
-        fused: True if experts are written as fused parameters.
-        beside: Adapted dense MLP modules of a model whose experts are written each.
+    `beside` are adapted dense MLP modules of a model whose experts are written each.
     """
     peft, kinds = "PEFT: from 0.19" if experts else "PEFT: all of it", {*written}
     if beside:

@@ -141,6 +141,8 @@ def renamed(old, new):
         (lambda t: {n: v for n, v in t.items() if "lora_A" not in n}, "needs lora_A and lora_B"),
         (lambda t: {n: v[..., 1:] if "lora_A" in n else v for n, v in t.items()}, "inputs and"),
         (lambda t: t | {"base_model.model.other.weight": np.zeros(3, np.float32)}, "no place for: ['other.weight']"),
+        (lambda t: {n: v[0] if "lora_B" in n else v for n, v in t.items()}, "both matrices"),
+        (lambda t: {}, "holds no tensors, so the result would be the base model"),
     ],
 )
 def test_tensors_without_a_place_are_refused(files, change, message):
