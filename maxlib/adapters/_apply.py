@@ -51,7 +51,12 @@ def base(model: Model) -> Model:
     """Returns the model without its trainable adapters; its arrays are those of `model`, not copies.
 
     It is the reference policy of a model that began with a fresh adapter. Adapters from `frozen` stay.
+
+    Raises:
+        ValueError: when there are no trainable adapters: the model would be its own reference.
     """
+    if not any(trains(site) for _, site in adapted(model)):
+        raise ValueError("the model has no trainable adapters to take off, so its base would be the model itself")
     return _unwrap(model, lambda site, matmul: sites.replace(site, matmul=matmul.inner))
 
 

@@ -1,7 +1,6 @@
 """Models beside the one that is trained, references and teachers, and losses that compare with them."""
 
 import inspect
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -73,13 +72,7 @@ def _trained_and_frozen(model: Any, other: Any, option: str) -> tuple[Any, Any]:
             f"{type(other).__name__}: put a model of its own beside the trained one, WithFrozen(trained, frozen)"
         )
     if other is not None:
-        leaves, own = jax.tree.leaves(frozen := other(model)), jax.tree.leaves(model)
-        if len(leaves) == len(own) and all(map(operator.is_, leaves, own)):
-            raise ValueError(
-                f"{option} gives the trained model itself, as adapters.base does of one without trainable adapters; then "
-                "nothing is compared: train WithFrozen(model, copy), or put adapters on the model"
-            )
-        return model, frozen
+        return model, other(model)
     return (model.trained, model.frozen) if isinstance(model, WithFrozen) else (model, None)
 
 
