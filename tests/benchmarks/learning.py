@@ -40,9 +40,9 @@ CONFIG = llama.Config(
     head_dim=32,
     rope=ops.Rope(32, max_length=64),
 )
-STUDENT = dataclasses.replace(CONFIG, dim=48, mlp_dim=144, num_heads=2, num_kv_heads=2, head_dim=24, rope=ops.Rope(24))
+STUDENT = dataclasses.replace(CONFIG, num_layers=2, dim=64, mlp_dim=192, num_heads=2, num_kv_heads=2)
 ROWS, PROMPTS, GROUP = 64, 16, 8  # rows of a batch; prompts of a GRPO step, and completions of each
-STEPS = {"sft": 500, "lora": 150, "dpo": 60, "grpo": 60, "distillation": 200}
+STEPS = {"sft": 300, "lora": 100, "dpo": 60, "grpo": 60, "distillation": 150}
 RATES = {"sft": 1e-3, "lora": 3e-3, "dpo": 5e-5, "grpo": 1e-4, "distillation": 1e-3}
 LORA = adapters.LoRA(rank=8, alpha=16)
 SAMPLER = inference.Sampler(temperature=1.0)
