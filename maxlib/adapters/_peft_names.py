@@ -116,5 +116,7 @@ def names_of(model: Any, *, fused: bool = False) -> Names:
 
 
 def _current(module: str) -> str:
-    """Returns the name of a module of Mixtral in transformers 5; single experts keep that of files."""
-    return module if ".experts." in module else module.replace(".block_sparse_moe.", ".mlp.")
+    """Returns a module's name in transformers 5, where files of Mixtral and Hy3 have another; experts keep theirs."""
+    if ".experts." in module:
+        return module
+    return module.replace(".block_sparse_moe.", ".mlp.").replace(".mlp.shared_mlp.", ".mlp.shared_experts.")
