@@ -14,6 +14,8 @@ Long = Literal["error", "truncate", "drop"]
 def pad(documents: grain.MapDataset[Any], *, length: int, long: Long = "error") -> grain.MapDataset[Any]:
     """Pads documents with `tokens` and `targets`, also nested ones, to rows `tokens targets segment_ids` of one length.
 
+    Other arrays and numbers of numpy stay, such as `good` of `labelled`; messages and the like are left out.
+
     Args:
         documents: Such as those of `tokenize_chats`, or pairs of them in a dictionary.
         length: Tokens of a row.
@@ -27,7 +29,8 @@ def pad(documents: grain.MapDataset[Any], *, length: int, long: Long = "error") 
 
 def padded(document: Row, length: int, long: Long = "error") -> Row:
     """Returns a document, and those inside it, as rows."""
-    out = {name: padded(x, length, long) if isinstance(x, dict) else x for name, x in document.items()}
+    inner = {name: padded(x, length, long) for name, x in document.items() if isinstance(x, dict) and "tokens" in x}
+    out = inner | {name: x for name, x in document.items() if isinstance(x, np.ndarray | np.generic)}
     if "tokens" not in document:
         return out
     size = len(document["tokens"])

@@ -50,6 +50,13 @@ def test_a_loader_gives_nested_batches(tokenizer):
     assert text(tokenizer, second["rejected"]["targets"][0]) == "of</s>"
 
 
+def test_padded_chats_are_rows_without_their_messages(tokenizer):
+    source = documents({"messages": ASK + YES, "tools": ["none"], "record": "a:1"})
+    row = data.pad(data.tokenize_chats(source, tokenizer, TEMPLATE), length=24)[0]
+    assert {name: x.shape for name, x in row.items()} == dict.fromkeys(("tokens", "targets", "segment_ids"), (24,))
+    assert text(tokenizer, row["targets"]) == "the apple</s>"
+
+
 def test_bad_pairs_are_named(tokenizer):
     source = documents(
         {"chosen": ASK + YES, "rejected": ASK + YES},
