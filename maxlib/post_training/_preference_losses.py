@@ -98,7 +98,7 @@ def preference_loss(
     sums = {name: jnp.sum(is_pair * value) for name, value in metrics.items()}
     if kind.nll:
         rows = jnp.arange(len(targets))[:, None]
-        chosen = (targets >= 0) & (rows % 2 == 0 if "interleaved" in batch else segment_ids % 2 == 1)
+        chosen = (targets >= 0) & (rows % 2 == 0 if "interleaved" in batch else batch["segment_ids"] % 2 == 1)
         sums["nll"] = -pairs * jnp.sum(jnp.where(chosen, scored, 0)) / jnp.maximum(jnp.sum(chosen), 1)
         loss += kind.nll * sums["nll"]
     return loss, jax.lax.stop_gradient(Stats(pairs, sums))
