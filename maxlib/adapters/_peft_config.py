@@ -1,6 +1,5 @@
 """adapter_config.json of PEFT: which fields change the result, and which adapter each module has."""
 
-import json
 import math
 import re
 from collections import Counter
@@ -10,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from maxlib._utils.files import without_duplicates
+from maxlib._utils.files import read_json_object
 from maxlib.adapters._rules import LoRA
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -26,15 +25,10 @@ _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class Config:
-    """Fields of a PEFT config that change the result.
-
-    Attributes:
-        fields: All fields.
-        where: The file, for errors.
-    """
+    """A PEFT config, whose fields that change the result are honoured."""
 
     fields: Mapping[str, Any]
-    where: Path
+    where: Path  # the file, for errors
 
     def adapter(self, module: str, dtype: Any) -> LoRA:
         """Returns the adapter of a module, by the first pattern that fits."""
@@ -60,18 +54,13 @@ def read(directory: Path) -> Config:
     path = directory / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{path} must describe the adapter, as PEFT writes it, but is not there")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be JSON in UTF-8: {error}") from error
-    if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
-        found = fields.get("peft_type") if isinstance(fields, dict) else fields
+    fields = read_json_object(path)
+    if (found := fields.get("peft_type")) != "LORA":
         raise ValueError(f"{path}: peft_type must be 'LORA', got {found!r:.100}")
-    if wrong := [name for name, is_right in _KINDS.items() if not is_right(fields.get(name))]:
-        given = {name: fields.get(name) for name in wrong}
+    if wrong := {name: fields.get(name) for name, is_right in _KINDS.items() if not is_right(fields.get(name))}:
         raise ValueError(
             f"{path}: r must be a whole number, lora_alpha a number, patterns tables of them by regular expressions, "
-            f"target_parameters names; the scale of the adapter depends on them. Got {given!r:.200}"
+            f"target_parameters names; the scale of the adapter depends on them. Got {wrong!r:.200}"
         )
     known = _HONOURED | {*_WITHOUT_EFFECT.split()}
     asks = lambda name, value: bool(value) and (name, value) != ("bias", "none")
@@ -93,27 +82,18 @@ def _is_alpha(value: Any) -> bool:
 
 def _is_table(table: Any, of: Callable[[Any], bool]) -> bool:
     """Tells whether a value is None, or values `of` a kind by regular expression."""
-    return table is None or (isinstance(table, dict) and all(of(x) and _is_pattern(key) for key, x in table.items()))
-
-
-def _is_pattern(text: str) -> bool:
     try:
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError):
+        return table is None or all(of(value) and re.compile(key) for key, value in table.items())
+    except (AttributeError, re.error, RecursionError, OverflowError):  # no table, or no expression
         return False
-    return True
 
 
-def _are_names(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-
-
-_KINDS = {
+_KINDS: dict[str, Callable[[Any], bool]] = {
     "r": _is_rank,
     "lora_alpha": _is_alpha,
     "rank_pattern": partial(_is_table, of=_is_rank),
     "alpha_pattern": partial(_is_table, of=_is_alpha),
-    "target_parameters": _are_names,
+    "target_parameters": lambda x: x is None or (isinstance(x, list) and all(isinstance(name, str) for name in x)),
 }
 
 
@@ -126,13 +106,9 @@ def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -
 def make(
     adapters: Mapping[str, tuple[int, float]], *, experts: Mapping[str, tuple[int, float]], dora: bool, base: str | None
 ) -> dict[str, Any]:
-    """Returns the fields of a config.
+    """Returns the fields of a config, from rank and scale of modules and of whole parameters of experts, by name.
 
-    Args:
-        adapters: Rank and scale of every module.
-        experts: Rank and scale of expert parameters that are adapted as a whole, by name.
-        dora: True if the adapters train lengths.
-        base: Name of the base model.
+    Fields that are left out have PEFT's defaults, which change nothing.
     """
     everything, counts = {**adapters, **experts}, Counter[tuple[int, float]]()
     for name, value in everything.items():  # a tensor per expert: PEFT takes their rank from `r`
@@ -143,15 +119,11 @@ def make(
         others |= _patterns(name, *value) if value != (rank, scale) else {}
     return {
         "alpha_pattern": {name: _alpha(*value) for name, value in others.items()},
-        "auto_mapping": None,
         "base_model_name_or_path": base,
         "bias": "none",
-        "fan_in_fan_out": False,
         "inference_mode": True,
-        "init_lora_weights": True,
         "lora_alpha": _alpha(rank, scale),
         "lora_dropout": 0.0,
-        "modules_to_save": None,
         "peft_type": "LORA",
         "peft_version": "0.19.1",  # the first one that reads experts as they are written
         "r": rank,

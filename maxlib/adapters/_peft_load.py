@@ -1,7 +1,7 @@
 """PEFT directories into models."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,25 +74,26 @@ def load(
 
 def _fitted(model: Model, directory: Path, into_base: bool, dtype: Any) -> tuple[Model, dict]:
     """Returns the model with tables that were written into it, and its adapters by pattern path and layer."""
-    config = peft.read(directory)
-    modules, saved = _read(directory / peft.TENSORS)
-    plain, fused = names_of(model), names_of(model, fused=True)
-    spelled = {plain.ours(name): factors for name, factors in modules.items()}
-    spelled, swapped = _of_experts(spelled, fused, config)
-    layers, merged = _collect(spelled, plain, fused, config, dtype, swapped)
-    saved = {plain.ours(name): value for name, value in saved.items()}
-    if unknown := [name for name in saved if name not in plain.whole]:
+    config, names, fused = peft.read(directory), names_of(model), names_of(model, fused=True)
+    modules, saved = _read(directory / peft.TENSORS, names)
+    modules = _named(modules, fused, config)
+    parts = fused.parts | names.parts
+    if lost := [name for name in modules if name not in parts]:
+        raise ValueError(f"{directory}: {lost[0]} is adapted, but the model has no such matrix")
+    if unknown := [name for name in saved if name not in names.whole]:
         raise ValueError(f"{directory} has tensors that the model has no place for: {unknown[:10]}")
-    if (merged or saved) and not into_base:
+    tables = {name: factors for name, factors in modules.items() if name in names.tables}
+    if (tables or saved) and not into_base:
         raise ValueError(
-            f"{directory} replaces or adapts whole tables ({[*merged, *saved][:5]}), which have no adapter here: give "
+            f"{directory} replaces or adapts whole tables ({[*tables, *saved][:5]}), which have no adapter here: give "
             "into_base=True to write them into the weights, which `base` does not take back"
         )
-    return _written(model, plain, merged, saved, config, dtype), layers
+    matrices = {name: (parts[name], factors) for name, factors in modules.items() if name not in tables}
+    return _written(model, names, tables, saved, config, dtype), _collect(matrices, config, dtype)
 
 
-def _read(path: Path) -> tuple[dict[str, Factors], Factors]:
-    """Returns the factors of every module, and tensors that are none."""
+def _read(path: Path, names: Names) -> tuple[dict[str, Factors], Factors]:
+    """Returns the factors of every module, and tensors that are none, by our spelling of their names."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} must hold the adapter's tensors; pickled adapters are not read")
     modules: dict[str, Factors] = {}
@@ -102,81 +103,70 @@ def _read(path: Path) -> tuple[dict[str, Factors], Factors]:
             raise ValueError(f"{path}: names must begin with {peft.PREFIX!r}, as PEFT writes them; got {name!r}")
         short = name.removeprefix(peft.PREFIX)
         if found := _FACTOR.match(short):
-            modules.setdefault(found[1], {})[found[2].removeprefix("embedding_")] = tensor.view()
+            modules.setdefault(names.ours(found[1]), {})[found[2].removeprefix("embedding_")] = tensor.view()
         elif ".lora_" in short:
             raise ValueError(f"{path}: {name} belongs to a kind of adapter that is not supported")
         else:
-            saved[short] = tensor.view()
+            saved[names.ours(short)] = tensor.view()
+    if not (modules or saved):
+        raise ValueError(f"{path} holds no tensors, so the result would be the base model")
     for module, factors in modules.items():
-        if not {"A", "B"} <= factors.keys():
-            raise ValueError(f"{path}: {module} has only {sorted(factors)}; an adapter needs lora_A and lora_B")
+        if not {"A", "B"} <= factors.keys() or factors["A"].ndim != 2 or factors["B"].ndim != 2:
+            raise ValueError(f"{path}: {module} has only {sorted(factors)}; it needs lora_A and lora_B, both matrices")
     return modules, saved
 
 
-def _of_experts(
-    modules: dict[str, Factors], fused: Names, config: peft.Config
-) -> tuple[dict[str, Factors], Callable[[Part, Factors], bool]]:
-    """Returns modules with the names of fused experts' parameters, and a function that says which are swapped.
+def _named(modules: dict[str, Factors], fused: Names, config: peft.Config) -> dict[str, Factors]:
+    """Returns modules with the names of fused experts' parameters, which PEFT tells apart by nesting.
 
-    PEFT names them by nesting: `experts.base_layer` is the inner one, gate and up; `experts` is down, or the only one.
+    `experts.base_layer` is the inner one, gate and up; `experts` is down, or the only one.
     """
-    renamed, votes, last = {}, set[bool](), lambda name: name.rpartition(".")[2]
+    renamed, last = {}, lambda name: name.rpartition(".")[2]
     named = {*map(last, config.fields.get("target_parameters") or ())}
     for name, factors in modules.items():
         stem = name.removesuffix(".base_layer").replace("block_sparse_moe", "mlp")
-        own = {n: parts for n, parts in fused.parts.items() if n.rpartition(".")[0] == stem and parts[0].experts}
-        if not own or not stem.endswith("experts"):
-            renamed[name] = factors
-            continue
-        both = f"{stem}.base_layer" in modules or f"{name}.base_layer" in modules
-        wanted = (
-            {"gate_up_proj" if name.endswith(".base_layer") else "down_proj"} if both else named & {*map(last, own)}
-        )
-        if len(wanted) != 1:
-            raise ValueError(f"{config.where}: target_parameters must say which parameter of {stem} is adapted")
-        renamed[parameter := f"{stem}.{wanted.pop()}"] = factors
-        votes |= {v for v in [_orientation(own[parameter][0], factors)] if v is not None}
-    return renamed, lambda part, factors: _is_swapped(part, factors, votes, config)
+        own = {last(n) for n, parts in fused.parts.items() if n.rpartition(".")[0] == stem and parts[0].experts}
+        if own and stem.endswith("experts"):
+            inner = name.endswith(".base_layer")
+            both = inner or f"{name}.base_layer" in modules
+            wanted = {"gate_up_proj" if inner else "down_proj"} if both else named & own
+            if len(wanted) != 1:
+                raise ValueError(f"{config.where}: target_parameters must say which parameter of {stem} is adapted")
+            name = f"{stem}.{wanted.pop()}"
+        renamed[name] = factors
+    return renamed
 
 
-def _orientation(part: Part, factors: Factors) -> bool | None:
-    """Returns True if inputs and outputs are swapped, False if not, None if they are equally many."""
-    inputs, outputs = part.size(part.summed), part.size(part.kept)
-    if inputs == outputs:
-        return None
-    found = factors["A"].shape[-1], factors["B"].shape[0]
-    if found not in ((inputs, outputs), (outputs, inputs)):
-        raise ValueError(f"{part.site}: factors must be for {inputs} inputs and {outputs} outputs, got {found}")
-    return found == (outputs, inputs)
+def _swapped(experts: Mapping[str, tuple[Part, Factors]], config: peft.Config) -> dict[str, bool]:
+    """Tells for all experts' factors whether inputs and outputs are swapped, as PEFT before 0.19.1 wrote them.
 
-
-def _is_swapped(part: Part, factors: Factors, votes: set[bool], config: peft.Config) -> bool:
-    """Returns True if inputs and outputs are swapped; square matrices follow the others of the file, or the version."""
-    if (own := _orientation(part, factors)) is not None:
-        return own
-    if len(votes) == 1:
-        return next(iter(votes))
-    stored_out_in = part.piece.groups.index(part.group(part.kept)) < part.piece.groups.index(part.group(part.summed))
-    if config.version is None or not stored_out_in:
-        raise ValueError(
-            f"{config.where}: inputs and outputs of {part.site} are equally many, and nothing says which is which"
-        )
-    return config.version < _SWAPS_FROM
+    Square matrices follow the others of the file, or the version.
+    """
+    found: dict[str, bool | None] = {}
+    for name, (part, factors) in experts.items():
+        sizes, got = (part.size(part.summed), part.size(part.kept)), (factors["A"].shape[-1], factors["B"].shape[0])
+        if got not in (sizes, sizes[::-1]):
+            raise ValueError(f"{name}: factors must be for {sizes[0]} inputs and {sizes[1]} outputs, got {got}")
+        found[name] = None if sizes[0] == sizes[1] else got != sizes
+    votes = {vote for vote in found.values() if vote is not None}
+    for name, (part, _) in experts.items():
+        if found[name] is None and len(votes) != 1:
+            kept, summed = (part.piece.groups.index(part.group(axes)) for axes in (part.kept, part.summed))
+            if config.version is None or kept > summed:
+                raise ValueError(
+                    f"{config.where}: {name} has as many inputs as outputs, and nothing says which is which"
+                )
+            votes = {config.version < _SWAPS_FROM}
+    return {name: votes.copy().pop() if swapped is None else swapped for name, swapped in found.items()}
 
 
 def _collect(
-    modules: dict[str, Factors], plain: Names, fused: Names, config: peft.Config, dtype: Any, swapped: Callable
-) -> tuple[dict[tuple[str, int | None], _Layer], dict[str, Factors]]:
-    """Returns the adapters by pattern path and number of layer, and those of tables."""
+    modules: Mapping[str, tuple[Sequence[Part], Factors]], config: peft.Config, dtype: Any
+) -> dict[tuple[str, int | None], _Layer]:
+    """Returns the adapters by pattern path and number of layer."""
+    swapped = _swapped({name: (parts[0], x) for name, (parts, x) in modules.items() if parts[0].fused}, config)
     layers: dict[tuple[str, int | None], _Layer] = {}
-    tables = {}
-    for module, factors in modules.items():
-        parts = plain.parts.get(module) or fused.parts.get(module)
-        if parts is None:
-            raise ValueError(f"{config.where.parent}: {module} is adapted, but the model has no such matrix")
-        if module in plain.tables:
-            tables[module] = factors
-            continue
+    for module, (parts, factors) in modules.items():
         lora = config.adapter(module, dtype)
         for part in parts:
             layer = layers.setdefault(part.key, _Layer(lora))
@@ -184,30 +174,24 @@ def _collect(
                 raise ValueError(
                     f"{module}: all experts of a layer must have one rank and alpha, got {layer.lora}, {lora}"
                 )
-            layer.factors[part.expert] = _ours(part, module, factors, lora, swapped)
-    return layers, tables
+            layer.factors[part.expert] = _ours(part, module, factors, lora, swapped.get(module, False))
+    return layers
 
 
-def _ours(part: Part, module: str, factors: Factors, lora: LoRA, swapped: Callable) -> tuple[np.ndarray, ...]:
+def _ours(part: Part, module: str, factors: Factors, lora: LoRA, swapped: bool) -> tuple[np.ndarray, ...]:
     """Returns our factors of one module's part."""
-    a, b = factors["A"], factors["B"]
-    count = int(np.prod([part.lengths[axis] for axis in part.experts])) if part.expert is None else 1
-    rank = lora.rank
+    a, b, rank = factors["A"], factors["B"], lora.rank
+    count = int(np.prod([part.lengths[axis] for axis in part.experts])) if part.fused else 1
     if lora.dora != ("magnitude_vector" in factors):
         raise ValueError(f"{module}: use_dora and lora_magnitude_vector must come together")
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank * count or b.shape[1] != rank * count:
+    if a.shape[0] != rank * count or b.shape[1] != rank * count:
         raise ValueError(f"{module}: factors must have rank {rank} by r and rank_pattern, got {a.shape} and {b.shape}")
-    fused = part.expert is None and bool(part.experts)
-    if fused:  # A is expert-major; in B the index of experts runs fastest
+    if part.fused:  # A is expert-major; in B the index of experts runs fastest
         a, b = a.reshape(count, rank, -1), b.reshape(b.shape[0], rank, count).transpose(2, 0, 1)
-        if swapped(part, factors):
-            a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
-    lead = int(fused)
-    wanted = part.size(part.summed), part.size(part.kept)
-    if (a.shape[-1], b.shape[lead]) != wanted:
-        raise ValueError(
-            f"{module}: factors are for {a.shape[-1]} inputs and {b.shape[lead]} outputs, must be {wanted}"
-        )
+        a, b = (b.swapaxes(1, 2), a.swapaxes(1, 2)) if swapped else (a, b)
+    lead, wanted = int(part.fused), (part.size(part.summed), part.size(part.kept))
+    if (got := (a.shape[-1], b.shape[lead])) != wanted:
+        raise ValueError(f"{module}: factors are for {got[0]} inputs and {got[1]} outputs, must be {wanted}")
     a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
     made = part.view(a, lead + 1, part.summed), part.view(b, lead, part.kept)
     return (*made, part.view(factors["magnitude_vector"].reshape(-1), 0, part.kept)) if lora.dora else made

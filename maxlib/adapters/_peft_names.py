@@ -1,7 +1,5 @@
 """Modules of transformers, by the table of a model's weights: which layers of ours each of them holds."""
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,39 +9,32 @@ import numpy as np
 from maxlib import nn, quantization, weights
 from maxlib.adapters._apply import dimensions, merge
 from maxlib.nn import _sites as sites
-from maxlib.nn._layer_axis import layer_axis, without_layer_axis
 from maxlib.weights._family import family_of
 from maxlib.weights._resolve import Piece, resolve
-
-_PER_EXPERT = re.compile(r"\{e\}\.\w+\.weight$")
+from maxlib.weights.names import with_fused_experts
 
 
 @dataclass(frozen=True)
 class Part:
-    """A layer's matrix as a part of a module of transformers.
+    """A layer's matrix as a part of a module of transformers."""
 
-    Attributes:
-        site: Dotted path of the layer.
-        short: Its pattern path.
-        piece: The part of the module's tensor.
-        lengths: Length of every axis of the tensor.
-        experts: Axes that count experts.
-        kept: Axes of outputs.
-        summed: Axes of inputs.
-    """
-
-    site: str
-    short: str
-    piece: Piece
-    lengths: dict[str, int]
-    experts: tuple[str, ...]
-    kept: tuple[str, ...]
-    summed: tuple[str, ...]
+    site: str  # the dotted path of the layer
+    short: str  # its pattern path
+    piece: Piece  # which part of the module's tensor it is
+    lengths: dict[str, int]  # of every axis of the tensor
+    experts: tuple[str, ...]  # axes that count experts
+    kept: tuple[str, ...]  # axes of outputs
+    summed: tuple[str, ...]  # axes of inputs
 
     @property
     def expert(self) -> int | None:
         """Returns the number of the expert, None if the module holds all or has none."""
         return next(iter(self.piece.counted.values()), None)
+
+    @property
+    def fused(self) -> bool:
+        """Returns True if the module holds all experts."""
+        return self.expert is None and bool(self.experts)
 
     @property
     def key(self) -> tuple[str, int | None]:
@@ -71,19 +62,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Names:
-    """Names of a model's weights in transformers.
+    """Names of a model's weights in transformers."""
 
-    Attributes:
-        parts: Parts of every module (or parameter of experts) that can be adapted.
-        whole: Paths of leaves that are a whole tensor, by the tensor's name.
-        tables: Modules that are embeddings or heads.
-        table: The table of weights.
-        family: Name of the family.
-    """
-
-    parts: dict[str, list[Part]]
-    whole: dict[str, str]
-    tables: set[str]
+    parts: dict[str, list[Part]]  # of every module (or parameter of experts) that can be adapted
+    whole: dict[str, str]  # paths of leaves that are a whole tensor, by the tensor's name
+    tables: set[str]  # modules that are embeddings or heads
     table: weights.Table
     family: str
 
@@ -110,8 +93,7 @@ def names_of(model: Any, *, fused: bool = False) -> Names:
     """
     plain = jax.eval_shape(lambda model: quantization.full_precision(merge(model)), model)
     family = family_of(model)
-    table = family.table(model.cfg)
-    table = [entry for e in table for entry in _fused(e)] if fused else table
+    table = with_fused_experts(family.table(model.cfg)) if fused else family.table(model.cfg)
     found, short = dict(sites.find(plain, sites.SITES)), nn.tree.pattern_paths(plain)
     parts: dict[str, list[Part]] = {}
     whole, tables = {}, set()
@@ -125,8 +107,8 @@ def names_of(model: Any, *, fused: bool = False) -> Names:
             # A module in which heads of several of our layers alternate has no adapter of ours.
             if site is None or not path.endswith(".w") or piece.one_by_one:
                 continue
-            one = site if layer_axis(site) is None else without_layer_axis(_first(site))
-            part = Part(path[:-2], short[path][:-2], piece, lengths, *_axes(one, piece))
+            kinds = (tuple(piece.ours[d] for d in dims) for dims in dimensions(site))
+            part = Part(path[:-2], short[path][:-2], piece, lengths, *kinds)
             module = _current(name.removesuffix(".weight"))
             parts.setdefault(module, []).append(part)
             tables |= {module} if isinstance(site, nn.Embed) else set()
@@ -134,29 +116,7 @@ def names_of(model: Any, *, fused: bool = False) -> Names:
 
 
 def _current(module: str) -> str:
-    """Returns the name of a module of Mixtral in transformers 5; single experts keep that of files."""
-    return module if ".experts." in module else module.replace(".block_sparse_moe.", ".mlp.")
-
-
-def _first(site: Any) -> Any:
-    """Returns the shapes of the first layer of several."""
-    return jax.eval_shape(lambda site: jax.tree.map(lambda a: a[0], site), site)
-
-
-def _axes(site: Any, piece: Piece) -> list[tuple[str, ...]]:
-    """Returns the names of the axes of experts, outputs and inputs."""
-    if isinstance(site, nn.Embed):
-        return [(), piece.ours[:1], piece.ours[1:]]
-    return [tuple(piece.ours[d] for d in dims) for dims in dimensions(site)]
-
-
-def _fused(entry: weights.Entry) -> Sequence[weights.Entry]:
-    """Returns the entry of all experts together in place of one per expert: gate first, then up, then down."""
-    if not isinstance(entry, weights.Weight) or not _PER_EXPERT.search(entry.theirs):
-        return [entry]
-    stem = entry.theirs.partition(".{e}.")[0].replace("block_sparse_moe", "mlp")
-    part = entry.ours.split(".")[-2]
-    if part == "down":
-        return [weights.Weight(f"{stem}.down_proj", entry.ours, "e O I -> e O I")]
-    at = {"two": ("gate", "up").index(part)}
-    return [weights.Weight(f"{stem}.gate_up_proj", entry.ours, "e (two O) I -> e O I", at=at)]
+    """Returns a module's name in transformers 5, where files of Mixtral and Hy3 have another; experts keep theirs."""
+    if ".experts." in module:
+        return module
+    return module.replace(".block_sparse_moe.", ".mlp.").replace(".mlp.shared_mlp.", ".mlp.shared_experts.")

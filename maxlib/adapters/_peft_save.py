@@ -1,6 +1,6 @@
 """Models into PEFT directories."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ import numpy as np
 from maxlib.adapters import _peft_config as peft
 from maxlib.adapters._apply import adapted, levels
 from maxlib.adapters._peft_names import Names, Part, names_of
-from maxlib.adapters._report import report, vllm_line
+from maxlib.adapters._report import readers
 from maxlib.nn._layer_axis import layer_axis
 from maxlib.weights._files import Header, write_file
 from maxlib.weights._saving import whole_directory, write_json
@@ -25,10 +25,10 @@ class _Factors:
     """Factors of one part of a module."""
 
     part: Part
-    a: np.ndarray
-    b: np.ndarray
+    a: Any
+    b: Any
     scale: float
-    magnitude: np.ndarray | None
+    magnitude: Any  # None without DoRA
 
 
 def save(
@@ -62,7 +62,7 @@ def save(
     if not adapted(model):
         raise ValueError("the model has no adapters to save; put some on it with adapters.add")
     names = names_of(model, fused=experts == "fused")
-    if experts == "each" and any(parts[0].experts and parts[0].expert is None for parts in names.parts.values()):
+    if experts == "each" and any(parts[0].fused for parts in names.parts.values()):
         raise ValueError(
             f"{names.family} stores its experts in fused matrices, which have no modules: take experts=None"
         )
@@ -72,17 +72,19 @@ def save(
     for name, factors in modules.items():
         ranks[names.theirs(name)], made = _written(name, factors, names, modules)
         tensors |= {peft.PREFIX + key: np.ascontiguousarray(value) for key, value in made.items()}
-    whole = {n: r for n, r in ranks.items() if _is_fused(modules[names.ours(n)])}
-    config = peft.make(
-        {n: r for n, r in ranks.items() if n not in whole}, experts=whole, dora=_dora(modules), base=base
-    )
-    config["target_modules"] = _targets(names, [n for n in ranks if n not in whole])
+    whole = {n: r for n, r in ranks.items() if modules[names.ours(n)][0].part.fused}
+    single = {n: r for n, r in ranks.items() if n not in whole}
+    dora = _dora(modules)
+    config = peft.make(single, experts=whole, dora=dora, base=base) | {"target_modules": _targets(names, single)}
     headers = [Header(name, value.dtype, value.shape) for name, value in sorted(tensors.items())]
     headers.sort(key=lambda header: -header.dtype.itemsize)
     with whole_directory(directory, overwrite=overwrite) as part:
         write_json(part / peft.CONFIG, config)
         write_file(part / peft.TENSORS, headers, (tensors[header.name] for header in headers))
-    return _readers(model, ranks, whole)
+    each = [n for n in single if ".experts." in n]
+    dense = [n for n in single if n.endswith((".gate_proj", ".up_proj", ".down_proj")) and ".experts." not in n]
+    kinds = {"dora": dora, "experts": bool(each or whole), "fused": bool(whole)}
+    return readers(ranks.values(), **kinds, beside=dense if each else ())
 
 
 def _modules(model: Any, names: Names) -> dict[str, list[_Factors]]:
@@ -92,10 +94,12 @@ def _modules(model: Any, names: Names) -> dict[str, list[_Factors]]:
     taken = set()
     joined = {path: _joined(path, site) for path, site in sites.items()}
     for name, parts in names.parts.items():
-        for part in parts:
-            if part.site in sites:
-                taken.add(part.site)
-                found.setdefault(name, []).append(_factors(part, *joined[part.site]))
+        for part in [part for part in parts if part.site in sites]:
+            taken.add(part.site)
+            arrays, scale = joined[part.site]
+            index = tuple(i for i in (part.piece.place.index, part.expert) if i is not None)
+            a, b, magnitude = (None if array is None else array[index] for array in arrays)
+            found.setdefault(name, []).append(_Factors(part, a, b, scale, magnitude))
     if lost := sorted(sites.keys() - taken):
         raise ValueError(f"{lost} have no name in transformers, so PEFT cannot express their adapters")
     return found
@@ -113,19 +117,6 @@ def _joined(path: str, site: Any) -> tuple[list[Any], float]:
     return [a, b, None if found[0].magnitude is None else host(found[0].magnitude)], scale
 
 
-def _factors(part: Part, arrays: Sequence[Any], scale: float) -> _Factors:
-    """Returns a layer's, or an expert's, part of the factors that a site holds."""
-    index = [i for i in (part.piece.place.index, part.expert) if i is not None]
-    a, b, magnitude = (None if array is None else array[tuple(index)] for array in arrays)
-    assert a is not None and b is not None
-    return _Factors(part, a, b, scale, magnitude)
-
-
-def _is_fused(factors: Sequence[_Factors]) -> bool:
-    """Returns True for a parameter that holds all experts."""
-    return factors[0].part.expert is None and bool(factors[0].part.experts)
-
-
 def _dora(modules: dict[str, list[_Factors]]) -> bool:
     """Returns True if all adapters train lengths; raises ValueError if only some do."""
     kinds = {f.magnitude is not None for factors in modules.values() for f in factors}
@@ -138,8 +129,8 @@ def _written(
     name: str, factors: Sequence[_Factors], names: Names, modules: dict[str, Any]
 ) -> tuple[tuple[int, float], dict[str, np.ndarray]]:
     """Returns rank and scale of a module, and its tensors by name."""
-    part, fused = factors[0].part, _is_fused(factors)
-    lead = (factors[0].a.shape[0],) if fused else ()
+    part = factors[0].part
+    lead = (factors[0].a.shape[0],) if part.fused else ()
     shared = all(np.array_equal(f.a, factors[0].a) for f in factors)
     rank = factors[0].b.shape[-1] if shared else sum(f.b.shape[-1] for f in factors)
     a = np.zeros((*lead, rank, part.size(part.summed)), factors[0].a.dtype)
@@ -150,8 +141,10 @@ def _written(
         f.part.view(a[..., rows, :], len(lead) + 1, part.summed)[...] = f.a
         f.part.view(b, len(lead), part.kept)[..., rows] = f.b * np.asarray(f.scale / scale, f.b.dtype)
         start += 0 if shared else f.b.shape[-1]
-    if fused:
-        return (rank, scale), _fused(name, a, b, names, modules, _dora({name: [*factors]}))
+    if part.fused and factors[0].magnitude is not None:
+        raise ValueError(f"{name}: PEFT has no DoRA for fused experts")
+    if part.fused:
+        return (rank, scale), _fused(name, a, b, names, modules)
     made = {f"{names.theirs(name)}.lora_A.weight": a, f"{names.theirs(name)}.lora_B.weight": b}
     return (rank, scale), made | _magnitude(name, factors, names)
 
@@ -169,12 +162,8 @@ def _magnitude(name: str, factors: Sequence[_Factors], names: Names) -> dict[str
     return {f"{names.theirs(name)}.lora_magnitude_vector": whole}
 
 
-def _fused(
-    name: str, a: np.ndarray, b: np.ndarray, names: Names, modules: dict[str, Any], dora: bool
-) -> dict[str, np.ndarray]:
+def _fused(name: str, a: np.ndarray, b: np.ndarray, names: Names, modules: dict[str, Any]) -> dict[str, np.ndarray]:
     """Returns the tensors of a parameter of all experts: A is expert-major, in B the index of experts runs fastest."""
-    if dora:
-        raise ValueError(f"{name}: PEFT has no DoRA for fused experts")
     part = names.parts[name][0]
     in_out = part.piece.groups.index(part.group(part.summed)) < part.piece.groups.index(part.group(part.kept))
     if in_out and names.family not in _TRANSPOSED:
@@ -187,20 +176,8 @@ def _fused(
     return {f"{where}.lora_A.weight": a, f"{where}.lora_B.weight": b}
 
 
-def _targets(names: Names, modules: Sequence[str]) -> list[str]:
+def _targets(names: Names, modules: Iterable[str]) -> list[str]:
     """Returns `target_modules`: last names where these fit adapted modules only, whole ones elsewhere."""
-    others = {names.theirs(n) for n in names.parts} - {*modules}
-    shared = {name.rpartition(".")[2] for name in others}
-    short = {name if name.rpartition(".")[2] in shared else name.rpartition(".")[2] for name in modules}
-    return sorted(short)
-
-
-def _readers(model: Any, ranks: dict[str, Any], whole: dict[str, Any]) -> tuple[str, ...]:
-    """Returns a line for each reader."""
-    found = report(model)
-    lines = [found.readers[0], vllm_line(ranks.values(), dora=found.dora, fused=bool(whole))]
-    experts = [n for n in ranks if ".experts." in n]
-    dense = [n for n in ranks if n.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj") and ".experts." not in n]
-    if experts and not whole and dense:
-        lines[0] = f"PEFT: ignores {len(dense)} dense MLP modules beside experts, such as {dense[0]}; vLLM reads them"
-    return tuple(lines)
+    last = lambda name: name.rpartition(".")[2]
+    shared = {last(name) for name in {names.theirs(n) for n in names.parts} - {*modules}}
+    return sorted({name if last(name) in shared else last(name) for name in modules})

@@ -1,7 +1,7 @@
 """Reports: what is adapted, at which cost, and who can read it."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -54,13 +54,8 @@ class Report:
         for row in self.rows:
             rank, scale = written.get(row.path, (0, row.scale))
             written[row.path] = rank + row.rank, scale
-        experts = any(row.kind == "expert" for row in self.rows)
-        return ("PEFT: from 0.19" if experts else "PEFT: all of it", vllm_line(written.values(), dora=self.dora))
-
-    @property
-    def dora(self) -> bool:
-        """Returns True if an adapter trains lengths."""
-        return any(row.dora for row in self.rows)
+        dora, experts = any(row.dora for row in self.rows), any(row.kind == "expert" for row in self.rows)
+        return readers(written.values(), dora=dora, experts=experts)
 
     def __str__(self) -> str:
         table = Table(box=box.SIMPLE, show_footer=True)
@@ -80,29 +75,29 @@ def report(model: Any) -> Report:
     Args:
         model: A model; `jax.eval_shape` of one is enough.
     """
-    rows = tuple(_row(path, site, matmul) for path, site in adapted(model) for matmul in levels(site))
+
+    def row(path: str, site: Any, matmul: Any) -> Row:
+        what = matmul.rank, matmul.scale, matmul.magnitude is not None, isinstance(matmul.b, nnx.LoRAParam)
+        return Row(path, kind_of(site), *what, _bytes((matmul.a, matmul.b, matmul.magnitude)))
+
+    rows = tuple(row(path, site, matmul) for path, site in adapted(model) for matmul in levels(site))
     return Report(rows, _bytes(model) - sum(row.bytes for row in rows))
 
 
-def vllm_line(written: Iterable[tuple[int, float]], *, dora: bool, fused: bool = False) -> str:
-    """Returns what vLLM reads of a PEFT directory.
+def readers(
+    written: Iterable[tuple[int, float]], *, dora: bool, experts: bool, fused: bool = False, beside: Sequence[str] = ()
+) -> tuple[str, str]:
+    """Returns what PEFT and what vLLM read of a PEFT directory with these ranks and scales.
 
-    Args:
-        written: Rank and scale of each module, as they are written.
-        dora: True if lengths are trained.
-        fused: True if experts are written as fused parameters.
+    `beside` are adapted dense MLP modules of a model whose experts are written each.
     """
-    kinds = {*written}
+    peft, kinds = "PEFT: from 0.19" if experts else "PEFT: all of it", {*written}
+    if beside:
+        peft = f"PEFT: ignores {len(beside)} dense MLP modules beside experts, such as {beside[0]}; vLLM reads them"
     found = {"DoRA": dora, "several ranks or scales in one directory": len(kinds) > 1, "fused experts": fused}
     if missing := [what for what, is_there in found.items() if is_there]:
-        return f"vLLM: does not support {', '.join(missing)}; merge the adapters to serve the model there"
-    return f"vLLM: with max_lora_rank of at least {max(rank for rank, _ in kinds)}"
-
-
-def _row(path: str, site: Any, matmul: Any) -> Row:
-    """Returns the row of one adapter of a layer."""
-    what = matmul.rank, matmul.scale, matmul.magnitude is not None, isinstance(matmul.b, nnx.LoRAParam)
-    return Row(path, kind_of(site), *what, _bytes((matmul.a, matmul.b, matmul.magnitude)))
+        return peft, f"vLLM: does not support {', '.join(missing)}; merge the adapters to serve the model there"
+    return peft, f"vLLM: with max_lora_rank of at least {max(rank for rank, _ in kinds)}"
 
 
 def _bytes(tree: Any) -> int:

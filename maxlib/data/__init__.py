@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from maxlib.data._packing import Statistics as Statistics
     from maxlib.data._packing import pack as pack
     from maxlib.data._packing import statistics as statistics
+    from maxlib.data._padding import pad as pad
+    from maxlib.data._pairs import labelled as labelled
+    from maxlib.data._pairs import pairs as pairs
     from maxlib.data._pretokenize import read_manifest as read_manifest
     from maxlib.data._pretokenize import tokenized as tokenized
     from maxlib.data._pretokenize import write_tokens as write_tokens
@@ -42,6 +45,8 @@ __getattr__, __dir__ = lazy(
         "_loader": ("Loader", "host_shards", "shards_of"),
         "_mixture": ("Mixture",),
         "_packing": ("Statistics", "pack", "statistics"),
+        "_padding": ("pad",),
+        "_pairs": ("labelled", "pairs"),
         "_pretokenize": ("read_manifest", "tokenized", "write_tokens"),
         "_sample_text": ("python_text",),
         "_sources": ("array_record", "chats", "in_memory", "jsonl", "split", "text_files"),

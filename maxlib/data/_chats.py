@@ -38,23 +38,37 @@ def tokenize_chats(
     """
     if not callable(learn) and learn not in ("assistant", "last"):
         raise ValueError(f"learn must be 'assistant', 'last' or a function of (i, messages), got {learn!r}.")
-    tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    return documents.map_with_index(
-        partial(_tokenized, tokenizer=tokenizer, template=template, learn=learn, count=len(documents))
-    )
+    tokenized = lambda document, _: {**document, **with_targets(document, tokenizer, template, learn)}
+    return map_named(documents, tokenized, "chat")
 
 
-def _tokenized(
-    index: int, document: Document, *, tokenizer: Any, template: ChatTemplate, learn: str | Chooses, count: int
-) -> Document:
-    record = document.get("record", f"chat {index % count}")
+def map_named(
+    documents: grain.MapDataset[Document], function: Callable[[Document, int], Any], name: str
+) -> grain.MapDataset[Any]:
+    """Applies `function` to each document and its number; errors say which record they are about.
+
+    Args:
+      documents: the documents.
+      function: called with a document and its number.
+      name: what a document without a record of its own is called.
+
+    Raises:
+      ValueError: when a document is read on which `function` fails.
+    """
+    return documents.map_with_index(partial(_named, function=function, name=name, count=len(documents)))
+
+
+def _named(index: int, document: Document, *, function: Callable[[Document, int], Any], name: str, count: int) -> Any:
     try:
-        return {**document, **_with_targets(document, tokenizer, template, learn)}
+        return function(document, index)
     except Exception as error:  # jinja raises many kinds
+        record = document.get("record", f"{name} {index % count}")
         raise ValueError(f"{record}: {type(error).__name__}: {error}") from error
 
 
-def _with_targets(document: Document, tokenizer: Any, template: ChatTemplate, learn: str | Chooses) -> Document:
+def with_targets(document: Document, tokenizer: Any, template: ChatTemplate, learn: str | Chooses) -> Document:
+    """Returns tokens and targets of a document with `messages`."""
+    tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if "messages" not in document:
         raise ValueError(f"a chat needs 'messages', got {sorted(document)}")
     messages = document["messages"]

@@ -1,4 +1,4 @@
-"""The training losses of distillation and of supervised tuning, for models."""
+"""The training loss of distillation, for models; those of supervised tuning are the names of `training`."""
 
 import functools
 from typing import Any
@@ -8,20 +8,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.ops import divergence
-from maxlib.post_training._models import Batch, ComparedObjective, hidden_states, scores
-from maxlib.training import Stats, objective
+from maxlib.ops import top_k_divergence as top_k_divergence
+from maxlib.post_training._models import Batch, ComparedObjective
+from maxlib.training import Stats
+from maxlib.training import dft_loss as dft_loss
+from maxlib.training import with_embedding_noise as with_embedding_noise
+from maxlib.training._objectives.objective import run
 
 
-def _with_teacher(
-    student: Any, teacher: Any, batch: Batch, options: Any, run: dict[str, Any]
-) -> tuple[Batch, dict[str, Any]]:
-    """Returns a batch with the teacher's hidden states, and the teacher as an option."""
+def _with_teacher(student: Any, teacher: Any, batch: Batch, *, temperature: float, **options: Any) -> Batch:
+    """Returns a batch with the teacher, if there is one beside the student, and its hidden states."""
     if teacher is None:
-        return batch, {}
+        return batch
     teacher = jax.lax.stop_gradient(teacher)
-    seen = jax.lax.stop_gradient(hidden_states(teacher, batch, **run))
-    return batch | {"teacher_hidden": seen}, {"teacher_head": teacher}
+    return batch | {"teacher": teacher, "teacher_hidden": run(teacher, batch, **options).hidden}
 
 
 @functools.partial(ComparedObjective, option="teacher", compare=_with_teacher)
@@ -34,7 +34,6 @@ def distillation_loss(
     temperature: float = 1.0,
     hard: float = 0.0,
     tail: bool = True,
-    teacher_head: Any = None,
 ) -> tuple[Float[Array, ""], Stats]:
     """Computes the divergence of the student from the teacher at every target, summed, in nats.
 
@@ -51,16 +50,15 @@ def distillation_loss(
         temperature: Divisor of both models' logits.
         hard: Weight of the cross-entropy of the targets, to which the divergence is added with `1 - hard`.
         tail: For stored targets, see `top_k_divergence`.
-        teacher_head: The teacher, whose hidden states are `batch["teacher_hidden"]`; set by the loss itself.
 
     Raises:
         ValueError: when there is no teacher, or it has another vocabulary.
     """
     mask, weight = batch["targets"] >= 0, head.head_weight()
     options: Any = {"temperature": temperature, "softcap": head.softcap}
-    if teacher_head is not None:
-        theirs = batch["teacher_hidden"], teacher_head.head_weight(), mask
-        options |= {"teacher_softcap": teacher_head.softcap, "beta": beta}
+    if (teacher := batch.get("teacher")) is not None:
+        theirs = batch["teacher_hidden"], teacher.head_weight(), mask
+        options |= {"teacher_softcap": teacher.softcap, "beta": beta}
         losses = nn.distillation.token_divergence(hidden, weight, *theirs, **options)
     elif "teacher_ids" in batch:
         ours = nn.distillation.token_gather_log_probs(hidden, weight, batch["teacher_ids"], **options)
@@ -77,77 +75,3 @@ def distillation_loss(
         nll, terms = nn.cross_entropy(hidden, weight, batch["targets"], softcap=head.softcap)
         loss, sums = loss + hard * nll, sums | terms
     return loss, jax.lax.stop_gradient(Stats(count, sums))
-
-
-def top_k_divergence(
-    student: Float[Array, "*B K"], teacher: Float[Array, "*B K"], *, beta: float = 0.0, tail: bool = True
-) -> Float[Array, "*B"]:
-    """Computes `ops.divergence` over the teacher's K likeliest tokens.
-
-    Args:
-        student: The student's log-probabilities of these tokens, over the whole vocabulary.
-        teacher: The teacher's.
-        beta: As in `ops.divergence`.
-        tail: True adds a bucket of all other tokens, log(1 - Σ p), on both sides. False divides by Σ p instead, which
-            forgets how much probability the K tokens had, and is 0 for K = 1.
-    """
-    return divergence(_closed(student, tail), _closed(teacher, tail), beta=beta)
-
-
-def _closed(log_probs: Float[Array, "*B K"], tail: bool) -> Float[Array, "*B _"]:
-    """Completes log-probabilities of some tokens to a distribution."""
-    total = jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True)
-    if not tail:
-        return log_probs - jnp.log(total)
-    # Rounding may sum them to 1 or more.
-    rest = jnp.log1p(-jnp.minimum(total, 1 - 1e-7))
-    return jnp.concatenate([log_probs, rest], axis=-1)  # [*B, K] -> [*B, K + 1]
-
-
-@objective
-def dft_loss(head: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
-    """Computes dynamic fine-tuning (arXiv:2508.05629): the cross-entropy of each target times its probability.
-
-    Called as `dft_loss(model, batch, key, *, dtype, remat)`. The factor has no gradient: -Σ sg(p) log p. Metrics are
-    those of `next_token_loss`.
-
-    Args:
-        head: The model.
-        hidden: Its last hidden states.
-        batch: With `targets`, -1 outside of what is learned.
-    """
-    scored = scores(head, hidden, batch["targets"])
-    loss = -jnp.sum(jax.lax.stop_gradient(jnp.exp(scored.log_prob)) * scored.log_prob)  # 0 where ignored
-    sums = {"nll": -jnp.sum(scored.log_prob), "accuracy": jnp.sum(scored.correct, dtype=jnp.float32)}
-    return loss, jax.lax.stop_gradient(Stats(jnp.sum(batch["targets"] >= 0).astype(jnp.float32), sums))
-
-
-def with_embedding_noise(loss: Any, *, alpha: float = 5.0) -> Any:
-    """Makes a loss that adds noise to token vectors (NEFTune, arXiv:2310.05914): uniform in ±alpha / √(T D).
-
-    Args:
-        loss: Any training loss; the model needs `embed_tokens`, as `nn.Decoder` has it.
-        alpha: Size of the noise.
-
-    Returns:
-        A loss of the same arguments, which draws the noise with its `key`. Evaluate with `loss` itself.
-    """
-    return functools.partial(_noisy_loss, loss=loss, alpha=alpha)
-
-
-def _noisy_loss(model: Any, batch: Batch, key: Array, *, loss: Any, alpha: float, **options: Any) -> Any:
-    """Runs `loss` on a model whose token vectors are noisy."""
-    if not hasattr(model, "embed_tokens"):
-        raise TypeError(
-            f"embedding noise needs a model with embed_tokens, such as an nn.Decoder, got {type(model).__name__}"
-        )
-    noisy = jax.tree.map(lambda x: x, model)  # another object with the same arrays
-    embed_tokens = noisy.embed_tokens
-
-    def with_noise(tokens: Array, dtype: Any) -> Array:
-        x = embed_tokens(tokens, dtype)
-        size = alpha / (x.shape[1] * x.shape[2]) ** 0.5
-        return x + jax.random.uniform(key, x.shape, x.dtype, -size, size)
-
-    noisy.embed_tokens = with_noise
-    return loss(noisy, batch, key, **options)

@@ -1,5 +1,6 @@
 """Loaders around loaders: batches with what a frozen model says of them, computed once for each."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,27 +9,15 @@ import jax.numpy as jnp
 
 from maxlib import nn, sharding
 from maxlib.observability._metrics import reported
-from maxlib.post_training._models import Batch, hidden_states, log_probs
+from maxlib.post_training._models import Batch, log_probs
 from maxlib.training import StatefulLoader, place_batch
+from maxlib.training._objectives.objective import run
 
 
 class Scored:
-    """A loader that adds what a frozen model says to each part of a batch that has tokens; it is where `loader` is.
+    """A loader that adds `score(model, part)` to each part of a batch that has tokens; it is where `loader` is."""
 
-    Args:
-        loader: Any loader of the protocol.
-        model: The frozen model.
-        layout: Layout of the model and the batches.
-        score: From model and part to new arrays.
-    """
-
-    def __init__(
-        self,
-        loader: StatefulLoader,
-        model: Any,
-        layout: sharding.Layout | None,
-        score: Callable[[Any, Batch], Batch],
-    ):
+    def __init__(self, loader: StatefulLoader, model: Any, layout: Any, score: Callable[[Any, Batch], Batch]):
         self.loader, self.model, self.layout = loader, model, layout
         self._compiled = jax.jit(lambda model, batch: _over_parts(lambda part: score(model, part), batch))
         self.reset, self.get_state, self.set_state = loader.reset, loader.get_state, loader.set_state
@@ -38,9 +27,7 @@ class Scored:
 
     def __next__(self) -> Batch:
         batch = place_batch(next(self.loader), self.layout)
-        if self.layout is None:
-            return self._compiled(self.model, batch)
-        with sharding.use(self.layout):
+        with contextlib.nullcontext() if self.layout is None else sharding.use(self.layout):
             return self._compiled(self.model, batch)
 
     def metrics(self) -> dict[str, Any]:
@@ -90,10 +77,8 @@ def add_teacher(
     """
 
     def score(model: Any, part: Batch) -> Batch:
-        hidden, options = (
-            hidden_states(model, part, dtype=dtype),
-            {"temperature": temperature, "softcap": model.softcap},
-        )
+        hidden = run(model, part, dtype=dtype).hidden
+        options: Any = {"temperature": temperature, "softcap": model.softcap}
         values, ids = nn.distillation.token_top_k(hidden, model.head_weight(), k, **options)
         return {"teacher_ids": ids, "teacher_log_probs": values}
 

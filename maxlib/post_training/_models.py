@@ -11,10 +11,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn
 from maxlib.training import Objective, Stats
-
-Batch = dict[str, Any]
-Other = Callable[[Any], Any]
-_INPUTS = ("positions", "segment_ids", "valid", "images")
+from maxlib.training._objectives.objective import Batch, run
 
 
 class WithFrozen(nnx.Module):
@@ -35,21 +32,20 @@ class ComparedObjective(Objective):
     """A training loss that compares the model with another one, which its option `option` finds.
 
     Called as `loss(model, batch, key, *, reference, dtype, remat, **options)`, for an `option` of that name. The other
-    model is `reference(model)`, such as `adapters.base`, or that of `WithFrozen`, or what it says is in the batch.
+    model is `reference(model)`, such as `adapters.base`, or that of `WithFrozen`, or its words are in the batch.
 
     Args:
         from_hidden: As for `Objective`.
         option: Name of the option.
-        compare: From model, other model (None if there is none), batch, and options of the loss: the batch with what
-            the other one says, and more options.
+        compare: From model, other model (None if there is none), batch, and by keyword temperature, dtype and remat:
+            the batch with what the other one says.
     """
 
-    def __init__(self, from_hidden: Any, *, option: str, compare: Callable[..., tuple[Batch, dict[str, Any]]]):
+    def __init__(self, from_hidden: Any, *, option: str, compare: Callable[..., Batch]):
         super().__init__(from_hidden)
         self.option, self.compare = option, compare
         new = inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None)
-        own = [p for p in self.__signature__.parameters.values() if p.name != "teacher_head"]  # which `compare` gives
-        self.__signature__ = self.__signature__.replace(parameters=[*own, new])
+        self.__signature__ = self.__signature__.replace(parameters=[*self.__signature__.parameters.values(), new])
 
     def __call__(
         self,
@@ -63,11 +59,12 @@ class ComparedObjective(Objective):
     ) -> tuple[Float[Array, ""], Stats]:
         """Runs the models on the batch and returns `(loss sum, Stats)`."""
         model, frozen = _trained_and_frozen(model, options.pop(self.option, None), self.option)
-        batch, more = self.compare(model, frozen, batch, options, {"dtype": dtype, "remat": remat})
-        return super().__call__(model, batch, key, dtype=dtype, remat=remat, **options, **more)
+        temperature = options.get("temperature", 1.0)
+        batch = self.compare(model, frozen, batch, temperature=temperature, dtype=dtype, remat=remat)
+        return super().__call__(model, batch, key, dtype=dtype, remat=remat, **options)
 
 
-def _trained_and_frozen(model: Any, other: Other | None, option: str) -> tuple[Any, Any]:
+def _trained_and_frozen(model: Any, other: Any, option: str) -> tuple[Any, Any]:
     """Returns the model to train and the other one, None if there is none."""
     if other is not None and (not callable(other) or nn.variables(other)):
         raise TypeError(
@@ -77,11 +74,6 @@ def _trained_and_frozen(model: Any, other: Other | None, option: str) -> tuple[A
     if other is not None:
         return model, other(model)
     return (model.trained, model.frozen) if isinstance(model, WithFrozen) else (model, None)
-
-
-def hidden_states(model: Any, batch: Batch, **run: Any) -> Float[Array, "B T D"]:
-    """Returns a model's last hidden states on a batch's tokens; `run` has dtype and remat."""
-    return model(batch["tokens"], **run, **{name: batch[name] for name in _INPUTS if name in batch}).hidden
 
 
 def log_probs(
@@ -106,7 +98,7 @@ def log_probs(
     Returns:
         One value per token, 0 where it is not scored.
     """
-    hidden = hidden_states(model, batch, dtype=dtype, remat=remat)
+    hidden = run(model, batch, dtype=dtype, remat=remat).hidden
     return scores(model, hidden, batch["targets"], temperature=temperature, entropy=entropy)
 
 

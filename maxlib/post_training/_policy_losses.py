@@ -52,7 +52,12 @@ def policy_loss(
     Raises:
         ValueError: when the batch lacks what an option needs.
     """
-    _check_batch(batch, kl_term, correction)
+    if "advantages" not in batch:
+        raise ValueError(f"a policy loss needs batch['advantages'] (group_advantages), got {sorted(batch)}")
+    if kl_term is not None and "reference" not in batch:
+        raise ValueError(no_reference("the KL term"))
+    if correction is not None and "sampler" not in batch:
+        raise ValueError("a correction needs batch['sampler'], the log-probabilities that the sampler reported")
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
     scored = scores(head, hidden, batch["targets"], temperature=temperature, entropy=True)
     rho = policy_ratio(scored.log_prob, batch.get("old"), mask, segment_ids, by=ratio)
@@ -126,12 +131,3 @@ def check_sampler(loss: Any, sampler: Sampler) -> None:
         raise ValueError(
             f"a sampler for training draws from the whole distribution, this one filters by {filters}: leave that out"
         )
-
-
-def _check_batch(batch: dict[str, Any], kl_term: KL | None, correction: Correction | None) -> None:
-    if "advantages" not in batch:
-        raise ValueError(f"a policy loss needs batch['advantages'] (group_advantages), got {sorted(batch)}")
-    if kl_term is not None and "reference" not in batch:
-        raise ValueError(no_reference("the KL term"))
-    if correction is not None and "sampler" not in batch:
-        raise ValueError("a correction needs batch['sampler'], the log-probabilities that the sampler reported")

@@ -12,21 +12,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxlib.ops._segments import segment_sums, token_counts
 from maxlib.post_training._models import Batch, ComparedObjective, frozen_log_probs, scores
-from maxlib.post_training._segments import segment_sums, token_counts
 from maxlib.post_training.preferences import DPO, KTO, Answers, Mixture, Preference
 from maxlib.training import Stats
 
 
-def _compared(
-    model: Any, frozen: Any, batch: Batch, options: dict[str, Any], run: dict[str, Any]
-) -> tuple[Batch, dict[str, Any]]:
+def _compared(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
     """Returns a batch with what the reference says of it, if there is one beside the model."""
     batch = interleaved(batch) if "chosen" in batch else batch
-    run = run | {"temperature": options.get("temperature", 1.0)}
     if "mismatched" in batch:
-        batch = _with_divergence(model, frozen, batch, run)
-    return (batch if frozen is None else batch | {"reference": frozen_log_probs(frozen, batch, **run)}), {}
+        batch = _with_divergence(model, frozen, batch, **options)
+    return batch if frozen is None else batch | {"reference": frozen_log_probs(frozen, batch, **options)}
 
 
 referenced = functools.partial(ComparedObjective, option="reference", compare=_compared)
@@ -45,9 +42,8 @@ def interleaved(batch: Batch) -> Batch:
         )
     # [B, ...] and [B, ...] -> [B, 2, ...] -> [2B, ...]
     join = lambda c, r: jnp.stack([c, r], axis=1).reshape(-1, *c.shape[1:])
-    return {name: join(chosen[name], rejected[name]) for name in chosen} | {
-        "interleaved": jnp.zeros(2 * len(chosen["tokens"]))
-    }
+    joined = {name: join(chosen[name], rejected[name]) for name in chosen}
+    return joined | {"interleaved": jnp.zeros(len(joined["tokens"]))}
 
 
 @referenced
@@ -101,7 +97,9 @@ def preference_loss(
     }
     sums = {name: jnp.sum(is_pair * value) for name, value in metrics.items()}
     if kind.nll:
-        sums["nll"] = pairs * _chosen_nll(scored, targets >= 0, batch)
+        rows = jnp.arange(len(targets))[:, None]
+        chosen = (targets >= 0) & (rows % 2 == 0 if "interleaved" in batch else batch["segment_ids"] % 2 == 1)
+        sums["nll"] = -pairs * jnp.sum(jnp.where(chosen, scored, 0)) / jnp.maximum(jnp.sum(chosen), 1)
         loss += kind.nll * sums["nll"]
     return loss, jax.lax.stop_gradient(Stats(pairs, sums))
 
@@ -169,19 +167,6 @@ def _answers(sums: Float[Array, "B S"], batch: Batch) -> tuple[Array, Array]:
     return pairs[..., 0], pairs[..., 1]
 
 
-def _is_chosen(batch: Batch) -> Array:
-    """Tells for each token (or row, `2B 1`) whether it belongs to a chosen answer."""
-    if "interleaved" in batch:
-        return (jnp.arange(len(batch["tokens"])) % 2 == 0)[:, None]
-    return batch["segment_ids"] % 2 == 1
-
-
-def _chosen_nll(scored: Float[Array, "B T"], mask: Array, batch: Batch) -> Float[Array, ""]:
-    """Computes the mean negative log-probability of the chosen answers' tokens."""
-    mask = mask & _is_chosen(batch)
-    return -jnp.sum(jnp.where(mask, scored, 0)) / jnp.maximum(jnp.sum(mask), 1)
-
-
 def _with_prompt(batch: Batch) -> Int[Array, "B T"]:
     """Returns the targets of prompts too: the next token of the same text."""
     following = lambda x: jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
@@ -193,16 +178,13 @@ def _with_prompt(batch: Batch) -> Int[Array, "B T"]:
     return jnp.where(targets >= 0, targets, jnp.where(inside, following(tokens), -1))
 
 
-def _with_divergence(model: Any, frozen: Any, batch: Batch, run: dict[str, Any]) -> Batch:
-    """Replaces `mismatched` by `z`, the mean ratio of its answers, for each row."""
-    other = batch["mismatched"]
-    if frozen is not None:
-        other = other | {"reference": frozen_log_probs(frozen, other, **run)}
+def _with_divergence(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
+    """Returns a batch with `z`, the mean ratio of the answers in `mismatched`, for each row."""
+    other = _compared(model, frozen, batch["mismatched"], **options)
     if "reference" not in other:
         raise ValueError(no_reference("the divergence on batch['mismatched']"))
-    mask, segment_ids = other["targets"] >= 0, other.get("segment_ids")
-    ratio = frozen_log_probs(model, other, **run) - other["reference"]
-    answers = jnp.sum(token_counts(mask, segment_ids) > 0)
+    ratio = frozen_log_probs(model, other, **options) - other["reference"]
+    mask = other["targets"] >= 0
+    answers = jnp.sum(token_counts(mask, other.get("segment_ids")) > 0)
     z = jnp.sum(jnp.where(mask, ratio, 0)) / jnp.maximum(answers, 1)
-    rest = {name: x for name, x in batch.items() if name != "mismatched"}
-    return rest | {"z": jnp.broadcast_to(z, len(batch["tokens"]))}
+    return batch | {"z": jnp.broadcast_to(z, len(batch["tokens"]))}

@@ -2,21 +2,21 @@
 
 import collections
 import contextlib
+import functools
 import math
-import multiprocessing
-import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
+from maxlib._utils.timed_process import TimedProcess, wait_for_any
+
 Reward = Callable[[Any], float | None]
 FAILURES = "timeout", "error", "nan"
 
 
-class RewardPool:
+class RewardPool(contextlib.AbstractContextManager):
     """Processes that score completions.
 
     A reward is a function of one item, such as a dict of a document and a completion, that returns a number, or None
@@ -34,20 +34,22 @@ class RewardPool:
             raise ValueError(f"processes and timeout must be positive, got {processes} and {timeout}")
         self.rewards, self.timeout = list(rewards) if isinstance(rewards, Sequence) else [rewards], timeout
         self.outcomes = collections.Counter[str]()
-        self._workers = [_Worker(self.rewards) for _ in range(processes)]
+        score = [functools.partial(_score, reward) for reward in self.rewards]
+        self._workers = [TimedProcess(score) for _ in range(processes)]
 
     def __call__(self, items: Sequence[Any]) -> Float[np.ndarray, "N K"]:
         """Scores N items with K rewards; NaN where an item was not scored."""
         scores = np.full((len(items), len(self.rewards)), np.nan)
-        waiting = [(n, k) for n in reversed(range(len(items))) for k in reversed(range(len(self.rewards)))]
+        waiting = list(np.ndindex(scores.shape))[::-1]
         while waiting or any(worker.job for worker in self._workers):
             for worker in self._workers:
                 if waiting and worker.idle:
-                    worker.start(waiting[-1], items[waiting.pop()[0]], self.timeout)
-            for worker in self._ready():
+                    n, k = waiting.pop()
+                    worker.start((n, k), k, items[n], self.timeout)
+            for worker in wait_for_any(self._workers):
                 if (done := worker.result()) is not None:
-                    place, kind, value = done
-                    scores[place] = value
+                    job, scored, failure = done
+                    kind, scores[job] = scored or ("timeout" if failure == "timeout" else "error", math.nan)
                     self.outcomes[kind] += 1
         return scores
 
@@ -60,78 +62,8 @@ class RewardPool:
         for worker in self._workers:
             worker.end()
 
-    def __enter__(self) -> "RewardPool":
-        return self
-
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-    def _ready(self) -> list["_Worker"]:
-        """Waits for an answer or a deadline, and returns the workers that have one."""
-        busy = [worker for worker in self._workers if not worker.idle]
-        until = min((worker.deadline for worker in busy), default=0.0) - time.monotonic()
-        answered = wait([worker.pipe for worker in busy], None if math.isinf(until) else max(until, 0.0))
-        return [worker for worker in busy if worker.pipe in answered or worker.deadline <= time.monotonic()]
-
-
-class _Worker:
-    """A process and its job: the place of a score."""
-
-    def __init__(self, rewards: Sequence[Reward]):
-        self.rewards = rewards
-        self._begin()
-
-    @property
-    def idle(self) -> bool:
-        return self.ready and self.job is None
-
-    def start(self, job: tuple[int, int], item: Any, timeout: float) -> None:
-        self.job, self.deadline = job, time.monotonic() + timeout
-        self.pipe.send((job[1], item))
-
-    def result(self) -> tuple[tuple[int, int], str, float] | None:
-        """Returns place, kind and score of the job, or None if the process has only started."""
-        try:
-            kind, value = self.pipe.recv() if self.pipe.poll() else ("timeout", math.nan)
-            lost = kind == "timeout"
-        except (EOFError, OSError):  # it ended itself
-            kind, value, lost = "error", math.nan, True
-        if kind == "ready":
-            self.ready = True
-            return None
-        if not self.ready:
-            raise RuntimeError(
-                f"a process ended before it could score: {self.rewards} must be importable from a module"
-            )
-        job, self.job, self.deadline = self.job, None, math.inf
-        if lost:
-            self.end()
-            self._begin()
-        assert job is not None
-        return job, kind, value
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-
-    def _begin(self) -> None:
-        # Not forked: the threads of the parent, which XLA has many of, are missing in a fork.
-        context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, self.rewards), daemon=True)
-        self.process.start()
-        other.close()
-        self.job, self.ready, self.deadline = None, False, math.inf
-
-
-def _serve(pipe: Connection, rewards: Sequence[Reward]) -> None:
-    """Scores items until the parent closes the pipe."""
-    pipe.send(("ready", 0.0))
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while True:
-            number, item = pipe.recv()
-            pipe.send(_score(rewards[number], item))
 
 
 def _score(reward: Reward, item: Any) -> tuple[str, float]:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
+from maxlib._utils.choices import check_choice
+
 EPSILON = 1e-4  # beside the standard deviation
 Rewards = Any  # an array or nested lists
 Advantages = Float[np.ndarray, "N G"]
@@ -26,8 +28,7 @@ def group_advantages(rewards: Rewards, *, scale: Literal["group", "batch"] | Non
     Raises:
         ValueError: when groups have a single completion, which is its own mean.
     """
-    if scale not in ("group", "batch", None):
-        raise ValueError(f"scale must be 'group', 'batch' or None, got {scale!r}")
+    check_choice("scale", scale, ("group", "batch", None))
     rewards = _checked(rewards)
     deviation = rewards - _moments(rewards)[0]
     if scale is not None:
@@ -50,7 +51,7 @@ def leave_one_out(rewards: Rewards, *, normalize: bool = False) -> Advantages:
     # r_i - (sum - r_i) / (n - 1) = n / (n - 1) (r_i - mean)
     deviation = count / np.maximum(count - 1, 1) * (rewards - _moments(rewards)[0])
     deviation = np.where(count > 1, deviation, 0 * rewards)
-    return _finished(_over_batch(deviation) if normalize else deviation, rewards)
+    return _finished(_normalized(deviation, over_batch=True) if normalize else deviation, rewards)
 
 
 def combine_rewards(rewards: Rewards, weights: Sequence[float] | None = None) -> Float[np.ndarray, "N G"]:
@@ -79,9 +80,8 @@ def decoupled_advantages(rewards: Rewards, weights: Sequence[float] | None = Non
     """
     rewards = np.asarray(rewards, np.float64)
     scaled = [_normalized(_checked(one)) for one in np.moveaxis(rewards, -1, 0)]
-    return _finished(
-        _over_batch(combine_rewards(np.stack(scaled, axis=-1), weights)), combine_rewards(rewards, weights)
-    )
+    total = combine_rewards(np.stack(scaled, axis=-1), weights)
+    return _finished(_normalized(total, over_batch=True), combine_rewards(rewards, weights))
 
 
 def kl_penalized(rewards: Any, old: Any, reference: Any, mask: Any, *, beta: float) -> np.ndarray:
@@ -158,10 +158,7 @@ def _moments(rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean, np.sqrt(square.sum(1, keepdims=True) / np.maximum(count - 1, 1))
 
 
-def _normalized(rewards: np.ndarray) -> np.ndarray:
-    mean, std = _moments(rewards)
+def _normalized(rewards: np.ndarray, *, over_batch: bool = False) -> np.ndarray:
+    """Subtracts the mean of each group, or of the batch, and divides by the standard deviation."""
+    mean, std = _moments(rewards.reshape(1, -1) if over_batch else rewards)
     return (rewards - mean) / (std + EPSILON)
-
-
-def _over_batch(rewards: np.ndarray) -> np.ndarray:
-    return _normalized(rewards.reshape(1, -1)).reshape(rewards.shape)

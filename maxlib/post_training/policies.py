@@ -6,13 +6,14 @@ policy to the one that sampled, m the mask of completion tokens.
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from maxlib.post_training._segments import Segments, segment_sums, spread, token_counts
+from maxlib._utils.choices import check_choice
+from maxlib.ops._segments import Segments, segment_sums, spread, token_counts
 
 Ratio = Literal["token", "sequence", "sequence_token", "sequence_sum"]
 Tokens = Float[Array, "B T"]
@@ -82,10 +83,7 @@ class KL:
     kind: Literal["k3", "k2", "corrected"] = "k3"
 
     def __post_init__(self):
-        if self.kind not in ("k2", "k3", "corrected"):
-            raise ValueError(
-                f"kind must be 'k2', 'k3' or 'corrected', got {self.kind!r}; k1 has no gradient in expectation"
-            )
+        check_choice("kind", self.kind, ("k2", "k3", "corrected"), "k1 has no gradient in expectation")
 
     def __call__(self, log_prob: Tokens, reference: Tokens, ratio: Tokens | None = None) -> Tokens:
         """Estimates the divergence at each token, without `beta`; `ratio` is ρ, None for an on-policy step."""
@@ -112,11 +110,10 @@ def policy_ratio(
     Returns:
         ρ, equal for all tokens of a sequence unless `by` is "token".
     """
+    check_choice("by", by, get_args(Ratio))
     log_ratio = jnp.where(mask, log_prob - (stop(log_prob) if old is None else old), 0)
     if by == "token":
         return jnp.exp(log_ratio)
-    if by not in ("sequence", "sequence_token", "sequence_sum"):
-        raise ValueError(f"by must be 'token', 'sequence', 'sequence_token' or 'sequence_sum', got {by!r}")
     total = segment_sums(log_ratio, segment_ids)  # [B, T] -> [B, S]
     if by != "sequence_sum":
         total = total / jnp.maximum(token_counts(mask, segment_ids), 1)
@@ -143,10 +140,8 @@ class Correction:
     outside: Literal["clip", "zero"] = "clip"
 
     def __post_init__(self):
-        if self.by not in ("token", "sequence") or self.outside not in ("clip", "zero"):
-            raise ValueError(
-                f"by must be 'token' or 'sequence' and outside 'clip' or 'zero', got {self.by!r}, {self.outside!r}"
-            )
+        check_choice("by", self.by, ("token", "sequence"))
+        check_choice("outside", self.outside, ("clip", "zero"))
 
     def __call__(self, trained: Tokens, sampler: Tokens, mask: Bool[Array, "B T"], segment_ids: Segments) -> Tokens:
         """Computes the constant weight of each token; a log-probability that is NaN counts as equal.

@@ -36,8 +36,7 @@ class Answers(NamedTuple):
     @property
     def mean_difference(self) -> Float[Array, "*P"]:
         """Returns c/n_c - r/n_r."""
-        chosen, rejected = self.means
-        return chosen - rejected
+        return jnp.subtract(*self.means)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from maxlib.training._objectives.objective import Objective as Objective
     from maxlib.training._objectives.objective import Stats as Stats
     from maxlib.training._objectives.objective import objective as objective
+    from maxlib.training._objectives.tuning import dft_loss as dft_loss
+    from maxlib.training._objectives.tuning import with_embedding_noise as with_embedding_noise
     from maxlib.training._offload import by_layer as by_layer
     from maxlib.training._optimizer_wrappers import averaged as averaged
     from maxlib.training._optimizer_wrappers import averaged_model as averaged_model
@@ -59,6 +61,7 @@ __getattr__, __dir__ = lazy(
         "_objectives.mtp": ("mtp_loss",),
         "_objectives.next_token": ("next_token_loss",),
         "_objectives.objective": ("Objective", "Stats", "objective"),
+        "_objectives.tuning": ("dft_loss", "with_embedding_noise"),
         "_offload": ("by_layer",),
         "_optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "width_factors", "width_scaled"),
         "_pipelining": ("one_f_one_b",),

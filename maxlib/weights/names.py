@@ -7,11 +7,13 @@ Entries of a layer are relative to it. What a model lacks (biases, norms of head
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 from maxlib.weights._table import Convert, Copy, Entry, Ignore, Weight
 
 _PARTS = ("gate", "up", "down")
+_PER_EXPERT = re.compile(r"\{e\}\.\w+\.weight$")
 
 
 def linear(theirs: str, ours: str) -> list[Weight]:
@@ -73,6 +75,25 @@ LINEAR_ATTENTION = (
     Weight("linear_attn.out_proj.weight", "delta.o.w", "D (N H) -> D N H"),
 )
 CONV1D = "linear_attn.conv1d.weight", "delta.{}_conv", "one W"  # of `queries_keys_values`
+
+
+def with_fused_experts(table: Sequence[Entry]) -> list[Entry]:
+    """Names experts as transformers 5 holds them, in two parameters of a layer, where `table` has a tensor for each.
+
+    Args:
+        table: A whole table.
+    """
+    return [_fused(e) if isinstance(e, Weight) and _PER_EXPERT.search(e.theirs) else e for e in table]
+
+
+def _fused(entry: Weight) -> Weight:
+    """Returns the entry of all experts together in place of one per expert: gate first, then up, then down."""
+    stem = entry.theirs.partition(".{e}.")[0].replace("block_sparse_moe", "mlp")
+    part = entry.ours.split(".")[-2]
+    if part == "down":
+        return Weight(f"{stem}.down_proj", entry.ours, "e O I -> e O I")
+    at = {"two": _PARTS.index(part)}
+    return Weight(f"{stem}.gate_up_proj", entry.ours, "e (two O) I -> e O I", at=at)
 
 
 def fused_experts(model: str) -> list[Convert]:

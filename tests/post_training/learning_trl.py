@@ -1,5 +1,7 @@
 """TRL's trainers on the task of `learning`: the same weights, rows, steps and rates."""
 
+import itertools
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,17 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from tests.post_training import sorting
 
@@ -19,13 +30,14 @@ NAMES = {**{str(i): i for i in range(10)}, ">": sorting.SEPARATOR, ".": sorting.
 def run(what: str, directory: Path, seed: int, *, steps: int, rate: float, rows: int, group: int) -> dict[str, Any]:
     """Seconds of `train`, and what the model then does."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    read = lambda name: AutoModelForCausalLM.from_pretrained(directory / name, dtype=torch.float32)
+    model = read("model")
     shared: dict[str, Any] = {
         "output_dir": str(directory / "out"),
         "max_steps": steps,
         "learning_rate": rate,
         "per_device_train_batch_size": rows,
-        "lr_scheduler_type": "cosine" if what in ("sft", "lora") else "linear",
+        "lr_scheduler_type": "linear" if what in ("dpo", "grpo") else "cosine",
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
         "report_to": [],
@@ -37,14 +49,29 @@ def run(what: str, directory: Path, seed: int, *, steps: int, rate: float, rows:
         "disable_tqdm": True,
         "seed": seed,
     }
-    trainer = MAKE[what](model, tokenizer(), shared, seed, steps * rows, group)
+    trained = (read("student"), model) if what == "distillation" else model
+    trainer = MAKE[what](trained, tokenizer(), shared, seed, steps * rows, group)
+    trainer.add_callback(times := Times())
     start = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - start
     found = exact(trainer.model.eval(), seed)
     logs = [log for log in trainer.state.log_history if "reward" in log or "rewards/accuracies" in log]
     last = {name: logs[-1][name] for name in ("reward", "rewards/accuracies") if logs and name in logs[-1]}
-    return {"seconds": seconds, "figures": found | last}
+    return {"seconds": seconds, "step": times.median(), "figures": found | last}
+
+
+class Times(TrainerCallback):
+    """Remembers when each step ended."""
+
+    def __init__(self):
+        self.ends = []
+
+    def on_step_end(self, *_, **__):
+        self.ends.append(time.perf_counter())
+
+    def median(self) -> float:
+        return statistics.median(after - before for before, after in itertools.pairwise(self.ends))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -89,7 +116,6 @@ def dpo(model: Any, words: Any, shared: dict, seed: int, count: int, group: int)
 def grpo(model: Any, words: Any, shared: dict, seed: int, count: int, group: int) -> Any:
     questions = sorting.supervised(10**8 + seed, count, (False,))[0]
     options = {
-        "per_device_train_batch_size": 2 * shared["per_device_train_batch_size"],
         "num_generations": group,
         "max_completion_length": sorting.NEW,
         "temperature": 1.0,
@@ -104,11 +130,20 @@ def grpo(model: Any, words: Any, shared: dict, seed: int, count: int, group: int
         return [sorting.reward(*both) for both in zip(ids, completion_ids, strict=True)]
 
     data = Dataset.from_dict({"prompt": [text(q) for q in questions]})
-    config = GRPOConfig(**shared | options)
+    config = GRPOConfig(**shared, **options)
     return GRPOTrainer(model, reward_funcs=reward, args=config, train_dataset=data, processing_class=words)
 
 
-MAKE = {"sft": sft, "lora": lora, "dpo": dpo, "grpo": grpo}
+def distillation(models: Any, words: Any, shared: dict, seed: int, count: int, group: int) -> Any:
+    questions = sorting.supervised(10**8 + seed, count, (False,))[0]
+    options = {"max_completion_length": sorting.NEW, "temperature": 1.0, "beta": 1.0}
+    data = Dataset.from_dict({"prompt": [text(q) for q in questions]})
+    config = DistillationConfig(**shared, **options)
+    student, teacher = models
+    return DistillationTrainer(student, teacher, args=config, train_dataset=data, processing_class=words)
+
+
+MAKE = {"sft": sft, "lora": lora, "dpo": dpo, "grpo": grpo, "distillation": distillation}
 
 
 @torch.no_grad()

@@ -1,16 +1,17 @@
-"""The task of the learning runs: sort 3 to 7 digits, upwards or downwards, one token a digit."""
+"""The task of the learning runs: sort 3 to 5 digits, upwards or downwards, one token a digit."""
 
 import numpy as np
 
 SEPARATOR, END, PAD, VOCAB = 10, 11, 12, 16
-NEW, LENGTH = 8, 16  # most tokens of an answer with its end, and of a prompt with its answer
+FEWEST, MOST = 3, 5  # digits
+NEW, LENGTH = MOST + 1, 2 * (MOST + 1)  # most tokens of an answer with its end, and of a prompt with its answer
 
 
 def lists(rng: np.random.Generator, count: int) -> list[list[int]]:
     """Digits that are not all equal, so that the two orders differ."""
     found: list[list[int]] = []
     while len(found) < count:
-        digits = rng.integers(0, 10, rng.integers(3, 8)).tolist()
+        digits = rng.integers(0, 10, rng.integers(FEWEST, MOST + 1)).tolist()
         found += [digits] if len({*digits}) > 1 else []
     return found
 

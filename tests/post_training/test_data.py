@@ -50,6 +50,13 @@ def test_a_loader_gives_nested_batches(tokenizer):
     assert text(tokenizer, second["rejected"]["targets"][0]) == "of</s>"
 
 
+def test_padded_chats_are_rows_without_their_messages(tokenizer):
+    source = documents({"messages": ASK + YES, "tools": ["none"], "record": "a:1"})
+    row = data.pad(data.tokenize_chats(source, tokenizer, TEMPLATE), length=24)[0]
+    assert {name: x.shape for name, x in row.items()} == dict.fromkeys(("tokens", "targets", "segment_ids"), (24,))
+    assert text(tokenizer, row["targets"]) == "the apple</s>"
+
+
 def test_bad_pairs_are_named(tokenizer):
     source = documents(
         {"chosen": ASK + YES, "rejected": ASK + YES},
@@ -68,6 +75,26 @@ def test_bad_pairs_are_named(tokenizer):
         rows[0]
     assert pt.pad(pairs.slice(slice(3, 4)), length=5, long="truncate")[0]["chosen"]["tokens"].shape == (5,)
     assert list(pt.pad(pairs.slice(slice(3, 4)), length=5, long="drop")) == []
+
+
+def test_templates_that_yield_no_mask_are_named(tokenizer):
+    """One that leaves answers out, and one in which they cannot be found."""
+    source = documents({"chosen": ASK + YES, "rejected": ASK + NO})
+    silent = "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}</s>{% endif %}{% endfor %}"
+    shuffled = "{{ messages | length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    for text, message in ((silent, "the chosen turns hold no token"), (shuffled, "mark it in the template with")):
+        with pytest.raises(ValueError, match=f"document 0: ValueError: .*{message}"):
+            pt.pairs(source, tokenizer, tokenization.ChatTemplate(text))[0]
+
+
+def test_pairs_have_the_tools_of_their_document(tokenizer):
+    template = tokenization.ChatTemplate("{{ tools[0] if tools else '' }}" + PLAIN)
+    with_tools, without = (
+        pt.pairs(documents({"chosen": ASK + YES, "rejected": ASK + NO} | more), tokenizer, template)[0]["chosen"]
+        for more in ({"tools": ["the size of"]}, {})
+    )
+    assert text(tokenizer, with_tools["targets"]) == text(tokenizer, without["targets"]) == "the apple</s>"
+    assert tokenizer.decode(with_tools["tokens"]).startswith("the size of")
 
 
 def test_labelled_answers_come_with_others(tokenizer):

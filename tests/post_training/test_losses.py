@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxlib import nn, sharding, training
+from maxlib import adapters, nn, sharding, training
 from maxlib import post_training as pt
 from maxlib.post_training._preference_losses import interleaved
 from maxlib.training._objectives.objective import split_options
@@ -374,6 +374,8 @@ def test_what_is_missing_is_named():
         shape(pt.kto_loss, without("z"))
     with pytest.raises(ValueError, match="distillation needs a teacher"):
         shape(pt.distillation_loss, without("teacher_ids"))
+    with pytest.raises(ValueError, match="no trainable adapters to take off"):
+        shape(pt.preference_loss, data, reference=adapters.base)
     with pytest.raises(TypeError, match="put a model of its own beside the trained one"):
         pt.preference_loss(small, data, reference=small)
     other = tiny_llama(num_layers=1, vocab=VOCAB + 8)

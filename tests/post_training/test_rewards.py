@@ -31,7 +31,7 @@ def test_what_goes_wrong_is_no_score_and_is_counted():
 def test_a_process_that_cannot_begin_is_an_error():
     with RewardPool(rewards.odd, processes=1) as pool:
         pool._workers[0].process.kill()
-        with pytest.raises(RuntimeError, match="ended before it could score"):
+        with pytest.raises(RuntimeError, match="ended before it was ready"):
             pool(["fine"])
     for wrong in ({"processes": 0}, {"timeout": 0.0}):
         with pytest.raises(ValueError, match="must be positive"):

@@ -48,7 +48,9 @@ def tokamax(
         flags.FLAGS.mark_as_parsed()  # else tokamax parses the program's own arguments, and ends it at those it does not know
     T, S = q.shape[1], k.shape[1]
     start, end, visible = _intervals(k_start, k_end, S)
-    named = _named(_padded(start, 0), _padded(end, 1), None if (T % TILE or S % TILE) else mask_hint and mask_hint.static)
+    named = _named(
+        _padded(start, 0), _padded(end, 1), None if (T % TILE or S % TILE) else mask_hint and mask_hint.static
+    )
     q, k, v = (_padded(x.astype(q.dtype), 0) for x in (q, k, v))
     out = IMPLEMENTATIONS[kernel](q, k, v, mask=Mask(**named), logits_scale=scale, logits_soft_cap=softcap)
     return jnp.where(visible[..., None, None], out[:, :T], 0), None

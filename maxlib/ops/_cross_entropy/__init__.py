@@ -6,5 +6,6 @@ from maxlib.ops._cross_entropy.distillation import divergence as divergence
 from maxlib.ops._cross_entropy.distillation import linear_divergence as linear_divergence
 from maxlib.ops._cross_entropy.distillation import linear_gather_log_probs as linear_gather_log_probs
 from maxlib.ops._cross_entropy.distillation import linear_top_k as linear_top_k
+from maxlib.ops._cross_entropy.distillation import top_k_divergence as top_k_divergence
 from maxlib.ops._cross_entropy.log_probs import LogProbs as LogProbs
 from maxlib.ops._cross_entropy.log_probs import linear_log_probs as linear_log_probs

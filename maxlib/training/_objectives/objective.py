@@ -63,8 +63,7 @@ class Objective:
         **options: Any,
     ) -> tuple[Float[Array, ""], Stats]:
         """Runs `model` on the batch and returns `(loss sum, Stats)`, what its layers report included."""
-        inputs = {name: batch[name] for name in _INPUTS if name in batch}
-        out = model(batch["tokens"], dtype=dtype, remat=remat, **inputs)
+        out = run(model, batch, dtype=dtype, remat=remat)
         loss, stats = self.from_hidden(model, out.hidden, batch, **options)
         return loss + stats.num_targets * own_losses(out.aux), with_reports(stats, out.aux)
 
@@ -112,6 +111,11 @@ def split_options(loss: Loss) -> tuple[Objective, dict[str, Any]]:
             "one_f_one_b, where autodiff makes the pipeline GPipe"
         )
     return loss, {}
+
+
+def run(model: Any, batch: Batch, **options: Any) -> nn.Output:
+    """Runs a model on a batch's tokens and what else it reads of them; `options` are dtype and remat."""
+    return model(batch["tokens"], **options, **{name: batch[name] for name in _INPUTS if name in batch})
 
 
 def own_losses(aux: dict[str, Array]) -> Float[Array, ""]:

@@ -1,0 +1,18 @@
+"""Options that are one of a few words."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any], why: str = "") -> None:
+    """Raises ValueError unless `value` is one of `choices`.
+
+    Args:
+        name: Name of the option.
+        value: Its value.
+        choices: What it may be.
+        why: More words for the error.
+    """
+    if value not in choices:
+        listed = ", ".join(map(repr, choices[:-1]))
+        raise ValueError(f"{name} must be {listed} or {choices[-1]!r}, got {value!r}{why and '; ' + why}")

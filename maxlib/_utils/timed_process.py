@@ -1,0 +1,96 @@
+"""Calls in a process of their own, each with a deadline: a call that hangs, or ends its process, costs the process."""
+
+import contextlib
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal
+
+Failure = Literal["timeout", "ended"]
+
+
+class TimedProcess:
+    """A process that calls functions, one call at a time; it is replaced when it misses a deadline or ends itself.
+
+    Functions, arguments and results are pickled, so functions must be importable from a module, and should not raise.
+
+    Args:
+        functions: What it can call, by number.
+    """
+
+    def __init__(self, functions: Sequence[Callable[[Any], Any]]):
+        self.functions = functions
+        self._begin()
+
+    @property
+    def idle(self) -> bool:
+        """Returns True if it waits for a call."""
+        return self.ready and self.job is None
+
+    def start(self, job: Any, number: int, argument: Any, timeout: float) -> None:
+        """Calls a function.
+
+        Args:
+            job: Name of the call, which comes back with its result; not None.
+            number: Number of the function.
+            argument: Its argument.
+            timeout: Seconds that it may take.
+        """
+        self.job, self.deadline = job, time.monotonic() + timeout
+        self.pipe.send((number, argument))
+
+    def result(self) -> tuple[Any, Any, Failure | None] | None:
+        """Returns job, result and failure of a call that is over, or None if the process has only started.
+
+        Raises:
+            RuntimeError: when the process ended before it was ready.
+        """
+        value, failure = None, None
+        try:
+            value, failure = (self.pipe.recv(), None) if self.pipe.poll() else (None, "timeout")
+        except (EOFError, OSError):
+            failure = "ended"
+        if not self.ready:
+            if failure:
+                raise RuntimeError(f"a process ended before it was ready: {self.functions} must be importable")
+            self.ready = True
+            return None
+        job, self.job, self.deadline = self.job, None, math.inf
+        if failure:
+            self.end()
+            self._begin()
+        return job, value, failure
+
+    def end(self) -> None:
+        """Ends the process."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+    def _begin(self) -> None:
+        # Not forked: the threads of the parent, which XLA has many of, are missing in a fork.
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other, self.functions), daemon=True)
+        self.process.start()
+        other.close()
+        self.job, self.ready, self.deadline = None, False, math.inf
+
+
+def wait_for_any(processes: Sequence[TimedProcess]) -> list[TimedProcess]:
+    """Waits for an answer or a deadline, and returns the processes that have one; those without a call are left out."""
+    busy = [process for process in processes if not process.idle]
+    until = min((process.deadline for process in busy), default=0.0) - time.monotonic()
+    answered = wait([process.pipe for process in busy], None if math.isinf(until) else max(until, 0.0))
+    return [process for process in busy if process.pipe in answered or process.deadline <= time.monotonic()]
+
+
+def _serve(pipe: Connection, functions: Sequence[Callable[[Any], Any]]) -> None:
+    """Answers calls until the parent closes the pipe."""
+    pipe.send("ready")
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            number, argument = pipe.recv()
+            pipe.send(functions[number](argument))

@@ -1,0 +1,46 @@
+"""Documents to rows of one length, each in a row of its own; documents may be nested, as pairs are."""
+
+from typing import Any, Literal, get_args
+
+import grain
+import numpy as np
+
+from maxlib._utils.choices import check_choice
+
+Row = dict[str, Any]
+Long = Literal["error", "truncate", "drop"]
+
+
+def pad(documents: grain.MapDataset[Any], *, length: int, long: Long = "error") -> grain.MapDataset[Any]:
+    """Pads documents with `tokens` and `targets`, also nested ones, to rows `tokens targets segment_ids` of one length.
+
+    Other arrays and numbers of numpy stay, such as `good` of `labelled`; messages and the like are left out.
+
+    Args:
+        documents: Such as those of `tokenize_chats`, or pairs of them in a dictionary.
+        length: Tokens of a row.
+        long: What happens to documents with more: "error", "truncate" (their beginning stays) or "drop".
+    """
+    check_choice("long", long, get_args(Long))
+    if long == "drop":
+        documents = documents.filter(lambda document: _longest(document) <= length)
+    return documents.map(lambda document: padded(document, length, long))
+
+
+def padded(document: Row, length: int, long: Long = "error") -> Row:
+    """Returns a document, and those inside it, as rows."""
+    inner = {name: padded(x, length, long) for name, x in document.items() if isinstance(x, dict) and "tokens" in x}
+    out = inner | {name: x for name, x in document.items() if isinstance(x, np.ndarray | np.generic)}
+    if "tokens" not in document:
+        return out
+    size = len(document["tokens"])
+    if size > length and long == "error":
+        raise ValueError(f"a document of {size} tokens does not fit a row of {length}: give long='truncate' or 'drop'")
+    fill = lambda x, value: np.append(x[:length], np.full(max(length - size, 0), value)).astype(np.int32)
+    rows = {"tokens": fill(document["tokens"], 0), "targets": fill(document["targets"], -1)}
+    return out | rows | {"segment_ids": (np.arange(length) < size).astype(np.int32)}
+
+
+def _longest(document: Row) -> int:
+    nested = [_longest(value) for value in document.values() if isinstance(value, dict)]
+    return max([*nested, len(document.get("tokens", ()))])

@@ -1,0 +1,81 @@
+"""Chats that are compared: pairs of answers, and answers that are good or bad."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from maxlib.data._chats import map_named, with_targets
+from maxlib.data._sources import Document
+from maxlib.tokenization import ChatTemplate
+
+Row = dict[str, Any]
+Documents = Any  # a grain.MapDataset, or anything with a length and items by number
+
+
+def pairs(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain.MapDataset[dict[str, Row]]:
+    """Tokenizes pairs of chats: documents with the lists of messages `chosen` and `rejected`, and maybe `prompt`.
+
+    Both chats end with the answer that is compared; what stands before has to be the same. Targets are -1 outside of
+    that answer. `pad` makes rows of them.
+
+    Args:
+        documents: Records with the fields of TRL's preference data sets: a dataset of grain's, a list, or one of
+            Hugging Face's.
+        tokenizer: A `tokenizers.Tokenizer`, or a Hugging Face tokenizer that has one.
+        template: The chat template.
+
+    Returns:
+        Documents `{"chosen": {"tokens", "targets"}, "rejected": ...}`.
+
+    Raises:
+        ValueError: when a document is read whose answers are equal, or whose prompts differ; `data.SkipBadRecords` sets
+            such documents aside.
+    """
+    return _mapped(documents, lambda document, _: _pair(document, tokenizer, template))
+
+
+def labelled(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain.MapDataset[Row]:
+    """Tokenizes chats that are `good` or bad, for KTO, with the answer of the next document to the same prompt.
+
+    Args:
+        documents: Records with `messages` and `good`, a boolean; as for `pairs`.
+        tokenizer: As for `pairs`.
+        template: The chat template.
+
+    Returns:
+        Documents `{"tokens", "targets", "good", "mismatched": {"tokens", "targets"}}`.
+    """
+
+    def one(document: Document, index: int) -> Row:
+        following = documents[(index + 1) % len(documents)]
+        other = [*document["messages"][:-1], following["messages"][-1]]
+        tokenize = lambda messages: _answered(document, messages, tokenizer, template)
+        return tokenize(document["messages"]) | {"good": np.bool_(document["good"]), "mismatched": tokenize(other)}
+
+    return _mapped(documents, one)
+
+
+def _mapped(documents: Documents, function: Callable[[Document, int], Row]) -> grain.MapDataset[Any]:
+    """Applies `function` to documents and their numbers."""
+    documents = documents if isinstance(documents, grain.MapDataset) else grain.MapDataset.source(documents)
+    return map_named(documents, function, "document")
+
+
+def _answered(document: Document, messages: Sequence[Any], tokenizer: Any, template: ChatTemplate) -> Row:
+    """Returns tokens and targets of a chat, of which the last answer is learned, with the document's tools."""
+    return with_targets({**document, "messages": messages}, tokenizer, template, "last")
+
+
+def _pair(document: Document, tokenizer: Any, template: ChatTemplate) -> dict[str, Row]:
+    if not {"chosen", "rejected"} <= document.keys():
+        raise ValueError(f"a pair needs the messages 'chosen' and 'rejected', got {sorted(document)}")
+    chosen, rejected = ([*document.get("prompt", []), *document[half]] for half in ("chosen", "rejected"))
+    if chosen[:-1] != rejected[:-1]:
+        raise ValueError("chosen and rejected must answer the same prompt; what stands before their last turns differs")
+    halves = {"chosen": chosen, "rejected": rejected}
+    out = {half: _answered(document, messages, tokenizer, template) for half, messages in halves.items()}
+    if np.array_equal(out["chosen"]["tokens"], out["rejected"]["tokens"]):
+        raise ValueError("chosen and rejected are equal, so neither is preferred: remove the pair")
+    return out

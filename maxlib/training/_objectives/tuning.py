@@ -1,0 +1,60 @@
+"""Losses of supervised tuning."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxlib import nn
+from maxlib.training._objectives.objective import Batch, Stats, objective
+
+
+@objective
+def dft_loss(head: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
+    """Computes dynamic fine-tuning (arXiv:2508.05629): the cross-entropy of each target times its probability.
+
+    Called as `dft_loss(model, batch, key, *, dtype, remat)`. The factor has no gradient: -Σ sg(p) log p. Metrics are
+    those of `next_token_loss`.
+
+    Args:
+        head: The model.
+        hidden: Its last hidden states.
+        batch: With `targets`, -1 outside of what is learned.
+    """
+    scored = nn.token_log_probs(hidden, head.head_weight(), batch["targets"], softcap=head.softcap)
+    loss = -jnp.sum(jax.lax.stop_gradient(jnp.exp(scored.log_prob)) * scored.log_prob)  # 0 where ignored
+    sums = {"nll": -jnp.sum(scored.log_prob), "accuracy": jnp.sum(scored.correct, dtype=jnp.float32)}
+    return loss, jax.lax.stop_gradient(Stats(jnp.sum(batch["targets"] >= 0).astype(jnp.float32), sums))
+
+
+def with_embedding_noise(loss: Any, *, alpha: float = 5.0) -> Any:
+    """Makes a loss that adds noise to token vectors (NEFTune, arXiv:2310.05914): uniform in ±alpha / √(T D).
+
+    Args:
+        loss: Any training loss; the model needs `embed_tokens`, as `nn.Decoder` has it.
+        alpha: Size of the noise.
+
+    Returns:
+        A loss of the same arguments, which draws the noise with its `key`. Evaluate with `loss` itself.
+    """
+    return functools.partial(_noisy_loss, loss=loss, alpha=alpha)
+
+
+def _noisy_loss(model: Any, batch: Batch, key: Array, *, loss: Any, alpha: float, **options: Any) -> Any:
+    """Runs `loss` on a model whose token vectors are noisy."""
+    if not hasattr(model, "embed_tokens"):
+        raise TypeError(
+            f"embedding noise needs a model with embed_tokens, such as an nn.Decoder, got {type(model).__name__}"
+        )
+    noisy = jax.tree.map(lambda x: x, model)  # another object with the same arrays
+    embed_tokens = noisy.embed_tokens
+
+    def with_noise(tokens: Array, dtype: Any) -> Array:
+        x = embed_tokens(tokens, dtype)
+        size = alpha / (x.shape[1] * x.shape[2]) ** 0.5
+        return x + jax.random.uniform(key, x.shape, x.dtype, -size, size)
+
+    noisy.embed_tokens = with_noise
+    return loss(noisy, batch, key, **options)
