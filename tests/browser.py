@@ -147,7 +147,7 @@ def look(driver, address: str, page: str, pictures: Path | None):
 
 
 def outside(line: str, address: str) -> bool:
-    """Tells whether an error is about another server (fonts, MathJax), which a machine without a network cannot reach."""
+    """Tells whether an error is about another server, such as that of MathJax, which cannot be reached offline."""
     return "net::ERR_" in line and address not in line
 
 
