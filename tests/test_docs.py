@@ -73,6 +73,12 @@ def test_names_of_maxlib_exist(page: Path):
     assert page_names.wrong_names([block for block, _ in blocks(text)]) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_pages_import_public_names(page: Path):
+    code = "\n".join(block for block, _ in blocks((ROOT / page).read_text()))
+    assert re.findall(r"^\s*(?:from|import) maxlib[\w.]*\._\w+.*$", code, re.MULTILINE) == []
+
+
 def test_readme_is_one_screen_and_leads_everybody_on():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 60 and all(len(line) < 220 for line in text.splitlines())
