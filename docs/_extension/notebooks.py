@@ -22,14 +22,14 @@ def copy() -> None:
         target.parent.mkdir(exist_ok=True)
         if not target.exists() or target.read_text() != text:  # else Sphinx would read it again
             target.write_text(text)
-            target.with_suffix(".png").write_bytes(last_figure(cells))
+            target.with_suffix(".png").write_bytes(largest_figure(cells))
 
 
-def last_figure(notebook: dict[str, Any]) -> bytes:
-    """Returns the last figure that a notebook is stored with, for docs/gallery.md."""
+def largest_figure(notebook: dict[str, Any]) -> bytes:
+    """Returns the figure with the most to see that a notebook is stored with, for docs/gallery.md."""
     outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
     figures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
-    return base64.b64decode(figures[-1])
+    return base64.b64decode(max(figures, key=len))
 
 
 def repository() -> str | None:
