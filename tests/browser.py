@@ -64,12 +64,13 @@ for (let n; (n = walker.nextNode());) {
 }
 return found;
 """
+# What reaches beyond the right edge, and is not within something that scrolls by itself; the theme hides it.
 WIDER = """
 const most = document.documentElement.clientWidth;
-const shown = e => { for (let p = e.parentElement; p; p = p.parentElement) { const o = getComputedStyle(p).overflowX; if (o !== "visible") return false; } return true; };
-if (document.documentElement.scrollWidth <= most) return [];
-return [...document.querySelectorAll("main *")].filter(e => e.getBoundingClientRect().right > most + 1 && shown(e))
-  .slice(0, 3).map(e => `${e.tagName} ${e.className}`).concat([`${document.documentElement.scrollWidth} pixels`]);
+const scrolls = e => { for (; e && e.tagName !== "MAIN"; e = e.parentElement) if (/auto|scroll/.test(getComputedStyle(e).overflowX)) return true; return false; };
+const right = e => { const box = e.getBoundingClientRect(); return box.left + Math.max(box.width, e.scrollWidth); };
+return [...document.querySelectorAll("main *")].filter(e => !e.closest("svg,.visually-hidden,.sr-only") && e.getClientRects().length && right(e) > most + 1 && !scrolls(e))
+  .slice(0, 3).map(e => `${e.tagName} ${e.className}: ${e.innerText.slice(0, 30)}`);
 """
 BROKEN = "return [...document.images].filter(i => i.complete && i.naturalWidth === 0).map(i => i.src)"
 
