@@ -67,9 +67,9 @@ return found;
 # What reaches beyond the right edge, and is not within something that scrolls by itself; the theme hides it.
 WIDER = """
 const most = document.documentElement.clientWidth;
-const scrolls = e => { for (; e && e.tagName !== "MAIN"; e = e.parentElement) if (/auto|scroll/.test(getComputedStyle(e).overflowX)) return true; return false; };
+const scrolls = e => { for (; e && e.tagName !== "ARTICLE"; e = e.parentElement) if (/auto|scroll/.test(getComputedStyle(e).overflowX)) return true; return false; };
 const right = e => { const box = e.getBoundingClientRect(); return box.left + Math.max(box.width, e.scrollWidth); };
-return [...document.querySelectorAll("main *")].filter(e => !e.closest("svg,.visually-hidden,.sr-only") && e.getClientRects().length && right(e) > most + 1 && !scrolls(e))
+return [...document.querySelectorAll("article *")].filter(e => !e.closest("svg,.visually-hidden,.sr-only") && e.getClientRects().length && right(e) > most + 1 && !scrolls(e))
   .slice(0, 3).map(e => `${e.tagName} ${e.className}: ${e.innerText.slice(0, 30)}`);
 """
 BROKEN = "return [...document.images].filter(i => i.complete && i.naturalWidth === 0).map(i => i.src)"
