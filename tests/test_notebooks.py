@@ -18,6 +18,7 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 # What makes them small. Each must be there, so that a notebook which changes is not run at its full size by mistake.
 SMALLER = {
     "attention_variants": [],
+    "eight_devices": [("num_layers=4, dim=256", "num_layers=2, dim=128"), ("head_dim=32", "head_dim=16"), ("Rope(32", "Rope(16")],
     "experts": [("STEPS = 8, 2, 120", "STEPS = 8, 2, 24")],
     "llama_from_blocks": [("STEPS = 200", "STEPS = 12"), ("MyLlama(512, 96, 4", "MyLlama(512, 32, 2")],
     "plan_70b": [],
@@ -40,7 +41,7 @@ def code(path: Path) -> str:
 @pytest.mark.full
 @by_notebook
 def test_notebooks_run(path, tmp_path):
-    """In a process of its own, on one device, as Jupyter starts it."""
+    """In a process of its own, as Jupyter starts it: one of them chooses the number of devices."""
     script = tmp_path / f"{path.stem}.py"
     script.write_text(code(path))
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
