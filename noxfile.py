@@ -215,6 +215,13 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def docs_browser(session: nox.Session) -> None:
+    """The built documentation in headless Chromium, which must be on the path: searches, contrast, phones, errors."""
+    session.install("selenium>=4.20")
+    session.run("python", "-m", "tests.browser", "docs/_build/html", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """The measurements of docs/benchmarks.md: all of them, or `nox -s bench -- NAME ...`."""
     install_for_tests(session)

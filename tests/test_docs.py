@@ -15,7 +15,7 @@ from flax import nnx
 
 from maxlib import nn
 from maxlib.models import llama
-from tests import page_names
+from tests import browser, page_names
 
 ROOT = Path(__file__).parents[1]
 # Decisions show signatures, not programs.
@@ -71,6 +71,12 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_names_of_maxlib_exist(page: Path):
     text = (ROOT / page).read_text()
     assert page_names.wrong_names([block for block, _ in blocks(text)]) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_pages_import_public_names(page: Path):
+    code = "\n".join(block for block, _ in blocks((ROOT / page).read_text()))
+    assert re.findall(r"^\s*(?:from|import) maxlib[\w.]*\._\w+.*$", code, re.MULTILINE) == []
 
 
 def test_readme_is_one_screen_and_leads_everybody_on():
@@ -139,3 +145,15 @@ def test_the_guide_to_adding_a_model_adds_one(tmp_path: Path):
     run = functools.partial(subprocess.run, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True)
     run([sys.executable, "-m", "tests.models.parity", "granite"])
     run([sys.executable, "-m", "pytest", "-q", "-x", "tests/models/test_granite.py"])
+
+
+@pytest.mark.parametrize("words", browser.SEARCHES)
+def test_searches_find_their_words(words):
+    """The site's search lists pages that have every word, or one that begins with it; `tests/browser.py` looks at the
+    order.
+    """
+    page = browser.SEARCHES[words]
+    path = ROOT / "examples" / f"{page}.ipynb" if page.startswith("notebooks/") else ROOT / "docs" / f"{page}.md"
+    found = set(re.findall(r"\w+", path.read_text().lower()))
+    missing = [word for word in re.findall(r"\w+", words) if not any(one.startswith(word) for one in found)]
+    assert missing == []

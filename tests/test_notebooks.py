@@ -1,0 +1,90 @@
+"""The notebooks of examples/notebooks run, at a size that tests can pay for, and are stored with their results."""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import page_names
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+# What makes them small. Each must be there, so that a notebook which changes is not run at its full size by mistake.
+SMALLER = {
+    "attention_variants": [],
+    "eight_devices": [("num_layers=4, dim=256", "num_layers=2, dim=128"), ("head_dim=32", "head_dim=16"), ("Rope(32", "Rope(16")],
+    "experts": [("STEPS = 8, 2, 120", "STEPS = 8, 2, 24")],
+    "llama_from_blocks": [("STEPS = 200", "STEPS = 12"), ("MyLlama(512, 96, 4", "MyLlama(512, 32, 2")],
+    "plan_70b": [],
+}  # fmt: skip
+by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def cells(path: Path, kind: str) -> list[dict]:
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+def code(path: Path) -> str:
+    text = "\n\n".join("".join(cell["source"]) for cell in cells(path, "code"))
+    for old, new in SMALLER[path.stem]:
+        assert text.count(old) == 1, f"{path.name} lacks {old!r}; say here what makes it small"
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.full
+@by_notebook
+def test_notebooks_run(path, tmp_path):
+    """In a process of its own, as Jupyter starts it: one of them chooses the number of devices."""
+    script = tmp_path / f"{path.stem}.py"
+    script.write_text(code(path))
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    env = os.environ | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+    done = subprocess.run([sys.executable, script.name], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@by_notebook
+def test_names_of_maxlib_exist(path):
+    assert page_names.wrong_names(["".join(cell["source"]) for cell in cells(path, "code")]) == []
+
+
+@by_notebook
+def test_notebooks_are_stored_with_figures_and_no_error(path):
+    outputs = [output for cell in cells(path, "code") for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert [output for output in outputs if "image/png" in output.get("data", {})]
+    counts = [cell["execution_count"] for cell in cells(path, "code")]
+    assert counts == list(range(1, len(counts) + 1)), "run all cells from top to bottom, then save"
+
+
+@by_notebook
+def test_notebooks_are_written_for_reading(path):
+    kinds = [cell["cell_type"] for cell in json.loads(path.read_text())["cells"]]
+    title = "".join(cells(path, "markdown")[0]["source"])
+    assert kinds[0] == "markdown" and re.match(r"# \w", title)
+    assert kinds.count("markdown") >= kinds.count("code") / 2
+    ast.parse(code(path))
+
+
+def test_every_notebook_is_on_the_site_and_in_the_tests():
+    names = {path.stem for path in NOTEBOOKS}
+    gallery = (ROOT / "docs" / "gallery.md").read_text()
+    assert names == set(SMALLER) == set(re.findall(r"^notebooks/(\w+)$", gallery, re.MULTILINE))
+    assert names == set(re.findall(r"^:link: notebooks/(\w+)$", gallery, re.MULTILINE))
+
+
+def test_links_are_put_below_the_title():
+    spec = importlib.util.spec_from_file_location("notebooks", ROOT / "docs" / "_extension" / "notebooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    alone = module.with_links(["# A title\n", "\n", "Text."], "a.ipynb", None)
+    assert alone == "# A title\n\n{download}`Download this notebook <../../examples/notebooks/a.ipynb>`\n\nText."
+    linked = module.with_links("# A title", "a.ipynb", "https://github.com/some/where.git")
+    assert "https://colab.research.google.com/github/some/where/blob/main/examples/notebooks/a.ipynb" in linked
