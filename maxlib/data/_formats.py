@@ -217,11 +217,11 @@ def _parquet_file(path: Path) -> Any:
 @contextmanager
 def _naming(where: Any) -> Iterator[None]:
     """Turns what pyarrow says of damaged files into a ValueError that names the file."""
-    from pyarrow import lib
+    from pyarrow import ArrowException
 
     try:
         yield
-    except (lib.ArrowException, UnicodeDecodeError, IndexError, OSError) as error:
+    except (ArrowException, UnicodeDecodeError, IndexError, OSError) as error:
         if getattr(error, "errno", None) is not None:  # of the disk
             raise
         raise ValueError(f"{where}: this is no Parquet file, or a damaged one: {error}") from error

@@ -116,19 +116,8 @@ class Attention(SequenceMixer):
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, and both at least 1; got {N} and {K}")
         if keys_as_values and Hv != H:
             raise ValueError(f"keys_as_values needs v_dim equal to head_dim, got {Hv} and {H}")
-        if not isinstance(mask, Mask):
-            raise TypeError(
-                f"mask must be a mask of maxlib.ops, such as Causal() & SlidingWindow(8), got {type(mask).__name__} {mask!r:.40}; "
-                "boolean arrays are not masks here"
-            )
-        if isinstance(mask, SlidingWindow):
-            raise ValueError(f"{mask} alone lets a token attend to all later ones: write Causal() & {mask}")
-        if not isinstance(rope, AnyRope | None):
-            raise TypeError(
-                f"rope must be an ops.Rope, such as Rope(head_dim), or None; got {type(rope).__name__} {rope!r:.40}"
-            )
-        if rope is not None and rope.dim > H:
-            raise ValueError(f"the rotary dimensions ({rope.dim}) must not exceed head_dim ({H})")
+        _check_mask(mask)
+        _check_rope(rope, H)
         # Each weight has its output dimensions first: heads are split by tensor parallelism, `embed` by FSDP.
         self.q = Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         self.k = Einsum("...D,KHD->...KH", (K, H, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
@@ -255,6 +244,27 @@ class Attention(SequenceMixer):
             "output gate": self.gate is not None,
         }
         yield from (word for word, has in found.items() if has)
+
+
+def _check_mask(mask: Any) -> None:
+    """Raises TypeError for what is no mask, and ValueError for a window that is not causal."""
+    if not isinstance(mask, Mask):
+        raise TypeError(
+            f"mask must be a mask of maxlib.ops, such as Causal() & SlidingWindow(8), got {type(mask).__name__} {mask!r:.40}; "
+            "boolean arrays are not masks here"
+        )
+    if isinstance(mask, SlidingWindow):
+        raise ValueError(f"{mask} alone lets a token attend to all later ones: write Causal() & {mask}")
+
+
+def _check_rope(rope: Any, head_dim: int) -> None:
+    """Raises TypeError for what is no rotary embedding, and ValueError for one that is wider than a head."""
+    if not isinstance(rope, AnyRope | None):
+        raise TypeError(
+            f"rope must be an ops.Rope, such as Rope(head_dim), or None; got {type(rope).__name__} {rope!r:.40}"
+        )
+    if rope is not None and rope.dim > head_dim:
+        raise ValueError(f"the rotary dimensions ({rope.dim}) must not exceed head_dim ({head_dim})")
 
 
 def attention_kind(num_heads: int, num_kv_heads: int) -> str:

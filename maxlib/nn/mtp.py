@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib.nn._context import Context, context
+from maxlib.nn._context import AnyRope, Context, context
 from maxlib.nn._linear import Einsum
 from maxlib.nn._model import Model
 from maxlib.nn._pytree import pytree
@@ -18,7 +18,6 @@ from maxlib.nn.cache import Cache
 from maxlib.nn.norm import RMSNorm
 from maxlib.nn.remat import Policy, remat_policy
 from maxlib.ops._attention import Causal, Mask
-from maxlib.ops._rope import Rope
 from maxlib.sharding import constrain
 
 
@@ -115,7 +114,7 @@ def predict_ahead(
     segment_ids: Int[Array, "B T"] | None = None,
     valid: Bool[Array, "B T"] | None = None,
     masks: tuple[Mask, ...] = (Causal(),),
-    ropes: tuple[Rope, ...] = (),
+    ropes: tuple[AnyRope, ...] = (),
     remat: Policy = None,
 ) -> list[MTPOutput]:
     """Runs one module after the other on the model's final `hidden`.
@@ -169,7 +168,7 @@ def draft(
     cache: Cache,
     valid: Bool[Array, "B T"] | None = None,
     masks: tuple[Mask, ...] = (Causal(),),
-    ropes: tuple[Rope, ...] = (),
+    ropes: tuple[AnyRope, ...] = (),
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Applies `module` to tokens after those in `cache`, for speculative decoding.
 

@@ -37,6 +37,11 @@ class GridRope:
                 f"GridRope.dim must be a multiple of 4 (pairs for columns and for rows) and side at least 1, got {self}."
             )
 
+    @property
+    def max_length(self) -> None:
+        """None: patches beyond the grid are not rotated."""
+        return None
+
     def tables(
         self, positions: Int[Array, "B T"] | Int[np.ndarray, "B T"], *, length: Lengths | None = None
     ) -> tuple[Float32[Array, "B T half"], Float32[Array, "B T half"]]:
