@@ -139,10 +139,7 @@ def context(
     Raises:
         ValueError: when segment_ids come with a cache (packing is for training), or an input has another shape.
     """
-    if cache is not None and segment_ids is not None:
-        raise ValueError("segment_ids cannot be combined with a cache: give each document a row of its own")
-    inputs = {"segment_ids": segment_ids, "valid": valid, "tokens": tokens}
-    _check_rows(batch, seq, cache, inputs, positions)
+    _check_rows(batch, seq, cache, {"segment_ids": segment_ids, "valid": valid, "tokens": tokens}, positions)
     # Tokens before this call; `index` counts on from them.
     length = jnp.zeros(batch, jnp.int32) if cache is None else cache.length
     index, start, stop, valid = _documents(batch, seq, segment_ids, valid, cache)
@@ -187,6 +184,8 @@ def _next_offset(positions, valid, length, cache) -> Int[Array, " B"] | None:
 
 def _check_rows(batch: int, seq: int, cache: Any, inputs: dict[str, Any], positions: Any) -> None:
     """Raises ValueError for inputs that do not have the shape of the tokens."""
+    if cache is not None and inputs["segment_ids"] is not None:
+        raise ValueError("segment_ids cannot be combined with a cache: give each document a row of its own")
     shapes = {name: value.shape for name, value in inputs.items() if value is not None}
     if positions is not None:
         shapes["positions"] = positions.shape[:2] if positions.ndim == 3 else positions.shape

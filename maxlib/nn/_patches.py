@@ -38,7 +38,7 @@ class Patches:
 
     @property
     def in_rows(self) -> "Patches":
-        """The same with an axis of rows."""
+        """Returns the same with an axis of rows."""
         return self if self.pixels.ndim == 3 else Patches(self.pixels[None], self.grids[None])
 
 
