@@ -150,7 +150,7 @@ def test_jobset_says_what_crosses_slices(pretrain, job, monkeypatch):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--dim=448", "'embed' of size 448 does not divide"),
+        ("--dim=448", "'embed' .size 448. is not divisible"),
         ("--batch=32", "partitioned 24 times, but the dimension size is 32"),
     ],
 )

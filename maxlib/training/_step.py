@@ -98,7 +98,10 @@ def _nothing_to_train(model: Any) -> str:
     if not nn.variables(model):
         return f"a model must have parameters to train, got {type(model).__name__} {model!r:.80} without any"
     names = sorted({*nn.tree.pattern_paths(model).values()})
-    return f"filter selected no parameters; it is matched against these {len(names)} names: {', '.join(names)}"
+    return (
+        f"filter selected no parameters; it is matched against these {len(names)} names: {', '.join(names)}; so are the patterns "
+        "of trainable_only"
+    )
 
 
 def make_train_step(

@@ -110,7 +110,7 @@ def test_stages_split_layers_and_nothing_else():
     assert spec(("layers", "mlp", "embed"), (8, 4, 4)) == ("stage",)
     assert spec(("lead_layers", "mlp", "embed"), (8, 4, 4)) == spec(("mlp", "embed"), (8, 4)) == ()
     assert spec(("layers", "layers", "mlp"), (8, 8, 4)) == ("stage",)
-    with pytest.raises(ValueError, match=r"w: its axes \('mlp',\) must name each dimension of its shape \(8, 4\)"):
+    with pytest.raises(ValueError, match=r"w: axes \('mlp',\) must have one entry per dimension of shape \(8, 4\)"):
         spec(("mlp",), (8, 4))
 
 

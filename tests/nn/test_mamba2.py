@@ -112,6 +112,7 @@ def test_gradients_on_eight_devices_are_those_on_one(kind, rules):
         np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
 
 
+@pytest.mark.filterwarnings("ignore:nothing is split over")
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_lie_on_eight_devices(kind):
     """A single group of heads is whole on all of them, whatever the rules split."""

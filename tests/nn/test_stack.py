@@ -118,15 +118,15 @@ def test_layers_on_trust_are_traced_once_and_are_the_same():
     assert made == [0, 1, 2]
     assert jax.tree.structure(trusted) == jax.tree.structure(checked)
     assert jax.tree.leaves(trusted) == jax.tree.leaves(checked)
-    with pytest.raises(ValueError, match="layer 1 differs from layer 0"):  # no longer
+    with pytest.raises(ValueError, match="layers 0 and 1 would be scanned together"):  # no longer
         build(Layer, 0, 1)
 
 
 def test_layers_that_differ_are_refused():
-    with pytest.raises(ValueError, match=r"layer 1 differs from layer 0"):
+    with pytest.raises(ValueError, match=r"layers 0 and 1 would be scanned together"):
         build(Layer, 0, 1)
     wide = lambda i, rngs: nn.Einsum("...D,ED->...E", (4 + (i == 4), 4), ("a", "b"), rngs=rngs)
-    with pytest.raises(ValueError, match=r"layer 4 differs from layer 0"):
+    with pytest.raises(ValueError, match=r"layers 0 and 4 would be scanned together"):
         nn.Stack(wide, 6, period=2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"layers 0 and 2 would be scanned together under .*'lead': 3"):
         build(lambda i, rngs: LedBy(i + (i == 2), rngs=rngs), 0, 1, 3)

@@ -160,7 +160,7 @@ MISTAKES = {
     ),
     "experts": (
         dict(model="mixtral-8x7b", target="h100x16", layout=layout("ep", expert=16)),
-        "'expert' of size 8 does",
+        "'expert' .size 8. is not divisible",
     ),
     "layers": (dict(layout=layout("pp:8", stage=8)), "4 repeats of layers cannot be cut into 8 stages"),
     "sequence": (

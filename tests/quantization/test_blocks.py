@@ -100,9 +100,8 @@ def test_products_and_gradients_equal_float64_on_the_same_blocks(spec, of_x, of_
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
     for got, want in zip(found, value_and_gradients(functools.partial(jnp.einsum, spec), d, x, w), strict=True):
         error = np.linalg.norm(got - want) / np.linalg.norm(want)
-        assert (
-            0 < error < (0.06 if format is BLOCK else 0.1)
-        )  # e5m2 has a bit less, int8 loses what is small in a block
+        # e5m2 has a bit less; int8 loses what is small beside the outliers of its block.
+        assert 0 < error < {BLOCK: 0.06, E5M2: 0.1, INT8: 0.25}[format]
 
 
 @pytest.mark.parametrize("format", [BLOCK, E5M2], ids=str)
@@ -211,8 +210,12 @@ def test_loss_stays_near_that_of_full_precision():
 def test_every_matmul_says_its_blocks_and_full_precision_comes_back():
     low = quant.for_training(model("both"), "fp8_block")
     formats = {row.path: row.format for row in quant.report(low).rows}
-    assert formats["layers.attn.q"] == "float8_e4m3fn in blocks of 128 x float8_e4m3fn d float8_e4m3fn"
-    assert {path for path, format in formats.items() if format is None} == {"embed", "head", "layers.mlp.router"}
+    assert formats["layers.body.0.attn.q"] == "float8_e4m3fn in blocks of 128 x float8_e4m3fn d float8_e4m3fn"
+    assert {path for path, format in formats.items() if format is None} == {
+        "embed",
+        "head",
+        "layers.body.0.mlp.router.gate",
+    }
     assert jax.tree.structure(quant.full_precision(low)) == jax.tree.structure(model("both"))
     assert nn.variables(low).keys() == nn.variables(model("both")).keys()
 

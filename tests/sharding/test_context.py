@@ -72,7 +72,9 @@ def attended(rules, query_heads, key_heads, queries=16, **mesh):
     "heads", [(12, 4), *(pytest.param(pair, marks=pytest.mark.full) for pair in ((4, 4), (24, 3)))]
 )
 def test_tokens_are_exchanged_for_heads_only_where_these_divide(heads):
-    with pytest.raises(ValueError, match=rf"8 devices, which .* got {heads[0]} and {heads[1]}. Take .*CP_RING"):
+    with pytest.raises(
+        ValueError, match=rf"8 devices. needs query heads divisible by 8.* got {heads[0]} and {heads[1]}. Use .*CP_RING"
+    ):
         attended(sharding.CP_ULYSSES, *heads, context=8)
     with pytest.raises(ValueError, match=r"over \('tensor', 'context'\) of the mesh, 8 devices"):
         attended(sharding.TP | sharding.CP_ULYSSES, *heads, context=4, tensor=2)

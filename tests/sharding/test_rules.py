@@ -96,7 +96,7 @@ def test_layers_that_stages_do_not_hold_in_order_are_split_otherwise():
     assert spec((7, 6, 6)) == P(None, "fsdp")  # nothing that they divide
     assert spec((8, 16, 64), layers="lead_layers") == P(None, "fsdp")  # what runs before the first stage
     assert layout(1).parameter_spec(names, (16, 64)) == P("fsdp")  # of no stack
-    with pytest.raises(ValueError, match=r"w: its axes \('embed', 'mlp'\) must name each dimension"):
+    with pytest.raises(ValueError, match=r"w: axes \('embed', 'mlp'\) must have one entry per dimension"):
         layout(1).parameter_spec(names, (8, 16, 64), path="w")
 
 

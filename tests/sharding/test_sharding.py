@@ -217,7 +217,10 @@ def test_strategies_mix_in_any_order():
 @pytest.mark.filterwarnings("ignore:nothing is split over")
 def test_mistakes_name_the_culprit():
     mesh = sharding.make_mesh(data=2, tensor=4)
-    with pytest.raises(ValueError, match=r"layers.body.0.attn.k.w: axis 'kv_heads' of size 2 does not divide"):
+    with pytest.raises(
+        ValueError,
+        match=r"layers.body.0.attn.k.w: dimension 'kv_heads' \(size 2\) is not divisible by mesh axis 'tensor' \(size 4\)",
+    ):
         sharding.create(build, sharding.Layout(mesh, {"kv_heads": "tensor"}))
     with pytest.raises(ValueError, match=r"embed.w: its axes .* put 'vocab' and 'embed' both on the mesh axis 'data'"):
         sharding.create(build, sharding.Layout(mesh, {"vocab": "data", "embed": "data"}))

@@ -187,7 +187,7 @@ def test_an_accelerator_says_once_why_it_has_no_fused_kernel(monkeypatch, caplog
     monkeypatch.setattr(dispatch, "_said", set())
     call = lambda **change: dispatch.Call(
         **dict(batch=1, queries=64, keys=64, heads=4, kv_heads=4, key_dim=64, value_dim=64, dtype="bfloat16")
-        | dict(features=frozenset(), platform="gpu", device_kind="NVIDIA H200", mask_hint=PACKED)
+        | dict(features=frozenset(), platform="gpu", device_kind="NVIDIA H200", mask=PACKED)
         | change
     )
     for _ in range(2):

@@ -73,7 +73,7 @@ def compare(kernel, lengths, mask, documents, static, softcap=None):
 
     known = static and ops.MaskHint(static)
     with jax.numpy_rank_promotion("allow"):  # tokamax's own code broadcasts
-        got = jax.jit(lambda: results(tokamax_gpu.tokamax, mask=known, kernel=kernel))()
+        got = jax.jit(lambda: results(tokamax_gpu.tokamax, mask_hint=known, kernel=kernel))()
     for one, want in zip(got, jax.jit(lambda: results(reference))(), strict=True):
         np.testing.assert_allclose(one, want, atol=1e-5, rtol=1e-5)
 
@@ -86,7 +86,7 @@ def test_intervals_are_what_it_is_given(kernel, mask, documents):
 
 @pytest.mark.parametrize(("mask", "documents"), NAMED)
 def test_named_masks_over_whole_rows_are_their_intervals(kernel, mask, documents):
-    compare(kernel, WHOLE, mask, documents, dataclasses.replace(STATIC[documents][mask], whole=True))
+    compare(kernel, WHOLE, mask, documents, dataclasses.replace(STATIC[documents][mask], aligned=True))
 
 
 @pytest.mark.full
@@ -98,9 +98,9 @@ def test_tiles_of_a_causal_mask_are_skipped_by_name():
     """Its backward kernels skip tiles of a causal mask by name, and none by intervals."""
     bounds = jnp.zeros((2, 256), jnp.int32), jnp.ones((2, 256), jnp.int32)
     named = lambda static: tokamax_gpu._named(*bounds, static)
-    assert named(ops.StaticMask("causal", whole=True)) == {"is_causal": True}
-    assert named(ops.StaticMask("full", whole=True)) == {"is_causal": False}
-    assert named(ops.StaticMask("causal", segmented=True, whole=True)).keys() == {"is_causal", "k_start"}
+    assert named(ops.StaticMask("causal", aligned=True)) == {"is_causal": True}
+    assert named(ops.StaticMask("full", aligned=True)) == {"is_causal": False}
+    assert named(ops.StaticMask("causal", segmented=True, aligned=True)).keys() == {"is_causal", "k_start"}
     assert named(ops.StaticMask("causal")).keys() == named(None).keys() == {"is_causal", "k_start", "k_end"}
 
 
@@ -120,10 +120,10 @@ def test_a_hopper_program_calls_its_kernels(length, monkeypatch):
     monkeypatch.setattr(backend, "get_default_device", lambda: gpu)
     array = lambda heads, width: jax.ShapeDtypeStruct((1, length, heads, width), jnp.bfloat16)
     ends = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    known = ops.MaskHint(ops.StaticMask("causal", segmented=True, whole=True))
+    known = ops.MaskHint(ops.StaticMask("causal", segmented=True, aligned=True))
 
     def both(q, k, v, start, end):
-        more = {"k_start": start, "k_end": end, "scale": 0.1, "softcap": 30.0, "mask": known}
+        more = {"k_start": start, "k_end": end, "scale": 0.1, "softcap": 30.0, "mask_hint": known}
         out, pull = jax.vjp(lambda *x: tokamax_gpu.tokamax(*x, **more)[0], q, k, v)
         return pull(out)
 
