@@ -71,7 +71,7 @@ class Case:
     def mask(self) -> ops.MaskHint:
         """What `nn.Attention` tells kernels that want a named mask."""
         ids = jnp.asarray(np.arange(self.tokens) // (self.tokens // self.documents), jnp.int32)[None]
-        static = ops.StaticMask("full" if self.full else "query", self.window, self.documents > 1, whole=True)
+        static = ops.StaticMask("full" if self.full else "causal", self.window, self.documents > 1, aligned=True)
         return ops.MaskHint(static, (ids, ids) if self.documents > 1 else None)
 
     def tiny(self) -> "Case":
@@ -217,7 +217,7 @@ def contenders(case: Case) -> dict:
     window = None if case.window is None else (case.window - 1, 0)
 
     def ours(name):
-        options = {"k_start": start, "k_end": end, "softcap": case.softcap, "sinks": sinks, "mask": case.mask}
+        options = {"k_start": start, "k_end": end, "softcap": case.softcap, "sinks": sinks, "mask_hint": case.mask}
         return lambda q, k, v: attention(q, k, v, **options, implementation=name)
 
     def theirs(name):

@@ -76,7 +76,7 @@ def test_tokens_are_exchanged_for_heads_only_where_these_divide(heads):
         ValueError, match=rf"8 devices. needs query heads divisible by 8.* got {heads[0]} and {heads[1]}. Use .*CP_RING"
     ):
         attended(sharding.CP_ULYSSES, *heads, context=8)
-    with pytest.raises(ValueError, match=r"over \('tensor', 'context'\) of the mesh, 8 devices"):
+    with pytest.raises(ValueError, match=r"Ulysses attention over mesh axes \('tensor', 'context'\) \(8 devices\)"):
         attended(sharding.TP | sharding.CP_ULYSSES, *heads, context=4, tensor=2)
     attended(sharding.CP_RING, *heads, context=8)
     attended(sharding.CP_ULYSSES, *heads, queries=1, context=8)  # decoding: nothing is split that could be exchanged

@@ -192,7 +192,7 @@ def test_an_accelerator_says_once_why_it_has_no_fused_kernel(monkeypatch, caplog
     )
     for _ in range(2):
         assert dispatch.choose(call()).name == "chunked"
-        assert dispatch.choose(call(mask_hint=CAUSAL)).name == "cudnn"
+        assert dispatch.choose(call(mask=CAUSAL)).name == "cudnn"
         assert dispatch.choose(call(platform="cpu", device_kind="cpu")).name == "chunked"
     (record,) = caplog.records
     assert "because cudnn takes packed documents only with a fixed number" in record.message
