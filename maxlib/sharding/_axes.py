@@ -24,6 +24,7 @@ ARRAY_AXES: dict[str, str] = {
     "per_layer": "small vectors of a token, one after the other for every layer",
     "vision": "width of an image encoder, where it meets the text",
     "channel": "colour channels of an image",
+    "frame": "frames of a video that share a patch",
     "patch_row": "rows of an image patch",
     "patch_column": "columns of an image patch",
     "tap": "taps of a short convolution",

@@ -33,7 +33,7 @@ class TestQwen3VL(Seeing):
     }
     matters = {
         "text_config.rms_norm_eps": 0.1,
-        "text_config.rope_parameters": ROPE | {"mrope_section": [3, 3, 2]},
+        "text_config.rope_parameters": ROPE | {"mrope_section": [6, 1, 1]},
         "vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
         "vision_config.deepstack_visual_indexes": [0, 3],
     }
