@@ -208,16 +208,10 @@ def test_a_bucket(gs, script, says):
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", ["throttled", "dropped"])
-@pytest.mark.parametrize("script", [LEARN, WEIGHTS, TWO_HOSTS], ids=["checkpoints", "weights", "two hosts"])
+@pytest.mark.parametrize("script", [LEARN, WEIGHTS], ids=["checkpoints", "weights"])
 def test_a_busy_gs_bucket_is_asked_again(gs, script, fault):
-    """Checkpoints, weights and two hosts' parts, while every ninth request fails."""
+    """Checkpoints and weights, while every ninth request fails."""
     assert int(gs(script, fault=fault).splitlines()[-1].removeprefix("faults: ")) >= 5
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_two_hosts_on_gs(gs):
-    gs(TWO_HOSTS)
 
 
 MAKE = "import boto3; boto3.client('s3').create_bucket(Bucket='bucket')\n"
