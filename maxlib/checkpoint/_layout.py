@@ -8,7 +8,7 @@ import jax
 from maxlib import nn
 from maxlib.checkpoint._errors import shorten
 from maxlib.checkpoint._migrations import current_names
-from maxlib.nn._stack_layout import places
+from maxlib.nn._stack_layout import layers_by_slot
 
 Layouts = dict[str, dict[str, int]]
 # A leaf of one layer: the stored leaf it is in, and its row there (None: it is all of it).
@@ -28,7 +28,7 @@ def layer_path(name: str, layouts: Layouts) -> list[Piece]:
     """
     parts = name.split(".")
     for stack in sorted(layouts, key=len, reverse=True):
-        here, slots = stack.split(".") if stack else [], places(layouts[stack])
+        here, slots = stack.split(".") if stack else [], layers_by_slot(layouts[stack])
         for start in range(len(parts) - len(here) - 1):
             end = start + len(here)
             if parts[start:end] == here and (layers := slots.get(".".join(parts[end : end + 2]))):
@@ -60,7 +60,7 @@ class _Layer:
         return _show(self.shape, self.dtype)
 
 
-def plan(
+def match_leaves(
     entries: dict[str, dict[str, Any]],
     old: Layouts,
     wanted: dict[str, jax.ShapeDtypeStruct],

@@ -18,7 +18,7 @@ from maxlib.checkpoint import _manifest as manifest
 from maxlib.checkpoint import _replicas as replicas
 from maxlib.checkpoint import _storage as storage
 from maxlib.checkpoint._errors import DamagedError, shorten
-from maxlib.checkpoint._layout import Layouts, Target, plan
+from maxlib.checkpoint._layout import Layouts, Target, match_leaves
 from maxlib.distributed import PeerError, allgather_json, raise_on_all
 
 _log = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ def _read_item(directory: epath.Path, item: str, stored: Stored, like: Any, want
     old, new = stored.meta["layouts"], wanted.layouts
     if not new or new == old:  # leaf by leaf
         old = new = {}
-    targets = plan(entries, old, raws, new, where=f"item {item!r} of {directory}", cast=wanted.cast)
+    targets = match_leaves(entries, old, raws, new, where=f"item {item!r} of {directory}", cast=wanted.cast)
     loaded = _load(directory, item, entries, _shardings(targets))
     made = {name: _cast(_assemble(target, loaded), target.raw) for name, target in targets.items()}
     return {name: _as(leaf, leaves[name], entries, targets[name]) for name, leaf in made.items()}

@@ -104,15 +104,15 @@ def _block(name: str, module: Any, in_a_stack: bool = False) -> Block:
 
 def _layers(stack: Stack) -> Iterator[Block]:
     """Yields the blocks of a stack in the order in which they run; a period of several layers is a box of its own."""
-    for name, segment in stack.segments.items():
+    for name, group in stack.layer_groups.items():
         slots = list(_merged(_block("", layer, in_a_stack=True) for layer in getattr(stack, name)))
-        if segment.repeats is None:
+        if group.repeats is None:
             yield from slots
         elif len(slots) == 1:
-            yield dataclasses.replace(slots[0], repeat=slots[0].repeat * segment.repeats)
+            yield dataclasses.replace(slots[0], repeat=slots[0].repeat * group.repeats)
         elif slots:
             parameters = sum(slot.parameters * slot.repeat for slot in slots)
-            yield Block("", "period", parameters, inside=tuple(slots), repeat=segment.repeats)
+            yield Block("", "period", parameters, inside=tuple(slots), repeat=group.repeats)
 
 
 def _merged(blocks: Any) -> Iterator[Block]:

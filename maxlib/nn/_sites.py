@@ -201,9 +201,9 @@ def _in_stack(stack: Stack, path: str, decide: Decide, change: Change) -> Stack:
     """Changes the matmuls of a stack, in a layout where layers of a slot are treated alike."""
     stack = _laid_out(stack, path, decide)
     new, count = jax.tree.map(lambda a: a, stack), stack.num_layers
-    for name, segment in stack.segments.items():
+    for name, group in stack.layer_groups.items():
         layers = enumerate(getattr(stack, name))
-        changed = [_in_layer(layer, path, (*segment.layers(n),), count, decide, change) for n, layer in layers]
+        changed = [_in_layer(layer, path, (*group.layers(n),), count, decide, change) for n, layer in layers]
         setattr(new, name, nnx.List(changed))
     return new
 

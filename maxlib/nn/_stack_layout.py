@@ -1,10 +1,10 @@
-"""Segments of a stack: which layers are stored together, to be scanned, and which are stored alone.
+"""Groups of a stack's layers: which layers are stored together, to be scanned, and which are stored alone.
 
 A stack of 12 layers with `lead=2, prefix=1, period=3`, where equal letters are layers that are alike:
 
     layer      0 1 | 2 | 3 4 5  6 7 8 | 9 10 11 -> all of 3 ... 11 fill periods, so nothing is left over
     kind       D D | E | A B C  A B C | A B  C
-    segment    lead  prefix      body               suffix (empty here)
+    group      lead  prefix      body               suffix (empty here)
     stored as  lead.0 (2 layers), prefix.0, body.0 (A, 3 layers), body.1 (B, 3 layers), body.2 (C, 3 layers)
 
 `lead` and `body` are scanned: each of their slots is one layer whose arrays have a leading axis of repeats. `prefix`
@@ -18,7 +18,7 @@ from typing import NamedTuple
 Layout = dict[str, int]
 
 
-class Segment(NamedTuple):
+class LayerGroup(NamedTuple):
     """Consecutive layers of a stack that are stored alike, in `slots` slots from layer `first` on.
 
     Args:
@@ -94,27 +94,29 @@ def _scanned(kinds: tuple[Hashable, ...]) -> tuple[int, int, int]:
     return min(layouts, default=(0, 0, 1))
 
 
-def segments(*, num_layers: int, prefix: int, period: int, lead: int = 0, lead_period: int = 1) -> dict[str, Segment]:
-    """Returns the segments that a stack with this layout stores in `lead`, `prefix`, `body` and `suffix`."""
+def layer_groups(
+    *, num_layers: int, prefix: int, period: int, lead: int = 0, lead_period: int = 1
+) -> dict[str, LayerGroup]:
+    """Returns the groups that a stack with this layout stores in `lead`, `prefix`, `body` and `suffix`."""
     start = lead + prefix
     repeats = (num_layers - start) // period
     end = start + repeats * period
     return {
-        "lead": Segment(0, min(lead, lead_period), lead // lead_period),
-        "prefix": Segment(lead, prefix),
-        "body": Segment(start, period if repeats else 0, repeats),
-        "suffix": Segment(end, num_layers - end),
+        "lead": LayerGroup(0, min(lead, lead_period), lead // lead_period),
+        "prefix": LayerGroup(lead, prefix),
+        "body": LayerGroup(start, period if repeats else 0, repeats),
+        "suffix": LayerGroup(end, num_layers - end),
     }
 
 
-def places(layout: Layout) -> dict[str, list[tuple[int, int | None]]]:
+def layers_by_slot(layout: Layout) -> dict[str, list[tuple[int, int | None]]]:
     """Returns for each slot, such as `"body.0"`, its layers: `(number, index on the leading axis or None)`."""
     return {
         f"{name}.{slot}": [
-            (layer, None if segment.repeats is None else row) for row, layer in enumerate(segment.layers(slot))
+            (layer, None if group.repeats is None else row) for row, layer in enumerate(group.layers(slot))
         ]
-        for name, segment in segments(**layout).items()
-        for slot in range(segment.slots)
+        for name, group in layer_groups(**layout).items()
+        for slot in range(group.slots)
     }
 
 
@@ -124,29 +126,29 @@ def locate(i: int, **layout: int) -> tuple[str, int | None]:
     Raises:
         IndexError: when there is no layer `i`.
     """
-    for name, segment in segments(**layout).items():
-        if segment.first <= i < segment.end:
-            # Layers of a segment are in the order of its periods: i - first = repeat * slots + slot.
-            repeat, slot = divmod(i - segment.first, segment.slots)
-            return f"{name}.{slot}", None if segment.repeats is None else repeat
+    for name, group in layer_groups(**layout).items():
+        if group.first <= i < group.end:
+            # Layers of a group are in the order of its periods: i - first = repeat * slots + slot.
+            repeat, slot = divmod(i - group.first, group.slots)
+            return f"{name}.{slot}", None if group.repeats is None else repeat
     raise IndexError(f"layer {i} of a stack of {layout['num_layers']}")
 
 
-def segment_at(path: str, layouts: Mapping[str, Layout]) -> tuple[str, Segment] | None:
-    """Finds the segment that stores the layer at a path of a model.
+def group_at(path: str, layouts: Mapping[str, Layout]) -> tuple[str, LayerGroup] | None:
+    """Finds the group that stores the layer at a path of a model.
 
     Args:
         path: Dotted path below the model, such as `"layers.body.0.attn.q"`.
         layouts: The layout of every stack by its path, from `nn.tree.layouts`.
 
     Returns:
-        The segment's path, such as `"layers.body"`, and the segment; None for a path that is in no stack.
+        The group's path, such as `"layers.body"`, and the group; None for a path that is in no stack.
     """
     for stack, layout in layouts.items():
-        for name, segment in segments(**layout).items():
+        for name, group in layer_groups(**layout).items():
             here = f"{stack}.{name}" if stack else name
             if path.startswith(f"{here}."):
-                return here, segment
+                return here, group
     return None
 
 

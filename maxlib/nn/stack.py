@@ -18,7 +18,7 @@ from maxlib.nn._layer_axis import with_layer_axis, without_layer_axis
 from maxlib.nn._linear import draw_key
 from maxlib.nn._model import Model
 from maxlib.nn._read_only import read_only
-from maxlib.nn._stack_layout import Segment, as_layout, locate, normalized_layout, segments
+from maxlib.nn._stack_layout import LayerGroup, as_layout, layer_groups, locate, normalized_layout
 from maxlib.nn._with_shared import WithShared as WithShared
 from maxlib.nn._with_shared import constant_in_scan, map_activations, only_added, with_earlier
 from maxlib.nn.mixer import check_cache_dtype, check_order, is_reorderable
@@ -131,9 +131,9 @@ class Stack(StackedLayers):
         """Stores the layers of every slot; `alone` makes one layer and `stacked` several from their numbers."""
         self.num_layers, self.period, self.num_lead = layout["num_layers"], layout["period"], layout.get("lead", 0)
         self.lead_period = layout.get("lead_period", 1)
-        for name, segment in segments(**layout).items():
-            slots = [segment.layers(slot) for slot in range(segment.slots)]
-            if segment.repeats is None:
+        for name, group in layer_groups(**layout).items():
+            slots = [group.layers(slot) for slot in range(group.slots)]
+            if group.repeats is None:
                 made = [alone(numbers) for numbers in slots]
             else:
                 made = [with_layer_axis(stacked(numbers), _AXES[name]) for numbers in slots]
@@ -147,17 +147,17 @@ class Stack(StackedLayers):
     @property
     def repeats(self) -> int:
         """Number of periods that are scanned."""
-        return self.segments["body"].repeats or 0
+        return self.layer_groups["body"].repeats or 0
 
     @property
-    def segments(self) -> dict[str, Segment]:
+    def layer_groups(self) -> dict[str, LayerGroup]:
         """The layers in `lead`, `prefix`, `body` and `suffix`, in the order in which they run."""
-        return segments(**self.layout)
+        return layer_groups(**self.layout)
 
     @property
     def is_reorderable(self) -> bool:
         """Returns True if every layer allows tokens to be reordered among devices (`SequenceMixer.reorderable`)."""
-        return all(is_reorderable(layer) for name in self.segments for layer in getattr(self, name))
+        return all(is_reorderable(layer) for name in self.layer_groups for layer in getattr(self, name))
 
     def where(self, i: int) -> tuple[str, int | None]:
         """Returns layer `i`'s path below this stack and its index on the leading axis (None if it is stored alone)."""
@@ -215,21 +215,21 @@ class Stack(StackedLayers):
         """
         check_order(self, ctx)
         new_caches, auxes = [], []
-        runners = {"lead": scan_segment, "prefix": run_segment, "body": self._run_body, "suffix": run_segment}
-        # Segments run in the order lead, prefix, body, suffix; the cache is a tuple in the same order.
-        for i, (name, segment) in enumerate(self.segments.items()):
+        runners = {"lead": scan_group, "prefix": run_group, "body": self._run_body, "suffix": run_group}
+        # Groups run in the order lead, prefix, body, suffix; the cache is a tuple in the same order.
+        for i, (name, group) in enumerate(self.layer_groups.items()):
             run = runners[name]
-            inputs = _inputs_of(segment, layer_inputs)
+            inputs = _inputs_of(group, layer_inputs)
             layers, caches = getattr(self, name), None if cache is None else cache[i]
             x, new, aux = run(layers, x, ctx, caches, remat=remat, inputs=inputs)
             new_caches.append(new)
             auxes.append(aux)
-        return x, None if cache is None else tuple(new_caches), _in_layer_order(self.segments.values(), auxes)
+        return x, None if cache is None else tuple(new_caches), _in_layer_order(self.layer_groups.values(), auxes)
 
     def _run_body(self, body, x, ctx, caches, *, remat, inputs):
         """Scans the body, or runs it as a pipeline if the layout splits it into stages."""
         if caches is not None or stages() == 1 or not len(body):
-            return scan_segment(body, x, ctx, caches, remat=remat, inputs=inputs)
+            return scan_group(body, x, ctx, caches, remat=remat, inputs=inputs)
         if jax.tree.leaves(inputs):
             raise ValueError(
                 "layer_inputs are not supported in a pipeline; put the values in x or ctx, or use a strategy without "
@@ -238,7 +238,7 @@ class Stack(StackedLayers):
 
         # `active` is False for repeats that only pad a stage with fewer layers than others.
         def stage(body, active, x, ctx):
-            x, _, aux = scan_segment(body, x, ctx, remat=remat, active=active)
+            x, _, aux = scan_group(body, x, ctx, remat=remat, active=active)
             return x, aux
 
         x, aux = pipelined(stage, body, x, ctx, remat=remat_policy(remat))
@@ -259,9 +259,9 @@ class Stack(StackedLayers):
         # [B, ...] -> [repeats, B, ...]
         repeat = lambda cache, n: jax.tree.map(lambda a: jnp.repeat(a[None], n, axis=0), cache)
         found = []
-        for name, segment in self.segments.items():
+        for name, group in self.layer_groups.items():
             caches = [layer.init_cache(batch, capacity, dtype) for layer in getattr(self, name)]
-            found.append(caches if segment.repeats is None else [repeat(cache, segment.repeats) for cache in caches])
+            found.append(caches if group.repeats is None else [repeat(cache, group.repeats) for cache in caches])
         return tuple(found)
 
     def with_layout(self, *, lead: int = 0, prefix: int, period: int, lead_period: int = 1) -> "Stack":
@@ -278,7 +278,7 @@ class Stack(StackedLayers):
         return self.with_layout(prefix=self.num_layers, period=self.period)
 
 
-def scan_segment(
+def scan_group(
     layers: Any,
     x: Any,
     ctx: Any,
@@ -323,19 +323,19 @@ def scan_segment(
     return joined(x), caches, aux
 
 
-def run_segment(
+def run_group(
     layers: Any, x: Any, ctx: Any, caches: Any = None, *, remat: Policy = None, inputs: Any = None
 ) -> tuple[Any, Any, list[Aux]]:
-    """Applies the `prefix` or `suffix` of a stack one by one; arguments and results are those of `scan_segment`."""
+    """Applies the `prefix` or `suffix` of a stack one by one; arguments and results are those of `scan_group`."""
     return _run(x, ctx, layers, caches, inputs, remat_policy(remat))
 
 
-def _inputs_of(segment: Segment, layer_inputs: Any) -> list[Any] | None:
+def _inputs_of(group: LayerGroup, layer_inputs: Any) -> list[Any] | None:
     """Returns for each slot the rows of `layer_inputs` that belong to its layers."""
     if layer_inputs is None:
         return None
-    rows = [segment.layers(slot) for slot in range(segment.slots)]
-    return [_rows_of(row, segment.repeats is None, layer_inputs) for row in rows]
+    rows = [group.layers(slot) for slot in range(group.slots)]
+    return [_rows_of(row, group.repeats is None, layer_inputs) for row in rows]
 
 
 def _rows_of(layers: range, alone: bool, layer_inputs: Any) -> Any:
@@ -364,8 +364,8 @@ def _check_alike(build: Callable, keys: Any, layout: dict[str, int]) -> None:
     # Traces the constructor: shapes and structure, no arrays.
     shape = lambda i: jax.eval_shape(lambda: build(i, keys[i]))
     # Layers stored alone need no match.
-    scanned = [segment for segment in segments(**layout).values() if segment.repeats]
-    for numbers in (segment.layers(slot) for segment in scanned for slot in range(segment.slots)):
+    scanned = [group for group in layer_groups(**layout).values() if group.repeats]
+    for numbers in (group.layers(slot) for group in scanned for slot in range(group.slots)):
         first = shape(numbers[0])
         for i in numbers[1:]:
             other = shape(i)
@@ -447,15 +447,15 @@ def _(primals, tangents):
     return _keep_float32(*primals), *tangents
 
 
-def _in_layer_order(parts: Iterable[Segment], auxes: Iterable[list[Aux]]) -> Aux:
+def _in_layer_order(parts: Iterable[LayerGroup], auxes: Iterable[list[Aux]]) -> Aux:
     """Joins the layers' reports into one array per name, with a row for each layer that reports it, in layer order."""
     rows: dict[str, list[tuple[np.ndarray, jax.Array]]] = {}
-    for segment, found in zip(parts, auxes, strict=True):
+    for group, found in zip(parts, auxes, strict=True):
         for slot, aux in enumerate(found):
             for name, value in aux.items():
                 # [...] -> [1, ...] for a layer that is not scanned
-                value = jnp.asarray(value)[None] if segment.repeats is None else value
-                rows.setdefault(name, []).append((np.array(segment.layers(slot)), value))
+                value = jnp.asarray(value)[None] if group.repeats is None else value
+                rows.setdefault(name, []).append((np.array(group.layers(slot)), value))
     return {name: _sorted_by_layer(*zip(*found, strict=True)) for name, found in rows.items()}
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlib.nn._stack_layout import Layout, Segment
+from maxlib.nn._stack_layout import LayerGroup, Layout
 from maxlib.sharding.layers import is_stacked as _is_stacked
 from maxlib.sharding.layers import own_axes as own_axes
 
@@ -15,7 +15,7 @@ Filter = Callable[[str, nnx.Variable], bool]
 
 
 class StackedLayers(nnx.Module):
-    """Base class of modules that store numbered layers in segments, by which functions on paths recognize them
+    """Base class of modules that store numbered layers in groups, by which functions on paths recognize them
     (`nn.Stack`).
     """
 
@@ -25,8 +25,8 @@ class StackedLayers(nnx.Module):
         raise NotImplementedError
 
     @property
-    def segments(self) -> dict[str, Segment]:
-        """Returns the segments by the name of the attribute that holds their layers."""
+    def layer_groups(self) -> dict[str, LayerGroup]:
+        """Returns the groups by the name of the attribute that holds their layers."""
         raise NotImplementedError
 
 
@@ -83,8 +83,8 @@ def pattern_paths(model: Any) -> dict[str, str]:
     `"layers.body.0.attn.q.w"` and `"layers.prefix.1.attn.q.w"` become `"layers.attn.q.w"`.
     """
     if is_stack(model):
-        # body.0.attn.q.w -> attn.q.w: segment and slot are left out.
-        slots = ((name, i, layer) for name in model.segments for i, layer in enumerate(getattr(model, name)))
+        # body.0.attn.q.w -> attn.q.w: group and slot are left out.
+        slots = ((name, i, layer) for name in model.layer_groups for i, layer in enumerate(getattr(model, name)))
         return {f"{name}.{i}.{path}": short for name, i, layer in slots for path, short in pattern_paths(layer).items()}
     found = {}
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: is_variable(x) or is_stack(x))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from maxlib import nn, sharding
 from maxlib.nn._head import ROWS_AT_ONCE, head_split
-from maxlib.nn._stack_layout import segment_at
+from maxlib.nn._stack_layout import group_at
 from maxlib.plan._program import Program, bytes_on_device, moes
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._rules import parts, spec
@@ -160,7 +160,7 @@ def _layer_weights(program: Program) -> float:
     layers: dict[str, list[tuple[float, bool]]] = {}
     layouts = nn.tree.layouts(program.plain) | nn.tree.layouts(program.state.rest)
     for path, x in program.matrices.items():
-        if (found := segment_at(path, layouts)) is None or found[1].repeats is None or len(x.axes) < 3:
+        if (found := group_at(path, layouts)) is None or found[1].repeats is None or len(x.axes) < 3:
             continue
         own = spec(x.axes, gathered)
         layers.setdefault(found[0], []).append((part_bytes(x.shape, width, own, mesh) / x.shape[0], x.trained))

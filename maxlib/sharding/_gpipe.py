@@ -212,7 +212,7 @@ def in_order(tree: Tree, plan: PipelineSpec) -> Tree:
     whole = lambda a: a.reshape(-1, *a.shape[3:])
     if plan.chunks.in_order:
         return jax.tree.map(whole, tree)
-    return jax.tree.map(lambda a: whole(_whole(a, 3))[plan.chunks.places], tree)
+    return jax.tree.map(lambda a: whole(_whole(a, 3))[plan.chunks.slots], tree)
 
 
 def _whole(a: jax.Array, dims: int) -> jax.Array:

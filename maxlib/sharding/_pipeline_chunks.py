@@ -60,10 +60,10 @@ class Chunks(NamedTuple):
         return np.swapaxes((np.cumsum(active) - 1).clip(0).reshape(active.shape), 0, 1)
 
     @property
-    def places(self) -> np.ndarray:
+    def slots(self) -> np.ndarray:
         """Returns the inverse of `index`: the flat slot of each period, shape `[periods]`."""
-        places = np.flatnonzero(self.active)
-        return places[np.argsort(self.index.reshape(-1)[places])]
+        slots = np.flatnonzero(self.active)
+        return slots[np.argsort(self.index.reshape(-1)[slots])]
 
 
 def chunks(periods: int, stages: int, repeats: int) -> Chunks:

@@ -55,19 +55,19 @@ class OneFOneB:
         def before(outer):
             model = nn.combine(outer, rest)
             x, ctx = model.enter(model.embed_tokens(batch["tokens"], dtype), **_inputs(batch))
-            x, _, lead = nn.stack.scan_segment(model.layers.lead, x, ctx, remat=remat)
-            x, _, aux = nn.stack.run_segment(model.layers.prefix, x, ctx, remat=remat)
+            x, _, lead = nn.stack.scan_group(model.layers.lead, x, ctx, remat=remat)
+            x, _, aux = nn.stack.run_group(model.layers.prefix, x, ctx, remat=remat)
             targets = _targets_by_row(from_hidden, model, x.x if isinstance(x, nn.stack.WithShared) else x, batch)
             return (x, jnp.sum(targets) * _own(lead + aux)), (ctx, targets)
 
         def stage(layers, fixed, active, x, data):
             ctx, targets, _ = data
-            x, _, aux = nn.stack.scan_segment(nn.combine(layers, fixed), x, ctx, active=active)
+            x, _, aux = nn.stack.scan_group(nn.combine(layers, fixed), x, ctx, active=active)
             return x, jnp.sum(targets) * _own(aux), _reported(aux)
 
         def after(outer, x, data):
             model, (ctx, targets, batch) = nn.combine(outer, rest), data
-            x, _, aux = nn.stack.run_segment(model.layers.suffix, x, ctx, remat=remat)
+            x, _, aux = nn.stack.run_group(model.layers.suffix, x, ctx, remat=remat)
             loss, stats = from_hidden(model, model.leave(x, ctx), batch)
             return loss + jnp.sum(targets) * _own(aux), jax.lax.stop_gradient(stats)
 
@@ -152,7 +152,7 @@ def _own(auxes: list[dict[str, Array]]) -> Array:
 
 def _reports(layers: nn.Stack, x: Any, ctx: Any) -> bool:
     """Tells whether layers report statistics of a whole microbatch, such as the balance of a router."""
-    auxes = lambda x: (nn.stack.scan_segment(layers.body, x, ctx)[2], nn.stack.run_segment(layers.suffix, x, ctx)[2])
+    auxes = lambda x: (nn.stack.scan_group(layers.body, x, ctx)[2], nn.stack.run_group(layers.suffix, x, ctx)[2])
     return bool(jax.tree.leaves(jax.eval_shape(auxes, x)))
 
 

@@ -145,7 +145,7 @@ def resolve(model: Any, table: Table) -> WeightMapping:
     """Lays `table` over `model` (or its `jax.eval_shape`)."""
     leaves = {path: v.get_value().shape for path, v in nn.variables(model).items()}
     numbered = list(enumerate(e for e in table if isinstance(e, Weight | Convert)))
-    found = [(place.layer, n, entry, place) for n, entry in numbered for place in places(model, leaves, entry)]
+    found = [(place.layer, n, entry, place) for n, entry in numbered for place in param_slots(model, leaves, entry)]
     found.sort(key=lambda use: (-1 if use[0] is None else use[0], use[1]))
     pieces = [p for _, _, e, place in found if isinstance(e, Weight) for p in _pieces(e, place)]
     conversions = [
@@ -153,12 +153,14 @@ def resolve(model: Any, table: Table) -> WeightMapping:
         for _, _, e, place in found
         if isinstance(e, Convert)
     ]
-    absent = {place.path for e in table if isinstance(e, Absent) for place in places(model, leaves, e)}
+    absent = {place.path for e in table if isinstance(e, Absent) for place in param_slots(model, leaves, e)}
     return WeightMapping(pieces, conversions, absent)
 
 
-def places(model: Any, leaves: Mapping[str, tuple[int, ...]], entry: Weight | Convert | Absent) -> Iterator[ParamSlot]:
-    """Yields the places of our side of `entry` that the model has."""
+def param_slots(
+    model: Any, leaves: Mapping[str, tuple[int, ...]], entry: Weight | Convert | Absent
+) -> Iterator[ParamSlot]:
+    """Yields the parameters, or slices of stacked ones, that our side of `entry` names and the model has."""
     before, layered, after = entry.ours.partition("{i}")
     if not layered:
         if entry.ours in leaves:

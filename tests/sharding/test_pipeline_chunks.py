@@ -18,7 +18,7 @@ def test_every_period_lies_in_one_place(periods, stages):
         assert cut.index.shape == cut.active.shape == (stages, repeats, most // repeats)
         by_chunk = [cut.index[s, v][cut.active[s, v]] for v in range(repeats) for s in range(stages)]
         assert np.concatenate(by_chunk).tolist() == list(range(periods))  # consecutive, from chunk to chunk
-        assert cut.index.reshape(-1)[cut.places].tolist() == list(range(periods))
+        assert cut.index.reshape(-1)[cut.slots].tolist() == list(range(periods))
         held = cut.active.sum(axis=(1, 2))
         assert held.max() == most and held.min() >= most - 1
 

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.nn._stack_layout import segment_at
+from maxlib.nn._stack_layout import group_at
 
 FIELDS = ("rms", "max", "nonfinite", "gradient_rms", "gradient_nonfinite")
 LOGITS = ("max_logit", "entropy")
@@ -45,15 +45,15 @@ def read(path: str, row: Any) -> dict[str, Any]:
 def in_order(order: Iterable[str], layouts: dict[str, dict[str, int]]) -> list[tuple[str, int | None]]:
     """The hooks one by one, with their row on a stack's repeat axis, in the order in which their layers finish."""
     found: list[tuple[str, int | None]] = []
-    for segment, paths in itertools.groupby(dict.fromkeys(order), key=lambda path: _scanned(path, layouts)):
-        rows = [None] if segment is None else range(segment[1])
+    for group, paths in itertools.groupby(dict.fromkeys(order), key=lambda path: _scanned(path, layouts)):
+        rows = [None] if group is None else range(group[1])
         found += [(path, row) for row, path in itertools.product(rows, list(paths))]
     return found
 
 
 def _scanned(path: str, layouts: dict[str, dict[str, int]]) -> tuple[str, int] | None:
-    """Returns the path of the scanned segment that stores this layer, and how often it repeats."""
-    found = segment_at(path, layouts)
+    """Returns the path of the scanned group that stores this layer, and how often it repeats."""
+    found = group_at(path, layouts)
     return None if found is None or found[1].repeats is None else (found[0], found[1].repeats)
 
 
@@ -75,8 +75,8 @@ def _attach(module: nnx.Module, path: str, repeats: tuple[int, ...], order: list
 
 def _rows(module: nnx.Module, child: str) -> tuple[int, ...]:
     """The leading axis that a stack gives to a child of several layers."""
-    segment = module.segments[child.partition(".")[0]] if nn.tree.is_stack(module) else None
-    return () if segment is None or segment.repeats is None else (segment.repeats,)
+    group = module.layer_groups[child.partition(".")[0]] if nn.tree.is_stack(module) else None
+    return () if group is None or group.repeats is None else (group.repeats,)
 
 
 class _Order:
