@@ -114,8 +114,11 @@ SETS = {
     ),
     "tpu-memory": FlagSet(
         "tpu",
-        "the next weights are not gathered within the matmuls before them: less memory, less overlap",
-        {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": False},
+        "schedules for 90 % of the memory, and gathers no weights within the matmuls before them: less memory, less overlap",
+        {
+            "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
+            "xla_tpu_scheduler_percent_shared_memory_limit": 90,
+        },
     ),
     "tpu-vmem": FlagSet(
         "tpu",

@@ -425,18 +425,22 @@ def apply_rope(
     if dim > x.shape[-1]:
         raise ValueError(f"the rotary tables turn {dim} dimensions, more than the {x.shape[-1]} of a head.")
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]  # [B, T, half] -> [B, T, 1, half]: every head turns alike
-    rotating = x[..., :dim].astype(jnp.float32)
+    rotating = x[..., :dim]
     if interleaved:
         pairs = rotating.reshape(*x.shape[:-1], dim // 2, 2)  # [B, T, N, dim] -> [B, T, N, half, 2]
         turned = jnp.stack(_turn(pairs[..., 0], pairs[..., 1], cos, sin), axis=-1).reshape(rotating.shape)
     else:  # XLA fuses slices and one concatenation into a single pass, also in the backward pass
         turned = jnp.concatenate(_turn(rotating[..., : dim // 2], rotating[..., dim // 2 :], cos, sin), axis=-1)
-    turned = turned.astype(x.dtype)
     return turned if dim == x.shape[-1] else jnp.concatenate([turned, x[..., dim:]], axis=-1)
 
 
 def _turn(a: Array, b: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-    return a * cos - b * sin, b * cos + a * sin  # (a + ib) * exp(i * angle)
+    """Computes (a + ib) * exp(i * angle) in float32.
+
+    Halves are cast one by one, before they are joined: gradients of halves then wait in the dtype of `x`, not in float32.
+    """
+    dtype, a, b = a.dtype, a.astype(jnp.float32), b.astype(jnp.float32)
+    return (a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

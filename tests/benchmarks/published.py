@@ -133,7 +133,7 @@ PRESENT: dict[str, tuple[Row, float, tuple[str, ...]]] = {
     "32B, v5e-256": (Row(Present(32), "v5e-256", 4, "full", 1, 0.0), 10.45, ("tpu-memory",)),
     "64B, v5e-256": (Row(Present(64), "v5e-256", 2, "full", 1, 0.0), 12.40, ()),
     "128B, v5e-256": (Row(Present(128), "v5e-256", 1, "qkv_offload", 16, 0.0), 14.16, ()),
-    "32B, v5p-128": (Row(Present(32), "v5p-128", 6, MINIMAL, 4, 0.0), 86.99, ()),
+    "32B, v5p-128": (Row(Present(32), "v5p-128", 6, MINIMAL, 4, 0.0), 86.99, ("tpu-memory",)),
     "64B, v5p-128": (Row(Present(64), "v5p-128", 3, MINIMAL, 4, 0.0), 91.22, ()),
     "128B, v5p-256": (Row(Present(128), "v5p-256", 1, MINIMAL, 8, 0.0), 62.14, ()),
     "256B, v5p-1024": (Row(Present(256), "v5p-1024", 1, MINIMAL, 8, 0.0), 58.59, ()),
