@@ -92,7 +92,7 @@ def metrics(directory: epath.Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Request to restore: items, and what they shall be like."""
+    """Request to restore: items, and the arrays that are wanted."""
 
     like: dict[str, Any] | None = None
     items: tuple[str, ...] | None = None

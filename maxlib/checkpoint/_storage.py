@@ -79,7 +79,7 @@ class Steps:
             response.result()  # ends its event loop and thread, whatever the result
 
     def make_room(self, step: int) -> None:
-        """Deletes a step that shall be saved anew. All hosts call it."""
+        """Deletes a step before it is saved again. All hosts call it."""
         with raise_on_all(f"deleting step {step}"):
             self.delete([step])
         self._orbax.reload()

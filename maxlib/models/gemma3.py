@@ -38,7 +38,7 @@ def _by_period(fields: HFConfig, c: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """Sizes of a Gemma 3; `PRESETS` has the published ones. Models that see have theirs in `text_config`."""
+    """Sizes of a Gemma 3; `PRESETS` has the published ones. Multimodal checkpoints keep them in `text_config`."""
 
     model_types = ("gemma3_text",)
     architecture = "Gemma3ForCausalLM"

@@ -80,7 +80,7 @@ def _write_temperature(value: nn.TemperatureTuning | None, cfg: Any) -> dict[str
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """Sizes of a Llama 4; `PRESETS` has the published ones. Models that see have theirs in `text_config`."""
+    """Sizes of a Llama 4; `PRESETS` has the published ones. Multimodal checkpoints keep them in `text_config`."""
 
     model_types = ("llama4_text",)
     architecture = "Llama4ForCausalLM"

@@ -58,7 +58,7 @@ def _of(kind: str, name: str, absent: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """Sizes of a Qwen3.5; `PRESETS` has the published ones. Models that see have theirs in `text_config`."""
+    """Sizes of a Qwen3.5; `PRESETS` has the published ones. Multimodal checkpoints keep them in `text_config`."""
 
     model_types = (DENSE, SPARSE)
     fixed = {"hidden_act": "silu"}

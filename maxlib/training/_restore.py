@@ -18,7 +18,7 @@ from maxlib.training._step import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """ResumePoint of a state: a description for the log, its position in the data, and the metrics saved with it."""
+    """Where a run starts from: a description for the log, its position in the data, and the metrics saved with it."""
 
     text: str
     data_state: Any = None

@@ -151,7 +151,7 @@ def from_pretrained(
         layout: Placement over a mesh, by which every device reads its own part only; None reads onto one device.
         dtype: The dtype of the weights; None keeps what is stored, training wants `jnp.float32`.
         family: Needed only for models that are not registered.
-        **changes: Fields of the configuration that shall be others than config.json says (`num_mtp=1`).
+        **changes: Fields of the configuration that override those of config.json (`num_mtp=1`).
 
     Returns:
         The model.

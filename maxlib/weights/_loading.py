@@ -62,7 +62,7 @@ def _renamed(stored: Mapping[str, Stored], table: Table) -> dict[str, Stored]:
     for name, tensor in stored.items():
         own = functools.reduce(lambda n, entry: entry.applied(n), [e for e in table if isinstance(e, Renamed)], name)
         if own in found:
-            raise ValueError(f"{name} is another spelling of {own}, which is there too: keep one of both.")
+            raise ValueError(f"{name} is another spelling of {own}, which is there too: keep only one.")
         found[own] = tensor
     return found
 
@@ -150,7 +150,7 @@ def _accounted(name: str, stored: Mapping[str, Stored], table: Table) -> bool:
             return True
         if isinstance(entry, Copy) and entry.theirs == name and entry.of in stored:
             if not _same(stored[name], stored[entry.of]):
-                raise ValueError(f"{name} differs from {entry.of}, but the config ties them: one of both is wrong.")
+                raise ValueError(f"{name} differs from {entry.of}, but the config ties them: one of the two is wrong.")
             return True
     return False
 
