@@ -39,7 +39,7 @@ class Checkpointer:
         best: Steps with the best metric stay, too.
         verify: Read a step again once it is written.
         replace: Delete what was saved under a step's number. Otherwise steps of another history are an error.
-        layouts: Those of the model's stacks (`layouts(model)`), saved with each step; restored steps are converted to them.
+        layouts: Those of the model's stacks (`layouts(model)`), saved with each step; restored steps are laid out so.
         max_failed_saves: Failed saves in a row after which `unsaved` says that the run should end; None for no limit.
         max_unsaved_seconds: The same, in seconds from the first of them.
         base: Directory that frozen weights come from. A Trainer then saves what is trained, and this directory with

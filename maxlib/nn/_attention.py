@@ -315,7 +315,8 @@ def attend(
         q, k, v = by_tokens(q), by_tokens(k), by_tokens(v)
     shards = axis_size("attn_heads")
     if q.shape[2] % shards == 0 and shards > k.shape[2] and shards % k.shape[2] == 0:
-        # Fewer key heads than devices: each gets a copy. [B, S, K, H] -> [B, S, shards, H]
+        # Fewer key heads than devices: each gets a copy. [B, S, K, H] -> [B, S, shards, H]. Where heads do not divide
+        # over the devices, `shard_map_by_name` leaves them whole on each (or `_check_exchange` refuses).
         k, v = (jnp.repeat(x, shards // x.shape[2], axis=2) for x in (k, v))
     _check_exchange(q, k)
     # [B, T, N, H], [B, S, K, H] and, of bounds and segments, [B, T]

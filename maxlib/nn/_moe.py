@@ -223,7 +223,12 @@ class MoE(nnx.Module):
         options = {**how, "capacity": capacity, "num_experts": E, "axis": axis}
         run = functools.partial(_run, matmuls=matmuls, tree=tree, **options)
         split = [names for m in matrices for names in m.names]
-        # A device that has a part of the width computes a part of the sum.
+        # A shard_map takes flat arguments, one tuple of axis names for each array, in the order of the call below:
+        #   x, experts, weights, input_weights   rows      [B, T, ...]
+        #   valid                                tokens    [B, T]
+        #   b: biases of gate and up             biased    [E, F]
+        #   w: arrays of gate, up and down       split     (also a quantized one's scales, an adapted one's factors)
+        # Where the width F is split, each device returns its part of the sum, on a new first axis "mlp".
         names = [rows, rows, rows, rows, tokens, *[biased] * len(into), *split]
         mapped = shard_map_by_name(run, names, (("mlp", *rows), rows))
         # [1 or parts of the width, B, T, D] -> [B, T, D]

@@ -59,12 +59,14 @@ def layout_for(kinds: Iterable[Hashable]) -> Layout:
     for every in range(1, len(kinds) // 2 + 1):
         lead = _run_length(kinds, every)
         own, rest = {*kinds[:lead]}, kinds[lead:]
+        # A lead of one period scans nothing, and one whose kinds are all there are is the body itself.
         if lead < 2 * every or own >= {*rest}:
             continue
         # With a lead: one trace for each layer of its period, and those of the rest.
         traced, prefix, period = _scanned(rest)
         # Without the layers behind the last whole period.
         body = rest[prefix : len(rest) - (len(rest) - prefix) % period]
+        # A kind in lead and body (Gemma 3's local layers) would be traced for both: one body is better.
         if every + traced < least and own.isdisjoint(body):
             least, found = every + traced, {"lead": lead, "prefix": prefix, "period": period}
             found |= {"lead_period": every} if every > 1 else {}

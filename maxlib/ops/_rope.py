@@ -437,7 +437,8 @@ def apply_rope(
 def _turn(a: Array, b: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
     """Computes (a + ib) * exp(i * angle) in float32.
 
-    Halves are cast one by one, before they are joined: gradients of halves then wait in the dtype of `x`, not in float32.
+    Halves are cast one by one, before they are joined: gradients of halves then wait in the dtype of `x`, not in
+    float32.
     """
     dtype, a, b = a.dtype, a.astype(jnp.float32), b.astype(jnp.float32)
     return (a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype)

@@ -286,7 +286,8 @@ def inside_data_shard(axes: tuple[str, ...]) -> Iterator[None]:
 def replicated_over() -> tuple[str, ...]:
     """Returns the mesh axes of more than one device that split the batch and nothing else; none without a layout."""
     # Weights are copied over these axes, so gradients could be summed once per step. They must be the batch's first
-    # axes, as a part is a run of consecutive devices.
+    # axes: parts are cut from the batch in order. Of a batch over (data, fsdp) with data copied, part i is the rows of
+    # data index i, which lie together; of (fsdp, data) its rows would be strewn.
     if (layout := current()) is None:
         return ()
     batch = layout.mesh_axes("batch")

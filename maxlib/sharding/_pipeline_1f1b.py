@@ -182,10 +182,10 @@ def _back(stage, plan):
     """Returns a function that runs a chunk backward, from its last layer to its first, adding gradients to `total`."""
 
     def run(stage_params, total, kept, ctx, d, at, active):
-        def step(flow, layer):
-            (total, d), ((layer, *others), x, i) = flow, layer
+        def step(flow, kept_of_layer):
+            (total, d), ((weights, *others), x, i) = flow, kept_of_layer
             # Forward once more, for this layer alone: only its input was kept. `more` adds to the loss: dL/d(more) = 1.
-            (_, more), pull = jax.vjp(lambda layer, x: stage(*_one((layer, *others)), x, ctx)[:2], layer, x)
+            (_, more), pull = jax.vjp(lambda weights, x: stage(*_one((weights, *others)), x, ctx)[:2], weights, x)
             new, d = pull((d, jnp.ones_like(more)))
             # total is [repeats, size, ...]. In the bubble `active` is False: the numbers are of no microbatch.
             add = lambda s, a: s.at[at, i].add(jnp.where(active, a, 0))
@@ -301,9 +301,10 @@ def _empty(work) -> _Flow:
     plan, schedule = work.plan, work.plan.schedule
     zeros = lambda tree, *lead: jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), tree)
     first = lambda tree: jax.tree.map(lambda a: a[0], tree)
-    stages, (chunk, *ready) = (
-        schedule.stages,
-        jax.eval_shape(lambda: (jax.tree.map(lambda a: a[0, 0], work.stage_params), first(work.x), first(work.ctx))),
+    stages = schedule.stages
+    # Shapes of one chunk's weights (of [stages, repeats, ...]), and of one microbatch: x and its context.
+    chunk, *ready = jax.eval_shape(
+        lambda: (jax.tree.map(lambda a: a[0, 0], work.stage_params), first(work.x), first(work.ctx))
     )
     passed, _, aux, kept = jax.eval_shape(work.through, chunk, *ready)
     loss, head, _ = jax.eval_shape(work.loss, work.head, *ready)

@@ -67,7 +67,11 @@ class Piece:
         return math.prod(n for a, n in zip(self.ours, self.place.shape, strict=True) if a not in self.counted)
 
     def theirs_as_ours(self, tensor: np.ndarray, lengths: tuple[int, ...], cut: Cut) -> np.ndarray:
-        """Returns a view of this piece of `tensor`, its axes in our order; `cut` says which part of it."""
+        """Returns a view of this piece of `tensor`, its axes in our order; `cut` says which part of it.
+
+        Example: `"(n h) d -> d n h"` of theirs [N * H, D]: `lengths` is [N, H, D]; the slices of `cut` are taken on
+        [n, h, d], and the view is transposed to [d, n, h]. An axis that only they have is taken at its index in `at`.
+        """
         part = dict(zip(self.ours, cut, strict=True))
         axes = [a for group in self.groups for a in group]
         start = lambda a: self.at.get(a, 0)
