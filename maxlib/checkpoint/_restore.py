@@ -132,6 +132,7 @@ def newest(directory: epath.Path, wanted: Wanted, found_damaged: set[int] | None
 def open_step(directory: epath.Path) -> Stored:
     """Reads a step's records and looks whether its items are there. Raises DamagedError."""
     found, bad = {}, []
+    storage.forget_listings(directory)
     for name in _RECORDS:
         try:
             found[name] = records.read(directory / name / f"{name}.json")

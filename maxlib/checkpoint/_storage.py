@@ -24,6 +24,14 @@ from maxlib.distributed import raise_on_all
 Arrays = dict[str, Any]
 
 
+def forget_listings(directory: epath.Path) -> None:
+    """Forgets what this process has listed of a bucket: other hosts and tensorstore write there without its knowing."""
+    # etils keeps one client for each scheme, and a client of fsspec keeps what it has listed; disks have none.
+    filesystem_of = getattr(getattr(directory, "_backend", None), "fs", None)
+    if filesystem_of is not None:
+        filesystem_of(directory).invalidate_cache()
+
+
 class _WithoutTraces(logging.Filter):
     """Drops the stack traces that orbax logs in every thread of a failed save: the error is raised as well."""
 

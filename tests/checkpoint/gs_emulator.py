@@ -7,7 +7,9 @@ dropped, as the service does under load; the environment of the server's process
 import itertools
 import json
 import os
+import threading
 from http import HTTPStatus
+from http.server import ThreadingHTTPServer
 
 MOVE = r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>.+)/moveTo/o/(?P<dest_object_id>.+)$"
 TOKEN = "SENTINELTOKEN"
@@ -41,7 +43,7 @@ def start(port: int) -> Faults:
     from gcp_storage_emulator import server
     from gcp_storage_emulator.handlers import objects
 
-    faults = Faults()
+    faults, one_at_a_time = Faults(), threading.Lock()
     send, read, handle = objects.download, server._read_data, server.Router.handle
 
     def download(request, response, storage):
@@ -74,9 +76,12 @@ def start(port: int) -> Faults:
             if fault == "throttled":
                 handler.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "Please reduce your request rate.")
             return
-        handle(router, method)
+        with one_at_a_time:  # its storage is not made for threads
+            handle(router, method)
 
     objects.download, server._read_data, server.Router.handle = download, read_data, handle_or_fail
+    # A thread for each connection: with one for all, a client that keeps its connection open shuts out the other host.
+    server.server.HTTPServer = ThreadingHTTPServer
     server.HANDLERS = ((MOVE, {server.POST: move}), *server.HANDLERS)
     server.create_server("localhost", port, in_memory=True, default_bucket="bucket").start()
     return faults

@@ -214,6 +214,15 @@ def test_a_busy_gs_bucket_is_asked_again(gs, script, fault):
     assert int(gs(script, fault=fault).splitlines()[-1].removeprefix("faults: ")) >= 5
 
 
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", [None, "throttled"])
+def test_two_hosts_on_gs(gs, fault):
+    """Both hosts write their part of each array, and both restore all of it, bit for bit."""
+    made = int(gs(TWO_HOSTS, fault=fault).splitlines()[-1].removeprefix("faults: "))
+    assert made >= 5 if fault else made == 0
+
+
 MAKE = "import boto3; boto3.client('s3').create_bucket(Bucket='bucket')\n"
 KEYS = {"AWS_ACCESS_KEY_ID": "SENTINELIDENTITY", "AWS_SECRET_ACCESS_KEY": "SENTINELSECRET"}
 
