@@ -34,6 +34,7 @@ SWAPS: dict[type, type] = {
 TIMEOUT = 600  # seconds; a mutant that hangs is noticed
 MOST_TESTS, MOST_FAMILIES = 40, 4  # functions, and files of families, that a mutant meets
 CONFORMANCE = "tests/models/conformance.py"
+EVERYTHING = ("tests/test_defaults.py", "tests/test_first_calls.py")  # all rooms, seen from outside or in a process
 Contexts = Mapping[tuple[Path, int], Sequence[str]]  # test functions by file and line
 
 
@@ -116,7 +117,7 @@ def ran_by(mutant: Mutant, contexts: Contexts) -> list[str]:
     lines = statement(mutant.path, mutant.line)
     found = {test for line in lines for test in contexts.get((mutant.path, line), ())}
     more = families_of(mutant.path) if CONFORMANCE in found else []
-    return [*sorted(found - {CONFORMANCE}, key=rank)[:MOST_TESTS], *more] or own
+    return [*(sorted(found - {CONFORMANCE}, key=rank)[:MOST_TESTS] or own), *more, *EVERYTHING]
 
 
 def families_of(path: Path) -> list[str]:

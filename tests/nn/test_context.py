@@ -83,3 +83,10 @@ def test_rows_without_images_are_known_as_those_of_a_text_model(window):
     blocks = jnp.asarray([[0, 1, 1, 3, 4, 5, 6]] * 2), jnp.asarray([[1, 3, 3, 4, 5, 6, 7]] * 2)
     seen = nn.context(2, 7, bidirectional_blocks=blocks).mask_hint(mask)
     assert seen is None or seen.static.kind == "any"
+
+
+def test_the_rotary_length_is_known_only_where_positions_count_the_row():
+    row = jnp.arange(6)[None]
+    assert nn.context(1, 6).rope_length == 6
+    assert nn.context(1, 6, positions=row + 90).rope_length is None
+    assert nn.context(1, 6, segment_ids=jnp.ones((1, 6), jnp.int32)).rope_length is None

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from maxlib.nn import vision
+from maxlib.nn._patches import check_patches
 
 GRIDS = np.array([[1, 4, 6], [1, 2, 2], [1, 8, 4], [1, 6, 6]], np.int32)
 PLACES = [(0, 2), (0, 12), (1, 5), (2, 0)]  # row and place of each image's first placeholder
@@ -87,3 +88,24 @@ def test_frames_become_images():
 def test_what_does_not_fit_is_refused(counts):
     with pytest.raises(ValueError, match="whose grids have 96 patches" if counts is None else "each of the 4 images"):
         vision.patches(np.zeros((95 if counts is None else 96, 5)), GRIDS, counts=counts)
+
+
+@pytest.mark.parametrize(
+    ("grids", "message"),
+    [
+        ([[2, 2, 4]], "must be 1 frame"),
+        ([[1, 0, 4]], "must be 1 frame"),
+        ([[1, 3, 4]], "multiples of 2"),
+        ([[1, 4, 4]], "up to 16 patches in a row, but only 8 are given"),
+    ],
+)
+def test_a_grid_that_is_none_is_refused(grids, message):
+    images = vision.Patches(np.zeros((8, 5), np.float32), np.asarray(grids))
+    with pytest.raises(ValueError, match=message):
+        check_patches(np.ones((3, 2), bool), images, 2, 5)
+
+
+def test_one_patch_and_as_many_as_are_given_are_taken():
+    """One list of patches serves all rows of tokens, however many those are."""
+    images = vision.Patches(np.zeros((3, 5), np.float32), np.asarray([[1, 1, 1], [1, 2, 1]]))
+    check_patches(np.asarray([[True], [True], [True]]), images, 1, 5)

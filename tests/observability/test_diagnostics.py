@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ from maxlib.observability._report import Run, page
 from maxlib.training import probes
 from maxlib.training.probes import _corruption as corruption
 from maxlib.training.probes import _hooks as hooks
+from maxlib.training.probes import _nonfinite
 from tests.training import stacked, ticking, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -247,6 +249,15 @@ def test_the_first_layer_that_is_not_finite_is_named():
     text = probes.find_nonfinite(bad, batch, tiny.loss)
     assert "parameters: layers.2.mlp.up.w is not finite before" in text
     assert "forward: first the output of layers.2.mlp.up (12 values)" in text
+
+
+def test_what_came_before_the_first_bad_output_is_said():
+    seen = {"nonfinite": 0.0, "max": 3.25, "gradient_nonfinite": 0.0}
+    outputs = {"a": seen, "b": seen | {"nonfinite": 4.0}, "c": seen | {"nonfinite": 9.0}}
+    text = _nonfinite._forward(probes.Observation(outputs, {}, {}, math.nan))
+    assert text == "forward: first the output of b (4 values); before it, a has values up to 3.25"
+    backward = {name: seen | {"gradient_nonfinite": n} for name, n in (("a", 2.0), ("b", 1.0), ("c", 0.0), ("d", 0.0))}
+    assert "made between it and c, which comes next" in _nonfinite._backward(probes.Observation(backward, {}, {}, 1.0))
 
 
 def test_a_gradient_that_is_not_finite_is_placed():

@@ -177,6 +177,16 @@ def test_length_may_be_static_traced_or_left_to_the_positions(name):
     np.testing.assert_array_equal(prefill[:, 89:], decode)
 
 
+def test_a_ramp_that_ends_behind_the_last_pair_ends_there():
+    """With a small base even the slowest pair turns often: the ramp of YaRN is cut at the last dimension."""
+    inv_freq, _, _ = llama_tables(
+        {"rope_type": "yarn", "rope_theta": 10.0, "factor": 8.0, "original_max_position_embeddings": 4096},
+        400,
+        np.zeros((1, 1)),
+    )
+    np.testing.assert_allclose(Rope(DIM, 10.0, Yarn(8.0, 4096)).inv_freq(400), inv_freq, rtol=6e-7)
+
+
 def test_length_matters_to_no_other_scaling():
     for name in CASES.keys() - {"dynamic", "longrope", "longrope-factor"}:
         rope = Rope(DIM, scaling=CASES[name][0])

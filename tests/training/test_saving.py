@@ -112,3 +112,10 @@ def test_an_export_that_is_being_written_counts_as_there(tmp_path):
     assert [export.has(step) for step in (2, 3)] == [True, False]
     export._running = 3, None
     assert [export.has(step) for step in (2, 3, 4)] == [True, True, False]
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"every": 1, "keep": 0}])
+def test_an_export_of_no_step_is_refused(tmp_path, wrong):
+    with pytest.raises(ValueError, match="every and keep must be at least 1"):
+        training.HuggingFaceExport(tmp_path, **wrong)
+    assert training.HuggingFaceExport(tmp_path, every=1, keep=1).due(1)

@@ -1,0 +1,62 @@
+"""The default values of what maxlib exports: whoever relies on one meets a changed default as a changed result.
+
+`python -m tests.defaults --write` writes `tests/defaults.txt` anew, after a default was changed on purpose.
+"""
+
+import inspect
+import pkgutil
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import maxlib
+
+FILE = Path(__file__).with_suffix(".txt")
+
+
+def rooms() -> list[str]:
+    """The modules that users import from: subpackages, and their modules without an underscore."""
+    found = [m.name for m in pkgutil.walk_packages(maxlib.__path__, "maxlib.") if "._" not in m.name]
+    return ["maxlib", *(name for name in found if not name.startswith(("maxlib.models.", "maxlib.kernels")))]
+
+
+def shown(value: Any) -> str:
+    """A default as text that is the same in every process."""
+    if callable(value) and hasattr(value, "__name__"):  # a function, a class, or what jax.jit returns
+        return value.__name__
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def defaults_of(thing: Any) -> dict[str, str]:
+    """The parameters of a function or a constructor that have defaults."""
+    # Modules of Flax have a metaclass, whose signature says nothing.
+    parameters = inspect.signature(thing.__init__ if isinstance(thing, type) else thing).parameters.values()
+    return {p.name: shown(p.default) for p in parameters if p.default is not inspect.Parameter.empty}
+
+
+def lines() -> Iterator[str]:
+    """A line for each public function or class that has defaults, where it is defined, once."""
+    found = {}
+    for name in rooms():
+        module = import_module(name)
+        for public in sorted(set(getattr(module, "__all__", None) or dir(module))):
+            thing = getattr(module, public, None)
+            own = getattr(thing, "__module__", "") or ""
+            if public.startswith("_") or not callable(thing) or not own.startswith("maxlib"):
+                continue
+            if isinstance(thing, type) and not getattr(thing.__init__, "__module__", "").startswith("maxlib"):
+                continue  # inherited from another library
+            if given := defaults_of(thing):
+                room = ".".join(part for part in own.split(".") if not part.startswith("_"))
+                found[f"{room}.{thing.__qualname__}"] = ", ".join(f"{k}={v}" for k, v in given.items())
+    yield from (f"{name}: {text}" for name, text in sorted(found.items()))
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        FILE.write_text("\n".join(lines()) + "\n")
+    else:
+        print(*lines(), sep="\n")
