@@ -1,9 +1,9 @@
-"""The task of the learning runs: sort 3 to 5 digits, upwards or downwards, one token a digit."""
+"""The task of the learning runs: sort 3 to 7 digits, upwards or downwards, one token a digit."""
 
 import numpy as np
 
 SEPARATOR, END, PAD, VOCAB = 10, 11, 12, 16
-FEWEST, MOST = 3, 5  # digits
+FEWEST, MOST = 3, 7  # digits
 NEW, LENGTH = MOST + 1, 2 * (MOST + 1)  # most tokens of an answer with its end, and of a prompt with its answer
 
 
