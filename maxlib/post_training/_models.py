@@ -21,11 +21,12 @@ class WithFrozen(nnx.Module):
 
     Args:
         trained: The model to train.
-        frozen: The other one, of any architecture.
+        frozen: The other one, of any architecture; `trained` itself stands for the model as it is now.
     """
 
     def __init__(self, trained: Any, frozen: Any):
-        self.trained, self.frozen = trained, frozen
+        # Variables of its own (their arrays may be shared): what is trained never changes what is frozen.
+        self.trained, self.frozen = trained, jax.tree.map(lambda x: x, frozen)
 
 
 class ComparedObjective(Objective):

@@ -1,7 +1,7 @@
 """Creates parameters directly as shards on the mesh."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -12,6 +12,23 @@ from maxlib._utils.paths import dotted
 from maxlib.sharding._layout import Layout, use
 
 Model = TypeVar("Model")
+
+
+def check_no_aliases(model: Any) -> None:
+    """Raises ValueError if a model holds one parameter at two paths, such as `self.head = self.embed`.
+
+    A pytree knows no identity: `jax.jit` and `jax.tree.map` return two parameters, which are trained apart. Only the
+    model as it was built shows it, so this is called before the first of them.
+    """
+    first: dict[int, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        here = dotted(path)
+        if isinstance(leaf, nnx.Param) and (other := first.setdefault(id(leaf), here)) != here:
+            raise ValueError(
+                f"{other} and {here} are one parameter at two places, but JAX would make two of it, which are trained "
+                "apart. Store it once and call it twice: a tied head is embed.logits(x), and a part that several layers "
+                "use is an attribute of their parent, which passes it to them"
+            )
 
 
 def shardings(model: Model, layout: Layout) -> Model:
@@ -36,6 +53,17 @@ def shardings(model: Model, layout: Layout) -> Model:
     return jax.tree_util.tree_map_with_path(place, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
+def shapes_of(build: Callable[[], Model]) -> Model:
+    """Returns `jax.eval_shape(build)`; raises ValueError if a parameter stands at two places of the model."""
+
+    def checked() -> Model:
+        model = build()
+        check_no_aliases(model)
+        return model
+
+    return jax.eval_shape(checked)
+
+
 def create(build: Callable[[], Model], layout: Layout) -> Model:
     """Builds a model whose parameters are created as shards: no device ever holds a whole one.
 
@@ -47,9 +75,9 @@ def create(build: Callable[[], Model], layout: Layout) -> Model:
       The model. Its values equal those that `build` makes on one device.
 
     Raises:
-      ValueError: as `shardings` does.
+      ValueError: as `shardings` does, and when a parameter stands at two places (`self.head = self.embed`).
     """
     # With out_shardings, XLA splits the random number generation itself: each device computes its own shard.
-    places = shardings(jax.eval_shape(build), layout)
+    places = shardings(shapes_of(build), layout)
     with use(layout):
         return jax.jit(build, out_shardings=places)()

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, sharding
+from maxlib.sharding._create import check_no_aliases, shapes_of
 from maxlib.training._objectives.objective import Batch
 
 
@@ -90,9 +91,16 @@ def materialize_model(model: Any, layout: sharding.Layout | None) -> Any:
     Args:
       model: a module, a pytree of them, or a function that builds one.
       layout: None for the default device.
+
+    Raises:
+      ValueError: when a parameter stands at two places of the model (`self.head = self.embed`).
     """
     if not isinstance(model, nnx.Module) and callable(model):
-        return jax.jit(model)() if layout is None else sharding.create(model, layout)
+        if layout is not None:
+            return sharding.create(model, layout)
+        shapes_of(model)  # the check alone: jit compiles the same function only once
+        return jax.jit(model)()
+    check_no_aliases(model)
     if layout is None:
         return jax.tree.map(jnp.copy, model)
     shardings = sharding.shardings(model, layout)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
+from maxlib.sharding._create import check_no_aliases
 from maxlib.training._gradients import gradients_of
 from maxlib.training._objectives.objective import Batch, Loss, Stats
 from maxlib.training._offload import apply_updates, check_offloaded, update
@@ -66,8 +67,8 @@ def make_state(
       key: of the random numbers of the whole run.
 
     Raises:
-      ValueError: nothing is left to train, or moments are to be offloaded but the optimizer cannot keep them on the
-        host.
+      ValueError: nothing is left to train, a parameter stands at two places (`self.head = self.embed`), or moments are
+        to be offloaded but the optimizer cannot keep them on the host.
     """
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise TypeError(
@@ -80,6 +81,7 @@ def make_state(
     if callable(model) and not nn.variables(model):
         build: Any = model
         model = materialize_model(build, sharding.current())
+    check_no_aliases(model)
     trainable, rest = nn.partition(model, filter)
     if not trainable:
         raise ValueError(_nothing_to_train(model))

@@ -280,6 +280,16 @@ def beside(seed=1):
     return pt.WithFrozen(_built(), tiny_llama(num_layers=1, vocab=VOCAB, dim=24, seed=seed))
 
 
+def test_a_model_beside_itself_is_frozen_as_it_is_now():
+    model = tiny.model()
+    both = pt.WithFrozen(model, model)
+    training.materialize_model(both, None)  # which refuses one parameter at two places
+    before = np.asarray(both.frozen.embed.w[...])
+    model.embed.w.set_value(model.embed.w[...] + 1)
+    np.testing.assert_array_equal(both.frozen.embed.w[...], before)
+    np.testing.assert_array_equal(both.trained.embed.w[...], before + 1)
+
+
 def taught(loss, spread, data):
     def gradients(params, rest, data):
         f = lambda params: loss(nn.combine(params, rest), data, jax.random.key(0))

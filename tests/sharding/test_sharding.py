@@ -55,6 +55,25 @@ def test_parameters_live_where_the_rules_say():
     assert all(axis is None for axis in spec["layers.body.0.attn_norm.scale"])
 
 
+class Tied(nnx.Module):
+    """A head that is a second name of the embedding, which a pytree would store as a second table."""
+
+    def __init__(self):
+        self.embed = nn.Embed(8, 4, rngs=nnx.Rngs(0))
+        self.head = self.embed
+
+
+def test_one_parameter_at_two_places_is_refused_before_it_becomes_two():
+    with pytest.raises(ValueError, match=r"embed\.w and head\.w are one parameter.*embed\.logits"):
+        sharding.create(Tied, on_eight())
+    # Equal values are no alias, nor are other variables (the streams of random numbers that dropout layers share).
+    copied, shared = Tied(), nnx.RngKey(jax.random.key(0))
+    copied.head = nn.Embed(8, 4, rngs=nnx.Rngs(1))
+    copied.head.w.set_value(copied.embed.w[...])
+    copied.one, copied.other = shared, shared
+    assert len(jax.tree.leaves(sharding.create(lambda: copied, on_eight()))) == 4
+
+
 @pytest.mark.filterwarnings("ignore:nothing is split over")
 def test_jit_notices_other_rules():
     mesh, x = sharding.make_mesh(data=2, fsdp=2, tensor=2), jnp.zeros((4, 4))

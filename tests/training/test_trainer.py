@@ -424,6 +424,22 @@ def test_several_processes_need_a_mesh(monkeypatch):
         training.Trainer(tiny.model, optimizer=tiny.optimizer(tiny.model()), loader=tiny.Loader())
 
 
+def aliased():
+    model = tiny.model()
+    model.final = model.layers.prefix[0].norm
+    return model
+
+
+@pytest.mark.parametrize("model", [aliased, aliased()], ids=["built", "given"])
+def test_a_parameter_at_two_places_is_refused(model):
+    """Both would be trained, apart from each other: copies of a pytree do not know that they were one."""
+    said = r"final\.scale and layers\.prefix\.0\.norm\.scale are one parameter"
+    with pytest.raises(ValueError, match=said):
+        trainer(model)
+    with pytest.raises(ValueError, match=said):
+        training.make_state(model, SGD)
+
+
 def test_several_models_are_a_pytree():
     loss = lambda models, batch, key: tiny.loss(models["student"], batch, key)
     ours = trainer({"student": tiny.model(), "other": tiny.model()}, optimizer=SGD, loss=loss)
