@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._xla_workarounds import keep_float32, row_major
 from maxlib.hardware import current_device
+from maxlib.nn._jaxpr_equality import is_same_program
 from maxlib.nn._layer_axis import with_layer_axis, without_layer_axis
 from maxlib.nn._linear import draw_key
 from maxlib.nn._model import Model
@@ -79,7 +80,8 @@ class Stack(StackedLayers):
     The key of layer `i` is the stack's key folded with `i`, so initial values do not depend on the layout.
 
     Args:
-        make: Builds layer `i` from its number and `nnx.Rngs`. It may depend on `i` only through the layer's structure.
+        make: Builds layer `i` from its number and `nnx.Rngs`. Layers that are scanned together must have one structure,
+            and are built at once; initial values that depend on `i` (scaled by depth) compile each layer by itself.
         num_layers: Number of layers.
         lead: Number of initial layers that differ from the body and are scanned separately.
         prefix: Number of layers after them that are stored one by one.
@@ -119,12 +121,14 @@ class Stack(StackedLayers):
             return build(numbers[0], keys[numbers[0]])
 
         def stacked(numbers: range) -> nnx.Module:
+            if numbers in apart:
+                return jax.tree.map(lambda *a: jnp.stack(a), *(build(i, keys[i]) for i in numbers))
             # vmap over the keys of layers that are scanned together: every variable becomes [repeats, ...].
             of_slot = keys[numbers.start : numbers.stop : numbers.step]
             return jax.vmap(lambda key: build(numbers[0], key))(of_slot)
 
-        if not _skip_check.value:
-            _check_alike(build, keys, layout)
+        # Layers of one place whose initial values depend on their number are built one by one.
+        apart = set() if _skip_check.value else _built_apart(build, keys, layout)
         self._store(layout, alone, stacked)
 
     def _store(self, layout: dict[str, int], alone: Callable, stacked: Callable) -> None:
@@ -359,21 +363,32 @@ def unstack(model: Any) -> Any:
     return jax.tree.map(lambda x: x.unstacked() if is_stack(x) else x, model, is_leaf=is_stack)
 
 
-def _check_alike(build: Callable, keys: Any, layout: dict[str, int]) -> None:
-    """Compares the structure of every scanned layer, static attributes included, with the first in its place."""
-    # Traces the constructor: shapes and structure, no arrays.
-    shape = lambda i: jax.eval_shape(lambda: build(i, keys[i]))
+def _built_apart(build: Callable, keys: Any, layout: dict[str, int]) -> set[range]:
+    """Compares every scanned layer with the first in its place.
+
+    Returns:
+        The places whose layers have one structure and different values, apart from their keys.
+
+    Raises:
+        ValueError: when the structure of two layers differs, static attributes included.
+    """
+    # Traces the constructor: its operations, and the shapes and structure of what it returns. No arrays are made.
+    trace = lambda i: jax.make_jaxpr(functools.partial(build, i), return_shape=True)(keys[i])
     # Layers stored alone need no match.
     scanned = [group for group in layer_groups(**layout).values() if group.repeats]
+    apart = set()
     for numbers in (group.layers(slot) for group in scanned for slot in range(group.slots)):
-        first = shape(numbers[0])
+        program, first = trace(numbers[0])
         for i in numbers[1:]:
-            other = shape(i)
+            other_program, other = trace(i)
+            if not is_same_program(program, other_program):
+                apart.add(numbers)
             if jax.tree.flatten(first) != jax.tree.flatten(other):  # leaves and structure
                 raise ValueError(
                     f"layers {numbers[0]} and {i} would be scanned together under {layout} but differ in "
                     f"{_difference(first, other)}; nn.layout_for finds a valid layout"
                 )
+    return apart
 
 
 def _difference(first, other) -> str:

@@ -102,6 +102,41 @@ def test_aux_rows_come_in_layer_order():
     assert scanned.shape == (3,)
 
 
+DEPTHS = {
+    "number": lambda i: 0.5**i,
+    "array": lambda i: np.full((4, 4), 0.5**i, np.float32),
+    "choice": lambda i: 1.0 if i % 2 else jnp.ones(()),  # equal values, by other operations
+}
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("jit", [True, False])
+def test_initial_values_may_depend_on_the_depth(depth, jit):
+    """Every layer has its own, though one trace would do for their shapes."""
+
+    class Scaled(Same):
+        def __init__(self, i, *, rngs):
+            super().__init__(i, rngs=rngs)
+            self.proj.w.set_value(self.proj.w[...] * DEPTHS[depth](i))
+
+    make = lambda layer: build(layer, 0, 2, 2, num_layers=7)
+    scaled, plain = jax.jit(lambda: (make(Scaled), make(Same)))() if jit else (make(Scaled), make(Same))
+    for i in range(7):
+        want = np.asarray(plain[i].proj.w[...]) * np.asarray(DEPTHS[depth](i))
+        np.testing.assert_allclose(scaled[i].proj.w[...], want, rtol=1e-6)
+
+
+def test_equal_layers_are_compared_and_built_once():
+    made = []
+
+    def make(i, rngs):
+        made.append(i)
+        return Same(i, rngs=rngs)
+
+    jax.eval_shape(lambda: nn.Stack(make, 9, prefix=1, period=2, rngs=nnx.Rngs(3)))
+    assert sorted(made) == [0, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8]  # compared: 1 to 8; built: 0, and 1 and 2 for their places
+
+
 def test_layers_on_trust_are_traced_once_and_are_the_same():
     made = []
 
