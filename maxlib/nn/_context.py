@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._pytree import pytree, static
@@ -137,7 +138,7 @@ def context(
         The context, with intervals and tables.
 
     Raises:
-        ValueError: when segment_ids come with a cache (packing is for training), or an input has another shape.
+        ValueError: when an input has another shape, or segment_ids, left padding or too many tokens meet a cache.
     """
     _check_rows(batch, seq, cache, {"segment_ids": segment_ids, "valid": valid, "tokens": tokens}, positions)
     # Tokens before this call; `index` counts on from them.
@@ -166,6 +167,23 @@ def context(
     return dataclasses.replace(ctx, intervals=intervals, tables=tables, masks=tuple(masks), ropes=tuple(ropes))
 
 
+def _check_right_padded(valid: Any) -> None:
+    """Raises ValueError for padding before a token, which a cache has no slots for; inside jit nothing is known."""
+    if valid is None or not is_known(valid):
+        return
+    valid = np.asarray(valid)
+    if (valid[:, 1:] & ~valid[:, :-1]).any():
+        raise ValueError(
+            "with a cache, padding must come after a row's tokens, got valid=False before True: token t of a row is stored "
+            "t slots after the cached ones; shift the rows to the left"
+        )
+
+
+def is_known(x: Any) -> bool:
+    """Returns True if the numbers of an array can be read: it is not traced, and all of it is on this host."""
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+
+
 def _positions(indices: Int[Array, "B T"], cache: Any) -> Int[Array, "B T"]:
     """Returns the default positions: indices in the document, shifted by the cache's offset."""
     offset = None if cache is None else cache.position_offset
@@ -183,7 +201,10 @@ def _next_offset(positions, valid, length, cache) -> Int[Array, " B"] | None:
 
 
 def _check_rows(batch: int, seq: int, cache: Any, inputs: dict[str, Any], positions: Any) -> None:
-    """Raises ValueError for inputs that do not have the shape of the tokens."""
+    """Raises ValueError for inputs that do not have the shape of the tokens, or that a cache cannot take.
+
+    A cache takes no packed rows (they are for training). Outside jit, left padding and rows that do not fit are known.
+    """
     if cache is not None and inputs["segment_ids"] is not None:
         raise ValueError("segment_ids cannot be combined with a cache: give each document a row of its own")
     shapes = {name: value.shape for name, value in inputs.items() if value is not None}
@@ -197,6 +218,10 @@ def _check_rows(batch: int, seq: int, cache: Any, inputs: dict[str, Any], positi
             f"the cache must have as many rows as the tokens, {batch}, got {len(cache.length)}: make it with "
             f"init_cache({batch}, ...)"
         )
+    if cache is not None:
+        valid = inputs["valid"]
+        _check_right_padded(valid)
+        cache.check_room(jnp.full(batch, seq) if valid is None else valid.sum(axis=1))
 
 
 def zigzag_shard(x: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "B T D"], Context]:

@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import qwix
 from jaxtyping import Array, Float, Int, Num
 
-from maxlib.nn._context import Context
+from maxlib.nn._context import Context, is_known
 from maxlib.nn._pytree import pytree, static
 
 Extended = tuple["AttentionCache", Array, Array, Array, Array]
@@ -41,6 +42,24 @@ class Cache:
     rope_length: int | None = static(default=None)
     position_offset: Int[Array, " B"] | None = None
 
+    @property
+    def capacity(self) -> int | None:
+        """Most tokens that a row can hold; None if no layer has a limit (rings, recurrent states)."""
+        found = (one.capacity for one in layer_caches(self.layers) if isinstance(one, LayerCache))
+        return min((slots for slots in found if slots is not None), default=None)
+
+    def check_room(self, num_new: Int[Array, " B"]) -> None:
+        """Raises ValueError if a row cannot hold `num_new` more tokens; inside jit, where lengths are not known, layers
+        drop what does not fit.
+        """
+        if self.capacity is None or not (is_known(self.length) and is_known(num_new)):
+            return
+        if (most := int(np.max(np.asarray(self.length) + np.asarray(num_new), initial=0))) > self.capacity:
+            raise ValueError(
+                f"a row of {most} tokens, cached and new ones, does not fit a cache of capacity {self.capacity}; make a "
+                "larger one, or cache fewer"
+            )
+
     def advanced(self, layers: Any, ctx: Context) -> "Cache":
         """Returns the cache after a forward pass."""
         # Padding does not count: each row grows by its real tokens.
@@ -58,6 +77,11 @@ class LayerCache:
 
     can_rewind: ClassVar[bool] = False
     kind: ClassVar[str | None] = None
+
+    @property
+    def capacity(self) -> int | None:
+        """Most tokens that a row can hold; None without a limit."""
+        return None
 
 
 def layer_caches(layers: Any) -> list[Any]:
@@ -87,20 +111,20 @@ class KVCache(LayerCache):
     k: Num[Array, "B S K Hk"]
     v: Num[Array, "B S K Hv"]
 
+    @property
+    def capacity(self) -> int:
+        """Most tokens that a row can hold."""
+        return self.k.shape[-3]  # a stack's caches have an axis of layers in front
+
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
         """Stores the new tokens of each row after its cached ones, and returns all slots to attend to.
+
+        Tokens after the last slot are dropped, such as the padding of a last chunk.
 
         Raises:
             ValueError: when there are more new tokens than slots.
         """
-        if k.shape[1] > self.k.shape[1]:
-            raise ValueError(
-                f"{k.shape[1]} new tokens do not fit a cache of capacity {self.k.shape[1]}; make a larger one"
-            )
-        # Rows have different lengths, hence vmap: [S, K, H] with [T, K, H] written at `start`.
-        put = jax.vmap(lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=0))
-        new_k = put(self.k, k.astype(self.k.dtype), ctx.length)
-        new_v = put(self.v, v.astype(self.v.dtype), ctx.length)
+        new_k, new_v = _put_rows(self.k, k, ctx), _put_rows(self.v, v, ctx)
         return KVCache(new_k, new_v), new_k, new_v, k_start, k_end
 
 
@@ -170,6 +194,11 @@ class QuantizedCache(LayerCache):
     scales: KVCache | RingCache
 
     @property
+    def capacity(self) -> int | None:
+        """Most tokens that a row can hold; None without a limit."""
+        return self.values.capacity
+
+    @property
     def can_rewind(self) -> bool:
         """Returns True if the cache of the rounded values can be rewound."""
         return self.values.can_rewind
@@ -197,6 +226,11 @@ class LatentCache(LayerCache):
 
     latent: Float[Array, "B S R"]
 
+    @property
+    def capacity(self) -> int:
+        """Most tokens that a row can hold."""
+        return self.latent.shape[-2]
+
     def extend(self, latent: Array, ctx: Context) -> "LatentCache":
         """Stores the latents of the new tokens."""
         return LatentCache(_put_rows(self.latent, latent, ctx))
@@ -216,6 +250,11 @@ class QuantizedLatentCache(LayerCache):
     values: Num[Array, "B S R"]
     scales: Float[Array, "B S 2"]
     kv_rank: int = static()
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens that a row can hold."""
+        return self.values.shape[-2]
 
     def extend(self, latent: Array, ctx: Context) -> "QuantizedLatentCache":
         """Stores the latents of the new tokens, rounded."""
@@ -239,13 +278,29 @@ class QuantizedLatentCache(LayerCache):
         return self.values.astype(jnp.float32) * scales
 
 
-def _put_rows(old: Num[Array, "B S R"], new: Num[Array, "B T R"], ctx: Context) -> Num[Array, "B S R"]:
-    """Writes the new tokens of each row after its cached ones; raises ValueError if they do not fit."""
-    if new.shape[1] > old.shape[1]:
-        raise ValueError(f"{new.shape[1]} new tokens do not fit a cache of capacity {old.shape[1]}; make a larger one")
-    # [S, R] with [T, R] written at `start`, for each row.
-    put = jax.vmap(lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=0))
-    return put(old, new.astype(old.dtype), ctx.length)
+def _put_rows(old: Num[Array, "B S *R"], new: Num[Array, "B T *R"], ctx: Context) -> Num[Array, "B S *R"]:
+    """Writes the new tokens of each row after its cached ones, and drops those after the last slot.
+
+    Raises:
+        ValueError: when there are more new tokens than slots.
+    """
+    S, T = old.shape[1], new.shape[1]
+    if T > S:
+        raise ValueError(f"{T} new tokens do not fit a cache of capacity {S}; make a larger one")
+
+    def put(old: Array, new: Array, length: Array) -> Array:
+        # [S, ...] with the window [T, ...] of one row. XLA moves a window that would end after S back to S - T, over
+        # older tokens. So it is put there, and what it would cover is written again in front of the new tokens:
+        # slot start + t keeps its own for t < over, and gets token t - over from there on.
+        start = jnp.minimum(length, S - T)
+        over = length - start
+        held = jax.lax.dynamic_slice_in_dim(old, start, T)
+        own = (jnp.arange(T) < over).reshape(T, *[1] * (new.ndim - 1))
+        return jax.lax.dynamic_update_slice_in_dim(
+            old, jnp.where(own, held, jnp.roll(new, over, axis=0)), start, axis=0
+        )
+
+    return jax.vmap(put)(old, new.astype(old.dtype), ctx.length)
 
 
 AttentionCache = KVCache | RingCache | QuantizedCache

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxlib import nn
-from maxlib.nn.cache import QuantizedCache, kv_cache
+from maxlib.nn.cache import LatentCache, QuantizedCache, kv_cache
 
 B, T, K, H = 2, 3, 2, 4
 # By how much a number differs once rounded, as a part of the largest beside it.
@@ -71,3 +71,57 @@ def test_a_ring_is_made_where_it_is_shorter():
 def test_other_integers_are_refused(dtype):
     with pytest.raises(ValueError, match=f"a floating dtype or int8, got {dtype}"):
         kv_cache(B, 8, num_kv_heads=K, k_dim=H, v_dim=H, ring=None, dtype=jnp.dtype(dtype))
+
+
+def kept(kind):
+    """An empty cache of 8 slots, and what its arrays hold once `tokens` numbers are put behind `first` older ones."""
+    if kind == "latent":
+        put = lambda cache, new, ctx: cache.extend(new[:, :, 0], ctx)
+        return LatentCache(jnp.zeros((B, 8, H))), put
+    bounds = jnp.zeros((B, T), jnp.int32), jnp.full((B, T), T, jnp.int32)
+    dtype = jnp.int8 if kind == "int8" else jnp.float32
+    cache = kv_cache(B, 8, num_kv_heads=K, k_dim=H, v_dim=H, ring=None, dtype=dtype)
+    return cache, lambda cache, new, ctx: cache.extend(new, new, ctx, *bounds)[0]
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "latent"])
+def test_what_does_not_fit_is_dropped_and_covers_nothing(kind):
+    """Rows of 6 and 8 tokens of 8: two and none of three new ones fit. The older ones stay as they are."""
+    empty, put = kept(kind)
+    place = lambda length, valid=None: nn.context(B, T, cache=nn.Cache(None, jnp.asarray(length)), valid=valid)
+    number = lambda *values: jnp.broadcast_to(jnp.asarray(values, jnp.float32)[None, :, None, None], (B, T, K, H))
+
+    @jax.jit
+    def filled(cache):
+        cache = put(cache, number(1, 2, 3), place([0, 0]))
+        cache = put(cache, number(4, 5, 6), place([3, 3]))
+        full = put(cache, number(7, 8, 0), place([6, 5]))
+        chunk = put(full, number(9, 10, 11), place([6, 8], jnp.asarray([[True, True, False], [False] * 3])))
+        return full, chunk, put(full, number(9, 10, 11), place([12, 7]))
+
+    def slots(cache):
+        array = cache.latent if kind == "latent" else cache.values.k * cache.scales.k if kind == "int8" else cache.k
+        return np.asarray(array).reshape(B, 8, -1)[:, :, 0].round()  # int8 is near
+
+    full, chunk, past = map(slots, filled(empty))
+    np.testing.assert_array_equal(full, [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 7, 8, 0]])
+    np.testing.assert_array_equal(chunk, [[1, 2, 3, 4, 5, 6, 9, 10], [1, 2, 3, 4, 5, 7, 8, 0]])
+    np.testing.assert_array_equal(past, [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 7, 8, 9]])
+
+
+def test_lengths_that_are_known_are_checked():
+    layers = [kept("int8")[0], kv_cache(B, 12, num_kv_heads=K, k_dim=H, v_dim=H, ring=4, dtype=jnp.float32)]
+    of = lambda *length, layers=layers: nn.Cache(layers, jnp.asarray(length))
+    assert of(0, 0).capacity == 8 and of(0, 0, layers=layers[1:]).capacity is None
+    with pytest.raises(ValueError, match="a row of 9 tokens, cached and new ones, does not fit a cache of capacity 8"):
+        nn.context(B, T, cache=of(0, 6))
+    nn.context(B, T, cache=of(0, 6), valid=jnp.asarray([[True] * 3, [True, True, False]]))  # what is real fits
+    jax.eval_shape(lambda cache: nn.context(B, T, cache=cache), of(0, 6))
+
+
+def test_padding_on_the_left_is_refused_with_a_cache():
+    """Token t is stored t slots after the cached ones, wherever padding stands."""
+    left = jnp.asarray([[False, True, True], [True] * 3])
+    with pytest.raises(ValueError, match="with a cache, padding must come after a row's tokens"):
+        nn.context(B, T, cache=nn.Cache(None, jnp.zeros(B, jnp.int32)), valid=left)
+    nn.context(B, T, valid=left)
