@@ -19,6 +19,7 @@ from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
 from maxlib.ops._attention import Causal, Mask, MaskHint, SlidingWindow, StaticMask
+from maxlib.ops._attention.masks import has_open_window
 from maxlib.ops._rope import apply_rope
 from maxlib.sharding import constrain, shard_map_by_name
 from maxlib.sharding.layers import axis_of, axis_size, mesh_axes, natural_order
@@ -116,7 +117,7 @@ class Attention(SequenceMixer):
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, and both at least 1; got {N} and {K}")
         if keys_as_values and Hv != H:
             raise ValueError(f"keys_as_values needs v_dim equal to head_dim, got {Hv} and {H}")
-        _check_mask(mask)
+        check_mask(mask)
         _check_rope(rope, H)
         # Each weight has its output dimensions first: heads are split by tensor parallelism, `embed` by FSDP.
         self.q = Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
@@ -246,15 +247,18 @@ class Attention(SequenceMixer):
         yield from (word for word, has in found.items() if has)
 
 
-def _check_mask(mask: Any) -> None:
-    """Raises TypeError for what is no mask, and ValueError for a window that is not causal."""
+def check_mask(mask: Any) -> None:
+    """Raises TypeError for what is no mask, and ValueError for one with a sliding window that is not causal."""
     if not isinstance(mask, Mask):
         raise TypeError(
             f"mask must be a mask of maxlib.ops, such as Causal() & SlidingWindow(8), got {type(mask).__name__} {mask!r:.40}; "
             "boolean arrays are not masks here"
         )
-    if isinstance(mask, SlidingWindow):
-        raise ValueError(f"{mask} alone lets a token attend to all later ones: write Causal() & {mask}")
+    if has_open_window(mask):
+        raise ValueError(
+            f"{mask} lets a token attend to later ones, as a sliding window alone limits the past only: write "
+            f"Causal() & {mask if isinstance(mask, SlidingWindow) else 'SlidingWindow(n)'}"
+        )
 
 
 def _check_rope(rope: Any, head_dim: int) -> None:

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from maxlib.nn._attention import attend
+from maxlib.nn._attention import attend, check_mask
 from maxlib.nn._context import Context, context
 from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import LatentCache, QuantizedLatentCache, is_quantized
@@ -43,6 +43,10 @@ class MLA(SequenceMixer):
         implementation: Name of an implementation of `ops.attention`; None chooses the best one. Decoding one token has
             other shapes and always uses the best one.
         rngs: Source of initial values.
+
+    Raises:
+        TypeError: when `mask` is not a mask.
+        ValueError: when `mask` has a sliding window that is not causal.
     """
 
     op: ClassVar[str | None] = "attention"
@@ -66,6 +70,7 @@ class MLA(SequenceMixer):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
+        check_mask(mask)
         D, N, R, H = dim, num_heads, kv_rank, nope_dim + rope.dim
         wide, heads = ("heads", "head_dim", "embed"), ("heads", "head_dim", "rank")
         # Queries pass a latent of their own in large models: q_up(norm(q_down(x))).

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib.nn._attention import attend, attention_kind
+from maxlib.nn._attention import attend, attention_kind, check_mask
 from maxlib.nn._context import Context, context
 from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import SharedKV
@@ -39,6 +39,10 @@ class SharedKVAttention(SequenceMixer):
         out_bias: True adds a bias to the output projection.
         implementation: Name of an implementation of `ops.attention`; None chooses the best one.
         rngs: Source of initial values.
+
+    Raises:
+        TypeError: when `mask` is not a mask.
+        ValueError: when `mask` has a sliding window that is not causal.
     """
 
     op: ClassVar[str | None] = "attention"
@@ -61,6 +65,7 @@ class SharedKVAttention(SequenceMixer):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
+        check_mask(mask)
         D, N, H = dim, num_heads, head_dim
         # Outputs first, as in `Attention`; there is no k and no v.
         self.q = Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)

@@ -1,5 +1,7 @@
 """The attention layer against a float64 formula, and its caches against the full forward pass."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -237,3 +239,29 @@ def test_with_attention_sets_every_layer_of_a_model_and_leaves_the_old_one():
     assert jax.tree.structure(nn.with_attention(new, None)) == jax.tree.structure(model)
     with pytest.raises(ValueError, match=r"Einsum has no layer \(nn.SequenceMixer\) whose op is 'attention'"):
         nn.with_attention(build().q, "chunked")
+
+
+WINDOW, IMAGES = ops.SlidingWindow(8), ops.BidirectionalBlocks()
+LAYERS = {
+    "Attention": functools.partial(nn.Attention, 24, num_heads=4, head_dim=6),
+    "SharedKVAttention": functools.partial(nn.SharedKVAttention, 24, num_heads=4, num_kv_heads=2, head_dim=6),
+    "MLA": functools.partial(nn.MLA, 24, num_heads=2, kv_rank=6, nope_dim=4, v_dim=4, rope=ops.Rope(4)),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_window_that_sees_the_future_is_refused(layer):
+    make = lambda mask: jax.eval_shape(lambda: LAYERS[layer](mask=mask, rngs=nnx.Rngs(0)))
+    for mask in (WINDOW, ops.Causal() | WINDOW, ops.Full() & WINDOW, (ops.Causal() & ops.Chunked(4)) | WINDOW):
+        with pytest.raises(ValueError, match=r"lets a token attend to later ones.*write Causal\(\) & SlidingWindow"):
+            make(mask)
+    causal, prefix = ops.Causal() & WINDOW, ops.Causal() | ops.Prefix(3)
+    for mask in (
+        causal,
+        (ops.Causal() | IMAGES) & WINDOW,
+        causal | IMAGES,
+        causal | ops.Prefix(3),
+        prefix & WINDOW,
+        ops.Full(),
+    ):
+        make(mask)

@@ -298,6 +298,24 @@ class _Or(Mask):
         return jnp.minimum(a, c), jnp.maximum(b, d)  # the hull, which is the union if the intervals overlap
 
 
+def has_open_window(mask: Mask) -> bool:
+    """Returns True if `mask` has a sliding window, and yet a token attends to later ones outside of prefix and blocks.
+
+    That is a window without `Causal()`, or a causal mask that a union has undone: `Causal() | SlidingWindow(8)`.
+    """
+    if not _has_window(mask):
+        return False
+    with jax.ensure_compile_time_eval():
+        # A token in the middle of a document that is longer than any window.
+        index, start, stop = (jnp.array([[i]], jnp.int32) for i in (2**29, 0, 2**30))
+        return bool((mask.interval(Tokens(index, start, stop))[1] > index + 1).all())
+
+
+def _has_window(mask: Mask) -> bool:
+    sides = (mask.left, mask.right) if isinstance(mask, _And | _Or) else ()
+    return isinstance(mask, SlidingWindow) or any(map(_has_window, sides))
+
+
 def key_intervals(mask: Mask, tokens: Tokens) -> Interval:
     """Lowers `mask` to `[k_start, k_end)` per query; padding gets the empty interval `[i, i)`."""
     # [i, i) rather than [0, 0): the ends stay non-decreasing along the row.
