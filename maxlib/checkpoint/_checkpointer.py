@@ -38,7 +38,8 @@ class Checkpointer:
         keep_every: Steps that it divides stay, too.
         best: Steps with the best metric stay, too.
         verify: Read a step again once it is written.
-        replace: Delete what was saved under a step's number. Otherwise steps of another history are an error.
+        replace: Save over what the directory has: a step's own number first, and, once the step is complete, all later
+            steps, which are of a history that the run has left. Otherwise such steps are an error.
         layouts: Those of the model's stacks (`layouts(model)`), saved with each step; restored steps are laid out so.
         max_failed_saves: Failed saves in a row after which `unsaved` says that the run should end; None for no limit.
         max_unsaved_seconds: The same, in seconds from the first of them.
@@ -82,6 +83,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, "maxlib-checkpoint")
         self._saving: tuple[int, Future] | None = None
         self._own: set[int] = set()  # steps that this object saved or restored
+        self._left: list[int] = []  # later steps of another history, which go once the step that is saved is complete
         self._damaged: set[int] = set()
 
     def __enter__(self) -> "Checkpointer":
@@ -110,10 +112,12 @@ class Checkpointer:
         data: Mapping[str, Any] | None = None,
         meta: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
+        again: bool = True,
     ) -> None:
         """Starts to save and returns once the arrays may be donated; waits for the save before, if that still runs.
 
-        A step that this object has saved or restored already is left as it is.
+        A step that this object has saved or restored already is left as it is, unless the directory was opened with
+        `replace=True`.
 
         Args:
             step: Number of the step.
@@ -121,6 +125,8 @@ class Checkpointer:
             data: One state of the data's iterator per virtual shard of this host (`Loader.get_state()`).
             meta: Anything in JSON's types; `format`, `step`, `layouts` and `metrics` are added.
             metrics: Numbers by which `best` chooses.
+            again: False leaves a step of this object's as it is, with `replace=True` too; so does a Trainer, whose step
+                has not changed since.
 
         Raises:
             SaveError: The save before this one has failed; this one runs all the same. Or this one cannot even begin.
@@ -128,7 +134,7 @@ class Checkpointer:
             InUseError: Another run has taken the directory over.
         """
         failed = self._finish()
-        if step in self._own - self._damaged:
+        if step in self._own - self._damaged and not (self._replace and again):
             self._prune()  # the run before may have been killed before it pruned
             return _raise(failed)
         self._prepare(step)
@@ -279,6 +285,7 @@ class Checkpointer:
 
     def _failed(self, step: int, error: Exception) -> SaveError:
         self._own.discard(step)
+        self._left = []
         self._steps.clean(step)
         self._failures.add()
         self._last_error = summary(error)
@@ -296,12 +303,13 @@ class Checkpointer:
         """Deletes the steps that need not be kept; damaged ones never count as kept."""
         try:
             steps = self.steps()
-            good = [step for step in steps if step not in self._damaged]
+            left, self._left = [step for step in self._left if step in steps], []
+            good = [step for step in steps if step not in self._damaged and step not in left]
             for step in good:
                 if self._keep.best and step not in self._metrics:
                     self._metrics[step] = restore.metrics(self.directory / str(step))
             keep = self._keep(good, self._metrics)
-            gone = [step for step in steps if step < max(good, default=0) and step not in keep]
+            gone = left + [step for step in steps if step < max(good, default=0) and step not in keep]
             self._steps.delete(gone)
             self._forget(gone)
         except OSError as error:  # the new step is good all the same
@@ -322,6 +330,9 @@ class Checkpointer:
         """Renames damaged steps that stand where the run goes now. Never touches good ones."""
         if self._replace and step in held:
             self._steps.make_room(step)
+        self._left = [s for s in held if s > step] if self._replace else []
+        if self._left:
+            _log.warning("Step %d replaces the later steps %s of %s.", step, self._left, self.directory)
         ahead = [s for s in held if s >= step and not self._replace]
         good = [s for s in ahead if s not in self._damaged]
         if good:

@@ -70,7 +70,7 @@ def save(
     checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
     meta = {"key": jax.random.key_data(state.key).tolist(), "model": repr(getattr(state.rest, "cfg", None))}
     meta |= {} if base is None else {"base": base}
-    checkpointer.save(step, items_of(state, base), data=data_state, meta=meta, metrics=metrics)
+    checkpointer.save(step, items_of(state, base), data=data_state, meta=meta, metrics=metrics, again=False)
 
 
 def items_of(state: TrainState, base: Any = None) -> dict[str, Any]:

@@ -80,6 +80,49 @@ def test_the_best_stay_across_restarts_and_the_metric_is_with_the_step(tmp_path)
         assert ck.steps() == [4, 7]
 
 
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_run_that_goes_back_replaces_what_came_later(tmp_path, keep):
+    policies = {"keep": keep, "replace": True}
+    with Checkpointer(tmp_path, keep=None) as ck:
+        save(ck, 50, 100, 150)
+    with Checkpointer(tmp_path, **policies) as ck:
+        ck.restore(50)
+        save(ck, 60)
+        assert ck.steps() == [50, 60][-keep:]
+    with Checkpointer(tmp_path, **policies) as ck:
+        assert ck.restore()["meta"]["step"] == ck.latest() == 60
+        save(ck, 70, 80)
+        assert ck.steps() == [50, 60, 70, 80][-keep:]
+
+
+def test_later_steps_stay_until_the_one_that_replaces_them_is_whole(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path, replace=True) as ck:
+        save(ck, 50, 100, 150)
+        ck.restore(50)
+        written = storage.Steps.wait
+        monkeypatch.setattr(storage.Steps, "wait", lambda self: (written(self), flip(tmp_path / "60"))[0])
+        with pytest.raises(SaveError, match="Step 60 could not"):
+            save(ck, 60)
+        monkeypatch.setattr(storage.Steps, "wait", written)
+        assert ck.steps() == [50, 100, 150]
+        save(ck, 60)
+        assert ck.steps() == [50, 60]
+
+
+def test_replace_writes_a_step_of_its_own_anew(tmp_path):
+    value = lambda ck: float(ck.restore(5)["params"]["w"][0])
+    with Checkpointer(tmp_path, replace=True) as ck:
+        save(ck, 5)
+        ck.save(5, of(7))
+        assert value(ck) == 7
+        ck.save(5, of(8), again=False)
+        assert value(ck) == 7
+    with Checkpointer(tmp_path) as ck:
+        ck.restore(5)
+        ck.save(5, of(8))
+        assert value(ck) == 7
+
+
 def test_a_save_is_due_by_steps_and_by_time(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(policy.time, "monotonic", lambda: now[0])
