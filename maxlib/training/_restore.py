@@ -1,7 +1,10 @@
 """The state that a run begins with, and the state that it saves for the next one."""
 
 import dataclasses
+import difflib
 import hashlib
+import re
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +71,7 @@ def save(
 ) -> None:
     """Starts to save what `initial_state` restores, without frozen weights if `base` records them."""
     checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
-    meta = {"key": jax.random.key_data(state.key).tolist(), "model": repr(getattr(state.rest, "cfg", None))}
+    meta = {"key": jax.random.key_data(state.key).tolist(), "model": _config(state)}
     meta |= {} if base is None else {"base": base}
     checkpointer.save(step, items_of(state, base), data=data_state, meta=meta, metrics=metrics, again=False)
 
@@ -126,6 +129,7 @@ def _make_room(state: TrainState, base: Any) -> dict[str, Any]:
 
 def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[TrainState, ResumePoint]:
     step = restored["meta"]["step"]
+    _warn_of_changes(restored["meta"].get("model"), _config(state), where)
     key = jax.random.wrap_key_data(jnp.asarray(np.array(restored["meta"]["key"], np.uint32)))
     place = lambda new, old: jax.device_put(new, old.sharding)
     new = TrainState(
@@ -136,6 +140,29 @@ def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[T
         key=place(key, state.key),
     )
     return new, ResumePoint(f"step {step} of {where}", restored["data"], restored["meta"].get("metrics", {}))
+
+
+def _config(state: TrainState) -> str:
+    """Returns the model's config in words, "None" if it has none; functions without their addresses, which change."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(getattr(state.rest, "cfg", None)))
+
+
+def _warn_of_changes(saved: str | None, here: str, where: str) -> None:
+    """Warns if a model's config is not the one that was saved: arrays of equal shapes do not show another rotary base,
+    window or epsilon.
+    """
+    if saved in (None, "None", here) or here == "None":
+        return
+    # One line for each field, nested ones too: "Config(vocab=61, rope=Rope(dim=12" -> "vocab=61", "rope=Rope(dim=12".
+    fields = [re.split(r", (?=\w+=)|(?<=Config)\(", text) for text in (re.sub(r" at 0x[0-9a-f]+", "", saved), here)]
+    changed = [line for line in difflib.ndiff(*fields) if line[0] in "-+"]
+    if changed:
+        listed = "\n".join(["", *changed])
+        warnings.warn(
+            f"the model is not configured as it was when {where} was saved (-), but as here (+):{listed}\nIf that is not meant, "
+            "build the model as before",
+            stacklevel=2,
+        )
 
 
 def _parameters(state: TrainState, directory: Path, layouts: Any, layout: sharding.Layout | None) -> dict[str, Any]:

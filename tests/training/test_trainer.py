@@ -163,6 +163,25 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
     assert np.float32(make(tiny.Loader()).fit(6)["loss"]) == np.float32(metrics["loss"])  # nothing is left to do
 
 
+def test_a_resumed_model_that_is_configured_otherwise_is_said(tmp_path):
+    """Its arrays have the same shapes, so nothing else would say it."""
+    rope = lambda theta: ops.Rope(12, theta=theta)
+    make = lambda theta, **changes: trainer(
+        lambda: tiny.llama(rope=rope(theta), **changes), checkpointer=checkpoint.Checkpointer(tmp_path), optimizer=ADAMW
+    )
+    first = make(1e4)
+    first.save()
+    first.checkpointer.close()
+    again = make(1e4)
+    assert again.restore().startswith("step 0")  # a warning would be an error
+    again.checkpointer.close()
+    with pytest.warns(
+        UserWarning, match=r"not configured as it was(.|\n)*- .*theta=10000.0(.|\n)*\+ .*theta=500000.0"
+    ) as said:
+        make(5e5, norm_eps=1e-3).restore()
+    assert "norm_eps=0.001" in str(said[0].message) and "num_layers" not in str(said[0].message)
+
+
 def test_where_a_run_begins(tmp_path, capsys):
     source = trainer(checkpointer=checkpoint.Checkpointer(tmp_path / "a", every=2))
     source.fit(2)
