@@ -1,6 +1,7 @@
 """The checkpoints of one run."""
 
 import contextlib
+import difflib
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -84,6 +85,7 @@ class Checkpointer:
         self._saving: tuple[int, Future] | None = None
         self._own: set[int] = set()  # steps that this object saved or restored
         self._left: list[int] = []  # later steps of another history, which go once the step that is saved is complete
+        self._metric_seen = False  # or its absence has been told
         self._damaged: set[int] = set()
 
     def __enter__(self) -> "Checkpointer":
@@ -138,6 +140,7 @@ class Checkpointer:
             self._prune()  # the run before may have been killed before it pruned
             return _raise(failed)
         self._prepare(step)
+        self._look_for_metric(step, metrics or {})
         meta = {**(meta or {}), "format": manifest.FORMAT, "step": step, "layouts": self.layouts}
         meta |= {} if metrics is None else {"metrics": dict(metrics)}
         texts = {"meta": _text("meta", meta), "data": _text("data", _of_all_hosts(dict(data or {})))}
@@ -343,6 +346,19 @@ class Checkpointer:
         for s in ahead:
             _log.warning("Step %d is damaged: kept as %s.", s, self._steps.set_aside(s))
             self._damaged.discard(s)
+
+    def _look_for_metric(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warns, once, if the first step to be saved has no metric by which `best` could choose."""
+        best = self._keep.best
+        if best is None or self._metric_seen:
+            return
+        self._metric_seen = True
+        if best.metric not in metrics:
+            near = difflib.get_close_matches(best.metric, metrics, n=1)
+            _log.warning(
+                "Step %d is saved without the metric %r of best=, so it goes when newer ones are saved; it has %s%s.",
+                *(step, best.metric, sorted(metrics) or "none", f": is {near[0]!r} meant?" if near else ""),
+            )
 
     def _looks_whole(self, step: int) -> bool:
         if step in self._damaged:

@@ -80,6 +80,18 @@ def test_the_best_stay_across_restarts_and_the_metric_is_with_the_step(tmp_path)
         assert ck.steps() == [4, 7]
 
 
+def test_best_by_a_metric_that_is_not_there_is_said_once(tmp_path, caplog):
+    with Checkpointer(tmp_path / "a", best=Best("eval_loss")) as ck:
+        save(ck, 1, 2, metrics={"loss": 2.0, "eval/loss": 1.0})
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "without the metric 'eval_loss'" in said and said.endswith("['eval/loss', 'loss']: is 'eval/loss' meant?.")
+    caplog.clear()
+    with Checkpointer(tmp_path / "b", best=Best("eval/loss")) as ck:
+        save(ck, 1, metrics={"eval/loss": 1.0})
+        save(ck, 2)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("keep", [1, 3])
 def test_a_run_that_goes_back_replaces_what_came_later(tmp_path, keep):
     policies = {"keep": keep, "replace": True}
