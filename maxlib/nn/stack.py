@@ -269,12 +269,14 @@ class Stack(StackedLayers):
         return tuple(found)
 
     def with_layout(self, *, lead: int = 0, prefix: int, period: int, lead_period: int = 1) -> "Stack":
-        """Stores the same layers in another layout. Layers that share a place in it must be alike."""
+        """Returns a stack of its own with the same layers in another layout; those that share a place must be alike."""
         layers, new = [self._layer(i) for i in range(len(self))], jax.tree.map(lambda a: a, self)
         # Equal arrays [...] of layers in one place -> [repeats, ...]
         stacked = lambda numbers: jax.tree.map(lambda *a: jnp.stack(a), *(layers[i] for i in numbers))
         layout = normalized_layout(len(layers), lead, prefix, period, lead_period)
-        new._store(layout, lambda numbers: layers[numbers[0]], stacked)
+        # Variables of its own, also where a layer is stored alone before and after: an edit changes one stack only.
+        alone = lambda numbers: jax.tree.map(lambda a: a, layers[numbers[0]])
+        new._store(layout, alone, stacked)
         return new
 
     def unstacked(self) -> "Stack":

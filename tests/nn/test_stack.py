@@ -219,6 +219,15 @@ def test_unknown_remat_is_refused():
         build(Same, 0, 1)(jnp.ones((1, 1, 4)), 0.0, remat="most")
 
 
+def test_another_layout_is_a_stack_of_its_own():
+    stack = build(Same, 2, 1)
+    before = [np.asarray(stack[i].proj.w[...]) for i in range(7)]
+    for other in (stack.unstacked(), stack.with_layout(prefix=3, period=1), nn.unstack(stack)):
+        other[0].proj.w.set_value(jnp.zeros((4, 4)))
+        for i in range(7):
+            np.testing.assert_array_equal(stack[i].proj.w[...], before[i])
+
+
 def test_unstacked_is_the_same_function():
     stack = build(Same, 1, 2)
     x, alone = jnp.ones((1, 2, 4)), nn.unstack({"a": stack})["a"]
