@@ -19,7 +19,7 @@ class Completion:
     Attributes:
         tokens: Ids that were drawn, with the one that ended it.
         log_probs: Log-probability of each under the model at the sampler's temperature (1 for greedy), before its
-            filters; these are the `old` or `sampler` log-probabilities of a policy loss.
+            filters; these are the `old_log_probs` or `sampler_log_probs` of a policy loss.
         finish_reason: "stop" if the last token is one of `stop`, "length" if it was cut off.
     """
 

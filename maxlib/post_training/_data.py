@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlib.data import labelled as labelled
+from maxlib.data import kto_examples as kto_examples
 from maxlib.data import pad as pad
 from maxlib.data import pairs as pairs
 from maxlib.data._padding import Row, padded
@@ -29,7 +29,7 @@ def completion_batch(
         completions: Token ids.
         advantages: One per completion, in any shape, such as `N G`.
         length: Tokens of a row.
-        sampler_log_probs: What the sampler reported for each token of the completions; "sampler" in the batch.
+        sampler_log_probs: What the sampler reported for each token of the completions.
 
     Raises:
         ValueError: when a row is longer than `length`, or numbers disagree.
@@ -46,7 +46,7 @@ def completion_batch(
         targets = np.append(np.where(np.arange(1, len(tokens)) >= len(prompt), tokens[1:], -1), -1).astype(np.int32)
         row = padded({"tokens": tokens, "targets": targets}, length)
         if sampler_log_probs is not None:
-            row["sampler"] = np.zeros(length, np.float32)
-            row["sampler"][len(prompt) - 1 : len(tokens) - 1] = sampler_log_probs[i]
+            row["sampler_log_probs"] = np.zeros(length, np.float32)
+            row["sampler_log_probs"][len(prompt) - 1 : len(tokens) - 1] = sampler_log_probs[i]
         rows.append(row | {"advantages": np.where(row["targets"] >= 0, advantages[i], 0).astype(np.float32)})
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

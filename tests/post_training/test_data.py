@@ -99,13 +99,13 @@ def test_pairs_have_the_tools_of_their_document(tokenizer):
 
 def test_labelled_answers_come_with_others(tokenizer):
     other = [{"role": "user", "content": "of"}]
-    source = documents({"messages": ASK + YES, "good": True}, {"messages": other + NO, "good": False})
-    first, second = (pt.labelled(source, tokenizer, TEMPLATE)[i] for i in range(2))
-    assert first["good"] and not second["good"]
+    source = documents({"messages": ASK + YES, "desirable": True}, {"messages": other + NO, "desirable": False})
+    first, second = (pt.kto_examples(source, tokenizer, TEMPLATE)[i] for i in range(2))
+    assert first["desirable"] and not second["desirable"]
     assert text(tokenizer, first["mismatched"]["targets"]) == "of</s>"
     assert tokenizer.decode(second["mismatched"]["tokens"], skip_special_tokens=False).startswith("<user>of</s>")
-    row = pt.pad(pt.labelled(source, tokenizer, TEMPLATE), length=30)[0]
-    assert row["mismatched"]["segment_ids"].shape == row["tokens"].shape == (30,) and row["good"].shape == ()
+    row = pt.pad(pt.kto_examples(source, tokenizer, TEMPLATE), length=30)[0]
+    assert row["mismatched"]["segment_ids"].shape == row["tokens"].shape == (30,) and row["desirable"].shape == ()
 
 
 def test_completions_become_rows():

@@ -137,10 +137,10 @@ def test_which_divergence_each_estimator_has_the_gradient_of():
 def test_only_the_mean_over_sequences_prefers_a_length():
     """A short and a long wrong answer: the weight of all tokens of each, by mean."""
     mask = jnp.arange(32)[None, :] < jnp.array([4, 32])[:, None]
-    weights = {by: pt.policies.mean_weights(mask, None, by=by) for by in ("sequence", "token", pt.Fixed(32))}
+    weights = {by: pt.policies.mean_weights(mask, None, by=by) for by in ("sequence", "token", pt.FixedLengthMean(32))}
     per_token = {by: np.asarray(w)[:, 0] / float(count) for by, (w, count) in weights.items()}
     assert per_token["token"][0] == per_token["token"][1]
-    assert per_token[pt.Fixed(32)][0] == per_token[pt.Fixed(32)][1]
+    assert per_token[pt.FixedLengthMean(32)][0] == per_token[pt.FixedLengthMean(32)][1]
     assert per_token["sequence"][0] == 8 * per_token["sequence"][1]
     for w, count in (weights["sequence"], weights["token"]):
         assert np.sum(w) == pytest.approx(float(count))
