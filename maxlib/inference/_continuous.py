@@ -229,7 +229,7 @@ class _Run:
                 continue
             if self.rows[slot] is row:
                 self.rows[slot] = None
-            yield row.prompt, row.number, Completion(row.tokens, row.log_probs, reason)
+            yield row.prompt, row.number, Completion(row.tokens, row.log_probs, reason, self.options["sampler"])
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "dtype", "cache_dtype"))

@@ -21,11 +21,13 @@ class Completion:
         log_probs: Log-probability of each under the model at the sampler's temperature (1 for greedy), before its
             filters; these are the `old_log_probs` or `sampler_log_probs` of a policy loss.
         finish_reason: "stop" if the last token is one of `stop`, "length" if it was cut off.
+        sampler: What drew them, where the engine says so: a policy loss compares its temperature with the sampler's.
     """
 
     tokens: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
+    sampler: Sampler | None = None
 
 
 @runtime_checkable

@@ -102,7 +102,7 @@ class ServerEngine:
         ]
         with concurrent.futures.ThreadPoolExecutor(self.connections) as pool:
             answers = list(pool.map(lambda request: self._post("/v1/completions", request), requests))
-        return [_completions(answer, count, frozenset(stop)) for answer in answers]
+        return [_completions(answer, count, frozenset(stop), sampler) for answer in answers]
 
     def _options(self, sampler: Sampler, count: int, stop: Collection[int]) -> dict[str, Any]:
         """Returns the part of a request that is the same for all prompts."""
@@ -142,15 +142,15 @@ class ServerEngine:
         return json.loads(text) if text[:1] in ("{", "[") else text
 
 
-def _completions(answer: dict[str, Any], count: int, stop: frozenset[int]) -> list[Completion]:
+def _completions(answer: dict[str, Any], count: int, stop: frozenset[int], sampler: Sampler) -> list[Completion]:
     """Reads the completions of one prompt; raises ValueError if ids or log-probabilities are missing."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if len(choices) != count:
         raise ValueError(f"the server must return {count} completions, got {len(choices)}")
-    return [_completion(choice, stop) for choice in choices]
+    return [_completion(choice, stop, sampler) for choice in choices]
 
 
-def _completion(choice: dict[str, Any], stop: frozenset[int]) -> Completion:
+def _completion(choice: dict[str, Any], stop: frozenset[int], sampler: Sampler) -> Completion:
     found = choice.get("logprobs") or {}
     tokens, scores = choice.get("token_ids") or _ids(found.get("tokens") or ()), found.get("token_logprobs")
     if not tokens or scores is None or len(tokens) != len(scores) or None in scores:
@@ -163,7 +163,7 @@ def _completion(choice: dict[str, Any], stop: frozenset[int]) -> Completion:
         raise ValueError(
             f"a completion must end with an id of stop or by its length; got {reason!r} after id {tokens[-1]}"
         )
-    return Completion(list(tokens), [float(score) for score in scores], reason)
+    return Completion(list(tokens), [float(score) for score in scores], reason, sampler)
 
 
 def _ids(tokens: Sequence[str]) -> list[int]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlib.inference import Sampler
+from maxlib.inference._sampling import check_scored
 from maxlib.post_training._models import scores
 from maxlib.post_training._preference_losses import no_reference, referenced
 from maxlib.post_training.policies import (
@@ -21,6 +22,7 @@ from maxlib.post_training.policies import (
     policy_ratio,
 )
 from maxlib.training import Stats
+from maxlib.training._objectives.objective import Objective, unwrap
 
 _READS = "advantages", "old_log_probs", "reference_log_probs", "sampler", "sampler_log_probs"
 
@@ -59,11 +61,13 @@ def policy_loss(
         kl_term: Divergence from the reference as a part of the loss.
         entropy: Factor of the entropy, which is subtracted.
         correction: Weights for a sampler that computes other probabilities.
-        temperature: Of the sampler (`check_sampler`).
+        temperature: Of the sampler.
 
     Raises:
-        ValueError: when the batch lacks what an option needs.
+        ValueError: when the batch lacks what an option needs, or its `sampler` has another temperature, or filters.
     """
+    if "sampler" in batch:
+        check_scored(batch["sampler"], temperature)
     if "advantages" not in batch:
         raise ValueError(f"a policy loss needs batch['advantages'] (group_advantages), got {sorted(batch)}")
     if kl_term is not None and "reference_log_probs" not in batch:
@@ -124,24 +128,20 @@ def dr_grpo(length: int) -> functools.partial:
 
 
 def check_sampler(loss: Any, sampler: Sampler) -> None:
-    """Checks that `loss` scores tokens by the distribution that `sampler` draws them from.
+    """Checks that `loss` scores tokens by the distribution that `sampler` draws them from, before a run.
+
+    The loss does so by itself where the batch has the `sampler` (`completion_batch`).
 
     Args:
-        loss: A policy loss, or `functools.partial` of one.
+        loss: A policy loss, with `functools.partial` and other losses around it.
         sampler: What draws completions.
 
     Raises:
         ValueError: when temperatures differ, or the sampler filters tokens: it draws from a truncated distribution, and
             ratios lack the lost mass.
+        TypeError: when `loss` is a function that hides its options.
     """
-    temperature = loss.keywords.get("temperature", 1.0) if isinstance(loss, functools.partial) else 1.0
-    if temperature != sampler.temperature:
-        raise ValueError(
-            f"the loss scores tokens at temperature {temperature}, the sampler draws them at {sampler.temperature}; give the loss "
-            f"temperature={sampler.temperature}"
-        )
-    filters = {name: value for name in ("top_k", "top_p", "min_p") if (value := getattr(sampler, name)) is not None}
-    if filters:
-        raise ValueError(
-            f"a sampler for training draws from the whole distribution, this one filters by {filters}: leave that out"
-        )
+    inner, options = unwrap(loss)
+    if not isinstance(inner, Objective):
+        raise TypeError(f"check_sampler needs a policy loss, {inner!r} does not show what it gives to one")
+    check_scored(sampler, options.get("temperature", 1.0))

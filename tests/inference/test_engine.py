@@ -29,7 +29,7 @@ def test_greedy_equals_one_prompt_at_a_time(model, engine):
     want = [alone.generate([p], max_new_tokens=n, capacity=32)[0] for p, n in zip(PROMPTS, LIMITS, strict=True)]
     got = engine.generate(PROMPTS, max_new_tokens=LIMITS)
     assert [one.tokens for (one,) in got] == want
-    assert {one.finish_reason for (one,) in got} == {"length"}
+    assert {(one.finish_reason, one.sampler) for (one,) in got} == {("length", inference.GREEDY)}
 
 
 def test_completions_of_a_prompt_are_those_of_rows_of_their_own(model, engine, monkeypatch):

@@ -36,10 +36,9 @@ def test_the_trainer_agrees_about_every_draw(family, name, tmp_path):
     found = [one for (one,) in engine.generate(prompts, max_new_tokens=limits, sampler=sampler, key=jax.random.key(1))]
     batch = post_training.completion_batch(
         prompts,
-        [one.tokens for one in found],
+        found,
         np.ones(3),
         length=LENGTH,
-        sampler_log_probs=[one.log_probs for one in found],
     )
     trainer = jax.jit(functools.partial(post_training.log_probs, temperature=temperature, dtype=jnp.float32))
     learned = batch["targets"] >= 0
