@@ -10,6 +10,7 @@ import pytest
 
 from maxlib import nn, sharding, training
 from maxlib import post_training as pt
+from maxlib.training._objectives import batch_names
 from tests.nn.tiny import tiny_llama
 from tests.training import objectives, tiny
 
@@ -86,6 +87,35 @@ def test_a_pipeline_refuses_them_too():
             batch = TEXT | {"segments": IDS}
             gradients = training.one_f_one_b(training.next_token_loss).gradients
             jax.eval_shape(gradients, params, rest, batch, jax.random.key(0))
+
+
+TOKENS = np.random.default_rng(0).integers(0, 16, (8, 9)).astype(np.int32)
+SHIFTED = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+COPIED = {"tokens": TOKENS, "targets": np.where(np.arange(9) < 4, -1, TOKENS)}
+
+
+class Same(tiny.Loader):
+    def __init__(self, batch):
+        super().__init__()
+        self.batch = batch
+
+    def __next__(self):
+        return self.batch
+
+
+def test_a_trainer_warns_of_targets_that_are_not_shifted():
+    """Labels as Hugging Face has them teach copying; constant text and shifted targets are what they should be."""
+    fit = lambda batch: training.Trainer(tiny.model(), tiny.optimizer(tiny.model()), Same(batch)).fit(2)
+    with pytest.warns(UserWarning, match="the model learns to copy") as caught:
+        fit(COPIED)
+    assert sum("the model learns to copy" in str(one.message) for one in caught) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="every target")
+        fit(SHIFTED)
+        fit(TEXT)
+        batch_names.warn_of_copies({"chosen": SHIFTED, "rejected": SHIFTED | {"targets": np.full((8, 8), -1)}})
+    with pytest.warns(UserWarning, match="the model learns to copy"):
+        batch_names.warn_of_copies({"chosen": SHIFTED, "rejected": COPIED})
 
 
 def test_names_that_are_read_are_not_warned_of():
