@@ -23,7 +23,6 @@ SAMPLER = inference.Sampler(temperature=1.0)
 def main() -> None:
     args = arguments()
     loss = functools.partial(post_training.dapo, temperature=SAMPLER.temperature, dtype=jnp.float32)
-    post_training.check_sampler(loss, SAMPLER)
     model = jax.jit(build)()
     rollouts = Rollouts(model, args)
     rollouts.trainer = trainer = training.Trainer(
@@ -69,7 +68,8 @@ class Rollouts:
         prompts, completions, rewards = self.sample(self.next)
         self.next, self.seen = self.next + 1, post_training.reward_metrics(rewards)
         advantages = post_training.group_advantages(rewards)
-        return post_training.completion_batch(prompts, completions, advantages, length=PROMPT + self.args.tokens)
+        length = PROMPT + self.args.tokens
+        return post_training.completion_batch(prompts, completions, advantages, length=length, sampler=SAMPLER)
 
     def sample(self, number: int):
         self.generator.update(self.trainer.state.trainable)

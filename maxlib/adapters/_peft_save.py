@@ -1,5 +1,6 @@
 """Models into PEFT directories."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ def save(
         overwrite: True replaces what is there.
 
     Returns:
-        A line for each reader: what it reads, and what it would ignore.
+        A line for each reader: what it reads, and what it would ignore, which is also a warning.
 
     Raises:
         ValueError: when PEFT cannot express the adapters.
@@ -84,7 +85,10 @@ def save(
     each = [n for n in single if ".experts." in n]
     dense = [n for n in single if n.endswith((".gate_proj", ".up_proj", ".down_proj")) and ".experts." not in n]
     kinds = {"dora": dora, "experts": bool(each or whole), "fused": bool(whole)}
-    return readers(ranks.values(), **kinds, beside=dense if each else ())
+    lines = readers(ranks.values(), **kinds, beside=dense if each else ())
+    if each and dense:
+        warnings.warn(f"{directory}: {lines[0]}", stacklevel=2)
+    return lines
 
 
 def _modules(model: Any, names: Names) -> dict[str, list[_Factors]]:

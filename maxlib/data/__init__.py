@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from maxlib.data._packing import pack as pack
     from maxlib.data._packing import statistics as statistics
     from maxlib.data._padding import pad as pad
-    from maxlib.data._pairs import labelled as labelled
+    from maxlib.data._pairs import kto_examples as kto_examples
     from maxlib.data._pairs import pairs as pairs
     from maxlib.data._pretokenize import read_manifest as read_manifest
     from maxlib.data._pretokenize import tokenized as tokenized
@@ -46,7 +46,7 @@ __getattr__, __dir__ = lazy(
         "_mixture": ("Mixture",),
         "_packing": ("Statistics", "pack", "statistics"),
         "_padding": ("pad",),
-        "_pairs": ("labelled", "pairs"),
+        "_pairs": ("kto_examples", "pairs"),
         "_pretokenize": ("read_manifest", "tokenized", "write_tokens"),
         "_sample_text": ("python_text",),
         "_sources": ("array_record", "chats", "in_memory", "jsonl", "split", "text_files"),

@@ -14,7 +14,7 @@ Long = Literal["error", "truncate", "drop"]
 def pad(documents: grain.MapDataset[Any], *, length: int, long: Long = "error") -> grain.MapDataset[Any]:
     """Pads documents with `tokens` and `targets`, also nested ones, to rows `tokens targets segment_ids` of one length.
 
-    Other arrays and numbers of numpy stay, such as `good` of `labelled`; messages and the like are left out.
+    Other arrays and numbers of numpy stay, such as `desirable` of `kto_examples`; messages and the like are left out.
 
     Args:
         documents: Such as those of `tokenize_chats`, or pairs of them in a dictionary.

@@ -36,23 +36,26 @@ def pairs(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain
     return _mapped(documents, lambda document, _: _pair(document, tokenizer, template))
 
 
-def labelled(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain.MapDataset[Row]:
-    """Tokenizes chats that are `good` or bad, for KTO, with the answer of the next document to the same prompt.
+def kto_examples(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain.MapDataset[Row]:
+    """Tokenizes chats that are `desirable` or not, for KTO, with the answer of the next document to the same prompt.
 
     Args:
-        documents: Records with `messages` and `good`, a boolean; as for `pairs`.
+        documents: Records with `messages` and `desirable`, a boolean; as for `pairs`.
         tokenizer: As for `pairs`.
         template: The chat template.
 
     Returns:
-        Documents `{"tokens", "targets", "good", "mismatched": {"tokens", "targets"}}`.
+        Documents `{"tokens", "targets", "desirable", "mismatched": {"tokens", "targets"}}`.
     """
 
     def one(document: Document, index: int) -> Row:
         following = documents[(index + 1) % len(documents)]
         other = [*document["messages"][:-1], following["messages"][-1]]
         tokenize = lambda messages: _answered(document, messages, tokenizer, template)
-        return tokenize(document["messages"]) | {"good": np.bool_(document["good"]), "mismatched": tokenize(other)}
+        return tokenize(document["messages"]) | {
+            "desirable": np.bool_(document["desirable"]),
+            "mismatched": tokenize(other),
+        }
 
     return _mapped(documents, one)
 

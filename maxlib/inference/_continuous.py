@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from maxlib import nn
-from maxlib.inference._engine import Completion, FinishReason, limits
+from maxlib.inference._engine import Completion, FinishReason, Keys, limits
 from maxlib.inference._generate import Generator, Prompts, check_inputs, check_length, right_padded, shared_capacity
 from maxlib.inference._sampling import GREEDY, Sampler
 
@@ -34,6 +34,7 @@ class LocalEngine:
         capacity: Tokens that a slot holds, prompt included; by default as many as a call needs, rounded up.
         dtype: Dtype of the computation.
         cache_dtype: Dtype of cached keys and values, by default `dtype`.
+        seed: Of the random keys of calls that bring none.
 
     Raises:
         ValueError: when a layer's cache cannot be addressed by row.
@@ -47,11 +48,12 @@ class LocalEngine:
         capacity: int | None = None,
         dtype: Any = jnp.bfloat16,
         cache_dtype: Any = None,
+        seed: int = 0,
     ):
         if slots < 1:
             raise ValueError(f"slots must be at least 1, got {slots}")
         self.generator = Generator(model, dtype=dtype, cache_dtype=cache_dtype)
-        self.slots, self.capacity = slots, capacity
+        self.slots, self.capacity, self._keys = slots, capacity, Keys(seed)
         _check_rows(self.generator.model)
 
     def update(self, weights: Any) -> None:
@@ -93,7 +95,9 @@ class LocalEngine:
             count: Completions of each prompt.
             sampler: Draws tokens; greedy by default.
             stop: Ids that end a completion and are its last token.
-            key: Random key for sampling, by default that of seed 0.
+            key: Random key for sampling. Without it each call of this engine draws anew: its first one as the first
+                one of any engine with that `seed`. Give one, made from the number of the step, where a resumed run
+                has to draw what it would have drawn.
 
         Raises:
             ValueError: when a prompt is empty, has ids outside the vocabulary, holds an image, or does not fit with its
@@ -103,7 +107,7 @@ class LocalEngine:
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
         capacity = self._checked_capacity(prompts, most)
-        key = jax.random.key(0) if key is None else key
+        key = self._keys(key)
         # The keys of `Generator.generate` for each prompt `count` times.
         keys = np.asarray(jax.random.key_data(jax.random.split(key, len(prompts) * count)))
         rows = [
@@ -229,7 +233,7 @@ class _Run:
                 continue
             if self.rows[slot] is row:
                 self.rows[slot] = None
-            yield row.prompt, row.number, Completion(row.tokens, row.log_probs, reason)
+            yield row.prompt, row.number, Completion(row.tokens, row.log_probs, reason, self.options["sampler"])
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "dtype", "cache_dtype"))

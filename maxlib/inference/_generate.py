@@ -106,7 +106,8 @@ class Generator:
                 `pixel_values` of Hugging Face's processors; `nn.vision.patches` of them for images of any size).
             sampler: Draws tokens; greedy by default.
             stop: Ids that end a prompt's text and are not part of it.
-            key: Random key for sampling, by default that of seed 0.
+            key: Random key for sampling, by default that of seed 0: every call without one draws the same. Give another
+                one to each call that samples, such as `jax.random.fold_in(key, number)`.
             capacity: Tokens that a row of the cache holds, by default as many as needed, rounded up so that similar
                 calls share a program.
 
@@ -172,7 +173,7 @@ def generate(
         images: All images of all prompts, for models that read images.
         sampler: Draws tokens; greedy by default.
         stop: Ids that end a prompt's text and are not part of it.
-        key: Random key for sampling, by default that of seed 0.
+        key: Random key for sampling, by default that of seed 0: every call without one draws the same.
         dtype: Dtype of the computation.
 
     Returns:

@@ -1,12 +1,14 @@
 """Sampling: from scores to the next token."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 
+@jax.tree_util.register_static  # a batch of rollouts may hold one, and jit then knows its values
 @dataclasses.dataclass(frozen=True)
 class Sampler:
     """Draws the next token; filters apply in the order of the fields, as in transformers.
@@ -54,6 +56,25 @@ class Sampler:
             # p >= min_p * p_max, in logarithms: the normalization cancels.
             logits = jnp.where(logits < logits.max(axis=-1, keepdims=True) + jnp.log(self.min_p), -jnp.inf, logits)
         return logits
+
+
+def check_scored(sampler: Any, temperature: float) -> None:
+    """Raises ValueError unless `sampler` draws from all tokens at the temperature that a loss scores them at."""
+    if not isinstance(sampler, Sampler):
+        raise TypeError(
+            "a batch's sampler is the inference.Sampler that drew its completions; log-probabilities that it reported are "
+            f"sampler_log_probs. Got {type(sampler).__name__}"
+        )
+    if temperature != sampler.temperature:
+        raise ValueError(
+            f"the loss scores tokens at temperature {temperature}, the sampler draws them at {sampler.temperature}; give the loss "
+            f"temperature={sampler.temperature}"
+        )
+    filters = {name: value for name in ("top_k", "top_p", "min_p") if (value := getattr(sampler, name)) is not None}
+    if filters:
+        raise ValueError(
+            f"a sampler for training draws from the whole distribution, this one filters by {filters}: leave that out"
+        )
 
 
 def _nucleus_floor(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 from jaxtyping import Array, Key
 
-from maxlib.inference._engine import Completion, limits
+from maxlib.inference._engine import Completion, Keys, limits
 from maxlib.inference._generate import Prompts
 from maxlib.inference._sampling import GREEDY, Sampler
 
@@ -34,6 +34,7 @@ class ServerEngine:
         connections: Most requests at once.
         timeout: Seconds that one request may take.
         api_key: Token for the server; None if it needs none.
+        seed: Of the random keys of calls that bring none.
     """
 
     def __init__(
@@ -46,12 +47,13 @@ class ServerEngine:
         connections: int = 64,
         timeout: float = 600.0,
         api_key: str | None = None,
+        seed: int = 0,
     ):
         if logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
             raise ValueError(f"logprobs_mode must be raw_logprobs or processed_logprobs, got {logprobs_mode!r}")
         self.url, self.model, self.base, self.save = url.rstrip("/"), model, model, save
         self.logprobs_mode, self.connections, self.timeout, self.api_key = logprobs_mode, connections, timeout, api_key
-        self.updates = 0
+        self.updates, self._keys = 0, Keys(seed)
 
     def update(self, weights: Any) -> None:
         """Writes weights with `save`, loads them as a new adapter, and unloads the adapter before.
@@ -86,15 +88,15 @@ class ServerEngine:
             count: Completions of each prompt.
             sampler: Draws tokens; the server must report log-probabilities at its temperature.
             stop: Ids that end a completion and are its last token.
-            key: Random key, from which each request gets a seed.
+            key: Random key, from which each request gets a seed. Without it each call of this engine draws anew, in the
+                same order in every run.
 
         Raises:
             ValueError: when the server returns no ids or log-probabilities, or those of another temperature.
             RuntimeError: when the server refuses a request or cannot be reached.
         """
         self._check(sampler)
-        key = jax.random.key(0) if key is None else key
-        seeds = jax.random.randint(key, (len(prompts),), 0, 1 << 30).tolist()
+        seeds = jax.random.randint(self._keys(key), (len(prompts),), 0, 1 << 30).tolist()
         shared = self._options(sampler, count, stop)
         requests = [
             shared | {"prompt": [int(t) for t in prompt], "max_tokens": most, "seed": seed}
@@ -102,7 +104,7 @@ class ServerEngine:
         ]
         with concurrent.futures.ThreadPoolExecutor(self.connections) as pool:
             answers = list(pool.map(lambda request: self._post("/v1/completions", request), requests))
-        return [_completions(answer, count, frozenset(stop)) for answer in answers]
+        return [_completions(answer, count, frozenset(stop), sampler) for answer in answers]
 
     def _options(self, sampler: Sampler, count: int, stop: Collection[int]) -> dict[str, Any]:
         """Returns the part of a request that is the same for all prompts."""
@@ -142,15 +144,15 @@ class ServerEngine:
         return json.loads(text) if text[:1] in ("{", "[") else text
 
 
-def _completions(answer: dict[str, Any], count: int, stop: frozenset[int]) -> list[Completion]:
+def _completions(answer: dict[str, Any], count: int, stop: frozenset[int], sampler: Sampler) -> list[Completion]:
     """Reads the completions of one prompt; raises ValueError if ids or log-probabilities are missing."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if len(choices) != count:
         raise ValueError(f"the server must return {count} completions, got {len(choices)}")
-    return [_completion(choice, stop) for choice in choices]
+    return [_completion(choice, stop, sampler) for choice in choices]
 
 
-def _completion(choice: dict[str, Any], stop: frozenset[int]) -> Completion:
+def _completion(choice: dict[str, Any], stop: frozenset[int], sampler: Sampler) -> Completion:
     found = choice.get("logprobs") or {}
     tokens, scores = choice.get("token_ids") or _ids(found.get("tokens") or ()), found.get("token_logprobs")
     if not tokens or scores is None or len(tokens) != len(scores) or None in scores:
@@ -163,7 +165,7 @@ def _completion(choice: dict[str, Any], stop: frozenset[int]) -> Completion:
         raise ValueError(
             f"a completion must end with an id of stop or by its length; got {reason!r} after id {tokens[-1]}"
         )
-    return Completion(list(tokens), [float(score) for score in scores], reason)
+    return Completion(list(tokens), [float(score) for score in scores], reason, sampler)
 
 
 def _ids(tokens: Sequence[str]) -> list[int]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from maxlib.post_training import policies as policies
     from maxlib.post_training import preferences as preferences
     from maxlib.post_training._data import completion_batch as completion_batch
-    from maxlib.post_training._data import labelled as labelled
+    from maxlib.post_training._data import kto_examples as kto_examples
     from maxlib.post_training._data import pad as pad
     from maxlib.post_training._data import pairs as pairs
     from maxlib.post_training._distillation import dft_loss as dft_loss
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from maxlib.post_training.policies import KL as KL
     from maxlib.post_training.policies import Clip as Clip
     from maxlib.post_training.policies import Correction as Correction
-    from maxlib.post_training.policies import Fixed as Fixed
+    from maxlib.post_training.policies import FixedLengthMean as FixedLengthMean
     from maxlib.post_training.preferences import DPO as DPO
     from maxlib.post_training.preferences import KTO as KTO
     from maxlib.post_training.preferences import ORPO as ORPO
@@ -55,7 +55,7 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "": ("advantages", "policies", "preferences"),
-        "_data": ("completion_batch", "labelled", "pad", "pairs"),
+        "_data": ("completion_batch", "kto_examples", "pad", "pairs"),
         "_distillation": ("dft_loss", "distillation_loss", "top_k_divergence", "with_embedding_noise"),
         "_loaders": ("add_reference", "add_teacher"),
         "_models": ("WithFrozen", "log_probs"),
@@ -63,7 +63,7 @@ __getattr__, __dir__ = lazy(
         "_preference_losses": ("kto_loss", "preference_loss"),
         "_rewards": ("RewardPool",),
         "advantages": ("group_advantages", "leave_one_out", "reward_metrics"),
-        "policies": ("CISPO", "KL", "Clip", "Correction", "Fixed"),
+        "policies": ("CISPO", "KL", "Clip", "Correction", "FixedLengthMean"),
         "preferences": ("DPO", "KTO", "ORPO", "ChosenNLL", "Mixture", "SimPO"),
     },
 )

@@ -1,52 +1,6 @@
-"""Batches for post-training: rows from sampled completions. Pairs and labelled answers are the names of `data`."""
+"""Batches for post-training: pairs and labelled answers are the names of `data`, rollouts those of `inference`."""
 
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-
-from maxlib.data import labelled as labelled
+from maxlib.data import kto_examples as kto_examples
 from maxlib.data import pad as pad
 from maxlib.data import pairs as pairs
-from maxlib.data._padding import Row, padded
-
-
-def completion_batch(
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    advantages: Any,
-    *,
-    length: int,
-    sampler_log_probs: Sequence[Sequence[float]] | None = None,
-) -> Row:
-    """Makes a batch for `policy_loss`: one prompt and one completion in each row.
-
-    A completion includes its end-of-turn token where it has one (those of `inference.Engine` do), so that ending is
-    learned too.
-
-    Args:
-        prompts: Token ids, a prompt for each completion.
-        completions: Token ids.
-        advantages: One per completion, in any shape, such as `N G`.
-        length: Tokens of a row.
-        sampler_log_probs: What the sampler reported for each token of the completions; "sampler" in the batch.
-
-    Raises:
-        ValueError: when a row is longer than `length`, or numbers disagree.
-    """
-    advantages = np.asarray(advantages, np.float32).reshape(-1)
-    if not len(prompts) == len(completions) == len(advantages):
-        raise ValueError(
-            "there must be a prompt and an advantage for each completion, got "
-            f"{len(prompts)} prompts, {len(completions)} completions, {len(advantages)} advantages"
-        )
-    rows = []
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        tokens = np.array([*prompt, *completion], np.int32)
-        targets = np.append(np.where(np.arange(1, len(tokens)) >= len(prompt), tokens[1:], -1), -1).astype(np.int32)
-        row = padded({"tokens": tokens, "targets": targets}, length)
-        if sampler_log_probs is not None:
-            row["sampler"] = np.zeros(length, np.float32)
-            row["sampler"][len(prompt) - 1 : len(tokens) - 1] = sampler_log_probs[i]
-        rows.append(row | {"advantages": np.where(row["targets"] >= 0, advantages[i], 0).astype(np.float32)})
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+from maxlib.inference._rollouts import completion_batch as completion_batch

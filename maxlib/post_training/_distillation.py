@@ -24,7 +24,10 @@ def _with_teacher(student: Any, teacher: Any, batch: Batch, *, temperature: floa
     return batch | {"teacher": teacher, "teacher_hidden": run(teacher, batch, **options).hidden}
 
 
-@functools.partial(ComparedObjective, option="teacher", compare=_with_teacher)
+_READS = "teacher", "teacher_hidden", "teacher_ids", "teacher_log_probs"
+
+
+@functools.partial(ComparedObjective, option="teacher", compare=_with_teacher, reads=_READS)
 def distillation_loss(
     head: Any,
     hidden: Float[Array, "B T D"],

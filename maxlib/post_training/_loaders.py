@@ -43,7 +43,7 @@ def add_reference(
     temperature: float = 1.0,
     dtype: Any = jnp.bfloat16,
 ) -> Scored:
-    """Adds the log-probabilities under a frozen model to every batch, as `reference` beside `targets`.
+    """Adds the log-probabilities under a frozen model to every batch, as `reference_log_probs` beside `targets`.
 
     Args:
         loader: Batches with `tokens` and `targets`, also nested, such as `chosen` and `rejected`.
@@ -52,8 +52,8 @@ def add_reference(
         temperature: As in the loss.
         dtype: As in the loss: a reference in another precision is not the policy at step 0.
     """
-    score = lambda model, part: {"reference": log_probs(model, part, temperature=temperature, dtype=dtype).log_prob}
-    return Scored(loader, model, layout, score)
+    score = lambda model, part: log_probs(model, part, temperature=temperature, dtype=dtype).log_prob
+    return Scored(loader, model, layout, lambda *args: {"reference_log_probs": score(*args)})
 
 
 def add_teacher(

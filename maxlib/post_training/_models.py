@@ -1,7 +1,7 @@
 """Models beside the one that is trained, references and teachers, and losses that compare with them."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -40,10 +40,11 @@ class ComparedObjective(Objective):
         option: Name of the option.
         compare: From model, other model (None if there is none), batch, and by keyword temperature, dtype and remat:
             the batch with what the other one says.
+        reads: As for `objective`.
     """
 
-    def __init__(self, from_hidden: Any, *, option: str, compare: Callable[..., Batch]):
-        super().__init__(from_hidden)
+    def __init__(self, from_hidden: Any, *, option: str, compare: Callable[..., Batch], reads: Collection[str]):
+        super().__init__(from_hidden, reads=reads)
         self.option, self.compare = option, compare
         new = inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None)
         self.__signature__ = self.__signature__.replace(parameters=[*self.__signature__.parameters.values(), new])
@@ -59,6 +60,7 @@ class ComparedObjective(Objective):
         **options: Any,
     ) -> tuple[Float[Array, ""], Stats]:
         """Runs the models on the batch and returns `(loss sum, Stats)`."""
+        self.check_names(batch)
         model, frozen = _trained_and_frozen(model, options.pop(self.option, None), self.option)
         temperature = options.get("temperature", 1.0)
         batch = self.compare(model, frozen, batch, temperature=temperature, dtype=dtype, remat=remat)

@@ -8,13 +8,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlib.inference import Sampler
+from maxlib.inference._sampling import check_scored
 from maxlib.post_training._models import scores
 from maxlib.post_training._preference_losses import no_reference, referenced
-from maxlib.post_training.policies import CISPO, KL, Clip, Correction, Fixed, Ratio, mean_weights, policy_ratio
+from maxlib.post_training.policies import (
+    CISPO,
+    KL,
+    Clip,
+    Correction,
+    FixedLengthMean,
+    Ratio,
+    mean_weights,
+    policy_ratio,
+)
 from maxlib.training import Stats
+from maxlib.training._objectives.objective import Objective, unwrap
+
+_READS = "advantages", "old_log_probs", "reference_log_probs", "sampler", "sampler_log_probs"
 
 
-@referenced
+@functools.partial(referenced, reads=_READS)
 def policy_loss(
     head: Any,
     hidden: Float[Array, "B T D"],
@@ -22,7 +35,7 @@ def policy_loss(
     *,
     surrogate: Clip | CISPO = Clip(),
     ratio: Ratio = "token",
-    mean: Literal["sequence", "token"] | Fixed = "sequence",
+    mean: Literal["sequence", "token"] | FixedLengthMean = "sequence",
     kl_term: KL | None = None,
     entropy: float = 0.0,
     correction: Correction | None = None,
@@ -39,32 +52,37 @@ def policy_loss(
         head: The model.
         hidden: Its last hidden states.
         batch: `tokens`, `targets` (-1 outside of completions), `advantages` (`B T`, or `B` for one completion a row);
-            `old`, the log-probabilities under the policy that sampled, if it is not the one that is trained;
-            `reference` for a KL term; `sampler`, those that another engine reported, for a correction.
+            `old_log_probs`, those under the policy that sampled: for every step after the first on the same
+            completions, or else ρ is 1 and nothing is clipped; `reference_log_probs` for a KL term;
+            `sampler_log_probs`, those that another engine reported, for a correction; `sampler`, what drew them.
         surrogate: `Clip` or `CISPO`.
         ratio: What ρ is taken over: "token", "sequence", "sequence_token" or "sequence_sum" (`policy_ratio`).
         mean: How losses of tokens are averaged (`mean_weights`).
         kl_term: Divergence from the reference as a part of the loss.
         entropy: Factor of the entropy, which is subtracted.
         correction: Weights for a sampler that computes other probabilities.
-        temperature: Of the sampler (`check_sampler`).
+        temperature: Of the sampler.
 
     Raises:
-        ValueError: when the batch lacks what an option needs.
+        ValueError: when the batch lacks what an option needs, or its `sampler` has another temperature, or filters.
     """
+    if "sampler" in batch:
+        check_scored(batch["sampler"], temperature)
     if "advantages" not in batch:
         raise ValueError(f"a policy loss needs batch['advantages'] (group_advantages), got {sorted(batch)}")
-    if kl_term is not None and "reference" not in batch:
+    if kl_term is not None and "reference_log_probs" not in batch:
         raise ValueError(no_reference("the KL term"))
-    if correction is not None and "sampler" not in batch:
-        raise ValueError("a correction needs batch['sampler'], the log-probabilities that the sampler reported")
+    if correction is not None and "sampler_log_probs" not in batch:
+        raise ValueError(
+            "a correction needs batch['sampler_log_probs'], the log-probabilities that the sampler reported"
+        )
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
     scored = scores(head, hidden, batch["targets"], temperature=temperature, entropy=True)
-    rho = policy_ratio(scored.log_prob, batch.get("old"), mask, segment_ids, by=ratio)
+    rho = policy_ratio(scored.log_prob, batch.get("old_log_probs"), mask, segment_ids, by=ratio)
     losses, metrics = _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correction)
     weights, count = mean_weights(mask, segment_ids, by=mean)
     # Metrics are means whose weights add up to the count; those of a fixed length do not.
-    even = mean_weights(mask, segment_ids)[0] if isinstance(mean, Fixed) else weights
+    even = mean_weights(mask, segment_ids)[0] if isinstance(mean, FixedLengthMean) else weights
     total = lambda weights, x: jnp.sum(weights * jnp.where(mask, x, 0))
     sums = {name: total(even, value) for name, value in metrics.items()}
     return total(weights, losses), jax.lax.stop_gradient(Stats(count, sums))
@@ -78,11 +96,11 @@ def _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correct
     metrics = {"ratio": rho, "entropy": scored.entropy}
     metrics |= {"clip_ratio/low": low, "clip_ratio/high": high, "clip_ratio/region": low | high}
     if correction is not None:
-        trained = batch.get("old", jax.lax.stop_gradient(log_prob))
-        weight = correction(trained, batch["sampler"], mask, batch.get("segment_ids"))
+        trained = batch.get("old_log_probs", jax.lax.stop_gradient(log_prob))
+        weight = correction(trained, batch["sampler_log_probs"], mask, batch.get("segment_ids"))
         losses, metrics = losses * weight, metrics | {"sampler_weight": weight}
     if kl_term is not None:  # not times the sampler's weight
-        reference = jnp.where(mask, batch["reference"], 0)
+        reference = jnp.where(mask, batch["reference_log_probs"], 0)
         divergence = kl_term(log_prob, reference, rho)
         losses, metrics = losses + kl_term.beta * divergence, metrics | {"kl": divergence}
     return losses - entropy * scored.entropy, metrics
@@ -106,28 +124,24 @@ def dr_grpo(length: int) -> functools.partial:
     Args:
         length: The longest completion allowed.
     """
-    return functools.partial(policy_loss, surrogate=Clip(0.2, 0.2), mean=Fixed(length))
+    return functools.partial(policy_loss, surrogate=Clip(0.2, 0.2), mean=FixedLengthMean(length))
 
 
 def check_sampler(loss: Any, sampler: Sampler) -> None:
-    """Checks that `loss` scores tokens by the distribution that `sampler` draws them from.
+    """Checks that `loss` scores tokens by the distribution that `sampler` draws them from, before a run.
+
+    The loss does so by itself where the batch has the `sampler` (`completion_batch`).
 
     Args:
-        loss: A policy loss, or `functools.partial` of one.
+        loss: A policy loss, with `functools.partial` and other losses around it.
         sampler: What draws completions.
 
     Raises:
         ValueError: when temperatures differ, or the sampler filters tokens: it draws from a truncated distribution, and
             ratios lack the lost mass.
+        TypeError: when `loss` is a function that hides its options.
     """
-    temperature = loss.keywords.get("temperature", 1.0) if isinstance(loss, functools.partial) else 1.0
-    if temperature != sampler.temperature:
-        raise ValueError(
-            f"the loss scores tokens at temperature {temperature}, the sampler draws them at {sampler.temperature}; give the loss "
-            f"temperature={sampler.temperature}"
-        )
-    filters = {name: value for name in ("top_k", "top_p", "min_p") if (value := getattr(sampler, name)) is not None}
-    if filters:
-        raise ValueError(
-            f"a sampler for training draws from the whole distribution, this one filters by {filters}: leave that out"
-        )
+    inner, options = unwrap(loss)
+    if not isinstance(inner, Objective):
+        raise TypeError(f"check_sampler needs a policy loss, {inner!r} does not show what it gives to one")
+    check_scored(sampler, options.get("temperature", 1.0))

@@ -23,7 +23,7 @@ def _compared(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
     batch = interleaved(batch) if "chosen" in batch else batch
     if "mismatched" in batch:
         batch = _with_divergence(model, frozen, batch, **options)
-    return batch if frozen is None else batch | {"reference": frozen_log_probs(frozen, batch, **options)}
+    return batch if frozen is None else batch | {"reference_log_probs": frozen_log_probs(frozen, batch, **options)}
 
 
 referenced = functools.partial(ComparedObjective, option="reference", compare=_compared)
@@ -46,7 +46,7 @@ def interleaved(batch: Batch) -> Batch:
     return joined | {"interleaved": jnp.zeros(len(joined["tokens"]))}
 
 
-@referenced
+@functools.partial(referenced, reads=("chosen", "rejected", "interleaved", "reference_log_probs"))
 def preference_loss(
     head: Any,
     hidden: Float[Array, "B T D"],
@@ -67,15 +67,15 @@ def preference_loss(
     Args:
         head: The model.
         hidden: Its last hidden states.
-        batch: Pairs in one of the layouts above: `tokens`, `targets` (-1 outside of completions), and `reference`, the
-            reference's log-probabilities, if nothing else says what the reference is.
+        batch: Pairs in one of the layouts above: `tokens`, `targets` (-1 outside of completions), and
+            `reference_log_probs`, if nothing else says what the reference is.
         kind: The loss of pairs.
         temperature: Divisor of the logits.
 
     Raises:
         ValueError: when `kind` needs a reference and there is none.
     """
-    if kind.needs_reference and "reference" not in batch:
+    if kind.needs_reference and "reference_log_probs" not in batch:
         raise ValueError(no_reference(type(kind).__name__))
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
     targets = _with_prompt(batch) if kind.nll_of_prompt else batch["targets"]
@@ -84,7 +84,7 @@ def preference_loss(
     counts = _answers(token_counts(mask, segment_ids), batch)
     is_pair = ((counts[0] > 0) & (counts[1] > 0)).astype(jnp.float32)
     log_p = of_answers(scored)
-    ratios = of_answers(scored - batch["reference"]) if kind.needs_reference else log_p
+    ratios = of_answers(scored - batch["reference_log_probs"]) if kind.needs_reference else log_p
     answers, pairs = Answers(*ratios, *counts), jnp.sum(is_pair)
     loss, rewards = jnp.sum(is_pair * kind(answers)), kind.rewards(answers)
     metrics = {
@@ -104,57 +104,58 @@ def preference_loss(
     return loss, jax.lax.stop_gradient(Stats(pairs, sums))
 
 
-@referenced
+@functools.partial(referenced, reads=("desirable", "mismatched", "kl_baseline", "reference_log_probs"))
 def kto_loss(
     head: Any, hidden: Float[Array, "B T D"], batch: Batch, *, kind: KTO = KTO(), temperature: float = 1.0
 ) -> tuple[Float[Array, ""], Stats]:
-    """Computes KTO, summed over answers that are good or bad; answers may be packed.
+    """Computes KTO, summed over answers that are desirable or not; answers may be packed.
 
     Called as `kto_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Metrics: `rewards`,
-    `kl` (z), and `rewards/good`, `rewards/bad` summed over their kind alone.
+    `kl` (z), and `rewards/desirable`, `rewards/undesirable` summed over their kind alone.
 
     Args:
         head: The model.
         hidden: Its last hidden states.
-        batch: `tokens`, `targets`, `good` (`B`, or `B T` for packed rows), `reference` as for `preference_loss`, and
-            either `mismatched`, a nested batch of prompts with answers to other prompts (and its `reference`), or
-            `z` by row, `B`, the divergence computed before: microbatches then give what the whole batch gives.
-        kind: β and the weights of good and bad answers.
+        batch: `tokens`, `targets`, `desirable` (`B`, or `B T` for packed rows), `reference_log_probs` as for
+            `preference_loss`, and either `mismatched`, a nested batch of prompts with answers to other prompts (and its
+            `reference_log_probs`), or `kl_baseline` by row, `B`, z computed before: microbatches then give what the
+            whole batch gives.
+        kind: β and the weights of desirable and undesirable answers.
         temperature: Divisor of the logits.
 
     Raises:
         ValueError: when there is no reference, or nothing to estimate z from.
     """
-    if "reference" not in batch:
+    if "reference_log_probs" not in batch:
         raise ValueError(no_reference("KTO"))
-    if "z" not in batch:
+    if "kl_baseline" not in batch:
         raise ValueError(
-            "KTO needs batch['mismatched'], prompts with answers to other prompts, or batch['z'], the divergence from the "
-            "reference that was estimated on them"
+            "KTO needs batch['mismatched'], prompts with answers to other prompts, or batch['kl_baseline'], the divergence "
+            "from the reference that was estimated on them"
         )
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
     scored = scores(head, hidden, batch["targets"], temperature=temperature).log_prob
-    ratio = segment_sums(jnp.where(mask, scored - batch["reference"], 0), segment_ids)  # B S
+    ratio = segment_sums(jnp.where(mask, scored - batch["reference_log_probs"], 0), segment_ids)  # B S
     counts = token_counts(mask, segment_ids)
-    good = batch["good"][:, None] if batch["good"].ndim == 1 else batch["good"]
-    # [B, T] -> [B, S]: an answer is good if its tokens say so.
-    good = segment_sums(jnp.where(mask, good, 0).astype(jnp.float32), segment_ids) > counts / 2
+    desirable = batch["desirable"][:, None] if batch["desirable"].ndim == 1 else batch["desirable"]
+    # [B, T] -> [B, S]: an answer is desirable if its tokens say so.
+    desirable = segment_sums(jnp.where(mask, desirable, 0).astype(jnp.float32), segment_ids) > counts / 2
     is_answer = (counts > 0).astype(jnp.float32)
-    losses = kind(ratio, good, batch["z"][:, None])
+    losses = kind(ratio, desirable, batch["kl_baseline"][:, None])
     rewards = is_answer * kind.beta * ratio
     sums = {
-        "kl": jnp.sum(is_answer * jnp.maximum(batch["z"][:, None], 0)),
+        "kl": jnp.sum(is_answer * jnp.maximum(batch["kl_baseline"][:, None], 0)),
         "rewards": jnp.sum(rewards),
-        "rewards/good": jnp.sum(rewards * good),
-        "rewards/bad": jnp.sum(rewards * ~good),
+        "rewards/desirable": jnp.sum(rewards * desirable),
+        "rewards/undesirable": jnp.sum(rewards * ~desirable),
     }
     return jnp.sum(is_answer * losses), jax.lax.stop_gradient(Stats(jnp.sum(is_answer), sums))
 
 
 def no_reference(kind: str) -> str:
     return (
-        f"{kind} compares with a reference: put its log-probabilities into the batch ('reference', see add_reference), pass "
-        "reference=adapters.base for a model with adapters, or train WithFrozen(model, reference)"
+        f"{kind} compares with a reference: put its log-probabilities into the batch ('reference_log_probs', see add_reference), "
+        "pass reference=adapters.base for a model with adapters, or train WithFrozen(model, reference)"
     )
 
 
@@ -179,12 +180,12 @@ def _with_prompt(batch: Batch) -> Int[Array, "B T"]:
 
 
 def _with_divergence(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
-    """Returns a batch with `z`, the mean ratio of the answers in `mismatched`, for each row."""
+    """Returns a batch with `kl_baseline`, the mean ratio of the answers in `mismatched`, for each row."""
     other = _compared(model, frozen, batch["mismatched"], **options)
-    if "reference" not in other:
+    if "reference_log_probs" not in other:
         raise ValueError(no_reference("the divergence on batch['mismatched']"))
-    ratio = frozen_log_probs(model, other, **options) - other["reference"]
+    ratio = frozen_log_probs(model, other, **options) - other["reference_log_probs"]
     mask = other["targets"] >= 0
     answers = jnp.sum(token_counts(mask, other.get("segment_ids")) > 0)
     z = jnp.sum(jnp.where(mask, ratio, 0)) / jnp.maximum(answers, 1)
-    return batch | {"z": jnp.broadcast_to(z, len(batch["tokens"]))}
+    return batch | {"kl_baseline": jnp.broadcast_to(z, len(batch["tokens"]))}

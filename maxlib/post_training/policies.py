@@ -163,7 +163,7 @@ class Correction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed:
+class FixedLengthMean:
     """Mean over sequences of sums over tokens divided by a fixed length (Dr. GRPO): no length is preferred.
 
     Args:
@@ -174,7 +174,7 @@ class Fixed:
 
 
 def mean_weights(
-    mask: Bool[Array, "B T"], segment_ids: Segments, *, by: Literal["sequence", "token"] | Fixed = "sequence"
+    mask: Bool[Array, "B T"], segment_ids: Segments, *, by: Literal["sequence", "token"] | FixedLengthMean = "sequence"
 ) -> tuple[Tokens, Float[Array, ""]]:
     """Describes a mean of token losses as weights and a divisor, both of which add up over microbatches.
 
@@ -182,7 +182,7 @@ def mean_weights(
         mask: True for tokens that count.
         segment_ids: Sequences of packed rows, or None.
         by: "sequence" (GRPO: the mean over sequences of their means), "token" (DAPO: over all tokens of the whole
-            batch) or `Fixed(length)` (Dr. GRPO).
+            batch) or `FixedLengthMean(length)` (Dr. GRPO).
 
     Returns:
         The weight of each token, and the number to divide the weighted sum by.
@@ -192,8 +192,8 @@ def mean_weights(
     if by == "token":
         return weights, jnp.sum(counts)
     sequences = jnp.sum(counts > 0).astype(jnp.float32)
-    if isinstance(by, Fixed):
+    if isinstance(by, FixedLengthMean):
         return weights / by.length, sequences
     if by != "sequence":
-        raise ValueError(f"by must be 'sequence', 'token' or Fixed(length), got {by!r}")
+        raise ValueError(f"by must be 'sequence', 'token' or FixedLengthMean(length), got {by!r}")
     return weights / jnp.maximum(spread(counts, segment_ids, mask.shape[1]), 1), sequences

@@ -222,22 +222,24 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class KTO:
-    """KTO (arXiv:2402.01306), for answers that are good or bad: w σ(∓β (x - z)), x = Σ (log p - log p_reference).
+    """KTO (arXiv:2402.01306), for answers that are desirable or not: w σ(∓β (x - z)), x = Σ (log p - log p_reference).
 
     z estimates the divergence from the reference: the mean of x over answers to *other* prompts, at least 0, and it has
     no gradient. Without either, this is another loss.
 
     Args:
         beta: Strength of the pull to the reference.
-        good_weight: Factor of good answers.
-        bad_weight: Factor of bad answers.
+        desirable_weight: Factor of desirable answers.
+        undesirable_weight: Factor of undesirable answers.
     """
 
     beta: float = 0.1
-    good_weight: float = 1.0
-    bad_weight: float = 1.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
 
-    def __call__(self, x: Float[Array, "*P"], good: Bool[Array, "*P"], z: Float[Array, "*#P"]) -> Float[Array, "*P"]:
+    def __call__(
+        self, x: Float[Array, "*P"], desirable: Bool[Array, "*P"], z: Float[Array, "*#P"]
+    ) -> Float[Array, "*P"]:
         """Computes the loss of each answer."""
         away = self.beta * (x - jax.lax.stop_gradient(jnp.maximum(z, 0)))
-        return jnp.where(good, self.good_weight * sigmoid(-away), self.bad_weight * sigmoid(away))
+        return jnp.where(desirable, self.desirable_weight * sigmoid(-away), self.undesirable_weight * sigmoid(away))

@@ -45,6 +45,7 @@ class OneFOneB:
                 f"the layers of {type(rest).__name__} take token ids or inputs of their own, which do not travel through "
                 "the stages of a pipeline: take rules without a Pipeline"
             )
+        goal.check_names(batch)
         _check_rows(batch)
         # Trained layers inside the pipeline, and all other parameters: embedding, first and last layers, norm, head.
         inside = nn.tree.path_of(rest, rest.layers.body) + "."

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 from maxlib import nn, sharding
 from maxlib.sharding._create import check_no_aliases
 from maxlib.training._gradients import gradients_of
-from maxlib.training._objectives.objective import Batch, Loss, Stats
+from maxlib.training._objectives.objective import Batch, Loss, Stats, check_read
 from maxlib.training._offload import apply_updates, check_offloaded, update
 from maxlib.training._placement import batch_names, materialize_model, place_like_parameters
 
@@ -132,6 +132,7 @@ def make_train_step(
     optimizer, gradients = optax.with_extra_args_support(optimizer), gradients_of(loss_fn)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        check_read(loss_fn, batch)
         for x in jax.tree.leaves(batch):
             _check_divides(x, getattr(loss_fn, "microbatches", 1))
         key = jax.random.fold_in(state.key, state.step)

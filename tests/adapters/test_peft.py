@@ -229,6 +229,13 @@ def test_what_peft_cannot_express_is_refused(files, tmp_path):
     assert lines[0].startswith("PEFT: all") and "max_lora_rank of at least 3" in lines[1]
 
 
+def test_what_peft_would_ignore_is_a_warning(base, tmp_path):
+    """DeepSeek's first layer is dense: beside experts that are modules of their own, PEFT leaves its MLP out."""
+    adapted = adapters.add(base("deepseek_experts"), adapters.LoRA(2, 4), rngs=nnx.Rngs(0))
+    with pytest.warns(UserWarning, match=r"own: PEFT: ignores \d+ dense MLP modules beside experts, such as"):
+        adapters.save(adapted, tmp_path / "own", experts="each")
+
+
 def test_readers_are_told_the_rank_that_is_written(files, tmp_path):
     model, write = files
     both = adapters.add(adapters.frozen(adapters.load(model, write())), adapters.LoRA(2, 4), rngs=nnx.Rngs(0))

@@ -196,7 +196,7 @@ def grpo(model: Any, seed: int) -> tuple[Any, dict, Curve, float]:
         rewards = np.array([sorting.reward(*both) for both in zip(prompts, texts, strict=True)]).reshape(-1, GROUP)
         loader.seen = post_training.reward_metrics(rewards)
         advantages = post_training.group_advantages(rewards)
-        return post_training.completion_batch(prompts, texts, advantages, length=sorting.LENGTH)
+        return post_training.completion_batch(prompts, texts, advantages, length=sorting.LENGTH, sampler=SAMPLER)
 
     loader = Made(make)
     loss = functools.partial(post_training.dapo, temperature=SAMPLER.temperature, dtype=jnp.float32)

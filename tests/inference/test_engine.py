@@ -29,7 +29,7 @@ def test_greedy_equals_one_prompt_at_a_time(model, engine):
     want = [alone.generate([p], max_new_tokens=n, capacity=32)[0] for p, n in zip(PROMPTS, LIMITS, strict=True)]
     got = engine.generate(PROMPTS, max_new_tokens=LIMITS)
     assert [one.tokens for (one,) in got] == want
-    assert {one.finish_reason for (one,) in got} == {"length"}
+    assert {(one.finish_reason, one.sampler) for (one,) in got} == {("length", inference.GREEDY)}
 
 
 def test_completions_of_a_prompt_are_those_of_rows_of_their_own(model, engine, monkeypatch):
@@ -42,6 +42,21 @@ def test_completions_of_a_prompt_are_those_of_rows_of_their_own(model, engine, m
     rows = alone.generate(repeated, max_new_tokens=5, sampler=sampler, key=key, capacity=32)
     assert [one.tokens for group in got for one in group] == rows and len(calls) == 3
     assert len({tuple(one.tokens) for one in got[0]}) > 1
+
+
+def test_calls_without_a_key_draw_anew_and_runs_alike(model, engine):
+    """Rollouts of two rounds must not be the same noise; a run that is started again must be the same run."""
+
+    def rounds(seed):
+        own = LocalEngine(model, slots=2, capacity=32, dtype=jnp.float32, seed=seed)
+        draw = lambda **key: [
+            one.tokens for (one,) in own.generate(PROMPTS, max_new_tokens=4, sampler=Sampler(), **key)
+        ]
+        return [draw(), draw(key=jax.random.key(7)), draw()]
+
+    first, again, other = rounds(0), rounds(0), rounds(1)
+    assert first == again and first[0] != first[2]
+    assert first[0] != other[0] and first[1] == other[1]  # a key that is given says all
 
 
 def test_a_stop_token_ends_a_row_and_belongs_to_it(engine):

@@ -36,12 +36,13 @@ def test_the_trainer_agrees_about_every_draw(family, name, tmp_path):
     found = [one for (one,) in engine.generate(prompts, max_new_tokens=limits, sampler=sampler, key=jax.random.key(1))]
     batch = post_training.completion_batch(
         prompts,
-        [one.tokens for one in found],
+        found,
         np.ones(3),
         length=LENGTH,
-        sampler_log_probs=[one.log_probs for one in found],
     )
     trainer = jax.jit(functools.partial(post_training.log_probs, temperature=temperature, dtype=jnp.float32))
     learned = batch["targets"] >= 0
-    assert learned.sum() == sum(limits) and np.abs(batch["sampler"][learned]).max() > 0.1
-    np.testing.assert_allclose(batch["sampler"], np.where(learned, trainer(model, batch).log_prob, 0), atol=1e-4)
+    assert learned.sum() == sum(limits) and np.abs(batch["sampler_log_probs"][learned]).max() > 0.1
+    np.testing.assert_allclose(
+        batch["sampler_log_probs"], np.where(learned, trainer(model, batch).log_prob, 0), atol=1e-4
+    )

@@ -85,9 +85,20 @@ def test_ids_and_log_probabilities_travel_both_ways(local):
         groups = engine.generate(PROMPTS, max_new_tokens=3, count=3, sampler=Sampler(), key=jax.random.key(1))
         assert [len(group) for group in groups] == [3, 3]
         assert len({body["seed"] for _, body in server.seen[-2:]}) == 2
+        assert {one.sampler for group in groups for one in group} == {Sampler()}
+        rounds = [ServerEngine(url, "base"), ServerEngine(url, "base")]
+        seeds = [sorted(_seeds(one, server)) for one in rounds for _ in range(2)]
+        assert seeds[:2] == seeds[2:] and not {*seeds[0]} & {*seeds[1]}
         assert all(body["ignore_eos"] and body["return_token_ids"] for _, body in server.seen)
         whole = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # not the model's own defaults
         assert all(whole.items() <= body.items() for _, body in server.seen)
+
+
+def _seeds(engine, server):
+    """The seeds that a call without a key asks with."""
+    before = len(server.seen)
+    engine.generate(PROMPTS, max_new_tokens=1, sampler=Sampler())
+    return [body["seed"] for _, body in server.seen[before:]]
 
 
 def test_tokens_may_be_written_as_ids(local):

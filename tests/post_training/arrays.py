@@ -27,15 +27,15 @@ def arrays(seed: int = 0) -> dict[str, np.ndarray]:
         "logits": normal(ROWS, T, V),
         "teacher": normal(ROWS, T, V),
         "mismatched": normal(ROWS, T, V),
-        "reference": log_prob(),
-        "sampler": log_prob(),
+        "reference_log_probs": log_prob(),
+        "sampler_log_probs": log_prob(),
         "advantages": normal(ROWS),
-        "good": np.array([1, 0, 1, 1, 0, 0], bool),
+        "desirable": np.array([1, 0, 1, 1, 0, 0], bool),
     }
     # Near the policy, so that some ratios are clipped and others are not.
     shifted = out["logits"] - np.log(np.exp(out["logits"]).sum(-1, keepdims=True))
     own = np.take_along_axis(shifted, ids[:, 1:, None], -1)[..., 0]
-    out["old"] = own + normal(ROWS, T, scale=0.3)
+    out["old_log_probs"] = own + normal(ROWS, T, scale=0.3)
     return out
 
 

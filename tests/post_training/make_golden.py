@@ -90,7 +90,7 @@ def dpo(kind, weights=None, label_smoothing=0.0, beta=0.3):
             label_smoothing=label_smoothing,
             use_weighting=False,
         )
-        reference = (DATA["reference"] * MASK).sum(1)
+        reference = (DATA["reference_log_probs"] * MASK).sum(1)
         inputs = {
             "input_ids": IDS,
             "attention_mask": DATA["attention"],
@@ -138,12 +138,12 @@ def kto(logits):
         undesirable_weight=0.7,
     )
     object.__setattr__(own, "_compute_kl_logps", lambda *_: (scores(DATA["mismatched"])[0] * MASK).sum(1))
-    reference = (DATA["reference"] * MASK).sum(1)
+    reference = (DATA["reference_log_probs"] * MASK).sum(1)
     inputs = {
         "input_ids": IDS,
         "attention_mask": DATA["attention"],
         "completion_mask": DATA["completion"],
-        "label": DATA["good"],
+        "label": DATA["desirable"],
         "ref_logps": reference,
         "ref_KL_logps": reference,
     }
@@ -185,11 +185,11 @@ def policy(cls=GRPOTrainer, *, weights=None, old="old", beta=0.0, entropy=0.0, *
             "completion_mask": MASK,
             "advantages": DATA["advantages"],
             "num_items_in_batch": MASK.sum(),
-            "ref_per_token_logps": DATA["reference"],
-            "old_logps": (DATA["old"] * MASK).sum(1),
+            "ref_per_token_logps": DATA["reference_log_probs"],
+            "old_logps": (DATA["old_log_probs"] * MASK).sum(1),
         }
         if old is not None:
-            inputs["old_per_token_logps"] = DATA["old"]
+            inputs["old_per_token_logps"] = DATA["old_log_probs"]
         if weights is not None:
             inputs["importance_sampling_ratio"] = weights()
         own.args.steps_per_generation = 1
@@ -201,7 +201,7 @@ def policy(cls=GRPOTrainer, *, weights=None, old="old", beta=0.0, entropy=0.0, *
 
 def sampler_weights(mode, low, high):
     """The ratios as `GRPOTrainer._generate_and_score_completions` makes them in the mode of that name."""
-    difference = (DATA["old"] - DATA["sampler"]) * MASK
+    difference = (DATA["old_log_probs"] - DATA["sampler_log_probs"]) * MASK
     difference = difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference
     ratio = difference.exp()
     if mode.endswith("truncate"):

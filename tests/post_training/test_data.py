@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxlib import data, tokenization
+from maxlib import data, inference, tokenization
 from maxlib import post_training as pt
 from tests.data.test_chats import PLAIN
 
@@ -99,13 +99,13 @@ def test_pairs_have_the_tools_of_their_document(tokenizer):
 
 def test_labelled_answers_come_with_others(tokenizer):
     other = [{"role": "user", "content": "of"}]
-    source = documents({"messages": ASK + YES, "good": True}, {"messages": other + NO, "good": False})
-    first, second = (pt.labelled(source, tokenizer, TEMPLATE)[i] for i in range(2))
-    assert first["good"] and not second["good"]
+    source = documents({"messages": ASK + YES, "desirable": True}, {"messages": other + NO, "desirable": False})
+    first, second = (pt.kto_examples(source, tokenizer, TEMPLATE)[i] for i in range(2))
+    assert first["desirable"] and not second["desirable"]
     assert text(tokenizer, first["mismatched"]["targets"]) == "of</s>"
     assert tokenizer.decode(second["mismatched"]["tokens"], skip_special_tokens=False).startswith("<user>of</s>")
-    row = pt.pad(pt.labelled(source, tokenizer, TEMPLATE), length=30)[0]
-    assert row["mismatched"]["segment_ids"].shape == row["tokens"].shape == (30,) and row["good"].shape == ()
+    row = pt.pad(pt.kto_examples(source, tokenizer, TEMPLATE), length=30)[0]
+    assert row["mismatched"]["segment_ids"].shape == row["tokens"].shape == (30,) and row["desirable"].shape == ()
 
 
 def test_completions_become_rows():
@@ -116,7 +116,17 @@ def test_completions_become_rows():
     np.testing.assert_array_equal(batch["targets"], [[-1, 7, 8, 2, -1, -1], [9, 9, 9, -1, -1, -1]])
     np.testing.assert_array_equal(batch["segment_ids"], [[1] * 5 + [0], [1] * 4 + [0] * 2])
     np.testing.assert_array_equal(batch["advantages"], 0.5 * np.array([[0, 1, 1, 1, 0, 0], [-1, -1, -1, 0, 0, 0]]))
-    np.testing.assert_allclose(batch["sampler"], [[0, -0.1, -0.2, -0.3, 0, 0], [-1, -2, -3, 0, 0, 0]])
+    np.testing.assert_allclose(batch["sampler_log_probs"], [[0, -0.1, -0.2, -0.3, 0, 0], [-1, -2, -3, 0, 0, 0]])
+    warm, cold = inference.Sampler(temperature=0.7), inference.Sampler(temperature=0.1)
+    drawn = [inference.Completion(*both, "stop", warm) for both in zip(completions, scores, strict=True)]
+    same = pt.completion_batch([[4, 5], [6]], drawn, [[0.5, -0.5]], length=6)
+    assert same.pop("sampler") == warm and "sampler" not in batch and same.keys() == batch.keys()
+    assert all((same[name] == batch[name]).all() for name in batch)
+    named = pt.completion_batch([[4, 5], [6]], completions, [[0.5, -0.5]], length=6, sampler=cold)
+    assert named["sampler"] == cold
+    for mixed in ([drawn[0], inference.Completion([9], [-1.0], "stop", cold)], [drawn[0], completions[1]]):
+        with pytest.raises(ValueError, match="one engine and one sampler"):
+            pt.completion_batch([[4, 5], [6]], mixed, [[0.5, -0.5]], length=6)
     with pytest.raises(ValueError, match="a prompt and an advantage for each completion"):
         pt.completion_batch([[4]], completions, [[1.0]], length=6)
     with pytest.raises(ValueError, match="does not fit a row of 4"):

@@ -93,7 +93,7 @@ def batch():
     rng = np.random.default_rng(0)
     segment_ids, targets = np.zeros((ROWS, T), np.int32), np.full((ROWS, T), -1, np.int32)
     tokens = rng.integers(0, VOCAB, (ROWS, T)).astype(np.int32)
-    values = {name: np.zeros((ROWS, T), np.float32) for name in ("advantages", "good")}
+    values = {name: np.zeros((ROWS, T), np.float32) for name in ("advantages", "desirable")}
     for row in range(ROWS):
         begin = 0
         for segment in range(1, 5 if row < ROWS - 1 else 3):
@@ -101,13 +101,13 @@ def batch():
             at = slice(begin, begin + size)
             segment_ids[row, at] = segment
             targets[row, begin + prompt - 1 : begin + size - 1] = tokens[row, begin + prompt : begin + size]
-            values["advantages"][row, at], values["good"][row, at] = rng.normal(), rng.random() < 0.5
+            values["advantages"][row, at], values["desirable"][row, at] = rng.normal(), rng.random() < 0.5
             begin += size
     near = lambda: (rng.normal(-4.1, 0.3, (ROWS, T))).astype(np.float32)
     log_p = np.log(rng.dirichlet(np.ones(K + 2), (ROWS, T))[..., :K]).astype(np.float32)
     ids = np.argsort(rng.random((ROWS, T, VOCAB)), axis=-1)[..., :K].astype(np.int32)
-    scores = {name: near() for name in ("reference", "old", "sampler")}
-    stored = {"teacher_ids": ids, "teacher_log_probs": log_p, "z": np.full(ROWS, 0.4, np.float32)}
+    scores = {name: near() for name in ("reference_log_probs", "old_log_probs", "sampler_log_probs")}
+    stored = {"teacher_ids": ids, "teacher_log_probs": log_p, "kl_baseline": np.full(ROWS, 0.4, np.float32)}
     return {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, **values, **scores, **stored}
 
 
@@ -266,7 +266,7 @@ def distilled(model, batch, key):
 
 
 def labelled(model, batch, key):
-    own = batch["chosen"] | {"good": jnp.arange(8) % 2 == 0, "mismatched": batch["rejected"]}
+    own = batch["chosen"] | {"desirable": jnp.arange(8) % 2 == 0, "mismatched": batch["rejected"]}
     return pt.kto_loss(model, own, key, dtype=jnp.float32)
 
 
@@ -373,15 +373,15 @@ def test_what_is_missing_is_named():
     without = lambda *names: {name: x for name, x in data.items() if name not in names}
     shape = lambda loss, data, **more: jax.eval_shape(lambda m: loss(m, data, dtype=jnp.float32, **more), small)
     with pytest.raises(ValueError, match="DPO compares with a reference"):
-        shape(pt.preference_loss, without("reference"))
+        shape(pt.preference_loss, without("reference_log_probs"))
     with pytest.raises(ValueError, match="the KL term compares with a reference"):
-        shape(pt.policy_loss, without("reference"), kl_term=pt.KL(0.1))
+        shape(pt.policy_loss, without("reference_log_probs"), kl_term=pt.KL(0.1))
     with pytest.raises(ValueError, match=r"needs batch\['advantages'\]"):
         shape(pt.policy_loss, without("advantages"))
-    with pytest.raises(ValueError, match=r"a correction needs batch\['sampler'\]"):
-        shape(pt.policy_loss, without("sampler"), correction=pt.Correction())
+    with pytest.raises(ValueError, match=r"a correction needs batch\['sampler_log_probs'\]"):
+        shape(pt.policy_loss, without("sampler_log_probs"), correction=pt.Correction())
     with pytest.raises(ValueError, match="KTO needs"):
-        shape(pt.kto_loss, without("z"))
+        shape(pt.kto_loss, without("kl_baseline"))
     with pytest.raises(ValueError, match="distillation needs a teacher"):
         shape(pt.distillation_loss, without("teacher_ids"))
     with pytest.raises(ValueError, match="no trainable adapters to take off"):

@@ -107,7 +107,7 @@ def rows(*names):
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_preferences(name):
     kind = PREFERENCES[name]
-    whole = rows("reference") if kind.needs_reference else rows()
+    whole = rows("reference_log_probs") if kind.needs_reference else rows()
     batch = interleaved(
         {"chosen": {k: x[:PAIRS] for k, x in whole.items()}, "rejected": {k: x[PAIRS:] for k, x in whole.items()}}
     )
@@ -122,9 +122,11 @@ def test_preferences(name):
 
 
 def test_kto():
-    batch = rows("reference", "good")
-    z = segment_sums(jnp.where(batch["targets"] >= 0, scores(DATA["mismatched"]) - batch["reference"], 0), None)
-    batch["z"] = jnp.full(len(batch["tokens"]), jnp.mean(z))
+    batch = rows("reference_log_probs", "desirable")
+    z = segment_sums(
+        jnp.where(batch["targets"] >= 0, scores(DATA["mismatched"]) - batch["reference_log_probs"], 0), None
+    )
+    batch["kl_baseline"] = jnp.full(len(batch["tokens"]), jnp.mean(z))
     run = lambda logits: mean(pt.kto_loss.from_hidden, batch, logits, kind=pt.KTO(0.4, 1.2, 0.7))
     compare("kto", lambda logits: run(logits)[0], DATA["logits"])
     np.testing.assert_allclose(run(jnp.asarray(DATA["logits"]))[1]["kl"], TRL["kto:metric/kl"], rtol=5e-5)
@@ -137,9 +139,9 @@ def scores(logits):
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies(name):
     loss = POLICIES[name]
-    batch = rows("advantages", "old", "reference", "sampler")
+    batch = rows("advantages", "old_log_probs", "reference_log_probs", "sampler_log_probs")
     if "on-policy" in name:
-        del batch["old"]
+        del batch["old_log_probs"]
     run = lambda logits: mean(pt.policy_loss.from_hidden, batch, logits, **loss.keywords)
     compare(name, lambda logits: run(logits)[0], DATA["logits"])
     if loss.keywords["mean"] == "token":

@@ -1,5 +1,6 @@
 """Advantages against formulas, and what gradients of policy losses do, by enumeration."""
 
+import contextlib
 import functools
 import warnings
 
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib import inference
+from maxlib import inference, nn, sharding, training
 from maxlib import post_training as pt
+from maxlib.training._gradients import gradients_of
+from tests.nn.tiny import tiny_llama
 
 NAN = float("nan")
 REWARDS = np.array([[1.0, 0.0, 0.5, 0.0], [2.0, 2.0, 2.0, 2.0], [1.0, NAN, 0.0, 3.0]])
@@ -89,6 +92,59 @@ def test_a_sampler_that_draws_otherwise_is_refused():
         pt.check_sampler(pt.policy_loss, inference.Sampler(top_k=5))
 
 
+WARM = functools.partial(pt.grpo, temperature=0.7)
+AROUND = {
+    "accumulated": training.accumulate(WARM, 4),
+    "1f1b": training.one_f_one_b(WARM),
+    "noise": pt.with_embedding_noise(WARM),
+    "noise, accumulated": training.accumulate(functools.partial(pt.with_embedding_noise(WARM), dtype=jnp.float32), 2),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_temperature_is_seen_through_losses_around_losses(name):
+    pt.check_sampler(AROUND[name], inference.Sampler(temperature=0.7))
+    with pytest.raises(ValueError, match="at temperature 0.7, the sampler draws them at 1.0"):
+        pt.check_sampler(AROUND[name], inference.Sampler())
+
+
+def test_a_function_that_hides_its_options_is_no_policy_loss_to_check():
+    with pytest.raises(TypeError, match="does not show what it gives"):
+        pt.check_sampler(lambda *args: WARM(*args), inference.Sampler())
+
+
+PP = sharding.Pipeline("stage", microbatches=2)
+HIDDEN = {"hidden": lambda *args: WARM(*args)}  # only the batch can tell this one
+
+
+def rollouts(sampler):
+    drawn = [inference.Completion([1, 2, 3], [-1.0] * 3, "length", inference.Sampler())] * 8
+    return pt.completion_batch([[4, 5]] * 8, drawn, [[1.0, -1.0]] * 4, length=6) | {"sampler": sampler}
+
+
+@pytest.mark.parametrize("name", [*AROUND, *HIDDEN])
+def test_the_loss_compares_itself_with_the_sampler_of_a_batch(name):
+    """Rollouts bring their sampler, so nobody has to ask."""
+    loss = (AROUND | HIDDEN)[name]
+    layout = sharding.Layout(sharding.make_mesh(stage=2, data=4), sharding.DP | PP)
+    with sharding.use(layout) if name == "1f1b" else contextlib.nullcontext():
+        params, rest = nn.partition(tiny_llama(num_layers=2, vocab=16))
+        trace = lambda batch: jax.eval_shape(gradients_of(loss), params, rest, batch, jax.random.key(0))
+        assert trace(rollouts(inference.Sampler(temperature=0.7)))[1].shape == ()
+        with pytest.raises(ValueError, match="at temperature 0.7, the sampler draws them at 1.0"):
+            trace(rollouts(inference.Sampler()))
+
+
+def test_what_is_no_sampler_for_training_is_refused_in_a_batch():
+    scored = lambda sampler: jax.eval_shape(
+        lambda model, batch: WARM(model, batch, None), tiny_llama(num_layers=1, vocab=16), rollouts(sampler)
+    )
+    with pytest.raises(ValueError, match="filters by {'top_p': 0.9}"):
+        scored(inference.Sampler(temperature=0.7, top_p=0.9))
+    with pytest.raises(TypeError, match="is the inference.Sampler that drew"):  # the name of log-probabilities before
+        scored(np.zeros((8, 6), np.float32))
+
+
 # A bandit: one token out of five, enumerated.
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=5), jnp.float32)
 ARMS = jnp.array([0.3, -1.0, 2.0, 0.5, 0.0])
@@ -137,10 +193,10 @@ def test_which_divergence_each_estimator_has_the_gradient_of():
 def test_only_the_mean_over_sequences_prefers_a_length():
     """A short and a long wrong answer: the weight of all tokens of each, by mean."""
     mask = jnp.arange(32)[None, :] < jnp.array([4, 32])[:, None]
-    weights = {by: pt.policies.mean_weights(mask, None, by=by) for by in ("sequence", "token", pt.Fixed(32))}
+    weights = {by: pt.policies.mean_weights(mask, None, by=by) for by in ("sequence", "token", pt.FixedLengthMean(32))}
     per_token = {by: np.asarray(w)[:, 0] / float(count) for by, (w, count) in weights.items()}
     assert per_token["token"][0] == per_token["token"][1]
-    assert per_token[pt.Fixed(32)][0] == per_token[pt.Fixed(32)][1]
+    assert per_token[pt.FixedLengthMean(32)][0] == per_token[pt.FixedLengthMean(32)][1]
     assert per_token["sequence"][0] == 8 * per_token["sequence"][1]
     for w, count in (weights["sequence"], weights["token"]):
         assert np.sum(w) == pytest.approx(float(count))

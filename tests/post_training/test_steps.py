@@ -26,7 +26,7 @@ def rows(*names):
 
 
 def pairs():
-    whole = rows("reference")
+    whole = rows("reference_log_probs")
     return {"chosen": {k: x[:PAIRS] for k, x in whole.items()}, "rejected": {k: x[PAIRS:] for k, x in whole.items()}}
 
 
@@ -35,7 +35,7 @@ LOSSES = {
     "dpo": (functools.partial(pt.preference_loss, kind=pt.DPO(0.3)), pairs),
     "dapo": (
         functools.partial(pt.dapo, temperature=TEMPERATURE, surrogate=pt.Clip(0.2, 0.2), kl_term=pt.KL(0.3)),
-        functools.partial(rows, "advantages", "reference"),
+        functools.partial(rows, "advantages", "reference_log_probs"),
     ),
 }
 

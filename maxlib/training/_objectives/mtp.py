@@ -14,7 +14,7 @@ from maxlib.training._objectives.objective import Batch, Stats, objective, own_l
 _INPUTS = ("positions", "segment_ids", "valid")
 
 
-@objective(sums_over_rows=False)
+@objective(sums_over_rows=False, reads=())
 def mtp_loss(
     model: Any,
     hidden: Float[Array, "B T D"],

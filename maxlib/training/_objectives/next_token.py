@@ -9,7 +9,7 @@ from maxlib import nn
 from maxlib.training._objectives.objective import Batch, Stats, objective
 
 
-@objective
+@objective(reads=())
 def next_token_loss(
     model: Any, hidden: Float[Array, "B T D"], batch: Batch, *, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> tuple[Float[Array, ""], Stats]:

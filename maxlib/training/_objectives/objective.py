@@ -7,7 +7,7 @@ in its last stage (`one_f_one_b`).
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, overload
 
 import jax
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlib import nn
+from maxlib.training._objectives.batch_names import INPUTS, check_batch_names, warn_of_unread
 
 Batch = dict[str, Any]
 Loss = Callable[..., tuple[Array, "Stats"]]
-_INPUTS = ("positions", "segment_ids", "valid", "images")
 
 
 @nn.pytree
@@ -44,10 +44,17 @@ class Objective:
     Attributes:
         from_hidden: `(model, hidden, batch, **options) -> (sum, Stats)`.
         sums_over_rows: whether the loss is a sum over rows of what each row gives by itself, its reports included.
+        reads: names in the batch besides tokens, targets and the model's inputs; None for any.
     """
 
-    def __init__(self, from_hidden: Callable[..., tuple[Array, Stats]], *, sums_over_rows: bool = True):
-        self.from_hidden, self.sums_over_rows = from_hidden, sums_over_rows
+    def __init__(
+        self,
+        from_hidden: Callable[..., tuple[Array, Stats]],
+        *,
+        sums_over_rows: bool = True,
+        reads: Collection[str] | None = None,
+    ):
+        self.from_hidden, self.sums_over_rows, self.reads = from_hidden, sums_over_rows, reads
         self.__name__, self.__qualname__ = from_hidden.__name__, from_hidden.__qualname__
         self.__module__, self.__doc__ = from_hidden.__module__, from_hidden.__doc__
         self.__signature__ = _signature(from_hidden)
@@ -63,9 +70,15 @@ class Objective:
         **options: Any,
     ) -> tuple[Float[Array, ""], Stats]:
         """Runs `model` on the batch and returns `(loss sum, Stats)`, what its layers report included."""
+        self.check_names(batch)
         out = run(model, batch, dtype=dtype, remat=remat)
         loss, stats = self.from_hidden(model, out.hidden, batch, **options)
         return loss + stats.num_targets * own_losses(out.aux), with_reports(stats, out.aux)
+
+    def check_names(self, batch: Batch) -> None:
+        """Raises ValueError for names that stand in place of those that the loss reads."""
+        if self.reads is not None:
+            check_batch_names(self.__name__, batch, self.reads)
 
     def __repr__(self) -> str:
         return f"<objective {self.__module__}.{self.__qualname__}>"
@@ -74,8 +87,10 @@ class Objective:
 @overload
 def objective(from_hidden: Callable[..., tuple[Array, Stats]]) -> Objective: ...
 @overload
-def objective(*, sums_over_rows: bool) -> Callable[[Callable[..., tuple[Array, Stats]]], Objective]: ...
-def objective(from_hidden: Any = None, *, sums_over_rows: bool = True) -> Any:
+def objective(
+    *, sums_over_rows: bool = True, reads: Collection[str] | None = None
+) -> Callable[[Callable[..., tuple[Array, Stats]]], Objective]: ...
+def objective(from_hidden: Any = None, *, sums_over_rows: bool = True, reads: Collection[str] | None = None) -> Any:
     """Makes a training loss of `from_hidden(model, hidden, batch, **options) -> (sum, Stats)`; a decorator.
 
     The loss trains wherever `next_token_loss` does, which is made in this way: by autodiff, with microbatches, on any
@@ -90,8 +105,11 @@ def objective(from_hidden: Any = None, *, sums_over_rows: bool = True) -> Any:
         sums_over_rows: whether the loss of a batch is the sum of those of its rows, reports included. Then the devices
             of a pipeline sum gradients once. False for a loss with layers of its own that report of all rows at once.
             Microbatches change a loss that compares rows in any case: put what belongs together into one row.
+        reads: names that the loss reads in the batch besides `tokens`, `targets` and the model's inputs. Masks, and
+            names that stand in place of these, are refused then, and others that are not read are warned of. None, the
+            default, takes any batch.
     """
-    make = functools.partial(Objective, sums_over_rows=sums_over_rows)
+    make = functools.partial(Objective, sums_over_rows=sums_over_rows, reads=reads)
     return make if from_hidden is None else make(from_hidden)
 
 
@@ -113,9 +131,25 @@ def split_options(loss: Loss) -> tuple[Objective, dict[str, Any]]:
     return loss, {}
 
 
+def unwrap(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the innermost loss, an `Objective` or another function, and the options that all around it give to it."""
+    if isinstance(loss, functools.partial):
+        given = dict(loss.keywords)
+        inner, options = unwrap(given.pop("loss", loss.func))
+        return inner, options | given
+    return unwrap(loss.loss) if hasattr(loss, "loss") else (loss, {})
+
+
+def check_read(loss: Any, batch: Batch) -> None:
+    """Warns of names in a batch that nobody reads; a function of the user's around an objective may read any."""
+    inner, _ = unwrap(loss)
+    if isinstance(inner, Objective) and inner.reads is not None:
+        warn_of_unread(inner.__name__, batch, inner.reads)
+
+
 def run(model: Any, batch: Batch, **options: Any) -> nn.Output:
     """Runs a model on a batch's tokens and what else it reads of them; `options` are dtype and remat."""
-    return model(batch["tokens"], **options, **{name: batch[name] for name in _INPUTS if name in batch})
+    return model(batch["tokens"], **options, **{name: batch[name] for name in INPUTS if name in batch})
 
 
 def own_losses(aux: dict[str, Array]) -> Float[Array, ""]:

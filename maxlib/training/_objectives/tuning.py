@@ -11,7 +11,7 @@ from maxlib import nn
 from maxlib.training._objectives.objective import Batch, Stats, objective
 
 
-@objective
+@objective(reads=())
 def dft_loss(head: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
     """Computes dynamic fine-tuning (arXiv:2508.05629): the cross-entropy of each target times its probability.
 

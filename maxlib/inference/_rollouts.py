@@ -1,0 +1,60 @@
+"""Sampled completions as rows of a batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxlib.data._padding import Row, padded
+from maxlib.inference._engine import Completion
+from maxlib.inference._sampling import Sampler
+
+
+def completion_batch(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int] | Completion],
+    advantages: Any,
+    *,
+    length: int,
+    sampler: Sampler | None = None,
+    sampler_log_probs: Sequence[Sequence[float]] | None = None,
+) -> Row:
+    """Makes a batch for `policy_loss`: one prompt and one completion in each row.
+
+    A completion includes its end-of-turn token where it has one (those of `inference.Engine` do), so that ending is
+    learned too.
+
+    Args:
+        prompts: Token ids, a prompt for each completion.
+        completions: Token ids, or what an `inference.Engine` returned, with its sampler and its log-probabilities.
+        advantages: One per completion, in any shape, such as `N G`.
+        length: Tokens of a row.
+        sampler: What drew the token ids: `sampler` in the batch, whose temperature the loss compares with its own.
+        sampler_log_probs: What the sampler reported for each token of the completions.
+
+    Raises:
+        ValueError: when a row is longer than `length`, numbers disagree, or samplers differ.
+    """
+    drawn = [one for one in completions if isinstance(one, Completion)]
+    samplers = ({one.sampler for one in drawn} | {sampler}) - {None}
+    if len(samplers) > 1 or len(drawn) not in (0, len(completions)):
+        raise ValueError(f"all completions of a batch must come from one engine and one sampler, got {samplers}")
+    if drawn:
+        completions, sampler_log_probs = [one.tokens for one in drawn], [one.log_probs for one in drawn]
+    advantages = np.asarray(advantages, np.float32).reshape(-1)
+    if not len(prompts) == len(completions) == len(advantages):
+        raise ValueError(
+            "there must be a prompt and an advantage for each completion, got "
+            f"{len(prompts)} prompts, {len(completions)} completions, {len(advantages)} advantages"
+        )
+    rows = []
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        tokens = np.array([*prompt, *completion], np.int32)
+        targets = np.append(np.where(np.arange(1, len(tokens)) >= len(prompt), tokens[1:], -1), -1).astype(np.int32)
+        row = padded({"tokens": tokens, "targets": targets}, length)
+        if sampler_log_probs is not None:
+            row["sampler_log_probs"] = np.zeros(length, np.float32)
+            row["sampler_log_probs"][len(prompt) - 1 : len(tokens) - 1] = sampler_log_probs[i]
+        rows.append(row | {"advantages": np.where(row["targets"] >= 0, advantages[i], 0).astype(np.float32)})
+    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    return batch if (one := next(iter(samplers), None)) is None else batch | {"sampler": one}

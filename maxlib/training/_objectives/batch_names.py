@@ -1,0 +1,84 @@
+"""Batches that would train in silence what nobody means: names that no loss reads, and targets that are not shifted."""
+
+import difflib
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+INPUTS = ("positions", "segment_ids", "valid", "images")
+# What other libraries call them.
+_ELSEWHERE = {
+    "tokens": ("input_ids", "token_ids", "inputs"),
+    "targets": ("labels", "label_ids", "target_ids"),
+    "positions": ("position_ids", "inputs_position"),
+    "segment_ids": ("segments", "segmentation", "inputs_segmentation", "document_ids", "doc_ids", "sequence_ids"),
+    "valid": ("attention_mask", "padding_mask", "key_padding_mask"),
+    "images": ("pixel_values",),
+    "old_log_probs": ("old", "old_logps", "old_per_token_logps", "behavior_log_probs"),
+    "sampler_log_probs": ("rollout_log_probs", "sampling_per_token_logps", "inference_logps"),
+    "reference_log_probs": ("reference", "ref_log_probs", "ref_logps", "ref_per_token_logps"),
+    "desirable": ("good", "label", "labels"),
+    "kl_baseline": ("z", "kl"),
+}
+# What batches of maxlib.post_training may have beside what a loss reads.
+_MADE = {*_ELSEWHERE, "advantages", "sampler", "mismatched", "teacher_ids", "teacher_log_probs"}
+_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "target_mask", "prompt_mask", "mask")
+
+
+def check_batch_names(loss: str, batch: dict[str, Any], reads: Collection[str]) -> None:
+    """Raises ValueError for a mask of tokens, and for a name that stands in place of one that the loss reads.
+
+    Args:
+        loss: Name of the loss.
+        batch: Arrays by name; the batches inside it are looked at too.
+        reads: What the loss reads besides tokens, targets and the model's other inputs.
+    """
+    known = {"tokens", "targets", *INPUTS, *reads}
+    for name, x in batch.items():
+        if isinstance(x, dict):
+            check_batch_names(loss, x, reads)
+        if name in _MASKS and name not in known:
+            raise ValueError(
+                f"{loss} reads no batch[{name!r}]: set targets to -1 where nothing is learned, and leave it out"
+            )
+        if name not in known and (meant := _meant(name, known - batch.keys())) is not None:
+            raise ValueError(f"{loss} reads batch[{meant!r}], got {name!r}: rename it, or leave it out")
+
+
+def warn_of_unread(loss: str, batch: dict[str, Any], reads: Collection[str]) -> None:
+    """Warns of other names that the loss does not read; the arguments are those of `check_batch_names`."""
+    for name in batch.keys() - {"tokens", "targets", *INPUTS, *reads, *_MADE}:
+        warnings.warn(
+            f"{loss} does not read batch[{name!r}]: leave it out, or read it in a loss of your own (training.objective)",
+            stacklevel=2,
+        )
+
+
+def warn_of_copies(batch: dict[str, Any]) -> None:
+    """Warns where every target is the token at its own place and not the next one: labels as Hugging Face has them.
+
+    Args:
+        batch: This host's rows; the batches inside it are looked at too.
+    """
+    for x in batch.values():
+        if isinstance(x, dict):
+            warn_of_copies(x)
+    if not {"tokens", "targets"} <= batch.keys() or np.shape(batch["tokens"]) != np.shape(batch["targets"]):
+        return
+    tokens, targets = np.asarray(batch["tokens"]), np.asarray(batch["targets"])
+    learned = targets >= 0
+    is_next = (targets[..., :-1] == tokens[..., 1:]) | ~learned[..., :-1]
+    if learned.any() and (targets == tokens)[learned].all() and not is_next.all():
+        warnings.warn(
+            "every target of the first batch is the token at its own place, so the model learns to copy: targets are the next "
+            "tokens, tokens[:, :-1] and tokens[:, 1:] of the same text (Hugging Face shifts labels inside the model)",
+            stacklevel=2,
+        )
+
+
+def _meant(name: str, absent: Collection[str]) -> str | None:
+    """Returns the name that is not there and that `name` seems to stand for."""
+    elsewhere = [own for own, theirs in _ELSEWHERE.items() if own in absent and name in theirs]
+    return next(iter(elsewhere or difflib.get_close_matches(name, sorted(absent), 1, cutoff=0.8)), None)
