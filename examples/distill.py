@@ -41,7 +41,6 @@ def main() -> None:
             dtype=DTYPE,
             remat="full",
         ),
-        filter=training.trainable_only("trained.*"),
         directory=args.out,
         layout=layout,
         schedule=schedule,

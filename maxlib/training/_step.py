@@ -50,7 +50,7 @@ def make_state(
     model: Any | Callable[[], Any],
     optimizer: optax.GradientTransformation,
     *,
-    filter: nn.tree.Filter = nn.is_trainable,
+    filter: nn.tree.Filter | None = None,
     key: Array | int = 0,
 ) -> TrainState:
     """Makes the state before the first step. It holds a model's own arrays: donating it deletes them in the model too.
@@ -62,7 +62,8 @@ def make_state(
       model: a model, or a function that builds one, which is run under jit so that parameters are created already
         sharded.
       optimizer: of `{path: array}`.
-      filter: what is trained; all else is frozen.
+      filter: what is trained; all else is frozen. None trains the factors of adapters if the model has any, else all
+        parameters of a floating dtype, and nothing of the frozen model of `post_training.WithFrozen`.
       key: of the random numbers of the whole run.
 
     Raises:
@@ -73,14 +74,14 @@ def make_state(
         raise TypeError(
             f"optimizer must be an optax.GradientTransformation, such as training.adamw(1e-3), got {optimizer!r:.80}"
         )
-    if not callable(filter):
+    if filter is not None and not callable(filter):
         raise TypeError(
             f"filter must be a function of path and variable, such as trainable_only('head.w'), got {filter!r:.80}"
         )
     if callable(model) and not nn.variables(model):
         build: Any = model
         model = materialize_model(build, sharding.current())
-    trainable, rest = nn.partition(model, filter)
+    trainable, rest = nn.partition(model, filter or nn.tree.default_filter(model))
     if not trainable:
         raise ValueError(_nothing_to_train(model))
     seed = jax.random.key(key) if isinstance(key, int) else key

@@ -46,7 +46,7 @@ class Trainer:
       loss: see `make_train_step`; give options with `functools.partial`, and `accumulate(loss, 4)` or
         `one_f_one_b(loss)` for microbatches.
       layout: the mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
-      filter: what is trained.
+      filter: what is trained; None as in `make_state`.
       schedule: used only to log `learning_rate`.
       evaluation: held-out data, and how often the loss is computed on it; also at the end.
       checkpointer: saves by its own policy, and at the end.
@@ -76,7 +76,7 @@ class Trainer:
         *,
         loss: Loss = next_token_loss,
         layout: sharding.Layout | None = None,
-        filter: nn.tree.Filter = nn.is_trainable,
+        filter: nn.tree.Filter | None = None,
         schedule: optax.Schedule | None = None,
         evaluation: Evaluation | None = None,
         checkpointer: Checkpointer | Tiers | None = None,
