@@ -43,7 +43,7 @@ def main() -> None:
         ),
         directory=args.out,
         layout=layout,
-        schedule=schedule,
+        log_schedule=schedule,
         evaluation=training.Evaluation(held_out),
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
     )

@@ -46,7 +46,7 @@ def main() -> None:
         loss=training.accumulate(loss, args.accumulate),
         directory=args.out,
         layout=layout,
-        schedule=schedule,
+        log_schedule=schedule,
         evaluation=training.Evaluation(held_out),
         checkpointer=checkpoint.Checkpointer(
             args.out / "checkpoints", every=max(args.steps // 4, 1), base=args.model if args.lora else None

@@ -119,17 +119,24 @@ def default_filter(model: Any) -> Filter:
     Args:
         model: The model; `jax.eval_shape` of it is enough.
     """
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, HasFrozen))
-    wholes = [(_dotted(path), node) for path, node in nodes if isinstance(node, HasFrozen)]
-    frozen = tuple(f"{path}.{name}.".lstrip(".") for path, node in wholes for name in node.frozen_parts)
+    frozen = frozen_prefixes(model)
     short = pattern_paths(model)
     factors = [short[path] for path, v in variables(model).items() if isinstance(v, nnx.LoRAParam)]
+    # Factors alone, where there are some: the base stays what `adapters.save` takes it for.
     kind = nnx.Param if all(path.startswith(frozen) for path in factors) else nnx.LoRAParam
 
     def chosen(path: str, variable: nnx.Variable) -> bool:
         return isinstance(variable, kind) and is_trainable(path, variable) and not path.startswith(frozen)
 
     return chosen
+
+
+def frozen_prefixes(model: Any) -> tuple[str, ...]:
+    """Returns how the paths of frozen parts begin, such as `"frozen."` (`HasFrozen`)."""
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, HasFrozen))
+    wholes = [(_dotted(path), node) for path, node in nodes if isinstance(node, HasFrozen)]
+    # The path of a model that is the whole is "".
+    return tuple(f"{path}.{name}.".lstrip(".") for path, node in wholes for name in node.frozen_parts)
 
 
 def partition(model: Any, filter: Filter = is_trainable) -> tuple[dict[str, Any], Any]:

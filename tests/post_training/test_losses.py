@@ -306,9 +306,9 @@ def test_beside_a_frozen_model_adapters_are_trained_alone():
     put_on = lambda model: adapters.add(model, adapters.LoRA(2, 4), rngs=nnx.Rngs(0))
     both = jax.eval_shape(lambda: pt.WithFrozen(put_on(_built()), put_on(_built())))
     want = nn.partition(jax.eval_shape(lambda: put_on(_built())), adapters.trainable)[0]
-    assert set(training.make_state(lambda: pt.WithFrozen(put_on(_built()), _built()), training.adamw(0.1)).trainable) == {
-        f"trained.{path}" for path in want
-    }
+    assert set(
+        training.make_state(lambda: pt.WithFrozen(put_on(_built()), _built()), training.adamw(0.1)).trainable
+    ) == {f"trained.{path}" for path in want}
     assert set(nn.partition(both, nn.tree.default_filter(both))[0]) == {f"trained.{path}" for path in want}
 
 
@@ -377,6 +377,15 @@ def test_noise_on_token_vectors_is_drawn_with_the_key():
     np.testing.assert_allclose(silent, plain, rtol=1e-6)
     with pytest.raises(TypeError, match="needs a model with embed_tokens"):
         tuned(tiny.model(), data, jax.random.key(0))
+
+
+def test_rows_of_pairs_in_one_array_are_refused():
+    """As TRL stacks them; without segments the loss was 0 of 0 pairs, and only weight decay acted."""
+    first, second = (jax.tree.map(jnp.asarray, half) for half in halves().values())
+    stacked = {name: jnp.concatenate([first[name], second[name]]) for name in ("tokens", "targets")}
+    run = lambda model: pt.preference_loss(model, stacked, dtype=jnp.float32, kind=pt.SimPO())
+    with pytest.raises(ValueError, match=r"finds no pair in a batch of \['targets', 'tokens'\].*chosen.*segment_ids"):
+        jax.eval_shape(run, _built())
 
 
 def test_what_is_missing_is_named():

@@ -243,6 +243,30 @@ def test_parameters_from_hugging_face_are_those_of_frozen_layers_too(tmp_path):
     assert same(nn.partition(model)[0], nn.partition(ours.model)[0])
 
 
+def test_the_evaluation_of_a_noisy_loss_has_no_noise():
+    """However the loss is wrapped."""
+    build = lambda: tiny.llama()
+    noisy = functools.partial(training.with_embedding_noise(training.next_token_loss, alpha=100.0), dtype=jnp.float32)
+    options = {"optimizer": SGD, "evaluation": training.Evaluation(tiny.Loader(2))}
+    want = trainer(build, **options).evaluate()
+    for loss in (noisy, training.accumulate(noisy, 2)):
+        ours = trainer(build, loss=loss, **options)
+        assert ours.evaluate() == pytest.approx(want, rel=1e-6)
+    assert abs(ours.fit(1)["loss"] - trainer(build, **options).fit(1)["loss"]) > 1e-3
+
+
+def test_batches_without_a_target_are_said_and_end_the_run(capsys):
+    class Untaught(tiny.Loader):
+        def __next__(self):
+            data = super().__next__()
+            return data | {"targets": np.full_like(data["targets"], -1)} if self.next > 2 else data
+
+    ours = trainer(loader=Untaught())
+    with pytest.raises(ValueError, match=r"the last 10 batches, up to step 12, have no target to learn"):
+        ours.fit(20)
+    assert capsys.readouterr().out.count("has no target to learn") == 1
+
+
 def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(tmp_path):
     def loss(model, batch, key):
         value, stats = tiny.loss(model, batch)
