@@ -41,10 +41,9 @@ def main() -> None:
             dtype=DTYPE,
             remat="full",
         ),
-        filter=training.trainable_only("trained.*"),
         directory=args.out,
         layout=layout,
-        schedule=schedule,
+        log_schedule=schedule,
         evaluation=training.Evaluation(held_out),
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
     )

@@ -16,7 +16,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import adapters, checkpoint, data, inference, nn, sharding, tokenization, training, weights
+from maxlib import adapters, checkpoint, data, inference, sharding, tokenization, training, weights
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
 KEPT = (
@@ -46,8 +46,7 @@ def main() -> None:
         loss=training.accumulate(loss, args.accumulate),
         directory=args.out,
         layout=layout,
-        filter=adapters.trainable if args.lora else nn.is_trainable,
-        schedule=schedule,
+        log_schedule=schedule,
         evaluation=training.Evaluation(held_out),
         checkpointer=checkpoint.Checkpointer(
             args.out / "checkpoints", every=max(args.steps // 4, 1), base=args.model if args.lora else None

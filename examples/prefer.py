@@ -44,7 +44,7 @@ def main() -> None:
         loss=training.accumulate(loss, args.accumulate),
         directory=args.out,
         layout=layout,
-        schedule=schedule,
+        log_schedule=schedule,
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
     )
     metrics = trainer.fit(args.steps)

@@ -55,7 +55,7 @@ def main() -> None:
         loss=functools.partial(training.next_token_loss, dtype=args.dtype),
         directory=args.out,
         layout=args.layout.on(jax.devices()) if jax.device_count() > 1 else None,
-        schedule=schedule,
+        log_schedule=schedule,
         evaluation=training.Evaluation(eval_loader, every=max(args.steps // 4, 1)),
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 10, 1)),
         timeout=1800,  # ends a process that hangs, so that whoever started it can start it again

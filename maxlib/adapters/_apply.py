@@ -81,7 +81,7 @@ def merge(model: Model, *, requantize: bool = False) -> Model:
 
 
 def trainable(path: str, variable: nnx.Variable) -> bool:
-    """Returns True for the factors of adapters: `Trainer(filter=adapters.trainable)`."""
+    """Returns True for the factors of adapters: the filter that a `Trainer` takes by default for a model with some."""
     return isinstance(variable, nnx.LoRAParam)
 
 

@@ -169,8 +169,9 @@ class MoE(nnx.Module):
             routed_by: Input of the router where that is another than `x` (Gemma 4 norms it in its own way).
 
         Returns:
-            The output, `B T D`, and by name the router's losses and `moe/load`, each expert's share of the choices
-            before any is dropped. With a capacity also `moe/dropped`, the share of choices without room.
+            The output, `B T D`, and by name the router's losses, `moe/load`, each expert's share of the choices
+            before any is dropped, and `moe/counts`, how often each was chosen. With a capacity also `moe/dropped`, the
+            share of choices without room.
 
         Raises:
             ValueError: when `x` is not of shape `B T D`.
@@ -253,6 +254,8 @@ class MoE(nnx.Module):
         counts = expert_counts(routing.experts, valid, self.router.num_experts)
         total = jnp.maximum(counts.sum(), 1)
         aux = {loss.name: loss(routing, valid) for loss in self.losses} | {"moe/load": counts / total}
+        # Shares of microbatches cannot be added, for these have other numbers of tokens; counts can.
+        aux["moe/counts"] = counts
         if self.capacity_factor is not None:
             aux["moe/dropped"] = jnp.maximum(counts.sum() - kept.sum(), 0) / total
         return aux

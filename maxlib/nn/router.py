@@ -17,7 +17,7 @@ from maxlib.nn._linear import Einsum, Init
 from maxlib.nn._pytree import pytree
 from maxlib.nn.norm import RMSNorm
 from maxlib.nn.stack import Stack
-from maxlib.nn.tree import is_variable
+from maxlib.nn.tree import combine, variables
 from maxlib.sharding import shard_map_by_name
 
 
@@ -41,7 +41,7 @@ class Routing:
 
 
 class ExpertBias(nnx.Variable):
-    """Bias on the choice of experts. No gradient trains it; `update_router_bias` does."""
+    """Bias on the choice of experts. No gradient trains it; a training step moves it (`update_router_bias`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,11 +337,13 @@ def _number(routing: Routing, valid):
 def update_router_bias(model: Any, load: Float[Array, "L E"] | Float[Array, " E"], *, rate: float) -> Any:
     """Moves the experts' biases of all routers towards even use (Wang et al. 2024, arXiv:2408.15664).
 
-    Each bias changes by `rate`: up for experts with less than the mean load, down for those with more.
+    Each bias changes by `rate`: up for experts with less than the mean load, down for those with more. A `Trainer` and
+    `training.make_train_step` do so by themselves.
 
     Args:
         model: A model or a layer. Every layer that reports a load must have an expert bias.
-        load: `aux["moe/load"]` of the step: a row for each MoE layer, or one row `E` for a single layer.
+        load: `aux["moe/load"]` or `aux["moe/counts"]` of the step: a row for each MoE layer, or one row `E` for a
+            single layer.
         rate: Size of a change.
 
     Returns:
@@ -350,30 +352,48 @@ def update_router_bias(model: Any, load: Float[Array, "L E"] | Float[Array, " E"
     Raises:
         ValueError: when the number of rows differs from the number of expert biases.
     """
-    places = _expert_biases(model)
+    places = expert_bias_paths(model)
     load = jnp.atleast_2d(load)
     if len(places) != len(load):
         raise ValueError(
             f"load must have a row for each of the model's {len(places)} router expert biases, got {load.shape}"
         )
+    return combine(moved_biases(model, places, load, rate=rate), model)
+
+
+def moved_biases(model: Any, places: list[str], load: Float[Array, "L E"], *, rate: Any) -> dict[str, Array]:
+    """Computes the new values of expert biases by path, as `update_router_bias` sets them.
+
+    Args:
+        model: A model or a layer.
+        places: The path of every row of `load`, from `expert_bias_paths`.
+        load: Loads or counts of the experts.
+        rate: Size of a change.
+    """
     # Layers of a scan share one variable [repeats, E]: collect the rows of `load` that belong to it.
     rows: dict[str, list[int]] = {}
     for row, path in enumerate(places):
         rows.setdefault(path, []).append(row)
+    known = variables(model)
 
-    def move(path, leaf):
-        if (name := dotted(path)) not in rows:
-            return leaf
-        old = leaf.get_value()
+    def moved(path: str) -> Array:
+        old = known[path].get_value()
         # [repeats, E], or [E] for a layer that is not scanned.
-        mine = load[jnp.array(rows[name])].reshape(old.shape)
-        return leaf.replace(old + rate * jnp.sign(mine.mean(axis=-1, keepdims=True) - mine).astype(old.dtype))
+        mine = load[jnp.array(rows[path])].reshape(old.shape)
+        mean = mine.mean(axis=-1, keepdims=True)
+        # What differs by rounding only is even: sums of microbatches must move what the whole batch moves.
+        uneven = jnp.abs(mean - mine) > 1e-5 * mean
+        return old + (rate * jnp.where(uneven, jnp.sign(mean - mine), 0)).astype(old.dtype)
 
-    return jax.tree_util.tree_map_with_path(move, model, is_leaf=is_variable)
+    return {path: moved(path) for path in rows}
 
 
-def _expert_biases(model: Any) -> list[str]:
-    """Lists the path of every layer's expert bias in layer order; layers that one scan applies share a path."""
+def expert_bias_paths(model: Any) -> list[str]:
+    """Lists the path of every layer's expert bias in layer order; layers that one scan applies share a path.
+
+    Args:
+        model: A model or a layer.
+    """
     found = []
     is_node = lambda x: isinstance(x, Stack | ExpertBias)
     for path, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_node):
@@ -383,6 +403,6 @@ def _expert_biases(model: Any) -> list[str]:
             for i in range(len(node)):
                 place, _ = node.where(i)
                 kind, slot = place.split(".")
-                inner = _expert_biases(getattr(node, kind)[int(slot)])
+                inner = expert_bias_paths(getattr(node, kind)[int(slot)])
                 found += [".".join(filter(None, (dotted(path), place, one))) for one in inner]
     return found

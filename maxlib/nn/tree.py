@@ -1,7 +1,7 @@
 """A model as flat dicts from path to array, as optimizers, checkpoints and filters use it."""
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,16 @@ class StackedLayers(nnx.Module):
     def layer_groups(self) -> dict[str, LayerGroup]:
         """Returns the groups by the name of the attribute that holds their layers."""
         raise NotImplementedError
+
+
+class HasFrozen(nnx.Module):
+    """Base class of modules with parts that `default_filter` leaves out (`post_training.WithFrozen`).
+
+    Attributes:
+        frozen_parts: Names of the attributes that hold these parts.
+    """
+
+    frozen_parts: ClassVar[tuple[str, ...]] = ()
 
 
 def is_variable(x: Any) -> bool:
@@ -97,9 +107,36 @@ def pattern_paths(model: Any) -> dict[str, str]:
 
 
 def is_trainable(path: str, variable: nnx.Variable) -> bool:
-    """Returns True for parameters of a floating dtype; the default filter."""
+    """Returns True for parameters of a floating dtype."""
     value = variable.get_value()
     return isinstance(variable, nnx.Param) and hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def default_filter(model: Any) -> Filter:
+    """Returns the filter of what is trained where none is given: the factors of adapters if the model has any, else all
+    floating parameters, and nothing of a frozen part.
+
+    Args:
+        model: The model; `jax.eval_shape` of it is enough.
+    """
+    frozen = frozen_prefixes(model)
+    short = pattern_paths(model)
+    factors = [short[path] for path, v in variables(model).items() if isinstance(v, nnx.LoRAParam)]
+    # Factors alone, where there are some: the base stays what `adapters.save` takes it for.
+    kind = nnx.Param if all(path.startswith(frozen) for path in factors) else nnx.LoRAParam
+
+    def chosen(path: str, variable: nnx.Variable) -> bool:
+        return isinstance(variable, kind) and is_trainable(path, variable) and not path.startswith(frozen)
+
+    return chosen
+
+
+def frozen_prefixes(model: Any) -> tuple[str, ...]:
+    """Returns how the paths of frozen parts begin, such as `"frozen."` (`HasFrozen`)."""
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, HasFrozen))
+    wholes = [(_dotted(path), node) for path, node in nodes if isinstance(node, HasFrozen)]
+    # The path of a model that is the whole is "".
+    return tuple(f"{path}.{name}.".lstrip(".") for path, node in wholes for name in node.frozen_parts)
 
 
 def partition(model: Any, filter: Filter = is_trainable) -> tuple[dict[str, Any], Any]:

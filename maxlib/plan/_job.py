@@ -100,11 +100,6 @@ class Job:
         """Tells whether a 1F1B pipeline computes the gradient."""
         return isinstance(self.loss, OneFOneB)
 
-    @property
-    def trains(self) -> nn.tree.Filter:
-        """The filter of what is trained."""
-        return nn.is_trainable if self.lora is None else adapters.trainable
-
     def build(self) -> Any:
         """Builds the model that is trained, with its adapters; call it under `jax.eval_shape`.
 

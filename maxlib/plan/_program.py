@@ -108,7 +108,7 @@ class Program:
     def matrices(self) -> dict[str, Matrix]:
         """The parameters by path: those of the model without adapters, and the factors."""
         found, trained = {}, self.state.trainable
-        for model, filter in ((self.plain, nn.is_trainable), (self.model, self.job.trains)):
+        for model, filter in ((self.plain, nn.is_trainable), (self.model, nn.tree.default_filter(self.model))):
             names = nn.tree.axes(model)
             found |= {
                 path: Matrix(x.shape, names[path], path in trained)
@@ -323,7 +323,7 @@ def _optimizer(job: Job, model: Any) -> Any:
 
 def _state(job: Job, model: Any, optimizer: Any, layout: sharding.Layout) -> training.TrainState:
     """Returns the shapes and shardings of the state that `training.make_state` would create."""
-    trainable, rest = nn.partition(model, job.trains)
+    trainable, rest = nn.partition(model, nn.tree.default_filter(model))
     names, mesh = nn.tree.axes(rest), layout.mesh
     whole = NamedSharding(mesh, P())
 
@@ -339,7 +339,7 @@ def _state(job: Job, model: Any, optimizer: Any, layout: sharding.Layout) -> tra
         traced, shapes = jax.make_jaxpr(optimizer.init, return_shape=True)(trainable)
     born = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
     moments = jax.tree_util.tree_map_with_path(put, shapes, born)
-    state = jax.eval_shape(lambda model: training.make_state(model, optimizer, filter=job.trains), model)
+    state = jax.eval_shape(lambda model: training.make_state(model, optimizer), model)
     own = (trainable, rest, moments, _at(state.step, whole), _at(state.key, whole))
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(own))
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
@@ -14,15 +13,18 @@ from maxlib.training import Objective, Stats
 from maxlib.training._objectives.objective import Batch, run
 
 
-class WithFrozen(nnx.Module):
+class WithFrozen(nn.tree.HasFrozen):
     """A model that is trained, and one beside it that is not: the reference of preferences and policies, or a teacher.
 
-    Train it with `filter=training.trainable_only("trained.*")`: the frozen model has no gradients and no moments.
+    A `Trainer` and `make_state` leave the frozen model out by themselves: it has no gradients, no moments and no weight
+    decay. A filter of your own decides for both: begin its patterns with "trained.".
 
     Args:
         trained: The model to train.
         frozen: The other one, of any architecture; `trained` itself stands for the model as it is now.
     """
+
+    frozen_parts = ("frozen",)
 
     def __init__(self, trained: Any, frozen: Any):
         # Variables of its own (their arrays may be shared): what is trained never changes what is frozen.

@@ -73,10 +73,16 @@ def preference_loss(
         temperature: Divisor of the logits.
 
     Raises:
-        ValueError: when `kind` needs a reference and there is none.
+        ValueError: when `kind` needs a reference and there is none, or nothing in the batch says what a pair is.
     """
     if kind.needs_reference and "reference_log_probs" not in batch:
         raise ValueError(no_reference(type(kind).__name__))
+    if "interleaved" not in batch and "segment_ids" not in batch:
+        raise ValueError(
+            f"preference_loss finds no pair in a batch of {sorted(batch)}: give it {{'chosen': {{...}}, 'rejected': {{...}}}} with "
+            "the rows of each (rows of both stacked in one array must be divided), or 'segment_ids' with the answers of a pair "
+            "as consecutive segments of a row"
+        )
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
     targets = _with_prompt(batch) if kind.nll_of_prompt else batch["targets"]
     scored = scores(head, hidden, targets, temperature=temperature).log_prob

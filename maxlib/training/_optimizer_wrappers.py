@@ -1,5 +1,6 @@
 """Wrappers of any optimizer: skipped steps, averaged parameters, learning rates by path."""
 
+import dataclasses
 import fnmatch
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,11 +14,14 @@ from maxlib import nn
 
 
 class SpikeState(NamedTuple):
-    """inner: the optimizer's own. norm, loss: running means. count: steps that went into them."""
+    """inner: the optimizer's own. norm, loss: running means. deviation: that of the loss from its mean. count: steps
+    that went into them.
+    """
 
     inner: Any
     norm: Float[Array, ""]
     loss: Float[Array, ""]
+    deviation: Float[Array, ""]
     count: Int[Array, ""]
     skipped: Bool[Array, ""]
 
@@ -37,7 +41,8 @@ def skip_spikes(
     Args:
       optimizer: what updates otherwise.
       norm: times the running mean above which a gradient's norm counts as far.
-      loss: the same of the loss.
+      loss: the same of a loss that is positive throughout. Losses may have any sign: far is a rise above the mean by
+        `loss - 1` times the mean's magnitude, or by 8 `(loss - 1)` usual deviations from the mean, whichever is more.
       memory: decay of the running means, per step.
       after: steps before which only what is not finite is skipped. The means remember the start of a run for some
         `1 / (1 - memory)` steps, in which a loss that has fallen may rise without being noticed.
@@ -45,13 +50,16 @@ def skip_spikes(
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params):
-        return SpikeState(inner.init(params), jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.array(False))
+        zero = jnp.zeros(())
+        return SpikeState(inner.init(params), zero, zero, zero, jnp.zeros((), jnp.int32), jnp.array(False))
 
     def update(updates, state, params=None, **extra):
         value = extra["value"]  # the loss, as `make_train_step` gives it
         now = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates))
         finite = jnp.isfinite(now) & jnp.isfinite(value)
-        high = (now > norm * state.norm) | (value > loss * state.loss)
+        # A mean that is negative, or near zero, says nothing of how far is far; how much the loss moves anyway does.
+        usual = jnp.maximum(jnp.abs(state.loss), 8 * state.deviation)
+        high = (now > norm * state.norm) | (value - state.loss > (loss - 1) * usual)
         skipped = ~finite | (high & (state.count >= after))
         share = jnp.where(state.count == 0, 0.0, memory)
         mean = lambda old, new: jnp.where(skipped, old, share * old + (1 - share) * new)
@@ -64,7 +72,9 @@ def skip_spikes(
 
         updates_, inner_state = jax.lax.cond(skipped, stay, step, None)
         count = state.count + jnp.where(skipped, 0, 1)
-        return updates_, SpikeState(inner_state, mean(state.norm, now), mean(state.loss, value), count, skipped)
+        moved = jnp.where(state.count == 0, 0.0, jnp.abs(value - state.loss))  # from the mean before this step
+        means = mean(state.norm, now), mean(state.loss, value), mean(state.deviation, moved)
+        return updates_, SpikeState(inner_state, *means, count, skipped)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -234,14 +244,35 @@ def scale_by_path(factors: Mapping[str, float], *, model: Any) -> optax.Gradient
     return optax.GradientTransformation(init, update)
 
 
+@dataclasses.dataclass(frozen=True)
+class PathFilter:
+    """Filter of trainable parameters by patterns on their paths; `trainable_only` makes it."""
+
+    patterns: tuple[str, ...]
+
+    def __call__(self, path: str, variable: Any) -> bool:
+        """Returns True for a trainable parameter whose path matches a pattern."""
+        return nn.is_trainable(path, variable) and any(fnmatch.fnmatchcase(path, pattern) for pattern in self.patterns)
+
+    def check(self, model: Any) -> None:
+        """Raises ValueError if a pattern matches no parameter of the model."""
+        short = nn.tree.pattern_paths(model)
+        names = sorted({short[path] for path in nn.partition(model)[0]})
+        if unused := [pattern for pattern in self.patterns if not fnmatch.filter(names, pattern)]:
+            raise ValueError(
+                f"each pattern of trainable_only must fit a parameter, {unused} fit none (a tied head has none); there are "
+                f"{names}"
+            )
+
+
 def trainable_only(*patterns: str) -> nn.tree.Filter:
     """Makes a filter for `make_state` and `Trainer` that trains only the parameters whose path matches a pattern.
 
     All others are frozen and have no moments. Patterns are those of `scale_by_path`, for example
-    `trainable_only("layers.attn.*", "head.w")`. If none matches, `make_state` raises an error.
+    `trainable_only("layers.attn.*", "head.w")`. If one matches nothing, `make_state` raises an error: a model whose
+    head is tied, say, has no "head.w".
+
+    Args:
+        *patterns: As those of a shell, on paths without the layouts of stacks.
     """
-
-    def fits(path: str, variable: Any) -> bool:
-        return nn.is_trainable(path, variable) and any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
-
-    return fits
+    return PathFilter(patterns)

@@ -7,7 +7,7 @@ one by one.
 import functools
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -21,19 +21,26 @@ from maxlib.training._optimizer_wrappers import in_bfloat16, in_float32
 
 Model = TypeVar("Model")
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
-# Names of parameters that are vectors in every layer; so are those that end in "_bias".
-VECTORS = ("b", "bias", "scale", "sinks", "a_log", "d", "alpha_p", "alpha_n")
+# Names of parameters that are vectors in every layer; so are those that end in "_bias". `magnitude` is DoRA's.
+VECTORS = ("b", "bias", "scale", "sinks", "a_log", "d", "alpha_p", "alpha_n", "magnitude")
 
 
 def decay_by_name(params: Mapping[str, Any]) -> dict[str, bool]:
-    """Chooses what decays by path and shape: matrices and embeddings, not biases, norm scales and sinks.
+    """Chooses what decays by path and shape: matrices, embeddings and both factors of adapters, not biases, norm
+    scales, sinks and the lengths of DoRA.
 
     A vector of a layer of your own counts as one by its shape, unless a stack holds several layers of it in one array;
     `decay_mask(model)` knows its axes.
     """
-    is_vector = lambda name: name in VECTORS or name.endswith("_bias")
-    decays = lambda path, x: len(getattr(x, "shape", ())) >= 2 and not is_vector(path.rpartition(".")[2])
+    is_vector = lambda path: _is_named(path, VECTORS, params) or path.endswith("_bias")
+    decays = lambda path, x: len(getattr(x, "shape", ())) >= 2 and not is_vector(path)
     return {path: decays(path, x) for path, x in params.items()}
+
+
+def _is_named(path: str, names: tuple[str, ...], known: Collection[str]) -> bool:
+    """Tells whether a path ends in one of these names. A "b" beside an "a" is no bias but an adapter's factor."""
+    parent, _, name = path.rpartition(".")
+    return name in names and not (name == "b" and f"{parent}.a" in known)
 
 
 def adamw(
@@ -164,7 +171,8 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
 
 def decay_mask(model: Any) -> Mask:
-    """Selects the weights for weight decay: two or more axes, embeddings included; no norm scales, biases or sinks.
+    """Selects the weights for weight decay: two or more axes, embeddings and both factors of adapters included; no norm
+    scales, biases, sinks or lengths of DoRA.
 
     Axes are counted by their names (`nn.tree.own_axes`), so a norm scale that a stack stores as a matrix is still a
     vector.
@@ -173,7 +181,7 @@ def decay_mask(model: Any) -> Mask:
       model: a model, or `jax.eval_shape` of one.
     """
     names = nn.tree.axes(model)
-    is_bias = lambda path: path.rpartition(".")[2] in ("b", "bias")
+    is_bias = lambda path: _is_named(path, ("b", "bias", "magnitude"), names)
     decays = {path: len(nn.tree.own_axes(axes)) >= 2 and not is_bias(path) for path, axes in names.items()}
     return lambda params: {path: decays[path] for path in params}
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn
 from maxlib.nn._head import head_gradient
+from maxlib.nn.stack import _in_layer_order as in_layer_order
 from maxlib.sharding import pipelining
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Loss, Stats, own_losses, split_options, with_reports
@@ -59,28 +60,32 @@ class OneFOneB:
             x, _, lead = nn.stack.scan_group(model.layers.lead, x, ctx, remat=remat)
             x, _, aux = nn.stack.run_group(model.layers.prefix, x, ctx, remat=remat)
             targets = _targets_by_row(from_hidden, model, x.x if isinstance(x, nn.stack.WithShared) else x, batch)
-            return (x, jnp.sum(targets) * _own(lead + aux)), (ctx, targets)
+            return (x, jnp.sum(targets) * _own(lead + aux)), (ctx, targets, {"lead": lead, "prefix": aux})
 
         def stage(layers, fixed, active, x, data):
             ctx, targets, _ = data
             x, _, aux = nn.stack.scan_group(nn.combine(layers, fixed), x, ctx, active=active)
-            return x, jnp.sum(targets) * _own(aux), _reported(aux)
+            return x, jnp.sum(targets) * _own(aux), aux
 
         def after(outer, x, data):
             model, (ctx, targets, batch) = nn.combine(outer, rest), data
             x, _, aux = nn.stack.run_group(model.layers.suffix, x, ctx, remat=remat)
             loss, stats = from_hidden(model, model.leave(x, ctx), batch)
-            return loss + jnp.sum(targets) * _own(aux), jax.lax.stop_gradient(stats)
+            # The one counts microbatches: what layers report is their mean.
+            return loss + jnp.sum(targets) * _own(aux), jax.lax.stop_gradient((stats, aux, jnp.ones(())))
 
-        (x, more), pull, (ctx, targets) = jax.vjp(before, outer, has_aux=True)
+        (x, more), pull, (ctx, targets, first) = jax.vjp(before, outer, has_aux=True)
         sums_over_rows = goal.sums_over_rows and not _reports(nn.combine(trainable, rest).layers, x, ctx)
-        (loss, stats, aux), (d_body, d_outer, d_x) = pipelining.one_f_one_b(
+        (loss, (stats, last, microbatches), aux), (d_body, d_outer, d_x) = pipelining.one_f_one_b(
             stage, after, body, rest.layers.body, outer, x, (ctx, targets, batch), sums_over_rows=sums_over_rows
         )
         d_before = pull((d_x, jnp.ones_like(more)))[0]
         d_outer = jax.tree.map(jnp.add, _head_gradients(d_outer, rest), d_before)
         grads = {inside + path: g for path, g in d_body.items()} | d_outer
         count = jnp.maximum(stats.num_targets, 1)
+        reports = first | {"body": aux, "suffix": jax.tree.map(lambda a: a / microbatches, last)}
+        groups = rest.layers.layer_groups
+        aux = in_layer_order(groups.values(), [reports[name] for name in groups])
         return jax.tree.map(lambda g: g / count, grads), (loss + more) / count, with_reports(stats, aux)
 
 
@@ -155,9 +160,3 @@ def _reports(layers: nn.Stack, x: Any, ctx: Any) -> bool:
     """Tells whether layers report statistics of a whole microbatch, such as the balance of a router."""
     auxes = lambda x: (nn.stack.scan_group(layers.body, x, ctx)[2], nn.stack.run_group(layers.suffix, x, ctx)[2])
     return bool(jax.tree.leaves(jax.eval_shape(auxes, x)))
-
-
-def _reported(auxes: list[dict[str, Array]]) -> dict[str, Array]:
-    """Stacks reports to one row per repeat and place in the period."""
-    names = dict.fromkeys(name for aux in auxes for name in aux)
-    return {name: jnp.stack([aux[name] for aux in auxes if name in aux], axis=1) for name in names}

@@ -1,5 +1,6 @@
 """The state that a run begins with, and the state that it saves for the next one."""
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -15,7 +16,10 @@ import numpy as np
 from flax import nnx
 
 from maxlib import checkpoint, distributed, nn, sharding
+from maxlib.checkpoint import _storage as storage
 from maxlib.checkpoint._checksum import digest, to_hex
+from maxlib.checkpoint._layout import layer_path
+from maxlib.checkpoint._restore import Stored, open_step
 from maxlib.training._step import TrainState
 
 
@@ -53,8 +57,10 @@ def initial_state(
     step = int(state.step)
     kept = f"step {step} with this run's optimizer state" if step else "step 0"
     if params_from is not None:
-        params = _parameters(state, Path(params_from), layouts, layout)
-        return dataclasses.replace(state, trainable=params), ResumePoint(f"parameters from {params_from}, {kept}")
+        values = _model_values(state, Path(params_from), layouts, layout)
+        trainable = {path: values.pop(path) for path in state.trainable}
+        new = dataclasses.replace(state, trainable=trainable, rest=nn.combine(values, state.rest))
+        return new, ResumePoint(f"parameters from {params_from}, {kept}")
     if step:
         return state, ResumePoint(f"nothing to restore, the state of step {step} stays")
     return state, ResumePoint(f"a fresh start, {nn.num_parameters(state.trainable):,} trained parameters")
@@ -165,23 +171,61 @@ def _warn_of_changes(saved: str | None, here: str, where: str) -> None:
         )
 
 
-def _parameters(state: TrainState, directory: Path, layouts: Any, layout: sharding.Layout | None) -> dict[str, Any]:
-    """Reads the parameters only, from a Hugging Face directory or a checkpoint."""
+def _model_values(state: TrainState, directory: Path, layouts: Any, layout: sharding.Layout | None) -> dict[str, Any]:
+    """Reads all of the model, trained and frozen, from a Hugging Face directory or a checkpoint."""
+    wanted = {path: v.get_value() for path, v in nn.variables(state.model).items()}
     if not (directory / "config.json").exists():
-        like = {"params": state.trainable}
-        return checkpoint.load(directory, like, layouts=layouts, cast=True)["params"]
+        return _from_checkpoint(state, wanted, directory, layouts)
     from maxlib import weights
 
     model = weights.from_pretrained(directory, layout=layout, dtype=jnp.float32)
-    params = {path: v.get_value() for path, v in nn.variables(model).items()}
+    found = {path: v.get_value() for path, v in nn.variables(model).items()}
     wrong = [
-        f"{path}: {want.shape} here, {params[path].shape if path in params else 'absent'} there"
-        for path, want in state.trainable.items()
-        if path not in params or params[path].shape != want.shape
+        f"{path}: {want.shape} here, {found[path].shape if path in found else 'absent'} there"
+        for path, want in wanted.items()
+        if path not in found or found[path].shape != want.shape
     ]
     if wrong:
         raise ValueError(
             f"{directory} holds another model than the one that is trained: {'; '.join(wrong[:10])}. "
             "Build the model of that directory (weights.read_model gives its configuration)"
         )
-    return {path: params[path].astype(want.dtype) for path, want in state.trainable.items()}
+    return {path: found[path].astype(want.dtype) for path, want in wanted.items()}
+
+
+def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path, layouts: Any) -> dict[str, Any]:
+    """Reads a checkpoint's items `params` and `rest`, whichever of them held a path in the run that saved it."""
+    stored = _newest_records(directory)
+    if "base" in stored.meta:  # frozen weights were not saved: those here must be the same
+        saved, here = stored.meta["base"], record_of(state, stored.meta["base"]["directory"])
+        if saved["checksum"] != here["checksum"]:
+            raise ValueError(
+                f"{directory} holds only what was trained on the base in {saved['directory']} (checksum {saved['checksum']}), "
+                f"and this model's frozen weights are others ({here['checksum']}): build the model from that base"
+            )
+        frozen = {path for path, v in nn.variables(state.rest).items() if _is_weight(v)} - state.trainable.keys()
+        wanted = {path: value for path, value in wanted.items() if path not in frozen}
+    names = {
+        item: {layer for name in stored.items.get(item, ()) for layer, _ in layer_path(name, stored.meta["layouts"])}
+        for item in ("params", "rest")
+    }
+    held_in = lambda item, path: any(layer in names[item] for layer, _ in layer_path(path, layouts))
+    like: dict[str, dict[str, Any]] = {"params": {}, "rest": {}}
+    for path, value in wanted.items():
+        is_param = held_in("params", path) or (path in state.trainable and not held_in("rest", path))
+        like["params" if is_param else "rest"][path] = value
+    read = checkpoint.load(directory, {k: v for k, v in like.items() if v}, layouts=layouts, cast=True)
+    return read.get("params", {}) | read.get("rest", {})
+
+
+def _newest_records(directory: Path) -> Stored:
+    """Reads the records of a step's directory, or of the newest step in a run's."""
+    path = storage.absolute(directory)
+    for step in reversed(storage.steps(path)):
+        with contextlib.suppress(checkpoint.DamagedError):
+            return open_step(path / str(step))
+    try:
+        return open_step(path)
+    except checkpoint.DamagedError:
+        checkpoint.load(directory, items=("params",))  # says what is wrong with the directory as a whole
+        raise

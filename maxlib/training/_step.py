@@ -1,6 +1,8 @@
 """The training step: a pure function from state and batch to state and metrics."""
 
+import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +14,12 @@ from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
 from maxlib.sharding._create import check_no_aliases
-from maxlib.training._gradients import gradients_of
+from maxlib.training._expert_balance import with_moved_biases
+from maxlib.training._gradients import Accumulated, gradients_of
 from maxlib.training._objectives.objective import Batch, Loss, Stats, check_read
+from maxlib.training._objectives.tuning import noisy_loss
 from maxlib.training._offload import apply_updates, check_offloaded, update
+from maxlib.training._optimizer_wrappers import LowState, PathFilter
 from maxlib.training._placement import batch_names, materialize_model, place_like_parameters
 
 Metrics = dict[str, Any]
@@ -51,7 +56,7 @@ def make_state(
     model: Any | Callable[[], Any],
     optimizer: optax.GradientTransformation,
     *,
-    filter: nn.tree.Filter = nn.is_trainable,
+    filter: nn.tree.Filter | None = None,
     key: Array | int = 0,
 ) -> TrainState:
     """Makes the state before the first step. It holds a model's own arrays: donating it deletes them in the model too.
@@ -63,18 +68,19 @@ def make_state(
       model: a model, or a function that builds one, which is run under jit so that parameters are created already
         sharded.
       optimizer: of `{path: array}`.
-      filter: what is trained; all else is frozen.
+      filter: what is trained; all else is frozen. None trains the factors of adapters if the model has any, else all
+        parameters of a floating dtype, and nothing of the frozen model of `post_training.WithFrozen`.
       key: of the random numbers of the whole run.
 
     Raises:
-      ValueError: nothing is left to train, a parameter stands at two places (`self.head = self.embed`), or moments are
-        to be offloaded but the optimizer cannot keep them on the host.
+      ValueError: nothing is left to train, a pattern of `trainable_only` fits nothing, a parameter stands at two places
+        (`self.head = self.embed`), or moments are to be offloaded but the optimizer cannot keep them on the host.
     """
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise TypeError(
             f"optimizer must be an optax.GradientTransformation, such as training.adamw(1e-3), got {optimizer!r:.80}"
         )
-    if not callable(filter):
+    if filter is not None and not callable(filter):
         raise TypeError(
             f"filter must be a function of path and variable, such as trainable_only('head.w'), got {filter!r:.80}"
         )
@@ -82,9 +88,11 @@ def make_state(
         build: Any = model
         model = materialize_model(build, sharding.current())
     check_no_aliases(model)
-    trainable, rest = nn.partition(model, filter)
+    trainable, rest = nn.partition(model, filter or nn.tree.default_filter(model))
     if not trainable:
         raise ValueError(_nothing_to_train(model))
+    if isinstance(filter, PathFilter):
+        filter.check(model)
     seed = jax.random.key(key) if isinstance(key, int) else key
 
     def initial(params: dict[str, Any], key: Array) -> tuple[Any, Array, Array]:
@@ -93,7 +101,23 @@ def make_state(
 
     opt_state, step, copied_key = jax.jit(initial)(trainable, seed)
     check_offloaded(opt_state, trainable)
+    _warn_of_rounding(opt_state, trainable)
     return TrainState(trainable, rest, opt_state, step, copied_key)
+
+
+def _warn_of_rounding(opt_state: Any, trainable: dict[str, Any]) -> None:
+    """Warns of parameters so coarse that most changes are lost, unless the optimizer rounds them stochastically."""
+    is_low = lambda x: isinstance(x, LowState)
+    rounds = any(map(is_low, jax.tree.leaves(opt_state, is_leaf=is_low)))
+    coarse = lambda x: jnp.finfo(x.dtype).bits < 32 and not (rounds and x.dtype == jnp.bfloat16)
+    if lost := [path for path, x in trainable.items() if coarse(x)]:
+        warnings.warn(
+            f"{len(lost)} of {len(trainable)} trained parameters are {trainable[lost[0]].dtype}, such as {lost[0]}, and this "
+            "optimizer's changes of them are rounded to nearest: those below 1/256 of a weight, which are nearly all, are lost. "
+            "Train in float32 (from_pretrained(..., dtype=jnp.float32)), or let bfloat16 be rounded stochastically: "
+            "training.in_bfloat16(optimizer), or adamw(..., moments=jnp.bfloat16)",
+            stacklevel=3,
+        )
 
 
 def _nothing_to_train(model: Any) -> str:
@@ -110,7 +134,8 @@ def make_train_step(
     loss_fn: Loss,
     optimizer: optax.GradientTransformation,
     *,
-    schedule: optax.Schedule | None = None,
+    log_schedule: optax.Schedule | None = None,
+    router_bias_update_rate: float = 1e-3,
 ) -> Step:
     """Makes `step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
@@ -123,7 +148,11 @@ def make_train_step(
         the gradient of the mean. Autodiff finds it, unless the loss is `accumulate(loss, 4)`, `one_f_one_b(loss)` or
         another with a method `gradients`.
       optimizer: of `{path: array}`.
-      schedule: used only to log `learning_rate`.
+      log_schedule: what to log as `learning_rate`, a function of the step. It changes no rate: give the optimizer the
+        same schedule.
+      router_bias_update_rate: by how much a step moves the expert biases of trained routers towards even use
+        (arXiv:2408.15664), for models that have them (`nn.Router(expert_bias=True)`). 0 leaves them alone. The default
+        is that of DeepSeek V3.
 
     Raises:
       ValueError: by the step, for a batch whose row count (per microbatch) or sequence length is not divisible under
@@ -148,9 +177,13 @@ def make_train_step(
         metrics = {"loss": loss, "num_targets": stats.num_targets, "grad_norm": norm, "finite": finite} | means(stats)
         if (skipped := optax.tree.get(opt_state, "skipped")) is not None:  # `skip_spikes`
             metrics |= {"skipped": skipped.astype(jnp.float32), "finite": finite | skipped}
-        if schedule is not None:
-            metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
-        return TrainState(trainable, state.rest, opt_state, state.step + 1, state.key), _everywhere(metrics)
+        if log_schedule is not None:
+            metrics["learning_rate"] = jnp.asarray(log_schedule(state.step), jnp.float32)
+        rest = state.rest
+        if router_bias_update_rate:
+            options: Any = {"rate": router_bias_update_rate, "skipped": skipped}
+            rest = with_moved_biases(rest, state.trainable, stats.expert_counts, **options)
+        return TrainState(trainable, rest, opt_state, state.step + 1, state.key), _everywhere(metrics)
 
     return step
 
@@ -159,19 +192,34 @@ def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
     """Makes `step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`.
 
     Args:
-      loss_fn: as for `make_train_step`.
+      loss_fn: as for `make_train_step`. Embedding noise is left out.
 
     Raises:
       ValueError: by the step, for a batch whose rows or sequence the mesh does not divide by the layout in use.
     """
+    silent = _without_noise(loss_fn)
 
     def step(state: TrainState, batch: Batch) -> Stats:
         for x in jax.tree.leaves(batch):
             _check_divides(x, 1)
-        loss, stats = loss_fn(state.model, jax.tree.map(_by_rows, batch), state.key)
+        loss, stats = silent(state.model, jax.tree.map(_by_rows, batch), state.key)
         return _everywhere(Stats(stats.num_targets, {"loss": loss} | stats.sums))
 
     return step
+
+
+def _without_noise(loss: Loss) -> Loss:
+    """Returns the loss inside of `with_embedding_noise`, through `accumulate` and `functools.partial`."""
+    if isinstance(loss, Accumulated):
+        return _without_noise(loss.loss)
+    if not isinstance(loss, functools.partial):
+        return loss
+    options = dict(loss.keywords)
+    inner = loss.func
+    if inner is noisy_loss:
+        inner = options.pop("loss")
+        del options["alpha"]
+    return functools.partial(_without_noise(inner), *loss.args, **options)
 
 
 def jit_step(step: Step) -> Step:

@@ -29,6 +29,8 @@ from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
 from maxlib.training._step import jit_step, make_eval_step, make_state, make_train_step
 
+MOST_EMPTY = 10  # batches in a row without a target
+
 
 class DivergedError(FloatingPointError):
     """Error for a loss or gradient that is no longer a finite number."""
@@ -47,8 +49,8 @@ class Trainer:
       loss: see `make_train_step`; give options with `functools.partial`, and `accumulate(loss, 4)` or
         `one_f_one_b(loss)` for microbatches.
       layout: the mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
-      filter: what is trained.
-      schedule: used only to log `learning_rate`.
+      filter: what is trained; None as in `make_state`.
+      log_schedule: what to log as `learning_rate`; the optimizer needs the same schedule, which this does not give it.
       evaluation: held-out data, and how often the loss is computed on it; also at the end.
       checkpointer: saves by its own policy, and at the end.
       callbacks: pairs `(n, f)`, where `f(trainer)` runs after every `n` steps and counts as training time only if n is
@@ -57,6 +59,7 @@ class Trainer:
       directory: where `metrics.jsonl` and `goodput.jsonl` go.
       timeout: limit in seconds for start-up, one batch or one device result; when exceeded, the process prints what it
         waited for and every thread's stack, and exits with status 75. None, the default, disables it.
+      step_options: what else `make_train_step` takes: `router_bias_update_rate`.
 
     Attributes:
       state: live; the next step deletes its arrays.
@@ -77,15 +80,18 @@ class Trainer:
         *,
         loss: Loss = next_token_loss,
         layout: sharding.Layout | None = None,
-        filter: nn.tree.Filter = nn.is_trainable,
-        schedule: optax.Schedule | None = None,
+        filter: nn.tree.Filter | None = None,
+        log_schedule: optax.Schedule | None = None,
         evaluation: Evaluation | None = None,
         checkpointer: Checkpointer | Tiers | None = None,
         callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]] | Export] = (),
         directory: str | Path | None = None,
         timeout: float | None = None,
+        **step_options: Any,
     ):
         _check(model, loader, evaluation, checkpointer, callbacks)
+        if unknown := sorted(step_options.keys() - {"router_bias_update_rate"}):
+            raise TypeError(f"Trainer takes no argument {', '.join(unknown)}; a schedule for the log is log_schedule=")
         if layout is None and jax.process_count() > 1:
             raise ValueError(
                 f"without a layout, each of the {jax.process_count()} processes would train its own model: pass layout=, for "
@@ -108,9 +114,10 @@ class Trainer:
         with self.sharded(), hard_timeout(timeout, "the model's parameters and moments"):
             self.state = jax.block_until_ready(make_state(materialize_model(model, layout), optimizer, filter=filter))
         self.step, self.batch, self._batch_before = 0, None, None
-        self.train_step = jit_step(make_train_step(loss, optimizer, schedule=schedule))
+        self.train_step = jit_step(make_train_step(loss, optimizer, log_schedule=log_schedule, **step_options))
         self._eval_step = jax.jit(make_eval_step(loss))
         self._meter, self._memory = Meter(), Sampled(memory_use)
+        self._empty = 0  # steps without a target, up to the newest
         self._counted = False  # True once the FLOPs of a step are counted
         self._last: dict[str, Any] = {}  # newest metrics, saved with checkpoints
         self._evaluated: int | None = None  # step of the newest evaluation
@@ -130,7 +137,8 @@ class Trainer:
 
         Args:
           resume_from: directory of full checkpoints.
-          params_from: directory with parameters only, of Orbax or Hugging Face.
+          params_from: directory of a checkpoint or of Hugging Face, of which the model alone is read: what is trained
+            here and what is frozen.
         """
         with self.clock.span("restore"), self.sharded(), hard_timeout(self.timeout, "the checkpoint to be restored"):
             self.state, origin = initial_state(
@@ -147,7 +155,8 @@ class Trainer:
         """Trains until `steps` steps are done, those of earlier calls and runs included; returns the last metrics.
 
         Raises DivergedError when loss or gradient are not finite, naming the step and the last good checkpoint;
-        Interrupted after Ctrl-C or SIGTERM, when everything is saved.
+        ValueError when ten batches in a row have nothing to learn; Interrupted after Ctrl-C or SIGTERM, when everything
+        is saved.
         """
         if self._origin is None:
             self.restore()
@@ -302,6 +311,7 @@ class Trainer:
 
     def _report(self, ready: list[tuple[int, dict[str, Any]]]) -> None:
         for step, values in ready:
+            self._check_targets(step, values["num_targets"])
             finite = values.pop("finite")
             self.writers.write(step, values)
             self._last = values
@@ -315,6 +325,15 @@ class Trainer:
                     "Try a lower learning rate, a longer warm-up or clipping, or look at the data of this step",
                 ]
                 raise DivergedError(" ".join(f"{one.rstrip('.')}." for one in sentences if one))
+
+    def _check_targets(self, step: int, num_targets: Any) -> None:
+        """Says that a step learned nothing, and ends a run in which that goes on: only weight decay acts in it."""
+        self._empty = 0 if num_targets else self._empty + 1
+        why = "targets are -1 throughout, or the loss finds nothing that it compares"
+        if self._empty == 1:
+            self.log(f"step {step}: the batch has no target to learn: {why}")
+        if self._empty == MOST_EMPTY:
+            raise ValueError(f"the last {MOST_EMPTY} batches, up to step {step}, have no target to learn: {why}")
 
     def _catch_up(self) -> None:
         """Runs the evaluation, exports and slower tiers' saves that were due at the restored step but not done."""

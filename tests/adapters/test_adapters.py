@@ -147,6 +147,18 @@ def test_a_quantized_step_trains_factors_only():
     assert {n for n in new.trainable if n.endswith(".b")} <= set(moved)
 
 
+def test_a_trainer_without_a_filter_trains_factors_only():
+    """Without this, the base moves, `save` drops its change, and `base` is a reference that moves."""
+    adapted = put_on(jit(lambda: tiny.Bigram(32, rngs=nnx.Rngs(0)))())
+    trainer = training.Trainer(adapted, optax.sgd(0.1), tiny.Loader(), loss=loss)
+    assert set(trainer.state.trainable) == set(nn.partition(adapted, adapters.trainable)[0])
+    trainer.fit(2)
+    before, after = (nn.variables(adapters.base(model)) for model in (adapted, trainer.model))
+    assert all(np.array_equal(value.get_value(), after[path].get_value()) for path, value in before.items())
+    whole = training.make_state(adapted, optax.sgd(0.1), filter=nn.is_trainable)
+    assert set(whole.trainable) == set(nn.partition(adapted)[0])
+
+
 def training_batch():
     return {"tokens": jnp.asarray(TOKENS), "targets": jnp.asarray(np.roll(TOKENS, -1, axis=1))}
 

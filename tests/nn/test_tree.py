@@ -49,3 +49,18 @@ def test_combine_refuses_unknown_paths():
     trainable, rest = nn.partition(jax.eval_shape(tiny_llama))
     with pytest.raises(KeyError, match=r"no place in the model for \['head.x'\]"):
         nn.combine(trainable | {"head.x": jnp.ones(1)}, rest)
+
+
+class Beside(nn.tree.HasFrozen):
+    frozen_parts = ("teacher",)
+
+    def __init__(self, student, teacher):
+        self.student, self.teacher = student, teacher
+
+
+def test_the_default_filter_leaves_frozen_parts_out_wherever_they_are():
+    both = {"pair": Beside(Routed(), Routed()), "teacher": Routed()}
+    assert sorted(nn.partition(both, nn.tree.default_filter(both))[0]) == ["pair.student.w", "teacher.w"]
+    alone = Beside(Routed(), Routed())
+    assert sorted(nn.partition(alone, nn.tree.default_filter(alone))[0]) == ["student.w"]
+    assert sorted(nn.partition(Routed(), nn.tree.default_filter(Routed()))[0]) == ["w"]

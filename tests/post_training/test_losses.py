@@ -301,6 +301,27 @@ def taught(loss, spread, data):
     return jax.device_get(compiled(*nn.partition(spread, only), jax.tree.map(jnp.asarray, data)))
 
 
+def test_the_frozen_model_is_left_alone_without_a_filter():
+    """Weight decay needs no gradient, so it would shrink a reference or a teacher that the optimizer sees."""
+    both = beside()
+    state = training.make_state(both, training.adamw(0.1))
+    assert set(state.trainable) == {f"trained.{path}" for path in nn.partition(both.trained)[0]}
+    step = jax.jit(training.make_train_step(preferred, training.adamw(0.1)), compiler_options=tiny.QUICKLY)
+    state, _ = step(state, halves())
+    before, after = nn.variables(beside().frozen), nn.variables(state.model.frozen)
+    assert all(np.array_equal(value.get_value(), after[path].get_value()) for path, value in before.items())
+
+
+def test_beside_a_frozen_model_adapters_are_trained_alone():
+    put_on = lambda model: adapters.add(model, adapters.LoRA(2, 4), rngs=nnx.Rngs(0))
+    both = jax.eval_shape(lambda: pt.WithFrozen(put_on(_built()), put_on(_built())))
+    want = nn.partition(jax.eval_shape(lambda: put_on(_built())), adapters.trainable)[0]
+    assert set(
+        training.make_state(lambda: pt.WithFrozen(put_on(_built()), _built()), training.adamw(0.1)).trainable
+    ) == {f"trained.{path}" for path in want}
+    assert set(nn.partition(both, nn.tree.default_filter(both))[0]) == {f"trained.{path}" for path in want}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("loss", [preferred, distilled, labelled, odds])
 def test_with_a_frozen_model_on_a_mesh(loss):
@@ -366,6 +387,15 @@ def test_noise_on_token_vectors_is_drawn_with_the_key():
     np.testing.assert_allclose(silent, plain, rtol=1e-6)
     with pytest.raises(TypeError, match="needs a model with embed_tokens"):
         tuned(tiny.model(), data, jax.random.key(0))
+
+
+def test_rows_of_pairs_in_one_array_are_refused():
+    """As TRL stacks them; without segments the loss was 0 of 0 pairs, and only weight decay acted."""
+    first, second = (jax.tree.map(jnp.asarray, half) for half in halves().values())
+    stacked = {name: jnp.concatenate([first[name], second[name]]) for name in ("tokens", "targets")}
+    run = lambda model: pt.preference_loss(model, stacked, dtype=jnp.float32, kind=pt.SimPO())
+    with pytest.raises(ValueError, match=r"finds no pair in a batch of \['targets', 'tokens'\].*chosen.*segment_ids"):
+        jax.eval_shape(run, _built())
 
 
 def test_what_is_missing_is_named():

@@ -1,5 +1,7 @@
 """Skipped steps, averages, rates by path and frozen parameters, with the step that uses them."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +34,16 @@ def test_a_spike_leaves_no_trace(gradient, loss):
     clean = run(make(), [1.0, 1.1, 0.9, 1.0], [1.0, 0.9, 1.0, 0.8])
     assert spiked[2] == [False, False, False, True, False]
     jax.tree.map(np.testing.assert_array_equal, spiked[:2], clean[:2])
+
+
+@pytest.mark.parametrize("mean", [-3.0, 0.0, 3.0])
+def test_losses_of_any_sign_are_skipped_by_their_deviation(mean):
+    """The losses of policies are around zero: what is usual is no spike, and what is far is one."""
+    usual = np.random.default_rng(0).normal(mean, 0.2, 150)
+    optimizer = training.skip_spikes(optax.sgd(0.1), memory=0.9, after=50)
+    seen = run(optimizer, [1.0] * 152, [*usual, mean + 20.0, mean])[2]
+    assert not any(seen[:150])
+    assert seen[150:] == [True, False]
 
 
 def test_early_steps_are_skipped_only_when_they_are_not_finite():
@@ -96,6 +108,34 @@ def test_what_is_frozen_stays_and_has_no_moments():
         ValueError, match=r"selected no parameters; .* these \d+ names: embed\.w, .*layers\.mlp\.up\.w.*trainable_only"
     ):
         training.make_state(model, optimizer, filter=training.trainable_only("layers.mpl.*"))
+
+
+def test_a_pattern_that_fits_nothing_is_an_error():
+    """As those of `scale_by_path` and of adapters; the head of a tied model is the one of a docstring."""
+    filter = training.trainable_only("layers.attn.*", "head.w")
+    assert {
+        path.rpartition(".")[0] for path in training.make_state(tiny.llama(), optax.sgd(0.1), filter=filter).trainable
+    }
+    with pytest.raises(ValueError, match=r"\['head\.w'\] fit none \(a tied head has none\); there are .*embed\.w"):
+        training.make_state(tiny.llama(tied=True), optax.sgd(0.1), filter=filter)
+
+
+def test_coarse_parameters_whose_changes_are_lost_are_said():
+    """Bits of the weights say what is lost: with a rate of 1e-5 most of them do not move."""
+    model = nn.cast(tiny.model(), jnp.bfloat16)
+    with pytest.warns(
+        UserWarning, match=r"(\d+) of \1 .* are bfloat16.*dtype=jnp\.float32.*in_bfloat16.*moments=jnp\.bfloat16"
+    ):
+        state = training.make_state(model, training.adamw(1e-5))
+    before = {path: np.asarray(x) for path, x in state.trainable.items()}
+    state, _ = jax.jit(training.make_train_step(tiny.loss, training.adamw(1e-5)))(state, tiny.batch())
+    same = np.concatenate([(np.asarray(x) == before[path]).ravel() for path, x in state.trainable.items()])
+    assert same.mean() > 0.5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for optimizer in (training.adamw(1e-4, moments=jnp.bfloat16), training.in_bfloat16(optax.lion(1e-4))):
+            training.make_state(model, optimizer)
+        training.make_state(tiny.model(), training.adamw(1e-4))
 
 
 def test_moments_in_bfloat16_follow_those_in_float32():

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from maxlib import nn, training, weights
+from maxlib import adapters, nn, training, weights
 from maxlib.training import _optimizers as optimizers
 from tests.nn.tiny import filled
 from tests.training import tiny
@@ -42,6 +42,24 @@ def assert_decays_as_by_axes(family):
         model = jax.eval_shape(lambda: family.model(preset, rngs=nnx.Rngs(0)))
     params, _ = nn.partition(model)
     assert optimizers.decay_by_name(params) == training.decay_mask(model)(params)
+
+
+@pytest.mark.parametrize("prefix", [0, 2])  # layers in one array, and alone
+def test_both_factors_of_adapters_decay_and_the_lengths_of_dora_do_not(prefix):
+    def build():
+        model = tiny.llama(attention_bias=True)
+        model.layers = model.layers.with_layout(prefix=prefix, period=1)
+        return adapters.add(model, adapters.LoRA(2, 4, dora=True), rngs=nnx.Rngs(0))
+
+    model = jax.eval_shape(build)
+    params, _ = nn.partition(model)
+    for mask in (optimizers.decay_by_name(params), training.decay_mask(model)(params)):
+        factors = {path: decays for path, decays in mask.items() if ".matmul." in path}
+        assert {path.rpartition(".")[2] for path in factors} == {"a", "b", "magnitude"}
+        assert {path for path, decays in factors.items() if decays} == {
+            p for p in factors if not p.endswith("magnitude")
+        }
+        assert not any(mask[path] for path in mask if path.endswith(".b") and ".matmul." not in path)
 
 
 def test_adamw_alone_decays_matrices():

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from maxlib import checkpoint, distributed, nn, observability, ops, sharding, training, weights
 from maxlib.distributed import _timeouts as deadlines
@@ -54,7 +55,10 @@ def test_it_is_the_bare_loop_and_leaves_the_model_alone(tmp_path):
     model, seen = tiny.model(), []
     before = {path: np.asarray(v.get_value()) for path, v in nn.variables(model).items()}
     ours = trainer(
-        model, directory=tmp_path, evaluation=training.Evaluation(tiny.Loader(3), every=4), schedule=lambda step: 0.5
+        model,
+        directory=tmp_path,
+        evaluation=training.Evaluation(tiny.Loader(3), every=4),
+        log_schedule=lambda step: 0.5,
     )
     ours.callbacks += [(1, lambda trainer: seen.append(trainer.step)), (5, lambda trainer: seen.append(-trainer.step))]
     ours.fit(3)
@@ -216,6 +220,70 @@ def test_parameters_from_a_hugging_face_directory(tmp_path):
     other = trainer()
     with pytest.raises(ValueError, match="holds another model"):
         other.restore(params_from=tmp_path / "model")
+
+
+@pytest.mark.parametrize("saved_by", ["the same filter", "another filter"])
+def test_parameters_from_a_checkpoint_are_those_of_frozen_layers_too(tmp_path, saved_by):
+    """Without this, a run that trains a part continues on a backbone of random numbers."""
+    part = training.trainable_only("layers.*")
+    checkpointer = checkpoint.Checkpointer(tmp_path)
+    source = trainer(filter=part if saved_by == "the same filter" else None, checkpointer=checkpointer)
+    source.fit(1)
+    ours = trainer(lambda: tiny.Bigram(rngs=nnx.Rngs(1)), filter=part)
+    ours.restore(params_from=tmp_path)
+    want, found = nn.variables(source.model), nn.variables(ours.model)
+    assert want.keys() == found.keys()
+    assert all(np.array_equal(value.get_value(), found[path].get_value()) for path, value in want.items())
+
+
+def test_parameters_of_a_checkpoint_without_its_base_need_that_base(tmp_path):
+    part = training.trainable_only("layers.*")
+    trainer(filter=part, checkpointer=checkpoint.Checkpointer(tmp_path, base="a/base")).fit(1)
+    trainer(filter=part).restore(params_from=tmp_path)
+    other = trainer(lambda: tiny.Bigram(rngs=nnx.Rngs(1)), filter=part)
+    with pytest.raises(
+        ValueError, match=r"only what was trained on the base in a/base .* build the model from that base"
+    ):
+        other.restore(params_from=tmp_path)
+
+
+def test_parameters_from_hugging_face_are_those_of_frozen_layers_too(tmp_path):
+    rope = ops.Rope(12, max_length=64)
+    model = tiny.llama(rope=rope)
+    weights.save_pretrained(model, tmp_path / "model")
+    ours = training.Trainer(
+        lambda: tiny.llama(seed=1, rope=rope),
+        optimizer=ADAMW,
+        loader=tiny.Loader(),
+        loss=tiny.loss,
+        filter=training.trainable_only("layers.attn.*"),
+    )
+    ours.restore(params_from=tmp_path / "model")
+    assert same(nn.partition(model)[0], nn.partition(ours.model)[0])
+
+
+def test_the_evaluation_of_a_noisy_loss_has_no_noise():
+    """However the loss is wrapped."""
+    build = lambda: tiny.llama()
+    noisy = functools.partial(training.with_embedding_noise(training.next_token_loss, alpha=100.0), dtype=jnp.float32)
+    options = {"optimizer": SGD, "evaluation": training.Evaluation(tiny.Loader(2))}
+    want = trainer(build, **options).evaluate()
+    for loss in (noisy, training.accumulate(noisy, 2)):
+        ours = trainer(build, loss=loss, **options)
+        assert ours.evaluate() == pytest.approx(want, rel=1e-6)
+    assert abs(ours.fit(1)["loss"] - trainer(build, **options).fit(1)["loss"]) > 1e-3
+
+
+def test_batches_without_a_target_are_said_and_end_the_run(capsys):
+    class Untaught(tiny.Loader):
+        def __next__(self):
+            data = super().__next__()
+            return data | {"targets": np.full_like(data["targets"], -1)} if self.next > 2 else data
+
+    ours = trainer(loader=Untaught())
+    with pytest.raises(ValueError, match=r"the last 10 batches, up to step 12, have no target to learn"):
+        ours.fit(20)
+    assert capsys.readouterr().out.count("has no target to learn") == 1
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(tmp_path):

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from maxlib import nn
 from maxlib.nn.mtp import shift_left
 from maxlib.training._objectives.next_token import next_token_loss
-from maxlib.training._objectives.objective import Batch, Stats, objective, own_losses
+from maxlib.training._objectives.objective import COUNTS, Batch, Stats, objective, own_losses
 
 _INPUTS = ("positions", "segment_ids", "valid")
 
@@ -51,10 +51,12 @@ def mtp_loss(
         added, terms = _module_loss(model, module, depth, batch["targets"])
         loss += weight / len(modules) * added + stats.num_targets * own_losses(module.aux)
         sums |= {f"mtp{depth}/{name}": value * stats.num_targets for name, value in terms.items()}
-    sums |= {name: rows * stats.num_targets for name, rows in _reports(modules).items()}
+    reports = _reports(modules)
+    counts = reports.pop(COUNTS, None)
+    sums |= {name: rows * stats.num_targets for name, rows in reports.items()}
     if acceptance:
         sums |= {name: rate * stats.num_targets for name, rate in acceptance_rates(model, hidden, modules).items()}
-    return loss, jax.lax.stop_gradient(Stats(stats.num_targets, sums))
+    return loss, jax.lax.stop_gradient(Stats(stats.num_targets, sums, counts))
 
 
 def _module_loss(model: Any, module: nn.mtp.MTPOutput, depth: int, targets: Int[Array, "B T"]):

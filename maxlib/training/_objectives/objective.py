@@ -19,6 +19,7 @@ from maxlib.training._objectives.batch_names import INPUTS, check_batch_names, w
 
 Batch = dict[str, Any]
 Loss = Callable[..., tuple[Array, "Stats"]]
+COUNTS = "moe/counts"  # what a layer of experts reports for their balance, and no metric
 
 
 @nn.pytree
@@ -27,11 +28,13 @@ class Stats:
 
     num_targets: what the loss sum is divided by in the end, the weight of this batch: target tokens, pairs, sequences.
     A function of the batch alone. sums: metrics, each summed over these targets. Both are added up over microbatches
-    (and batches, in evaluation) before metrics are divided by the number of targets.
+    (and batches, in evaluation) before metrics are divided by the number of targets. expert_counts: how often each
+    expert of each layer was chosen, `L E`, by which a step balances them; `Objective` adds them.
     """
 
     num_targets: Float[Array, ""]
     sums: dict[str, Any]
+    expert_counts: Any = None
 
 
 class Objective:
@@ -164,10 +167,11 @@ def with_reports(stats: Stats, aux: dict[str, Array]) -> Stats:
     Where the loss reports rows under the same name, as the modules of multi-token prediction do, they come last.
     """
     sums = dict(stats.sums)
-    for name, value in aux.items():
+    counts = [rows for rows in (aux.get(COUNTS), stats.expert_counts) if rows is not None]
+    for name, value in ((name, value) for name, value in aux.items() if name != COUNTS):
         rows = value.astype(jnp.float32) * stats.num_targets
         sums[name] = jnp.concatenate([rows, sums[name]]) if name in sums else rows
-    return jax.lax.stop_gradient(Stats(stats.num_targets, sums))
+    return jax.lax.stop_gradient(Stats(stats.num_targets, sums, jnp.concatenate(counts) if counts else None))
 
 
 def _signature(from_hidden: Callable) -> inspect.Signature:

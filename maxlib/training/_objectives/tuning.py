@@ -37,12 +37,13 @@ def with_embedding_noise(loss: Any, *, alpha: float = 5.0) -> Any:
         alpha: Size of the noise.
 
     Returns:
-        A loss of the same arguments, which draws the noise with its `key`. Evaluate with `loss` itself.
+        A loss of the same arguments, which draws the noise with its `key`. `make_eval_step`, and so the `evaluation` of
+        a `Trainer`, leaves the noise out.
     """
-    return functools.partial(_noisy_loss, loss=loss, alpha=alpha)
+    return functools.partial(noisy_loss, loss=loss, alpha=alpha)
 
 
-def _noisy_loss(model: Any, batch: Batch, key: Array, *, loss: Any, alpha: float, **options: Any) -> Any:
+def noisy_loss(model: Any, batch: Batch, key: Array, *, loss: Any, alpha: float, **options: Any) -> Any:
     """Runs `loss` on a model whose token vectors are noisy."""
     if not hasattr(model, "embed_tokens"):
         raise TypeError(

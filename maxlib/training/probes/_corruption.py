@@ -53,7 +53,7 @@ class Recompute:
 
 
 def gradient_digests(
-    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter = nn.is_trainable
+    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter | None = None
 ) -> dict[str, str]:
     """Computes a hash of the bits of every parameter's gradient, and of the loss; equal runs have equal hashes.
 
@@ -62,7 +62,7 @@ def gradient_digests(
       batch: the batch.
       loss: the training loss.
       key: random key of the loss.
-      filter: the parameters to differentiate.
+      filter: the parameters to differentiate; None takes what a `Trainer` trains by default.
     """
     key = jax.random.key(0) if key is None else key
     value, grads = _gradient(loss, filter)(model, batch, key)

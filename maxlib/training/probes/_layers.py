@@ -37,7 +37,7 @@ class Observation:
 
 
 def observe(
-    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter = nn.is_trainable
+    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter | None = None
 ) -> Observation:
     """Runs one forward and backward pass and records statistics of every layer. The model is not changed.
 
@@ -48,7 +48,7 @@ def observe(
       batch: the batch.
       loss: the training loss.
       key: random key of the loss.
-      filter: the parameters to differentiate.
+      filter: the parameters to differentiate; None takes what a `Trainer` trains by default.
     """
     key = jax.random.key(0) if key is None else key
     found = _watched(loss, filter)(model, batch, key)
@@ -83,10 +83,10 @@ class LayerStatistics:
     (`moe/load`).
 
     Args:
-      filter: the parameters to differentiate.
+      filter: the parameters to differentiate; None takes what a `Trainer` trains by default.
     """
 
-    def __init__(self, *, filter: nn.tree.Filter = nn.is_trainable):
+    def __init__(self, *, filter: nn.tree.Filter | None = None):
         self._filter = filter
 
     def __call__(self, trainer: Any) -> None:
@@ -134,12 +134,13 @@ class _Found:
 
 
 @functools.lru_cache(maxsize=4)
-def _watched(loss: Loss, filter: nn.tree.Filter) -> Callable[..., _Found]:
+def _watched(loss: Loss, filter: nn.tree.Filter | None) -> Callable[..., _Found]:
     is_tap = lambda path: path.endswith((".tap", ".logit_tap"))
-    take = lambda path, variable: isinstance(variable, hooks.Tap) or filter(path, variable)
 
     @jax.jit
     def run(model: Any, batch: Batch, key: Array) -> _Found:
+        chosen = filter or nn.tree.default_filter(model)
+        take = lambda path, variable: isinstance(variable, hooks.Tap) or chosen(path, variable)
         model, order = hooks.tapped(model)
         watched, rest = nn.partition(model, take)
 

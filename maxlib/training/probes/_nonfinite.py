@@ -12,7 +12,7 @@ from maxlib.training.probes._layers import Observation, observe
 
 
 def find_nonfinite(
-    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter = nn.is_trainable
+    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter | None = None
 ) -> str | None:
     """Finds the first layer and tensor that is not finite in the forward and in the backward pass of `loss`.
 
@@ -24,7 +24,7 @@ def find_nonfinite(
       batch: the batch of the bad step.
       loss: the training loss.
       key: random key of the step.
-      filter: the parameters to differentiate.
+      filter: the parameters to differentiate; None takes what a `Trainer` trains by default.
 
     Returns:
       A description, or None if everything is finite.

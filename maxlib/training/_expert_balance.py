@@ -1,0 +1,69 @@
+"""Balance of experts without a loss: after a step, the biases of routers move by how often each expert was chosen."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool
+
+from maxlib import nn
+from maxlib.nn.router import expert_bias_paths, moved_biases
+from maxlib.training._placement import place_like_parameters
+
+
+def with_moved_biases(
+    rest: Any, trainable: dict[str, Any], counts: Array | None, *, rate: Any, skipped: Bool[Array, ""] | None
+) -> Any:
+    """Returns `rest` with the expert biases of trained routers moved (arXiv:2408.15664).
+
+    The router of a frozen layer, or of the base of an adapter, keeps its bias, as it keeps its weight.
+
+    Args:
+      rest: all of the model that is not trained, the biases among it.
+      trainable: trained parameters by path.
+      counts: how often each expert of each layer was chosen, `L E`; None if the loss does not say.
+      rate: size of a change.
+      skipped: whether the step changes nothing; None if it always does.
+    """
+    places = _places(rest, counts)
+    trained = [bias for bias in dict.fromkeys(places) if _trains(bias, rest, trainable)]
+    if not trained:
+        return rest
+    if counts is None or len(counts) != len(places):
+        _warn(places, counts)
+        return rest
+    new = moved_biases(rest, places, counts, rate=rate)
+    old = {path: nn.variables(rest)[path].get_value() for path in trained}
+    new = {path: new[path] if skipped is None else jnp.where(skipped, old[path], new[path]) for path in trained}
+    return nn.combine(place_like_parameters(new, new, rest), rest)
+
+
+def _places(rest: Any, counts: Array | None) -> list[str]:
+    """Lists the biases whose routers report. Modules of multi-token prediction do so only where the loss runs them."""
+    frozen = nn.tree.frozen_prefixes(rest)
+    places = [path for path in expert_bias_paths(rest) if not path.startswith(frozen)]
+    nodes = jax.tree_util.tree_leaves_with_path(rest, is_leaf=lambda x: isinstance(x, nn.mtp.MTP))
+    is_mtp = tuple(
+        f"{jax.tree_util.keystr(path, simple=True, separator='.')}." for path, x in nodes if isinstance(x, nn.mtp.MTP)
+    )
+    if counts is None or len(counts) == len(places):
+        return places
+    return [path for path in places if not path.startswith(is_mtp)]
+
+
+def _trains(bias: str, rest: Any, trainable: dict[str, Any]) -> bool:
+    """Tells whether the router of this bias has a weight that is trained, other than an adapter's."""
+    router, known = bias.rpartition(".")[0] + ".", nn.variables(rest)
+    return any(path.startswith(router) and not isinstance(known[path], nnx.LoRAParam) for path in trainable)
+
+
+def _warn(places: list[str], counts: Array | None) -> None:
+    said = "none" if counts is None else f"those of {len(counts)} layers"
+    warnings.warn(
+        f"the model has {len(places)} expert biases of trained routers, and the loss reports {said} of their experts' counts "
+        "(Stats.expert_counts), so no bias moves and nothing balances the experts: write the loss with training.objective, or "
+        "pass router_bias_update_rate=0 and call nn.router.update_router_bias yourself",
+        stacklevel=2,
+    )
