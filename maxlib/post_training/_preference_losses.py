@@ -77,12 +77,7 @@ def preference_loss(
     """
     if kind.needs_reference and "reference_log_probs" not in batch:
         raise ValueError(no_reference(type(kind).__name__))
-    if "interleaved" not in batch and "segment_ids" not in batch:
-        raise ValueError(
-            f"preference_loss finds no pair in a batch of {sorted(batch)}: give it {{'chosen': {{...}}, 'rejected': {{...}}}} with "
-            "the rows of each (rows of both stacked in one array must be divided), or 'segment_ids' with the answers of a pair "
-            "as consecutive segments of a row"
-        )
+    _check_pairs(batch)
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
     targets = _with_prompt(batch) if kind.nll_of_prompt else batch["targets"]
     scored = scores(head, hidden, targets, temperature=temperature).log_prob
@@ -108,6 +103,16 @@ def preference_loss(
         sums["nll"] = -pairs * jnp.sum(jnp.where(chosen, scored, 0)) / jnp.maximum(jnp.sum(chosen), 1)
         loss += kind.nll * sums["nll"]
     return loss, jax.lax.stop_gradient(Stats(pairs, sums))
+
+
+def _check_pairs(batch: Batch) -> None:
+    """Raises ValueError if nothing in the batch says what a pair is."""
+    if "interleaved" not in batch and "segment_ids" not in batch:
+        raise ValueError(
+            f"preference_loss finds no pair in a batch of {sorted(batch)}: give it {{'chosen': {{...}}, 'rejected': {{...}}}} with "
+            "the rows of each (rows of both stacked in one array must be divided), or 'segment_ids' with the answers of a pair "
+            "as consecutive segments of a row"
+        )
 
 
 @functools.partial(referenced, reads=("desirable", "mismatched", "kl_baseline", "reference_log_probs"))

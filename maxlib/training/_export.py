@@ -94,7 +94,7 @@ class ParameterExport:
     """Background export of checkpoints of the model alone, to `directory/STEP`.
 
     They hold the items `params` and `rest`, a third of a full checkpoint. `Trainer.restore(params_from=...)` and
-    `checkpoint.load` read them.
+    `checkpoint.load` read the newest one. A run that has gone back replaces later exports with its next one.
 
     Args:
       directory: directory of the exports.
