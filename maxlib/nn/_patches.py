@@ -22,6 +22,8 @@ from maxlib.nn._pytree import pytree
 class Patches:
     """Images of any size, cut into patches: `pixel_values` and `image_grid_thw` of Hugging Face's Qwen processors.
 
+    Pixtral's processors make whole images, which its `Vision.patches` cuts.
+
     Rows belong to rows of tokens: row `r` of `R` holds the images of the `r`-th of `R` equal parts of the batch, in the
     order of their placeholders. Without a row axis there is one row, with the images of the whole batch. A row for each
     row of tokens is what divides over devices and microbatches. `patches` makes this from a processor's arrays.
@@ -40,6 +42,28 @@ class Patches:
     def in_rows(self) -> "Patches":
         """Returns the same with an axis of rows."""
         return self if self.pixels.ndim == 3 else Patches(self.pixels[None], self.grids[None])
+
+
+def cut(image: Float[np.ndarray, "C H W"], patch_size: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts an image into patches; squares of `merge` x `merge` patches stand together.
+
+    Args:
+        image: Pixels, whose sides are multiples of `patch_size * merge`.
+        patch_size: Side of a patch.
+        merge: Side of the squares.
+
+    Returns:
+        Patches, `n C patch_size patch_size`, and their grid of 1 frame, rows and columns, `1 3`.
+
+    Raises:
+        ValueError: for an image whose sides are no such multiples.
+    """
+    p, m, (C, H, W) = patch_size, merge, image.shape
+    if H % (p * m) or W % (p * m) or not H * W:
+        raise ValueError(f"the sides of an image must be multiples of {p * m}, got {H} x {W}: resize it")
+    # [C, y, m, p, x, m, p] -> [y, x, m, m, C, p, p]
+    squares = image.reshape(C, H // (p * m), m, p, W // (p * m), m, p).transpose(1, 4, 2, 5, 0, 3, 6)
+    return squares.reshape(-1, C, p, p), np.array([[1, H // p, W // p]], np.int32)
 
 
 def patches(pixels: Any, grids: Any, *, counts: Any = None) -> Patches:
