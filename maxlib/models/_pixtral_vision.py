@@ -235,7 +235,9 @@ def table() -> Table:
     """Maps the names of the releases to ours; transformers has another prefix."""
     own = {"self_attn.": "attention.", "mlp.": "feed_forward."}
     entries = [*names.ATTENTION, *names.MLP]
-    layer = [replace(e, theirs=e.theirs.replace(old, new)) for old, new in own.items() for e in entries if old in e.theirs]
+    layer = [
+        replace(e, theirs=e.theirs.replace(old, new)) for old, new in own.items() for e in entries if old in e.theirs
+    ]
     layer += [Weight("attention_norm.weight", "attn_norm.scale"), Weight("ffn_norm.weight", "mlp_norm.scale")]
     joined = "multi_modal_projector.patch_merger.merging_layer.weight"
     return [
