@@ -65,6 +65,7 @@ class Vision(ModelConfig):
     merge: int = hf_fields(_read_merge, _write_merge, default=2)
     rope_theta: float = hf_fields(_read_theta, _write_theta, default=10_000.0)
     bias: bool = hf("multimodal_projector_bias", False, absent=lambda c: c.kind == PLAIN)
+    # Between rows of an image, and behind it, processors put other tokens, which are text.
     image_token: int = hf("image_token_index", 10, absent=lambda c: 10 if c.kind == MERGING else 32_000)
 
     def __post_init__(self):
@@ -80,11 +81,6 @@ class Vision(ModelConfig):
             )
         if self.merge < 1 or (self.kind == PLAIN and self.merge != 1):
             raise ValueError(f"merge (spatial_merge_size) must be at least 1, and 1 for {PLAIN}, got {self.merge}")
-
-    @property
-    def placeholders(self) -> tuple[int, ...]:
-        """Ids that stand for a square of patches each. Between rows of them, and behind, processors put others."""
-        return (self.image_token,)
 
     @property
     def patch_dim(self) -> int:
@@ -125,8 +121,8 @@ class Vision(ModelConfig):
         Returns:
             Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
         """
-        squares, grid = nn.vision.cut(image, self.patch_size, self.merge)
-        return squares.reshape(-1, self.patch_dim), grid
+        found = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=1)
+        return np.asarray(found.pixels), np.asarray(found.grids)
 
     def patches(self, pixels: Any, sizes: Any, *, counts: Sequence[int] | None = None) -> nn.vision.Patches:
         """Returns the arrays of Pixtral's processor as the model takes them.

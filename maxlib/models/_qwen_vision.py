@@ -87,11 +87,6 @@ class Vision(ModelConfig):
             )
 
     @property
-    def placeholders(self) -> tuple[int, ...]:
-        """Ids that stand for a square of patches each; frames of videos are images too."""
-        return self.image_token, self.video_token
-
-    @property
     def patch_dim(self) -> int:
         """Numbers in a patch."""
         return 3 * self.frames * self.patch_size**2
@@ -119,9 +114,8 @@ class Vision(ModelConfig):
         Returns:
             Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
         """
-        squares, grid = nn.vision.cut(image, self.patch_size, self.merge)
-        shown = np.repeat(squares[:, :, None], self.frames, axis=2)  # each patch once for every frame
-        return shown.reshape(-1, self.patch_dim), grid
+        found = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=self.frames)
+        return np.asarray(found.pixels), np.asarray(found.grids)
 
 
 class Block(nnx.Module):

@@ -8,7 +8,7 @@ from typing import Any
 
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import nn, ops
 from maxlib.models import _pixtral_vision as vision
@@ -164,6 +164,10 @@ class Mistral(nn.NativeVisionDecoder):
     def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
         """Builds layer `i`."""
         return Block(self.cfg, rngs=rngs)
+
+    def is_image(self, tokens: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+        """Returns True for placeholders of images; there are no frames of videos."""
+        return tokens == self.cfg.vision.image_token
 
 
 def _table(cfg: Config) -> Table:

@@ -1,8 +1,6 @@
-"""Base class of decoders that read images of any size."""
+"""Base class of decoders that read images of any size, whose tokens may have positions by time, row and column."""
 
 import dataclasses
-import functools
-import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,10 +19,10 @@ from maxlib.ops._axes_rope import MRope
 class NativeVisionDecoder(Decoder):
     """Decoder that reads images of any size at placeholder tokens, if its constructor sets `tower`.
 
-    Its `cfg.vision` is None, or has `placeholders` (ids that stand for a square of patches each), `merge` and
-    `patch_dim`. With an `ops.MRope` tokens have positions by time, row and column, and a cache counts by how much
-    positions differ from the number of tokens, so that decoding goes on behind an image. With any other rotary
-    embedding positions count tokens.
+    Its `cfg.vision` is None, or has `merge`, `patch_dim`, and what `is_image` uses: `image_token` and `video_token` (of
+    frames, which are images too). If a rotary embedding is an `ops.MRope`, positions are those of
+    `nn.vision.mrope_positions`, and a cache counts by how much they differ from the number of tokens, so that decoding
+    goes on behind an image. Otherwise they count tokens.
 
     Attributes:
         tower: Image encoder, `tower(patches, dtype=, remat=) -> (R S D, R S n D or None)`: a vector for each
@@ -49,8 +47,8 @@ class NativeVisionDecoder(Decoder):
 
         Args:
             tokens: Ids, `B T`, with a placeholder for each square of patches.
-            positions: With M-RoPE `B T 3` by time, row and column, computed from tokens and grids unless given, and
-                `B T` for text. Otherwise `B T`.
+            positions: `B T 3` by time, row and column, computed from tokens and grids unless given; `B T` for text,
+                and without an `ops.MRope`.
             segment_ids: Packed document of each token.
             valid: False for padding.
             images: What Hugging Face's processor makes, as `nn.vision.Patches`, in the order of their placeholders.
@@ -68,12 +66,12 @@ class NativeVisionDecoder(Decoder):
         if images is not None:
             images = images.in_rows
             is_image = self.is_image(tokens) if valid is None else self.is_image(tokens) & valid
-            if positions is None and self._has_axes:
+            if positions is None and self._turns_by_axes:
                 start = None if cache is None else cache.length + _offset(cache)
                 positions = mrope_positions(
                     is_image, jnp.asarray(images.grids), self.cfg.vision.merge, start=start, **inputs
                 )
-            if self._has_axes:
+            if self._turns_by_axes:
                 _check_positions(positions)
             x, features = self._see(x, is_image, images, dtype=dtype, remat=remat)
             inputs["features"] = features
@@ -91,7 +89,7 @@ class NativeVisionDecoder(Decoder):
 
     def is_image(self, tokens: Int[Array, "B T"]) -> Bool[Array, "B T"]:
         """Returns True for placeholders of images and frames."""
-        return functools.reduce(operator.or_, [tokens == token for token in self.cfg.vision.placeholders])
+        return (tokens == self.cfg.vision.image_token) | (tokens == self.cfg.vision.video_token)
 
     def check_images(self, tokens: Int[Any, "B T"], images: Any) -> None:
         """Raises ValueError as `__call__` does; generators call it before they enter jit."""
@@ -119,14 +117,14 @@ class NativeVisionDecoder(Decoder):
     def init_cache(
         self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None
     ) -> Cache:
-        """Makes an empty cache, as `Decoder.init_cache`; its `position_offset` counts with M-RoPE."""
+        """Makes an empty cache, as `Decoder.init_cache`; its `position_offset` counts if positions do not."""
         cache = super().init_cache(batch, capacity, dtype=dtype, rope_length=rope_length)
-        counts = self.cfg.vision is not None and self._has_axes
+        counts = self.cfg.vision is not None and self._turns_by_axes
         return dataclasses.replace(cache, position_offset=jnp.zeros(batch, jnp.int32)) if counts else cache
 
     @property
-    def _has_axes(self) -> bool:
-        """True if tokens have positions by time, row and column."""
+    def _turns_by_axes(self) -> bool:
+        """True if positions have a time, a row and a column."""
         return any(isinstance(rope, MRope) for rope in self.ropes)
 
 

@@ -36,12 +36,13 @@ class Pixtral(Seeing):
     family = "mistral"
     text_base = TEXT
     vision_base = TOWER
-    tower_shapes = {*TOWER, "spatial_merge_size", "multimodal_projector_bias"} - {"hidden_act", "model_type"}
+    tower_shapes = TOWER.keys() - {"hidden_act", "model_type", "image_size"}
     ids = {"image_token_index": IMAGE}
     patch_dim = 48
     offset = 0
     depths = (1, 2)
     elsewhere = {*ids, "tie_word_embeddings", "vision_config", "text_config", "vision_config.image_size"}
+    elsewhere |= {"spatial_merge_size", "multimodal_projector_bias"}  # of the shapes
     refused = {
         "text_config.hidden_act": "gelu",
         "text_config.model_type": "llama",
