@@ -68,6 +68,7 @@ class Config(ModelConfig):
     model_types = ("mistral", "ministral3")
     architecture = "MistralForCausalLM"
     fixed = {"hidden_act": "silu"}
+    ignored = ("is_composition",)  # in Pixtral 12B: transformers 4.45 wrote it into all parts of a config
 
     ministral: bool = hf_fields(_read_ministral, _write_ministral, default=False)
     vocab: int = hf("vocab_size")
