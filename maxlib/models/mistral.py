@@ -166,7 +166,7 @@ class Mistral(nn.NativeVisionDecoder):
         """Builds layer `i`."""
         return Block(self.cfg, rngs=rngs)
 
-    def is_image(self, tokens: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    def is_image(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
         """Returns True for placeholders of images; there are no frames of videos."""
         return tokens == self.cfg.vision.image_token
 

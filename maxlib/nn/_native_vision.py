@@ -87,7 +87,7 @@ class NativeVisionDecoder(Decoder):
         x = jnp.where(is_image[:, :, None], take(vectors), x)
         return x, None if later is None else take(later)
 
-    def is_image(self, tokens: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    def is_image(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
         """Returns True for placeholders of images and frames."""
         return (tokens == self.cfg.vision.image_token) | (tokens == self.cfg.vision.video_token)
 

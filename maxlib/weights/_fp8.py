@@ -1,8 +1,8 @@
 """Scaled FP8: a float8 `x`, and in `x_scale_inv` its factors.
 
-There is one factor for each 128 x 128 of it, as DeepSeek V3 and others ship it, or one for all of it (Ministral 3). Such a
-pair reads like one plain tensor, so no model's table mentions it. Factors of activations, which are for matmuls in FP8,
-are passed over. Exports are plain.
+There is one factor for each 128 x 128 of it, as DeepSeek V3 and others ship it, or one for all of it (Ministral 3).
+Such a pair reads like one plain tensor, so no model's table mentions it. Factors of activations, which are for matmuls
+in FP8, are passed over. Exports are plain.
 """
 
 from collections.abc import Mapping

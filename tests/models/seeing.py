@@ -117,7 +117,7 @@ class Seeing(Conformance):
 
     def by_row(self, case: dict[str, Any], *rows: int) -> nn.vision.Patches:
         """The images of some rows of tokens, a row of patches for each."""
-        found, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in GRIDS)])
+        found, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in self.grids)])
         first = np.cumsum([0, *COUNTS])
         own = [range(first[row], first[row + 1]) for row in rows]
         pixels = [found.pixels[ends[i] : ends[i + 1]] for images in own for i in images]

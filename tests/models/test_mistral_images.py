@@ -91,7 +91,7 @@ class TestLlava(Pixtral):
     elsewhere = Pixtral.elsewhere | {
         f"text_config.{name}" for name in ("rms_norm_eps", "sliding_window", "rope_parameters")
     }
-    elsewhere |= {"vision_config.hidden_act"}
+    elsewhere |= {*Pixtral.refused, "vision_config.hidden_act", "image_seq_length"}
     refused = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
 
     test_images_that_do_not_fit_are_refused = None  # its squares are of one patch
@@ -153,11 +153,15 @@ def test_batches_of_text_and_images_of_any_size_with_padding(side, both):
     with torch.no_grad():
         want = theirs(torch.from_numpy(ids).long(), attention_mask=mask, position_ids=at, **given).logits.numpy()
     images = model.cfg.vision.patches(pixels, sizes)
-    got = np.asarray(model.logits(model(jnp.asarray(ids), images=images, valid=real, dtype=jnp.float32).hidden))
+    got = np.asarray(
+        model.logits(model(jnp.asarray(ids), images=images, valid=jnp.asarray(real), dtype=jnp.float32).hidden)
+    )
     assert_close(got[real], want[real], 1e-4)
     # A row of patches for each row of tokens is the same.
     by_row = model.cfg.vision.patches(pixels, sizes, counts=[len(sizes) for sizes in MIXED])
-    apart = np.asarray(model.logits(model(jnp.asarray(ids), images=by_row, valid=real, dtype=jnp.float32).hidden))
+    apart = np.asarray(
+        model.logits(model(jnp.asarray(ids), images=by_row, valid=jnp.asarray(real), dtype=jnp.float32).hidden)
+    )
     assert_close(apart[real], got[real])
 
 
