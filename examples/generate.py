@@ -28,11 +28,12 @@ def main() -> None:
     args = arguments()
     directory = hugging_face_directory(args.model, args.out)
     tokenizer = tokenization.load_tokenizer(directory)
-    generator = inference.Generator(maxlib.from_pretrained(directory), dtype=DTYPE)
+    model = maxlib.from_pretrained(directory)
+    generator = inference.Generator(model, dtype=DTYPE)
     sampler = inference.Sampler(args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p)
     prompt, inputs = args.prompt, {}
     if args.image is not None:
-        prompt, inputs["images"] = with_image(directory, args.prompt, args.image)
+        prompt, inputs["images"] = with_image(directory, model, args.prompt, args.image)
     elif not args.raw:
         prompt = chat_prompt(directory, tokenizer, args.prompt)
     pieces = inference.stream_text(
@@ -113,7 +114,7 @@ def chat_prompt(directory: Path, tokenizer: Tokenizer, text: str) -> str | list[
     return tokenizer.encode(turn, add_special_tokens=False).ids
 
 
-def with_image(directory: Path, text: str, image: Path) -> tuple[list[int], Any]:
+def with_image(directory: Path, model: Any, text: str, image: Path) -> tuple[list[int], Any]:
     """Ids and pixels of a turn with one image, from the directory's own processor."""
     import transformers
 
@@ -127,8 +128,10 @@ def with_image(directory: Path, text: str, image: Path) -> tuple[list[int], Any]
         return_tensors="np",
     )
     images = made["pixel_values"]
-    if "image_grid_thw" in made:  # images of any size
+    if "image_grid_thw" in made:  # images of any size, cut into patches
         images = nn.vision.patches(images, made["image_grid_thw"])
+    elif "image_sizes" in made:  # images of any size, whole
+        images = model.cfg.vision.patches(images, made["image_sizes"])
     return made["input_ids"][0].tolist(), images
 
 

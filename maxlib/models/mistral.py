@@ -1,6 +1,6 @@
 """Mistral 7B, Nemo, Small and Large (Jiang et al. 2023, arXiv:2310.06825): Llama's block, first with a window.
 
-Ministral 3 and Devstral 2 sharpen late queries. Models that see are read without their image encoder.
+Ministral 3 and Devstral 2 sharpen late queries. They, Pixtral 12B and Small from 3.1 on see images of any size.
 """
 
 from dataclasses import dataclass, replace
@@ -8,23 +8,18 @@ from typing import Any
 
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import nn, ops
+from maxlib.models import _pixtral_vision as vision
 from maxlib.ops import Rope, Yarn
 from maxlib.sharding import constrain
 from maxlib.weights import Family, HFConfig, Ignore, ModelConfig, Renamed, Table, hf, hf_fields, names, rope_to_hf
 
+Vision = vision.Vision
+
 _SHARPENED = "llama_4_scaling_beta"
-# What models that see say of images.
-_OF_IMAGES = (
-    "image_token_index",
-    "image_token_id",
-    "multimodal_projector_bias",
-    "projector_hidden_act",
-    "spatial_merge_size",
-    "vision_feature_layer",
-)
+SEEING = (vision.MERGING, vision.PLAIN)  # model types, whose text is in `text_config`
 
 
 def _read_ministral(fields: HFConfig, c: Any) -> bool:
@@ -73,6 +68,7 @@ class Config(ModelConfig):
     model_types = ("mistral", "ministral3")
     architecture = "MistralForCausalLM"
     fixed = {"hidden_act": "silu"}
+    ignored = ("is_composition",)  # in Pixtral 12B: transformers 4.45 wrote it into all parts of a config
 
     ministral: bool = hf_fields(_read_ministral, _write_ministral, default=False)
     vocab: int = hf("vocab_size")
@@ -88,7 +84,7 @@ class Config(ModelConfig):
     window: int | None = hf("sliding_window", None, absent=lambda c: None if c.ministral else 4096)
     norm_eps: float = hf("rms_norm_eps", 1e-5, absent=lambda c: 1e-5 if c.ministral else 1e-6)
     tied: bool = hf("tie_word_embeddings", False)
-    tower: str | None = None  # kind of the image encoder in the files; only None is computed
+    vision: Vision | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,13 +99,21 @@ class Config(ModelConfig):
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
         """Reads config.json. Raises ValueError for values that the family does not compute."""
-        if fields.require("model_type", *cls.model_types, "mistral3") != "mistral3":
+        if fields.require("model_type", *cls.model_types, *SEEING) not in SEEING:
             return super().from_hf(fields)
         text = super().from_hf(fields.nested("text_config"))
-        encoder = fields.take("vision_config", kind=dict)
-        fields.ignore(*_OF_IMAGES)
         tied = fields.take("tie_word_embeddings", text.tied)
-        return replace(text, tower=encoder.get("model_type", "pixtral"), tied=tied)
+        return replace(text, tied=tied, vision=Vision.read(fields))
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the fields of config.json. Raises ValueError for a rope that transformers' class does not have."""
+        text = super().to_hf()
+        if self.vision is None:
+            return text
+        del text["architectures"]
+        name = "Mistral3" if self.vision.kind == vision.MERGING else "Llava"
+        own = {"architectures": [f"{name}ForConditionalGeneration"], "tie_word_embeddings": self.tied}
+        return own | {"text_config": text} | self.vision.written()
 
     @property
     def temperature(self) -> nn.TemperatureTuning | None:
@@ -142,34 +146,44 @@ class Block(nn.Layer):
         return constrain(x, "batch", "seq", "act_embed"), cache, {}
 
 
-class Mistral(nn.Decoder):
-    """Mistral: Llama with a sliding window in every layer of the first release, whose cache is a ring of that size."""
+class Mistral(nn.NativeVisionDecoder):
+    """Mistral: Llama with a sliding window in every layer of the first release, whose cache is a ring of that size.
+
+    With `cfg.vision` it sees images of any size; their tokens count like those of text.
+    """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        if cfg.tower is not None:
-            raise ValueError(
-                f"the image encoder of this model (vision_config, {cfg.tower}) is not computed. Read its text alone: "
-                "from_pretrained(..., tower=None)"
-            )
         self.cfg = cfg
         self.masks, self.ropes = (cfg.mask,), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(self.layer, cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        sees: Any = dict(eps=cfg.norm_eps, rngs=rngs)
+        self.tower = None if cfg.vision is None else vision.PixtralVision(cfg.vision, cfg.dim, **sees)
 
     def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
         """Builds layer `i`."""
         return Block(self.cfg, rngs=rngs)
 
+    def is_image(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
+        """Returns True for placeholders of images; there are no frames of videos."""
+        return tokens == self.cfg.vision.image_token
+
 
 def _table(cfg: Config) -> Table:
-    # The text of a model that sees, under both names that it may have.
+    layer = [*names.NORMS, *names.ATTENTION, *names.MLP]
+    if cfg.vision is not None:
+        # transformers puts the prefix elsewhere.
+        renamed = [Renamed("lm_head.", "language_model.lm_head.")]
+        renamed += [Renamed("model.language_model.", "language_model.model.")]
+        return [*names.decoder_table(layer, prefix="language_model."), *vision.table(), *renamed]
+    # A text model is also read from the files of one that sees, under both names that it may have.
     renamed = [Renamed("model.language_model.", "language_model.model."), Renamed("language_model.", "")]
     images = [
         Ignore(f"{prefix}{part}.*") for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
     ]
-    return [*names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP]), *renamed, *images]
+    return [*names.decoder_table(layer), *renamed, *images]
 
 
 # fmt: off
@@ -181,18 +195,24 @@ _LONG = Rope(128, 1_000_000.0, max_length=131_072)
 # A YaRN that leaves the size of queries and keys as it is.
 _yarn = lambda factor, length: Yarn(factor, length, mscale=1.0, mscale_all_dim=1.0)
 _MINISTRAL = replace(
-    _7B, ministral=True, vocab=131_072, num_layers=34, sharpening=0.1,
+    _7B, ministral=True, vocab=131_072, num_layers=34, sharpening=0.1, vision=Vision(),
     rope=Rope(128, 1_000_000.0, _yarn(16.0, 16_384), max_length=262_144),
 )
 _24B = replace(_7B, vocab=131_072, num_layers=40, dim=5120, mlp_dim=32_768)
+_SMALL_31 = replace(_24B, rope=Rope(128, 1_000_000_000.0, max_length=131_072), vision=Vision())
 PRESETS = {
     "mistral-7b-v0.1": replace(_7B, rope=Rope(128, 10_000.0, max_length=32_768), window=4096),
     "mistral-7b-v0.2": _7B,
     "mistral-7b-v0.3": replace(_7B, vocab=32_768),
     "mistral-nemo-12b": replace(_7B, vocab=131_072, num_layers=40, dim=5120, rope=_LONG),
+    "pixtral-12b": replace(
+        _7B, vocab=131_072, num_layers=40, dim=5120, rope=Rope(128, 1_000_000_000.0, max_length=1_024_000),
+        vision=Vision(kind=vision.PLAIN, merge=1, patch_size=16, image_size=1024, bias=True),
+    ),
     "mistral-small-22b": replace(_7B, vocab=32_768, num_layers=56, dim=6144, mlp_dim=16_384, num_heads=48),
     "mistral-small-24b": replace(_24B, rope=Rope(128, 100_000_000.0, max_length=32_768)),
-    "mistral-small-3.1-24b": replace(_24B, rope=Rope(128, 1_000_000_000.0, max_length=131_072)),
+    "mistral-small-3.1-24b": _SMALL_31,
+    "mistral-small-3.2-24b": _SMALL_31,
     "mistral-large-123b": replace(
         _7B, vocab=32_768, num_layers=88, dim=12_288, mlp_dim=28_672, num_heads=96, rope=_LONG
     ),
@@ -202,7 +222,7 @@ PRESETS = {
         _MINISTRAL, num_layers=40, dim=5120, mlp_dim=16_384, rope=replace(_MINISTRAL.rope, theta=1_000_000_000.0)
     ),
     "devstral-small-2-24b": replace(
-        _24B, ministral=True, sharpening=0.1,
+        _24B, ministral=True, sharpening=0.1, vision=Vision(),
         rope=Rope(128, 100_000_000.0, _yarn(48.0, 8192), max_length=393_216),
     ),
 }
@@ -214,5 +234,5 @@ FAMILY = Family(
     config=Config,
     table=_table,
     presets=PRESETS,
-    model_types=(*Config.model_types, "mistral3"),
+    model_types=(*Config.model_types, *SEEING),
 )

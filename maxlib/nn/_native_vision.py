@@ -1,4 +1,4 @@
-"""Base class of decoders that read images of any size, whose tokens have positions by time, row and column."""
+"""Base class of decoders that read images of any size, whose tokens may have positions by time, row and column."""
 
 import dataclasses
 from typing import Any
@@ -13,14 +13,16 @@ from maxlib.nn._patches import Patches, check_patches, mrope_positions, take_fea
 from maxlib.nn.cache import Cache
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision import check_placeholders
+from maxlib.ops._axes_rope import MRope
 
 
 class NativeVisionDecoder(Decoder):
     """Decoder that reads images of any size at placeholder tokens, if its constructor sets `tower`.
 
-    Its `cfg.vision` is None, or has `image_token`, `video_token` (of frames, which are images too), `merge` and
-    `patch_dim`. Its rotary embedding is an `ops.MRope`. A cache counts by how much positions differ from the number of
-    tokens, so that decoding goes on behind an image.
+    Its `cfg.vision` is None, or has `merge`, `patch_dim`, and what `is_image` uses: `image_token` and `video_token` (of
+    frames, which are images too). If a rotary embedding is an `ops.MRope`, positions are those of
+    `nn.vision.mrope_positions`, and a cache counts by how much they differ from the number of tokens, so that decoding
+    goes on behind an image. Otherwise they count tokens.
 
     Attributes:
         tower: Image encoder, `tower(patches, dtype=, remat=) -> (R S D, R S n D or None)`: a vector for each
@@ -45,10 +47,11 @@ class NativeVisionDecoder(Decoder):
 
         Args:
             tokens: Ids, `B T`, with a placeholder for each square of patches.
-            positions: `B T 3` by time, row and column, computed from tokens and grids unless given; `B T` for text.
+            positions: `B T 3` by time, row and column, computed from tokens and grids unless given; `B T` for text,
+                and without an `ops.MRope`.
             segment_ids: Packed document of each token.
             valid: False for padding.
-            images: `nn.vision.patches` of what Hugging Face's processor makes, in the order of their placeholders.
+            images: What Hugging Face's processor makes, as `nn.vision.Patches`, in the order of their placeholders.
             cache: Cache of earlier tokens, or None. All placeholders of an image are in one call.
             dtype: Dtype of the computation.
             remat: What layers keep for the backward pass.
@@ -63,12 +66,13 @@ class NativeVisionDecoder(Decoder):
         if images is not None:
             images = images.in_rows
             is_image = self.is_image(tokens) if valid is None else self.is_image(tokens) & valid
-            if positions is None:
+            if positions is None and self._turns_by_axes:
                 start = None if cache is None else cache.length + _offset(cache)
                 positions = mrope_positions(
                     is_image, jnp.asarray(images.grids), self.cfg.vision.merge, start=start, **inputs
                 )
-            _check_positions(positions)
+            if self._turns_by_axes:
+                _check_positions(positions)
             x, features = self._see(x, is_image, images, dtype=dtype, remat=remat)
             inputs["features"] = features
         inputs["positions"] = positions
@@ -83,7 +87,7 @@ class NativeVisionDecoder(Decoder):
         x = jnp.where(is_image[:, :, None], take(vectors), x)
         return x, None if later is None else take(later)
 
-    def is_image(self, tokens: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    def is_image(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
         """Returns True for placeholders of images and frames."""
         return (tokens == self.cfg.vision.image_token) | (tokens == self.cfg.vision.video_token)
 
@@ -100,7 +104,8 @@ class NativeVisionDecoder(Decoder):
         elif not isinstance(images, Patches):
             raise ValueError(
                 f"images must be nn.vision.Patches (patches and grids), got {type(images).__name__}; make them with "
-                "nn.vision.patches(pixel_values, image_grid_thw)"
+                "nn.vision.patches(pixel_values, image_grid_thw), or cfg.vision.patches(pixel_values, image_sizes) for "
+                "Pixtral's processors"
             )
         else:
             check_patches(self.is_image(tokens), images, vision.merge, vision.patch_dim)
@@ -112,10 +117,15 @@ class NativeVisionDecoder(Decoder):
     def init_cache(
         self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None
     ) -> Cache:
-        """Makes an empty cache, as `Decoder.init_cache`; its `position_offset` counts if the model sees."""
+        """Makes an empty cache, as `Decoder.init_cache`; its `position_offset` counts if positions do not."""
         cache = super().init_cache(batch, capacity, dtype=dtype, rope_length=rope_length)
-        sees = self.cfg.vision is not None
-        return dataclasses.replace(cache, position_offset=jnp.zeros(batch, jnp.int32)) if sees else cache
+        counts = self.cfg.vision is not None and self._turns_by_axes
+        return dataclasses.replace(cache, position_offset=jnp.zeros(batch, jnp.int32)) if counts else cache
+
+    @property
+    def _turns_by_axes(self) -> bool:
+        """True if positions have a time, a row and a column."""
+        return any(isinstance(rope, MRope) for rope in self.ropes)
 
 
 def _check_positions(positions: Array) -> None:

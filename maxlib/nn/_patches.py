@@ -22,6 +22,8 @@ from maxlib.nn._pytree import pytree
 class Patches:
     """Images of any size, cut into patches: `pixel_values` and `image_grid_thw` of Hugging Face's Qwen processors.
 
+    Pixtral's processors make whole images, which its `Vision.patches` cuts.
+
     Rows belong to rows of tokens: row `r` of `R` holds the images of the `r`-th of `R` equal parts of the batch, in the
     order of their placeholders. Without a row axis there is one row, with the images of the whole batch. A row for each
     row of tokens is what divides over devices and microbatches. `patches` makes this from a processor's arrays.
@@ -72,6 +74,27 @@ def patches(pixels: Any, grids: Any, *, counts: Any = None) -> Patches:
     own = [(pad(row, P), pad(grid, 1 << (max(I, 1) - 1).bit_length())) for row, grid in rows]
     found = Patches(np.stack([row for row, _ in own]), np.stack([grid for _, grid in own]).astype(np.int32))
     return found if len(counts) > 1 else Patches(found.pixels[0], found.grids[0])
+
+
+def cut(image: Float[np.ndarray, "3 H W"], patch_size: int, *, merge: int = 2, frames: int = 2) -> Patches:
+    """Cuts an image into patches, `n C`, as Hugging Face's Qwen processors do with one that they have resized.
+
+    Args:
+        image: RGB, whose sides are multiples of `patch_size * merge`.
+        patch_size: Side of a patch in pixels.
+        merge: Side of the squares of patches that stand together.
+        frames: Times that a patch shows the image.
+
+    Raises:
+        ValueError: when the sides are no such multiples.
+    """
+    p, m, (_, H, W) = patch_size, merge, image.shape
+    if H % (p * m) or W % (p * m):
+        raise ValueError(f"the sides of an image must be multiples of {p * m}, got {H} x {W}: resize it")
+    # [C, y, m, p, x, m, p] -> [y, x, m, m, C, p, p], then each patch once for every frame.
+    squares = image.reshape(3, H // (p * m), m, p, W // (p * m), m, p).transpose(1, 4, 2, 5, 0, 3, 6)
+    shown = np.repeat(squares[:, :, :, :, :, None], frames, axis=5)
+    return Patches(shown.reshape(-1, 3 * frames * p * p), np.array([[1, H // p, W // p]], np.int32))
 
 
 def _frames(grids: np.ndarray) -> np.ndarray:

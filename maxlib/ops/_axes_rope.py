@@ -90,13 +90,16 @@ class MRope:
 
 @dataclass(frozen=True)
 class AxialRope:
-    """Rotary embedding of patches by row and column: half of the pairs turn by either, with the same frequencies.
+    """Rotary embedding of patches by row and column: half of the pairs turn by either.
 
-    Unlike `GridRope` it takes both as positions, so that images may have any size (Qwen's image encoders).
+    Unlike `GridRope` it takes both as positions, so that images may have any size. Rows and columns have the same
+    frequencies in Qwen's image encoders. In Pixtral's (arXiv:2410.07073) they take turns: of the frequencies of one
+    axis with `dim / 2` pairs, those with even numbers are for rows, and those with odd numbers for columns.
 
     Args:
       dim: number of rotary dimensions, a multiple of 4.
       theta: base of the frequencies.
+      alternating: True if rows and columns take turns with the frequencies.
 
     Raises:
       ValueError: when `dim` is not a multiple of 4.
@@ -104,6 +107,7 @@ class AxialRope:
 
     dim: int
     theta: float = 10_000.0
+    alternating: bool = False
 
     def __post_init__(self):
         if self.dim % 4 or self.dim < 1:
@@ -126,7 +130,9 @@ class AxialRope:
           positions: `B T 2`, row and column of each patch.
           length: ignored; present for the signature of `Rope.tables`.
         """
-        axis = Rope(self.dim // 2, self.theta)
-        # [B, T, half / 2] by row and by column
+        axis = Rope(self.dim if self.alternating else self.dim // 2, self.theta)
         (cos_y, sin_y), (cos_x, sin_x) = (axis.tables(positions[:, :, n]) for n in range(2))
+        if self.alternating:  # [B, T, half] -> [B, T, half / 2]
+            cos_y, sin_y, cos_x, sin_x = cos_y[:, :, ::2], sin_y[:, :, ::2], cos_x[:, :, 1::2], sin_x[:, :, 1::2]
+        # [B, T, half / 2] by row and by column
         return jnp.concatenate([cos_y, cos_x], axis=-1), jnp.concatenate([sin_y, sin_x], axis=-1)

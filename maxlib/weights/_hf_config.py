@@ -13,7 +13,7 @@ from typing import Any
 
 from maxlib._utils.files import without_duplicates
 from maxlib.ops._rope import Rope
-from maxlib.weights._fp8 import is_block_fp8
+from maxlib.weights._fp8 import is_scaled_fp8
 from maxlib.weights._hf_rope import read_rope, rope_to_hf
 
 __all__ = ["HFConfig", "read_config", "rope_to_hf"]
@@ -234,7 +234,7 @@ class HFConfig:
             if name not in self._taken | HARMLESS
             and value is not None
             and not (name in HARMLESS_VALUES and value == HARMLESS_VALUES[name])
-            and not (name == "quantization_config" and is_block_fp8(value))  # read as plain weights
+            and not (name == "quantization_config" and is_scaled_fp8(value))  # read as plain weights
         }
         nested = {f"{name}.{field}": v for name, child in self._children.items() for field, v in child.unread().items()}
         return own | nested

@@ -74,7 +74,7 @@ def images(case: dict[str, Any]) -> nn.vision.Patches | None:
     if (grids := case.get("grids")) is None:
         return None
     vision = case["config"]["vision_config"]
-    size = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    size = 3 * vision.get("temporal_patch_size", 1) * vision["patch_size"] ** 2
     grids = np.array(grids, np.int32)
     pixels = np.random.RandomState(2).standard_normal((grids.prod(axis=1).sum(), size)).astype(np.float32)
     return nn.vision.Patches(pixels, grids)
@@ -126,9 +126,25 @@ def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
 
     if (found := images(case)) is None:
         return {}
+    if case["config"]["vision_config"]["model_type"] == "pixtral":  # which takes images, padded to a common size
+        pixels, sizes = whole(case, found)
+        return {"pixel_values": torch.from_numpy(pixels).to(dtype), "image_sizes": torch.from_numpy(sizes).long()}
     pixels, grids = torch.from_numpy(found.pixels).to(dtype), torch.from_numpy(found.grids).long()
     kinds = (ids == case["config"]["image_token_id"]).int()
     return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+
+
+def whole(case: dict[str, Any], found: nn.vision.Patches) -> tuple[np.ndarray, np.ndarray]:
+    """Images put together again patch by patch, and their heights and widths."""
+    p, m = case["config"]["vision_config"]["patch_size"], case["config"].get("spatial_merge_size", 1)
+    pixels, sizes, patches = [], np.asarray(found.grids)[:, 1:] * p, iter(np.asarray(found.pixels))
+    for height, width in sizes:
+        image = np.zeros((3, *sizes.max(axis=0)), np.float32)
+        squares = [(y, x) for y in range(0, height, p * m) for x in range(0, width, p * m)]
+        for y, x in [(y + p * a, x + p * b) for y, x in squares for a in range(m) for b in range(m)]:
+            image[:, y : y + p, x : x + p] = next(patches).reshape(3, p, p)
+        pixels.append(image)
+    return np.stack(pixels), sizes
 
 
 def tensors_of(model: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ COUNTS = [2, 1]
 
 
 def tokens(vocab: int = 57) -> np.ndarray:
-    """Two rows with text from `vocab` ids and the images' placeholders."""
+    """Two rows with text from `vocab` ids and the images' placeholders, one for each square of 2 x 2 patches."""
     found = parity.tokens(vocab, SEQ)
     for (row, start), (_, height, width) in zip(PLACES, GRIDS, strict=True):
         found[row, start : start + height * width // 4] = IMAGE
@@ -50,6 +50,13 @@ class Seeing(Conformance):
 
     text_base: ClassVar[dict[str, Any]]
     vision_base: ClassVar[dict[str, Any]] = TOWER
+    tower_shapes: ClassVar[set[str]] = TOWER_SHAPES
+    ids: ClassVar[dict[str, int]] = TOKENS
+    grids: ClassVar[list[list[int]]] = GRIDS  # that make as many vectors as there are placeholders
+    patch_dim: ClassVar[int] = 96
+    offset: ClassVar[
+        int
+    ] = -3  # of positions behind all of the images from the number of tokens; 0 where they count these
     depths = (4, 8)
     elsewhere: ClassVar[set[str]] = {
         *TOKENS,
@@ -73,9 +80,9 @@ class Seeing(Conformance):
 
         def make(text=(), vision=(), **top):
             parts = {"text_config": cls.text_base | dict(text), "vision_config": cls.vision_base | dict(vision)}
-            return getattr(transformers, cls.config)(**parts, **TOKENS, **top)
+            return getattr(transformers, cls.config)(**parts, **cls.ids, **top)
 
-        return {name: (make(**changes), tokens(), cls.dtype, GRIDS) for name, changes in cls.cases.items()}
+        return {name: (make(**changes), tokens(), cls.dtype, cls.grids) for name, changes in cls.cases.items()}
 
     test_both_spellings_are_read = None  # of the families in turn
     test_every_field_of_the_shapes_matters = None
@@ -88,7 +95,7 @@ class Seeing(Conformance):
             for part in ("text_config", "vision_config")
             for name in fields.nested(part)._taken & fields.nested(part)._data.keys()
         }
-        known = SHAPING | SAID_TWICE | TOWER_SHAPES
+        known = SHAPING | SAID_TWICE | self.tower_shapes
         left = {name for name in inner if name.rpartition(".")[2] not in known}
         left |= fields._taken & fields._data.keys() - {"model_type"}
         assert not left - {*self.matters, *self.refused, *self.elsewhere}
@@ -110,7 +117,7 @@ class Seeing(Conformance):
 
     def by_row(self, case: dict[str, Any], *rows: int) -> nn.vision.Patches:
         """The images of some rows of tokens, a row of patches for each."""
-        found, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in GRIDS)])
+        found, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in self.grids)])
         first = np.cumsum([0, *COUNTS])
         own = [range(first[row], first[row + 1]) for row in rows]
         pixels = [found.pixels[ends[i] : ends[i + 1]] for images in own for i in images]
@@ -150,8 +157,8 @@ class Seeing(Conformance):
                 got[row, done[row] : done[row] + n] = np.asarray(logits)[row, :n]
             done += new
         assert list(done) == [SEQ, SEQ]
-        # A picture of 2 x 3 squares takes three positions for six tokens, and one of 3 x 2 likewise.
-        np.testing.assert_array_equal(cache.position_offset, [-3, -3])
+        # By M-RoPE a picture of 2 x 3 squares takes three positions for six tokens, and one of 3 x 2 likewise.
+        np.testing.assert_array_equal(0 if cache.position_offset is None else cache.position_offset, self.offset)
         assert_close(got, want, CLOSE)
 
     @pytest.mark.full
@@ -160,8 +167,8 @@ class Seeing(Conformance):
         rows, found, cut = case["tokens"][:1], parity.images(case), 10
         want = _logits(model, rows, images=self.by_row(case, 0))[0]
         cache = model.init_cache(1, SEQ, dtype=_dtype(model), rope_length=SEQ)
-        parts = [nn.vision.Patches(found.pixels[:24], found.grids[:1])]
-        parts += [nn.vision.Patches(found.pixels[24:28], found.grids[1:2])]
+        ends = np.cumsum([0, *(np.prod(grid) for grid in self.grids)])
+        parts = [nn.vision.Patches(found.pixels[ends[n] : ends[n + 1]], found.grids[n : n + 1]) for n in range(2)]
         got = []
         for part, images in zip((rows[:, :cut], rows[:, cut:]), parts, strict=True):
             logits, cache = step(model, part, np.ones(part.shape, bool), cache, {"images": images})
@@ -214,12 +221,13 @@ class Seeing(Conformance):
             model(rows, images=changed(grids=np.array([[2, 2, 6], [1, 2, 2], [1, 6, 4]], np.int32)))
         with pytest.raises(ValueError, match="only 40 are given"):
             model(rows, images=changed(pixels=images.pixels[:40]))
-        with pytest.raises(ValueError, match="patches of 96 numbers"):
-            model(rows, images=changed(pixels=images.pixels[:, :90]))
+        with pytest.raises(ValueError, match=f"patches of {self.patch_dim} numbers"):
+            model(rows, images=changed(pixels=images.pixels[:, :-6]))
         with pytest.raises(ValueError, match="must be nn.vision.Patches"):
             model.check_images(rows, images.pixels)
-        with pytest.raises(ValueError, match="three rows, time, row and column"):
-            model(rows, images=images, positions=jnp.zeros(rows.shape, jnp.int32))
+        if self.offset:
+            with pytest.raises(ValueError, match="three rows, time, row and column"):
+                model(rows, images=images, positions=jnp.zeros(rows.shape, jnp.int32))
 
     def test_placeholders_without_images_show_inside_jit(self, made):
         case, _, model = made(next(iter(self.cases)))

@@ -41,6 +41,16 @@ def test_half_of_the_pairs_turns_by_the_row():
     np.testing.assert_allclose(sin, np.sin(want), atol=1e-5)
 
 
+def test_rows_and_columns_take_turns_with_the_frequencies():
+    """Pair i by the row has the frequency of pair 2i of one axis, pair i by the column that of pair 2i + 1."""
+    cos, sin = AxialRope(16, 100.0, alternating=True).tables(POSITIONS[:, :, :2])
+    frequencies = 100.0 ** (-2.0 * np.arange(8) / 16)
+    rows, columns = (POSITIONS[:, :, axis, None] * frequencies[axis::2] for axis in range(2))
+    want = np.concatenate([rows, columns], axis=-1)
+    np.testing.assert_allclose(cos, np.cos(want), atol=1e-5)
+    np.testing.assert_allclose(sin, np.sin(want), atol=1e-5)
+
+
 @pytest.mark.parametrize("sections", [(4, 2), (4, 2, 3), (2, 3, 3), (0, 4, 4)])
 def test_sections_that_do_not_fill_the_pairs_are_refused(sections):
     with pytest.raises(ValueError, match="mrope_section"):

@@ -181,7 +181,9 @@ def test_a_misspelt_axis_is_an_error_wherever_it_is_used(meant):
             wrong()
 
 
-@pytest.mark.parametrize(("family", "preset"), [("gemma3", "gemma3-4b"), ("llama4", "llama4-17b-16e")])
+@pytest.mark.parametrize(
+    ("family", "preset"), [("gemma3", "gemma3-4b"), ("llama4", "llama4-17b-16e"), ("mistral", "mistral-small-3.1-24b")]
+)
 def test_models_with_images_have_a_place_on_a_mesh(family, preset):
     (found,) = (one for one in weights.families() if one.name == family)
     model = jax.eval_shape(lambda: found.model(found.presets[preset], rngs=nnx.Rngs(0)))

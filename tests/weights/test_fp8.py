@@ -1,4 +1,6 @@
-"""Block-scaled FP8 in a checkpoint as DeepSeek V3's: equal to the products of its parts, read as plain weights."""
+"""Scaled FP8 in a checkpoint as DeepSeek V3's or Ministral 3's: equal to the products of its parts, read as plain
+weights.
+"""
 
 import dataclasses
 import json
@@ -76,11 +78,11 @@ def directories(tmp_path_factory):
     return path
 
 
-def write(path, tensors, config):
+def write(path, tensors, config, quantization=QUANTIZATION):
     path.mkdir()
     headers = [Header(name, t.dtype, t.shape) for name, t in tensors.items()]
     write_file(path / "model.safetensors", headers, iter(tensors.values()))
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
 
 def assert_equal(got, want, dtype):
@@ -117,9 +119,35 @@ def test_factors_that_do_not_fit_are_refused(directories, tmp_path):
         maxlib.from_pretrained(tmp_path / "bad")
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_factor_for_a_matrix(shape, directories, tmp_path):
+    """As Ministral 3 and Devstral Small 2 ship it, with factors of activations that count for nothing here."""
+    tensors = {n: t.view() for n, t in maxlib.weights._files.find_tensors(directories / "plain").items()}
+    random, plain = np.random.default_rng(1), dict(tensors)
+    for name in filter(quantized, list(tensors)):
+        factor = np.float32(2.0 ** random.uniform(-9, 9))
+        tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+        plain[name] = tensors[name].astype(np.float32) * factor
+        tensors[name + "_scale_inv"] = np.full(shape, factor)
+        tensors[name.removesuffix("weight") + "activation_scale"] = np.full(shape, np.float32(3))
+    config = json.loads((directories / "plain" / "config.json").read_text())
+    one = QUANTIZATION | {"activation_scheme": "static", "weight_block_size": None, "dequantize": False}
+    one |= {"modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]}
+    write(tmp_path / "fp8", tensors, config, one)
+    (tmp_path / "plain").mkdir()
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
+    got = maxlib.from_pretrained(tmp_path / "fp8", dtype="float32")
+    assert_equal(got, maxlib.from_pretrained(tmp_path / "plain"), "float32")
+    # A factor of what is not scaled is no part of the format.
+    write(tmp_path / "more", tensors | {"model.norm.activation_scale": np.ones(shape, np.float32)}, config, one)
+    with pytest.raises(ValueError, match=r"model\.norm\.activation_scale"):
+        maxlib.from_pretrained(tmp_path / "more")
+
+
 @pytest.mark.parametrize(
     "change",
-    [{"quant_method": "gptq"}, {"weight_block_size": [64, 64]}, {"weight_block_size": None}],
+    [{"quant_method": "gptq"}, {"weight_block_size": [64, 64]}],
     ids=lambda c: next(iter(c)),
 )
 def test_other_quantizations_are_refused(change):

@@ -1,0 +1,249 @@
+"""Image encoder of Pixtral (Mistral AI 2024, arXiv:2410.07073), which Mistral's models since Small 3.1 see with.
+
+Images of any size, each seeing itself; patches rotate by row and column. Shapes: R rows of patches, P patches of a row,
+S = P / merge^2 vectors, E width of the encoder, D width of the text model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxlib import nn, ops
+from maxlib.nn.remat import Policy
+from maxlib.nn.vision import exact_gelu
+from maxlib.sharding import constrain
+from maxlib.weights import HFConfig, ModelConfig, Renamed, Table, Weight, hf, hf_fields, names
+
+IN = "vision_config."  # where config.json has what is about the encoder
+MERGING, PLAIN = "mistral3", "llava"  # squares of patches become one vector each, or each patch does (Pixtral 12B)
+EPS = 1e-5  # of the encoder's norms
+ACTS = {"silu": jax.nn.silu, "gelu": exact_gelu}
+
+
+def _read_theta(fields: HFConfig, c: Any) -> float:
+    vision = fields.nested("vision_config")
+    theta = vision.take("rope_theta", 10_000.0)  # as transformers 4 wrote it
+    if not vision.take("rope_parameters", None, kind=dict):
+        return theta
+    rope = vision.nested("rope_parameters")
+    rope.require("rope_type", "axial", "default")  # one name for it before transformers 5.3, another since
+    return rope.take("rope_theta", theta)
+
+
+def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
+    return {IN + "rope_parameters": {"rope_type": "axial", "rope_theta": theta}}
+
+
+def _read_merge(fields: HFConfig, c: Any) -> int:
+    return fields.take("spatial_merge_size", 2) if c.kind == MERGING else 1
+
+
+def _write_merge(merge: int, cfg: Any) -> dict[str, Any]:
+    return {"spatial_merge_size": merge} if cfg.kind == MERGING else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision(ModelConfig):
+    """Sizes of the encoder, and the placeholder that stands for a square of patches."""
+
+    fixed = {IN + "model_type": "pixtral", IN + "num_channels": 3, "projector_hidden_act": "gelu"}
+
+    kind: str = hf("model_type", MERGING)
+    dim: int = hf(IN + "hidden_size", 1024)
+    num_layers: int = hf(IN + "num_hidden_layers", 24)
+    num_heads: int = hf(IN + "num_attention_heads", 16)
+    mlp_dim: int = hf(IN + "intermediate_size", 4096)
+    act: str = hf(IN + "hidden_act", "silu", absent="gelu")
+    patch_size: int = hf(IN + "patch_size", 14, absent=16)
+    image_size: int = hf(IN + "image_size", 1540, absent=1024)  # longest side that processors make
+    merge: int = hf_fields(_read_merge, _write_merge, default=2)
+    rope_theta: float = hf_fields(_read_theta, _write_theta, default=10_000.0)
+    bias: bool = hf("multimodal_projector_bias", False, absent=lambda c: c.kind == PLAIN)
+    # Between rows of an image, and behind it, processors put other tokens, which are text.
+    image_token: int = hf("image_token_index", 10, absent=lambda c: 10 if c.kind == MERGING else 32_000)
+
+    def __post_init__(self):
+        if self.kind not in (MERGING, PLAIN) or self.act not in ACTS:
+            raise ValueError(
+                f"kind must be {MERGING} or {PLAIN}, and act (hidden_act) {' or '.join(ACTS)}, got {self.kind} and "
+                f"{self.act}"
+            )
+        if self.dim % (4 * self.num_heads):
+            raise ValueError(
+                f"num_heads (num_attention_heads) must divide dim (hidden_size) into heads of multiples of 4, got "
+                f"{self.num_heads} and {self.dim}"
+            )
+        if self.merge < 1 or (self.kind == PLAIN and self.merge != 1):
+            raise ValueError(f"merge (spatial_merge_size) must be at least 1, and 1 for {PLAIN}, got {self.merge}")
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in a patch."""
+        return 3 * self.patch_size**2
+
+    @classmethod
+    def read(cls, fields: HFConfig) -> "Vision":
+        """Reads what a config says of images."""
+        own, kind = fields.nested("vision_config"), fields.require("model_type", MERGING, PLAIN)
+        # The encoder's output. Left out, Llava means features of an earlier layer, without the first patch.
+        absent = {} if kind == PLAIN else {"default": -1}
+        if (layer := fields.take("vision_feature_layer", **absent, kind=object)) not in (-1, [-1]):
+            raise ValueError(f"{fields.where('vision_feature_layer')} must be -1, the encoder's output, got {layer}")
+        if kind == PLAIN:
+            fields.take("vision_feature_select_strategy", kind=str)
+            fields.require("vision_feature_select_strategy", "full")
+            fields.ignore("image_seq_length", "ignore_index")  # of processors and losses
+        found = cls.from_hf(fields)
+        own.require("head_dim", found.dim // found.num_heads)
+        own.ignore("tie_word_embeddings", "is_composition", "vocab_size")  # of all configs, of none but text models
+        return found
+
+    def written(self) -> dict[str, Any]:
+        """Returns what `read` reads."""
+        found = self.to_hf()
+        own = {"head_dim": self.dim // self.num_heads}
+        more = {"vision_feature_select_strategy": "full", "image_seq_length": 1} if self.kind == PLAIN else {}
+        found |= {"vision_config": found["vision_config"] | own}
+        return found | {"vision_feature_layer": -1} | more
+
+    def cut(self, image: Float[np.ndarray, "3 H W"]) -> tuple[np.ndarray, np.ndarray]:
+        """Cuts an image into patches.
+
+        Args:
+            image: RGB as a processor normalises it, whose sides are multiples of `patch_size * merge`.
+
+        Returns:
+            Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
+        """
+        found = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=1)
+        return np.asarray(found.pixels), np.asarray(found.grids)
+
+    def patches(self, pixels: Any, sizes: Any, *, counts: Sequence[int] | None = None) -> nn.vision.Patches:
+        """Returns the arrays of Pixtral's processor as the model takes them.
+
+        Args:
+            pixels: `pixel_values`, `I 3 H W`: images, padded below and on the right to a common size.
+            sizes: `image_sizes`, `I 2`: height and width of each without padding.
+            counts: Number of images in each row of tokens, for a row of patches for each of them; None for one row.
+
+        Raises:
+            ValueError: when there are not as many sizes as images, an image is smaller than its size, or a side is no
+                multiple of `patch_size * merge`.
+        """
+        pixels, sizes = [np.asarray(image) for image in pixels], np.asarray(sizes).reshape(-1, 2)
+        fits = len(pixels) == len(sizes) and all(
+            image.ndim == 3 and (image.shape[1:] >= size).all() for image, size in zip(pixels, sizes, strict=True)
+        )
+        if not fits or not pixels:
+            raise ValueError(
+                "pixels must be `I 3 H W` and sizes `I 2`, height and width of what an image has without padding, got "
+                f"the shapes {[image.shape for image in pixels]} and the sizes {sizes.tolist()}"
+            )
+        found = [self.cut(image[:, :height, :width]) for image, (height, width) in zip(pixels, sizes, strict=True)]
+        cut, grids = zip(*found, strict=True)
+        return nn.vision.patches(np.concatenate(cut), np.concatenate(grids), counts=counts)
+
+
+class Block(nnx.Module):
+    """Pre-norm layer in which each patch attends to all of its image."""
+
+    def __init__(self, cfg: Vision, *, rngs: nnx.Rngs):
+        E, N = cfg.dim, cfg.num_heads
+        rope = ops.AxialRope(E // N, cfg.rope_theta, alternating=True)
+        self.attn_norm = nn.RMSNorm(E, eps=EPS)
+        self.attn = nn.Attention(E, num_heads=N, head_dim=E // N, mask=ops.Full(), rope=rope, rngs=rngs)
+        self.mlp_norm = nn.RMSNorm(E, eps=EPS)
+        self.mlp = nn.GatedMLP(E, cfg.mlp_dim, act=ACTS[cfg.act], rngs=rngs)
+
+    def __call__(self, x: Float[Array, "R P E"], ctx: nn.Context, cache: None = None):
+        x = x + self.attn(self.attn_norm(x), ctx)[0]
+        x = x + self.mlp(self.mlp_norm(x))
+        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+
+
+class Merger(nnx.Module):
+    """Makes one vector from each square of patches: a norm, and a matrix over all of the square."""
+
+    def __init__(self, cfg: Vision, eps: float, *, rngs: nnx.Rngs):
+        E, self.squared = cfg.dim, cfg.merge**2
+        self.norm = nn.RMSNorm(E, eps=eps)
+        self.join = nn.Einsum("...E,FE->...F", (E, E * self.squared), ("embed", "vision"), rngs=rngs)
+
+    def __call__(self, x: Float[Array, "R P E"]) -> Float[Array, "R S E"]:
+        # The patches of a square stand together. Files have all of a channel side by side: [R, S, merge^2, E] ->
+        # [R, S, E * merge^2].
+        squares = self.norm(x).reshape(len(x), -1, self.squared, x.shape[-1]).swapaxes(2, 3)
+        return self.join(squares.reshape(*squares.shape[:2], -1))
+
+
+class PixtralVision(nnx.Module):
+    """Image encoder without learned positions, whose patches rotate by row and column, and its projector.
+
+    Args:
+        cfg: Sizes.
+        text_dim: Width D of the text model.
+        eps: Of the text model's norms, which is that of the merger's norm too.
+        rngs: Source of initial values.
+    """
+
+    def __init__(self, cfg: Vision, text_dim: int, *, eps: float, rngs: nnx.Rngs):
+        E, D, p = cfg.dim, text_dim, cfg.patch_size
+        axes = ("embed", "channel", "patch_row", "patch_column")
+        self.patches = nn.Einsum("...Cab,DCab->...D", (E, 3, p, p), axes, rngs=rngs)
+        self.norm = nn.RMSNorm(E, eps=EPS)  # before the layers
+        self.layers = nn.Stack(lambda i, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
+        self.merger = Merger(cfg, eps, rngs=rngs) if cfg.kind == MERGING else None
+        self.up = nn.Einsum("...E,FE->...F", (D, E), ("mlp", "vision"), bias=cfg.bias, rngs=rngs)
+        self.down = nn.Einsum("...F,DF->...D", (D, D), ("embed", "mlp"), bias=cfg.bias, rngs=rngs)
+        self.shape, self.merge = (3, p, p), cfg.merge
+        self.rope = ops.AxialRope(E // cfg.num_heads, cfg.rope_theta, alternating=True)
+
+    def __call__(
+        self, images: nn.vision.Patches, *, dtype: Any = jnp.bfloat16, remat: Policy = None
+    ) -> tuple[Float[Array, "R S D"], None]:
+        """Returns a vector for each square of patches, and None: there is nothing for later layers.
+
+        Args:
+            images: Patches of normalised pixels, in rows.
+            dtype: The dtype of the computation.
+            remat: Policy of recomputation, see `nn.remat`.
+        """
+        R, P = images.pixels.shape[:2]
+        P += -P % self.merge**2  # whole squares
+        pixels = jnp.pad(jnp.asarray(images.pixels, dtype), ((0, 0), (0, P - images.pixels.shape[1]), (0, 0)))
+        at = nn.vision.patch_places(jnp.asarray(images.grids), P, self.merge)
+        # Images are documents of a packed row, and rotate by their own rows and columns.
+        places, images_of = jnp.stack([at.row, at.column], axis=2), at.segment_ids
+        ctx = nn.context(R, P, positions=places, segment_ids=images_of, masks=(ops.Full(),), ropes=(self.rope,))
+        x = constrain(self.norm(self.patches(pixels.reshape(R, P, *self.shape))), "batch", "seq", "act_embed")
+        x, _, _ = self.layers(x, ctx, remat=remat)
+        x = x if self.merger is None else self.merger(x)
+        return self.down(exact_gelu(self.up(x))), None
+
+
+def table() -> Table:
+    """Maps the names of the releases to ours; transformers has another prefix."""
+    own = {"self_attn.": "attention.", "mlp.": "feed_forward."}
+    entries = [*names.ATTENTION, *names.MLP]
+    layer = [
+        replace(e, theirs=e.theirs.replace(old, new)) for old, new in own.items() for e in entries if old in e.theirs
+    ]
+    layer += [Weight("attention_norm.weight", "attn_norm.scale"), Weight("ffn_norm.weight", "mlp_norm.scale")]
+    joined = "multi_modal_projector.patch_merger.merging_layer.weight"
+    return [
+        Weight("vision_tower.patch_conv.weight", "tower.patches.w"),
+        Weight("vision_tower.ln_pre.weight", "tower.norm.scale"),
+        *names.under(layer, "vision_tower.transformer.layers.{i}", "tower.layers.{i}"),
+        Weight("multi_modal_projector.norm.weight", "tower.merger.norm.scale"),
+        Weight(joined, "tower.merger.join.w"),
+        *names.linear("multi_modal_projector.linear_1", "tower.up"),
+        *names.linear("multi_modal_projector.linear_2", "tower.down"),
+        Renamed("model.vision_tower.", "vision_tower."),
+        Renamed("model.multi_modal_projector.", "multi_modal_projector."),
+    ]
