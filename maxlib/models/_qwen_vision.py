@@ -114,13 +114,8 @@ class Vision(ModelConfig):
         Returns:
             Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
         """
-        p, m, (_, H, W) = self.patch_size, self.merge, image.shape
-        if H % (p * m) or W % (p * m):
-            raise ValueError(f"the sides of an image must be multiples of {p * m}, got {H} x {W}: resize it")
-        # [C, y, m, p, x, m, p] -> [y, x, m, m, C, p, p], then each patch once for every frame.
-        squares = image.reshape(3, H // (p * m), m, p, W // (p * m), m, p).transpose(1, 4, 2, 5, 0, 3, 6)
-        shown = np.repeat(squares[:, :, :, :, :, None], self.frames, axis=5)
-        return shown.reshape(-1, self.patch_dim), np.array([[1, H // p, W // p]], np.int32)
+        found = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=self.frames)
+        return np.asarray(found.pixels), np.asarray(found.grids)
 
 
 class Block(nnx.Module):

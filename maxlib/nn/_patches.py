@@ -74,6 +74,27 @@ def patches(pixels: Any, grids: Any, *, counts: Any = None) -> Patches:
     return found if len(counts) > 1 else Patches(found.pixels[0], found.grids[0])
 
 
+def cut(image: Float[np.ndarray, "3 H W"], patch_size: int, *, merge: int = 2, frames: int = 2) -> Patches:
+    """Cuts an image into patches, `n C`, as Hugging Face's Qwen processors do with one that they have resized.
+
+    Args:
+        image: RGB, whose sides are multiples of `patch_size * merge`.
+        patch_size: Side of a patch in pixels.
+        merge: Side of the squares of patches that stand together.
+        frames: Times that a patch shows the image.
+
+    Raises:
+        ValueError: when the sides are no such multiples.
+    """
+    p, m, (_, H, W) = patch_size, merge, image.shape
+    if H % (p * m) or W % (p * m):
+        raise ValueError(f"the sides of an image must be multiples of {p * m}, got {H} x {W}: resize it")
+    # [C, y, m, p, x, m, p] -> [y, x, m, m, C, p, p], then each patch once for every frame.
+    squares = image.reshape(3, H // (p * m), m, p, W // (p * m), m, p).transpose(1, 4, 2, 5, 0, 3, 6)
+    shown = np.repeat(squares[:, :, :, :, :, None], frames, axis=5)
+    return Patches(shown.reshape(-1, 3 * frames * p * p), np.array([[1, H // p, W // p]], np.int32))
+
+
 def _frames(grids: np.ndarray) -> np.ndarray:
     """Returns a grid for each frame."""
     each = np.repeat(grids, grids[:, 0], axis=0)
