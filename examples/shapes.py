@@ -1,8 +1,8 @@
 """Draws pictures of shapes with questions about them, and makes a small model that has seen nothing. Fork me.
 
     python examples/shapes.py runs/shapes
-    python examples/finetune.py runs/shapes/model runs/shapes/chats.jsonl --chats --steps 200 --length 128 \\
-        --patches 320 --learning-rate 3e-3
+    python examples/finetune.py runs/shapes/model runs/shapes/chats.jsonl --chats --steps 100 --batch 4 \\
+        --length 256 --patches 640 --learning-rate 3e-3
 
 Needs Pillow. Each line of chats.jsonl is a chat about one picture, of which no two have to be of the same size.
 """

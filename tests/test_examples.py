@@ -155,8 +155,8 @@ def test_finetune_on_images(tmp_path):
 @full
 def test_finetune_learns_to_look(tmp_path):
     """What the images say is learned, not only what answers look like: other images make answers wrong."""
-    options = ["--steps", 150, "--length", 128, "--patches", 320, "--learning-rate", 3e-3]
-    _, found = tuned_on_images(tmp_path, pictures=1000, dim=64, options=options)
+    options = ["--steps", 100, "--batch", 4, "--length", 256, "--patches", 640, "--learning-rate", 3e-3]
+    _, found = tuned_on_images(tmp_path, pictures=2000, dim=64, options=options)
     (nll, right), (other_nll, other_right) = found[""], found["images of other chats"]
     assert right > other_right + 10 and nll < 0.7 * other_nll
     assert right > found["grey images"][1] + 10
