@@ -2,6 +2,8 @@
 
 import os
 import re
+import runpy
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,23 @@ def draw_memory() -> Any:
     return figure
 
 
+def draw_shapes() -> Any:
+    """Pictures of `examples/shapes.py`, with what is asked about them."""
+    make, rng = (
+        runpy.run_path(str(HERE.parent / "examples" / "shapes.py"))["picture_and_chat"],
+        np.random.default_rng(3),
+    )
+    figure, row = plt.subplots(1, 4, figsize=(9, 3.3), layout="constrained")
+    for ax in row:
+        with tempfile.TemporaryDirectory() as folder:
+            chat = make(rng, Path(folder), "picture.png")
+            ax.imshow(plt.imread(f"{folder}/picture.png"))
+        said = [m["content"] if isinstance(m["content"], str) else m["content"][-1]["text"] for m in chat]
+        ax.set_title("\n".join(f"{q} {a}" for q, a in zip(said[::2], said[1::2], strict=True)), fontsize=7)
+        ax.set(xticks=[], yticks=[], anchor="S")
+    return figure
+
+
 # Of the whole picture: an image in a page does not inherit its colour.
 STANDALONE = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
 
@@ -158,7 +177,8 @@ def draw_llama() -> str:
 
 def main() -> None:
     (HERE / "llama.svg").write_text(draw_llama())
-    for name, draw in {"parallelisms": draw_parallelisms, "schedules": draw_schedules, "memory": draw_memory}.items():
+    figures = {"parallelisms": draw_parallelisms, "schedules": draw_schedules, "memory": draw_memory}
+    for name, draw in (figures | {"shapes": draw_shapes}).items():
         draw().savefig(HERE / f"{name}.png", dpi=110)
 
 

@@ -1,11 +1,14 @@
 """Trains a Hugging Face model further on your text, and exports it back. Fork me.
 
 By default the text is what every Python carries (its help topics and docstrings); give text or .jsonl files for your
-own. Run the same command again to resume. Ctrl-C saves first.
+own. With --chats each line of a .jsonl file is a chat, with images if the model sees, and only its answers are learned.
+Run the same command again to resume. Ctrl-C saves first.
 """
 
 import argparse
+import dataclasses
 import functools
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -33,7 +36,8 @@ def main() -> None:
     args = arguments()
     layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP) if jax.device_count() > 1 else None
     tokenizer = tokenization.load_tokenizer(args.model)
-    train, held_out = loaders(tokenizer, args)
+    tokenize, train, held_out = documents(tokenizer, args)
+    held_out_loader = loader(tokenize(held_out), args, num_shards=1)
     model = maxlib.from_pretrained(args.model, dtype=jnp.float32, layout=layout)
     if args.lora:
         model = adapters.add(model, adapters.LoRA(args.lora, 2 * args.lora), rngs=nnx.Rngs(0))
@@ -42,12 +46,12 @@ def main() -> None:
     trainer = training.Trainer(
         model,
         optimizer=training.adamw(schedule),
-        loader=train,
+        loader=loader(tokenize(train).shuffle(seed=0).repeat(), args),
         loss=training.accumulate(loss, args.accumulate),
         directory=args.out,
         layout=layout,
         log_schedule=schedule,
-        evaluation=training.Evaluation(held_out),
+        evaluation=training.Evaluation(held_out_loader),
         checkpointer=checkpoint.Checkpointer(
             args.out / "checkpoints", every=max(args.steps // 4, 1), base=args.model if args.lora else None
         ),
@@ -56,14 +60,23 @@ def main() -> None:
     del model  # the trainer has a copy
     trainer.restore()
     if trainer.step == 0:
-        trainer.log(f"before: {trainer.evaluate()['eval/nll']:.3f} nats per token of held-out text")
-    trainer.log(f"after: {trainer.fit(args.steps)['eval/nll']:.3f} nats per token of held-out text")
+        trainer.log(f"before: {shown(trainer.evaluate())}")
+    trainer.log(f"after: {shown(trainer.fit(args.steps))}")
+    if args.images:
+        step = jax.jit(training.make_eval_step(loss))
+        for name, others in without_their_images(held_out, tokenize, args).items():
+            with trainer.sharded():
+                metrics = training.evaluate(step, trainer.state, training.Prefetch(others, layout=layout))
+            trainer.log(f"after, {name}: {shown(metrics, '')}")
     model = trainer.model
     if args.lora:
         print("\n".join(adapters.save(model, args.out / "adapter", base=args.base, overwrite=True)))
         model = adapters.merge(model)
     export(model, args)
-    show_sample(model, tokenizer, args)
+    if args.chats:
+        show_answer(model, tokenizer, tokenize(held_out), args)
+    else:
+        show_sample(model, tokenizer, args)
 
 
 def arguments() -> argparse.Namespace:
@@ -71,6 +84,8 @@ def arguments() -> argparse.Namespace:
     add = functools.partial(parser.add_argument, metavar="N", type=int)
     add("model", metavar="MODEL", type=str, help="a Hugging Face directory, or a name on the hub")
     add("files", metavar="FILE", type=Path, nargs="*", help="text or .jsonl files, or folders of text files")
+    parser.add_argument("--chats", action="store_true", help="the files are chats, of which the answers are learned")
+    add("--patches", default=1024, help="of images in a row, for models that see (%(default)s)")
     add("--field", metavar="NAME", type=str, default="text", help="which field of a .jsonl line (%(default)s)")
     add("--out", metavar="DIR", type=Path, default=Path("runs/finetune"), help="where everything goes (%(default)s)")
     add("--steps", default=100, help="optimizer steps in all (%(default)s)")
@@ -85,18 +100,60 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.learning_rate = args.learning_rate or (2e-4 if args.lora else 2e-5)
     args.base, args.model = args.model, weights.model_directory(args.model)
+    args.images = image_processor(args.model) if args.chats else None
     return args
 
 
-def loaders(tokenizer: Tokenizer, args) -> tuple[data.Loader, data.Loader]:
-    """Packed rows for training, without end, and all rows of a twentieth of the documents for evaluation."""
-    ids = special_ids(args.model)
-    documents = data.files(args.files, field=args.field, document="paragraph") if args.files else data.python_text()
-    tokens = [data.tokenize(part, tokenizer, **ids) for part in data.split(documents, validation=0.05)]
-    train, held_out = tokens[0].shuffle(seed=0).repeat(), tokens[1]
-    rows = lambda tokens: lambda part: data.pack(tokens[part], length=args.length)
-    make = functools.partial(data.Loader, batch_size=args.batch)
-    return make(rows(train)), make(rows(held_out), num_shards=1)
+def image_processor(directory: Path) -> data.ImageProcessor | None:
+    """What cuts the images of chats into patches; None for a model of text."""
+    try:
+        return data.ImageProcessor.from_directory(directory)
+    except FileNotFoundError:
+        return None
+
+
+def documents(tokenizer: Tokenizer, args):
+    """What makes tokens of documents, and the documents: a twentieth of them is held out."""
+    if args.chats:
+        template = tokenization.ChatTemplate.from_directory(args.model)
+        read = data.chats(args.files)
+        tokenize = lambda part: data.tokenize_chats(part, tokenizer, template, images=args.images)
+    else:
+        read = data.files(args.files, field=args.field, document="paragraph") if args.files else data.python_text()
+        ids = special_ids(args.model)
+        tokenize = lambda part: data.tokenize(part, tokenizer, **ids)
+    return tokenize, *data.split(read, validation=0.05)
+
+
+def loader(tokens, args, *, change=lambda row: row, num_shards: int | None = None) -> data.Loader:
+    """Packed rows, with the images of their chats."""
+    blank = args.images and args.images.blank(args.patches)
+    rows = lambda part: data.pack(tokens[part], length=args.length, images=blank).map(change)
+    return data.Loader(rows, batch_size=args.batch, num_shards=num_shards)
+
+
+def without_their_images(held_out, tokenize, args) -> dict[str, data.Loader]:
+    """Held-out chats that cannot be answered: whoever does not look answers them as well as those that can."""
+    chats = [chat for i in range(len(held_out)) if (chat := held_out[i]) is not None]
+    others = data.records(
+        [with_images_of(*pair) for pair in zip(chats, [*chats[1:], chats[0]], strict=True)], field="messages"
+    )
+    grey = lambda row: row | {"images": dataclasses.replace(row["images"], pixels=0 * row["images"].pixels)}
+    make = functools.partial(loader, args=args, num_shards=1)
+    return {"images of other chats": make(tokenize(others)), "grey images": make(tokenize(held_out), change=grey)}
+
+
+def with_images_of(chat: dict, other: dict) -> dict:
+    """A chat with the images of another one, in turn."""
+    parts = lambda message: message["content"] if isinstance(message["content"], list) else []
+    found = itertools.cycle(part for m in other["messages"] for part in parts(m) if part["type"] == "image")
+    swapped = lambda m: [next(found, part) if part["type"] == "image" else part for part in parts(m)]
+    return chat | {"messages": [m | ({"content": swapped(m)} if parts(m) else {}) for m in chat["messages"]]}
+
+
+def shown(metrics: dict, prefix: str = "eval/") -> str:
+    nll, accuracy = (float(metrics[prefix + name]) for name in ("nll", "accuracy"))
+    return f"{nll:.3f} nats per token of held-out text, {accuracy:.1%} of tokens right"
 
 
 def special_ids(directory: Path) -> dict[str, int | None]:
@@ -112,6 +169,8 @@ def export(model, args) -> None:
     target = args.out / "model"
     ids = special_ids(args.model)
     generation = {"bos_token_id": ids["bos_id"], "eos_token_id": ids["eos_id"]}
+    if (stored := args.model / "generation_config.json").exists():
+        generation |= json.loads(stored.read_text())
     maxlib.save_pretrained(model, target, generation=generation, overwrite=True)
     for name in KEPT:
         if (args.model / name).exists():
@@ -120,13 +179,23 @@ def export(model, args) -> None:
 
 
 def show_sample(model, tokenizer: Tokenizer, args) -> None:
-    generator = inference.Generator(model, dtype=DTYPE)
-    sampler = inference.Sampler(temperature=0.7, top_p=0.95)
-    stop = inference.stop_tokens(args.model)
     print(f"\nA sample: {args.prompt}", end="")
-    for piece in inference.stream_text(
-        generator, tokenizer, args.prompt, max_new_tokens=60, sampler=sampler, stop=stop
-    ):
+    write(model, tokenizer, args.prompt, args, sampler=inference.Sampler(temperature=0.7, top_p=0.95))
+
+
+def show_answer(model, tokenizer: Tokenizer, held_out, args) -> None:
+    """The first answer of a held-out chat, after what was asked and shown."""
+    chat = next(chat for i in range(len(held_out)) if (chat := held_out[i]) is not None)
+    prompt = chat["tokens"][: (chat["targets"] >= 0).argmax() + 1].tolist()
+    images = chat.get("images")
+    print(f"\nA held-out chat: {tokenizer.decode(prompt)}", end="")
+    seen = {} if images is None else {"images": nn.vision.patches(images.pixels, images.grids)}
+    write(model, tokenizer, prompt, args, **seen)
+
+
+def write(model, tokenizer: Tokenizer, prompt, args, **options) -> None:
+    generator, stop = inference.Generator(model, dtype=DTYPE), inference.stop_tokens(args.model)
+    for piece in inference.stream_text(generator, tokenizer, prompt, max_new_tokens=60, stop=stop, **options):
         print(piece, end="", flush=True)
     print()
 

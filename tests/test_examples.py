@@ -133,6 +133,35 @@ def test_finetune_lowers_the_loss_and_exports(run, finetuned):
     assert new == old
 
 
+def tuned_on_images(tmp_path, *, pictures: int, dim: int, options: list) -> tuple[str, dict[str, tuple[float, float]]]:
+    """What finetune.py says, and by kind of images the loss and the share of right tokens after training."""
+    pytest.importorskip("PIL")
+    example("shapes.py", tmp_path / "shapes", "--pictures", pictures, "--dim", dim)
+    where = [tmp_path / "shapes" / name for name in ("model", "chats.jsonl")]
+    text = example("finetune.py", *where, "--chats", "--out", tmp_path / "run", *options)
+    rows = re.findall(r"after(.*): (\S+) nats per token of held-out text, (\S+)% of", text)
+    return text, {name.lstrip(", "): (float(nll), float(right)) for name, nll, right in rows}
+
+
+def test_finetune_on_images(tmp_path):
+    options = ["--steps", 2, "--batch", 2, "--length", 128, "--patches", 256]
+    text, found = tuned_on_images(tmp_path, pictures=40, dim=32, options=options)
+    assert found.keys() == {"", "images of other chats", "grey images"} and "A held-out chat: user" in text
+    for name in ("config.json", "preprocessor_config.json", "chat_template.jinja", "generation_config.json"):
+        kept = [(tmp_path / part / "model" / name).read_text() for part in ("shapes", "run")]
+        assert json.loads(kept[0]) == json.loads(kept[1]) if name.endswith("json") else kept[0] == kept[1]
+
+
+@full
+def test_finetune_learns_to_look(tmp_path):
+    """What the images say is learned, not only what answers look like: other images make answers wrong."""
+    options = ["--steps", 100, "--batch", 4, "--length", 256, "--patches", 640, "--learning-rate", 3e-3]
+    _, found = tuned_on_images(tmp_path, pictures=2000, dim=64, options=options)
+    (nll, right), (other_nll, other_right) = found[""], found["images of other chats"]
+    assert right > other_right + 10 and nll < 0.7 * other_nll
+    assert right > found["grey images"][1] + 10
+
+
 def test_generate_writes_from_a_directory(finetuned):
     text = example("generate.py", "Once there", "--model", finetuned[0] / "model", "--tokens", 8, "--raw")
     assert "tokens/s" in text and len(text.partition("\n\n[")[0]) > 4

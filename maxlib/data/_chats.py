@@ -7,6 +7,7 @@ from typing import Any, Literal
 import grain
 import numpy as np
 
+from maxlib.data._images import ImageProcessor, expand, find_images
 from maxlib.data._sources import Document
 from maxlib.tokenization._chat_template import ChatTemplate, Message, Span
 
@@ -19,6 +20,7 @@ def tokenize_chats(
     template: ChatTemplate,
     *,
     learn: Literal["assistant", "last"] | Chooses = "assistant",
+    images: ImageProcessor | None = None,
 ) -> grain.MapDataset[Document]:
     """Adds `"tokens"` and `"targets"` to every document with `"messages"`; targets are -1 outside learned turns.
 
@@ -26,19 +28,24 @@ def tokenize_chats(
     its prompt, up to and including its end-of-turn token. The template writes all special tokens, and gets the
     `"tools"` and `"documents"` of a document.
 
+    With `images`, a message's content may be a list of parts, `{"type": "text", "text": ...}` and `{"type": "image",
+    "image": ...}`. Every document gets `"images"`, the `nn.vision.Patches` of all its images, for which the placeholder
+    that the template writes is repeated. `pack` puts them into rows.
+
     Args:
       documents: chats, such as those of `chats`.
       tokenizer: a `tokenizers.Tokenizer`, or a Hugging Face tokenizer that has one as its `backend_tokenizer`.
       template: the chat template.
       learn: the turns to learn: all of the assistant, the last of the assistant, or those for which `learn(i,
         messages)` is true.
+      images: how images are cut into patches, for models that see.
 
     Raises:
       ValueError: when a record cannot be tokenized; the message names it.
     """
     if not callable(learn) and learn not in ("assistant", "last"):
         raise ValueError(f"learn must be 'assistant', 'last' or a function of (i, messages), got {learn!r}.")
-    tokenized = lambda document, _: {**document, **with_targets(document, tokenizer, template, learn)}
+    tokenized = lambda document, _: {**document, **with_targets(document, tokenizer, template, learn, images)}
     return map_named(documents, tokenized, "chat")
 
 
@@ -66,8 +73,14 @@ def _named(index: int, document: Document, *, function: Callable[[Document, int]
         raise ValueError(f"{record}: {type(error).__name__}: {error}") from error
 
 
-def with_targets(document: Document, tokenizer: Any, template: ChatTemplate, learn: str | Chooses) -> Document:
-    """Returns tokens and targets of a document with `messages`."""
+def with_targets(
+    document: Document,
+    tokenizer: Any,
+    template: ChatTemplate,
+    learn: str | Chooses,
+    images: ImageProcessor | None = None,
+) -> Document:
+    """Returns tokens and targets of a document with `messages`, and its `images` if they are processed."""
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if "messages" not in document:
         raise ValueError(f"a chat needs 'messages', got {sorted(document)}")
@@ -82,7 +95,21 @@ def with_targets(document: Document, tokenizer: Any, template: ChatTemplate, lea
     targets = np.where(_learned(encoded.offsets, spans)[1:], tokens[1:], np.int32(-1))
     if not (targets >= 0).any():
         raise ValueError("the chosen turns hold no token")
-    return {"tokens": tokens, "targets": np.append(targets, np.int32(-1))}
+    return _with_images(document, tokens, np.append(targets, np.int32(-1)), images)
+
+
+def _with_images(
+    document: Document, tokens: np.ndarray, targets: np.ndarray, images: ImageProcessor | None
+) -> Document:
+    found = find_images(document)
+    if images is None:
+        if found:
+            raise ValueError(f"the chat has {len(found)} images: give images=data.ImageProcessor.from_directory(...)")
+        return {"tokens": tokens, "targets": targets}
+    cut = images.join([images(image) for image in found])
+    counts = np.prod(cut.grids, axis=1) // images.merge**2
+    tokens, targets = expand(tokens, targets, images.image_token, counts.tolist())
+    return {"tokens": tokens, "targets": targets, "images": cut}
 
 
 def _chosen(messages: Sequence[Message], learn: str | Chooses) -> list[int]:

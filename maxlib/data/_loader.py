@@ -3,6 +3,7 @@ continue.
 """
 
 import atexit
+import functools
 import math
 import queue
 import sys
@@ -19,7 +20,7 @@ import numpy as np
 from maxlib.data import _counting as counting
 from maxlib.data._bad_records import SkipBadRecords
 
-Batch = dict[str, Any]  # arrays with rows first, in dictionaries of any depth
+Batch = dict[str, Any]  # arrays with rows first, in dictionaries of any depth and other pytrees
 State = dict[str, Any]
 
 
@@ -377,12 +378,19 @@ def _check(batch_size: int, num_shards: int, shards: list[int]) -> None:
 
 
 def _by_name(function: Callable[..., Any], *batches: Batch) -> Batch:
-    """Maps `function(name, *arrays)` over the arrays of batches, which may be in dictionaries of any depth."""
+    """Maps `function(name, *arrays)` over the arrays of batches, which may be in dictionaries of any depth and in other
+    pytrees, such as `nn.vision.Patches`, whose arrays have its name.
+    """
+    import jax
+
     first, *_ = batches
     below = lambda name: [batch[name] for batch in batches]
     is_nested = lambda name: isinstance(first[name], Mapping)
     return {
-        name: _by_name(function, *below(name)) if is_nested(name) else function(name, *below(name)) for name in first
+        name: _by_name(function, *below(name))
+        if is_nested(name)
+        else jax.tree.map(functools.partial(function, name), *below(name))
+        for name in first
     }
 
 

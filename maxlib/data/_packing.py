@@ -3,7 +3,8 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import grain
 import numpy as np
@@ -18,6 +19,9 @@ from jaxtyping import Int32
 from maxlib.data._counting import CountingIterator
 from maxlib.data._sources import Document
 
+if TYPE_CHECKING:
+    from maxlib.nn.vision import Patches
+
 Long = Literal["split", "truncate", "drop", "error"]
 Policies = Long | Mapping[str, Long]
 Row = dict[str, np.ndarray]
@@ -30,6 +34,7 @@ def pack(
     strategy: Literal["first_fit", "concat_then_split"] = "first_fit",
     bins: int = 64,
     long: Policies = "split",
+    images: "Patches | None" = None,
 ) -> grain.IterDataset[Row]:
     """Packs documents with `"tokens"` into rows of int32 arrays `tokens targets segment_ids positions`.
 
@@ -38,6 +43,10 @@ def pack(
     so every token but a document's first is predicted exactly once. `segment_ids` number the pieces of a row from 1,
     and 0 is padding; `positions` count from 0 in each piece. A document may have its own `"targets"`, with -1 where
     nothing is learned.
+
+    With `images` a row has also `"images"`, the `nn.vision.Patches` of its documents (`tokenize_chats`), and no
+    positions, which the model finds from the grids. It holds no more patches than there is room for. A document with
+    images is never cut: longer than a row, or with too many patches, it is an error, unless `long` drops it.
 
     Args:
       documents: documents with `"tokens"`.
@@ -48,6 +57,7 @@ def pack(
       long: policy for documents longer than a row, or one by source of a `Mixture`: "split" continues in another row,
         "truncate" keeps the first row, "drop" skips the document, "error" stops. Truncated and dropped documents and
         tokens are counted in the loader's metrics, also per source.
+      images: a row without an image, with the room that every row has (`ImageProcessor.blank`); None for text.
     """
     if length < 2:
         raise ValueError(f"length must be at least 2, one token and its target, got {length}.")
@@ -57,10 +67,22 @@ def pack(
         raise ValueError(f"bins must be at least 1, got {bins}.")
     _check_policies(long)
     lengths = {"tokens": length, "targets": length}
+    if images is not None:
+        return _pack_images(_in_order(documents), lengths, images, strategy, bins, long)
     pieces = _Segments(_in_order(documents), length, long, cut=strategy == "first_fit")
     if strategy == "concat_then_split":
         return ConcatThenSplitIterDataset(pieces, length_struct=lengths).map(_as_row)
     return FirstFitPackIterDataset(pieces, length_struct=lengths, num_packing_bins=bins).map(_as_row)
+
+
+def _pack_images(documents, lengths: dict[str, int], blank: "Patches", strategy: str, bins: int, long: Policies):
+    if strategy != "first_fit":
+        raise ValueError(f"documents with images cannot be cut: pack them with strategy='first_fit', not {strategy!r}.")
+    pieces = _Segments(documents, lengths["tokens"], long, cut=True, blank=blank)
+    # The bins count the patches of a row; the patches themselves are joined when it is full.
+    lengths = {**lengths, "patches": len(blank.pixels), "grids": len(blank.grids)}
+    options: Any = dict(length_struct=lengths, num_packing_bins=bins, meta_features=("pixels",))
+    return FirstFitPackIterDataset(pieces, **options).map(partial(_as_row_with_images, blank=blank))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,21 +124,25 @@ def statistics(batch: Mapping[str, Int32[np.ndarray, "B T"]]) -> Statistics:
 class _Segments(grain.IterDataset):
     """Documents with targets, each in as many pieces as the policy and the packing ask for."""
 
-    def __init__(self, parent: grain.IterDataset, length: int, long: Policies, *, cut: bool):
+    def __init__(
+        self, parent: grain.IterDataset, length: int, long: Policies, *, cut: bool, blank: "Patches | None" = None
+    ):
         super().__init__(parent)
-        self._length, self._cut = length, cut
+        self._length, self._cut, self._blank = length, cut, blank
         self._long: Policies = long
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _PiecesIterator(iter(self._parent), self._length, self._long, cut=self._cut)
+        return _PiecesIterator(iter(self._parent), self._length, self._long, cut=self._cut, blank=self._blank)
 
 
 class _PiecesIterator(CountingIterator):
     """Its state is that before the document under way, and how many of its pieces have been handed out."""
 
-    def __init__(self, parent: grain.DatasetIterator, length: int, long: Policies, *, cut: bool):
+    def __init__(
+        self, parent: grain.DatasetIterator, length: int, long: Policies, *, cut: bool, blank: "Patches | None" = None
+    ):
         super().__init__(parent)
-        self._length, self._cut = length, cut
+        self._length, self._cut, self._blank = length, cut, blank
         self._long: Policies = long
         self._pieces: list[Row] = []
         self._given, self._before = 0, (parent.get_state(), Counter(self.counts))
@@ -141,15 +167,41 @@ class _PiecesIterator(CountingIterator):
         self._pieces = self._of(next(self._parent)) if self._given else []
 
     def _of(self, document: Document) -> list[Row]:
+        if self._blank is not None:
+            return self._whole(document, self._blank)
+        if "images" in document:
+            raise ValueError("A document has images: pack it with images=, such as ImageProcessor.blank(patches).")
         row = self._kept(_with_targets(document), document.get("source"))
+        return self._cut_up(row)
+
+    def _cut_up(self, row: Row) -> list[Row]:
         size = len(row["tokens"])
         starts = range(0, size, self._length if self._cut else max(size, 1))
         return [{name: array[i : i + starts.step] for name, array in row.items()} for i in starts]
 
+    def _whole(self, document: Document, blank: "Patches") -> list[Row]:
+        """Returns a document with its images, in one piece; pieces of one without images, which may be cut."""
+        images, row, source = document.get("images"), _with_targets(document), document.get("source")
+        if images is None or not len(images.grids):
+            texts = self._cut_up(self._kept(row, source))
+            return [text | _image_columns(blank.pixels[:0], blank.grids[:0]) for text in texts]
+        size, room = len(row["tokens"]), (len(blank.pixels), len(blank.grids))
+        if size <= self._length and len(images.pixels) <= room[0] and len(images.grids) <= room[1]:
+            return [row | _image_columns(images.pixels, images.grids)]
+        if self._policy(source) != "drop":
+            raise ValueError(
+                f"A document with images must fit a row of {self._length} tokens, {room[0]} patches and {room[1]} images, "
+                f'got {size}, {len(images.pixels)} and {len(images.grids)}: make rows larger, or give long="drop".'
+            )
+        self._count("dropped", size, source)
+        return []
+
+    def _policy(self, source: str | None) -> Long:
+        return self._long if isinstance(self._long, str) else self._long.get(source or "", "split")
+
     def _kept(self, row: Row, source: str | None) -> Row:
         """Cuts a document to what the policy leaves of it."""
-        size = len(row["tokens"])
-        policy = self._long if isinstance(self._long, str) else self._long.get(source or "", "split")
+        size, policy = len(row["tokens"]), self._policy(source)
         if size <= self._length or policy == "split":
             return row
         if policy == "error":
@@ -192,6 +244,22 @@ def _with_targets(document: Document) -> Row:
     if len(targets) != len(tokens):
         raise ValueError(f"A document's 'targets' must be as long as 'tokens', got {len(targets)} and {len(tokens)}.")
     return {"tokens": tokens, "targets": targets}
+
+
+def _image_columns(pixels: Any, grids: Any) -> Row:
+    """Returns what the bins hold of images: patches to be counted, and grids and pixels to be joined."""
+    return {"patches": np.zeros(len(pixels), np.int8), "grids": np.asarray(grids), "pixels": np.asarray(pixels)}
+
+
+def _as_row_with_images(packed: dict[str, Any], *, blank: "Patches") -> dict[str, Any]:
+    from maxlib.nn.vision import Patches
+
+    row, pixels = _as_row(packed), np.array(blank.pixels)
+    found = np.concatenate(packed["pixels"])  # of all documents, in their order
+    pixels[: len(found)] = found
+    # Positions go by rows and columns of images, which the model finds from the grids.
+    del row["positions"]
+    return {**row, "images": Patches(pixels, packed["grids"])}
 
 
 def _as_row(packed: Row) -> Row:

@@ -20,6 +20,9 @@ def pad(documents: grain.MapDataset[Any], *, length: int, long: Long = "error") 
         documents: Such as those of `tokenize_chats`, or pairs of them in a dictionary.
         length: Tokens of a row.
         long: What happens to documents with more: "error", "truncate" (their beginning stays) or "drop".
+
+    Raises:
+        ValueError: when a document is read that is too long, or has images, which `pack` puts into rows.
     """
     check_choice("long", long, get_args(Long))
     if long == "drop":
@@ -33,6 +36,8 @@ def padded(document: Row, length: int, long: Long = "error") -> Row:
     out = inner | {name: x for name, x in document.items() if isinstance(x, np.ndarray | np.generic)}
     if "tokens" not in document:
         return out
+    if "images" in document:
+        raise ValueError("a document with images is put into rows by data.pack(..., images=)")
     size = len(document["tokens"])
     if size > length and long == "error":
         raise ValueError(f"a document of {size} tokens does not fit a row of {length}: give long='truncate' or 'drop'")

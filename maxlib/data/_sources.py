@@ -52,8 +52,8 @@ def chats(paths: Paths, *, field: str = "messages") -> grain.MapDataset[Document
     """Reads one chat per line of jsonl files: the line's object, with the list of messages in `field` (also) under
     `"messages"`.
 
-    Each message is an object with `role` and `content`. Under `"record"` stands where the chat comes from. Paths and
-    errors are those of `jsonl`.
+    Each message is an object with `role` and `content`. Under `"record"` stands where the chat comes from, and under
+    `"folder"` where the names of its images start. Paths and errors are those of `jsonl`.
     """
     return grain.MapDataset.source(_Spans(find_files(paths), _lines, partial(_as_chat, field=field)))
 
@@ -230,7 +230,7 @@ def _as_chat(data: bytes, *, path: Any, start: int, field: str) -> Document:
             f"{path}: byte {start}: the field {field!r} must hold messages, a list of objects with 'role', got {value!r}; "
             f"fields here: {sorted(record)}. Name the right field=, or remove the line."
         )
-    return {**record, "messages": value, "record": f"{path}: byte {start}"}
+    return {**record, "messages": value, "record": f"{path}: byte {start}", "folder": str(path.parent)}
 
 
 def _as_object(data: bytes, *, path: Any, start: int) -> dict[str, Any]:

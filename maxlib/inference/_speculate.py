@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from maxlib import nn
-from maxlib.inference._generate import Generator, Prompts, check_room, right_padded, shared_capacity
+from maxlib.inference._generate import Generator, Prompts, check_inputs, check_room, right_padded, shared_capacity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def speculate(
 
     Raises:
         ValueError: when the model does not draft, or has caches that cannot be rewound, from which a rejected draft
-            could not be removed.
+            could not be removed, or when a prompt has placeholders of images.
     """
     model, dtype = generator.model, generator.dtype
     tokens, valid = right_padded(prompts, generator.vocab)
@@ -73,6 +73,7 @@ def speculate(
     check_room(prompts, max_new_tokens + 1, capacity)  # a refused draft takes a place, too
     capacity = max(capacity, tokens.shape[1])
     _check_drafts(model, capacity)
+    check_inputs(model, tokens, None)  # the module reads text only
     state = _start(model, tokens, valid, capacity=capacity, dtype=dtype)
     rows = [_Row(max_new_tokens, frozenset(stop)) for _ in prompts]
     steps, new, taken = 0, np.asarray(state.token)[:, None], np.zeros(len(rows), bool)

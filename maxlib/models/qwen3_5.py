@@ -1,7 +1,7 @@
 """Qwen3.5 (Qwen team 2026), dense and with experts: three layers of gated DeltaNet, then one of gated attention.
 
 It reads images of any size, whose tokens have positions by time, row and column (M-RoPE). Text has three equal ones,
-for which that is plain RoPE. Modules that look ahead are passed over.
+for which that is plain RoPE. A module that looks ahead is left out unless `num_mtp=1` asks for it; it reads text only.
 """
 
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from maxlib.weights import (
     hf,
     hf_fields,
     hf_layer_types,
+    hf_mtp,
     hf_rope,
     names,
 )
@@ -68,9 +69,9 @@ class Config(ModelConfig):
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": ([],),
+        "mtp_use_dedicated_embeddings": False,
     }
-    # Says of which dtype the state is, and what modules that look ahead have.
-    ignored = ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    ignored = ("mamba_ssm_dtype",)  # says of which dtype the state is
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")
@@ -99,9 +100,13 @@ class Config(ModelConfig):
     attention_bias: bool = hf("attention_bias", False)
     losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.router.SwitchBalance(0.001)`
     vision: Vision | None = None
+    num_mtp: int = 0  # 1: with the module that looks ahead of the next token (`predict_ahead`) ...
+    stored_mtp: int = hf_mtp(absent=0, field="mtp_num_hidden_layers")  # ... if the checkpoint has it
 
     def __post_init__(self):
         super().__post_init__()
+        if self.num_mtp not in (0, 1):
+            raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {self.num_mtp}")
         if self.vision is not None and self.vision.deepstack:
             raise ValueError(f"deepstack (deepstack_visual_indexes) must be empty, got {self.vision.deepstack}")
         self.turning  # noqa: B018  # its sections are checked
@@ -183,7 +188,7 @@ class Block(nn.Layer):
         return (self.attn or self.delta).init_cache(batch, capacity, dtype)
 
 
-class Qwen35(nn.NativeVisionDecoder):
+class Qwen35(nn.NativeVisionDecoder, nn.MTPDecoder):
     """Qwen3.5: only every fourth layer keeps keys and values, the others a state; with `cfg.vision` it sees images."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -194,6 +199,10 @@ class Qwen35(nn.NativeVisionDecoder):
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = None if cfg.vision is None else vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
+        ahead = lambda: nn.mtp.MTP(
+            cfg.dim, block=Block(cfg, FULL, rngs=rngs), eps=cfg.norm_eps, plus_one=True, rngs=rngs
+        )
+        self.mtp = nnx.List([ahead() for _ in range(cfg.num_mtp)])
 
     def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
         """Builds layer `i`."""
@@ -216,12 +225,13 @@ def _table(cfg: Config) -> Table:
     # What a layer lacks (one of both mixers, experts or an MLP) is passed over.
     layer = [*names.NORMS, *names.gated_attention(cfg.head_dim), *_linear_attention(cfg)]
     layer += [*names.MLP, *names.EXPERTS, *names.GATED_SHARED_EXPERT]
+    ahead = names.qwen_mtp_table(layer, used=cfg.num_mtp)
     if cfg.vision is None:
         # A text model is also read from a checkpoint that sees.
         blind = [Renamed("model.language_model.", "model."), Ignore("model.visual.*")]
-        return [*names.decoder_table(layer), *names.fused_experts("model"), *blind, Ignore("mtp.*")]
+        return [*names.decoder_table(layer), *names.fused_experts("model"), *blind, *ahead]
     text = "model.language_model"
-    return [*names.decoder_table(layer, model=text), *names.fused_experts(text), *vision.table(), Ignore("mtp.*")]
+    return [*names.decoder_table(layer, model=text), *names.fused_experts(text), *vision.table(), *ahead]
 
 
 def _sees(**sizes: Any) -> Vision:

@@ -1,4 +1,7 @@
-"""Qwen3-Next (Qwen team 2025): three layers of gated DeltaNet, then one of gated attention; 512 small experts."""
+"""Qwen3-Next (Qwen team 2025): three layers of gated DeltaNet, then one of gated attention; 512 small experts.
+
+A module that looks ahead is left out unless `num_mtp=1` asks for it.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +15,7 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.ops import Rope
 from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, Ignore, ModelConfig, Table, Weight, hf, hf_layer_types, hf_rope, names
+from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_layer_types, hf_rope, names
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -64,6 +67,12 @@ class Config(ModelConfig):
     tied: bool = hf("tie_word_embeddings", False)
     attention_bias: bool = hf("attention_bias", False)
     losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.router.SwitchBalance(0.001)`
+    num_mtp: int = 0  # 1: with the module that looks ahead of the next token (`predict_ahead`)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_mtp not in (0, 1):
+            raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {self.num_mtp}")
 
     @property
     def kinds(self) -> tuple[tuple[str, bool], ...]:
@@ -125,7 +134,7 @@ class Block(nn.Layer):
         return (self.attn or self.delta).init_cache(batch, capacity, dtype)
 
 
-class Qwen3Next(nn.Decoder):
+class Qwen3Next(nn.MTPDecoder):
     """Qwen3-Next: only every fourth layer keeps keys and values, the others a state of fixed size."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -135,6 +144,9 @@ class Qwen3Next(nn.Decoder):
         self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.kinds), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        block = lambda: Block(cfg, FULL, cfg.num_experts > 0, rngs=rngs)
+        ahead = lambda: nn.mtp.MTP(cfg.dim, block=block(), eps=cfg.norm_eps, plus_one=True, rngs=rngs)
+        self.mtp = nnx.List([ahead() for _ in range(cfg.num_mtp)])
 
     def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
         """Builds layer `i`."""
@@ -158,10 +170,10 @@ def _linear_attention(cfg: Config) -> list[Weight]:
 
 
 def _table(cfg: Config) -> Table:
-    # What a layer lacks (one of both mixers, experts or an MLP) is passed over. Modules that look ahead are not read.
+    # What a layer lacks (one of both mixers, experts or an MLP) is passed over.
     layer = [*names.NORMS, *names.gated_attention(cfg.head_dim), *_linear_attention(cfg)]
     layer += [*names.MLP, *names.EXPERTS, *names.GATED_SHARED_EXPERT]
-    return [*names.decoder_table(layer), *names.fused_experts("model"), Ignore("mtp.*")]
+    return [*names.decoder_table(layer), *names.fused_experts("model"), *names.qwen_mtp_table(layer, used=cfg.num_mtp)]
 
 
 # fmt: off

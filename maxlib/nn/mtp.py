@@ -2,6 +2,7 @@
 token.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -70,15 +71,16 @@ class MTP(nnx.Module):
         dim: Width D of the model.
         block: A layer as in a stack.
         eps: Epsilon of the three norms.
+        plus_one: Whether they multiply by `1 + scale`, as in `RMSNorm`.
         rngs: Source of initial values.
     """
 
-    def __init__(self, dim: int, *, block: nnx.Module, eps: float = 1e-6, rngs: nnx.Rngs):
-        self.embed_norm = RMSNorm(dim, eps=eps)
-        self.hidden_norm = RMSNorm(dim, eps=eps)
+    def __init__(self, dim: int, *, block: nnx.Module, eps: float = 1e-6, plus_one: bool = False, rngs: nnx.Rngs):
+        norm = functools.partial(RMSNorm, dim, eps=eps, plus_one=plus_one)
+        self.embed_norm, self.hidden_norm = norm(), norm()
         self.project = Einsum("...F,DF->...D", (dim, 2 * dim), ("embed", "mlp"), rngs=rngs)
         self.block: Any = block
-        self.norm = RMSNorm(dim, eps=eps)
+        self.norm = norm()
 
     def __call__(
         self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"], ctx: Context, cache: Any = None

@@ -438,8 +438,12 @@ def hf_dt_limit(name: str = "time_step_limit") -> Any:
     return _declare(FieldCodec(read, write), (0.0, math.inf))
 
 
-def hf_mtp(absent: int) -> Any:
-    """Declares how many modules of multi-token prediction a checkpoint has; an export has `cfg.num_mtp`."""
-    field = "num_nextn_predict_layers"
+def hf_mtp(absent: int, field: str = "num_nextn_predict_layers") -> Any:
+    """Declares how many modules of multi-token prediction a checkpoint has; an export has `cfg.num_mtp`.
+
+    Args:
+        absent: What a config means by leaving the field out.
+        field: Its name.
+    """
     place = FieldCodec(lambda fields, c, hint: fields.take(field, absent), lambda value, cfg: {field: cfg.num_mtp})
     return _declare(place, 0, compare=False)

@@ -102,14 +102,18 @@ def fused_experts(model: str) -> list[Convert]:
     Args:
         model: Beginning of all names before the layers'. The list is to be added to a whole table.
     """
+    return _fused_experts(f"{model}.layers.{{i}}", "layers.{i}")
+
+
+def _fused_experts(theirs: str, ours: str) -> list[Convert]:
     parts = (
         ("gate_up_proj", "gate", lambda both: both[:, : both.shape[1] // 2]),
         ("gate_up_proj", "up", lambda both: both[:, both.shape[1] // 2 :]),
         ("down_proj", "down", lambda one: one),
     )
-    name = lambda theirs: (f"{model}.layers.{{i}}.mlp.experts.{theirs}",)
     return [
-        Convert(name(theirs), f"layers.{{i}}.moe.{ours}.w", load, batch=1, dtype=None) for theirs, ours, load in parts
+        Convert((f"{theirs}.mlp.experts.{name}",), f"{ours}.moe.{part}.w", load, batch=1, dtype=None)
+        for name, part, load in parts
     ]
 
 
@@ -248,3 +252,22 @@ def mtp_table(layer: Sequence[Weight], *, first: int, used: int, stored: int, ti
             Copy(f"{theirs}.shared_head.head.weight", of=head),
         ]
     return table
+
+
+def qwen_mtp_table(layer: Sequence[Weight], *, used: int) -> list[Entry]:
+    """Makes the table of the one module that Qwen's models have from Qwen3-Next on, beside the model as `mtp.*`.
+
+    Args:
+        layer: Entries of its block, relative to it.
+        used: 1 if the model has the module, whose tensors are otherwise passed over.
+    """
+    if not used:
+        return [Ignore("mtp.*")]
+    return [
+        Weight("mtp.pre_fc_norm_embedding.weight", "mtp.0.embed_norm.scale"),
+        Weight("mtp.pre_fc_norm_hidden.weight", "mtp.0.hidden_norm.scale"),
+        Weight("mtp.fc.weight", "mtp.0.project.w"),
+        *under(layer, "mtp.layers.0", "mtp.0.block"),
+        *_fused_experts("mtp.layers.0", "mtp.0.block"),
+        Weight("mtp.norm.weight", "mtp.0.norm.scale"),
+    ]

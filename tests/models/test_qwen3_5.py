@@ -1,16 +1,21 @@
 """Qwen3.5 against transformers in float64, dense and with experts, of text and of images of several shapes."""
 
+import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import maxlib
+from maxlib import inference, training
 from maxlib.models import qwen3_5
 from maxlib.ops import Rope
 from maxlib.weights import HFConfig
-from tests.models import parity
+from tests.models import parity, qwen_mtp
 from tests.models.conformance import BASE, SEQ, Conformance
 from tests.models.seeing import Seeing
 from tests.models.test_qwen3_next import DEFAULT, DELTA, EXPERTS
@@ -49,6 +54,7 @@ class TestQwen35(Conformance):
         "use_sliding_window": True,
         "mlp_only_layers": [1],
         "num_experts": 4,  # of the other model type
+        "mtp_use_dedicated_embeddings": True,
         "layer_types": [LINEAR],
     }
     elsewhere = {"layer_types"}  # other weights
@@ -185,6 +191,74 @@ def test_a_text_model_reads_a_checkpoint_that_sees(tmp_path):
         np.testing.assert_array_equal(maxlib.nn.variables(whole)[name].get_value(), value.get_value())
 
 
+# --- the module that looks ahead ---
+
+KIND = pytest.mark.parametrize(
+    "case", ["one_to_one", *(pytest.param(name, marks=pytest.mark.full) for name in ("experts", "images"))]
+)
+
+
+@KIND
+def test_the_module_predicts_as_the_formulas_say(case, tmp_path):
+    found = parity.golden("qwen3_5")[case]
+    path, own = qwen_mtp.with_module(found, tmp_path)
+    tokens = parity.tokens(qwen_mtp.text_of(found["config"])["vocab_size"] - 5, SEQ)  # without those of images
+    qwen_mtp.check_prediction(path, found["config"], own, tokens)
+
+
+@KIND
+def test_the_module_is_read_and_written_as_released(case, tmp_path):
+    found = parity.golden("qwen3_5")[case]
+    path, own = qwen_mtp.with_module(found, tmp_path / "released")
+    qwen_mtp.check_files(path, own, tmp_path)
+    stored = [
+        qwen_mtp.text_of(json.loads((tmp_path / name / "config.json").read_text()))["mtp_num_hidden_layers"]
+        for name in ("with", "without")
+    ]
+    assert stored == [1, 0]
+
+
+@pytest.mark.full
+def test_experts_of_the_module_are_read_either_way(tmp_path):
+    path, own = qwen_mtp.with_module(parity.golden("qwen3_5")["experts"], tmp_path / "released")
+    qwen_mtp.check_fused(path, own, 6, tmp_path)
+    maxlib.save_pretrained(maxlib.from_pretrained(path, num_mtp=1), tmp_path / "export")
+    qwen_mtp.check_transformers_opens(tmp_path / "export")
+
+
+def small(*types: str, sees: bool = False) -> qwen3_5.Qwen35:
+    cfg = qwen3_5.Config.from_hf(HFConfig(parity.golden("qwen3_5")["images"]["config"]))
+    cfg = dataclasses.replace(cfg, num_layers=len(types), layer_types=types, num_mtp=1, tied=True)
+    return qwen3_5.Qwen35(cfg if sees else dataclasses.replace(cfg, vision=None), rngs=nnx.Rngs(0))
+
+
+def test_a_refused_draft_cannot_be_taken_back_from_a_state(tmp_path):
+    path, _ = qwen_mtp.with_module(parity.golden("qwen3_5")["one_to_one"], tmp_path)
+    generator = inference.Generator(maxlib.from_pretrained(path, num_mtp=1), dtype=jnp.float32)
+    with pytest.raises(ValueError, match="keep only a window or a state .*DeltaCache.* cannot be taken back"):
+        inference.speculate(generator, [[1, 2, 3]], max_new_tokens=4)
+
+
+@pytest.mark.full
+def test_without_states_the_module_drafts():
+    model = small(FULL, FULL, sees=True)
+    # Hidden states of a random model vary little: larger embeddings make the texts differ.
+    model.embed.w[...] = 20 * model.embed.w[...]
+    generator, prompts = inference.Generator(model, dtype=jnp.float32), [[1, 2, 3], [4, 9, 1, 7, 2]]
+    found = inference.speculate(generator, prompts, max_new_tokens=12)
+    assert found.texts == generator.generate(prompts, max_new_tokens=12)
+    image = model.cfg.vision.image_token
+    with pytest.raises(ValueError, match="1 image placeholders, but the images given make 0"):
+        inference.speculate(generator, [[1, image, 3]], max_new_tokens=2)
+
+
+def test_the_module_reads_text_only():
+    case, model = parity.golden("qwen3_5")["images"], jax.eval_shape(lambda: small(LINEAR, FULL, sees=True))
+    batch = {"tokens": case["tokens"], "targets": case["tokens"], "images": parity.images(case)}
+    with pytest.raises(ValueError, match="this batch has images: train with next_token_loss"):
+        jax.eval_shape(lambda model: training.mtp_loss(model, batch), model)
+
+
 @pytest.mark.parametrize("config", ["Qwen3_5TextConfig", "Qwen3_5MoeTextConfig"])
 def test_what_a_config_leaves_out_is_as_in_transformers(config):
     transformers = pytest.importorskip("transformers")
@@ -248,5 +322,6 @@ def test_presets_are_what_the_releases_say(preset):
     text = COMMON | RELEASED[preset]
     text["layer_types"] = [FULL if (i + 1) % 4 == 0 else LINEAR for i in range(text["num_hidden_layers"])]
     fields = HFConfig(seeing(text, **SMALL_SEES if preset == "qwen3.5-0.8b" else {}))
-    assert qwen3_5.Config.from_hf(fields) == qwen3_5.PRESETS[preset]
+    cfg = qwen3_5.Config.from_hf(fields)
+    assert cfg == qwen3_5.PRESETS[preset] and cfg.stored_mtp == 1
     fields.done()

@@ -5,6 +5,7 @@ import pytest
 from maxlib.models import qwen3_next
 from maxlib.ops import Rope
 from maxlib.weights import HFConfig
+from tests.models import parity, qwen_mtp
 from tests.models.conformance import BASE, SEQ, Conformance
 
 LINEAR, FULL = qwen3_next.LINEAR, qwen3_next.FULL
@@ -94,6 +95,17 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
     cfg = qwen3_next.Config.from_hf(HFConfig(short | {"max_position_embeddings": 32768}))
     assert cfg == qwen3_next.Config.from_hf(HFConfig(theirs.to_dict()))
     assert cfg.rope == Rope(64, max_length=32768)  # a quarter of a head
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["one_to_one", "three_to_one"])  # the first has an MLP in its last layer
+def test_the_module_that_looks_ahead(case, tmp_path):
+    found = parity.golden("qwen3_next")[case]
+    path, own = qwen_mtp.with_module(found, tmp_path / "released")
+    qwen_mtp.check_prediction(path, found["config"], own, parity.tokens(found["config"]["vocab_size"], SEQ))
+    qwen_mtp.check_files(path, own, tmp_path)
+    qwen_mtp.check_fused(path, own, 6, tmp_path)
+    qwen_mtp.check_transformers_opens(tmp_path / "with")
 
 
 # The config.json of the release, in the spelling of its time.

@@ -42,7 +42,12 @@ def mtp_loss(
         remat_modules: what the modules keep for the backward pass.
         acceptance: whether to report `mtp1/acceptance`, the share of places where this draft and those before it are
             the model's own greedy choice: for evaluation, it takes logits.
+
+    Raises:
+        ValueError: for a batch with images, whose vectors and positions the modules do not know.
     """
+    if "images" in batch:
+        raise ValueError("modules that look ahead read text only, this batch has images: train with next_token_loss")
     options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
     loss, stats = next_token_loss.from_hidden(model, hidden, batch, **options)
     inputs = {name: batch[name] for name in _INPUTS if name in batch}

@@ -1,0 +1,292 @@
+"""Images of chats: patches like transformers', placeholders like its processor's, rows that keep both together."""
+
+import json
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import data, tokenization, training
+from maxlib.models import qwen3_vl
+from maxlib.tokenization import ChatTemplate
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SIZES = [(8, 16), (16, 8), (16, 16)]  # in pixels; patches have 4 x 4, of which 2 x 2 have one placeholder
+
+
+def rgb(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.RandomState(seed).randint(0, 256, (height, width, 3)).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    special = ("<user>", "<assistant>", "</s>", "<image>")
+    return tokenization.train_bpe(["what is this"] * 3, vocab_size=280, special_tokens=special)
+
+
+@pytest.fixture(scope="module")
+def processor(tokenizer):
+    image = tokenizer.token_to_id("<image>")
+    return data.ImageProcessor(image_token=image, patch_size=4, frames=1, min_pixels=64, max_pixels=4096)
+
+
+def chat(*images, answer: str = "A cat.") -> dict:
+    """A chat with images before and after the question, or with text only."""
+    parts = [{"type": "image", "image": image} for image in images]
+    content = [*parts[:1], {"type": "text", "text": "What is this?"}, *parts[1:]] if images else "What is this?"
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
+
+
+def chats() -> list[dict]:
+    """Twelve chats with no, one or two images of different sizes, told apart by their answers."""
+    images = [rgb(*SIZES[i % 3], seed=i) for i in range(24)]
+    return [chat(*images[2 * i : 2 * i + i % 3], answer=f"{'so ' * (i % 5)}{i}") for i in range(12)]
+
+
+def tokenized(documents, tokenizer, processor, **options):
+    source = grain.MapDataset.source(documents)
+    return data.tokenize_chats(source, tokenizer, ChatTemplate(TEMPLATE), images=processor, **options)
+
+
+# --- one image ---
+
+
+@pytest.mark.parametrize("size", [(64, 96), (45, 70), (7, 9), (301, 40), (200, 300)])
+def test_patches_are_those_of_transformers(size, tmp_path):
+    pytest.importorskip("torch")
+    Image = pytest.importorskip("PIL.Image")
+    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    fields = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "size": {"shortest_edge": 32 * 48, "longest_edge": 128 * 128},
+        "patch_size": 8,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.5, 0.25, 0.2],
+    }
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": 7}))
+    ours, image = data.ImageProcessor.from_directory(tmp_path), rgb(*size)
+    del fields["image_processor_type"]
+    want = module.Qwen2VLImageProcessorPil(**fields)(images=[image.transpose(2, 0, 1)], return_tensors="np")
+    Image.fromarray(image).save(tmp_path / "image.png")
+    for given in (image, Image.fromarray(image), tmp_path / "image.png", str(tmp_path / "image.png")):
+        got = ours(given)
+        np.testing.assert_array_equal(got.grids, want["image_grid_thw"])
+        np.testing.assert_allclose(got.pixels, want["pixel_values"], rtol=0, atol=1e-5)
+    assert got.pixels.shape[1] == ours.patch_dim and ours.image_token == 7
+
+
+def test_directories_of_other_processors_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="its model reads no images"):
+        data.ImageProcessor.from_directory(tmp_path)
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps({"image_processor_type": "SiglipImageProcessor"}))
+    with pytest.raises(ValueError, match="prepared by Qwen2VLImageProcessor, this model's by SiglipImageProcessor"):
+        data.ImageProcessor.from_directory(tmp_path)
+    path.write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor", "resample": 2}))
+    with pytest.raises(ValueError, match="resample must be 3, got 2"):
+        data.ImageProcessor.from_directory(tmp_path)
+    path.write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor", "size": {"height": 3}}))
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": 7}))
+    with pytest.raises(ValueError, match=r"size.shortest_edge must be a number of pixels, got None"):
+        data.ImageProcessor.from_directory(tmp_path)
+
+
+def test_images_of_other_kinds_are_refused(processor):
+    with pytest.raises(ValueError, match="must be `H W 3` of uint8, got .* of float64"):
+        processor(np.zeros((8, 8, 3)))
+    with pytest.raises(ValueError, match="at most 200 times as long as wide, got 1 x 201"):
+        processor(rgb(1, 201))
+    with pytest.raises(ValueError, match="room for an image of 4 patches at least, got 3"):
+        processor.blank(3)
+
+
+# --- tokens ---
+
+
+def test_each_square_of_patches_has_a_placeholder(tokenizer, processor):
+    """As Hugging Face's processor writes them: into the text, before it is tokenized."""
+    documents = chats()
+    for document, found in zip(documents, tokenized(documents, tokenizer, processor), strict=True):
+        content = document["messages"][0]["content"]
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        shapes = [part["image"].shape for part in parts if part["type"] == "image"]
+        written = [part.get("text") or "<image>" * (np.prod(part["image"].shape[:2]) // 64) for part in parts]
+        text = f"<user>{''.join(written)}</s><assistant>{document['messages'][1]['content']}</s>"
+        assert found["tokens"].tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+        assert found["images"].grids.tolist() == [[1, height // 4, width // 4] for height, width, _ in shapes]
+        learned = [t for t in found["targets"].tolist() if t >= 0]
+        answer = tokenizer.decode(learned, skip_special_tokens=False)
+        assert answer == f"{document['messages'][1]['content']}</s>"
+        at = np.flatnonzero(found["targets"] >= 0)
+        np.testing.assert_array_equal(found["targets"][at], found["tokens"][at + 1])
+
+
+def test_text_after_an_image_can_be_learned_and_placeholders_cannot(tokenizer, processor):
+    shown = [{"type": "text", "text": "See: "}, {"type": "image", "image": rgb(8, 8)}, {"type": "text", "text": "ok"}]
+    messages = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": shown}]
+    found = tokenized([{"messages": messages}], tokenizer, processor)[0]
+    learned = [t for t in found["targets"].tolist() if t >= 0]
+    assert tokenizer.decode(learned, skip_special_tokens=False) == "See: ok</s>"
+
+
+def test_files_lie_beside_the_chats(tokenizer, processor, tmp_path):
+    Image = pytest.importorskip("PIL.Image")
+    (tmp_path / "images").mkdir()
+    Image.fromarray(image := rgb(16, 8)).save(tmp_path / "images" / "1.png")
+    lines = [json.dumps(chat(name)) for name in ("images/1.png", str(tmp_path / "images" / "1.png"), "none.png")]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    found = data.tokenize_chats(
+        data.chats(tmp_path / "chats.jsonl"), tokenizer, ChatTemplate(TEMPLATE), images=processor
+    )
+    for i in range(2):
+        np.testing.assert_array_equal(found[i]["images"].pixels, processor(image).pixels)
+    with pytest.raises(ValueError, match=r"chats.jsonl: byte \d+: FileNotFoundError.*none.png"):
+        found[2]
+
+
+def test_chats_whose_images_do_not_fit_are_refused(tokenizer, processor):
+    read = lambda document, images=processor: tokenized([document], tokenizer, images)[0]
+    with pytest.raises(ValueError, match="the chat has 1 images: give images="):
+        read(chat(rgb(8, 8)), None)
+    with pytest.raises(ValueError, match="wrote 1 image placeholders for 0 images"):
+        read(chat(answer="<image>"))
+    with pytest.raises(ValueError, match="must be a file, under 'image' or 'path', got 'https://x/y.png'"):
+        read(chat("https://x/y.png"))
+    film = {"role": "user", "content": [{"type": "video", "path": "x.mp4"}]}
+    with pytest.raises(ValueError, match="images, not videos"):
+        read({"messages": [film, {"role": "assistant", "content": "ok"}]})
+
+
+# --- rows ---
+
+
+def rows_of(documents, processor, *, length=32, patches=40, **options) -> list:
+    return list(data.pack(documents, length=length, images=processor.blank(patches), **options))
+
+
+def pieces(rows, image_token: int):
+    """Tokens, targets and patches of each document in its row."""
+    for row in rows:
+        ends = np.cumsum(row["images"].grids.prod(axis=1))
+        begin = taken = 0
+        for segment in range(1, row["segment_ids"].max() + 1):
+            own = row["segment_ids"] == segment
+            begin = taken
+            patches = 4 * int((row["tokens"][own] == image_token).sum())
+            taken += patches
+            images = [i for i, end in enumerate(ends) if begin < end <= taken and row["images"].grids[i].any()]
+            assert sum(row["images"].grids[i].prod() for i in images) == patches
+            yield (
+                row["tokens"][own],
+                row["targets"][own],
+                row["images"].pixels[begin:taken],
+                row["images"].grids[images],
+            )
+        assert not row["images"].pixels[taken:].any() and ends[-1] == taken
+
+
+def test_rows_hold_every_document_with_its_images(tokenizer, processor):
+    documents = list(tokenized(chats(), tokenizer, processor))
+    rows = rows_of(grain.MapDataset.source(documents), processor, bins=3)
+    shapes = {(row["images"].pixels.shape, row["images"].grids.shape, row["tokens"].shape) for row in rows}
+    assert shapes == {((40, 48), (10, 3), (32,))} and "positions" not in rows[0]
+    found = {tuple(tokens): rest for tokens, *rest in pieces(rows, processor.image_token)}
+    assert len(found) == len(documents) > len(rows)
+    for document in documents:
+        targets, pixels, grids = found[tuple(document["tokens"])]
+        np.testing.assert_array_equal(targets, document["targets"])
+        np.testing.assert_array_equal(pixels, document["images"].pixels)
+        np.testing.assert_array_equal(grids, document["images"].grids)
+
+
+def test_what_does_not_fit_a_row_is_an_error_or_dropped(tokenizer, processor):
+    documents = tokenized(chats(), tokenizer, processor)
+    with pytest.raises(ValueError, match=r"must fit a row of 32 tokens, 16 patches and 4 images, got \d+, \d+ and 2"):
+        rows_of(documents, processor, patches=16)
+    loader = data.Loader(
+        lambda part: data.pack(documents[part], length=32, images=processor.blank(16), long="drop"),
+        batch_size=2,
+        num_shards=1,
+    )
+    batches = list(loader)
+    fit = [document for document in documents if len(document["images"].pixels) <= 16]
+    assert loader.metrics()["data/dropped_documents"] == len(documents) - len(fit) > 0
+    assert sum((batch["targets"] >= 0).sum() for batch in batches) == sum((d["targets"] >= 0).sum() for d in fit)
+    with pytest.raises(ValueError, match="cannot be cut"):
+        rows_of(documents, processor, strategy="concat_then_split")
+    with pytest.raises(ValueError, match="pack it with images="):
+        list(data.pack(documents, length=32))
+    with pytest.raises(ValueError, match="put into rows by data.pack"):
+        data.pad(documents, length=32)[0]
+
+
+def test_text_without_images_is_cut_as_ever(processor):
+    documents = data.in_memory([np.arange(10, 60)])
+    with_room, without = rows_of(documents, processor), list(data.pack(documents, length=32))
+    for row, other in zip(with_room, without, strict=True):
+        for name in ("tokens", "targets", "segment_ids"):
+            np.testing.assert_array_equal(row[name], other[name])
+        assert not row["images"].grids.any()
+
+
+def test_a_loader_goes_on_in_the_middle(tokenizer, processor):
+    documents = tokenized(chats(), tokenizer, processor).shuffle(seed=1).repeat()
+    make = lambda: data.Loader(
+        lambda part: data.pack(documents[part], length=32, images=processor.blank(40), bins=3), batch_size=4
+    )
+    loader, again = make(), make()
+    for _ in range(3):
+        next(loader)
+    state = json.loads(json.dumps(loader.get_state()))
+    again.set_state(state)
+    for _ in range(3):
+        batch, other = next(loader), next(again)
+        assert batch["images"].pixels.shape == (4, 40, 48)
+        for one, two in zip(jax.tree.leaves(batch), jax.tree.leaves(other), strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.full
+def test_a_batch_has_the_loss_of_its_chats(tokenizer, processor):
+    """Packed rows with images, and rows of padding, against every chat by itself."""
+    vision = qwen3_vl.Vision(
+        dim=16, mlp_dim=16, num_layers=1, num_heads=2, patch_size=4, frames=1, num_positions=16,
+        image_token=processor.image_token, video_token=277, start_token=278, end_token=279,
+    )  # fmt: skip
+    cfg = qwen3_vl.Config(
+        vocab=280, num_layers=1, dim=32, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=16,
+        rope=qwen3_vl.Rope(16, 10_000.0, max_length=64), sections=(4, 2, 2), vision=vision,
+    )  # fmt: skip
+    model = qwen3_vl.Qwen3VL(cfg, rngs=nnx.Rngs(0))
+    loss = jax.jit(lambda model, batch: training.next_token_loss(model, batch, dtype=jnp.float32)[0])
+    documents = list(tokenized(chats(), tokenizer, processor))
+    source = grain.MapDataset.source(documents)
+    rows = lambda part: data.pack(source[part], length=32, images=processor.blank(40))
+    batches = list(data.Loader(rows, batch_size=4, num_shards=1))
+    got = sum(float(loss(model, batch)) for batch in batches)
+
+    def alone(document) -> dict:
+        """The chat in a row of its own, with three empty rows: one program for all."""
+        images, size, blank = document["images"], len(document["tokens"]), processor.blank(40)
+        blank.pixels[: len(images.pixels)], blank.grids[: len(images.grids)] = images.pixels, images.grids
+        pad = lambda x, fill: np.pad([x], ((0, 3), (0, 32 - size)), constant_values=fill).astype(np.int32)
+        row = {"tokens": pad(document["tokens"], 0), "targets": pad(document["targets"], -1)}
+        row["segment_ids"] = pad(np.ones(size), 0)
+        return row | {"images": jax.tree.map(lambda x: np.stack([x, *[0 * x] * 3]), blank)}
+
+    want = sum(float(loss(model, alone(document))) for document in documents)
+    assert got == pytest.approx(want, rel=1e-5)
+    blind = [{**batch, "images": jax.tree.map(np.array, batch["images"])} for batch in batches]
+    for batch in blind:
+        batch["images"].pixels[:] = 0
+    assert abs(sum(float(loss(model, batch)) for batch in blind) - want) > 1e-3 * want
