@@ -1,4 +1,4 @@
-"""Base class of decoders that read images of any size, whose tokens have positions by time, row and column."""
+"""Base class of decoders that read images of any size, whose tokens may have positions by time, row and column."""
 
 import dataclasses
 from typing import Any
@@ -6,21 +6,23 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib.nn._context import Context
+from maxlib.nn._context import Context, bidirectional_blocks
 from maxlib.nn._decoder import Decoder, check_tokens
 from maxlib.nn._model import Output
 from maxlib.nn._patches import Patches, check_patches, mrope_positions, take_features
 from maxlib.nn.cache import Cache
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision import check_placeholders
+from maxlib.ops._axes_rope import MRope
 
 
 class NativeVisionDecoder(Decoder):
     """Decoder that reads images of any size at placeholder tokens, if its constructor sets `tower`.
 
     Its `cfg.vision` is None, or has `image_token`, `video_token` (of frames, which are images too), `merge` and
-    `patch_dim`. Its rotary embedding is an `ops.MRope`. A cache counts by how much positions differ from the number of
-    tokens, so that decoding goes on behind an image.
+    `patch_dim`. If a rotary embedding is an `ops.MRope`, positions are those of `nn.vision.mrope_positions`, and a
+    cache counts by how much they differ from the number of tokens, so that decoding goes on behind an image. Otherwise
+    they count tokens. Under a mask with `ops.BidirectionalBlocks` the tokens of an image attend to each other.
 
     Attributes:
         tower: Image encoder, `tower(patches, dtype=, remat=) -> (R S D, R S n D or None)`: a vector for each
@@ -45,10 +47,12 @@ class NativeVisionDecoder(Decoder):
 
         Args:
             tokens: Ids, `B T`, with a placeholder for each square of patches.
-            positions: `B T 3` by time, row and column, computed from tokens and grids unless given; `B T` for text.
+            positions: `B T 3` by time, row and column, computed from tokens and grids unless given; `B T` for text,
+                and without an `ops.MRope`.
             segment_ids: Packed document of each token.
             valid: False for padding.
-            images: `nn.vision.patches` of what Hugging Face's processor makes, in the order of their placeholders.
+            images: `nn.vision.patches` (or `patches_by_position`) of what Hugging Face's processor makes, in the order
+                of their placeholders.
             cache: Cache of earlier tokens, or None. All placeholders of an image are in one call.
             dtype: Dtype of the computation.
             remat: What layers keep for the backward pass.
@@ -63,12 +67,15 @@ class NativeVisionDecoder(Decoder):
         if images is not None:
             images = images.in_rows
             is_image = self.is_image(tokens) if valid is None else self.is_image(tokens) & valid
-            if positions is None:
+            if self._turns_by_axes and positions is None:
                 start = None if cache is None else cache.length + _offset(cache)
-                positions = mrope_positions(
-                    is_image, jnp.asarray(images.grids), self.cfg.vision.merge, start=start, **inputs
-                )
-            _check_positions(positions)
+                grids, merge = jnp.asarray(images.grids), self.cfg.vision.merge
+                positions = mrope_positions(is_image, grids, merge, start=start, **inputs)
+            if self._turns_by_axes:
+                _check_positions(positions)
+            if any(mask != mask.without_blocks for mask in self.masks):
+                blocks = bidirectional_blocks(is_image, segment_ids=segment_ids, cache=cache)
+                inputs["bidirectional_blocks"] = blocks
             x, features = self._see(x, is_image, images, dtype=dtype, remat=remat)
             inputs["features"] = features
         inputs["positions"] = positions
@@ -100,7 +107,8 @@ class NativeVisionDecoder(Decoder):
         elif not isinstance(images, Patches):
             raise ValueError(
                 f"images must be nn.vision.Patches (patches and grids), got {type(images).__name__}; make them with "
-                "nn.vision.patches(pixel_values, image_grid_thw)"
+                "nn.vision.patches(pixel_values, image_grid_thw) or, of a processor that gives image_position_ids, "
+                "nn.vision.patches_by_position"
             )
         else:
             check_patches(self.is_image(tokens), images, vision.merge, vision.patch_dim)
@@ -112,10 +120,16 @@ class NativeVisionDecoder(Decoder):
     def init_cache(
         self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None
     ) -> Cache:
-        """Makes an empty cache, as `Decoder.init_cache`; its `position_offset` counts if the model sees."""
+        """Makes an empty cache, as `Decoder.init_cache`; its `position_offset` counts if positions do not."""
         cache = super().init_cache(batch, capacity, dtype=dtype, rope_length=rope_length)
-        sees = self.cfg.vision is not None
-        return dataclasses.replace(cache, position_offset=jnp.zeros(batch, jnp.int32)) if sees else cache
+        if self.cfg.vision is None or not self._turns_by_axes:
+            return cache
+        return dataclasses.replace(cache, position_offset=jnp.zeros(batch, jnp.int32))
+
+    @property
+    def _turns_by_axes(self) -> bool:
+        """True if positions have a time, a row and a column."""
+        return any(isinstance(rope, MRope) for rope in self.ropes)
 
 
 def _check_positions(positions: Array) -> None:

@@ -39,6 +39,8 @@ def tensors(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
         wide = 1.0 if EMBEDDING.search(name) else np.float32((shapes[name] or [1])[-1]) ** -0.5
         # asarray: a sum with an array of no axes is a number.
         values[name] = np.asarray(1 + 0.1 * noise if NORM.search(name) else noise * np.float32(wide))
+        if name.endswith(("put_min", "put_max")):  # bounds of Gemma 4's encoder, which a part of all numbers exceeds
+            values[name] = np.asarray(np.float32(-1.2 if name.endswith("min") else 1.2) + 0.1 * noise)
         if name.endswith("A_log"):  # rates about 0.05: a state that keeps hundreds of tokens
             values[name] = np.float32(np.log(0.05)) + 0.3 * noise
     return values
@@ -74,10 +76,25 @@ def images(case: dict[str, Any]) -> nn.vision.Patches | None:
     if (grids := case.get("grids")) is None:
         return None
     vision = case["config"]["vision_config"]
-    size = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    joined = vision["pooling_kernel_size"] if "mm_embed_dim" in vision else 1  # patches that a processor joins
+    size = 3 * vision.get("temporal_patch_size", 1) * (joined * vision["patch_size"]) ** 2
     grids = np.array(grids, np.int32)
     pixels = np.random.RandomState(2).standard_normal((grids.prod(axis=1).sum(), size)).astype(np.float32)
     return nn.vision.Patches(pixels, grids)
+
+
+def by_position(found: nn.vision.Patches, merge: int) -> tuple[np.ndarray, np.ndarray]:
+    """Patches of each image row by row, with padding, and their columns and rows, as Gemma 4's processors give them."""
+    sizes = found.grids.prod(axis=1)
+    shape = len(sizes), sizes.max() + merge**2
+    pixels, positions = np.zeros((*shape, found.pixels.shape[1]), np.float32), np.full((*shape, 2), -1)
+    for i, own in enumerate(np.split(found.pixels[: sizes.sum()], np.cumsum(sizes)[:-1])):
+        _, height, width = found.grids[i]
+        # [y, x, m, m, C] -> [y, m, x, m, C]
+        squares = own.reshape(height // merge, width // merge, merge, merge, -1)
+        pixels[i, : sizes[i]] = squares.swapaxes(1, 2).reshape(sizes[i], -1)
+        positions[i, : sizes[i]] = np.stack(np.divmod(np.arange(sizes[i]), width)[::-1], axis=1)
+    return pixels, positions
 
 
 def projection(name: str, gradient: np.ndarray) -> np.ndarray:
@@ -106,9 +123,14 @@ def theirs(
     own = tensors_of(model)
     shapes = {name: list(index.shape) for name, index in stored(model, _numbered(own)).items()}
     _fill(model, own, tensors(shapes))
+    for (
+        module
+    ) in model.modules():  # the row of padding stands for images in Gemma 4, and gets a gradient like any other
+        if grids is not None and isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None
     ids = torch.from_numpy(tokens).long()
     case = {"config": json.loads(config.to_json_string(use_diff=False)), "grids": grids}
-    logits = model(ids, **seen(case, ids, model.dtype)).logits
+    logits = model(ids, **seen(case, ids, model)).logits
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     # What is not trained stands for itself, as in our export of gradients.
     gradients = stored(model, {name: t if t.grad is None else t.grad for name, t in own.items()})
@@ -120,15 +142,26 @@ def theirs(
     }
 
 
-def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
-    """What transformers' models take of the images of a case."""
+def seen(case: dict[str, Any], ids: Any, model: Any) -> dict[str, Any]:
+    """What `model`, of transformers, takes of the images of a case."""
     import torch
 
     if (found := images(case)) is None:
         return {}
-    pixels, grids = torch.from_numpy(found.pixels).to(dtype), torch.from_numpy(found.grids).long()
     kinds = (ids == case["config"]["image_token_id"]).int()
-    return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+    kind = case["config"]["model_type"]
+    if not kind.startswith("gemma4"):
+        pixels, grids = torch.from_numpy(found.pixels).to(model.dtype), torch.from_numpy(found.grids).long()
+        return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+    merge = case["config"]["vision_config"]["pooling_kernel_size"] if kind == "gemma4" else 1
+    pixels, positions = map(torch.from_numpy, by_position(found, merge))
+    given = {"pixel_values": pixels.to(model.dtype), "image_position_ids": positions, "mm_token_type_ids": kinds}
+    if kind == "gemma4":
+        return given
+    # The masks of its `generate`, like those of Gemma 4: without them images would see both ways in global layers, too.
+    own = {"attention_mask": None, "past_key_values": None, "position_ids": None, "mm_token_type_ids": kinds}
+    vectors = torch.zeros((*ids.shape, 1), dtype=model.dtype)
+    return given | {"attention_mask": model.create_masks_for_generate(model.config, vectors, **own)}
 
 
 def tensors_of(model: Any) -> dict[str, Any]:
