@@ -1,8 +1,10 @@
 """What Gemma 4 (Google DeepMind 2026) says of images in config.json; `_gemma4_towers.py` has the encoders."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -54,6 +56,7 @@ class Images(ModelConfig):
     patch_size: int = hf(IN + "patch_size", 16)
     pool: int = hf(IN + "pooling_kernel_size", 3)
     norm_eps: float = hf(IN + "rms_norm_eps", 1e-6)
+    num_positions: int  # of columns, and of rows
 
     def __post_init__(self):
         super().__post_init__()
@@ -70,6 +73,18 @@ class Images(ModelConfig):
                 "a unified model must have no experts (enable_moe_block) and no hidden_size_per_layer_input, got "
                 f"{text.sparse} and {text.per_layer_dim}"
             )
+
+    def check_inputs(self, tokens: Any, images: Any) -> None:
+        """Raises ValueError for placeholders of sound and images beyond the positions; inside jit neither is known."""
+        with contextlib.suppress(jax.errors.TracerArrayConversionError):
+            if (np.asarray(tokens) == self.audio_token).any():
+                raise ValueError("the tokens hold placeholders of sound (audio_token_id), whose encoder is not read")
+            side = 0 if images is None else np.asarray(images.grids)[..., 1:].max(initial=0)
+            if side > self.num_positions:
+                raise ValueError(
+                    f"an image must have at most {self.num_positions} rows and columns of patches, for which there are learned "
+                    f"positions, got {side}"
+                )
 
     @property
     def patch_side(self) -> int:
@@ -125,7 +140,7 @@ class Vision(Images):
     num_kv_heads: int = hf(IN + "num_key_value_heads", 12)
     head_dim: int = hf(IN + "head_dim", 64)
     rope_theta: float = hf_fields(_read_theta, _write_theta, default=100.0)
-    num_positions: int = hf(IN + "position_embedding_size", 10_240)  # of columns, and of rows
+    num_positions: int = hf(IN + "position_embedding_size", 10_240)
     clipped: bool = hf(IN + "use_clipped_linears", False)  # linear layers have stored bounds
     standardize: bool = hf(IN + "standardize", False)  # means are moved and scaled by stored numbers
 
@@ -151,7 +166,7 @@ class UnifiedVision(Images):
     ignored = (IN + "num_soft_tokens",)  # of the processor
 
     dim: int = hf(IN + "mm_embed_dim", 3840, same=(IN + "output_proj_dims",))
-    num_positions: int = hf(IN + "mm_posemb_size", 1120)  # of columns, and of rows
+    num_positions: int = hf(IN + "mm_posemb_size", 1120)
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "UnifiedVision":

@@ -19,10 +19,11 @@ from maxlib.ops._axes_rope import MRope
 class NativeVisionDecoder(Decoder):
     """Decoder that reads images of any size at placeholder tokens, if its constructor sets `tower`.
 
-    Its `cfg.vision` is None, or has `image_token`, `video_token` (of frames, which are images too), `merge` and
-    `patch_dim`. If a rotary embedding is an `ops.MRope`, positions are those of `nn.vision.mrope_positions`, and a
-    cache counts by how much they differ from the number of tokens, so that decoding goes on behind an image. Otherwise
-    they count tokens. Under a mask with `ops.BidirectionalBlocks` the tokens of an image attend to each other.
+    Its `cfg.vision` is None, or has `merge`, `patch_dim`, and what `is_image` uses: `image_token` and `video_token` (of
+    frames, which are images too). If a rotary embedding is an `ops.MRope`, positions are those of
+    `nn.vision.mrope_positions`, and a cache counts by how much they differ from the number of tokens, so that decoding
+    goes on behind an image. Otherwise they count tokens. Under a mask with `ops.BidirectionalBlocks` the tokens of an
+    image attend to each other.
 
     Attributes:
         tower: Image encoder, `tower(patches, dtype=, remat=) -> (R S D, R S n D or None)`: a vector for each
@@ -51,8 +52,7 @@ class NativeVisionDecoder(Decoder):
                 and without an `ops.MRope`.
             segment_ids: Packed document of each token.
             valid: False for padding.
-            images: `nn.vision.patches` (or `patches_by_position`) of what Hugging Face's processor makes, in the order
-                of their placeholders.
+            images: What Hugging Face's processor makes, as `nn.vision.Patches`, in the order of their placeholders.
             cache: Cache of earlier tokens, or None. All placeholders of an image are in one call.
             dtype: Dtype of the computation.
             remat: What layers keep for the backward pass.
@@ -67,10 +67,11 @@ class NativeVisionDecoder(Decoder):
         if images is not None:
             images = images.in_rows
             is_image = self.is_image(tokens) if valid is None else self.is_image(tokens) & valid
-            if self._turns_by_axes and positions is None:
+            if positions is None and self._turns_by_axes:
                 start = None if cache is None else cache.length + _offset(cache)
-                grids, merge = jnp.asarray(images.grids), self.cfg.vision.merge
-                positions = mrope_positions(is_image, grids, merge, start=start, **inputs)
+                positions = mrope_positions(
+                    is_image, jnp.asarray(images.grids), self.cfg.vision.merge, start=start, **inputs
+                )
             if self._turns_by_axes:
                 _check_positions(positions)
             if any(mask != mask.without_blocks for mask in self.masks):
@@ -90,7 +91,7 @@ class NativeVisionDecoder(Decoder):
         x = jnp.where(is_image[:, :, None], take(vectors), x)
         return x, None if later is None else take(later)
 
-    def is_image(self, tokens: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    def is_image(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
         """Returns True for placeholders of images and frames."""
         return (tokens == self.cfg.vision.image_token) | (tokens == self.cfg.vision.video_token)
 
@@ -107,8 +108,8 @@ class NativeVisionDecoder(Decoder):
         elif not isinstance(images, Patches):
             raise ValueError(
                 f"images must be nn.vision.Patches (patches and grids), got {type(images).__name__}; make them with "
-                "nn.vision.patches(pixel_values, image_grid_thw) or, of a processor that gives image_position_ids, "
-                "nn.vision.patches_by_position"
+                "nn.vision.patches(pixel_values, image_grid_thw), or nn.vision.patches_by_position(pixel_values, "
+                "image_position_ids, merge=) for Gemma 4's processors"
             )
         else:
             check_patches(self.is_image(tokens), images, vision.merge, vision.patch_dim)
@@ -122,9 +123,8 @@ class NativeVisionDecoder(Decoder):
     ) -> Cache:
         """Makes an empty cache, as `Decoder.init_cache`; its `position_offset` counts if positions do not."""
         cache = super().init_cache(batch, capacity, dtype=dtype, rope_length=rope_length)
-        if self.cfg.vision is None or not self._turns_by_axes:
-            return cache
-        return dataclasses.replace(cache, position_offset=jnp.zeros(batch, jnp.int32))
+        counts = self.cfg.vision is not None and self._turns_by_axes
+        return dataclasses.replace(cache, position_offset=jnp.zeros(batch, jnp.int32)) if counts else cache
 
     @property
     def _turns_by_axes(self) -> bool:

@@ -130,7 +130,7 @@ def theirs(
             module.padding_idx = None
     ids = torch.from_numpy(tokens).long()
     case = {"config": json.loads(config.to_json_string(use_diff=False)), "grids": grids}
-    logits = model(ids, **seen(case, ids, model)).logits
+    logits = model(ids, **seen(case, ids, model.dtype)).logits
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     # What is not trained stands for itself, as in our export of gradients.
     gradients = stored(model, {name: t if t.grad is None else t.grad for name, t in own.items()})
@@ -142,26 +142,37 @@ def theirs(
     }
 
 
-def seen(case: dict[str, Any], ids: Any, model: Any) -> dict[str, Any]:
-    """What `model`, of transformers, takes of the images of a case."""
+def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
+    """What transformers' models take of the images of a case."""
     import torch
 
     if (found := images(case)) is None:
         return {}
+    if case["config"]["model_type"].startswith("gemma4"):
+        return seen_by_gemma(case, found, ids, dtype)
+    pixels, grids = torch.from_numpy(found.pixels).to(dtype), torch.from_numpy(found.grids).long()
     kinds = (ids == case["config"]["image_token_id"]).int()
-    kind = case["config"]["model_type"]
-    if not kind.startswith("gemma4"):
-        pixels, grids = torch.from_numpy(found.pixels).to(model.dtype), torch.from_numpy(found.grids).long()
-        return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
-    merge = case["config"]["vision_config"]["pooling_kernel_size"] if kind == "gemma4" else 1
+    return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+
+
+def seen_by_gemma(case: dict[str, Any], found: nn.vision.Patches, ids: Any, dtype: Any) -> dict[str, Any]:
+    """The same of Gemma 4, whose patches lie row by row, and come with their places."""
+    import torch
+    import transformers
+
+    unified = case["config"]["model_type"] == "gemma4_unified"
+    kinds = (ids == case["config"]["image_token_id"]).int()
+    merge = 1 if unified else case["config"]["vision_config"]["pooling_kernel_size"]
     pixels, positions = map(torch.from_numpy, by_position(found, merge))
-    given = {"pixel_values": pixels.to(model.dtype), "image_position_ids": positions, "mm_token_type_ids": kinds}
-    if kind == "gemma4":
+    given = {"pixel_values": pixels.to(dtype), "image_position_ids": positions, "mm_token_type_ids": kinds}
+    if not unified:
         return given
     # The masks of its `generate`, like those of Gemma 4: without them images would see both ways in global layers, too.
     own = {"attention_mask": None, "past_key_values": None, "position_ids": None, "mm_token_type_ids": kinds}
-    vectors = torch.zeros((*ids.shape, 1), dtype=model.dtype)
-    return given | {"attention_mask": model.create_masks_for_generate(model.config, vectors, **own)}
+    config = transformers.AutoConfig.for_model(**case["config"])
+    config._attn_implementation = "eager"
+    make = transformers.Gemma4UnifiedForConditionalGeneration.create_masks_for_generate
+    return given | {"attention_mask": make(config, torch.zeros((*ids.shape, 1), dtype=dtype), **own)}
 
 
 def tensors_of(model: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.models.conformance import CLOSE, SAID_TWICE, SHAPING, Conformance, _d
 
 SEQ, IMAGE, VIDEO = 24, 60, 59
 TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 57, "vision_end_token_id": 58}
-# Frames, rows and columns of images of several shapes: two in the first row of tokens, one begins the second.
+# Images of several shapes by row, column and grid of patches: two in the first row of tokens, one begins the second.
 GRIDS = [[1, 4, 6], [1, 2, 2], [1, 6, 4]]
 PLACES = [(0, 2), (0, 11), (1, 0)]
 TOWER = {
@@ -32,12 +32,13 @@ TOWER = {
     "num_position_embeddings": 25,
     "out_hidden_size": 32,
 }
+TOWER_SHAPES = {*TOWER, "deepstack_visual_indexes"}
 # Of one row of patches each row of tokens has its own images: what divides over devices.
 COUNTS = [2, 1]
 
 
 def tokens(vocab: int = 57) -> np.ndarray:
-    """Two rows with text from `vocab` ids and the images' placeholders."""
+    """Two rows with text from `vocab` ids and the images' placeholders, one for each square of 2 x 2 patches."""
     found = parity.tokens(vocab, SEQ)
     for (row, start), (_, height, width) in zip(PLACES, GRIDS, strict=True):
         found[row, start : start + height * width // 4] = IMAGE
@@ -49,10 +50,13 @@ class Seeing(Conformance):
 
     text_base: ClassVar[dict[str, Any]]
     vision_base: ClassVar[dict[str, Any]] = TOWER
-    tower_shapes: ClassVar[set[str]] = {*TOWER, "deepstack_visual_indexes"}
+    tower_shapes: ClassVar[set[str]] = TOWER_SHAPES
     ids: ClassVar[dict[str, int]] = TOKENS
-    grids: ClassVar[list[list[int]]] = GRIDS
-    by_axes: ClassVar[bool] = True  # whether positions have a time, a row and a column
+    grids: ClassVar[list[list[int]]] = GRIDS  # that make as many vectors as there are placeholders
+    patch_dim: ClassVar[int] = 96
+    offset: ClassVar[
+        int
+    ] = -3  # of positions behind all of the images from the number of tokens; 0 where they count these
     depths = (4, 8)
     elsewhere: ClassVar[set[str]] = {
         *TOKENS,
@@ -108,7 +112,7 @@ class Seeing(Conformance):
         assert not any(info.values()), info
         ids = torch.from_numpy(case["tokens"]).long()
         with torch.no_grad():
-            want = theirs(ids, **parity.seen(case, ids, theirs)).logits.float().numpy()
+            want = theirs(ids, **parity.seen(case, ids, theirs.dtype)).logits.float().numpy()
         assert_close(parity.logits(model, case["tokens"], parity.images(case)), want, 1e-4)
 
     def by_row(self, case: dict[str, Any], *rows: int) -> nn.vision.Patches:
@@ -153,9 +157,8 @@ class Seeing(Conformance):
                 got[row, done[row] : done[row] + n] = np.asarray(logits)[row, :n]
             done += new
         assert list(done) == [SEQ, SEQ]
-        if self.by_axes:
-            # A picture of 2 x 3 squares takes three positions for six tokens, and one of 3 x 2 likewise.
-            np.testing.assert_array_equal(cache.position_offset, [-3, -3])
+        # By M-RoPE a picture of 2 x 3 squares takes three positions for six tokens, and one of 3 x 2 likewise.
+        np.testing.assert_array_equal(0 if cache.position_offset is None else cache.position_offset, self.offset)
         assert_close(got, want, CLOSE)
 
     @pytest.mark.full
@@ -164,9 +167,8 @@ class Seeing(Conformance):
         rows, found, cut = case["tokens"][:1], parity.images(case), 10
         want = _logits(model, rows, images=self.by_row(case, 0))[0]
         cache = model.init_cache(1, SEQ, dtype=_dtype(model), rope_length=SEQ)
-        first, second = np.cumsum(np.prod(self.grids, axis=1))[:2]
-        parts = [nn.vision.Patches(found.pixels[:first], found.grids[:1])]
-        parts += [nn.vision.Patches(found.pixels[first:second], found.grids[1:2])]
+        ends = np.cumsum([0, *(np.prod(grid) for grid in self.grids)])
+        parts = [nn.vision.Patches(found.pixels[ends[n] : ends[n + 1]], found.grids[n : n + 1]) for n in range(2)]
         got = []
         for part, images in zip((rows[:, :cut], rows[:, cut:]), parts, strict=True):
             logits, cache = step(model, part, np.ones(part.shape, bool), cache, {"images": images})
@@ -219,11 +221,11 @@ class Seeing(Conformance):
             model(rows, images=changed(grids=np.array([[2, 2, 6], [1, 2, 2], [1, 6, 4]], np.int32)))
         with pytest.raises(ValueError, match="only 40 are given"):
             model(rows, images=changed(pixels=images.pixels[:40]))
-        with pytest.raises(ValueError, match=f"patches of {images.pixels.shape[1]} numbers"):
-            model(rows, images=changed(pixels=images.pixels[:, :-1]))
+        with pytest.raises(ValueError, match=f"patches of {self.patch_dim} numbers"):
+            model(rows, images=changed(pixels=images.pixels[:, :-6]))
         with pytest.raises(ValueError, match="must be nn.vision.Patches"):
             model.check_images(rows, images.pixels)
-        if self.by_axes:
+        if self.offset:
             with pytest.raises(ValueError, match="three rows, time, row and column"):
                 model(rows, images=images, positions=jnp.zeros(rows.shape, jnp.int32))
 

@@ -1,6 +1,7 @@
 """Gemma 4 with images against transformers: its tower, the 12B model without one, and who sees whom."""
 
 import dataclasses
+import itertools
 from typing import ClassVar
 
 import jax
@@ -10,10 +11,11 @@ import pytest
 from flax import nnx
 
 import maxlib
-from maxlib import inference, nn
+from maxlib import inference, nn, ops
 from maxlib.models import _gemma4_towers as towers
 from maxlib.models import gemma4
 from maxlib.models.gemma4 import GLOBAL, LOCAL
+from maxlib.nn._context import bidirectional_blocks
 from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models import test_gemma4 as text
@@ -22,6 +24,7 @@ from tests.models.seeing import GRIDS, IMAGE, VIDEO, Seeing, tokens
 
 AUDIO = 58
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO, "boi_token_id": 1, "eoi_token_id": 2}
+UNREAD = ("audio_config", "boa_token_id", "eoa_token_index")  # of sound
 TOWER = {
     "hidden_size": 24,
     "intermediate_size": 30,
@@ -44,7 +47,8 @@ class TestGemma4Images(Seeing):
     text_base = TEXT
     vision_base = TOWER
     ids = IDS
-    by_axes = False
+    patch_dim = 48
+    offset = 0
     # The first has all that E2B and E4B have, and sees images both ways besides.
     cases = {
         "images_shared_clipped": {
@@ -77,7 +81,14 @@ class TestGemma4Images(Seeing):
         "vision_config.rope_parameters": {"rope_type": "yarn"},
     }
     # What the tests of text perturb; tokens of which a model reads nothing but whether they are placeholders.
-    elsewhere: ClassVar = {*IDS, "text_config", "vision_config", "tie_word_embeddings", "vision_config.model_type"} | {
+    elsewhere: ClassVar = {
+        *IDS,
+        *UNREAD,
+        "text_config",
+        "vision_config",
+        "tie_word_embeddings",
+        "vision_config.model_type",
+    } | {
         f"text_config.{name}"
         for name in ({*text.TestGemma4.matters, *text.TestGemma4.refused} | text.TestGemma4.elsewhere)
     }
@@ -90,7 +101,7 @@ class TestGemma4Images(Seeing):
         case, _, model = made("images_shared_clipped")
         kinds = model.cfg.parts
         is_image = jnp.asarray(case["tokens"]) == IMAGE
-        blocks = nn._context.bidirectional_blocks(is_image)
+        blocks = bidirectional_blocks(is_image)
         ctx = nn.context(*is_image.shape, bidirectional_blocks=blocks)
         ends = {kind: np.asarray(ctx.key_intervals(mask)[1]) for kind, (mask, _, _) in kinds.items()}
         causal = 1 + np.arange(is_image.shape[1])
@@ -110,12 +121,15 @@ class TestGemma4Images(Seeing):
             got = parity._logits(model, wide, {"images": images, "valid": valid})
             assert_close(got[:, left : left + 20], want, CLOSE)
 
-    def test_sound_is_refused(self, made):
+    def test_sound_and_images_beyond_the_positions_are_refused(self, made):
         case, _, model = made("images_shared_clipped")
-        rows = np.where(case["tokens"] == 5, AUDIO, case["tokens"])
-        assert (rows == AUDIO).any()
+        rows = case["tokens"].copy()
+        rows[1, 20] = AUDIO
         with pytest.raises(ValueError, match="placeholders of sound"):
             model.check_images(rows, parity.images(case))
+        wide = nn.vision.Patches(np.zeros((16, 48), np.float32), np.array([[1, 2, 8]]))
+        with pytest.raises(ValueError, match="at most 7 rows and columns of patches"):
+            model.check_images(np.array([[IMAGE] * 4]), wide)
 
     def test_text_of_a_seeing_checkpoint_is_read_alone(self, made, tmp_path):
         case, directory, model = made("images_shared_clipped")
@@ -147,11 +161,10 @@ class TestGemma4Images(Seeing):
             with torch.no_grad():
                 text = theirs.generate(ids, attention_mask=torch.ones_like(ids), **given, **options)
             assert got[i] == text[0, len(row) :].tolist()
-            uncached = row[None]
-            for want in got[i]:
-                scores = parity.logits(model, uncached, own)[0, -1]
-                assert scores.argmax() == want
-                uncached = np.append(uncached, [[want]], axis=1)
+            # Without a cache all scores of the text at once, up to a placeholder, which has no image.
+            new = np.array(list(itertools.takewhile(lambda token: token < AUDIO, got[i])), np.int32)
+            scores = parity.logits(model, np.concatenate([row, new])[None], own)[0, len(row) - 1 :]
+            np.testing.assert_array_equal(scores.argmax(axis=1)[: len(new)], new)
 
 
 @pytest.mark.full
@@ -182,7 +195,7 @@ class TestUnifiedImages(TestGemma4Images):
     test_images_that_do_not_fit_are_refused = None
     test_images_see_both_ways_in_local_layers_only = None
     test_padding_on_either_side_changes_nothing = None
-    test_sound_is_refused = None
+    test_sound_and_images_beyond_the_positions_are_refused = None
     test_text_of_a_seeing_checkpoint_is_read_alone = None
 
 
@@ -202,7 +215,7 @@ def test_heads_turn_by_column_then_row():
     norm = towers.AxialNorm(H)
     with jax.enable_x64(True):
         cos, sin = SEE.rope.tables(jnp.array([[[x, y]]]))
-        got = nn._attention.apply_rope(norm(jnp.asarray(head)[None, None, None]), cos, sin)[0, 0, 0]
+        got = ops.apply_rope(norm(jnp.asarray(head)[None, None, None]), cos, sin)[0, 0, 0]
     unit = head / np.sqrt((head**2).mean() + 1e-6)
     want = np.zeros(H)
     for axis, place in enumerate((x, y)):
@@ -257,6 +270,7 @@ def test_joined_patches_are_those_of_the_processor():
     np.testing.assert_allclose(got.pixels[: len(pixels)], pixels, rtol=0, atol=1e-6)
 
 
+@pytest.mark.full
 def test_frames_of_a_video_are_images(tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     case = parity.golden("gemma4")["images_shared_clipped"]
