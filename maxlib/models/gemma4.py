@@ -1,6 +1,6 @@
 """Gemma 4 (Google DeepMind 2026): wide global layers whose keys are values, keys shared by layers, a vector per layer.
 
-Checkpoints that see or hear are read as text models: their encoders are passed over.
+It reads images of any size. Encoders of sound, which some checkpoints have, are passed over.
 """
 
 from dataclasses import dataclass, replace
@@ -13,22 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
+from maxlib.models import _gemma4_names, _gemma4_towers
+from maxlib.models import _gemma4_vision as vision
 from maxlib.ops import Proportional, Rope
 from maxlib.sharding import constrain
-from maxlib.weights import (
-    Family,
-    HFConfig,
-    Ignore,
-    ModelConfig,
-    Renamed,
-    Table,
-    Weight,
-    hf,
-    hf_fields,
-    hf_layer_rope,
-    hf_layer_types,
-    names,
-)
+from maxlib.weights import Family, HFConfig, ModelConfig, hf, hf_fields, hf_layer_rope, hf_layer_types
+
+Vision, UnifiedVision = vision.Vision, vision.UnifiedVision
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 # A layer has keys of its own, shares them with later layers, or takes those of the last that shares.
@@ -60,12 +51,11 @@ def _of_experts(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """Sizes of a Gemma 4, without its encoders; `PRESETS` has the published ones."""
+    """Sizes of a Gemma 4; `PRESETS` has the published ones. Models that see have theirs in `text_config`."""
 
     model_types = TEXT
     architecture = "Gemma4ForCausalLM"
     fixed = {"hidden_activation": "gelu_pytorch_tanh"}
-    only = {"use_bidirectional_attention": (None, "vision")}  # the tokens of an image see each other; text is causal
 
     vocab: int = hf("vocab_size", absent=262_144)
     num_layers: int = hf("num_hidden_layers", absent=30)
@@ -101,10 +91,15 @@ class Config(ModelConfig):
     norm_eps: float = hf("rms_norm_eps", 1e-6)
     tied: bool = hf("tie_word_embeddings", True)
     attention_bias: bool = hf("attention_bias", False)
+    both_ways: bool = vision.hf_both_ways()  # tokens of an image see each other both ways, in local layers
+    pad_token: int | None = hf("pad_token_id", 0)  # whose vectors stand for placeholders of images
     losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.router.SwitchBalance(0.001)`
+    vision: Vision | UnifiedVision | None = None
 
     def __post_init__(self):
         super().__post_init__()
+        if self.vision is not None:
+            self.vision.check(self)
         own = self.types[: self.num_layers - self.num_shared]
         if self.types[-1] != GLOBAL:
             raise ValueError(f"layer_types must end with {GLOBAL}, got {self.types[-1]} for the last layer")
@@ -130,7 +125,9 @@ class Config(ModelConfig):
     @property
     def parts(self) -> dict[str, tuple[ops.Mask, Rope, tuple[int, int]]]:
         """Mask, rotary embedding, and width and number of the key heads of either type of layer."""
-        local = ops.Causal() & ops.SlidingWindow(self.window), self.local_rope, (self.head_dim, self.num_kv_heads)
+        # The window limits the past of images, too.
+        causal = ops.Causal() | ops.BidirectionalBlocks() if self.vision and self.both_ways else ops.Causal()
+        local = causal & ops.SlidingWindow(self.window), self.local_rope, (self.head_dim, self.num_kv_heads)
         return {LOCAL: local, GLOBAL: (ops.Causal(), self.rope, self.global_heads)}
 
     @classmethod
@@ -138,11 +135,17 @@ class Config(ModelConfig):
         """Reads config.json. Raises ValueError for values that the family does not compute."""
         if fields.require("model_type", *TEXT, *SEEING) not in SEEING:
             return super().from_hf(fields)
-        # Sizes and placeholders of encoders, which this file does not have.
-        fields.ignore("vision_config", "audio_config", "vision_soft_tokens_per_image", "audio_ms_per_token")
-        for name in ("image", "video", "audio", "boi", "eoi", "boa", "eoa"):
-            fields.ignore(f"{name}_token_id", f"{name}_token_index")
-        return replace(super().from_hf(fields.nested("text_config")), tied=fields.take("tie_word_embeddings", True))
+        text, tied = super().from_hf(fields.nested("text_config")), fields.take("tie_word_embeddings", True)
+        return replace(text, tied=tied, vision=vision.read(fields))
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the fields of config.json."""
+        text = super().to_hf()
+        if self.vision is None:
+            return text
+        del text["architectures"]
+        text["model_type"] = f"{self.vision.model_types[0]}_text"
+        return {"text_config": text, "tie_word_embeddings": self.tied} | self.vision.to_hf()
 
 
 def _attention(cfg: Config, kind: str, role: str, *, rngs: nnx.Rngs) -> nn.Attention | nn.SharedKVAttention:
@@ -204,8 +207,11 @@ class Block(nn.Layer):
         return h, cache, {self.kind: kv} if self.role == SHARES else {}
 
 
-class Gemma4(nn.Decoder):
-    """Gemma 4: global layers have wider heads, of which they turn a quarter; E models add a vector to every layer."""
+class Gemma4(nn.NativeVisionDecoder):
+    """Gemma 4: global layers have wider heads, of which they turn a quarter; E models add a vector to every layer.
+
+    With `cfg.vision` it sees images, whose tokens count as positions like any other.
+    """
 
     layers_share = True
 
@@ -220,6 +226,7 @@ class Gemma4(nn.Decoder):
         self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.kinds), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.tower = _gemma4_towers.tower(cfg.vision, cfg.dim, rngs=rngs)
 
     def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
         """Builds layer `i`."""
@@ -228,56 +235,41 @@ class Gemma4(nn.Decoder):
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the scaled vectors of `tokens`."""
         # The factor is rounded to the compute dtype, as Gemma was trained.
-        return self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
+        return self.embed(self._padded(tokens), dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
+
+    def ids_for_layers(self, tokens: Int[Array, "B T"]) -> dict[str, Array]:
+        """Returns the ids as a keyword argument of `enter` if layers use them, else nothing."""
+        return super().ids_for_layers(self._padded(tokens))
+
+    def _padded(self, tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        """Returns `tokens` with the id of padding in place of placeholders, whose own rows of tables are never used."""
+        if (sees := self.cfg.vision) is None:
+            return tokens
+        return jnp.where(self.is_image(tokens) | (tokens == sees.audio_token), self.cfg.pad_token, tokens)
+
+    def check_images(self, tokens: Int[Any, "B T"], images: Any) -> None:
+        """Raises ValueError as `__call__` does, for placeholders of sound, and for images that are too large."""
+        super().check_images(tokens, images)
+        if self.cfg.vision is not None:
+            self.cfg.vision.check_inputs(tokens, images)
 
     def layer_inputs(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "L B T P"] | None:
         """Returns a vector of each token for each layer, if the model has them."""
         return None if self.per_layer is None else self.per_layer(x, cast(Any, ctx.tokens))
 
 
-def _table(cfg: Config) -> Table:
-    fused = (("gate", 0), ("up", cfg.expert_dim or 0))  # in one tensor, first all rows of the gates
-    layer = [
-        *names.SANDWICH_NORMS,
-        *names.ATTENTION,
-        *names.MLP,
-        Weight("layer_scalar", "factor"),
-        Weight("router.proj.weight", "moe.router.gate.w"),
-        Weight("router.scale", "moe.router.norm.scale"),
-        Weight("router.per_expert_scale", "moe.router.expert_scale"),
-        *(Weight("experts.gate_up_proj", f"moe.{part}.w", "E F D -> E F D", at={"F": row}) for part, row in fused),
-        Weight("experts.down_proj", "moe.down.w"),
-        Weight("pre_feedforward_layernorm_2.weight", "moe_norm.scale"),
-        Weight("post_feedforward_layernorm_1.weight", "mlp_own_norm.scale"),
-        Weight("post_feedforward_layernorm_2.weight", "moe_post_norm.scale"),
-        Weight("per_layer_input_gate.weight", "per_layer.gate.w"),
-        Weight("per_layer_projection.weight", "per_layer.proj.w"),
-        Weight("post_per_layer_input_norm.weight", "per_layer.norm.scale"),
-    ]
-    own = [
-        Weight("model.embed_tokens_per_layer.weight", "per_layer.embed.w"),
-        Weight("model.per_layer_model_projection.weight", "per_layer.proj.w"),
-        Weight("model.per_layer_projection_norm.weight", "per_layer.norm.scale"),
-    ]
-    # Releases have keys and values also of layers that take others', and encoders.
-    unused = [
-        f"layers.{i}.self_attn.{part}_" for i, (_, role) in enumerate(cfg.kinds) if role == TAKES for part in "kv"
-    ]
-    encoders = ("vision_tower.", "embed_vision.", "vision_embedder.", "audio_tower.", "embed_audio.")
-    ignored = [Ignore(f"model.{name}*") for name in (*unused, *encoders)]
-    return [*names.decoder_table(layer), *own, Renamed("model.language_model.", "model."), *ignored]
-
-
 # fmt: off
 _ROPES: Any = {"rope": Rope(512, 1e6, Proportional(0.25), max_length=262_144), "local_rope": Rope(256, max_length=262_144)}
+_LARGE = Vision(dim=1152, mlp_dim=4304, num_layers=27, num_heads=16, num_kv_heads=16, head_dim=72, standardize=True)
 _31B = Config(
     vocab=262_144, num_layers=60, dim=5376, mlp_dim=21_504, num_heads=32, num_kv_heads=16, head_dim=256, window=1024,
-    keys_as_values=True, global_heads=(512, 4), **_ROPES,
+    keys_as_values=True, global_heads=(512, 4), both_ways=True, vision=_LARGE, **_ROPES,
 )
 _E2B = replace(
     _31B, num_layers=35, dim=1536, mlp_dim=6144, num_heads=8, num_kv_heads=1, window=512, keys_as_values=False,
     global_heads=(512, 1), **{name: replace(rope, max_length=131_072) for name, rope in _ROPES.items()},
-    layer_types=_pattern(35, period=5), num_shared=20, shared_wide=True, per_layer_dim=256,
+    layer_types=_pattern(35, period=5), num_shared=20, shared_wide=True, per_layer_dim=256, both_ways=False,
+    vision=Vision(clipped=True),
 )
 PRESETS = {
     "gemma4-e2b": _E2B,
@@ -285,7 +277,8 @@ PRESETS = {
         _E2B, num_layers=42, dim=2560, mlp_dim=10_240, num_kv_heads=2, global_heads=(512, 2), layer_types=None,
         num_shared=18, shared_wide=False),
     "gemma4-12b": replace(
-        _31B, num_layers=48, dim=3840, mlp_dim=15_360, num_heads=16, num_kv_heads=8, global_heads=(512, 1)),
+        _31B, num_layers=48, dim=3840, mlp_dim=15_360, num_heads=16, num_kv_heads=8, global_heads=(512, 1),
+        vision=UnifiedVision()),
     "gemma4-26b-a4b": replace(
         _31B, num_layers=30, dim=2816, mlp_dim=2112, num_heads=16, num_kv_heads=8, global_heads=(512, 2), sparse=True,
         num_experts=128, top_k=8, expert_dim=704),
@@ -293,4 +286,6 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="gemma4", model=Gemma4, config=Config, table=_table, presets=PRESETS, model_types=(*TEXT, *SEEING))
+FAMILY = Family(
+    name="gemma4", model=Gemma4, config=Config, table=_gemma4_names.table, presets=PRESETS, model_types=(*TEXT, *SEEING)
+)

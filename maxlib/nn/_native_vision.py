@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib.nn._context import Context
+from maxlib.nn._context import Context, bidirectional_blocks
 from maxlib.nn._decoder import Decoder, check_tokens
 from maxlib.nn._model import Output
 from maxlib.nn._patches import Patches, check_patches, mrope_positions, take_features
@@ -22,7 +22,8 @@ class NativeVisionDecoder(Decoder):
     Its `cfg.vision` is None, or has `merge`, `patch_dim`, and what `is_image` uses: `image_token` and `video_token` (of
     frames, which are images too). If a rotary embedding is an `ops.MRope`, positions are those of
     `nn.vision.mrope_positions`, and a cache counts by how much they differ from the number of tokens, so that decoding
-    goes on behind an image. Otherwise they count tokens.
+    goes on behind an image. Otherwise they count tokens. Under a mask with `ops.BidirectionalBlocks` the tokens of an
+    image attend to each other.
 
     Attributes:
         tower: Image encoder, `tower(patches, dtype=, remat=) -> (R S D, R S n D or None)`: a vector for each
@@ -73,6 +74,9 @@ class NativeVisionDecoder(Decoder):
                 )
             if self._turns_by_axes:
                 _check_positions(positions)
+            if any(mask != mask.without_blocks for mask in self.masks):
+                blocks = bidirectional_blocks(is_image, segment_ids=segment_ids, cache=cache)
+                inputs["bidirectional_blocks"] = blocks
             x, features = self._see(x, is_image, images, dtype=dtype, remat=remat)
             inputs["features"] = features
         inputs["positions"] = positions
@@ -104,8 +108,8 @@ class NativeVisionDecoder(Decoder):
         elif not isinstance(images, Patches):
             raise ValueError(
                 f"images must be nn.vision.Patches (patches and grids), got {type(images).__name__}; make them with "
-                "nn.vision.patches(pixel_values, image_grid_thw), or cfg.vision.patches(pixel_values, image_sizes) for "
-                "Pixtral's processors"
+                "nn.vision.patches(pixel_values, image_grid_thw); cfg.vision.patches(pixel_values, image_sizes) for Pixtral's "
+                "processors, nn.vision.patches_by_position(pixel_values, image_position_ids, merge=) for Gemma 4's"
             )
         else:
             check_patches(self.is_image(tokens), images, vision.merge, vision.patch_dim)

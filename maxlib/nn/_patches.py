@@ -97,6 +97,47 @@ def cut(image: Float[np.ndarray, "3 H W"], patch_size: int, *, merge: int = 2, f
     return Patches(shown.reshape(-1, 3 * frames * p * p), np.array([[1, H // p, W // p]], np.int32))
 
 
+def patches_by_position(pixels: Any, positions: Any, *, merge: int, counts: Any = None) -> Patches:
+    """Returns padded patches with their places, as Gemma 4's processors make them, as `Patches`.
+
+    Args:
+        pixels: `images n C`, patches of each image (or frame) in any order, with padding.
+        positions: `images n 2`, column and row of each patch; -1 for padding.
+        merge: Side of the squares of patches that become one vector (`model.cfg.vision.merge`).
+        counts: Number of images in each row of tokens, as for `patches`.
+
+    Raises:
+        ValueError: when arrays do not fit each other, the patches of an image do not fill a grid of such squares, or
+            counts do not have as many images.
+    """
+    pixels, positions = np.asarray(pixels), np.asarray(positions)
+    if pixels.ndim != 3 or positions.shape != (*pixels.shape[:2], 2):
+        raise ValueError(
+            "pixels must be `images patches numbers` and positions `images patches 2` (columns, rows), got the shapes "
+            f"{pixels.shape} and {positions.shape}"
+        )
+    found = [_in_squares(own, at, merge) for own, at in zip(pixels, positions, strict=True)]
+    none = np.zeros((0, pixels.shape[2]), pixels.dtype), np.zeros((0, 3), np.int32)
+    rows, grids = zip(none, *found, strict=True)
+    return patches(np.concatenate(rows), np.concatenate(grids), counts=counts)
+
+
+def _in_squares(pixels: np.ndarray, positions: np.ndarray, merge: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the patches of an image square after square, without padding, and their grid."""
+    real = (positions >= 0).all(axis=1)
+    x, y = positions[real].T
+    width, height = (1 + max(axis, default=-1) for axis in (x, y))
+    place = np.sort(y * width + x)
+    if not real.any() or height % merge or width % merge or not np.array_equal(place, np.arange(height * width)):
+        raise ValueError(
+            f"the positions of an image must fill a grid whose sides are multiples of {merge}, each place once, got "
+            f"{real.sum()} patches in {height} rows and {width} columns"
+        )
+    # Sorted by the last key first: the square's row and column, then the row and column in it.
+    order = np.lexsort((x % merge, y % merge, x // merge, y // merge))
+    return pixels[real][order], np.array([[1, height, width]], np.int32)
+
+
 def _frames(grids: np.ndarray) -> np.ndarray:
     """Returns a grid for each frame."""
     each = np.repeat(grids, grids[:, 0], axis=0)

@@ -80,12 +80,14 @@ def _is_tied(model: Any) -> bool:
 
 
 def takes_images(model: Any) -> bool:
-    """Returns True if the model's call has `images` and the model has an image encoder (layers within a child
-    module).
+    """Returns True if the model's call has `images` and the model has an image encoder: a `tower`, or layers within a
+    child module.
     """
     children = [child for child in vars(model).values() if isinstance(child, nnx.Module)]
     towers = [child for child in children if not isinstance(child, Stack | nnx.List) and _all(Stack, child)]
-    return bool(towers) and "images" in inspect.signature(type(model).__call__).parameters
+    return (bool(towers) or getattr(model, "tower", None) is not None) and "images" in inspect.signature(
+        type(model).__call__
+    ).parameters
 
 
 def cache_kinds(model: Any) -> tuple[str, ...]:

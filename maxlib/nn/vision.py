@@ -24,6 +24,7 @@ from maxlib.nn._patches import cut as cut
 from maxlib.nn._patches import mrope_positions as mrope_positions
 from maxlib.nn._patches import patch_places as patch_places
 from maxlib.nn._patches import patches as patches
+from maxlib.nn._patches import patches_by_position as patches_by_position
 from maxlib.nn._patches import take_features as take_features
 from maxlib.nn.norm import LayerNorm
 from maxlib.ops._attention import Full

@@ -39,6 +39,8 @@ def tensors(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
         wide = 1.0 if EMBEDDING.search(name) else np.float32((shapes[name] or [1])[-1]) ** -0.5
         # asarray: a sum with an array of no axes is a number.
         values[name] = np.asarray(1 + 0.1 * noise if NORM.search(name) else noise * np.float32(wide))
+        if name.endswith(("put_min", "put_max")):  # bounds of Gemma 4's encoder, which a part of all numbers exceeds
+            values[name] = np.asarray(np.float32(-1.2 if name.endswith("min") else 1.2) + 0.1 * noise)
         if name.endswith("A_log"):  # rates about 0.05: a state that keeps hundreds of tokens
             values[name] = np.float32(np.log(0.05)) + 0.3 * noise
     return values
@@ -74,10 +76,25 @@ def images(case: dict[str, Any]) -> nn.vision.Patches | None:
     if (grids := case.get("grids")) is None:
         return None
     vision = case["config"]["vision_config"]
-    size = 3 * vision.get("temporal_patch_size", 1) * vision["patch_size"] ** 2
+    joined = vision["pooling_kernel_size"] if "mm_embed_dim" in vision else 1  # patches that a processor joins
+    size = 3 * vision.get("temporal_patch_size", 1) * (joined * vision["patch_size"]) ** 2
     grids = np.array(grids, np.int32)
     pixels = np.random.RandomState(2).standard_normal((grids.prod(axis=1).sum(), size)).astype(np.float32)
     return nn.vision.Patches(pixels, grids)
+
+
+def by_position(found: nn.vision.Patches, merge: int) -> tuple[np.ndarray, np.ndarray]:
+    """Patches of each image row by row, with padding, and their columns and rows, as Gemma 4's processors give them."""
+    sizes = found.grids.prod(axis=1)
+    shape = len(sizes), sizes.max() + merge**2
+    pixels, positions = np.zeros((*shape, found.pixels.shape[1]), np.float32), np.full((*shape, 2), -1)
+    for i, own in enumerate(np.split(found.pixels[: sizes.sum()], np.cumsum(sizes)[:-1])):
+        _, height, width = found.grids[i]
+        # [y, x, m, m, C] -> [y, m, x, m, C]
+        squares = own.reshape(height // merge, width // merge, merge, merge, -1)
+        pixels[i, : sizes[i]] = squares.swapaxes(1, 2).reshape(sizes[i], -1)
+        positions[i, : sizes[i]] = np.stack(np.divmod(np.arange(sizes[i]), width)[::-1], axis=1)
+    return pixels, positions
 
 
 def projection(name: str, gradient: np.ndarray) -> np.ndarray:
@@ -106,6 +123,11 @@ def theirs(
     own = tensors_of(model)
     shapes = {name: list(index.shape) for name, index in stored(model, _numbered(own)).items()}
     _fill(model, own, tensors(shapes))
+    for (
+        module
+    ) in model.modules():  # the row of padding stands for images in Gemma 4, and gets a gradient like any other
+        if grids is not None and isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None
     ids = torch.from_numpy(tokens).long()
     case = {"config": json.loads(config.to_json_string(use_diff=False)), "grids": grids}
     logits = model(ids, **seen(case, ids, model.dtype)).logits
@@ -129,6 +151,8 @@ def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
     if case["config"]["vision_config"]["model_type"] == "pixtral":  # which takes images, padded to a common size
         pixels, sizes = whole(case, found)
         return {"pixel_values": torch.from_numpy(pixels).to(dtype), "image_sizes": torch.from_numpy(sizes).long()}
+    if case["config"]["model_type"].startswith("gemma4"):
+        return seen_by_gemma(case, found, ids, dtype)
     pixels, grids = torch.from_numpy(found.pixels).to(dtype), torch.from_numpy(found.grids).long()
     kinds = (ids == case["config"]["image_token_id"]).int()
     return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
@@ -145,6 +169,26 @@ def whole(case: dict[str, Any], found: nn.vision.Patches) -> tuple[np.ndarray, n
             image[:, y : y + p, x : x + p] = next(patches).reshape(3, p, p)
         pixels.append(image)
     return np.stack(pixels), sizes
+
+
+def seen_by_gemma(case: dict[str, Any], found: nn.vision.Patches, ids: Any, dtype: Any) -> dict[str, Any]:
+    """The same of Gemma 4, whose patches lie row by row, and come with their places."""
+    import torch
+    import transformers
+
+    unified = case["config"]["model_type"] == "gemma4_unified"
+    kinds = (ids == case["config"]["image_token_id"]).int()
+    merge = 1 if unified else case["config"]["vision_config"]["pooling_kernel_size"]
+    pixels, positions = map(torch.from_numpy, by_position(found, merge))
+    given = {"pixel_values": pixels.to(dtype), "image_position_ids": positions, "mm_token_type_ids": kinds}
+    if not unified:
+        return given
+    # The masks of its `generate`, like those of Gemma 4: without them images would see both ways in global layers, too.
+    own = {"attention_mask": None, "past_key_values": None, "position_ids": None, "mm_token_type_ids": kinds}
+    config = transformers.AutoConfig.for_model(**case["config"])
+    config._attn_implementation = "eager"
+    make = transformers.Gemma4UnifiedForConditionalGeneration.create_masks_for_generate
+    return given | {"attention_mask": make(config, torch.zeros((*ids.shape, 1), dtype=dtype), **own)}
 
 
 def tensors_of(model: Any) -> dict[str, Any]:
