@@ -148,11 +148,11 @@ def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
 
     if (found := images(case)) is None:
         return {}
+    if case["config"]["model_type"].startswith("gemma4"):
+        return seen_by_gemma(case, found, ids, dtype)
     if case["config"]["vision_config"]["model_type"] == "pixtral":  # which takes images, padded to a common size
         pixels, sizes = whole(case, found)
         return {"pixel_values": torch.from_numpy(pixels).to(dtype), "image_sizes": torch.from_numpy(sizes).long()}
-    if case["config"]["model_type"].startswith("gemma4"):
-        return seen_by_gemma(case, found, ids, dtype)
     pixels, grids = torch.from_numpy(found.pixels).to(dtype), torch.from_numpy(found.grids).long()
     kinds = (ids == case["config"]["image_token_id"]).int()
     return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
