@@ -19,7 +19,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import adapters, checkpoint, data, inference, sharding, tokenization, training, weights
+from maxlib import adapters, checkpoint, data, inference, nn, sharding, tokenization, training, weights
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
 KEPT = (
@@ -168,7 +168,7 @@ def export(model, args) -> None:
     """Weights and config anew; the tokenizer with its chat template, and what prepares images, as they were."""
     target = args.out / "model"
     ids = special_ids(args.model)
-    generation = {"bos_token_id": ids["bos_id"], "eos_token_id": ids["eos_id"]}
+    generation = {f"{name}_token_id": ids[f"{name}_id"] for name in ("bos", "eos") if ids[f"{name}_id"] is not None}
     if (stored := args.model / "generation_config.json").exists():
         generation |= json.loads(stored.read_text())
     maxlib.save_pretrained(model, target, generation=generation, overwrite=True)

@@ -86,13 +86,13 @@ def test_what_is_imported_is_declared_and_nothing_else():
 
 def imported() -> tuple[set[str], set[str]]:
     """The distributions that modules of maxlib import on their own import, and all that they ever import."""
-    names = {"orbax": "orbax-checkpoint", "absl": "absl-py"}
+    names = {"orbax": "orbax-checkpoint", "absl": "absl-py", "pil": "pillow"}
     at_once, used = set(), set()
     for path in (ROOT / "maxlib").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             for module in {module.partition(".")[0] for module in modules} - {"maxlib"} - sys.stdlib_module_names:
-                used.add(name := names.get(module, module.lower().replace("_", "-")))
+                used.add(name := names.get(module.lower(), module.lower().replace("_", "-")))
                 at_once |= set() if node.col_offset else {name}
     return at_once, used

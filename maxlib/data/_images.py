@@ -118,7 +118,7 @@ class ImageProcessor:
         try:
             from PIL import Image
         except ImportError as error:
-            raise ImportError("to read images, pip install pillow") from error
+            raise ImportError("reading images needs Pillow: pip install 'maxlib[images]'") from error
 
         if isinstance(image, str | os.PathLike):
             with Image.open(image) as file:

@@ -255,6 +255,7 @@ def test_without_states_the_module_drafts():
 def test_the_module_reads_text_only():
     case, model = parity.golden("qwen3_5")["images"], jax.eval_shape(lambda: small(LINEAR, FULL, sees=True))
     batch = {"tokens": case["tokens"], "targets": case["tokens"], "images": parity.images(case)}
+    batch = jax.tree.map(jnp.asarray, batch)
     with pytest.raises(ValueError, match="this batch has images: train with next_token_loss"):
         jax.eval_shape(lambda model: training.mtp_loss(model, batch), model)
 

@@ -93,10 +93,10 @@ def _replicated(array: Array) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def _gradient(loss: Loss, filter: nn.tree.Filter) -> Callable[..., Any]:
+def _gradient(loss: Loss, filter: nn.tree.Filter | None) -> Callable[..., Any]:
     @jax.jit
     def run(model: Any, batch: Batch, key: Array) -> Any:
-        trainable, rest = nn.partition(model, filter)
+        trainable, rest = nn.partition(model, filter or nn.tree.default_filter(model))
         return jax.value_and_grad(lambda params: loss(nn.combine(params, rest), batch, key)[0])(trainable)
 
     return run
