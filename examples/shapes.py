@@ -10,6 +10,7 @@ Needs Pillow. Each line of chats.jsonl is a chat about one picture, of which no 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -99,9 +100,10 @@ def save_model(directory: Path, texts: list[str], args) -> None:
     """A Hugging Face directory of a small random Qwen3-VL, with the files that prepare its chats and images."""
     tokenizer = tokenization.train_bpe(texts, vocab_size=320, special_tokens=SPECIAL)
     ids = dict(zip(("start", "end", "image", "video"), map(tokenizer.token_to_id, SPECIAL[2:]), strict=True))
+    tokens: Any = {f"{name}_token": id for name, id in ids.items()}
     vision = qwen3_vl.Vision(
         dim=args.dim, mlp_dim=2 * args.dim, num_layers=3, num_heads=4, patch_size=PATCH, merge=MERGE, num_positions=64,
-        deepstack=(0, 1), **{f"{name}_token": id for name, id in ids.items()},
+        deepstack=(0, 1), **tokens,
     )  # fmt: skip
     config = qwen3_vl.Config(
         vocab=320, num_layers=3, dim=args.dim, mlp_dim=2 * args.dim, num_heads=4, num_kv_heads=2, head_dim=32, tied=True,
@@ -112,13 +114,15 @@ def save_model(directory: Path, texts: list[str], args) -> None:
     maxlib.save_pretrained(model, directory, generation={"eos_token_id": end}, overwrite=True)
     tokenization.save_tokenizer(tokenizer, directory, eos_token="<|im_end|>")
     (directory / "chat_template.jinja").write_text(TEMPLATE)
-    prepared = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": vision.frames}
-    prepared |= {
+    prepared = {
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "temporal_patch_size": vision.frames,
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
         "size": {"shortest_edge": 1024, "longest_edge": 16384},
+        "image_processor_type": "Qwen2VLImageProcessor",
     }
-    prepared["image_processor_type"] = "Qwen2VLImageProcessor"
     (directory / "preprocessor_config.json").write_text(json.dumps(prepared, indent=2))
 
 

@@ -5,6 +5,7 @@ Whatever reads Hugging Face directories (vLLM, TRL, PEFT, llama.cpp's converter)
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +38,7 @@ def main() -> tuple[float, bool]:
         directory = Path(folder) / "model"
         model = write(directory)
         print("written:", ", ".join(sorted(path.name for path in directory.iterdir())))
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(directory)
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
 
     ids = tokenizer("A model is built of")["input_ids"]

@@ -92,7 +92,7 @@ class ImageProcessor:
         from maxlib.nn import vision
 
         values = np.asarray(self._resized(image), np.float32) / 255  # [H, W, 3]
-        values = (values - np.float32(self.mean)) / np.float32(self.std)
+        values = (values - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
         return vision.cut(values.transpose(2, 0, 1), self.patch_size, merge=self.merge, frames=self.frames)
 
     def join(self, images: Sequence["Patches"]) -> "Patches":

@@ -1,7 +1,7 @@
 """Sampled completions as rows of a batch."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -48,7 +48,8 @@ def completion_batch(
             f"{len(prompts)} prompts, {len(completions)} completions, {len(advantages)} advantages"
         )
     rows = []
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+    texts = cast(Sequence[Sequence[int]], completions)
+    for i, (prompt, completion) in enumerate(zip(prompts, texts, strict=True)):
         tokens = np.array([*prompt, *completion], np.int32)
         targets = np.append(np.where(np.arange(1, len(tokens)) >= len(prompt), tokens[1:], -1), -1).astype(np.int32)
         row = padded({"tokens": tokens, "targets": targets}, length)

@@ -176,7 +176,7 @@ class UnifiedVision(Images):
         return found
 
 
-def read(fields: HFConfig) -> Vision | UnifiedVision | None:
+def read_vision(fields: HFConfig) -> Vision | UnifiedVision | None:
     """Reads what a config says of images; None if it says nothing."""
     # Numbers for processors and placeholders of sound, whose encoder is passed over.
     fields.ignore("audio_config", "vision_soft_tokens_per_image", "audio_ms_per_token")

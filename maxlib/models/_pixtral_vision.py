@@ -92,7 +92,7 @@ class Vision(ModelConfig):
         """Reads what a config says of images."""
         own, kind = fields.nested("vision_config"), fields.require("model_type", MERGING, PLAIN)
         # The encoder's output. Left out, Llava means features of an earlier layer, without the first patch.
-        absent = {} if kind == PLAIN else {"default": -1}
+        absent: Any = {} if kind == PLAIN else {"default": -1}
         if (layer := fields.take("vision_feature_layer", **absent, kind=object)) not in (-1, [-1]):
             raise ValueError(f"{fields.where('vision_feature_layer')} must be -1, the encoder's output, got {layer}")
         if kind == PLAIN:

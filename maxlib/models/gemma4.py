@@ -14,12 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.models import _gemma4_names, _gemma4_towers
-from maxlib.models import _gemma4_vision as vision
+from maxlib.models._gemma4_vision import UnifiedVision, Vision, hf_both_ways, read_vision
 from maxlib.ops import Proportional, Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Family, HFConfig, ModelConfig, hf, hf_fields, hf_layer_rope, hf_layer_types
-
-Vision, UnifiedVision = vision.Vision, vision.UnifiedVision
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 # A layer has keys of its own, shares them with later layers, or takes those of the last that shares.
@@ -91,7 +89,7 @@ class Config(ModelConfig):
     norm_eps: float = hf("rms_norm_eps", 1e-6)
     tied: bool = hf("tie_word_embeddings", True)
     attention_bias: bool = hf("attention_bias", False)
-    both_ways: bool = vision.hf_both_ways()  # tokens of an image see each other both ways, in local layers
+    both_ways: bool = hf_both_ways()  # tokens of an image see each other both ways, in local layers
     pad_token: int | None = hf("pad_token_id", 0)  # whose vectors stand for placeholders of images
     losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.router.SwitchBalance(0.001)`
     vision: Vision | UnifiedVision | None = None
@@ -136,7 +134,7 @@ class Config(ModelConfig):
         if fields.require("model_type", *TEXT, *SEEING) not in SEEING:
             return super().from_hf(fields)
         text, tied = super().from_hf(fields.nested("text_config")), fields.take("tie_word_embeddings", True)
-        return replace(text, tied=tied, vision=vision.read(fields))
+        return replace(text, tied=tied, vision=read_vision(fields))
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the fields of config.json."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._pytree import pytree, static
@@ -181,7 +182,7 @@ def _check_right_padded(valid: Any) -> None:
 
 def is_known(x: Any) -> bool:
     """Returns True if the numbers of an array can be read: it is not traced, and all of it is on this host."""
-    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+    return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def _positions(indices: Int[Array, "B T"], cache: Any) -> Int[Array, "B T"]:

@@ -63,7 +63,8 @@ class NativeVisionDecoder(Decoder):
         """
         check_tokens(tokens)
         self.check_images(tokens, images)
-        x, inputs = self.embed_tokens(tokens, dtype), {"segment_ids": segment_ids, "valid": valid}
+        inputs: dict[str, Any] = {"segment_ids": segment_ids, "valid": valid}
+        x = self.embed_tokens(tokens, dtype)
         if images is not None:
             images = images.in_rows
             is_image = self.is_image(tokens) if valid is None else self.is_image(tokens) & valid
@@ -72,7 +73,7 @@ class NativeVisionDecoder(Decoder):
                 positions = mrope_positions(
                     is_image, jnp.asarray(images.grids), self.cfg.vision.merge, start=start, **inputs
                 )
-            if self._turns_by_axes:
+            if self._turns_by_axes and positions is not None:
                 _check_positions(positions)
             if any(mask != mask.without_blocks for mask in self.masks):
                 blocks = bidirectional_blocks(is_image, segment_ids=segment_ids, cache=cache)

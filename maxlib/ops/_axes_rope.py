@@ -33,8 +33,11 @@ class MRope:
     sections: tuple[int, ...]
 
     def __post_init__(self):
-        half, found = self.rope.dim // 2, [int((self._axes == axis).sum()) for axis in range(3)]
-        if len(self.sections) != 3 or sum(self.sections) != half or found != list(self.sections):
+        half = self.rope.dim // 2
+        # Of `half` pairs, (half + 1) // 3 have a remainder of 1 by three, and half // 3 one of 2.
+        most = half, (half + 1) // 3, half // 3
+        fit = len(self.sections) == 3 and all(0 <= n <= m for n, m in zip(self.sections, most, strict=True))
+        if not fit or sum(self.sections) != half:
             raise ValueError(
                 f"the sections of M-RoPE (mrope_section) must be three numbers whose sum is the {half} rotary pairs, the "
                 f"second and third of them at most a third of these, got {self.sections}"

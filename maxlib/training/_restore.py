@@ -160,8 +160,8 @@ def _warn_of_changes(saved: str | None, here: str, where: str) -> None:
     if saved in (None, "None", here) or here == "None":
         return
     # One line for each field, nested ones too: "Config(vocab=61, rope=Rope(dim=12" -> "vocab=61", "rope=Rope(dim=12".
-    fields = [re.split(r", (?=\w+=)|(?<=Config)\(", text) for text in (re.sub(r" at 0x[0-9a-f]+", "", saved), here)]
-    changed = [line for line in difflib.ndiff(*fields) if line[0] in "-+"]
+    fields = lambda text: re.split(r", (?=\w+=)|(?<=Config)\(", re.sub(r" at 0x[0-9a-f]+", "", text))
+    changed = [line for line in difflib.ndiff(fields(saved), fields(here)) if line[0] in "-+"]
     if changed:
         listed = "\n".join(["", *changed])
         warnings.warn(

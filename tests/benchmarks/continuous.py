@@ -1,4 +1,4 @@
-"""Continuous batching against static batches, in turn on the same machine.
+"""Continuous batching against static batches and against transformers' own, in turn on the same machine.
 
     python -m tests.benchmarks.continuous [--slots 8] [--rounds 3] [--check] [--json out.json]
 
@@ -38,7 +38,7 @@ CONFIG = transformers.LlamaConfig(
     pad_token_id=0,
 )
 LENGTHS = 10, 200
-LEAST = 1.8  # times the tokens per second of static batches
+LEAST = {"static batches": 1.8, "transformers": 1.0}  # times their tokens per second
 
 
 def runs(args: argparse.Namespace) -> tuple[dict, int]:
@@ -57,6 +57,7 @@ def runs(args: argparse.Namespace) -> tuple[dict, int]:
     )
     calls = {
         "static batches": lambda: in_batches(static, prompts, limits, args.slots),
+        "transformers": lambda: in_their_batches(theirs, prompts, limits),
         "continuous": lambda: [one.tokens for (one,) in engine.generate(prompts, max_new_tokens=limits)],
     }
     return calls, sum(limits)
@@ -72,11 +73,27 @@ def in_batches(generator: Generator, prompts: list, limits: list, rows: int) -> 
     return texts
 
 
+def in_their_batches(model: transformers.LlamaForCausalLM, prompts: list, limits: list) -> list[list[int]]:
+    """What `generate_batch` does, with a limit for each prompt."""
+    greedy, texts = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0), {}
+    # Its own choice, steps of 8,192 tokens with padding, is a seventh as fast on a CPU.
+    sizes = transformers.ContinuousBatchingConfig(max_batch_tokens=512, num_blocks=64)
+    options = {"continuous_batching_config": sizes, "block": True, "timeout": 5, "warmup": False}
+    with model.continuous_batching_context_manager(greedy, **options) as manager:
+        names = [manager.add_request(p, max_new_tokens=n) for p, n in zip(prompts, limits, strict=True)]
+        while len(texts) < len(names):
+            if (result := manager.get_result(timeout=1)) and result.is_finished():
+                texts[result.request_id] = result.generated_tokens
+            elif not manager.is_running():
+                raise RuntimeError("transformers' generation ended before all prompts were served")
+    return [texts[name] for name in names]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("--prompts", 64), ("--slots", 8), ("--rounds", 3)):
         parser.add_argument(name, type=int, default=default)
-    parser.add_argument("--check", action="store_true", help=f"fail below {LEAST} times static batches")
+    parser.add_argument("--check", action="store_true", help="fail below `LEAST`")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     calls, tokens = runs(args)
@@ -93,12 +110,13 @@ def main() -> None:
     speeds = {name: tokens / statistics.median(times) for name, times in seconds.items()}
     for name, speed in speeds.items():
         print(f"{name}: {speed:.0f} tokens/s, {same[name]} of {args.prompts} texts as in static batches")
-    ratios = [a / b for a, b in zip(seconds["static batches"], seconds["continuous"], strict=True)]
-    print(f"continuous / static: {statistics.median(ratios):.2f} ({', '.join(f'{r:.2f}' for r in ratios)})")
+    ratios = {name: [a / b for a, b in zip(seconds[name], seconds["continuous"], strict=True)] for name in LEAST}
+    for name, found in ratios.items():
+        print(f"continuous / {name}: {statistics.median(found):.2f} ({', '.join(f'{r:.2f}' for r in found)})")
     if args.json:
         args.json.write_text(json.dumps({"speeds": speeds, "seconds": seconds, "machine": platform.processor()}))
-    if args.check and statistics.median(ratios) < LEAST:
-        raise SystemExit(f"continuous batching must be at least {LEAST} times as fast as static batches")
+    if args.check and any(statistics.median(ratios[name]) < least for name, least in LEAST.items()):
+        raise SystemExit(f"continuous batching must be faster: {LEAST} times")
 
 
 if __name__ == "__main__":

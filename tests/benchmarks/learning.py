@@ -52,7 +52,7 @@ STUDENT = dataclasses.replace(
     rope=ops.Rope(16, max_length=64),
 )
 ROWS, PROMPTS, GROUP = 64, 16, 8  # rows of a batch; prompts of a GRPO step, and completions of each
-STEPS = {"sft": 500, "lora": 150, "dpo": 60, "grpo": 60, "distillation": 1000}
+STEPS = {"sft": 500, "lora": 200, "dpo": 60, "grpo": 60, "distillation": 1000}
 RATES = {"sft": 1e-3, "lora": 3e-3, "dpo": 5e-5, "grpo": 1e-4, "distillation": 1e-3}
 LORA = adapters.LoRA(rank=8, alpha=16)
 SAMPLER = inference.Sampler(temperature=1.0)

@@ -51,10 +51,15 @@ def test_rows_and_columns_take_turns_with_the_frequencies():
     np.testing.assert_allclose(sin, np.sin(want), atol=1e-5)
 
 
-@pytest.mark.parametrize("sections", [(4, 2), (4, 2, 3), (2, 3, 3), (0, 4, 4)])
+@pytest.mark.parametrize("sections", [(8,), (4, 2), (4, 2, 3), (2, 3, 3), (0, 4, 4), (9, -1, 0)])
 def test_sections_that_do_not_fill_the_pairs_are_refused(sections):
     with pytest.raises(ValueError, match="mrope_section"):
         MRope(Rope(16), sections)
+
+
+def test_sections_are_checked_before_anything_is_made():
+    with pytest.raises(ValueError, match="whose sum is the 549755813888 rotary pairs"):
+        MRope(Rope(2**40), (24, 20, 20))
 
 
 def test_two_positions_are_refused():
