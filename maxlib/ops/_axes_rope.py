@@ -54,6 +54,11 @@ class MRope:
         return self.rope.interleaved
 
     @property
+    def needs_length(self) -> bool:
+        """True if the frequencies depend on the length of the sequence, as in `Rope`."""
+        return self.rope.needs_length
+
+    @property
     def max_length(self) -> int | None:
         """Number of positions that the model supports, as in `Rope`."""
         return self.rope.max_length

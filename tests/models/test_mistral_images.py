@@ -136,8 +136,8 @@ def both(request, tmp_path_factory):
     values = parity.tensors(case["shapes"])
     # Small next to what the layers add, or every token would only repeat itself; and no placeholder is written.
     values[embed] *= np.float32(0.02)
-    values[head][IMAGE] = 0
-    own = {name: values[name] for name in (embed, head)}
+    values[head if head in values else embed][IMAGE] = 0
+    own = {name: values[name] for name in (embed, head) if name in values}
     path = parity.directory(tmp_path_factory.mktemp(request.param), case, **own)
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager").eval()
     return case, theirs, maxlib.from_pretrained(path)

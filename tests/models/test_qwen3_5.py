@@ -142,7 +142,11 @@ class TestQwen35MoEImages(TestQwen35Images):
     text_base = TestQwen35MoE.base | {"rope_parameters": SECTIONS}
     cases = {"images_experts": {"text": {"layer_types": KINDS, "linear_key_head_dim": 8}}}
     matters = {"text_config.num_experts_per_tok": 2}
-    elsewhere = TestQwen35Images.elsewhere | {"text_config.rms_norm_eps", "vision_config.rope_parameters"}
+    elsewhere = TestQwen35Images.elsewhere | {
+        "text_config.rms_norm_eps",
+        "text_config.rope_parameters",
+        "vision_config.rope_parameters",
+    }
     rules = Seeing.rules | {"expert": "data"}
 
 
