@@ -29,6 +29,11 @@ def held(expected: tuple[int, int] = (1 << 30, 1 << 30)) -> tuple[int, int]:
     return found
 
 
+def no_more(now: tuple[int, int], before: tuple[int, int]) -> bool:
+    """Fewer may be left: what an earlier test has started may end in between."""
+    return now[0] <= before[0] and now[1] <= before[1]
+
+
 @pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_saves_hold_no_threads_and_no_descriptors(tmp_path, verify):
     before = held()
@@ -40,8 +45,7 @@ def test_saves_hold_no_threads_and_no_descriptors(tmp_path, verify):
                 ck.wait()
                 counts.append(held(*counts[:1]))
     assert counts[0] == counts[1] == counts[2]
-    threads, descriptors = held(before)
-    assert threads <= before[0] and descriptors <= before[1]
+    assert no_more(held(before), before)
 
 
 def test_saves_that_fail_hold_none_either(tmp_path, monkeypatch):
@@ -59,7 +63,7 @@ def test_saves_that_fail_hold_none_either(tmp_path, monkeypatch):
                     with pytest.raises(SaveError):
                         ck.save(step, ITEMS)
                         ck.wait()
-        assert held(before) == before
+        assert no_more(held(before), before)
 
 
 def test_a_run_that_ends_while_it_saves_holds_none(tmp_path):
@@ -67,7 +71,7 @@ def test_a_run_that_ends_while_it_saves_holds_none(tmp_path):
     with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path) as ck:
         ck.save(1, ITEMS)
         raise ZeroDivisionError
-    assert held(before) == before
+    assert no_more(held(before), before)
 
 
 FEW = """
