@@ -289,6 +289,8 @@ def _put_rows(old: Num[Array, "B S *R"], new: Num[Array, "B T *R"], ctx: Context
         raise ValueError(f"{T} new tokens do not fit a cache of capacity {S}; make a larger one")
 
     def put(old: Array, new: Array, length: Array) -> Array:
+        if T == 1:  # decoding: one scatter, which drops by itself
+            return old.at[length].set(new[0], mode="drop")
         # [S, ...] with the window [T, ...] of one row. XLA moves a window that would end after S back to S - T, over
         # older tokens. So it is put there, and what it would cover is written again in front of the new tokens:
         # slot start + t keeps its own for t < over, and gets token t - over from there on.
