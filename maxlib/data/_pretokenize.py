@@ -160,7 +160,7 @@ def _is_file(entry: Any) -> bool:
     name = entry.get("name") if _has_counts(entry) else None
     if not isinstance(name, str) or not name.isprintable() or len(name.encode()) > 255:
         return False
-    return Path(name).name == name != ".." and type(entry.get("bytes")) is int
+    return Path(name).name == name not in ("", "..") and type(entry.get("bytes")) is int
 
 
 def _added(progress: Callable[[Counts], Any], before: Counts) -> Callable[[Counts], Any]:

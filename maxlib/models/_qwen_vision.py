@@ -80,7 +80,9 @@ class Vision(ModelConfig):
             raise ValueError(
                 f"num_heads must divide dim (hidden_size) into heads of multiples of 4, got {self.num_heads} and {self.dim}"
             )
-        if sorted({*self.deepstack}) != list(self.deepstack) or not {*self.deepstack} <= {*range(self.num_layers)}:
+        if sorted({*self.deepstack}) != list(self.deepstack) or not all(
+            0 <= number < self.num_layers for number in self.deepstack
+        ):
             raise ValueError(
                 f"deepstack (deepstack_visual_indexes) must be ascending numbers of the {self.num_layers} layers, got "
                 f"{self.deepstack}"
