@@ -48,13 +48,13 @@ MEMORY = {"rss_kib": 1e6, "in_use_kib": 1e5, "python_blocks": 7e5}
     ],
 )
 def test_a_leak_is_found(name, by, said):
-    base = {"seconds": 1.0, "cpu_seconds": 1.0, "files": 10.0} | COUNTS | MEMORY
+    base = dict.fromkeys(soak.CLOCKS, 1.0) | {"files": 10.0} | COUNTS | MEMORY
     samples = [base | {"times": i, name: base[name] + by * i} for i in range(40)]
     assert soak.failures(samples) == ([] if said is None else [said])
 
 
-@pytest.mark.parametrize(("by", "said"), [(0.02, []), (0.2, ["cpu_seconds of a repeat grew by 7.3%, limit 5%"])])
+@pytest.mark.parametrize(("by", "said"), [(0.02, []), (0.2, ["work of a repeat grew by 7.3%, limit 5%"])])
 def test_steps_that_slow_down_are_found(by, said):
-    base = {"seconds": 1.0, "files": 10.0} | COUNTS | MEMORY
-    samples = [base | {"times": 50 * i, "cpu_seconds": 2 + by * i / 40} for i in range(41)]
+    base = dict.fromkeys(soak.CLOCKS, 1.0) | {"files": 10.0} | COUNTS | MEMORY
+    samples = [base | {"times": 50 * i, "work": 2 + by * i / 40} for i in range(41)]
     assert soak.failures(samples) == said
