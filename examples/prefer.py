@@ -3,7 +3,7 @@
 The pairs are lines of JSON with `chosen` and `rejected`, each a list of messages (`role`, `content`) that ends with the
 answer; `prompt` may hold the messages before. Run the same command again to resume.
 
-With --adapter the policy starts from a PEFT adapter of MODEL, such as that of finetune.py --lora. The adapter is frozen,
+With --adapter the policy starts from a PEFT adapter of MODEL, such as that of finetune.py --lora. It is frozen,
 and a new one is trained on top of it; the reference is the model with the old one. The result is one adapter.
 """
 
