@@ -27,7 +27,7 @@ from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.router import Router, Routing, SigmoidInputRouter, expert_counts
 from maxlib.ops._glu import swiglu
 from maxlib.sharding import constrain, shard_map_by_name
-from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size, gathers_odd_parts
+from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size, check_axes, gathers_odd_parts
 
 
 @runtime_checkable
@@ -54,6 +54,9 @@ class ExpertLinear(nnx.Module):
         layout: Order in which the matrices are stored, `EOI` or `EIO`; initial values are the same either way.
         init: Initializer of shape `E O I`, by default truncated normal with variance 1 / I.
         rngs: Source of initial values.
+
+    Raises:
+        ValueError: when an axis name is not declared (`sharding.declare_axes`).
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class ExpertLinear(nnx.Module):
         init: Init | None = None,
         rngs: nnx.Rngs,
     ):
+        check_axes(axes, "ExpertLinear")
         if init is None:
             # batch_axis=0: the fan-in is that of one expert.
             init = nnx.initializers.variance_scaling(

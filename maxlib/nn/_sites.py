@@ -91,12 +91,12 @@ class Decisions:
         return self.treatment(self.rules[n])
 
     def check(self) -> None:
-        """Raises ValueError if a rule decided nothing, or names a layer that does not exist."""
+        """Raises ValueError if a rule matched nothing, or names a layer that does not exist."""
         idle = [rule for n, rule in enumerate(self.rules) if n not in self._used]
         if idle:
             near = difflib.get_close_matches(idle[0].match, self._seen, n=3, cutoff=0.4)
             raise ValueError(
-                f"each rule must decide about a matmul, these decide none: {idle}; earlier rules win. "
+                f"these rules match no matmul that an earlier rule has not matched: {idle}. "
                 f"The nearest names are {', '.join(near) or 'none'}; the matmuls are "
                 f"{', '.join(f'{path} ({kind})' for path, kind in self._seen.items())}"
             )

@@ -48,7 +48,7 @@ def forward_flops(fn: Callable[..., Any], *args: Any) -> float:
 
     The body of a `lax.scan` counts as often as it runs, of a `lax.cond` the dearest branch. Attention counts the pairs
     that its masks leave; documents count where `args` hold the integers that mark them, while a `jax.ShapeDtypeStruct`
-    leaves them unknown (then every pair counts). Ops registered in `maxlib.ops._cost` go by their own formula. No float
+    leaves them unknown (then every pair counts). Ops with `ops.register_flops` go by their own formula. No float
     is computed. Count without a mesh: call it outside `sharding.use`.
     """
     return sum(flops for _, flops in _counted(fn, args, follow=True))
@@ -137,12 +137,12 @@ def _count(eqn: Any, known: list[Any], times: float, counts: Counts) -> list[Any
     if name in _RULES:
         _RULES[name](eqn, known, times, counts)
         return unknown
-    # Of an op in a backward pass there may be left what has two inputs: its own matmuls count then.
-    if name in ("jit", "pjit") and params["name"] in FORMULAS and len(eqn.invars) > 2:
+    formula = FORMULAS.get(params["name"]) if name in ("jit", "pjit") else None
+    if formula is not None and len(eqn.invars) >= formula.fewest:
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         given = [shape if value is None else value for shape, value in zip(shapes, known, strict=True)]
         op = params["name"].rpartition(".")[2].lstrip("_")
-        counts.append((times, FORMULAS[params["name"]](*given), f"{op} {_dtypes(eqn)}"))
+        counts.append((times, formula.flops(*given), f"{op} {_dtypes(eqn)}"))
         return unknown
     inner = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
     if inner is not None:
@@ -199,8 +199,8 @@ def _while(eqn, known, times, counts):
     _walk(body, known[skip : skip + consts] + changing, times, counts)
     if len(counts) > before:
         warnings.warn(
-            "A loop with matmuls runs an unknown number of times; its FLOPs count once. Use lax.scan, or register the op "
-            "around it in maxlib.ops._cost.",
+            "A loop with matmuls runs an unknown number of times; its FLOPs count once. Use lax.scan, or decorate the "
+            "function around it with ops.register_flops(formula).",
             stacklevel=2,
         )
 
@@ -233,7 +233,8 @@ def _pallas_call(eqn, known, times, counts):
     estimate = eqn.params.get("cost_estimate")
     if estimate is None:
         warnings.warn(
-            "A Pallas kernel without cost_estimate counts no FLOPs; give it one, or register its op in maxlib.ops._cost.",
+            "A Pallas kernel without cost_estimate counts no FLOPs; give it one, or decorate the function around it with "
+            "ops.register_flops(formula).",
             stacklevel=2,
         )
     else:

@@ -15,7 +15,10 @@ from maxlib.training._objectives.objective import run
 
 
 class Scored:
-    """A loader that adds `score(model, part)` to each part of a batch that has tokens; it is where `loader` is."""
+    """A loader that adds `score(model, part)` to each part of a batch that has tokens.
+
+    Its position is that of `loader`.
+    """
 
     def __init__(self, loader: StatefulLoader, model: Any, layout: Any, score: Callable[[Any, Batch], Batch]):
         self.loader, self.model, self.layout = loader, model, layout

@@ -40,12 +40,12 @@ def skip_spikes(
 
     Args:
       optimizer: what updates otherwise.
-      norm: times the running mean above which a gradient's norm counts as far.
-      loss: the same of a loss that is positive throughout. Losses may have any sign: far is a rise above the mean by
-        `loss - 1` times the mean's magnitude, or by 8 `(loss - 1)` usual deviations from the mean, whichever is more.
+      norm: a step is skipped if the gradient's norm exceeds this many times its running mean.
+      loss: a step is skipped if the loss rises above its running mean by more than `loss - 1` times the mean's
+        magnitude, and by more than 8 `(loss - 1)` usual deviations. So the loss may have any sign.
       memory: decay of the running means, per step.
-      after: steps before which only what is not finite is skipped. The means remember the start of a run for some
-        `1 / (1 - memory)` steps, in which a loss that has fallen may rise without being noticed.
+      after: before this step only a loss or a gradient that is not finite is skipped. The means remember the start of
+        a run for about `1 / (1 - memory)` steps; a rise after a fast fall passes in that time.
     """
     inner = optax.with_extra_args_support(optimizer)
 

@@ -1,5 +1,6 @@
 """The training step: a pure function from state and batch to state and metrics."""
 
+import difflib
 import functools
 import math
 import warnings
@@ -90,7 +91,7 @@ def make_state(
     check_no_aliases(model)
     trainable, rest = nn.partition(model, filter or nn.tree.default_filter(model))
     if not trainable:
-        raise ValueError(_nothing_to_train(model))
+        raise ValueError(_nothing_to_train(model, filter))
     if isinstance(filter, PathFilter):
         filter.check(model)
     seed = jax.random.key(key) if isinstance(key, int) else key
@@ -120,13 +121,16 @@ def _warn_of_rounding(opt_state: Any, trainable: dict[str, Any]) -> None:
         )
 
 
-def _nothing_to_train(model: Any) -> str:
+def _nothing_to_train(model: Any, filter: Any) -> str:
     if not nn.variables(model):
         return f"a model must have parameters to train, got {type(model).__name__} {model!r:.80} without any"
     names = sorted({*nn.tree.pattern_paths(model).values()})
+    patterns = filter.patterns if isinstance(filter, PathFilter) else ()
+    near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names, 1)]
+    meant = f"; did you mean {', '.join(near)}?" if near else ""
     return (
-        f"filter selected no parameters; it is matched against these {len(names)} names: {', '.join(names)}; so are the patterns "
-        "of trainable_only"
+        f"filter selected no parameters{meant}; it is matched against these {len(names)} names: {', '.join(names)}; so are the "
+        "patterns of trainable_only"
     )
 
 

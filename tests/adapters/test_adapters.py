@@ -243,7 +243,7 @@ def test_experts_equal_their_merged_loop(capacity):
 def test_bad_rules():
     base = jax.eval_shape(lambda: model("both"))
     put_on = lambda base, rules=LORA: adapters.add(base, rules, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"decide none.*layers\.attn\.qq.*nearest names are .*layers\.attn\.q"):
+    with pytest.raises(ValueError, match=r"match no matmul.*layers\.attn\.qq.*nearest names are .*layers\.attn\.q"):
         put_on(base, [adapters.Rule(LORA, match="layers.attn.qq")])
     with pytest.raises(ValueError, match=r"names the layers \[9\]"):
         put_on(base, [adapters.Rule(LORA, layers=(0, 9))])

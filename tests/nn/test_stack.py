@@ -160,7 +160,7 @@ def test_layers_on_trust_are_traced_once_and_are_the_same():
 def test_layers_that_differ_are_refused():
     with pytest.raises(ValueError, match=r"layers 0 and 1 would be scanned together"):
         build(Layer, 0, 1)
-    wide = lambda i, rngs: nn.Einsum("...D,ED->...E", (4 + (i == 4), 4), ("a", "b"), rngs=rngs)
+    wide = lambda i, rngs: nn.Einsum("...D,ED->...E", (4 + (i == 4), 4), ("mlp", "embed"), rngs=rngs)
     with pytest.raises(ValueError, match=r"layers 0 and 4 would be scanned together"):
         nn.Stack(wide, 6, period=2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"layers 0 and 2 would be scanned together under .*'lead': 3"):

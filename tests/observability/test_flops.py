@@ -113,6 +113,28 @@ def test_loops_of_unknown_length_are_said():
         assert observability.forward_flops(loop, x, w) == 2 * 4 * 8 * 8
 
 
+def test_a_registered_formula_counts_a_loop_of_unknown_length():
+    """`n` matmuls where `n` is known, one where it is not; a backward pass is not counted by it."""
+
+    def formula(x, w, n):
+        return 2 * x.shape[0] * w.size * (1 if isinstance(n, SHAPE) else n)
+
+    @ops.register_flops(formula)
+    def powers(x, w, n):
+        return jax.lax.while_loop(lambda at: at[0] < n, lambda at: (at[0] + 1, at[1] @ w), (0, x))[1]
+
+    @ops.register_flops(lambda x, w: 2 * x.shape[0] * w.size, static=("least",))
+    def until(x, w, *, least):
+        return jax.lax.while_loop(lambda x: x[0, 0] < least, lambda x: x @ w, x)
+
+    x, w = SHAPE((4, 8), jnp.float32), SHAPE((8, 8), jnp.float32)
+    one = 2 * 4 * 8 * 8
+    assert observability.forward_flops(powers, x, w, np.int32(5)) == 5 * one
+    assert observability.forward_flops(powers, x, w, SHAPE((), jnp.int32)) == one
+    assert observability.forward_flops(lambda x, w: until(x, w, least=9.0), x, w) == one
+    np.testing.assert_array_equal(powers(jnp.eye(2), 2 * jnp.eye(2), 3), 8 * jnp.eye(2))
+
+
 def test_peaks():
     assert 1e9 < observability.peak_flops() < 1e14
     kinds = {"TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v5p": 459e12, "TPU v6 lite": 918e12, "TPU7x": 1153.5e12}

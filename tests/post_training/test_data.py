@@ -57,6 +57,11 @@ def test_padded_chats_are_rows_without_their_messages(tokenizer):
     assert text(tokenizer, row["targets"]) == "the apple</s>"
 
 
+def test_documents_without_targets_are_not_padded():
+    with pytest.raises(ValueError, match="pad needs 'targets' in a document: use data.tokenize_chats"):
+        data.pad(data.in_memory([[1, 2, 3]]), length=4)[0]
+
+
 def test_bad_pairs_are_named(tokenizer):
     source = documents(
         {"chosen": ASK + YES, "rejected": ASK + YES},

@@ -105,7 +105,8 @@ def test_what_is_frozen_stays_and_has_no_moments():
     assert names == {"norm.scale", *(f"layers.mlp.{part}.w" for part in ("gate", "up", "down"))}
     assert optax.tree.get(state.opt_state, "mu").keys() == state.trainable.keys()
     with pytest.raises(
-        ValueError, match=r"selected no parameters; .* these \d+ names: embed\.w, .*layers\.mlp\.up\.w.*trainable_only"
+        ValueError,
+        match=r"no parameters; did you mean layers\.mlp\.\w+\.w\?; .* \d+ names: embed\.w, .*layers\.mlp\.up\.w.*trainable_only",
     ):
         training.make_state(model, optimizer, filter=training.trainable_only("layers.mpl.*"))
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from maxlib.hardware import current_device
 from maxlib.kernels.grouped_matmul.mosaic_gpu import mosaic_gpu
-from maxlib.ops._cost import counted
+from maxlib.ops._cost import register_flops
 from maxlib.ops._explanation import Explanation
 from maxlib.ops._grouped_matmul import dispatch
 from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer
@@ -150,7 +150,7 @@ def _flops(rows, weights, *rest) -> float:
     return 2.0 * rows.shape[0] * weights.shape[1] * weights.shape[2]
 
 
-@counted(_flops, static=("implementation", "layout", "out_dtype"))
+@register_flops(_flops, static=("implementation", "layout", "out_dtype"))
 def _grouped_matmul(rows, weights, rows_per_expert, *, implementation, layout, out_dtype):
     return _RUN[implementation](rows, weights, rows_per_expert, layout, out_dtype)
 
@@ -159,7 +159,7 @@ def _outer_flops(d_out, rows, *rest) -> float:
     return 2.0 * d_out.size * rows.shape[1]
 
 
-@counted(_outer_flops, static=("implementation",))
+@register_flops(_outer_flops, static=("implementation",))
 def _grouped_outer(d_out, rows, rows_per_expert, *, implementation):
     return _OUTER[implementation](d_out, rows, rows_per_expert)
 

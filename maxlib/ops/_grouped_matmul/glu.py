@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.kernels.grouped_matmul.mosaic_gpu import glu
 from maxlib.kernels.grouped_matmul.rows import NAMES, owners
-from maxlib.ops._cost import counted
+from maxlib.ops._cost import register_flops
 from maxlib.ops._glu import swiglu
 from maxlib.ops._grouped_matmul.api import ExpertWeightOrder, Implementation, check, choose, grouped_matmul
 
@@ -81,7 +81,7 @@ def _flops(rows, gate, *rest) -> float:
     return 4.0 * rows.shape[0] * gate.shape[1] * gate.shape[2]
 
 
-@counted(_flops, static=("layout", "activation"))
+@register_flops(_flops, static=("layout", "activation"))
 def _grouped_glu(rows, gate, up, rows_per_expert, *biases, layout, activation):
     return glu(rows, gate, up, rows_per_expert, biases, layout, activation)
 

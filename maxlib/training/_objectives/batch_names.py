@@ -1,4 +1,4 @@
-"""Batches that would train in silence what nobody means: names that no loss reads, and targets that are not shifted."""
+"""Checks for batches that would silently train the wrong thing: unread names, and targets that are not shifted."""
 
 import difflib
 import warnings

@@ -108,9 +108,9 @@ def objective(from_hidden: Any = None, *, sums_over_rows: bool = True, reads: Co
         sums_over_rows: whether the loss of a batch is the sum of those of its rows, reports included. Then the devices
             of a pipeline sum gradients once. False for a loss with layers of its own that report of all rows at once.
             Microbatches change a loss that compares rows in any case: put what belongs together into one row.
-        reads: names that the loss reads in the batch besides `tokens`, `targets` and the model's inputs. Masks, and
-            names that stand in place of these, are refused then, and others that are not read are warned of. None, the
-            default, takes any batch.
+        reads: names that the loss reads in the batch besides `tokens`, `targets` and the model's inputs. If given,
+            masks and other libraries' names for these raise an error, and unread names a warning. None (the default)
+            accepts any batch.
     """
     make = functools.partial(Objective, sums_over_rows=sums_over_rows, reads=reads)
     return make if from_hidden is None else make(from_hidden)
