@@ -42,6 +42,7 @@ class Family:
         table: Function from a `cfg` to the table of its weights.
         presets: Published configurations by name.
         model_types: Values of `model_type` in config.json that it reads; by default those of `config`.
+            "mistral3/mistral4" is a mistral3 whose `text_config` is a mistral4, and goes before "mistral3".
     """
 
     name: str
@@ -113,10 +114,7 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
     """
     data = read_config(directory)
     if family is None:
-        kind = data.get("model_type")
-        known = ", ".join(sorted(t for f in families() for t in f.model_types))
-        what = f"the model_type {kind!r} of {Path(directory) / 'config.json'}"
-        family = _the([f for f in families() if kind in f.model_types], what, known)
+        family = _family_for(data, Path(directory) / "config.json")
     elif isinstance(family, str):
         raise TypeError(f"family must be a Family, got {family!r}; such as maxlib.models.{family}.FAMILY")
     fields = HFConfig(data)
@@ -129,6 +127,14 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
         raise ValueError(f"{path} has values that a {family.name} model cannot have: {error}") from error
     fields.done()
     return family, cfg
+
+
+def _family_for(data: Mapping[str, Any], path: Path) -> Family:
+    kind, text = data.get("model_type"), data.get("text_config")
+    whole = f"{kind}/{text.get('model_type')}" if isinstance(text, Mapping) else kind
+    claimed = [f for f in families() if whole in f.model_types] or [f for f in families() if kind in f.model_types]
+    known = ", ".join(sorted(t for f in families() for t in f.model_types))
+    return _the(claimed, f"the model_type {kind!r} of {path}", known)
 
 
 def from_pretrained(

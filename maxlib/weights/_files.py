@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -77,6 +77,10 @@ class Stored:
             return np.empty(self.shape, self.dtype)
         # A plain array: a memmap would keep its class, and its file, through every view and ufunc.
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, self.shape))
+
+    def part(self, take: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Returns `take(view)`, where `take` cuts, transposes and splits axes."""
+        return take(self.view())
 
     def read_into(self, out: np.ndarray, start: int) -> None:
         """Fills the contiguous `out` with the bytes from `start` of this tensor on: faster than to copy mapped
