@@ -105,10 +105,13 @@ def arguments() -> argparse.Namespace:
 
 
 def image_processor(directory: Path) -> data.ImageProcessor | None:
-    """What cuts the images of chats into patches; None for a model of text."""
+    """What cuts the images of chats into patches; None for a model of text, and where only text can be prepared."""
     try:
         return data.ImageProcessor.from_directory(directory)
     except FileNotFoundError:
+        return None
+    except ValueError as error:
+        print(f"Chats with images are refused. {error}")
         return None
 
 
@@ -158,9 +161,11 @@ def shown(metrics: dict, prefix: str = "eval/") -> str:
 
 def special_ids(directory: Path) -> dict[str, int | None]:
     """What stands at the ends of a document; of several ends of text the first."""
-    config = json.loads((directory / "config.json").read_text())
-    config = config.get("text_config", {}) | config
-    bos, eos = config.get("bos_token_id"), config.get("eos_token_id")
+    read = lambda name: json.loads((directory / name).read_text()) if (directory / name).exists() else {}
+    config, found = read("config.json"), {}
+    for fields in (read("generation_config.json"), config.get("text_config", {}), config):
+        found |= {name: value for name, value in fields.items() if value is not None}
+    bos, eos = found.get("bos_token_id"), found.get("eos_token_id")
     return {"bos_id": bos, "eos_id": eos[0] if isinstance(eos, list) else eos}
 
 

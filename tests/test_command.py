@@ -81,6 +81,20 @@ def test_convert_changes_the_dtype(capsys, directory, tmp_path):
     assert "such as 500MB; got 'much'" in capsys.readouterr().err
 
 
+def test_a_converted_model_ends_where_it_did(capsys, directory, tmp_path):
+    """Of a directory that says so in config.json only, also within a model that sees; its processor comes along."""
+    source = shutil.copytree(directory, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "preprocessor_config.json").write_text('{"patch_size": 4}')
+    (source / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 9], "bos_token_id": 3}))
+    assert main(["convert", str(source), str(tmp_path / "target")]) == 0
+    assert inference.stop_tokens(tmp_path / "target") == inference.stop_tokens(source) == [7, 9]
+    assert json.loads((tmp_path / "target" / "generation_config.json").read_text())["bos_token_id"] == 3
+    assert (tmp_path / "target" / "preprocessor_config.json").read_text() == '{"patch_size": 4}'
+    (source / "config.json").write_text(json.dumps({"eos_token_id": None, "text_config": {"eos_token_id": 5}}))
+    assert inference.stop_tokens(source) == [5]
+
+
 def test_answers_end_where_the_directory_says(capsys, directory):
     free = printed(capsys, "generate", directory, "w5 w6", "--tokens", "6", "--json")
     words = json.loads(free[1])["text"].split()

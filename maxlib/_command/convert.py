@@ -1,9 +1,20 @@
 """`maxlib convert MODEL DIRECTORY`."""
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+# Beside weights and config: the tokenizer, what prepares images, and how to sample.
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "generation_config.json",
+)
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -31,12 +42,23 @@ def run(args: argparse.Namespace) -> int:
         quantization.save(quantization.for_inference(model, args.quantize), args.directory)
     else:
         maxlib.save_pretrained(model, args.directory, max_shard_bytes=shard, overwrite=args.overwrite)
-    for name in (*TOKENIZER, "generation_config.json"):
+    for name in COPIED:
         if (source / name).exists():
             shutil.copy(source / name, args.directory)
+    if not (source / "generation_config.json").exists() and (ids := token_ids(source)):
+        (args.directory / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
     files = sorted(args.directory.glob("*.safetensors"))
     print(f"{args.directory}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e9:.3f} GB")
     return 0
+
+
+def token_ids(source: Path) -> dict[str, Any]:
+    """Reads from config.json where texts begin and end, which the config of an export does not know."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    places = config, config.get("text_config") or {}
+    names = [f"{kind}_token_id" for kind in ("bos", "eos", "pad")]
+    found = {name: next((p[name] for p in places if p.get(name) is not None), None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def size(text: str) -> int:

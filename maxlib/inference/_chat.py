@@ -42,7 +42,8 @@ def _end_of_text(path: Path) -> Any:
     inner = fields.get("text_config") or {}
     if not isinstance(inner, dict):
         raise ValueError(f"{path}: text_config must be a JSON object, got {inner!r:.100}")
-    return fields.get("eos_token_id", inner.get("eos_token_id"))
+    own = fields.get("eos_token_id")  # null says nothing, too
+    return inner.get("eos_token_id") if own is None else own
 
 
 class Chat:
