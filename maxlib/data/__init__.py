@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from maxlib.data._images import ImageProcessor as ImageProcessor
     from maxlib.data._loader import Loader as Loader
     from maxlib.data._loader import host_shards as host_shards
-    from maxlib.data._loader import shards_of as shards_of
     from maxlib.data._mixture import Mixture as Mixture
     from maxlib.data._packing import Statistics as Statistics
     from maxlib.data._packing import pack as pack
@@ -44,7 +43,7 @@ __getattr__, __dir__ = lazy(
         "_chats": ("tokenize_chats",),
         "_formats": ("HFStream", "files", "parquet", "records"),
         "_images": ("ImageProcessor",),
-        "_loader": ("Loader", "host_shards", "shards_of"),
+        "_loader": ("Loader", "host_shards"),
         "_mixture": ("Mixture",),
         "_packing": ("Statistics", "pack", "statistics"),
         "_padding": ("pad",),

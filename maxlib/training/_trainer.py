@@ -24,7 +24,7 @@ from maxlib.training._objectives.batch_names import warn_of_copies
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._placement import host_rows, materialize_model, place_batch
-from maxlib.training._prefetch import StatefulLoader, check_loader
+from maxlib.training._prefetch import StatefulLoader, check_loader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
 from maxlib.training._step import jit_step, make_eval_step, make_state, make_train_step
@@ -45,7 +45,8 @@ class Trainer:
       model: an `nnx.Module`, which is copied, or a function that builds one, which is run under jit so that
         parameters are created already sharded.
       optimizer: of `{path: array}`, such as `adamw(1e-3)`.
-      loader: this host's rows of every batch, with a state; see `StatefulLoader`.
+      loader: this host's rows of every batch, with a state; see `StatefulLoader`. A `data.Loader` is told by `follow`
+        which rows these are.
       loss: see `make_train_step`; give options with `functools.partial`, and `accumulate(loss, 4)` or
         `one_f_one_b(loss)` for microbatches.
       layout: the mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
@@ -97,6 +98,8 @@ class Trainer:
                 f"without a layout, each of the {jax.process_count()} processes would train its own model: pass layout=, for "
                 "example sharding.Layout(sharding.make_mesh(fsdp=-1))"
             )
+        for one in (loader, evaluation and evaluation.loader):
+            follow_layout(one, layout)
         self.clock = Clock(directory if jax.process_index() == 0 else None)
         self.layout, self.timeout = layout, timeout
         self.loader, self.evaluation, self.loss, self.checkpointer = loader, evaluation, loss, checkpointer
@@ -350,12 +353,12 @@ class Trainer:
             self._saving.wait()
 
     def _count_flops(self, batch: Batch) -> None:
-        """Counts what a step costs, by this host's rows of its first batch."""
+        """Counts what a step costs, by this host's rows of its first batch, which other hosts may hold too."""
         self._counted = True
         try:
-            self._meter.flops = jax.process_count() * flops.training_flops(
-                self.loss, self.state.model, host_rows(batch)
-            )
+            rows = host_rows(batch)
+            share = len(jax.tree.leaves(rows)[0]) / len(jax.tree.leaves(self.batch)[0])
+            self._meter.flops = flops.training_flops(self.loss, self.state.model, rows) / share
         except Exception as error:  # a failed estimate must not end a run
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
 
