@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from maxlib import checkpoint, distributed, nn, sharding
@@ -20,7 +21,7 @@ from maxlib.checkpoint import _storage as storage
 from maxlib.checkpoint._checksum import digest, to_hex
 from maxlib.checkpoint._layout import layer_path
 from maxlib.checkpoint._restore import Stored, open_step
-from maxlib.training._step import TrainState
+from maxlib.training._step import TrainState, init_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ def initial_state(
     resume_from: str | Path | None,
     params_from: str | Path | None,
     *,
+    optimizer: optax.GradientTransformation,
     layout: sharding.Layout | None,
 ) -> tuple[TrainState, ResumePoint]:
     """Returns the state to begin with, as `Trainer.restore` describes.
@@ -57,9 +59,17 @@ def initial_state(
     step = int(state.step)
     kept = f"step {step} with this run's optimizer state" if step else "step 0"
     if params_from is not None:
+        if step and optax.tree.get(state.opt_state, "average") is not None:
+            raise ValueError(
+                f"at step {step} the optimizer's averages are of the parameters that params_from would replace: restore before "
+                "the first step"
+            )
         values = _model_values(state, Path(params_from), layouts, layout)
         trainable = {path: values.pop(path) for path in state.trainable}
         new = dataclasses.replace(state, trainable=trainable, rest=nn.combine(values, state.rest))
+        if step == 0:  # moments may hold the parameters of before: averages do
+            jax.tree.map(lambda x: x.delete(), state.opt_state)
+            new = dataclasses.replace(new, opt_state=init_optimizer(optimizer, trainable, new.rest))
         return new, ResumePoint(f"parameters from {params_from}, {kept}")
     if step:
         return state, ResumePoint(f"nothing to restore, the state of step {step} stays")

@@ -96,14 +96,21 @@ def make_state(
         filter.check(model)
     seed = jax.random.key(key) if isinstance(key, int) else key
 
-    def initial(params: dict[str, Any], key: Array) -> tuple[Any, Array, Array]:
-        opt_state = optimizer.init(sharding.memory.to_device(params))
-        return place_like_parameters((opt_state, jnp.zeros((), jnp.int32), key), params, rest, optimizer=True)
-
-    opt_state, step, copied_key = jax.jit(initial)(trainable, seed)
+    start = lambda key: place_like_parameters((jnp.zeros((), jnp.int32), key), trainable, rest)
+    step, copied_key = jax.jit(start)(seed)
+    opt_state = init_optimizer(optimizer, trainable, rest)
     check_offloaded(opt_state, trainable)
     _warn_of_rounding(opt_state, trainable)
     return TrainState(trainable, rest, opt_state, step, copied_key)
+
+
+def init_optimizer(optimizer: optax.GradientTransformation, params: dict[str, Any], rest: Any) -> Any:
+    """Makes the optimizer's state before its first update of these parameters, with their shardings."""
+
+    def initial(params: dict[str, Any]) -> Any:
+        return place_like_parameters(optimizer.init(sharding.memory.to_device(params)), params, rest, optimizer=True)
+
+    return jax.jit(initial)(params)
 
 
 def _warn_of_rounding(opt_state: Any, trainable: dict[str, Any]) -> None:

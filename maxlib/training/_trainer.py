@@ -101,7 +101,7 @@ class Trainer:
         for one in (loader, evaluation and evaluation.loader):
             follow_layout(one, layout)
         self.clock = Clock(directory if jax.process_index() == 0 else None)
-        self.layout, self.timeout = layout, timeout
+        self.layout, self.timeout, self._optimizer = layout, timeout, optimizer
         self.loader, self.evaluation, self.loss, self.checkpointer = loader, evaluation, loss, checkpointer
         exports = [one for one in callbacks if isinstance(one, Export)]
         self.callbacks = [one for one in callbacks if not isinstance(one, Export)]
@@ -141,11 +141,19 @@ class Trainer:
         Args:
           resume_from: directory of full checkpoints.
           params_from: directory of a checkpoint or of Hugging Face, of which the model alone is read: what is trained
-            here and what is frozen.
+            here and what is frozen. Before the first step the optimizer begins anew from it.
+
+        Raises:
+          ValueError: `params_from` after the first step, when the optimizer keeps averages of the parameters.
         """
         with self.clock.span("restore"), self.sharded(), hard_timeout(self.timeout, "the checkpoint to be restored"):
             self.state, origin = initial_state(
-                self.state, self.checkpointer, resume_from, params_from, layout=self.layout
+                self.state,
+                self.checkpointer,
+                resume_from,
+                params_from,
+                optimizer=self._optimizer,
+                layout=self.layout,
             )
         self._origin, self.step, self._last = origin, int(self.state.step), dict(origin.metrics)
         if origin.data_state is not None:

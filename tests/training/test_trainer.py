@@ -205,6 +205,17 @@ def test_where_a_run_begins(tmp_path, capsys):
     assert "parameters from" in capsys.readouterr().out
 
 
+def test_averages_begin_at_the_parameters_that_were_read(tmp_path):
+    """Not at the random ones, of which a third would be left after a thousand steps."""
+    trainer(checkpointer=checkpoint.Checkpointer(tmp_path)).fit(2)
+    ours = trainer(lambda: tiny.Bigram(rngs=nnx.Rngs(1)), optimizer=training.averaged(ADAMW))
+    ours.restore(params_from=tmp_path)
+    assert same(nn.partition(training.averaged_model(ours.state))[0], ours.state.trainable)
+    ours.fit(1)
+    with pytest.raises(ValueError, match=r"at step 1 the optimizer's averages .* restore before the first step"):
+        ours.restore(params_from=tmp_path)
+
+
 def test_parameters_from_a_hugging_face_directory(tmp_path):
     rope = ops.Rope(12, max_length=64)
     model = tiny.llama(rope=rope)
