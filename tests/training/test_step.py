@@ -85,6 +85,13 @@ def test_accumulation_must_divide_the_batch():
         steps(tiny.model(), tiny.batch(), loss=training.accumulate(tiny.loss, 3))
 
 
+def test_images_by_themselves_are_not_cut_as_if_they_were_rows():
+    """Two for each row: every second image belongs to another row than every second row."""
+    images = np.zeros((16, 3, 4, 4), np.float32)
+    with pytest.raises(ValueError, match=r"cuts a batch by its 8 rows of tokens, .* images \(16, 3, 4, 4\)\. Images must be"):
+        steps(tiny.model(), tiny.batch() | {"images": images}, loss=training.accumulate(tiny.loss, 2))
+
+
 @pytest.mark.parametrize(
     ("rules", "mesh", "sizes", "words"),
     [
