@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from maxlib import checkpoint
 from maxlib.checkpoint import Checkpointer, SaveError
-from maxlib.training._restore import items_of
+from maxlib.training._restore import config_text, items_of
 from maxlib.training._step import TrainState
 from maxlib.weights import _buckets as buckets
 
@@ -114,7 +114,7 @@ class ParameterExport:
         """Starts to write; waits for the export before, if that still runs. Raises SaveError if that one has failed."""
         self._checkpointer.layouts = checkpoint.layouts(state.rest)
         items = {name: item for name, item in items_of(state).items() if name != "opt"}
-        self._checkpointer.save(step, items)
+        self._checkpointer.save(step, items, meta={"model": config_text(state.rest)})
 
 
 def _clean(directory: Path) -> None:

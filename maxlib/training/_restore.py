@@ -87,7 +87,7 @@ def save(
 ) -> None:
     """Starts to save what `initial_state` restores, without frozen weights if `base` records them."""
     checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
-    meta = {"key": jax.random.key_data(state.key).tolist(), "model": _config(state)}
+    meta = {"key": jax.random.key_data(state.key).tolist(), "model": config_text(state.rest)}
     meta |= {} if base is None else {"base": base}
     checkpointer.save(step, items_of(state, base), data=data_state, meta=meta, metrics=metrics, again=False)
 
@@ -145,7 +145,7 @@ def _make_room(state: TrainState, base: Any) -> dict[str, Any]:
 
 def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[TrainState, ResumePoint]:
     step = restored["meta"]["step"]
-    _warn_of_changes(restored["meta"].get("model"), _config(state), where)
+    _warn_of_changes(restored["meta"].get("model"), config_text(state.rest), where)
     key = jax.random.wrap_key_data(jnp.asarray(np.array(restored["meta"]["key"], np.uint32)))
     place = lambda new, old: jax.device_put(new, old.sharding)
     new = TrainState(
@@ -158,13 +158,13 @@ def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[T
     return new, ResumePoint(f"step {step} of {where}", restored["data"], restored["meta"].get("metrics", {}))
 
 
-def _config(state: TrainState) -> str:
-    """Returns the model's config in words, "None" if it has none; functions without their addresses, which change."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(getattr(state.rest, "cfg", None)))
+def config_text(model: Any) -> str:
+    """Returns a model's config in words, "None" if it has none; functions without their addresses, which change."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(getattr(model, "cfg", None)))
 
 
 def _warn_of_changes(saved: str | None, here: str, where: str) -> None:
-    """Warns if a model's config is not the one that was saved: arrays of equal shapes do not show another rotary base,
+    """Warns if a model's config is not the one of what was read: arrays of equal shapes do not show another rotary base,
     window or epsilon.
     """
     if saved in (None, "None", here) or here == "None":
@@ -176,7 +176,7 @@ def _warn_of_changes(saved: str | None, here: str, where: str) -> None:
         listed = "\n".join(["", *changed])
         warnings.warn(
             f"the model is not configured as it was when {where} was saved (-), but as here (+):{listed}\nIf that is not meant, "
-            "build the model as before",
+            "build the model as before (weights.read_model gives the configuration of a Hugging Face directory)",
             stacklevel=2,
         )
 
@@ -200,12 +200,14 @@ def _model_values(state: TrainState, directory: Path, layouts: Any, layout: shar
             f"{directory} holds another model than the one that is trained: {'; '.join(wrong[:10])}. "
             "Build the model of that directory (weights.read_model gives its configuration)"
         )
+    _warn_of_changes(config_text(model), config_text(state.rest), str(directory))
     return {path: found[path].astype(want.dtype) for path, want in wanted.items()}
 
 
 def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path, layouts: Any) -> dict[str, Any]:
     """Reads a checkpoint's items `params` and `rest`, whichever of them held a path in the run that saved it."""
     stored = _newest_records(directory)
+    _warn_of_changes(stored.meta.get("model"), config_text(state.rest), str(directory))
     if "base" in stored.meta:  # frozen weights were not saved: those here must be the same
         saved, here = stored.meta["base"], record_of(state, stored.meta["base"]["directory"])
         if saved["checksum"] != here["checksum"]:

@@ -205,6 +205,18 @@ def test_where_a_run_begins(tmp_path, capsys):
     assert "parameters from" in capsys.readouterr().out
 
 
+def test_parameters_of_a_model_that_is_configured_otherwise_are_a_warning(tmp_path):
+    """All shapes are the same: nothing else would tell."""
+    build = lambda theta: lambda: tiny.llama(rope=ops.Rope(12, theta=theta, max_length=64))
+    make = lambda theta, **more: trainer(build(theta), optimizer=ADAMW, **more)
+    export = training.ParameterExport(tmp_path / "export", every=1)
+    make(1e4, checkpointer=checkpoint.Checkpointer(tmp_path / "full"), callbacks=[export]).fit(1)
+    weights.save_pretrained(build(1e4)(), tmp_path / "model")
+    for name in ("full", "export", "model"):
+        with pytest.warns(UserWarning, match=rf"(?s){name} was saved .*- .*theta=10000.*\+ .*theta=500000"):
+            make(5e5).restore(params_from=tmp_path / name)
+
+
 def test_averages_begin_at_the_parameters_that_were_read(tmp_path):
     """Not at the random ones, of which a third would be left after a thousand steps."""
     trainer(checkpointer=checkpoint.Checkpointer(tmp_path)).fit(2)
@@ -226,7 +238,7 @@ def test_parameters_from_a_hugging_face_directory(tmp_path):
         loader=tiny.Loader(),
         loss=tiny.loss,
     )
-    ours.restore(params_from=tmp_path / "model")
+    ours.restore(params_from=tmp_path / "model")  # a warning would be an error
     assert same(nn.partition(model)[0], ours.state.trainable)
     other = trainer()
     with pytest.raises(ValueError, match="holds another model"):
