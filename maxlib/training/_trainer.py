@@ -380,6 +380,11 @@ def _check(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callback
     check_loader(loader, "loader")
     if evaluation is not None and not isinstance(evaluation, Evaluation):
         raise TypeError(f"evaluation must be a training.Evaluation(loader, every=100), got {evaluation!r:.80}")
+    if evaluation is not None and _innermost(evaluation.loader) is _innermost(loader):
+        raise ValueError(
+            "evaluation has the training loader, which each evaluation would take back to its first batch: give "
+            "Evaluation a loader of its own, over held-out data"
+        )
     if checkpointer is not None and not hasattr(checkpointer, "should_save"):
         raise TypeError(f"checkpointer must be a checkpoint.Checkpointer(directory) or Tiers, got {checkpointer!r}")
     for one in callbacks:
@@ -387,6 +392,11 @@ def _check(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callback
             raise TypeError(
                 f"callbacks must be pairs (every, function), such as (1, f), or exports such as HuggingFaceExport, got {one!r}"
             )
+
+
+def _innermost(loader: Any) -> Any:
+    """Returns the loader inside of `Prefetch` and others around it."""
+    return _innermost(loader.loader) if hasattr(loader, "loader") else loader
 
 
 def _is_callback(one: Any) -> bool:

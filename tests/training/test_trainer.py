@@ -358,6 +358,14 @@ def test_the_first_layer_that_is_not_finite_is_named(tmp_path):
         ours.fit(5)
 
 
+def test_the_training_loader_is_not_evaluated():
+    """It would go back to its first batch each time, and the run would see no others."""
+    loader = tiny.Loader()
+    for one in (loader, training.Prefetch(loader)):
+        with pytest.raises(ValueError, match="evaluation has the training loader"):
+            trainer(loader=loader, evaluation=training.Evaluation(one, every=2, batches=1))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_first(tmp_path, number):
     checkpointer = checkpoint.Checkpointer(tmp_path / "checkpoints")
