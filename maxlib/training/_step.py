@@ -63,7 +63,7 @@ def make_state(
     """Makes the state before the first step. It holds a model's own arrays: donating it deletes them in the model too.
 
     Moments are created with their parameters' sharding, or with the layout's (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
-    so call it inside `sharding.use` if the steps run there.
+    so call it inside `sharding.use` if the steps run there. A warning says that a model is split and no layout in use.
 
     Args:
       model: a model, or a function that builds one, which is run under jit so that parameters are created already
@@ -92,6 +92,7 @@ def make_state(
     trainable, rest = nn.partition(model, filter or nn.tree.default_filter(model))
     if not trainable:
         raise ValueError(_nothing_to_train(model, filter))
+    _warn_without_layout(trainable)
     if isinstance(filter, PathFilter):
         filter.check(model)
     seed = jax.random.key(key) if isinstance(key, int) else key
@@ -111,6 +112,21 @@ def init_optimizer(optimizer: optax.GradientTransformation, params: dict[str, An
         return place_like_parameters(optimizer.init(sharding.memory.to_device(params)), params, rest, optimizer=True)
 
     return jax.jit(initial)(params)
+
+
+def _warn_without_layout(trainable: dict[str, Any]) -> None:
+    """Warns of parameters that are split over devices while no layout is in use."""
+    if sharding.current() is not None:
+        return
+    arrays = {path: x for path, x in trainable.items() if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)}
+    split = [path for path, x in arrays.items() if not x.sharding.is_fully_replicated]
+    if split:
+        warnings.warn(
+            f"{len(split)} of {len(trainable)} trained parameters, such as {split[0]}, are split over devices, but no layout is in "
+            "use: moments may be stored whole, and kernels and activations are not sharded. Make the state and run the "
+            "steps inside `with sharding.use(layout):`",
+            stacklevel=3,
+        )
 
 
 def _warn_of_rounding(opt_state: Any, trainable: dict[str, Any]) -> None:

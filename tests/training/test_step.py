@@ -80,6 +80,15 @@ def test_accumulation_is_the_big_batch(microbatches):
         assert float(metrics[name]) == pytest.approx(float(want_metrics[name]), rel=1e-4), name
 
 
+def test_a_split_model_outside_of_its_layout_is_a_warning():
+    layout = sharding.Layout(sharding.make_mesh(fsdp=8), sharding.FSDP)
+    model = sharding.create(tiny.model, layout)
+    with pytest.warns(UserWarning, match=r"such as .*, are split over devices, but no layout .* with sharding.use\(layout\)"):
+        training.make_state(model, SGD)
+    with sharding.use(layout):
+        training.make_state(model, SGD)  # a warning would be an error
+
+
 def test_accumulation_must_divide_the_batch():
     with pytest.raises(ValueError, match="3 accumulated microbatches must divide the batch's 8 rows"):
         steps(tiny.model(), tiny.batch(), loss=training.accumulate(tiny.loss, 3))
