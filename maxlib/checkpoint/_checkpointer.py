@@ -34,7 +34,8 @@ class Checkpointer:
     Args:
         directory: Path, or a URL such as "gs://bucket/run".
         every: Number of steps from one save to the next, which `should_save` asks for.
-        seconds: Seconds from one save to the next; both may be given.
+        seconds: Seconds from one save to the next; both may be given. With neither, half an hour; `math.inf` together
+            with no `every` never asks for a save.
         keep: Number of newest steps that stay; None keeps all.
         keep_every: Steps that it divides stay, too.
         best: Steps with the best metric stay, too.
@@ -73,6 +74,7 @@ class Checkpointer:
             raise ValueError(f"All of {', '.join(counts)} must be positive, got {wrong}.")
         self.directory = storage.absolute(directory)
         self.layouts, self.base = layouts or {}, base
+        seconds = policy.SECONDS if every is None and seconds is None else seconds
         self._when, self._keep = policy.When(every, seconds), policy.Keep(keep, keep_every, best)
         self._verify, self._replace, self._metrics = verify, replace, {}
         self._failures, self._last_error = policy.Failures(max_failed_saves, max_unsaved_seconds), ""

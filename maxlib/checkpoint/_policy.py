@@ -11,6 +11,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 
+SECONDS = 1800.0  # from one save to the next, where nothing else is said
+
+
 @dataclasses.dataclass(frozen=True)
 class Best:
     """Keeps the `n` steps with the lowest `metric`, or with the highest. Steps saved without it are not among them."""
