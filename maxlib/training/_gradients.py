@@ -112,8 +112,11 @@ def _checked(result: Any) -> tuple[Array, Stats]:
 
 
 def _check_rows(batch: Batch) -> None:
-    """Raises ValueError for arrays that have something else than a row for each row of tokens, which a cut would mix."""
-    arrays = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in jax.tree_util.tree_leaves_with_path(batch)}
+    """Raises ValueError for arrays without a row for each row of tokens: a cut would mix them."""
+    arrays = {
+        jax.tree_util.keystr(path, simple=True, separator="."): x
+        for path, x in jax.tree_util.tree_leaves_with_path(batch)
+    }
     tokens = next((name for name in arrays if name.rpartition(".")[2] == "tokens"), next(iter(arrays)))
     if odd := [f"{name} {x.shape}" for name, x in arrays.items() if x.shape[:1] != arrays[tokens].shape[:1]]:
         raise ValueError(

@@ -164,7 +164,7 @@ def config_text(model: Any) -> str:
 
 
 def _warn_of_changes(saved: str | None, here: str, where: str) -> None:
-    """Warns if a model's config is not the one of what was read: arrays of equal shapes do not show another rotary base,
+    """Warns if a model's config is not that of what was read: arrays of equal shapes do not show another rotary base,
     window or epsilon.
     """
     if saved in (None, "None", here) or here == "None":

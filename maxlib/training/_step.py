@@ -118,7 +118,9 @@ def _warn_without_layout(trainable: dict[str, Any]) -> None:
     """Warns of parameters that are split over devices while no layout is in use."""
     if sharding.current() is not None:
         return
-    arrays = {path: x for path, x in trainable.items() if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)}
+    arrays = {
+        path: x for path, x in trainable.items() if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    }
     split = [path for path, x in arrays.items() if not x.sharding.is_fully_replicated]
     if split:
         warnings.warn(

@@ -424,3 +424,17 @@ def test_what_is_missing_is_named():
     uneven = halves() | {"rejected": {"tokens": np.zeros((8, 3), np.int32)}}
     with pytest.raises(ValueError, match="chosen and rejected must have the same arrays"):
         shape(pt.preference_loss, uneven)
+
+
+def test_one_advantage_for_several_completions_of_a_row_is_an_error():
+    """Each completion has its own; one number for a row is one for a single completion."""
+    loss = functools.partial(pt.policy_loss, dtype=jnp.float32)
+    total = lambda data: loss(_built(), data, jax.random.key(0))[0]
+    one = {**batch(), "advantages": np.linspace(-1, 1, ROWS, dtype=np.float32)}
+    one = {name: jnp.asarray(x) for name, x in one.items()}
+    with pytest.raises(ValueError, match="several completions, but .* one number for each row: give it as B T"):
+        total(one)
+    assert np.isnan(jax.jit(total)(one))
+    single = one | {"targets": jnp.where(one["segment_ids"] == 2, one["targets"], -1)}
+    wide = single | {"advantages": jnp.broadcast_to(one["advantages"][:, None], one["tokens"].shape)}
+    assert float(jax.jit(total)(single)) == float(jax.jit(total)(wide)) != 0

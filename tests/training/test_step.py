@@ -83,7 +83,9 @@ def test_accumulation_is_the_big_batch(microbatches):
 def test_a_split_model_outside_of_its_layout_is_a_warning():
     layout = sharding.Layout(sharding.make_mesh(fsdp=8), sharding.FSDP)
     model = sharding.create(tiny.model, layout)
-    with pytest.warns(UserWarning, match=r"such as .*, are split over devices, but no layout .* with sharding.use\(layout\)"):
+    with pytest.warns(
+        UserWarning, match=r"such as .*, are split over devices, but no layout .*with sharding.use\(layout\)"
+    ):
         training.make_state(model, SGD)
     with sharding.use(layout):
         training.make_state(model, SGD)  # a warning would be an error
@@ -97,7 +99,9 @@ def test_accumulation_must_divide_the_batch():
 def test_images_by_themselves_are_not_cut_as_if_they_were_rows():
     """Two for each row: every second image belongs to another row than every second row."""
     images = np.zeros((16, 3, 4, 4), np.float32)
-    with pytest.raises(ValueError, match=r"cuts a batch by its 8 rows of tokens, .* images \(16, 3, 4, 4\)\. Images must be"):
+    with pytest.raises(
+        ValueError, match=r"cuts a batch by its 8 rows of tokens, .* images \(16, 3, 4, 4\)\. Images must be"
+    ):
         steps(tiny.model(), tiny.batch() | {"images": images}, loss=training.accumulate(tiny.loss, 2))
 
 
