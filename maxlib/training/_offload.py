@@ -33,12 +33,12 @@ def by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransform
     def init(params):
         return _wait(inner.init(memory.to_device(params)), params)
 
-    def update(updates, state, params=None, *, stacked: Collection[str] = (), **extra):
-        step = functools.partial(inner.update, **extra)
+    def update(updates, state, params=None, *, stacked: Collection[str] | None = None, **extra):
         if not any(map(memory.is_on_host, jax.tree.leaves((state, params)))):
-            return step(updates, state, params)
+            return inner.update(updates, state, params, stacked=stacked, **extra)
+        step = functools.partial(inner.update, stacked=(), **extra)  # sees one layer at a time
         changes, after = {}, state
-        for repeats, paths in _groups(updates, stacked):
+        for repeats, paths in _groups(updates, stacked or ()):
             part = (_only(tree, paths, updates) for tree in (updates, state, params))
             moved, new = _whole(step, *part) if repeats is None else _scanned(step, repeats, *part)
             changes, after = changes | moved, _joined(after, new, updates)

@@ -21,20 +21,35 @@ from maxlib.training._optimizer_wrappers import in_bfloat16, in_float32
 
 Model = TypeVar("Model")
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
-# Names of parameters that are vectors in every layer; so are those that end in "_bias". `magnitude` is DoRA's.
-VECTORS = ("b", "bias", "scale", "sinks", "a_log", "d", "alpha_p", "alpha_n", "magnitude")
+# Names of parameters that never decay; so are those that end in "_bias". `magnitude` is DoRA's.
+BIASES = ("b", "bias", "magnitude")
+# Names of parameters that are vectors in every layer.
+VECTORS = (*BIASES, "scale", "sinks", "a_log", "d", "alpha_p", "alpha_n")
 
 
-def decay_by_name(params: Mapping[str, Any]) -> dict[str, bool]:
+def decay_by_name(params: Mapping[str, Any], stacked: Collection[str] | None = None) -> dict[str, bool]:
     """Chooses what decays by path and shape: matrices, embeddings and both factors of adapters, not biases, norm
     scales, sinks and the lengths of DoRA.
 
-    A vector of a layer of your own counts as one by its shape, unless a stack holds several layers of it in one array;
-    `decay_mask(model)` knows its axes.
+    Args:
+      params: arrays by path.
+      stacked: paths of arrays that hold several layers, as `make_train_step` gives them. Without them norm scales and
+        other usual vectors are known by their names, and a vector of your own in a stack counts as a matrix.
     """
-    is_vector = lambda path: _is_named(path, VECTORS, params) or path.endswith("_bias")
-    decays = lambda path, x: len(getattr(x, "shape", ())) >= 2 and not is_vector(path)
+    names, layers = (VECTORS, ()) if stacked is None else (BIASES, stacked)
+    is_vector = lambda path: _is_named(path, names, params) or path.endswith("_bias")
+    decays = lambda path, x: len(getattr(x, "shape", ())) - (path in layers) >= 2 and not is_vector(path)
     return {path: decays(path, x) for path, x in params.items()}
+
+
+def _decay_by_name(rate: float) -> optax.GradientTransformationExtraArgs:
+    """Adds weight decay to what `decay_by_name` chooses, by the shapes of single layers in a training step."""
+
+    def update(updates, state, params=None, *, stacked=None, **extra):
+        decays = decay_by_name(params, stacked)
+        return {path: u + rate * params[path] if decays[path] else u for path, u in updates.items()}, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def _is_named(path: str, names: tuple[str, ...], known: Collection[str]) -> bool:
@@ -58,8 +73,8 @@ def adamw(
 
     Args:
       learning_rate: a number, or a schedule from step to number.
-      mask: from paths to what decays. The default takes matrices and embeddings by their names; `decay_mask(model)`
-        takes them by their axes; None decays everything.
+      mask: from paths to what decays. The default takes matrices and embeddings, in a training step by the shapes of
+        single layers, elsewhere by their names; `decay_mask(model)` takes them by their axes; None decays everything.
       weight_decay: share of the learning rate by which weights shrink at each step.
       b1: decay of the mean of gradients.
       b2: decay of the mean of their squares.
@@ -71,7 +86,10 @@ def adamw(
         raise TypeError(f"learning_rate must be a number or a schedule from step to number, got {learning_rate!r}")
     if mask is not None and not callable(mask) and not isinstance(mask, Mapping):
         raise TypeError(f"mask must be None, a dictionary or a function from parameters to one, got {mask!r}")
-    adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask)
+    by_name = mask is decay_by_name
+    decay = _decay_by_name(weight_decay) if by_name else optax.add_decayed_weights(weight_decay, mask)
+    rates = optax.scale_by_learning_rate(learning_rate)
+    adam = optax.chain(optax.scale_by_adam(b1=b1, b2=b2, eps=eps), decay, rates)
     return _clipped(_held_in(moments, adam), clip)
 
 
