@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 
 from maxlib import checkpoint
 from maxlib.checkpoint import Checkpointer, SaveError
+from maxlib.training._optimizer_wrappers import averaged_model
 from maxlib.training._restore import config_text, items_of
 from maxlib.training._step import TrainState
 from maxlib.weights import _buckets as buckets
@@ -36,18 +37,21 @@ class HuggingFaceExport:
       directory: directory of the exports, or its name in a bucket, such as "gs://bucket/exports".
       every: number of steps between exports.
       keep: number of newest exports to keep; None keeps all.
+      averaged: write the averages that `training.averaged` keeps instead of the parameters.
       options: those of `weights.save_pretrained`, such as `dtype` and `tokenizer`.
 
     Raises:
       ValueError: when `every` or `keep` is below 1.
     """
 
-    def __init__(self, directory: str | Path, *, every: int, keep: int | None = None, **options: Any):
+    def __init__(
+        self, directory: str | Path, *, every: int, keep: int | None = None, averaged: bool = False, **options: Any
+    ):
         if every < 1 or (keep is not None and keep < 1):
             raise ValueError(f"every and keep must be at least 1, got every={every} and keep={keep}.")
         in_bucket = buckets.is_bucket(directory)
         self.directory: Any = directory if in_bucket else Path(directory)
-        self.every, self.keep, self.options = every, keep, options
+        self.every, self.keep, self.averaged, self.options = every, keep, averaged, options
         self._thread = ThreadPoolExecutor(1, "maxlib-export")
         self._running: tuple[int, Future | None] = -1, None
         if jax.process_index() == 0 and not in_bucket:
@@ -65,10 +69,11 @@ class HuggingFaceExport:
     def save(self, step: int, state: TrainState) -> None:
         """Starts to write; waits for the export before, if that still runs. Raises SaveError if that one has failed."""
         self.wait()
+        model = averaged_model(state) if self.averaged else state.model
         if jax.process_count() > 1:
-            self._write(step, state.model)
+            self._write(step, model)
         else:
-            model = jax.tree.map(np.array, state.model)  # the next step deletes the arrays
+            model = jax.tree.map(np.array, model)  # the next step deletes the arrays
             self._running = step, self._thread.submit(self._write, step, model)
 
     def wait(self) -> None:

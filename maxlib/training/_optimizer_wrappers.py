@@ -178,7 +178,13 @@ class AverageState(NamedTuple):
 def averaged(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -> optax.GradientTransformationExtraArgs:
     """Wraps `optimizer` to keep an exponential moving average of the parameters in float32; see `averaged_model`.
 
-    The average begins at the initial parameters. It costs one more copy of them, sharded as they are.
+    The average begins at the initial parameters. It costs one more copy of them, sharded as they are. Nothing may
+    change the updates after it, or the average is of parameters that never were: put it around `optax.chain`, or last
+    in it. `make_state` checks this.
+
+    Args:
+      optimizer: all that makes the updates.
+      decay: share of the average that stays at each step.
     """
     inner = optax.with_extra_args_support(optimizer)
     float32 = lambda tree: jax.tree.map(lambda p: jnp.array(p, jnp.float32), tree)
@@ -193,6 +199,23 @@ def averaged(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -
         return updates, AverageState(inner_state, average)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def check_averages(state: Any) -> None:
+    """Raises ValueError if an `optax.chain` changes updates after `averaged` has seen them."""
+    if type(state) is tuple and any(map(_averages, state[:-1])):
+        raise ValueError(
+            "in optax.chain, averaged(...) stands before another transformation, so its average follows updates that are "
+            "changed afterwards: put it around the whole chain, averaged(optax.chain(...))"
+        )
+    if isinstance(state, tuple):  # a chain's, or a wrapper's with the `inner` state
+        for part in state:
+            check_averages(part)
+
+
+def _averages(state: Any) -> bool:
+    is_average = lambda x: isinstance(x, AverageState)
+    return any(map(is_average, jax.tree.leaves(state, is_leaf=is_average)))
 
 
 def averaged_model(state: Any) -> Any:

@@ -20,7 +20,7 @@ from maxlib.training._gradients import Accumulated, gradients_of
 from maxlib.training._objectives.objective import Batch, Loss, Stats, check_read
 from maxlib.training._objectives.tuning import noisy_loss
 from maxlib.training._offload import apply_updates, check_offloaded, update
-from maxlib.training._optimizer_wrappers import LowState, PathFilter
+from maxlib.training._optimizer_wrappers import LowState, PathFilter, check_averages
 from maxlib.training._placement import batch_names, materialize_model, place_like_parameters
 
 Metrics = dict[str, Any]
@@ -75,7 +75,8 @@ def make_state(
 
     Raises:
       ValueError: nothing is left to train, a pattern of `trainable_only` fits nothing, a parameter stands at two places
-        (`self.head = self.embed`), or moments are to be offloaded but the optimizer cannot keep them on the host.
+        (`self.head = self.embed`), moments are to be offloaded but the optimizer cannot keep them on the host, or
+        `averaged` stands before another transformation in a chain.
     """
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise TypeError(
@@ -101,6 +102,7 @@ def make_state(
     step, copied_key = jax.jit(start)(seed)
     opt_state = init_optimizer(optimizer, trainable, rest)
     check_offloaded(opt_state, trainable)
+    check_averages(opt_state)
     _warn_of_rounding(opt_state, trainable)
     return TrainState(trainable, rest, opt_state, step, copied_key)
 

@@ -81,6 +81,22 @@ def test_the_average_follows_the_parameters():
         training.averaged_model(training.make_state(tiny.model(), training.adamw(1e-2, mask=None)))
 
 
+def test_nothing_changes_updates_after_the_average_has_seen_them():
+    model = tiny.llama()
+    rates = training.scale_by_path({"layers.attn.*": 0.5}, model=model)
+    for wrong in (
+        optax.chain(training.averaged(optax.sgd(1.0)), rates),
+        training.skip_spikes(optax.chain(optax.chain(training.averaged(optax.sgd(1.0))), rates)),
+    ):
+        with pytest.raises(ValueError, match=r"averaged\(...\) stands before another"):
+            training.make_state(model, wrong)
+    for right in (
+        training.averaged(optax.chain(optax.sgd(1.0), rates)),
+        training.skip_spikes(optax.chain(optax.clip(1.0), training.averaged(optax.sgd(1.0)))),
+    ):
+        training.make_state(model, right)
+
+
 def test_rates_by_path():
     model = tiny.llama()
     params, _ = nn.partition(model)
