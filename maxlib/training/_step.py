@@ -170,9 +170,9 @@ def make_train_step(
 ) -> Step:
     """Makes `step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
-    Metrics: `loss` (what is minimized), `num_targets`, `grad_norm` (before clipping), `finite` (False when loss or
-    gradient is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's
-    own sums.
+    Metrics: `loss` (what is minimized), `num_targets`, `num_tokens` (without padding), `grad_norm` (before clipping),
+    `finite` (False when loss or gradient is not and the state is as bad as they are), `skipped` (with `skip_spikes`),
+    and the means of the loss's own sums.
 
     Args:
       loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows
@@ -205,7 +205,8 @@ def make_train_step(
         trainable = place_like_parameters(apply_updates(state.trainable, updates), state.trainable, state.rest)
         opt_state = place_like_parameters(opt_state, state.trainable, state.rest, optimizer=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        metrics = {"loss": loss, "num_targets": stats.num_targets, "grad_norm": norm, "finite": finite} | means(stats)
+        counts = {"num_targets": stats.num_targets, "num_tokens": num_tokens(batch)}
+        metrics = {"loss": loss, "grad_norm": norm, "finite": finite} | counts | means(stats)
         if (skipped := optax.tree.get(opt_state, "skipped")) is not None:  # `skip_spikes`
             metrics |= {"skipped": skipped.astype(jnp.float32), "finite": finite | skipped}
         if log_schedule is not None:
@@ -265,6 +266,15 @@ def jit_step(step: Step) -> Step:
 def means(stats: Stats) -> Metrics:
     """Divides a loss's sums by the number of targets."""
     return {name: value / jnp.maximum(stats.num_targets, 1) for name, value in stats.sums.items()}
+
+
+def num_tokens(batch: Batch) -> Array:
+    """Counts the tokens of a batch and of the batches inside it, without padding."""
+    inside = sum((num_tokens(x) for x in batch.values() if isinstance(x, dict)), start=jnp.zeros((), jnp.int32))
+    if "tokens" not in batch:
+        return inside
+    real = batch.get("segment_ids", batch.get("valid"))
+    return inside + (batch["tokens"].size if real is None else jnp.sum(real != 0))
 
 
 def _by_rows(x: Array) -> Array:

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from maxlib import nn, sharding, training
+from maxlib.training import _step
 from tests.training import tiny
 
 MESHES = {
@@ -89,6 +90,16 @@ def test_a_split_model_outside_of_its_layout_is_a_warning():
         training.make_state(model, SGD)
     with sharding.use(layout):
         training.make_state(model, SGD)  # a warning would be an error
+
+
+def test_tokens_are_counted_without_padding_in_batches_of_batches():
+    """Targets are others: pairs, or the answers of chats."""
+    padded = tiny.batch(4, 6) | {"segment_ids": np.repeat([[1, 1, 2, 2, 0, 0]], 4, axis=0)}
+    valid = tiny.batch(2, 6) | {"valid": np.arange(6) < np.array([[5], [2]])}
+    for batch, want in ((tiny.batch(4, 6), 24), (padded, 16), ({"chosen": padded, "rejected": valid}, 16 + 7)):
+        assert int(_step.num_tokens(batch)) == want
+    _, metrics = steps(tiny.model(), tiny.batch(8, 12, uneven=True), count=1)
+    assert metrics["num_tokens"] == 96 > metrics["num_targets"]
 
 
 def test_accumulation_must_divide_the_batch():
