@@ -120,7 +120,7 @@ class Program:
     def forward_flops(self) -> float:
         """The FLOPs of one step's forward pass on all devices."""
         row = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.job.batch_shapes(1))
-        return self.rows * observability.training_flops(self.job.loss_fn(), self.model, row) / 3
+        return self.rows * observability.forward_flops(self.job.loss_fn(), self.model, row, jax.random.key(0))
 
     @property
     def model_flops(self) -> float:

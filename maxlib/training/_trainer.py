@@ -366,7 +366,9 @@ class Trainer:
         try:
             rows = host_rows(batch)
             share = len(jax.tree.leaves(rows)[0]) / len(jax.tree.leaves(self.batch)[0])
-            self._meter.flops = flops.training_flops(self.loss, self.state.model, rows) / share
+            frozen = jax.tree.map(lambda _: False, self.state.rest)
+            trained = nn.combine(dict.fromkeys(self.state.trainable, True), frozen)
+            self._meter.flops = flops.training_flops(self.loss, self.state.model, rows, trained=trained) / share
         except Exception as error:  # a failed estimate must not end a run
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
 

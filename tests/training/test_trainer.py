@@ -358,6 +358,14 @@ def test_the_first_layer_that_is_not_finite_is_named(tmp_path):
         ours.fit(5)
 
 
+def test_model_flops_are_those_of_what_is_trained():
+    whole, head = trainer(), trainer(filter=training.trainable_only("head.w"))
+    for one in (whole, head):
+        one.fit(1)
+    matmul = 2 * 8 * 12 * 16 * tiny.VOCAB  # the head's forward pass
+    assert whole._meter.flops - 3 * matmul == 3 * (head._meter.flops - 2 * matmul) > 0
+
+
 def test_the_training_loader_is_not_evaluated():
     """It would go back to its first batch each time, and the run would see no others."""
     loader = tiny.Loader()
