@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 from maxlib import sharding, training
+from maxlib.training._placement import host_rows
 
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize("localhost:" + sys.argv[1], 2, int(sys.argv[2]))
@@ -24,6 +25,7 @@ for name, at in (
     assert [x.shape for x in jax.tree.leaves(placed)] == [(), (4,), (4, 6)]
     for shard in placed["tokens"].addressable_shards:
         np.testing.assert_array_equal(shard.data, tokens[shard.index])
+    np.testing.assert_array_equal(host_rows(placed)["tokens"], tokens)
     print(name, placed["tokens"].addressable_shards[0].data.shape, flush=True)
 own = tokens[2 * jax.process_index() :][:2]
 print("rows", training.place_batch({"tokens": own}, layout(sharding.TP, data=2))["tokens"].shape, flush=True)
