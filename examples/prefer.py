@@ -50,7 +50,7 @@ def main() -> None:
     metrics = trainer.fit(args.steps)
     accuracy, margin = (float(metrics[f"rewards/{name}"]) for name in ("accuracies", "margins"))
     trainer.log(f"of the last step: pairs right {accuracy:.3f}, margin {margin:.3f}")
-    maxlib.save_pretrained(trainer.model, args.out / "model", overwrite=True)
+    maxlib.save_pretrained(trainer.model, args.out / "model", like=args.model, overwrite=True)
 
 
 def pair_loader(args: argparse.Namespace) -> data.Loader:

@@ -76,7 +76,9 @@ def test_convert_changes_the_dtype(capsys, directory, tmp_path):
     assert main(["convert", str(directory), str(target), "--dtype", "bfloat16"]) == 0
     capsys.readouterr()
     rows = json.loads(printed(capsys, "inspect", target, "--json")[1])["arrays"]
-    assert {row["dtype"] for row in rows} == {"bfloat16"} and (target / "tokenizer.json").exists()
+    assert {row["dtype"] for row in rows} == {"bfloat16"}
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (target / name).read_text() == (directory / name).read_text()
     assert main(["convert", str(directory), str(tmp_path / "x"), "--shard", "much"]) == 2
     assert "such as 500MB; got 'much'" in capsys.readouterr().err
 

@@ -36,7 +36,8 @@ class HuggingFaceExport:
       directory: directory of the exports, or its name in a bucket, such as "gs://bucket/exports".
       every: number of steps between exports.
       keep: number of newest exports to keep; None keeps all.
-      options: those of `weights.save_pretrained`, such as `dtype` and `tokenizer`.
+      options: those of `weights.save_pretrained`, such as `dtype`, and `like`, the directory of the model that is
+        trained, for its tokenizer, its template and the ids that end a text.
 
     Raises:
       ValueError: when `every` or `keep` is below 1.
