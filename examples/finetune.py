@@ -173,8 +173,8 @@ def show_answer(model, tokenizer: Tokenizer, held_out, args) -> None:
 
 
 def write(model, tokenizer: Tokenizer, prompt, args, **options) -> None:
-    generator, stop = inference.Generator(model, dtype=DTYPE), inference.stop_tokens(args.model)
-    for piece in inference.stream_text(generator, tokenizer, prompt, max_new_tokens=60, stop=stop, **options):
+    generator, ends = inference.Generator(model, dtype=DTYPE), inference.stop_tokens(args.model)
+    for piece in inference.stream_text(generator, tokenizer, prompt, max_new_tokens=60, stop_token_ids=ends, **options):
         print(piece, end="", flush=True)
     print()
 

@@ -88,14 +88,14 @@ def test_answers_end_where_the_directory_says(capsys, directory):
     words = json.loads(free[1])["text"].split()
     assert free[0] == 0 and len(words) == 6
     last = next(i for i in range(1, 6) if words[i] not in words[:i])  # so that nothing before it stops
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [63, int(words[last][1:])]}))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [47, int(words[last][1:])]}))
     ended = json.loads(printed(capsys, "generate", directory, "w5 w6", "--tokens", "6", "--json")[1])
     assert ended["text"].split() == words[:last]
 
 
 def test_a_chat_remembers(directory):
     chat = inference.Chat.from_pretrained(directory, dtype=jnp.float32)
-    chat.stop = []
+    chat.stop_token_ids = []
     first = chat.send("w5", max_new_tokens=3)
     assert [m["content"] for m in chat.messages] == ["w5", first]
     second = chat.send("w7", max_new_tokens=3)

@@ -21,7 +21,7 @@ class Completion:
         tokens: Ids that were drawn, with the one that ended it.
         log_probs: Log-probability of each under the model at the sampler's temperature (1 for greedy), before its
             filters; these are the `old_log_probs` or `sampler_log_probs` of a policy loss.
-        finish_reason: "stop" if the last token is one of `stop`, "length" if it was cut off.
+        finish_reason: "stop" if the last token is one of `stop_token_ids`, "length" if it was cut off.
         sampler: What drew them, where the engine says so: a policy loss compares its temperature with the sampler's.
     """
 
@@ -46,7 +46,7 @@ class Engine(Protocol):
         max_new_tokens: int | Sequence[int],
         count: int = 1,
         sampler: Sampler = GREEDY,
-        stop: Collection[int] = (),
+        stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
     ) -> list[list[Completion]]:
         """Returns `count` completions of each prompt; without `key`, those of a key that differs from call to call."""

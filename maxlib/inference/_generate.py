@@ -4,6 +4,7 @@ Shapes: B rows (prompts), T tokens of the longest prompt with padding, V vocabul
 """
 
 import functools
+import numbers
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -65,18 +66,18 @@ class Generator:
         max_new_tokens: int,
         images: Images | None = None,
         sampler: Sampler = GREEDY,
-        stop: Collection[int] = (),
+        stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
         capacity: int | None = None,
     ) -> list[list[int]]:
-        """Returns the new tokens of each prompt before the first of `stop`; the arguments are those of `stream`."""
+        """Returns the new tokens of each prompt, with the one that ended it; the arguments are those of `stream`."""
         texts: list[list[int]] = [[] for _ in prompts]
         steps = self.stream(
             prompts,
             max_new_tokens=max_new_tokens,
             images=images,
             sampler=sampler,
-            stop=stop,
+            stop_token_ids=stop_token_ids,
             key=key,
             capacity=capacity,
         )
@@ -93,11 +94,11 @@ class Generator:
         max_new_tokens: int,
         images: Images | None = None,
         sampler: Sampler = GREEDY,
-        stop: Collection[int] = (),
+        stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
         capacity: int | None = None,
     ) -> Iterator[list[int | None]]:
-        """Yields, step by step, each prompt's next token; None for a prompt that has stopped.
+        """Yields, step by step, each prompt's next token; None for a prompt that has ended.
 
         Args:
             prompts: Token ids of each prompt, of any length.
@@ -105,17 +106,18 @@ class Generator:
             images: For models that read images: all images of all prompts in the order of their placeholders (the
                 `pixel_values` of Hugging Face's processors; `nn.vision.patches` of them for images of any size).
             sampler: Draws tokens; greedy by default.
-            stop: Ids that end a prompt's text and are not part of it.
+            stop_token_ids: Ids that end a prompt's completion and are its last token, as in an `Engine`.
             key: Random key for sampling, by default that of seed 0: every call without one draws the same. Give another
                 one to each call that samples, such as `jax.random.fold_in(key, number)`.
             capacity: Tokens that a row of the cache holds, by default as many as needed, rounded up so that similar
                 calls share a program.
 
         Raises:
-            ValueError: when a prompt is empty, has ids outside the vocabulary or does not fit `capacity`, when the
+            ValueError: when a prompt is empty or does not fit `capacity`, when ids are outside the vocabulary, when the
                 model does not read images, or when images and placeholders do not match.
         """
         tokens, _ = right_padded(prompts, self.vocab)
+        stop = check_stop(stop_token_ids, self.vocab)
         longest = max(map(len, prompts)) + max_new_tokens
         check_length(self.model, longest)
         if capacity is None:
@@ -123,9 +125,7 @@ class Generator:
         check_room(prompts, max_new_tokens, capacity)
         seen = check_inputs(self.model, tokens, images)
         keys = jax.random.split(jax.random.key(0) if key is None else key, len(prompts))
-        return self._steps(
-            [list(prompt) for prompt in prompts], seen, max_new_tokens, sampler, frozenset(stop), keys, capacity
-        )
+        return self._steps([list(prompt) for prompt in prompts], seen, max_new_tokens, sampler, stop, keys, capacity)
 
     def _steps(self, texts, seen, max_new_tokens, sampler, stop, keys, capacity):
         """Yields new tokens; `texts` grow by them, also those of rows that have stopped."""
@@ -141,10 +141,10 @@ class Generator:
                 text.append(t)
             if step < max_new_tokens and recompute:
                 token, cache = self._prefill(texts, seen, keys, step, sampler, capacity)
+            yield [t if alive else None for alive, t in zip(running, new, strict=True)]
             running = [alive and t not in stop for alive, t in zip(running, new, strict=True)]
             if not any(running):
                 return
-            yield [t if alive else None for alive, t in zip(running, new, strict=True)]
 
     def _prefill(self, texts, seen, keys, step, sampler, capacity):
         """The next token of each text, and a cache that holds them."""
@@ -160,7 +160,7 @@ def generate(
     max_new_tokens: int,
     images: Images | None = None,
     sampler: Sampler = GREEDY,
-    stop: Collection[int] = (),
+    stop_token_ids: Collection[int] = (),
     key: Key[Array, ""] | None = None,
     dtype: Any = jnp.bfloat16,
 ) -> list[list[int]]:
@@ -172,18 +172,23 @@ def generate(
         max_new_tokens: Most new tokens per prompt.
         images: All images of all prompts, for models that read images.
         sampler: Draws tokens; greedy by default.
-        stop: Ids that end a prompt's text and are not part of it.
+        stop_token_ids: Ids that end a prompt's completion and are its last token.
         key: Random key for sampling, by default that of seed 0: every call without one draws the same.
         dtype: Dtype of the computation.
 
     Returns:
-        The new tokens of each prompt.
+        The new tokens of each prompt, with the one that ended it.
 
     Raises:
         ValueError: when prompts or images do not fit the model (`Generator.stream`).
     """
     return Generator(model, dtype=dtype).generate(
-        prompts, max_new_tokens=max_new_tokens, images=images, sampler=sampler, stop=stop, key=key
+        prompts,
+        max_new_tokens=max_new_tokens,
+        images=images,
+        sampler=sampler,
+        stop_token_ids=stop_token_ids,
+        key=key,
     )
 
 
@@ -269,6 +274,20 @@ def _switches(model: Any, texts: Sequence[Sequence[int]]) -> set[int]:
     """
     at = getattr(model, "recompute_cache_at", None)
     return set() if at is None else {at - len(text) for text in texts}
+
+
+def check_stop(stop_token_ids: Collection[int], vocab: int | None = None) -> frozenset[int]:
+    """Returns the ids as a set; raises ValueError for texts, None, and ids outside a vocabulary of `vocab` tokens."""
+    is_id = lambda x: isinstance(x, numbers.Integral) and 0 <= x < (vocab or x + 1)
+    listed = isinstance(stop_token_ids, Collection)
+    wrong = [x for x in stop_token_ids if not is_id(x)] if listed else [stop_token_ids]
+    if wrong:
+        below = "" if vocab is None else f" below the vocabulary of {vocab}"
+        raise ValueError(
+            f"stop_token_ids must be a list of ids, whole numbers from 0{below}, got {wrong[0]!r}: for a text take "
+            "tokenizer.token_to_id(text), for what ends a model's texts inference.stop_tokens(directory)"
+        )
+    return frozenset(map(int, stop_token_ids))
 
 
 def check_length(model: Any, length: int) -> None:

@@ -13,7 +13,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from maxlib import nn
-from maxlib.inference._generate import Generator, Prompts, check_inputs, check_room, right_padded, shared_capacity
+from maxlib.inference._generate import (
+    Generator,
+    Prompts,
+    check_inputs,
+    check_room,
+    check_stop,
+    right_padded,
+    shared_capacity,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +54,7 @@ def speculate(
     prompts: Prompts,
     *,
     max_new_tokens: int,
-    stop: Collection[int] = (),
+    stop_token_ids: Collection[int] = (),
     capacity: int | None = None,
 ) -> Speculated:
     """Generates the same tokens as `generator.generate` does greedily, in fewer forward passes.
@@ -57,7 +65,7 @@ def speculate(
         generator: A generator whose model drafts (DeepSeek: read it with `num_mtp=1`).
         prompts: Token ids of each prompt.
         max_new_tokens: Most new tokens per prompt.
-        stop: Ids that end a prompt's text and are not part of it.
+        stop_token_ids: Ids that end a prompt's completion and are its last token.
         capacity: Tokens that a row of the cache holds, by default as many as needed.
 
     Returns:
@@ -69,13 +77,14 @@ def speculate(
     """
     model, dtype = generator.model, generator.dtype
     tokens, valid = right_padded(prompts, generator.vocab)
+    stop = check_stop(stop_token_ids, generator.vocab)
     capacity = shared_capacity(max(map(len, prompts)) + max_new_tokens + 1) if capacity is None else capacity
     check_room(prompts, max_new_tokens + 1, capacity)  # a refused draft takes a place, too
     capacity = max(capacity, tokens.shape[1])
     _check_drafts(model, capacity)
     check_inputs(model, tokens, None)  # the module reads text only
     state = _start(model, tokens, valid, capacity=capacity, dtype=dtype)
-    rows = [_Row(max_new_tokens, frozenset(stop)) for _ in prompts]
+    rows = [_Row(max_new_tokens, stop) for _ in prompts]
     steps, new, taken = 0, np.asarray(state.token)[:, None], np.zeros(len(rows), bool)
     for row, found in zip(rows, new, strict=True):
         row.add(found)
@@ -105,7 +114,7 @@ class _Row:
     def add(self, found: np.ndarray) -> None:
         """Adds tokens until the row stops."""
         for token in map(int, found):
-            if self.running and token not in self.stop:
+            if self.running:
                 self.text.append(token)
             self.running = self.running and token not in self.stop and len(self.text) < self.limit
 

@@ -45,8 +45,8 @@ def test_text_is_that_of_plain_decoding(drafted, plain):
 
 def test_stop_and_length_end_a_row(generator, plain):
     stop = [plain[0][3]]
-    got = speculate(generator, PROMPTS, max_new_tokens=20, stop=stop)
-    assert got.texts == [row[: row.index(stop[0])] if stop[0] in row else row for row in plain]
+    got = speculate(generator, PROMPTS, max_new_tokens=20, stop_token_ids=stop)
+    assert got.texts == [row[: row.index(stop[0]) + 1] if stop[0] in row else row for row in plain]
 
 
 def test_the_drafts_are_those_of_look_ahead(generator, drafted):

@@ -117,6 +117,9 @@ def test_completions_become_rows():
     np.testing.assert_array_equal(batch["segment_ids"], [[1] * 5 + [0], [1] * 4 + [0] * 2])
     np.testing.assert_array_equal(batch["advantages"], 0.5 * np.array([[0, 1, 1, 1, 0, 0], [-1, -1, -1, 0, 0, 0]]))
     np.testing.assert_allclose(batch["sampler_log_probs"], [[0, -0.1, -0.2, -0.3, 0, 0], [-1, -2, -3, 0, 0, 0]])
+    with pytest.warns(UserWarning, match=r"1 of 2 completions are shorter .* one of \[3\]: the policy does not learn"):
+        pt.completion_batch([[4, 5], [6]], [[7, 8, 2], [9]], [[0.5, -0.5]], length=6, stop_token_ids=[3])
+    pt.completion_batch([[4, 5], [6]], [[7, 8, 2], [9, 3]], [[0.5, -0.5]], length=6, stop_token_ids=[3])
     warm, cold = inference.Sampler(temperature=0.7), inference.Sampler(temperature=0.1)
     drawn = [inference.Completion(*both, "stop", warm) for both in zip(completions, scores, strict=True)]
     same = pt.completion_batch([[4, 5], [6]], drawn, [[0.5, -0.5]], length=6)
