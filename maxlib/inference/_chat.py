@@ -101,7 +101,7 @@ class Chat:
         Args:
             message: What the user says.
             max_new_tokens: Most tokens of the answer.
-            key: Random key for sampling.
+            key: Random key for sampling. Without it each call draws anew.
 
         Raises:
             ValueError: when the model has no chat template.

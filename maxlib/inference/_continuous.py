@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from maxlib import nn
-from maxlib.inference._engine import Completion, FinishReason, Keys, limits
+from maxlib.inference._engine import Completion, FinishReason, limits
 from maxlib.inference._generate import (
     Generator,
     Prompts,
@@ -26,7 +26,7 @@ from maxlib.inference._generate import (
     right_padded,
     shared_capacity,
 )
-from maxlib.inference._sampling import GREEDY, Sampler
+from maxlib.inference._sampling import GREEDY, Keys, Sampler
 
 
 class LocalEngine:

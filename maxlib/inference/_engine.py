@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import jax
 from jaxtyping import Array, Key
 
 from maxlib.inference._generate import Prompts
@@ -51,24 +50,6 @@ class Engine(Protocol):
     ) -> list[list[Completion]]:
         """Returns `count` completions of each prompt; without `key`, those of a key that differs from call to call."""
         ...
-
-
-class Keys:
-    """Random keys of an engine's calls: a new one for each call that brings none, in the same order in every run.
-
-    Args:
-        seed: What the first one is derived from.
-    """
-
-    def __init__(self, seed: int):
-        self._last = jax.random.key(seed)
-
-    def __call__(self, given: Key[Array, ""] | None) -> Key[Array, ""]:
-        """Returns the key that a call brought, or the next one."""
-        if given is not None:
-            return given
-        self._last, new = jax.random.split(self._last)
-        return new
 
 
 def limits(max_new_tokens: int | Sequence[int], prompts: Prompts) -> list[int]:

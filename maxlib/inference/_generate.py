@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from maxlib import nn
-from maxlib.inference._sampling import GREEDY, Sampler
+from maxlib.inference._sampling import GREEDY, Keys, Sampler
 
 Prompts = Sequence[Sequence[int]]
 Images = Float[Array | np.ndarray, "I C H W"] | nn.vision.Patches
@@ -31,10 +31,12 @@ class Generator:
         model: Any model of the contract (`nn.Model`).
         dtype: Dtype of the computation.
         cache_dtype: Dtype of cached keys and values, by default `dtype`; int8 and float8 are stored with scales.
+        seed: Seed of the random keys of calls that bring none.
     """
 
-    def __init__(self, model: Any, *, dtype: Any = jnp.bfloat16, cache_dtype: Any = None):
+    def __init__(self, model: Any, *, dtype: Any = jnp.bfloat16, cache_dtype: Any = None, seed: int = 0):
         self.model = _cast_matrices(nn.unstack(model), dtype)
+        self._keys = Keys(seed)
         self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
         self.vocab = jax.eval_shape(lambda m: m.head_weight(), model).shape[0]
         self._shapes = jax.eval_shape(lambda m: m, model)  # as it was given, to lay out other weights likewise
@@ -107,8 +109,9 @@ class Generator:
                 `pixel_values` of Hugging Face's processors; `nn.vision.patches` of them for images of any size).
             sampler: Draws tokens; greedy by default.
             stop_token_ids: Ids that end a prompt's completion and are its last token, as in an `Engine`.
-            key: Random key for sampling, by default that of seed 0: every call without one draws the same. Give another
-                one to each call that samples, such as `jax.random.fold_in(key, number)`.
+            key: Random key for sampling. Without it each call of this generator draws anew, in the same order in every
+                run. Give one, made from the number of the step, where a resumed run has to draw what it would have
+                drawn.
             capacity: Tokens that a row of the cache holds, by default as many as needed, rounded up so that similar
                 calls share a program.
 
@@ -124,7 +127,7 @@ class Generator:
             capacity = min(shared_capacity(longest), getattr(self.model, "max_length", None) or 1 << 62)
         check_room(prompts, max_new_tokens, capacity)
         seen = check_inputs(self.model, tokens, images)
-        keys = jax.random.split(jax.random.key(0) if key is None else key, len(prompts))
+        keys = jax.random.split(self._keys(key), len(prompts))
         return self._steps([list(prompt) for prompt in prompts], seen, max_new_tokens, sampler, stop, keys, capacity)
 
     def _steps(self, texts, seen, max_new_tokens, sampler, stop, keys, capacity):
@@ -173,7 +176,7 @@ def generate(
         images: All images of all prompts, for models that read images.
         sampler: Draws tokens; greedy by default.
         stop_token_ids: Ids that end a prompt's completion and are its last token.
-        key: Random key for sampling, by default that of seed 0: every call without one draws the same.
+        key: Random key for sampling. Without it each call draws anew, in the same order in every run.
         dtype: Dtype of the computation.
 
     Returns:
@@ -188,8 +191,11 @@ def generate(
         images=images,
         sampler=sampler,
         stop_token_ids=stop_token_ids,
-        key=key,
+        key=_keys(key),
     )
+
+
+_keys = Keys(0)  # of calls of `generate` that bring none
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "capacity", "dtype", "cache_dtype"))

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import jax
 from jaxtyping import Array, Key
 
-from maxlib.inference._engine import Completion, Keys, limits
+from maxlib.inference._engine import Completion, limits
 from maxlib.inference._generate import Prompts, check_stop
-from maxlib.inference._sampling import GREEDY, Sampler
+from maxlib.inference._sampling import GREEDY, Keys, Sampler
 
 
 class ServerEngine:

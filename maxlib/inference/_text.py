@@ -30,7 +30,7 @@ def stream_text(
         images: Images of the prompt, for models that read images.
         sampler: Draws tokens; greedy by default.
         stop_token_ids: Ids that end the text and are not part of it.
-        key: Random key for sampling, by default that of seed 0.
+        key: Random key for sampling, by default as in `Generator.stream`.
     """
     ids = encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
     options = {"images": images, "sampler": sampler, "stop_token_ids": stop_token_ids, "key": key}

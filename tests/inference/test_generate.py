@@ -56,6 +56,21 @@ def test_sampled_rows_do_not_depend_on_their_neighbours(generator):
     assert first != generator.generate(PROMPTS, **options | {"key": jax.random.key(4)})
 
 
+def test_without_a_key_each_call_draws_anew(model):
+    """Rollouts of a loop must not repeat their noise; another run of the same program draws the same."""
+    options = dict(max_new_tokens=8, sampler=Sampler(temperature=2.0))
+    make = lambda **seed: Generator(model, dtype=jnp.float32, **seed)
+    first, again, other = make(), make(), make(seed=1)
+    drawn = [first.generate(PROMPTS, **options) for _ in range(3)]
+    assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
+    assert drawn == [again.generate(PROMPTS, **options) for _ in range(3)]
+    assert other.generate(PROMPTS, **options) != drawn[0]
+    engine = inference.LocalEngine(model, dtype=jnp.float32)
+    assert [one.tokens for (one,) in engine.generate(PROMPTS, **options)] == drawn[0]
+    once = lambda: inference.generate(model, PROMPTS, dtype=jnp.float32, **options)
+    assert once() != once()
+
+
 def test_stop_ends_a_row_and_the_others_go_on(generator):
     free = generator.generate(PROMPTS, max_new_tokens=6)
     stop = free[0][2]
