@@ -108,6 +108,19 @@ def test_labelled_answers_come_with_others(tokenizer):
     assert row["mismatched"]["segment_ids"].shape == row["tokens"].shape == (30,) and row["desirable"].shape == ()
 
 
+def test_the_other_answer_is_to_another_prompt(tokenizer):
+    """Data made from pairs has both answers to a prompt next to each other; z is a mean over other prompts' answers."""
+    other = [{"role": "user", "content": "of"}]
+    answers = [{"messages": ask + end, "desirable": end is YES} for ask in (ASK, other) for end in (YES, NO)]
+    found = pt.kto_examples(documents(*answers), tokenizer, TEMPLATE)
+    whole = lambda messages: tokenizer.encode(TEMPLATE(messages, add_generation_prompt=False)).ids
+    got = [row["mismatched"]["tokens"].tolist() for row in (found[i] for i in range(4))]
+    # The two of the first prompt get the first answer to the other one, and the other way round.
+    assert got == [whole(ask + YES) for ask in (ASK, ASK, other, other)]
+    with pytest.raises(ValueError, match="needs an answer to another prompt, but the next 1 documents have the same"):
+        pt.kto_examples(documents(*answers[:2]), tokenizer, TEMPLATE)[0]
+
+
 def test_completions_become_rows():
     completions = [[7, 8, 2], [9, 9, 9]]
     scores = [[-0.1, -0.2, -0.3], [-1.0, -2.0, -3.0]]
