@@ -5,15 +5,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from maxlib.nn._context import first_of_segment
 
 
 def check_first_batch(batch: dict[str, Any], model: Any) -> None:
-    """Raises ValueError for targets beyond the vocabulary, and warns of targets that are not shifted.
+    """Raises ValueError for targets or positions that the model lacks, and warns of targets that are not shifted.
 
     Args:
         batch: This host's rows; the batches inside it are looked at too.
-        model: What is trained; its vocabulary is unknown if it has no `head_weight`.
+        model: What is trained; without `head_weight` its vocabulary is unknown, without `max_length` its positions are.
     """
     vocab = jax.eval_shape(lambda model: model.head_weight(), model).shape[0] if hasattr(model, "head_weight") else None
     for part in _batches(batch):
@@ -22,7 +25,21 @@ def check_first_batch(batch: dict[str, Any], model: Any) -> None:
                 f"targets must be below the model's vocabulary of {vocab} tokens, or negative where nothing is learned; "
                 f"the first batch has {largest}: is this the model's tokenizer?"
             )
+        _check_positions(part, getattr(model, "max_length", None))
         warn_of_copies(part)
+
+
+def _check_positions(batch: dict[str, Any], limit: int | None) -> None:
+    """Raises ValueError for packed rows with a document of over `limit` tokens; jit does not know its length."""
+    places = batch.get("positions")
+    if places is None and "segment_ids" in batch:
+        ids = jnp.asarray(batch["segment_ids"])
+        places = jnp.arange(ids.shape[1])[None] - first_of_segment(ids)
+    if limit is not None and places is not None and (longest := np.max(places, initial=-1) + 1) > limit:
+        raise ValueError(
+            f"the first batch has {longest} positions in one document, the model was made for {limit}: pack rows of at most "
+            "so many tokens, or build the model with a rope that reaches further (larger max_length, and a scaling)"
+        )
 
 
 def warn_of_copies(batch: dict[str, Any]) -> None:
