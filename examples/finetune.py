@@ -121,7 +121,8 @@ def documents(tokenizer: Tokenizer, args):
 def loader(tokens, args, *, change=lambda row: row, num_shards: int | None = None) -> data.Loader:
     """Packed rows, with the images of their chats."""
     blank = args.images and args.images.blank(args.patches)
-    rows = lambda part: data.pack(tokens[part], length=args.length, images=blank).map(change)
+    long = "truncate" if args.chats else "split"  # an answer in a row of its own would be learned without its question
+    rows = lambda part: data.pack(tokens[part], length=args.length, long=long, images=blank).map(change)
     return data.Loader(rows, batch_size=args.batch, num_shards=num_shards)
 
 

@@ -141,6 +141,8 @@ def test_policies_per_source_are_counted():
         assert metrics[f"data/tokens/{name}"] == sum(map(len, CORPORA[name]))
     assert metrics["data/truncated_tokens/code"] == sum(long["code"]) - LENGTH * len(long["code"])
     assert metrics["data/tokens/wiki"] == sum(map(len, CORPORA["wiki"]))
+    assert metrics["data/split_documents/wiki"] == metrics["data/split_documents"] == len(long["wiki"]) > 0
+    assert metrics["data/split_tokens"] == sum(long["wiki"]) - LENGTH * len(long["wiki"])
     with pytest.raises(ValueError, match=r"of the source 'wiki' has \d+ tokens, a row 16"):
         list(loader(mixed, long={"wiki": "error"}))
 
