@@ -16,6 +16,7 @@ from maxlib.ops._segments import is_filled, segment_sums, token_counts
 from maxlib.post_training._models import Batch, ComparedObjective, frozen_log_probs, scores
 from maxlib.post_training.preferences import DPO, KTO, Answers, Mixture, Preference
 from maxlib.training import Stats
+from maxlib.training._objectives.objective import Quotient
 
 
 def _compared(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
@@ -122,7 +123,8 @@ def kto_loss(
     """Computes KTO, summed over answers that are desirable or not; answers may be packed.
 
     Called as `kto_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Metrics: `rewards`,
-    `kl` (z), and `rewards/desirable`, `rewards/undesirable` summed over their kind alone.
+    `kl` (z), `rewards/desirable` and `rewards/undesirable`, means over their kind alone, and `desirable`, the share of
+    that kind.
 
     Args:
         head: The model.
@@ -154,11 +156,13 @@ def kto_loss(
     is_answer = is_filled(counts)
     losses = kind(ratio, desirable, batch["kl_baseline"][:, None])
     rewards = is_answer * kind.beta * ratio
+    of_kind = lambda kind: Quotient(jnp.sum(rewards * kind), jnp.sum(is_answer * kind))
     sums = {
         "kl": jnp.sum(is_answer * jnp.maximum(batch["kl_baseline"][:, None], 0)),
         "rewards": jnp.sum(rewards),
-        "rewards/desirable": jnp.sum(rewards * desirable),
-        "rewards/undesirable": jnp.sum(rewards * ~desirable),
+        "rewards/desirable": of_kind(desirable),
+        "rewards/undesirable": of_kind(~desirable),
+        "desirable": jnp.sum(is_answer * desirable),
     }
     return jnp.sum(is_answer * losses), jax.lax.stop_gradient(Stats(jnp.sum(is_answer), sums))
 

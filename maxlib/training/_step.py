@@ -16,7 +16,7 @@ from maxlib import nn, sharding
 from maxlib.sharding._create import check_no_aliases
 from maxlib.training._expert_balance import with_moved_biases
 from maxlib.training._gradients import Accumulated, gradients_of
-from maxlib.training._objectives.objective import Batch, Loss, Stats, check_read, unwrap
+from maxlib.training._objectives.objective import Batch, Loss, Quotient, Stats, check_read, unwrap
 from maxlib.training._objectives.remat_names import check_remat_names
 from maxlib.training._objectives.tuning import noisy_loss
 from maxlib.training._offload import apply_updates, check_offloaded, update
@@ -234,8 +234,9 @@ def jit_step(step: Step) -> Step:
 
 
 def means(stats: Stats) -> Metrics:
-    """Divides a loss's sums by the number of targets."""
-    return {name: value / jnp.maximum(stats.num_targets, 1) for name, value in stats.sums.items()}
+    """Divides a loss's sums by the number of targets, or by their own."""
+    divided = lambda x: x if isinstance(x, Quotient) else Quotient(x, stats.num_targets)
+    return {name: divided(x).sum / jnp.maximum(divided(x).count, 1) for name, x in stats.sums.items()}
 
 
 def _by_rows(x: Array) -> Array:
