@@ -51,6 +51,7 @@ def completion_batch(
             "there must be a prompt and an advantage for each completion, got "
             f"{len(prompts)} prompts, {len(completions)} completions, {len(advantages)} advantages"
         )
+    _check_scores(completions, sampler_log_probs)
     _check_ends(completions, stop_token_ids)
     rows = []
     texts = cast(Sequence[Sequence[int]], completions)
@@ -64,6 +65,17 @@ def completion_batch(
         rows.append(row | {"advantages": np.where(row["targets"] >= 0, advantages[i], 0).astype(np.float32)})
     batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     return batch if (one := next(iter(samplers), None)) is None else batch | {"sampler": one}
+
+
+def _check_scores(completions: Any, scores: Any) -> None:
+    """Raises ValueError unless there is a log-probability for each token of each completion."""
+    if scores is None:
+        return
+    of_scores, of_tokens = list(map(np.size, scores)), list(map(len, completions))
+    if of_scores != of_tokens:
+        raise ValueError(
+            f"sampler_log_probs must have one number for each token of each completion, {of_tokens}, got {of_scores}"
+        )
 
 
 def _check_ends(completions: Any, stop_token_ids: Collection[int]) -> None:

@@ -145,5 +145,8 @@ def test_completions_become_rows():
             pt.completion_batch([[4, 5], [6]], mixed, [[0.5, -0.5]], length=6)
     with pytest.raises(ValueError, match="a prompt and an advantage for each completion"):
         pt.completion_batch([[4]], completions, [[1.0]], length=6)
+    for wrong in ([[-0.1], scores[1]], scores[:1], [scores[0], []]):  # the first would fill all places with one number
+        with pytest.raises(ValueError, match=r"for each token of each completion, \[3, 3\], got"):
+            pt.completion_batch([[4, 5], [6]], completions, [1.0, 1.0], length=6, sampler_log_probs=wrong)
     with pytest.raises(ValueError, match="does not fit a row of 4"):
         pt.completion_batch([[4, 5], [6]], completions, [[1.0, 1.0]], length=4)
