@@ -4,7 +4,6 @@ Shapes: B rows (prompts), T tokens of the longest prompt with padding, V vocabul
 """
 
 import functools
-import numbers
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -284,7 +283,7 @@ def _switches(model: Any, texts: Sequence[Sequence[int]]) -> set[int]:
 
 def check_stop(stop_token_ids: Collection[int], vocab: int | None = None) -> frozenset[int]:
     """Returns the ids as a set; raises ValueError for texts, None, and ids outside a vocabulary of `vocab` tokens."""
-    is_id = lambda x: isinstance(x, numbers.Integral) and 0 <= x < (vocab or x + 1)
+    is_id = lambda x: isinstance(x, int | np.integer) and 0 <= x < (vocab or x + 1)
     listed = isinstance(stop_token_ids, Collection)
     wrong = [x for x in stop_token_ids if not is_id(x)] if listed else [stop_token_ids]
     if wrong:

@@ -225,11 +225,11 @@ def save_pretrained(
     what, first = f"saving in {directory}", jax.process_index() == 0
     with distributed.raise_on_all(what), contextlib.ExitStack() as stack:
         with distributed.raise_on_all(what):  # before others wait for this one to gather with them
+            source = model_directory(like) if first and like is not None else None
             part = stack.enter_context(whole_directory(directory, overwrite=overwrite)) if first else Path()
         stored = write_weights(model, table, part, dtype=dtype, max_shard_bytes=max_shard_bytes)
         if not first:
             return
-        source = None if like is None else model_directory(like)
         # Without these ids in config.json, transformers takes those of the published models for granted.
         ids = write_companions(part, source=source, tokenizer=tokenizer, generation=generation)
         write_json(part / "config.json", config | ids | {"dtype": stored.name, "torch_dtype": stored.name})

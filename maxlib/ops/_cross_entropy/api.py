@@ -56,9 +56,8 @@ def linear_cross_entropy(
         weight: the unembedding, in Hugging Face's orientation.
         targets: the next tokens, of the shape of `hidden` without its last axis.
         weights: factor per token in `.loss`, 1 by default; for a mean divide by the number of targets here.
-        ignore_index: this token is ignored as a target, beside all negative ones: ignored targets add exactly 0 to the
-            loss and to every gradient, even where `hidden` is not finite. A target of V or more is an error outside
-            `jit`, and undefined inside.
+        ignore_index: this target is ignored, as all negative ones are: they add exactly 0 to the loss and to every
+            gradient, even where `hidden` is not finite. V or more is an error outside `jit`, and undefined inside.
         softcap: logits become `softcap * tanh(logits / softcap)`.
         z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
         label_smoothing: probability mass spread evenly over the vocabulary.

@@ -44,7 +44,7 @@ def _check_positions(batch: dict[str, Any], limit: int | None) -> None:
 
 def warn_of_copies(batch: dict[str, Any]) -> None:
     """Warns if every target is the token at its own place and not the next one: labels as Hugging Face has them."""
-    if np.shape(batch.get("tokens")) != np.shape(batch["targets"]):
+    if "tokens" not in batch or np.shape(batch["tokens"]) != np.shape(batch["targets"]):
         return
     tokens, targets = np.asarray(batch["tokens"]), np.asarray(batch["targets"])
     learned = targets >= 0
