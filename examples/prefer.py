@@ -68,7 +68,7 @@ def main() -> None:
     if args.lora:
         print("\n".join(adapters.save(model, args.out / "adapter", base=args.base, overwrite=True)))
         model = adapters.merge(model)
-    maxlib.save_pretrained(model, args.out / "model", overwrite=True)
+    maxlib.save_pretrained(model, args.out / "model", like=args.model, overwrite=True)
 
 
 def pair_loader(args: argparse.Namespace) -> data.Loader:

@@ -79,7 +79,7 @@ import jax.numpy as jnp
 import maxlib
 
 model = maxlib.from_pretrained("org/name")  # in the dtype of the files; train with dtype=jnp.float32
-maxlib.save_pretrained(model, "copy")  # transformers opens it
+maxlib.save_pretrained(model, "copy", like="org/name")  # transformers opens it
 ```
 
 ```bash

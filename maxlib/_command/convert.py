@@ -5,16 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Beside weights and config: the tokenizer, what prepares images, and how to sample.
-COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "generation_config.json",
-)
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -30,23 +20,21 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import shutil
-
     import maxlib
     from maxlib import quantization, weights
+    from maxlib.weights._companions import GENERATION, copy_files
+    from maxlib.weights._files import PROCESSOR_FILES, TOKENIZER_FILES
 
     shard = size(args.shard)
     source = weights.model_directory(args.model)
     model = maxlib.from_pretrained(source, dtype=args.dtype)
     if args.quantize:
         quantization.save(quantization.for_inference(model, args.quantize), args.directory)
+        copy_files(source, args.directory, (*TOKENIZER_FILES, *PROCESSOR_FILES, GENERATION))
     else:
-        maxlib.save_pretrained(model, args.directory, max_shard_bytes=shard, overwrite=args.overwrite)
-    for name in COPIED:
-        if (source / name).exists():
-            shutil.copy(source / name, args.directory)
-    if not (source / "generation_config.json").exists() and (ids := token_ids(source)):
-        (args.directory / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
+        maxlib.save_pretrained(model, args.directory, max_shard_bytes=shard, like=source, overwrite=args.overwrite)
+    if not (source / GENERATION).exists() and (ids := token_ids(source)):
+        (args.directory / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")
     files = sorted(args.directory.glob("*.safetensors"))
     print(f"{args.directory}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e9:.3f} GB")
     return 0

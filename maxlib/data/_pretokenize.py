@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from maxlib._utils.files import read_json_object, write_atomically
 from maxlib.data._bad_records import SkipBadRecords
 from maxlib.data._sources import ArrayRecords, Document
+from maxlib.data._tokenize import check_whole
 
 MANIFEST, TOKENIZER, BAD = "manifest.json", "tokenizer.json", "bad_records.jsonl"
 FORMAT = 1
@@ -72,8 +73,10 @@ def write_tokens(
       The manifest.
 
     Raises:
-      ValueError: when the directory holds tokens of other documents, of another tokenizer or with other options.
+      ValueError: when the tokenizer truncates or pads, or the directory holds tokens of other documents, of another
+        tokenizer or with other options.
     """
+    check_whole(tokenizer)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     job = _job(documents, tokenizer, bos_id, eos_id, documents_per_file, description)

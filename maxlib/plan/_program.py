@@ -29,6 +29,7 @@ from maxlib.plan._targets import (
 )
 from maxlib.sharding._mesh import resolve_free_degree
 from maxlib.sharding.pipelining import Schedule
+from maxlib.training._objectives.remat_names import check_remat_names
 from maxlib.training._placement import batch_names
 
 # The first call of attention in a lowered program: queries and keys of one device.
@@ -186,39 +187,9 @@ def make_program(job: Job) -> Program:
     model = jax.tree.map(lambda x, place: _at(x, place), model, places)
     state, batch = _state(job, model, optimizer, layout), _batch(job, layout, rows)
     program = Program(job, layout, model, state, batch, optimizer, rows)
-    _check_marked(program)
+    row = {"tokens": jax.ShapeDtypeStruct((1, job.sequence), jnp.int32)}
+    check_remat_names(job.remat, state.trainable, state.rest, row)
     return program
-
-
-def _check_marked(program: Program) -> None:
-    """Raises ValueError if remat names what neither maxlib's layers nor the model's own mark."""
-    remat = program.job.remat
-    if remat is None or isinstance(remat, str) or callable(remat) or set(remat) <= set(nn.remat.INTERMEDIATES):
-        return
-    marked = _marked(program)
-    if unknown := sorted(set(remat) - set(nn.remat.INTERMEDIATES) - marked):
-        known = ", ".join(
-            name for name in (*nn.remat.INTERMEDIATES, *sorted(marked - set(nn.remat.INTERMEDIATES))) if name in marked
-        )
-        raise ValueError(
-            f"remat names {', '.join(map(repr, unknown))}, which no layer marks; this model's mark {known}"
-        )
-
-
-def _marked(program: Program) -> set[str]:
-    """Returns the names that the model's layers give to intermediates with `checkpoint_name`."""
-    found = set()
-
-    def note(primitive: Any, *_: Any, **params: Any) -> bool:
-        found.update([params["name"]] if primitive.name == "name" else [])
-        return False
-
-    row = jnp.zeros((1, program.job.sequence), jnp.int32)
-    loss = lambda params: nn.combine(params, program.state.rest)(row, remat=note).hidden.sum()
-    jax.eval_shape(
-        jax.grad(loss), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.state.trainable)
-    )
-    return found
 
 
 def refused(job: Job) -> str | None:

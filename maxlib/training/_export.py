@@ -38,7 +38,8 @@ class HuggingFaceExport:
       every: number of steps between exports.
       keep: number of newest exports to keep; None keeps all.
       averaged: write the averages that `training.averaged` keeps instead of the parameters.
-      options: those of `weights.save_pretrained`, such as `dtype` and `tokenizer`.
+      options: those of `weights.save_pretrained`, such as `dtype`, and `like`, the directory of the model that is
+        trained, for its tokenizer, its template and the ids that end a text.
 
     Raises:
       ValueError: when `every` or `keep` is below 1.

@@ -137,7 +137,7 @@ def muon(
         muon_weight_dimension_numbers=dimensions,
     )
     adam = functools.partial(optax.adamw, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    rest = adam(adam_learning_rate or learning_rate, mask=decay_mask(model))
+    rest = adam(learning_rate if adam_learning_rate is None else adam_learning_rate, mask=decay_mask(model))
     kinds = lambda params: {path: "matrix" if path in dims else "rest" for path in params}
     both = optax.partition({"matrix": matrices, "rest": rest}, kinds)
     return _clipped(_held_in(moments, both), clip)

@@ -17,7 +17,8 @@ from maxlib import nn, sharding
 from maxlib.sharding._create import check_no_aliases
 from maxlib.training._expert_balance import with_moved_biases
 from maxlib.training._gradients import Accumulated, gradients_of
-from maxlib.training._objectives.objective import Batch, Loss, Stats, check_read
+from maxlib.training._objectives.objective import Batch, Loss, Quotient, Stats, check_read, unwrap
+from maxlib.training._objectives.remat_names import check_remat_names
 from maxlib.training._objectives.tuning import noisy_loss
 from maxlib.training._offload import apply_updates, check_offloaded, update
 from maxlib.training._optimizer_wrappers import LowState, PathFilter, check_averages
@@ -187,7 +188,7 @@ def make_train_step(
 
     Raises:
       ValueError: by the step, for a batch whose row count (per microbatch) or sequence length is not divisible under
-        the active layout.
+        the active layout; or for a name in `remat` that no layer marks.
     """
     optimizer, gradients = optax.with_extra_args_support(optimizer), gradients_of(loss_fn)
 
@@ -197,6 +198,7 @@ def make_train_step(
             _check_divides(x, getattr(loss_fn, "microbatches", 1))
         key = jax.random.fold_in(state.key, state.step)
         batch = jax.tree.map(_by_rows, batch)
+        check_remat_names(unwrap(loss_fn)[1].get("remat"), state.trainable, state.rest, batch)
         grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
         grads = place_like_parameters(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
@@ -264,8 +266,9 @@ def jit_step(step: Step) -> Step:
 
 
 def means(stats: Stats) -> Metrics:
-    """Divides a loss's sums by the number of targets."""
-    return {name: value / jnp.maximum(stats.num_targets, 1) for name, value in stats.sums.items()}
+    """Divides a loss's sums by the number of targets, or by their own."""
+    divided = lambda x: x if isinstance(x, Quotient) else Quotient(x, stats.num_targets)
+    return {name: divided(x).sum / jnp.maximum(divided(x).count, 1) for name, x in stats.sums.items()}
 
 
 def num_tokens(batch: Batch) -> Array:

@@ -20,7 +20,7 @@ from maxlib.observability._memory import Sampled, memory_use
 from maxlib.observability._metrics import Console, Jsonl, Meter, Writers, reported, reported_by_all
 from maxlib.training._evaluation import Evaluation, evaluate
 from maxlib.training._export import Export
-from maxlib.training._objectives.batch_names import warn_of_copies
+from maxlib.training._objectives.first_batch import check_first_batch
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._placement import host_rows, materialize_model, place_batch
@@ -272,7 +272,7 @@ class Trainer:
                 self.state, metrics = self.train_step(self.state, self.batch)
             self.step += 1
             if not self._counted:  # while the first step runs
-                warn_of_copies(host_rows(batch))
+                check_first_batch(host_rows(batch), self.state.model)
                 self._count_flops(batch)
             ready = self._meter.push(self.step, metrics | self._memory(), **here)
         self._report(ready)

@@ -36,6 +36,8 @@ DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
 }
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+PROCESSOR_FILES = ("chat_template*", "*preprocessor_config.json", "processor_config.json")
 # What an export, or a download of one, consists of; a directory with anything else in it is never replaced.
 OWN_FILES = (
     "README.md",
@@ -45,14 +47,8 @@ OWN_FILES = (
     "generation_config.json",
     "quantization.json",
     "adapter_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "vocab.*",
-    "merges.txt",
+    *TOKENIZER_FILES,
+    *PROCESSOR_FILES,
 )
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 OTHER = (".gguf", ".h5", ".msgpack", ".npz", ".onnx")

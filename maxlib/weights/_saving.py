@@ -183,19 +183,3 @@ def _check_names(directory: str, names: list[str], overwrite: bool) -> None:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def write_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Writes a Hugging Face tokenizer, or a `tokenizers.Tokenizer` such that `transformers.AutoTokenizer` opens it.
-
-    Raises TypeError for anything else.
-    """
-    if hasattr(tokenizer, "save_pretrained"):
-        tokenizer.save_pretrained(directory)
-    elif hasattr(tokenizer, "save") and hasattr(tokenizer, "to_str"):
-        tokenizer.save(str(directory / "tokenizer.json"))
-        write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    else:
-        raise TypeError(
-            f"tokenizer must be a tokenizers.Tokenizer or a Hugging Face tokenizer, got {type(tokenizer).__name__}"
-        )

@@ -158,6 +158,18 @@ def test_a_schedule_that_does_not_fit_its_steps():
         training.warmup_stable_decay(1.0, 10, warmup=8, decay=5)
 
 
+def test_muon_with_an_adam_rate_of_zero_moves_matrices_alone():
+    model = jax.eval_shape(tiny.model)
+    params, _ = nn.partition(tiny.model())
+    ones = jax.tree.map(jnp.ones_like, params)
+    matrices, moved = optimizers.muon_dimensions(model), {}
+    for rate in (0.0, None):
+        optimizer = training.muon(0.1, model=model, adam_learning_rate=rate)
+        updates, _ = optimizer.update(ones, optimizer.init(params), params)
+        moved[rate] = {path for path, x in updates.items() if np.any(x)}
+    assert moved[0.0] == matrices.keys() and moved[None] == params.keys()
+
+
 def test_muon_makes_every_matrix_of_every_layer_and_expert_orthogonal():
     """Its update has the singular values of Newton-Schulz, near 1, times what gives it Adam's size; the rest follows
     Adam.

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from maxlib import nn, sharding, training
 from maxlib.training import _step
@@ -42,6 +44,41 @@ def close(a, b, *, rtol=2e-4):
 def reference():
     """Two steps on one device in one piece."""
     return steps(tiny.model(), tiny.batch(uneven=True))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_misspelt_name_in_remat_is_refused(accumulate):
+    """It would keep nothing, so the step would recompute what it was told to keep."""
+
+    def trace(model, remat, loss=tiny.loss):
+        loss = training.accumulate(functools.partial(loss, remat=remat), accumulate)
+        state = jax.eval_shape(lambda: training.make_state(model(), SGD))
+        jax.eval_shape(training.make_train_step(loss, SGD), state, tiny.batch())
+
+    for remat in (("attention_output",), {"attention_output": "keep", "q": "keep"}):
+        with pytest.raises(ValueError, match="names 'attention_output', .*: did you mean 'attention_out'"):
+            trace(tiny.llama, remat)
+    trace(tiny.llama, ("attention_out", "latent"))  # which its layers do not have
+    trace(Marking, ("own",))
+    with pytest.raises(ValueError, match="names 'owm', .* mark own: did you mean 'own'"):
+        trace(Marking, ("owm",))
+
+
+class Marking(tiny.Bigram):
+    """A model whose layers mark an intermediate of their own."""
+
+    def __init__(self):
+        super().__init__(rngs=nnx.Rngs(0))
+        make = lambda i, rngs: MarkingLayer(rngs=rngs)
+        self.layers = nn.Stack(make, 2, rngs=nnx.Rngs(0))
+
+
+class MarkingLayer(nnx.Module):
+    def __init__(self, *, rngs):
+        self.scale = nnx.Param(jnp.ones(16), axes=("embed",))
+
+    def __call__(self, x, ctx, cache):
+        return jnp.sin(checkpoint_name(jnp.sin(x * self.scale[...][None, None]), "own")), cache, {}
 
 
 def test_a_step_is_plain_autodiff_and_optax():

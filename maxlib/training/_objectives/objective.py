@@ -8,7 +8,7 @@ in its last stage (`one_f_one_b`).
 import functools
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,21 @@ Loss = Callable[..., tuple[Array, "Stats"]]
 COUNTS = "moe/counts"  # what a layer of experts reports for their balance, and no metric
 
 
+class Quotient(NamedTuple):
+    """A metric with a divisor of its own, such as a mean over some of the targets; both add up."""
+
+    sum: Float[Array, ""]
+    count: Float[Array, ""]
+
+
 @nn.pytree
 class Stats:
     """Counts and metrics of a loss.
 
     num_targets: what the loss sum is divided by in the end, the weight of this batch: target tokens, pairs, sequences.
-    A function of the batch alone. sums: metrics, each summed over these targets. Both are added up over microbatches
-    (and batches, in evaluation) before metrics are divided by the number of targets. expert_counts: how often each
-    expert of each layer was chosen, `L E`, by which a step balances them; `Objective` adds them.
+    A function of the batch alone. sums: metrics, each summed over these targets, or a `Quotient`. Both are added up
+    over microbatches (and batches, in evaluation) before metrics are divided by the number of targets. expert_counts:
+    how often each expert of each layer was chosen, `L E`, by which a step balances them; `Objective` adds them.
     """
 
     num_targets: Float[Array, ""]
