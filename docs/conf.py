@@ -11,7 +11,7 @@ import notebooks
 import maxlib
 
 notebooks.copy()
-cards.write(notebooks.cache_folder().with_name(notebooks.cache_folder().name + "-cards"))
+cards.write(notebooks.cache_folder())
 
 project = "maxlib"
 author = "The maxlib authors"

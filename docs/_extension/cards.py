@@ -3,17 +3,24 @@
 A process of its own does this, since Sphinx forks and jax has threads.
 """
 
+import hashlib
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parents[1]
-SEQUENCE, MOST = 4096, 4096  # tokens of a row, GPUs
+SEQUENCE, MOST = 4096, 1024  # tokens of a row, GPUs
 
 
 def write(made: Path) -> None:
-    """Lets the cards be in docs/cards; they are made once for each state of maxlib's code."""
+    """Lets the cards be in docs/cards; they are made once for each state of maxlib's code and of this file.
+
+    Args:
+      made: a folder named after the state of maxlib's code; another one beside it has the cards.
+    """
+    made = made.with_name(f"{made.name}-cards-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]}")
     if not made.exists():
         subprocess.run([sys.executable, __file__, str(made)], check=True)
     target = HERE / "cards"
@@ -120,30 +127,44 @@ def row_length(family, preset: str) -> int:
 
 
 def memory(family, preset: str) -> str:
-    """Says how many H100s train a preset: the fewest of 1, 2, 4, ... whose estimate fits."""
-    from maxlib import nn, plan, sharding
+    """Says how many H100s train a preset: with FSDP, or where a layer's experts are too large for that, with EP too."""
+    from maxlib import sharding
     from maxlib.hardware import GIB
 
-    model = abstract(family, preset)
-    number = 1
-    while 16 * nn.num_parameters(model) / number > 80e9:  # parameters and moments alone
-        number *= 2
-    layout, tokens = sharding.Layout({"fsdp": -1}, sharding.FSDP), row_length(family, preset)
-    while number <= MOST:
-        job = plan.Job(preset, f"h100x{number}", layout=layout, sequence=tokens, remat="full")
-        try:
-            found = plan.estimated(job)
-        except ValueError as error:  # a card without this sentence is better than no documentation
-            print(f"cards: no estimate for {preset}: {error}", file=sys.stderr)
-            return ""
-        if found.fits:
-            gpus = "1 H100" if number == 1 else f"{number} H100s"
+    tokens = row_length(family, preset)
+    for name, layout in (
+        ("`FSDP`", sharding.Layout({"fsdp": -1}, sharding.FSDP)),
+        ("`FSDP | EP` (`expert` 8)", sharding.Layout({"fsdp": -1, "expert": 8}, sharding.FSDP | sharding.EP)),
+    ):
+        if found := fewest(preset, layout, tokens):
+            number = found.target.devices
             return (
-                f"To train all of `{preset}` with AdamW and float32 weights takes {gpus}: {found.peak / GIB:.1f} GiB on each, with a row of "
-                f"{tokens} tokens, `FSDP` and full remat. That is an estimate; [a plan](../guides/plan.md) compiles the program."
+                f"To train all of `{preset}` with AdamW and float32 weights takes {number} H100{'s' if number > 1 else ''}: "
+                f"{found.peak / GIB:.1f} GiB on each, with a row of {tokens} tokens, {name} and full remat. "
+                "That is an estimate; [a plan](../guides/plan.md) compiles the program."
             )
-        number *= 2
     return ""
+
+
+def fewest(preset: str, layout, tokens: int):
+    """Returns the estimate for the fewest of 1, 2, 4, ... H100s that a training step fits; None where no number does.
+
+    Weights, optimizer and gradients are split over the GPUs, the rest is not. So one estimate tells where to look next,
+    and the one that is returned was made for its own number.
+    """
+    from maxlib import plan
+
+    number = dict(layout.mesh.degrees).get("expert", 1)
+    while number <= MOST:
+        found = plan.estimated(plan.Job(preset, f"h100x{number}", layout=layout, sequence=tokens, remat="full"))
+        if found.fits:
+            return found
+        split = found.analytic.arguments + found.analytic.gradients
+        room = found.target.chip.memory - (found.peak - split)
+        if room <= 0:
+            return None
+        number *= max(2, 2 ** math.ceil(math.log2(split / room)))
+    return None
 
 
 def main(folder: Path) -> None:
