@@ -11,6 +11,7 @@ import notebooks
 import maxlib
 
 notebooks.copy()
+notebooks.keep_compiled()
 cards.write(notebooks.cache_folder())
 
 project = "maxlib"
@@ -26,9 +27,10 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "sphinx_design",
-    "anchors",  # docs/_extension, as the next two
+    "anchors",  # docs/_extension, as the next three
     "api",
     "links",
+    "notebooks",
 ]
 exclude_patterns = ["_build", "_extension", "jupyter_execute", "**.ipynb_checkpoints"]
 

@@ -43,7 +43,9 @@ def test_the_fewest_gpus_are_those_of_a_search_one_by_one(cards, preset):
 def test_experts_that_no_gpu_gathers_are_split(cards):
     (family,) = (family for family in weights.families() if family.name == "mimo_v2")
     assert cards["fewest"]("mimo-v2-flash", sharding.Layout({"fsdp": -1}, sharding.FSDP), 4096) is None
-    assert "`FSDP | EP` (`expert` 8)" in cards["memory"](family, "mimo-v2-flash")
+    found, options = cards["trained"](family, "mimo-v2-flash")
+    assert "the weights split over `fsdp` and `expert`" in cards["memory"](found)
+    assert "--mesh fsdp=-1,expert=8 --strategy fsdp+ep" in options
 
 
 def test_cards_are_made_anew_when_their_program_changes(cards, tmp_path, monkeypatch):
