@@ -11,7 +11,8 @@ import notebooks
 import maxlib
 
 notebooks.copy()
-cards.write(notebooks.cache_folder().with_name(notebooks.cache_folder().name + "-cards"))
+notebooks.keep_compiled()
+cards.write(notebooks.cache_folder())
 
 project = "maxlib"
 author = "The maxlib authors"
@@ -26,9 +27,10 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "sphinx_design",
-    "anchors",  # docs/_extension, as the next two
+    "anchors",  # docs/_extension, as the next three
     "api",
     "links",
+    "notebooks",
 ]
 exclude_patterns = ["_build", "_extension", "jupyter_execute", "**.ipynb_checkpoints"]
 

@@ -129,7 +129,7 @@ def boxes(ax: Any, turn: Any, at: float, width: float, colours: tuple[str, str])
 
 def draw_memory() -> Any:
     """The table "Memory" of plans.md."""
-    table = (HERE / "plans.md").read_text().split("## Memory\n")[1].split("## GPUs")[0]
+    table = (HERE / "plans.md").read_text().split("## Memory\n")[1].split("\n#")[0]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if " **" in line]
     rows = [(name, [float(re.findall(r"[\d.]+", one)[0]) for one in rest[1:4]]) for name, *rest in cells]
     figure, ax = plt.subplots(figsize=(9, 5))
@@ -141,7 +141,7 @@ def draw_memory() -> Any:
     ax.axvline(95.74, color="#ee6677", lw=1, label="a v5p chip")
     ax.axvline(15.75, color="#ee6677", lw=1, ls=":", label="a v5e chip")
     ax.invert_yaxis()
-    ax.legend(frameon=False, loc="upper right")
+    ax.legend(frameon=False, loc="upper right", bbox_to_anchor=(0.85, 1))
     ax.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     return figure

@@ -1,8 +1,8 @@
 """Looks at the built documentation in headless Chromium: `python -m tests.browser docs/_build/html`.
 
-Pages in light and dark, at the width of a phone and of a screen: errors on the console, horizontal scrolling, pictures
-that did not load, contrast below WCAG 2.1 AA. And searches: each must list its page among the first five. Needs
-selenium, Chromium and its driver. `--pictures FOLDER` keeps screenshots.
+Every page in light on a phone and in dark on a screen, some also the other way round: errors on the console, horizontal
+scrolling, pictures that did not load, contrast below WCAG 2.1 AA. And searches: each must list its page among the first
+five. Needs selenium, Chromium and its driver. `--pictures FOLDER` keeps screenshots.
 """
 
 import argparse
@@ -15,10 +15,12 @@ import threading
 import time
 from pathlib import Path
 
+VIEWS = ((390, "light"), (390, "dark"), (1440, "light"), (1440, "dark"))  # pixels, colors
+BRIEFLY = ((390, "light"), (1440, "dark"))  # of the pages that are not among these:
 PAGES = ("index", "start", "gallery", "concepts", "guides/tour", "guides/index", "guides/finetune", "guides/sharding",
          "guides/troubleshooting", "api/nn", "api/training", "cards/llama", "models", "plans", "notebooks/plan_70b",
          "notebooks/experts")  # fmt: skip
-WIDTHS = (390, 1440)
+SOURCES, SOURCE = "_modules/", "_modules/maxlib/nn/_attention"  # hundreds of pages that differ in their text only
 # What people type, and the page that answers. `tests/test_docs.py` checks without a browser that the words are there.
 SEARCHES = {
     "fine-tune": "guides/finetune",
@@ -70,7 +72,7 @@ const most = document.documentElement.clientWidth;
 const scrolls = e => { for (; e && e.tagName !== "ARTICLE"; e = e.parentElement) if (/auto|scroll/.test(getComputedStyle(e).overflowX)) return true; return false; };
 const right = e => { const box = e.getBoundingClientRect(); return box.left + Math.max(box.width, e.scrollWidth); };
 return [...document.querySelectorAll("article *")].filter(e => !e.closest("svg,.visually-hidden,.sr-only") && e.getClientRects().length && right(e) > most + 1 && !scrolls(e))
-  .slice(0, 3).map(e => `${e.tagName} ${e.className}: ${e.innerText.slice(0, 30)}`);
+  .slice(0, 3).map(e => `${e.tagName} ${e.className}: ${e.innerText.slice(0, 30).replaceAll("\\n", " ")}`);
 """
 BROKEN = "return [...document.images].filter(i => i.complete && i.naturalWidth === 0).map(i => i.src)"
 
@@ -80,21 +82,24 @@ def main() -> int:
     parser.add_argument("site", type=Path)
     parser.add_argument("--pictures", type=Path, help="folder for screenshots")
     args = parser.parse_args()
-    address = serve(args.site)
+    address, pages = serve(args.site), every_page(args.site)
     driver = chromium()
     try:
-        found = [
-            line
-            for page in PAGES
-            if (args.site / f"{page}.html").exists()
-            for line in look(driver, address, page, args.pictures)
-        ]
-        found += [f"{page}: was not built" for page in PAGES if not (args.site / f"{page}.html").exists()]
+        found = [f"{page}: was not built" for page in (*PAGES, SOURCE) if page not in pages]
+        for view in VIEWS:
+            chosen = [page for page in pages if page in PAGES or view in BRIEFLY]
+            found += look(driver, address, chosen, *view, args.pictures)
         found += [line for words, page in SEARCHES.items() for line in search(driver, address, words, page)]
     finally:
         driver.quit()
-    print("\n".join(found) or f"{len(PAGES)} pages and {len(SEARCHES)} searches: nothing found")
+    print("\n".join(found) or f"{len(pages)} pages and {len(SEARCHES)} searches: nothing found")
     return bool(found)
+
+
+def every_page(site: Path) -> list[str]:
+    """Lists the pages that were built, without those of the theme, and with one of those that show source."""
+    built = [str(path.relative_to(site).with_suffix("")) for path in sorted(site.rglob("*.html"))]
+    return [page for page in built if page == SOURCE or not page.startswith((SOURCES, "_static/"))]
 
 
 def serve(site: Path) -> str:
@@ -120,31 +125,34 @@ def chromium():
     return webdriver.Chrome(options=options, service=service)
 
 
-def look(driver, address: str, page: str, pictures: Path | None):
-    """Yields what is wrong with a page, in both colors and widths."""
-    for width in WIDTHS:
-        # A window of Chromium has a least width; this sets that of the page.
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        for mode in ("light", "dark"):
-            driver.get(f"{address}/{page}.html")
-            driver.execute_script(
-                "localStorage.setItem('mode', arguments[0]); localStorage.setItem('theme', arguments[0])", mode
-            )
-            driver.refresh()
-            time.sleep(0.5)
-            where = f"{page}, {width} pixels, {mode}"
-            logged = [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
-            yield from (f"{where}: console: {line}" for line in logged if not outside(line, address))
-            yield from (f"{where}: wider than the screen: {line}" for line in driver.execute_script(WIDER))
-            yield from (f"{where}: picture missing: {line}" for line in driver.execute_script(BROKEN))
-            yield from (
-                f"{where}: contrast {colors} {text}" for colors, text in driver.execute_script(CONTRAST).items()
-            )
-            if pictures is not None:
-                path = pictures / f"{page.replace('/', '-')}-{width}-{mode}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(driver.get_screenshot_as_png())
+def look(driver, address: str, pages: list[str], width: int, mode: str, pictures: Path | None):
+    """Yields what is wrong with pages of one width and color."""
+    # A window of Chromium has a least width; this sets that of the page.
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    driver.get(f"{address}/{pages[0]}.html")
+    driver.execute_script(
+        "localStorage.setItem('mode', arguments[0]); localStorage.setItem('theme', arguments[0])", mode
+    )
+    driver.get_log("browser")
+    for page in pages:
+        driver.get(f"{address}/{page}.html")
+        time.sleep(0.3)
+        assert driver.execute_script("return document.documentElement.dataset.theme") == mode
+        yield from (f"{page}, {width} pixels, {mode}: {line}" for line in wrong(driver, address))
+        if pictures is not None and page in PAGES:
+            path = pictures / f"{page.replace('/', '-')}-{width}-{mode}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(driver.get_screenshot_as_png())
+
+
+def wrong(driver, address: str):
+    """Yields what is wrong with the page that the browser shows."""
+    logged = [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+    yield from (f"console: {line}" for line in logged if not outside(line, address))
+    yield from (f"wider than the screen: {line}" for line in driver.execute_script(WIDER))
+    yield from (f"picture missing: {line}" for line in driver.execute_script(BROKEN))
+    yield from (f"contrast {colors} {text}" for colors, text in driver.execute_script(CONTRAST).items())
 
 
 def outside(line: str, address: str) -> bool:

@@ -1,11 +1,12 @@
 """Cards of model families: what the documentation says of each is read off the model."""
 
+import itertools
 import runpy
 from pathlib import Path
 
 import pytest
 
-from maxlib import weights
+from maxlib import plan, sharding, weights
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,6 +25,39 @@ def test_families_have_their_rows_of_parity(cards):
         rows = [line for line in cards["parity"](name).splitlines() if line.startswith("| ")]
         assert len(rows) > 2, name
     assert cards["parity"]("nothing") == ""
+
+
+def number_of_fewest(preset, layout):
+    """Tries 1, 2, 4, ..., where `cards.fewest` computes where to look."""
+    jobs = (plan.Job(preset, f"h100x{2**i}", layout=layout, sequence=4096) for i in itertools.count())
+    return next(found.target.devices for found in map(plan.estimated, jobs) if found.fits)
+
+
+@pytest.mark.parametrize("preset", ["apertus-8b", pytest.param("glm-4.5-air", marks=pytest.mark.full)])
+def test_the_fewest_gpus_are_those_of_a_search_one_by_one(cards, preset):
+    layout = sharding.Layout({"fsdp": -1}, sharding.FSDP)
+    assert cards["fewest"](preset, layout, 4096).target.devices == number_of_fewest(preset, layout) > 1
+
+
+@pytest.mark.full
+def test_experts_that_no_gpu_gathers_are_split(cards):
+    (family,) = (family for family in weights.families() if family.name == "mimo_v2")
+    assert cards["fewest"]("mimo-v2-flash", sharding.Layout({"fsdp": -1}, sharding.FSDP), 4096) is None
+    found, options = cards["trained"](family, "mimo-v2-flash")
+    assert "the weights split over `fsdp` and `expert`" in cards["memory"](found)
+    assert "--mesh fsdp=-1,expert=8 --strategy fsdp+ep" in options
+
+
+def test_cards_are_made_anew_when_their_program_changes(cards, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setitem(cards["write"].__globals__, "HERE", tmp_path)
+    monkeypatch.setattr(cards["subprocess"], "run", lambda command, check: started.append(command[2]))
+    for text in ("a", "a", "b"):
+        (tmp_path / "cards.py").write_text(text)
+        monkeypatch.setitem(cards["write"].__globals__, "__file__", str(tmp_path / "cards.py"))
+        cards["write"](tmp_path / "code")
+        Path(started[-1]).mkdir(exist_ok=True)
+    assert len(started) == len(set(started)) == 2
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ A star stands for the public names of the module that the page does not list els
 left out.
 """
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -20,6 +21,7 @@ BLOCK = re.compile(r"^```\{api\} (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MORE = re.compile(r"^## More\n\n```\{api\} (\S+)\n\*\n```$", re.MULTILINE)  # left out where nothing is left
 QUOTED_STAR = re.compile(r'(?<=")(\*)(?=\w)')
 LITERAL = re.compile(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)")
+LONGEST = 60  # letters of a default
 SECTION = re.compile(r"^ *(Args|Attributes|Returns|Raises|Yields)s?:\s*$")
 
 
@@ -185,12 +187,28 @@ def signature(app, what, name, obj, options, signature, return_annotation):
             inspect.signature(obj.__init__), show_return_annotation=False, unqualified_typehints=True
         )
         signature = signature.replace("(self, ", "(").replace("(self)", "()")
+    elif what == "class" and dataclasses.is_dataclass(obj):
+        brief = _with_short_defaults(inspect.signature(obj))
+        signature = stringify_signature(brief, show_return_annotation=False, unqualified_typehints=True)
     return _readable(signature), _readable(return_annotation)
+
+
+class _Omitted:
+    def __repr__(self) -> str:
+        return "..."
+
+
+def _with_short_defaults(signature: inspect.Signature) -> inspect.Signature:
+    """Leaves out defaults that would fill lines, such as whole layouts."""
+    brief = lambda one: one.replace(default=_Omitted()) if len(_readable(repr(one.default)) or "") > LONGEST else one
+    return signature.replace(parameters=[brief(one) for one in signature.parameters.values()])
 
 
 def _readable(text: str | None) -> str | None:
     text = (text or "").replace("jaxlib._jax.Array", "Array").replace("<factory>", "...")
-    text = re.sub(r"<(function|class|module) '?([\w.<>]+)'?[^>]*>", lambda match: match[2].rpartition(".")[2], text)
+    name = r"<(?:function|class|module|objective) '?([\w.<>]+)'?[^>]*>"
+    text = re.sub(name, lambda match: match[1].rpartition(".")[2], text)
+    text = re.sub(r"<PjitFunction of (\w+)>", r"\1", text)
     return re.sub(r" at 0x[0-9a-f]+", "", text) or None
 
 

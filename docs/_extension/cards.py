@@ -3,17 +3,27 @@
 A process of its own does this, since Sphinx forks and jax has threads.
 """
 
+import hashlib
+import math
 import re
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 HERE = Path(__file__).parents[1]
-SEQUENCE, MOST = 4096, 4096  # tokens of a row, GPUs
+SEQUENCE, MOST = 4096, 1024  # tokens of a row, GPUs
+WAYS = (("fsdp=-1", "fsdp"), ("fsdp=-1,expert=8", "fsdp+ep"))  # degrees and strategies, as `maxlib plan` takes them
 
 
 def write(made: Path) -> None:
-    """Lets the cards be in docs/cards; they are made once for each state of maxlib's code."""
+    """Lets the cards be in docs/cards; they are made once for each state of maxlib's code and of this file.
+
+    Args:
+      made: a folder named after the state of maxlib's code; another one beside it has the cards.
+    """
+    made = made.with_name(f"{made.name}-cards-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]}")
     if not made.exists():
         subprocess.run([sys.executable, __file__, str(made)], check=True)
     target = HERE / "cards"
@@ -44,6 +54,7 @@ def card(family) -> str:
 
     rows = [row(family, preset) for preset in family.presets]
     small = min((r for r in rows if r.total > 1e8), key=lambda found: found.total)  # not a toy of a paper
+    found, options = trained(family, small.preset)
     described = inspect.getdoc(sys.modules[family.model.__module__]) or ""
     name = f"models.{family.name}.{family.model.__name__}"
     lines = [f"| `{r.preset}` | {_count(r)} | {2 * r.total / 2**30:,.1f} | {r.kind[0]} | {r.kind[2]} |" for r in rows]
@@ -68,24 +79,28 @@ def card(family) -> str:
 | --- | --- | ---: | --- | --- |
 {chr(10).join(lines)}
 
-{memory(family, small.preset)}
+{memory(found)}
 
 ## Load, train, serve
 
 A directory or a name on the hub whose `config.json` has the `model_type` {types}:
 
 ```python
-import jax.numpy as jnp
 import maxlib
 
-model = maxlib.from_pretrained("org/name")  # in the dtype of the files; train with dtype=jnp.float32
-maxlib.save_pretrained(model, "copy", like="org/name")  # transformers opens it
+# In the dtype of the files; to train, load with dtype=jnp.float32.
+model = maxlib.from_pretrained("org/name")
+# transformers opens what this writes.
+maxlib.save_pretrained(model, "copy", like="org/name")
 ```
 
 ```bash
-maxlib plan {small.preset} --target h100x8 --sequence {row_length(family, small.preset)}   # does it fit, and how fast can it be?
-python examples/finetune.py org/name data.txt --lora 16      # fine-tune
-maxlib chat org/name                                         # talk with it
+# Does it fit, and how fast can it be?
+maxlib plan {small.preset} {options}
+# Fine-tune:
+python examples/finetune.py org/name data.txt --lora 16
+# Talk with it:
+maxlib chat org/name
 ```
 
 [What is special about each family, and how to change a part](../guides/models.md).
@@ -119,31 +134,53 @@ def row_length(family, preset: str) -> int:
     return min(SEQUENCE, getattr(family.presets[preset], "num_positions", SEQUENCE))
 
 
-def memory(family, preset: str) -> str:
-    """Says how many H100s train a preset: the fewest of 1, 2, 4, ... whose estimate fits."""
-    from maxlib import nn, plan, sharding
+def trained(family, preset: str):
+    """Returns the estimate of a training step on as few H100s as it fits, and the options of `maxlib plan` for it.
+
+    With FSDP, or where a layer's experts are too large for that, with experts over devices too.
+    """
+    from maxlib import sharding
+
+    for mesh, strategy in WAYS:
+        layout = sharding.Layout(sharding.parse_degrees(mesh), sharding.preset(strategy))
+        if found := fewest(preset, layout, row_length(family, preset)):
+            more = "" if (mesh, strategy) == WAYS[0] else f" --mesh {mesh} --strategy {strategy}"
+            return found, f"--target h100x{found.target.devices} --sequence {found.job.sequence}{more}"
+    raise ValueError(f"no number of H100s up to {MOST} trains {preset}: give cards.WAYS another way to split it")
+
+
+def memory(found) -> str:
+    """Says what an estimate found."""
     from maxlib.hardware import GIB
 
-    model = abstract(family, preset)
-    number = 1
-    while 16 * nn.num_parameters(model) / number > 80e9:  # parameters and moments alone
-        number *= 2
-    layout, tokens = sharding.Layout({"fsdp": -1}, sharding.FSDP), row_length(family, preset)
+    number, layout = found.target.devices, found.job.layout
+    axes = " and ".join(f"`{axis}`" for axis, _ in layout.mesh.degrees)
+    return (
+        f"To train all of `{found.job.model}` with AdamW and float32 weights takes {number} H100{'s' if number > 1 else ''}: "
+        f"{found.peak / GIB:.1f} GiB on each, with rows of {found.job.sequence} tokens, full remat, and the weights split over {axes}. "
+        "That is an estimate; [a plan](../guides/plan.md) compiles the program."
+    )
+
+
+def fewest(preset: str, layout, tokens: int):
+    """Returns the estimate for the fewest of 1, 2, 4, ... H100s that a training step fits; None where no number does.
+
+    Weights, optimizer and gradients are split over the GPUs, the rest is not. So one estimate tells where to look next,
+    and the one that is returned was made for its own number.
+    """
+    from maxlib import plan
+
+    number = dict(layout.mesh.degrees).get("expert", 1)
     while number <= MOST:
-        job = plan.Job(preset, f"h100x{number}", layout=layout, sequence=tokens, remat="full")
-        try:
-            found = plan.estimated(job)
-        except ValueError as error:  # a card without this sentence is better than no documentation
-            print(f"cards: no estimate for {preset}: {error}", file=sys.stderr)
-            return ""
+        found = plan.estimated(plan.Job(preset, f"h100x{number}", layout=layout, sequence=tokens, remat="full"))
         if found.fits:
-            gpus = "1 H100" if number == 1 else f"{number} H100s"
-            return (
-                f"To train all of `{preset}` with AdamW and float32 weights takes {gpus}: {found.peak / GIB:.1f} GiB on each, with a row of "
-                f"{tokens} tokens, `FSDP` and full remat. That is an estimate; [a plan](../guides/plan.md) compiles the program."
-            )
-        number *= 2
-    return ""
+            return found
+        split = found.analytic.arguments + found.analytic.gradients
+        room = found.target.chip.memory - (found.peak - split)
+        if room <= 0:
+            return None
+        number *= max(2, 2 ** math.ceil(math.log2(split / room)))
+    return None
 
 
 def main(folder: Path) -> None:
@@ -151,11 +188,20 @@ def main(folder: Path) -> None:
 
     part = folder.with_name(folder.name + ".part")
     part.mkdir(parents=True, exist_ok=True)
-    for family in weights.families():
-        if not (path := part / f"{family.name}.md").exists():  # of a build that was stopped
-            text = card(family)
-            path.write_text(text)
+    paths = [part / f"{family.name}.md" for family in weights.families()]
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:  # jax traces on one core
+        list(
+            pool.map(make, [path for path in paths if not path.exists()])
+        )  # the others are of a build that was stopped
     part.rename(folder)
+
+
+def make(path: Path) -> None:
+    """Writes the card of the family that a path is named after."""
+    from maxlib import weights
+
+    (family,) = (family for family in weights.families() if family.name == path.stem)
+    path.write_text(card(family))
 
 
 if __name__ == "__main__":

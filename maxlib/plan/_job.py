@@ -31,7 +31,8 @@ class Job:
       model: the name of a preset, a `Config` of a known family, or a function that builds the model.
       target: the hardware, as `parse_target` reads it.
       layout: how everything lies on the devices: degrees and a strategy, `Layout({"fsdp": -1, "tensor": 4}, FSDP_TP)`,
-        with `"dcn"` among the degrees for several slices or hosts; or the layout of a mesh of as many devices.
+        with `"dcn"` among the degrees for several slices or hosts; or the layout of a mesh of as many devices. By
+        default `FSDP` over all of them.
       batch_per_chip: sequences per device in one step; a fraction where several devices share a sequence.
       sequence: tokens of a sequence.
       remat: the `remat` argument of the model.

@@ -68,10 +68,8 @@ def estimate_memory(program: Program) -> Memory:
     state, layout = program.state, program.layout
     parameters = bytes_on_device((state.trainable, state.rest))
     optimizer = bytes_on_device((state.opt_state, state.step, state.key))
-    own = {
-        path: layout.optimizer_spec(nn.tree.axes(state.rest)[path], x.shape, path=path)
-        for path, x in state.trainable.items()
-    }
+    names = nn.tree.axes(state.rest)
+    own = {path: layout.optimizer_spec(names[path], x.shape, path=path) for path, x in state.trainable.items()}
     size = lambda path: part_bytes((x := state.trainable[path]).shape, x.dtype.itemsize, own[path], layout.mesh)
     gradients = sum(map(size, own))
     away = [size(path) for path in own if sharding.memory.is_on_host(state.trainable[path])]
