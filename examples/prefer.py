@@ -40,10 +40,10 @@ def main() -> None:
     options = {}
     if args.lora:
         if args.adapter:
-            model = adapters.frozen(adapters.load(model, args.adapter))
+            model = adapters.freeze(adapters.load(model, args.adapter))
         model = adapters.add(model, adapters.LoRA(args.lora, 2 * args.lora), rngs=nnx.Rngs(0))
     if kind.needs_reference and args.lora:  # the model without the new adapter, which shares its arrays
-        options["reference"] = adapters.base
+        options["reference"] = adapters.base_model
     elif kind.needs_reference:  # the model as it was, whose log-probabilities go into the batches
         loader = post_training.add_reference(loader, read(dtype=DTYPE), layout=layout, dtype=DTYPE)
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=max(args.steps // 10, 1))

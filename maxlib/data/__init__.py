@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from maxlib.data._pairs import kto_examples as kto_examples
     from maxlib.data._pairs import pairs as pairs
     from maxlib.data._pretokenize import read_manifest as read_manifest
-    from maxlib.data._pretokenize import tokenized as tokenized
+    from maxlib.data._pretokenize import read_tokens as read_tokens
     from maxlib.data._pretokenize import write_tokens as write_tokens
     from maxlib.data._sample_text import python_text as python_text
     from maxlib.data._sources import array_record as array_record
@@ -48,7 +48,7 @@ __getattr__, __dir__ = lazy(
         "_packing": ("Statistics", "pack", "statistics"),
         "_padding": ("pad",),
         "_pairs": ("kto_examples", "pairs"),
-        "_pretokenize": ("read_manifest", "tokenized", "write_tokens"),
+        "_pretokenize": ("read_manifest", "read_tokens", "write_tokens"),
         "_sample_text": ("python_text",),
         "_sources": ("array_record", "chats", "in_memory", "jsonl", "split", "text_files"),
         "_tokenize": ("tokenize",),

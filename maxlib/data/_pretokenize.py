@@ -52,7 +52,7 @@ def write_tokens(
     description: str = "",
     progress: Callable[[Counts], Any] = lambda counts: None,
 ) -> dict[str, Any]:
-    """Tokenizes documents with `"text"` into ArrayRecord files, which `tokenized(directory)` reads.
+    """Tokenizes documents with `"text"` into ArrayRecord files, which `read_tokens(directory)` reads.
 
     Every file is written under another name and then renamed, so an interrupted run continues with the first missing
     file.
@@ -101,7 +101,7 @@ def write_tokens(
     return manifest
 
 
-def tokenized(directory: str | Path) -> grain.MapDataset[Document]:
+def read_tokens(directory: str | Path) -> grain.MapDataset[Document]:
     """Reads the documents `{"tokens": int32 array}` that `write_tokens` (`python -m maxlib.data tokenize`) wrote.
 
     Raises:

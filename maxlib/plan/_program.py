@@ -239,17 +239,17 @@ def _rows(job: Job, layout: sharding.Layout) -> int:
             f"a sequence of {job.sequence} tokens does not divide into the {cut} parts that the strategy and the mesh "
             f"{dict(mesh.shape)} cut it into; change the sequence or the mesh"
         )
-    rows = job.batch_per_chip * mesh.size
+    rows = job.per_device_batch_size * mesh.size
     parts = layout.axis_size("batch")
     if rows != int(rows) or rows < 1 or rows % (parts * job.accumulate):
         raise ValueError(
-            f"{job.batch_per_chip} sequences per chip are {rows:g} in all, which must be a multiple of the {parts} parts that the "
-            f"mesh cuts a batch into, times accumulate={job.accumulate}; change batch_per_chip or the mesh {dict(mesh.shape)}"
+            f"{job.per_device_batch_size} sequences per chip are {rows:g} in all, which must be a multiple of the {parts} parts that the "
+            f"mesh cuts a batch into, times accumulate={job.accumulate}; change per_device_batch_size or the mesh {dict(mesh.shape)}"
         )
     if int(rows) // job.accumulate % (microbatches := schedule.microbatches):
         raise ValueError(
             f"{rows:g} sequences, by accumulate={job.accumulate}, cannot be cut into the pipeline's {microbatches} microbatches; "
-            f"change their number, as in --strategy fsdp+pp:8 --mesh stage={schedule.stages}, or batch_per_chip"
+            f"change their number, as in --strategy fsdp+pp:8 --mesh stage={schedule.stages}, or per_device_batch_size"
         )
     return int(rows)
 
@@ -277,9 +277,9 @@ def _check_pipeline(job: Job, schedule: Schedule) -> None:
 
 
 def _check_sizes(job: Job) -> None:
-    sizes = {"sequence": job.sequence, "batch_per_chip": job.batch_per_chip}
+    sizes = {"sequence": job.sequence, "per_device_batch_size": job.per_device_batch_size}
     if wrong := {name: size for name, size in sizes.items() if not 0 < size < math.inf}:
-        raise ValueError(f"sequence and batch_per_chip must be positive; got {wrong}")
+        raise ValueError(f"sequence and per_device_batch_size must be positive; got {wrong}")
 
 
 def _optimizer(job: Job, model: Any) -> Any:

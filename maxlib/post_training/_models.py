@@ -35,7 +35,8 @@ class ComparedObjective(Objective):
     """A training loss that compares the model with a second one, such as a reference or a teacher.
 
     Called as `loss(model, batch, key, *, reference, dtype, remat, **options)`, if `option` is "reference". The second
-    model is `reference(model)`, such as `adapters.base`, or that of `WithFrozen`; or its outputs are in the batch.
+    model is `reference(model)`, such as `adapters.base_model`, or that of `WithFrozen`; or its outputs are in
+    the batch.
 
     Args:
         from_hidden: As for `Objective`.
@@ -73,7 +74,7 @@ def _trained_and_frozen(model: Any, other: Any, option: str) -> tuple[Any, Any]:
     """Returns the model to train and the other one, None if there is none."""
     if other is not None and (not callable(other) or nn.variables(other)):
         raise TypeError(
-            f"{option} must be a function from the trained model to the other one, such as adapters.base, got "
+            f"{option} must be a function from the trained model to the other one, such as adapters.base_model, got "
             f"{type(other).__name__}: put a model of its own beside the trained one, WithFrozen(trained, frozen)"
         )
     if other is not None:

@@ -1,6 +1,6 @@
 """Training losses of preferences, for models.
 
-Pairs come in one of two layouts. `{"chosen": {...}, "rejected": {...}}` has an array of rows for each; the loss puts
+Pairs come in one of two forms. `{"chosen": {...}, "rejected": {...}}` has an array of rows for each; the loss puts
 the two rows of a pair next to each other and runs the model once. A single batch has the answers of a pair as
 consecutive segments of a row (1 chosen, 2 rejected, 3 chosen, ...), which trains in a 1F1B pipeline too.
 """
@@ -68,7 +68,7 @@ def preference_loss(
     Args:
         head: The model.
         hidden: Its last hidden states.
-        batch: Pairs in one of the layouts above: `tokens`, `targets` (-1 outside of completions), and
+        batch: Pairs in one of the forms above: `tokens`, `targets` (-1 outside of completions), and
             `reference_log_probs`, if nothing else says what the reference is.
         kind: The loss of pairs.
         temperature: Divisor of the logits.
@@ -170,7 +170,7 @@ def kto_loss(
 def no_reference(kind: str) -> str:
     return (
         f"{kind} compares with a reference: put its log-probabilities into the batch ('reference_log_probs', see add_reference), "
-        "pass reference=adapters.base for a model with adapters, or train WithFrozen(model, reference)"
+        "pass reference=adapters.base_model for a model with adapters, or train WithFrozen(model, reference)"
     )
 
 

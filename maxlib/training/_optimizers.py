@@ -16,8 +16,8 @@ import numpy as np
 import optax
 
 from maxlib import nn, sharding
-from maxlib.training._offload import by_layer
-from maxlib.training._optimizer_wrappers import in_bfloat16, in_float32
+from maxlib.training._offload import offload_by_layer
+from maxlib.training._optimizer_wrappers import bfloat16_moments, in_float32
 
 Model = TypeVar("Model")
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
@@ -80,7 +80,7 @@ def adamw(
       b2: decay of the mean of their squares.
       eps: added to the root of the latter.
       clip: largest global norm of a gradient; None clips nothing.
-      moments: dtype of the moments, float32 or bfloat16 (see `in_bfloat16`), whatever that of the parameters.
+      moments: dtype of the moments, float32 or bfloat16 (see `bfloat16_moments`), whatever that of the parameters.
     """
     if not callable(learning_rate) and not isinstance(learning_rate, numbers.Real | np.ndarray | jax.Array):
         raise TypeError(f"learning_rate must be a number or a schedule from step to number, got {learning_rate!r}")
@@ -146,7 +146,9 @@ def muon(
 def _held_in(moments: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     if jnp.dtype(moments) not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"moments are held in float32 or bfloat16, got {jnp.dtype(moments).name}")
-    return in_bfloat16(optimizer) if jnp.dtype(moments) == jnp.bfloat16 else by_layer(in_float32(optimizer))
+    return (
+        bfloat16_moments(optimizer) if jnp.dtype(moments) == jnp.bfloat16 else offload_by_layer(in_float32(optimizer))
+    )
 
 
 def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> optax.GradientTransformation:

@@ -19,7 +19,7 @@ from flax import nnx
 from maxlib import checkpoint, distributed, nn, sharding
 from maxlib.checkpoint import _storage as storage
 from maxlib.checkpoint._checksum import digest, to_hex
-from maxlib.checkpoint._layout import layer_path
+from maxlib.checkpoint._groupings import layer_path
 from maxlib.checkpoint._restore import Stored, open_step
 from maxlib.training._step import TrainState, init_optimizer
 
@@ -48,13 +48,13 @@ def initial_state(
     """
     base = None if checkpointer is None else checkpointer.base
     if checkpointer is not None:
-        checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
+        checkpointer.groupings = checkpointer.groupings or checkpoint.groupings(state.rest)
         if any(step is not None for step in distributed.allgather_json(checkpointer.latest())):
             restored = _read(lambda like: checkpointer.restore(like=like), state, base, checkpointer.directory)
             return _resumed(state, restored, f"this run's own checkpoint in {checkpointer.directory}")
-    layouts = checkpoint.layouts(state.rest)
+    groupings = checkpoint.groupings(state.rest)
     if resume_from is not None:
-        restored = _read(lambda like: checkpoint.load(resume_from, like, layouts=layouts), state, base, resume_from)
+        restored = _read(lambda like: checkpoint.load(resume_from, like, groupings=groupings), state, base, resume_from)
         return _resumed(state, restored, f"the checkpoint in {resume_from}")
     step = int(state.step)
     kept = f"step {step} with this run's optimizer state" if step else "step 0"
@@ -64,7 +64,7 @@ def initial_state(
                 f"at step {step} the optimizer's averages are of the parameters that params_from would replace: restore before "
                 "the first step"
             )
-        values = _model_values(state, Path(params_from), layouts, layout)
+        values = _model_values(state, Path(params_from), groupings, layout)
         trainable = {path: values.pop(path) for path in state.trainable}
         new = dataclasses.replace(state, trainable=trainable, rest=nn.combine(values, state.rest))
         if step == 0:  # moments may hold the parameters of before: averages do
@@ -86,7 +86,7 @@ def save(
     base: dict[str, str] | None = None,
 ) -> None:
     """Starts to save what `initial_state` restores, without frozen weights if `base` records them."""
-    checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
+    checkpointer.groupings = checkpointer.groupings or checkpoint.groupings(state.rest)
     meta = {"key": jax.random.key_data(state.key).tolist(), "model": config_text(state.rest)}
     meta |= {} if base is None else {"base": base}
     checkpointer.save(step, items_of(state, base), data=data_state, meta=meta, metrics=metrics, again=False)
@@ -181,11 +181,11 @@ def _warn_of_changes(saved: str | None, here: str, where: str) -> None:
         )
 
 
-def _model_values(state: TrainState, directory: Path, layouts: Any, layout: sharding.Layout | None) -> dict[str, Any]:
+def _model_values(state: TrainState, directory: Path, groupings: Any, layout: sharding.Layout | None) -> dict[str, Any]:
     """Reads all of the model, trained and frozen, from a Hugging Face directory or a checkpoint."""
     wanted = {path: v.get_value() for path, v in nn.variables(state.model).items()}
     if not (directory / "config.json").exists():
-        return _from_checkpoint(state, wanted, directory, layouts)
+        return _from_checkpoint(state, wanted, directory, groupings)
     from maxlib import weights
 
     model = weights.from_pretrained(directory, layout=layout, dtype=jnp.float32)
@@ -204,7 +204,7 @@ def _model_values(state: TrainState, directory: Path, layouts: Any, layout: shar
     return {path: found[path].astype(want.dtype) for path, want in wanted.items()}
 
 
-def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path, layouts: Any) -> dict[str, Any]:
+def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path, groupings: Any) -> dict[str, Any]:
     """Reads a checkpoint's items `params` and `rest`, whichever of them held a path in the run that saved it."""
     stored = _newest_records(directory)
     _warn_of_changes(stored.meta.get("model"), config_text(state.rest), str(directory))
@@ -221,12 +221,12 @@ def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path,
         item: {layer for name in stored.items.get(item, ()) for layer, _ in layer_path(name, stored.meta["layouts"])}
         for item in ("params", "rest")
     }
-    held_in = lambda item, path: any(layer in names[item] for layer, _ in layer_path(path, layouts))
+    held_in = lambda item, path: any(layer in names[item] for layer, _ in layer_path(path, groupings))
     like: dict[str, dict[str, Any]] = {"params": {}, "rest": {}}
     for path, value in wanted.items():
         is_param = held_in("params", path) or (path in state.trainable and not held_in("rest", path))
         like["params" if is_param else "rest"][path] = value
-    read = checkpoint.load(directory, {k: v for k, v in like.items() if v}, layouts=layouts, cast=True)
+    read = checkpoint.load(directory, {k: v for k, v in like.items() if v}, groupings=groupings, cast=True)
     return read.get("params", {}) | read.get("rest", {})
 
 

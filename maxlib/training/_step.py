@@ -77,7 +77,7 @@ def make_state(
     Raises:
       ValueError: nothing is left to train, a pattern of `trainable_only` fits nothing, a parameter stands at two places
         (`self.head = self.embed`), moments are to be offloaded but the optimizer cannot keep them on the host, or
-        `averaged` stands before another transformation in a chain.
+        `ema` stands before another transformation in a chain.
     """
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise TypeError(
@@ -144,7 +144,7 @@ def _warn_of_rounding(opt_state: Any, trainable: dict[str, Any]) -> None:
             f"{len(lost)} of {len(trainable)} trained parameters are {trainable[lost[0]].dtype}, such as {lost[0]}, and this "
             "optimizer's changes of them are rounded to nearest: those below 1/256 of a weight, which are nearly all, are lost. "
             "Train in float32 (from_pretrained(..., dtype=jnp.float32)), or let bfloat16 be rounded stochastically: "
-            "training.in_bfloat16(optimizer), or adamw(..., moments=jnp.bfloat16)",
+            "training.bfloat16_moments(optimizer), or adamw(..., moments=jnp.bfloat16)",
             stacklevel=3,
         )
 
@@ -202,7 +202,10 @@ def make_train_step(
         grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
         grads = place_like_parameters(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # by_layer takes those layer by layer
+        extra = {
+            "value": loss,
+            "stacked": nn.tree.stacked_paths(state.rest),
+        }  # offload_by_layer takes those layer by layer
         updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, **extra)
         trainable = place_like_parameters(apply_updates(state.trainable, updates), state.trainable, state.rest)
         opt_state = place_like_parameters(opt_state, state.trainable, state.rest, optimizer=True)

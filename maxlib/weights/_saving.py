@@ -69,7 +69,7 @@ class _Source:
         plan = WeightMapping(plan.pieces, [c for c in plan.conversions if c.entry.save is not None], plan.absent)
         if any(".matmul." in path and isinstance(v, nnx.LoRAParam) for path, v in nn.variables(model).items()):
             raise ValueError(
-                "the model has adapters: adapters.merge writes them into its weights, adapters.base leaves them"
+                "the model has adapters: adapters.merge writes them into its weights, adapters.base_model leaves them"
             )
         if gaps := uncovered(model, plan):
             raise ValueError("the model's table has no entry that can write " + ", ".join(gaps))

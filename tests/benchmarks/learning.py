@@ -160,7 +160,7 @@ def lora(model: Any, seed: int) -> tuple[Any, dict, Curve, float]:
     """The other order, by adapters alone."""
     adapted = adapters.add(model, LORA, rngs=nnx.Rngs(seed))
     new, curve, seconds = supervised("lora", adapted, seed + 100, (True,), filter=adapters.trainable)
-    before, after = (jax.device_get(nn.variables(m)) for m in (model, adapters.base(new)))
+    before, after = (jax.device_get(nn.variables(m)) for m in (model, adapters.base_model(new)))
     changed = sum(bool((before[path][...] != after[path][...]).any()) for path in before)
     return new, {"exact": exact(new, seed)["down"], "base changed": changed}, curve, seconds
 

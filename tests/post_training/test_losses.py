@@ -441,7 +441,7 @@ def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match="distillation needs a teacher"):
         shape(pt.distillation_loss, without("teacher_ids"))
     with pytest.raises(ValueError, match="no trainable adapters to take off"):
-        shape(pt.preference_loss, data, reference=adapters.base)
+        shape(pt.preference_loss, data, reference=adapters.base_model)
     with pytest.raises(TypeError, match="put a model of its own beside the trained one"):
         pt.preference_loss(small, data, reference=small)
     other = tiny_llama(num_layers=1, vocab=VOCAB + 8)

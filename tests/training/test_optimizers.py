@@ -80,7 +80,7 @@ def test_a_step_decays_layers_of_ones_own_by_their_own_shapes(moments):
 def test_both_factors_of_adapters_decay_and_the_lengths_of_dora_do_not(prefix):
     def build():
         model = tiny.llama(attention_bias=True)
-        model.layers = model.layers.with_layout(prefix=prefix, period=1)
+        model.layers = model.layers.regrouped(prefix=prefix, period=1)
         return adapters.add(model, adapters.LoRA(2, 4, dora=True), rngs=nnx.Rngs(0))
 
     model = jax.eval_shape(build)

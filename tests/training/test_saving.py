@@ -118,16 +118,16 @@ def test_an_export_that_is_being_written_counts_as_there(tmp_path):
 
 
 def test_an_export_of_averages(tmp_path):
-    optimizer = training.averaged(optax.sgd(0.1), decay=0.5)
+    optimizer = training.ema(optax.sgd(0.1), decay=0.5)
     state = training.make_state(tiny.llama(rope=ops.Rope(12, max_length=64)), optimizer)
     step = jax.jit(training.make_train_step(tiny.loss, optimizer))
     state, _ = step(state, tiny.batch())
     for name in ("own", "averaged"):
-        export = training.HuggingFaceExport(tmp_path / name, every=1, averaged=name == "averaged")
+        export = training.HuggingFaceExport(tmp_path / name, every=1, ema=name == "averaged")
         export.save(1, state)
         export.wait()
     read = lambda name: nn.partition(weights.from_pretrained(tmp_path / name / "1", dtype=jnp.float32))[0]
-    want = nn.partition(training.averaged_model(state))[0]
+    want = nn.partition(training.ema_model(state))[0]
     jax.tree.map(np.testing.assert_array_equal, read("averaged"), want)
     jax.tree.map(np.testing.assert_array_equal, read("own"), state.trainable)
     assert not np.array_equal(want["embed.w"], state.trainable["embed.w"])

@@ -220,9 +220,9 @@ def test_parameters_of_a_model_that_is_configured_otherwise_are_a_warning(tmp_pa
 def test_averages_begin_at_the_parameters_that_were_read(tmp_path):
     """Not at the random ones, of which a third would be left after a thousand steps."""
     trainer(checkpointer=checkpoint.Checkpointer(tmp_path)).fit(2)
-    ours = trainer(lambda: tiny.Bigram(rngs=nnx.Rngs(1)), optimizer=training.averaged(ADAMW))
+    ours = trainer(lambda: tiny.Bigram(rngs=nnx.Rngs(1)), optimizer=training.ema(ADAMW))
     ours.restore(params_from=tmp_path)
-    assert same(nn.partition(training.averaged_model(ours.state))[0], ours.state.trainable)
+    assert same(nn.partition(training.ema_model(ours.state))[0], ours.state.trainable)
     ours.fit(1)
     with pytest.raises(ValueError, match=r"at step 1 the optimizer's averages .* restore before the first step"):
         ours.restore(params_from=tmp_path)

@@ -355,7 +355,7 @@ def test_what_would_be_read_as_another_model_is_not_written(make, words, tmp_pat
 def test_other_masks_and_norms_are_other_models_and_other_kernels_are_not(tmp_path):
     model = build(LONG)
     maxlib.save_pretrained(nn.with_attention(model, "chunked"), tmp_path / "same")
-    model.layers = model.layers.with_layout(prefix=1, period=1)
+    model.layers = model.layers.regrouped(prefix=1, period=1)
     maxlib.save_pretrained(model, tmp_path / "laid out otherwise")
     model.layers.prefix[0].attn_norm.eps = 0.5
     with pytest.raises(ValueError, match="layers.0.attn_norm.eps is 0.5 here, 1e-0"):
