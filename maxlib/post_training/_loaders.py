@@ -12,7 +12,7 @@ from maxlib.observability._metrics import reported
 from maxlib.post_training._models import Batch, log_probs
 from maxlib.training import StatefulLoader, place_batch
 from maxlib.training._objectives.objective import run
-from maxlib.training._prefetch import follow_layout
+from maxlib.training._prefetch import Follows, follow_layout
 
 
 class Scored:
@@ -37,7 +37,7 @@ class Scored:
 
     def follow(self, sharding: Any) -> None:
         """Lets the loader inside hand out the rows that this process's devices hold."""
-        if hasattr(self.loader, "follow"):
+        if isinstance(self.loader, Follows):
             self.loader.follow(sharding)
 
     def metrics(self) -> dict[str, Any]:

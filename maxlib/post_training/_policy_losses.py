@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from maxlib.inference import Sampler
@@ -119,7 +120,7 @@ def _by_token(advantages: Array, mask: Array, segment_ids: Array | None) -> Arra
         return wide
     first = jnp.min(jnp.where(mask, segment_ids, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
     several = jnp.max(jnp.where(mask, segment_ids, 0), axis=1, keepdims=True) > first
-    if not isinstance(several, jax.core.Tracer) and several.any():
+    if not isinstance(several, Tracer) and several.any():
         raise ValueError(
             "rows hold several completions, but batch['advantages'] one number for each row: give it as B T"
         )

@@ -46,6 +46,7 @@ def _decay_by_name(rate: float) -> optax.GradientTransformationExtraArgs:
     """Adds weight decay to what `decay_by_name` chooses, by the shapes of single layers in a training step."""
 
     def update(updates, state, params=None, *, stacked=None, **extra):
+        assert params is not None  # the step gives them
         decays = decay_by_name(params, stacked)
         return {path: u + rate * params[path] if decays[path] else u for path, u in updates.items()}, state
 

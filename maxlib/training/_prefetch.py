@@ -38,9 +38,16 @@ def check_loader(loader: Any, name: str) -> None:
         )
 
 
+@runtime_checkable
+class Follows(Protocol):
+    """Protocol of loaders that can hand out the rows that a process's devices hold."""
+
+    def follow(self, sharding: Any) -> None: ...
+
+
 def follow_layout(loader: Any, layout: sharding.Layout | None) -> None:
     """Lets a loader that can choose its rows hand out those that this process's devices hold."""
-    if layout is not None and jax.process_count() > 1 and hasattr(loader, "follow"):
+    if layout is not None and jax.process_count() > 1 and isinstance(loader, Follows):
         loader.follow(NamedSharding(layout.mesh, layout.spec("batch")))
 
 
@@ -85,7 +92,7 @@ class Prefetch:
         return batch
 
     def follow(self, sharding: Any) -> None:
-        if hasattr(self.loader, "follow"):
+        if isinstance(self.loader, Follows):
             self.loader.follow(sharding)
         if not self._ahead:
             self._begin()

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
@@ -121,9 +122,7 @@ def _warn_without_layout(trainable: dict[str, Any]) -> None:
     """Warns of parameters that are split over devices while no layout is in use."""
     if sharding.current() is not None:
         return
-    arrays = {
-        path: x for path, x in trainable.items() if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    }
+    arrays = {path: x for path, x in trainable.items() if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
     split = [path for path, x in arrays.items() if not x.sharding.is_fully_replicated]
     if split:
         warnings.warn(
