@@ -178,6 +178,8 @@ def docstring(app, what, name, obj, options, lines: list[str]) -> None:
     if what == "class" and lines[:1] == ["Call self as a function."]:
         lines.clear()
     lines[:] = prepared(lines)
+    if what in ("attribute", "property") and (colon := re.match(r"([^:]*) ([^ :]+:.*)", lines[0] if lines else "")):
+        lines[:1] = colon.groups()  # napoleon takes what precedes a colon on the first line for a type
 
 
 def signature(app, what, name, obj, options, signature, return_annotation):

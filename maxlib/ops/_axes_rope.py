@@ -123,12 +123,12 @@ class AxialRope:
 
     @property
     def interleaved(self) -> bool:
-        """False: pairs are dimensions `i` and `i + dim / 2`."""
+        """Is False: pairs are dimensions `i` and `i + dim / 2`."""
         return False
 
     @property
     def max_length(self) -> None:
-        """None: there is no limit."""
+        """Is None: there is no limit."""
         return None
 
     def tables(self, positions: Positions, *, length: Lengths | None = None) -> tuple[Table, Table]:

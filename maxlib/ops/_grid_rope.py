@@ -39,7 +39,7 @@ class GridRope:
 
     @property
     def max_length(self) -> None:
-        """None: patches beyond the grid are not rotated."""
+        """Is None: patches beyond the grid are not rotated."""
         return None
 
     def tables(
