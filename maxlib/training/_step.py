@@ -201,10 +201,7 @@ def make_train_step(
         grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
         grads = place_like_parameters(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        extra = {
-            "value": loss,
-            "stacked": nn.tree.stacked_paths(state.rest),
-        }  # offload_by_layer takes those layer by layer
+        extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # to decay and offload layer by layer
         updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, **extra)
         trainable = place_like_parameters(apply_updates(state.trainable, updates), state.trainable, state.rest)
         opt_state = place_like_parameters(opt_state, state.trainable, state.rest, optimizer=True)
