@@ -7,7 +7,6 @@ what every Python carries. Run the same command again to resume.
 import argparse
 import dataclasses
 import functools
-import shutil
 from pathlib import Path
 
 import jax
@@ -51,8 +50,7 @@ def main() -> None:
     if trainer.step == 0:
         trainer.log(f"before: {trainer.evaluate()['eval/divergence']:.3f} nats from the teacher")
     trainer.log(f"after: {trainer.fit(args.steps)['eval/divergence']:.3f} nats from the teacher, on held-out text")
-    maxlib.save_pretrained(trainer.model.trained, args.out / "model", overwrite=True)
-    shutil.copy(args.model / "tokenizer.json", args.out / "model")
+    maxlib.save_pretrained(trainer.model.trained, args.out / "model", like=args.model, overwrite=True)
 
 
 def loaders(args: argparse.Namespace) -> tuple[data.Loader, data.Loader]:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import shutil
 from pathlib import Path
 
 import jax
@@ -22,14 +21,6 @@ import maxlib
 from maxlib import adapters, checkpoint, data, inference, nn, sharding, tokenization, training, weights
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
-KEPT = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
 
 
 def main() -> None:
@@ -72,7 +63,9 @@ def main() -> None:
     if args.lora:
         print("\n".join(adapters.save(model, args.out / "adapter", base=args.base, overwrite=True)))
         model = adapters.merge(model)
-    export(model, args)
+    target = args.out / "model"
+    maxlib.save_pretrained(model, target, like=args.model, overwrite=True)  # with tokenizer, template and ends of text
+    print(f"\nThe model is {target}; try it with: python examples/generate.py --raw --model {target} {args.prompt!r}")
     if args.chats:
         show_answer(model, tokenizer, tokenize(held_out), args)
     else:
@@ -105,10 +98,13 @@ def arguments() -> argparse.Namespace:
 
 
 def image_processor(directory: Path) -> data.ImageProcessor | None:
-    """What cuts the images of chats into patches; None for a model of text."""
+    """What cuts the images of chats into patches; None for a model of text, and where only text can be prepared."""
     try:
         return data.ImageProcessor.from_directory(directory)
     except FileNotFoundError:
+        return None
+    except ValueError as error:
+        print(f"Chats with images are refused. {error}")
         return None
 
 
@@ -128,7 +124,8 @@ def documents(tokenizer: Tokenizer, args):
 def loader(tokens, args, *, change=lambda row: row, num_shards: int | None = None) -> data.Loader:
     """Packed rows, with the images of their chats."""
     blank = args.images and args.images.blank(args.patches)
-    rows = lambda part: data.pack(tokens[part], length=args.length, images=blank).map(change)
+    long = "truncate" if args.chats else "split"  # an answer in a row of its own would be learned without its question
+    rows = lambda part: data.pack(tokens[part], length=args.length, long=long, images=blank).map(change)
     return data.Loader(rows, batch_size=args.batch, num_shards=num_shards)
 
 
@@ -158,24 +155,12 @@ def shown(metrics: dict, prefix: str = "eval/") -> str:
 
 def special_ids(directory: Path) -> dict[str, int | None]:
     """What stands at the ends of a document; of several ends of text the first."""
-    config = json.loads((directory / "config.json").read_text())
-    config = config.get("text_config", {}) | config
-    bos, eos = config.get("bos_token_id"), config.get("eos_token_id")
+    read = lambda name: json.loads((directory / name).read_text()) if (directory / name).exists() else {}
+    config, found = read("config.json"), {}
+    for fields in (read("generation_config.json"), config.get("text_config", {}), config):
+        found |= {name: value for name, value in fields.items() if value is not None}
+    bos, eos = found.get("bos_token_id"), found.get("eos_token_id")
     return {"bos_id": bos, "eos_id": eos[0] if isinstance(eos, list) else eos}
-
-
-def export(model, args) -> None:
-    """Weights and config anew; the tokenizer with its chat template, and what prepares images, as they were."""
-    target = args.out / "model"
-    ids = special_ids(args.model)
-    generation = {f"{name}_token_id": ids[f"{name}_id"] for name in ("bos", "eos") if ids[f"{name}_id"] is not None}
-    if (stored := args.model / "generation_config.json").exists():
-        generation |= json.loads(stored.read_text())
-    maxlib.save_pretrained(model, target, generation=generation, overwrite=True)
-    for name in KEPT:
-        if (args.model / name).exists():
-            shutil.copy(args.model / name, target)
-    print(f"\nThe model is {target}; try it with: python examples/generate.py --raw --model {target} {args.prompt!r}")
 
 
 def show_sample(model, tokenizer: Tokenizer, args) -> None:
@@ -194,8 +179,8 @@ def show_answer(model, tokenizer: Tokenizer, held_out, args) -> None:
 
 
 def write(model, tokenizer: Tokenizer, prompt, args, **options) -> None:
-    generator, stop = inference.Generator(model, dtype=DTYPE), inference.stop_tokens(args.model)
-    for piece in inference.stream_text(generator, tokenizer, prompt, max_new_tokens=60, stop=stop, **options):
+    generator, ends = inference.Generator(model, dtype=DTYPE), inference.stop_tokens(args.model)
+    for piece in inference.stream_text(generator, tokenizer, prompt, max_new_tokens=60, stop_token_ids=ends, **options):
         print(piece, end="", flush=True)
     print()
 

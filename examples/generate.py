@@ -42,7 +42,7 @@ def main() -> None:
         prompt,
         max_new_tokens=args.tokens,
         sampler=sampler,
-        stop=inference.stop_tokens(directory),
+        stop_token_ids=inference.stop_tokens(directory),
         key=jax.random.key(args.seed),
         **inputs,
     )

@@ -1,7 +1,10 @@
-"""Tunes a Hugging Face model on pairs of answers (DPO), and exports it back. Fork me.
+"""Tunes a Hugging Face model on pairs of answers (DPO), and exports it back; with --lora only adapters. Fork me.
 
 The pairs are lines of JSON with `chosen` and `rejected`, each a list of messages (`role`, `content`) that ends with the
 answer; `prompt` may hold the messages before. Run the same command again to resume.
+
+With --adapter the policy starts from a PEFT adapter of MODEL, such as that of finetune.py --lora. It is frozen,
+and a new one is trained on top of it; the reference is the model with the old one. The result is one adapter.
 """
 
 import argparse
@@ -11,9 +14,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import maxlib
-from maxlib import checkpoint, data, post_training, sharding, tokenization, training, weights
+from maxlib import adapters, checkpoint, data, post_training, sharding, tokenization, training, weights
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
 PLAIN = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
@@ -32,11 +36,18 @@ def main() -> None:
     read = functools.partial(maxlib.from_pretrained, args.model, layout=layout)
     kind = KINDS[args.loss](**({} if args.beta is None else {"beta": args.beta}))
     loader = pair_loader(args)
-    if kind.needs_reference:  # the model as it was, whose log-probabilities go into the batches
-        loader = post_training.add_reference(loader, read(dtype=DTYPE), layout=layout, dtype=DTYPE)
     model = read(dtype=jnp.float32)
+    options = {}
+    if args.lora:
+        if args.adapter:
+            model = adapters.freeze(adapters.load(model, args.adapter))
+        model = adapters.add(model, adapters.LoRA(args.lora, 2 * args.lora), rngs=nnx.Rngs(0))
+    if kind.needs_reference and args.lora:  # the model without the new adapter, which shares its arrays
+        options["reference"] = adapters.base_model
+    elif kind.needs_reference:  # the model as it was, whose log-probabilities go into the batches
+        loader = post_training.add_reference(loader, read(dtype=DTYPE), layout=layout, dtype=DTYPE)
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=max(args.steps // 10, 1))
-    loss = functools.partial(post_training.preference_loss, kind=kind, dtype=DTYPE, remat="full")
+    loss = functools.partial(post_training.preference_loss, kind=kind, dtype=DTYPE, remat="full", **options)
     trainer = training.Trainer(
         model,
         optimizer=training.adamw(schedule),
@@ -45,12 +56,19 @@ def main() -> None:
         directory=args.out,
         layout=layout,
         log_schedule=schedule,
-        checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
+        checkpointer=checkpoint.Checkpointer(
+            args.out / "checkpoints", every=max(args.steps // 4, 1), base=args.model if args.lora else None
+        ),
     )
+    del model  # the trainer has a copy
     metrics = trainer.fit(args.steps)
     accuracy, margin = (float(metrics[f"rewards/{name}"]) for name in ("accuracies", "margins"))
     trainer.log(f"of the last step: pairs right {accuracy:.3f}, margin {margin:.3f}")
-    maxlib.save_pretrained(trainer.model, args.out / "model", overwrite=True)
+    model = trainer.model
+    if args.lora:
+        print("\n".join(adapters.save(model, args.out / "adapter", base=args.base, overwrite=True)))
+        model = adapters.merge(model)
+    maxlib.save_pretrained(model, args.out / "model", like=args.model, overwrite=True)
 
 
 def pair_loader(args: argparse.Namespace) -> data.Loader:
@@ -87,9 +105,14 @@ def arguments() -> argparse.Namespace:
     add("--batch", default=8, help="pairs in a step (%(default)s)")
     add("--accumulate", default=1, help="microbatches that a step is cut into, for less memory (%(default)s)")
     add("--length", default=512, help="tokens of prompt and answer; longer pairs are left out (%(default)s)")
-    add("--learning-rate", metavar="X", type=float, default=1e-6, help="its peak (%(default)s)")
+    add("--learning-rate", metavar="X", type=float, help="its peak (1e-6; 1e-5 with --lora)")
+    add("--lora", metavar="RANK", default=0, help="train an adapter of this rank; 0 trains all weights (%(default)s)")
+    add("--adapter", metavar="DIR", type=Path, help="a PEFT adapter to start from, with --lora")
     args = parser.parse_args()
-    args.model = weights.model_directory(args.model)
+    if args.adapter and not args.lora:
+        parser.error("--adapter needs --lora RANK, the rank of the new adapter")
+    args.learning_rate = args.learning_rate or (1e-5 if args.lora else 1e-6)
+    args.base, args.model = args.model, weights.model_directory(args.model)
     return args
 
 

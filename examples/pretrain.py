@@ -128,7 +128,8 @@ def unigram(documents) -> float:
 def finish(tokenizer: Tokenizer, entropy: float, args) -> None:
     export, sample = args.out / "model", []
     tokenization.save_tokenizer(tokenizer, export, bos_token=BOS, eos_token=EOS)
-    generate = functools.partial(inference.stream_text, max_new_tokens=80, stop=[tokenizer.get_vocab()[EOS]])
+    ends = [tokenizer.get_vocab()[EOS]]
+    generate = functools.partial(inference.stream_text, max_new_tokens=80, stop_token_ids=ends)
     print(f"\nA sample: {PROMPT}", end="")
     generator = inference.Generator(maxlib.from_pretrained(export), dtype=args.dtype)
     sampler = inference.Sampler(temperature=0.8, top_p=0.95)

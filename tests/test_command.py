@@ -76,9 +76,25 @@ def test_convert_changes_the_dtype(capsys, directory, tmp_path):
     assert main(["convert", str(directory), str(target), "--dtype", "bfloat16"]) == 0
     capsys.readouterr()
     rows = json.loads(printed(capsys, "inspect", target, "--json")[1])["arrays"]
-    assert {row["dtype"] for row in rows} == {"bfloat16"} and (target / "tokenizer.json").exists()
+    assert {row["dtype"] for row in rows} == {"bfloat16"}
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (target / name).read_text() == (directory / name).read_text()
     assert main(["convert", str(directory), str(tmp_path / "x"), "--shard", "much"]) == 2
     assert "such as 500MB; got 'much'" in capsys.readouterr().err
+
+
+def test_a_converted_model_ends_where_it_did(capsys, directory, tmp_path):
+    """Of a directory that says so in config.json only, also within a model that sees; its processor comes along."""
+    source = shutil.copytree(directory, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "preprocessor_config.json").write_text('{"patch_size": 4}')
+    (source / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 9], "bos_token_id": 3}))
+    assert main(["convert", str(source), str(tmp_path / "target")]) == 0
+    assert inference.stop_tokens(tmp_path / "target") == inference.stop_tokens(source) == [7, 9]
+    assert json.loads((tmp_path / "target" / "generation_config.json").read_text())["bos_token_id"] == 3
+    assert (tmp_path / "target" / "preprocessor_config.json").read_text() == '{"patch_size": 4}'
+    (source / "config.json").write_text(json.dumps({"eos_token_id": None, "text_config": {"eos_token_id": 5}}))
+    assert inference.stop_tokens(source) == [5]
 
 
 def test_answers_end_where_the_directory_says(capsys, directory):
@@ -86,14 +102,14 @@ def test_answers_end_where_the_directory_says(capsys, directory):
     words = json.loads(free[1])["text"].split()
     assert free[0] == 0 and len(words) == 6
     last = next(i for i in range(1, 6) if words[i] not in words[:i])  # so that nothing before it stops
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [63, int(words[last][1:])]}))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [47, int(words[last][1:])]}))
     ended = json.loads(printed(capsys, "generate", directory, "w5 w6", "--tokens", "6", "--json")[1])
     assert ended["text"].split() == words[:last]
 
 
 def test_a_chat_remembers(directory):
     chat = inference.Chat.from_pretrained(directory, dtype=jnp.float32)
-    chat.stop = []
+    chat.stop_token_ids = []
     first = chat.send("w5", max_new_tokens=3)
     assert [m["content"] for m in chat.messages] == ["w5", first]
     second = chat.send("w7", max_new_tokens=3)

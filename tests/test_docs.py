@@ -13,6 +13,7 @@ import jax
 import pytest
 from flax import nnx
 
+import maxlib
 from maxlib import nn
 from maxlib.models import llama
 from tests import browser, page_names
@@ -71,6 +72,19 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_names_of_maxlib_exist(page: Path):
     text = (ROOT / page).read_text()
     assert page_names.wrong_names([block for block, _ in blocks(text)]) == []
+
+
+def test_names_in_tables_of_other_libraries_exist():
+    rows = re.findall(r"^\|.*\|$", (ROOT / "docs" / "coming-from.md").read_text(), re.MULTILINE)
+    ours = [re.split(r"(?<!\\)\|", row)[-2].replace("\\|", "|") for row in rows]
+    spans = [span for cell in ours for span in re.findall("`([^`]+)`", cell)]
+    calls = [span.removeprefix("with ").rstrip(":") for span in spans if re.search(r"\w\.\w|\w\(", span)]
+    code = [call for call in calls if not re.search(r"^(python|maxlib) |\.\.\.|\w/\w", call)]
+    assert len(code) > 100
+    packages = sorted({name for call in code for name in re.findall(r"\b[a-z_]+(?=\.\w)", call)} & set(dir(maxlib)))
+    imports = f"import maxlib\nfrom maxlib import {', '.join(packages)}"
+    wrong = page_names.wrong_names([imports, *code])
+    assert [one for one in wrong if "nothing defines" not in one] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

@@ -12,8 +12,11 @@ import sysconfig
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
+import maxlib
+from maxlib import adapters, observability
 from maxlib.data import _sample_text
 from maxlib.weights import _hub
 
@@ -266,8 +269,8 @@ def test_reinforce_raises_the_reward_and_resumes(tmp_path):
     assert "step 30" in by_command("reinforce.py", "--steps", 30, *options)
 
 
-@full
-def test_prefer_tells_pairs_apart_and_exports(run, tmp_path):
+def preferences(tmp_path):
+    """Pairs of answers, and options of a short run on them."""
     turn = lambda role, content: {"role": role, "content": content}
     ask = lambda i: [turn("user", f"What comes after {i} bricks?")]
     lines = [
@@ -290,9 +293,40 @@ def test_prefer_tells_pairs_apart_and_exports(run, tmp_path):
         "--learning-rate",
         1e-3,
     ]
+    return path, options
+
+
+@full
+def test_prefer_tells_pairs_apart_and_exports(run, tmp_path):
+    path, options = preferences(tmp_path)
     text = example("prefer.py", run[0] / "model", path, *options)
     assert float(re.search(r"pairs right (\S+),", text)[1]) > 0.7
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
+
+
+@full
+def test_prefer_trains_an_adapter_on_a_frozen_one_and_writes_both_as_one(run, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    path, options = preferences(tmp_path)
+    rate = ("--learning-rate", 1e-2)
+    text = example("prefer.py", run[0] / "model", path, *options, *rate, "--out", first, "--lora", 4)
+    assert float(re.search(r"pairs right (\S+),", text)[1]) > 0.7
+    more = ("--lora", 2, "--adapter", first / "adapter")
+    example("prefer.py", run[0] / "model", path, *options, *rate, "--out", second, *more)
+    rank = lambda out: json.loads((out / "adapter" / "adapter_config.json").read_text())["r"]
+    assert (rank(first), rank(second)) == (4, 6)
+    losses = [row["loss"] for row in observability.read_jsonl(second / "metrics.jsonl")]
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-3)  # the reference is the model with the first adapter
+    merged = adapters.merge(adapters.load(maxlib.from_pretrained(run[0] / "model"), second / "adapter"))
+    written = maxlib.from_pretrained(second / "model")
+    for a, b in zip(jax.tree.leaves(merged), jax.tree.leaves(written), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_prefer_starts_from_an_adapter_only_to_train_another(hub, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        read_arguments(monkeypatch, "prefer.py", hub, "pairs.jsonl", "--adapter", "old")
+    assert "--adapter needs --lora RANK" in capsys.readouterr().err
 
 
 @full

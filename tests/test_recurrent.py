@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxlib import inference, nn, plan, sharding, training
-from maxlib.checkpoint import Checkpointer, layouts
+from maxlib.checkpoint import Checkpointer, groupings
 from tests.nn.tiny import filled
 from tests.outside_recurrent import DIM, VOCAB, GatedRecurrence, Hybrid, hybrid
 
@@ -115,11 +115,11 @@ def test_it_trains_and_generates(run):
 def test_it_is_saved_and_restored_in_another_layout(tmp_path, run):
     state, _ = run
     other = filled(hybrid)
-    other.layers = other.layers.with_layout(prefix=4, period=1)
-    with Checkpointer(tmp_path, layouts=layouts(state.rest)) as saver:
+    other.layers = other.layers.regrouped(prefix=4, period=1)
+    with Checkpointer(tmp_path, groupings=groupings(state.rest)) as saver:
         saver.save(2, {"params": state.trainable})
     fresh, rest = nn.partition(other)
-    with Checkpointer(tmp_path, layouts=layouts(other)) as reader:
+    with Checkpointer(tmp_path, groupings=groupings(other)) as reader:
         restored = nn.combine(reader.restore(like={"params": fresh})["params"], rest)
     ours, theirs = jax.device_get((restored, state.model))
     for i in range(4):

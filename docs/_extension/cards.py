@@ -91,7 +91,7 @@ import maxlib
 # In the dtype of the files; to train, load with dtype=jnp.float32.
 model = maxlib.from_pretrained("org/name")
 # transformers opens what this writes.
-maxlib.save_pretrained(model, "copy")
+maxlib.save_pretrained(model, "copy", like="org/name")
 ```
 
 ```bash

@@ -50,7 +50,7 @@ def main() -> tuple[float, bool]:
     print(f"{type(theirs).__name__}: logits differ by {worst:.1e} of the largest")
 
     generator = inference.Generator(model, dtype=jnp.float32)
-    same = generator.generate([ids], max_new_tokens=12, stop=[1])[0] == text
+    same = generator.generate([ids], max_new_tokens=12, stop_token_ids=[1])[0] == text
     print(f"greedy text is the same: {same}")
     return worst, same
 

@@ -1,9 +1,10 @@
 """`maxlib convert MODEL DIRECTORY`."""
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -19,24 +20,33 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import shutil
-
     import maxlib
     from maxlib import quantization, weights
+    from maxlib.weights._companions import GENERATION, copy_files
+    from maxlib.weights._files import PROCESSOR_FILES, TOKENIZER_FILES
 
     shard = size(args.shard)
     source = weights.model_directory(args.model)
     model = maxlib.from_pretrained(source, dtype=args.dtype)
     if args.quantize:
         quantization.save(quantization.for_inference(model, args.quantize), args.directory)
+        copy_files(source, args.directory, (*TOKENIZER_FILES, *PROCESSOR_FILES, GENERATION))
     else:
-        maxlib.save_pretrained(model, args.directory, max_shard_bytes=shard, overwrite=args.overwrite)
-    for name in (*TOKENIZER, "generation_config.json"):
-        if (source / name).exists():
-            shutil.copy(source / name, args.directory)
+        maxlib.save_pretrained(model, args.directory, max_shard_bytes=shard, like=source, overwrite=args.overwrite)
+    if not (source / GENERATION).exists() and (ids := token_ids(source)):
+        (args.directory / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")
     files = sorted(args.directory.glob("*.safetensors"))
     print(f"{args.directory}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e9:.3f} GB")
     return 0
+
+
+def token_ids(source: Path) -> dict[str, Any]:
+    """Reads from config.json where texts begin and end, which the config of an export does not know."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    places = config, config.get("text_config") or {}
+    names = [f"{kind}_token_id" for kind in ("bos", "eos", "pad")]
+    found = {name: next((p[name] for p in places if p.get(name) is not None), None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def size(text: str) -> int:

@@ -1,8 +1,8 @@
 """Low-rank adapters, put on a model from outside: trained, merged, read and written as PEFT directories."""
 
 from maxlib.adapters._apply import add as add
-from maxlib.adapters._apply import base as base
-from maxlib.adapters._apply import frozen as frozen
+from maxlib.adapters._apply import base_model as base_model
+from maxlib.adapters._apply import freeze as freeze
 from maxlib.adapters._apply import merge as merge
 from maxlib.adapters._apply import trainable as trainable
 from maxlib.adapters._peft_load import load as load

@@ -25,9 +25,9 @@ Model = TypeVar("Model")
 def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
     """Returns a model with adapters, which compute nothing at first; weights and their paths stay as they are.
 
-    A stack whose layers get different adapters gets another layout, so that equal layers are still scanned. Works on
+    A stack whose layers get different adapters gets another grouping, so that equal layers are still scanned. Works on
     `jax.eval_shape` of a model, inside `jit`, and on quantized weights (QLoRA, arXiv:2305.14314). Initial values do not
-    depend on the layout: `a` is uniform in ±1/sqrt(inputs), `b` is zero.
+    depend on the grouping: `a` is uniform in ±1/sqrt(inputs), `b` is zero.
 
     Args:
         model: A model.
@@ -47,10 +47,10 @@ def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
     return new
 
 
-def base(model: Model) -> Model:
+def base_model(model: Model) -> Model:
     """Returns the model without its trainable adapters; its arrays are those of `model`, not copies.
 
-    It is the reference policy of a model that began with a fresh adapter. Adapters from `frozen` stay.
+    It is the reference policy of a model that began with a fresh adapter. Adapters from `freeze` stay.
 
     Raises:
         ValueError: when there are no trainable adapters: the model would be its own reference.
@@ -60,7 +60,7 @@ def base(model: Model) -> Model:
     return _unwrap(model, lambda site, matmul: sites.replace(site, matmul=matmul.inner))
 
 
-def frozen(model: Model) -> Model:
+def freeze(model: Model) -> Model:
     """Returns a model whose adapters, with factors copied, are no longer trainable and belong to its base.
 
     `add` puts new adapters on top of them; `base` takes off only the new ones.
@@ -104,7 +104,7 @@ def make(site: Any, path: str, lora: LoRA, values: Callable[..., tuple[Any, ...]
     if isinstance(site, nn.Embed):
         raise ValueError(f"{path}: embeddings and heads have no matmul that could be adapted; give it no rule")
     if trains(site):
-        raise ValueError(f"{path} has an adapter already; `frozen` keeps it below a new one, `merge` writes it in")
+        raise ValueError(f"{path} has an adapter already; `freeze` keeps it below a new one, `merge` writes it in")
     matmul = map_layers(lambda both: _low_rank(both[0], lora, *values(*both)), (site, *args))
     return sites.replace(site, matmul=matmul)
 
@@ -149,7 +149,7 @@ def dimensions(site: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, 
     """Returns the dimensions of a layer's weight, from its end: those of experts, of outputs, and of inputs."""
     axes, out = sites.axes_of(site), sites.outputs(site)
     count = len(axes) - num_layer_axes(axes)
-    letters = site.layout if isinstance(site, nn.ExpertLinear) else "." * count
+    letters = site.weight_order if isinstance(site, nn.ExpertLinear) else "." * count
     experts = tuple(d - count for d in out if letters[d] == "E")
     kept = tuple(d - count for d in out if letters[d] != "E")
     return experts, kept, tuple(d - count for d in range(count) if d not in out)

@@ -153,8 +153,10 @@ def _swapped(experts: Mapping[str, tuple[Part, Factors]], config: peft.Config) -
         if found[name] is None and len(votes) != 1:
             kept, summed = (part.piece.groups.index(part.group(axes)) for axes in (part.kept, part.summed))
             if config.version is None or kept > summed:
+                more = "; add peft_version to adapter_config.json" if config.version is None else ""
                 raise ValueError(
-                    f"{config.where}: {name} has as many inputs as outputs, and nothing says which is which"
+                    f"{config.where}: {name} is square, and the file does not say whether A and B are swapped (PEFT before "
+                    f"0.19.1 swapped them){more}"
                 )
             votes = {config.version < _SWAPS_FROM}
     return {name: votes.copy().pop() if swapped is None else swapped for name, swapped in found.items()}

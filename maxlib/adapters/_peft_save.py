@@ -115,7 +115,7 @@ def _joined(path: str, site: Any) -> tuple[list[Any], float]:
     if len(found) > 1 and any(level.magnitude is not None for level in found):
         raise ValueError(f"{path}: PEFT cannot express DoRA on top of another adapter; merge the lower one first")
     host = lambda v: np.asarray(jax.device_get(v.get_value()))
-    scale, experts = found[0].scale, hasattr(site, "layout") and len(site.w.shape) > 2
+    scale, experts = found[0].scale, hasattr(site, "weight_order") and len(site.w.shape) > 2
     a = np.concatenate([host(level.a) for level in found], axis=int(layer_axis(site) is not None) + experts)
     b = np.concatenate([host(level.b) * np.asarray(level.scale / scale, level.b.dtype) for level in found], axis=-1)
     return [a, b, None if found[0].magnitude is None else host(found[0].magnitude)], scale

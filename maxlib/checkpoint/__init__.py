@@ -1,11 +1,11 @@
-"""Checkpoints that outlive the mesh, the stacks' layout and accidents; see docs/decisions/0005."""
+"""Checkpoints that outlive the mesh, the grouping of stacks and accidents; see docs/decisions/0005."""
 
 from maxlib.checkpoint._checkpointer import Checkpointer as Checkpointer
 from maxlib.checkpoint._errors import DamagedError as DamagedError
 from maxlib.checkpoint._errors import InUseError as InUseError
 from maxlib.checkpoint._errors import SaveError as SaveError
 from maxlib.checkpoint._errors import UnsavedError as UnsavedError
-from maxlib.checkpoint._layout import layouts as layouts
+from maxlib.checkpoint._groupings import groupings as groupings
 from maxlib.checkpoint._policy import Best as Best
 from maxlib.checkpoint._restore import load as load
 from maxlib.checkpoint._restore import verify as verify

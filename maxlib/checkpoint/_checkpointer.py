@@ -19,7 +19,7 @@ from maxlib.checkpoint import _policy as policy
 from maxlib.checkpoint import _restore as restore
 from maxlib.checkpoint import _storage as storage
 from maxlib.checkpoint._errors import DamagedError, InUseError, SaveError, UnsavedError, shorten, summary
-from maxlib.checkpoint._layout import Layouts
+from maxlib.checkpoint._groupings import Groupings
 
 _log = logging.getLogger(__name__)
 
@@ -34,14 +34,15 @@ class Checkpointer:
     Args:
         directory: Path, or a URL such as "gs://bucket/run".
         every: Number of steps from one save to the next, which `should_save` asks for.
-        seconds: Seconds from one save to the next; both may be given.
+        seconds: Seconds from one save to the next; both may be given. With neither, half an hour; `math.inf` together
+            with no `every` never asks for a save.
         keep: Number of newest steps that stay; None keeps all.
         keep_every: Steps that it divides stay, too.
         best: Steps with the best metric stay, too.
         verify: Read a step again once it is written.
         replace: Save over what the directory has: a step's own number first, and, once the step is complete, all later
             steps, which are of a history that the run has left. Otherwise such steps are an error.
-        layouts: Those of the model's stacks (`layouts(model)`), saved with each step; restored steps are laid out so.
+        groupings: Those of the model's stacks (`groupings(model)`), saved with each step; restored steps follow them.
         max_failed_saves: Failed saves in a row after which `unsaved` says that the run should end; None for no limit.
         max_unsaved_seconds: The same, in seconds from the first of them.
         base: Directory that frozen weights come from. A Trainer then saves what is trained, and this directory with
@@ -62,7 +63,7 @@ class Checkpointer:
         best: policy.Best | None = None,
         verify: bool = True,
         replace: bool = False,
-        layouts: Layouts | None = None,
+        groupings: Groupings | None = None,
         max_failed_saves: int | None = 3,
         max_unsaved_seconds: float | None = 3600.0,
         base: Any = None,
@@ -72,7 +73,8 @@ class Checkpointer:
         if wrong := {name: value for name, value in counts.items() if value is not None and not value > 0}:
             raise ValueError(f"All of {', '.join(counts)} must be positive, got {wrong}.")
         self.directory = storage.absolute(directory)
-        self.layouts, self.base = layouts or {}, base
+        self.groupings, self.base = groupings or {}, base
+        seconds = policy.SECONDS if every is None and seconds is None else seconds
         self._when, self._keep = policy.When(every, seconds), policy.Keep(keep, keep_every, best)
         self._verify, self._replace, self._metrics = verify, replace, {}
         self._failures, self._last_error = policy.Failures(max_failed_saves, max_unsaved_seconds), ""
@@ -125,7 +127,7 @@ class Checkpointer:
             step: Number of the step.
             items: Pytrees of arrays by name, such as `params`, `rest` and `opt`.
             data: One state of the data's iterator per virtual shard of this host (`Loader.get_state()`).
-            meta: Anything in JSON's types; `format`, `step`, `layouts` and `metrics` are added.
+            meta: Anything in JSON's types; `format`, `step`, `layouts` (the groupings) and `metrics` are added.
             metrics: Numbers by which `best` chooses.
             again: False leaves a step of this object's as it is, with `replace=True` too; so does a Trainer, whose step
                 has not changed since.
@@ -141,7 +143,7 @@ class Checkpointer:
             return _raise(failed)
         self._prepare(step)
         self._look_for_metric(step, metrics or {})
-        meta = {**(meta or {}), "format": manifest.FORMAT, "step": step, "layouts": self.layouts}
+        meta = {**(meta or {}), "format": manifest.FORMAT, "step": step, "layouts": self.groupings}
         meta |= {} if metrics is None else {"metrics": dict(metrics)}
         texts = {"meta": _text("meta", meta), "data": _text("data", _of_all_hosts(dict(data or {})))}
         self._start(step, {item: trees.flatten(tree) for item, tree in items.items()}, texts)
@@ -157,7 +159,7 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Restores `step`, or the newest undamaged one with a warning for each that is not; see `load`."""
         self._wait_quietly()
-        wanted = restore.Wanted(like, None if items is None else tuple(items), self.layouts, cast)
+        wanted = restore.Wanted(like, None if items is None else tuple(items), self.groupings, cast)
         if step is None:
             restored = restore.newest(self.directory, wanted, self._damaged)
         else:

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+SECONDS = 1800.0  # from one save to the next, where nothing else is said
+
 
 @dataclasses.dataclass(frozen=True)
 class Best:

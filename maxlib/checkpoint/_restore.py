@@ -18,7 +18,7 @@ from maxlib.checkpoint import _manifest as manifest
 from maxlib.checkpoint import _replicas as replicas
 from maxlib.checkpoint import _storage as storage
 from maxlib.checkpoint._errors import DamagedError, shorten
-from maxlib.checkpoint._layout import Layouts, Target, match_leaves
+from maxlib.checkpoint._groupings import Groupings, Target, match_leaves
 from maxlib.distributed import PeerError, allgather_json, raise_on_all
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def load(
     like: dict[str, Any] | None = None,
     *,
     items: tuple[str, ...] | list[str] | None = None,
-    layouts: Layouts | None = None,
+    groupings: Groupings | None = None,
     cast: bool = False,
 ) -> dict[str, Any]:
     """Reads a checkpoint as `{item: ..., "data": ..., "meta": ...}`; `meta["step"]` is its step.
@@ -40,8 +40,8 @@ def load(
         like: For each item wanted a pytree of arrays or `jax.ShapeDtypeStruct`s, whose shardings say where to put the
             leaves (none: the default device; numpy arrays stay on the host).
         items: Without `like`, the items to read as `{path: numpy array}`; default: all.
-        layouts: Those of the present model's stacks (`layouts(model)`), to which what was saved under another prefix or
-            period is laid out.
+        groupings: Those of the present model's stacks (`groupings(model)`), for steps that were saved under
+            another prefix or period.
         cast: Permit another dtype than the saved one.
 
     Raises:
@@ -50,7 +50,7 @@ def load(
         ValueError: The checkpoint is of another model; the message lists what differs.
     """
     path = storage.absolute(path)
-    wanted = Wanted(like, None if items is None else tuple(items), layouts, cast)
+    wanted = Wanted(like, None if items is None else tuple(items), groupings, cast)
     if storage.steps(path):
         return newest(path, wanted)
     if not any((path / name).exists() for name in _RECORDS):
@@ -96,7 +96,7 @@ class Wanted:
 
     like: dict[str, Any] | None = None
     items: tuple[str, ...] | None = None
-    layouts: Layouts | None = None
+    groupings: Groupings | None = None
     cast: bool = False
 
 
@@ -177,7 +177,7 @@ def _read_item(directory: epath.Path, item: str, stored: Stored, like: Any, want
         return {name: leaf.astype(jnp.dtype(entries[name]["dtype"])) for name, leaf in leaves.items()}
     leaves = trees.flatten(like)
     raws = {name: _raw(leaf) for name, leaf in leaves.items()}
-    old, new = stored.meta["layouts"], wanted.layouts
+    old, new = stored.meta["layouts"], wanted.groupings
     if not new or new == old:  # leaf by leaf
         old = new = {}
     targets = match_leaves(entries, old, raws, new, where=f"item {item!r} of {directory}", cast=wanted.cast)

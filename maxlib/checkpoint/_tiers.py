@@ -6,7 +6,7 @@ from typing import Any
 
 from maxlib.checkpoint._checkpointer import Checkpointer
 from maxlib.checkpoint._errors import DamagedError, SaveError, UnsavedError, shorten
-from maxlib.checkpoint._layout import Layouts
+from maxlib.checkpoint._groupings import Groupings
 
 _log = logging.getLogger(__name__)
 
@@ -45,13 +45,13 @@ class Tiers:
         return self.tiers[0].base
 
     @property
-    def layouts(self) -> Layouts:
-        return self.tiers[0].layouts
+    def groupings(self) -> Groupings:
+        return self.tiers[0].groupings
 
-    @layouts.setter
-    def layouts(self, layouts: Layouts) -> None:
+    @groupings.setter
+    def groupings(self, groupings: Groupings) -> None:
         for tier in self.tiers:
-            tier.layouts = layouts
+            tier.groupings = groupings
 
     def should_save(self, step: int) -> bool:
         """Returns whether `step` is due in any tier; the next `save` of it goes to those only."""

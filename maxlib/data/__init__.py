@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from maxlib.data._images import ImageProcessor as ImageProcessor
     from maxlib.data._loader import Loader as Loader
     from maxlib.data._loader import host_shards as host_shards
-    from maxlib.data._loader import shards_of as shards_of
     from maxlib.data._mixture import Mixture as Mixture
     from maxlib.data._packing import Statistics as Statistics
     from maxlib.data._packing import pack as pack
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from maxlib.data._pairs import kto_examples as kto_examples
     from maxlib.data._pairs import pairs as pairs
     from maxlib.data._pretokenize import read_manifest as read_manifest
-    from maxlib.data._pretokenize import tokenized as tokenized
+    from maxlib.data._pretokenize import read_tokens as read_tokens
     from maxlib.data._pretokenize import write_tokens as write_tokens
     from maxlib.data._sample_text import python_text as python_text
     from maxlib.data._sources import array_record as array_record
@@ -44,12 +43,12 @@ __getattr__, __dir__ = lazy(
         "_chats": ("tokenize_chats",),
         "_formats": ("HFStream", "files", "parquet", "records"),
         "_images": ("ImageProcessor",),
-        "_loader": ("Loader", "host_shards", "shards_of"),
+        "_loader": ("Loader", "host_shards"),
         "_mixture": ("Mixture",),
         "_packing": ("Statistics", "pack", "statistics"),
         "_padding": ("pad",),
         "_pairs": ("kto_examples", "pairs"),
-        "_pretokenize": ("read_manifest", "tokenized", "write_tokens"),
+        "_pretokenize": ("read_manifest", "read_tokens", "write_tokens"),
         "_sample_text": ("python_text",),
         "_sources": ("array_record", "chats", "in_memory", "jsonl", "split", "text_files"),
         "_tokenize": ("tokenize",),

@@ -9,6 +9,7 @@ import numpy as np
 
 from maxlib.data._images import ImageProcessor, expand, find_images
 from maxlib.data._sources import Document
+from maxlib.data._tokenize import check_whole
 from maxlib.tokenization._chat_template import ChatTemplate, Message, Span
 
 Chooses = Callable[[int, Sequence[Message]], bool]
@@ -41,8 +42,9 @@ def tokenize_chats(
       images: how images are cut into patches, for models that see.
 
     Raises:
-      ValueError: when a record cannot be tokenized; the message names it.
+      ValueError: when the tokenizer truncates or pads, or a record cannot be tokenized; the message names it.
     """
+    check_whole(backend(tokenizer))
     if not callable(learn) and learn not in ("assistant", "last"):
         raise ValueError(f"learn must be 'assistant', 'last' or a function of (i, messages), got {learn!r}.")
     tokenized = lambda document, _: {**document, **with_targets(document, tokenizer, template, learn, images)}
@@ -81,7 +83,8 @@ def with_targets(
     images: ImageProcessor | None = None,
 ) -> Document:
     """Returns tokens and targets of a document with `messages`, and its `images` if they are processed."""
-    tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    tokenizer = backend(tokenizer)
+    check_whole(tokenizer)  # a Hugging Face tokenizer keeps what its last call has set
     if "messages" not in document:
         raise ValueError(f"a chat needs 'messages', got {sorted(document)}")
     messages = document["messages"]
@@ -96,6 +99,11 @@ def with_targets(
     if not (targets >= 0).any():
         raise ValueError("the chosen turns hold no token")
     return _with_images(document, tokens, np.append(targets, np.int32(-1)), images)
+
+
+def backend(tokenizer: Any) -> Any:
+    """Returns the `tokenizers.Tokenizer` of a Hugging Face tokenizer, or what is one."""
+    return getattr(tokenizer, "backend_tokenizer", tokenizer)
 
 
 def _with_images(

@@ -34,7 +34,8 @@ class Loader:
 
     What a shard yields depends on `num_shards` alone, never on the hosts, so a run may continue on another number of
     hosts with identical global batches. Where the hosts do not divide `num_shards`, several read the same shard, and
-    each hands out its own rows of it.
+    each hands out its own rows of it. Processes that share rows, as the stages of a pipeline do, hand out the same ones
+    once the loader knows the sharding of the batch: `Trainer` calls `follow`.
 
     Iteration ends when every shard has run out, or after `num_batches`; a shard that runs out earlier gives rows of
     padding. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the same
@@ -45,8 +46,8 @@ class Loader:
       rows_of_shard: from a shard's slice to its rows.
       batch_size: rows of the global batch.
       num_shards: fixed for a run; by default the greatest common divisor of `batch_size` and 8.
-      shards: those of this host, of which it hands out all rows; by default `host_shards`. Where the mesh lays a batch
-        out in another order than that of the processes, use `shards_of`.
+      shards: those of this host, of which it hands out all rows; by default those of an equal part of
+        the rows (`host_shards`), or what `follow` says.
       num_batches: after which iteration ends; None goes on to the end of the data.
       prefetch: batches that each shard is read ahead, at most.
       timeout: seconds in which a batch must come; else a `TimeoutError` says where the reading stands.
@@ -78,13 +79,14 @@ class Loader:
         num_shards = math.gcd(batch_size, 8) if num_shards is None else num_shards
         self.shards = list(host_shards(num_shards) if shards is None else sorted(shards))
         _check(batch_size, num_shards, self.shards)
+        self._is_fixed = shards is not None
         if prefetch < 1 or timeout <= 0:
             raise ValueError(f"prefetch must be at least 1 and timeout positive, got {prefetch} and {timeout}.")
         self._rows_of_shard, self._batch_size, self.num_shards = rows_of_shard, batch_size, num_shards
         self._num_batches, self._prefetch, self._timeout = num_batches, prefetch, timeout
         held = np.arange(batch_size).reshape(num_shards, -1)[self.shards].reshape(-1)
-        self._own = slice(None) if shards is not None else _own_rows(held, batch_size)
-        self.rows = held[self._own]
+        self._own = np.full(held.size, True) if shards is not None else np.isin(held, _equal_part(batch_size))
+        self.rows = self._counted_rows = held[self._own]
         self.wait_seconds, self._quarantine = 0.0, quarantine
         self._readers: dict[int, _Reader] = {}
         weakref.finalize(self, _stop, self._readers)  # a forgotten loader stops its threads
@@ -117,11 +119,36 @@ class Loader:
         stopped.
         """
         size = self._batch_size // self.num_shards
-        # A shard that several hosts read is counted by the one with its first row.
-        counts: dict[str, float] = {**counting.total(c for s, c in self._counts.items() if s * size in self.rows)}
+        # A shard that several hosts read is counted by one that has its first row.
+        counted = (c for s, c in self._counts.items() if s * size in self._counted_rows)
+        counts: dict[str, float] = {**counting.total(counted)}
         if self._quarantine is not None:
             counts["bad_records"] = len(self._quarantine)
         return {f"data/{name}": count for name, count in counts.items()}
+
+    def follow(self, sharding: Any) -> None:
+        """Hands out the rows that this process's devices hold. Call it before the first batch; `Trainer` does.
+
+        Args:
+          sharding: a `jax.sharding.NamedSharding` of the batch.
+
+        Raises:
+          ValueError: when the loader was given `shards` with other rows, has handed out batches of other rows, or
+            `batch_size` does not divide over the mesh.
+        """
+        rows, counted = _rows_of_process(sharding, self._batch_size)
+        if not np.array_equal(rows, self.rows):
+            if self._is_fixed or self.batches:
+                raise ValueError(
+                    f"This process's devices hold the rows {_ranges(rows)} of each global batch, and its loader hands out "
+                    f"{_ranges(self.rows)}: leave shards= out, and let the loader follow the mesh before its first batch."
+                )
+            size = self._batch_size // self.num_shards
+            self.shards = sorted({int(row) // size for row in rows})
+            self._own = np.isin([s * size + i for s in self.shards for i in range(size)], rows)
+            self.rows = rows
+            self.reset()
+        self._counted_rows = counted
 
     def get_state(self) -> dict[str, State]:
         """Returns the position after the last batch handed out: per shard of this host a dict that JSON can hold.
@@ -255,38 +282,35 @@ def _position(host: int | None, num_hosts: int | None) -> tuple[int, int]:
     return jax.process_index(), jax.process_count()
 
 
-def _own_rows(held: np.ndarray, batch_size: int) -> slice:
-    """Selects this host's rows of those it holds: all, unless other hosts read the same shards."""
+def _equal_part(batch_size: int) -> range:
+    """Returns this host's rows, if each has as many."""
     host, num_hosts = _position(None, None)
-    begin, end = (n * batch_size // num_hosts - int(held[0]) for n in (host, host + 1))
-    return slice(begin, end)
+    return range(host * batch_size // num_hosts, (host + 1) * batch_size // num_hosts)
 
 
-def shards_of(sharding: Any, *, batch_size: int, num_shards: int) -> list[int]:
-    """Returns the virtual shards whose rows this process holds.
-
-    Args:
-      sharding: a `jax.sharding.NamedSharding` of the batch.
-      batch_size: rows of the global batch.
-      num_shards: number of virtual shards.
-
-    Raises:
-      ValueError: when only a part of a shard's rows is on this process.
-    """
+def _rows_of_process(sharding: Any, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows that this process's devices hold, and those of them that no process before it holds."""
     import jax
 
     rows_only = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:1]))
-    held = np.zeros(batch_size, bool)
-    for index in rows_only.addressable_devices_indices_map((batch_size,)).values():
-        held[index] = True
-    by_shard = held.reshape(num_shards, -1)
-    partly = np.flatnonzero(by_shard.any(1) & ~by_shard.all(1))
-    if partly.size:
+    try:
+        places = rows_only.devices_indices_map((batch_size,))
+    except ValueError as error:
         raise ValueError(
-            f"The rows of the shards {partly.tolist()} of {num_shards} lie partly on this process: choose num_shards as a "
-            "multiple of the number of processes that the batch axis spans."
-        )
-    return np.flatnonzero(by_shard.all(1)).tolist()
+            f"batch_size={batch_size} does not divide over the mesh {dict(sharding.mesh.shape)}."
+        ) from error
+    process = jax.process_index()
+    mine, before = np.zeros((2, batch_size), bool)
+    for device, index in places.items():
+        mine[index] |= device.process_index == process
+        before[index] |= device.process_index < process
+    return np.flatnonzero(mine), np.flatnonzero(mine & ~before)
+
+
+def _ranges(rows: np.ndarray) -> str:
+    """Writes sorted numbers as ranges, such as "0-3, 8-11"."""
+    parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return ", ".join(f"{part[0]}-{part[-1]}" for part in parts if part.size)
 
 
 class _Reader:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -38,7 +39,8 @@ class Mixture:
       by: unit of the shares, "tokens" or "documents".
       epochs: how often a source is read, one number or by name; None (the default) repeats without end, unless the
         source itself ends. The share of a source that has ended goes to the others; the mixture ends with the last one.
-      seed: shuffles each source differently in every epoch.
+      seed: shuffles each source differently in every epoch. None reads sources as they are, and warns of those that are
+        repeated in one and the same order.
       tokens_per_step: tokens of one step in all shards together, for a curriculum.
 
     Raises:
@@ -71,6 +73,15 @@ class Mixture:
             name: _epochs(name, source, epochs.get(name), None if seed is None else seed + i)
             for i, (name, source) in enumerate(sources.items())
         }
+        same = [
+            name for name, source in sources.items() if seed is None and _repeats_in_order(source, epochs.get(name))
+        ]
+        if same:
+            warnings.warn(
+                f"the sources {', '.join(same)} are read in the same order in every epoch: give seed=, shuffle them, or say "
+                "epochs=1",
+                stacklevel=2,
+            )
         self._lengths = {name: _length(source) for name, source in sources.items()}
 
     def __getitem__(self, part: slice) -> grain.IterDataset[Document]:
@@ -231,6 +242,16 @@ def _epochs(name: str, source: Sliceable, epochs: int | None, seed: int | None) 
     if epochs is not None and epochs < 1:
         raise ValueError(f"epochs must be at least 1, got {epochs} for the source {name!r}.")
     return (source if seed is None else source.shuffle(seed=seed)).repeat(epochs)
+
+
+def _repeats_in_order(source: Sliceable, epochs: int | None) -> bool:
+    """Returns True for a finite source that is read more than once, and that nothing shuffles."""
+    finite = isinstance(source, grain.MapDataset) and len(source) < sys.maxsize
+    return finite and epochs != 1 and not _is_shuffled(source)
+
+
+def _is_shuffled(source: Any) -> bool:
+    return "Shuffle" in type(source).__name__ or any(map(_is_shuffled, source.parents))
 
 
 def _length(source: Sliceable) -> int:

@@ -55,8 +55,9 @@ def pack(
         a document at the end of every row.
       bins: number of rows that `first_fit` fills at a time; more bins give less padding and a longer restore.
       long: policy for documents longer than a row, or one by source of a `Mixture`: "split" continues in another row,
-        "truncate" keeps the first row, "drop" skips the document, "error" stops. Truncated and dropped documents and
-        tokens are counted in the loader's metrics, also per source.
+        "truncate" keeps the first row, "drop" skips the document, "error" stops. For chats take "truncate" or "drop":
+        in a second row an answer is learned without its question. Such documents, and their tokens beyond the first
+        row (all of a dropped one), are counted in the loader's metrics, also per source.
       images: a row without an image, with the room that every row has (`ImageProcessor.blank`); None for text.
     """
     if length < 2:
@@ -200,9 +201,12 @@ class _PiecesIterator(CountingIterator):
         return self._long if isinstance(self._long, str) else self._long.get(source or "", "split")
 
     def _kept(self, row: Row, source: str | None) -> Row:
-        """Cuts a document to what the policy leaves of it."""
+        """Cuts a document to what the policy leaves of it, and counts it if it is longer than a row."""
         size, policy = len(row["tokens"]), self._policy(source)
-        if size <= self._length or policy == "split":
+        if size <= self._length:
+            return row
+        if policy == "split":
+            self._count("split", size - self._length, source)
             return row
         if policy == "error":
             of = "" if source is None else f" of the source {source!r}"

@@ -22,7 +22,7 @@ def pad(documents: grain.MapDataset[Any], *, length: int, long: Long = "error") 
         long: What happens to documents with more: "error", "truncate" (their beginning stays) or "drop".
 
     Raises:
-        ValueError: when a document is read that is too long, or has images, which `pack` puts into rows.
+        ValueError: when a document is read that is too long, has no `targets`, or has images (`pack` takes those).
     """
     check_choice("long", long, get_args(Long))
     if long == "drop":
@@ -38,6 +38,8 @@ def padded(document: Row, length: int, long: Long = "error") -> Row:
         return out
     if "images" in document:
         raise ValueError("a document with images is put into rows by data.pack(..., images=)")
+    if "targets" not in document:
+        raise ValueError("pad needs 'targets' in a document: use data.tokenize_chats, or set them to the next tokens")
     size = len(document["tokens"])
     if size > length and long == "error":
         raise ValueError(f"a document of {size} tokens does not fit a row of {length}: give long='truncate' or 'drop'")

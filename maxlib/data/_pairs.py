@@ -10,6 +10,7 @@ from maxlib.data._chats import map_named, with_targets
 from maxlib.data._sources import Document
 from maxlib.tokenization import ChatTemplate
 
+LOOK_AHEAD = 100
 Row = dict[str, Any]
 Documents = Any  # a grain.MapDataset, or anything with a length and items by number
 
@@ -37,7 +38,10 @@ def pairs(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain
 
 
 def kto_examples(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain.MapDataset[Row]:
-    """Tokenizes chats that are `desirable` or not, for KTO, with the answer of the next document to the same prompt.
+    """Tokenizes chats that are `desirable` or not, for KTO, each with an answer that belongs to another prompt.
+
+    That is the answer of the next document whose prompt differs, so the order of documents decides which ones meet. Of
+    both, KTO estimates how far the policy has moved (arXiv:2402.01306).
 
     Args:
         documents: Records with `messages` and `desirable`, a boolean; as for `pairs`.
@@ -46,11 +50,14 @@ def kto_examples(documents: Documents, tokenizer: Any, template: ChatTemplate) -
 
     Returns:
         Documents `{"tokens", "targets", "desirable", "mismatched": {"tokens", "targets"}}`.
+
+    Raises:
+        ValueError: when a document is read behind which the next 100 have its prompt: shuffle the documents.
     """
 
     def one(document: Document, index: int) -> Row:
-        following = documents[(index + 1) % len(documents)]
-        other = [*document["messages"][:-1], following["messages"][-1]]
+        prompt = document["messages"][:-1]
+        other = [*prompt, _answer_to_another(documents, index, prompt)]
         tokenize = lambda messages: _answered(document, messages, tokenizer, template)
         return tokenize(document["messages"]) | {
             "desirable": np.bool_(document["desirable"]),
@@ -58,6 +65,18 @@ def kto_examples(documents: Documents, tokenizer: Any, template: ChatTemplate) -
         }
 
     return _mapped(documents, one)
+
+
+def _answer_to_another(documents: Documents, index: int, prompt: Sequence[Any]) -> Any:
+    """Returns the last message of the next document after `index` whose prompt differs."""
+    for ahead in range(1, min(len(documents), LOOK_AHEAD + 1)):
+        messages = documents[(index + ahead) % len(documents)]["messages"]
+        if messages[:-1] != prompt:
+            return messages[-1]
+    raise ValueError(
+        f"kto_examples needs an answer to another prompt, but the next {min(len(documents) - 1, LOOK_AHEAD)} documents have "
+        "the same one: shuffle the documents"
+    )
 
 
 def _mapped(documents: Documents, function: Callable[[Document, int], Row]) -> grain.MapDataset[Any]:

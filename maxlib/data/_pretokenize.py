@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from maxlib._utils.files import read_json_object, write_atomically
 from maxlib.data._bad_records import SkipBadRecords
 from maxlib.data._sources import ArrayRecords, Document
+from maxlib.data._tokenize import check_whole
 
 MANIFEST, TOKENIZER, BAD = "manifest.json", "tokenizer.json", "bad_records.jsonl"
 FORMAT = 1
@@ -51,7 +52,7 @@ def write_tokens(
     description: str = "",
     progress: Callable[[Counts], Any] = lambda counts: None,
 ) -> dict[str, Any]:
-    """Tokenizes documents with `"text"` into ArrayRecord files, which `tokenized(directory)` reads.
+    """Tokenizes documents with `"text"` into ArrayRecord files, which `read_tokens(directory)` reads.
 
     Every file is written under another name and then renamed, so an interrupted run continues with the first missing
     file.
@@ -72,8 +73,10 @@ def write_tokens(
       The manifest.
 
     Raises:
-      ValueError: when the directory holds tokens of other documents, of another tokenizer or with other options.
+      ValueError: when the tokenizer truncates or pads, or the directory holds tokens of other documents, of another
+        tokenizer or with other options.
     """
+    check_whole(tokenizer)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     job = _job(documents, tokenizer, bos_id, eos_id, documents_per_file, description)
@@ -98,7 +101,7 @@ def write_tokens(
     return manifest
 
 
-def tokenized(directory: str | Path) -> grain.MapDataset[Document]:
+def read_tokens(directory: str | Path) -> grain.MapDataset[Document]:
     """Reads the documents `{"tokens": int32 array}` that `write_tokens` (`python -m maxlib.data tokenize`) wrote.
 
     Raises:
@@ -160,7 +163,7 @@ def _is_file(entry: Any) -> bool:
     name = entry.get("name") if _has_counts(entry) else None
     if not isinstance(name, str) or not name.isprintable() or len(name.encode()) > 255:
         return False
-    return Path(name).name == name != ".." and type(entry.get("bytes")) is int
+    return Path(name).name == name not in ("", "..") and type(entry.get("bytes")) is int
 
 
 def _added(progress: Callable[[Counts], Any], before: Counts) -> Callable[[Counts], Any]:

@@ -28,12 +28,26 @@ def tokenize(
       tokenizer: the tokenizer.
       bos_id: token before each document, or None.
       eos_id: token after each document, or None.
+
+    Raises:
+      ValueError: when the tokenizer truncates or pads.
     """
     if isinstance(tokenizer, str):
         raise TypeError(
             f"tokenizer must be one, such as Tokenizer.from_file('tokenizer.json'), got the name {tokenizer!r}."
         )
+    check_whole(tokenizer)
     return documents.map(partial(_with_tokens, tokenizer=tokenizer, bos_id=bos_id, eos_id=eos_id))
+
+
+def check_whole(tokenizer: Any) -> None:
+    """Raises ValueError for a tokenizer that would cut documents, or pad them with tokens that are learned as text."""
+    for name in ("truncation", "padding"):
+        if (setting := getattr(tokenizer, name, None)) is not None:
+            raise ValueError(
+                f"the tokenizer's {name} is on, {setting}: call tokenizer.no_{name}() first, or read it with "
+                "tokenization.load_tokenizer"
+            )
 
 
 def _with_tokens(document: Document, *, tokenizer: Encodes, bos_id: int | None, eos_id: int | None) -> Document:

@@ -37,7 +37,7 @@ SETS = {
     ),
     "gpu-overlap": FlagSet(
         "gpu",
-        "collectives run beside matmuls, and across the iterations of a scan over layers (FSDP, data parallelism)",
+        "collectives run at the same time as matmuls, and across the iterations of a scan over layers (FSDP, data parallelism)",
         {
             "xla_gpu_enable_latency_hiding_scheduler": True,
             "xla_gpu_enable_pipelined_all_gather": True,
@@ -65,7 +65,7 @@ SETS = {
     ),
     "tpu-overlap": FlagSet(
         "tpu",
-        "all-gathers and reductions run beside matmuls (FSDP within a slice)",
+        "all-gathers and reductions run at the same time as matmuls (FSDP within a slice)",
         {
             "xla_tpu_enable_async_collective_fusion": True,
             "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
@@ -76,7 +76,7 @@ SETS = {
     ),
     "tpu-data": FlagSet(
         "tpu",
-        "gradients' all-reduces run beside the backward pass (data parallelism, across slices too)",
+        "gradients' all-reduces run during the backward pass (data parallelism, across slices too)",
         {
             "xla_tpu_enable_data_parallel_all_reduce_opt": True,
             "xla_tpu_data_parallel_opt_different_sized_ops": True,
@@ -97,7 +97,7 @@ SETS = {
     ),
     "tpu-offload": FlagSet(
         "tpu",
-        "copies to and from the host run beside computing (remat that offloads, optimizer state on the host)",
+        "copies to and from the host run during computation (remat that offloads, optimizer state on the host)",
         {
             "xla_tpu_enable_all_experimental_scheduler_features": True,
             "xla_tpu_enable_scheduler_memory_pressure_tracking": True,

@@ -42,7 +42,8 @@ def _end_of_text(path: Path) -> Any:
     inner = fields.get("text_config") or {}
     if not isinstance(inner, dict):
         raise ValueError(f"{path}: text_config must be a JSON object, got {inner!r:.100}")
-    return fields.get("eos_token_id", inner.get("eos_token_id"))
+    own = fields.get("eos_token_id")  # null says nothing, too
+    return inner.get("eos_token_id") if own is None else own
 
 
 class Chat:
@@ -52,7 +53,7 @@ class Chat:
         generator: The model, ready to decode.
         tokenizer: Its tokenizer.
         template: Its chat template; None for a model that only continues texts.
-        stop: Ids that end an answer, see `stop_tokens`.
+        stop_token_ids: Ids that end an answer, see `stop_tokens`.
         sampler: Draws tokens; greedy by default.
 
     Attributes:
@@ -66,11 +67,11 @@ class Chat:
         tokenizer: Any,
         template: ChatTemplate | None,
         *,
-        stop: list[int],
+        stop_token_ids: list[int],
         sampler: Sampler = GREEDY,
     ):
         self.generator, self.tokenizer, self.template = generator, tokenizer, template
-        self.stop, self.sampler = stop, sampler
+        self.stop_token_ids, self.sampler = stop_token_ids, sampler
         self.messages: list[dict[str, str]] = []
 
     @classmethod
@@ -88,7 +89,8 @@ class Chat:
         except FileNotFoundError:
             template = None
         generator = Generator(from_pretrained(directory), dtype=dtype)
-        return cls(generator, load_tokenizer(directory), template, stop=stop_tokens(directory), sampler=sampler)
+        ends = stop_tokens(directory)
+        return cls(generator, load_tokenizer(directory), template, stop_token_ids=ends, sampler=sampler)
 
     def send(self, message: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> str:
         """Returns the answer to a message of the user; both become part of `messages`."""
@@ -100,7 +102,7 @@ class Chat:
         Args:
             message: What the user says.
             max_new_tokens: Most tokens of the answer.
-            key: Random key for sampling.
+            key: Random key for sampling. Without it each call draws anew.
 
         Raises:
             ValueError: when the model has no chat template.
@@ -126,5 +128,5 @@ class Chat:
         return self.complete(text, max_new_tokens=max_new_tokens, key=key)
 
     def _pieces(self, prompt: Any, max_new_tokens: int, key: Any) -> Iterator[str]:
-        options = {"max_new_tokens": max_new_tokens, "sampler": self.sampler, "stop": self.stop, "key": key}
-        return stream_text(self.generator, self.tokenizer, prompt, **options)
+        options = {"sampler": self.sampler, "stop_token_ids": self.stop_token_ids, "key": key}
+        return stream_text(self.generator, self.tokenizer, prompt, max_new_tokens=max_new_tokens, **options)

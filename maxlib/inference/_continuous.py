@@ -16,9 +16,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from maxlib import nn
-from maxlib.inference._engine import Completion, FinishReason, Keys, limits
-from maxlib.inference._generate import Generator, Prompts, check_inputs, check_length, right_padded, shared_capacity
-from maxlib.inference._sampling import GREEDY, Sampler
+from maxlib.inference._engine import Completion, FinishReason, limits
+from maxlib.inference._generate import (
+    Generator,
+    Prompts,
+    check_inputs,
+    check_length,
+    check_stop,
+    right_padded,
+    shared_capacity,
+)
+from maxlib.inference._sampling import GREEDY, Keys, Sampler
 
 
 class LocalEngine:
@@ -67,12 +75,12 @@ class LocalEngine:
         max_new_tokens: int | Sequence[int],
         count: int = 1,
         sampler: Sampler = GREEDY,
-        stop: Collection[int] = (),
+        stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
     ) -> list[list[Completion]]:
         """Returns `count` completions of each prompt; the arguments are those of `stream`."""
         found: list[list[Any]] = [[None] * count for _ in prompts]
-        options: Any = {"count": count, "sampler": sampler, "stop": stop, "key": key}
+        options: Any = {"count": count, "sampler": sampler, "stop_token_ids": stop_token_ids, "key": key}
         for prompt, number, completion in self.stream(prompts, max_new_tokens=max_new_tokens, **options):
             found[prompt][number] = completion
         return found
@@ -84,7 +92,7 @@ class LocalEngine:
         max_new_tokens: int | Sequence[int],
         count: int = 1,
         sampler: Sampler = GREEDY,
-        stop: Collection[int] = (),
+        stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
     ) -> Iterator[tuple[int, int, Completion]]:
         """Yields completions as they end, each with the number of its prompt and its own among those of the prompt.
@@ -94,18 +102,19 @@ class LocalEngine:
             max_new_tokens: Most new tokens, for all prompts or for each.
             count: Completions of each prompt.
             sampler: Draws tokens; greedy by default.
-            stop: Ids that end a completion and are its last token.
+            stop_token_ids: Ids that end a completion and are its last token.
             key: Random key for sampling. Without it each call of this engine draws anew: its first one as the first
                 one of any engine with that `seed`. Give one, made from the number of the step, where a resumed run
                 has to draw what it would have drawn.
 
         Raises:
-            ValueError: when a prompt is empty, has ids outside the vocabulary, holds an image, or does not fit with its
-                new tokens.
+            ValueError: when a prompt is empty, holds an image or does not fit with its new tokens, or when ids are
+                outside the vocabulary.
         """
         most = limits(max_new_tokens, prompts)
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
+        stop = check_stop(stop_token_ids, self.generator.vocab)
         capacity = self._checked_capacity(prompts, most)
         key = self._keys(key)
         # The keys of `Generator.generate` for each prompt `count` times.
@@ -118,7 +127,7 @@ class LocalEngine:
         # Those that may last longest come first, so that no slot is left with a long row at the end.
         rows.sort(key=lambda row: -row.limit)
         options = {"sampler": sampler, "impl": str(jax.random.key_impl(key))}
-        return _Run(self.generator, self.slots, capacity, options, frozenset(stop)).completions(rows)
+        return _Run(self.generator, self.slots, capacity, options, stop).completions(rows)
 
     def _checked_capacity(self, prompts: Prompts, most: list[int]) -> int:
         """Returns the tokens that a slot must hold; raises ValueError for prompts that the model cannot continue."""

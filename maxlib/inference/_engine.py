@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import jax
 from jaxtyping import Array, Key
 
 from maxlib.inference._generate import Prompts
@@ -21,7 +20,7 @@ class Completion:
         tokens: Ids that were drawn, with the one that ended it.
         log_probs: Log-probability of each under the model at the sampler's temperature (1 for greedy), before its
             filters; these are the `old_log_probs` or `sampler_log_probs` of a policy loss.
-        finish_reason: "stop" if the last token is one of `stop`, "length" if it was cut off.
+        finish_reason: "stop" if the last token is one of `stop_token_ids`, "length" if it was cut off.
         sampler: What drew them, where the engine says so: a policy loss compares its temperature with the sampler's.
     """
 
@@ -46,29 +45,11 @@ class Engine(Protocol):
         max_new_tokens: int | Sequence[int],
         count: int = 1,
         sampler: Sampler = GREEDY,
-        stop: Collection[int] = (),
+        stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
     ) -> list[list[Completion]]:
         """Returns `count` completions of each prompt; without `key`, those of a key that differs from call to call."""
         ...
-
-
-class Keys:
-    """Random keys of an engine's calls: a new one for each call that brings none, in the same order in every run.
-
-    Args:
-        seed: What the first one is derived from.
-    """
-
-    def __init__(self, seed: int):
-        self._last = jax.random.key(seed)
-
-    def __call__(self, given: Key[Array, ""] | None) -> Key[Array, ""]:
-        """Returns the key that a call brought, or the next one."""
-        if given is not None:
-            return given
-        self._last, new = jax.random.split(self._last)
-        return new
 
 
 def limits(max_new_tokens: int | Sequence[int], prompts: Prompts) -> list[int]:

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from maxlib import nn
-from maxlib.inference._sampling import GREEDY, Sampler
+from maxlib.inference._sampling import GREEDY, Keys, Sampler
 
 Prompts = Sequence[Sequence[int]]
 Images = Float[Array | np.ndarray, "I C H W"] | nn.vision.Patches
@@ -30,10 +30,12 @@ class Generator:
         model: Any model of the contract (`nn.Model`).
         dtype: Dtype of the computation.
         cache_dtype: Dtype of cached keys and values, by default `dtype`; int8 and float8 are stored with scales.
+        seed: Seed of the random keys of calls that bring none.
     """
 
-    def __init__(self, model: Any, *, dtype: Any = jnp.bfloat16, cache_dtype: Any = None):
+    def __init__(self, model: Any, *, dtype: Any = jnp.bfloat16, cache_dtype: Any = None, seed: int = 0):
         self.model = _cast_matrices(nn.unstack(model), dtype)
+        self._keys = Keys(seed)
         self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
         self.vocab = jax.eval_shape(lambda m: m.head_weight(), model).shape[0]
         self._shapes = jax.eval_shape(lambda m: m, model)  # as it was given, to lay out other weights likewise
@@ -65,18 +67,18 @@ class Generator:
         max_new_tokens: int,
         images: Images | None = None,
         sampler: Sampler = GREEDY,
-        stop: Collection[int] = (),
+        stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
         capacity: int | None = None,
     ) -> list[list[int]]:
-        """Returns the new tokens of each prompt before the first of `stop`; the arguments are those of `stream`."""
+        """Returns the new tokens of each prompt, with the one that ended it; the arguments are those of `stream`."""
         texts: list[list[int]] = [[] for _ in prompts]
         steps = self.stream(
             prompts,
             max_new_tokens=max_new_tokens,
             images=images,
             sampler=sampler,
-            stop=stop,
+            stop_token_ids=stop_token_ids,
             key=key,
             capacity=capacity,
         )
@@ -93,11 +95,11 @@ class Generator:
         max_new_tokens: int,
         images: Images | None = None,
         sampler: Sampler = GREEDY,
-        stop: Collection[int] = (),
+        stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
         capacity: int | None = None,
     ) -> Iterator[list[int | None]]:
-        """Yields, step by step, each prompt's next token; None for a prompt that has stopped.
+        """Yields, step by step, each prompt's next token; None for a prompt that has ended.
 
         Args:
             prompts: Token ids of each prompt, of any length.
@@ -105,27 +107,27 @@ class Generator:
             images: For models that read images: all images of all prompts in the order of their placeholders (the
                 `pixel_values` of Hugging Face's processors; `nn.vision.patches` of them for images of any size).
             sampler: Draws tokens; greedy by default.
-            stop: Ids that end a prompt's text and are not part of it.
-            key: Random key for sampling, by default that of seed 0: every call without one draws the same. Give another
-                one to each call that samples, such as `jax.random.fold_in(key, number)`.
+            stop_token_ids: Ids that end a prompt's completion and are its last token, as in an `Engine`.
+            key: Random key for sampling. Without it each call of this generator draws anew, in the same order in every
+                run. Give one, made from the number of the step, where a resumed run has to draw what it would have
+                drawn.
             capacity: Tokens that a row of the cache holds, by default as many as needed, rounded up so that similar
                 calls share a program.
 
         Raises:
-            ValueError: when a prompt is empty, has ids outside the vocabulary or does not fit `capacity`, when the
+            ValueError: when a prompt is empty or does not fit `capacity`, when ids are outside the vocabulary, when the
                 model does not read images, or when images and placeholders do not match.
         """
         tokens, _ = right_padded(prompts, self.vocab)
+        stop = check_stop(stop_token_ids, self.vocab)
         longest = max(map(len, prompts)) + max_new_tokens
         check_length(self.model, longest)
         if capacity is None:
             capacity = min(shared_capacity(longest), getattr(self.model, "max_length", None) or 1 << 62)
         check_room(prompts, max_new_tokens, capacity)
         seen = check_inputs(self.model, tokens, images)
-        keys = jax.random.split(jax.random.key(0) if key is None else key, len(prompts))
-        return self._steps(
-            [list(prompt) for prompt in prompts], seen, max_new_tokens, sampler, frozenset(stop), keys, capacity
-        )
+        keys = jax.random.split(self._keys(key), len(prompts))
+        return self._steps([list(prompt) for prompt in prompts], seen, max_new_tokens, sampler, stop, keys, capacity)
 
     def _steps(self, texts, seen, max_new_tokens, sampler, stop, keys, capacity):
         """Yields new tokens; `texts` grow by them, also those of rows that have stopped."""
@@ -141,10 +143,10 @@ class Generator:
                 text.append(t)
             if step < max_new_tokens and recompute:
                 token, cache = self._prefill(texts, seen, keys, step, sampler, capacity)
+            yield [t if alive else None for alive, t in zip(running, new, strict=True)]
             running = [alive and t not in stop for alive, t in zip(running, new, strict=True)]
             if not any(running):
                 return
-            yield [t if alive else None for alive, t in zip(running, new, strict=True)]
 
     def _prefill(self, texts, seen, keys, step, sampler, capacity):
         """The next token of each text, and a cache that holds them."""
@@ -160,7 +162,7 @@ def generate(
     max_new_tokens: int,
     images: Images | None = None,
     sampler: Sampler = GREEDY,
-    stop: Collection[int] = (),
+    stop_token_ids: Collection[int] = (),
     key: Key[Array, ""] | None = None,
     dtype: Any = jnp.bfloat16,
 ) -> list[list[int]]:
@@ -172,19 +174,27 @@ def generate(
         max_new_tokens: Most new tokens per prompt.
         images: All images of all prompts, for models that read images.
         sampler: Draws tokens; greedy by default.
-        stop: Ids that end a prompt's text and are not part of it.
-        key: Random key for sampling, by default that of seed 0: every call without one draws the same.
+        stop_token_ids: Ids that end a prompt's completion and are its last token.
+        key: Random key for sampling. Without it each call draws anew, in the same order in every run.
         dtype: Dtype of the computation.
 
     Returns:
-        The new tokens of each prompt.
+        The new tokens of each prompt, with the one that ended it.
 
     Raises:
         ValueError: when prompts or images do not fit the model (`Generator.stream`).
     """
     return Generator(model, dtype=dtype).generate(
-        prompts, max_new_tokens=max_new_tokens, images=images, sampler=sampler, stop=stop, key=key
+        prompts,
+        max_new_tokens=max_new_tokens,
+        images=images,
+        sampler=sampler,
+        stop_token_ids=stop_token_ids,
+        key=_keys(key),
     )
+
+
+_keys = Keys(0)  # of calls of `generate` that bring none
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "capacity", "dtype", "cache_dtype"))
@@ -269,6 +279,20 @@ def _switches(model: Any, texts: Sequence[Sequence[int]]) -> set[int]:
     """
     at = getattr(model, "recompute_cache_at", None)
     return set() if at is None else {at - len(text) for text in texts}
+
+
+def check_stop(stop_token_ids: Collection[int], vocab: int | None = None) -> frozenset[int]:
+    """Returns the ids as a set; raises ValueError for texts, None, and ids outside a vocabulary of `vocab` tokens."""
+    is_id = lambda x: isinstance(x, int | np.integer) and 0 <= x < (vocab or x + 1)
+    listed = isinstance(stop_token_ids, Collection)
+    wrong = [x for x in stop_token_ids if not is_id(x)] if listed else [stop_token_ids]
+    if wrong:
+        below = "" if vocab is None else f" below the vocabulary of {vocab}"
+        raise ValueError(
+            f"stop_token_ids must be a list of ids, whole numbers from 0{below}, got {wrong[0]!r}: for a text take "
+            "tokenizer.token_to_id(text), for what ends a model's texts inference.stop_tokens(directory)"
+        )
+    return frozenset(map(int, stop_token_ids))
 
 
 def check_length(model: Any, length: int) -> None:

@@ -1,6 +1,7 @@
 """Sampled completions as rows of a batch."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -18,11 +19,12 @@ def completion_batch(
     length: int,
     sampler: Sampler | None = None,
     sampler_log_probs: Sequence[Sequence[float]] | None = None,
+    stop_token_ids: Collection[int] = (),
 ) -> Row:
     """Makes a batch for `policy_loss`: one prompt and one completion in each row.
 
-    A completion includes its end-of-turn token where it has one (those of `inference.Engine` do), so that ending is
-    learned too.
+    A completion includes the token that ended it, as those of `Generator` and of engines do, so that ending is learned
+    too.
 
     Args:
         prompts: Token ids, a prompt for each completion.
@@ -31,6 +33,8 @@ def completion_batch(
         length: Tokens of a row.
         sampler: What drew the token ids: `sampler` in the batch, whose temperature the loss compares with its own.
         sampler_log_probs: What the sampler reported for each token of the completions.
+        stop_token_ids: Ids that end a completion, for token ids of other samplers: completions that are shorter than
+            the longest one and do not end with one of them are warned of.
 
     Raises:
         ValueError: when a row is longer than `length`, numbers disagree, or samplers differ.
@@ -47,6 +51,8 @@ def completion_batch(
             "there must be a prompt and an advantage for each completion, got "
             f"{len(prompts)} prompts, {len(completions)} completions, {len(advantages)} advantages"
         )
+    _check_scores(completions, sampler_log_probs)
+    _check_ends(completions, stop_token_ids)
     rows = []
     texts = cast(Sequence[Sequence[int]], completions)
     for i, (prompt, completion) in enumerate(zip(prompts, texts, strict=True)):
@@ -59,3 +65,27 @@ def completion_batch(
         rows.append(row | {"advantages": np.where(row["targets"] >= 0, advantages[i], 0).astype(np.float32)})
     batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     return batch if (one := next(iter(samplers), None)) is None else batch | {"sampler": one}
+
+
+def _check_scores(completions: Any, scores: Any) -> None:
+    """Raises ValueError unless there is a log-probability for each token of each completion."""
+    if scores is None:
+        return
+    of_scores, of_tokens = list(map(np.size, scores)), list(map(len, completions))
+    if of_scores != of_tokens:
+        raise ValueError(
+            f"sampler_log_probs must have one number for each token of each completion, {of_tokens}, got {of_scores}"
+        )
+
+
+def _check_ends(completions: Any, stop_token_ids: Collection[int]) -> None:
+    """Warns of completions that ended before the longest one, but not with an id that ends one."""
+    longest = max(map(len, completions), default=0)
+    short = [one for one in completions if len(one) < longest]
+    without = sum(not len(one) or one[-1] not in stop_token_ids for one in short)
+    if stop_token_ids and without:
+        warnings.warn(
+            f"{without} of {len(completions)} completions are shorter than the longest one and do not end with one of "
+            f"{sorted(stop_token_ids)}: the policy does not learn to end. Keep the token that ended a completion",
+            stacklevel=3,
+        )

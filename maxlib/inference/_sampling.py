@@ -86,3 +86,21 @@ def _nucleus_floor(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B
 
 
 GREEDY = Sampler(temperature=0.0)
+
+
+class Keys:
+    """Random keys of calls: a new one for each call that brings none, in the same order in every run.
+
+    Args:
+        seed: What the first one is derived from.
+    """
+
+    def __init__(self, seed: int):
+        self._last = jax.random.key(seed)
+
+    def __call__(self, given: Key[Array, ""] | None) -> Key[Array, ""]:
+        """Returns the key that a call brought, or the next one."""
+        if given is not None:
+            return given
+        self._last, new = jax.random.split(self._last)
+        return new

@@ -77,11 +77,14 @@ def continue_until(
     tail = 8 + max((len(text.encode()) for text in until), default=0)
     rows: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(rows)))
-    for tokens in generator.stream(prompts, max_new_tokens=max_new_tokens, sampler=sampler, stop=(end,), key=key):
+    options = {"sampler": sampler, "stop_token_ids": [end], "key": key}
+    for tokens in generator.stream(prompts, max_new_tokens=max_new_tokens, **options):
         for n in tuple(running):
-            if (token := tokens[n]) is not None:
+            token = tokens[n]
+            assert token is not None  # rows that have ended do not run
+            if token != end:
                 rows[n].append(token)
-            if token is None or any(text in decode(rows[n][-tail:]) for text in until):
+            if token == end or any(text in decode(rows[n][-tail:]) for text in until):
                 running.discard(n)
         if not running:
             break

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import jax
 from jaxtyping import Array, Key
 
-from maxlib.inference._engine import Completion, Keys, limits
-from maxlib.inference._generate import Prompts
-from maxlib.inference._sampling import GREEDY, Sampler
+from maxlib.inference._engine import Completion, limits
+from maxlib.inference._generate import Prompts, check_stop
+from maxlib.inference._sampling import GREEDY, Keys, Sampler
 
 
 class ServerEngine:
@@ -77,7 +77,7 @@ class ServerEngine:
         max_new_tokens: int | Sequence[int],
         count: int = 1,
         sampler: Sampler = GREEDY,
-        stop: Collection[int] = (),
+        stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
     ) -> list[list[Completion]]:
         """Returns `count` completions of each prompt.
@@ -87,15 +87,17 @@ class ServerEngine:
             max_new_tokens: Most new tokens, for all prompts or for each.
             count: Completions of each prompt.
             sampler: Draws tokens; the server must report log-probabilities at its temperature.
-            stop: Ids that end a completion and are its last token.
+            stop_token_ids: Ids that end a completion and are its last token.
             key: Random key, from which each request gets a seed. Without it each call of this engine draws anew, in the
                 same order in every run.
 
         Raises:
-            ValueError: when the server returns no ids or log-probabilities, or those of another temperature.
+            ValueError: when `stop_token_ids` are no ids, or the server returns no ids or log-probabilities, or those of
+                another temperature.
             RuntimeError: when the server refuses a request or cannot be reached.
         """
         self._check(sampler)
+        stop = check_stop(stop_token_ids)
         seeds = jax.random.randint(self._keys(key), (len(prompts),), 0, 1 << 30).tolist()
         shared = self._options(sampler, count, stop)
         requests = [
@@ -104,14 +106,14 @@ class ServerEngine:
         ]
         with concurrent.futures.ThreadPoolExecutor(self.connections) as pool:
             answers = list(pool.map(lambda request: self._post("/v1/completions", request), requests))
-        return [_completions(answer, count, frozenset(stop), sampler) for answer in answers]
+        return [_completions(answer, count, stop, sampler) for answer in answers]
 
     def _options(self, sampler: Sampler, count: int, stop: Collection[int]) -> dict[str, Any]:
         """Returns the part of a request that is the same for all prompts."""
         # All are given: for those that are not, servers take what the model's generation_config.json has.
         draws = {"top_k": sampler.top_k or -1, "top_p": sampler.top_p or 1.0, "min_p": sampler.min_p or 0.0}
         draws |= {"temperature": sampler.temperature, "repetition_penalty": 1.0}
-        # A request ends at `stop` only: the model's own end is one of these or none.
+        # A request ends at these ids only: the model's own end is one of these or none.
         ends = {"stop_token_ids": sorted(stop), "ignore_eos": True}
         ids = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
         return {"model": self.model, "n": count, "logprobs": 1} | draws | ends | ids
@@ -163,7 +165,7 @@ def _completion(choice: dict[str, Any], stop: frozenset[int], sampler: Sampler) 
     ended, reason = tokens[-1] in stop, choice.get("finish_reason")
     if reason not in ("stop", "length") or (reason == "stop") != ended:
         raise ValueError(
-            f"a completion must end with an id of stop or by its length; got {reason!r} after id {tokens[-1]}"
+            f"a completion must end with one of stop_token_ids or by its length; got {reason!r} after id {tokens[-1]}"
         )
     return Completion(list(tokens), [float(score) for score in scores], reason, sampler)
 

@@ -13,7 +13,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from maxlib import nn
-from maxlib.inference._generate import Generator, Prompts, check_inputs, check_room, right_padded, shared_capacity
+from maxlib.inference._generate import (
+    Generator,
+    Prompts,
+    check_inputs,
+    check_length,
+    check_room,
+    check_stop,
+    right_padded,
+    shared_capacity,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +55,10 @@ def speculate(
     prompts: Prompts,
     *,
     max_new_tokens: int,
-    stop: Collection[int] = (),
+    stop_token_ids: Collection[int] = (),
     capacity: int | None = None,
 ) -> Speculated:
-    """Generates the same tokens as `generator.generate` does greedily, in fewer forward passes.
+    """Generates the same tokens as `generator.generate` does greedily, with its caches, in fewer forward passes.
 
     Each pass also checks one draft of the model's first MTP module (Leviathan et al. 2023, arXiv:2211.17192).
 
@@ -57,7 +66,7 @@ def speculate(
         generator: A generator whose model drafts (DeepSeek: read it with `num_mtp=1`).
         prompts: Token ids of each prompt.
         max_new_tokens: Most new tokens per prompt.
-        stop: Ids that end a prompt's text and are not part of it.
+        stop_token_ids: Ids that end a prompt's completion and are its last token.
         capacity: Tokens that a row of the cache holds, by default as many as needed.
 
     Returns:
@@ -65,17 +74,21 @@ def speculate(
 
     Raises:
         ValueError: when the model does not draft, or has caches that cannot be rewound, from which a rejected draft
-            could not be removed, or when a prompt has placeholders of images.
+            could not be removed, when a prompt has placeholders of images, or when prompt and new tokens are more than
+            the model was made for.
     """
-    model, dtype = generator.model, generator.dtype
+    model, dtype, cache_dtype = generator.model, generator.dtype, generator.cache_dtype
     tokens, valid = right_padded(prompts, generator.vocab)
-    capacity = shared_capacity(max(map(len, prompts)) + max_new_tokens + 1) if capacity is None else capacity
+    stop = check_stop(stop_token_ids, generator.vocab)
+    longest = max(map(len, prompts)) + max_new_tokens
+    check_length(model, longest)
+    capacity = shared_capacity(longest + 1) if capacity is None else capacity
     check_room(prompts, max_new_tokens + 1, capacity)  # a refused draft takes a place, too
     capacity = max(capacity, tokens.shape[1])
-    _check_drafts(model, capacity)
+    _check_drafts(model, capacity, cache_dtype)
     check_inputs(model, tokens, None)  # the module reads text only
-    state = _start(model, tokens, valid, capacity=capacity, dtype=dtype)
-    rows = [_Row(max_new_tokens, frozenset(stop)) for _ in prompts]
+    state = _start(model, tokens, valid, capacity=capacity, dtype=dtype, cache_dtype=cache_dtype)
+    rows = [_Row(max_new_tokens, stop) for _ in prompts]
     steps, new, taken = 0, np.asarray(state.token)[:, None], np.zeros(len(rows), bool)
     for row, found in zip(rows, new, strict=True):
         row.add(found)
@@ -105,22 +118,22 @@ class _Row:
     def add(self, found: np.ndarray) -> None:
         """Adds tokens until the row stops."""
         for token in map(int, found):
-            if self.running and token not in self.stop:
+            if self.running:
                 self.text.append(token)
             self.running = self.running and token not in self.stop and len(self.text) < self.limit
 
 
-@functools.partial(jax.jit, static_argnames=("capacity", "dtype"))
-def _start(model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], *, capacity, dtype) -> _State:
+@functools.partial(jax.jit, static_argnames=("capacity", "dtype", "cache_dtype"))
+def _start(model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], *, capacity, dtype, cache_dtype) -> _State:
     """Runs the prompts, and returns the first token of each and a draft of the second."""
-    cache = model.init_cache(tokens.shape[0], capacity, dtype=dtype)
+    cache = model.init_cache(tokens.shape[0], capacity, dtype=cache_dtype)
     out = model(tokens, valid=valid, cache=cache, dtype=dtype)
     last = valid.sum(axis=1) - 1
     token = _best(model, _at(out.hidden, last))
     # The draft module needs the next token at each place: the prompt moved left, and at its end the new token.
     after = jnp.roll(tokens, -1, axis=1)
     after = jnp.where(jnp.arange(tokens.shape[1])[None] == last[:, None], token[:, None], after)
-    drafts = model.init_draft_cache(tokens.shape[0], capacity, dtype=dtype)
+    drafts = model.init_draft_cache(tokens.shape[0], capacity, dtype=cache_dtype)
     hidden, drafts = model.draft(out.hidden, after, valid=valid, cache=drafts)
     return _State(out.cache, drafts, token, _best(model, _at(hidden, last)))
 
@@ -153,7 +166,7 @@ def _best(model, hidden) -> Int[Array, " B"]:
     return jnp.argmax(model.logits(hidden)[:, 0], axis=-1).astype(jnp.int32)
 
 
-def _check_drafts(model: Any, capacity: int) -> None:
+def _check_drafts(model: Any, capacity: int, dtype: Any) -> None:
     """Raises ValueError if the model does not draft, or its caches cannot be rewound."""
     if not isinstance(model, nn.mtp.SupportsDrafting):
         raise ValueError(f"{type(model).__name__} does not draft: it lacks the methods of nn.mtp.SupportsDrafting")
@@ -162,7 +175,8 @@ def _check_drafts(model: Any, capacity: int) -> None:
             f"{type(model).__name__} rotates by the length of the text so far, which a draft that is refused makes wrong; "
             "use generator.generate"
         )
-    caches = jax.eval_shape(lambda: (model.init_cache(1, capacity), model.init_draft_cache(1, capacity)))
+    make = lambda: (model.init_cache(1, capacity, dtype=dtype), model.init_draft_cache(1, capacity, dtype=dtype))
+    caches = jax.eval_shape(make)
     if not all(nn.cache.can_rewind(cache.layers) for cache in caches):
         kept = {type(one).__name__ for cache in caches for one in nn.cache.layer_caches(cache.layers)}
         raise ValueError(

@@ -17,7 +17,7 @@ def stream_text(
     max_new_tokens: int = 256,
     images: Images | None = None,
     sampler: Sampler = GREEDY,
-    stop: Collection[int] = (),
+    stop_token_ids: Collection[int] = (),
     key: Key[Array, ""] | None = None,
 ) -> Iterator[str]:
     """Yields the continuation of `prompt` piece by piece, in whole characters.
@@ -29,14 +29,17 @@ def stream_text(
         max_new_tokens: Most new tokens.
         images: Images of the prompt, for models that read images.
         sampler: Draws tokens; greedy by default.
-        stop: Ids that end the text.
-        key: Random key for sampling, by default that of seed 0.
+        stop_token_ids: Ids that end the text and are not part of it.
+        key: Random key for sampling, by default as in `Generator.stream`.
     """
     ids = encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
-    steps = generator.stream([ids], max_new_tokens=max_new_tokens, images=images, sampler=sampler, stop=stop, key=key)
+    options = {"images": images, "sampler": sampler, "stop_token_ids": stop_token_ids, "key": key}
+    steps = generator.stream([ids], max_new_tokens=max_new_tokens, **options)
     done, shown, text = list(ids), len(tokenizer.decode(ids)), ""
     for (token,) in steps:
         assert token is not None  # a stream of one prompt ends with it
+        if token in stop_token_ids:
+            break
         done.append(token)
         text = tokenizer.decode(done)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the token ends inside a character: wait for the rest

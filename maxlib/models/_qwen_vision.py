@@ -80,7 +80,9 @@ class Vision(ModelConfig):
             raise ValueError(
                 f"num_heads must divide dim (hidden_size) into heads of multiples of 4, got {self.num_heads} and {self.dim}"
             )
-        if sorted({*self.deepstack}) != list(self.deepstack) or not {*self.deepstack} <= {*range(self.num_layers)}:
+        if sorted({*self.deepstack}) != list(self.deepstack) or not all(
+            0 <= number < self.num_layers for number in self.deepstack
+        ):
             raise ValueError(
                 f"deepstack (deepstack_visual_indexes) must be ascending numbers of the {self.num_layers} layers, got "
                 f"{self.deepstack}"
@@ -170,7 +172,7 @@ class QwenVision(nnx.Module):
         self.positions = nnx.Param(init(rngs.params(), (cfg.num_positions, E), jnp.float32), axes=("position", "embed"))
         keep = [i in cfg.deepstack for i in range(cfg.num_layers)]
         make = lambda i, rngs: Block(cfg, keep=keep[i], rngs=rngs)
-        self.layers = nn.Stack(make, cfg.num_layers, **nn.layout_for(keep), rngs=rngs)
+        self.layers = nn.Stack(make, cfg.num_layers, **nn.grouping_for(keep), rngs=rngs)
         self.merger = Merger(cfg, text_dim, norm_first=True, rngs=rngs)
         self.mergers = nnx.List([Merger(cfg, text_dim, norm_first=False, rngs=rngs) for _ in cfg.deepstack])
         self.shape, self.merge, self.side = (3, cfg.frames, p, p), cfg.merge, math.isqrt(cfg.num_positions)

@@ -141,7 +141,7 @@ class Gemma3(nn.VisionDecoder):
         # Scaled by sqrt(D), the vectors come out with variance one.
         self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
         self.layers = nn.Stack(
-            self.layer, cfg.num_layers, **nn.layout_for(cfg.types), rngs=rngs
+            self.layer, cfg.num_layers, **nn.grouping_for(cfg.types), rngs=rngs
         )  # scanned six at a time
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)

@@ -221,7 +221,7 @@ class Gemma4(nn.NativeVisionDecoder):
         self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
         sizes = cfg.per_layer_vocab, cfg.dim, cfg.num_layers, cfg.per_layer_dim
         self.per_layer = nn.per_layer.PerLayerEmbed(*sizes, eps=cfg.norm_eps, rngs=rngs) if cfg.per_layer_dim else None
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.kinds), rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.kinds), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = _gemma4_towers.tower(cfg.vision, cfg.dim, rngs=rngs)

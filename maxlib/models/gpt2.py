@@ -147,7 +147,7 @@ class GPT2(nn.Decoder):
         self.masks = (MASK,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.positions = nn.LearnedPositions(cfg.num_positions, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.scales), rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.scales), rngs=rngs)
         self.norm = nn.LayerNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 

@@ -114,7 +114,7 @@ class GptOss(nn.Decoder):
         self.masks, self.ropes = tuple(dict.fromkeys(cfg.masks)), (cfg.rope,)  # each mask once
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(
-            self.layer, cfg.num_layers, **nn.layout_for(cfg.masks), rngs=rngs
+            self.layer, cfg.num_layers, **nn.grouping_for(cfg.masks), rngs=rngs
         )  # scanned two at a time
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)

@@ -154,7 +154,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     router = nn.router.SigmoidInputRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
     shared = nn.GatedMLP(cfg.dim, cfg.expert_dim, rngs=rngs)  # every token takes it
     parts = {"router": router, "shared": shared, "losses": cfg.losses}
-    return nn.MoE(cfg.dim, cfg.expert_dim, **parts, layout="EIO", rngs=rngs)  # as they lie in files
+    return nn.MoE(cfg.dim, cfg.expert_dim, **parts, weight_order="EIO", rngs=rngs)  # as they lie in files
 
 
 class Block(nn.Layer):
@@ -195,7 +195,7 @@ class Llama4(nn.VisionDecoder):
         self.cfg = cfg
         self.masks, self.ropes = tuple(cfg.masks.values()), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.layers), rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.layers), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = None if cfg.vision is None else cfg.vision.tower(rngs)

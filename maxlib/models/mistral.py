@@ -11,15 +11,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import nn, ops
+from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
 from maxlib.ops import Rope, Yarn
 from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, Ignore, ModelConfig, Renamed, Table, hf, hf_fields, names, rope_to_hf
+from maxlib.weights import Family, HFConfig, ModelConfig, Table, hf, hf_fields, names, rope_to_hf
 
 Vision = vision.Vision
-
-_SHARPENED = "llama_4_scaling_beta"
-SEEING = (vision.MERGING, vision.PLAIN)  # model types, whose text is in `text_config`
 
 
 def _read_ministral(fields: HFConfig, c: Any) -> bool:
@@ -30,35 +28,10 @@ def _write_ministral(value: bool, cfg: Any) -> dict[str, Any]:
     return {"model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"]} if value else {}
 
 
-def _of_rope(fields: HFConfig) -> list[HFConfig]:
-    """Returns the objects that describe the rope."""
-    return [fields.nested(name) for name in ("rope_parameters", "rope_scaling") if fields.take(name, None, kind=dict)]
-
-
 def _read_rope(fields: HFConfig, c: Any) -> Rope:
-    for parameters in _of_rope(fields) if c.ministral else []:
-        # Ministral 3 states it a second time.
-        parameters.require("max_position_embeddings", fields.take("max_position_embeddings", kind=int))
+    if c.ministral:
+        shared.check_length(fields)
     return fields.rope(head_dim=c.head_dim)
-
-
-def _read_sharpening(fields: HFConfig, c: Any) -> float:
-    """Returns the weight of the logarithm, which config.json keeps with the rope."""
-    if not c.ministral:
-        return 0.0
-    found = [parameters.take(_SHARPENED) for parameters in _of_rope(fields) if _SHARPENED in parameters]
-    if not found or not all(isinstance(value, int | float) and value == found[0] for value in found):
-        raise ValueError(
-            f"{fields.where('rope_parameters')}.{_SHARPENED} must be one number, got {found or 'none'}: a ministral3 "
-            "sharpens its queries by it."
-        )
-    return float(found[0])
-
-
-def _write_sharpening(value: float, cfg: Any) -> dict[str, Any]:
-    # transformers 5 takes the older of the two places.
-    places = ("rope_parameters", "rope_scaling") if cfg.ministral else ()
-    return {f"{place}.{_SHARPENED}": value for place in places}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +52,11 @@ class Config(ModelConfig):
     num_kv_heads: int = hf("num_key_value_heads", null=lambda c: c.num_heads)
     head_dim: int = hf("head_dim", absent=lambda c: 128 if c.ministral else c.dim // c.num_heads)
     rope: Rope = hf_fields(_read_rope, lambda rope, cfg: rope_to_hf(rope, head_dim=cfg.head_dim, whole_heads=True))
-    sharpening: float = hf_fields(_read_sharpening, _write_sharpening, default=0.0)  # of late queries, in Ministral 3
+    sharpening: float = hf_fields(  # of late queries, in Ministral 3
+        lambda fields, c: shared.read_sharpening(fields) if c.ministral else 0.0,
+        lambda value, cfg: shared.written_sharpening(value) if cfg.ministral else {},
+        default=0.0,
+    )
     # None: every token sees all before it.
     window: int | None = hf("sliding_window", None, absent=lambda c: None if c.ministral else 4096)
     norm_eps: float = hf("rms_norm_eps", 1e-5, absent=lambda c: 1e-5 if c.ministral else 1e-6)
@@ -88,39 +65,26 @@ class Config(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.ministral and not isinstance(self.rope.scaling, Yarn):
-            raise ValueError(
-                f"a ministral3 sharpens its queries in steps of a Yarn's length (rope_parameters), got a rope with "
-                f"scaling {self.rope.scaling}"
-            )
+        if self.ministral:
+            shared.check_sharpened(self.rope, "ministral3")
         if self.sharpening and not self.ministral:
             raise ValueError(f"sharpening is Ministral 3's: give ministral=True, or 0 in place of {self.sharpening}")
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
         """Reads config.json. Raises ValueError for values that the family does not compute."""
-        if fields.require("model_type", *cls.model_types, *SEEING) not in SEEING:
+        if fields.require("model_type", *cls.model_types, *shared.SEEING) not in shared.SEEING:
             return super().from_hf(fields)
-        text = super().from_hf(fields.nested("text_config"))
-        tied = fields.take("tie_word_embeddings", text.tied)
-        return replace(text, tied=tied, vision=Vision.read(fields))
+        return shared.read_seeing(fields, super().from_hf)
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the fields of config.json. Raises ValueError for a rope that transformers' class does not have."""
-        text = super().to_hf()
-        if self.vision is None:
-            return text
-        del text["architectures"]
-        name = "Mistral3" if self.vision.kind == vision.MERGING else "Llava"
-        own = {"architectures": [f"{name}ForConditionalGeneration"], "tie_word_embeddings": self.tied}
-        return own | {"text_config": text} | self.vision.written()
+        return shared.written_seeing(super().to_hf(), self.vision)
 
     @property
     def temperature(self) -> nn.TemperatureTuning | None:
         """The factor on late queries: `1 + sharpening * log(1 + floor(index / length))`."""
-        if not (self.sharpening and isinstance(self.rope.scaling, Yarn)):
-            return None
-        return nn.TemperatureTuning(self.rope.scaling.original_length, self.sharpening, offset=0)
+        return shared.temperature(self.rope, self.sharpening)
 
     @property
     def mask(self) -> ops.Mask:
@@ -172,18 +136,7 @@ class Mistral(nn.NativeVisionDecoder):
 
 
 def _table(cfg: Config) -> Table:
-    layer = [*names.NORMS, *names.ATTENTION, *names.MLP]
-    if cfg.vision is not None:
-        # transformers puts the prefix elsewhere.
-        renamed = [Renamed("lm_head.", "language_model.lm_head.")]
-        renamed += [Renamed("model.language_model.", "language_model.model.")]
-        return [*names.decoder_table(layer, prefix="language_model."), *vision.table(), *renamed]
-    # A text model is also read from the files of one that sees, under both names that it may have.
-    renamed = [Renamed("model.language_model.", "language_model.model."), Renamed("language_model.", "")]
-    images = [
-        Ignore(f"{prefix}{part}.*") for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
-    ]
-    return [*names.decoder_table(layer), *renamed, *images]
+    return shared.table([*names.NORMS, *names.ATTENTION, *names.MLP], cfg.vision)
 
 
 # fmt: off
@@ -234,5 +187,5 @@ FAMILY = Family(
     config=Config,
     table=_table,
     presets=PRESETS,
-    model_types=(*Config.model_types, *SEEING),
+    model_types=(*Config.model_types, *shared.SEEING),
 )

@@ -141,7 +141,7 @@ class MuseGlimmer(nn.Decoder):
         self.cfg, self.softcap = cfg, cfg.final_softcap
         self.masks, self.ropes = tuple(dict.fromkeys(mask for mask, _ in cfg.kinds)), (cfg.rope,)  # each mask once
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.kinds), rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.kinds), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 

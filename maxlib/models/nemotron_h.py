@@ -153,7 +153,7 @@ class NemotronH(nn.Decoder):
         self.cfg = cfg
         self.masks = (ops.Causal(),)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.pattern), rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.pattern), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 

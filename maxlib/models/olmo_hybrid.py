@@ -142,7 +142,7 @@ class OLMoHybrid(nn.Decoder):
         self.cfg = cfg
         self.masks, self.ropes = (ops.Causal(),), () if cfg.rope is None else (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.types), rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.types), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 

@@ -75,8 +75,8 @@ class Qwen2(nn.Decoder):
         self.cfg = cfg
         self.masks, self.ropes = tuple(dict.fromkeys(cfg.masks)), (cfg.rope,)  # each mask once
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        # `layout_for` finds how the kinds of layers repeat, so that as many as possible are scanned.
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.masks), rngs=rngs)
+        # `grouping_for` finds how the kinds of layers repeat, so that as many as possible are scanned.
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.masks), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 

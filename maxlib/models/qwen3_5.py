@@ -195,7 +195,7 @@ class Qwen35(nn.NativeVisionDecoder, nn.MTPDecoder):
         self.cfg = cfg
         self.masks, self.ropes = (ops.Causal(),), (cfg.turning,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.types), rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.types), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = None if cfg.vision is None else vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)

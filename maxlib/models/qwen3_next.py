@@ -141,7 +141,7 @@ class Qwen3Next(nn.MTPDecoder):
         self.cfg = cfg
         self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.layout_for(cfg.kinds), rngs=rngs)
+        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.kinds), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         block = lambda: Block(cfg, FULL, cfg.num_experts > 0, rngs=rngs)

@@ -107,7 +107,7 @@ class Config(ModelConfig):
 def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
     # Softmax over all E experts, of which a token takes the best k. Files have experts transposed.
     router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, layout="EIO", rngs=rngs)
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, weight_order="EIO", rngs=rngs)
 
 
 class Block(nn.Layer):
@@ -147,7 +147,7 @@ class Qwen3VL(nn.NativeVisionDecoder):
         self.masks, self.ropes = (MASK,), (cfg.mrope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         # The first layers get features of images, so they are scanned by themselves.
-        kinds = nn.layout_for(i < len(cfg.vision.deepstack) for i in range(cfg.num_layers))
+        kinds = nn.grouping_for(i < len(cfg.vision.deepstack) for i in range(cfg.num_layers))
         self.layers = nn.Stack(self.layer, cfg.num_layers, **kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)

@@ -127,7 +127,7 @@ class SmolLM3(nn.Decoder):
         self.cfg = cfg
         self.masks, self.ropes = tuple(dict.fromkeys(cfg.masks)), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        layout = nn.layout_for(zip(cfg.masks, cfg.ropes, strict=True))  # scanned four at a time
+        layout = nn.grouping_for(zip(cfg.masks, cfg.ropes, strict=True))  # scanned four at a time
         self.layers = nn.Stack(self.layer, cfg.num_layers, **layout, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)

@@ -43,20 +43,25 @@ class Dropless:
     """Which choices are computed."""
     counts: Int[Array, " E"]
 
-    def linear(self, rows: Float[Array, "R I"], linear: Linear, layout: ops.ExpertWeightOrder):
+    def linear(self, rows: Float[Array, "R I"], linear: Linear, weight_order: ops.ExpertWeightOrder):
         """Multiplies each row by the matrix of its expert, `R I -> R O`, and adds the bias if there is one."""
         matmul, w, b = linear
-        y = matmul.grouped(rows, w, self.counts, layout)
+        y = matmul.grouped(rows, w, self.counts, weight_order)
         return y if b is None else add_bias(y, b, self.counts)
 
     def gated(
-        self, rows: Float[Array, "R I"], gate: Linear, up: Linear, activation: Callable, layout: ops.ExpertWeightOrder
+        self,
+        rows: Float[Array, "R I"],
+        gate: Linear,
+        up: Linear,
+        activation: Callable,
+        weight_order: ops.ExpertWeightOrder,
     ):
         """Returns `activation(gate(rows), up(rows))`, by one op if both matmuls are exact and the same."""
         (matmul, w, b), (other, w_up, b_up) = gate, up
         if not isinstance(matmul, PlainMatmul) or matmul != other:
-            return _gated(self, rows, gate, up, activation, layout)
-        how = {"layout": layout, "implementation": matmul.implementation}
+            return _gated(self, rows, gate, up, activation, weight_order)
+        how = {"weight_order": weight_order, "implementation": matmul.implementation}
         return ops.grouped_glu(rows, w, w_up, self.counts, activation=activation, gate_bias=b, up_bias=b_up, **how)
 
 
@@ -77,27 +82,32 @@ class Padded:
     kept: Bool[Array, "M X"]
     num_experts: int = static()
 
-    def linear(self, rows: Float[Array, "R I"], linear: Linear, layout: ops.ExpertWeightOrder):
+    def linear(self, rows: Float[Array, "R I"], linear: Linear, weight_order: ops.ExpertWeightOrder):
         """Multiplies each row by the matrix of its expert, `R I -> R O`, and adds the bias if there is one."""
         matmul, w, b = linear
         # Equal room for each expert makes it a batched matmul: [E * C, I] -> [E, C, I] -> [E, C, O].
-        y = matmul.einsum(f"ECI,{layout}->ECO", rows.reshape(self.num_experts, -1, rows.shape[-1]), w)
+        y = matmul.einsum(f"ECI,{weight_order}->ECO", rows.reshape(self.num_experts, -1, rows.shape[-1]), w)
         # b: [E, O] -> [E, 1, O]
         return (y if b is None else y + jnp.expand_dims(b, 1)).reshape(rows.shape[0], -1)
 
     def gated(
-        self, rows: Float[Array, "R I"], gate: Linear, up: Linear, activation: Callable, layout: ops.ExpertWeightOrder
+        self,
+        rows: Float[Array, "R I"],
+        gate: Linear,
+        up: Linear,
+        activation: Callable,
+        weight_order: ops.ExpertWeightOrder,
     ):
         """Returns `activation(gate(rows), up(rows))`."""
-        return _gated(self, rows, gate, up, activation, layout)
+        return _gated(self, rows, gate, up, activation, weight_order)
 
 
 Dispatch = Dropless | Padded
 
 
-def _gated(plan: Dispatch, rows, gate: Linear, up: Linear, activation: Callable, layout: ops.ExpertWeightOrder):
+def _gated(plan: Dispatch, rows, gate: Linear, up: Linear, activation: Callable, weight_order: ops.ExpertWeightOrder):
     """Computes both projections one after the other and joins them; remat policies know them as `NAMES`."""
-    return activation(*map(checkpoint_name, (plan.linear(rows, linear, layout) for linear in (gate, up)), NAMES))
+    return activation(*map(checkpoint_name, (plan.linear(rows, linear, weight_order) for linear in (gate, up)), NAMES))
 
 
 def dropless(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int) -> Dropless:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul
 from maxlib.sharding import IfFree, constrain
-from maxlib.sharding.layers import gather_once
+from maxlib.sharding.layers import check_axes, gather_once
 
 Init = Callable[..., Array]
 
@@ -58,7 +58,8 @@ class Einsum(nnx.Module):
         rngs: Source of initial values.
 
     Raises:
-        ValueError: when `spec`, `shape` and `axes` do not describe the same dimensions.
+        ValueError: when `spec`, `shape` and `axes` do not describe the same dimensions, or an axis name is not declared
+            (`sharding.declare_axes`).
 
     Attributes:
         matmul: Multiplies; `maxlib.quantization` replaces it.
@@ -76,6 +77,7 @@ class Einsum(nnx.Module):
         rngs: nnx.Rngs,
     ):
         letters, out = _weight_letters(spec, shape, axes)
+        check_axes(axes, f"Einsum({spec!r})")
         # Dimensions of w that are in the output (fan-out, and of the bias), and those that are summed over (fan-in).
         kept = [d for d, letter in enumerate(letters) if letter in out]
         summed = [d for d, letter in enumerate(letters) if letter not in out]

@@ -3,6 +3,7 @@
 Shapes: B rows, T new tokens, S keys, D width, N heads, R latent size (with the rotated key where cached), H head width.
 """
 
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ class MLA(SequenceMixer):
         scale: Factor on the scores, by default `(nope_dim + rope.dim) ** -0.5`. YaRN models multiply it by the square
             of their mscale.
         norm_eps: Epsilon of the norms of both latents.
+        temperature: Maps a token's index in its document to a factor on its query, such as `TemperatureTuning`.
         implementation: Name of an implementation of `ops.attention`; None chooses the best one. Decoding one token has
             other shapes and always uses the best one.
         rngs: Source of initial values.
@@ -67,6 +69,7 @@ class MLA(SequenceMixer):
         mask: Mask = Causal(),
         scale: float | None = None,
         norm_eps: float = 1e-6,
+        temperature: Callable[[Array], Array] | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
@@ -90,13 +93,8 @@ class MLA(SequenceMixer):
         self.v_up = Einsum("...R,NHR->...NH", (N, v_dim, R), heads, gather_once=True, rngs=rngs)
         self.o = Einsum("...NH,DNH->...D", (D, N, v_dim), ("embed", "heads", "head_dim"), rngs=rngs)
         self.mask, self.rope, self.scale = mask, rope, H**-0.5 if scale is None else scale
-        self.num_heads, self.v_dim, self.kv_rank, self.nope_dim, self.implementation = (
-            N,
-            v_dim,
-            R,
-            nope_dim,
-            implementation,
-        )
+        self.num_heads, self.v_dim, self.kv_rank, self.nope_dim = N, v_dim, R, nope_dim
+        self.temperature, self.implementation = temperature, implementation
 
     def __call__(
         self,
@@ -133,6 +131,9 @@ class MLA(SequenceMixer):
         # [B, T, D] or [B, T, q_rank] -> [B, T, N, H]
         q = self.q_up(x)
         q = constrain(q, "batch", "seq", "act_heads", None)
+        # Indexed by position within the document, so packing does not change it. [B, T] -> [B, T, 1, 1]
+        if self.temperature is not None:
+            q = (q * self.temperature(ctx.index - ctx.start)[:, :, None, None]).astype(q.dtype)
         # H = nope_dim + rope.dim
         nope, turned = jnp.split(q, [self.nope_dim], axis=-1)
         return jnp.concatenate([nope, self._rotate(turned, ctx)], axis=-1)
@@ -198,3 +199,8 @@ class MLA(SequenceMixer):
     def queries_and_keys(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array]:
         """Returns queries and keys `B T N H` as they are scored, for probes."""
         return self.queries(x, ctx), self._keys(self.latents(x, ctx))
+
+    def features(self) -> Iterator[str]:
+        """Yields the labels of its options for tables."""
+        if self.temperature is not None:
+            yield "temperature tuning"

@@ -27,7 +27,7 @@ from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.router import Router, Routing, SigmoidInputRouter, expert_counts
 from maxlib.ops._glu import swiglu
 from maxlib.sharding import constrain, shard_map_by_name
-from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size, gathers_odd_parts
+from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size, check_axes, gathers_odd_parts
 
 
 @runtime_checkable
@@ -51,9 +51,12 @@ class ExpertLinear(nnx.Module):
         shape: Outputs and inputs of a matrix, `(O, I)`.
         axes: Names of these two dimensions for sharding rules.
         bias: True adds a bias, `E O`.
-        layout: Order in which the matrices are stored, `EOI` or `EIO`; initial values are the same either way.
+        weight_order: Order in which the matrices are stored, `EOI` or `EIO`; initial values are the same either way.
         init: Initializer of shape `E O I`, by default truncated normal with variance 1 / I.
         rngs: Source of initial values.
+
+    Raises:
+        ValueError: when an axis name is not declared (`sharding.declare_axes`).
     """
 
     def __init__(
@@ -63,23 +66,24 @@ class ExpertLinear(nnx.Module):
         axes: tuple[str, str],
         *,
         bias: bool = False,
-        layout: ops.ExpertWeightOrder = "EOI",
+        weight_order: ops.ExpertWeightOrder = "EOI",
         init: Init | None = None,
         rngs: nnx.Rngs,
     ):
+        check_axes(axes, "ExpertLinear")
         if init is None:
             # batch_axis=0: the fan-in is that of one expert.
             init = nnx.initializers.variance_scaling(
                 1.0, "fan_in", "truncated_normal", in_axis=2, out_axis=1, batch_axis=0
             )
         values, own = init(draw_key(rngs), (num_experts, *shape), jnp.float32), ("expert", *axes)
-        if layout == "EIO":
-            # [E, O, I] -> [E, I, O], after drawing, so that both layouts begin with the same numbers.
+        if weight_order == "EIO":
+            # [E, O, I] -> [E, I, O], after drawing, so that both orders begin with the same numbers.
             values, own = jnp.swapaxes(values, 1, 2), ("expert", *axes[::-1])
         self.w = nnx.Param(values, axes=own, summed=axes[1:])
         self.b = nnx.Param(jnp.zeros((num_experts, shape[0])), axes=("expert", axes[0])) if bias else None
         self.matmul: Matmul = PlainMatmul()
-        self.layout: ops.ExpertWeightOrder = layout
+        self.weight_order: ops.ExpertWeightOrder = weight_order
 
     def stored(self, dtype: Any) -> Array | QuantizedWeight:
         """Returns the matrices to multiply with: in `dtype`, or as they are if they are quantized."""
@@ -87,7 +91,7 @@ class ExpertLinear(nnx.Module):
 
     def one(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
         """Applies a single expert, whose parameters have no expert axis, to `x`."""
-        y = self.matmul.einsum(f"BTI,{self.layout[1:]}->BTO", x, self.w)
+        y = self.matmul.einsum(f"BTI,{self.weight_order[1:]}->BTO", x, self.w)
         return y if self.b is None else y + jnp.broadcast_to(jnp.asarray(self.b[...], x.dtype), y.shape)
 
 
@@ -113,7 +117,7 @@ class MoE(nnx.Module):
         shared_gate: True multiplies its result by `sigmoid(x . w)`, one number per token (Qwen2-MoE).
         capacity_factor: Room of an expert, in even shares; None computes every choice (dropless).
         losses: Losses on the routing that are reported for training.
-        layout: Order in which the experts' matrices are stored (`ExpertLinear`), usually that of published files.
+        weight_order: Order in which the experts' matrices are stored (`ExpertLinear`), usually that of published files.
         init: Initializer of the matrices.
         rngs: Source of initial values.
 
@@ -135,7 +139,7 @@ class MoE(nnx.Module):
         shared_gate: bool = False,
         capacity_factor: float | None = None,
         losses: Sequence[RouterLoss] = (),
-        layout: ops.ExpertWeightOrder = "EOI",
+        weight_order: ops.ExpertWeightOrder = "EOI",
         init: Init | None = None,
         rngs: nnx.Rngs,
     ):
@@ -146,7 +150,7 @@ class MoE(nnx.Module):
         self.router, self.shared = router, shared
         # One output, `...1`, so that it multiplies every dimension.
         self.shared_gate = Einsum("...D,ED->...E", (1, dim), ("router", "embed"), rngs=rngs) if shared_gate else None
-        parts: dict[str, Any] = {"bias": bias, "layout": layout, "init": init, "rngs": rngs}
+        parts: dict[str, Any] = {"bias": bias, "weight_order": weight_order, "init": init, "rngs": rngs}
         self.gate = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts) if gated else None
         self.up = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts)
         self.down = ExpertLinear(E, out, ("expert_embed", "mlp"), **parts)
@@ -154,7 +158,7 @@ class MoE(nnx.Module):
         self.enter = latent("...D,LD->...L", (width, dim), ("rank", "embed"))
         self.leave = latent("...L,DL->...D", (dim, width), ("embed", "rank"))
         self.activation, self.capacity_factor, self.losses = activation, capacity_factor, tuple(losses)
-        self.layout: ops.ExpertWeightOrder = layout
+        self.weight_order: ops.ExpertWeightOrder = weight_order
 
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None, *, routed_by: Float[Array, "B T D"] | None = None
@@ -220,7 +224,7 @@ class MoE(nnx.Module):
         b = [None if m.b is None else jnp.asarray(m.b[...], x.dtype) for m in into]
         # An adapter has arrays, which travel with the matrices.
         matmuls = tuple(None if isinstance(m.matmul, LowRank) else m.matmul for m in parts)
-        how = {"activation": self.activation, "layouts": (matrices[0].layout, matrices[-1].layout)}
+        how = {"activation": self.activation, "weight_orders": (matrices[0].weight_order, matrices[-1].weight_order)}
         options = {**how, "capacity": capacity, "num_experts": E, "axis": axis}
         run = functools.partial(_run, matmuls=matmuls, tree=tree, **options)
         split = [names for m in matrices for names in m.names]
@@ -290,7 +294,7 @@ class _Matrices(NamedTuple):
 
     values: Any
     names: list[Any]
-    layout: ops.ExpertWeightOrder
+    weight_order: ops.ExpertWeightOrder
 
 
 def _matrices(linear: ExpertLinear, split: str, dtype: Any) -> _Matrices:
@@ -300,15 +304,17 @@ def _matrices(linear: ExpertLinear, split: str, dtype: Any) -> _Matrices:
     matrix, and the compiler would copy all that was gathered.
     """
     names = {"E": "act_expert", split: "mlp"}
-    wanted = tuple(names.get(letter) for letter in linear.layout)
+    wanted = tuple(names.get(letter) for letter in linear.weight_order)
     w = _placed(linear.stored(dtype), linear.w)
     adapter, names = _adapter(linear)
     split_names = _names(w, linear.w, wanted)
     if not (isinstance(split_names[0], AllGatherArg) and gathers_odd_parts(split_names[0], linear.w.shape)):
-        return _Matrices((w, adapter), split_names + names, linear.layout)
+        return _Matrices((w, adapter), split_names + names, linear.weight_order)
     turn = lambda names: (names[0], names[2], names[1])
     turned = AllGatherArg(turn(split_names[0].kept), turn(split_names[0].wanted))
-    return _Matrices((jnp.swapaxes(w, 1, 2), adapter), [turned, *names], "EIO" if linear.layout == "EOI" else "EOI")
+    return _Matrices(
+        (jnp.swapaxes(w, 1, 2), adapter), [turned, *names], "EIO" if linear.weight_order == "EOI" else "EOI"
+    )
 
 
 def _adapter(linear: ExpertLinear) -> tuple[LowRank | None, list[Any]]:
@@ -344,7 +350,7 @@ def _run(
     valid,
     *rest,
     activation,
-    layouts,
+    weight_orders,
     capacity,
     matmuls,
     tree,
@@ -361,7 +367,7 @@ def _run(
     biases, matrices = rest[:into], jax.tree.unflatten(tree, rest[into:])
     parts = zip(matmuls, matrices, (*biases, None), strict=True)
     linears = [(matmul or adapter, w, b) for matmul, (w, adapter), b in parts]
-    apply = functools.partial(_apply, linears=linears, activation=activation, layouts=layouts)
+    apply = functools.partial(_apply, linears=linears, activation=activation, weight_orders=weight_orders)
     split = {"apply": apply, "num_experts": num_experts, "axis": axis}
     if capacity is not None:
         y, kept = _run_rows(x, experts, weights, input_weights, valid, capacity=capacity, **split)
@@ -414,9 +420,9 @@ def _rows(x, input_weights, plan: dispatch.Dispatch):
     return (rows * dispatch.spread_choices(input_weights, plan)).astype(x.dtype)
 
 
-def _apply(rows, plan: dispatch.Dispatch, *, linears, activation, layouts):
+def _apply(rows, plan: dispatch.Dispatch, *, linears, activation, weight_orders):
     """Applies the experts to the rows of a plan: `down(activation(gate(rows), up(rows)))`, or without gate."""
-    (*gate, up, down), (into, out) = linears, layouts
+    (*gate, up, down), (into, out) = linears, weight_orders
     if gate:
         return plan.linear(plan.gated(rows, gate[0], up, activation, into), down, out)
     return plan.linear(activation(checkpoint_name(plan.linear(rows, up, into), NAMES[1])), down, out)

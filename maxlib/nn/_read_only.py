@@ -23,7 +23,7 @@ class _Taken(TraceState):
         raise ValueError(
             f"layer {self._number} was taken out of a stack that scans its layers, so it is a copy, and a change of it "
             "would not reach the model. Change it in `nn.unstack(model)`, whose layers are stored alone, or in a stack "
-            f"from `with_layout(prefix={self._number + 1}, period=...)`. To change a copy on its own, copy it first: "
+            f"from `regrouped(prefix={self._number + 1}, period=...)`. To change a copy on its own, copy it first: "
             "`jax.tree.map(lambda a: a, layer)`"
         )
 

@@ -15,7 +15,7 @@ from flax import nnx
 from maxlib._utils.paths import dotted
 from maxlib.nn._linear import Einsum, Embed
 from maxlib.nn._moe import ExpertLinear
-from maxlib.nn._stack_layout import layout_for
+from maxlib.nn._stack_grouping import grouping_for
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.stack import Stack
 from maxlib.sharding.layers import num_layer_axes
@@ -91,12 +91,12 @@ class Decisions:
         return self.treatment(self.rules[n])
 
     def check(self) -> None:
-        """Raises ValueError if a rule decided nothing, or names a layer that does not exist."""
+        """Raises ValueError if a rule matched nothing, or names a layer that does not exist."""
         idle = [rule for n, rule in enumerate(self.rules) if n not in self._used]
         if idle:
             near = difflib.get_close_matches(idle[0].match, self._seen, n=3, cutoff=0.4)
             raise ValueError(
-                f"each rule must decide about a matmul, these decide none: {idle}; earlier rules win. "
+                f"these rules match no matmul that an earlier rule has not matched: {idle}. "
                 f"The nearest names are {', '.join(near) or 'none'}; the matmuls are "
                 f"{', '.join(f'{path} ({kind})' for path, kind in self._seen.items())}"
             )
@@ -129,7 +129,7 @@ def outputs(site: Any) -> tuple[int, ...]:
         letters, out = site.spec.partition(",")[2].split("->")
         return tuple(d for d, letter in enumerate(letters) if letter in out)
     if isinstance(site, ExpertLinear):
-        return tuple(d for d, letter in enumerate(site.layout) if letter != "I")
+        return tuple(d for d, letter in enumerate(site.weight_order) if letter != "I")
     return (0,)
 
 
@@ -228,7 +228,7 @@ def _laid_out(stack: Stack, path: str, decide: Decide) -> Stack:
     if len(set(zip(place, kinds, strict=True))) == len(set(place)):
         return stack
     shapes = [(jax.tree.structure(layer), tuple(jax.tree.leaves(layer))) for layer in layers]
-    return stack.with_layout(**layout_for(zip(shapes, kinds, strict=True)))
+    return stack.regrouped(**grouping_for(zip(shapes, kinds, strict=True)))
 
 
 def _treatments(layer: Any, path: str, i: int, count: int, decide: Decide) -> tuple[Hashable, ...]:

@@ -62,7 +62,7 @@ def constant_in_scan(x: Any) -> tuple[Any, Callable[[Any], Any], Callable[[Any],
         if added := sorted(new.shared.keys() - x.shared.keys()):
             raise ValueError(
                 f"a layer that is scanned shares {', '.join(added)}: only one that is stored alone can, as each of its "
-                "repeats would share its own. Choose lead, prefix and period so that it is alone (nn.layout_for does if "
+                "repeats would share its own. Choose lead, prefix and period so that it is alone (nn.grouping_for does if "
                 "its kind is its own)"
             )
         return new.x

@@ -29,7 +29,7 @@ class Matmul(Protocol):
         rows: Float[Array, "M I"],
         w: Any,
         rows_per_expert: Int[Array, " E"],
-        layout: ops.ExpertWeightOrder = "EOI",
+        weight_order: ops.ExpertWeightOrder = "EOI",
     ) -> Float[Array, "M O"]:
         """Multiplies rows, sorted by expert, by the matrices of their experts (`ops.grouped_matmul`)."""
         ...
@@ -56,10 +56,12 @@ class PlainMatmul:
         rows: Float[Array, "M I"],
         w: Any,
         rows_per_expert: Int[Array, " E"],
-        layout: ops.ExpertWeightOrder = "EOI",
+        weight_order: ops.ExpertWeightOrder = "EOI",
     ) -> Float[Array, "M O"]:
         """Multiplies rows by the matrices of their experts in the dtype of `rows`."""
-        return ops.grouped_matmul(rows, w, rows_per_expert, layout=layout, implementation=self.implementation)
+        return ops.grouped_matmul(
+            rows, w, rows_per_expert, weight_order=weight_order, implementation=self.implementation
+        )
 
 
 @functools.cache
@@ -140,13 +142,13 @@ class LowRank(nnx.Module):
         rows: Float[Array, "M I"],
         w: Any,
         rows_per_expert: Int[Array, " E"],
-        layout: ops.ExpertWeightOrder = "EOI",
+        weight_order: ops.ExpertWeightOrder = "EOI",
     ) -> Float[Array, "M O"]:
         """Multiplies rows by the adapted matrices of their experts."""
         a, b = jnp.asarray(self.a[...], rows.dtype), jnp.asarray(self.b[...], rows.dtype)
         # [M, I] -> [M, rank] -> [M, O]
         low = ops.grouped_matmul(ops.grouped_matmul(rows, a, rows_per_expert), b, rows_per_expert)
-        y = self.inner.grouped(rows, w, rows_per_expert, layout) + self.scale * low
+        y = self.inner.grouped(rows, w, rows_per_expert, weight_order) + self.scale * low
         if self.magnitude is None:
             return y
         # [E, O] -> [M, O]: the gains of each row's expert.

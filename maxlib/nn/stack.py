@@ -19,7 +19,7 @@ from maxlib.nn._layer_axis import with_layer_axis, without_layer_axis
 from maxlib.nn._linear import draw_key
 from maxlib.nn._model import Model
 from maxlib.nn._read_only import read_only
-from maxlib.nn._stack_layout import LayerGroup, as_layout, layer_groups, locate, normalized_layout
+from maxlib.nn._stack_grouping import LayerGroup, as_grouping, layer_groups, locate, normalized_grouping
 from maxlib.nn._with_shared import WithShared as WithShared
 from maxlib.nn._with_shared import constant_in_scan, map_activations, only_added, with_earlier
 from maxlib.nn.mixer import check_cache_dtype, check_order, is_reorderable
@@ -77,7 +77,7 @@ class Stack(StackedLayers):
     "heads", ...)`, in the lead `("lead_layers", ...)`. A layer that is stored alone, or taken out (`stack[i]`), does
     not have this axis.
 
-    The key of layer `i` is the stack's key folded with `i`, so initial values do not depend on the layout.
+    The key of layer `i` is the stack's key folded with `i`, so initial values do not depend on the grouping.
 
     Args:
         make: Builds layer `i` from its number and `nnx.Rngs`. Layers that are scanned together must have one structure,
@@ -85,7 +85,7 @@ class Stack(StackedLayers):
         num_layers: Number of layers.
         lead: Number of initial layers that differ from the body and are scanned separately.
         prefix: Number of layers after them that are stored one by one.
-        period: Number of layers after which their kinds repeat. `nn.layout_for` finds these numbers.
+        period: Number of layers after which their kinds repeat. `nn.grouping_for` finds these numbers.
         lead_period: Number of layers after which the kinds of the lead repeat.
         rngs: One key is drawn from `params`.
 
@@ -109,7 +109,7 @@ class Stack(StackedLayers):
         lead_period: int = 1,
         rngs: nnx.Rngs,
     ):
-        layout = normalized_layout(num_layers, lead, prefix, period, lead_period)
+        grouping = normalized_grouping(num_layers, lead, prefix, period, lead_period)
         key = draw_key(rngs)
         # [num_layers] keys, one per layer.
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_layers))
@@ -128,14 +128,18 @@ class Stack(StackedLayers):
             return jax.vmap(lambda key: build(numbers[0], key))(of_slot)
 
         # Layers of one place whose initial values depend on their number are built one by one.
-        apart = set() if _skip_check.value else _built_apart(build, keys, layout)
-        self._store(layout, alone, stacked)
+        apart = set() if _skip_check.value else _built_apart(build, keys, grouping)
+        self._store(grouping, alone, stacked)
 
-    def _store(self, layout: dict[str, int], alone: Callable, stacked: Callable) -> None:
+    def _store(self, grouping: dict[str, int], alone: Callable, stacked: Callable) -> None:
         """Stores the layers of every slot; `alone` makes one layer and `stacked` several from their numbers."""
-        self.num_layers, self.period, self.num_lead = layout["num_layers"], layout["period"], layout.get("lead", 0)
-        self.lead_period = layout.get("lead_period", 1)
-        for name, group in layer_groups(**layout).items():
+        self.num_layers, self.period, self.num_lead = (
+            grouping["num_layers"],
+            grouping["period"],
+            grouping.get("lead", 0),
+        )
+        self.lead_period = grouping.get("lead_period", 1)
+        for name, group in layer_groups(**grouping).items():
             slots = [group.layers(slot) for slot in range(group.slots)]
             if group.repeats is None:
                 made = [alone(numbers) for numbers in slots]
@@ -144,9 +148,9 @@ class Stack(StackedLayers):
             setattr(self, name, nnx.List(made))
 
     @property
-    def layout(self) -> dict[str, int]:
+    def grouping(self) -> dict[str, int]:
         """Returns `num_layers`, `prefix` and `period` as they are stored, and those of a `lead` if there is one."""
-        return as_layout(self.num_layers, self.num_lead, len(self.prefix), self.period, self.lead_period)
+        return as_grouping(self.num_layers, self.num_lead, len(self.prefix), self.period, self.lead_period)
 
     @property
     def repeats(self) -> int:
@@ -156,7 +160,7 @@ class Stack(StackedLayers):
     @property
     def layer_groups(self) -> dict[str, LayerGroup]:
         """The layers in `lead`, `prefix`, `body` and `suffix`, in the order in which they run."""
-        return layer_groups(**self.layout)
+        return layer_groups(**self.grouping)
 
     @property
     def is_reorderable(self) -> bool:
@@ -165,7 +169,7 @@ class Stack(StackedLayers):
 
     def where(self, i: int) -> tuple[str, int | None]:
         """Returns layer `i`'s path below this stack and its index on the leading axis (None if it is stored alone)."""
-        return locate(self._index(i), **self.layout)
+        return locate(self._index(i), **self.grouping)
 
     def _index(self, i: int) -> int:
         if not hasattr(i, "__index__"):
@@ -231,7 +235,7 @@ class Stack(StackedLayers):
         return x, None if cache is None else tuple(new_caches), _in_layer_order(self.layer_groups.values(), auxes)
 
     def _run_body(self, body, x, ctx, caches, *, remat, inputs):
-        """Scans the body, or runs it as a pipeline if the layout splits it into stages."""
+        """Scans the body, or runs it as a pipeline if the grouping splits it into stages."""
         if caches is not None or stages() == 1 or not len(body):
             return scan_group(body, x, ctx, caches, remat=remat, inputs=inputs)
         if jax.tree.leaves(inputs):
@@ -268,20 +272,20 @@ class Stack(StackedLayers):
             found.append(caches if group.repeats is None else [repeat(cache, group.repeats) for cache in caches])
         return tuple(found)
 
-    def with_layout(self, *, lead: int = 0, prefix: int, period: int, lead_period: int = 1) -> "Stack":
-        """Returns a stack of its own with the same layers in another layout; those that share a place must be alike."""
+    def regrouped(self, *, lead: int = 0, prefix: int, period: int, lead_period: int = 1) -> "Stack":
+        """Returns a stack of its own with the same layers in another grouping; those stored together must be alike."""
         layers, new = [self._layer(i) for i in range(len(self))], jax.tree.map(lambda a: a, self)
         # Equal arrays [...] of layers in one place -> [repeats, ...]
         stacked = lambda numbers: jax.tree.map(lambda *a: jnp.stack(a), *(layers[i] for i in numbers))
-        layout = normalized_layout(len(layers), lead, prefix, period, lead_period)
+        grouping = normalized_grouping(len(layers), lead, prefix, period, lead_period)
         # Variables of its own, also where a layer is stored alone before and after: an edit changes one stack only.
         alone = lambda numbers: jax.tree.map(lambda a: a, layers[numbers[0]])
-        new._store(layout, alone, stacked)
+        new._store(grouping, alone, stacked)
         return new
 
     def unstacked(self) -> "Stack":
         """Stores each layer alone: faster to decode with, slower to compile."""
-        return self.with_layout(prefix=self.num_layers, period=self.period)
+        return self.regrouped(prefix=self.num_layers, period=self.period)
 
 
 def scan_group(
@@ -352,7 +356,7 @@ def _rows_of(layers: range, alone: bool, layer_inputs: Any) -> Any:
     if layers[-1] >= given:
         raise ValueError(
             f"layer_inputs have {given} rows, for the first of the layers {layers.start} to {layers[-1]}, which are scanned "
-            "together: lay out the stack so that those without a row stand apart (`nn.layout_for`)"
+            "together: lay out the stack so that those without a row stand apart (`nn.grouping_for`)"
         )
     return jax.tree.map(
         lambda a: a[layers.start] if alone else a[layers.start : layers.stop : layers.step], layer_inputs
@@ -365,7 +369,7 @@ def unstack(model: Any) -> Any:
     return jax.tree.map(lambda x: x.unstacked() if is_stack(x) else x, model, is_leaf=is_stack)
 
 
-def _built_apart(build: Callable, keys: Any, layout: dict[str, int]) -> set[range]:
+def _built_apart(build: Callable, keys: Any, grouping: dict[str, int]) -> set[range]:
     """Compares every scanned layer with the first in its place.
 
     Returns:
@@ -377,7 +381,7 @@ def _built_apart(build: Callable, keys: Any, layout: dict[str, int]) -> set[rang
     # Traces the constructor: its operations, and the shapes and structure of what it returns. No arrays are made.
     trace = lambda i: jax.make_jaxpr(functools.partial(build, i), return_shape=True)(keys[i])
     # Layers stored alone need no match.
-    scanned = [group for group in layer_groups(**layout).values() if group.repeats]
+    scanned = [group for group in layer_groups(**grouping).values() if group.repeats]
     apart = set()
     for numbers in (group.layers(slot) for group in scanned for slot in range(group.slots)):
         program, first = trace(numbers[0])
@@ -387,8 +391,8 @@ def _built_apart(build: Callable, keys: Any, layout: dict[str, int]) -> set[rang
                 apart.add(numbers)
             if jax.tree.flatten(first) != jax.tree.flatten(other):  # leaves and structure
                 raise ValueError(
-                    f"layers {numbers[0]} and {i} would be scanned together under {layout} but differ in "
-                    f"{_difference(first, other)}; nn.layout_for finds a valid layout"
+                    f"layers {numbers[0]} and {i} would be scanned together under {grouping} but differ in "
+                    f"{_difference(first, other)}; nn.grouping_for finds a valid grouping"
                 )
     return apart
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlib.nn._stack_layout import LayerGroup, Layout
+from maxlib.nn._stack_grouping import Grouping, LayerGroup
 from maxlib.sharding.layers import is_stacked as _is_stacked
 from maxlib.sharding.layers import own_axes as own_axes
 
@@ -20,7 +20,7 @@ class StackedLayers(nnx.Module):
     """
 
     @property
-    def layout(self) -> Layout:
+    def grouping(self) -> Grouping:
         """Returns the numbers that determine which layer is stored where."""
         raise NotImplementedError
 
@@ -75,10 +75,10 @@ def stacked_paths(model: Any) -> frozenset[str]:
     return frozenset(path for path, names in axes(model).items() if _is_stacked(names))
 
 
-def layouts(model: Any) -> dict[str, Layout]:
-    """Returns the layout of every stack by its path: `num_layers`, `prefix`, `period`, and those of a `lead`."""
+def groupings(model: Any) -> dict[str, Grouping]:
+    """Returns the grouping of every stack by its path: `num_layers`, `prefix`, `period`, and those of a `lead`."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_stack)
-    return {_dotted(path): stack.layout for path, stack in leaves if is_stack(stack)}
+    return {_dotted(path): stack.grouping for path, stack in leaves if is_stack(stack)}
 
 
 def path_of(model: Any, part: Any) -> str:
@@ -88,7 +88,7 @@ def path_of(model: Any, part: Any) -> str:
 
 
 def pattern_paths(model: Any) -> dict[str, str]:
-    """Maps the path of every variable to its pattern path, which is independent of the layout of stacks.
+    """Maps the path of every variable to its pattern path, which is independent of the grouping of stacks.
 
     `"layers.body.0.attn.q.w"` and `"layers.prefix.1.attn.q.w"` become `"layers.attn.q.w"`.
     """
@@ -149,7 +149,7 @@ def partition(model: Any, filter: Filter = is_trainable) -> tuple[dict[str, Any]
     Returns:
         The selected arrays as `{path: array}`, and the model without them.
     """
-    # Filters get pattern paths, so that they work in every layout.
+    # Filters get pattern paths, so that they work in every grouping.
     short = pattern_paths(model)
     trainable = {path: v.get_value() for path, v in variables(model).items() if filter(short[path], v)}
 
@@ -193,7 +193,7 @@ def cast(model: Any, dtype: Any, filter: Filter = is_trainable) -> Any:
     """Casts parameters to `dtype`, such as bfloat16.
 
     Call it in the function that builds a model. An optimizer should then round stochastically, as
-    `training.in_bfloat16` does.
+    `training.bfloat16_moments` does.
 
     Args:
         model: The model.

@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,16 +31,37 @@ class Counts(list[tuple[float, Any, str]]):
         self.follow = follow
 
 
-def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any) -> float:
-    """Counts the model FLOPs of one training step: three times those of the loss (a backward pass has two matmuls for
-    each one).
+class Fact(NamedTuple):
+    """What is known of a value in a trace.
 
-    Recomputation by remat and whatever is no matmul do not count, and frozen parameters count like others. For a
-    decoder this is `6 N T + 6 L pairs heads (Hk + Hv)`: N weights in matmuls, T tokens, L layers, pairs of a query and
-    a key it sees.
+    Args:
+      value: its numbers; None if they are not known.
+      trained: it depends on what is trained, so a backward pass has its gradient.
+    """
+
+    value: Any = None
+    trained: bool = False
+
+
+def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any, *, trained: Any = None) -> float:
+    """Counts the model FLOPs of one training step: each matmul of the loss, and once more for every operand of it that
+    has a gradient.
+
+    An operand has one if it depends on trained parameters: three times the forward pass where all are trained, two for
+    the frozen matrices of LoRA behind the first factors, one for a frozen reference. An op of several matmuls, such as
+    attention, counts as one with its two first operands of that kind. Recomputation by remat and whatever is no matmul
+    do not count. For a decoder whose weights are all trained this is `6 N T + 6 L pairs heads (Hk + Hv)`: N weights in
+    matmuls, T tokens, L layers, pairs of a query and a key it sees.
+
+    Args:
+      loss_fn: `(model, batch, key) -> anything`.
+      model: arrays or shapes.
+      batch: arrays or shapes.
+      trained: for each array of the model whether it is trained, in the model's structure; None for all.
     """
     model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
-    return 3 * forward_flops(loss_fn, model, batch, jax.random.key(0))
+    flags = jax.tree.leaves(jax.tree.map(lambda _: True, model) if trained is None else trained)
+    return sum(flops for _, flops in _counted(loss_fn, (model, batch, jax.random.key(0)), follow=True, trained=flags))
 
 
 def forward_flops(fn: Callable[..., Any], *args: Any) -> float:
@@ -48,7 +69,7 @@ def forward_flops(fn: Callable[..., Any], *args: Any) -> float:
 
     The body of a `lax.scan` counts as often as it runs, of a `lax.cond` the dearest branch. Attention counts the pairs
     that its masks leave; documents count where `args` hold the integers that mark them, while a `jax.ShapeDtypeStruct`
-    leaves them unknown (then every pair counts). Ops registered in `maxlib.ops._cost` go by their own formula. No float
+    leaves them unknown (then every pair counts). Ops with `ops.register_flops` go by their own formula. No float
     is computed. Count without a mesh: call it outside `sharding.use`.
     """
     return sum(flops for _, flops in _counted(fn, args, follow=True))
@@ -66,8 +87,17 @@ def flops_by_dtype(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
     return found
 
 
-def _counted(fn: Callable[..., Any], args: Any, *, follow: bool) -> list[tuple[str, float]]:
-    """Returns what `fn(*args)` multiplies and the FLOPs of it, once for each equation of the trace."""
+def _counted(
+    fn: Callable[..., Any], args: Any, *, follow: bool, trained: Sequence[bool] = ()
+) -> list[tuple[str, float]]:
+    """Returns what `fn(*args)` multiplies and the FLOPs of it, once for each equation of the trace.
+
+    Args:
+      fn: what is traced.
+      args: its arguments.
+      follow: as in `Counts`.
+      trained: for the first leaves of `args` whether they are trained; then the backward pass counts too.
+    """
     leaves, tree = jax.tree.flatten(args)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     traced = jax.make_jaxpr(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)))(*shapes)
@@ -76,7 +106,12 @@ def _counted(fn: Callable[..., Any], args: Any, *, follow: bool) -> list[tuple[s
 
     def evaluate(known: list[Any]) -> list[jax.Array]:
         counts = Counts(follow)
-        _walk(traced, known, 1.0, counts)
+        flags = [*trained, *[False] * (len(known) - len(trained))]
+        inputs = [
+            Fact(x, flag and _is_float(var.aval))
+            for x, flag, var in zip(known, flags, traced.jaxpr.invars, strict=True)
+        ]
+        _walk(traced, inputs, 1.0, counts)
         found[:] = [(times, what) for times, _, what in counts]
         return [jnp.asarray(flops, jnp.float32) for _, flops, _ in counts]
 
@@ -116,41 +151,52 @@ def _is_known(x: Any) -> bool:
     return getattr(x, "is_fully_addressable", True)
 
 
-def _walk(traced: Any, known: Sequence[Any], times: float, counts: Counts) -> list[Any]:
-    """Adds to `counts` what `traced` does `times` times, given those inputs that are known; returns its outputs
-    likewise.
+def _walk(traced: Any, inputs: Sequence[Fact], times: float, counts: Counts) -> list[Fact]:
+    """Adds to `counts` what `traced` does `times` times, given what is known of its inputs; returns the same of its
+    outputs.
     """
     jaxpr = getattr(traced, "jaxpr", traced)
-    values = dict(zip(jaxpr.constvars, getattr(traced, "consts", ()), strict=False))
-    values |= dict(zip(jaxpr.invars, known, strict=True))
-    look = lambda atom: jnp.asarray(atom.val) if isinstance(atom, core.Literal) else values.get(atom)
-    look = look if counts.follow else lambda atom: None
+    facts = dict(zip(jaxpr.constvars, map(Fact, getattr(traced, "consts", ())), strict=False))
+    facts |= dict(zip(jaxpr.invars, inputs, strict=True))
+    look = lambda atom: Fact(jnp.asarray(atom.val)) if isinstance(atom, core.Literal) else facts.get(atom, Fact())
+    seen = look if counts.follow else lambda atom: look(atom)._replace(value=None)
     for eqn in jaxpr.eqns:
-        outputs = _count(eqn, [look(atom) for atom in eqn.invars], times, counts)
-        values |= dict(zip(eqn.outvars, outputs, strict=True))
-    return [look(atom) for atom in jaxpr.outvars]
+        outputs = _count(eqn, [seen(atom) for atom in eqn.invars], times, counts)
+        facts |= dict(zip(eqn.outvars, outputs, strict=True))
+    return [seen(atom) for atom in jaxpr.outvars]
 
 
-def _count(eqn: Any, known: list[Any], times: float, counts: Counts) -> list[Any]:
-    """Counts one equation. Its outputs are known (not None) where they are integers that follow from known ones."""
-    name, params, unknown = eqn.primitive.name, eqn.params, [None] * len(eqn.outvars)
+def _count(eqn: Any, inputs: list[Fact], times: float, counts: Counts) -> list[Fact]:
+    """Counts one equation. The values of its outputs are known where they are integers that follow from known ones."""
+    name, params = eqn.primitive.name, eqn.params
+    trained = name != "stop_gradient" and any(fact.trained for fact in inputs)
+    unknown = [Fact(None, trained and _passes_gradients(v.aval)) for v in eqn.outvars]
     if name in _RULES:
-        _RULES[name](eqn, known, times, counts)
-        return unknown
-    # Of an op in a backward pass there may be left what has two inputs: its own matmuls count then.
-    if name in ("jit", "pjit") and params["name"] in FORMULAS and len(eqn.invars) > 2:
+        return _RULES[name](eqn, inputs, times, counts) or unknown
+    formula = FORMULAS.get(params["name"]) if name in ("jit", "pjit") else None
+    if formula is not None and len(eqn.invars) >= formula.fewest:
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-        given = [shape if value is None else value for shape, value in zip(shapes, known, strict=True)]
+        given = [shape if fact.value is None else fact.value for shape, fact in zip(shapes, inputs, strict=True)]
         op = params["name"].rpartition(".")[2].lstrip("_")
-        counts.append((times, FORMULAS[params["name"]](*given), f"{op} {_dtypes(eqn)}"))
+        counts.append((times * _passes(inputs), formula.flops(*given), f"{op} {_dtypes(eqn)}"))
         return unknown
     inner = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
     if inner is not None:
-        return _walk(inner, known, times, counts)
-    if not counts.follow or any(value is None for value in known) or not all(_is_integer(v.aval) for v in eqn.outvars):
+        return _walk(inner, inputs, times, counts)
+    values = [fact.value for fact in inputs]
+    if not counts.follow or any(x is None for x in values) or not all(_is_integer(v.aval) for v in eqn.outvars):
         return unknown
-    result = eqn.primitive.bind(*known, **params)
-    return list(result) if eqn.primitive.multiple_results else [result]
+    result = eqn.primitive.bind(*values, **params)
+    return [Fact(x) for x in (result if eqn.primitive.multiple_results else [result])]
+
+
+def _passes(inputs: Sequence[Fact]) -> int:
+    """Counts a matmul, and those of the backward pass: one for each of its operands that has a gradient."""
+    return 1 + min(2, sum(fact.trained for fact in inputs))
+
+
+def _unknown(facts: Sequence[Fact]) -> list[Fact]:
+    return [fact._replace(value=None) for fact in facts]
 
 
 def _dtypes(eqn: Any) -> str:
@@ -161,83 +207,115 @@ def _is_integer(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.integer) or aval.dtype == bool
 
 
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _passes_gradients(aval: Any) -> bool:
+    """Tells floats, and what quantized numbers are stored in, from indices and masks."""
+    if not hasattr(aval, "dtype"):
+        return False
+    is_index = aval.dtype in (jnp.int32, jnp.int64)
+    return _is_float(aval) or (jnp.issubdtype(aval.dtype, jnp.integer) and not is_index)
+
+
 # ---------------------------------------------------------------------------------------------- rules
+# Each counts an equation, and returns what is known of its outputs; None for nothing but what they depend on.
 
 
-def _dot(eqn, known, times, counts):
+def _dot(eqn, inputs, times, counts):
     (contracted, _), _ = eqn.params["dimension_numbers"]
     summed = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
-    counts.append((times, 2 * summed * math.prod(eqn.outvars[0].aval.shape), _dtypes(eqn)))
+    counts.append((times * _passes(inputs), 2 * summed * math.prod(eqn.outvars[0].aval.shape), _dtypes(eqn)))
 
 
-def _ragged_dot(eqn, known, times, counts):
+def _ragged_dot(eqn, inputs, times, counts):
     """Counts each row with one group, whether the rows are kept or summed over."""
     dims = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = dims.dot_dimension_numbers
     lhs, out = eqn.invars[0].aval.shape, math.prod(eqn.outvars[0].aval.shape)
     groups = eqn.invars[2].aval.shape[-1] if dims.lhs_ragged_dimensions[0] in contracted else 1
-    counts.append((times, 2 * math.prod(lhs[d] for d in contracted) * out / groups, f"ragged_dot {_dtypes(eqn)}"))
+    flops = 2 * math.prod(lhs[d] for d in contracted) * out / groups
+    counts.append((times * _passes(inputs), flops, f"ragged_dot {_dtypes(eqn)}"))
 
 
-def _convolution(eqn, known, times, counts):
+def _convolution(eqn, inputs, times, counts):
     kernel, out = eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
     features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-    counts.append((times, 2 * math.prod(out) * math.prod(kernel) / features, f"convolution {_dtypes(eqn)}"))
+    flops = 2 * math.prod(out) * math.prod(kernel) / features
+    counts.append((times * _passes(inputs), flops, f"convolution {_dtypes(eqn)}"))
 
 
-def _scan(eqn, known, times, counts):
+def _scan(eqn, inputs, times, counts):
     params = eqn.params
-    consts = params["num_consts"] if "num_consts" in params else len(list(params["ft_in"].unpack()[0]))  # from jax 0.12
-    changing = [None] * (len(known) - consts)
-    _walk(params["jaxpr"], known[:consts] + changing, times * params["length"], counts)
+    if "num_consts" in params:
+        consts, carry = params["num_consts"], params["num_carry"]
+    else:  # from jax 0.12
+        consts, carry = (len(list(part)) for part in list(params["ft_in"].unpack())[:2])
+    inputs = [*inputs[:consts], *_unknown(inputs[consts:])]
+    return _loop(params["jaxpr"], inputs, slice(consts, consts + carry), times * params["length"], counts)
 
 
-def _while(eqn, known, times, counts):
+def _while(eqn, inputs, times, counts):
     body, skip, consts = (eqn.params[key] for key in ("body_jaxpr", "cond_nconsts", "body_nconsts"))
     before = len(counts)
-    changing = [None] * (len(known) - skip - consts)
-    _walk(body, known[skip : skip + consts] + changing, times, counts)
+    inputs = [*inputs[skip : skip + consts], *_unknown(inputs[skip + consts :])]
+    outputs = _loop(body, inputs, slice(consts, len(inputs)), times, counts)
     if len(counts) > before:
         warnings.warn(
-            "A loop with matmuls runs an unknown number of times; its FLOPs count once. Use lax.scan, or register the op "
-            "around it in maxlib.ops._cost.",
+            "A loop with matmuls runs an unknown number of times; its FLOPs count once. Use lax.scan, or decorate the "
+            "function around it with ops.register_flops(formula).",
             stacklevel=2,
         )
+    return outputs
 
 
-def _cond(eqn, known, times, counts):
+def _loop(body: Any, inputs: list[Fact], carry: slice, times: float, counts: Counts) -> list[Fact]:
+    """Counts the body of a loop. What its carry depends on grows until it stays, as where autodiff looks for it."""
+    found = Counts(counts.follow)
+    outputs = _unknown(_walk(body, inputs, times, found))
+    after = [a._replace(trained=a.trained or b.trained) for a, b in zip(inputs[carry], outputs, strict=False)]
+    if after != inputs[carry]:
+        return _loop(body, [*inputs[: carry.start], *after, *inputs[carry.stop :]], carry, times, counts)
+    counts += found
+    return outputs
+
+
+def _cond(eqn, inputs, times, counts):
     """Counts the dearest branch."""
-    branches, totals = [], []
+    branches, totals, outputs = [], [], []
     for branch in eqn.params["branches"]:
         branches.append(mine := Counts(counts.follow))
-        _walk(branch, known[1:], times, mine)
+        outputs.append(_walk(branch, inputs[1:], times, mine))
         totals.append(sum((jnp.asarray(n * count, jnp.float32) for n, count, _ in mine), start=jnp.zeros(())))
     dearest = jnp.argmax(jnp.stack(totals))
     for number, branch in enumerate(branches):
         counts += [(n, jnp.where(dearest == number, count, 0), what) for n, count, what in branch]
+    return [Fact(None, any(fact.trained for fact in facts)) for facts in zip(*outputs, strict=True)]
 
 
-def _scaled_matmul(eqn, known, times, counts):
+def _scaled_matmul(eqn, inputs, times, counts):
     """Counts `jax.nn.scaled_matmul`: [B, M, K] and [B, N, K] with their scales."""
     summed, out = eqn.invars[0].aval.shape[-1], math.prod(eqn.outvars[0].aval.shape)
-    counts.append((times, 2 * summed * out, f"scaled_matmul {_dtypes(eqn)}"))
+    counts.append((times * _passes(inputs[:2]), 2 * summed * out, f"scaled_matmul {_dtypes(eqn)}"))
 
 
-def _shard_map(eqn, known, times, counts):
+def _shard_map(eqn, inputs, times, counts):
     """Counts the body once for every device of the mesh."""
-    _walk(eqn.params["jaxpr"], [None] * len(known), times * eqn.params["mesh"].size, counts)
+    return _unknown(_walk(eqn.params["jaxpr"], _unknown(inputs), times * eqn.params["mesh"].size, counts))
 
 
-def _pallas_call(eqn, known, times, counts):
+def _pallas_call(eqn, inputs, times, counts):
     """Takes the kernel's own estimate: its body says nothing about how often a tile is skipped."""
     estimate = eqn.params.get("cost_estimate")
     if estimate is None:
         warnings.warn(
-            "A Pallas kernel without cost_estimate counts no FLOPs; give it one, or register its op in maxlib.ops._cost.",
+            "A Pallas kernel without cost_estimate counts no FLOPs; give it one, or decorate the function around it with "
+            "ops.register_flops(formula).",
             stacklevel=2,
         )
     else:
-        counts.append((times, estimate.flops, "kernel"))
+        counts.append((times * _passes(inputs), estimate.flops, "kernel"))
 
 
 _RULES = {

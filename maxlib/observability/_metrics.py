@@ -227,8 +227,8 @@ class Meter:
 
     Args:
       flops: model FLOPs of a step.
-      peak: FLOP/s of all devices. `tokens_per_second` and the metrics derived from it are averaged over about ten
-        steps; `seconds` is the time of one step.
+      peak: FLOP/s of all devices. `tokens_per_second` (of `num_tokens`), `targets_per_second` (of `num_targets`) and
+        what comes of `flops` are averaged over about ten steps; `seconds` is the time of one step.
     """
 
     def __init__(self, *, flops: float | None = None, peak: float | None = None):
@@ -259,7 +259,8 @@ class Meter:
     def _with_speed(self, values: dict[str, Any]) -> dict[str, Any]:
         if self._smooth is None:
             return values
-        values["tokens_per_second"] = float(values["num_targets"]) / self._smooth
+        for name in {"num_tokens", "num_targets"} & values.keys():
+            values[f"{name.removeprefix('num_')}_per_second"] = float(values[name]) / self._smooth
         if self.flops is not None:
             values["model_tflops_per_second"] = self.flops / self._smooth / 1e12
         if self.flops is not None and self.peak is not None:

@@ -76,7 +76,7 @@ def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     found = [_read(Path(run), _name(Path(run), runs)) for run in runs]
     path = Path(runs[0]) / "report.html" if out is None else Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(found), encoding="utf-8")
+    path.write_text(page(found), encoding="utf-8", errors="replace")  # JSON may hold half of a surrogate pair
     return path
 
 

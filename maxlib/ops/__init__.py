@@ -17,6 +17,7 @@ from maxlib.ops._attention import key_intervals as key_intervals
 from maxlib.ops._attention import ring_attention as ring_attention
 from maxlib.ops._axes_rope import AxialRope as AxialRope
 from maxlib.ops._axes_rope import MRope as MRope
+from maxlib.ops._cost import register_flops as register_flops
 from maxlib.ops._cross_entropy import CrossEntropy as CrossEntropy
 from maxlib.ops._cross_entropy import LogProbs as LogProbs
 from maxlib.ops._cross_entropy import divergence as divergence

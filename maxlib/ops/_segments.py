@@ -1,6 +1,7 @@
 """Sums over the sequences that are packed into rows. Shapes: B rows, T tokens, S sequences of a row.
 
-`segment_ids` number the sequences of a row from 1, with 0 for padding; None stands for one sequence per row.
+`segment_ids` number the sequences of a row from 1 to T, with 0 for padding; None stands for one sequence per row. A row
+with a larger number, such as the id of a document in a corpus, gives NaN: its sequence has no column.
 """
 
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ def segment_sums(values: Float[Array, "B T"], segment_ids: Segments) -> Float[Ar
     B, T = values.shape
     # Padding goes to column T, which does not exist and is dropped.
     columns = jnp.where(segment_ids > 0, segment_ids - 1, T)
-    return jnp.zeros((B, T), values.dtype).at[jnp.arange(B)[:, None], columns].add(values, mode="drop")
+    sums = jnp.zeros((B, T), values.dtype).at[jnp.arange(B)[:, None], columns].add(values, mode="drop")
+    return jnp.where(jnp.max(segment_ids, axis=1, keepdims=True) > T, jnp.nan, sums)
 
 
 def spread(sums: Float[Array, "B S"], segment_ids: Segments, length: int) -> Float[Array, "B T"]:
@@ -24,6 +26,11 @@ def spread(sums: Float[Array, "B S"], segment_ids: Segments, length: int) -> Flo
     if segment_ids is None:
         return jnp.broadcast_to(sums, (sums.shape[0], length))  # [B, 1] -> [B, T]
     return jnp.take_along_axis(sums, jnp.maximum(segment_ids - 1, 0), axis=1)
+
+
+def is_filled(counts: Float[Array, "*N"]) -> Float[Array, "*N"]:
+    """Returns 1 for sequences with learned tokens, 0 for those without, and NaN for those that have no column."""
+    return jnp.where(counts > 0, 1.0, counts)
 
 
 def token_counts(mask: Bool[Array, "B T"], segment_ids: Segments) -> Float[Array, "B S"]:

@@ -46,8 +46,8 @@ def _search(args: argparse.Namespace) -> int:
         fixed["layouts"] = [job.layout]
     if args.remat:
         fixed["remats"] = [job.remat]
-    if args.batch_per_chip is not None:
-        fixed["batches"] = [job.batch_per_chip]
+    if args.per_device_batch_size is not None:
+        fixed["batches"] = [job.per_device_batch_size]
     if args.compile is not None:
         fixed["compile"] = args.compile
     found = search(job, **fixed)
@@ -66,7 +66,7 @@ def _job(args: argparse.Namespace) -> Job:
         args.model,
         args.target,
         layout=_layout(args),
-        batch_per_chip=1 if args.batch_per_chip is None else args.batch_per_chip,
+        per_device_batch_size=1 if args.per_device_batch_size is None else args.per_device_batch_size,
         sequence=args.sequence,
         remat=_remat(args.remat or "full"),
         attention=args.attention,
@@ -131,7 +131,7 @@ def _numbers(result: Plan) -> dict[str, Any]:
 # Advice in error messages for Python -> the same for the command line.
 _HERE = {
     "change a degree, let one be -1, or pass devices=": "change a degree of --mesh or --dcn, or let one be -1",
-    "batch_per_chip": "--batch-per-chip",
+    "per_device_batch_size": "--per-device-batch-size",
     "accumulate=": "--accumulate ",
     "remat='full'": "--remat full",
     "plan.search": "--search",
@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="v5e-256, v5p-128 (cores: 64 chips), v6e-64, v5p:4x4x8, v5e-256x2 (two slices), h100x8, cpu",
     )
-    add("--batch-per-chip", type=float, help="sequences per chip in a step (default 1)")
+    add("--per-device-batch-size", type=float, help="sequences per chip in a step (default 1)")
     add("--sequence", type=int, default=2048, help="tokens of a sequence (default 2048)")
     add("--mesh", nargs="*", default=[], help="degrees, such as fsdp=-1,tensor=4 (default fsdp=-1)")
     add("--dcn", nargs="*", default=[], help="degrees across slices, such as data=-1")

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
-from maxlib.nn._stack_layout import layer_groups
+from maxlib.nn._stack_grouping import layer_groups
 from maxlib.plan._hlo import Collective, Costs
 from maxlib.plan._memory import part_bytes
 from maxlib.plan._program import Program, bytes_on_host, moes, schedule_of
@@ -119,7 +119,7 @@ def _local(program: Program) -> float:
 def _stacks(program: Program) -> list[int]:
     """Returns how often stacks repeat each layer of their periods; once where there is no stack."""
     segments = [
-        one for layout in nn.tree.layouts(program.state.rest).values() for one in layer_groups(**layout).values()
+        one for layout in nn.tree.groupings(program.state.rest).values() for one in layer_groups(**layout).values()
     ]
     return [one.repeats for one in segments if one.repeats for _ in range(one.slots)] or [1]
 

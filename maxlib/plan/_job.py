@@ -33,7 +33,7 @@ class Job:
       layout: how everything lies on the devices: degrees and a strategy, `Layout({"fsdp": -1, "tensor": 4}, FSDP_TP)`,
         with `"dcn"` among the degrees for several slices or hosts; or the layout of a mesh of as many devices. By
         default `FSDP` over all of them.
-      batch_per_chip: sequences per device in one step; a fraction where several devices share a sequence.
+      per_device_batch_size: sequences per device in one step; a fraction where several devices share a sequence.
       sequence: tokens of a sequence.
       remat: the `remat` argument of the model.
       attention: the implementation of `ops.attention` in all layers; None for the best that can run.
@@ -54,7 +54,7 @@ class Job:
     target: str
     _: dataclasses.KW_ONLY
     layout: sharding.Layout = FSDP_EVERYWHERE
-    batch_per_chip: float = 1
+    per_device_batch_size: float = 1
     sequence: int = 2048
     remat: Any = "full"
     attention: str | None = None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from maxlib import nn, sharding
 from maxlib.nn._head import ROWS_AT_ONCE, head_split
-from maxlib.nn._stack_layout import group_at
+from maxlib.nn._stack_grouping import group_at
 from maxlib.plan._program import Program, bytes_on_device, moes
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._rules import parts, spec
@@ -156,7 +156,7 @@ def _layer_weights(program: Program) -> float:
         dict(rules) | dict.fromkeys(("embed", "expert_embed", "rank", "layers")) | {"expert": rules.get("act_expert")}
     )
     layers: dict[str, list[tuple[float, bool]]] = {}
-    layouts = nn.tree.layouts(program.plain) | nn.tree.layouts(program.state.rest)
+    layouts = nn.tree.groupings(program.plain) | nn.tree.groupings(program.state.rest)
     for path, x in program.matrices.items():
         if (found := group_at(path, layouts)) is None or found[1].repeats is None or len(x.axes) < 3:
             continue

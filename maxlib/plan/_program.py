@@ -29,6 +29,7 @@ from maxlib.plan._targets import (
 )
 from maxlib.sharding._mesh import resolve_free_degree
 from maxlib.sharding.pipelining import Schedule
+from maxlib.training._objectives.remat_names import check_remat_names
 from maxlib.training._placement import batch_names
 
 # The first call of attention in a lowered program: queries and keys of one device.
@@ -120,7 +121,7 @@ class Program:
     def forward_flops(self) -> float:
         """The FLOPs of one step's forward pass on all devices."""
         row = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.job.batch_shapes(1))
-        return self.rows * observability.training_flops(self.job.loss_fn(), self.model, row) / 3
+        return self.rows * observability.forward_flops(self.job.loss_fn(), self.model, row, jax.random.key(0))
 
     @property
     def model_flops(self) -> float:
@@ -186,39 +187,9 @@ def make_program(job: Job) -> Program:
     model = jax.tree.map(lambda x, place: _at(x, place), model, places)
     state, batch = _state(job, model, optimizer, layout), _batch(job, layout, rows)
     program = Program(job, layout, model, state, batch, optimizer, rows)
-    _check_marked(program)
+    row = {"tokens": jax.ShapeDtypeStruct((1, job.sequence), jnp.int32)}
+    check_remat_names(job.remat, state.trainable, state.rest, row)
     return program
-
-
-def _check_marked(program: Program) -> None:
-    """Raises ValueError if remat names what neither maxlib's layers nor the model's own mark."""
-    remat = program.job.remat
-    if remat is None or isinstance(remat, str) or callable(remat) or set(remat) <= set(nn.remat.INTERMEDIATES):
-        return
-    marked = _marked(program)
-    if unknown := sorted(set(remat) - set(nn.remat.INTERMEDIATES) - marked):
-        known = ", ".join(
-            name for name in (*nn.remat.INTERMEDIATES, *sorted(marked - set(nn.remat.INTERMEDIATES))) if name in marked
-        )
-        raise ValueError(
-            f"remat names {', '.join(map(repr, unknown))}, which no layer marks; this model's mark {known}"
-        )
-
-
-def _marked(program: Program) -> set[str]:
-    """Returns the names that the model's layers give to intermediates with `checkpoint_name`."""
-    found = set()
-
-    def note(primitive: Any, *_: Any, **params: Any) -> bool:
-        found.update([params["name"]] if primitive.name == "name" else [])
-        return False
-
-    row = jnp.zeros((1, program.job.sequence), jnp.int32)
-    loss = lambda params: nn.combine(params, program.state.rest)(row, remat=note).hidden.sum()
-    jax.eval_shape(
-        jax.grad(loss), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.state.trainable)
-    )
-    return found
 
 
 def refused(job: Job) -> str | None:
@@ -268,17 +239,17 @@ def _rows(job: Job, layout: sharding.Layout) -> int:
             f"a sequence of {job.sequence} tokens does not divide into the {cut} parts that the strategy and the mesh "
             f"{dict(mesh.shape)} cut it into; change the sequence or the mesh"
         )
-    rows = job.batch_per_chip * mesh.size
+    rows = job.per_device_batch_size * mesh.size
     parts = layout.axis_size("batch")
     if rows != int(rows) or rows < 1 or rows % (parts * job.accumulate):
         raise ValueError(
-            f"{job.batch_per_chip} sequences per chip are {rows:g} in all, which must be a multiple of the {parts} parts that the "
-            f"mesh cuts a batch into, times accumulate={job.accumulate}; change batch_per_chip or the mesh {dict(mesh.shape)}"
+            f"{job.per_device_batch_size} sequences per chip are {rows:g} in all, which must be a multiple of the {parts} parts that the "
+            f"mesh cuts a batch into, times accumulate={job.accumulate}; change per_device_batch_size or the mesh {dict(mesh.shape)}"
         )
     if int(rows) // job.accumulate % (microbatches := schedule.microbatches):
         raise ValueError(
             f"{rows:g} sequences, by accumulate={job.accumulate}, cannot be cut into the pipeline's {microbatches} microbatches; "
-            f"change their number, as in --strategy fsdp+pp:8 --mesh stage={schedule.stages}, or batch_per_chip"
+            f"change their number, as in --strategy fsdp+pp:8 --mesh stage={schedule.stages}, or per_device_batch_size"
         )
     return int(rows)
 
@@ -306,9 +277,9 @@ def _check_pipeline(job: Job, schedule: Schedule) -> None:
 
 
 def _check_sizes(job: Job) -> None:
-    sizes = {"sequence": job.sequence, "batch_per_chip": job.batch_per_chip}
+    sizes = {"sequence": job.sequence, "per_device_batch_size": job.per_device_batch_size}
     if wrong := {name: size for name, size in sizes.items() if not 0 < size < math.inf}:
-        raise ValueError(f"sequence and batch_per_chip must be positive; got {wrong}")
+        raise ValueError(f"sequence and per_device_batch_size must be positive; got {wrong}")
 
 
 def _optimizer(job: Job, model: Any) -> Any:

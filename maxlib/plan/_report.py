@@ -99,7 +99,7 @@ def _report(plan: Plan) -> list[Any]:
         f"{job.title}, {plan.num_parameters / 1e9:.2f} billion parameters, on {plan.target}",
         f"mesh: {mesh}; strategy: {strategy}; remat: {job.remat}; optimizer: {getattr(job.optimizer, '__name__', job.optimizer)}",
         *_adapters(job),
-        f"batch: {plan.rows} x {job.sequence} tokens ({job.batch_per_chip:g} per chip); {job.dtype} arithmetic",
+        f"batch: {plan.rows} x {job.sequence} tokens ({job.per_device_batch_size:g} per chip); {job.dtype} arithmetic",
         "",
     ]
     return [*head, _memory(plan), verdict(plan), "", *_work(plan)]
@@ -152,7 +152,7 @@ def _advice(plan: Plan) -> list[str]:
     if plan.temporaries - plan.gradients > plan.peak / 3:
         if job.remat != "full":
             advice.append("remat='full' keeps only each layer's input.")
-        if job.batch_per_chip > 1 or job.sequence > 2048:
+        if job.per_device_batch_size > 1 or job.sequence > 2048:
             advice.append("A smaller batch per chip, accumulate, or a tensor axis cuts activations.")
     if plan.parameters + plan.optimizer > plan.peak / 3:
         advice.append("More devices on fsdp (or tensor, expert) split parameters and optimizer further.")

@@ -109,7 +109,7 @@ def search(
     begin = time.monotonic()
     layouts = list(layouts or _default_layouts(parse_target(job.target).devices, job.dcn))
     jobs = [
-        dataclasses.replace(job, layout=layout, remat=remat, batch_per_chip=per_chip)
+        dataclasses.replace(job, layout=layout, remat=remat, per_device_batch_size=per_chip)
         for layout, remat, per_chip in itertools.product(layouts, remats, batches)
     ]
     estimates, refused = _sorted(_attempt(_api.estimated, job) for job in jobs)
@@ -147,7 +147,7 @@ def _attempt(make: Callable[[Job], Plan], job: Job) -> Plan | tuple[str, str]:
     except ImportError:
         raise  # no compiler: no layout could be
     except Exception as error:
-        return f"{job.degrees}, remat {job.remat}, {job.batch_per_chip:g} per chip", str(error) or repr(error)
+        return f"{job.degrees}, remat {job.remat}, {job.per_device_batch_size:g} per chip", str(error) or repr(error)
 
 
 def _sorted(attempts: Iterable[Plan | tuple[str, str]]) -> tuple[list[Plan], tuple[tuple[str, str], ...]]:
@@ -168,7 +168,7 @@ def _speed(plan: Plan) -> float:
 
 def _words(plan: Plan) -> str:
     mesh = " x ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one device"
-    return f"{mesh}, remat {plan.job.remat}, {plan.job.batch_per_chip:g} per chip"
+    return f"{mesh}, remat {plan.job.remat}, {plan.job.per_device_batch_size:g} per chip"
 
 
 def _row(plan: Plan) -> list[str]:
@@ -180,7 +180,7 @@ def _row(plan: Plan) -> list[str]:
         mesh,
         preset_name(plan.job.layout.strategy),
         str(plan.job.remat),
-        f"{plan.job.batch_per_chip:g}",
+        f"{plan.job.per_device_batch_size:g}",
         *sizes,
         f"{_speed(plan):,.0f}",
         mfu,

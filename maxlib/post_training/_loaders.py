@@ -12,15 +12,20 @@ from maxlib.observability._metrics import reported
 from maxlib.post_training._models import Batch, log_probs
 from maxlib.training import StatefulLoader, place_batch
 from maxlib.training._objectives.objective import run
+from maxlib.training._prefetch import Follows, follow_layout
 
 
 class Scored:
-    """A loader that adds `score(model, part)` to each part of a batch that has tokens; it is where `loader` is."""
+    """A loader that adds `score(model, part)` to each part of a batch that has tokens.
+
+    Its position is that of `loader`.
+    """
 
     def __init__(self, loader: StatefulLoader, model: Any, layout: Any, score: Callable[[Any, Batch], Batch]):
         self.loader, self.model, self.layout = loader, model, layout
         self._compiled = jax.jit(lambda model, batch: _over_parts(lambda part: score(model, part), batch))
         self.reset, self.get_state, self.set_state = loader.reset, loader.get_state, loader.set_state
+        follow_layout(loader, layout)
 
     def __iter__(self) -> "Scored":
         return self
@@ -29,6 +34,11 @@ class Scored:
         batch = place_batch(next(self.loader), self.layout)
         with contextlib.nullcontext() if self.layout is None else sharding.use(self.layout):
             return self._compiled(self.model, batch)
+
+    def follow(self, sharding: Any) -> None:
+        """Lets the loader inside hand out the rows that this process's devices hold."""
+        if isinstance(self.loader, Follows):
+            self.loader.follow(sharding)
 
     def metrics(self) -> dict[str, Any]:
         """Returns the counts of the loader inside."""

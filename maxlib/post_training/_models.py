@@ -32,16 +32,17 @@ class WithFrozen(nn.tree.HasFrozen):
 
 
 class ComparedObjective(Objective):
-    """A training loss that compares the model with another one, which its option `option` finds.
+    """A training loss that compares the model with a second one, such as a reference or a teacher.
 
-    Called as `loss(model, batch, key, *, reference, dtype, remat, **options)`, for an `option` of that name. The other
-    model is `reference(model)`, such as `adapters.base`, or that of `WithFrozen`, or its words are in the batch.
+    Called as `loss(model, batch, key, *, reference, dtype, remat, **options)`, if `option` is "reference". The second
+    model is `reference(model)`, such as `adapters.base_model`, or that of `WithFrozen`; or its outputs are in
+    the batch.
 
     Args:
         from_hidden: As for `Objective`.
         option: Name of the option.
-        compare: From model, other model (None if there is none), batch, and by keyword temperature, dtype and remat:
-            the batch with what the other one says.
+        compare: Function of the model, the second model (None if there is none) and the batch, and by keyword of
+            temperature, dtype and remat. It returns the batch with the second model's outputs.
         reads: As for `objective`.
     """
 
@@ -73,7 +74,7 @@ def _trained_and_frozen(model: Any, other: Any, option: str) -> tuple[Any, Any]:
     """Returns the model to train and the other one, None if there is none."""
     if other is not None and (not callable(other) or nn.variables(other)):
         raise TypeError(
-            f"{option} must be a function from the trained model to the other one, such as adapters.base, got "
+            f"{option} must be a function from the trained model to the other one, such as adapters.base_model, got "
             f"{type(other).__name__}: put a model of its own beside the trained one, WithFrozen(trained, frozen)"
         )
     if other is not None:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from maxlib.inference import Sampler
@@ -51,7 +52,8 @@ def policy_loss(
     Args:
         head: The model.
         hidden: Its last hidden states.
-        batch: `tokens`, `targets` (-1 outside of completions), `advantages` (`B T`, or `B` for one completion a row);
+        batch: `tokens`, `targets` (-1 outside of completions), `advantages` (`B T`, or `B` for one completion a row:
+            with several the loss is NaN);
             `old_log_probs`, those under the policy that sampled: for every step after the first on the same
             completions, or else ρ is 1 and nothing is clipped; `reference_log_probs` for a KL term;
             `sampler_log_probs`, those that another engine reported, for a correction; `sampler`, what drew them.
@@ -64,7 +66,8 @@ def policy_loss(
         temperature: Of the sampler.
 
     Raises:
-        ValueError: when the batch lacks what an option needs, or its `sampler` has another temperature, or filters.
+        ValueError: when the batch lacks what an option needs, or its `sampler` has another temperature, or filters;
+            outside `jit` also for advantages of `B` where a row holds several completions.
     """
     if "sampler" in batch:
         check_scored(batch["sampler"], temperature)
@@ -90,8 +93,8 @@ def policy_loss(
 
 def _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correction) -> tuple[Array, dict[str, Array]]:
     """Computes the loss of each token with all its terms, and the metrics of each token."""
-    log_prob, advantages = scored.log_prob, batch["advantages"]
-    advantages = jnp.broadcast_to(advantages[:, None] if advantages.ndim == 1 else advantages, mask.shape)
+    log_prob = scored.log_prob
+    advantages = _by_token(batch["advantages"], mask, batch.get("segment_ids"))
     losses, low, high = surrogate(rho, advantages, log_prob)
     metrics = {"ratio": rho, "entropy": scored.entropy}
     metrics |= {"clip_ratio/low": low, "clip_ratio/high": high, "clip_ratio/region": low | high}
@@ -104,6 +107,24 @@ def _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correct
         divergence = kl_term(log_prob, reference, rho)
         losses, metrics = losses + kl_term.beta * divergence, metrics | {"kl": divergence}
     return losses - entropy * scored.entropy, metrics
+
+
+def _by_token(advantages: Array, mask: Array, segment_ids: Array | None) -> Array:
+    """Gives every token its completion's advantage; one number for a row with several completions is an error, inside
+    `jit` a NaN.
+    """
+    if advantages.ndim > 1:
+        return advantages
+    wide = jnp.broadcast_to(advantages[:, None], mask.shape)
+    if segment_ids is None:
+        return wide
+    first = jnp.min(jnp.where(mask, segment_ids, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
+    several = jnp.max(jnp.where(mask, segment_ids, 0), axis=1, keepdims=True) > first
+    if not isinstance(several, Tracer) and several.any():
+        raise ValueError(
+            "rows hold several completions, but batch['advantages'] one number for each row: give it as B T"
+        )
+    return jnp.where(several, jnp.nan, wide)
 
 
 grpo = functools.partial(policy_loss, surrogate=Clip(0.2, 0.2), mean="sequence")

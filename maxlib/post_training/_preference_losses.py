@@ -1,6 +1,6 @@
 """Training losses of preferences, for models.
 
-Pairs come in one of two layouts. `{"chosen": {...}, "rejected": {...}}` has an array of rows for each; the loss puts
+Pairs come in one of two forms. `{"chosen": {...}, "rejected": {...}}` has an array of rows for each; the loss puts
 the two rows of a pair next to each other and runs the model once. A single batch has the answers of a pair as
 consecutive segments of a row (1 chosen, 2 rejected, 3 chosen, ...), which trains in a 1F1B pipeline too.
 """
@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxlib.ops._segments import segment_sums, token_counts
+from maxlib.ops._segments import is_filled, segment_sums, token_counts
 from maxlib.post_training._models import Batch, ComparedObjective, frozen_log_probs, scores
 from maxlib.post_training.preferences import DPO, KTO, Answers, Mixture, Preference
 from maxlib.training import Stats
+from maxlib.training._objectives.objective import Quotient
 
 
 def _compared(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
@@ -67,7 +68,7 @@ def preference_loss(
     Args:
         head: The model.
         hidden: Its last hidden states.
-        batch: Pairs in one of the layouts above: `tokens`, `targets` (-1 outside of completions), and
+        batch: Pairs in one of the forms above: `tokens`, `targets` (-1 outside of completions), and
             `reference_log_probs`, if nothing else says what the reference is.
         kind: The loss of pairs.
         temperature: Divisor of the logits.
@@ -83,7 +84,7 @@ def preference_loss(
     scored = scores(head, hidden, targets, temperature=temperature).log_prob
     of_answers = lambda x: _answers(segment_sums(jnp.where(mask, x, 0), segment_ids), batch)
     counts = _answers(token_counts(mask, segment_ids), batch)
-    is_pair = ((counts[0] > 0) & (counts[1] > 0)).astype(jnp.float32)
+    is_pair = is_filled(counts[0]) * is_filled(counts[1])
     log_p = of_answers(scored)
     ratios = of_answers(scored - batch["reference_log_probs"]) if kind.needs_reference else log_p
     answers, pairs = Answers(*ratios, *counts), jnp.sum(is_pair)
@@ -122,7 +123,8 @@ def kto_loss(
     """Computes KTO, summed over answers that are desirable or not; answers may be packed.
 
     Called as `kto_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Metrics: `rewards`,
-    `kl` (z), and `rewards/desirable`, `rewards/undesirable` summed over their kind alone.
+    `kl` (z), `rewards/desirable` and `rewards/undesirable`, means over their kind alone, and `desirable`, the share of
+    that kind.
 
     Args:
         head: The model.
@@ -151,14 +153,16 @@ def kto_loss(
     desirable = batch["desirable"][:, None] if batch["desirable"].ndim == 1 else batch["desirable"]
     # [B, T] -> [B, S]: an answer is desirable if its tokens say so.
     desirable = segment_sums(jnp.where(mask, desirable, 0).astype(jnp.float32), segment_ids) > counts / 2
-    is_answer = (counts > 0).astype(jnp.float32)
+    is_answer = is_filled(counts)
     losses = kind(ratio, desirable, batch["kl_baseline"][:, None])
     rewards = is_answer * kind.beta * ratio
+    of_kind = lambda kind: Quotient(jnp.sum(rewards * kind), jnp.sum(is_answer * kind))
     sums = {
         "kl": jnp.sum(is_answer * jnp.maximum(batch["kl_baseline"][:, None], 0)),
         "rewards": jnp.sum(rewards),
-        "rewards/desirable": jnp.sum(rewards * desirable),
-        "rewards/undesirable": jnp.sum(rewards * ~desirable),
+        "rewards/desirable": of_kind(desirable),
+        "rewards/undesirable": of_kind(~desirable),
+        "desirable": jnp.sum(is_answer * desirable),
     }
     return jnp.sum(is_answer * losses), jax.lax.stop_gradient(Stats(jnp.sum(is_answer), sums))
 
@@ -166,7 +170,7 @@ def kto_loss(
 def no_reference(kind: str) -> str:
     return (
         f"{kind} compares with a reference: put its log-probabilities into the batch ('reference_log_probs', see add_reference), "
-        "pass reference=adapters.base for a model with adapters, or train WithFrozen(model, reference)"
+        "pass reference=adapters.base_model for a model with adapters, or train WithFrozen(model, reference)"
     )
 
 
@@ -197,6 +201,6 @@ def _with_divergence(model: Any, frozen: Any, batch: Batch, **options: Any) -> B
         raise ValueError(no_reference("the divergence on batch['mismatched']"))
     ratio = frozen_log_probs(model, other, **options) - other["reference_log_probs"]
     mask = other["targets"] >= 0
-    answers = jnp.sum(token_counts(mask, other.get("segment_ids")) > 0)
+    answers = jnp.sum(is_filled(token_counts(mask, other.get("segment_ids"))))
     z = jnp.sum(jnp.where(mask, ratio, 0)) / jnp.maximum(answers, 1)
     return batch | {"kl_baseline": jnp.broadcast_to(z, len(batch["tokens"]))}

@@ -130,8 +130,8 @@ def _checked(rewards: Any) -> np.ndarray:
     rewards = np.asarray(rewards, np.float64)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(
-            f"rewards must be 'N G', G > 1 completions of each of N prompts, got the shape {rewards.shape}: a completion alone "
-            "has nobody to be compared with, and its advantage is 0"
+            f"rewards must be 'N G', G > 1 completions of each of N prompts, got the shape {rewards.shape}: a group of one "
+            "completion has no baseline; sample at least two"
         )
     if np.isinf(rewards).any():
         raise ValueError("rewards must be finite, or NaN for a completion that was not scored; got infinity")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from maxlib._utils.choices import check_choice
-from maxlib.ops._segments import Segments, segment_sums, spread, token_counts
+from maxlib.ops._segments import Segments, is_filled, segment_sums, spread, token_counts
 
 Ratio = Literal["token", "sequence", "sequence_token", "sequence_sum"]
 Tokens = Float[Array, "B T"]
@@ -191,7 +191,7 @@ def mean_weights(
     counts = token_counts(mask, segment_ids)  # [B, S]
     if by == "token":
         return weights, jnp.sum(counts)
-    sequences = jnp.sum(counts > 0).astype(jnp.float32)
+    sequences = jnp.sum(is_filled(counts))
     if isinstance(by, FixedLengthMean):
         return weights / by.length, sequences
     if by != "sequence":

@@ -211,7 +211,7 @@ def _matrices(x: Blocks, letters: str, batch: str, kept: str, summed: str) -> tu
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def grouped(rows, w, counts, layout: ops.ExpertWeightOrder, format: Format):
+def grouped(rows, w, counts, weight_order: ops.ExpertWeightOrder, format: Format):
     """Multiplies rows, sorted by expert, by the matrices of their experts, both rounded in blocks.
 
     Products are computed in the dtype of `rows` by the best kernel of `ops.grouped_matmul`.
@@ -220,39 +220,41 @@ def grouped(rows, w, counts, layout: ops.ExpertWeightOrder, format: Format):
         rows: `M I`.
         w: `E O I` or `E I O`.
         counts: Rows of each expert.
-        layout: Dimensions of `w`.
+        weight_order: Dimensions of `w`.
         format: Formats of the operands, with blocks.
     """
     lines = _lines(rows, format.activations, "MI", "I", format).restored(rows.dtype)
-    return ops.grouped_matmul(lines, _experts(w, layout, format), counts, layout=layout)
+    return ops.grouped_matmul(lines, _experts(w, weight_order, format), counts, weight_order=weight_order)
 
 
-def _grouped_forward(rows, w, counts, layout, format):
-    return grouped(rows, w, counts, layout, format), (rows, w, counts)
+def _grouped_forward(rows, w, counts, weight_order, format):
+    return grouped(rows, w, counts, weight_order, format), (rows, w, counts)
 
 
-def _grouped_backward(layout, format, residuals, d):
+def _grouped_backward(weight_order, format, residuals, d):
     rows, w, counts = residuals
     if format.gradients is None:
-        return *jax.vjp(lambda rows, w: ops.grouped_matmul(rows, w, counts, layout=layout), rows, w)[1](d), None
-    back: ops.ExpertWeightOrder = "EIO" if layout == "EOI" else "EOI"
+        return *jax.vjp(lambda rows, w: ops.grouped_matmul(rows, w, counts, weight_order=weight_order), rows, w)[1](
+            d
+        ), None
+    back: ops.ExpertWeightOrder = "EIO" if weight_order == "EOI" else "EOI"
     lines = _lines(d, format.gradients, "MO", "O", format).restored(d.dtype)
-    d_rows = ops.grouped_matmul(lines, _experts(w, layout, format), counts, layout=back)
-    return d_rows, _outer(d, rows, counts, layout, format).astype(w.dtype), None
+    d_rows = ops.grouped_matmul(lines, _experts(w, weight_order, format), counts, weight_order=back)
+    return d_rows, _outer(d, rows, counts, weight_order, format).astype(w.dtype), None
 
 
 grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
-def _experts(w, layout: ops.ExpertWeightOrder, format: Format):
-    return _lines(w, format.weights, layout, "OI", format).restored(w.dtype)
+def _experts(w, weight_order: ops.ExpertWeightOrder, format: Format):
+    return _lines(w, format.weights, weight_order, "OI", format).restored(w.dtype)
 
 
-def _outer(d, rows, counts, layout: ops.ExpertWeightOrder, format: Format):
+def _outer(d, rows, counts, weight_order: ops.ExpertWeightOrder, format: Format):
     """Computes the gradient of the experts' weights; lines of rows may hold those of two neighbouring experts."""
     used = (jnp.arange(len(rows)) < counts.sum())[:, None]  # others may hold anything, and would set scales
     d, rows = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d, rows))
     d = _lines(d, format.gradients, "MO", "M", format).restored(d.dtype)
     rows = _lines(rows, format.activations, "MI", "M", format).restored(rows.dtype)
-    left, right = (d, rows) if layout == "EOI" else (rows, d)
+    left, right = (d, rows) if weight_order == "EOI" else (rows, d)
     return ops.grouped_outer(left, right, counts)

@@ -86,7 +86,7 @@ def load(
 
 
 def _manifest(model: Any) -> dict[str, Any]:
-    """Returns the contents of quantization.json: the format and dtype of each weight, and the layouts of stacks."""
+    """Returns the contents of quantization.json: the format and dtype of each weight, and the grouping of stacks."""
     formats, dtypes = {}, {}
     for path, site in sites.find(model, sites.SITES):
         if isinstance(site.w, nn.quantized.QuantizedWeight):
@@ -95,7 +95,7 @@ def _manifest(model: Any) -> dict[str, Any]:
             )
             formats[path] = dataclasses.asdict(rounds or Format(site.w.qtype, group=site.w.group))
             dtypes[path] = np.dtype(site.w.dtype).name
-    layouts = {path: stack.layout for path, stack in sites.find(model, nn.Stack)}
+    layouts = {path: stack.grouping for path, stack in sites.find(model, nn.Stack)}
     return {"version": _VERSION, "formats": formats, "dtypes": dtypes, "layouts": layouts}
 
 
@@ -131,7 +131,7 @@ def _is_layout(layout: Any) -> bool:
 
 
 def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
-    """Returns a model with this configuration, with layouts and formats as in the manifest."""
+    """Returns a model with this configuration, with groupings and formats as in the manifest."""
 
     def lay_out(path, node):
         if not isinstance(node, nn.Stack):
@@ -139,7 +139,7 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
         layout = manifest["layouts"].get(dotted(path))
         if layout is None:
             raise ValueError(f"the layout of the layers {dotted(path)!r} is missing")
-        return node.with_layout(**{name: number for name, number in layout.items() if name != "num_layers"})
+        return node.regrouped(**{name: number for name, number in layout.items() if name != "num_layers"})
 
     def quantize(path, site):
         name = dotted(path)

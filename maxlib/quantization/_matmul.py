@@ -44,14 +44,14 @@ class Quantized:
         rows: Float[Array, "M I"],
         w: Any,
         rows_per_expert: Int[Array, " E"],
-        layout: ops.ExpertWeightOrder = "EOI",
+        weight_order: ops.ExpertWeightOrder = "EOI",
     ) -> Float[Array, "M O"]:
         """Multiplies rows, sorted by expert, by the matrices of their experts, all rounded."""
         if isinstance(w, nn.quantized.QuantizedWeight):
-            return _grouped_product(rows, w.quantized(), rows_per_expert, layout, self.format.activations, None)
+            return _grouped_product(rows, w.quantized(), rows_per_expert, weight_order, self.format.activations, None)
         w = jnp.asarray(w[...], rows.dtype)
         multiply = _grouped if self.format.block is None else _blocks.grouped
-        return multiply(*vary_alike((rows, w, rows_per_expert)), layout, self.format)
+        return multiply(*vary_alike((rows, w, rows_per_expert)), weight_order, self.format)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -77,21 +77,23 @@ _einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _grouped(rows, w, counts, layout: ops.ExpertWeightOrder, format: Format):
-    return _grouped_product(rows, w, counts, layout, format.activations, format.weights)
+def _grouped(rows, w, counts, weight_order: ops.ExpertWeightOrder, format: Format):
+    return _grouped_product(rows, w, counts, weight_order, format.activations, format.weights)
 
 
-def _grouped_forward(rows, w, counts, layout, format):
-    return _grouped(rows, w, counts, layout, format), (rows, w, counts)
+def _grouped_forward(rows, w, counts, weight_order, format):
+    return _grouped(rows, w, counts, weight_order, format), (rows, w, counts)
 
 
-def _grouped_backward(layout, format, residuals, d):
+def _grouped_backward(weight_order, format, residuals, d):
     rows, w, counts = residuals
     if format.gradients is None:
-        return *jax.vjp(lambda rows, w: ops.grouped_matmul(rows, w, counts, layout=layout), rows, w)[1](d), None
-    back: ops.ExpertWeightOrder = "EIO" if layout == "EOI" else "EOI"
+        return *jax.vjp(lambda rows, w: ops.grouped_matmul(rows, w, counts, weight_order=weight_order), rows, w)[1](
+            d
+        ), None
+    back: ops.ExpertWeightOrder = "EIO" if weight_order == "EOI" else "EOI"
     d_rows = _grouped_product(d, w, counts, back, format.gradients, format.weights)
-    return d_rows, _grouped_outer(d, rows, counts, layout, format).astype(w.dtype), None
+    return d_rows, _grouped_outer(d, rows, counts, weight_order, format).astype(w.dtype), None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)
@@ -105,18 +107,18 @@ def _product(spec: str, a, b, a_type, b_type):
     return y.astype(a.dtype)
 
 
-def _grouped_product(rows, w, counts, layout: ops.ExpertWeightOrder, rows_type, w_type):
+def _grouped_product(rows, w, counts, weight_order: ops.ExpertWeightOrder, rows_type, w_type):
     """Multiplies rounded rows by the rounded matrices of their experts: [M, I] and [E, O, I] -> [M, O]."""
-    x, w = _rounded(rows, rows_type, "MI", "MO"), _rounded(w, w_type, layout, "EO")
-    y = ops.grouped_matmul(x.qvalue, w.qvalue, counts, layout=layout, out_dtype=jnp.float32)
+    x, w = _rounded(rows, rows_type, "MI", "MO"), _rounded(w, w_type, weight_order, "EO")
+    y = ops.grouped_matmul(x.qvalue, w.qvalue, counts, weight_order=weight_order, out_dtype=jnp.float32)
     expert = owners(counts, rows.shape[0])
     # [E, O] -> [M, O]: the scales of each row's expert.
-    scale = w.scale.squeeze(layout.index("I")).at[expert].get(mode="clip")
+    scale = w.scale.squeeze(weight_order.index("I")).at[expert].get(mode="clip")
     used = (expert < counts.shape[0])[:, None]  # rows of no expert may hold anything, and give zeros
     return jnp.where(used, y * x.scale * scale, 0).astype(rows.dtype)
 
 
-def _grouped_outer(d, rows, counts, layout: ops.ExpertWeightOrder, format: Format):
+def _grouped_outer(d, rows, counts, weight_order: ops.ExpertWeightOrder, format: Format):
     """Computes the gradient of the experts' weights.
 
     All experts share the scale of a column, because it must be constant along the summed rows.
@@ -124,7 +126,7 @@ def _grouped_outer(d, rows, counts, layout: ops.ExpertWeightOrder, format: Forma
     used = (jnp.arange(len(rows)) < counts.sum())[:, None]  # others may hold anything
     d, rows = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d, rows))
     d, x = _rounded(d, format.gradients, "MO", "O"), _rounded(rows, format.activations, "MI", "I")
-    left, right = (d, x) if layout == "EOI" else (x, d)
+    left, right = (d, x) if weight_order == "EOI" else (x, d)
     y = ops.grouped_outer(left.qvalue, right.qvalue, counts)
     return y * left.scale.reshape(1, -1, 1) * right.scale.reshape(1, 1, -1)
 

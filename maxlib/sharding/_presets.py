@@ -16,7 +16,7 @@ FSDP: Strategy = FullyShard()
 TP: Strategy = DP | TensorParallel()
 FSDP_TP: Strategy = FSDP | TensorParallel()
 EP: Strategy = FSDP | ExpertParallel()
-EP_FSDP: Strategy = FullyShard(by_expert=True)  # experts over the FSDP axis; each device gathers their weights
+FSDP_BY_EXPERT: Strategy = FullyShard(by_expert=True)  # experts over the FSDP axis; each device gathers their weights
 # To be joined with any of these: `FSDP | CP_RING | PP`.
 SP: Strategy = SequenceParallel()
 ZERO1: Strategy = ShardOptimizer()
@@ -37,7 +37,7 @@ PRESETS: Mapping[str, Strategy] = {
     "fsdp_tp_sp": FSDP_TP | SP,
     "ep": EP,
     "ep_tp": EP | TensorParallel(),
-    "ep_fsdp": EP_FSDP,
+    "fsdp_by_expert": FSDP_BY_EXPERT,
     "cp_gather": CP_GATHER,
     "cp_ring": CP_RING,
     "cp_ulysses": CP_ULYSSES,

@@ -1,5 +1,6 @@
 """Queries and helpers for layers: how axes are split, how parts are joined, which axes of an array count layers."""
 
+from maxlib.sharding._axes import check_axes as check_axes
 from maxlib.sharding._constrain import axis_of as axis_of
 from maxlib.sharding._constrain import axis_size as axis_size
 from maxlib.sharding._constrain import gather_once as gather_once

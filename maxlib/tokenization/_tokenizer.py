@@ -84,6 +84,9 @@ def _with_template(tokenizer: Tokenizer, bos_token: str | None) -> Tokenizer:
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     """Reads a `tokenizer.json`, and tries it on a short text.
 
+    Truncation and padding that the file asks for, as files written after training often do, are left off: texts are
+    encoded whole.
+
     Args:
       path: the file, or a directory that has it.
 
@@ -97,6 +100,8 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
         raise FileNotFoundError(f"{path} must be a tokenizer.json, or a directory that has one, but is not there.")
     try:
         tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         tokenizer.decode(tokenizer.encode(_PROBE).ids)
     except BaseException as error:
         # Its errors are of the class Exception itself, and panics of Rust are not even that.

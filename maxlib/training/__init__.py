@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from maxlib.training._objectives.objective import objective as objective
     from maxlib.training._objectives.tuning import dft_loss as dft_loss
     from maxlib.training._objectives.tuning import with_embedding_noise as with_embedding_noise
-    from maxlib.training._offload import by_layer as by_layer
-    from maxlib.training._optimizer_wrappers import averaged as averaged
-    from maxlib.training._optimizer_wrappers import averaged_model as averaged_model
-    from maxlib.training._optimizer_wrappers import in_bfloat16 as in_bfloat16
+    from maxlib.training._offload import offload_by_layer as offload_by_layer
+    from maxlib.training._optimizer_wrappers import bfloat16_moments as bfloat16_moments
+    from maxlib.training._optimizer_wrappers import ema as ema
+    from maxlib.training._optimizer_wrappers import ema_model as ema_model
     from maxlib.training._optimizer_wrappers import scale_by_path as scale_by_path
     from maxlib.training._optimizer_wrappers import skip_spikes as skip_spikes
     from maxlib.training._optimizer_wrappers import trainable_only as trainable_only
@@ -62,7 +62,7 @@ __getattr__, __dir__ = lazy(
         "_objectives.next_token": ("next_token_loss",),
         "_objectives.objective": ("Objective", "Stats", "objective"),
         "_objectives.tuning": ("dft_loss", "with_embedding_noise"),
-        "_offload": ("by_layer",),
+        "_offload": ("offload_by_layer",),
         "_optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "width_factors", "width_scaled"),
         "_pipelining": ("one_f_one_b",),
         "_placement": ("materialize_model", "place_batch"),
@@ -71,9 +71,9 @@ __getattr__, __dir__ = lazy(
         "_step": ("TrainState", "jit_step", "make_eval_step", "make_state", "make_train_step"),
         "_trainer": ("DivergedError", "Trainer"),
         "_optimizer_wrappers": (
-            "averaged",
-            "averaged_model",
-            "in_bfloat16",
+            "ema",
+            "ema_model",
+            "bfloat16_moments",
             "scale_by_path",
             "skip_spikes",
             "trainable_only",

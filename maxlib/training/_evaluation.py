@@ -17,7 +17,7 @@ class Evaluation:
     """Evaluation of a training run on held-out data: which batches, and how often.
 
     Args:
-      loader: this host's rows of the held-out batches, read from the start each time.
+      loader: this host's rows of the held-out batches, read from the start each time; not the training loader.
       every: steps from one evaluation to the next; 0 evaluates at the end of the run only.
       batches: number of batches to read; None reads to the end.
 

@@ -11,7 +11,8 @@ from jax.experimental import multihost_utils
 
 from maxlib import checkpoint
 from maxlib.checkpoint import Checkpointer, SaveError
-from maxlib.training._restore import items_of
+from maxlib.training._optimizer_wrappers import ema_model
+from maxlib.training._restore import config_text, items_of
 from maxlib.training._step import TrainState
 from maxlib.weights import _buckets as buckets
 
@@ -36,18 +37,22 @@ class HuggingFaceExport:
       directory: directory of the exports, or its name in a bucket, such as "gs://bucket/exports".
       every: number of steps between exports.
       keep: number of newest exports to keep; None keeps all.
-      options: those of `weights.save_pretrained`, such as `dtype` and `tokenizer`.
+      ema: write the averages that `training.ema` keeps instead of the parameters.
+      options: those of `weights.save_pretrained`, such as `dtype`, and `like`, the directory of the model that is
+        trained, for its tokenizer, its template and the ids that end a text.
 
     Raises:
       ValueError: when `every` or `keep` is below 1.
     """
 
-    def __init__(self, directory: str | Path, *, every: int, keep: int | None = None, **options: Any):
+    def __init__(
+        self, directory: str | Path, *, every: int, keep: int | None = None, ema: bool = False, **options: Any
+    ):
         if every < 1 or (keep is not None and keep < 1):
             raise ValueError(f"every and keep must be at least 1, got every={every} and keep={keep}.")
         in_bucket = buckets.is_bucket(directory)
         self.directory: Any = directory if in_bucket else Path(directory)
-        self.every, self.keep, self.options = every, keep, options
+        self.every, self.keep, self.ema, self.options = every, keep, ema, options
         self._thread = ThreadPoolExecutor(1, "maxlib-export")
         self._running: tuple[int, Future | None] = -1, None
         if jax.process_index() == 0 and not in_bucket:
@@ -65,10 +70,11 @@ class HuggingFaceExport:
     def save(self, step: int, state: TrainState) -> None:
         """Starts to write; waits for the export before, if that still runs. Raises SaveError if that one has failed."""
         self.wait()
+        model = ema_model(state) if self.ema else state.model
         if jax.process_count() > 1:
-            self._write(step, state.model)
+            self._write(step, model)
         else:
-            model = jax.tree.map(np.array, state.model)  # the next step deletes the arrays
+            model = jax.tree.map(np.array, model)  # the next step deletes the arrays
             self._running = step, self._thread.submit(self._write, step, model)
 
     def wait(self) -> None:
@@ -112,9 +118,9 @@ class ParameterExport:
 
     def save(self, step: int, state: TrainState) -> None:
         """Starts to write; waits for the export before, if that still runs. Raises SaveError if that one has failed."""
-        self._checkpointer.layouts = checkpoint.layouts(state.rest)
+        self._checkpointer.groupings = checkpoint.groupings(state.rest)
         items = {name: item for name, item in items_of(state).items() if name != "opt"}
-        self._checkpointer.save(step, items)
+        self._checkpointer.save(step, items, meta={"model": config_text(state.rest)})
 
 
 def _clean(directory: Path) -> None:

@@ -38,6 +38,7 @@ class Accumulated:
         """Returns the gradient of the mean over all microbatches, that mean, and the sums of their statistics."""
         if self.microbatches == 1:
             return _autodiff(self.loss, trainable, rest, batch, key)
+        _check_rows(batch)
 
         def add(total, xs):
             (loss, stats), grads = _gradient(self.loss, trainable, rest, *xs, mean=False)
@@ -66,7 +67,8 @@ def accumulate(loss: Loss, microbatches: int) -> Accumulated:
         of targets.
 
     Raises:
-      ValueError: for less than one microbatch.
+      ValueError: for less than one microbatch; by the step, for arrays of a batch with other numbers of rows than its
+        tokens, such as images by themselves.
       TypeError: for a loss that finds its own gradient, as `one_f_one_b` makes.
     """
     if isinstance(loss, HasGradients):
@@ -107,6 +109,20 @@ def _checked(result: Any) -> tuple[Array, Stats]:
         kinds = ", ".join(type(x).__name__ for x in (result if isinstance(result, tuple) else (result,)))
         raise TypeError(f"a loss must return its sum over the targets and a training.Stats, got ({kinds})")
     return result
+
+
+def _check_rows(batch: Batch) -> None:
+    """Raises ValueError for arrays without a row for each row of tokens: a cut would mix them."""
+    arrays = {
+        jax.tree_util.keystr(path, simple=True, separator="."): x
+        for path, x in jax.tree_util.tree_leaves_with_path(batch)
+    }
+    tokens = next((name for name in arrays if name.rpartition(".")[2] == "tokens"), next(iter(arrays)))
+    if odd := [f"{name} {x.shape}" for name, x in arrays.items() if x.shape[:1] != arrays[tokens].shape[:1]]:
+        raise ValueError(
+            f"accumulate cuts a batch by its {arrays[tokens].shape[0]} rows of {tokens}, but these have others: {', '.join(odd)}. "
+            "Images must be nn.vision.Patches with a row for each row of tokens, as data.pack makes them"
+        )
 
 
 def _microbatches(x: Array, count: int) -> Array:

@@ -17,7 +17,7 @@ from maxlib.sharding import memory
 Update = Callable[..., Any]
 
 
-def by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def offload_by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Wraps `optimizer` to create its moments on the host if the layout says so (`sharding.OFFLOAD_OPTIMIZER`).
 
     A loop over the layers of a stack moves the moments of one layer at a time to the device and back. `update` takes
@@ -33,12 +33,12 @@ def by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransform
     def init(params):
         return _wait(inner.init(memory.to_device(params)), params)
 
-    def update(updates, state, params=None, *, stacked: Collection[str] = (), **extra):
-        step = functools.partial(inner.update, **extra)
+    def update(updates, state, params=None, *, stacked: Collection[str] | None = None, **extra):
         if not any(map(memory.is_on_host, jax.tree.leaves((state, params)))):
-            return step(updates, state, params)
+            return inner.update(updates, state, params, stacked=stacked, **extra)
+        step = functools.partial(inner.update, stacked=(), **extra)  # sees one layer at a time
         changes, after = {}, state
-        for repeats, paths in _groups(updates, stacked):
+        for repeats, paths in _groups(updates, stacked or ()):
             part = (_only(tree, paths, updates) for tree in (updates, state, params))
             moved, new = _whole(step, *part) if repeats is None else _scanned(step, repeats, *part)
             changes, after = changes | moved, _joined(after, new, updates)
@@ -60,7 +60,7 @@ def update(
             raise
         raise ValueError(
             "the layout keeps layers on the host (OFFLOAD_LAYERS), from where this optimizer cannot take them: take "
-            "training.adamw with float32 moments, wrap all that reads parameters in training.by_layer, or leave that out"
+            "training.adamw with float32 moments, wrap all that reads parameters in training.offload_by_layer, or leave that out"
         ) from error
 
 
@@ -85,7 +85,7 @@ def check_offloaded(state: Any, params: dict[str, Any]) -> None:
     if moments and not any(map(memory.is_on_host, moments)):
         raise ValueError(
             "the layout wants moments on the host (OFFLOAD_OPTIMIZER), but this optimizer keeps all of them on the device: "
-            "take training.adamw with float32 moments, wrap one that treats each layer by itself in training.by_layer, or "
+            "take training.adamw with float32 moments, wrap one that treats each layer by itself in training.offload_by_layer, or "
             "leave that out"
         )
 

@@ -29,10 +29,10 @@ class SpikeState(NamedTuple):
 def skip_spikes(
     optimizer: optax.GradientTransformation,
     *,
-    norm: float = 4.0,
-    loss: float = 1.5,
-    memory: float = 0.98,
-    after: int = 100,
+    norm_factor: float = 4.0,
+    loss_factor: float = 1.5,
+    decay: float = 0.98,
+    warmup_steps: int = 100,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps `optimizer`: a step changes nothing if its gradient or loss is not finite or far above the recent ones.
 
@@ -40,12 +40,12 @@ def skip_spikes(
 
     Args:
       optimizer: what updates otherwise.
-      norm: times the running mean above which a gradient's norm counts as far.
-      loss: the same of a loss that is positive throughout. Losses may have any sign: far is a rise above the mean by
-        `loss - 1` times the mean's magnitude, or by 8 `(loss - 1)` usual deviations from the mean, whichever is more.
-      memory: decay of the running means, per step.
-      after: steps before which only what is not finite is skipped. The means remember the start of a run for some
-        `1 / (1 - memory)` steps, in which a loss that has fallen may rise without being noticed.
+      norm_factor: a step is skipped if the gradient's norm exceeds this many times its running mean.
+      loss_factor: a step is skipped if the loss rises above its running mean by more than `loss_factor - 1` times the
+        mean's magnitude, and by more than 8 `(loss_factor - 1)` usual deviations. So the loss may have any sign.
+      decay: of the running means, per step.
+      warmup_steps: before this step only a loss or a gradient that is not finite is skipped. The means remember the
+        start of a run for about `1 / (1 - decay)` steps; a rise after a fast fall passes in that time.
     """
     inner = optax.with_extra_args_support(optimizer)
 
@@ -59,9 +59,9 @@ def skip_spikes(
         finite = jnp.isfinite(now) & jnp.isfinite(value)
         # A mean that is negative, or near zero, says nothing of how far is far; how much the loss moves anyway does.
         usual = jnp.maximum(jnp.abs(state.loss), 8 * state.deviation)
-        high = (now > norm * state.norm) | (value - state.loss > (loss - 1) * usual)
-        skipped = ~finite | (high & (state.count >= after))
-        share = jnp.where(state.count == 0, 0.0, memory)
+        high = (now > norm_factor * state.norm) | (value - state.loss > (loss_factor - 1) * usual)
+        skipped = ~finite | (high & (state.count >= warmup_steps))
+        share = jnp.where(state.count == 0, 0.0, decay)
         mean = lambda old, new: jnp.where(skipped, old, share * old + (1 - share) * new)
 
         def step(_):
@@ -88,7 +88,7 @@ class LowState(NamedTuple):
     updates: Int[Array, ""]
 
 
-def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def bfloat16_moments(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Wraps `optimizer` so that it computes in float32 and holds its moments in bfloat16.
 
     Parameters may be bfloat16 too (`nn.cast`). Stored values are rounded up or down at random, with the correct mean:
@@ -168,45 +168,68 @@ def _held_changes(params: Any, changes: Any, key: Array) -> Any:
     return jax.tree.map(one, params, changes, jax.tree.unflatten(tree, jax.random.split(key, len(leaves))))
 
 
-class AverageState(NamedTuple):
+class EMAState(NamedTuple):
     """inner: the optimizer's own. average: of the parameters."""
 
     inner: Any
     average: dict[str, Array]
 
 
-def averaged(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -> optax.GradientTransformationExtraArgs:
-    """Wraps `optimizer` to keep an exponential moving average of the parameters in float32; see `averaged_model`.
+def ema(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -> optax.GradientTransformationExtraArgs:
+    """Wraps `optimizer` to keep an exponential moving average of the parameters in float32; see `ema_model`.
 
-    The average begins at the initial parameters. It costs one more copy of them, sharded as they are.
+    The average begins at the initial parameters. It costs one more copy of them, sharded as they are. Nothing may
+    change the updates after it, or the average is of parameters that never were: put it around `optax.chain`, or last
+    in it. `make_state` checks this.
+
+    Args:
+      optimizer: all that makes the updates.
+      decay: share of the average that stays at each step.
     """
     inner = optax.with_extra_args_support(optimizer)
     float32 = lambda tree: jax.tree.map(lambda p: jnp.array(p, jnp.float32), tree)
 
     def init(params):
-        return AverageState(inner.init(params), float32(params))
+        return EMAState(inner.init(params), float32(params))
 
     def update(updates, state, params=None, **extra):
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         mean = lambda a, p, u: decay * a + (1 - decay) * (p + u).astype(p.dtype)
         average = jax.tree.map(mean, state.average, params, updates)
-        return updates, AverageState(inner_state, average)
+        return updates, EMAState(inner_state, average)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def averaged_model(state: Any) -> Any:
-    """Builds the model of a `TrainState` with the averages that `averaged` keeps, in the dtypes of the parameters.
+def check_averages(state: Any) -> None:
+    """Raises ValueError if an `optax.chain` changes updates after `ema` has seen them."""
+    if type(state) is tuple and any(map(_averages, state[:-1])):
+        raise ValueError(
+            "in optax.chain, ema(...) stands before another transformation, so its average follows updates that are "
+            "changed afterwards: put it around the whole chain, ema(optax.chain(...))"
+        )
+    if isinstance(state, tuple):  # a chain's, or a wrapper's with the `inner` state
+        for part in state:
+            check_averages(part)
+
+
+def _averages(state: Any) -> bool:
+    is_average = lambda x: isinstance(x, EMAState)
+    return any(map(is_average, jax.tree.leaves(state, is_leaf=is_average)))
+
+
+def ema_model(state: Any) -> Any:
+    """Builds the model of a `TrainState` with the averages that `ema` keeps, in the dtypes of the parameters.
 
     Args:
-      state: a state whose optimizer is wrapped in `averaged`.
+      state: a state whose optimizer is wrapped in `ema`.
 
     Raises:
       ValueError: when its optimizer keeps no averages.
     """
     average = optax.tree.get(state.opt_state, "average")
     if average is None:
-        raise ValueError("this optimizer keeps no average of the parameters; wrap it: training.averaged(optimizer)")
+        raise ValueError("this optimizer keeps no average of the parameters; wrap it: training.ema(optimizer)")
     cast = jax.tree.map(lambda a, p: a.astype(p.dtype), average, state.trainable)
     return nn.combine(cast, state.rest)
 
@@ -217,7 +240,7 @@ def scale_by_path(factors: Mapping[str, float], *, model: Any) -> optax.Gradient
     `optax.chain(optimizer, scale_by_path({"embed.*": 0.1}, model=model))` lets embeddings learn at a tenth of the rate.
 
     Args:
-        factors: By patterns, as those of a shell, on paths without the layouts of stacks ("layers.attn.q.w"); the
+        factors: By patterns, as those of a shell, on paths without the groups of stacks ("layers.attn.q.w"); the
             first that fits counts, and what none fits is left as it is.
         model: Tells which paths are of a stack; `jax.eval_shape` of a model does.
 
@@ -273,6 +296,6 @@ def trainable_only(*patterns: str) -> nn.tree.Filter:
     head is tied, say, has no "head.w".
 
     Args:
-        *patterns: As those of a shell, on paths without the layouts of stacks.
+        *patterns: As those of a shell, on paths without the groups of stacks.
     """
     return PathFilter(patterns)

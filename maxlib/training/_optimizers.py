@@ -16,25 +16,41 @@ import numpy as np
 import optax
 
 from maxlib import nn, sharding
-from maxlib.training._offload import by_layer
-from maxlib.training._optimizer_wrappers import in_bfloat16, in_float32
+from maxlib.training._offload import offload_by_layer
+from maxlib.training._optimizer_wrappers import bfloat16_moments, in_float32
 
 Model = TypeVar("Model")
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
-# Names of parameters that are vectors in every layer; so are those that end in "_bias". `magnitude` is DoRA's.
-VECTORS = ("b", "bias", "scale", "sinks", "a_log", "d", "alpha_p", "alpha_n", "magnitude")
+# Names of parameters that never decay; so are those that end in "_bias". `magnitude` is DoRA's.
+BIASES = ("b", "bias", "magnitude")
+# Names of parameters that are vectors in every layer.
+VECTORS = (*BIASES, "scale", "sinks", "a_log", "d", "alpha_p", "alpha_n")
 
 
-def decay_by_name(params: Mapping[str, Any]) -> dict[str, bool]:
+def decay_by_name(params: Mapping[str, Any], stacked: Collection[str] | None = None) -> dict[str, bool]:
     """Chooses what decays by path and shape: matrices, embeddings and both factors of adapters, not biases, norm
     scales, sinks and the lengths of DoRA.
 
-    A vector of a layer of your own counts as one by its shape, unless a stack holds several layers of it in one array;
-    `decay_mask(model)` knows its axes.
+    Args:
+      params: arrays by path.
+      stacked: paths of arrays that hold several layers, as `make_train_step` gives them. Without them norm scales and
+        other usual vectors are known by their names, and a vector of your own in a stack counts as a matrix.
     """
-    is_vector = lambda path: _is_named(path, VECTORS, params) or path.endswith("_bias")
-    decays = lambda path, x: len(getattr(x, "shape", ())) >= 2 and not is_vector(path)
+    names, layers = (VECTORS, ()) if stacked is None else (BIASES, stacked)
+    is_vector = lambda path: _is_named(path, names, params) or path.endswith("_bias")
+    decays = lambda path, x: len(getattr(x, "shape", ())) - (path in layers) >= 2 and not is_vector(path)
     return {path: decays(path, x) for path, x in params.items()}
+
+
+def _decay_by_name(rate: float) -> optax.GradientTransformationExtraArgs:
+    """Adds weight decay to what `decay_by_name` chooses, by the shapes of single layers in a training step."""
+
+    def update(updates, state, params=None, *, stacked=None, **extra):
+        assert params is not None  # the step gives them
+        decays = decay_by_name(params, stacked)
+        return {path: u + rate * params[path] if decays[path] else u for path, u in updates.items()}, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def _is_named(path: str, names: tuple[str, ...], known: Collection[str]) -> bool:
@@ -58,20 +74,23 @@ def adamw(
 
     Args:
       learning_rate: a number, or a schedule from step to number.
-      mask: from paths to what decays. The default takes matrices and embeddings by their names; `decay_mask(model)`
-        takes them by their axes; None decays everything.
+      mask: from paths to what decays. The default takes matrices and embeddings, in a training step by the shapes of
+        single layers, elsewhere by their names; `decay_mask(model)` takes them by their axes; None decays everything.
       weight_decay: share of the learning rate by which weights shrink at each step.
       b1: decay of the mean of gradients.
       b2: decay of the mean of their squares.
       eps: added to the root of the latter.
       clip: largest global norm of a gradient; None clips nothing.
-      moments: dtype of the moments, float32 or bfloat16 (see `in_bfloat16`), whatever that of the parameters.
+      moments: dtype of the moments, float32 or bfloat16 (see `bfloat16_moments`), whatever that of the parameters.
     """
     if not callable(learning_rate) and not isinstance(learning_rate, numbers.Real | np.ndarray | jax.Array):
         raise TypeError(f"learning_rate must be a number or a schedule from step to number, got {learning_rate!r}")
     if mask is not None and not callable(mask) and not isinstance(mask, Mapping):
         raise TypeError(f"mask must be None, a dictionary or a function from parameters to one, got {mask!r}")
-    adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask)
+    by_name = mask is decay_by_name
+    decay = _decay_by_name(weight_decay) if by_name else optax.add_decayed_weights(weight_decay, mask)
+    rates = optax.scale_by_learning_rate(learning_rate)
+    adam = optax.chain(optax.scale_by_adam(b1=b1, b2=b2, eps=eps), decay, rates)
     return _clipped(_held_in(moments, adam), clip)
 
 
@@ -119,7 +138,7 @@ def muon(
         muon_weight_dimension_numbers=dimensions,
     )
     adam = functools.partial(optax.adamw, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    rest = adam(adam_learning_rate or learning_rate, mask=decay_mask(model))
+    rest = adam(learning_rate if adam_learning_rate is None else adam_learning_rate, mask=decay_mask(model))
     kinds = lambda params: {path: "matrix" if path in dims else "rest" for path in params}
     both = optax.partition({"matrix": matrices, "rest": rest}, kinds)
     return _clipped(_held_in(moments, both), clip)
@@ -128,7 +147,9 @@ def muon(
 def _held_in(moments: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     if jnp.dtype(moments) not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"moments are held in float32 or bfloat16, got {jnp.dtype(moments).name}")
-    return in_bfloat16(optimizer) if jnp.dtype(moments) == jnp.bfloat16 else by_layer(in_float32(optimizer))
+    return (
+        bfloat16_moments(optimizer) if jnp.dtype(moments) == jnp.bfloat16 else offload_by_layer(in_float32(optimizer))
+    )
 
 
 def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> optax.GradientTransformation:

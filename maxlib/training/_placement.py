@@ -1,5 +1,8 @@
 """Puts batches and models on a mesh, or on the default device."""
 
+import collections
+import functools
+import zlib
 from typing import Any
 
 import jax
@@ -10,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlib import nn, sharding
+from maxlib import distributed, nn, sharding
 from maxlib.sharding._create import check_no_aliases, shapes_of
 from maxlib.training._objectives.objective import Batch
 
@@ -23,21 +26,34 @@ def batch_names(x: Any) -> tuple[str | None, ...]:
 def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
     """Puts this host's rows on its devices, as their share of a global batch. Arrays already placed are returned as is.
 
+    Processes whose devices share rows (stages of a pipeline, tensor or context parallelism wider than a host) must give
+    the same ones. They compare the first batch of a layout, so all processes call this.
+
     Args:
-      batch: arrays with rows first, `B T` for what belongs to tokens, in dictionaries of any depth.
+      batch: arrays with rows first, `B T` for what belongs to tokens, in dictionaries of any depth; whole rows, also
+        where the layout splits the tokens.
       layout: of the global batch; None for the default device.
+
+    Raises:
+      ValueError: for rows or tokens that do not divide over the mesh, or when processes give different rows as the same
+        ones.
     """
     if layout is None:
         return jax.device_put(batch)
     mesh = layout.mesh
+    count, held = _row_blocks(layout)
+    here = held.get(jax.process_index(), (0,))
+    _check_shared_rows(batch, layout)
 
     def put(path: Any, x: Any) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         sharding_of_batch = NamedSharding(mesh, layout.spec(*batch_names(x), what=name))
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding_of_batch, x.ndim):
             return x
+        x = np.asarray(x)
+        shape = x.shape and (x.shape[0] * count // len(here), *x.shape[1:])
         try:
-            return jax.make_array_from_process_local_data(sharding_of_batch, np.asarray(x))
+            return jax.make_array_from_process_local_data(sharding_of_batch, x, shape)
         except ValueError as error:
             raise ValueError(
                 f"the batch's {name} ({x.shape} on this host) must divide over the mesh {dict(mesh.shape)} as "
@@ -45,6 +61,45 @@ def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
             ) from error
 
     return jax.tree_util.tree_map_with_path(put, batch)
+
+
+@functools.lru_cache
+def _row_blocks(layout: sharding.Layout) -> tuple[int, dict[int, list[int]]]:
+    """Counts the blocks that a layout cuts a batch's rows into, and lists those that each process's devices hold."""
+    count, held = layout.axis_size("batch"), collections.defaultdict(set)
+    rows = NamedSharding(layout.mesh, layout.spec("batch"))
+    for device, (block,) in rows.devices_indices_map((count,)).items():
+        held[device.process_index].add(block.start or 0)
+    return count, {process: sorted(blocks) for process, blocks in held.items()}
+
+
+_compared: set[sharding.Layout] = set()
+
+
+def _check_shared_rows(batch: Any, layout: sharding.Layout) -> None:
+    """Raises ValueError, in all processes, if some give different rows for the same part of a layout's first batch."""
+    count, held = _row_blocks(layout)
+    if layout in _compared or sum(map(len, held.values())) == count:
+        return
+    _compared.add(layout)
+    given = [np.asarray(x) for x in jax.tree.leaves(batch) if not _is_global(x) and np.ndim(x)]
+    mine = held.get(jax.process_index(), [])
+    parts = zip(*(np.array_split(x, len(mine)) for x in given), strict=True) if mine else ()
+    sums = [f"{zlib.crc32(b''.join(x.tobytes() for x in part)):08x}" for part in parts]
+    seen: dict[int, tuple[int, str]] = {}
+    for process, said in enumerate(distributed.allgather_json(list(zip(mine, sums, strict=False)))):
+        for block, checksum in said:
+            first, other = seen.setdefault(block, (process, checksum))
+            if checksum != other:
+                raise ValueError(
+                    f"processes {first} and {process} hold the same rows of a batch on the mesh {dict(layout.mesh.shape)}, but "
+                    "were given different ones. Give each process the rows that its devices hold: data.Loader does so in "
+                    "a Trainer, or after loader.follow(NamedSharding(mesh, layout.spec('batch')))"
+                )
+
+
+def _is_global(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
 def place_like_parameters(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = False) -> Any:
@@ -74,13 +129,15 @@ def place_like_parameters(tree: Any, params: dict[str, Any], rest: Any, *, optim
 
 
 def host_rows(batch: Batch) -> Batch:
-    """Returns this host's rows of a batch, whether or not `place_batch` has seen it."""
+    """Returns this host's rows of a batch, whole, whether or not `place_batch` has seen it; all processes call it."""
 
     def rows(x: Any) -> Any:
-        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        if not _is_global(x):
             return x
-        assert isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh)  # of place_batch
-        return multihost_utils.global_array_to_host_local_array(x, x.sharding.mesh, x.sharding.spec)
+        mesh, spec = x.sharding.mesh, P(*x.sharding.spec[:1])
+        assert isinstance(mesh, Mesh)  # of place_batch
+        whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, spec))(x)
+        return multihost_utils.global_array_to_host_local_array(whole, mesh, spec)
 
     return jax.tree.map(rows, batch)
 

@@ -4,7 +4,9 @@ import collections
 import time
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from maxlib import sharding
 from maxlib.observability._metrics import reported
@@ -17,7 +19,8 @@ class StatefulLoader(Protocol):
     """Protocol of loaders that return this host's rows of every batch; `maxlib.data.Loader` is one.
 
     If it has a method `metrics()`, its counts are written at every step, or, with several processes, summed over them
-    at saves and evaluations.
+    at saves and evaluations. If it has a method `follow(sharding)`, a `Trainer` of several processes calls it with the
+    sharding of the batch, before anything is read.
     """
 
     def __next__(self) -> dict[str, np.ndarray]: ...
@@ -33,6 +36,19 @@ def check_loader(loader: Any, name: str) -> None:
         raise TypeError(
             f"{name} must be a loader with a state, such as data.Loader; {type(loader).__name__} lacks {', '.join(lacking)}"
         )
+
+
+@runtime_checkable
+class Follows(Protocol):
+    """Protocol of loaders that can hand out the rows that a process's devices hold."""
+
+    def follow(self, sharding: Any) -> None: ...
+
+
+def follow_layout(loader: Any, layout: sharding.Layout | None) -> None:
+    """Lets a loader that can choose its rows hand out those that this process's devices hold."""
+    if layout is not None and jax.process_count() > 1 and isinstance(loader, Follows):
+        loader.follow(NamedSharding(layout.mesh, layout.spec("batch")))
 
 
 class Prefetch:
@@ -61,6 +77,7 @@ class Prefetch:
             raise ValueError(f"size must be at least 1, got {size}")
         self.loader, self.wait_seconds = loader, 0.0
         self._layout, self._size = layout, size
+        follow_layout(loader, layout)
         self._begin()
 
     def __iter__(self) -> "Prefetch":
@@ -73,6 +90,12 @@ class Prefetch:
             raise StopIteration
         batch, self._state, self._metrics = self._ahead.popleft()
         return batch
+
+    def follow(self, sharding: Any) -> None:
+        if isinstance(self.loader, Follows):
+            self.loader.follow(sharding)
+        if not self._ahead:
+            self._begin()
 
     def metrics(self) -> dict[str, Any]:
         return {**self._metrics, "data/wait_seconds": self.wait_seconds}

@@ -13,14 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from maxlib import checkpoint, distributed, nn, sharding
 from maxlib.checkpoint import _storage as storage
 from maxlib.checkpoint._checksum import digest, to_hex
-from maxlib.checkpoint._layout import layer_path
+from maxlib.checkpoint._groupings import layer_path
 from maxlib.checkpoint._restore import Stored, open_step
-from maxlib.training._step import TrainState
+from maxlib.training._step import TrainState, init_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ def initial_state(
     resume_from: str | Path | None,
     params_from: str | Path | None,
     *,
+    optimizer: optax.GradientTransformation,
     layout: sharding.Layout | None,
 ) -> tuple[TrainState, ResumePoint]:
     """Returns the state to begin with, as `Trainer.restore` describes.
@@ -46,20 +48,28 @@ def initial_state(
     """
     base = None if checkpointer is None else checkpointer.base
     if checkpointer is not None:
-        checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
+        checkpointer.groupings = checkpointer.groupings or checkpoint.groupings(state.rest)
         if any(step is not None for step in distributed.allgather_json(checkpointer.latest())):
             restored = _read(lambda like: checkpointer.restore(like=like), state, base, checkpointer.directory)
             return _resumed(state, restored, f"this run's own checkpoint in {checkpointer.directory}")
-    layouts = checkpoint.layouts(state.rest)
+    groupings = checkpoint.groupings(state.rest)
     if resume_from is not None:
-        restored = _read(lambda like: checkpoint.load(resume_from, like, layouts=layouts), state, base, resume_from)
+        restored = _read(lambda like: checkpoint.load(resume_from, like, groupings=groupings), state, base, resume_from)
         return _resumed(state, restored, f"the checkpoint in {resume_from}")
     step = int(state.step)
     kept = f"step {step} with this run's optimizer state" if step else "step 0"
     if params_from is not None:
-        values = _model_values(state, Path(params_from), layouts, layout)
+        if step and optax.tree.get(state.opt_state, "average") is not None:
+            raise ValueError(
+                f"at step {step} the optimizer's averages are of the parameters that params_from would replace: restore before "
+                "the first step"
+            )
+        values = _model_values(state, Path(params_from), groupings, layout)
         trainable = {path: values.pop(path) for path in state.trainable}
         new = dataclasses.replace(state, trainable=trainable, rest=nn.combine(values, state.rest))
+        if step == 0:  # moments may hold the parameters of before: averages do
+            jax.tree.map(lambda x: x.delete(), state.opt_state)
+            new = dataclasses.replace(new, opt_state=init_optimizer(optimizer, trainable, new.rest))
         return new, ResumePoint(f"parameters from {params_from}, {kept}")
     if step:
         return state, ResumePoint(f"nothing to restore, the state of step {step} stays")
@@ -76,8 +86,8 @@ def save(
     base: dict[str, str] | None = None,
 ) -> None:
     """Starts to save what `initial_state` restores, without frozen weights if `base` records them."""
-    checkpointer.layouts = checkpointer.layouts or checkpoint.layouts(state.rest)
-    meta = {"key": jax.random.key_data(state.key).tolist(), "model": _config(state)}
+    checkpointer.groupings = checkpointer.groupings or checkpoint.groupings(state.rest)
+    meta = {"key": jax.random.key_data(state.key).tolist(), "model": config_text(state.rest)}
     meta |= {} if base is None else {"base": base}
     checkpointer.save(step, items_of(state, base), data=data_state, meta=meta, metrics=metrics, again=False)
 
@@ -135,7 +145,7 @@ def _make_room(state: TrainState, base: Any) -> dict[str, Any]:
 
 def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[TrainState, ResumePoint]:
     step = restored["meta"]["step"]
-    _warn_of_changes(restored["meta"].get("model"), _config(state), where)
+    _warn_of_changes(restored["meta"].get("model"), config_text(state.rest), where)
     key = jax.random.wrap_key_data(jnp.asarray(np.array(restored["meta"]["key"], np.uint32)))
     place = lambda new, old: jax.device_put(new, old.sharding)
     new = TrainState(
@@ -148,13 +158,13 @@ def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[T
     return new, ResumePoint(f"step {step} of {where}", restored["data"], restored["meta"].get("metrics", {}))
 
 
-def _config(state: TrainState) -> str:
-    """Returns the model's config in words, "None" if it has none; functions without their addresses, which change."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(getattr(state.rest, "cfg", None)))
+def config_text(model: Any) -> str:
+    """Returns a model's config in words, "None" if it has none; functions without their addresses, which change."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(getattr(model, "cfg", None)))
 
 
 def _warn_of_changes(saved: str | None, here: str, where: str) -> None:
-    """Warns if a model's config is not the one that was saved: arrays of equal shapes do not show another rotary base,
+    """Warns if a model's config is not that of what was read: arrays of equal shapes do not show another rotary base,
     window or epsilon.
     """
     if saved in (None, "None", here) or here == "None":
@@ -166,16 +176,16 @@ def _warn_of_changes(saved: str | None, here: str, where: str) -> None:
         listed = "\n".join(["", *changed])
         warnings.warn(
             f"the model is not configured as it was when {where} was saved (-), but as here (+):{listed}\nIf that is not meant, "
-            "build the model as before",
+            "build the model as before (weights.read_model gives the configuration of a Hugging Face directory)",
             stacklevel=2,
         )
 
 
-def _model_values(state: TrainState, directory: Path, layouts: Any, layout: sharding.Layout | None) -> dict[str, Any]:
+def _model_values(state: TrainState, directory: Path, groupings: Any, layout: sharding.Layout | None) -> dict[str, Any]:
     """Reads all of the model, trained and frozen, from a Hugging Face directory or a checkpoint."""
     wanted = {path: v.get_value() for path, v in nn.variables(state.model).items()}
     if not (directory / "config.json").exists():
-        return _from_checkpoint(state, wanted, directory, layouts)
+        return _from_checkpoint(state, wanted, directory, groupings)
     from maxlib import weights
 
     model = weights.from_pretrained(directory, layout=layout, dtype=jnp.float32)
@@ -190,12 +200,14 @@ def _model_values(state: TrainState, directory: Path, layouts: Any, layout: shar
             f"{directory} holds another model than the one that is trained: {'; '.join(wrong[:10])}. "
             "Build the model of that directory (weights.read_model gives its configuration)"
         )
+    _warn_of_changes(config_text(model), config_text(state.rest), str(directory))
     return {path: found[path].astype(want.dtype) for path, want in wanted.items()}
 
 
-def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path, layouts: Any) -> dict[str, Any]:
+def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path, groupings: Any) -> dict[str, Any]:
     """Reads a checkpoint's items `params` and `rest`, whichever of them held a path in the run that saved it."""
     stored = _newest_records(directory)
+    _warn_of_changes(stored.meta.get("model"), config_text(state.rest), str(directory))
     if "base" in stored.meta:  # frozen weights were not saved: those here must be the same
         saved, here = stored.meta["base"], record_of(state, stored.meta["base"]["directory"])
         if saved["checksum"] != here["checksum"]:
@@ -209,12 +221,12 @@ def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path,
         item: {layer for name in stored.items.get(item, ()) for layer, _ in layer_path(name, stored.meta["layouts"])}
         for item in ("params", "rest")
     }
-    held_in = lambda item, path: any(layer in names[item] for layer, _ in layer_path(path, layouts))
+    held_in = lambda item, path: any(layer in names[item] for layer, _ in layer_path(path, groupings))
     like: dict[str, dict[str, Any]] = {"params": {}, "rest": {}}
     for path, value in wanted.items():
         is_param = held_in("params", path) or (path in state.trainable and not held_in("rest", path))
         like["params" if is_param else "rest"][path] = value
-    read = checkpoint.load(directory, {k: v for k, v in like.items() if v}, layouts=layouts, cast=True)
+    read = checkpoint.load(directory, {k: v for k, v in like.items() if v}, groupings=groupings, cast=True)
     return read.get("params", {}) | read.get("rest", {})
 
 

@@ -3,40 +3,43 @@
 import optax
 
 
-def warmup_cosine(peak: float, steps: int, *, warmup: int, end: float = 0.1) -> optax.Schedule:
-    """Returns a schedule with a linear warm-up, then half a cosine down to `end * peak` at `steps`.
+def warmup_cosine(peak: float, steps: int, *, warmup: int, end_fraction: float = 0.1) -> optax.Schedule:
+    """Returns a schedule with a linear warm-up, then half a cosine down to `end_fraction * peak` at `steps`.
 
     Args:
       peak: largest learning rate.
       steps: number of steps of the run.
       warmup: number of steps of the warm-up.
-      end: last learning rate, as a fraction of `peak`.
+      end_fraction: last learning rate, as a fraction of `peak`.
 
     Raises:
       ValueError: when the parts do not fit into `steps`.
     """
     _check(steps, warmup)
-    return _after_warmup(peak, warmup, optax.cosine_decay_schedule(peak, steps - warmup, alpha=end))
+    return _after_warmup(peak, warmup, optax.cosine_decay_schedule(peak, steps - warmup, alpha=end_fraction))
 
 
-def warmup_linear(peak: float, steps: int, *, warmup: int, end: float = 0.0) -> optax.Schedule:
-    """Returns a schedule with a linear warm-up, then a straight line down to `end * peak` at `steps`.
+def warmup_linear(peak: float, steps: int, *, warmup: int, end_fraction: float = 0.0) -> optax.Schedule:
+    """Returns a schedule with a linear warm-up, then a straight line down to `end_fraction * peak` at `steps`.
 
     Args:
       peak: largest learning rate.
       steps: number of steps of the run.
       warmup: number of steps of the warm-up.
-      end: last learning rate, as a fraction of `peak`.
+      end_fraction: last learning rate, as a fraction of `peak`.
 
     Raises:
       ValueError: when the parts do not fit into `steps`.
     """
     _check(steps, warmup)
-    return _after_warmup(peak, warmup, optax.linear_schedule(peak, end * peak, steps - warmup))
+    return _after_warmup(peak, warmup, optax.linear_schedule(peak, end_fraction * peak, steps - warmup))
 
 
-def warmup_stable_decay(peak: float, steps: int, *, warmup: int, decay: int, end: float = 0.0) -> optax.Schedule:
-    """Returns a schedule with a linear warm-up, a plateau, and a linear decay to `end * peak` (WSD, arXiv:2404.06395).
+def warmup_stable_decay(
+    peak: float, steps: int, *, warmup: int, decay: int, end_fraction: float = 0.0
+) -> optax.Schedule:
+    """Returns a schedule with a linear warm-up, a plateau, and a linear decay to `end_fraction * peak`
+    (WSD, arXiv:2404.06395).
 
     A run may be extended from any checkpoint of its plateau.
 
@@ -45,13 +48,13 @@ def warmup_stable_decay(peak: float, steps: int, *, warmup: int, decay: int, end
       steps: number of steps of the run.
       warmup: number of steps of the warm-up.
       decay: number of steps of the decay at the end.
-      end: last learning rate, as a fraction of `peak`.
+      end_fraction: last learning rate, as a fraction of `peak`.
 
     Raises:
       ValueError: when the parts do not fit into `steps`.
     """
     _check(steps, warmup, decay)
-    parts = [optax.constant_schedule(peak), optax.linear_schedule(peak, end * peak, decay)]
+    parts = [optax.constant_schedule(peak), optax.linear_schedule(peak, end_fraction * peak, decay)]
     return _after_warmup(peak, warmup, optax.join_schedules(parts, [steps - warmup - decay]))
 
 

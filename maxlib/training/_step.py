@@ -1,5 +1,6 @@
 """The training step: a pure function from state and batch to state and metrics."""
 
+import difflib
 import functools
 import math
 import warnings
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
@@ -16,10 +18,11 @@ from maxlib import nn, sharding
 from maxlib.sharding._create import check_no_aliases
 from maxlib.training._expert_balance import with_moved_biases
 from maxlib.training._gradients import Accumulated, gradients_of
-from maxlib.training._objectives.objective import Batch, Loss, Stats, check_read
+from maxlib.training._objectives.objective import Batch, Loss, Quotient, Stats, check_read, unwrap
+from maxlib.training._objectives.remat_names import check_remat_names
 from maxlib.training._objectives.tuning import noisy_loss
 from maxlib.training._offload import apply_updates, check_offloaded, update
-from maxlib.training._optimizer_wrappers import LowState, PathFilter
+from maxlib.training._optimizer_wrappers import LowState, PathFilter, check_averages
 from maxlib.training._placement import batch_names, materialize_model, place_like_parameters
 
 Metrics = dict[str, Any]
@@ -62,7 +65,7 @@ def make_state(
     """Makes the state before the first step. It holds a model's own arrays: donating it deletes them in the model too.
 
     Moments are created with their parameters' sharding, or with the layout's (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
-    so call it inside `sharding.use` if the steps run there.
+    so call it inside `sharding.use` if the steps run there. A warning says that a model is split and no layout in use.
 
     Args:
       model: a model, or a function that builds one, which is run under jit so that parameters are created already
@@ -74,7 +77,8 @@ def make_state(
 
     Raises:
       ValueError: nothing is left to train, a pattern of `trainable_only` fits nothing, a parameter stands at two places
-        (`self.head = self.embed`), or moments are to be offloaded but the optimizer cannot keep them on the host.
+        (`self.head = self.embed`), moments are to be offloaded but the optimizer cannot keep them on the host, or
+        `ema` stands before another transformation in a chain.
     """
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise TypeError(
@@ -90,19 +94,43 @@ def make_state(
     check_no_aliases(model)
     trainable, rest = nn.partition(model, filter or nn.tree.default_filter(model))
     if not trainable:
-        raise ValueError(_nothing_to_train(model))
+        raise ValueError(_nothing_to_train(model, filter))
+    _warn_without_layout(trainable)
     if isinstance(filter, PathFilter):
         filter.check(model)
     seed = jax.random.key(key) if isinstance(key, int) else key
 
-    def initial(params: dict[str, Any], key: Array) -> tuple[Any, Array, Array]:
-        opt_state = optimizer.init(sharding.memory.to_device(params))
-        return place_like_parameters((opt_state, jnp.zeros((), jnp.int32), key), params, rest, optimizer=True)
-
-    opt_state, step, copied_key = jax.jit(initial)(trainable, seed)
+    start = lambda key: place_like_parameters((jnp.zeros((), jnp.int32), key), trainable, rest)
+    step, copied_key = jax.jit(start)(seed)
+    opt_state = init_optimizer(optimizer, trainable, rest)
     check_offloaded(opt_state, trainable)
+    check_averages(opt_state)
     _warn_of_rounding(opt_state, trainable)
     return TrainState(trainable, rest, opt_state, step, copied_key)
+
+
+def init_optimizer(optimizer: optax.GradientTransformation, params: dict[str, Any], rest: Any) -> Any:
+    """Makes the optimizer's state before its first update of these parameters, with their shardings."""
+
+    def initial(params: dict[str, Any]) -> Any:
+        return place_like_parameters(optimizer.init(sharding.memory.to_device(params)), params, rest, optimizer=True)
+
+    return jax.jit(initial)(params)
+
+
+def _warn_without_layout(trainable: dict[str, Any]) -> None:
+    """Warns of parameters that are split over devices while no layout is in use."""
+    if sharding.current() is not None:
+        return
+    arrays = {path: x for path, x in trainable.items() if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
+    split = [path for path, x in arrays.items() if not x.sharding.is_fully_replicated]
+    if split:
+        warnings.warn(
+            f"{len(split)} of {len(trainable)} trained parameters, such as {split[0]}, are split over devices, but no layout is in "
+            "use: moments may be stored whole, and kernels and activations are not sharded. Make the state and run the "
+            "steps inside `with sharding.use(layout):`",
+            stacklevel=3,
+        )
 
 
 def _warn_of_rounding(opt_state: Any, trainable: dict[str, Any]) -> None:
@@ -115,18 +143,21 @@ def _warn_of_rounding(opt_state: Any, trainable: dict[str, Any]) -> None:
             f"{len(lost)} of {len(trainable)} trained parameters are {trainable[lost[0]].dtype}, such as {lost[0]}, and this "
             "optimizer's changes of them are rounded to nearest: those below 1/256 of a weight, which are nearly all, are lost. "
             "Train in float32 (from_pretrained(..., dtype=jnp.float32)), or let bfloat16 be rounded stochastically: "
-            "training.in_bfloat16(optimizer), or adamw(..., moments=jnp.bfloat16)",
+            "training.bfloat16_moments(optimizer), or adamw(..., moments=jnp.bfloat16)",
             stacklevel=3,
         )
 
 
-def _nothing_to_train(model: Any) -> str:
+def _nothing_to_train(model: Any, filter: Any) -> str:
     if not nn.variables(model):
         return f"a model must have parameters to train, got {type(model).__name__} {model!r:.80} without any"
     names = sorted({*nn.tree.pattern_paths(model).values()})
+    patterns = filter.patterns if isinstance(filter, PathFilter) else ()
+    near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names, 1)]
+    meant = f"; did you mean {', '.join(near)}?" if near else ""
     return (
-        f"filter selected no parameters; it is matched against these {len(names)} names: {', '.join(names)}; so are the patterns "
-        "of trainable_only"
+        f"filter selected no parameters{meant}; it is matched against these {len(names)} names: {', '.join(names)}; so are the "
+        "patterns of trainable_only"
     )
 
 
@@ -139,9 +170,9 @@ def make_train_step(
 ) -> Step:
     """Makes `step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
-    Metrics: `loss` (what is minimized), `num_targets`, `grad_norm` (before clipping), `finite` (False when loss or
-    gradient is not and the state is as bad as they are), `skipped` (with `skip_spikes`), and the means of the loss's
-    own sums.
+    Metrics: `loss` (what is minimized), `num_targets`, `num_tokens` (without padding), `grad_norm` (before clipping),
+    `finite` (False when loss or gradient is not and the state is as bad as they are), `skipped` (with `skip_spikes`),
+    and the means of the loss's own sums.
 
     Args:
       loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows
@@ -156,7 +187,7 @@ def make_train_step(
 
     Raises:
       ValueError: by the step, for a batch whose row count (per microbatch) or sequence length is not divisible under
-        the active layout.
+        the active layout; or for a name in `remat` that no layer marks.
     """
     optimizer, gradients = optax.with_extra_args_support(optimizer), gradients_of(loss_fn)
 
@@ -166,15 +197,17 @@ def make_train_step(
             _check_divides(x, getattr(loss_fn, "microbatches", 1))
         key = jax.random.fold_in(state.key, state.step)
         batch = jax.tree.map(_by_rows, batch)
+        check_remat_names(unwrap(loss_fn)[1].get("remat"), state.trainable, state.rest, batch)
         grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
         grads = place_like_parameters(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # by_layer takes those layer by layer
+        extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # to decay and offload layer by layer
         updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, **extra)
         trainable = place_like_parameters(apply_updates(state.trainable, updates), state.trainable, state.rest)
         opt_state = place_like_parameters(opt_state, state.trainable, state.rest, optimizer=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        metrics = {"loss": loss, "num_targets": stats.num_targets, "grad_norm": norm, "finite": finite} | means(stats)
+        counts = {"num_targets": stats.num_targets, "num_tokens": num_tokens(batch)}
+        metrics = {"loss": loss, "grad_norm": norm, "finite": finite} | counts | means(stats)
         if (skipped := optax.tree.get(opt_state, "skipped")) is not None:  # `skip_spikes`
             metrics |= {"skipped": skipped.astype(jnp.float32), "finite": finite | skipped}
         if log_schedule is not None:
@@ -232,8 +265,18 @@ def jit_step(step: Step) -> Step:
 
 
 def means(stats: Stats) -> Metrics:
-    """Divides a loss's sums by the number of targets."""
-    return {name: value / jnp.maximum(stats.num_targets, 1) for name, value in stats.sums.items()}
+    """Divides a loss's sums by the number of targets, or by their own."""
+    divided = lambda x: x if isinstance(x, Quotient) else Quotient(x, stats.num_targets)
+    return {name: divided(x).sum / jnp.maximum(divided(x).count, 1) for name, x in stats.sums.items()}
+
+
+def num_tokens(batch: Batch) -> Array:
+    """Counts the tokens of a batch and of the batches inside it, without padding."""
+    inside = sum((num_tokens(x) for x in batch.values() if isinstance(x, dict)), start=jnp.zeros((), jnp.int32))
+    if "tokens" not in batch:
+        return inside
+    real = batch.get("segment_ids", batch.get("valid"))
+    return inside + (batch["tokens"].size if real is None else jnp.sum(real != 0))
 
 
 def _by_rows(x: Array) -> Array:

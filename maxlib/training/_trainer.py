@@ -20,11 +20,11 @@ from maxlib.observability._memory import Sampled, memory_use
 from maxlib.observability._metrics import Console, Jsonl, Meter, Writers, reported, reported_by_all
 from maxlib.training._evaluation import Evaluation, evaluate
 from maxlib.training._export import Export
-from maxlib.training._objectives.batch_names import warn_of_copies
+from maxlib.training._objectives.first_batch import check_first_batch
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._placement import host_rows, materialize_model, place_batch
-from maxlib.training._prefetch import StatefulLoader, check_loader
+from maxlib.training._prefetch import StatefulLoader, check_loader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
 from maxlib.training._step import jit_step, make_eval_step, make_state, make_train_step
@@ -45,7 +45,8 @@ class Trainer:
       model: an `nnx.Module`, which is copied, or a function that builds one, which is run under jit so that
         parameters are created already sharded.
       optimizer: of `{path: array}`, such as `adamw(1e-3)`.
-      loader: this host's rows of every batch, with a state; see `StatefulLoader`.
+      loader: this host's rows of every batch, with a state; see `StatefulLoader`. A `data.Loader` is told by `follow`
+        which rows these are.
       loss: see `make_train_step`; give options with `functools.partial`, and `accumulate(loss, 4)` or
         `one_f_one_b(loss)` for microbatches.
       layout: the mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
@@ -97,8 +98,10 @@ class Trainer:
                 f"without a layout, each of the {jax.process_count()} processes would train its own model: pass layout=, for "
                 "example sharding.Layout(sharding.make_mesh(fsdp=-1))"
             )
+        for one in (loader, evaluation and evaluation.loader):
+            follow_layout(one, layout)
         self.clock = Clock(directory if jax.process_index() == 0 else None)
-        self.layout, self.timeout = layout, timeout
+        self.layout, self.timeout, self._optimizer = layout, timeout, optimizer
         self.loader, self.evaluation, self.loss, self.checkpointer = loader, evaluation, loss, checkpointer
         exports = [one for one in callbacks if isinstance(one, Export)]
         self.callbacks = [one for one in callbacks if not isinstance(one, Export)]
@@ -138,11 +141,19 @@ class Trainer:
         Args:
           resume_from: directory of full checkpoints.
           params_from: directory of a checkpoint or of Hugging Face, of which the model alone is read: what is trained
-            here and what is frozen.
+            here and what is frozen. Before the first step the optimizer begins anew from it.
+
+        Raises:
+          ValueError: `params_from` after the first step, when the optimizer keeps averages of the parameters.
         """
         with self.clock.span("restore"), self.sharded(), hard_timeout(self.timeout, "the checkpoint to be restored"):
             self.state, origin = initial_state(
-                self.state, self.checkpointer, resume_from, params_from, layout=self.layout
+                self.state,
+                self.checkpointer,
+                resume_from,
+                params_from,
+                optimizer=self._optimizer,
+                layout=self.layout,
             )
         self._origin, self.step, self._last = origin, int(self.state.step), dict(origin.metrics)
         if origin.data_state is not None:
@@ -261,7 +272,7 @@ class Trainer:
                 self.state, metrics = self.train_step(self.state, self.batch)
             self.step += 1
             if not self._counted:  # while the first step runs
-                warn_of_copies(host_rows(batch))
+                check_first_batch(host_rows(batch), self.state.model)
                 self._count_flops(batch)
             ready = self._meter.push(self.step, metrics | self._memory(), **here)
         self._report(ready)
@@ -350,12 +361,14 @@ class Trainer:
             self._saving.wait()
 
     def _count_flops(self, batch: Batch) -> None:
-        """Counts what a step costs, by this host's rows of its first batch."""
+        """Counts what a step costs, by this host's rows of its first batch, which other hosts may hold too."""
         self._counted = True
         try:
-            self._meter.flops = jax.process_count() * flops.training_flops(
-                self.loss, self.state.model, host_rows(batch)
-            )
+            rows = host_rows(batch)
+            share = len(jax.tree.leaves(rows)[0]) / len(jax.tree.leaves(self.batch)[0])
+            frozen = jax.tree.map(lambda _: False, self.state.rest)
+            trained = nn.combine(dict.fromkeys(self.state.trainable, True), frozen)
+            self._meter.flops = flops.training_flops(self.loss, self.state.model, rows, trained=trained) / share
         except Exception as error:  # a failed estimate must not end a run
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
 
@@ -369,6 +382,11 @@ def _check(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callback
     check_loader(loader, "loader")
     if evaluation is not None and not isinstance(evaluation, Evaluation):
         raise TypeError(f"evaluation must be a training.Evaluation(loader, every=100), got {evaluation!r:.80}")
+    if evaluation is not None and _innermost(evaluation.loader) is _innermost(loader):
+        raise ValueError(
+            "evaluation has the training loader, which each evaluation would take back to its first batch: give "
+            "Evaluation a loader of its own, over held-out data"
+        )
     if checkpointer is not None and not hasattr(checkpointer, "should_save"):
         raise TypeError(f"checkpointer must be a checkpoint.Checkpointer(directory) or Tiers, got {checkpointer!r}")
     for one in callbacks:
@@ -376,6 +394,11 @@ def _check(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callback
             raise TypeError(
                 f"callbacks must be pairs (every, function), such as (1, f), or exports such as HuggingFaceExport, got {one!r}"
             )
+
+
+def _innermost(loader: Any) -> Any:
+    """Returns the loader inside of `Prefetch` and others around it."""
+    return _innermost(loader.loader) if hasattr(loader, "loader") else loader
 
 
 def _is_callback(one: Any) -> bool:

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import logging
 import pkgutil
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -19,11 +20,12 @@ from flax import nnx
 
 from maxlib import distributed, nn, sharding
 from maxlib.weights._card import ModelCard, write_card
+from maxlib.weights._companions import write_companions
 from maxlib.weights._hf_config import HFConfig, read_config
 from maxlib.weights._hub import model_directory
 from maxlib.weights._loading import load
 from maxlib.weights._readback import check_reads_back
-from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json, write_tokenizer, write_weights
+from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json, write_weights
 from maxlib.weights._table import Table
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class Family:
         table: Function from a `cfg` to the table of its weights.
         presets: Published configurations by name.
         model_types: Values of `model_type` in config.json that it reads; by default those of `config`.
+            "mistral3/mistral4" is a mistral3 whose `text_config` is a mistral4, and goes before "mistral3".
     """
 
     name: str
@@ -113,10 +116,7 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
     """
     data = read_config(directory)
     if family is None:
-        kind = data.get("model_type")
-        known = ", ".join(sorted(t for f in families() for t in f.model_types))
-        what = f"the model_type {kind!r} of {Path(directory) / 'config.json'}"
-        family = _the([f for f in families() if kind in f.model_types], what, known)
+        family = _family_for(data, Path(directory) / "config.json")
     elif isinstance(family, str):
         raise TypeError(f"family must be a Family, got {family!r}; such as maxlib.models.{family}.FAMILY")
     fields = HFConfig(data)
@@ -129,6 +129,14 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
         raise ValueError(f"{path} has values that a {family.name} model cannot have: {error}") from error
     fields.done()
     return family, cfg
+
+
+def _family_for(data: Mapping[str, Any], path: Path) -> Family:
+    kind, text = data.get("model_type"), data.get("text_config")
+    whole = f"{kind}/{text.get('model_type')}" if isinstance(text, Mapping) else kind
+    claimed = [f for f in families() if whole in f.model_types] or [f for f in families() if kind in f.model_types]
+    known = ", ".join(sorted(t for f in families() for t in f.model_types))
+    return _the(claimed, f"the model_type {kind!r} of {path}", known)
 
 
 def from_pretrained(
@@ -187,6 +195,7 @@ def save_pretrained(
     *,
     dtype: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    like: str | Path | None = None,
     tokenizer: Any = None,
     generation: Mapping[str, Any] | None = None,
     overwrite: bool = False,
@@ -202,8 +211,11 @@ def save_pretrained(
         directory: Absent or empty, unless `overwrite` is given; or "s3://bucket/model", "gs://bucket/model".
         dtype: The dtype of the floating weights; None keeps theirs.
         max_shard_bytes: Size of a file, unless one tensor is larger.
-        tokenizer: A `tokenizers.Tokenizer` or a Hugging Face one.
-        generation: Content of generation_config.json (`{"eos_token_id": 1}`).
+        like: Directory of the model that this one was made of, or its name on the hub: tokenizer, chat template,
+            processors and generation_config.json are copied from it, and the ids in its config.json. Without it and
+            `generation`, nothing written says which id ends a text.
+        tokenizer: A `tokenizers.Tokenizer` or a Hugging Face one, in place of that of `like`.
+        generation: Entries of generation_config.json (`{"eos_token_id": 1}`), beside or in place of those of `like`.
         overwrite: Replace an earlier export.
         model_card: What README.md says; True writes what is known, False none.
         family: Needed only for models that are not registered.
@@ -219,17 +231,20 @@ def save_pretrained(
     what, first = f"saving in {directory}", jax.process_index() == 0
     with distributed.raise_on_all(what), contextlib.ExitStack() as stack:
         with distributed.raise_on_all(what):  # before others wait for this one to gather with them
+            source = model_directory(like) if first and like is not None else None
             part = stack.enter_context(whole_directory(directory, overwrite=overwrite)) if first else Path()
         stored = write_weights(model, table, part, dtype=dtype, max_shard_bytes=max_shard_bytes)
         if not first:
             return
-        # Without these, transformers takes the ids of the published models for granted.
-        tokens = {f"{kind}_token_id": (generation or {}).get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
-        write_json(part / "config.json", config | tokens | {"dtype": stored.name, "torch_dtype": stored.name})
-        if generation is not None:
-            write_json(part / "generation_config.json", generation)
-        if tokenizer is not None:
-            write_tokenizer(tokenizer, part)
+        # Without these ids in config.json, transformers takes those of the published models for granted.
+        ids = write_companions(part, source=source, tokenizer=tokenizer, generation=generation)
+        write_json(part / "config.json", config | ids | {"dtype": stored.name, "torch_dtype": stored.name})
         if model_card:
             about = {"title": Path(directory).name, "config": config, "parameters": nn.num_parameters(model)}
             write_card(model_card, part / "README.md", **about)
+    if tokenizer is not None and ids["eos_token_id"] is None:  # who writes a tokenizer means to make texts
+        warnings.warn(
+            f"{directory} has a tokenizer, but no id that ends a text: texts will run to their limit. Give like= a directory "
+            'that has one, or generation={"eos_token_id": ...}',
+            stacklevel=2,
+        )

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,6 +36,8 @@ DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
 }
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+PROCESSOR_FILES = ("chat_template*", "*preprocessor_config.json", "processor_config.json")
 # What an export, or a download of one, consists of; a directory with anything else in it is never replaced.
 OWN_FILES = (
     "README.md",
@@ -45,14 +47,8 @@ OWN_FILES = (
     "generation_config.json",
     "quantization.json",
     "adapter_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "vocab.*",
-    "merges.txt",
+    *TOKENIZER_FILES,
+    *PROCESSOR_FILES,
 )
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 OTHER = (".gguf", ".h5", ".msgpack", ".npz", ".onnx")
@@ -77,6 +73,10 @@ class Stored:
             return np.empty(self.shape, self.dtype)
         # A plain array: a memmap would keep its class, and its file, through every view and ufunc.
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, self.shape))
+
+    def part(self, take: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Returns `take(view)`, where `take` cuts, transposes and splits axes."""
+        return take(self.view())
 
     def read_into(self, out: np.ndarray, start: int) -> None:
         """Fills the contiguous `out` with the bytes from `start` of this tensor on: faster than to copy mapped

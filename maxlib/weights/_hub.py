@@ -12,22 +12,10 @@ import jax
 
 from maxlib.weights import _buckets as buckets
 from maxlib.weights._card import ModelCard
-from maxlib.weights._files import INDEX, SINGLE
+from maxlib.weights._files import INDEX, PROCESSOR_FILES, SINGLE, TOKENIZER_FILES
 
 # Everything of a model but its weights. Code (*.py) and pickles (*.bin) are never fetched.
-SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "vocab.*",
-    "merges.txt",
-    INDEX,
-)
+SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES, INDEX)
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -117,7 +105,7 @@ def push_to_hub(
         revision: Branch to commit to; None is the main branch.
         message: Message of the commit.
         model_card: What README.md says; True writes what is known, False none.
-        **options: Other arguments of `save_pretrained`, such as `tokenizer`.
+        **options: Other arguments of `save_pretrained`, such as `like` and `tokenizer`.
 
     Returns:
         The address of the commit; None on the hosts that upload nothing.

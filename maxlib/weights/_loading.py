@@ -228,17 +228,21 @@ class _Leaf:
         if (within := piece.within(cut)) is None:
             return
         stored, target = self._stored[piece.theirs], out[within]
+        take = lambda tensor_values: piece.theirs_as_ours(tensor_values, tensor.lengths, cut)
+        if not stored.as_stored:
+            assign(out, within, stored.part(take), piece.theirs)
+            return
         view = stored.view()
-        value = piece.theirs_as_ours(view, tensor.lengths, cut)
-        whole = value.dtype == target.dtype and value.flags.c_contiguous and target.flags.c_contiguous
-        if stored.as_stored and whole:
+        value = take(view)
+        if value.dtype == target.dtype and value.flags.c_contiguous and target.flags.c_contiguous:
             stored.read_into(target, value.ctypes.data - view.ctypes.data)
         else:
             assign(out, within, value, piece.theirs)
 
     def _convert(self, out: np.ndarray, cut: Cut, conversion: Conversion) -> None:
         entry = conversion.entry
-        value = entry.load(*[self._stored[name].view()[cut[: entry.batch]] for name in conversion.theirs])
+        take = lambda values: values[cut[: entry.batch]]
+        value = entry.load(*[self._stored[name].part(take) for name in conversion.theirs])
         wanted = tuple(s.stop - s.start for s in cut[: entry.batch]) + conversion.place.shape[entry.batch :]
         if value.shape != wanted:
             names = ", ".join(conversion.theirs)

@@ -69,7 +69,7 @@ class _Source:
         plan = WeightMapping(plan.pieces, [c for c in plan.conversions if c.entry.save is not None], plan.absent)
         if any(".matmul." in path and isinstance(v, nnx.LoRAParam) for path, v in nn.variables(model).items()):
             raise ValueError(
-                "the model has adapters: adapters.merge writes them into its weights, adapters.base leaves them"
+                "the model has adapters: adapters.merge writes them into its weights, adapters.base_model leaves them"
             )
         if gaps := uncovered(model, plan):
             raise ValueError("the model's table has no entry that can write " + ", ".join(gaps))
@@ -183,19 +183,3 @@ def _check_names(directory: str, names: list[str], overwrite: bool) -> None:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def write_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Writes a Hugging Face tokenizer, or a `tokenizers.Tokenizer` such that `transformers.AutoTokenizer` opens it.
-
-    Raises TypeError for anything else.
-    """
-    if hasattr(tokenizer, "save_pretrained"):
-        tokenizer.save_pretrained(directory)
-    elif hasattr(tokenizer, "save") and hasattr(tokenizer, "to_str"):
-        tokenizer.save(str(directory / "tokenizer.json"))
-        write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    else:
-        raise TypeError(
-            f"tokenizer must be a tokenizers.Tokenizer or a Hugging Face tokenizer, got {type(tokenizer).__name__}"
-        )

@@ -58,7 +58,7 @@ def test_a_fresh_adapter_changes_nothing_and_comes_off_by_identity():
     base = tiny.model()
     adapted = adapters.add(base, LORA, rngs=nnx.Rngs(0))  # not under jit, which returns other arrays
     np.testing.assert_array_equal(logits(adapted), logits(base))
-    again = adapters.base(adapted)
+    again = adapters.base_model(adapted)
     assert jax.tree.structure(again) == jax.tree.structure(base)
     assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(base), strict=True))
 
@@ -138,10 +138,10 @@ def test_on_a_quantized_base(format):
 def test_a_quantized_step_trains_factors_only():
     base = jit(lambda: quantization.for_inference(tiny.Bigram(32, rngs=nnx.Rngs(0)), "int8"))()
     state = training.make_state(put_on(base), optax.sgd(0.1), filter=adapters.trainable)
-    before = jax.tree.map(np.array, nn.variables(adapters.base(state.model)))
+    before = jax.tree.map(np.array, nn.variables(adapters.base_model(state.model)))
     new, _ = jit(training.make_train_step(loss, optax.sgd(0.1)))(state, training_batch())
     assert set(new.trainable) == {n for n in nn.variables(state.model) if ".matmul." in n}
-    after = nn.variables(adapters.base(new.model))
+    after = nn.variables(adapters.base_model(new.model))
     assert all(np.array_equal(before[n].get_value(), v.get_value()) for n, v in after.items())
     moved = [n for n, v in new.trainable.items() if not np.array_equal(v, state.trainable[n])]
     assert {n for n in new.trainable if n.endswith(".b")} <= set(moved)
@@ -153,7 +153,7 @@ def test_a_trainer_without_a_filter_trains_factors_only():
     trainer = training.Trainer(adapted, optax.sgd(0.1), tiny.Loader(), loss=loss)
     assert set(trainer.state.trainable) == set(nn.partition(adapted, adapters.trainable)[0])
     trainer.fit(2)
-    before, after = (nn.variables(adapters.base(model)) for model in (adapted, trainer.model))
+    before, after = (nn.variables(adapters.base_model(model)) for model in (adapted, trainer.model))
     assert all(np.array_equal(value.get_value(), after[path].get_value()) for path, value in before.items())
     whole = training.make_state(adapted, optax.sgd(0.1), filter=nn.is_trainable)
     assert set(whole.trainable) == set(nn.partition(adapted)[0])
@@ -201,12 +201,12 @@ def test_inside_jit_and_on_shapes():
 @pytest.mark.parametrize("base", [tiny.model, full(lambda: model("both"))], ids=["mlps", "both"])
 def test_a_new_adapter_on_a_frozen_one(base):
     first = trained(put_on(base()))
-    below = adapters.frozen(first)
+    below = adapters.freeze(first)
     second = put_on(below, adapters.LoRA(2, 2), seed=5)
     close(logits(second), logits(first), atol=1e-6)
     assert len(nn.partition(second, adapters.trainable)[0]) == len(nn.partition(first, adapters.trainable)[0])
     second = trained(second, seed=9)
-    np.testing.assert_array_equal(logits(adapters.base(second)), logits(below))
+    np.testing.assert_array_equal(logits(adapters.base_model(second)), logits(below))
     close(logits(jit(adapters.merge)(second)), logits(second))
 
 
@@ -231,7 +231,7 @@ def test_decoding_with_latent_attention_uses_the_adapters():
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_experts_equal_their_merged_loop(capacity):
     router = nn.Router(16, 4, top_k=2, rngs=nnx.Rngs(3))
-    moe = nn.MoE(16, 8, router=router, capacity_factor=capacity, layout="EIO", rngs=nnx.Rngs(0))
+    moe = nn.MoE(16, 8, router=router, capacity_factor=capacity, weight_order="EIO", rngs=nnx.Rngs(0))
     adapted = trained(put_on(moe, [adapters.Rule(adapters.LoRA(2, 4, dora=True))]))
     x = jax.random.normal(jax.random.key(0), (2, 8, 16))
     y, run = jit(lambda m: m(x)[0])(adapted), jit(lambda m: adapters.merge(m)(x)[0])
@@ -243,7 +243,7 @@ def test_experts_equal_their_merged_loop(capacity):
 def test_bad_rules():
     base = jax.eval_shape(lambda: model("both"))
     put_on = lambda base, rules=LORA: adapters.add(base, rules, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"decide none.*layers\.attn\.qq.*nearest names are .*layers\.attn\.q"):
+    with pytest.raises(ValueError, match=r"match no matmul.*layers\.attn\.qq.*nearest names are .*layers\.attn\.q"):
         put_on(base, [adapters.Rule(LORA, match="layers.attn.qq")])
     with pytest.raises(ValueError, match=r"names the layers \[9\]"):
         put_on(base, [adapters.Rule(LORA, layers=(0, 9))])
@@ -273,9 +273,9 @@ def test_the_report_says_what_it_costs():
 def test_preferences_on_a_tuned_adapter_refer_to_the_tuned_model():
     """With `add(frozen(tuned), ...)` the base is the tuned policy, so the first loss is ln 2 and learns."""
     tuned = trained(put_on(tiny.model()))
-    policy = jit(lambda tuned: adapters.add(adapters.frozen(tuned), LORA, rngs=nnx.Rngs(3)))(tuned)
-    close(logits(adapters.base(policy)), logits(tuned))
-    assert np.abs(logits(adapters.base(tuned)) - logits(tuned)).max() > 0.1
+    policy = jit(lambda tuned: adapters.add(adapters.freeze(tuned), LORA, rngs=nnx.Rngs(3)))(tuned)
+    close(logits(adapters.base_model(policy)), logits(tuned))
+    assert np.abs(logits(adapters.base_model(tuned)) - logits(tuned)).max() > 0.1
 
     tokens = np.random.default_rng(0).integers(0, 16, (2, 4, 12), dtype=np.int32)
     batch = {
@@ -285,7 +285,7 @@ def test_preferences_on_a_tuned_adapter_refer_to_the_tuned_model():
 
     def gradient(policy):
         params, rest = nn.partition(policy, adapters.trainable)
-        options = {"reference": adapters.base, "dtype": jnp.float32}
+        options = {"reference": adapters.base_model, "dtype": jnp.float32}
         f = lambda params: post_training.preference_loss(nn.combine(params, rest), batch, **options)
         return jax.value_and_grad(f, has_aux=True)(params)
 

@@ -205,7 +205,7 @@ def test_square_experts_of_unknown_version_are_refused_and_known_ones_turned(tmp
         config = json.loads((path / "adapter_config.json").read_text()) | {"peft_version": version}
         (path / "adapter_config.json").write_text(json.dumps(config))
         if version is None:
-            with pytest.raises(ValueError, match="nothing says which is which"):
+            with pytest.raises(ValueError, match="is square.* whether A and B are swapped .*add peft_version"):
                 adapters.load(model, path)
         else:
             layers = adapters.load(model, path).layers
@@ -238,9 +238,9 @@ def test_what_peft_would_ignore_is_a_warning(base, tmp_path):
 
 def test_readers_are_told_the_rank_that_is_written(files, tmp_path):
     model, write = files
-    both = adapters.add(adapters.frozen(adapters.load(model, write())), adapters.LoRA(2, 4), rngs=nnx.Rngs(0))
+    both = adapters.add(adapters.freeze(adapters.load(model, write())), adapters.LoRA(2, 4), rngs=nnx.Rngs(0))
     rules = [adapters.Rule(adapters.LoRA(2, 4), match="layers.attn.q")]
-    few = adapters.add(adapters.frozen(adapters.add(model, rules, rngs=nnx.Rngs(0))), rules, rngs=nnx.Rngs(1))
+    few = adapters.add(adapters.freeze(adapters.add(model, rules, rngs=nnx.Rngs(0))), rules, rngs=nnx.Rngs(1))
     line = adapters.save(few, tmp_path / "few")[1]
     shapes = {v.shape for n, v in load_file(tmp_path / "few" / "adapter_model.safetensors").items() if "lora_A" in n}
     assert {rank for rank, _ in shapes} == {4} and line.endswith("max_lora_rank of at least 4")

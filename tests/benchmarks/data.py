@@ -31,7 +31,7 @@ def alone(texts: list[str], tokenizer) -> int:
 
 def waits(directory: str, pace: float, steps: int = 60) -> float:
     """The share of the time that a consumer of `pace` tokens per second waits for data, the first batch aside."""
-    documents = data.tokenized(directory).shuffle(seed=0).repeat()
+    documents = data.read_tokens(directory).shuffle(seed=0).repeat()
     loader = data.Loader(lambda part: data.pack(documents[part], length=LENGTH), batch_size=ROWS)
     next(loader)
     before, begin = loader.wait_seconds, time.perf_counter()

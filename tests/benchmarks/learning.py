@@ -133,8 +133,8 @@ def trained(run: str, model: Any, loader: Any, loss: Any, **options: Any) -> tup
 
 def answers(generator: inference.Generator, prompts: list, sampler: Any = inference.GREEDY, key: Any = None) -> list:
     """Completions with the end token, where they end."""
-    options = {"max_new_tokens": sorting.NEW, "sampler": sampler, "stop": [sorting.END], "key": key, "capacity": 16}
-    return [t + [sorting.END] * (len(t) < sorting.NEW) for t in generator.generate(prompts, **options)]
+    options = {"sampler": sampler, "stop_token_ids": [sorting.END], "key": key, "capacity": 16}
+    return generator.generate(prompts, max_new_tokens=sorting.NEW, **options)
 
 
 def exact(model: Any, seed: int) -> dict[str, float]:
@@ -160,7 +160,7 @@ def lora(model: Any, seed: int) -> tuple[Any, dict, Curve, float]:
     """The other order, by adapters alone."""
     adapted = adapters.add(model, LORA, rngs=nnx.Rngs(seed))
     new, curve, seconds = supervised("lora", adapted, seed + 100, (True,), filter=adapters.trainable)
-    before, after = (jax.device_get(nn.variables(m)) for m in (model, adapters.base(new)))
+    before, after = (jax.device_get(nn.variables(m)) for m in (model, adapters.base_model(new)))
     changed = sum(bool((before[path][...] != after[path][...]).any()) for path in before)
     return new, {"exact": exact(new, seed)["down"], "base changed": changed}, curve, seconds
 

@@ -45,7 +45,7 @@ def roofline(cfg: Any, format: str, args: argparse.Namespace) -> dict[str, float
     target = target_of(jax.devices()[0].device_kind)
     if target is None:
         return "plans do not know this device"
-    options = {"batch_per_chip": args.batch, "sequence": args.length}
+    options = {"per_device_batch_size": args.batch, "sequence": args.length}
     job = plan.Job(cfg, target, quantization=None if format == "full" else format, **options)
     found = plan.estimated(job).estimate
     return "no estimate" if found is None else {"seconds": found.seconds, "mfu": found.mfu}

@@ -45,7 +45,7 @@ from tests.plan.jobs import layout
 
 GIB = 2**30
 EARLY = training.one_f_one_b()
-EXPERTS_BY_NUMBER = {"layout": layout("ep_fsdp")}
+EXPERTS_BY_NUMBER = {"layout": layout("fsdp_by_expert")}
 DEEPSEEK = "deepseek-v3", "v5p-512", 4096
 
 
@@ -236,7 +236,7 @@ def present_table(names: list[str], out: Path | None, check: bool) -> None:
         usual = row.plan()
         got = row.plan(options=xla_flags.options(*flags)) if flags else usual
         mesh = " x ".join(f"{axis} {n}" for axis, n in got.mesh.items() if n > 1)
-        what = [f"{got.num_parameters / 1e9:.1f}B", f"{row.batch_per_chip}", f"{mesh}, `{row.remat}`"]
+        what = [f"{got.num_parameters / 1e9:.1f}B", f"{row.per_device_batch_size}", f"{mesh}, `{row.remat}`"]
         sizes = [f"{usual.peak / GIB:.2f}", " ".join(flags), f"{got.peak / GIB:.2f}", f"{peer:.2f}"]
         print(f"| {name} | {' | '.join(what + sizes)} |", flush=True)
         rows.append(numbers(name, got) | {"usual": usual.peak, "peer": peer * GIB})
@@ -268,7 +268,7 @@ def beside(row: Row, got: plan.Plan) -> list[str]:
     measured = got.model_flops / (row.mfu * devices * got.target.chip.flops)
     return [
         f"{got.num_parameters / 1e9:.1f}B",
-        f"{row.batch_per_chip}",
+        f"{row.per_device_batch_size}",
         f"{mesh}, `{row.remat}`",
         f"{got.peak / GIB:.2f}",
         analytic(got),
@@ -288,7 +288,7 @@ def gpu_table(names: list[str], out: Path | None, check: bool) -> None:
     for name in names or GPU_CASES:
         preset, target, batch, sequence, more = GPU_CASES[name]
         settings = {"attention": "mosaic_gpu"} | more
-        got = plan.plan(plan.Job(preset, target, batch_per_chip=batch, sequence=sequence, **settings))
+        got = plan.plan(plan.Job(preset, target, per_device_batch_size=batch, sequence=sequence, **settings))
         print(f"| {preset}, {target} | {batch} x {sequence} | {' | '.join(on_gpus(got))} |", flush=True)
         rows.append(numbers(name, got) | {"flops": again(got)})
         fine = got.fits and abs(error(got)) <= 0.1 and 1.2 <= 1 + again(got) <= 1.4 and got.compile_seconds < 120
@@ -363,7 +363,7 @@ def pipelines(names: list[str], check: bool) -> None:
     print("|---" * 10 + "|")
     for name in names or PIPELINES:
         (model, target, sequence, batch), more = PIPELINES[name]
-        got = plan.plan(plan.Job(model, target, sequence=sequence, batch_per_chip=batch, **more))
+        got = plan.plan(plan.Job(model, target, sequence=sequence, per_device_batch_size=batch, **more))
         pipeline = next(one for one in got.job.layout.strategies if isinstance(one, sharding.Pipeline))
         turns, stages = pipeline.microbatches * pipeline.repeats, got.mesh["stage"]
         flops = got.costs.flops * got.target.devices / got.model_flops if got.costs else float("nan")

@@ -93,7 +93,7 @@ class Row:
 
     net: Net | Present
     target: str
-    batch_per_chip: int
+    per_device_batch_size: int
     remat: str
     tensor: int
     mfu: float
@@ -104,7 +104,7 @@ class Row:
             {"fsdp": -1, "tensor": self.tensor, "dcn": {"data": -1} if several else None},
             sharding.preset("fsdp_tp_sp" if self.tensor > 1 else "fsdp"),
         )
-        sizes = {"batch_per_chip": self.batch_per_chip, "sequence": 2048}
+        sizes = {"per_device_batch_size": self.per_device_batch_size, "sequence": 2048}
         return plan.plan(plan.Job(self.net, self.target, layout=layout, remat=self.remat, **sizes, **options))
 
 

@@ -60,7 +60,7 @@ def items():
 
 def test_everything_comes_back(tmp_path, items):
     data = {"0": {"bins": [[1, 2], []], "count": 3}, "1": {"bins": [], "count": 3}}
-    with Checkpointer(tmp_path, layouts={"layers": {"num_layers": 2, "prefix": 0, "period": 1}}) as ck:
+    with Checkpointer(tmp_path, groupings={"layers": {"num_layers": 2, "prefix": 0, "period": 1}}) as ck:
         ck.save(5, items, data=data, meta={"config": {"dim": 4, 10: "x", 9: None}, "loss": float("inf")})
         ck.wait()
         assert (ck.steps(), ck.latest(), ck.verify(5)) == ([5], 5, [])
@@ -81,8 +81,8 @@ def test_everything_comes_back(tmp_path, items):
 def test_a_model_and_its_optimizer(tmp_path):
     model = abstract_model(1, 2)
     state = state_of(model)
-    layouts = checkpoint.layouts(model)
-    with Checkpointer(tmp_path, layouts=layouts) as ck:
+    layouts = checkpoint.groupings(model)
+    with Checkpointer(tmp_path, groupings=layouts) as ck:
         ck.save(1, state)
         got = ck.restore(like={**state, "params": abstract(state["params"])})
         on_disk = checkpoint.load(tmp_path)
@@ -97,7 +97,7 @@ def test_a_model_and_its_optimizer(tmp_path):
 def test_restored_without_naming_the_stacks(tmp_path):
     model = abstract_model(1, 2)
     state = state_of(model)
-    with Checkpointer(tmp_path, layouts=checkpoint.layouts(model)) as ck:
+    with Checkpointer(tmp_path, groupings=checkpoint.groupings(model)) as ck:
         ck.save(1, state)
     with Checkpointer(tmp_path) as ck:
         assert_same(ck.restore(like={"opt": state["opt"]})["opt"], state["opt"])

@@ -1,6 +1,7 @@
 """Mixtures hold their shares, lose no token, and go on exactly on other hosts."""
 
 import json
+import warnings
 from collections import Counter
 
 import grain
@@ -121,9 +122,25 @@ def test_a_source_that_is_used_up_leaves_its_share():
 def test_seeds_and_nesting():
     ids = lambda mixed: [int(d["tokens"][0]) for d in drawn(mixed, 30)]
     assert ids(mixture()) == ids(mixture()) != ids(mixture(seed=1))
-    inner = data.Mixture({"code": SOURCES["code"], "wiki": SOURCES["wiki"]}, {"code": 1, "wiki": 1}, by="documents")
-    outer = data.Mixture({"web": SOURCES["web"], "rest": inner}, {"web": 1, "rest": 1}, by="documents")
+    inner = data.Mixture(
+        {"code": SOURCES["code"], "wiki": SOURCES["wiki"]}, {"code": 1, "wiki": 1}, by="documents", seed=0
+    )
+    outer = data.Mixture({"web": SOURCES["web"], "rest": inner}, {"web": 1, "rest": 1}, by="documents", seed=0)
     assert Counter(source_of([d["tokens"][0] for d in drawn(outer, 80)]).tolist()) == {0: 40, 1: 20, 2: 20}
+
+
+def test_sources_repeated_in_one_order_are_warned_of():
+    """Files sorted by topic would be learned in that order again and again."""
+    one = {"web": SOURCES["web"]}
+    for epochs in (None, 2):
+        with pytest.warns(UserWarning, match="the sources web are read in the same order in every epoch"):
+            data.Mixture(one, epochs=epochs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data.Mixture(one, epochs=1)
+        data.Mixture(one, seed=0)
+        data.Mixture({"web": SOURCES["web"].shuffle(seed=0).map(lambda one: one)})
+        data.Mixture({"web": SOURCES["web"].shuffle(seed=0).repeat()}, {"web": 1})
 
 
 def test_policies_per_source_are_counted():
@@ -141,16 +158,18 @@ def test_policies_per_source_are_counted():
         assert metrics[f"data/tokens/{name}"] == sum(map(len, CORPORA[name]))
     assert metrics["data/truncated_tokens/code"] == sum(long["code"]) - LENGTH * len(long["code"])
     assert metrics["data/tokens/wiki"] == sum(map(len, CORPORA["wiki"]))
+    assert metrics["data/split_documents/wiki"] == metrics["data/split_documents"] == len(long["wiki"]) > 0
+    assert metrics["data/split_tokens"] == sum(long["wiki"]) - LENGTH * len(long["wiki"])
     with pytest.raises(ValueError, match=r"of the source 'wiki' has \d+ tokens, a row 16"):
         list(loader(mixed, long={"wiki": "error"}))
 
 
 def test_empty_and_vanished_sources_are_named(tmp_path):
     with pytest.raises(ValueError, match="The source 'none' of the mixture is empty"):
-        data.Mixture({"web": SOURCES["web"], "none": SOURCES["code"][:0]})
+        data.Mixture({"web": SOURCES["web"], "none": SOURCES["code"][:0]}, seed=0)
     nothing = SOURCES["code"].filter(lambda document: False)
     with pytest.raises(ValueError, match="No document in 600 reads") as caught:
-        drawn(data.Mixture({"web": SOURCES["web"], "none": nothing}), 3)
+        drawn(data.Mixture({"web": SOURCES["web"], "none": nothing}, seed=0), 3)
     assert "While reading the source 'none' of the mixture." in caught.value.__notes__
     path = tmp_path / "gone.txt"
     path.write_text("one\ntwo\n")
@@ -158,7 +177,7 @@ def test_empty_and_vanished_sources_are_named(tmp_path):
     gone = lines.map(lambda document: {"tokens": np.arange(len(document["text"]))})
     path.unlink()
     with pytest.raises(FileNotFoundError) as caught:
-        drawn(data.Mixture({"gone": gone}), 1)
+        drawn(data.Mixture({"gone": gone}, seed=0), 1)
     assert "While reading the source 'gone' of the mixture." in caught.value.__notes__
 
 

@@ -24,7 +24,7 @@ def write(directory, tokenizer, documents=None, **kwargs):
 
 
 def tokens(directory) -> list[list[int]]:
-    return [document["tokens"].tolist() for document in data.tokenized(directory)]
+    return [document["tokens"].tolist() for document in data.read_tokens(directory)]
 
 
 def test_same_as_on_the_fly(tmp_path, tokenizer):
@@ -32,7 +32,7 @@ def test_same_as_on_the_fly(tmp_path, tokenizer):
     manifest = write(tmp_path, tokenizer, progress=heard.append)
     want = [d["tokens"].tolist() for d in data.tokenize(data.in_memory(TEXTS), tokenizer, bos_id=0, eos_id=1)]
     assert tokens(tmp_path) == want
-    assert data.tokenized(tmp_path)[0]["tokens"].dtype == np.int32
+    assert data.read_tokens(tmp_path)[0]["tokens"].dtype == np.int32
     assert manifest == data.read_manifest(tmp_path)
     total = {"documents": 50, "tokens": sum(map(len, want)), "characters": sum(map(len, TEXTS))}
     assert manifest["total"] == total | {"longest": max(map(len, want))}
@@ -51,7 +51,7 @@ def test_goes_on_where_it_was_stopped(tmp_path, tokenizer):
     with pytest.raises(Stopped):
         write(tmp_path, tokenizer, progress=stop)
     with pytest.raises(FileNotFoundError, match="has not been finished"):
-        data.tokenized(tmp_path)
+        data.read_tokens(tmp_path)
     first = (tmp_path / "tokens-00000.array_record").stat().st_mtime_ns
     write(tmp_path, tokenizer)
     assert (tmp_path / "tokens-00000.array_record").stat().st_mtime_ns == first
@@ -70,10 +70,10 @@ def test_bad_records_and_damage(tmp_path, tokenizer):
     file = tmp_path / "a" / "tokens-00000.array_record"
     file.write_bytes(file.read_bytes()[:-7])
     with pytest.raises(ValueError, match=r"bytes, the manifest says \d+: it was damaged"):
-        data.tokenized(tmp_path / "a")
+        data.read_tokens(tmp_path / "a")
     file.unlink()
     with pytest.raises(FileNotFoundError, match="tokens-00000.array_record is missing"):
-        data.tokenized(tmp_path / "a")
+        data.read_tokens(tmp_path / "a")
     assert data.read_manifest(tmp_path / "a")["dtype"] == "<u2"
 
 

@@ -55,7 +55,7 @@ def loaders() -> tuple[Recorded, data.Loader]:
 
 
 def run(directory: Path, steps: int, callbacks: Sequence[Any] = ()) -> training.Trainer:
-    """Over the devices of all processes, or on one."""
+    """Over the devices of all processes, or on one; `MESH` and `STRATEGY` say how, by default in FSDP."""
     directory.mkdir(parents=True, exist_ok=True)
     loader, held_out = loaders()
     loader.path = directory / f"rows-{os.getpid()}.jsonl"
@@ -66,13 +66,18 @@ def run(directory: Path, steps: int, callbacks: Sequence[Any] = ()) -> training.
         loader=loader,
         loss=tiny.loss,
         directory=directory,
-        layout=sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP) if jax.process_count() > 1 else None,
+        layout=layout() if jax.process_count() > 1 else None,
         evaluation=training.Evaluation(held_out, every=3),
         checkpointer=checkpoint.Checkpointer(directory / "checkpoints", every=2),
         callbacks=callbacks,
     )
     trainer.fit(steps)
     return trainer
+
+
+def layout() -> sharding.Layout:
+    degrees = sharding.parse_degrees(os.environ.get("MESH", "fsdp=-1"))
+    return sharding.Layout(sharding.make_mesh(**degrees), sharding.preset(os.environ.get("STRATEGY", "fsdp")))
 
 
 def watching(directory: Path) -> list[Any]:

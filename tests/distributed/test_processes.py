@@ -54,18 +54,18 @@ def rows(directory: Path) -> dict[tuple[int, int], list]:
 
 
 def trajectory(directory: Path) -> tuple[list[tuple[int, str]], list[float]]:
-    names = ("loss", "grad_norm", "tokens", "eval/loss", "eval/tokens")
+    names = ("loss", "grad_norm", "num_targets", "eval/loss", "eval/num_targets")
     lines = observability.read_jsonl(directory / "metrics.jsonl")
     values = {(line["step"], name): line[name] for line in lines for name in names if name in line}
     return sorted(values), [values[key] for key in sorted(values)]
 
 
-def assert_same_run(directory: Path, want: Path) -> None:
+def assert_same_run(directory: Path, want: Path, rtol: float = 1e-6) -> None:
     got, wanted = rows(directory), rows(want)
     trained = {key: row for key, row in wanted.items() if key[0] <= STEPS}  # what was read ahead is another matter
     assert {key: row for key, row in got.items() if key[0] <= STEPS} == trained and len(trained) == STEPS * program.ROWS
     assert trajectory(directory)[0] == trajectory(want)[0]
-    np.testing.assert_allclose(trajectory(directory)[1], trajectory(want)[1], rtol=1e-6)
+    np.testing.assert_allclose(trajectory(directory)[1], trajectory(want)[1], rtol=rtol)
     states = [checkpoint.load(path / "checkpoints", items=["params", "opt"]) for path in (directory, want)]
     for item in ("params", "opt"):
         ours, theirs = (state[item] for state in states)
@@ -106,6 +106,20 @@ def test_four_processes_then_two_under_a_launcher(alone, tmp_path):
     assert [note["processes"] for note in notes if note["event"] == "start"] == [4, 4, 2]
     assert_same_run(tmp_path, alone)
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [("stage=2", "pp:4"), ("tensor=2", "tp"), ("context=2", "cp_ring"), ("context=2", "cp_gather")],
+)
+def test_processes_that_share_rows_train_as_one_does(alone, tmp_path, mesh, strategy):
+    """Each of two processes holds a stage, a part of every matrix, or half of every row's tokens."""
+    processes = start(2, tmp_path, STEPS, MESH=mesh, STRATEGY=strategy)
+    said = [process.communicate(timeout=PATIENCE)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert_same_run(tmp_path, alone, rtol=1e-5)
 
 
 @pytest.mark.full

@@ -31,7 +31,7 @@ def read(directory: Path) -> None:
     texts = data.array_record(directory / "a.array_record", field="text")
     for i in range(min(len(texts), 10)):
         assert (texts[i] or {})["text"] in TEXTS, "another text"
-    tokens = data.tokenized(directory)
+    tokens = data.read_tokens(directory)
     for i in range(min(len(tokens), 10)):
         assert (tokens[i] or {})["tokens"].dtype == np.int32
 

@@ -94,6 +94,7 @@ def test_lines_that_json_cannot_hold(line, tmp_path):
         ("goodput.jsonl", b"[" * 9000),
         ("goodput.jsonl", b'{"session": 0, "time": 1, "at": 1, "step": {}}'),
         ("samples.jsonl", b'{"step": "x", "text": 3}'),
+        ("config.json", rb'{"model": {"name": "\ud800"}}'),
         ("config.json", b"\xcd"),
     ],
 )
@@ -105,6 +106,14 @@ def test_a_damaged_line_of_a_run_is_left_out(file, line, tmp_path):
     read_report.read(tmp_path)
     after = str(observability.goodput(tmp_path)), observability.read_jsonl(tmp_path / "metrics.jsonl")
     assert after[0] == before[0] and after[1][: len(before[1])] == before[1]
+
+
+def test_images_in_layers_without_number(tmp_path):
+    config = next(c for name, c in read_config.presets().items() if name.startswith("qwen3_vl"))
+    vision = config["vision_config"] | {"depth": 10**9, "deepstack_visual_indexes": [10**9]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": vision}))
+    with pytest.raises(ValueError, match=r"config\.json.*deepstack"):  # and not after counting to 10^9
+        _family.read_model(tmp_path)
 
 
 @pytest.mark.parametrize("field", [{"num_hidden_layers": 1 << 70}, {"no_rope_layer_interval": 0}])
@@ -167,7 +176,7 @@ def test_ends_of_texts_that_are_none(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"name": ".."}, {"name": "../x"}, {"name": "a\0"}, {"documents": 5}, {"bytes": "x"}]
+    "change", [{"name": ".."}, {"name": ""}, {"name": "../x"}, {"name": "a\0"}, {"documents": 5}, {"bytes": "x"}]
 )
 def test_a_manifest_of_tokens_that_is_none(change, tmp_path):
     read_tokens_manifest.make(tmp_path)

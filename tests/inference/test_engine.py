@@ -62,7 +62,7 @@ def test_calls_without_a_key_draw_anew_and_runs_alike(model, engine):
 def test_a_stop_token_ends_a_row_and_belongs_to_it(engine):
     free = engine.generate(PROMPTS, max_new_tokens=6)
     stop = free[0][0].tokens[2]
-    for whole, got in zip(free, engine.generate(PROMPTS, max_new_tokens=6, stop=[stop]), strict=True):
+    for whole, got in zip(free, engine.generate(PROMPTS, max_new_tokens=6, stop_token_ids=[stop]), strict=True):
         tokens, ended = whole[0].tokens, stop in whole[0].tokens
         assert got[0].tokens == (tokens[: tokens.index(stop) + 1] if ended else tokens)
         assert got[0].finish_reason == ("stop" if ended else "length")

@@ -10,7 +10,7 @@ from flax import nnx
 
 from maxlib import inference, nn, ops, sharding
 from maxlib.inference import Generator, Sampler, stream_text
-from maxlib.inference._generate import right_padded
+from maxlib.inference._generate import check_stop, right_padded
 from maxlib.ops._rope import DynamicNTK, Rope
 from tests.nn.tiny import LLAMA, filled, filled_llama
 
@@ -56,11 +56,51 @@ def test_sampled_rows_do_not_depend_on_their_neighbours(generator):
     assert first != generator.generate(PROMPTS, **options | {"key": jax.random.key(4)})
 
 
+def test_without_a_key_each_call_draws_anew(model):
+    """Rollouts of a loop must not repeat their noise; another run of the same program draws the same."""
+    options = dict(max_new_tokens=8, sampler=Sampler(temperature=2.0))
+    make = lambda **seed: Generator(model, dtype=jnp.float32, **seed)
+    first, again, other = make(), make(), make(seed=1)
+    drawn = [first.generate(PROMPTS, **options) for _ in range(3)]
+    assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
+    assert drawn == [again.generate(PROMPTS, **options) for _ in range(3)]
+    assert other.generate(PROMPTS, **options) != drawn[0]
+    engine = inference.LocalEngine(model, dtype=jnp.float32)
+    assert [one.tokens for (one,) in engine.generate(PROMPTS, **options)] == drawn[0]
+    once = lambda: inference.generate(model, PROMPTS, dtype=jnp.float32, **options)
+    assert once() != once()
+
+
 def test_stop_ends_a_row_and_the_others_go_on(generator):
     free = generator.generate(PROMPTS, max_new_tokens=6)
     stop = free[0][2]
-    got = generator.generate(PROMPTS, max_new_tokens=6, stop=[stop])
-    assert got == [row[: row.index(stop)] if stop in row else row for row in free]
+    got = generator.generate(PROMPTS, max_new_tokens=6, stop_token_ids=[stop])
+    assert got == [row[: row.index(stop) + 1] if stop in row else row for row in free]
+
+
+def test_an_engine_and_a_generator_end_completions_alike(generator):
+    """The id that ended a completion is its last token in both, so that GRPO learns to end with either."""
+    stop = [generator.generate(PROMPTS, max_new_tokens=6)[0][2]]
+    engine = inference.LocalEngine(generator.model, slots=2, dtype=jnp.float32)
+    groups = engine.generate(PROMPTS, max_new_tokens=6, stop_token_ids=stop)
+    assert generator.generate(PROMPTS, max_new_tokens=6, stop_token_ids=stop) == [one.tokens for (one,) in groups]
+
+
+@pytest.mark.parametrize("wrong", [["</s>"], "</s>", [None], [1.0], [48], [-1], 3])
+def test_what_can_never_end_a_text_is_refused(wrong):
+    """Texts and an eos_token_id of None would never match, and rows run to the limit."""
+    unchecked = inspect.unwrap(check_stop)  # the types that the tests check would be first
+    with pytest.raises(ValueError, match="stop_token_ids must be a list of ids, whole numbers from 0 below the vocab"):
+        unchecked(wrong, 48)
+    assert unchecked([47, np.int32(3)], 48) == {47, 3} and unchecked([48]) == {48}  # a server's vocabulary is unknown
+
+
+def test_engines_and_generators_check_them(generator):
+    engine = inference.LocalEngine(generator.model, slots=1, dtype=jnp.float32)
+    server = inference.ServerEngine("http://localhost:1", "m")
+    for made, wrong in ((generator, generator.vocab), (engine, generator.vocab), (server, -1)):
+        with pytest.raises(ValueError, match="stop_token_ids must be a list of ids"):
+            made.generate(PROMPTS, max_new_tokens=2, stop_token_ids=[wrong])
 
 
 def test_stream_yields_what_generate_returns(generator):

@@ -77,7 +77,9 @@ def test_continuations_stop_as_soon_as_all_rows_ended(generator, monkeypatch):
     monkeypatch.setattr(
         generator, "stream", lambda *args, **options: (steps.append(1) or s for s in stream(*args, **options))
     )
-    continue_until(generator, [[5]], decode=lambda ids: "x" * len(ids), until=["xx"], end=-1, max_new_tokens=8)
+    end = next(i for i in range(generator.vocab) if i not in generator.generate([[5]], max_new_tokens=8)[0])
+    steps.clear()
+    continue_until(generator, [[5]], decode=lambda ids: "x" * len(ids), until=["xx"], end=end, max_new_tokens=8)
     assert len(steps) == 2
 
 

@@ -32,7 +32,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 [body["prompt"]],
                 max_new_tokens=body["max_tokens"],
                 count=body["n"],
-                stop=body["stop_token_ids"],
+                stop_token_ids=body["stop_token_ids"],
                 sampler=Sampler(temperature=body["temperature"]),
                 key=jax.random.key(body["seed"]),
             )
@@ -79,8 +79,8 @@ def test_ids_and_log_probabilities_travel_both_ways(local):
     with serving(local) as (url, server):
         engine = ServerEngine(url, "base", api_key="secret")
         assert isinstance(engine, inference.Engine)
-        got = engine.generate(PROMPTS, max_new_tokens=[6, 4], stop=stop)
-        assert got == local.generate(PROMPTS, max_new_tokens=[6, 4], stop=stop)
+        got = engine.generate(PROMPTS, max_new_tokens=[6, 4], stop_token_ids=stop)
+        assert got == local.generate(PROMPTS, max_new_tokens=[6, 4], stop_token_ids=stop)
         assert got[0][0].finish_reason == "stop" and got[0][0].tokens[-1] in stop
         groups = engine.generate(PROMPTS, max_new_tokens=3, count=3, sampler=Sampler(), key=jax.random.key(1))
         assert [len(group) for group in groups] == [3, 3]
@@ -118,7 +118,7 @@ def test_tokens_may_be_written_as_ids(local):
             "got 0 ids and 3 log-probabilities",
         ),
         (lambda one: one | {"token_ids": one["token_ids"][:-1]}, "got 2 ids and 3"),
-        (lambda one: one | {"finish_reason": "stop"}, "must end with an id of stop or by its length"),
+        (lambda one: one | {"finish_reason": "stop"}, "must end with one of stop_token_ids or by its length"),
         (lambda one: one | {"finish_reason": "abort"}, "got 'abort'"),
     ],
 )

@@ -1,6 +1,7 @@
 """Drafted decoding writes what plain decoding writes, whatever the drafts are worth."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +46,8 @@ def test_text_is_that_of_plain_decoding(drafted, plain):
 
 def test_stop_and_length_end_a_row(generator, plain):
     stop = [plain[0][3]]
-    got = speculate(generator, PROMPTS, max_new_tokens=20, stop=stop)
-    assert got.texts == [row[: row.index(stop[0])] if stop[0] in row else row for row in plain]
+    got = speculate(generator, PROMPTS, max_new_tokens=20, stop_token_ids=stop)
+    assert got.texts == [row[: row.index(stop[0]) + 1] if stop[0] in row else row for row in plain]
 
 
 def test_the_drafts_are_those_of_look_ahead(generator, drafted):
@@ -68,14 +69,36 @@ def test_the_drafts_are_those_of_look_ahead(generator, drafted):
     assert drafted.steps == max(passes) and drafted.acceptance == pytest.approx(taken / sum(passes))
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16])
+def test_caches_are_those_of_the_generator(generator, monkeypatch, dtype):
+    """Others take more memory, and round otherwise than `generate` does."""
+    made, model = [], type(generator.model)
+    for name in ("init_cache", "init_draft_cache"):
+        init = getattr(model, name)
+        record = lambda *a, init=init, **options: made.append(options["dtype"]) or init(*a, **options)
+        monkeypatch.setattr(model, name, record)
+    rounded = Generator(generator.model, dtype=jnp.float32, cache_dtype=dtype)
+    got = speculate(rounded, PROMPTS, max_new_tokens=6)
+    assert len(made) == 4 and set(made) == {dtype}
+    assert got.texts == rounded.generate(PROMPTS, max_new_tokens=6)
+
+
+def test_texts_beyond_the_length_of_the_model_are_refused(generator):
+    longest = max(map(len, PROMPTS))
+    short = dataclasses.replace(CFG, rope=ops.Rope(8, interleaved=True, max_length=longest + 6))
+    limited = Generator(filled(lambda: deepseek.DeepSeek(short, rngs=nnx.Rngs(1))), dtype=jnp.float32)
+    for generate in (limited.generate, functools.partial(speculate, limited)):
+        with pytest.raises(ValueError, match="must fit the .* positions that the model was made for"):
+            generate(PROMPTS, max_new_tokens=7)
+    assert speculate(limited, PROMPTS, max_new_tokens=6).texts == limited.generate(PROMPTS, max_new_tokens=6)
+
+
 def test_models_that_cannot_are_refused(generator):
     with pytest.raises(ValueError, match="Llama does not draft"):
         speculate(Generator(filled_llama(num_layers=1)), PROMPTS, max_new_tokens=4)
     without = jax.tree.map(lambda x: x, generator.model)
     without.mtp = nnx.List([])
-    other = Generator.__new__(Generator)
-    other.model, other.dtype, other.vocab = without, jnp.float32, 6
     with pytest.raises(ValueError, match="read it with num_mtp=1"):
-        speculate(other, PROMPTS, max_new_tokens=4)
+        speculate(Generator(without, dtype=jnp.float32), PROMPTS, max_new_tokens=4)
     with pytest.raises(ValueError, match="must fit the capacity"):
         speculate(generator, PROMPTS, max_new_tokens=4, capacity=15)

@@ -199,10 +199,10 @@ class Conformance:
     @pytest.mark.full
     def test_transformers_opens_the_export(self, name, made, tmp_path):
         """Nothing is missing or left over, and it computes what we compute, also far behind the first tokens."""
-        torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-        _, _, model = made(name)
+        torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
+        case, _, model = made(name)
         maxlib.save_pretrained(model, tmp_path / "export")
-        theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        theirs, info = parity.auto(case["config"]["model_type"]).from_pretrained(
             tmp_path / "export", attn_implementation="eager", experts_implementation="eager", output_loading_info=True
         )
         theirs = theirs.to(getattr(torch, self.dtype))

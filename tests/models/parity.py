@@ -114,11 +114,9 @@ def theirs(
     `grids` are those of images, whose placeholders are among the tokens.
     """
     import torch
-    import transformers
 
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}  # others are not for float64
-    auto = transformers.AutoModelForCausalLM if grids is None else transformers.AutoModelForImageTextToText
-    model = auto.from_config(config, **how).eval()
+    model = auto(config.model_type, sees=grids is not None).from_config(config, **how).eval()
     model = model.to(getattr(torch, dtype))
     own = tensors_of(model)
     shapes = {name: list(index.shape) for name, index in stored(model, _numbered(own)).items()}
@@ -140,6 +138,15 @@ def theirs(
         "logits": logits.detach().float().numpy(),
         "gradients": {name: projection(name, g.numpy()) for name, g in gradients.items()},
     }
+
+
+def auto(model_type: str, *, sees: bool = False) -> Any:
+    """Their class that makes models of a type."""
+    import transformers
+
+    # They list Mistral 4's text among models that see.
+    sees = sees or model_type == "mistral4"
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
 def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:

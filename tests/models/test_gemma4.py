@@ -151,7 +151,7 @@ def test_layers_of_the_presets_are_scanned():
     kinds = gemma4.PRESETS["gemma4-e2b"].kinds
     assert [role for _, role in kinds] == [OWN] * 13 + [SHARES] * 2 + [TAKES] * 20
     assert [i for i, (kind, _) in enumerate(kinds) if kind == GLOBAL] == [4, 9, 14, 19, 24, 29, 34]
-    layouts = {name: nn.layout_for(cfg.kinds) for name, cfg in gemma4.PRESETS.items()}
+    layouts = {name: nn.grouping_for(cfg.kinds) for name, cfg in gemma4.PRESETS.items()}
     assert layouts == {
         "gemma4-e2b": {"lead": 10, "lead_period": 5, "prefix": 5, "period": 5},
         "gemma4-e4b": {"lead": 18, "lead_period": 6, "prefix": 6, "period": 6},

@@ -1,4 +1,7 @@
-"""Mistral Small 3.1, Ministral 3 and Pixtral 12B against transformers, with images of several shapes."""
+"""Mistral Small 3.1, Ministral 3 and Pixtral 12B against transformers, with images of several shapes.
+
+Mistral Small 4 is in `test_mistral4`, but for its batches, which are here.
+"""
 
 import dataclasses
 import json
@@ -127,18 +130,19 @@ def pictures(sizes: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
     return random.standard_normal((len(sizes), 3, *sizes.max(axis=0))).astype(np.float32), sizes
 
 
-@pytest.fixture(scope="module", params=["sees_ministral3", "pixtral"])
+@pytest.fixture(scope="module", params=[("mistral", "sees_ministral3"), ("mistral", "pixtral"), ("mistral4", "sees")])
 def both(request, tmp_path_factory):
     """A case, and the model of either library."""
     transformers = pytest.importorskip("transformers")
-    case = parity.golden("mistral")[request.param]
+    family, name = request.param
+    case = parity.golden(family)[name]
     embed, head = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
     values = parity.tensors(case["shapes"])
     # Small next to what the layers add, or every token would only repeat itself; and no placeholder is written.
     values[embed] *= np.float32(0.02)
     values[head if head in values else embed][IMAGE] = 0
     own = {name: values[name] for name in (embed, head) if name in values}
-    path = parity.directory(tmp_path_factory.mktemp(request.param), case, **own)
+    path = parity.directory(tmp_path_factory.mktemp(name), case, **own)
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager").eval()
     return case, theirs, maxlib.from_pretrained(path)
 

@@ -39,13 +39,22 @@ def test_einsum_and_its_bias():
     [("...D,FD->...F", (64, 256), 256), ("...NH,DNH->...D", (64, 16, 32), 512), ("...D,NHD->...NH", (16, 32, 64), 64)],
 )
 def test_initial_variance_is_one_over_fan_in(spec, shape, fan_in):
-    w = nn.Einsum(spec, shape, tuple("abc"[: len(shape)]), rngs=nnx.Rngs(0)).w[...]
+    w = nn.Einsum(spec, shape, ("heads", "head_dim", "embed")[: len(shape)], rngs=nnx.Rngs(0)).w[...]
     assert abs(float(jnp.std(w)) * fan_in**0.5 - 1) < 0.03
 
 
 def test_einsum_describes_every_dimension():
     with pytest.raises(ValueError, match="one letter, size and axis name per dimension of w"):
         nn.Einsum("...D,FD->...F", (4, 8), ("mlp",), rngs=nnx.Rngs(0))
+
+
+def test_a_misspelt_axis_is_named_where_the_layer_is_built():
+    with pytest.raises(
+        ValueError, match=r"Einsum\('...D,FD->...F'\): no axis is named 'embde'; did you mean 'embed'\?"
+    ):
+        nn.Einsum("...D,FD->...F", (4, 8), ("mlp", "embde"), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"ExpertLinear: no axis is named 'mpl'; did you mean 'mlp'\?"):
+        nn.ExpertLinear(2, (4, 8), ("mpl", "expert_embed"), rngs=nnx.Rngs(0))
 
 
 def test_embedding_and_its_logits():
@@ -175,7 +184,7 @@ def test_a_summary_is_text_in_a_notebook_too(monkeypatch):
     ],
 )
 def test_einsum_computes_its_spec(spec, x, w):
-    layer = nn.Einsum(spec, w, ("a", "b", "c"), rngs=nnx.Rngs(0))
+    layer = nn.Einsum(spec, w, ("heads", "head_dim", "embed"), rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), x)
     want = np.einsum(spec, np.asarray(x, np.float64), value(layer.w))
     np.testing.assert_allclose(run(layer, x), want, atol=1e-5)

@@ -22,10 +22,13 @@ def extend(layer, x, cache, length):
     return layer(x, nn.context(*x.shape[:2], cache=nn.Cache([cache], jnp.full(2, length, jnp.int32))), cache)
 
 
-def build(q_rank):
-    return nn.MLA(
-        16, num_heads=3, kv_rank=10, nope_dim=6, v_dim=5, rope=ops.Rope(4, interleaved=True), q_rank=q_rank, rngs=nnx.Rngs(1)
-    )  # fmt: skip
+SHARPER = nn.TemperatureTuning(2, 0.7, offset=0)  # in steps of two tokens
+
+
+def build(q_rank, temperature=None):
+    rope = ops.Rope(4, interleaved=True)
+    sizes = {"num_heads": 3, "kv_rank": 10, "nope_dim": 6, "v_dim": 5, "q_rank": q_rank}
+    return nn.MLA(16, **sizes, rope=rope, temperature=temperature, rngs=nnx.Rngs(1))
 
 
 def norm(x):
@@ -39,9 +42,9 @@ def turn(x):
     return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
 
 
-@pytest.mark.parametrize("q_rank", [None, 8])
-def test_against_formula(q_rank):
-    layer, x, w = build(q_rank), np.asarray(X, np.float64), lambda m: np.asarray(m.w[...], np.float64)
+@pytest.mark.parametrize(("q_rank", "temperature"), [(None, None), (8, None), (8, SHARPER)])
+def test_against_formula(q_rank, temperature):
+    layer, x, w = build(q_rank, temperature), np.asarray(X, np.float64), lambda m: np.asarray(m.w[...], np.float64)
     rows = x if q_rank is None else norm(x @ w(layer.q_down).T)
     q = np.einsum("BTR,NHR->BTNH", rows, w(layer.q_up))
     down = x @ w(layer.kv_down).T
@@ -49,13 +52,16 @@ def test_against_formula(q_rank):
     k = np.einsum("BTR,NHR->BTNH", latent, w(layer.k_up))
     q, k = np.concatenate([q[..., :6], turn(q[..., 6:])], -1), np.concatenate([k, np.repeat(key, 3, 2)], -1)
     s = np.einsum("BTNH,BSNH->BNTS", q, k) * 10**-0.5
+    if temperature is not None:
+        s *= 1 + 0.7 * np.log(1 + np.arange(7)[:, None] // 2)
     e = np.exp(s) * np.tri(7)
     out = np.einsum("BNTS,BSNH->BTNH", e / e.sum(-1, keepdims=True), np.einsum("BTR,NHR->BTNH", latent, w(layer.v_up)))
     np.testing.assert_allclose(run(layer, X), np.einsum("BTNH,DNH->BTD", out, w(layer.o)), atol=2e-6)
 
 
-def test_decoding_on_latents_equals_the_full_pass():
-    layer = build(8)
+@pytest.mark.parametrize("temperature", [None, SHARPER])
+def test_decoding_on_latents_equals_the_full_pass(temperature):
+    layer = build(8, temperature)
     want = run(layer, X)
     for chunks in ([3, 1, 3], [1] * 7):
         cache, length, got = layer.init_cache(2, 12, jnp.float32), 0, []

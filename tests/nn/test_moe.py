@@ -47,7 +47,7 @@ def squared_relu(x):
 
 VARIANTS = {
     "biases, shared": {"bias": True, "activation": ops.ClampedSwiGLU(limit=1.0), "shared": True},
-    "weights on the input, matrices the other way": {"make_router": input_router, "layout": "EIO"},
+    "weights on the input, matrices the other way": {"make_router": input_router, "weight_order": "EIO"},
 }
 VARIANTS["no gate, a latent width"] = {"gated": False, "activation": squared_relu, "latent_dim": 6, "shared": True}
 VARIANTS["all"] = VARIANTS["biases, shared"] | VARIANTS["weights on the input, matrices the other way"]
@@ -69,8 +69,8 @@ def test_every_dispatch_equals_the_loop(name):
 
 
 def test_layout_changes_no_values():
-    make = lambda layout: nn.MoE(DIM, MLP, router=router(), layout=layout, rngs=nnx.Rngs(0))
-    one, other = jax.jit(lambda: [make(layout) for layout in ("EOI", "EIO")])()
+    make = lambda weight_order: nn.MoE(DIM, MLP, router=router(), weight_order=weight_order, rngs=nnx.Rngs(0))
+    one, other = jax.jit(lambda: [make(weight_order) for weight_order in ("EOI", "EIO")])()
     for part in ("gate", "up", "down"):
         np.testing.assert_array_equal(getattr(one, part).w[...], getattr(other, part).w[...].swapaxes(1, 2))
     close(call(one, inputs()), call(other, inputs()))

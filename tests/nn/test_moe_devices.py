@@ -31,9 +31,9 @@ def loss_and_gradients(layer, x, valid):
 
 @pytest.mark.parametrize("name", [pytest.param("dropless", marks=pytest.mark.full), "with a capacity"])
 def test_eight_devices_equal_one(name):
-    degrees, capacity_factor, layout = MESHES[name]
+    degrees, capacity_factor, weight_order = MESHES[name]
     spread, x = sharding.Layout(sharding.make_mesh(**degrees), sharding.FSDP_TP), inputs(B=8)
-    layer = moe(bias=True, losses=LOSSES, capacity_factor=capacity_factor, layout=layout)
+    layer = moe(bias=True, losses=LOSSES, capacity_factor=capacity_factor, weight_order=weight_order)
     valid = jnp.arange(7)[None] < jnp.arange(8)[:, None]
     want = loss_and_gradients(layer, x, valid)
     with sharding.use(spread):

@@ -160,7 +160,7 @@ def test_layers_on_trust_are_traced_once_and_are_the_same():
 def test_layers_that_differ_are_refused():
     with pytest.raises(ValueError, match=r"layers 0 and 1 would be scanned together"):
         build(Layer, 0, 1)
-    wide = lambda i, rngs: nn.Einsum("...D,ED->...E", (4 + (i == 4), 4), ("a", "b"), rngs=rngs)
+    wide = lambda i, rngs: nn.Einsum("...D,ED->...E", (4 + (i == 4), 4), ("mlp", "embed"), rngs=rngs)
     with pytest.raises(ValueError, match=r"layers 0 and 4 would be scanned together"):
         nn.Stack(wide, 6, period=2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"layers 0 and 2 would be scanned together under .*'lead': 3"):
@@ -172,11 +172,11 @@ def test_layers_that_differ_are_refused():
 
 def test_a_lead_lies_in_one_place():
     stack = build(LedBy, 0, 1, 3)
-    assert stack.layout == {"num_layers": 7, "lead": 3, "prefix": 0, "period": 1} and stack.repeats == 4
+    assert stack.grouping == {"num_layers": 7, "lead": 3, "prefix": 0, "period": 1} and stack.repeats == 4
     assert [len(part) for part in (stack.lead, stack.prefix, stack.body, stack.suffix)] == [1, 0, 1, 0]
     assert stack.lead[0].more.w.shape == (3, 4, 4) and stack.where(2) == ("lead.0", 2)
-    assert build(LedBy, 2, 1, 1).layout == {"num_layers": 7, "prefix": 3, "period": 1}  # one alone repeats nothing
-    assert [stack.with_layout(prefix=3, period=1).where(i)[0] for i in (0, 2, 3)] == ["prefix.0", "prefix.2", "body.0"]
+    assert build(LedBy, 2, 1, 1).grouping == {"num_layers": 7, "prefix": 3, "period": 1}  # one alone repeats nothing
+    assert [stack.regrouped(prefix=3, period=1).where(i)[0] for i in (0, 2, 3)] == ["prefix.0", "prefix.2", "body.0"]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_unknown_remat_is_refused():
 def test_another_layout_is_a_stack_of_its_own():
     stack = build(Same, 2, 1)
     before = [np.asarray(stack[i].proj.w[...]) for i in range(7)]
-    for other in (stack.unstacked(), stack.with_layout(prefix=3, period=1), nn.unstack(stack)):
+    for other in (stack.unstacked(), stack.regrouped(prefix=3, period=1), nn.unstack(stack)):
         other[0].proj.w.set_value(jnp.zeros((4, 4)))
         for i in range(7):
             np.testing.assert_array_equal(stack[i].proj.w[...], before[i])
@@ -231,7 +231,7 @@ def test_another_layout_is_a_stack_of_its_own():
 def test_unstacked_is_the_same_function():
     stack = build(Same, 1, 2)
     x, alone = jnp.ones((1, 2, 4)), nn.unstack({"a": stack})["a"]
-    assert alone.layout == {"num_layers": 7, "prefix": 7, "period": 2} and len(alone.body) == 0
+    assert alone.grouping == {"num_layers": 7, "prefix": 7, "period": 2} and len(alone.body) == 0
     np.testing.assert_allclose(stack(x, 0.1)[0], alone(x, 0.1)[0], rtol=1e-6)
 
 
@@ -258,7 +258,7 @@ def test_unstacked_is_the_same_function():
     ],
 )
 def test_layout_for_scans_the_most(kinds, layout):
-    assert nn.layout_for(kinds) == dict(zip(("prefix", "period", "lead", "lead_period"), layout, strict=False))
+    assert nn.grouping_for(kinds) == dict(zip(("prefix", "period", "lead", "lead_period"), layout, strict=False))
 
 
 class Adds(nnx.Module):
@@ -331,13 +331,13 @@ def test_a_scanned_layer_may_not_share():
 
 def test_a_lead_of_periods():
     stack = build(Same, 1, 1, 4, 2)
-    assert stack.layout == {"num_layers": 7, "lead": 4, "lead_period": 2, "prefix": 1, "period": 1}
+    assert stack.grouping == {"num_layers": 7, "lead": 4, "lead_period": 2, "prefix": 1, "period": 1}
     assert [len(part) for part in (stack.lead, stack.prefix, stack.body, stack.suffix)] == [2, 1, 1, 0]
     assert [stack.where(i) for i in range(4)] == [("lead.0", 0), ("lead.1", 0), ("lead.0", 1), ("lead.1", 1)]
-    again = stack.with_layout(prefix=0, period=1)
-    assert "lead_period" not in again.layout
-    assert again.with_layout(lead=4, lead_period=2, prefix=1, period=1).layout == stack.layout
-    assert build(Same, 0, 1, 2, 2).layout == {"num_layers": 7, "prefix": 2, "period": 1}  # once is no scan
+    again = stack.regrouped(prefix=0, period=1)
+    assert "lead_period" not in again.grouping
+    assert again.regrouped(lead=4, lead_period=2, prefix=1, period=1).grouping == stack.grouping
+    assert build(Same, 0, 1, 2, 2).grouping == {"num_layers": 7, "prefix": 2, "period": 1}  # once is no scan
     with pytest.raises(ValueError, match="lead_period must be at least 1 and divide lead, got lead=3"):
         build(Same, 0, 1, 3, 2)
 

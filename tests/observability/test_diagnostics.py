@@ -233,7 +233,7 @@ def test_layers_that_lead_a_stack_are_tapped_one_by_one():
     order = ["layers.lead.0.w", "layers.lead.0", "layers.body.0", "layers.body.1", "norm"]
     led = [(f"layers.lead.0{one}", row) for row in range(3) for one in (".w", "")]
     body = [(f"layers.body.{slot}", row) for row in range(2) for slot in range(2)]
-    assert hooks.in_order(order, checkpoint.layouts(model)) == [*led, *body, ("norm", None)]
+    assert hooks.in_order(order, checkpoint.groupings(model)) == [*led, *body, ("norm", None)]
 
 
 @pytest.mark.full

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import nn, observability, ops, sharding, training
+from maxlib import adapters, nn, observability, ops, quantization, sharding, training
 from maxlib.hardware import chip_of
 from tests.outside import DIM, VOCAB, Outside
 from tests.training import tiny
@@ -36,6 +36,60 @@ def test_llama_is_six_n_t_and_attention(remat):
     loss = functools.partial(training.next_token_loss, remat=remat)
     want = 6 * matmul_weights(model) * B * T + 6 * L * B * triangle(T) * N * (H + H)
     assert observability.training_flops(loss, model, batch) == want
+
+
+FILTERS = {
+    "all": nn.is_trainable,
+    "LoRA": adapters.trainable,
+    "the last layers": training.trainable_only("layers.*"),
+    "the head": training.trainable_only("head.w"),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_backward_pass_is_counted_as_autodiff_makes_it(name):
+    """Against the matmuls in the trace of the gradient: of what is trained, and of what lies behind it."""
+    model = tiny.model()
+    if name == "LoRA":
+        model = adapters.add(model, adapters.LoRA(2, 4), rngs=nnx.Rngs(0))
+    params, rest = nn.partition(model, FILTERS[name])
+    tokens = jnp.asarray(tiny.batch()["tokens"])
+
+    def loss(model, tokens, key):
+        return jnp.sum(jnp.sin(model.logits(jnp.tanh(model(tokens).hidden))))
+
+    def gradient(params):
+        return jax.value_and_grad(lambda params: loss(nn.combine(params, rest), tokens, None))(params)
+
+    trained = nn.combine(dict.fromkeys(params, True), jax.tree.map(lambda _: False, rest))
+    got = observability.training_flops(loss, model, tokens, trained=trained)
+    forward = observability.forward_flops(loss, model, tokens, None)
+    assert got == observability.forward_flops(gradient, params)
+    assert (got == observability.training_flops(loss, model, tokens)) == (name == "all")
+    assert forward < got <= 3 * forward
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_matmuls_of_eight_bits_have_gradients_as_others(format):
+    plain = tiny.model()
+    batch, loss = tiny.batch(), training.next_token_loss
+    want = observability.training_flops(loss, plain, batch)
+    assert observability.training_flops(loss, quantization.for_training(plain, format), batch) == want
+
+
+def test_what_is_frozen_or_has_no_gradient_counts_once():
+    x, w, v = (SHAPE(shape, jnp.float32) for shape in ((4, 8), (8, 8), (8, 8)))
+    one = 2 * 4 * 8 * 8
+    count = lambda loss, **trained: observability.training_flops(loss, {"w": w, "v": v}, x, trained=trained or None)
+    two = lambda model, x, key: x @ model["w"] @ model["v"]
+    assert count(two) == (2 + 3) * one
+    assert count(two, w=True, v=False) == (2 + 2) * one
+    assert count(two, w=False, v=True) == (1 + 2) * one
+    assert count(lambda model, x, key: jax.lax.stop_gradient(x @ model["w"]) @ model["v"]) == (2 + 2) * one
+    loop = lambda model, x, key: jax.lax.scan(lambda x, _: (x @ model["w"], None), x, length=5)[0]
+    assert count(loop) == 15 * one and count(loop, w=False, v=True) == 5 * one
+    either = lambda model, x, key: jax.lax.cond(x[0, 0] > 0, lambda: x @ model["w"], lambda: x) @ model["v"]
+    assert count(either) == (2 + 3) * one
 
 
 def test_packed_documents_and_padding_attend_less():
@@ -111,6 +165,28 @@ def test_loops_of_unknown_length_are_said():
     loop = lambda x, w: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ w, x)
     with pytest.warns(UserWarning, match="unknown number of times"):
         assert observability.forward_flops(loop, x, w) == 2 * 4 * 8 * 8
+
+
+def test_a_registered_formula_counts_a_loop_of_unknown_length():
+    """`n` matmuls where `n` is known, one where it is not; a backward pass is not counted by it."""
+
+    def formula(x, w, n):
+        return 2 * x.shape[0] * w.size * (1 if isinstance(n, SHAPE) else n)
+
+    @ops.register_flops(formula)
+    def powers(x, w, n):
+        return jax.lax.while_loop(lambda at: at[0] < n, lambda at: (at[0] + 1, at[1] @ w), (0, x))[1]
+
+    @ops.register_flops(lambda x, w: 2 * x.shape[0] * w.size, static=("least",))
+    def until(x, w, *, least):
+        return jax.lax.while_loop(lambda x: x[0, 0] < least, lambda x: x @ w, x)
+
+    x, w = SHAPE((4, 8), jnp.float32), SHAPE((8, 8), jnp.float32)
+    one = 2 * 4 * 8 * 8
+    assert observability.forward_flops(powers, x, w, np.int32(5)) == 5 * one
+    assert observability.forward_flops(powers, x, w, SHAPE((), jnp.int32)) == one
+    assert observability.forward_flops(lambda x, w: until(x, w, least=9.0), x, w) == one
+    np.testing.assert_array_equal(powers(jnp.eye(2), 2 * jnp.eye(2), 3), 8 * jnp.eye(2))
 
 
 def test_peaks():

@@ -88,12 +88,13 @@ def test_console_on_a_terminal_draws_a_bar():
 
 def test_the_meter_reads_one_step_late():
     meter = observability.Meter(flops=1e12, peak=1e15)
-    steps = [{"loss": jnp.float32(i), "num_targets": jnp.float32(10)} for i in range(4)]
+    steps = [{"loss": jnp.float32(i), "num_targets": jnp.float32(10), "num_tokens": jnp.int32(30)} for i in range(4)]
     assert meter.push(1, steps[0], data_seconds=0.5) == []
     [(step, values)] = meter.push(2, steps[1])
     assert step == 1 and values["data_seconds"] == 0.5 and "seconds" not in values
     [(step, values)] = meter.push(3, steps[2])
-    assert step == 2 and values["tokens_per_second"] == pytest.approx(10 / values["seconds"])
+    assert step == 2 and values["targets_per_second"] == pytest.approx(10 / values["seconds"])
+    assert values["tokens_per_second"] == pytest.approx(30 / values["seconds"])
     assert values["mfu"] == pytest.approx(1e12 / values["seconds"] / 1e15)
     [(step, values)] = meter.flush()
     assert step == 3 and values["loss"] == 2 and "seconds" not in values and meter.flush() == []

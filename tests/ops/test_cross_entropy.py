@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxlib.ops._cross_entropy import CrossEntropy, linear_cross_entropy
+from maxlib.ops._cross_entropy import CrossEntropy, linear_cross_entropy, linear_log_probs
 
 B, T, D, V = 3, 7, 8, 29
 FIELDS = ("token_loss", "log_prob", "lse")
@@ -159,6 +159,17 @@ def test_ignored_tokens_add_exactly_nothing(per_token):
     assert (np.asarray(d_hidden)[ignored] == 0).all()
     np.testing.assert_array_equal(d_hidden, clean[0])
     np.testing.assert_array_equal(d_weight, clean[1])
+
+
+def test_every_negative_target_is_ignored_inside_jit():
+    """-100 is what Hugging Face's labels have; it must not be learned from."""
+    hidden, weight, targets, _ = inputs()
+    others = jnp.where(targets < 0, jnp.asarray([-100, -1, -7])[jnp.arange(T) % 3], targets)
+    grad = jax.jit(jax.value_and_grad(lambda h, w, y: linear_cross_entropy(h, w, y, z_loss=0.1).loss, (0, 1)))
+    score = jax.jit(lambda y: linear_log_probs(hidden, weight, y, entropy=True))
+    jax.tree.map(np.testing.assert_array_equal, grad(hidden, weight, others), grad(hidden, weight, targets))
+    jax.tree.map(np.testing.assert_array_equal, score(others), score(targets))
+    linear_cross_entropy(hidden, weight, others)  # and outside
 
 
 def test_nothing_to_predict():
@@ -357,7 +368,7 @@ BAD = {
     "weights must have the shape": {"weights": jnp.ones((T, B))},
     "targets must be integers": {"targets": jnp.zeros((B, T))},
     f"in \\[0, {V}\\)": {"targets": jnp.full((B, T), V)},
-    "first is -7": {"targets": jnp.full((B, T), -7)},
+    f"first is {V + 3}": {"targets": jnp.full((B, T), V + 3)},
     "softcap must be positive": {"softcap": 0.0},
     "z_loss must not be negative": {"z_loss": -1.0},
     "label_smoothing must be in": {"label_smoothing": 1.5},

@@ -29,18 +29,18 @@ def geglu(gate, up):
 COMBINES = {"silu": ops.swiglu, "clamped": ops.ClampedSwiGLU(limit=1.0), "gelu": geglu}
 
 
-def arrays(M, I, O, E, dtype=np.float32, *, layout="EOI", biased=False):
+def arrays(M, I, O, E, dtype=np.float32, *, weight_order="EOI", biased=False):
     """Rows, gate, up, biases and the gradient of the result."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
-    shape = (E, O, I) if layout == "EOI" else (E, I, O)
+    shape = (E, O, I) if weight_order == "EOI" else (E, I, O)
     biases = (draw(E, O), draw(E, O)) if biased else ()
     return draw(M, I), 0.1 * draw(*shape), 0.1 * draw(*shape), biases, draw(M, O)
 
 
-def in_float64(rows, gate, up, biases, d_out, counts, activation, layout="EOI"):
+def in_float64(rows, gate, up, biases, d_out, counts, activation, weight_order="EOI"):
     """The result and the gradients of rows, gate, up and biases, from a loop over experts for each matmul."""
-    turn = lambda w: np.asarray(w, np.float64).swapaxes(*((1, 2) if layout == "EIO" else (1, 1)))
+    turn = lambda w: np.asarray(w, np.float64).swapaxes(*((1, 2) if weight_order == "EIO" else (1, 1)))
     own = np.arange(len(rows)) < np.cumsum(counts)[:, None]
     own[1:] &= ~own[:-1]  # E M
     given = rows.at[sum(counts) :].set(0), *map(turn, (gate, up))
@@ -68,16 +68,16 @@ def by_op(counts, **options):
     )
 
 
-def by_kernel(counts, layout, activation):
-    return lambda rows, gate, up, biases: glu(rows, gate, up, counts, biases, layout, activation)
+def by_kernel(counts, weight_order, activation):
+    return lambda rows, gate, up, biases: glu(rows, gate, up, counts, biases, weight_order, activation)
 
 
 @pytest.mark.parametrize(
     "implementation", ["tiled", *(pytest.param(name, marks=pytest.mark.full) for name in ("ragged_dot", "reference"))]
 )
 def test_equals_the_formula(implementation):
-    options = {"activation": ops.ClampedSwiGLU(limit=1.0), "layout": "EIO"}
-    given, counts = arrays(70, 5, 7, 3, layout="EIO", biased=True), [33, 0, 21]
+    options = {"activation": ops.ClampedSwiGLU(limit=1.0), "weight_order": "EIO"}
+    given, counts = arrays(70, 5, 7, 3, weight_order="EIO", biased=True), [33, 0, 21]
     run = by_op(jnp.array(counts), implementation=implementation, **options)
     close(jax.jit(functools.partial(value_and_gradients, run))(*given), in_float64(*given, counts, **options))
 
@@ -92,21 +92,21 @@ def emulated(monkeypatch):
 
 @no_gpu
 @pytest.mark.parametrize(
-    ("name", "layout", "biased", "counts_of"),
+    ("name", "weight_order", "biased", "counts_of"),
     [
         ("clamped", "EIO", True, ["uneven"]),
         pytest.param("silu", "EOI", False, COUNTS, marks=pytest.mark.full),
     ],
 )
-def test_the_kernels_code_equals_the_formula(emulated, name, layout, biased, counts_of):
+def test_the_kernels_code_equals_the_formula(emulated, name, weight_order, biased, counts_of):
     """Values alone are joined in the kernel; with gradients it writes gate and up."""
-    given, activation = arrays(M, I, O, 4, layout=layout, biased=biased), COMBINES[name]
-    kernel = lambda counts: by_kernel(counts, layout, emulator.in_numpy(activation))
+    given, activation = arrays(M, I, O, 4, weight_order=weight_order, biased=biased), COMBINES[name]
+    kernel = lambda counts: by_kernel(counts, weight_order, emulator.in_numpy(activation))
     alone = jax.jit(lambda counts, *given: kernel(counts)(*given))
     both = jax.jit(lambda counts, *given: value_and_gradients(kernel(counts), *given))
     for about in counts_of:
         counts = COUNTS[about]
-        want = in_float64(*given, counts, activation, layout)
+        want = in_float64(*given, counts, activation, weight_order)
         spoiled = given[0].at[sum(counts) :].set(jnp.nan), *given[1:]  # rows of no expert need not be finite
         if about in ("uneven", "less than a tile each", "nothing"):
             close([alone(jnp.array(counts), *spoiled[:4])], want[:1])
@@ -123,10 +123,10 @@ def test_tanh_joins_in_the_kernel(emulated):
     close([jax.jit(run)(*given[:4])], in_float64(*given, counts, geglu)[:1])
 
 
-def shapes(dtype=jnp.bfloat16, *, layout="EOI", biased=False):
+def shapes(dtype=jnp.bfloat16, *, weight_order="EOI", biased=False):
     """Of rows, gate, up, biases and the gradient: others than those above, whose traces are the emulator's."""
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-    matrix = array(dtype, 4, O, I) if layout == "EOI" else array(dtype, 4, I, O)
+    matrix = array(dtype, 4, O, I) if weight_order == "EOI" else array(dtype, 4, I, O)
     biases = (array(dtype, 4, O),) * 2 if biased else ()
     return array(jnp.bfloat16, 1000, I), matrix, matrix, biases, array(jnp.bfloat16, 1000, O)
 
@@ -149,7 +149,7 @@ def test_the_kernel_lowers(name):
 @no_gpu
 def test_its_gradients_lower():
     run = by_kernel(jnp.array([500, 0, 300, 100]), "EIO", ops.swiglu)
-    text = lowered(functools.partial(value_and_gradients, run), *shapes(jnp.float32, layout="EIO", biased=True))
+    text = lowered(functools.partial(value_and_gradients, run), *shapes(jnp.float32, weight_order="EIO", biased=True))
     assert text.count("@mosaic_gpu_v2(") == 4  # gate and up, the gradient of the rows, those of gate and of up
 
 
@@ -214,10 +214,10 @@ def test_a_mixture_of_experts_uses_it(emulated, monkeypatch):
 def test_on_a_gpu_the_kernel_equals_the_formula(dtype):
     tol = 4 * float(jnp.finfo(dtype).eps)
     # Where a value is clamped, rounding decides on a whole derivative: here none is.
-    for activation, layout, biased in ((ops.swiglu, "EOI", False), (ops.ClampedSwiGLU(limit=50.0), "EIO", True)):
-        given = arrays(M, I, O, 4, dtype, layout=layout, biased=biased)
+    for activation, weight_order, biased in ((ops.swiglu, "EOI", False), (ops.ClampedSwiGLU(limit=50.0), "EIO", True)):
+        given = arrays(M, I, O, 4, dtype, weight_order=weight_order, biased=biased)
         for counts in COUNTS.values():
-            run = by_kernel(jnp.array(counts), layout, activation)
-            want = in_float64(*given, counts, activation, layout)
+            run = by_kernel(jnp.array(counts), weight_order, activation)
+            want = in_float64(*given, counts, activation, weight_order)
             close([jax.jit(run)(*given[:4])], want[:1], tol)
             close(jax.jit(functools.partial(value_and_gradients, run))(*given), want, tol)

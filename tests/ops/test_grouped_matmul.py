@@ -43,9 +43,9 @@ def loop(rows, weights, counts, d_out):
     return out, d_rows, d_weights
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "layout"))
-def value_and_gradients(rows, weights, counts, d_out, implementation=None, layout="EOI"):
-    options = {"implementation": implementation, "layout": layout}
+@functools.partial(jax.jit, static_argnames=("implementation", "weight_order"))
+def value_and_gradients(rows, weights, counts, d_out, implementation=None, weight_order="EOI"):
+    options = {"implementation": implementation, "weight_order": weight_order}
     f = lambda rows, weights: ops.grouped_matmul(rows, weights, counts, **options)
     out, pull = jax.vjp(f, rows, weights)
     return out, *pull(d_out)

@@ -27,8 +27,8 @@ COUNTS = {
 M, I, O = 308, 128, 192  # neither a multiple of the tiles, nor of one another
 
 
-def both(rows, weights, counts, d_out, layout="EOI"):
-    out, pull = jax.vjp(lambda rows, weights: mosaic_gpu(rows, weights, counts, layout), rows, weights)
+def both(rows, weights, counts, d_out, weight_order="EOI"):
+    out, pull = jax.vjp(lambda rows, weights: mosaic_gpu(rows, weights, counts, weight_order), rows, weights)
     return out, *pull(d_out)
 
 

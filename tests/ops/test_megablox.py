@@ -26,19 +26,19 @@ def interpreted(monkeypatch):
         monkeypatch.setattr(KERNELS, name, functools.partial(getattr(KERNELS, name), interpret=True))
 
 
-@functools.partial(jax.jit, static_argnames="layout")
-def value_and_gradients(rows, weights, counts, d_out, layout="EOI"):
-    out, pull = jax.vjp(lambda rows, weights: megablox(rows, weights, counts, layout), rows, weights)
+@functools.partial(jax.jit, static_argnames="weight_order")
+def value_and_gradients(rows, weights, counts, d_out, weight_order="EOI"):
+    out, pull = jax.vjp(lambda rows, weights: megablox(rows, weights, counts, weight_order), rows, weights)
     return out, *pull(d_out)
 
 
-@pytest.mark.parametrize("layout", ["EOI", pytest.param("EIO", marks=pytest.mark.full)])
-def test_equals_a_loop_over_experts(layout, interpreted):
+@pytest.mark.parametrize("weight_order", ["EOI", pytest.param("EIO", marks=pytest.mark.full)])
+def test_equals_a_loop_over_experts(weight_order, interpreted):
     """Experts without rows, rows without an expert, rows and widths that fill no tile."""
     rows, weights, d_out = arrays(700, 160, 136, 3)
-    turn = (lambda w: w) if layout == "EOI" else (lambda w: w.swapaxes(1, 2))
+    turn = (lambda w: w) if weight_order == "EOI" else (lambda w: w.swapaxes(1, 2))
     for counts in COUNTS.values():
-        got = value_and_gradients(rows, turn(weights), jnp.array(counts), d_out, layout)
+        got = value_and_gradients(rows, turn(weights), jnp.array(counts), d_out, weight_order)
         out, d_rows, d_weights = loop(rows, weights, counts, d_out)
         close(got, (out, d_rows, turn(d_weights)))
 
@@ -125,14 +125,14 @@ def test_shards_of_experts(interpreted):
     close(got, (np.concatenate([p[1] for p in parts]), sum(p[2] for p in parts)))
 
 
-@pytest.mark.parametrize("layout", ["EOI", "EIO"])
-def test_tpus_get_kernels_in_both_passes(layout, monkeypatch):
+@pytest.mark.parametrize("weight_order", ["EOI", "EIO"])
+def test_tpus_get_kernels_in_both_passes(weight_order, monkeypatch):
     """Never XLA's transposed ragged dot, which some of its versions compute with every row and every expert."""
     monkeypatch.setattr(api, "current_device", lambda: ("tpu", "TPU v5p"))
     rows, weights, d_out = arrays(512, 256, 256, 4, jnp.bfloat16)
 
     def run(rows, weights, counts, d_out):
-        call = lambda rows, weights: ops.grouped_matmul(rows, weights, counts, layout=layout)
+        call = lambda rows, weights: ops.grouped_matmul(rows, weights, counts, weight_order=weight_order)
         return jax.vjp(call, rows, weights)[1](d_out)
 
     text = jax.jit(run).trace(rows, weights, jnp.full(4, 100), d_out).lower(lowering_platforms=("tpu",)).as_text()

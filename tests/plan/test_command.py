@@ -31,7 +31,7 @@ def asked(monkeypatch):
 
 def test_a_search_takes_what_the_command_line_fixes(asked):
     words = "llama3-8b --target v5e-16x2 --search --mesh fsdp=4,tensor=4 --dcn data=-1 --strategy fsdp_tp --remat none"
-    more = "--batch-per-chip 2 --attention mosaic_tpu --accumulate 2 --flags tpu-vmem --compile 0"
+    more = "--per-device-batch-size 2 --attention mosaic_tpu --accumulate 2 --flags tpu-vmem --compile 0"
     assert command.main([*words.split(), *more.split()]) == 2
     ((job, got),) = asked
     assert got["layouts"] == [job.layout] == [layout("fsdp_tp", fsdp=4, tensor=4, dcn={"data": -1})]
@@ -73,7 +73,7 @@ def test_a_search_plans_what_it_was_told():
         ("--accumulate 0", "at least one microbatch, got 0"),
         ("--accumulate 2 --gradients 1f1b", "Leave accumulate out: a pipeline has microbatches of its own"),
         ("--mesh fsdp=3", "change a degree of --mesh or --dcn, or let one be -1"),
-        ("--batch-per-chip 0.3", "change --batch-per-chip or the mesh"),
+        ("--per-device-batch-size 0.3", "change --per-device-batch-size or the mesh"),
     ],
 )
 def test_mistakes_are_named_as_options(words, said, capsys):

@@ -147,7 +147,7 @@ MISTAKES = {
     "preset": (dict(model="llama9"), "no preset is called 'llama9'; there are"),
     "degree": (dict(layout=layout(fsdp=3)), "needs 3 devices, but there are 8"),
     "heads": (dict(layout=layout("tp", tensor=8)), r"\(size [24]\) is not divisible by mesh axis 'tensor'"),
-    "batch": (dict(batch_per_chip=0.5), "4 in all, which must be a multiple of the 8 parts"),
+    "batch": (dict(per_device_batch_size=0.5), "4 in all, which must be a multiple of the 8 parts"),
     "attention": (dict(attention="flash"), "attention must be one of .*, mosaic_tpu, .*; got 'flash'"),
     "remat": (dict(remat="some"), "remat must be None, one of"),
     "name": (dict(remat=("latent", "queue")), "names 'queue', which no layer marks; this model's mark q, k, v"),
@@ -287,7 +287,7 @@ def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
 
 def test_a_pipeline_that_idles_is_estimated_to():
     """libtpu counts 1.59 times the model's arithmetic for Llama3.2-1B in pp:8 on 4 stages, the estimate 1.67."""
-    base, piped = dict(batch_per_chip=2, sequence=16), lambda name: layout(name, stage=4, fsdp=2)
+    base, piped = dict(per_device_batch_size=2, sequence=16), lambda name: layout(name, stage=4, fsdp=2)
     long, short, early = (
         plan.estimated(plan.Job(CONFIG, "h100x8", layout=piped(name), **base, **more))
         for name, more in (("fsdp+pp:8", {}), ("fsdp+pp:1", {}), ("fsdp+pp:8", {"loss": training.one_f_one_b()}))
@@ -305,7 +305,7 @@ def test_a_pipeline_that_idles_is_estimated_to():
 
 def test_keys_and_values_of_a_split_sequence_are_estimated():
     """libtpu's programs hold the same permutes: two bfloat16 arrays in each pass, and two float32 ones backward."""
-    base = dict(model=CONFIG, target="h100x8", batch_per_chip=1 / 4, sequence=64)
+    base = dict(model=CONFIG, target="h100x8", per_device_batch_size=1 / 4, sequence=64)
     split = lambda way: layout(f"fsdp+cp_{way}", fsdp=2, context=4)
     found = {way: moved(plan.estimated(plan.Job(**base, layout=split(way)))) for way in ("ring", "gather", "ulysses")}
     keys, queries = 4 * (2 * 2 * 12) * 16 * 2, 4 * (2 * 4 * 12) * 16 * 2  # layers, numbers of a token, tokens, bytes
@@ -327,7 +327,7 @@ def test_keys_and_values_of_a_split_sequence_are_estimated():
 def test_plain_rules_cost_what_the_strategies_do_that_write_them(strategy, degrees):
     """The costs of `DataParallel`, `FullyShard`, `TensorParallel` and of a split sequence follow from the rules."""
     ours = layout(strategy, **degrees)
-    job = plan.Job(CONFIG, "h100x8", layout=ours, batch_per_chip=1 / 2, sequence=64)
+    job = plan.Job(CONFIG, "h100x8", layout=ours, per_device_batch_size=1 / 2, sequence=64)
     plain = dataclasses.replace(job, layout=layout(dict(ours.rules), **degrees))
     assert moved(plan.estimated(job)) == moved(plan.estimated(plain)) != {}
 
@@ -350,7 +350,7 @@ def test_a_strategy_that_states_no_costs_leaves_those_of_its_rules():
 
     def estimated(strategy):
         own = layout(sharding.FSDP | strategy, fsdp=2, context=4)
-        return plan.estimated(plan.Job(CONFIG, "h100x8", layout=own, batch_per_chip=1 / 4, sequence=64))
+        return plan.estimated(plan.Job(CONFIG, "h100x8", layout=own, per_device_batch_size=1 / 4, sequence=64))
 
     ring, rules, stated = map(estimated, (sharding.CP_RING, Own(), Stated()))
     assert moved(rules) == moved(ring) and moved(stated)["all-to-all", "context"] == 3 * 16
@@ -463,7 +463,7 @@ def test_a_step_compiles_for_gpus_that_are_not_there(attention):
 def test_a_1f1b_pipeline_needs_less_memory_and_no_more_arithmetic():
     """Beside full remat, 16 microbatches on 4 stages idle in 3 of 19 ticks; what moves between stages is small."""
     piped = layout("fsdp+pp:16", stage=4, fsdp=4)
-    job = plan.Job("llama3-8b", "v5p-32", layout=piped, sequence=4096, batch_per_chip=4)
+    job = plan.Job("llama3-8b", "v5p-32", layout=piped, sequence=4096, per_device_batch_size=4)
     gpipe, early = plan.plan(job), plan.plan(dataclasses.replace(job, loss=training.one_f_one_b()))
     assert early.peak < 0.8 * gpipe.peak and early.analytic.total == pytest.approx(early.peak, rel=0.1)
     for got in (gpipe, early):

@@ -57,6 +57,11 @@ def test_padded_chats_are_rows_without_their_messages(tokenizer):
     assert text(tokenizer, row["targets"]) == "the apple</s>"
 
 
+def test_documents_without_targets_are_not_padded():
+    with pytest.raises(ValueError, match="pad needs 'targets' in a document: use data.tokenize_chats"):
+        data.pad(data.in_memory([[1, 2, 3]]), length=4)[0]
+
+
 def test_bad_pairs_are_named(tokenizer):
     source = documents(
         {"chosen": ASK + YES, "rejected": ASK + YES},
@@ -108,6 +113,19 @@ def test_labelled_answers_come_with_others(tokenizer):
     assert row["mismatched"]["segment_ids"].shape == row["tokens"].shape == (30,) and row["desirable"].shape == ()
 
 
+def test_the_other_answer_is_to_another_prompt(tokenizer):
+    """Data made from pairs has both answers to a prompt next to each other; z is a mean over other prompts' answers."""
+    other = [{"role": "user", "content": "of"}]
+    answers = [{"messages": ask + end, "desirable": end is YES} for ask in (ASK, other) for end in (YES, NO)]
+    found = pt.kto_examples(documents(*answers), tokenizer, TEMPLATE)
+    whole = lambda messages: tokenizer.encode(TEMPLATE(messages, add_generation_prompt=False)).ids
+    got = [row["mismatched"]["tokens"].tolist() for row in (found[i] for i in range(4))]
+    # The two of the first prompt get the first answer to the other one, and the other way round.
+    assert got == [whole(ask + YES) for ask in (ASK, ASK, other, other)]
+    with pytest.raises(ValueError, match="needs an answer to another prompt, but the next 1 documents have the same"):
+        pt.kto_examples(documents(*answers[:2]), tokenizer, TEMPLATE)[0]
+
+
 def test_completions_become_rows():
     completions = [[7, 8, 2], [9, 9, 9]]
     scores = [[-0.1, -0.2, -0.3], [-1.0, -2.0, -3.0]]
@@ -117,6 +135,9 @@ def test_completions_become_rows():
     np.testing.assert_array_equal(batch["segment_ids"], [[1] * 5 + [0], [1] * 4 + [0] * 2])
     np.testing.assert_array_equal(batch["advantages"], 0.5 * np.array([[0, 1, 1, 1, 0, 0], [-1, -1, -1, 0, 0, 0]]))
     np.testing.assert_allclose(batch["sampler_log_probs"], [[0, -0.1, -0.2, -0.3, 0, 0], [-1, -2, -3, 0, 0, 0]])
+    with pytest.warns(UserWarning, match=r"1 of 2 completions are shorter .* one of \[3\]: the policy does not learn"):
+        pt.completion_batch([[4, 5], [6]], [[7, 8, 2], [9]], [[0.5, -0.5]], length=6, stop_token_ids=[3])
+    pt.completion_batch([[4, 5], [6]], [[7, 8, 2], [9, 3]], [[0.5, -0.5]], length=6, stop_token_ids=[3])
     warm, cold = inference.Sampler(temperature=0.7), inference.Sampler(temperature=0.1)
     drawn = [inference.Completion(*both, "stop", warm) for both in zip(completions, scores, strict=True)]
     same = pt.completion_batch([[4, 5], [6]], drawn, [[0.5, -0.5]], length=6)
@@ -129,5 +150,8 @@ def test_completions_become_rows():
             pt.completion_batch([[4, 5], [6]], mixed, [[0.5, -0.5]], length=6)
     with pytest.raises(ValueError, match="a prompt and an advantage for each completion"):
         pt.completion_batch([[4]], completions, [[1.0]], length=6)
+    for wrong in ([[-0.1], scores[1]], scores[:1], [scores[0], []]):  # the first would fill all places with one number
+        with pytest.raises(ValueError, match=r"for each token of each completion, \[3, 3\], got"):
+            pt.completion_batch([[4, 5], [6]], completions, [1.0, 1.0], length=6, sampler_log_probs=wrong)
     with pytest.raises(ValueError, match="does not fit a row of 4"):
         pt.completion_batch([[4, 5], [6]], completions, [[1.0, 1.0]], length=4)

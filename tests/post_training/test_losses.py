@@ -17,6 +17,7 @@ from maxlib import adapters, nn, sharding, training
 from maxlib import post_training as pt
 from maxlib.post_training._preference_losses import interleaved
 from maxlib.training._objectives.objective import split_options
+from maxlib.training._step import means
 from tests.nn.tiny import tiny_llama
 from tests.training import tiny
 
@@ -243,11 +244,36 @@ def test_microbatches_make_the_whole(names):
     state, metrics = jax.device_get(step(training.make_state(model(), optimizer), jax.tree.map(jnp.asarray, batch())))
     want_grads, value, stats = alone(names)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    close_sums({name: metrics[name] * ROWS for name in stats.sums}, stats.sums)
+    close_sums({name: metrics[name] for name in stats.sums}, means(stats))
     before = nn.partition(model())[0]
     got = {path: np.asarray(before[path]) - x for path, x in state.trainable.items()}
     for path, gradient in want_grads.items():  # differences of parameters are rounded at their size
         np.testing.assert_allclose(got[path], gradient, atol=1e-5 * np.abs(gradient).max() + 2e-7, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pt.dapo,
+        pt.dr_grpo(8),
+        functools.partial(pt.policy_loss, mean="sequence"),
+        functools.partial(pt.preference_loss, kind=pt.DPO()),
+        pt.kto_loss,
+    ],
+    ids=["token", "fixed", "sequence", "pairs", "kto"],
+)
+def test_ids_of_a_corpus_are_no_numbers_of_segments(loss):
+    """They work in attention, where only runs count; sums over sequences would leave them out in silence."""
+    goal, options = split_options(loss)
+    hidden = jnp.ones((ROWS, T, 1))
+
+    class Head:
+        softcap, head_weight = None, lambda self: jnp.ones((VOCAB, 1))
+
+    mean = lambda data: goal.from_hidden(Head(), hidden, jax.tree.map(jnp.asarray, data), **options)
+    (good, few), (bad, many) = mean(batch()), mean(batch() | {"segment_ids": batch()["segment_ids"] * 5017})
+    assert np.isfinite(good) and float(few.num_targets) > 0
+    assert np.isnan(bad) or np.isnan(many.num_targets)
 
 
 def halves(seed=0):
@@ -415,7 +441,7 @@ def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match="distillation needs a teacher"):
         shape(pt.distillation_loss, without("teacher_ids"))
     with pytest.raises(ValueError, match="no trainable adapters to take off"):
-        shape(pt.preference_loss, data, reference=adapters.base)
+        shape(pt.preference_loss, data, reference=adapters.base_model)
     with pytest.raises(TypeError, match="put a model of its own beside the trained one"):
         pt.preference_loss(small, data, reference=small)
     other = tiny_llama(num_layers=1, vocab=VOCAB + 8)
@@ -424,3 +450,17 @@ def test_what_is_missing_is_named():
     uneven = halves() | {"rejected": {"tokens": np.zeros((8, 3), np.int32)}}
     with pytest.raises(ValueError, match="chosen and rejected must have the same arrays"):
         shape(pt.preference_loss, uneven)
+
+
+def test_one_advantage_for_several_completions_of_a_row_is_an_error():
+    """Each completion has its own; one number for a row is one for a single completion."""
+    loss = functools.partial(pt.policy_loss, dtype=jnp.float32)
+    total = lambda data: loss(_built(), data, jax.random.key(0))[0]
+    one = {**batch(), "advantages": np.linspace(-1, 1, ROWS, dtype=np.float32)}
+    one = {name: jnp.asarray(x) for name, x in one.items()}
+    with pytest.raises(ValueError, match="several completions, but .* one number for each row: give it as B T"):
+        total(one)
+    assert np.isnan(jax.jit(total)(one))
+    single = one | {"targets": jnp.where(one["segment_ids"] == 2, one["targets"], -1)}
+    wide = single | {"advantages": jnp.broadcast_to(one["advantages"][:, None], one["tokens"].shape)}
+    assert float(jax.jit(total)(single)) == float(jax.jit(total)(wide)) != 0

@@ -13,6 +13,7 @@ from maxlib import post_training as pt
 from maxlib.nn import TokenLogProbs
 from maxlib.ops._segments import segment_sums
 from maxlib.post_training._preference_losses import interleaved
+from maxlib.training._step import means
 from tests.post_training.arrays import PAIRS, TEMPERATURE, V, arrays, targets
 
 DATA = arrays()
@@ -96,7 +97,7 @@ def compare(name, loss_of, logits):
 
 def mean(loss, batch, logits, **options):
     total, stats = loss(Head(), logits, batch, **options)
-    return total / stats.num_targets, {name: x / stats.num_targets for name, x in stats.sums.items()}
+    return total / stats.num_targets, means(stats)
 
 
 def rows(*names):
@@ -129,7 +130,15 @@ def test_kto():
     batch["kl_baseline"] = jnp.full(len(batch["tokens"]), jnp.mean(z))
     run = lambda logits: mean(pt.kto_loss.from_hidden, batch, logits, kind=pt.KTO(0.4, 1.2, 0.7))
     compare("kto", lambda logits: run(logits)[0], DATA["logits"])
-    np.testing.assert_allclose(run(jnp.asarray(DATA["logits"]))[1]["kl"], TRL["kto:metric/kl"], rtol=5e-5)
+    metrics = run(jnp.asarray(DATA["logits"]))[1]
+    np.testing.assert_allclose(metrics["kl"], TRL["kto:metric/kl"], rtol=5e-5)
+    # As TRL, rewards are means over the answers of their kind, not over all of them.
+    mask, good = batch["targets"] >= 0, DATA["desirable"]
+    rewards = 0.4 * np.where(mask, scores(DATA["logits"]) - batch["reference_log_probs"], 0).sum(1)
+    assert 0 < good.sum() < len(good)
+    np.testing.assert_allclose(metrics["rewards/desirable"], rewards[good].mean(), rtol=5e-5)
+    np.testing.assert_allclose(metrics["rewards/undesirable"], rewards[~good].mean(), rtol=5e-5)
+    np.testing.assert_allclose(metrics["desirable"], good.mean(), rtol=1e-6)
 
 
 def scores(logits):

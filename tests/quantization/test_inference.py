@@ -144,7 +144,7 @@ def test_restored_weights_are_parameters_again():
     [
         (quant.Format("int4", group=24), "must be a multiple of the group"),
         ([quant.Rule(quant.INFERENCE["fp8_w8a8"], kinds=("embedding",))], "in their weights only"),
-        ([quant.Rule(quant.INFERENCE["int8"], "layers.nothing")], "decide none"),
+        ([quant.Rule(quant.INFERENCE["int8"], "layers.nothing")], "match no matmul"),
     ],
 )
 def test_rules_that_do_not_fit(rules, message):

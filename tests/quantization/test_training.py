@@ -85,7 +85,7 @@ def test_grouped_product_and_gradients_are_near_the_exact_ones(format, layout):
     rows, w = jax.random.normal(key[0], (40, 32)), jax.random.normal(key[1], (3, 16, 32))
     w = w if layout == "EOI" else w.swapaxes(1, 2)
     counts, d = jnp.array([21, 0, 15]), jax.random.normal(key[2], (40, 16))
-    exact = lambda rows, w: ops.grouped_matmul(rows, w, counts, layout=layout)
+    exact = lambda rows, w: ops.grouped_matmul(rows, w, counts, weight_order=layout)
     quantized = lambda rows, w: Quantized(format).grouped(rows, w, counts, layout)
     unused = jnp.where(jnp.arange(40)[:, None] < 36, rows, jnp.nan)  # rows of no expert may hold anything
     found = value_and_gradients(quantized, d, unused, w)
@@ -152,20 +152,20 @@ def test_first_and_last_layers_stay_high_and_the_others_are_scanned():
     q = jax.eval_shape(lambda m: quant.for_training(m, [quant.high(0, -1), quant.Rule(quant.TRAINING["int8"])]), m)
     is_low = [isinstance(layer.attn.q.matmul, Quantized) for layer in jax.eval_shape(list, q.layers)]
     assert is_low == [False] + 6 * [True] + [False]
-    assert q.layers.layout == {"num_layers": 8, "prefix": 1, "period": 2} and q.layers.repeats == 3
+    assert q.layers.grouping == {"num_layers": 8, "prefix": 1, "period": 2} and q.layers.repeats == 3
     q = jax.eval_shape(lambda m: quant.for_training(m, [quant.high(0, 1, 2), quant.Rule(quant.TRAINING["int8"])]), m)
-    assert q.layers.layout == {"num_layers": 8, "lead": 3, "prefix": 0, "period": 1}
+    assert q.layers.grouping == {"num_layers": 8, "lead": 3, "prefix": 0, "period": 1}
     is_low = [isinstance(layer.attn.q.matmul, Quantized) for layer in jax.eval_shape(list, q.layers)]
     assert is_low == 3 * [False] + 5 * [True]
 
 
 def test_laying_out_a_stack_anew_keeps_its_layers():
     stack = jax.jit(lambda: nn.Stack(lambda i, rngs: tiny.Layer(rngs=rngs), 5, rngs=nnx.Rngs(0)))()
-    new = jax.jit(lambda stack: stack.with_layout(prefix=1, period=2))(stack)
+    new = jax.jit(lambda stack: stack.regrouped(prefix=1, period=2))(stack)
     assert [len(part) for part in (new.prefix, new.body, new.suffix)] == [1, 2, 0]
     for old, now in zip(*jax.device_get(jax.jit(lambda *stacks: [list(s) for s in stacks])(stack, new)), strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(now), strict=True))
-    back = jax.eval_shape(lambda stack: stack.with_layout(prefix=0, period=1), new)
+    back = jax.eval_shape(lambda stack: stack.regrouped(prefix=0, period=1), new)
     assert jax.tree.structure(back) == jax.tree.structure(stack)
 
 
@@ -175,9 +175,9 @@ def test_laying_out_a_stack_anew_keeps_its_layers():
         ("int3", "there is no preset 'int3'"),
         (
             [quant.Rule(FP8, "layers.mlp.*"), quant.Rule(FP8, "layers.mpl.*")],
-            r"decide none: \[Rule.*layers.mpl.*layers.attn.q",
+            r"match no matmul .*: \[Rule.*layers.mpl.*layers.attn.q",
         ),
-        ([quant.Rule(FP8), quant.high(0)], "earlier rules win"),
+        ([quant.Rule(FP8), quant.high(0)], "an earlier rule has not matched"),
         ([quant.high(0, 1, 7)], r"names the layers \[7\], the largest stack has 2"),
         (quant.Format("int4", group=32), "training rounds activations too"),
         ([quant.Rule(FP8, kinds=("embedding",))], "embed: embeddings and heads"),

@@ -189,7 +189,7 @@ def test_experts_on_their_own_axis_or_on_fsdp():
     got = places(sharding.make_mesh(expert=4, fsdp=2), sharding.EP)
     assert got["gate.w"] == P("expert", None, "fsdp") and got["down.w"] == P("expert", "fsdp")
     assert got["shared.up.w"] == P(None, ("fsdp", "expert"))
-    got = places(sharding.make_mesh(fsdp=8), sharding.EP_FSDP)
+    got = places(sharding.make_mesh(fsdp=8), sharding.FSDP_BY_EXPERT)
     assert got["gate.w"] == P("fsdp") and got["shared.up.w"] == P(None, "fsdp")
 
 

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from maxlib import data, tokenization
 
@@ -49,6 +50,47 @@ def test_document_without_tokens():
 
     with pytest.raises(ValueError, match="made no token of the document 'the fox'"):
         data.tokenize(data.in_memory(["the fox"]), Nothing())[0]
+
+
+LONG = "the quick brown fox jumps over the lazy dog"
+
+
+def test_a_file_that_truncates_or_pads_is_read_without(tokenizer, tmp_path):
+    """Files written after a fine-tune often have both, and `Tokenizer.encode` obeys them."""
+    theirs = Tokenizer.from_str(tokenizer.to_str())
+    theirs.enable_truncation(4)
+    theirs.enable_padding(length=64)
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(LONG).ids) == 64
+    assert tokenization.load_tokenizer(tmp_path).encode(LONG).ids == tokenizer.encode(LONG).ids
+
+
+@pytest.mark.parametrize("setting", ["truncation", "padding"])
+def test_a_tokenizer_that_truncates_or_pads_is_refused(tokenizer, tmp_path, setting):
+    theirs = Tokenizer.from_str(tokenizer.to_str())
+    theirs.enable_truncation(4) if setting == "truncation" else theirs.enable_padding(length=64)
+    documents, template = data.in_memory([LONG]), tokenization.ChatTemplate("{{ messages[0].content }}")
+    chats = documents.map(lambda one: {"messages": [{"role": "assistant", "content": one["text"]}]})
+    for start in (
+        lambda: data.tokenize(documents, theirs),
+        lambda: data.tokenize_chats(chats, theirs, template),
+        lambda: data.write_tokens(documents, tmp_path / "out", theirs),
+    ):
+        with pytest.raises(ValueError, match=rf"{setting} is on, .* call tokenizer.no_{setting}\(\) first"):
+            start()
+
+
+def test_a_hugging_face_tokenizer_that_truncated_in_its_last_call(tokenizer):
+    """Its backend keeps the setting, which chats would then obey."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    chats = data.in_memory([LONG]).map(lambda one: {"messages": [{"role": "assistant", "content": one["text"]}]})
+    read = data.tokenize_chats(chats, theirs, tokenization.ChatTemplate("{{ messages[0].content }}"))
+    whole = read[0]["tokens"].tolist()
+    assert whole == tokenizer.encode(LONG).ids
+    theirs(LONG, truncation=True, max_length=4)
+    with pytest.raises(ValueError, match="truncation is on"):
+        read[0]
 
 
 def test_transformers_opens_it(tokenizer, tmp_path):

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from maxlib import nn, sharding, training
+from maxlib import nn, ops, sharding, training
 from maxlib import post_training as pt
-from maxlib.training._objectives import batch_names
+from maxlib.training._objectives.first_batch import check_first_batch
 from tests.nn.tiny import tiny_llama
 from tests.training import objectives, tiny
 
@@ -113,9 +113,31 @@ def test_a_trainer_warns_of_targets_that_are_not_shifted():
         warnings.filterwarnings("error", message="every target")
         fit(SHIFTED)
         fit(TEXT)
-        batch_names.warn_of_copies({"chosen": SHIFTED, "rejected": SHIFTED | {"targets": np.full((8, 8), -1)}})
+        check_first_batch({"chosen": SHIFTED, "rejected": SHIFTED | {"targets": np.full((8, 8), -1)}}, tiny.model())
     with pytest.warns(UserWarning, match="the model learns to copy"):
-        batch_names.warn_of_copies({"chosen": SHIFTED, "rejected": COPIED})
+        check_first_batch({"chosen": SHIFTED, "rejected": COPIED}, tiny.model())
+
+
+def test_a_trainer_refuses_targets_beyond_the_vocabulary():
+    """Inside jit such a target has no logit, and would push all others down."""
+    beyond = SHIFTED | {"targets": np.where(np.arange(8) == 3, tiny.VOCAB, SHIFTED["targets"])}
+    with pytest.raises(ValueError, match="below the model's vocabulary of 32 tokens.* the first batch has 32"):
+        training.Trainer(tiny.model(), optax.sgd(0.1), Same(beyond)).fit(1)
+    with pytest.raises(ValueError, match="the first batch has 32"):
+        check_first_batch({"chosen": SHIFTED, "rejected": beyond}, tiny.model())
+    check_first_batch({"tokens": TOKENS, "targets": np.full_like(TOKENS, -100)}, tiny.model())
+
+
+def test_documents_longer_than_the_model_are_refused():
+    """Inside jit positions are unknown, so packed rows would train a rotary embedding beyond its range in silence."""
+    model = tiny_llama(num_layers=1, vocab=16, rope=ops.Rope(12, max_length=5))
+    ids = np.repeat([[1, 2]], 8, axis=0).repeat([5, 3], axis=1)
+    at = np.arange(8) - np.where(ids == 2, 5, 0)
+    check_first_batch(SHIFTED | {"segment_ids": ids, "positions": at}, model)
+    check_first_batch(SHIFTED | {"segment_ids": ids}, model)
+    for more in ({"positions": at + 1}, {"segment_ids": np.repeat([[1, 2]], 8, axis=0).repeat([2, 6], axis=1)}):
+        with pytest.raises(ValueError, match="6 positions in one document, the model was made for 5"):
+            check_first_batch(SHIFTED | more, model)
 
 
 def test_names_that_are_read_are_not_warned_of():

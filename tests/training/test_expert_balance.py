@@ -169,7 +169,7 @@ def latent(num_layers, period):
     of_heads = {"num_heads": 4, "q_rank": 16, "kv_rank": 16, "nope_dim": 8, "v_dim": 8, "rope": Rope(4)}
     routing = {"num_experts": E, "num_shared": 1, "top_k": 2, "renormalize": True}
     model = deepseek.DeepSeek(deepseek.Config(version=3, **size, **of_heads, **routing), rngs=nnx.Rngs(0))
-    model.layers = model.layers.with_layout(prefix=1, period=period)
+    model.layers = model.layers.regrouped(prefix=1, period=period)
     return model
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import nn, sharding
+from maxlib import nn, sharding, training
 from tests.outside import outside
 from tests.training import tiny
 
@@ -30,6 +30,15 @@ def test_sums_over_targets_with_everything_on():
     assert float(stats.sums["nll"]) == pytest.approx(-log_prob[counts].sum(), rel=1e-5)
     assert float(stats.sums["accuracy"]) == (logits.argmax(-1) == targets)[counts].sum()
     assert float(stats.num_targets) == counts.sum()
+
+
+@pytest.mark.parametrize("loss", [training.next_token_loss, training.dft_loss])
+def test_targets_of_minus_100_are_not_learned_and_not_counted(loss):
+    """The count of targets, and with it the mean, agrees with what is summed."""
+    model, batch = tiny.model(), jax.tree.map(jnp.asarray, tiny.batch(uneven=True))
+    theirs = batch | {"targets": jnp.where(batch["targets"] < 0, -100, batch["targets"])}
+    both = jax.jit(jax.value_and_grad(functools.partial(loss, dtype=jnp.float32), has_aux=True))
+    jax.tree.map(np.testing.assert_array_equal, both(model, theirs), both(model, batch))
 
 
 @pytest.mark.full

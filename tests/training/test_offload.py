@@ -73,7 +73,7 @@ def test_training_is_the_same_and_stays_on_the_host():
 def test_checkpoints_do_not_know_the_memory(to_host, tmp_path):
     saved = trained(not to_host)[0]
     with checkpoint.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.layouts = checkpoint.layouts(saved.rest)
+        checkpointer.groupings = checkpoint.groupings(saved.rest)
         checkpointer.save(3, items_of(saved))
         checkpointer.wait()
         like = items_of(start(sharding.FSDP | (BOTH if to_host else {}))[0])
@@ -85,7 +85,7 @@ def test_checkpoints_do_not_know_the_memory(to_host, tmp_path):
 
 def test_any_optimizer_that_treats_layers_by_themselves():
     """Also one that keeps parameters, inside one that keeps scalars and decides over all of them."""
-    optimizer = training.skip_spikes(training.by_layer(training.averaged(optax.lion(1e-2))))
+    optimizer = training.skip_spikes(training.offload_by_layer(training.ema(optax.lion(1e-2))))
     state, _, mesh = start(sharding.FSDP | BOTH, optimizer)
     plain, _, _ = start(sharding.FSDP, optimizer)
     assert {*memories(optax.tree.get(state.opt_state, "average")).values()} == {"pinned_host"}

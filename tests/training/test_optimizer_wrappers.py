@@ -29,7 +29,7 @@ def run(optimizer, gradients, losses):
     ("gradient", "loss"), [(9.0, 1.0), (1.0, 2.0), (np.nan, 1.0), (1.0, np.inf)], ids=["norm", "loss", "nan", "inf"]
 )
 def test_a_spike_leaves_no_trace(gradient, loss):
-    make = lambda: training.skip_spikes(optax.adam(0.1), after=3)
+    make = lambda: training.skip_spikes(optax.adam(0.1), warmup_steps=3)
     spiked = run(make(), [1.0, 1.1, 0.9, gradient, 1.0], [1.0, 0.9, 1.0, loss, 0.8])
     clean = run(make(), [1.0, 1.1, 0.9, 1.0], [1.0, 0.9, 1.0, 0.8])
     assert spiked[2] == [False, False, False, True, False]
@@ -40,14 +40,14 @@ def test_a_spike_leaves_no_trace(gradient, loss):
 def test_losses_of_any_sign_are_skipped_by_their_deviation(mean):
     """The losses of policies are around zero: what is usual is no spike, and what is far is one."""
     usual = np.random.default_rng(0).normal(mean, 0.2, 150)
-    optimizer = training.skip_spikes(optax.sgd(0.1), memory=0.9, after=50)
+    optimizer = training.skip_spikes(optax.sgd(0.1), decay=0.9, warmup_steps=50)
     seen = run(optimizer, [1.0] * 152, [*usual, mean + 20.0, mean])[2]
     assert not any(seen[:150])
     assert seen[150:] == [True, False]
 
 
 def test_early_steps_are_skipped_only_when_they_are_not_finite():
-    skipped = run(training.skip_spikes(optax.sgd(0.1), after=3), [1.0, 90.0, np.nan], [1.0, 9.0, 1.0])[2]
+    skipped = run(training.skip_spikes(optax.sgd(0.1), warmup_steps=3), [1.0, 90.0, np.nan], [1.0, 9.0, 1.0])[2]
     assert skipped == [False, False, True]
 
 
@@ -68,17 +68,33 @@ def test_the_step_reports_what_it_skips_and_the_state_stays_good():
 
 
 def test_the_average_follows_the_parameters():
-    optimizer = training.averaged(training.adamw(1e-2, mask=None), decay=0.9)
+    optimizer = training.ema(training.adamw(1e-2, mask=None), decay=0.9)
     state = training.make_state(tiny.model(), optimizer)
     want = jax.tree.map(np.asarray, state.trainable)
     step = jax.jit(training.make_train_step(training.next_token_loss, optimizer))
     for _ in range(3):
         state, _ = step(state, tiny.batch())
         want = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * np.asarray(p), want, state.trainable)
-    got, _ = nn.partition(training.averaged_model(state))
+    got, _ = nn.partition(training.ema_model(state))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), got, want)
     with pytest.raises(ValueError, match="keeps no average"):
-        training.averaged_model(training.make_state(tiny.model(), training.adamw(1e-2, mask=None)))
+        training.ema_model(training.make_state(tiny.model(), training.adamw(1e-2, mask=None)))
+
+
+def test_nothing_changes_updates_after_the_average_has_seen_them():
+    model = tiny.llama()
+    rates = training.scale_by_path({"layers.attn.*": 0.5}, model=model)
+    for wrong in (
+        optax.chain(training.ema(optax.sgd(1.0)), rates),
+        training.skip_spikes(optax.chain(optax.chain(training.ema(optax.sgd(1.0))), rates)),
+    ):
+        with pytest.raises(ValueError, match=r"ema\(...\) stands before another"):
+            training.make_state(model, wrong)
+    for right in (
+        training.ema(optax.chain(optax.sgd(1.0), rates)),
+        training.skip_spikes(optax.chain(optax.clip(1.0), training.ema(optax.sgd(1.0)))),
+    ):
+        training.make_state(model, right)
 
 
 def test_rates_by_path():
@@ -105,7 +121,8 @@ def test_what_is_frozen_stays_and_has_no_moments():
     assert names == {"norm.scale", *(f"layers.mlp.{part}.w" for part in ("gate", "up", "down"))}
     assert optax.tree.get(state.opt_state, "mu").keys() == state.trainable.keys()
     with pytest.raises(
-        ValueError, match=r"selected no parameters; .* these \d+ names: embed\.w, .*layers\.mlp\.up\.w.*trainable_only"
+        ValueError,
+        match=r"no parameters; did you mean layers\.mlp\.\w+\.w\?; .* \d+ names: embed\.w, .*layers\.mlp\.up\.w.*trainable_only",
     ):
         training.make_state(model, optimizer, filter=training.trainable_only("layers.mpl.*"))
 
@@ -124,7 +141,7 @@ def test_coarse_parameters_whose_changes_are_lost_are_said():
     """Bits of the weights say what is lost: with a rate of 1e-5 most of them do not move."""
     model = nn.cast(tiny.model(), jnp.bfloat16)
     with pytest.warns(
-        UserWarning, match=r"(\d+) of \1 .* are bfloat16.*dtype=jnp\.float32.*in_bfloat16.*moments=jnp\.bfloat16"
+        UserWarning, match=r"(\d+) of \1 .* are bfloat16.*dtype=jnp\.float32.*bfloat16_moments.*moments=jnp\.bfloat16"
     ):
         state = training.make_state(model, training.adamw(1e-5))
     before = {path: np.asarray(x) for path, x in state.trainable.items()}
@@ -133,7 +150,7 @@ def test_coarse_parameters_whose_changes_are_lost_are_said():
     assert same.mean() > 0.5
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for optimizer in (training.adamw(1e-4, moments=jnp.bfloat16), training.in_bfloat16(optax.lion(1e-4))):
+        for optimizer in (training.adamw(1e-4, moments=jnp.bfloat16), training.bfloat16_moments(optax.lion(1e-4))):
             training.make_state(model, optimizer)
         training.make_state(tiny.model(), training.adamw(1e-4))
 
@@ -165,7 +182,7 @@ def test_moments_in_bfloat16_follow_those_in_float32():
 
 def test_a_state_in_bfloat16_trains():
     optimizer, model = (
-        training.in_bfloat16(optax.lion(1e-3)),
+        training.bfloat16_moments(optax.lion(1e-3)),
         nn.cast(tiny.model(), jnp.bfloat16, lambda path, v: "norm" not in path),
     )
     state = training.make_state(model, optimizer)

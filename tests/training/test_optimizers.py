@@ -41,14 +41,46 @@ def assert_decays_as_by_axes(family):
     with nn.stack.skip_layer_check():
         model = jax.eval_shape(lambda: family.model(preset, rngs=nnx.Rngs(0)))
     params, _ = nn.partition(model)
-    assert optimizers.decay_by_name(params) == training.decay_mask(model)(params)
+    want = training.decay_mask(model)(params)
+    assert optimizers.decay_by_name(params) == optimizers.decay_by_name(params, nn.tree.stacked_paths(model)) == want
+
+
+class Own(nnx.Module):
+    """A layer with a vector that has a name of its own, and a matrix with a vector's."""
+
+    def __init__(self):
+        self.temperature = nnx.Param(jnp.ones(4), axes=("heads",))
+        self.d = nnx.Param(jnp.ones((4, 4)), axes=("embed", "mlp"))
+
+    def __call__(self, x, ctx, cache):
+        return x + self.temperature[...] @ self.d[...], cache, {}
+
+
+class OwnModel(tiny.Bigram):
+    def __init__(self):
+        super().__init__(4, rngs=nnx.Rngs(0))
+        self.layers = nn.Stack(lambda i, rngs: Own(), 2, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("moments", [jnp.float32, jnp.bfloat16])
+def test_a_step_decays_layers_of_ones_own_by_their_own_shapes(moments):
+    optimizer = training.adamw(1.0, weight_decay=0.5, moments=moments, clip=None)
+
+    def loss(model, batch, key):
+        return 0 * jnp.sum(model.head_weight()), training.Stats(jnp.ones(()), {})
+
+    step = training.make_train_step(loss, optimizer)
+    state, _ = jax.jit(step)(training.make_state(OwnModel(), optimizer), tiny.batch())
+    short = nn.tree.pattern_paths(state.rest)
+    found = {short[path]: float(x.mean()) for path, x in state.trainable.items() if short[path].startswith("layers.")}
+    assert found == {"layers.temperature": 1.0, "layers.d": 0.5}
 
 
 @pytest.mark.parametrize("prefix", [0, 2])  # layers in one array, and alone
 def test_both_factors_of_adapters_decay_and_the_lengths_of_dora_do_not(prefix):
     def build():
         model = tiny.llama(attention_bias=True)
-        model.layers = model.layers.with_layout(prefix=prefix, period=1)
+        model.layers = model.layers.regrouped(prefix=prefix, period=1)
         return adapters.add(model, adapters.LoRA(2, 4, dora=True), rngs=nnx.Rngs(0))
 
     model = jax.eval_shape(build)
@@ -124,6 +156,18 @@ def test_the_plateau_ends_where_the_decay_begins():
 def test_a_schedule_that_does_not_fit_its_steps():
     with pytest.raises(ValueError, match="steps=10, warmup=8, decay=5"):
         training.warmup_stable_decay(1.0, 10, warmup=8, decay=5)
+
+
+def test_muon_with_an_adam_rate_of_zero_moves_matrices_alone():
+    model = jax.eval_shape(tiny.model)
+    params, _ = nn.partition(tiny.model())
+    ones = jax.tree.map(jnp.ones_like, params)
+    matrices, moved = optimizers.muon_dimensions(model), {}
+    for rate in (0.0, None):
+        optimizer = training.muon(0.1, model=model, adam_learning_rate=rate)
+        updates, _ = optimizer.update(ones, optimizer.init(params), params)
+        moved[rate] = {path for path, x in updates.items() if np.any(x)}
+    assert moved[0.0] == matrices.keys() and moved[None] == params.keys()
 
 
 def test_muon_makes_every_matrix_of_every_layer_and_expert_orthogonal():

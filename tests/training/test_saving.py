@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
-from maxlib import checkpoint, training
+from maxlib import checkpoint, nn, ops, training, weights
 from maxlib.observability import Clock
 from maxlib.training import _saving
+from tests.training import tiny
 
 
 class Noted:
@@ -112,6 +115,22 @@ def test_an_export_that_is_being_written_counts_as_there(tmp_path):
     assert [export.has(step) for step in (2, 3)] == [True, False]
     export._running = 3, None
     assert [export.has(step) for step in (2, 3, 4)] == [True, True, False]
+
+
+def test_an_export_of_averages(tmp_path):
+    optimizer = training.ema(optax.sgd(0.1), decay=0.5)
+    state = training.make_state(tiny.llama(rope=ops.Rope(12, max_length=64)), optimizer)
+    step = jax.jit(training.make_train_step(tiny.loss, optimizer))
+    state, _ = step(state, tiny.batch())
+    for name in ("own", "averaged"):
+        export = training.HuggingFaceExport(tmp_path / name, every=1, ema=name == "averaged")
+        export.save(1, state)
+        export.wait()
+    read = lambda name: nn.partition(weights.from_pretrained(tmp_path / name / "1", dtype=jnp.float32))[0]
+    want = nn.partition(training.ema_model(state))[0]
+    jax.tree.map(np.testing.assert_array_equal, read("averaged"), want)
+    jax.tree.map(np.testing.assert_array_equal, read("own"), state.trainable)
+    assert not np.array_equal(want["embed.w"], state.trainable["embed.w"])
 
 
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"every": 1, "keep": 0}])

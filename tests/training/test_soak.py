@@ -48,13 +48,22 @@ MEMORY = {"rss_kib": 1e6, "in_use_kib": 1e5, "python_blocks": 7e5}
     ],
 )
 def test_a_leak_is_found(name, by, said):
-    base = {"seconds": 1.0, "cpu_seconds": 1.0, "files": 10.0} | COUNTS | MEMORY
+    base = dict.fromkeys(soak.CLOCKS, 1.0) | {"files": 10.0} | COUNTS | MEMORY
     samples = [base | {"times": i, name: base[name] + by * i} for i in range(40)]
     assert soak.failures(samples) == ([] if said is None else [said])
 
 
-@pytest.mark.parametrize(("by", "said"), [(0.02, []), (0.2, ["cpu_seconds of a repeat grew by 7.3%, limit 5%"])])
-def test_steps_that_slow_down_are_found(by, said):
-    base = {"seconds": 1.0, "files": 10.0} | COUNTS | MEMORY
-    samples = [base | {"times": 50 * i, "cpu_seconds": 2 + by * i / 40} for i in range(41)]
-    assert soak.failures(samples) == said
+@pytest.mark.parametrize(("ratio", "said"), [(1.04, []), (1.06, ["a repeat takes 1.060 times"])])
+def test_a_process_that_slows_down_is_found(ratio, said):
+    base = {"seconds": 1.0, "files": 10.0, "cpu_seconds": 2.0} | COUNTS | MEMORY
+    samples = [base | {"times": 50 * i} | ({"beside": 2.0 / ratio} if i > 35 else {}) for i in range(41)]
+    assert [text[: len(said[0])] for text in soak.failures(samples)] == said
+
+
+@pytest.mark.full
+def test_two_processes_take_turns(monkeypatch):
+    monkeypatch.setattr(soak, "LONG", 30)
+    monkeypatch.setattr(soak, "WARM_UP", 5)
+    samples = soak.run("loader", 30, samples=15)
+    assert [i for i, s in enumerate(samples, 1) if "beside" in s] == [10, 11, 12, 13, 14, 15]
+    assert all(s["beside"] > 0 for s in samples[9:]) and 0.1 < soak.slower(samples) < 10

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from maxlib import nn, sharding, training
+from maxlib.training import _step
 from tests.training import tiny
 
 MESHES = {
@@ -41,6 +44,41 @@ def close(a, b, *, rtol=2e-4):
 def reference():
     """Two steps on one device in one piece."""
     return steps(tiny.model(), tiny.batch(uneven=True))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_misspelt_name_in_remat_is_refused(accumulate):
+    """It would keep nothing, so the step would recompute what it was told to keep."""
+
+    def trace(model, remat, loss=tiny.loss):
+        loss = training.accumulate(functools.partial(loss, remat=remat), accumulate)
+        state = jax.eval_shape(lambda: training.make_state(model(), SGD))
+        jax.eval_shape(training.make_train_step(loss, SGD), state, tiny.batch())
+
+    for remat in (("attention_output",), {"attention_output": "keep", "q": "keep"}):
+        with pytest.raises(ValueError, match="names 'attention_output', .*: did you mean 'attention_out'"):
+            trace(tiny.llama, remat)
+    trace(tiny.llama, ("attention_out", "latent"))  # which its layers do not have
+    trace(Marking, ("own",))
+    with pytest.raises(ValueError, match="names 'owm', .* mark own: did you mean 'own'"):
+        trace(Marking, ("owm",))
+
+
+class Marking(tiny.Bigram):
+    """A model whose layers mark an intermediate of their own."""
+
+    def __init__(self):
+        super().__init__(rngs=nnx.Rngs(0))
+        make = lambda i, rngs: MarkingLayer(rngs=rngs)
+        self.layers = nn.Stack(make, 2, rngs=nnx.Rngs(0))
+
+
+class MarkingLayer(nnx.Module):
+    def __init__(self, *, rngs):
+        self.scale = nnx.Param(jnp.ones(16), axes=("embed",))
+
+    def __call__(self, x, ctx, cache):
+        return jnp.sin(checkpoint_name(jnp.sin(x * self.scale[...][None, None]), "own")), cache, {}
 
 
 def test_a_step_is_plain_autodiff_and_optax():
@@ -80,9 +118,39 @@ def test_accumulation_is_the_big_batch(microbatches):
         assert float(metrics[name]) == pytest.approx(float(want_metrics[name]), rel=1e-4), name
 
 
+def test_a_split_model_outside_of_its_layout_is_a_warning():
+    layout = sharding.Layout(sharding.make_mesh(fsdp=8), sharding.FSDP)
+    model = sharding.create(tiny.model, layout)
+    with pytest.warns(
+        UserWarning, match=r"such as .*, are split over devices, but no layout .*with sharding.use\(layout\)"
+    ):
+        training.make_state(model, SGD)
+    with sharding.use(layout):
+        training.make_state(model, SGD)  # a warning would be an error
+
+
+def test_tokens_are_counted_without_padding_in_batches_of_batches():
+    """Targets are others: pairs, or the answers of chats."""
+    padded = tiny.batch(4, 6) | {"segment_ids": np.repeat([[1, 1, 2, 2, 0, 0]], 4, axis=0)}
+    valid = tiny.batch(2, 6) | {"valid": np.arange(6) < np.array([[5], [2]])}
+    for batch, want in ((tiny.batch(4, 6), 24), (padded, 16), ({"chosen": padded, "rejected": valid}, 16 + 7)):
+        assert int(_step.num_tokens(batch)) == want
+    _, metrics = steps(tiny.model(), tiny.batch(8, 12, uneven=True), count=1)
+    assert metrics["num_tokens"] == 96 > metrics["num_targets"]
+
+
 def test_accumulation_must_divide_the_batch():
     with pytest.raises(ValueError, match="3 accumulated microbatches must divide the batch's 8 rows"):
         steps(tiny.model(), tiny.batch(), loss=training.accumulate(tiny.loss, 3))
+
+
+def test_images_by_themselves_are_not_cut_as_if_they_were_rows():
+    """Two for each row: every second image belongs to another row than every second row."""
+    images = np.zeros((16, 3, 4, 4), np.float32)
+    with pytest.raises(
+        ValueError, match=r"cuts a batch by its 8 rows of tokens, .* images \(16, 3, 4, 4\)\. Images must be"
+    ):
+        steps(tiny.model(), tiny.batch() | {"images": images}, loss=training.accumulate(tiny.loss, 2))
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,29 @@ def test_where_a_run_begins(tmp_path, capsys):
     assert "parameters from" in capsys.readouterr().out
 
 
+def test_parameters_of_a_model_that_is_configured_otherwise_are_a_warning(tmp_path):
+    """All shapes are the same: nothing else would tell."""
+    build = lambda theta: lambda: tiny.llama(rope=ops.Rope(12, theta=theta, max_length=64))
+    make = lambda theta, **more: trainer(build(theta), optimizer=ADAMW, **more)
+    export = training.ParameterExport(tmp_path / "export", every=1)
+    make(1e4, checkpointer=checkpoint.Checkpointer(tmp_path / "full"), callbacks=[export]).fit(1)
+    weights.save_pretrained(build(1e4)(), tmp_path / "model")
+    for name in ("full", "export", "model"):
+        with pytest.warns(UserWarning, match=rf"(?s){name} was saved .*- .*theta=10000.*\+ .*theta=500000"):
+            make(5e5).restore(params_from=tmp_path / name)
+
+
+def test_averages_begin_at_the_parameters_that_were_read(tmp_path):
+    """Not at the random ones, of which a third would be left after a thousand steps."""
+    trainer(checkpointer=checkpoint.Checkpointer(tmp_path)).fit(2)
+    ours = trainer(lambda: tiny.Bigram(rngs=nnx.Rngs(1)), optimizer=training.ema(ADAMW))
+    ours.restore(params_from=tmp_path)
+    assert same(nn.partition(training.ema_model(ours.state))[0], ours.state.trainable)
+    ours.fit(1)
+    with pytest.raises(ValueError, match=r"at step 1 the optimizer's averages .* restore before the first step"):
+        ours.restore(params_from=tmp_path)
+
+
 def test_parameters_from_a_hugging_face_directory(tmp_path):
     rope = ops.Rope(12, max_length=64)
     model = tiny.llama(rope=rope)
@@ -215,7 +238,7 @@ def test_parameters_from_a_hugging_face_directory(tmp_path):
         loader=tiny.Loader(),
         loss=tiny.loss,
     )
-    ours.restore(params_from=tmp_path / "model")
+    ours.restore(params_from=tmp_path / "model")  # a warning would be an error
     assert same(nn.partition(model)[0], ours.state.trainable)
     other = trainer()
     with pytest.raises(ValueError, match="holds another model"):
@@ -333,6 +356,22 @@ def test_the_first_layer_that_is_not_finite_is_named(tmp_path):
     ours = trainer(loss=loss, checkpointer=checkpoint.Checkpointer(tmp_path, every=1))
     with pytest.raises(training.DivergedError, match=r"(?s)step 3.*forward: first the output of layers.2.mlp"):
         ours.fit(5)
+
+
+def test_model_flops_are_those_of_what_is_trained():
+    whole, head = trainer(), trainer(filter=training.trainable_only("head.w"))
+    for one in (whole, head):
+        one.fit(1)
+    matmul = 2 * 8 * 12 * 16 * tiny.VOCAB  # the head's forward pass
+    assert whole._meter.flops - 3 * matmul == 3 * (head._meter.flops - 2 * matmul) > 0
+
+
+def test_the_training_loader_is_not_evaluated():
+    """It would go back to its first batch each time, and the run would see no others."""
+    loader = tiny.Loader()
+    for one in (loader, training.Prefetch(loader)):
+        with pytest.raises(ValueError, match="evaluation has the training loader"):
+            trainer(loader=loader, evaluation=training.Evaluation(one, every=2, batches=1))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -16,7 +16,8 @@ import maxlib
 from maxlib import nn, ops, sharding
 from maxlib.models import deepseek
 from maxlib.weights import HFConfig
-from maxlib.weights._files import Header, write_file
+from maxlib.weights._files import Header, find_tensors, write_file
+from maxlib.weights._fp8 import with_scales
 
 QUANTIZATION = {
     "activation_scheme": "dynamic",
@@ -143,6 +144,32 @@ def test_one_factor_for_a_matrix(shape, directories, tmp_path):
     write(tmp_path / "more", tensors | {"model.norm.activation_scale": np.ones(shape, np.float32)}, config, one)
     with pytest.raises(ValueError, match=r"model\.norm\.activation_scale"):
         maxlib.from_pretrained(tmp_path / "more")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 1, 1), (3, 2, 3)], ids=str)
+def test_a_stack_of_matrices_has_factors_of_each(shape, tmp_path):
+    """One for all, one for each, or one for each block of each; what is cut off is what it would be of the whole."""
+    random = np.random.default_rng(2)
+    x = random.standard_normal((3, 130, 260)).astype(ml_dtypes.float8_e4m3fn)
+    factors = (2.0 ** random.uniform(-9, 9, shape)).astype(np.float32)
+    blocks = np.ones((1, 128, 128), np.float32)
+    spread = np.kron(factors, blocks)[:, :130, :260] if shape == (3, 2, 3) else factors.reshape(-1, 1, 1)
+    want = x.astype(np.float32) * spread
+    activation = np.ones(3, np.float32)
+    write(tmp_path / "x", {"x": x, "x_scale_inv": factors, "x_activation_scale": activation}, {})
+    found = with_scales(find_tensors(tmp_path / "x"))
+    assert found.keys() == {"x"}
+    np.testing.assert_array_equal(found["x"].view(), want)
+    half = lambda values: values.reshape(3, 2, 65, 260)[1:, 1, :, ::2].transpose(2, 0, 1)
+    np.testing.assert_array_equal(found["x"].part(half), half(want))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1, 1), (3, 2, 2), (3, 1)], ids=str)
+def test_factors_that_do_not_fit_a_stack_are_refused(shape, tmp_path):
+    x = np.ones((3, 130, 260), ml_dtypes.float8_e4m3fn)
+    write(tmp_path / "x", {"x": x, "x_scale_inv": np.ones(shape, np.float32)}, {})
+    with pytest.raises(ValueError, match="x_scale_inv must have a factor for each 128 x 128 of x, .* or one for each"):
+        with_scales(find_tensors(tmp_path / "x"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
-from maxlib import nn, ops, sharding, weights
+from maxlib import inference, nn, ops, sharding, weights
 from maxlib.models import llama
 from maxlib.weights import _family as family_module
 from maxlib.weights import _files as files_module
@@ -152,6 +152,48 @@ def test_config_and_generation_files(model, exported, tmp_path):
     assert json.loads((tmp_path / "hf/generation_config.json").read_text()) == {"eos_token_id": 3, "temperature": 0.7}
     assert json.loads((tmp_path / "hf/config.json").read_text())["eos_token_id"] == 3
     maxlib.from_pretrained(tmp_path / "hf")
+
+
+def test_what_a_fine_tuned_model_takes_from_its_source(model, tmp_path):
+    """Without the ids that end a text, transformers, vLLM and maxlib generate to the limit."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    generation = {"eos_token_id": [1, 2], "temperature": 0.7}
+    maxlib.save_pretrained(model, source, tokenizer=tiny_tokenizer(), generation=generation)
+    config = json.loads((source / "config.json").read_text()) | {"bos_token_id": 5, "eos_token_id": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (source / name).write_text("{}")
+    (source / "notes.txt").write_text("not of a model")
+    maxlib.save_pretrained(model, out, like=source)
+    assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()} - {"notes.txt"}
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert json.loads((out / name).read_text()) == json.loads((source / name).read_text()), name
+    assert inference.stop_tokens(out) == [1, 2]
+    maxlib.save_pretrained(model, out, like=source, generation={"eos_token_id": 3}, overwrite=True)
+    assert json.loads((out / "generation_config.json").read_text()) == generation | {"eos_token_id": 3}
+    assert json.loads((out / "config.json").read_text()) == config | {"eos_token_id": 3}
+    with pytest.raises(FileNotFoundError):
+        maxlib.save_pretrained(model, tmp_path / "none", like=tmp_path / "absent")
+
+
+def test_a_tokenizer_of_its_own_replaces_that_of_the_source(model, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    maxlib.save_pretrained(model, source, tokenizer=tiny_tokenizer(), generation={"eos_token_id": 1})
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "merges.txt").write_text("of the old one")
+    own = Tokenizer(models.WordLevel({"<eos>": 0, "z": 1}, unk_token="<eos>"))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    maxlib.save_pretrained(model, out, like=source, tokenizer=own)
+    assert Tokenizer.from_file(str(out / "tokenizer.json")).encode("z").ids == [1]
+    assert (out / "chat_template.jinja").exists() and not (out / "merges.txt").exists()
+
+
+def test_the_end_of_a_hugging_face_tokenizer_is_taken_over(model, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(), eos_token="<eos>")
+    maxlib.save_pretrained(model, tmp_path / "hf", tokenizer=theirs)
+    assert json.loads((tmp_path / "hf/config.json").read_text())["eos_token_id"] == 0
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -313,7 +355,7 @@ def test_what_would_be_read_as_another_model_is_not_written(make, words, tmp_pat
 def test_other_masks_and_norms_are_other_models_and_other_kernels_are_not(tmp_path):
     model = build(LONG)
     maxlib.save_pretrained(nn.with_attention(model, "chunked"), tmp_path / "same")
-    model.layers = model.layers.with_layout(prefix=1, period=1)
+    model.layers = model.layers.regrouped(prefix=1, period=1)
     maxlib.save_pretrained(model, tmp_path / "laid out otherwise")
     model.layers.prefix[0].attn_norm.eps = 0.5
     with pytest.raises(ValueError, match="layers.0.attn_norm.eps is 0.5 here, 1e-0"):
@@ -335,7 +377,8 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def test_tokenizers_are_written_along(model, tmp_path):
-    maxlib.save_pretrained(model, tmp_path / "hf", tokenizer=tiny_tokenizer())
+    with pytest.warns(UserWarning, match="a tokenizer, but no id that ends a text"):
+        maxlib.save_pretrained(model, tmp_path / "hf", tokenizer=tiny_tokenizer())
     assert Tokenizer.from_file(str(tmp_path / "hf/tokenizer.json")).encode("b a").ids == [2, 1]
     maxlib.save_pretrained(model, tmp_path / "hf", overwrite=True)
     assert not (tmp_path / "hf/tokenizer.json").exists()
@@ -344,10 +387,10 @@ def test_tokenizers_are_written_along(model, tmp_path):
 def test_transformers_opens_them(model, tmp_path):
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    maxlib.save_pretrained(model, tmp_path / "hf", tokenizer=tiny_tokenizer())
+    maxlib.save_pretrained(model, tmp_path / "hf", tokenizer=tiny_tokenizer(), generation={"eos_token_id": 0})
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer("b a").input_ids == [2, 1]
-    maxlib.save_pretrained(model, tmp_path / "again", tokenizer=tokenizer)
+    maxlib.save_pretrained(model, tmp_path / "again", tokenizer=tokenizer, generation={"eos_token_id": 0})
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "again")("a").input_ids == [1]
 
 

@@ -11,7 +11,7 @@ from maxlib.hardware import current_device
 from maxlib.ops._attention import dispatch
 from maxlib.ops._attention import table as table  # fills what `dispatch` chooses from
 from maxlib.ops._attention.masks import MaskHint, StaticMask
-from maxlib.ops._cost import counted
+from maxlib.ops._cost import register_flops
 from maxlib.ops._explanation import Explanation
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
@@ -132,7 +132,7 @@ def _hint(mask_hint: StaticMask | MaskHint | None, k_start, k_end) -> MaskHint |
     return MaskHint(mask_hint) if isinstance(mask_hint, StaticMask) else mask_hint
 
 
-@counted(_flops, static=("static", "scale", "softcap", "implementation"))
+@register_flops(_flops, static=("static", "scale", "softcap", "implementation"))
 def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, scale, softcap, implementation):
     one = dispatch.by_name(implementation)
     more = {"mask_hint": MaskHint(static, segment_ids)} if one.takes_mask_hint else {}

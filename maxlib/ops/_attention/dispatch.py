@@ -159,17 +159,17 @@ def _compiled_without_device(call: Call) -> Implementation:
     return stands_in if stands_in.refusal(call) is None else by_name("chunked")
 
 
-_said: set[str] = set()
+_said: set[tuple[str, str]] = set()
 
 
 def _say_once(answer: Explanation) -> None:
-    """Logs once per process why an accelerator runs plain XLA."""
+    """Logs why an accelerator runs plain XLA, once per process for each reason."""
     call: Call = answer.call
-    if call.platform in _said:
-        return
-    _said.add(call.platform)
     extra, proven = FUSED[call.platform]
     why = answer.refused.get(proven, "is not registered")
+    if (call.platform, why) in _said:
+        return
+    _said.add((call.platform, why))
     asked = [one.name for one in _implementations if one.by_name is not None and one.refusal(call) is None]
     logging.getLogger(__name__).warning(
         f"attention runs 'chunked' on {call.device_kind}, plain XLA and slower than a fused kernel, because {proven} {why}. "

@@ -58,7 +58,7 @@ def _names_no_mask(call: Call) -> str | None:
     if call.mask.segmented:
         return "takes packed documents only with a fixed number in every row, which JAX's function does not offer"
     if not call.mask.aligned:
-        return "takes masks over whole rows, not beside a cache or on a part of a sequence"
+        return "supports masks over whole rows only, not with a KV cache or on a split sequence"
     if call.mask.window is not None and call.mask.kind != "causal":
         return "takes a window only under a causal mask"
     return None

@@ -36,7 +36,7 @@ def linear_cross_entropy(
     targets: Int[Array, "*B"],
     *,
     weights: Float[Array, "*B"] | None = None,
-    ignore_index: int = -1,
+    ignore_index: int | None = None,
     softcap: float | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
@@ -56,8 +56,8 @@ def linear_cross_entropy(
         weight: the unembedding, in Hugging Face's orientation.
         targets: the next tokens, of the shape of `hidden` without its last axis.
         weights: factor per token in `.loss`, 1 by default; for a mean divide by the number of targets here.
-        ignore_index: this target adds exactly 0 to the loss and to every gradient, even where `hidden` is not finite.
-            Any other target outside `[0, V)` is an error outside `jit`, and undefined inside.
+        ignore_index: this target is ignored, as all negative ones are: they add exactly 0 to the loss and to every
+            gradient, even where `hidden` is not finite. V or more is an error outside `jit`, and undefined inside.
         softcap: logits become `softcap * tanh(logits / softcap)`.
         z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
         label_smoothing: probability mass spread evenly over the vocabulary.
@@ -76,7 +76,7 @@ def linear_cross_entropy(
     options = Options(softcap, z_loss, label_smoothing, axis_name)
     run = _implementation(implementation, axis_name)
 
-    valid = targets != ignore_index
+    valid = is_learned(targets, ignore_index)
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     # [*B, D] -> [M, D]. Ignored rows become zeros with weight 0, so that not even a NaN in them reaches a gradient.
     rows = jnp.where(valid[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
@@ -90,6 +90,11 @@ def linear_cross_entropy(
     )
     per_token = terms.token_loss, terms.log_prob, terms.lse, terms.correct
     return CrossEntropy(loss, *(where_valid(x, valid) for x in per_token))
+
+
+def is_learned(targets: Int[Array, "*B"], ignore_index: int | None) -> Bool[Array, "*B"]:
+    """Returns True for each target that is not ignored."""
+    return targets >= 0 if ignore_index is None else (targets >= 0) & (targets != ignore_index)
 
 
 def where_valid(x: Array, valid: Bool[Array, "*B"]) -> Array:
@@ -138,13 +143,13 @@ def check_chunk(chunk: int | None) -> None:
         raise ValueError(f"chunk must be at least 1 token; got {chunk}")
 
 
-def check_targets(targets, vocab: int, ignore_index: int) -> None:
-    """Raises ValueError for a target outside the vocabulary, where targets are concrete and of this process."""
+def check_targets(targets, vocab: int, ignore_index: int | None) -> None:
+    """Raises ValueError for a target beyond the vocabulary, where targets are concrete and of this process."""
     if isinstance(targets, Tracer) or not getattr(targets, "is_fully_addressable", True):
         return
     host = np.asarray(targets)
-    bad = host[(host != ignore_index) & ((host < 0) | (host >= vocab))]
+    bad = host[(host != ignore_index) & (host >= vocab)]
     if bad.size:
         raise ValueError(
-            f"targets must be in [0, {vocab}) or ignore_index={ignore_index}; {bad.size} are not, the first is {bad[0]}"
+            f"targets must be in [0, {vocab}), or negative to be ignored; {bad.size} are not, the first is {bad[0]}"
         )

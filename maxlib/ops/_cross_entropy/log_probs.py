@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib.ops._cross_entropy.api import check_chunk, check_shapes, check_targets, where_valid
+from maxlib.ops._cross_entropy.api import check_chunk, check_shapes, check_targets, is_learned, where_valid
 from maxlib.ops._cross_entropy.chunked import chunked_per_token
 from maxlib.ops._cross_entropy.terms import AxisName, Options
 
@@ -29,7 +29,7 @@ def linear_log_probs(
     temperature: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-    ignore_index: int = -1,
+    ignore_index: int | None = None,
     chunk: int | None = None,
     axis_name: AxisName | None = None,
 ) -> LogProbs:
@@ -46,7 +46,8 @@ def linear_log_probs(
         temperature: divisor of the logits after the soft-cap. Policies take that of their sampler.
         softcap: logits become `softcap * tanh(logits / softcap)`.
         entropy: whether to compute the entropy `-sum_v p_v log p_v` too, of the same distribution.
-        ignore_index: tokens with this target get 0 and have no gradient, even where `hidden` is not finite.
+        ignore_index: tokens with this target, or a negative one, get 0 and have no gradient, even where `hidden` is not
+            finite.
         chunk: tokens per chunk; changes the result by rounding only.
         axis_name: inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split, as in
             `linear_cross_entropy`.
@@ -63,7 +64,7 @@ def linear_log_probs(
     if axis_name is None:
         check_targets(targets, weight.shape[0], ignore_index)
     options = Options(softcap, 0.0, 0.0, axis_name, float(temperature), entropy)
-    valid = targets != ignore_index
+    valid = is_learned(targets, ignore_index)
     rows = jnp.where(valid[..., None], hidden, 0).reshape(-1, hidden.shape[-1])  # (prod(B), D)
     ids = jnp.where(valid, targets, 0).astype(jnp.int32).reshape(-1)
     terms = chunked_per_token(rows, weight, ids, chunk, options)

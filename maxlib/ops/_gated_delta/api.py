@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from maxlib.ops._cost import counted
+from maxlib.ops._cost import register_flops
 from maxlib.ops._gated_delta.chunked import CHUNK, chunked
 from maxlib.ops._gated_delta.inputs import prepare
 from maxlib.ops._gated_delta.parallel import AxisName, across
@@ -76,7 +76,7 @@ def _flops(q, k, v, *_) -> float:
     return 2.0 * B * T * (K * 2 * size * Hk + N * (size * (Hk + 2 * Hv) + 3 * Hk * Hv))
 
 
-@counted(_flops, static=("scale", "l2_norm", "axis_name", "implementation"))
+@register_flops(_flops, static=("scale", "l2_norm", "axis_name", "implementation"))
 def _gated_delta_rule(
     q, k, v, log_decay, beta, is_start, valid, initial_state, *, scale, l2_norm, axis_name, implementation
 ):

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from maxlib.hardware import current_device
 from maxlib.kernels.grouped_matmul.mosaic_gpu import mosaic_gpu
-from maxlib.ops._cost import counted
+from maxlib.ops._cost import register_flops
 from maxlib.ops._explanation import Explanation
 from maxlib.ops._grouped_matmul import dispatch
 from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer
@@ -35,7 +35,7 @@ def grouped_matmul(
     weights: Num[Array, "E O I"] | Num[Array, "E I O"] | Any,
     rows_per_expert: Int[Array, " E"],
     *,
-    layout: ExpertWeightOrder = "EOI",
+    weight_order: ExpertWeightOrder = "EOI",
     out_dtype: Any = None,
     implementation: Implementation | None = None,
 ) -> Num[Array, "M O"]:
@@ -50,7 +50,7 @@ def grouped_matmul(
         the matrices and returns them for `weights[...]`, such as `nn.quantized.QuantizedWeight`, without a gradient.
       rows_per_expert: number of rows of each expert, also 0. The sum must be at most M, which cannot be checked inside
         `jit`. Rows beyond the sum give zeros, and their gradients are zeros.
-      layout: dimensions of `weights` in their order; "EIO" multiplies by `weights[e]` itself.
+      weight_order: dimensions of `weights` in their order; "EIO" multiplies by `weights[e]` itself.
       out_dtype: dtype of the result. If given, operands are multiplied in their own narrow dtypes (integers are
         accumulated in int32), and there is no gradient. None: the dtype of `rows`.
       implementation: None for the best one that supports the call; `explain_grouped_matmul` tells which one and why.
@@ -62,15 +62,15 @@ def grouped_matmul(
       One row of outputs for each row.
 
     Raises:
-      ValueError: when shapes do not agree, the layout or implementation is unknown, or the named implementation cannot
-        run the call.
+      ValueError: when shapes do not agree, `weight_order` or `implementation` is unknown,
+        or the named implementation cannot run the call.
     """
-    check("grouped_matmul", rows, weights, rows_per_expert, layout)
-    name = choose("grouped_matmul", rows, weights, layout, out_dtype, implementation)
+    check("grouped_matmul", rows, weights, rows_per_expert, weight_order)
+    name = choose("grouped_matmul", rows, weights, weight_order, out_dtype, implementation)
     if name != "tiled" and not isinstance(weights, jax.Array):
         weights = weights[...]
     counts = rows_per_expert.astype(jnp.int32)
-    return _grouped_matmul(rows, weights, counts, implementation=name, layout=layout, out_dtype=out_dtype)
+    return _grouped_matmul(rows, weights, counts, implementation=name, weight_order=weight_order, out_dtype=out_dtype)
 
 
 def grouped_outer(
@@ -106,7 +106,7 @@ def explain_grouped_matmul(
     rows: Shaped,
     weights: Any,
     *,
-    layout: ExpertWeightOrder = "EOI",
+    weight_order: ExpertWeightOrder = "EOI",
     out_dtype: Any = None,
     implementation: Implementation | None = None,
     device: tuple[str, str] | None = None,
@@ -116,7 +116,7 @@ def explain_grouped_matmul(
     Args:
         rows: `M I`, an array or a `jax.ShapeDtypeStruct`.
         weights: `E O I` or `E I O`, likewise.
-        layout: As in `grouped_matmul`.
+        weight_order: As in `grouped_matmul`.
         out_dtype: As in `grouped_matmul`.
         implementation: As in `grouped_matmul`.
         device: A platform and a device kind, such as `("tpu", "TPU v5p")`; by default the one that would be used here.
@@ -128,18 +128,20 @@ def explain_grouped_matmul(
         ValueError: No implementation has this name.
     """
     device = device or current_device()
-    shapes = f"rows {tuple(rows.shape)} {rows.dtype}, weights {tuple(weights.shape)} {layout}"
-    reasons = dispatch.refusals(rows, weights, layout, out_dtype, device)
+    shapes = f"rows {tuple(rows.shape)} {rows.dtype}, weights {tuple(weights.shape)} {weight_order}"
+    reasons = dispatch.refusals(rows, weights, weight_order, out_dtype, device)
     return dispatch.explain(f"{shapes} on {device[0]} ({device[1]})", reasons, implementation)
 
 
-def choose(op: str, rows: Any, weights: Any, layout: str, out_dtype: Any, implementation: str | None) -> str:
+def choose(op: str, rows: Any, weights: Any, weight_order: str, out_dtype: Any, implementation: str | None) -> str:
     """Returns the implementation to run; weights are None for the transposed matmul.
 
     Raises:
         ValueError: The implementation that is asked for does not exist, or cannot run the call.
     """
-    found = dispatch.explain(op, dispatch.refusals(rows, weights, layout, out_dtype, current_device()), implementation)
+    found = dispatch.explain(
+        op, dispatch.refusals(rows, weights, weight_order, out_dtype, current_device()), implementation
+    )
     if found.chosen is None:
         raise ValueError(f"{op}: {found.reason}. Pass implementation=None for the best one that can.")
     return found.chosen
@@ -150,31 +152,31 @@ def _flops(rows, weights, *rest) -> float:
     return 2.0 * rows.shape[0] * weights.shape[1] * weights.shape[2]
 
 
-@counted(_flops, static=("implementation", "layout", "out_dtype"))
-def _grouped_matmul(rows, weights, rows_per_expert, *, implementation, layout, out_dtype):
-    return _RUN[implementation](rows, weights, rows_per_expert, layout, out_dtype)
+@register_flops(_flops, static=("implementation", "weight_order", "out_dtype"))
+def _grouped_matmul(rows, weights, rows_per_expert, *, implementation, weight_order, out_dtype):
+    return _RUN[implementation](rows, weights, rows_per_expert, weight_order, out_dtype)
 
 
 def _outer_flops(d_out, rows, *rest) -> float:
     return 2.0 * d_out.size * rows.shape[1]
 
 
-@counted(_outer_flops, static=("implementation",))
+@register_flops(_outer_flops, static=("implementation",))
 def _grouped_outer(d_out, rows, rows_per_expert, *, implementation):
     return _OUTER[implementation](d_out, rows, rows_per_expert)
 
 
-def check(op: str, rows, weights, rows_per_expert, layout) -> None:
-    """Checks the layout and the shapes.
+def check(op: str, rows, weights, rows_per_expert, weight_order) -> None:
+    """Checks the weight_order and the shapes.
 
     Raises:
       ValueError: when they do not agree.
     """
-    if layout not in ("EOI", "EIO"):
-        raise ValueError(f"{op}: layout must be 'EOI' or 'EIO', got {layout!r}")
-    if rows.ndim != 2 or len(weights.shape) != 3 or rows.shape[1] != weights.shape[layout.index("I")]:
+    if weight_order not in ("EOI", "EIO"):
+        raise ValueError(f"{op}: weight_order must be 'EOI' or 'EIO', got {weight_order!r}")
+    if rows.ndim != 2 or len(weights.shape) != 3 or rows.shape[1] != weights.shape[weight_order.index("I")]:
         raise ValueError(
-            f"{op}: rows must be 'M I' and weights {' '.join(layout)!r} with the same I, "
+            f"{op}: rows must be 'M I' and weights {' '.join(weight_order)!r} with the same I, "
             f"got rows {rows.shape} and weights {weights.shape}"
         )
     if rows_per_expert.shape != weights.shape[:1] or not jnp.issubdtype(rows_per_expert.dtype, jnp.integer):

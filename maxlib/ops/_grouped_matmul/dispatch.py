@@ -37,13 +37,15 @@ TABLE = {
 }
 
 
-def refusals(rows: Any, weights: Any, layout: str, out_dtype: Any, device: tuple[str, str]) -> dict[str, str | None]:
+def refusals(
+    rows: Any, weights: Any, weight_order: str, out_dtype: Any, device: tuple[str, str]
+) -> dict[str, str | None]:
     """Returns for each implementation why it cannot run a call, or None.
 
     Args:
         rows: `M I`, or its shape and dtype.
         weights: `E O I` or `E I O`, or their shape; None for the transposed matmul.
-        layout: The dimensions of `weights`.
+        weight_order: The dimensions of `weights`.
         out_dtype: Of narrow operands' result, or None.
         device: Platform and kind of the device.
     """
@@ -54,12 +56,12 @@ def refusals(rows: Any, weights: Any, layout: str, out_dtype: Any, device: tuple
     found["mosaic_gpu"] = (
         "has no transposed matmul of its own"
         if weights is None
-        else _hopper_refuses(rows, weights, layout, out_dtype, device)
+        else _hopper_refuses(rows, weights, weight_order, out_dtype, device)
     )
     return {name: why or failed_check("grouped_matmul", name, device[1]) for name, why in found.items()}
 
 
-def _hopper_refuses(rows: Any, weights: Any, layout: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
+def _hopper_refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
     """Returns the reason why the Hopper kernels cannot run a call, or None."""
     if not is_hopper(device[1]):
         return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {device[1]}"
@@ -67,7 +69,7 @@ def _hopper_refuses(rows: Any, weights: Any, layout: str, out_dtype: Any, device
         return f"takes rows in bfloat16 or float16, not in {rows.dtype}"
     if out_dtype is not None:
         return "gives rows of their own dtype"
-    for name, width in zip(layout, weights.shape, strict=True):
+    for name, width in zip(weight_order, weights.shape, strict=True):
         if name != "E" and width % 64:
             return f"takes widths that are multiples of 64, not {name}={width}"
     return None

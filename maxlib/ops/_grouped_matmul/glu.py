@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.kernels.grouped_matmul.mosaic_gpu import glu
 from maxlib.kernels.grouped_matmul.rows import NAMES, owners
-from maxlib.ops._cost import counted
+from maxlib.ops._cost import register_flops
 from maxlib.ops._glu import swiglu
 from maxlib.ops._grouped_matmul.api import ExpertWeightOrder, Implementation, check, choose, grouped_matmul
 
@@ -24,7 +24,7 @@ def grouped_glu(
     activation: Callable[[Array, Array], Array] = swiglu,
     gate_bias: Float[Array, "E O"] | None = None,
     up_bias: Float[Array, "E O"] | None = None,
-    layout: ExpertWeightOrder = "EOI",
+    weight_order: ExpertWeightOrder = "EOI",
     implementation: Implementation | None = None,
 ) -> Float[Array, "M O"]:
     """Joins two grouped matmuls of the same rows: `activation(x @ gate[e].T + gate_bias[e], x @ up[e].T + up_bias[e])`.
@@ -40,7 +40,7 @@ def grouped_glu(
         hashable, and zero where both are zero.
       gate_bias: bias of the gate projection; both biases are given, or none.
       up_bias: bias of the up projection.
-      layout: dimensions of `gate` and `up`, as in `grouped_matmul`.
+      weight_order: dimensions of `gate` and `up`, as in `grouped_matmul`.
       implementation: as in `grouped_matmul`; None chooses the same one. All but one compute two matmuls, rounded to
         the dtype of `rows`, and then `activation`. "mosaic_gpu" is one kernel for NVIDIA's Hopper that reads rows once
         and joins in float32; if a gradient is needed it writes gate and up, and XLA joins them.
@@ -49,17 +49,17 @@ def grouped_glu(
       One row of outputs for each row.
 
     Raises:
-      ValueError: when shapes do not agree, the layout or implementation is unknown, or the named implementation cannot
-        run the call.
+      ValueError: when shapes do not agree, `weight_order` or `implementation` is unknown,
+        or the named implementation cannot run the call.
     """
-    _check(rows, gate, up, rows_per_expert, (gate_bias, up_bias), layout)
+    _check(rows, gate, up, rows_per_expert, (gate_bias, up_bias), weight_order)
     biases = () if gate_bias is None else (gate_bias, up_bias)
-    if choose("grouped_glu", rows, gate, layout, None, implementation) != "mosaic_gpu":
-        how = {"layout": layout, "implementation": implementation}
+    if choose("grouped_glu", rows, gate, weight_order, None, implementation) != "mosaic_gpu":
+        how = {"weight_order": weight_order, "implementation": implementation}
         return _unfused(rows, gate, up, rows_per_expert, biases, activation=activation, **how)
     gate, up = (w if isinstance(w, jax.Array) else w[...] for w in (gate, up))
     counts = rows_per_expert.astype(jnp.int32)
-    return _grouped_glu(rows, gate, up, counts, *biases, layout=layout, activation=activation)
+    return _grouped_glu(rows, gate, up, counts, *biases, weight_order=weight_order, activation=activation)
 
 
 def _unfused(rows, gate, up, rows_per_expert, biases, *, activation, **how):
@@ -81,16 +81,16 @@ def _flops(rows, gate, *rest) -> float:
     return 4.0 * rows.shape[0] * gate.shape[1] * gate.shape[2]
 
 
-@counted(_flops, static=("layout", "activation"))
-def _grouped_glu(rows, gate, up, rows_per_expert, *biases, layout, activation):
-    return glu(rows, gate, up, rows_per_expert, biases, layout, activation)
+@register_flops(_flops, static=("weight_order", "activation"))
+def _grouped_glu(rows, gate, up, rows_per_expert, *biases, weight_order, activation):
+    return glu(rows, gate, up, rows_per_expert, biases, weight_order, activation)
 
 
-def _check(rows, gate, up, rows_per_expert, biases, layout) -> None:
-    check("grouped_glu", rows, gate, rows_per_expert, layout)
+def _check(rows, gate, up, rows_per_expert, biases, weight_order) -> None:
+    check("grouped_glu", rows, gate, rows_per_expert, weight_order)
     if gate.shape != up.shape:
         raise ValueError(f"grouped_glu: gate and up must have the same shape, got {gate.shape} and {up.shape}")
-    wanted = gate.shape[0], gate.shape[layout.index("O")]
+    wanted = gate.shape[0], gate.shape[weight_order.index("O")]
     if (found := [b if b is None else b.shape for b in biases]) not in ([None, None], [wanted, wanted]):
         raise ValueError(
             f"grouped_glu: biases must be 'E O', here {wanted}, or both None, got {found[0]} and {found[1]}"

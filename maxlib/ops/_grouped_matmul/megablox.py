@@ -27,13 +27,13 @@ def megablox(
     rows: Num[Array, "M I"],
     weights: Num[Array, "E O I"] | Num[Array, "E I O"],
     rows_per_expert: Int[Array, " E"],
-    layout: str = "EOI",
+    weight_order: str = "EOI",
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
     """Computes `grouped_matmul` with JAX's kernel; operands narrower than bfloat16 use XLA's, without a gradient."""
     if out_dtype is not None or str(rows.dtype) not in DTYPES:
-        return ragged_dot(rows, weights, rows_per_expert, layout, out_dtype)
-    return _multiply(rows, weights, rows_per_expert, layout)
+        return ragged_dot(rows, weights, rows_per_expert, weight_order, out_dtype)
+    return _multiply(rows, weights, rows_per_expert, weight_order)
 
 
 def megablox_outer(
@@ -46,20 +46,20 @@ def megablox_outer(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _multiply(rows, weights, rows_per_expert, layout: str):
-    """Multiplies each row with its expert's matrix, over the dimension of `weights` that `layout` calls I."""
-    return _rows(rows, weights.astype(rows.dtype), rows_per_expert, transpose=layout == "EOI")
+def _multiply(rows, weights, rows_per_expert, weight_order: str):
+    """Multiplies each row with its expert's matrix, over the dimension of `weights` that `weight_order` calls I."""
+    return _rows(rows, weights.astype(rows.dtype), rows_per_expert, transpose=weight_order == "EOI")
 
 
-def _forward(rows, weights, rows_per_expert, layout):
-    return _multiply(rows, weights, rows_per_expert, layout), (rows, weights, rows_per_expert)
+def _forward(rows, weights, rows_per_expert, weight_order):
+    return _multiply(rows, weights, rows_per_expert, weight_order), (rows, weights, rows_per_expert)
 
 
-def _backward(layout, kept, d):
+def _backward(weight_order, kept, d):
     rows, weights, rows_per_expert = kept
     # y = x w^T: dx = dy w, and dw = dy^T x, summed over the rows of each expert.
-    d_rows = _rows(d, weights.astype(d.dtype), rows_per_expert, transpose=layout == "EIO")
-    pair = (d, rows) if layout == "EOI" else (rows, d)
+    d_rows = _rows(d, weights.astype(d.dtype), rows_per_expert, transpose=weight_order == "EIO")
+    pair = (d, rows) if weight_order == "EOI" else (rows, d)
     return d_rows, _outer(*pair, rows_per_expert, weights.dtype), None
 
 

@@ -19,7 +19,7 @@ def ragged_dot(
     rows: Num[Array, "M I"],
     weights: Num[Array, "E O I"] | Num[Array, "E I O"],
     rows_per_expert: Int[Array, " E"],
-    layout: str = "EOI",
+    weight_order: str = "EOI",
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
     """Computes `grouped_matmul` with `jax.lax.ragged_dot_general`."""
@@ -28,7 +28,9 @@ def ragged_dot(
     # are set to zero, because XLA's results there differ between platforms.
     used = (jnp.arange(rows.shape[0]) < rows_per_expert.sum())[:, None]
     rows, dtype = jnp.where(used, rows, jnp.zeros_like(rows)), accumulator(rows.dtype) if out_dtype else rows.dtype
-    out: Any = _multiply(rows, weights if out_dtype else weights.astype(rows.dtype), rows_per_expert, layout, dtype)
+    out: Any = _multiply(
+        rows, weights if out_dtype else weights.astype(rows.dtype), rows_per_expert, weight_order, dtype
+    )
     return jnp.where(used, out, 0).astype(out_dtype or rows.dtype)
 
 
@@ -42,25 +44,25 @@ def ragged_outer(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _multiply(rows, weights, rows_per_expert, layout: str, dtype: Any):
-    """Multiplies each row with its expert's matrix, over the dimension of `weights` that `layout` calls I."""
+def _multiply(rows, weights, rows_per_expert, weight_order: str, dtype: Any):
+    """Multiplies each row with its expert's matrix, over the dimension of `weights` that `weight_order` calls I."""
     dimensions = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(([1], [layout.index("I")]), ([], [])),
+        dot_dimension_numbers=(([1], [weight_order.index("I")]), ([], [])),
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
     return _general(rows, weights, rows_per_expert, dimensions, dtype)
 
 
-def _forward(rows, weights, rows_per_expert, layout, dtype):
-    return _multiply(rows, weights, rows_per_expert, layout, dtype), (rows, weights, rows_per_expert)
+def _forward(rows, weights, rows_per_expert, weight_order, dtype):
+    return _multiply(rows, weights, rows_per_expert, weight_order, dtype), (rows, weights, rows_per_expert)
 
 
-def _backward(layout, dtype, kept, d):
+def _backward(weight_order, dtype, kept, d):
     rows, weights, rows_per_expert = kept
     # dx = dy w swaps the roles of I and O; dw sums the outer products of each expert's rows.
-    turned = layout.translate(str.maketrans("IO", "OI"))
-    one, other = (d, rows) if layout == "EOI" else (rows, d)
+    turned = weight_order.translate(str.maketrans("IO", "OI"))
+    one, other = (d, rows) if weight_order == "EOI" else (rows, d)
     d_weights = _general(one, other, rows_per_expert, _OUTER, dtype)
     d_rows: Any = _multiply(d, weights, rows_per_expert, turned, dtype)
     return d_rows, d_weights, None

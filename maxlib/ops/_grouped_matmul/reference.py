@@ -10,19 +10,19 @@ def reference(
     rows: Num[Array, "M I"],
     weights: Num[Array, "E O I"] | Num[Array, "E I O"],
     rows_per_expert: Int[Array, " E"],
-    layout: str = "EOI",
+    weight_order: str = "EOI",
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
     """Computes `grouped_matmul` by its definition, at the cost of every row times every expert."""
     exact = accumulator(rows.dtype)
-    out = jnp.zeros((rows.shape[0], weights.shape[layout.index("O")]), exact)
+    out = jnp.zeros((rows.shape[0], weights.shape[weight_order.index("O")]), exact)
     ends = jnp.cumsum(rows_per_expert)
     row = jnp.arange(rows.shape[0])
     for e in range(weights.shape[0]):
         mine = (row >= ends[e] - rows_per_expert[e]) & (row < ends[e])  # [M]
         w = weights[e] if out_dtype else weights[e].astype(rows.dtype)
         x = jnp.where(mine[:, None], rows, jnp.zeros_like(rows))
-        out = out + jnp.einsum(f"MI,{layout[1:]}->MO", x, w, preferred_element_type=exact)
+        out = out + jnp.einsum(f"MI,{weight_order[1:]}->MO", x, w, preferred_element_type=exact)
     return out.astype(out_dtype or rows.dtype)
 
 

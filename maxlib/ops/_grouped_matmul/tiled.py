@@ -33,11 +33,11 @@ def tiled(
     rows: Num[Array, "M I"],
     weights: Num[Array, "E O I"] | Num[Array, "E I O"] | Any,
     rows_per_expert: Int[Array, " E"],
-    layout: str = "EOI",
+    weight_order: str = "EOI",
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
     """Computes `grouped_matmul` tile by tile."""
-    contract = layout.index("I")  # 2 for "EOI", 1 for "EIO"; 3 - contract is the other one
+    contract = weight_order.index("I")  # 2 for "EOI", 1 for "EIO"; 3 - contract is the other one
     if rows.shape[0] == 0:
         return jnp.zeros((0, weights.shape[3 - contract]), out_dtype or rows.dtype)
     if out_dtype is not None or not isinstance(weights, jax.Array):

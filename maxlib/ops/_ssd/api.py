@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from maxlib.ops._cost import counted
+from maxlib.ops._cost import register_flops
 from maxlib.ops._ssd.chunked import CHUNK, chunked
 from maxlib.ops._ssd.inputs import prepare
 from maxlib.ops._ssd.parallel import AxisName, across
@@ -73,7 +73,7 @@ def _flops(x, b, *_) -> float:
     return 2.0 * B * T * (G * size * S + N * (size * P + 2 * P * S))
 
 
-@counted(_flops, static=("axis_name", "implementation"))
+@register_flops(_flops, static=("axis_name", "implementation"))
 def _ssd(x, b, c, dt, a, d, is_start, valid, initial_state, *, axis_name, implementation):
     (B, _, N, P), (G, S) = x.shape, b.shape[2:]
     inputs = prepare(x, b, c, dt, a, is_start, valid)

@@ -1,11 +1,9 @@
-"""Batches that would train in silence what nobody means: names that no loss reads, and targets that are not shifted."""
+"""Checks for batches that would silently train the wrong thing: names that no loss reads."""
 
 import difflib
 import warnings
 from collections.abc import Collection
 from typing import Any
-
-import numpy as np
 
 INPUTS = ("positions", "segment_ids", "valid", "images")
 # What other libraries call them.
@@ -52,28 +50,6 @@ def warn_of_unread(loss: str, batch: dict[str, Any], reads: Collection[str]) -> 
     for name in batch.keys() - {"tokens", "targets", *INPUTS, *reads, *_MADE}:
         warnings.warn(
             f"{loss} does not read batch[{name!r}]: leave it out, or read it in a loss of your own (training.objective)",
-            stacklevel=2,
-        )
-
-
-def warn_of_copies(batch: dict[str, Any]) -> None:
-    """Warns where every target is the token at its own place and not the next one: labels as Hugging Face has them.
-
-    Args:
-        batch: This host's rows; the batches inside it are looked at too.
-    """
-    for x in batch.values():
-        if isinstance(x, dict):
-            warn_of_copies(x)
-    if not {"tokens", "targets"} <= batch.keys() or np.shape(batch["tokens"]) != np.shape(batch["targets"]):
-        return
-    tokens, targets = np.asarray(batch["tokens"]), np.asarray(batch["targets"])
-    learned = targets >= 0
-    is_next = (targets[..., :-1] == tokens[..., 1:]) | ~learned[..., :-1]
-    if learned.any() and (targets == tokens)[learned].all() and not is_next.all():
-        warnings.warn(
-            "every target of the first batch is the token at its own place, so the model learns to copy: targets are the next "
-            "tokens, tokens[:, :-1] and tokens[:, 1:] of the same text (Hugging Face shifts labels inside the model)",
             stacklevel=2,
         )
 

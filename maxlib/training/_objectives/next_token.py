@@ -13,7 +13,7 @@ from maxlib.training._objectives.objective import Batch, Stats, objective
 def next_token_loss(
     model: Any, hidden: Float[Array, "B T D"], batch: Batch, *, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> tuple[Float[Array, ""], Stats]:
-    """Computes the cross-entropy of `batch["targets"]` (-1: ignored) given `batch["tokens"]`, summed, in nats.
+    """Computes the cross-entropy of `batch["targets"]` (negative: ignored) given `batch["tokens"]`, summed, in nats.
 
     Called as `next_token_loss(model, batch, key, *, dtype, remat, z_loss, label_smoothing)` (`Objective`). Its metrics
     are `nll` (without smoothing, z-loss and the model's own losses), `accuracy`, and what the model reports.

@@ -8,7 +8,7 @@ in its last stage (`one_f_one_b`).
 import functools
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,21 @@ Loss = Callable[..., tuple[Array, "Stats"]]
 COUNTS = "moe/counts"  # what a layer of experts reports for their balance, and no metric
 
 
+class Quotient(NamedTuple):
+    """A metric with a divisor of its own, such as a mean over some of the targets; both add up."""
+
+    sum: Float[Array, ""]
+    count: Float[Array, ""]
+
+
 @nn.pytree
 class Stats:
     """Counts and metrics of a loss.
 
     num_targets: what the loss sum is divided by in the end, the weight of this batch: target tokens, pairs, sequences.
-    A function of the batch alone. sums: metrics, each summed over these targets. Both are added up over microbatches
-    (and batches, in evaluation) before metrics are divided by the number of targets. expert_counts: how often each
-    expert of each layer was chosen, `L E`, by which a step balances them; `Objective` adds them.
+    A function of the batch alone. sums: metrics, each summed over these targets, or a `Quotient`. Both are added up
+    over microbatches (and batches, in evaluation) before metrics are divided by the number of targets. expert_counts:
+    how often each expert of each layer was chosen, `L E`, by which a step balances them; `Objective` adds them.
     """
 
     num_targets: Float[Array, ""]
@@ -108,9 +115,9 @@ def objective(from_hidden: Any = None, *, sums_over_rows: bool = True, reads: Co
         sums_over_rows: whether the loss of a batch is the sum of those of its rows, reports included. Then the devices
             of a pipeline sum gradients once. False for a loss with layers of its own that report of all rows at once.
             Microbatches change a loss that compares rows in any case: put what belongs together into one row.
-        reads: names that the loss reads in the batch besides `tokens`, `targets` and the model's inputs. Masks, and
-            names that stand in place of these, are refused then, and others that are not read are warned of. None, the
-            default, takes any batch.
+        reads: names that the loss reads in the batch besides `tokens`, `targets` and the model's inputs. If given,
+            masks and other libraries' names for these raise an error, and unread names a warning. None (the default)
+            accepts any batch.
     """
     make = functools.partial(Objective, sums_over_rows=sums_over_rows, reads=reads)
     return make if from_hidden is None else make(from_hidden)

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.nn._stack_layout import group_at
+from maxlib.nn._stack_grouping import group_at
 
 FIELDS = ("rms", "max", "nonfinite", "gradient_rms", "gradient_nonfinite")
 LOGITS = ("max_logit", "entropy")
@@ -42,18 +42,18 @@ def read(path: str, row: Any) -> dict[str, Any]:
     return dict(zip(LOGITS if path.endswith(".logit_tap") else FIELDS, row, strict=True))
 
 
-def in_order(order: Iterable[str], layouts: dict[str, dict[str, int]]) -> list[tuple[str, int | None]]:
+def in_order(order: Iterable[str], groupings: dict[str, dict[str, int]]) -> list[tuple[str, int | None]]:
     """The hooks one by one, with their row on a stack's repeat axis, in the order in which their layers finish."""
     found: list[tuple[str, int | None]] = []
-    for group, paths in itertools.groupby(dict.fromkeys(order), key=lambda path: _scanned(path, layouts)):
+    for group, paths in itertools.groupby(dict.fromkeys(order), key=lambda path: _scanned(path, groupings)):
         rows = [None] if group is None else range(group[1])
         found += [(path, row) for row, path in itertools.product(rows, list(paths))]
     return found
 
 
-def _scanned(path: str, layouts: dict[str, dict[str, int]]) -> tuple[str, int] | None:
+def _scanned(path: str, groupings: dict[str, dict[str, int]]) -> tuple[str, int] | None:
     """Returns the path of the scanned group that stores this layer, and how often it repeats."""
-    found = group_at(path, layouts)
+    found = group_at(path, groupings)
     return None if found is None or found[1].repeats is None else (found[0], found[1].repeats)
 
 

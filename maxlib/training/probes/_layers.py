@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from maxlib import nn, sharding
-from maxlib.checkpoint._layout import layer_path, layouts
+from maxlib.checkpoint._groupings import groupings, layer_path
 from maxlib.training._objectives.objective import Batch
 from maxlib.training._step import Loss, TrainState
 from maxlib.training.probes import _hooks as hooks
@@ -52,7 +52,7 @@ def observe(
     """
     key = jax.random.key(0) if key is None else key
     found = _watched(loss, filter)(model, batch, key)
-    laid, seen = layouts(model), jax.device_get(found.seen)
+    laid, seen = groupings(model), jax.device_get(found.seen)
     outputs = {}
     for path, row in hooks.in_order(found.order, laid):
         name = layer_path(path, laid)[row or 0][0]
@@ -71,7 +71,7 @@ def norms_by_layer(params: dict[str, Any], model: Any) -> dict[str, float]:
       params: parameters, gradients or a moment.
       model: the model they belong to.
     """
-    return _by_layer(_norms(params, nn.tree.axes(model)), layouts(model))
+    return _by_layer(_norms(params, nn.tree.axes(model)), groupings(model))
 
 
 class LayerStatistics:
@@ -93,7 +93,7 @@ class LayerStatistics:
         state: TrainState = trainer.state
         with trainer.sharded():
             found = observe(state.model, trainer.batch, trainer.loss, state.key, filter=self._filter)
-        values = by_stack(found, {name: stack["num_layers"] for name, stack in layouts(state.rest).items()})
+        values = by_stack(found, {name: stack["num_layers"] for name, stack in groupings(state.rest).items()})
         trainer.writers.write(trainer.step, values)
 
 

@@ -150,7 +150,7 @@ def test_each_device_gets_a_proven_kernel_where_one_can(kind, need, monkeypatch)
         ("cudnn", dict(kind="Tesla T4"), "is for NVIDIA's GPUs, not for Tesla T4"),
         ("cudnn", dict(dtype=jnp.float32), "bfloat16 or float16, not in float32"),
         ("cudnn", dict(mask_hint=PACKED), "a fixed number in every row"),
-        ("cudnn", dict(mask_hint=PART), "not beside a cache or on a part of a sequence"),
+        ("cudnn", dict(mask_hint=PART), "not with a KV cache or on a split sequence"),
         ("cudnn", dict(mask_hint=PREFIX), "not intervals"),
         ("cudnn", dict(mask_hint=ops.StaticMask("full", 8, aligned=True)), "a window only under a causal mask"),
         ("cudnn", dict(softcap=5.0), "lacks softcap"),
@@ -183,7 +183,7 @@ def test_refusals_have_reasons(name, change, reason):
     assert answer.chosen is None and reason in answer.reason
 
 
-def test_an_accelerator_says_once_why_it_has_no_fused_kernel(monkeypatch, caplog):
+def test_an_accelerator_says_each_reason_once_why_it_has_no_fused_kernel(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "_said", set())
     call = lambda **change: dispatch.Call(
         **dict(batch=1, queries=64, keys=64, heads=4, kv_heads=4, key_dim=64, value_dim=64, dtype="bfloat16")
@@ -194,9 +194,11 @@ def test_an_accelerator_says_once_why_it_has_no_fused_kernel(monkeypatch, caplog
         assert dispatch.choose(call()).name == "chunked"
         assert dispatch.choose(call(mask=CAUSAL)).name == "cudnn"
         assert dispatch.choose(call(platform="cpu", device_kind="cpu")).name == "chunked"
-    (record,) = caplog.records
-    assert "because cudnn takes packed documents only with a fixed number" in record.message
-    assert "maxlib[cuda]; by name this call could run mosaic_gpu" in record.message
+    assert dispatch.choose(call(features=frozenset({"sinks"}))).name == "chunked"  # another reason
+    packed, sinks = caplog.records
+    assert "because cudnn takes packed documents only with a fixed number" in packed.message
+    assert "maxlib[cuda]; by name this call could run mosaic_gpu" in packed.message
+    assert "because cudnn lacks sinks" in sinks.message
 
 
 def test_a_plan_takes_a_kernel_that_compiles_without_the_gpu():

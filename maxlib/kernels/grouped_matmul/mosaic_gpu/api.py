@@ -18,14 +18,14 @@ def mosaic_gpu(
     rows: Num[Array, "M I"],
     weights: Num[Array, "E O I"] | Num[Array, "E I O"],
     rows_per_expert: Int[Array, " E"],
-    layout: str = "EOI",
+    weight_order: str = "EOI",
     out_dtype: None = None,
 ) -> Num[Array, "M O"]:
     """Computes `grouped_matmul`, as `tiled` does.
 
     Unlike there, rows that are not finite may also spoil the gradient of the next expert's weights.
     """
-    ours = lambda rows: _multiply(rows, weights, rows_per_expert, layout)
+    ours = lambda rows: _multiply(rows, weights, rows_per_expert, weight_order)
     return _on_whole_tiles(ours, rows, rows_per_expert)
 
 
@@ -35,7 +35,7 @@ def glu(
     up: Num[Array, "E O I"] | Num[Array, "E I O"],
     rows_per_expert: Int[Array, " E"],
     biases: tuple[Float[Array, "E O"], ...],
-    layout: str,
+    weight_order: str,
     activation: Callable[[Array, Array], Array],
 ) -> Num[Array, "M O"]:
     """Computes `grouped_glu` in one kernel, which reads rows once and joins both products before they are rounded.
@@ -43,7 +43,7 @@ def glu(
     If a gradient is needed, the kernel writes gate and up instead, and XLA joins them: the gradient needs them, and
     both have names, so that `jax.checkpoint` can keep them or run the kernel again.
     """
-    ours = lambda rows: _glu(rows, gate, up, rows_per_expert, biases, layout, activation)
+    ours = lambda rows: _glu(rows, gate, up, rows_per_expert, biases, weight_order, activation)
     return _on_whole_tiles(ours, rows, rows_per_expert)
 
 
@@ -59,31 +59,31 @@ def _on_whole_tiles(multiply, rows, rows_per_expert):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _multiply(rows, weights, rows_per_expert, layout):
+def _multiply(rows, weights, rows_per_expert, weight_order):
     from maxlib.kernels.grouped_matmul.mosaic_gpu.by_rows import by_rows
 
-    matrix, turned = weights.astype(rows.dtype), layout == "EOI"
+    matrix, turned = weights.astype(rows.dtype), weight_order == "EOI"
     return by_rows([rows], [[matrix]], rows_per_expert, turned=turned, name="forward")[0]
 
 
-def _forward(rows, weights, rows_per_expert, layout):
-    return _multiply(rows, weights, rows_per_expert, layout), (rows, weights, rows_per_expert)
+def _forward(rows, weights, rows_per_expert, weight_order):
+    return _multiply(rows, weights, rows_per_expert, weight_order), (rows, weights, rows_per_expert)
 
 
-def _backward(layout, residuals, d_out):
+def _backward(weight_order, residuals, d_out):
     rows, weights, rows_per_expert = residuals
-    d_rows, (d_weights,) = _gradients(layout, rows, [weights], rows_per_expert, [d_out])
+    d_rows, (d_weights,) = _gradients(weight_order, rows, [weights], rows_per_expert, [d_out])
     return d_rows, d_weights, None
 
 
-def _gradients(layout, rows, weights, rows_per_expert, d_out):
+def _gradients(weight_order, rows, weights, rows_per_expert, d_out):
     """Computes the gradient of the rows, summed over their products, and that of each product's weights."""
     from maxlib.kernels.grouped_matmul.mosaic_gpu.by_experts import by_experts
     from maxlib.kernels.grouped_matmul.mosaic_gpu.by_rows import by_rows
 
-    matrices, turned = [[w.astype(rows.dtype)] for w in weights], layout == "EIO"
+    matrices, turned = [[w.astype(rows.dtype)] for w in weights], weight_order == "EIO"
     (d_rows,) = by_rows(d_out, matrices, rows_per_expert, turned=turned, name="d_rows")
-    pairs = [(d, rows) if layout == "EOI" else (rows, d) for d in d_out]
+    pairs = [(d, rows) if weight_order == "EOI" else (rows, d) for d in d_out]
     d_weights = [by_experts(*pair, rows_per_expert, w.dtype) for pair, w in zip(pairs, weights, strict=True)]
     return only_used(d_rows, rows_per_expert), d_weights
 
@@ -95,19 +95,19 @@ _multiply.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _glu(rows, gate, up, rows_per_expert, biases, layout, activation):
-    return _gate_up(rows, gate, up, rows_per_expert, biases, layout, activation=activation, name="glu")[0]
+def _glu(rows, gate, up, rows_per_expert, biases, weight_order, activation):
+    return _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, activation=activation, name="glu")[0]
 
 
-def _gate_up(rows, gate, up, rows_per_expert, biases, layout, **how):
+def _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, **how):
     from maxlib.kernels.grouped_matmul.mosaic_gpu.by_rows import by_rows
 
     matrices = [w.astype(rows.dtype) for w in (gate, up)]
-    return by_rows([rows], [matrices], rows_per_expert, turned=layout == "EOI", biases=biases, **how)
+    return by_rows([rows], [matrices], rows_per_expert, turned=weight_order == "EOI", biases=biases, **how)
 
 
-def _glu_forward(rows, gate, up, rows_per_expert, biases, layout, activation):
-    found = _gate_up(rows, gate, up, rows_per_expert, biases, layout, name="gate_up")
+def _glu_forward(rows, gate, up, rows_per_expert, biases, weight_order, activation):
+    found = _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, name="gate_up")
     found = [checkpoint_name(x, name) for x, name in zip(found, NAMES, strict=True)]
     return _joined(activation, rows.dtype)(*found), (rows, gate, up, rows_per_expert, biases, *found)
 
@@ -117,11 +117,11 @@ def _joined(activation, dtype):
     return lambda *products: activation(*(x.astype(jnp.float32) for x in products)).astype(dtype)
 
 
-def _glu_backward(layout, activation, residuals, d_out):
+def _glu_backward(weight_order, activation, residuals, d_out):
     rows, gate, up, rows_per_expert, biases, *found = residuals
     d_found = jax.vjp(_joined(activation, rows.dtype), *found)[1](d_out)
     d_found = [only_used(d, rows_per_expert) for d in d_found]
-    d_rows, d_weights = _gradients(layout, rows, (gate, up), rows_per_expert, d_found)
+    d_rows, d_weights = _gradients(weight_order, rows, (gate, up), rows_per_expert, d_found)
     # The gradient of a bias sums over its expert's rows: [M, E]^T [M, O] -> [E, O].
     share = jax.nn.one_hot(owners(rows_per_expert, len(rows)), len(rows_per_expert), dtype=rows.dtype)
     total = lambda d, b: jnp.einsum("ME,MO->EO", share, d, preferred_element_type=jnp.float32).astype(b.dtype)

@@ -8,27 +8,27 @@ import jax
 from maxlib import nn
 from maxlib.checkpoint._errors import shorten
 from maxlib.checkpoint._migrations import current_names
-from maxlib.nn._stack_layout import layers_by_slot
+from maxlib.nn._stack_grouping import layers_by_slot
 
-Layouts = dict[str, dict[str, int]]
+Groupings = dict[str, dict[str, int]]
 # A leaf of one layer: the stored leaf it is in, and its row there (None: it is all of it).
 Piece = tuple[str, int | None]
 
 
-def layouts(model: Any) -> Layouts:
+def groupings(model: Any) -> Groupings:
     """`{path: {num_layers, prefix, period}}`, and `lead` where there is one, of every stack of `model`, as a
     checkpoint's meta holds it."""
-    return nn.tree.layouts(model)
+    return nn.tree.groupings(model)
 
 
-def layer_path(name: str, layouts: Layouts) -> list[Piece]:
+def layer_path(name: str, groupings: Groupings) -> list[Piece]:
     """Names the leaf `name` layer by layer: `layers.body.0.w` is `layers.1.w` row 0, `layers.3.w` row 1, ...
 
     The stack may lie under any path: an optimizer's moments are named `0.mu.layers.body.0.w`.
     """
     parts = name.split(".")
-    for stack in sorted(layouts, key=len, reverse=True):
-        here, slots = stack.split(".") if stack else [], layers_by_slot(layouts[stack])
+    for stack in sorted(groupings, key=len, reverse=True):
+        here, slots = stack.split(".") if stack else [], layers_by_slot(groupings[stack])
         for start in range(len(parts) - len(here) - 1):
             end = start + len(here)
             if parts[start:end] == here and (layers := slots.get(".".join(parts[end : end + 2]))):
@@ -62,9 +62,9 @@ class _Layer:
 
 def match_leaves(
     entries: dict[str, dict[str, Any]],
-    old: Layouts,
+    old: Groupings,
     wanted: dict[str, jax.ShapeDtypeStruct],
-    new: Layouts,
+    new: Groupings,
     *,
     where: str,
     cast: bool,
@@ -91,21 +91,21 @@ def match_leaves(
     return targets
 
 
-def _layers_of(entries: dict[str, dict[str, Any]], layouts: Layouts) -> dict[str, _Layer]:
+def _layers_of(entries: dict[str, dict[str, Any]], groupings: Groupings) -> dict[str, _Layer]:
     found = {}
     for name, entry in entries.items():
-        layers, rows = _split(name, entry["shape"], layouts)
+        layers, rows = _split(name, entry["shape"], groupings)
         shape = tuple(entry["shape"][1:] if rows else entry["shape"])
         for logical, row in layers:
             found[logical] = _Layer((name, row), shape, entry["dtype"], entry["checksum"])
     return found
 
 
-def _split(name: str, shape: Any, layouts: Layouts) -> tuple[list[Piece], bool]:
+def _split(name: str, shape: Any, groupings: Groupings) -> tuple[list[Piece], bool]:
     """Returns the layers of a leaf, and whether each has a row. An optimizer's placeholder has none: it
     stands for all of them.
     """
-    layers = layer_path(name, layouts)
+    layers = layer_path(name, groupings)
     if layers[0][1] is None or (len(shape) > 0 and shape[0] == len(layers)):
         return layers, layers[0][1] is not None
     return [(logical, None) for logical, _ in layers], False
@@ -118,7 +118,7 @@ def _check_fit(where: str, missing: list[str], extra: list[str], differ: list[st
         raise ValueError(
             f"What is wanted must be what was saved, but {where} does not fit.\n{said}\nBuild the model and the optimizer as they were "
             "(the checkpoint's meta has what the run recorded), restore fewer items, pass cast=True if only dtypes differ, or "
-            "layouts= if only the stacks' lead, prefix or period does."
+            "groupings= if only the stacks' lead, prefix or period does."
         )
 
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import checkpoint, nn
 from maxlib.checkpoint import Checkpointer
-from maxlib.checkpoint import _layout as relayout
+from maxlib.checkpoint import _groupings as relayout
 from tests.checkpoint.test_checkpointer import assert_same
 from tests.training.stacked import LAYERS, abstract_model, state_of
 
@@ -19,7 +19,7 @@ LED = (0, 1, 3)  # the first three scanned among themselves, as DeepSeek's, whic
 
 def saved(tmp_path, model):
     state = state_of(model)
-    with Checkpointer(tmp_path, layouts=checkpoint.layouts(model)) as ck:
+    with Checkpointer(tmp_path, groupings=checkpoint.groupings(model)) as ck:
         ck.save(1, state)
     return state
 
@@ -41,7 +41,7 @@ def test_parameters_rest_and_moments_are_laid_anew(tmp_path, old, new):
     saved(tmp_path, abstract_model(*old))
     model = abstract_model(*new)
     want = state_of(model)  # what this layout would have come to by itself
-    got = checkpoint.load(tmp_path, jax.tree.map(jnp.zeros_like, want), layouts=checkpoint.layouts(model))
+    got = checkpoint.load(tmp_path, jax.tree.map(jnp.zeros_like, want), groupings=checkpoint.groupings(model))
     assert_same({name: got[name] for name in want}, want)
 
 
@@ -57,7 +57,7 @@ def test_unstacked_for_inference(tmp_path):
     flat = nn.unstack(nn.combine(state["params"], state["rest"]))
     params, _ = nn.partition(flat)
     like = jax.tree.map(jnp.zeros_like, params)
-    assert_same(checkpoint.load(tmp_path, {"params": like}, layouts=checkpoint.layouts(flat))["params"], params)
+    assert_same(checkpoint.load(tmp_path, {"params": like}, groupings=checkpoint.groupings(flat))["params"], params)
 
 
 @pytest.mark.parametrize(
@@ -77,21 +77,21 @@ def test_with_shardings(tmp_path, old, new):
 
     place = lambda params: {path: jax.device_put(x, shard(path, x)) for path, x in params.items()}
     source, target = abstract_model(*old), abstract_model(*new)
-    with Checkpointer(tmp_path, layouts=checkpoint.layouts(source)) as ck:
+    with Checkpointer(tmp_path, groupings=checkpoint.groupings(source)) as ck:
         ck.save(1, {"params": place(state_of(source)["params"])})
     want = place(state_of(target)["params"])
     like = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in want.items()}
-    got = checkpoint.load(tmp_path, {"params": like}, layouts=checkpoint.layouts(target))["params"]
+    got = checkpoint.load(tmp_path, {"params": like}, groupings=checkpoint.groupings(target))["params"]
     assert_same(got, want)
     assert {p: x.sharding for p, x in got.items()} == {p: x.sharding for p, x in want.items()}
 
 
 def test_on_the_host(tmp_path):
     model, other = abstract_model(0, 1), abstract_model(2, 2)
-    with Checkpointer(tmp_path, layouts=checkpoint.layouts(model)) as ck:
+    with Checkpointer(tmp_path, groupings=checkpoint.groupings(model)) as ck:
         ck.save(1, {"params": jax.device_get(state_of(model)["params"])})
     want = jax.device_get(state_of(other)["params"])
-    assert_same(checkpoint.load(tmp_path, {"params": want}, layouts=checkpoint.layouts(other))["params"], want)
+    assert_same(checkpoint.load(tmp_path, {"params": want}, groupings=checkpoint.groupings(other))["params"], want)
 
 
 def test_placeholders_of_an_optimizer_stand_for_all_layers(tmp_path):
@@ -100,10 +100,10 @@ def test_placeholders_of_an_optimizer_stand_for_all_layers(tmp_path):
     moments = lambda model, value: {"v_row": {path: value(i) for i, path in enumerate(nn.partition(model)[0])}}
     same, different = lambda i: jnp.ones(1), lambda i: jnp.full(1, float(i))
     for name, model, value in (("a", stacked, same), ("b", apart, same), ("c", apart, different)):
-        with Checkpointer(tmp_path / name, layouts=checkpoint.layouts(model)) as ck:
+        with Checkpointer(tmp_path / name, groupings=checkpoint.groupings(model)) as ck:
             ck.save(1, {"opt": moments(model, value)})
     load = lambda name, model: checkpoint.load(
-        tmp_path / name, {"opt": moments(model, same)}, layouts=checkpoint.layouts(model)
+        tmp_path / name, {"opt": moments(model, same)}, groupings=checkpoint.groupings(model)
     )
     assert_same(load("a", apart)["opt"], moments(apart, same))
     assert_same(load("b", stacked)["opt"], moments(stacked, same))
@@ -123,9 +123,9 @@ def test_a_sharded_axis_of_layers(tmp_path):
         p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x) if "body" in p else P()))
         for p, x in want.items()
     }
-    with Checkpointer(tmp_path, layouts=checkpoint.layouts(model)) as ck:
+    with Checkpointer(tmp_path, groupings=checkpoint.groupings(model)) as ck:
         ck.save(1, {"params": state_of(model)["params"]})
-    got = checkpoint.load(tmp_path, {"params": like}, layouts=checkpoint.layouts(other))["params"]
+    got = checkpoint.load(tmp_path, {"params": like}, groupings=checkpoint.groupings(other))["params"]
     assert_same(jax.device_get(got), jax.device_get(want))
     assert {p: x.sharding for p, x in got.items()} == {p: x.sharding for p, x in like.items()}
 
@@ -136,10 +136,10 @@ def test_another_depth_is_another_model(tmp_path):
     with pytest.raises(
         ValueError, match=r"nothing takes:\n  layers\.5\.scale float32\[8\]\n  layers\.5\.w float32\[4,8\]\n"
     ):
-        checkpoint.load(tmp_path, {"params": nn.partition(shallow)[0]}, layouts=checkpoint.layouts(shallow))
+        checkpoint.load(tmp_path, {"params": nn.partition(shallow)[0]}, groupings=checkpoint.groupings(shallow))
     deep = abstract_model(0, 1, num_layers=8)
     with pytest.raises(ValueError, match=r"it lacks:\n  layers\.7\.scale"):
-        checkpoint.load(tmp_path, {"params": nn.partition(deep)[0]}, layouts=checkpoint.layouts(deep))
+        checkpoint.load(tmp_path, {"params": nn.partition(deep)[0]}, groupings=checkpoint.groupings(deep))
 
 
 def test_a_damaged_leaf_is_found_on_the_way(tmp_path, monkeypatch):
@@ -153,7 +153,7 @@ def test_a_damaged_leaf_is_found_on_the_way(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint._storage, "load", flip)
     with pytest.raises(checkpoint.DamagedError, match=r"params: layers\.body\.0\.w$"):
-        checkpoint.load(tmp_path / "1", {"params": nn.partition(model)[0]}, layouts=checkpoint.layouts(model))
+        checkpoint.load(tmp_path / "1", {"params": nn.partition(model)[0]}, groupings=checkpoint.groupings(model))
 
 
 def test_names_of_layers():
@@ -177,8 +177,8 @@ def test_names_of_layers():
 
 
 def test_layouts_are_those_of_the_stacks():
-    assert checkpoint.layouts(abstract_model(1, 3)) == {"layers": {"num_layers": 7, "prefix": 1, "period": 3}}
-    assert checkpoint.layouts(optax.EmptyState()) == {}
+    assert checkpoint.groupings(abstract_model(1, 3)) == {"layers": {"num_layers": 7, "prefix": 1, "period": 3}}
+    assert checkpoint.groupings(optax.EmptyState()) == {}
     assert abstract_model(1, 3).layers.body[0].w.shape == (2, 4, 8)
 
 
@@ -187,14 +187,14 @@ def test_a_router_of_the_first_version_is_read(tmp_path):
     layout = {"layers": {"num_layers": 3, "prefix": 0, "period": 1}}
     bias, own = jnp.arange(12.0).reshape(3, 4), jnp.ones(2)
     old = {"layers.body.0.moe.router.correction": bias, "other.router.correction": own}
-    with Checkpointer(tmp_path, layouts=layout) as ck:
+    with Checkpointer(tmp_path, groupings=layout) as ck:
         ck.save(1, {"rest": old})
     like = {f"layers.prefix.{i}.moe.router.expert_bias": jnp.zeros(4) for i in range(3)}
     like["other.router.correction"] = jnp.zeros(2)
     flat = {"layers": {"num_layers": 3, "prefix": 3, "period": 1}}
-    got = checkpoint.load(tmp_path, {"rest": like}, layouts=flat)["rest"]
+    got = checkpoint.load(tmp_path, {"rest": like}, groupings=flat)["rest"]
     assert_same(
         got, {f"layers.prefix.{i}.moe.router.expert_bias": bias[i] for i in range(3)} | {"other.router.correction": own}
     )
     with pytest.raises(ValueError, match=r"it lacks:\n  layers\.body\.0\.moe\.router\.bias"):
-        checkpoint.load(tmp_path, {"rest": {"layers.body.0.moe.router.bias": jnp.zeros((3, 4))}}, layouts=layout)
+        checkpoint.load(tmp_path, {"rest": {"layers.body.0.moe.router.bias": jnp.zeros((3, 4))}}, groupings=layout)

@@ -15,7 +15,7 @@ repeats in periods too: `lead=4` is lead.0 and lead.1 with 2 layers each.
 from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
 
-Layout = dict[str, int]
+Grouping = dict[str, int]
 
 
 class LayerGroup(NamedTuple):
@@ -42,8 +42,8 @@ class LayerGroup(NamedTuple):
         return range(self.first + slot, self.end, self.slots)
 
 
-def layout_for(kinds: Iterable[Hashable]) -> Layout:
-    """Finds the layout that traces the fewest layers, as keyword arguments for `nn.Stack`.
+def grouping_for(kinds: Iterable[Hashable]) -> Grouping:
+    """Finds the grouping that traces the fewest layers, as keyword arguments for `nn.Stack`.
 
     It has a `lead` if scanning the first layers by themselves saves traces and the body repeats other kinds.
 
@@ -92,14 +92,14 @@ def _scanned(kinds: tuple[Hashable, ...]) -> tuple[int, int, int]:
 
     # prefix, one period, suffix
     traced = lambda prefix, period: prefix + period + (n - prefix) % period
-    layouts = [(traced(a, p), a, p) for p in range(1, n + 1) for a in range(n - p + 1) if repeats(a, p)]
-    return min(layouts, default=(0, 0, 1))
+    groupings = [(traced(a, p), a, p) for p in range(1, n + 1) for a in range(n - p + 1) if repeats(a, p)]
+    return min(groupings, default=(0, 0, 1))
 
 
 def layer_groups(
     *, num_layers: int, prefix: int, period: int, lead: int = 0, lead_period: int = 1
 ) -> dict[str, LayerGroup]:
-    """Returns the groups that a stack with this layout stores in `lead`, `prefix`, `body` and `suffix`."""
+    """Returns the groups that a stack with this grouping stores in `lead`, `prefix`, `body` and `suffix`."""
     start = lead + prefix
     repeats = (num_layers - start) // period
     end = start + repeats * period
@@ -111,59 +111,59 @@ def layer_groups(
     }
 
 
-def layers_by_slot(layout: Layout) -> dict[str, list[tuple[int, int | None]]]:
+def layers_by_slot(grouping: Grouping) -> dict[str, list[tuple[int, int | None]]]:
     """Returns for each slot, such as `"body.0"`, its layers: `(number, index on the leading axis or None)`."""
     return {
         f"{name}.{slot}": [
             (layer, None if group.repeats is None else row) for row, layer in enumerate(group.layers(slot))
         ]
-        for name, group in layer_groups(**layout).items()
+        for name, group in layer_groups(**grouping).items()
         for slot in range(group.slots)
     }
 
 
-def locate(i: int, **layout: int) -> tuple[str, int | None]:
-    """Returns the slot of layer `i` in a stack with this layout, and its index on the leading axis or None.
+def locate(i: int, **grouping: int) -> tuple[str, int | None]:
+    """Returns the slot of layer `i` in a stack with this grouping, and its index on the leading axis or None.
 
     Raises:
         IndexError: when there is no layer `i`.
     """
-    for name, group in layer_groups(**layout).items():
+    for name, group in layer_groups(**grouping).items():
         if group.first <= i < group.end:
             # Layers of a group are in the order of its periods: i - first = repeat * slots + slot.
             repeat, slot = divmod(i - group.first, group.slots)
             return f"{name}.{slot}", None if group.repeats is None else repeat
-    raise IndexError(f"layer {i} of a stack of {layout['num_layers']}")
+    raise IndexError(f"layer {i} of a stack of {grouping['num_layers']}")
 
 
-def group_at(path: str, layouts: Mapping[str, Layout]) -> tuple[str, LayerGroup] | None:
+def group_at(path: str, groupings: Mapping[str, Grouping]) -> tuple[str, LayerGroup] | None:
     """Finds the group that stores the layer at a path of a model.
 
     Args:
         path: Dotted path below the model, such as `"layers.body.0.attn.q"`.
-        layouts: The layout of every stack by its path, from `nn.tree.layouts`.
+        groupings: The grouping of every stack by its path, from `nn.tree.groupings`.
 
     Returns:
         The group's path, such as `"layers.body"`, and the group; None for a path that is in no stack.
     """
-    for stack, layout in layouts.items():
-        for name, group in layer_groups(**layout).items():
+    for stack, grouping in groupings.items():
+        for name, group in layer_groups(**grouping).items():
             here = f"{stack}.{name}" if stack else name
             if path.startswith(f"{here}."):
                 return here, group
     return None
 
 
-def as_layout(num_layers: int, lead: int, prefix: int, period: int, lead_period: int = 1) -> Layout:
-    """Returns the numbers of a layout by name, as checkpoints store them; those of a lead are left out if they say
+def as_grouping(num_layers: int, lead: int, prefix: int, period: int, lead_period: int = 1) -> Grouping:
+    """Returns the numbers of a grouping by name, as checkpoints store them; those of a lead are left out if they say
     nothing.
     """
     own = ({"lead": lead} if lead else {}) | ({"lead_period": lead_period} if lead and lead_period > 1 else {})
     return {"num_layers": num_layers, "prefix": prefix, "period": period} | own
 
 
-def normalized_layout(num_layers: int, lead: int, prefix: int, period: int, lead_period: int = 1) -> Layout:
-    """Returns the layout in which a layer that would be scanned once is stored alone.
+def normalized_grouping(num_layers: int, lead: int, prefix: int, period: int, lead_period: int = 1) -> Grouping:
+    """Returns the grouping in which a layer that would be scanned once is stored alone.
 
     Raises:
         ValueError: when the numbers are negative, or larger than the stack, or the lead is not of whole periods.
@@ -180,4 +180,4 @@ def normalized_layout(num_layers: int, lead: int, prefix: int, period: int, lead
         lead, prefix = 0, prefix + lead
     if (num_layers - lead - prefix) // period == 1:
         prefix += period
-    return as_layout(num_layers, lead, prefix, period, lead_period)
+    return as_grouping(num_layers, lead, prefix, period, lead_period)

@@ -1,0 +1,66 @@
+"""Checks of a run's first batch, on the host: values that would silently train the wrong thing."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlib.nn._context import first_of_segment
+
+
+def check_first_batch(batch: dict[str, Any], model: Any) -> None:
+    """Raises ValueError for targets or positions that the model lacks, and warns of targets that are not shifted.
+
+    Args:
+        batch: This host's rows; the batches inside it are looked at too.
+        model: What is trained; without `head_weight` its vocabulary is unknown, without `max_length` its positions are.
+    """
+    vocab = jax.eval_shape(lambda model: model.head_weight(), model).shape[0] if hasattr(model, "head_weight") else None
+    for part in _batches(batch):
+        if vocab is not None and (largest := np.max(part["targets"], initial=-1)) >= vocab:
+            raise ValueError(
+                f"targets must be below the model's vocabulary of {vocab} tokens, or negative where nothing is learned; "
+                f"the first batch has {largest}: is this the model's tokenizer?"
+            )
+        _check_positions(part, getattr(model, "max_length", None))
+        warn_of_copies(part)
+
+
+def _check_positions(batch: dict[str, Any], limit: int | None) -> None:
+    """Raises ValueError for packed rows with a document of over `limit` tokens; jit does not know its length."""
+    places = batch.get("positions")
+    if places is None and "segment_ids" in batch:
+        ids = jnp.asarray(batch["segment_ids"])
+        places = jnp.arange(ids.shape[1])[None] - first_of_segment(ids)
+    if limit is not None and places is not None and (longest := np.max(places, initial=-1) + 1) > limit:
+        raise ValueError(
+            f"the first batch has {longest} positions in one document, the model was made for {limit}: pack rows of at most "
+            "so many tokens, or build the model with a rope that reaches further (larger max_length, and a scaling)"
+        )
+
+
+def warn_of_copies(batch: dict[str, Any]) -> None:
+    """Warns if every target is the token at its own place and not the next one: labels as Hugging Face has them."""
+    if "tokens" not in batch or np.shape(batch["tokens"]) != np.shape(batch["targets"]):
+        return
+    tokens, targets = np.asarray(batch["tokens"]), np.asarray(batch["targets"])
+    learned = targets >= 0
+    is_next = (targets[..., :-1] == tokens[..., 1:]) | ~learned[..., :-1]
+    if learned.any() and (targets == tokens)[learned].all() and not is_next.all():
+        warnings.warn(
+            "every target of the first batch is the token at its own place, so the model learns to copy: targets are the next "
+            "tokens, tokens[:, :-1] and tokens[:, 1:] of the same text (Hugging Face shifts labels inside the model)",
+            stacklevel=2,
+        )
+
+
+def _batches(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the batch and those inside it, as far as they have targets."""
+    if "targets" in batch:
+        yield batch
+    for x in batch.values():
+        if isinstance(x, dict):
+            yield from _batches(x)
