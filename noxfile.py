@@ -210,6 +210,7 @@ def notebooks(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """The documentation, into docs/_build/html; warnings are errors and its notebooks are executed."""
     session.install("-e", ".[docs]")
+    shutil.rmtree("docs/_build/html", ignore_errors=True)  # pages of modules and guides that are gone; outputs stay
     options = ("-j", "2", "-W", "--keep-going", "-b", "html")
     session.run("sphinx-build", *options, "docs", "docs/_build/html", *session.posargs)
 
