@@ -3,7 +3,6 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -22,7 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import maxlib
     from maxlib import quantization, weights
-    from maxlib.weights._companions import GENERATION, copy_files
+    from maxlib.weights._companions import GENERATION, copy_files, first_ids
     from maxlib.weights._files import PROCESSOR_FILES, TOKENIZER_FILES
 
     shard = size(args.shard)
@@ -33,20 +32,13 @@ def run(args: argparse.Namespace) -> int:
         copy_files(source, args.directory, (*TOKENIZER_FILES, *PROCESSOR_FILES, GENERATION))
     else:
         maxlib.save_pretrained(model, args.directory, max_shard_bytes=shard, like=source, overwrite=args.overwrite)
-    if not (source / GENERATION).exists() and (ids := token_ids(source)):
-        (args.directory / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")
+    if not (source / GENERATION).exists():  # then config.json alone knows where texts end
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        if ids := {k: v for k, v in first_ids(config, config.get("text_config") or {}).items() if v is not None}:
+            (args.directory / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")
     files = sorted(args.directory.glob("*.safetensors"))
     print(f"{args.directory}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e9:.3f} GB")
     return 0
-
-
-def token_ids(source: Path) -> dict[str, Any]:
-    """Reads from config.json where texts begin and end, which the config of an export does not know."""
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    places = config, config.get("text_config") or {}
-    names = [f"{kind}_token_id" for kind in ("bos", "eos", "pad")]
-    found = {name: next((p[name] for p in places if p.get(name) is not None), None) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def size(text: str) -> int:

@@ -96,11 +96,15 @@ class Keys:
     """
 
     def __init__(self, seed: int):
-        self._last = jax.random.key(seed)
+        self._seed = seed
+        self._last: Key[Array, ""] | None = (
+            None  # made at the first call: a key starts jax's backend, an import must not
+        )
 
     def __call__(self, given: Key[Array, ""] | None) -> Key[Array, ""]:
         """Returns the key that a call brought, or the next one."""
         if given is not None:
             return given
+        self._last = jax.random.key(self._seed) if self._last is None else self._last
         self._last, new = jax.random.split(self._last)
         return new

@@ -10,6 +10,7 @@ from maxlib.weights._files import PROCESSOR_FILES, TOKENIZER_FILES
 from maxlib.weights._saving import write_json
 
 GENERATION = "generation_config.json"
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_companions(
@@ -36,9 +37,12 @@ def write_companions(
         write_tokenizer(tokenizer, part)
     config = {} if source is None else _read(source / "config.json")
     inner = config.get("text_config") or {}
-    names = [f"{kind}_token_id" for kind in ("bos", "eos", "pad")]
-    known = [generation or {}, config, inner, stored, {name: getattr(tokenizer, name, None) for name in names}]
-    return {name: next((ids[name] for ids in known if ids.get(name) is not None), None) for name in names}
+    return first_ids(generation or {}, config, inner, stored, {name: getattr(tokenizer, name, None) for name in IDS})
+
+
+def first_ids(*known: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the ids that begin, end and pad texts, each from the first of `known` that has it; else None."""
+    return {name: next((ids[name] for ids in known if ids.get(name) is not None), None) for name in IDS}
 
 
 def copy_files(source: Path, target: Path, patterns: tuple[str, ...]) -> None:

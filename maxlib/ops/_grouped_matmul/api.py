@@ -167,7 +167,7 @@ def _grouped_outer(d_out, rows, rows_per_expert, *, implementation):
 
 
 def check(op: str, rows, weights, rows_per_expert, weight_order) -> None:
-    """Checks the weight_order and the shapes.
+    """Checks `weight_order` and the shapes.
 
     Raises:
       ValueError: when they do not agree.
