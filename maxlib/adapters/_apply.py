@@ -63,7 +63,7 @@ def base_model(model: Model) -> Model:
 def freeze(model: Model) -> Model:
     """Returns a model whose adapters, with factors copied, are no longer trainable and belong to its base.
 
-    `add` puts new adapters on top of them; `base` takes off only the new ones.
+    `add` puts new adapters on top of them; `base_model` takes off only the new ones.
     """
     return _unwrap(model, lambda site, matmul: sites.replace(site, matmul=_frozen(matmul)))
 

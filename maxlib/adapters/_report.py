@@ -17,7 +17,7 @@ from maxlib.nn._sites import Kind, kind_of
 @dataclasses.dataclass(frozen=True)
 class Row:
     """Adapters of one layer, or of several that a stack stores together: `bytes` are those of the factors, `trained` is
-    False for adapters from `frozen`, `dora` True if lengths are trained.
+    False for adapters from `freeze`, `dora` True if lengths are trained.
     """
 
     path: str
